@@ -1,0 +1,75 @@
+"""The errors a user can meet. Every one derives from ReshardError and carries the exit code of the command line."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class ReshardError(Exception):
+    """A problem a user can act on, told as: what is wrong, expected, got, where, what to do.
+
+    Instances survive pickling, so an error raised on one rank can be shown on every rank.
+    """
+
+    exit_code: ClassVar[int] = 3
+
+    def __init__(self, problem: str, *, expected: str = "", got: str = "", where: str = "", remedy: str = "") -> None:
+        self.problem = problem
+        self.expected = expected
+        self.got = got
+        self.where = where
+        self.remedy = remedy
+        super().__init__(problem)
+
+    def __str__(self) -> str:
+        parts = (("expected", self.expected), ("got", self.got), ("where", self.where), ("what to do", self.remedy))
+        return "\n".join([self.problem, *(f"  {label}: {text}" for label, text in parts if text)])
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (type(self), self.problem, self.expected, self.got, self.where, self.remedy)
+
+
+def _rebuild(
+    kind: type[ReshardError], problem: str, expected: str, got: str, where: str, remedy: str
+) -> ReshardError:
+    return kind(problem, expected=expected, got=got, where=where, remedy=remedy)
+
+
+class UsageError(ReshardError):
+    """A wrong call: an unknown value, a rank out of range, options that exclude each other."""
+
+    exit_code = 2
+
+
+class SourceError(ReshardError):
+    """The source checkpoint is not there, is ambiguous, or its shards do not belong together."""
+
+
+class ShardError(ReshardError):
+    """One shard file cannot be read: empty, truncated, damaged, encrypted, or of an unknown kind."""
+
+
+class StrategyError(ReshardError):
+    """A strategy file or spec cannot be read, or says something impossible."""
+
+
+class LayoutError(ReshardError):
+    """A placement does not fit its mesh, or a tensor's shape does not fit its placement."""
+
+
+class CoverageError(ReshardError):
+    """Some part of a target tensor has no source."""
+
+
+class DisagreementError(ReshardError):
+    """Shards that should say the same (shape, type, step, replicated bytes) do not."""
+
+
+class TargetError(ReshardError):
+    """The target cannot be written: it is the source, holds another run, is finished, or is being written."""
+
+
+class TransformError(ReshardError):
+    """Some targets failed while they were written; the others are complete."""
+
+    exit_code = 4

@@ -1,0 +1,435 @@
+"""Which rank holds which box of a tensor.
+
+A Placement says how a tensor is cut over a mesh, without its shape: that is all a strategy file holds. A Layout is a
+Placement bound to a shape. The semantics are MindSpore's:
+
+- local rank r of a stage has the coordinates of a row-major walk over `mesh`, last axis fastest;
+- every tensor dimension is cut evenly (or at given sizes) over the mesh axes that `split` names, the major one first;
+- ranks with the same slice are counted in row-major order of the mesh axes not in use, and an optimizer cut into k
+  pieces gives the one at position p piece p mod k of dimension 0 of that slice;
+- global rank = stage x ranks of a stage + local rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import lru_cache
+
+from reshard_mpi.box import Box
+from reshard_mpi.errors import LayoutError
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """How one parameter is cut over the ranks of its stages.
+
+    mesh: ranks along each mesh axis of one stage. split: for each tensor dimension the mesh axes (counted from the
+    left) that cut it, major first; an empty `split` cuts nothing, whatever the number of dimensions. optimizer: into
+    how many pieces dimension 0 of each slice is cut once more. sizes: pairs (dimension, slice sizes) for dimensions
+    cut unevenly. stages: the pipeline stages that hold it. expanded_shape: set where `split` may list more dimensions
+    than the tensor has, each of them a factor of a real one (MindSpore's JSON of nested maps): the whole tensor's
+    shape in those factors.
+
+    Raises LayoutError if an axis is outside the mesh or used twice, or the optimizer cut has no ranks to go over.
+    """
+
+    mesh: tuple[int, ...]
+    split: tuple[tuple[int, ...], ...] = ()
+    optimizer: int = 1
+    sizes: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    stages: tuple[int, ...] = (0,)
+    expanded_shape: Shape | None = None
+
+    def __post_init__(self) -> None:
+        if any(length < 1 for length in self.mesh):
+            raise LayoutError("a mesh axis has no ranks", expected="every axis 1 or more", got=f"mesh {self.mesh}")
+        used = [axis for axes in self.split for axis in axes]
+        for axis in used:
+            if not 0 <= axis < len(self.mesh):
+                raise LayoutError(
+                    "a tensor dimension is mapped outside the mesh",
+                    expected=f"mesh axes 0 to {len(self.mesh) - 1} of mesh {self.mesh} (counted from the left)",
+                    got=f"axis {axis}",
+                )
+        if len(set(used)) != len(used):
+            raise LayoutError(
+                "a mesh axis cuts two dimensions", expected="each mesh axis used once", got=f"mesh axes {self.split}"
+            )
+        if self.optimizer < 1 or self.holders_per_slice % self.optimizer:
+            raise LayoutError(
+                "the optimizer cut does not fit the ranks that share a slice",
+                expected=f"a divisor of {self.holders_per_slice} (mesh {self.mesh} without the axes in use)",
+                got=str(self.optimizer),
+            )
+        for dim, sizes in self.sizes:
+            if dim >= len(self.split) or len(sizes) != self.slices(dim):
+                slices = self.slices(dim) if dim < len(self.split) else 0
+                raise LayoutError(
+                    f"the sizes given for dimension {dim} do not fit its cut",
+                    expected=f"{slices} sizes",
+                    got=f"{len(sizes)} sizes {list(sizes)}",
+                )
+
+    @property
+    def stage_size(self) -> int:
+        """Ranks of one stage."""
+        return math.prod(self.mesh)
+
+    @property
+    def free_axes(self) -> tuple[int, ...]:
+        """Mesh axes that cut no dimension."""
+        used = {axis for axes in self.split for axis in axes}
+        return tuple(axis for axis in range(len(self.mesh)) if axis not in used)
+
+    @property
+    def holders_per_slice(self) -> int:
+        """Ranks of a stage that share one slice, before the optimizer cut."""
+        return math.prod(self.mesh[axis] for axis in self.free_axes)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether any rank holds less than the whole tensor."""
+        return self.optimizer > 1 or any(self.slices(dim) > 1 for dim in range(len(self.split)))
+
+    def slices(self, dim: int) -> int:
+        """Into how many slices dimension `dim` is cut, before the optimizer cut."""
+        return math.prod(self.mesh[axis] for axis in self.split[dim]) if dim < len(self.split) else 1
+
+    def cuts(self, dim: int) -> int:
+        """Into how many parts dimension `dim` is cut in all."""
+        return self.slices(dim) * (self.optimizer if dim == 0 else 1)
+
+    def total(self, dim: int) -> int | None:
+        """The length of dimension `dim`, where the placement itself tells it."""
+        return next((sum(sizes) for at, sizes in self.sizes if at == dim), None)
+
+    def with_stages(self, stages: tuple[int, ...]) -> Placement:
+        return Placement(self.mesh, self.split, self.optimizer, self.sizes, stages, self.expanded_shape)
+
+
+def replicated(ranks: int) -> Placement:
+    """Return the placement of a tensor that every one of `ranks` ranks holds whole."""
+    return Placement((ranks,))
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """The placements of a whole checkpoint: what all its strategy files say together.
+
+    parameters: for each listed name the placements that hold it; more than one where stages that share a parameter
+    cut it differently. rules: pairs (glob, placement) for names not listed one by one; the first match wins.
+    All stages have the same number of ranks. Raises LayoutError where they do not.
+    """
+
+    world_size: int
+    stages: int
+    parameters: Mapping[str, tuple[Placement, ...]]
+    rules: tuple[tuple[str, Placement], ...] = ()
+    origin: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        checked = set()
+        for name, placements in (*self.parameters.items(), *((glob, (rule,)) for glob, rule in self.rules)):
+            for placement in placements:
+                if placement in checked:
+                    continue
+                checked.add(placement)
+                if placement.stage_size * self.stages != self.world_size:
+                    raise LayoutError(
+                        "the mesh does not fit the number of ranks",
+                        expected=f"{self.world_size // self.stages} ranks a stage"
+                        f" ({self.world_size} ranks, {self.stages} stages)",
+                        got=f"mesh {placement.mesh} for parameter {name!r}",
+                        where=self.origin,
+                        remedy="give every parameter of one strategy the same device number",
+                    )
+
+    @property
+    def stage_size(self) -> int:
+        return self.world_size // self.stages
+
+    def stage_of(self, rank: int) -> int:
+        return rank // self.stage_size
+
+    def find(self, name: str) -> tuple[Placement, ...]:
+        """Return the placements of parameter `name`; empty where the strategy does not list it."""
+        listed = self.parameters.get(name)
+        if listed is not None:
+            return listed
+        return next(((placement,) for glob, placement in self.rules if fnmatchcase(name, glob)), ())
+
+
+def unsharded(origin: str = "") -> Strategy:
+    """Return the strategy of one full checkpoint: one rank that holds every tensor whole."""
+    return Strategy(1, 1, {}, (("*", replicated(1)),), origin)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One distinct part of a tensor: the slice index in every dimension, and the optimizer piece within that slice."""
+
+    index: tuple[int, ...]
+    part: int
+
+
+class Layout:
+    """A Placement bound to the shape of the whole tensor.
+
+    Raises LayoutError if the number of dimensions differs, or a cut does not divide and no sizes are given.
+    """
+
+    __slots__ = ("_bounds", "placement", "shape")
+
+    def __init__(self, placement: Placement, shape: Shape) -> None:
+        placement = regroup(placement, shape)
+        if placement.split and len(placement.split) != len(shape):
+            raise LayoutError(
+                "a tensor has another number of dimensions than its placement",
+                expected=f"{len(placement.split)} dimensions",
+                got=f"shape {list(shape)}",
+            )
+        self.placement = placement
+        self.shape = shape
+        self._bounds: dict[int, tuple[int, ...]] = {}
+        for dim, sizes in placement.sizes:
+            bounds = [0]
+            for size in sizes:
+                bounds.append(bounds[-1] + size)
+            if bounds[-1] != shape[dim]:
+                raise LayoutError(
+                    f"the sizes given for dimension {dim} do not add up to the tensor",
+                    expected=f"{shape[dim]} of shape {list(shape)}",
+                    got=f"{bounds[-1]} = sum of {list(sizes)}",
+                )
+            self._bounds[dim] = tuple(bounds)
+        for dim in range(len(placement.split)):
+            if dim not in self._bounds and shape[dim] % placement.slices(dim):
+                raise LayoutError(
+                    f"dimension {dim} cannot be cut evenly",
+                    expected=f"a multiple of {placement.slices(dim)}, or the sizes of its slices",
+                    got=f"shape {list(shape)}",
+                )
+        if placement.optimizer > 1:
+            heights = [self._slice(0, i)[1] - self._slice(0, i)[0] for i in range(placement.slices(0))] if shape else [1]
+            if any(height % placement.optimizer for height in set(heights)):
+                raise LayoutError(
+                    "the optimizer cut does not divide dimension 0",
+                    expected=f"slices whose height is a multiple of {placement.optimizer}",
+                    got=f"heights {sorted(set(heights))} of shape {list(shape)}",
+                )
+
+    def box(self, rank: int) -> Box:
+        """Return what global rank `rank` holds; its stage must be one of the placement's."""
+        return self.piece_box(self.piece(rank))
+
+    def piece(self, rank: int) -> Piece:
+        """Return which part of the tensor global rank `rank` holds."""
+        coordinates = unravel(rank % self.placement.stage_size, self.placement.mesh)
+        index = []
+        for axes in self.placement.split:
+            at = 0
+            for axis in axes:
+                at = at * self.placement.mesh[axis] + coordinates[axis]
+            index.append(at)
+        position = 0
+        if self.placement.optimizer > 1:
+            for axis in self.placement.free_axes:
+                position = position * self.placement.mesh[axis] + coordinates[axis]
+        return Piece(tuple(index), position % self.placement.optimizer)
+
+    def piece_box(self, piece: Piece) -> Box:
+        """Return the box of one part."""
+        if not self.placement.split:
+            low, high = [0] * len(self.shape), list(self.shape)
+        else:
+            bounds = [self._slice(dim, at) for dim, at in enumerate(piece.index)]
+            low, high = [b[0] for b in bounds], [b[1] for b in bounds]
+        if self.placement.optimizer > 1:
+            height = (high[0] - low[0]) // self.placement.optimizer
+            low[0] += piece.part * height
+            high[0] = low[0] + height
+        return Box(tuple(low), tuple(high))
+
+    def pieces_meeting(self, box: Box) -> Iterator[tuple[Piece, Box]]:
+        """Yield the parts that share elements with `box`, each with the shared box, in row-major order.
+
+        Found dimension by dimension: the cost is that of what is found, whatever the number of ranks.
+        """
+        if box.size == 0:
+            return
+        dims = len(self.placement.split)
+        options = [self._slices_meeting(dim, box.start[dim], box.stop[dim]) for dim in range(dims)]
+        for index in _product(options):
+            for part in range(self.placement.optimizer):
+                piece = Piece(index, part)
+                shared = self.piece_box(piece).intersect(box)
+                if shared is not None:
+                    yield piece, shared
+
+    def holder(self, piece: Piece, home: int) -> int:
+        """Return the global rank that holds `piece` and lies nearest to rank `home` in the mesh.
+
+        Of the copies it is the one with the coordinates of `home` along the free axes, so parameters cut alike and
+        parameters cut over other axes are looked for in the same files.
+        """
+        placement = self.placement
+        stage = home // placement.stage_size
+        if stage not in placement.stages:
+            stage = placement.stages[0]
+        coordinates = list(unravel(home % placement.stage_size, placement.mesh))
+        self._set_index(coordinates, piece)
+        if placement.optimizer > 1:
+            free = placement.free_axes
+            lengths = tuple(placement.mesh[axis] for axis in free)
+            position = ravel(tuple(coordinates[axis] for axis in free), lengths)
+            position += piece.part - position % placement.optimizer
+            for axis, at in zip(free, unravel(position, lengths)):
+                coordinates[axis] = at
+        return stage * placement.stage_size + ravel(tuple(coordinates), placement.mesh)
+
+    def holders(self, piece: Piece) -> Iterator[int]:
+        """Yield every global rank that holds `piece`, in ascending order within each stage."""
+        placement = self.placement
+        free = placement.free_axes
+        lengths = tuple(placement.mesh[axis] for axis in free)
+        coordinates = [0] * len(placement.mesh)
+        self._set_index(coordinates, piece)
+        for stage in placement.stages:
+            for position in range(piece.part, math.prod(lengths), placement.optimizer):
+                for axis, at in zip(free, unravel(position, lengths)):
+                    coordinates[axis] = at
+                yield stage * placement.stage_size + ravel(tuple(coordinates), placement.mesh)
+
+    def replicas(self, rank: int) -> tuple[int, ...]:
+        """Return all ranks, `rank` among them, that hold what `rank` holds."""
+        return tuple(sorted(self.holders(self.piece(rank))))
+
+    def _set_index(self, coordinates: list[int], piece: Piece) -> None:
+        for axes, at in zip(self.placement.split, piece.index):
+            for axis in reversed(axes):
+                at, coordinates[axis] = divmod(at, self.placement.mesh[axis])
+
+    def _slice(self, dim: int, at: int) -> tuple[int, int]:
+        bounds = self._bounds.get(dim)
+        if bounds is not None:
+            return bounds[at], bounds[at + 1]
+        step = self.shape[dim] // self.placement.slices(dim)
+        return at * step, at * step + step
+
+    def _slices_meeting(self, dim: int, low: int, high: int) -> range:
+        bounds = self._bounds.get(dim)
+        if bounds is not None:
+            first = next(i for i in range(len(bounds) - 1) if bounds[i + 1] > low)
+            last = next(i for i in range(len(bounds) - 1, 0, -1) if bounds[i - 1] < high)
+            return range(first, last)
+        step = self.shape[dim] // self.placement.slices(dim)
+        return range(low // step, (high - 1) // step + 1)
+
+
+def whole_shape(placement: Placement, rank: int, held: Shape) -> Shape:
+    """Return the shape of the whole tensor of which `rank` holds a part of shape `held`.
+
+    Raises LayoutError if the number of dimensions, or a dimension of given sizes, does not fit.
+    """
+    placement = _regroup_held(placement, held)
+    if not placement.split and placement.optimizer == 1:
+        return held
+    if placement.split and len(placement.split) != len(held):
+        raise LayoutError(
+            "a tensor has another number of dimensions than its placement",
+            expected=f"{len(placement.split)} dimensions",
+            got=f"shape {list(held)}",
+        )
+    if not held:
+        raise LayoutError("a scalar cannot be cut", expected="a tensor of one dimension or more", got="shape []")
+    return tuple(placement.total(dim) or length * placement.cuts(dim) for dim, length in enumerate(held))
+
+
+def stand_in_shape(source: Placement, target: Placement) -> Shape:
+    """Return a small shape that both placements cut, in which the same parts meet as in any shape they both cut."""
+    if source.split and target.split and len(source.split) != len(target.split):
+        raise LayoutError(
+            "source and target place a parameter with different numbers of dimensions",
+            expected=f"{len(source.split)} dimensions, as the source has",
+            got=f"{len(target.split)}",
+        )
+    shape = []
+    for dim in range(max(len(source.split), len(target.split), 1)):
+        least = math.lcm(source.cuts(dim), target.cuts(dim))
+        shape.append(source.total(dim) or target.total(dim) or least)
+    return tuple(shape)
+
+
+@lru_cache(maxsize=4096)
+def regroup(placement: Placement, shape: Shape) -> Placement:
+    """Join the factors of an expanded placement into the dimensions of a tensor of `shape`; others stay as they are."""
+    if placement.expanded_shape is None or len(shape) == len(placement.split):
+        return placement
+    return _join(placement, placement.expanded_shape, shape)
+
+
+def _regroup_held(placement: Placement, held: Shape) -> Placement:
+    if placement.expanded_shape is None or len(held) == len(placement.split):
+        return placement
+    factors = tuple(
+        length // placement.cuts(dim) if length % placement.cuts(dim) == 0 else 0
+        for dim, length in enumerate(placement.expanded_shape)
+    )
+    return _join(placement, factors, held)
+
+
+def _join(placement: Placement, factors: Shape, shape: Shape) -> Placement:
+    groupings = [g for g in _groupings(len(factors), len(shape)) if all(
+        math.prod(factors[first:last]) == length for (first, last), length in zip(g, shape)
+    )]
+    found = {tuple(tuple(a for axes in placement.split[i:j] for a in axes) for i, j in g) for g in groupings}
+    if len(found) != 1:
+        raise LayoutError(
+            "the factors of a nested layout cannot be joined into the tensor's dimensions",
+            expected=f"exactly one way to join {list(factors)} into the shape",
+            got=f"{len(found)} ways for shape {list(shape)}",
+            remedy="give the strategy as a protobuf file, which keeps nested maps as they are",
+        )
+    return Placement(placement.mesh, found.pop(), placement.optimizer, placement.sizes, placement.stages)
+
+
+def _groupings(factors: int, dims: int) -> Iterator[tuple[tuple[int, int], ...]]:
+    """Yield the ways to cut `factors` consecutive factors into `dims` groups of one or more."""
+    if dims == 0:
+        if factors == 0:
+            yield ()
+        return
+    for last in range(factors - 1, dims - 2, -1):
+        for head in _groupings(last, dims - 1):
+            yield (*head, (last, factors))
+
+
+def unravel(number: int, lengths: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the row-major coordinates of element `number` in an array of shape `lengths`."""
+    coordinates = []
+    for length in reversed(lengths):
+        number, at = divmod(number, length)
+        coordinates.append(at)
+    return tuple(reversed(coordinates))
+
+
+def ravel(coordinates: tuple[int, ...], lengths: tuple[int, ...]) -> int:
+    """Return the row-major number of the element at `coordinates` in an array of shape `lengths`."""
+    number = 0
+    for at, length in zip(coordinates, lengths):
+        number = number * length + at
+    return number
+
+
+def _product(options: list[range]) -> Iterator[tuple[int, ...]]:
+    if not options:
+        yield ()
+        return
+    for first in options[0]:
+        for rest in _product(options[1:]):
+            yield (first, *rest)
