@@ -25,6 +25,14 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
+class Piece:
+    """One distinct part of a tensor: the slice index in every dimension, and the optimizer piece within that slice."""
+
+    index: tuple[int, ...]
+    part: int
+
+
+@dataclass(frozen=True, slots=True)
 class Placement:
     """How one parameter is cut over the ranks of its stages.
 
@@ -108,6 +116,58 @@ class Placement:
         """The length of dimension `dim`, where the placement itself tells it."""
         return next((sum(sizes) for at, sizes in self.sizes if at == dim), None)
 
+    def piece(self, rank: int) -> Piece:
+        """Return which part of the tensor global rank `rank` holds."""
+        coordinates = unravel(rank % self.stage_size, self.mesh)
+        index = []
+        for axes in self.split:
+            at = 0
+            for axis in axes:
+                at = at * self.mesh[axis] + coordinates[axis]
+            index.append(at)
+        position = 0
+        if self.optimizer > 1:
+            for axis in self.free_axes:
+                position = position * self.mesh[axis] + coordinates[axis]
+        return Piece(tuple(index), position % self.optimizer)
+
+    def holder(self, piece: Piece, home: int) -> int:
+        """Return the global rank that holds `piece` and lies nearest to rank `home` in the mesh.
+
+        Of the copies it is the one with the coordinates of `home` along the free axes, so parameters cut alike and
+        parameters cut over other axes are looked for in the same files.
+        """
+        stage = home // self.stage_size
+        if stage not in self.stages:
+            stage = self.stages[0]
+        coordinates = list(unravel(home % self.stage_size, self.mesh))
+        self._set_index(coordinates, piece)
+        if self.optimizer > 1:
+            free = self.free_axes
+            lengths = tuple(self.mesh[axis] for axis in free)
+            position = ravel(tuple(coordinates[axis] for axis in free), lengths)
+            position += piece.part - position % self.optimizer
+            for axis, at in zip(free, unravel(position, lengths)):
+                coordinates[axis] = at
+        return stage * self.stage_size + ravel(tuple(coordinates), self.mesh)
+
+    def holders(self, piece: Piece) -> Iterator[int]:
+        """Yield every global rank that holds `piece`, in ascending order within each stage."""
+        free = self.free_axes
+        lengths = tuple(self.mesh[axis] for axis in free)
+        coordinates = [0] * len(self.mesh)
+        self._set_index(coordinates, piece)
+        for stage in self.stages:
+            for position in range(piece.part, math.prod(lengths), self.optimizer):
+                for axis, at in zip(free, unravel(position, lengths)):
+                    coordinates[axis] = at
+                yield stage * self.stage_size + ravel(tuple(coordinates), self.mesh)
+
+    def _set_index(self, coordinates: list[int], piece: Piece) -> None:
+        for axes, at in zip(self.split, piece.index):
+            for axis in reversed(axes):
+                at, coordinates[axis] = divmod(at, self.mesh[axis])
+
     def with_stages(self, stages: tuple[int, ...]) -> Placement:
         return Placement(self.mesh, self.split, self.optimizer, self.sizes, stages, self.expanded_shape)
 
@@ -169,14 +229,6 @@ def unsharded(origin: str = "") -> Strategy:
     return Strategy(1, 1, {}, (("*", replicated(1)),), origin)
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """One distinct part of a tensor: the slice index in every dimension, and the optimizer piece within that slice."""
-
-    index: tuple[int, ...]
-    part: int
-
-
 class Layout:
     """A Placement bound to the shape of the whole tensor.
 
@@ -225,22 +277,7 @@ class Layout:
 
     def box(self, rank: int) -> Box:
         """Return what global rank `rank` holds; its stage must be one of the placement's."""
-        return self.piece_box(self.piece(rank))
-
-    def piece(self, rank: int) -> Piece:
-        """Return which part of the tensor global rank `rank` holds."""
-        coordinates = unravel(rank % self.placement.stage_size, self.placement.mesh)
-        index = []
-        for axes in self.placement.split:
-            at = 0
-            for axis in axes:
-                at = at * self.placement.mesh[axis] + coordinates[axis]
-            index.append(at)
-        position = 0
-        if self.placement.optimizer > 1:
-            for axis in self.placement.free_axes:
-                position = position * self.placement.mesh[axis] + coordinates[axis]
-        return Piece(tuple(index), position % self.placement.optimizer)
+        return self.piece_box(self.placement.piece(rank))
 
     def piece_box(self, piece: Piece) -> Box:
         """Return the box of one part."""
@@ -271,48 +308,9 @@ class Layout:
                 if shared is not None:
                     yield piece, shared
 
-    def holder(self, piece: Piece, home: int) -> int:
-        """Return the global rank that holds `piece` and lies nearest to rank `home` in the mesh.
-
-        Of the copies it is the one with the coordinates of `home` along the free axes, so parameters cut alike and
-        parameters cut over other axes are looked for in the same files.
-        """
-        placement = self.placement
-        stage = home // placement.stage_size
-        if stage not in placement.stages:
-            stage = placement.stages[0]
-        coordinates = list(unravel(home % placement.stage_size, placement.mesh))
-        self._set_index(coordinates, piece)
-        if placement.optimizer > 1:
-            free = placement.free_axes
-            lengths = tuple(placement.mesh[axis] for axis in free)
-            position = ravel(tuple(coordinates[axis] for axis in free), lengths)
-            position += piece.part - position % placement.optimizer
-            for axis, at in zip(free, unravel(position, lengths)):
-                coordinates[axis] = at
-        return stage * placement.stage_size + ravel(tuple(coordinates), placement.mesh)
-
-    def holders(self, piece: Piece) -> Iterator[int]:
-        """Yield every global rank that holds `piece`, in ascending order within each stage."""
-        placement = self.placement
-        free = placement.free_axes
-        lengths = tuple(placement.mesh[axis] for axis in free)
-        coordinates = [0] * len(placement.mesh)
-        self._set_index(coordinates, piece)
-        for stage in placement.stages:
-            for position in range(piece.part, math.prod(lengths), placement.optimizer):
-                for axis, at in zip(free, unravel(position, lengths)):
-                    coordinates[axis] = at
-                yield stage * placement.stage_size + ravel(tuple(coordinates), placement.mesh)
-
     def replicas(self, rank: int) -> tuple[int, ...]:
         """Return all ranks, `rank` among them, that hold what `rank` holds."""
-        return tuple(sorted(self.holders(self.piece(rank))))
-
-    def _set_index(self, coordinates: list[int], piece: Piece) -> None:
-        for axes, at in zip(self.placement.split, piece.index):
-            for axis in reversed(axes):
-                at, coordinates[axis] = divmod(at, self.placement.mesh[axis])
+        return tuple(sorted(self.placement.holders(self.placement.piece(rank))))
 
     def _slice(self, dim: int, at: int) -> tuple[int, int]:
         bounds = self._bounds.get(dim)
