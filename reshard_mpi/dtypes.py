@@ -70,5 +70,6 @@ def to_numpy(dtype: DType) -> np.dtype[Any]:
     if dtype.name in _FROM_ML_DTYPES:
         import ml_dtypes
 
-        return np.dtype(getattr(ml_dtypes, dtype.name))
+        exotic: np.dtype[Any] = np.dtype(getattr(ml_dtypes, dtype.name))
+        return exotic
     return np.dtype(_AS_BYTES.get(dtype.name, dtype.name))

@@ -13,10 +13,12 @@ Placement bound to a shape. The semantics are MindSpore's:
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import lru_cache
+from itertools import accumulate
 
 from reshard_mpi.box import Box
 from reshard_mpi.errors import LayoutError
@@ -369,6 +371,53 @@ def regroup(placement: Placement, shape: Shape) -> Placement:
     if placement.expanded_shape is None or len(shape) == len(placement.split):
         return placement
     return _join(placement, placement.expanded_shape, shape)
+
+
+def align(source: Placement, target: Placement) -> tuple[Placement, Placement]:
+    """Return both placements over the same dimensions, joining factors where one lists more of them than the other.
+
+    Raises LayoutError if the factors leave more than one way.
+    """
+    if source.expanded_shape and target.expanded_shape:
+        if source.expanded_shape == target.expanded_shape:
+            return source, target
+        shape = _common_factors(source.expanded_shape, target.expanded_shape)
+        return _join(source, source.expanded_shape, shape), _join(target, target.expanded_shape, shape)
+    if source.expanded_shape and target.split:
+        return _join_to(source, len(target.split)), target
+    if target.expanded_shape and source.split:
+        return source, _join_to(target, len(source.split))
+    return source, target
+
+
+def _common_factors(first: Shape, second: Shape) -> Shape:
+    ends = [set(accumulate(shape, operator.mul)) for shape in (first, second)]
+    shape, before = [], 1
+    for end in sorted(ends[0] & ends[1]):
+        shape.append(end // before)
+        before = end
+    return tuple(shape)
+
+
+def _join_to(placement: Placement, dims: int) -> Placement:
+    """Join factors into `dims` dimensions: in a dimension, all factors but the last are cut down to length 1."""
+    assert placement.expanded_shape is not None
+    if len(placement.split) == dims:
+        return placement
+    single = [length == placement.cuts(dim) for dim, length in enumerate(placement.expanded_shape)]
+    ways = [
+        tuple(math.prod(placement.expanded_shape[first:last]) for first, last in grouping)
+        for grouping in _groupings(len(single), dims)
+        if all(all(single[first : last - 1]) for first, last in grouping)
+    ]
+    if len(ways) != 1:
+        raise LayoutError(
+            "the factors of a nested layout cannot be joined into the dimensions of the other strategy",
+            expected=f"exactly one way to join {list(placement.expanded_shape)} into {dims} dimensions",
+            got=f"{len(ways)} ways",
+            remedy="give the strategy as a protobuf file, which keeps nested maps as they are",
+        )
+    return _join(placement, placement.expanded_shape, ways[0])
 
 
 def _regroup_held(placement: Placement, held: Shape) -> Placement:

@@ -1,0 +1,1 @@
+"""Moves the bytes a plan names. Knows byte ranges and boxes; neither formats nor strategies."""

@@ -1,0 +1,1 @@
+"""Which bytes go where, decided before any is moved. Pure: nothing here opens a file."""

@@ -1,0 +1,99 @@
+"""The records a plan consists of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from reshard_mpi.box import Box
+from reshard_mpi.manifest import Decoded, ShardIdentity, ShardSpec, TensorEntry, TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much memory moving bytes may take, in one process.
+
+    buffer_bytes: the buffer in which a run of target bytes is put together. window_bytes: how much of source files is
+    mapped at any moment.
+    """
+
+    buffer_bytes: int
+    window_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """`region` of a tensor is taken from `source`, which holds `source_box` on rank `source_rank` (global coordinates)."""
+
+    source_rank: int
+    source: TensorEntry
+    source_box: Box
+    region: Box
+
+    @property
+    def size_bytes(self) -> int:
+        return self.region.size * self.source.dtype.itemsize_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlan:
+    """One target tensor and the copies that make it up, disjoint and together exactly its box."""
+
+    spec: TensorSpec
+    copies: tuple[Copy, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Copies of one region of one tensor that must hold the same bytes.
+
+    refuse: a difference stops the target; otherwise it is only reported. why: what a difference would mean.
+    """
+
+    name: str
+    copies: tuple[Copy, ...]
+    refuse: bool
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """All that one target rank needs: what to write, from where, and what must hold first.
+
+    absent: names the strategies list that no source shard holds. notes: what the user should be told.
+    """
+
+    target_rank: int
+    identity: ShardIdentity
+    tensors: tuple[TensorPlan, ...]
+    strings: Mapping[str, str]
+    checks: tuple[Check, ...]
+    absent: tuple[str, ...]
+    notes: tuple[str, ...]
+    source_ranks: tuple[int, ...]
+
+    @property
+    def shard(self) -> ShardSpec:
+        return ShardSpec(self.identity, tuple(tensor.spec for tensor in self.tensors), self.strings)
+
+    @property
+    def written_bytes(self) -> int:
+        """Payload bytes of the target shard."""
+        return sum(tensor.spec.size_bytes for tensor in self.tensors)
+
+    @property
+    def needed_bytes(self) -> int:
+        """Payload bytes taken from the sources."""
+        return sum(copy.size_bytes for tensor in self.tensors for copy in tensor.copies)
+
+    def peak_bytes(self, limits: Limits, base_bytes: int) -> int:
+        """Project the peak resident memory: a process of `base_bytes`, its buffer and windows, the largest decoding."""
+        decoded = 0
+        for tensor in self.tensors:
+            for copy in tensor.copies:
+                if isinstance(copy.source.source, Decoded):
+                    chunk_bytes = copy.source.dtype.itemsize_bytes
+                    for length in copy.source.source.chunk:
+                        chunk_bytes *= length
+                    decoded = max(decoded, chunk_bytes)
+        return base_bytes + limits.buffer_bytes + limits.window_bytes + 2 * decoded

@@ -1,0 +1,74 @@
+"""Which placement a parameter has: its own where a strategy lists it, else that of the parameter it is named after."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from enum import StrEnum
+
+from reshard_mpi.errors import StrategyError
+from reshard_mpi.layout import Placement, Strategy
+
+# Gradients in mid-accumulation: every data-parallel rank holds its own partial sum, so copies of them may differ.
+_PARTIAL_SUMS = ("accu_grads", "grad_sum")
+
+
+class Unlisted(StrEnum):
+    """What becomes of parameters that the target strategy does not list."""
+
+    FOLLOW = "follow"
+    REPLICATE = "replicate"
+    DROP = "drop"
+
+
+def named_after(name: str) -> Iterator[str]:
+    """Yield what `name` may be named after (`adam.moment1.w` -> `moment1.w`, `w`), the longest first."""
+    at = name.find(".")
+    while at >= 0:
+        yield name[at + 1 :]
+        at = name.find(".", at + 1)
+
+
+def find_or_follow(strategy: Strategy, name: str, fits: Callable[[str], bool]) -> tuple[Placement, ...]:
+    """Return the placements `strategy` gives `name`, or those of the listed name it follows; empty if neither.
+
+    fits: tells whether the parameter has the same whole shape as the one of the given name.
+    """
+    listed = strategy.find(name)
+    if listed:
+        return listed
+    for base in named_after(name):
+        followed = strategy.find(base)
+        if followed and fits(base):
+            return followed
+    return ()
+
+
+def everywhere(strategy: Strategy) -> Placement:
+    """Return the placement of a parameter that every rank of every stage holds whole."""
+    return Placement((strategy.stage_size,), stages=tuple(range(strategy.stages)))
+
+
+def is_partial_sum(name: str) -> bool:
+    """Tell whether copies of a parameter may differ because each is a part of a sum."""
+    return any(part in _PARTIAL_SUMS for part in name.split(".")[:-1])
+
+
+def require_common_parameters(source: Strategy, target: Strategy) -> None:
+    """Raise StrategyError if no parameter that one strategy lists means anything to the other."""
+    if source.rules or target.rules:
+        return
+    if any(find_or_follow(source, name, lambda _: True) for name in target.parameters):
+        return
+    if any(find_or_follow(target, name, lambda _: True) for name in source.parameters):
+        return
+    raise StrategyError(
+        "the two strategies have no parameter in common",
+        expected=f"parameters of {source.origin or 'the source strategy'}, such as {_example(source)}",
+        got=f"{len(target.parameters)} others, such as {_example(target)}",
+        where=target.origin,
+        remedy="check that both strategies belong to the same network",
+    )
+
+
+def _example(strategy: Strategy) -> str:
+    return repr(next(iter(strategy.parameters), ""))

@@ -1,0 +1,100 @@
+"""Which source ranks a target rank needs, from the strategies alone."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+from functools import lru_cache
+
+from reshard_mpi.errors import LayoutError, UsageError
+from reshard_mpi.layout import Layout, Piece, Placement, Strategy, align, stand_in_shape
+from reshard_mpi.planning.parameters import Unlisted, everywhere, find_or_follow, require_common_parameters
+from reshard_mpi.planning.replicas import choose_holders, home_rank
+
+
+def check_target_rank(target_rank: int, target: Strategy) -> None:
+    """Raise UsageError if the target has no such rank."""
+    if not 0 <= target_rank < target.world_size:
+        raise UsageError(
+            "target rank out of range",
+            expected=f"0 to {target.world_size - 1}",
+            got=str(target_rank),
+            where=target.origin,
+        )
+
+
+def needed_ranks(
+    source: Strategy,
+    target: Strategy,
+    target_rank: int,
+    *,
+    names: Iterable[str],
+    available: Container[int],
+    unlisted: Unlisted,
+) -> tuple[int, ...]:
+    """Return the source ranks that target rank `target_rank` reads, ascending; at least one.
+
+    names: parameters known besides the listed ones (strategies made of rules list none). available: the ranks that
+    may be chosen; pieces none of them holds are left for the plan to report, where shapes are known.
+    """
+    check_target_rank(target_rank, target)
+    require_common_parameters(source, target)
+    home = home_rank(target_rank, target.world_size, source.world_size)
+    demands: dict[Placement, dict[Piece, None]] = {}
+    seen = set()
+    for name in dict.fromkeys((*target.parameters, *source.parameters, *names)):
+        pair = _placements(source, target, target_rank, name, unlisted)
+        if pair is None or pair in seen:
+            continue
+        seen.add(pair)
+        try:
+            placement, pieces = pick_alternative(pair[0], pair[1], target_rank, home, available)
+        except LayoutError as error:
+            error.where = f"parameter {name!r}, {source.origin or 'source'} to {target.origin or 'target'}"
+            raise
+        demands.setdefault(placement, {}).update(dict.fromkeys(pieces))
+    ranks = set(choose_holders(demands, home, available).values())
+    if not ranks:
+        fallback = home if home in available else next((r for r in range(source.world_size) if r in available), home)
+        ranks.add(fallback)
+    return tuple(sorted(ranks))
+
+
+def pick_alternative(
+    alternatives: tuple[Placement, ...], target: Placement, target_rank: int, home: int, available: Container[int]
+) -> tuple[Placement, tuple[Piece, ...]]:
+    """Return which of a parameter's source placements to read, and the pieces of it that the target rank needs.
+
+    The stage of `home` comes first; one whose every needed piece is available is preferred to one with holes.
+    """
+    ordered = sorted(alternatives, key=lambda placement: home // placement.stage_size not in placement.stages)
+    found = [_pieces(placement, target, target_rank) for placement in ordered]
+    for placement, pieces in found:
+        if all(any(rank in available for rank in placement.holders(piece)) for piece in pieces):
+            return placement, pieces
+    return found[0]
+
+
+def _placements(
+    source: Strategy, target: Strategy, target_rank: int, name: str, unlisted: Unlisted
+) -> tuple[tuple[Placement, ...], Placement] | None:
+    """Return where `name` comes from and how the target rank holds it; None if it needs nothing from listed ranks."""
+    origins = find_or_follow(source, name, lambda _: True)
+    if not origins:
+        return None
+    placements = target.find(name)
+    if not placements and unlisted is Unlisted.FOLLOW:
+        placements = find_or_follow(target, name, lambda _: True)
+        if not placements and not any(origin.is_cut for origin in origins):
+            placements = (everywhere(target),)
+    elif not placements and unlisted is Unlisted.REPLICATE:
+        placements = (everywhere(target),)
+    stage = target.stage_of(target_rank)
+    return next(((origins, placement) for placement in placements if stage in placement.stages), None)
+
+
+@lru_cache(maxsize=4096)
+def _pieces(source: Placement, target: Placement, target_rank: int) -> tuple[Placement, tuple[Piece, ...]]:
+    source, target = align(source, target)
+    shape = stand_in_shape(source, target)
+    box = Layout(target, shape).box(target_rank)
+    return source, tuple(piece for piece, _ in Layout(source, shape).pieces_meeting(box))

@@ -1,0 +1,80 @@
+"""Which of several holders of a piece is read: few files in all, and not the same ones for every target."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Container, Mapping
+
+from reshard_mpi.layout import Piece, Placement
+
+Demands = Mapping[Placement, Collection[Piece]]
+Choice = dict[tuple[Placement, Piece], int]
+
+
+def home_rank(target_rank: int, targets: int, sources: int) -> int:
+    """Return the source rank nearest to which a target looks for copies: spreads targets evenly over sources."""
+    return target_rank * sources // targets
+
+
+def choose_holders(demands: Demands, home: int, available: Container[int]) -> Choice:
+    """Choose for every demanded piece one rank that holds it, out of the `available` ones.
+
+    Pieces with the fewest holders are settled first; whatever the ranks chosen so far hold is taken from them, and
+    ranks that turn out to be superfluous are dropped. Pieces without any available holder are left out.
+    """
+    chosen: dict[int, None] = {}
+    for placement in sorted(demands, key=_holders_per_piece):
+        covered = {placement.piece(rank) for rank in chosen if rank // placement.stage_size in placement.stages}
+        for piece in demands[placement]:
+            if piece not in covered:
+                rank = available_holder(placement, piece, home, available)
+                if rank is not None:
+                    chosen[rank] = None
+                    covered.add(placement.piece(rank))
+    return _assign(demands, _without_superfluous(demands, list(chosen)), home)
+
+
+def available_holder(placement: Placement, piece: Piece, home: int, available: Container[int]) -> int | None:
+    """Return the available holder of `piece` nearest to `home`, else the first available one, else None."""
+    nearest = placement.holder(piece, home)
+    if nearest in available:
+        return nearest
+    return next((rank for rank in placement.holders(piece) if rank in available), None)
+
+
+def _holders_per_piece(placement: Placement) -> int:
+    return placement.holders_per_slice // placement.optimizer * len(placement.stages)
+
+
+def _held_by(demands: Demands, ranks: Collection[int]) -> dict[tuple[Placement, Piece], list[int]]:
+    held: dict[tuple[Placement, Piece], list[int]] = {}
+    for placement, pieces in demands.items():
+        wanted = set(pieces)
+        for rank in ranks:
+            if rank // placement.stage_size in placement.stages:
+                piece = placement.piece(rank)
+                if piece in wanted:
+                    held.setdefault((placement, piece), []).append(rank)
+    return held
+
+
+def _without_superfluous(demands: Demands, chosen: list[int]) -> list[int]:
+    held = _held_by(demands, chosen)
+    serves: dict[int, list[list[int]]] = {rank: [] for rank in chosen}
+    for ranks in held.values():
+        for rank in ranks:
+            serves[rank].append(ranks)
+    # Ranks chosen first hold pieces few others hold, so the last chosen are the likelier to be superfluous.
+    for rank in reversed(chosen):
+        if all(len(ranks) > 1 for ranks in serves[rank]):
+            for ranks in serves[rank]:
+                ranks.remove(rank)
+            del serves[rank]
+    return sorted(serves)
+
+
+def _assign(demands: Demands, ranks: list[int], home: int) -> Choice:
+    choice = {}
+    for (placement, piece), holders in _held_by(demands, ranks).items():
+        nearest = placement.holder(piece, home)
+        choice[placement, piece] = nearest if nearest in holders else holders[0]
+    return choice
