@@ -1,0 +1,21 @@
+"""MindSpore's checkpoint files (`.ckpt`), located and reserved by byte range.
+
+A file is a plain sequence of protobuf messages (mindspore/train/checkpoint.proto of MindSpore 2.10):
+
+    Checkpoint  { repeated Value value = 1 }
+    Value       { required string tag = 1; oneof { TensorProto tensor = 2; MapTensorProto maptensor = 3 } }
+    TensorProto { repeated int64 dims = 1; required string tensor_type = 2; required bytes tensor_content = 3 }
+
+A large tensor is cut into adjacent Values of one tag, each with the dims of the whole; a string has type `str`, dims
+[0] and UTF-32LE content. `save_checkpoint(crc_check=True)` appends 17 bytes: `crc_num` and, in 10 bytes, the
+big-endian CRC-32 of everything before. They are recognised and left out, not verified.
+"""
+
+from __future__ import annotations
+
+from reshard_mpi.formats.ckpt.reading import NAME, locate
+from reshard_mpi.formats.ckpt.writing import reserve, seal
+
+__all__ = ["NAME", "SUFFIXES", "locate", "reserve", "seal"]
+
+SUFFIXES = (".ckpt",)

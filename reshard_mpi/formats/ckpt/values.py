@@ -1,0 +1,148 @@
+"""The Values a checkpoint file is made of: found in a file, and encoded up to their content."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from reshard_mpi.formats import files
+from reshard_mpi.formats.ckpt.wire import LENGTH, VARINT, Field, Reader, encode_length, encode_varint
+from reshard_mpi.manifest import ByteRange
+
+# What `save_checkpoint(crc_check=True)` appends: this mark and a CRC-32 in ten bytes.
+_CRC_MARK = b"crc_num"
+_CRC_BYTES = len(_CRC_MARK) + 10
+EMPTY_CHECKPOINT = _CRC_MARK + bytes(10)
+# `tensor_type` of a string.
+STRING_TYPE = "str"
+_MAX_TYPE_BYTES = 64
+# Field numbers of Checkpoint, Value and TensorProto.
+_VALUE = 1
+_TAG, _TENSOR, _MAP_TENSOR = _VALUE_FIELDS = (1, 2, 3)
+_DIMS, _TYPE, _CONTENT = _TENSOR_FIELDS = (1, 2, 3)
+_VALUE_KEY = encode_varint(_VALUE << 3 | LENGTH)
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One Value of the file: a tensor, or a piece of one."""
+
+    at: int
+    tag: str
+    dims: tuple[int, ...]
+    type_name: str
+    content: ByteRange
+
+
+def values(reader: Reader) -> Iterator[Value]:
+    """Yield the Values of a checkpoint file in order. Raises ShardError at the first byte that belongs to none."""
+    at = 0
+    count = 0
+    while at < reader.size_bytes:
+        if reader.size_bytes - at == _CRC_BYTES and reader.read(at, len(_CRC_MARK)) == _CRC_MARK:
+            # Looked for only here, between Values, where no Value can begin with `c` (the key of a group): a payload
+            # that ends like a trailer is not taken for one.
+            return
+        if reader.read(at, 1) != _VALUE_KEY:
+            raise reader.damage(
+                "a shard goes on with bytes that are no checkpoint" if at else "a shard is not a MindSpore checkpoint",
+                at,
+                expected="a value, which begins with byte 0x0a",
+                got=f"byte 0x{reader.read(at, 1).hex()}, {reader.size_bytes - at} bytes before the end of the file",
+                remedy="save or copy it again",
+            )
+        field = reader.field(at, reader.size_bytes)
+        count += 1
+        if count > files.MAX_TENSORS:
+            raise reader.damage("a shard holds too many values", at, expected=f"{files.MAX_TENSORS} at most")
+        yield _value(reader, field)
+        at = field.end
+
+
+def _value(reader: Reader, value: Field) -> Value:
+    parts = _fields_once(reader, value, _VALUE_FIELDS)
+    if _MAP_TENSOR in parts:
+        raise reader.damage(
+            "a shard holds a map tensor (MapParameter), which is not supported",
+            value.at,
+            remedy="export it as plain tensors, or leave it out when saving",
+        )
+    tag = _text(reader, _required(reader, value, parts, _TAG, "tag"), files.MAX_NAME_BYTES, "tag")
+    tensor = _required(reader, value, parts, _TENSOR, "tensor")
+    dims: list[int] = []
+    parts = _fields_once(reader, tensor, _TENSOR_FIELDS, dims)
+    type_name = _text(reader, _required(reader, tensor, parts, _TYPE, "tensor_type"), _MAX_TYPE_BYTES, "tensor_type")
+    content = _required(reader, tensor, parts, _CONTENT, "tensor_content")
+    return Value(value.at, tag, tuple(dims), type_name, ByteRange(reader.path, content.start, content.length_bytes))
+
+
+def _fields_once(
+    reader: Reader, message: Field, known: tuple[int, ...], dims: list[int] | None = None
+) -> dict[int, Field]:
+    """Return the fields of `message` by number, in whatever order they come; unknown ones are passed over.
+
+    dims: where given, collects field 1, the only one that may be repeated (packed or not).
+    """
+    found: dict[int, Field] = {}
+    for field in reader.fields(message.start, message.end):
+        if dims is not None and field.number == _DIMS and field.wire_type in (VARINT, LENGTH):
+            _add_dims(reader, field, dims)
+            continue
+        if field.number not in known:
+            continue
+        if field.wire_type != LENGTH:
+            raise reader.damage(
+                f"field {field.number} of a value has the wrong type: the shard is damaged",
+                field.at,
+                expected=f"wire type {LENGTH}",
+                got=str(field.wire_type),
+            )
+        if field.number in found:
+            raise reader.damage(f"field {field.number} of a value appears twice: the shard is damaged", field.at)
+        found[field.number] = field
+    return found
+
+
+def _add_dims(reader: Reader, field: Field, dims: list[int]) -> None:
+    if field.wire_type == VARINT:
+        numbers: Iterator[int] = iter((field.value,))
+    else:
+        numbers = reader.varints(field.start, field.end)
+    for number in numbers:
+        if number >> 63:
+            raise reader.damage("a dimension is negative", field.at, got=str(number - (1 << 64)))
+        dims.append(number)
+        if len(dims) > files.MAX_DIMENSIONS:
+            raise reader.damage(
+                "a tensor has too many dimensions", field.at, expected=f"{files.MAX_DIMENSIONS} at most"
+            )
+
+
+def _required(reader: Reader, message: Field, parts: dict[int, Field], number: int, name: str) -> Field:
+    if number not in parts:
+        raise reader.damage(f"a value has no {name}: the shard is damaged or no MindSpore checkpoint", message.at)
+    return parts[number]
+
+
+def _text(reader: Reader, field: Field, limit_bytes: int, name: str) -> str:
+    length_bytes = field.length_bytes
+    if not 0 < length_bytes <= limit_bytes:
+        raise reader.damage(
+            f"a {name} has an impossible length",
+            field.at,
+            expected=f"1 to {limit_bytes} bytes",
+            got=f"{length_bytes} bytes",
+        )
+    try:
+        return reader.read(field.start, length_bytes).decode()
+    except UnicodeDecodeError as error:
+        raise reader.damage(f"a {name} is not UTF-8: the shard is damaged", field.start, got=str(error)) from error
+
+
+def encode_header(tag: str, dims: tuple[int, ...], type_name: str, content_bytes: int) -> bytes:
+    """Return the bytes of a Value up to its content, in the field order protobuf's serializer uses."""
+    tag_bytes, type_bytes = tag.encode(), type_name.encode()
+    tensor = b"".join(b"\x08" + encode_varint(length) for length in dims)
+    tensor += encode_length(_TYPE, len(type_bytes)) + type_bytes + encode_length(_CONTENT, content_bytes)
+    value = encode_length(_TAG, len(tag_bytes)) + tag_bytes + encode_length(_TENSOR, len(tensor) + content_bytes)
+    return encode_length(_VALUE, len(value) + len(tensor) + content_bytes) + value + tensor

@@ -1,0 +1,155 @@
+"""Protobuf's wire format, walked in a file by byte range: fields are found, payloads are never loaded.
+
+The encoding is that of protobuf.dev/programming-guides/encoding: a field is a key (number x 8 + wire type) and a
+value; a varint has 7 bits a byte, least significant first, and at most 64 bits.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from reshard_mpi.errors import ShardError
+
+VARINT, FIXED64, LENGTH, FIXED32 = 0, 1, 2, 5
+_FIXED_BYTES = {FIXED64: 8, FIXED32: 4}
+# One read brings a header, and with it the small values that follow; larger ones would read payload for nothing.
+_WINDOW_BYTES = 4096
+
+
+class Field(NamedTuple):
+    """One field: its key is at byte `at`, its content from `start` to `end`; `value` is the number of a varint."""
+
+    at: int
+    number: int
+    wire_type: int
+    value: int
+    start: int
+    end: int
+
+    @property
+    def length_bytes(self) -> int:
+        return self.end - self.start
+
+
+class Reader:
+    """A file read through a small window. `path` and offsets are named in every error."""
+
+    def __init__(self, fd: int, path: str, size_bytes: int) -> None:
+        self.path = path
+        self.size_bytes = size_bytes
+        self._fd = fd
+        self._base = 0
+        self._window = b""
+
+    def damage(self, problem: str, at: int, *, expected: str = "", got: str = "", remedy: str = "") -> ShardError:
+        """Return the error that says `problem` was found at byte `at`."""
+        return ShardError(problem, expected=expected, got=got, where=f"{self.path}, byte {at}", remedy=remedy)
+
+    def read(self, at: int, length_bytes: int) -> bytes:
+        """Return the bytes from `at` on. The caller has bounded `length_bytes`."""
+        first = at - self._base
+        if first >= 0 and first + length_bytes <= len(self._window):
+            return self._window[first : first + length_bytes]
+        self._window = self._pread(at, max(length_bytes, _WINDOW_BYTES))
+        self._base = at
+        if len(self._window) < length_bytes:
+            raise self.cut_short(at)
+        return self._window[:length_bytes]
+
+    def cut_short(self, at: int) -> ShardError:
+        """Return the error of a file that ends within the field at `at`."""
+        return self.damage(
+            "a shard ends in the middle of a value: it is truncated or damaged",
+            at,
+            got=f"{self.size_bytes} bytes in all",
+            remedy="save or copy it again",
+        )
+
+    def varint(self, at: int, end: int) -> tuple[int, int]:
+        """Return the unsigned varint at `at`, which must end before `end`, and the offset after it."""
+        first = at - self._base
+        if 0 <= first < len(self._window) and at < end:
+            byte = self._window[first]
+            if byte < 0x80:
+                return byte, at + 1
+        chunk = self.read(at, min(10, end - at)) if at < end else b""
+        number = 0
+        for index, byte in enumerate(chunk):
+            number |= (byte & 0x7F) << 7 * index
+            if byte < 0x80:
+                if number >> 64:
+                    break
+                return number, at + index + 1
+        else:
+            if len(chunk) < 10:
+                raise self._overrun(at, end)
+        raise self.damage("a number in a shard's structure has more than 64 bits: the shard is damaged", at)
+
+    def field(self, at: int, end: int) -> Field:
+        """Return the field whose key is at byte `at`, in a message that ends at `end`."""
+        key, start = self.varint(at, end)
+        number, wire_type = key >> 3, key & 7
+        if number == 0 or key >> 32:
+            raise self.damage("a field number in a shard's structure is impossible: the shard is damaged", at)
+        value = 0
+        if wire_type == LENGTH:
+            value, start = self.varint(start, end)
+            stop = start + value
+        elif wire_type == VARINT:
+            value, stop = self.varint(start, end)
+        elif wire_type in _FIXED_BYTES:
+            stop = start + _FIXED_BYTES[wire_type]
+        else:
+            raise self.damage(
+                "a field in a shard's structure has an impossible type: the shard is damaged",
+                at,
+                expected="wire type 0, 1, 2 or 5",
+                got=str(wire_type),
+            )
+        if stop > end:
+            raise self._overrun(at, end)
+        return Field(at, number, wire_type, value, start, stop)
+
+    def fields(self, start: int, end: int) -> Iterator[Field]:
+        """Yield the fields of the message in the bytes from `start` to `end`."""
+        at = start
+        while at < end:
+            field = self.field(at, end)
+            yield field
+            at = field.end
+
+    def varints(self, start: int, end: int) -> Iterator[int]:
+        """Yield the varints that fill the bytes from `start` to `end` (a packed repeated field)."""
+        while start < end:
+            number, start = self.varint(start, end)
+            yield number
+
+    def _overrun(self, at: int, end: int) -> ShardError:
+        if end == self.size_bytes:
+            return self.cut_short(at)
+        return self.damage(
+            "a field runs past the end of the message it is in: the shard is damaged", at, expected=f"its end by {end}"
+        )
+
+    def _pread(self, at: int, length_bytes: int) -> bytes:
+        try:
+            return os.pread(self._fd, length_bytes, at)
+        except OSError as error:
+            raise self.damage("a shard cannot be read", at, got=str(error)) from error
+
+
+def encode_varint(number: int) -> bytes:
+    """Return `number`, which is not negative, as a varint."""
+    out = bytearray()
+    while number > 0x7F:
+        out.append(number & 0x7F | 0x80)
+        number >>= 7
+    out.append(number)
+    return bytes(out)
+
+
+def encode_length(number: int, length_bytes: int) -> bytes:
+    """Return what precedes a field of `length_bytes` bytes: its key, for field `number`, and its length."""
+    return encode_varint(number << 3 | LENGTH) + encode_varint(length_bytes)

@@ -1,0 +1,91 @@
+"""Creating a checkpoint file with everything in it but the payloads."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from reshard_mpi.errors import TargetError
+from reshard_mpi.formats import files
+from reshard_mpi.formats.ckpt.reading import NAME
+from reshard_mpi.formats.ckpt.values import EMPTY_CHECKPOINT, STRING_TYPE, encode_header
+from reshard_mpi.manifest import ByteRange, Manifest, Segments, ShardSpec, TensorEntry
+
+# MindSpore's synchronous save cuts at exactly this many bytes (`SLICE_SIZE`), and protobuf ends at 2 GiB.
+CUT_BYTES = 512 << 20
+
+
+def reserve(path: str, spec: ShardSpec) -> Manifest:
+    """Create the checkpoint `path` with all but the payloads, byte for byte as MindSpore's synchronous save would.
+
+    Tensors come first, in the order of `spec`, then strings. Raises TargetError if the file exists or a name cannot
+    be stored, OSError if it cannot be written; then no file is left.
+    """
+    files.check_names(path, [tensor.name for tensor in spec.tensors] + list(spec.strings))
+    tensors: dict[str, TensorEntry] = {}
+    headers: list[tuple[int, bytes]] = []
+    at = 0
+    for tensor in spec.tensors:
+        shape = tensor.box.shape
+        ranges = []
+        for length_bytes in _cuts(tensor.size_bytes):
+            header = encode_header(tensor.name, shape, tensor.dtype.mindspore, length_bytes)
+            headers.append((at, header))
+            at += len(header)
+            if length_bytes:
+                ranges.append(ByteRange(path, at, length_bytes))
+            at += length_bytes
+        tensors[tensor.name] = TensorEntry(tensor.name, tensor.dtype, shape, Segments(tuple(ranges)))
+    for name, text in spec.strings.items():
+        content = _string_content(path, name, text)
+        record = encode_header(name, (0,), STRING_TYPE, len(content)) + content
+        headers.append((at, record))
+        at += len(record)
+    if not headers:
+        # A file of 0 bytes cannot be told from a failed copy: a shard of nothing is the checksum of nothing.
+        headers.append((0, EMPTY_CHECKPOINT))
+        at = len(EMPTY_CHECKPOINT)
+    _create(path, headers, at)
+    return Manifest(path, NAME, tensors, dict(spec.strings))
+
+
+def seal(path: str) -> None:
+    """Make the file read-only for its owner, the mode MindSpore gives its checkpoints."""
+    Path(path).chmod(0o400)
+
+
+def _cuts(size_bytes: int) -> list[int]:
+    """Return the lengths of the pieces a tensor is written in; one empty piece for a tensor of no elements."""
+    whole, rest = divmod(size_bytes, CUT_BYTES)
+    return [CUT_BYTES] * whole + ([rest] if rest or not whole else [])
+
+
+def _string_content(path: str, name: str, text: str) -> bytes:
+    try:
+        content = text.encode("utf-32-le") or b"\0\0\0\0"
+    except UnicodeEncodeError as error:
+        raise TargetError(f"the string {name!r} is no Unicode text", got=str(error), where=path) from error
+    if len(content) > files.MAX_STRING_BYTES or text.endswith("\0"):
+        raise TargetError(
+            f"the string {name!r} cannot be stored in a .ckpt file",
+            expected=f"at most {files.MAX_STRING_BYTES // 4} characters, the last one not NUL",
+            got=f"{len(text)} characters",
+            where=path,
+        )
+    return content
+
+
+def _create(path: str, headers: list[tuple[int, bytes]], size_bytes: int) -> None:
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileExistsError as error:
+        raise files.refuse_existing(path) from error
+    try:
+        os.ftruncate(fd, size_bytes)
+        for at, header in headers:
+            files.write_all(fd, header, at)
+    except BaseException:
+        Path(path).unlink()
+        raise
+    finally:
+        os.close(fd)

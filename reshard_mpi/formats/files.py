@@ -1,0 +1,82 @@
+"""Opening the files of untrusted shards, and creating new ones; what every format does before its own work."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from reshard_mpi.errors import ShardError, TargetError
+
+# Names are kept in memory for every tensor; no framework makes one this long.
+MAX_NAME_BYTES = 4096
+# What the structure of one shard may hold, so that a small hostile file cannot fill the memory: the largest shards
+# known hold some ten thousand tensors.
+MAX_TENSORS = 1 << 18
+MAX_TEXT_BYTES = 64 << 20
+MAX_STRING_BYTES = 1 << 20
+# numpy stops at 64 dimensions, HDF5 at 32, MindSpore at 8.
+MAX_DIMENSIONS = 32
+
+
+@contextmanager
+def opened(path: str) -> Iterator[tuple[int, int]]:
+    """Open the regular file `path` for reading; gives its descriptor and its size in bytes.
+
+    Raises ShardError if it cannot be opened, is no regular file, or is empty.
+    """
+    try:
+        # O_NONBLOCK: a pipe in the place of a shard must not make us wait for a writer.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except (OSError, ValueError) as error:
+        raise ShardError("a shard cannot be opened", got=str(error), where=path) from error
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise ShardError("a shard is not a regular file", where=path)
+        if status.st_size == 0:
+            raise ShardError(
+                "a shard is empty",
+                expected="a checkpoint",
+                got="0 bytes",
+                where=path,
+                remedy="save or copy it again",
+            )
+        yield fd, status.st_size
+    finally:
+        os.close(fd)
+
+
+def refuse_existing(path: str) -> TargetError:
+    """Return the error for a target file that is there already."""
+    return TargetError("a target file exists already", expected="no file", where=path)
+
+
+def write_all(fd: int, data: bytes, offset_bytes: int) -> None:
+    """Write all of `data` at `offset_bytes`; one write may take less than it is given."""
+    left = memoryview(data)
+    while left:
+        written = os.pwrite(fd, left, offset_bytes)
+        left = left[written:]
+        offset_bytes += written
+
+
+def check_names(path: str, names: list[str]) -> None:
+    """Check the names of a shard that is to be written. Raises TargetError if one could not be read back."""
+    seen: set[str] = set()
+    for name in names:
+        try:
+            length_bytes = len(name.encode())
+        except UnicodeEncodeError as error:
+            raise TargetError("a tensor's name is no Unicode text", got=repr(name), where=path) from error
+        if not 0 < length_bytes <= MAX_NAME_BYTES:
+            raise TargetError(
+                "a tensor's name has a length that cannot be stored",
+                expected=f"1 to {MAX_NAME_BYTES} bytes",
+                got=f"{length_bytes} bytes: {name[:60]!r}",
+                where=path,
+            )
+        if name in seen:
+            raise TargetError("two entries of one shard have the same name", got=repr(name), where=path)
+        seen.add(name)
