@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from itertools import accumulate
@@ -43,7 +43,7 @@ class Placement:
     how many pieces dimension 0 of each slice is cut once more. sizes: pairs (dimension, slice sizes) for dimensions
     cut unevenly. stages: the pipeline stages that hold it. expanded_shape: set where `split` may list more dimensions
     than the tensor has, each of them a factor of a real one (MindSpore's JSON of nested maps): the whole tensor's
-    shape in those factors.
+    shape in those factors. open_ended: the tensor may have further dimensions, not cut (a rule that fits many tensors).
 
     Raises LayoutError if an axis is outside the mesh or used twice, or the optimizer cut has no ranks to go over.
     """
@@ -54,6 +54,7 @@ class Placement:
     sizes: tuple[tuple[int, tuple[int, ...]], ...] = ()
     stages: tuple[int, ...] = (0,)
     expanded_shape: Shape | None = None
+    open_ended: bool = False
 
     def __post_init__(self) -> None:
         if any(length < 1 for length in self.mesh):
@@ -171,7 +172,7 @@ class Placement:
                 at, coordinates[axis] = divmod(at, self.mesh[axis])
 
     def with_stages(self, stages: tuple[int, ...]) -> Placement:
-        return Placement(self.mesh, self.split, self.optimizer, self.sizes, stages, self.expanded_shape)
+        return replace(self, stages=stages)
 
 
 def replicated(ranks: int) -> Placement:
@@ -244,7 +245,7 @@ class Layout:
         if placement.split and len(placement.split) != len(shape):
             raise LayoutError(
                 "a tensor has another number of dimensions than its placement",
-                expected=f"{len(placement.split)} dimensions",
+                expected=_dimensions(placement),
                 got=f"shape {list(shape)}",
             )
         self.placement = placement
@@ -269,12 +270,14 @@ class Layout:
                     got=f"shape {list(shape)}",
                 )
         if placement.optimizer > 1:
-            heights = [self._slice(0, i)[1] - self._slice(0, i)[0] for i in range(placement.slices(0))] if shape else [1]
-            if any(height % placement.optimizer for height in set(heights)):
+            heights = {1}
+            if shape:
+                heights = {high - low for low, high in (self._slice(0, at) for at in range(placement.slices(0)))}
+            if any(height % placement.optimizer for height in heights):
                 raise LayoutError(
                     "the optimizer cut does not divide dimension 0",
                     expected=f"slices whose height is a multiple of {placement.optimizer}",
-                    got=f"heights {sorted(set(heights))} of shape {list(shape)}",
+                    got=f"heights {sorted(heights)} of shape {list(shape)}",
                 )
 
     def box(self, rank: int) -> Box:
@@ -342,7 +345,7 @@ def whole_shape(placement: Placement, rank: int, held: Shape) -> Shape:
     if placement.split and len(placement.split) != len(held):
         raise LayoutError(
             "a tensor has another number of dimensions than its placement",
-            expected=f"{len(placement.split)} dimensions",
+            expected=_dimensions(placement),
             got=f"shape {list(held)}",
         )
     if not held:
@@ -352,11 +355,12 @@ def whole_shape(placement: Placement, rank: int, held: Shape) -> Shape:
 
 def stand_in_shape(source: Placement, target: Placement) -> Shape:
     """Return a small shape that both placements cut, in which the same parts meet as in any shape they both cut."""
-    if source.split and target.split and len(source.split) != len(target.split):
+    shorter, longer = sorted((source, target), key=lambda placement: len(placement.split))
+    if shorter.split and not shorter.open_ended and len(shorter.split) != len(longer.split):
         raise LayoutError(
             "source and target place a parameter with different numbers of dimensions",
-            expected=f"{len(source.split)} dimensions, as the source has",
-            got=f"{len(target.split)}",
+            expected=f"{_dimensions(source)}, as the source has",
+            got=_dimensions(target),
         )
     shape = []
     for dim in range(max(len(source.split), len(target.split), 1)):
@@ -367,7 +371,11 @@ def stand_in_shape(source: Placement, target: Placement) -> Shape:
 
 @lru_cache(maxsize=4096)
 def regroup(placement: Placement, shape: Shape) -> Placement:
-    """Join the factors of an expanded placement into the dimensions of a tensor of `shape`; others stay as they are."""
+    """Return the placement with the dimensions of a tensor of `shape`.
+
+    The factors of an expanded placement are joined, an open-ended one is closed; others stay as they are.
+    """
+    placement = _closed(placement, len(shape))
     if placement.expanded_shape is None or len(shape) == len(placement.split):
         return placement
     return _join(placement, placement.expanded_shape, shape)
@@ -421,19 +429,34 @@ def _join_to(placement: Placement, dims: int) -> Placement:
 
 
 def _regroup_held(placement: Placement, held: Shape) -> Placement:
-    if placement.expanded_shape is None or len(held) == len(placement.split):
+    placement = _closed(placement, len(held))
+    if placement.expanded_shape is None or len(held) == len(placement.split) or not held:
         return placement
     factors = tuple(
-        length // placement.cuts(dim) if length % placement.cuts(dim) == 0 else 0
+        length // placement.slices(dim) if length % placement.slices(dim) == 0 else 0
         for dim, length in enumerate(placement.expanded_shape)
     )
-    return _join(placement, factors, held)
+    # The optimizer cuts the joined dimension 0, not its first factor.
+    return _join(placement, factors, (held[0] * placement.optimizer, *held[1:]))
+
+
+def _closed(placement: Placement, ndim: int) -> Placement:
+    """Return an open-ended placement as that of a tensor of `ndim` dimensions."""
+    if not placement.open_ended or not placement.split or ndim < len(placement.split):
+        return placement
+    return replace(placement, split=placement.split + ((),) * (ndim - len(placement.split)), open_ended=False)
+
+
+def _dimensions(placement: Placement) -> str:
+    return f"{len(placement.split)} dimensions{' or more' if placement.open_ended else ''}"
 
 
 def _join(placement: Placement, factors: Shape, shape: Shape) -> Placement:
-    groupings = [g for g in _groupings(len(factors), len(shape)) if all(
-        math.prod(factors[first:last]) == length for (first, last), length in zip(g, shape)
-    )]
+    groupings = [
+        g
+        for g in _groupings(len(factors), len(shape))
+        if all(math.prod(factors[first:last]) == length for (first, last), length in zip(g, shape))
+    ]
     found = {tuple(tuple(a for axes in placement.split[i:j] for a in axes) for i, j in g) for g in groupings}
     if len(found) != 1:
         raise LayoutError(
