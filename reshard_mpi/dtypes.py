@@ -33,7 +33,7 @@ def _plain(name: str, size: int, mindspore: str) -> DType:
     return DType(name, size, size, mindspore)
 
 
-# MindSpore's names: mindspore/train/serialization.py of 2.10, `tensor_to_ms_type`. Int4 holds one value a byte (qint4x2).
+# MindSpore's names: `tensor_to_ms_type` in mindspore/train/serialization.py of 2.10. Int4 holds one value a byte.
 _ALL = (
     _plain("int8", 1, "Int8"),
     _plain("uint8", 1, "UInt8"),

@@ -9,8 +9,8 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.manifest import ByteRange
@@ -61,7 +61,7 @@ class Files:
         self.traffic.requested_bytes += part.length_bytes
 
     @contextmanager
-    def window(self, part: ByteRange, requested_bytes: int) -> Iterator[memoryview[Any]]:
+    def window(self, part: ByteRange, requested_bytes: int) -> Iterator[memoryview]:
         """Map the bytes of `part` for reading; `requested_bytes` of them are going to be used."""
         start = part.offset_bytes - part.offset_bytes % mmap.ALLOCATIONGRANULARITY
         length = part.offset_bytes + part.length_bytes - start
@@ -135,7 +135,7 @@ def _became_shorter(part: ByteRange) -> ShardError:
     return ShardError(
         "a source file became shorter while it was read",
         expected=f"{part.offset_bytes + part.length_bytes} bytes or more",
-        got=f"{os.stat(part.path).st_size} bytes",
+        got=f"{Path(part.path).stat().st_size} bytes",
         where=part.path,
         remedy="make sure nothing writes to the source, and run again",
     )

@@ -1,7 +1,8 @@
-"""Brings a region of a source tensor into an array: read where it is one run, gathered from a mapped window elsewhere."""
+"""Brings a region of a source tensor into an array: read where it is one run, gathered from a mapped window if not."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,65 +12,76 @@ from reshard_mpi.box import Box
 from reshard_mpi.dtypes import DType
 from reshard_mpi.engine.files import Files
 from reshard_mpi.engine.stream import Stream
-from reshard_mpi.manifest import ByteRange, Decoded, Segments
+from reshard_mpi.manifest import ByteRange, Decoded
 from reshard_mpi.planning.model import Copy, Limits
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-_UNSIGNED = {1: np.dtype("u1"), 2: np.dtype("u2"), 4: np.dtype("u4"), 8: np.dtype("u8")}
+_UNSIGNED: dict[int, np.dtype[Any]] = {1: np.dtype("u1"), 2: np.dtype("u2"), 4: np.dtype("u4"), 8: np.dtype("u8")}
 
 
 def raw_dtype(dtype: DType) -> np.dtype[Any]:
     """Return a numpy dtype of the element's size in which copying never looks at values."""
-    return _UNSIGNED.get(dtype.itemsize_bytes) or np.dtype(f"V{dtype.itemsize_bytes}")
+    return _UNSIGNED.get(dtype.itemsize_bytes) or np.dtype((np.void, dtype.itemsize_bytes))
 
 
-def gather(files: Files, copy: Copy, region: Box, out: Array, limits: Limits) -> None:
-    """Fill `out`, a view of raw elements of shape `region.shape`, with `region` of the copy's source.
+def gather(files: Files, copy: Copy, region: Box, out: Array, out_box: Box, limits: Limits) -> None:
+    """Fill what `out` has of `region` from the copy's source.
 
-    `region` must lie in the copy's region. At most `limits.window_bytes` of the source are mapped at a time.
+    out: a C-contiguous array of raw elements that holds `out_box`. `region` must lie in it and in the copy's region.
+    At most `limits.window_bytes` of the source are mapped at a time.
     """
     source = copy.source.source
-    local = region.relative_to(copy.source_box)
-    held = Box.whole(copy.source.shape)
+    view = region_view(out, region, out_box)
     if isinstance(source, Decoded):
-        _decode(files, source, copy.source.dtype, local, out, limits)
+        _decode(files, copy, source, region, view, limits)
         return
-    stream = Stream(source)
-    itemsize = copy.source.dtype.itemsize_bytes
-    for part, ranges in _readable(stream, local, held, local, itemsize, limits.window_bytes):
-        view = out[_slices(part, local)] if part.ndim else out
-        if _is_one_run(part, held, local):
-            target = memoryview(view.reshape(-1).view(np.uint8))
-            done = 0
+    itemsize = out.dtype.itemsize
+    flat = memoryview(out.reshape(-1).view(np.uint8).data)
+    strides = _strides(copy.source.shape, itemsize)
+    for part, ranges in _readable(Stream(source), region, copy.source_box, out_box, itemsize, limits.window_bytes):
+        if _is_one_run(part, copy.source_box, out_box):
+            at = out_box.offset_of(part) * itemsize
             for byte_range in ranges:
-                files.read_into(byte_range, target[done : done + byte_range.length_bytes])
-                done += byte_range.length_bytes
+                files.read_into(byte_range, flat[at : at + byte_range.length_bytes])
+                at += byte_range.length_bytes
         else:
             with files.window(ranges[0], part.size * itemsize) as window:
-                view[...] = np.ndarray(part.shape, out.dtype, window, strides=_strides(held.shape, itemsize))
-    _swap(source, copy.source.dtype, out)
+                held: Array = np.ndarray(part.shape, out.dtype, window, strides=strides)
+                region_view(out, part, out_box)[...] = held
+                del held  # a window with views into it cannot be unmapped
+    if source.swapped:
+        _swap(view, copy.source.dtype)
+
+
+def region_view(array: Array, region: Box, box: Box) -> Array:
+    """Return the part of `array`, which holds `box`, that is `region`."""
+    if not region.ndim:
+        return array
+    local = region.relative_to(box)
+    view: Array = array[tuple(slice(low, high) for low, high in zip(local.start, local.stop))]
+    return view
 
 
 def _readable(
-    stream: Stream, part: Box, held: Box, target: Box, itemsize: int, window_bytes: int
+    stream: Stream, part: Box, held: Box, out_box: Box, itemsize: int, window_bytes: int
 ) -> Iterator[tuple[Box, tuple[ByteRange, ...]]]:
     """Cut `part` until each piece is one run, or lies in one file range that a window holds; row-major order."""
     if part.size == 0:
         return
     span_bytes = held.span_of(part) * itemsize
-    one_run = _is_one_run(part, held, target)
+    one_run = _is_one_run(part, held, out_box)
     if one_run or span_bytes <= window_bytes:
         ranges = tuple(stream.parts(held.offset_of(part) * itemsize, span_bytes))
         if one_run or len(ranges) == 1:
             yield part, ranges
             return
     for half in _halves(part):
-        yield from _readable(stream, half, held, target, itemsize, window_bytes)
+        yield from _readable(stream, half, held, out_box, itemsize, window_bytes)
 
 
-def _is_one_run(part: Box, held: Box, target: Box) -> bool:
-    return held.span_of(part) == part.size and target.span_of(part) == part.size
+def _is_one_run(part: Box, held: Box, out_box: Box) -> bool:
+    return held.span_of(part) == part.size and out_box.span_of(part) == part.size
 
 
 def _halves(part: Box) -> tuple[Box, Box]:
@@ -81,38 +93,32 @@ def _halves(part: Box) -> tuple[Box, Box]:
     )
 
 
-def _decode(files: Files, source: Decoded, dtype: DType, local: Box, out: Array, limits: Limits) -> None:
+def _decode(files: Files, copy: Copy, source: Decoded, region: Box, view: Array, limits: Limits) -> None:
     """Read through the format's library, in blocks of whole chunks along the first dimension where they fit."""
+    itemsize = copy.source.dtype.itemsize_bytes
+    local = region.relative_to(copy.source_box)
     if not local.ndim:
-        out[...] = source.read(local)
-        files.traffic.requested_bytes += dtype.itemsize_bytes
+        view[...] = source.read(local)
+        files.traffic.requested_bytes += itemsize
         return
-    row_bytes = dtype.itemsize_bytes
-    for length in local.shape[1:]:
-        row_bytes *= max(1, length)
-    chunk = max(1, source.chunk[0] if source.chunk else 1)
-    step = max(chunk, limits.buffer_bytes // row_bytes // chunk * chunk)
+    row_bytes = itemsize * math.prod(local.shape[1:])
+    chunk = max(1, source.chunk[0])
+    step = max(chunk, limits.buffer_bytes // max(1, row_bytes) // chunk * chunk)
     first = local.start[0]
     while first < local.stop[0]:
         last = min(local.stop[0], (first // step + 1) * step)
         block = Box((first, *local.start[1:]), (last, *local.stop[1:]))
-        out[first - local.start[0] : last - local.start[0]] = source.read(block)
-        files.traffic.requested_bytes += block.size * dtype.itemsize_bytes
+        view[first - local.start[0] : last - local.start[0]] = source.read(block)
+        files.traffic.requested_bytes += block.size * itemsize
         first = last
 
 
-def _swap(source: Segments, dtype: DType, out: Array) -> None:
-    if not source.swapped or dtype.part_bytes == 1:
-        return
+def _swap(view: Array, dtype: DType) -> None:
     if dtype.part_bytes == dtype.itemsize_bytes:
-        out.byteswap(inplace=True)
+        view.byteswap(inplace=True)
     else:
-        parts = out if out.ndim else out.reshape(1)
+        parts = view if view.ndim else view.reshape(1)
         parts.view(_UNSIGNED[dtype.part_bytes]).byteswap(inplace=True)
-
-
-def _slices(part: Box, outer: Box) -> tuple[slice, ...]:
-    return tuple(slice(a - low, b - low) for a, b, low in zip(part.start, part.stop, outer.start))
 
 
 def _strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:

@@ -47,7 +47,7 @@ def load_shard(plan: RankPlan, *, limits: Limits) -> dict[str, np.ndarray[Any, A
             dtype = tensor.spec.dtype
             array = np.empty(tensor.spec.box.shape, raw_dtype(dtype))
             for copy in tensor.copies:
-                gather(files, copy, copy.region, _view(array, copy.region, tensor.spec.box), limits)
+                gather(files, copy, copy.region, array, tensor.spec.box, limits)
             arrays[tensor.spec.name] = array.view(to_numpy(dtype))
     return arrays
 
@@ -60,10 +60,10 @@ def first_difference(check: Check, *, limits: Limits) -> tuple[Copy, tuple[int, 
     with Files() as files:
         for block in first.region.blocks(elements):
             expected = np.empty(block.shape, dtype)
-            gather(files, first, block, expected, limits)
+            gather(files, first, block, expected, block, limits)
             got = np.empty(block.shape, dtype)
             for copy in others:
-                gather(files, copy, block, got, limits)
+                gather(files, copy, block, got, block, limits)
                 if got.tobytes() != expected.tobytes():
                     at = np.unravel_index(int(np.argmax((got != expected).reshape(-1))), block.shape or (1,))
                     return copy, tuple(low + int(i) for low, i in zip(block.start, at))
@@ -80,7 +80,7 @@ def _in_long_runs(copy: Copy, target: Box) -> bool:
 
 def _copy_runs(files: Files, tensor: TensorPlan, place: Stream, buffer: Array, on_bytes: OnBytes) -> None:
     itemsize = tensor.spec.dtype.itemsize_bytes
-    through = memoryview(buffer)
+    through = buffer.data
     for copy in tensor.copies:
         assert isinstance(copy.source.source, Segments)
         stream = Stream(copy.source.source)
@@ -106,18 +106,9 @@ def _gather_blocks(
         for copy in tensor.copies:
             region = copy.region.intersect(block)
             if region is not None:
-                gather(files, copy, region, _view(array, region, block), limits)
+                gather(files, copy, region, array, block, limits)
         done = 0
         for target in place.parts(box.offset_of(block) * dtype.itemsize, length):
-            files.write(target, memoryview(buffer)[done : done + target.length_bytes])
+            files.write(target, buffer.data[done : done + target.length_bytes])
             done += target.length_bytes
         on_bytes(length)
-
-
-def _view(array: Array, region: Box, box: Box) -> Array:
-    """Return the part of `array`, which holds `box`, that is `region`."""
-    if not region.ndim:
-        return array
-    local = region.relative_to(box)
-    view: Array = array[tuple(slice(a, b) for a, b in zip(local.start, local.stop))]
-    return view

@@ -23,7 +23,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """`region` of a tensor is taken from `source`, which holds `source_box` on rank `source_rank` (global coordinates)."""
+    """`region` of a tensor is taken from `source`, which holds `source_box` on `source_rank`. Boxes are global."""
 
     source_rank: int
     source: TensorEntry
