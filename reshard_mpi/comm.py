@@ -1,0 +1,129 @@
+"""How the processes of one run talk: alone, or over MPI. The only module that imports mpi4py, and only when needed."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar
+
+from reshard_mpi.errors import UsageError
+
+T = TypeVar("T")
+
+# Variables by which launchers tell a process its rank and the number of processes, most specific first: MPICH and
+# other PMI launchers, Open MPI, and srun (whose job-wide SLURM_NTASKS every batch shell has, so it is no sign).
+_SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+_RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
+# Waiting ranks look this often whether the others have arrived, at most.
+_LONGEST_NAP_SECONDS = 0.02
+
+
+class Comm(Protocol):
+    """A group of processes that run the same program."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def allgather(self, value: T, step: str) -> list[T]:
+        """Return the values of all processes, by rank, to each. step: what the processes have just done."""
+        ...
+
+
+class SerialComm:
+    """One process alone."""
+
+    rank = 0
+    size = 1
+
+    def allgather(self, value: T, step: str) -> list[T]:
+        return [value]
+
+
+class MPIComm:
+    """The processes of an MPI communicator (an mpi4py `Comm`). Waiting sleeps instead of spinning."""
+
+    def __init__(self, communicator: Any) -> None:
+        self._communicator = communicator
+        self.rank: int = communicator.Get_rank()
+        self.size: int = communicator.Get_size()
+
+    def allgather(self, value: T, step: str) -> list[T]:
+        arrived = self._communicator.Ibarrier()
+        nap_seconds = 0.0005
+        while not arrived.Test():
+            time.sleep(nap_seconds)
+            nap_seconds = min(2 * nap_seconds, _LONGEST_NAP_SECONDS)
+        values: list[T] = self._communicator.allgather(value)
+        return values
+
+
+def launched_size(environment: Mapping[str, str]) -> int:
+    """Return how many processes the launcher says it started; 1 where there is no launcher."""
+    sizes = [int(environment[name]) for name in _SIZE_VARIABLES if environment.get(name, "").isdigit()]
+    return max(sizes, default=1)
+
+
+def is_launched(environment: Mapping[str, str]) -> bool:
+    """Tell whether an MPI launcher started this process."""
+    return launched_size(environment) > 1 or any(name in environment for name in _RANK_VARIABLES)
+
+
+@contextmanager
+def world(environment: Mapping[str, str], *, explicit_share: bool) -> Iterator[Comm]:
+    """Yield MPI's world under a launcher, else a process alone; an error nobody handled aborts the whole job.
+
+    explicit_share: the user said which targets this process takes, so a launcher that starts unconnected processes
+    is what they want. Raises UsageError if the launcher and the MPI library do not belong together.
+    """
+    if not is_launched(environment):
+        yield SerialComm()
+        return
+    MPI = _import_mpi()
+    communicator = MPI.COMM_WORLD
+    launched = launched_size(environment)
+    if communicator.Get_size() == 1 and launched > 1:
+        if explicit_share:
+            yield SerialComm()
+            return
+        raise UsageError(
+            "the launcher does not match the MPI library: every process sees itself alone",
+            expected=f"a world of {launched} processes, as the launcher says",
+            got=f"a world of 1 ({MPI.Get_library_version().splitlines()[0].strip()})",
+            remedy="start with the mpirun of that MPI (srun: try --mpi=pmix or --mpi=pmi2), set MPI4PY_LIBMPI to the"
+            " library of this launcher, or give each process its share with --part I/N",
+        )
+    try:
+        yield MPIComm(communicator) if communicator.Get_size() > 1 else SerialComm()
+    except (SystemExit, KeyboardInterrupt):
+        raise
+    except BaseException:
+        # Without this the other ranks would wait for this one for ever.
+        traceback.print_exc()
+        sys.stderr.flush()
+        communicator.Abort(1)
+        raise
+
+
+def _import_mpi() -> Any:
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise UsageError(
+            "started by an MPI launcher, but MPI cannot be used from Python",
+            expected="mpi4py and an MPI library",
+            got=str(error).splitlines()[0],
+            remedy="pip install 'reshard-mpi[mpi]', or set MPI4PY_LIBMPI to the library of your MPI",
+        ) from None
+    return MPI
+
+
+def environment() -> Mapping[str, str]:
+    """Return the variables a launcher leaves for the processes it starts."""
+    return os.environ

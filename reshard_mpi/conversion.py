@@ -1,0 +1,169 @@
+"""One source checkpoint and one target strategy: the plans of the target's ranks."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from reshard_mpi.engine.transfer import first_difference
+from reshard_mpi.errors import DisagreementError
+from reshard_mpi.layout import Layout, Strategy, regroup, whole_shape
+from reshard_mpi.manifest import Manifest
+from reshard_mpi.planning.model import Limits, RankPlan
+from reshard_mpi.planning.parameters import Unlisted, find_or_follow
+from reshard_mpi.planning.ranks import check_target_rank, needed_ranks
+from reshard_mpi.planning.shard import ShardPlanner
+from reshard_mpi.source import SourceCheckpoint
+from reshard_mpi.strategy import table
+from reshard_mpi.units import KIB, MIB
+
+# 256 KiB stays in a core's cache while rows from several sources are put together in it. The window is the most that is
+# mapped of sources at once; with the interpreter and its libraries (about 70 MiB) a process stays far below 200 MiB.
+LIMITS = Limits(buffer_bytes=256 * KIB, window_bytes=16 * MIB)
+BASE_BYTES = 80 * MIB
+
+
+@dataclass(slots=True)
+class Conversion:
+    """Plans target ranks and checks, before anything is written, what must hold of the source.
+
+    unlisted, strict: as the command line's options of these names.
+    """
+
+    source: SourceCheckpoint
+    target: Strategy
+    unlisted: Unlisted = Unlisted.FOLLOW
+    strict: bool = False
+    limits: Limits = LIMITS
+    _table: str | None = field(default=None)
+    _names: tuple[str, ...] | None = field(default=None)
+
+    def source_ranks(self, target_rank: int) -> tuple[int, ...]:
+        """Return the source ranks that target rank `target_rank` reads tensors from, ascending."""
+        return needed_ranks(
+            self.source.strategy,
+            self.target,
+            target_rank,
+            names=self._rule_names(),
+            available=self.source,
+            unlisted=self.unlisted,
+        )
+
+    def plan(self, target_rank: int) -> RankPlan:
+        """Return the plan of one target rank, its checks passed.
+
+        Raises a ReshardError where the target cannot be made exactly.
+        """
+        check_target_rank(target_rank, self.target)
+        ranks = set(self.source_ranks(target_rank))
+        if self.source.strategy.world_size == self.target.world_size and target_rank in self.source:
+            ranks.add(target_rank)  # values that no strategy lists and each rank has for itself (random state)
+        manifests = self._open(ranks)
+        if self._lists_unseen(target_rank, manifests):
+            seen = {self.source.strategy.stage_of(rank) for rank in manifests}
+            extra = {rank for stage, rank in self.source.stage_ranks().items() if stage not in seen}
+            manifests = self._open(ranks | extra)
+        planner = ShardPlanner(
+            self.source.strategy,
+            self.target,
+            target_rank,
+            manifests,
+            unlisted=self.unlisted,
+            strict=self.strict,
+        )
+        compared = self._open(planner.comparison_ranks(self.source))
+        return self._checked(planner.plan(compared, self._strategy_table()))
+
+    def target_weights(self, targets: Sequence[int]) -> dict[int, int]:
+        """Return how large the shards of `targets` will be relative to each other (bytes, or 1 where all are alike)."""
+        uneven = any(p.sizes for placements in self.target.parameters.values() for p in placements)
+        if self.target.stages == 1 and not uneven:
+            return dict.fromkeys(targets, 1)
+        shapes = self._shapes()
+        weights: dict[int, int] = {}
+        by_stage: dict[int, int] = {}
+        for target_rank in targets:
+            stage = self.target.stage_of(target_rank)
+            if uneven or stage not in by_stage:
+                by_stage[stage] = sum(
+                    itemsize * Layout(regroup(placement, shape), shape).box(target_rank).size
+                    for name, (shape, itemsize) in shapes.items()
+                    for placement in find_or_follow(self.target, name, lambda _: True)
+                    if stage in placement.stages
+                )
+            weights[target_rank] = by_stage[stage]
+        return weights
+
+    def _open(self, ranks: set[int] | tuple[int, ...]) -> dict[int, Manifest]:
+        return {rank: self.source.manifest(rank) for rank in sorted(ranks) if rank in self.source}
+
+    def _checked(self, plan: RankPlan) -> RankPlan:
+        """Run the plan's checks; a difference that matters refuses the target, another becomes a note."""
+        notes = []
+        for check in plan.checks:
+            found = first_difference(check, limits=self.limits)
+            if found is None:
+                continue
+            first, (other, index) = check.copies[0], found
+            if check.refuse:
+                raise DisagreementError(
+                    f"copies of {check.name!r} differ",
+                    expected=f"the same bytes on ranks {first.source_rank} and {other.source_rank}",
+                    got=f"a difference at element {list(index)}: {check.why}",
+                    where=f"ranks {first.source_rank} and {other.source_rank} of {self.source.files.path}",
+                    remedy="use shards of one and the same moment",
+                )
+            notes.append(f"{check.name!r} differs between ranks {first.source_rank} and {other.source_rank}: {check.why}")
+        return replace(plan, notes=(*plan.notes, *notes))
+
+    def _lists_unseen(self, target_rank: int, manifests: dict[int, Manifest]) -> bool:
+        """Tell whether the target lists names that only shards of stages not opened yet could hold."""
+        stage = self.target.stage_of(target_rank)
+        return self.source.strategy.stages > 1 and any(
+            not any(name in manifest.tensors for manifest in manifests.values())
+            and any(stage in placement.stages for placement in placements)
+            and not find_or_follow(self.source.strategy, name, lambda _: True)
+            for name, placements in self.target.parameters.items()
+        )
+
+    def _rule_names(self) -> tuple[str, ...]:
+        """Return the names that shards hold, where the source strategy lists none but goes by rules."""
+        if self._names is None:
+            names: dict[str, None] = {}
+            if self.source.strategy.rules and self.source.strategy.world_size > 1:
+                for rank in self.source.stage_ranks().values():
+                    names.update(dict.fromkeys(self.source.manifest(rank).tensors))
+            self._names = tuple(names)
+        return self._names
+
+    def _shapes(self) -> dict[str, tuple[tuple[int, ...], int]]:
+        """Return whole shape and element size of every tensor that the first shard of each stage shows."""
+        shapes = {}
+        for rank in self.source.stage_ranks().values():
+            manifest = self.source.manifest(rank)
+            for name, entry in manifest.tensors.items():
+                for placement in find_or_follow(self.source.strategy, name, lambda _: True):
+                    if self.source.strategy.stage_of(rank) in placement.stages:
+                        shapes[name] = whole_shape(placement, rank, entry.shape), entry.dtype.itemsize_bytes
+        return shapes
+
+    def _strategy_table(self) -> str:
+        if self._table is None:
+            self._table = table.dumps(self.target)
+        return self._table
+
+
+def assign(weights: dict[int, int], processes: int) -> list[list[int]]:
+    """Share out target ranks over processes: the largest first, each to the process with the least so far.
+
+    Deterministic, so every process finds the same without asking the others.
+    """
+    shares: list[list[int]] = [[] for _ in range(processes)]
+    loads = [(0, 0, process) for process in range(processes)]
+    for target in sorted(weights, key=lambda rank: (-weights[rank], rank)):
+        load, count, process = heapq.heappop(loads)
+        shares[process].append(target)
+        heapq.heappush(loads, (load + weights[target], count + 1, process))
+    return shares

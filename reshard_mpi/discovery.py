@@ -1,0 +1,201 @@
+"""Which files of a folder are the shards of a checkpoint, and of which rank."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from reshard_mpi import formats
+from reshard_mpi.errors import DisagreementError, SourceError
+
+_RANK_FOLDER = re.compile(r"rank_(\d+)")
+_STEP = re.compile(r"-(\d+)_(\d+)\.\w+$")
+# A strategy file kept beside the shards may end in .ckpt too; it begins with the number field `current_stage`, a
+# checkpoint with a nested message (facts of the two protobuf schemas).
+_STRATEGY_FIRST_BYTE = b"\x08"
+
+
+@dataclass(frozen=True, slots=True)
+class ShardFiles:
+    """The files of a checkpoint by rank, all of one format; several of a rank together hold its tensors.
+
+    notes: what was chosen where there was a choice.
+    """
+
+    path: str
+    format: str
+    by_rank: Mapping[int, tuple[str, ...]]
+    notes: tuple[str, ...] = ()
+
+
+def find_shards(path: str, select: str | None = None) -> ShardFiles:
+    """Return the shard files under `path`: `rank_*` folders, one file, or loose files of one full checkpoint.
+
+    select: a glob that file names must match. Raises SourceError where there is nothing or no clear choice.
+    """
+    at = Path(path)
+    if at.is_file():
+        name = formats.name_of(path)
+        if name is None:
+            raise _nothing(path, f"a file that ends in {_endings()}", at.name)
+        return _by_own_rank(ShardFiles(path, name, {0: (path,)}))
+    if not at.is_dir():
+        raise SourceError(
+            "the source is not there", expected="a folder or a checkpoint file", got="nothing", where=path
+        )
+    folders = {
+        int(match[1]): entry
+        for entry in sorted(at.iterdir())
+        if (match := _RANK_FOLDER.fullmatch(entry.name)) and entry.is_dir()
+    }
+    if folders:
+        return _from_folders(path, folders, select)
+    loose = _shards_in(at, select)
+    if not loose:
+        raise _nothing(path, f"rank_* folders or files that end in {_endings()}", "neither")
+    name = _one_format({0: loose}, path)
+    return _by_own_rank(ShardFiles(path, name, {0: tuple(str(entry) for entry in loose)}))
+
+
+def shards_from_map(files: Mapping[int, str | os.PathLike[str]]) -> ShardFiles:
+    """Return the shard files of an explicit map from rank to path. Raises SourceError if one is missing."""
+    if not files:
+        raise SourceError("the map of checkpoint files is empty", expected="at least one rank", got="{}")
+    paths = {int(rank): Path(path) for rank, path in files.items()}
+    for rank, path in paths.items():
+        if not path.is_file():
+            raise SourceError(
+                "a shard file is not there", expected=f"the shard of rank {rank}", got="nothing", where=str(path)
+            )
+    name = _one_format({rank: [path] for rank, path in paths.items()}, str(next(iter(paths.values())).parent))
+    by_rank = {rank: (str(path),) for rank, path in sorted(paths.items())}
+    return ShardFiles(str(next(iter(paths.values())).parent), name, by_rank)
+
+
+def _from_folders(path: str, folders: Mapping[int, Path], select: str | None) -> ShardFiles:
+    candidates = {rank: found for rank, folder in sorted(folders.items()) if (found := _shards_in(folder, select))}
+    if not candidates:
+        raise _nothing(path, f"files that end in {_endings()} in its rank folders", f"{len(folders)} folders without")
+    name = _one_format(candidates, path)
+    chosen, notes = _same_checkpoint(candidates, path)
+    steps = {rank: match.groups() for rank, entry in chosen.items() if (match := _STEP.search(entry.name))}
+    if len(set(steps.values())) > 1:
+        (rank_a, step_a), (rank_b, step_b) = _two_different(steps)
+        raise DisagreementError(
+            "the shards are of different moments",
+            expected=f"epoch {step_a[0]} step {step_a[1]}, as {chosen[rank_a].name} of rank {rank_a}",
+            got=f"epoch {step_b[0]} step {step_b[1]}: {chosen[rank_b].name} of rank {rank_b}",
+            where=path,
+            remedy="restore the missing shards, or choose one moment with --select",
+        )
+    return ShardFiles(path, name, {rank: (str(entry),) for rank, entry in chosen.items()}, notes)
+
+
+def _same_checkpoint(candidates: Mapping[int, list[Path]], path: str) -> tuple[dict[int, Path], tuple[str, ...]]:
+    """Choose in each rank folder the file of the newest checkpoint that all of them have."""
+    if all(len(entries) == 1 for entries in candidates.values()):
+        return {rank: entries[0] for rank, entries in candidates.items()}, ()
+    for key_of in (lambda rank, name: name, _without_rank):
+        keyed = {rank: {key_of(rank, entry.name): entry for entry in entries} for rank, entries in candidates.items()}
+        common = set.intersection(*(set(keys) for keys in keyed.values()))
+        if common:
+            newest = max(common, key=_natural)
+            note = f"several checkpoints in {path}: {newest} chosen, the newest by name that all ranks have"
+            return {rank: keys[newest] for rank, keys in keyed.items()}, (note,)
+    raise SourceError(
+        "no checkpoint that all rank folders have",
+        expected="one file of the same name (or the same but for the rank) in every rank folder",
+        got="; ".join(f"rank_{rank}: {entries[-1].name}" for rank, entries in list(candidates.items())[:4]),
+        where=path,
+        remedy="choose one with --select",
+    )
+
+
+def _without_rank(rank: int, name: str) -> str:
+    step = _STEP.search(name)
+    at = step.start() if step else name.rindex(".")
+    stem, end = name[:at], name[at:]
+    return re.sub(rf"(?<!\d){rank}(?!\d)", "<rank>", stem) + end
+
+
+def _natural(name: str) -> tuple[tuple[int, int, str], ...]:
+    """Sort key in which numbers count as numbers: net-9_5 before net-10_5."""
+    return tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.findall(r"\d+|\D+", name))
+
+
+def _shards_in(folder: Path, select: str | None) -> list[Path]:
+    found = [
+        entry
+        for entry in folder.iterdir()
+        if formats.name_of(entry.name)
+        and not entry.name.startswith(".")
+        and (select is None or fnmatchcase(entry.name, select))
+        and entry.is_file()
+        and not _is_strategy(entry)
+    ]
+    return sorted(found, key=lambda entry: _natural(entry.name))
+
+
+def _is_strategy(entry: Path) -> bool:
+    if entry.suffix != ".ckpt":
+        return False
+    with entry.open("rb") as stream:
+        return stream.read(1) == _STRATEGY_FIRST_BYTE
+
+
+def _one_format(candidates: Mapping[int, Iterable[Path]], path: str) -> str:
+    names: dict[str, Path] = {}
+    for entries in candidates.values():
+        for entry in entries:
+            name = formats.name_of(entry.name)
+            if name is None:
+                raise _nothing(str(entry), f"a file that ends in {_endings()}", entry.name)
+            names.setdefault(name, entry)
+    if len(names) > 1:
+        raise SourceError(
+            "shards of two formats lie together",
+            expected="one format",
+            got=" and ".join(f"{name} ({entry.name} in {entry.parent.name})" for name, entry in names.items()),
+            where=path,
+            remedy="choose one with --select, such as --select '*.ckpt'",
+        )
+    return next(iter(names))
+
+
+def _by_own_rank(files: ShardFiles) -> ShardFiles:
+    """Sort loose files by the ranks they say they have; those that say nothing make up one full checkpoint."""
+    if files.format != "hdf5":
+        return files
+    ranks: dict[int, str] = {}
+    for path in files.by_rank[0]:
+        identity = formats.by_name(files.format).locate(path).identity
+        if identity is None:
+            return files
+        if identity.rank in ranks:
+            raise SourceError(
+                "two shards say they are the same rank",
+                expected="one shard a rank",
+                got=f"rank {identity.rank} in {ranks[identity.rank]} and {path}",
+                where=files.path,
+            )
+        ranks[identity.rank] = path
+    return ShardFiles(files.path, files.format, {rank: (ranks[rank],) for rank in sorted(ranks)})
+
+
+def _two_different(
+    steps: Mapping[int, tuple[str, ...]],
+) -> tuple[tuple[int, tuple[str, ...]], tuple[int, tuple[str, ...]]]:
+    first = next(iter(steps.items()))
+    return first, next(item for item in steps.items() if item[1] != first[1])
+
+
+def _endings() -> str:
+    return ", ".join((".ckpt", ".h5", ".hdf5"))
+
+
+def _nothing(path: str, expected: str, got: str) -> SourceError:
+    return SourceError("no checkpoint found in the source", expected=expected, got=got, where=path)
