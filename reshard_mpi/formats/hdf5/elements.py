@@ -1,0 +1,109 @@
+"""Element types and the HDF5 types that hold them.
+
+Types numpy and HDF5 know are stored as h5py stores them. bfloat16 is a 16-bit HDF5 float, so h5py and h5dump show
+numbers; 8-bit floats stay bytes in native shards, since HDF5 floats show wrong numbers for some of them (256 in e4m3 as
+inf), as do int4 and hifloat8, which HDF5 has no type for. Foreign 8-bit floats are recognised by their fields.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple
+
+import numpy as np
+from h5py import h5t
+
+from reshard_mpi.dtypes import BY_NAME, DType
+
+_STORED_AS = {"int4": "int8", "hifloat8": "uint8", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
+# (size in bytes, (sign, exponent, exponent size, mantissa, mantissa size), exponent bias) of an HDF5 float type.
+_FLOATS = {
+    (1, (7, 3, 4, 0, 3), 7): "float8_e4m3fn",
+    (1, (7, 2, 5, 0, 2), 15): "float8_e5m2",
+    (2, (15, 10, 5, 0, 10), 15): "float16",
+    (2, (15, 7, 8, 0, 7), 127): "bfloat16",
+    (4, (31, 23, 8, 0, 23), 127): "float32",
+    (8, (63, 52, 11, 0, 52), 1023): "float64",
+}
+_ORDERS = {h5t.ORDER_LE: "little", h5t.ORDER_BE: "big"}
+# Class of HDF5 2.0's complex numbers; older libraries, and h5py before 3.15, do not name it.
+_COMPLEX_CLASS = getattr(h5t, "COMPLEX", None)
+
+
+class Stored(NamedTuple):
+    """What an HDF5 type holds: the name of an element type, and whether its byte order is not this machine's."""
+
+    name: str
+    swapped: bool
+
+
+def stored_as(dtype: DType) -> str:
+    """Return the name of the type that holds elements of `dtype` in a native shard."""
+    return _STORED_AS.get(dtype.name, dtype.name)
+
+
+def create(dtype: DType) -> Any:
+    """Return the HDF5 type in which a native shard stores `dtype`, in this machine's byte order."""
+    if dtype.name == "bfloat16":
+        # Fields first: the type must not be smaller than the fields it has.
+        kind = h5t.NATIVE_FLOAT.copy()
+        kind.set_fields(15, 7, 8, 0, 7)
+        kind.set_size(2)
+        kind.set_ebias(127)
+        return kind
+    return h5t.py_create(np.dtype(stored_as(dtype)), logical=True)
+
+
+def recognise(kind: Any) -> Stored | None:
+    """Return what elements of the HDF5 type `kind` are, or None where this program has no type for them."""
+    match kind.get_class():
+        case h5t.INTEGER:
+            return _ordered(kind, f"{'int' if kind.get_sign() == h5t.SGN_2 else 'uint'}{8 * kind.get_size()}")
+        case h5t.FLOAT:
+            implied = kind.get_norm() == h5t.NORM_IMPLIED
+            key = (kind.get_size(), kind.get_fields(), kind.get_ebias())
+            return _ordered(kind, _FLOATS.get(key)) if implied else None
+        case h5t.ENUM:
+            return _boolean(kind)
+        case h5t.COMPOUND:
+            return _complex_pair(kind)
+        case other if other == _COMPLEX_CLASS:
+            return _complex_of(recognise(kind.get_super()))
+    return None
+
+
+def _ordered(kind: Any, name: str | None) -> Stored | None:
+    """Return `name` and its byte order, unless the type has unused bits."""
+    if name not in BY_NAME or kind.get_precision() != 8 * kind.get_size() or kind.get_offset() != 0:
+        return None
+    if kind.get_size() == 1:
+        return Stored(name, False)
+    order = _ORDERS.get(kind.get_order())
+    return Stored(name, order != sys.byteorder) if order else None
+
+
+def _boolean(kind: Any) -> Stored | None:
+    """Recognise h5py's booleans: an enumeration of FALSE = 0 and TRUE = 1 in a byte."""
+    if kind.get_size() != 1 or kind.get_nmembers() != 2:
+        return None
+    members = {kind.get_member_name(i): kind.get_member_value(i) for i in range(2)}
+    return Stored("bool", False) if members == {b"FALSE": 0, b"TRUE": 1} else None
+
+
+def _complex_pair(kind: Any) -> Stored | None:
+    """Recognise h5py's complex numbers: a compound of the floats `r` and `i`, without gaps."""
+    if kind.get_nmembers() != 2:
+        return None
+    first, second = (kind.get_member_type(i) for i in range(2))
+    half = first.get_size()
+    names = [kind.get_member_name(i) for i in range(2)]
+    offsets = [kind.get_member_offset(i) for i in range(2)]
+    if names != [b"r", b"i"] or offsets != [0, half] or kind.get_size() != 2 * half:
+        return None
+    part = recognise(first)
+    return _complex_of(part) if part == recognise(second) else None
+
+
+def _complex_of(part: Stored | None) -> Stored | None:
+    names = {"float32": "complex64", "float64": "complex128"}
+    return Stored(names[part.name], part.swapped) if part is not None and part.name in names else None

@@ -1,0 +1,52 @@
+"""The names a native shard uses, and the place of a tensor's dataset in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from urllib.parse import unquote_to_bytes
+
+from reshard_mpi.errors import ShardError
+
+NAME = "hdf5"
+FORMAT = "reshard_mpi"
+VERSION = 1
+# The group that holds what is not a tensor, and in it: the placement table, order and strings, escaped tensors.
+RESERVED = "__reshard_mpi__"
+STRATEGY = "strategy"
+CONTENTS = "contents"
+ESCAPED = "tensors"
+
+# A dataset is found by walking these link names from the root, one by one.
+Route = tuple[str, ...]
+_UNESCAPED = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-")
+
+
+def routes(names: Iterable[str]) -> dict[str, Route]:
+    """Return the route of each name's dataset: its parts between `/`, or one escaped name where HDF5 cannot hold it.
+
+    HDF5 has no empty names, takes `.` for the group itself, ends a name at NUL, and cannot have a dataset with the name
+    of a group. Routes of different names are different, whatever their order.
+    """
+    plain = {name: tuple(name.split("/")) for name in names}
+    folders = {route[:depth] for route in plain.values() if _holdable(route) for depth in range(1, len(route))}
+    return {
+        name: route if _holdable(route) and route not in folders else (RESERVED, ESCAPED, escape(name))
+        for name, route in plain.items()
+    }
+
+
+def escape(name: str) -> str:
+    """Return `name` with every byte but letters, digits, `_` and `-` written as `%XX`."""
+    return "".join(chr(byte) if byte in _UNESCAPED else f"%{byte:02X}" for byte in name.encode())
+
+
+def unescape(link: str, where: str) -> str:
+    """Return the name that `escape` made `link` from. Raises ShardError if it made none such."""
+    name = unquote_to_bytes(link).decode(errors="replace")
+    if escape(name) != link:
+        raise ShardError("an escaped tensor name in an HDF5 shard is damaged", got=repr(link), where=where)
+    return name
+
+
+def _holdable(route: Route) -> bool:
+    return route[0] != RESERVED and all(part not in ("", ".") and "\0" not in part for part in route)

@@ -1,0 +1,62 @@
+"""The length an HDF5 file says it has, read from its superblock before the library is let at the file.
+
+HDF5 File Format Specification, "Format Signature and Superblock": the signature stands at byte 0, 512, 1024, 2048 and
+so on; versions 0 and 1 have the addresses after 24 and 28 bytes, versions 2 and 3 after 12. The end-of-file address
+counts from the start of the file.
+"""
+
+from __future__ import annotations
+
+import os
+
+from reshard_mpi.errors import ShardError
+
+_SIGNATURE = b"\x89HDF\r\n\x1a\n"
+_HEAD_BYTES = 128
+# version -> (byte that holds the size of addresses, first byte of the base address, place of the end-of-file address)
+_LAYOUTS = {0: (13, 24, 2), 1: (13, 28, 2), 2: (9, 12, 2), 3: (9, 12, 2)}
+
+
+def check_length(fd: int, path: str, size_bytes: int) -> None:
+    """Check that the file is HDF5 and as long as it says. Raises ShardError if not."""
+    at = _signature(fd, size_bytes)
+    if at is None:
+        raise ShardError(
+            "a shard is not an HDF5 file",
+            expected="the signature of HDF5",
+            got=repr(os.pread(fd, 8, 0)),
+            where=f"{path}, byte 0",
+            remedy="save or copy it again",
+        )
+    said_bytes = _end_of_file(os.pread(fd, _HEAD_BYTES, at))
+    if said_bytes is not None and said_bytes != size_bytes:
+        problem = "is truncated" if size_bytes < said_bytes else "goes on after its end"
+        raise ShardError(
+            f"an HDF5 shard {problem}",
+            expected=f"{said_bytes} bytes, as its superblock says",
+            got=f"{size_bytes} bytes",
+            where=f"{path}, superblock at byte {at}",
+            remedy="save or copy it again",
+        )
+
+
+def _signature(fd: int, size_bytes: int) -> int | None:
+    at = 0
+    while at < size_bytes:
+        if os.pread(fd, len(_SIGNATURE), at) == _SIGNATURE:
+            return at
+        at = at * 2 or 512
+    return None
+
+
+def _end_of_file(head: bytes) -> int | None:
+    """Return the end-of-file address in the superblock `head`; None where only the library can tell."""
+    layout = _LAYOUTS.get(head[8]) if len(head) > 8 else None
+    if layout is None:
+        return None
+    size_at, base_at, place = layout
+    if len(head) <= size_at:
+        return None
+    width = head[size_at]
+    address = head[base_at + place * width : base_at + (place + 1) * width]
+    return int.from_bytes(address, "little") if width in (2, 4, 8) and len(address) == width else None

@@ -1,0 +1,147 @@
+"""Creating a native HDF5 shard with everything in it but the payloads."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from h5py import h5d, h5f, h5g, h5p, h5s, h5t
+
+from reshard_mpi.errors import TargetError
+from reshard_mpi.formats import files
+from reshard_mpi.formats.hdf5 import attributes, elements, native, schema
+from reshard_mpi.formats.hdf5.schema import Route
+from reshard_mpi.manifest import ByteRange, Manifest, Segments, ShardSpec, TensorEntry, TensorSpec
+
+# File systems share blocks between offsets that are multiples of 4096; smaller payloads are not worth the gaps.
+_ALIGNED_FROM_BYTES = 65536
+_ALIGNMENT_BYTES = 4096
+# Structure is written in blocks of this size: the default of 2 KiB spreads it all over the file.
+_STRUCTURE_BLOCK_BYTES = 16384
+
+
+def reserve(path: str, spec: ShardSpec) -> Manifest:
+    """Create the native shard `path` with all but the payloads. The same `spec` gives the same bytes anywhere.
+
+    Raises TargetError if the file exists or a name or string cannot be stored, OSError if it cannot be written; then
+    no file is left.
+    """
+    names = [tensor.name for tensor in spec.tensors]
+    files.check_names(path, names + list(spec.strings))
+    strategy, contents = _texts(path, names, spec)
+    _create_empty(path)
+    try:
+        file = _create(path)
+        try:
+            top = h5g.open(file, b"/")
+            attributes.write_text(top, "format", schema.FORMAT)
+            attributes.write_number(top, "version", schema.VERSION)
+            attributes.write_number(top, "rank", spec.identity.rank)
+            attributes.write_number(top, "world_size", spec.identity.world_size)
+            folders = _Folders(top)
+            reserved = folders.open((schema.RESERVED,))
+            folders.open((schema.RESERVED, schema.ESCAPED))
+            _write_text(reserved, schema.STRATEGY, strategy)
+            _write_text(reserved, schema.CONTENTS, contents)
+            routes = schema.routes(names)
+            tensors = {t.name: _reserve_tensor(path, folders, routes[t.name], t) for t in spec.tensors}
+        finally:
+            file.close()
+    except BaseException:
+        Path(path).unlink()
+        raise
+    return Manifest(path, schema.NAME, tensors, dict(spec.strings), spec.identity)
+
+
+def seal(path: str) -> None:
+    """Do nothing: nothing in a native shard depends on the payload, and its mode is the one files are created with."""
+
+
+class _Folders:
+    """The groups of a file, created as tensors need them."""
+
+    def __init__(self, top: Any) -> None:
+        self._groups: dict[Route, Any] = {(): top}
+        self._properties = h5p.create(h5p.GROUP_CREATE)
+        self._properties.set_obj_track_times(False)
+        self.links = h5p.create(h5p.LINK_CREATE)
+        self.links.set_char_encoding(h5t.CSET_UTF8)
+
+    def open(self, route: Route) -> Any:
+        for depth in range(1, len(route) + 1):
+            if route[:depth] not in self._groups:
+                name = route[depth - 1].encode()
+                self._groups[route[:depth]] = h5g.create(
+                    self._groups[route[: depth - 1]], name, lcpl=self.links, gcpl=self._properties
+                )
+        return self._groups[route]
+
+
+def _reserve_tensor(path: str, folders: _Folders, route: Route, tensor: TensorSpec) -> TensorEntry:
+    shape = tensor.box.shape
+    space = h5s.create_simple(shape) if shape else h5s.create(h5s.SCALAR)
+    handle = _create_dataset(folders.open(route[:-1]), route[-1], elements.create(tensor.dtype), space, folders.links)
+    attributes.write_text(handle, "dtype", tensor.dtype.name)
+    attributes.write_numbers(handle, "global_shape", tensor.global_shape)
+    attributes.write_numbers(handle, "offset", tensor.box.start)
+    if route[0] == schema.RESERVED:
+        attributes.write_text(handle, "name", tensor.name)
+    offset = handle.get_offset()
+    ranges = (ByteRange(path, offset, tensor.size_bytes),) if tensor.size_bytes else ()
+    return TensorEntry(tensor.name, tensor.dtype, shape, Segments(ranges), tensor.box, tensor.global_shape)
+
+
+def _create_dataset(group: Any, name: str, kind: Any, space: Any, links: Any) -> Any:
+    """Create a dataset whose bytes have their place at once, and are not written."""
+    properties = h5p.create(h5p.DATASET_CREATE)
+    properties.set_layout(h5d.CONTIGUOUS)
+    properties.set_alloc_time(h5d.ALLOC_TIME_EARLY)
+    properties.set_fill_time(h5d.FILL_TIME_NEVER)
+    properties.set_obj_track_times(False)
+    return h5d.create(group, name.encode(), kind, space, dcpl=properties, lcpl=links)
+
+
+def _write_text(group: Any, name: str, content: bytes) -> None:
+    links = h5p.create(h5p.LINK_CREATE)
+    handle = _create_dataset(group, name, h5t.STD_U8LE, h5s.create_simple((len(content),)), links)
+    if content:
+        handle.write(h5s.ALL, h5s.ALL, np.frombuffer(content, dtype=np.uint8))
+
+
+def _texts(path: str, names: list[str], spec: ShardSpec) -> tuple[bytes, bytes]:
+    """Return the placement table and the list of contents. Raises TargetError if they could not be read back."""
+    too_long = [name for name, text in spec.strings.items() if len(text) > files.MAX_STRING_BYTES // 4]
+    try:
+        texts = spec.identity.strategy.encode(), native.contents_text(names, dict(spec.strings))
+    except UnicodeEncodeError as error:
+        raise TargetError("a string of a shard is no Unicode text", got=str(error)[:200], where=path) from error
+    if too_long or max(map(len, texts)) > files.MAX_TEXT_BYTES:
+        raise TargetError(
+            "the strings or the placement table of a shard are too long to store",
+            expected=f"strings of {files.MAX_STRING_BYTES // 4} characters, {files.MAX_TEXT_BYTES} bytes in all",
+            got=f"too long: {too_long[:3]}, {max(map(len, texts))} bytes",
+            where=path,
+        )
+    return texts
+
+
+def _create_empty(path: str) -> None:
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+    except FileExistsError as error:
+        raise files.refuse_existing(path) from error
+
+
+def _create(path: str) -> Any:
+    access = h5p.create(h5p.FILE_ACCESS)
+    access.set_file_locking(False, True)
+    access.set_fclose_degree(h5f.CLOSE_STRONG)
+    # One version of the structure, whatever library writes it; this one has checksums, and any HDF5 since 1.8 reads it.
+    access.set_libver_bounds(h5f.LIBVER_V18, h5f.LIBVER_V18)
+    access.set_alignment(_ALIGNED_FROM_BYTES, _ALIGNMENT_BYTES)
+    access.set_meta_block_size(_STRUCTURE_BLOCK_BYTES)
+    creation = h5p.create(h5p.FILE_CREATE)
+    creation.set_obj_track_times(False)
+    return h5f.create(os.fsencode(path), h5f.ACC_TRUNC, creation, access)
