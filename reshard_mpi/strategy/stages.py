@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import accumulate
 
@@ -39,13 +39,14 @@ def merged_stages(file: StageFile) -> tuple[Layouts, ...] | None:
     return tuple(stages[stage] for stage in range(len(stages)))
 
 
-def by_stage(files: Sequence[StageFile], origin: str) -> tuple[StageFile, ...]:
+def by_stage(files: Iterable[StageFile], origin: str) -> tuple[StageFile, ...]:
     """Return one file of each stage, names without stage, from per-rank files or one merged file (or copies of it).
 
-    Raises StrategyError if files of one stage disagree, a stage is missing, or merged and other files are mixed.
+    Files that agree with an earlier one are not kept. Raises StrategyError if files of one stage disagree, a stage is
+    missing, or merged and other files are mixed.
     """
     chosen: dict[int, StageFile] = {}
-    merged_at = ""
+    merged_at = silent_at = ""
     for file in files:
         if not file.layouts:
             raise StrategyError("the strategy lists no parameter", where=file.path)
@@ -59,19 +60,21 @@ def by_stage(files: Sequence[StageFile], origin: str) -> tuple[StageFile, ...]:
                 remedy="give the merged file itself, or keep it in another folder",
             )
         if merged is None:
-            stage = file.stage
-            if stage is None and len(files) > 1:
+            silent_at = silent_at or (file.path if file.stage is None else "")
+            if silent_at and chosen:
                 raise StrategyError(
                     "a strategy file does not say which stage it is of",
                     expected="at least one strategy item, which tells the stage",
                     got="none",
-                    where=file.path,
+                    where=silent_at,
                 )
-            _agree(chosen, stage or 0, file)
+            _agree(chosen, file.stage or 0, file)
         else:
             merged_at = merged_at or file.path
             for stage, layouts in enumerate(merged):
                 _agree(chosen, stage, StageFile(layouts, file.items, file.path))
+    if not chosen:
+        raise StrategyError("there is no strategy file", where=origin)
     if sorted(chosen) != list(range(len(chosen))):
         raise _gap(sorted(chosen), origin)
     return tuple(chosen[stage] for stage in range(len(chosen)))
@@ -104,7 +107,7 @@ def _gap(stages: list[int], where: str) -> StrategyError:
     )
 
 
-def to_strategy(files: Sequence[StageFile], origin: str) -> Strategy:
+def to_strategy(files: Iterable[StageFile], origin: str) -> Strategy:
     """Return what the strategy files of a checkpoint say together; `origin` names them in errors."""
     stages = by_stage(files, origin)
     placements: dict[RawLayout, Placement] = {}
