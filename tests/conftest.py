@@ -1,0 +1,56 @@
+"""What all tests share: fixtures for MPI, and the rules for what runs where."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from hypothesis import HealthCheck, settings
+from launch import MPI, MPI_NAMES, RankRun, find_mpi, run_ranks
+
+RANKS_FOLDER = Path(__file__).parent / "ranks"
+
+# Cases build whole checkpoints, so one example may well take longer than hypothesis likes. A continuous integration
+# run draws the same examples every time: it judges the change, while developers' runs look for what is still hidden.
+settings.register_profile("developer", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+settings.register_profile("ci", settings.get_profile("developer"), derandomize=True)
+settings.load_profile("ci" if os.environ.get("CI") else "developer")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out the tests that run inside ranks, unless this is a rank: test_inside_ranks.py starts them."""
+    return True if collection_path == RANKS_FOLDER and not config.getoption("--with-mpi") else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if importlib.util.find_spec("mindspore") is None:
+        for item in items:
+            if item.get_closest_marker("mindspore"):
+                item.add_marker(pytest.mark.skip(reason="MindSpore is not installed"))
+
+
+@pytest.fixture(params=MPI_NAMES)
+def mpi(request: pytest.FixtureRequest) -> MPI:
+    """Every MPI implementation of this machine in turn."""
+    found = find_mpi(request.param)
+    if found is None:
+        pytest.skip(f"{request.param} is not installed")
+    return found
+
+
+@pytest.fixture
+def mpirun(mpi: MPI) -> Callable[..., RankRun]:
+    """`mpirun(ranks, function, *args, ...)`: launch.run_ranks under every MPI in turn."""
+    return functools.partial(run_ranks, mpi)
+
+
+@pytest.fixture(scope="session")
+def mindspore() -> ModuleType:
+    """MindSpore itself; for tests marked `mindspore`."""
+    return importlib.import_module("mindspore")

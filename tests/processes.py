@@ -1,0 +1,165 @@
+"""Runs commands for tests so that nothing hangs, nothing is left behind, and all output is there when a test fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+# Every process of a run inherits this variable, so the run's processes can be told from all others, even those that a
+# launcher has put into process groups or sessions of their own.
+_MARK = "RESHARD_MPI_TEST_RUN"
+
+# What launchers leave in the environment: a child that sees it would take itself for a rank of the tests' own job.
+_LAUNCHER_VARIABLES = ("HYDRA_", "MPI4PY_", "MPIR_", "OMPI_", "OPAL_", "PMIX_", "PMI_", "PRTE_", "SLURM_")
+
+_LINGER_SECONDS = 5.0  # how long after a command's end its children may take to go
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A command that has ended; `returncode` is negative where a signal killed it."""
+
+    argv: tuple[str, ...]
+    returncode: int
+    stdout: str
+    stderr: str
+
+    def __str__(self) -> str:
+        return _report(self.argv, f"exit code {self.returncode}", self.stdout, self.stderr)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A command that has ended, and the peak resident memory of the largest single process of those it started."""
+
+    returncode: int
+    peak_rss_bytes: int
+    stdout: str
+    stderr: str
+
+
+def clean_environment() -> dict[str, str]:
+    """Return this process's environment without what an MPI or SLURM launcher put there."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER_VARIABLES)}
+
+
+def run_command(
+    argv: Sequence[str | os.PathLike[str]],
+    *,
+    timeout_seconds: float = 60,
+    env: Mapping[str, str] | None = None,
+    cwd: str | os.PathLike[str] | None = None,
+    check: bool = False,
+) -> Finished:
+    """Run a command without standard input and return what came of it.
+
+    `env` is added to a clean environment. The test fails, with the output shown, if the command takes too long or
+    leaves processes behind (all are killed), or, with `check`, if its exit code is not 0.
+    """
+    command = tuple(os.fspath(part) for part in argv)
+    mark = uuid.uuid4().hex
+    # Files, not pipes: a child that outlives the command would keep a pipe open.
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        child = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            env={**clean_environment(), **(env or {}), _MARK: mark},
+            cwd=cwd,
+            start_new_session=True,
+        )
+        problem = ""
+        try:
+            child.wait(timeout_seconds)
+            left = _wait_until_gone(mark)
+            if left:
+                problem = f"left processes behind: {', '.join(left)}"
+        except subprocess.TimeoutExpired:
+            problem = f"took longer than {timeout_seconds:g} seconds"
+        finally:
+            _kill(child, mark)
+        stdout, stderr = _content(out), _content(err)
+    if check and not problem and child.returncode != 0:
+        problem = f"exit code {child.returncode}"
+    if problem:
+        pytest.fail(_report(command, problem, stdout, stderr), pytrace=False)
+    return Finished(command, child.returncode, stdout, stderr)
+
+
+def measure_peak(
+    argv: Sequence[str | os.PathLike[str]],
+    *,
+    timeout_seconds: float = 120,
+    env: Mapping[str, str] | None = None,
+    cwd: str | os.PathLike[str] | None = None,
+) -> Measured:
+    """Run a command and measure the peak resident memory of the largest process in its tree (ranks included).
+
+    A process starts with the peak of the one it was forked from, so the command is started by a small one, not by
+    the tests; what that takes, about 10 MiB, is the least that can be measured.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder, "peak")
+        launcher = [sys.executable, "-I", "-S", str(Path(__file__).with_name("peak_launcher.py")), str(result)]
+        finished = run_command([*launcher, *argv], timeout_seconds=timeout_seconds, env=env, cwd=cwd)
+        if not result.exists():
+            pytest.fail(f"the peak of a command could not be measured\n{finished}", pytrace=False)
+        returncode, peak_rss_bytes = map(int, result.read_text().split())
+    return Measured(returncode, peak_rss_bytes, finished.stdout, finished.stderr)
+
+
+def _processes_of(mark: str) -> dict[int, str]:
+    """Return process id and command line of every living process that carries `mark`."""
+    wanted = f"{_MARK}={mark}".encode()
+    found = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                if wanted in (folder / "environ").read_bytes().split(b"\0"):
+                    found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+            except OSError:  # ended meanwhile, or another user's
+                continue
+    return found
+
+
+def _wait_until_gone(mark: str) -> list[str]:
+    deadline = time.monotonic() + _LINGER_SECONDS
+    while left := _processes_of(mark):
+        if time.monotonic() > deadline:
+            return [f"{pid} ({command})" for pid, command in left.items()]
+        time.sleep(0.02)
+    return []
+
+
+def _kill(child: subprocess.Popen[bytes], mark: str) -> None:
+    """Kill what is left of a run; more than once, since a process may be starting another just then."""
+    while left := _processes_of(mark):
+        for pid in left:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        time.sleep(0.02)
+    if child.poll() is None:  # it emptied its environment
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+
+
+def _content(file: tempfile._TemporaryFileWrapper[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")
+
+
+def _report(argv: Sequence[str], problem: str, stdout: str, stderr: str) -> str:
+    return f"{problem}: {' '.join(argv)}\n--- stdout\n{stdout}\n--- stderr\n{stderr}"
