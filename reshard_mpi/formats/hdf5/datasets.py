@@ -43,12 +43,12 @@ class Content(NamedTuple):
     source: Segments | Decoded
 
 
-def shape_of(handle: Any, where: str) -> tuple[int, ...]:
+def shape_of(handle: Any, properties: Any, where: str) -> tuple[int, ...]:
     """Return the shape of a dataset. Raises ShardError if its elements are in other files, or it has no shape.
 
-    The storage is looked at first: asking a virtual dataset for its shape can open the files it is made of.
+    The storage, in the dataset's creation `properties`, is looked at first: asking a virtual dataset for its shape can
+    open the files it is made of.
     """
-    properties = handle.get_create_plist()
     layout = properties.get_layout()
     external = layout == h5d.CONTIGUOUS and properties.get_external_count() > 0
     if external or layout == h5d.VIRTUAL:
@@ -59,15 +59,16 @@ def shape_of(handle: Any, where: str) -> tuple[int, ...]:
             where=where,
             remedy="copy it into one plain file (h5repack)",
         )
-    space = handle.get_space()
-    if space.get_simple_extent_type() == h5s.NULL:
+    shape: tuple[int, ...] = handle.shape
+    if shape == () and handle.get_space().get_simple_extent_type() == h5s.NULL:
         raise ShardError("a dataset has no shape and no elements (a null dataspace)", where=where)
-    return tuple(int(length) for length in space.get_simple_extent_dims())
+    return shape
 
 
 def content(handle: Any, path: str, route: Route, stamp: Stamp, where: str) -> Content:
     """Return what a dataset holds and where. Raises ShardError if that cannot be read bit by bit."""
-    shape = shape_of(handle, where)
+    properties = handle.get_create_plist()
+    shape = shape_of(handle, properties, where)
     kind = handle.get_type()
     stored = elements.recognise(kind)
     if stored is None:
@@ -84,14 +85,14 @@ def content(handle: Any, path: str, route: Route, stamp: Stamp, where: str) -> C
     size_bytes = dtype.itemsize_bytes * math.prod(shape)
     if size_bytes == 0:
         return Content(stored, shape, Segments((), stored.swapped))
-    properties = handle.get_create_plist()
-    if properties.get_layout() == h5d.CONTIGUOUS and handle.get_offset() is not None:
-        offset = handle.get_offset()
-        if handle.get_storage_size() != size_bytes or offset + size_bytes > stamp.size_bytes:
+    offset = handle.get_offset()
+    if offset is not None and properties.get_layout() == h5d.CONTIGUOUS:
+        stored_bytes = handle.get_storage_size()
+        if stored_bytes != size_bytes or offset + size_bytes > stamp.size_bytes:
             raise ShardError(
                 "the elements of a dataset do not lie in its file",
                 expected=f"{size_bytes} bytes at byte {offset}",
-                got=f"storage of {handle.get_storage_size()} bytes in a file of {stamp.size_bytes}",
+                got=f"storage of {stored_bytes} bytes in a file of {stamp.size_bytes}",
                 where=where,
                 remedy="the shard is damaged: save or copy it again",
             )
@@ -124,7 +125,9 @@ def read_text(handle: Any, path: str, where: str) -> str:
 
 def is_text(handle: Any, where: str) -> bool:
     """Tell whether a dataset is a single string."""
-    return handle.get_type().get_class() == h5t.STRING and shape_of(handle, where) == ()
+    if handle.get_type().get_class() != h5t.STRING:
+        return False
+    return shape_of(handle, handle.get_create_plist(), where) == ()
 
 
 def _variable_length(handle: Any, path: str, where: str) -> int:
@@ -186,5 +189,5 @@ def _open(path: str, stamp: Stamp, route: Route) -> tuple[Any, Any]:
         raise ShardError("a shard has changed since it was opened", where=path, remedy="run again")
     file = library.open_file(path)
     handle = library.follow(file, route)
-    shape_of(handle, path)
+    shape_of(handle, handle.get_create_plist(), path)
     return file, handle

@@ -112,7 +112,7 @@ def _read_bytes(node: Node, path: str) -> bytes:
     where = f"{path}, /{'/'.join(node.path)}"
     if not isinstance(node.handle, h5d.DatasetID):
         raise ShardError("an object of a native HDF5 shard is no dataset", where=where)
-    shape = shape_of(node.handle, where)
+    shape = shape_of(node.handle, node.handle.get_create_plist(), where)
     stored = elements.recognise(node.handle.get_type())
     if len(shape) != 1 or stored is None or stored.name != "uint8" or shape[0] > files.MAX_TEXT_BYTES:
         raise ShardError(

@@ -98,7 +98,7 @@ class Walk:
 
     def _open(self, group: Node, name: str, kind: int, path: Route, hops: int = 0) -> Node:
         """Open the link `name` of `group`; `path` is what the object is called."""
-        if sum(len(part.encode()) + 1 for part in path) > 3 * files.MAX_NAME_BYTES:
+        if len("/".join(path).encode()) > 3 * files.MAX_NAME_BYTES:
             raise self._error("a name in an HDF5 shard is too long", path)
         if kind == h5l.TYPE_HARD:
             handle = h5o.open(group.handle, name.encode())

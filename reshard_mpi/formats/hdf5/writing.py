@@ -40,13 +40,16 @@ def reserve(path: str, spec: ShardSpec) -> Manifest:
             attributes.write_number(top, "version", schema.VERSION)
             attributes.write_number(top, "rank", spec.identity.rank)
             attributes.write_number(top, "world_size", spec.identity.world_size)
-            folders = _Folders(top)
-            reserved = folders.open((schema.RESERVED,))
-            folders.open((schema.RESERVED, schema.ESCAPED))
-            _write_text(reserved, schema.STRATEGY, strategy)
-            _write_text(reserved, schema.CONTENTS, contents)
+            writer = _Writer(top)
+            writer.group((schema.RESERVED, schema.ESCAPED))
+            writer.text(schema.STRATEGY, strategy)
+            writer.text(schema.CONTENTS, contents)
             routes = schema.routes(names)
-            tensors = {t.name: _reserve_tensor(path, folders, routes[t.name], t) for t in spec.tensors}
+            kinds = {dtype: elements.create(dtype) for dtype in {tensor.dtype for tensor in spec.tensors}}
+            tensors = {
+                tensor.name: _reserve_tensor(path, writer, routes[tensor.name], kinds[tensor.dtype], tensor)
+                for tensor in spec.tensors
+            }
         finally:
             file.close()
     except BaseException:
@@ -59,55 +62,56 @@ def seal(path: str) -> None:
     """Do nothing: nothing in a native shard depends on the payload, and its mode is the one files are created with."""
 
 
-class _Folders:
-    """The groups of a file, created as tensors need them."""
+class _Writer:
+    """Creates the groups and datasets of one file, with property lists made once."""
 
     def __init__(self, top: Any) -> None:
         self._groups: dict[Route, Any] = {(): top}
-        self._properties = h5p.create(h5p.GROUP_CREATE)
-        self._properties.set_obj_track_times(False)
-        self.links = h5p.create(h5p.LINK_CREATE)
-        self.links.set_char_encoding(h5t.CSET_UTF8)
+        self._group_properties = h5p.create(h5p.GROUP_CREATE)
+        self._group_properties.set_obj_track_times(False)
+        self._links = h5p.create(h5p.LINK_CREATE)
+        self._links.set_char_encoding(h5t.CSET_UTF8)
+        # The bytes of a dataset have their place at once, and nothing is written there.
+        self._dataset_properties = h5p.create(h5p.DATASET_CREATE)
+        self._dataset_properties.set_layout(h5d.CONTIGUOUS)
+        self._dataset_properties.set_alloc_time(h5d.ALLOC_TIME_EARLY)
+        self._dataset_properties.set_fill_time(h5d.FILL_TIME_NEVER)
+        self._dataset_properties.set_obj_track_times(False)
 
-    def open(self, route: Route) -> Any:
+    def group(self, route: Route) -> Any:
+        """Return the group at `route`, made with those above it if it is not there."""
         for depth in range(1, len(route) + 1):
-            if route[:depth] not in self._groups:
-                name = route[depth - 1].encode()
-                self._groups[route[:depth]] = h5g.create(
-                    self._groups[route[: depth - 1]], name, lcpl=self.links, gcpl=self._properties
+            above, here = route[: depth - 1], route[:depth]
+            if here not in self._groups:
+                self._groups[here] = h5g.create(
+                    self._groups[above], here[-1].encode(), lcpl=self._links, gcpl=self._group_properties
                 )
         return self._groups[route]
 
+    def dataset(self, route: Route, kind: Any, shape: tuple[int, ...]) -> Any:
+        """Create the dataset at `route`."""
+        space = h5s.create_simple(shape) if shape else h5s.create(h5s.SCALAR)
+        group = self.group(route[:-1])
+        return h5d.create(group, route[-1].encode(), kind, space, dcpl=self._dataset_properties, lcpl=self._links)
 
-def _reserve_tensor(path: str, folders: _Folders, route: Route, tensor: TensorSpec) -> TensorEntry:
+    def text(self, name: str, content: bytes) -> None:
+        """Create a dataset of bytes in the reserved group."""
+        handle = self.dataset((schema.RESERVED, name), h5t.STD_U8LE, (len(content),))
+        if content:
+            handle.write(h5s.ALL, h5s.ALL, np.frombuffer(content, dtype=np.uint8))
+
+
+def _reserve_tensor(path: str, writer: _Writer, route: Route, kind: Any, tensor: TensorSpec) -> TensorEntry:
     shape = tensor.box.shape
-    space = h5s.create_simple(shape) if shape else h5s.create(h5s.SCALAR)
-    handle = _create_dataset(folders.open(route[:-1]), route[-1], elements.create(tensor.dtype), space, folders.links)
+    size_bytes = tensor.size_bytes
+    handle = writer.dataset(route, kind, shape)
     attributes.write_text(handle, "dtype", tensor.dtype.name)
     attributes.write_numbers(handle, "global_shape", tensor.global_shape)
     attributes.write_numbers(handle, "offset", tensor.box.start)
     if route[0] == schema.RESERVED:
         attributes.write_text(handle, "name", tensor.name)
-    offset = handle.get_offset()
-    ranges = (ByteRange(path, offset, tensor.size_bytes),) if tensor.size_bytes else ()
+    ranges = (ByteRange(path, handle.get_offset(), size_bytes),) if size_bytes else ()
     return TensorEntry(tensor.name, tensor.dtype, shape, Segments(ranges), tensor.box, tensor.global_shape)
-
-
-def _create_dataset(group: Any, name: str, kind: Any, space: Any, links: Any) -> Any:
-    """Create a dataset whose bytes have their place at once, and are not written."""
-    properties = h5p.create(h5p.DATASET_CREATE)
-    properties.set_layout(h5d.CONTIGUOUS)
-    properties.set_alloc_time(h5d.ALLOC_TIME_EARLY)
-    properties.set_fill_time(h5d.FILL_TIME_NEVER)
-    properties.set_obj_track_times(False)
-    return h5d.create(group, name.encode(), kind, space, dcpl=properties, lcpl=links)
-
-
-def _write_text(group: Any, name: str, content: bytes) -> None:
-    links = h5p.create(h5p.LINK_CREATE)
-    handle = _create_dataset(group, name, h5t.STD_U8LE, h5s.create_simple((len(content),)), links)
-    if content:
-        handle.write(h5s.ALL, h5s.ALL, np.frombuffer(content, dtype=np.uint8))
 
 
 def _texts(path: str, names: list[str], spec: ShardSpec) -> tuple[bytes, bytes]:
