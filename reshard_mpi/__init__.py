@@ -1,0 +1,49 @@
+"""Reshard a distributed checkpoint: of M ranks into one of N ranks, bit-exactly, in bounded memory.
+
+The functions named as MindSpore's take the same arguments and keep the same file conventions.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from reshard_mpi.api import (
+        inspect,
+        load_rank,
+        merge_pipeline_strategys,
+        plan,
+        rank_list_for_transform,
+        transform_checkpoint_by_rank,
+        transform_checkpoints,
+    )
+    from reshard_mpi.errors import ReshardError
+
+__version__ = "0.1.0"
+__all__ = [
+    "ReshardError",
+    "inspect",
+    "load_rank",
+    "merge_pipeline_strategys",
+    "plan",
+    "rank_list_for_transform",
+    "transform_checkpoint_by_rank",
+    "transform_checkpoints",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # Imported when first used: `import reshard_mpi` and `reshard-mpi --help` load neither numpy nor h5py.
+    if name not in __all__:
+        raise AttributeError(f"module 'reshard_mpi' has no attribute {name!r}")
+    if name == "ReshardError":
+        from reshard_mpi.errors import ReshardError
+
+        return ReshardError
+    from reshard_mpi import api
+
+    return getattr(api, name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

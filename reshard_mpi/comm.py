@@ -85,8 +85,8 @@ def world(environment: Mapping[str, str], *, explicit_share: bool) -> Iterator[C
     if not is_launched(environment):
         yield SerialComm()
         return
-    MPI = _import_mpi()
-    communicator = MPI.COMM_WORLD
+    mpi = _import_mpi()
+    communicator = mpi.COMM_WORLD
     launched = launched_size(environment)
     if communicator.Get_size() == 1 and launched > 1:
         if explicit_share:
@@ -95,7 +95,7 @@ def world(environment: Mapping[str, str], *, explicit_share: bool) -> Iterator[C
         raise UsageError(
             "the launcher does not match the MPI library: every process sees itself alone",
             expected=f"a world of {launched} processes, as the launcher says",
-            got=f"a world of 1 ({MPI.Get_library_version().splitlines()[0].strip()})",
+            got=f"a world of 1 ({mpi.Get_library_version().splitlines()[0].strip()})",
             remedy="start with the mpirun of that MPI (srun: try --mpi=pmix or --mpi=pmi2), set MPI4PY_LIBMPI to the"
             " library of this launcher, or give each process its share with --part I/N",
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -115,7 +114,9 @@ class Conversion:
                     where=f"ranks {first.source_rank} and {other.source_rank} of {self.source.files.path}",
                     remedy="use shards of one and the same moment",
                 )
-            notes.append(f"{check.name!r} differs between ranks {first.source_rank} and {other.source_rank}: {check.why}")
+            notes.append(
+                f"{check.name!r} differs between ranks {first.source_rank} and {other.source_rank}: {check.why}"
+            )
         return replace(plan, notes=(*plan.notes, *notes))
 
     def _lists_unseen(self, target_rank: int, manifests: dict[int, Manifest]) -> bool:

@@ -29,9 +29,7 @@ class ReshardError(Exception):
         return _rebuild, (type(self), self.problem, self.expected, self.got, self.where, self.remedy)
 
 
-def _rebuild(
-    kind: type[ReshardError], problem: str, expected: str, got: str, where: str, remedy: str
-) -> ReshardError:
+def _rebuild(kind: type[ReshardError], problem: str, expected: str, got: str, where: str, remedy: str) -> ReshardError:
     return kind(problem, expected=expected, got=got, where=where, remedy=remedy)
 
 

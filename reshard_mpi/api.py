@@ -1,0 +1,262 @@
+"""The public functions. None uses MPI unless a communicator is given, so they may be called on one rank or on all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from reshard_mpi import discovery, formats, strategy
+from reshard_mpi.comm import MPIComm, SerialComm
+from reshard_mpi.conversion import BASE_BYTES, LIMITS, Conversion
+from reshard_mpi.engine.transfer import load_shard
+from reshard_mpi.errors import SourceError, TargetError, UsageError
+from reshard_mpi.inspection import inspect
+from reshard_mpi.journal import published
+from reshard_mpi.layout import Strategy, unsharded
+from reshard_mpi.planning.model import RankPlan
+from reshard_mpi.planning.parameters import Unlisted
+from reshard_mpi.planning.ranks import needed_ranks
+from reshard_mpi.pool import convert_with_workers
+from reshard_mpi.report import Outcome, Silent
+from reshard_mpi.runtime import Request, convert, write_file
+from reshard_mpi.source import SourceCheckpoint
+from reshard_mpi.strategy.merge import merge
+
+if TYPE_CHECKING:
+    import numpy as np
+
+__all__ = [
+    "Plan",
+    "inspect",
+    "load_rank",
+    "merge_pipeline_strategys",
+    "plan",
+    "rank_list_for_transform",
+    "transform_checkpoint_by_rank",
+    "transform_checkpoints",
+]
+
+PathLike = str | os.PathLike[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The plans of some target ranks, and the peak resident memory each process is projected to need."""
+
+    ranks: tuple[RankPlan, ...]
+    peak_bytes: int
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the plan as plain values; sizes in bytes."""
+        return {
+            "version": 1,
+            "peak_bytes": self.peak_bytes,
+            "targets": [
+                {
+                    "rank": rank.target_rank,
+                    "source_ranks": list(rank.source_ranks),
+                    "tensors": len(rank.tensors),
+                    "copies": sum(len(tensor.copies) for tensor in rank.tensors),
+                    "written_bytes": rank.written_bytes,
+                    "needed_bytes": rank.needed_bytes,
+                    "absent": list(rank.absent),
+                    "notes": list(rank.notes),
+                }
+                for rank in self.ranks
+            ],
+        }
+
+
+def transform_checkpoints(
+    src_checkpoints_dir: PathLike,
+    dst_checkpoints_dir: PathLike,
+    ckpt_prefix: str,
+    src_strategy_file: PathLike | None = None,
+    dst_strategy_file: PathLike | None = None,
+    process_num: int = 1,
+    output_format: str = "ckpt",
+    *,
+    unlisted: str = "follow",
+    comm: Any = None,
+) -> None:
+    """Transform the whole checkpoint under `src_checkpoints_dir` (`rank_x` folders) to the target strategy.
+
+    Writes `dst_checkpoints_dir/rank_x/<ckpt_prefix>x.<ending>`; files that are there are replaced, each atomically.
+    A strategy of None is one full checkpoint; folders of strategy files are merged. process_num: local processes.
+    output_format: "ckpt" or "hdf5". unlisted: what becomes of parameters the target strategy does not list:
+    "follow", "replicate" or "drop". comm: an mpi4py communicator whose ranks share the work; all must make the call.
+
+    Raises a ReshardError: before anything is written if the source cannot be transformed exactly, and a
+    TransformError if some targets could not be written.
+    """
+    if process_num < 1:
+        raise UsageError("process_num is out of range", expected="1 or more", got=str(process_num))
+    formats.by_name(output_format)
+    request = Request(
+        source=os.fspath(src_checkpoints_dir),
+        target=os.fspath(dst_checkpoints_dir),
+        src_strategy=_path(src_strategy_file),
+        dst_strategy=_path(dst_strategy_file),
+        prefix=ckpt_prefix,
+        select=None,
+        to=output_format,
+        ranks=None,
+        part=None,
+        resume=False,
+        overwrite=True,
+        unlisted=as_unlisted(unlisted),
+        strict=False,
+        recorded=False,
+    )
+    _run(request, process_num, comm).raise_failures()
+
+
+def transform_checkpoint_by_rank(
+    rank_id: int,
+    checkpoint_files_map: Mapping[int, PathLike],
+    save_checkpoint_file_name: PathLike,
+    src_strategy_file: PathLike | None = None,
+    dst_strategy_file: PathLike | None = None,
+    *,
+    unlisted: str = "follow",
+) -> None:
+    """Write the shard of target rank `rank_id` to `save_checkpoint_file_name`, replacing what is there atomically.
+
+    checkpoint_files_map: source shards by rank; it may hold more ranks than are needed, or other replicas. The ending
+    of the file name (.ckpt, .h5, .hdf5) tells the format. Raises a ReshardError; then nothing is written.
+    """
+    path = Path(save_checkpoint_file_name)
+    name = formats.name_of(path.name)
+    if name is None:
+        raise UsageError(
+            "the file to save has an unknown ending", expected=".ckpt, .h5 or .hdf5", got=path.name, where=str(path)
+        )
+    if not path.parent.is_dir():
+        raise TargetError("the folder of the target file is not there", expected="a folder", where=str(path.parent))
+    conversion = _conversion(
+        discovery.shards_from_map(checkpoint_files_map), src_strategy_file, dst_strategy_file, unlisted
+    )
+    if path.resolve() in {
+        Path(shard).resolve() for shards in conversion.source.files.by_rank.values() for shard in shards
+    }:
+        raise TargetError("the target is one of the sources", expected="another file", where=str(path))
+    rank_plan = conversion.plan(rank_id)
+    with published(path) as partial:
+        write_file(rank_plan, name, partial, conversion.limits, lambda _: None)
+
+
+def rank_list_for_transform(
+    rank_id: int,
+    src_strategy_file: PathLike | None = None,
+    dst_strategy_file: PathLike | None = None,
+    *,
+    unlisted: str = "follow",
+) -> list[int]:
+    """Return the source ranks whose shards target rank `rank_id` needs, ascending and as few as are enough.
+
+    Raises UsageError if the target has no such rank, StrategyError or LayoutError for what is wrong with the files.
+    """
+    source, target = _strategies(src_strategy_file, dst_strategy_file)
+    source = source or unsharded()
+    # Strategies made of rules list no names; a rule's own glob then stands for the parameters it is for.
+    names = [glob for glob, _ in (*source.rules, *target.rules)]
+    every = range(source.world_size)
+    return list(needed_ranks(source, target, rank_id, names=names, available=every, unlisted=as_unlisted(unlisted)))
+
+
+def merge_pipeline_strategys(src_strategy_dirs: PathLike | Sequence[PathLike], dst_strategy_file: PathLike) -> None:
+    """Merge the strategy files of all pipeline stages (a folder, or paths) into one file.
+
+    Files of one stage must agree; the stages run from 0. Raises StrategyError.
+    """
+    if isinstance(src_strategy_dirs, str | os.PathLike):
+        merge(os.fspath(src_strategy_dirs), os.fspath(dst_strategy_file))
+    else:
+        merge([os.fspath(path) for path in src_strategy_dirs], os.fspath(dst_strategy_file))
+
+
+def plan(
+    source: PathLike,
+    src_strategy: PathLike | None = None,
+    dst_strategy: PathLike | None = None,
+    *,
+    ranks: Iterable[int] | None = None,
+    select: str | None = None,
+    unlisted: str = "follow",
+    strict: bool = False,
+) -> Plan:
+    """Return what a transform of `source` would do, writing nothing. ranks: the target ranks (None: all).
+
+    Raises what the transform would refuse.
+    """
+    files = discovery.find_shards(os.fspath(source), select)
+    conversion = _conversion(files, src_strategy, dst_strategy, unlisted, strict)
+    targets = range(conversion.target.world_size) if ranks is None else ranks
+    plans = tuple(conversion.plan(rank) for rank in targets)
+    peak_bytes = max((rank_plan.peak_bytes(LIMITS, BASE_BYTES) for rank_plan in plans), default=0)
+    return Plan(plans, peak_bytes)
+
+
+def load_rank(
+    rank: int,
+    source: PathLike | Mapping[int, PathLike],
+    src_strategy: PathLike | None = None,
+    dst_strategy: PathLike | None = None,
+    *,
+    select: str | None = None,
+    unlisted: str = "follow",
+) -> dict[str, np.ndarray[Any, Any] | str]:
+    """Return what target rank `rank` holds, resharded at load time: owned C-contiguous arrays, and strings as str.
+
+    source: a checkpoint folder or file, or a map from source rank to shard file. bfloat16 and float8 arrays have
+    ml_dtypes types; int4 comes as int8. Nothing is written. Memory: that of the arrays.
+    """
+    if isinstance(source, Mapping):
+        files = discovery.shards_from_map(source)
+    else:
+        files = discovery.find_shards(os.fspath(source), select)
+    conversion = _conversion(files, src_strategy, dst_strategy, unlisted)
+    rank_plan = conversion.plan(rank)
+    return {**load_shard(rank_plan, limits=conversion.limits), **rank_plan.strings}
+
+
+def as_unlisted(value: str) -> Unlisted:
+    """Return the named choice. Raises UsageError for an unknown one."""
+    try:
+        return Unlisted(value)
+    except ValueError:
+        raise UsageError("unknown value of unlisted", expected=", ".join(Unlisted), got=repr(value)) from None
+
+
+def _run(request: Request, processes: int, communicator: Any) -> Outcome:
+    if communicator is not None:
+        return convert(request, MPIComm(communicator), Silent())
+    if processes > 1:
+        return convert_with_workers(request, processes, Silent())
+    return convert(request, SerialComm(), Silent())
+
+
+def _path(path: PathLike | None) -> str | None:
+    return None if path is None else os.fspath(path)
+
+
+def _strategies(src_strategy: PathLike | None, dst_strategy: PathLike | None) -> tuple[Strategy | None, Strategy]:
+    source = None if src_strategy is None else strategy.load(os.fspath(src_strategy))
+    target = unsharded() if dst_strategy is None else strategy.load(os.fspath(dst_strategy))
+    return source, target
+
+
+def _conversion(
+    files: discovery.ShardFiles,
+    src_strategy: PathLike | None,
+    dst_strategy: PathLike | None,
+    unlisted: str,
+    strict: bool = False,
+) -> Conversion:
+    source, target = _strategies(src_strategy, dst_strategy)
+    if dst_strategy is None and as_unlisted(unlisted) is Unlisted.DROP:
+        raise UsageError("unlisted='drop' needs a list to go by", expected="a target strategy", got="None")
+    return Conversion(SourceCheckpoint.open(files, source), target, as_unlisted(unlisted), strict)

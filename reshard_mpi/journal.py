@@ -1,0 +1,198 @@
+"""What is safe to write and what is done: run identity, locks, partial files, commit by rename, records.
+
+Under the target folder, `.reshard_mpi/run.json` names the run that fills it, `rank_<r>.lock` is locked while target r
+is written (the kernel drops it when the writer dies) and `rank_<r>.json` records that target r is complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from reshard_mpi.errors import TargetError
+
+_STATE = ".reshard_mpi"
+_PARTIAL = ".partial"
+
+
+@dataclass(frozen=True, slots=True)
+class RunIdentity:
+    """What makes two runs the same: everything that decides the bytes they write.
+
+    facts: plain JSON values by name (strategies' digests, source path, selection, prefix, format, options).
+    """
+
+    facts: Mapping[str, Any]
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(json.dumps(self.facts, sort_keys=True).encode()).hexdigest()
+
+    def difference(self, facts: Mapping[str, Any]) -> str:
+        """Return the names and values in which another run differs."""
+        names = sorted(
+            name for name in {*self.facts, *facts} if self.facts.get(name) != facts.get(name) and name != "digest"
+        )
+        return ", ".join(f"{name} {facts.get(name)!r} (now {self.facts.get(name)!r})" for name in names)
+
+
+@contextlib.contextmanager
+def published(path: Path) -> Iterator[Path]:
+    """Yield a partial path beside `path`; on success it is synced and takes the final name, else it is removed."""
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}{_PARTIAL}")
+    try:
+        yield partial
+        _sync(partial)
+        partial.replace(path)
+        _sync(path.parent)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+class Unrecorded:
+    """Keeps no state: targets are published whole, whatever was there, so identical concurrent runs are harmless."""
+
+    def check(self) -> None:
+        pass
+
+    def is_done(self, target_rank: int, path: Path) -> bool:
+        return False
+
+    def begin(self) -> None:
+        pass
+
+    @contextlib.contextmanager
+    def writing(self, target_rank: int, path: Path) -> Iterator[Path]:
+        """Yield the partial path to write; on success publish it."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with published(path) as partial:
+            yield partial
+
+
+class Journal:
+    """The state of one run in one target folder. Nothing is created before `begin`."""
+
+    def __init__(self, folder: Path, identity: RunIdentity, *, resume: bool, overwrite: bool) -> None:
+        self._folder = folder
+        self._state = folder / _STATE
+        self._identity = identity
+        self._resume = resume
+        self._overwrite = overwrite
+
+    def check(self) -> None:
+        """Raise TargetError if the folder cannot be joined: it is no folder, or holds another run."""
+        if self._folder.exists() and not self._folder.is_dir():
+            raise TargetError("the target is not a folder", expected="a folder", got="a file", where=str(self._folder))
+        other = self._recorded_run()
+        if other is not None and other.get("digest") != self._identity.digest and not self._overwrite:
+            raise TargetError(
+                "the target folder holds another run",
+                expected="an empty folder, or one this same run has begun",
+                got=f"a run with other settings: {self._identity.difference(other)}",
+                where=str(self._folder),
+                remedy="use another target, or --overwrite to replace that run's targets one by one",
+            )
+
+    def is_done(self, target_rank: int, path: Path) -> bool:
+        """Tell whether the target is complete and to be skipped (--resume).
+
+        Raises TargetError if its file is there and neither --resume nor --overwrite says what to do with it.
+        """
+        if self._overwrite or not path.exists():
+            return False
+        record = self._record(target_rank)
+        size_bytes = path.stat().st_size
+        complete = record is not None and record.get("size_bytes") == size_bytes
+        if self._resume:
+            return complete
+        raise TargetError(
+            f"target rank {target_rank} is there already",
+            expected="no file of that name",
+            got=f"{size_bytes} bytes, " + ("complete by the record of this run" if complete else "of another origin"),
+            where=str(path),
+            remedy="--resume skips what is complete, --overwrite replaces it",
+        )
+
+    def begin(self) -> None:
+        """Create the folder and say which run fills it; joins the run if another process has begun it."""
+        self._state.mkdir(parents=True, exist_ok=True)
+        run = self._state / "run.json"
+        text = json.dumps({**self._identity.facts, "digest": self._identity.digest}, indent=1)
+        if self._overwrite:
+            with published(run) as partial:
+                partial.write_text(text)
+        else:  # a link, unlike a rename, fails if another process was first
+            partial = run.with_name(f".run.{uuid.uuid4().hex[:12]}{_PARTIAL}")
+            partial.write_text(text)
+            with contextlib.suppress(FileExistsError):
+                os.link(partial, run)
+            partial.unlink()
+        self.check()
+
+    @contextlib.contextmanager
+    def writing(self, target_rank: int, path: Path) -> Iterator[Path]:
+        """Hold the target's lock and yield the partial path to write; on success publish it and record it.
+
+        Raises TargetError if a live process is writing the target.
+        """
+        with self._locked(target_rank):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            for stale in path.parent.glob(f".{path.name}.*{_PARTIAL}"):
+                stale.unlink(missing_ok=True)  # left by a run that died: whoever lives holds the lock
+            record = self._state / f"rank_{target_rank}.json"
+            record.unlink(missing_ok=True)
+            with published(path) as partial:
+                yield partial
+            with published(record) as partial:
+                facts = {"digest": self._identity.digest, "file": path.name, "size_bytes": path.stat().st_size}
+                partial.write_text(json.dumps(facts))
+
+    @contextlib.contextmanager
+    def _locked(self, target_rank: int) -> Iterator[None]:
+        lock = self._state / f"rank_{target_rank}.lock"
+        with lock.open("w") as stream:
+            try:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise TargetError(
+                    f"target rank {target_rank} is being written by another process",
+                    expected="one process for each target",
+                    got=f"a lock on {lock}",
+                    where=str(self._folder),
+                    remedy="wait for it, or give the processes different targets",
+                ) from None
+            yield
+
+    def _recorded_run(self) -> dict[str, Any] | None:
+        return _read_json(self._state / "run.json")
+
+    def _record(self, target_rank: int) -> dict[str, Any] | None:
+        record = _read_json(self._state / f"rank_{target_rank}.json")
+        return record if record is not None and record.get("digest") == self._identity.digest else None
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        value = json.loads(path.read_text())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

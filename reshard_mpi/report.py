@@ -1,0 +1,188 @@
+"""What a run says: progress lines while it works, the outcome of every target, and a report file."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from reshard_mpi.errors import ReshardError, TransformError
+from reshard_mpi.units import format_bytes, format_rate
+
+# Often enough to see that it lives, seldom enough to cost nothing.
+_REFRESH_SECONDS = 0.2
+_PLAIN_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class TargetReport:
+    """One complete target. requested_bytes were asked of source files, mapped_bytes lay in windows on them."""
+
+    rank: int
+    path: str
+    source_ranks: tuple[int, ...]
+    written_bytes: int
+    needed_bytes: int
+    requested_bytes: int
+    mapped_bytes: int
+    seconds: float
+    skipped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What went wrong, and for which target rank (None: before any target)."""
+
+    rank: int | None
+    error: ReshardError
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one process did, or all of them together."""
+
+    targets: tuple[TargetReport, ...] = ()
+    failures: tuple[Failure, ...] = ()
+    absent: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def joined(self, others: list[Outcome]) -> Outcome:
+        """Return this outcome and the `others` as one, targets in the order of their ranks."""
+        every = [self, *others]
+        return Outcome(
+            tuple(sorted((t for one in every for t in one.targets), key=lambda target: target.rank)),
+            tuple(failure for one in every for failure in one.failures),
+            tuple(dict.fromkeys(name for one in every for name in one.absent)),
+            tuple(dict.fromkeys(note for one in every for note in one.notes)),
+        )
+
+    def raise_failures(self) -> None:
+        """Raise what refused the run, or a TransformError that names the targets that failed."""
+        if not self.failures:
+            return
+        first = self.failures[0]
+        if len(self.failures) == 1 and first.rank is None:
+            raise first.error
+        where = "" if first.rank is None else f"target rank {first.rank}: "
+        ranks = sorted({failure.rank for failure in self.failures if failure.rank is not None})
+        done = sum(not target.skipped for target in self.targets)
+        raise TransformError(
+            f"{len(ranks)} of {len(ranks) + len(self.targets)} targets failed; the first: {where}{first.error}",
+            got=f"failed: {', '.join(map(str, ranks))}; complete: {done}",
+            remedy="mend the cause and run the same command with --resume",
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the outcome as plain values."""
+        return {
+            "targets": [asdict(target) for target in self.targets],
+            "failures": [
+                {"rank": f.rank, "kind": type(f.error).__name__, "error": str(f.error)} for f in self.failures
+            ],
+            "absent": list(self.absent),
+            "notes": list(self.notes),
+        }
+
+
+def write_report(path: str, facts: Mapping[str, Any], outcome: Outcome, seconds: float) -> None:
+    """Write the report of a whole run as JSON."""
+    report = {"version": 1, **facts, "seconds": seconds, **outcome.as_json()}
+    Path(path).write_text(json.dumps(report, indent=1) + "\n")
+
+
+def summary(outcome: Outcome, seconds: float) -> str:
+    """Return the closing line of a run."""
+    done = [target for target in outcome.targets if not target.skipped]
+    written_bytes = sum(target.written_bytes for target in done)
+    skipped = len(outcome.targets) - len(done)
+    text = f"wrote {len(done)} shards, {format_bytes(written_bytes)} in {seconds:.2f} s"
+    text += f" ({format_rate(written_bytes, seconds)})"
+    return text + (f"; {skipped} were complete already" if skipped else "")
+
+
+class Progress(Protocol):
+    """Is told what happens while targets are written."""
+
+    def started(self, rank: int, written_bytes: int) -> None: ...
+
+    def moved(self, count_bytes: int) -> None: ...
+
+    def finished(self, report: TargetReport) -> None: ...
+
+
+class Silent:
+    """Says nothing."""
+
+    def started(self, rank: int, written_bytes: int) -> None:
+        pass
+
+    def moved(self, count_bytes: int) -> None:
+        pass
+
+    def finished(self, report: TargetReport) -> None:
+        pass
+
+
+class Plain:
+    """A line for every finished target, and now and then one for the bytes moved so far."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stderr
+        self._moved_bytes = 0
+        self._next = time.monotonic() + _PLAIN_SECONDS
+
+    def started(self, rank: int, written_bytes: int) -> None:
+        pass
+
+    def moved(self, count_bytes: int) -> None:
+        self._moved_bytes += count_bytes
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + _PLAIN_SECONDS
+            print(f"{format_bytes(self._moved_bytes)} written so far", file=self._stream, flush=True)
+
+    def finished(self, report: TargetReport) -> None:
+        sources = len(report.source_ranks)
+        print(
+            f"target {report.rank}: {format_bytes(report.written_bytes)} from {sources} source"
+            f" {'rank' if sources == 1 else 'ranks'} in {report.seconds:.2f} s",
+            file=self._stream,
+            flush=True,
+        )
+
+
+class Bar:
+    """One line on a terminal that is written anew as bytes move."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stderr
+        self._begin = time.monotonic()
+        self._next = 0.0
+        self._moved_bytes = 0
+        self._begun = self._done = 0
+
+    def started(self, rank: int, written_bytes: int) -> None:
+        self._begun += 1
+
+    def moved(self, count_bytes: int) -> None:
+        self._moved_bytes += count_bytes
+        if time.monotonic() >= self._next:
+            self._draw()
+
+    def finished(self, report: TargetReport) -> None:
+        self._done += 1
+        self._draw()
+
+    def _draw(self) -> None:
+        now = time.monotonic()
+        self._next = now + _REFRESH_SECONDS
+        rate = format_rate(self._moved_bytes, now - self._begin)
+        text = f"{self._done} of {self._begun} begun targets done, {format_bytes(self._moved_bytes)}, {rate}"
+        print(f"\r{text:<78}", end="", file=self._stream, flush=True)
+
+    def close(self) -> None:
+        """End the line."""
+        print(file=self._stream)

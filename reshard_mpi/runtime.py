@@ -1,0 +1,260 @@
+"""A run: which process makes which target, and what happens when one of them cannot.
+
+Every process of a run executes `convert` (alone, as MPI rank, or as local worker): it plans its targets, learns
+whether any process found a reason to refuse, and only then writes. Errors are caught target by target and gathered,
+so the outcome is the same on every process.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from reshard_mpi import discovery, formats, strategy
+from reshard_mpi.comm import Comm
+from reshard_mpi.conversion import Conversion, assign
+from reshard_mpi.engine.files import Traffic
+from reshard_mpi.engine.transfer import OnBytes, write_shard
+from reshard_mpi.errors import ReshardError, TargetError, UsageError
+from reshard_mpi.journal import Journal, RunIdentity, Unrecorded
+from reshard_mpi.layout import Strategy, unsharded
+from reshard_mpi.planning.model import Limits, RankPlan
+from reshard_mpi.planning.parameters import Unlisted
+from reshard_mpi.planning.ranks import check_target_rank
+from reshard_mpi.report import Failure, Outcome, Progress, TargetReport
+from reshard_mpi.source import SourceCheckpoint
+
+# Plans kept from the refusal phase to the writing phase; beyond, planning again costs less than the memory would.
+_MAX_KEPT_PLANS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is to be converted, as the options of `reshard-mpi transform` say it.
+
+    src_strategy, dst_strategy: files or folders; None as the options left out. ranks: the targets to make (None: all).
+    part: (i, n) for the i-th of n shares of them. to: a format's name, None for the source's. recorded: keep a journal
+    in the target folder; without one, existing target files are replaced.
+    """
+
+    source: str
+    target: str
+    src_strategy: str | None
+    dst_strategy: str | None
+    prefix: str
+    select: str | None
+    to: str | None
+    ranks: tuple[int, ...] | None
+    part: tuple[int, int] | None
+    resume: bool
+    overwrite: bool
+    unlisted: Unlisted
+    strict: bool
+    recorded: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A request that has been looked into: source and strategies are read, the targets are known."""
+
+    request: Request
+    conversion: Conversion
+    format: str
+    targets: tuple[int, ...]
+
+    @classmethod
+    def open(cls, request: Request) -> Run:
+        """Read strategies and find the shards. Raises a ReshardError for what is wrong with them."""
+        source_strategy = strategy.load(request.src_strategy) if request.src_strategy else None
+        target_strategy = strategy.load(request.dst_strategy) if request.dst_strategy else unsharded()
+        if request.unlisted is Unlisted.DROP and request.dst_strategy is None:
+            raise UsageError(
+                "--unlisted drop needs a list to go by",
+                expected="--dst-strategy with the parameters to keep",
+                got="no target strategy",
+            )
+        files = discovery.find_shards(request.source, request.select)
+        source = SourceCheckpoint.open(files, source_strategy)
+        conversion = Conversion(source, target_strategy, request.unlisted, request.strict)
+        targets = _targets(request, target_strategy, conversion)
+        name = request.to or files.format
+        run = cls(request, conversion, name, targets)
+        run._refuse_writing_to_source()
+        return run
+
+    def path(self, target_rank: int) -> Path:
+        """Return the final path of one target shard: `rank_<r>/<prefix><r><ending>`."""
+        ending = formats.by_name(self.format).SUFFIXES[0]
+        return Path(self.request.target, f"rank_{target_rank}", f"{self.request.prefix}{target_rank}{ending}")
+
+    def identity(self) -> RunIdentity:
+        request = self.request
+        return RunIdentity(
+            {
+                "source": str(Path(request.source).resolve()),
+                "src_strategy": strategy.digest(request.src_strategy) if request.src_strategy else None,
+                "dst_strategy": strategy.digest(request.dst_strategy) if request.dst_strategy else None,
+                "select": request.select,
+                "prefix": request.prefix,
+                "to": self.format,
+                "unlisted": str(request.unlisted),
+                "strict": request.strict,
+            }
+        )
+
+    def _refuse_writing_to_source(self) -> None:
+        target, source = Path(self.request.target).resolve(), Path(self.request.source).resolve()
+        own = {Path(path).resolve() for paths in self.conversion.source.files.by_rank.values() for path in paths}
+        if target == source or own & {self.path(rank).resolve() for rank in self.targets}:
+            raise TargetError(
+                "the target is the source",
+                expected="another folder",
+                got=self.request.target,
+                where=self.request.source,
+                remedy="choose a target outside the source; a source is never written to",
+            )
+
+
+def convert(request: Request, comm: Comm, progress: Progress) -> Outcome:
+    """Make the targets of `request` that fall to this process; return what all processes of `comm` did.
+
+    Every process of `comm` must call it with the same request. Raises, on every process alike, the error that refused
+    the run before anything was written. Targets that failed while they were written are in the outcome.
+    """
+    process = _Process(request, comm, progress)
+    refuse(comm.allgather(process.prepare(), "planned"))
+    return Outcome().joined(comm.allgather(process.write(), "written"))
+
+
+def refuse(outcomes: list[Outcome]) -> None:
+    """Raise the first of the errors that the processes found while planning, if any."""
+    failures = [failure for outcome in outcomes for failure in outcome.failures]
+    if not failures:
+        return
+    first = failures[0]
+    others = {failure.rank for failure in failures} - {first.rank, None}
+    if first.rank is not None:
+        first.error.problem = f"target rank {first.rank}: {first.error.problem}"
+    if others:
+        first.error.problem += f" (and {len(others)} more targets are refused)"
+    raise first.error
+
+
+def as_reshard_error(error: Exception) -> ReshardError:
+    """Return `error` as one that can be shown to a user and sent between processes."""
+    if isinstance(error, ReshardError):
+        return error
+    if isinstance(error, OSError):
+        where = " and ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
+        return ReshardError("the file system refused", got=f"{error.strerror or error}", where=where)
+    return ReshardError("out of memory", got=type(error).__name__, remedy="run fewer processes at once")
+
+
+class _Process:
+    """What one process of a run does in its two phases."""
+
+    def __init__(self, request: Request, comm: Comm, progress: Progress) -> None:
+        self._request = request
+        self._comm = comm
+        self._progress = progress
+        self._to_write: list[int] = []
+        self._plans: dict[int, RankPlan] = {}
+        self._run: Run | None = None
+        self._journal: Journal | Unrecorded | None = None
+        self._planned = Outcome()
+
+    def prepare(self) -> Outcome:
+        """Plan this process's targets; failures in what it returns refuse the run."""
+        try:
+            self._run = Run.open(self._request)
+            self._journal = _journal(self._run)
+            self._journal.check()
+            weights = self._run.conversion.target_weights(self._run.targets)
+            mine = assign(weights, self._comm.size)[self._comm.rank]
+        except (ReshardError, OSError) as error:
+            return Outcome(failures=(Failure(None, as_reshard_error(error)),))
+        outcome = Outcome(notes=self._run.conversion.source.files.notes)
+        outcome = outcome.joined([self._prepare_target(self._run, self._journal, rank) for rank in mine])
+        self._planned = outcome
+        return outcome
+
+    def write(self) -> Outcome:
+        """Write this process's targets, each whole or not at all; failures do not stop the others."""
+        if self._run is None or self._journal is None:
+            raise RuntimeError("write needs a prepare that succeeded")
+        outcomes = [self._planned]
+        if self._to_write:
+            try:
+                self._journal.begin()
+            except (ReshardError, OSError) as error:
+                failures = tuple(Failure(rank, as_reshard_error(error)) for rank in self._to_write)
+                return Outcome(failures=failures).joined(outcomes)
+        for rank in self._to_write:
+            try:
+                report = self._write_target(self._run, self._journal, rank)
+                outcomes.append(Outcome(targets=(report,)))
+            except (ReshardError, OSError, MemoryError) as error:
+                outcomes.append(Outcome(failures=(Failure(rank, as_reshard_error(error)),)))
+        return Outcome().joined(outcomes)
+
+    def _prepare_target(self, run: Run, journal: Journal | Unrecorded, rank: int) -> Outcome:
+        try:
+            if journal.is_done(rank, run.path(rank)):
+                size_bytes = run.path(rank).stat().st_size
+                return Outcome((TargetReport(rank, str(run.path(rank)), (), size_bytes, 0, 0, 0, 0.0, skipped=True),))
+            plan = run.conversion.plan(rank)
+        except (ReshardError, OSError) as error:
+            return Outcome(failures=(Failure(rank, as_reshard_error(error)),))
+        self._to_write.append(rank)
+        if len(self._plans) < _MAX_KEPT_PLANS:
+            self._plans[rank] = plan
+        return Outcome(absent=plan.absent, notes=plan.notes)
+
+    def _write_target(self, run: Run, journal: Journal | Unrecorded, rank: int) -> TargetReport:
+        begin = time.monotonic()
+        plan = self._plans.pop(rank, None) or run.conversion.plan(rank)
+        self._progress.started(rank, plan.written_bytes)
+        path = run.path(rank)
+        with journal.writing(rank, path) as partial:
+            traffic = write_file(plan, run.format, partial, run.conversion.limits, self._progress.moved)
+        report = TargetReport(
+            rank=rank,
+            path=str(path),
+            source_ranks=plan.source_ranks,
+            written_bytes=plan.written_bytes,
+            needed_bytes=plan.needed_bytes,
+            requested_bytes=traffic.requested_bytes,
+            mapped_bytes=traffic.mapped_bytes,
+            seconds=time.monotonic() - begin,
+        )
+        self._progress.finished(report)
+        return report
+
+
+def write_file(plan: RankPlan, format_name: str, path: Path, limits: Limits, on_bytes: OnBytes) -> Traffic:
+    """Write the shard of `plan` to the new file `path`: reserve, move, seal."""
+    module = formats.by_name(format_name)
+    place = module.reserve(str(path), plan.shard)
+    traffic = write_shard(plan, place, limits=limits, on_bytes=on_bytes)
+    module.seal(str(path))
+    return traffic
+
+
+def _journal(run: Run) -> Journal | Unrecorded:
+    request = run.request
+    if not request.recorded:
+        return Unrecorded()
+    return Journal(Path(request.target), run.identity(), resume=request.resume, overwrite=request.overwrite)
+
+
+def _targets(request: Request, target: Strategy, conversion: Conversion) -> tuple[int, ...]:
+    if request.ranks is not None:
+        for rank in request.ranks:
+            check_target_rank(rank, target)
+        return tuple(sorted(set(request.ranks)))
+    every = tuple(range(target.world_size))
+    if request.part is None:
+        return every
+    share, shares = request.part
+    return tuple(sorted(assign(conversion.target_weights(every), shares)[share]))
