@@ -1,0 +1,270 @@
+"""The conformance suite of formats: what every format module must do, tested through a second route.
+
+A format's author subclasses `FormatConformance`, names the module, and gives two functions that write and read shards
+by other means than the module under test (the format's own library). Everything else is inherited.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from reshard_mpi.box import Box
+from reshard_mpi.dtypes import BY_NAME, DType
+from reshard_mpi.errors import ReshardError, ShardError
+from reshard_mpi.formats.protocol import Format
+from reshard_mpi.manifest import Manifest, ShardIdentity, ShardSpec, TensorSpec
+from reshard_mpi.testing import samples, strategies
+from reshard_mpi.testing.samples import Contents, SampleTensor
+
+ODD_NAMES = (
+    *("layer.0.weight", "0-layer", "-", "%2F", " ", "é", "层/权重", "line\nbreak", "nul\0inside", "nul at end\0"),
+    *("a/b/c", "/leading", "trailing/", "double//slash", ".", "..", "./x", "x/./y"),
+    *("__reshard_mpi__", "__reshard_mpi__/strategy", "n" * 2000, "/".join("d" * 400)),
+)
+
+# Every subclass is an executor of its own, and each example writes files.
+_inherited = settings(deadline=None, suppress_health_check=[HealthCheck.differing_executors, HealthCheck.too_slow])
+
+
+class FormatConformance:
+    """Subclass with `module`, `write_independently`, `read_independently`; set `counts_itself` if it does not hold."""
+
+    module: Format
+    # Whether a file cut off exactly between two tensors is known to be incomplete.
+    counts_itself: bool = True
+
+    def write_independently(self, path: Path, contents: Contents) -> None:
+        """Write a shard without the code under test."""
+        raise NotImplementedError
+
+    def read_independently(self, path: Path) -> Contents:
+        """Read a shard, in the order of its tensors, without the code under test."""
+        raise NotImplementedError
+
+    # Reading
+
+    @pytest.mark.parametrize("dtype", BY_NAME.values(), ids=str)
+    @pytest.mark.parametrize("shape", [(), (3,), (2, 3, 5), (0,), (4, 0)], ids=str)
+    def test_reads_every_type_and_shape(self, tmp_path: Path, dtype: DType, shape: tuple[int, ...]) -> None:
+        contents = Contents.of([SampleTensor.random("w", dtype, shape)])
+        self.write_independently(self._path(tmp_path), contents)
+        manifest = self.module.locate(str(self._path(tmp_path)))
+        assert samples.contents_of(manifest) == contents
+        assert manifest.format == self.module.NAME
+
+    @_inherited
+    @given(contents=strategies.contents())
+    def test_reads_what_others_write(self, contents: Contents) -> None:
+        with self._scratch() as path:
+            self.write_independently(path, contents)
+            _assert_same(samples.contents_of(self.module.locate(str(path))), contents)
+
+    # Writing
+
+    @pytest.mark.parametrize("dtype", BY_NAME.values(), ids=str)
+    @pytest.mark.parametrize("shape", [(), (3,), (2, 3, 5), (0,), (4, 0)], ids=str)
+    def test_writes_every_type_and_shape(self, tmp_path: Path, dtype: DType, shape: tuple[int, ...]) -> None:
+        contents = Contents.of([SampleTensor.random("w", dtype, shape)])
+        samples.write(self.module, str(self._path(tmp_path)), contents)
+        assert self.read_independently(self._path(tmp_path)) == contents
+
+    @_inherited
+    @given(contents=strategies.contents())
+    def test_both_routes_read_what_is_written(self, contents: Contents) -> None:
+        with self._scratch() as path:
+            written = samples.write(self.module, str(path), contents)
+            _assert_same(self.read_independently(path), contents)
+            located = self.module.locate(str(path))
+            _assert_same(samples.contents_of(located), contents)
+            assert [e.source for e in located.tensors.values()] == [e.source for e in written.tensors.values()]
+
+    def test_odd_names(self, tmp_path: Path) -> None:
+        tensors = [SampleTensor.random(name, BY_NAME["float32"], (2, 2)) for name in ODD_NAMES]
+        # A name that is also the folder of another.
+        tensors += [SampleTensor.random(name, BY_NAME["int8"], (3,)) for name in ("a", "a/b", "a/b/c/d", "%2E")]
+        contents = Contents.of(tensors, {"note/of.": "x"})
+        samples.write(self.module, str(self._path(tmp_path)), contents)
+        _assert_same(self.read_independently(self._path(tmp_path)), contents)
+        _assert_same(samples.contents_of(self.module.locate(str(self._path(tmp_path)))), contents)
+
+    def test_keeps_the_order_of_tensors(self, tmp_path: Path) -> None:
+        names = ["z", "a/2", "m", "a/1", "b", "a", "a/3", *(f"layer.{i}" for i in range(30, 0, -1))]
+        contents = Contents.of(SampleTensor.random(name, BY_NAME["int16"], (2,)) for name in names)
+        written = samples.write(self.module, str(self._path(tmp_path)), contents)
+        assert list(written.tensors) == names
+        assert list(self.module.locate(str(self._path(tmp_path))).tensors) == names
+
+    @pytest.mark.parametrize("text", ["", "plain", "é 层 🜁", "line\n", "x" * 100_000, "nul\0inside"])
+    def test_strings(self, tmp_path: Path, text: str) -> None:
+        contents = Contents.of([SampleTensor.random("w", BY_NAME["float32"], (2,))], {"note": text})
+        samples.write(self.module, str(self._path(tmp_path)), contents)
+        assert samples.contents_of(self.module.locate(str(self._path(tmp_path)))) == contents
+        assert self.read_independently(self._path(tmp_path)) == contents
+
+    def test_a_shard_of_nothing(self, tmp_path: Path) -> None:
+        samples.write(self.module, str(self._path(tmp_path)), Contents({}))
+        manifest = self.module.locate(str(self._path(tmp_path)))
+        assert not manifest.tensors and not manifest.strings
+
+    def test_the_same_spec_gives_the_same_bytes(self, tmp_path: Path) -> None:
+        contents = _some_contents()
+        first, second = tmp_path / "one" / self._name, tmp_path / "another, of other length" / self._name
+        for path in (first, second):
+            path.parent.mkdir()
+            samples.write(self.module, str(path), contents)
+            time.sleep(1.1)  # a time stamp in the file would differ now
+        assert first.read_bytes() == second.read_bytes()
+
+    def test_ranges_are_disjoint_and_in_the_file(self, tmp_path: Path) -> None:
+        path = self._path(tmp_path)
+        manifest = self.module.reserve(str(path), samples.spec_of(_some_contents()))
+        ranges = samples.all_ranges(manifest)
+        assert all(first[1] <= second[0] for first, second in itertools.pairwise(ranges))
+        assert ranges[0][0] >= 0 and ranges[-1][1] <= path.stat().st_size
+
+    def test_payloads_do_not_touch_the_structure(self, tmp_path: Path) -> None:
+        contents = _some_contents()
+        path = self._path(tmp_path)
+        before = self.module.reserve(str(path), samples.spec_of(contents))
+        size_bytes = path.stat().st_size
+        full = [SampleTensor(t.name, t.dtype, t.shape, b"\xff" * len(t.content)) for t in contents.tensors.values()]
+        samples.fill(before, Contents.of(full))
+        after = self.module.locate(str(path))
+        assert [e.source for e in after.tensors.values()] == [e.source for e in before.tensors.values()]
+        assert path.stat().st_size == size_bytes
+
+    def test_a_huge_tensor_costs_nothing_to_reserve_and_locate(self, tmp_path: Path) -> None:
+        path = self._path(tmp_path)
+        huge = TensorSpec("w", BY_NAME["bfloat16"], (1 << 20, 1 << 14), Box.whole((1 << 20, 1 << 14)))
+        self.module.reserve(str(path), ShardSpec(ShardIdentity(0, 1, ""), (huge,), {}))
+        assert self.module.locate(str(path)).tensors["w"].size_bytes == 32 << 30
+        assert path.stat().st_blocks * 512 < 8 << 20
+
+    def test_an_existing_file_is_left_alone(self, tmp_path: Path) -> None:
+        path = self._path(tmp_path)
+        path.write_bytes(b"precious")
+        with pytest.raises((FileExistsError, ReshardError)):
+            self.module.reserve(str(path), samples.spec_of(_some_contents()))
+        assert path.read_bytes() == b"precious"
+
+    @pytest.mark.parametrize("name", ["", "\ud800", "n" * 100_000], ids=["empty", "no Unicode", "too long"])
+    def test_a_name_that_cannot_be_kept_is_refused(self, tmp_path: Path, name: str) -> None:
+        tensor = TensorSpec(name, BY_NAME["int8"], (1,), Box.whole((1,)))
+        with pytest.raises(ReshardError):
+            self.module.reserve(str(self._path(tmp_path)), ShardSpec(ShardIdentity(0, 1, ""), (tensor,), {}))
+        assert not list(tmp_path.iterdir())
+
+    def test_a_name_given_twice_is_refused(self, tmp_path: Path) -> None:
+        spec = samples.spec_of(_some_contents())
+        name = spec.tensors[0].name
+        for twice in (
+            ShardSpec(spec.identity, (*spec.tensors, spec.tensors[0]), {}),
+            ShardSpec(spec.identity, spec.tensors, {name: "text"}),
+        ):
+            with pytest.raises(ReshardError):
+                self.module.reserve(str(self._path(tmp_path)), twice)
+        assert not list(tmp_path.iterdir())
+
+    # Files that are no sound shards
+
+    def test_what_is_no_file_is_refused(self, tmp_path: Path) -> None:
+        for path in (tmp_path / "missing", tmp_path, Path("/dev/null"), Path("a\0b")):
+            with pytest.raises(ShardError):
+                self.module.locate(str(path))
+
+    @pytest.mark.parametrize(
+        "content", [b"", b"\0", b"\0" * 5000, b"text\n", b"\x80\x02}q\0.", b"PK\x03\x04" + b"\0" * 100]
+    )
+    def test_what_is_no_checkpoint_is_refused(self, tmp_path: Path, content: bytes) -> None:
+        self._path(tmp_path).write_bytes(content)
+        with pytest.raises(ShardError, match=self._name):
+            self.module.locate(str(self._path(tmp_path)))
+
+    def test_truncation_is_refused_wherever_it_falls(self, tmp_path: Path) -> None:
+        path, content, whole = self._sound_file(tmp_path)
+        cuts = range(len(content)) if len(content) < 4000 else {*range(0, len(content), 37), len(content) - 1}
+        for length in cuts:
+            path.write_bytes(content[:length])
+            try:
+                manifest = self.module.locate(str(path))
+            except ShardError:
+                continue
+            assert not self.counts_itself, f"cut at {length} of {len(content)} is not seen"
+            assert len(manifest.tensors) + len(manifest.strings) < len(whole.tensors) + len(whole.strings)
+
+    def test_what_follows_the_end_is_refused(self, tmp_path: Path) -> None:
+        path, content, _ = self._sound_file(tmp_path)
+        for extra in (b"\0", b"\n", b"x" * 17, b"\0" * 4096, content):
+            path.write_bytes(content + extra)
+            with pytest.raises(ShardError, match=self._name):
+                self.module.locate(str(path))
+
+    @_inherited
+    @given(data=st.data())
+    def test_damage_is_refused_or_harmless(self, data: st.DataObject) -> None:
+        with self._scratch() as path:
+            path, content, whole = self._sound_file(path.parent)
+            structure = _outside(samples.all_ranges(whole), len(content))
+            damaged = bytearray(content)
+            for at in data.draw(st.lists(st.sampled_from(structure), min_size=1, max_size=4)):
+                damaged[at] = data.draw(st.integers(0, 255))
+            path.write_bytes(damaged)
+            try:
+                manifest = self.module.locate(str(path))
+                samples.contents_of(manifest)
+            except ShardError:
+                return
+            ranges = samples.all_ranges(manifest)
+            assert all(0 <= first <= last <= len(content) for first, last in ranges)
+
+    @property
+    def _name(self) -> str:
+        return "shard" + self.module.SUFFIXES[0]
+
+    def _path(self, folder: Path) -> Path:
+        return folder / self._name
+
+    @contextmanager
+    def _scratch(self) -> Iterator[Path]:
+        with tempfile.TemporaryDirectory() as folder:
+            yield self._path(Path(folder))
+
+    def _sound_file(self, folder: Path) -> tuple[Path, bytes, Manifest]:
+        path = self._path(folder)
+        self.write_independently(path, _some_contents())
+        content = path.read_bytes()
+        manifest = self.module.locate(str(path))
+        path.chmod(0o600)
+        return path, content, manifest
+
+
+def _some_contents() -> Contents:
+    tensors = [
+        SampleTensor.random("layer.weight", BY_NAME["bfloat16"], (6, 4)),
+        SampleTensor.random("layer/bias", BY_NAME["float32"], (4,)),
+        SampleTensor.random("step", BY_NAME["int64"], ()),
+        SampleTensor.random("none", BY_NAME["float16"], (0, 3)),
+        SampleTensor.random("mask", BY_NAME["bool"], (2, 3)),
+        SampleTensor.random("phase", BY_NAME["complex64"], (2,)),
+    ]
+    return Contents.of(tensors, {"note": "text"})
+
+
+def _assert_same(found: Contents, expected: Contents) -> None:
+    assert found == expected
+    assert list(found.tensors) == list(expected.tensors), "the order of tensors differs"
+
+
+def _outside(ranges: Sequence[tuple[int, int]], size_bytes: int) -> list[int]:
+    """Return the bytes of a file that are in none of `ranges`."""
+    payload = {at for first, last in ranges for at in range(first, last)}
+    return [at for at in range(size_bytes) if at not in payload]

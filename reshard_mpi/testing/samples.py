@@ -1,0 +1,113 @@
+"""Tensors with bytes, for tests, and the two ways between them and what a format describes."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+import numpy as np
+
+from reshard_mpi.box import Box
+from reshard_mpi.dtypes import DType
+from reshard_mpi.formats.protocol import Format
+from reshard_mpi.manifest import Manifest, Segments, ShardIdentity, ShardSpec, TensorEntry, TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class SampleTensor:
+    """A tensor and its row-major bytes, in this machine's byte order."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    content: bytes
+
+    @classmethod
+    def random(cls, name: str, dtype: DType, shape: tuple[int, ...], *, seed: int = 0) -> SampleTensor:
+        """Return a tensor of random bits (of 0 and 1 for booleans), the same for the same arguments."""
+        length_bytes = dtype.itemsize_bytes * math.prod(shape)
+        content = Random(f"{seed} {name} {dtype} {shape}").randbytes(length_bytes)
+        if dtype.name == "bool":
+            content = bytes(byte & 1 for byte in content)
+        return cls(name, dtype, shape, content)
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What a shard holds, payloads included: tensors by name in file order, and strings."""
+
+    tensors: Mapping[str, SampleTensor]
+    strings: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, tensors: Iterable[SampleTensor], strings: Mapping[str, str] | None = None) -> Contents:
+        return cls({tensor.name: tensor for tensor in tensors}, dict(strings or {}))
+
+
+def spec_of(contents: Contents, identity: ShardIdentity | None = None) -> ShardSpec:
+    """Return the spec of a shard that holds whole tensors."""
+    tensors = tuple(
+        TensorSpec(tensor.name, tensor.dtype, tensor.shape, Box.whole(tensor.shape))
+        for tensor in contents.tensors.values()
+    )
+    return ShardSpec(identity or ShardIdentity(0, 1, ""), tensors, contents.strings)
+
+
+def payload(entry: TensorEntry) -> bytes:
+    """Return the bytes of a located tensor, in this machine's byte order."""
+    if not isinstance(entry.source, Segments):
+        return entry.source.read(Box.whole(entry.shape)).tobytes()
+    content = b"".join(_read(part.path, part.offset_bytes, part.length_bytes) for part in entry.source.ranges)
+    if entry.source.swapped:
+        content = np.frombuffer(content, dtype=f"u{entry.dtype.part_bytes}").byteswap().tobytes()
+    return content
+
+
+def contents_of(manifest: Manifest) -> Contents:
+    """Return what a located shard holds, payloads included."""
+    tensors = (SampleTensor(e.name, e.dtype, e.shape, payload(e)) for e in manifest.tensors.values())
+    return Contents.of(tensors, manifest.strings)
+
+
+def fill(manifest: Manifest, contents: Contents) -> None:
+    """Write the payloads of `contents` where a reserved shard wants them."""
+    for name, entry in manifest.tensors.items():
+        assert isinstance(entry.source, Segments), f"{name} is reserved without byte ranges"
+        content = contents.tensors[name].content
+        at = 0
+        for part in entry.source.ranges:
+            with Path(part.path).open("r+b") as file:
+                file.seek(part.offset_bytes)
+                file.write(content[at : at + part.length_bytes])
+            at += part.length_bytes
+        assert at == len(content), f"{name} has {len(content)} bytes and room for {at}"
+
+
+def write(module: Format, path: str, contents: Contents, identity: ShardIdentity | None = None) -> Manifest:
+    """Write a whole shard through the format: reserve, payloads, seal."""
+    manifest = module.reserve(path, spec_of(contents, identity))
+    fill(manifest, contents)
+    module.seal(path)
+    return manifest
+
+
+def all_ranges(manifest: Manifest) -> Sequence[tuple[int, int]]:
+    """Return (first byte, byte after the last) of every byte range of a shard, in file order."""
+    return sorted(
+        (part.offset_bytes, part.offset_bytes + part.length_bytes)
+        for entry in manifest.tensors.values()
+        if isinstance(entry.source, Segments)
+        for part in entry.source.ranges
+    )
+
+
+def _read(path: str, offset_bytes: int, length_bytes: int) -> bytes:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        return os.pread(fd, length_bytes, offset_bytes)
+    finally:
+        os.close(fd)

@@ -1,0 +1,103 @@
+"""The native HDF5 shard, version 1, written and read with plain h5py."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import h5py
+import numpy as np
+
+from reshard_mpi.dtypes import BY_NAME
+from reshard_mpi.testing.samples import Contents, SampleTensor
+
+_BYTES = {"int4": "i1", "hifloat8": "u1", "float8_e4m3fn": "u1", "float8_e5m2": "u1"}
+
+
+def bfloat16() -> Any:
+    kind = h5py.h5t.IEEE_F32LE.copy()
+    kind.set_fields(15, 7, 8, 0, 7)
+    kind.set_size(2)
+    kind.set_ebias(127)
+    return kind
+
+
+def fixed(text: str) -> np.ndarray[Any, Any]:
+    content = text.encode()
+    return np.array(content, dtype=h5py.string_dtype("utf-8", len(content)))
+
+
+def write(path: Path, contents: Contents, **dataset_options: Any) -> None:
+    """Write a native shard of whole tensors. Options go to h5py's `create_dataset` (chunks, compression)."""
+    parts = {name: name.split("/") for name in contents.tensors}
+    plain = {
+        name: p
+        for name, p in parts.items()
+        if p[0] != "__reshard_mpi__" and not any(x in ("", ".") or "\0" in x for x in p)
+    }
+    folders = {"/".join(p[:depth]) for p in plain.values() for depth in range(1, len(p))}
+    with h5py.File(path, "w") as file:
+        file.attrs["format"] = fixed("reshard_mpi")
+        for name, number in (("version", 1), ("rank", 0), ("world_size", 1)):
+            file.attrs[name] = number
+        reserved = file.create_group("__reshard_mpi__")
+        listed = {"tensors": list(contents.tensors), "strings": dict(contents.strings)}
+        reserved["strategy"] = np.zeros(0, np.uint8)
+        reserved["contents"] = np.frombuffer(json.dumps(listed).encode(), np.uint8)
+        escaped = reserved.create_group("tensors")
+        for tensor in contents.tensors.values():
+            if tensor.name in plain and tensor.name not in folders:
+                dataset = _create(file, tensor.name, tensor, dataset_options)
+            else:
+                link = "".join(
+                    chr(b) if chr(b) in "_-" or (chr(b).isascii() and chr(b).isalnum()) else f"%{b:02X}"
+                    for b in tensor.name.encode()
+                )
+                dataset = _create(escaped, link, tensor, dataset_options)
+                dataset.attrs["name"] = fixed(tensor.name)
+            dataset.attrs["dtype"] = fixed(tensor.dtype.name)
+            dataset.attrs["global_shape"] = np.array(tensor.shape, dtype=np.int64)
+            dataset.attrs["offset"] = np.zeros(len(tensor.shape), dtype=np.int64)
+
+
+def _create(group: Any, name: str, tensor: SampleTensor, options: dict[str, Any]) -> Any:
+    if tensor.dtype.name == "bfloat16":
+        group.require_group("/".join(name.split("/")[:-1]) or "/") if "/" in name else None
+        space = h5py.h5s.create_simple(tensor.shape) if tensor.shape else h5py.h5s.create(h5py.h5s.SCALAR)
+        kind = bfloat16()
+        handle = h5py.h5d.create(group.id, name.encode(), kind, space)
+        if tensor.content:
+            raw = np.frombuffer(tensor.content, "u2").reshape(tensor.shape)
+            handle.write(h5py.h5s.ALL, h5py.h5s.ALL, raw, mtype=kind)
+        return h5py.Dataset(handle)
+    kind = np.dtype(_BYTES.get(tensor.dtype.name, tensor.dtype.name))
+    data = np.frombuffer(tensor.content, kind).reshape(tensor.shape)
+    return group.create_dataset(name, data=data, **(options if data.size and data.shape else {}))
+
+
+def read(path: Path) -> Contents:
+    """Read a native shard: every dataset's raw elements through the library."""
+    found: dict[str, SampleTensor] = {}
+
+    def visit(name: str, item: Any) -> None:
+        inside = name.split("/")
+        if not isinstance(item, h5py.Dataset) or (inside[0] == "__reshard_mpi__" and inside[1] != "tensors"):
+            return
+        name = unquote(inside[-1]) if inside[0] == "__reshard_mpi__" else name
+        shown = item.attrs.get("name", name.encode())
+        assert shown.decode() == name.rstrip("\0")
+        dtype = BY_NAME[item.attrs["dtype"].decode()]
+        assert tuple(item.attrs["global_shape"]) == item.shape and not any(item.attrs["offset"])
+        raw = np.empty(item.shape, dtype=f"V{dtype.itemsize_bytes}")
+        if raw.size:
+            item.id.read(h5py.h5s.ALL, h5py.h5s.ALL, raw, mtype=item.id.get_type())
+        found[name] = SampleTensor(name, dtype, item.shape, raw.tobytes())
+
+    with h5py.File(path, "r") as file:
+        assert file.attrs["format"] == b"reshard_mpi" and file.attrs["version"] == 1
+        file.visititems(visit)
+        listed = json.loads(bytes(file["__reshard_mpi__/contents"][()]))
+    assert sorted(found) == sorted(listed["tensors"])
+    return Contents.of((found[name] for name in listed["tensors"]), listed["strings"])

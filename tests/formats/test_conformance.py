@@ -1,0 +1,47 @@
+"""Both formats under the one conformance suite, each through the library it is made with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import ckpt_peer
+import hdf5_peer
+
+from reshard_mpi.formats import ckpt, hdf5
+from reshard_mpi.testing.conformance import FormatConformance
+from reshard_mpi.testing.samples import Contents
+
+
+class TestCheckpoint(FormatConformance):
+    module = ckpt
+    counts_itself = False
+
+    def write_independently(self, path: Path, contents: Contents) -> None:
+        ckpt_peer.write(path, contents)
+
+    def read_independently(self, path: Path) -> Contents:
+        return ckpt_peer.read(path)
+
+
+class TestCheckpointInPieces(TestCheckpoint):
+    """The same with every tensor cut into pieces that end anywhere."""
+
+    def write_independently(self, path: Path, contents: Contents) -> None:
+        ckpt_peer.write(path, contents, pieces=3)
+
+
+class TestHDF5(FormatConformance):
+    module = hdf5
+
+    def write_independently(self, path: Path, contents: Contents) -> None:
+        hdf5_peer.write(path, contents)
+
+    def read_independently(self, path: Path) -> Contents:
+        return hdf5_peer.read(path)
+
+
+class TestCompressedHDF5(TestHDF5):
+    """A native shard that someone compressed (h5repack keeps its attributes)."""
+
+    def write_independently(self, path: Path, contents: Contents) -> None:
+        hdf5_peer.write(path, contents, compression="gzip", shuffle=True, fletcher32=True)
