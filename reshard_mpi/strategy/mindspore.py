@@ -213,7 +213,7 @@ def _json_layout(item: Any, where: str) -> RawLayout:
     shape = item.get("tensor_shape")
     return RawLayout(
         integers(item.get("dev_matrix"), "dev_matrix", *_UINT32, where),
-        tuple(integers(e if isinstance(e, list) else [e], "tensor_map", *_INT32, where) for e in entries),
+        tuple(integers((e or [-1]) if isinstance(e, list) else [e], "tensor_map", *_INT32, where) for e in entries),
         integer(item.get("opt_weight_shard_size", 0), "opt_weight_shard_size", *_INT32, where),
         integer(item.get("opt_weight_shard_step", 0), "opt_weight_shard_step", *_INT32, where),
         integers(item.get("param_split_shape", []), "param_split_shape", *_INT64, where),

@@ -110,29 +110,45 @@ def _gap(stages: list[int], where: str) -> StrategyError:
 def to_strategy(files: Iterable[StageFile], origin: str) -> Strategy:
     """Return what the strategy files of a checkpoint say together; `origin` names them in errors."""
     stages = by_stage(files, origin)
-    placements: dict[RawLayout, Placement] = {}
+    placements: dict[tuple[object, ...], Placement] = {}
     # The stages that hold a parameter, by the placement they share.
     held: dict[str, dict[Placement, list[int]]] = {}
     for stage, file in enumerate(stages):
         for name, layout in file.layouts.items():
-            placement = placements.get(layout)
+            key = _meaning(layout)
+            placement = placements.get(key)
             if placement is None:
-                placement = placements[layout] = to_placement(layout, place(file.path, name))
+                placement = placements[key] = to_placement(layout, place(file.path, name))
             held.setdefault(name, {}).setdefault(placement, []).append(stage)
     made: dict[tuple[Placement, tuple[int, ...]], Placement] = {}
     parameters = {}
     for name, groups in held.items():
         entries = []
         for placement, at in groups.items():
-            key = (placement, tuple(at))
-            if key not in made:
-                made[key] = placement.with_stages(key[1])
-            entries.append(made[key])
+            entry = made.get((placement, tuple(at)))
+            if entry is None:
+                entry = made[placement, tuple(at)] = placement.with_stages(tuple(at))
+            entries.append(entry)
         parameters[name] = tuple(entries)
     stage_size = next(iter(placements.values())).stage_size
     if stage_size * len(stages) > MAX_RANKS:
         raise StrategyError("the strategy has too many ranks", expected=f"at most {MAX_RANKS}", where=origin)
     return Strategy(stage_size * len(stages), len(stages), parameters, origin=origin)
+
+
+def _meaning(layout: RawLayout) -> tuple[object, ...]:
+    """Return what a placement is made of: many tensors of different shapes share one."""
+    shape = layout.tensor_shape
+    if shape is not None and not _may_be_expanded(layout, shape):
+        shape = None
+    return (
+        layout.dev_matrix,
+        layout.tensor_map,
+        layout.opt_weight_shard_size,
+        layout.param_split_shape if layout.indices_offset else (),
+        layout.indices_offset,
+        shape,
+    )
 
 
 def to_placement(layout: RawLayout, where: str) -> Placement:
@@ -154,7 +170,7 @@ def to_placement(layout: RawLayout, where: str) -> Placement:
         sizes = _sizes(layout, where)
         placement = Placement(mesh, split, _optimizer(layout, whole, where), sizes)
         shape = layout.tensor_shape
-        if not sizes and shape is not None and _may_be_expanded(placement, shape):
+        if not sizes and shape is not None and _may_be_expanded(layout, shape):
             placement = replace(placement, expanded_shape=shape)
     except LayoutError as error:
         raise located(error, where) from None
@@ -207,12 +223,15 @@ def _sizes(layout: RawLayout, where: str) -> tuple[tuple[int, tuple[int, ...]], 
     return ((0, sizes),)
 
 
-def _may_be_expanded(placement: Placement, shape: Shape) -> bool:
+def _may_be_expanded(layout: RawLayout, shape: Shape) -> bool:
     """Tell whether a flat map may list the factors of a nested one: all but a dimension's last are cut to length 1."""
-    dims = len(placement.split)
-    return len(shape) == dims <= MAX_EXPANDED_DIMENSIONS and any(
-        placement.slices(dim) == shape[dim] > 1 for dim in range(dims - 1)
-    )
+    mesh, dims = layout.dev_matrix, len(layout.tensor_map)
+    if len(shape) != dims or dims > MAX_EXPANDED_DIMENSIONS:
+        return False
+    for axes, length in zip(layout.tensor_map[:-1], shape):
+        if length in mesh and length > 1 and 0 <= axes[0] < len(mesh) and mesh[-1 - axes[0]] == length:
+            return not layout.is_nested
+    return False
 
 
 def to_stage_files(strategy: Strategy, shapes: Mapping[str, Shape] | None = None) -> tuple[StageFile, ...]:

@@ -1,0 +1,135 @@
+"""Merging the strategies of pipeline stages into one file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from reshard_mpi import strategy
+from reshard_mpi.errors import StrategyError, TargetError
+from reshard_mpi.strategy.merge import merge
+from reshard_mpi.strategy.messages import messages
+from reshard_mpi.strategy.mindspore import RawLayout, StageFile, StrategyItem, encode_json, encode_protobuf
+
+CUT = RawLayout((2, 2), ((0,), (-1,)), 2, 2, (512, 16), field=7)
+NESTED = RawLayout((2, 2), ((1, 0), (-1,)))
+
+
+def stage_file(stage: int, *names: str, layout: RawLayout = CUT) -> StageFile:
+    return StageFile(dict.fromkeys(names, layout), (StrategyItem(f"MatMul_{stage}", stage, ((1, 2), (2, 1))),))
+
+
+def two_stages(folder: Path, kind: str = "ckpt") -> Path:
+    folder.mkdir()
+    encode = encode_json if kind == "json" else encode_protobuf
+    for rank in range(4):
+        names = ("a", "b-1") if rank < 2 else ("a", "c")
+        (folder / f"s{rank}.{kind}").write_bytes(encode(stage_file(rank // 2, *names)))
+    return folder
+
+
+def test_names_carry_their_stage_and_nothing_is_lost(tmp_path: Path) -> None:
+    merge(str(two_stages(tmp_path / "in")), str(tmp_path / "made" / "out.ckpt"))
+    merged = messages().strategy_map.FromString((tmp_path / "made" / "out.ckpt").read_bytes())
+    assert [item.param_name for item in merged.parallel_layout_item] == ["0-a", "0-b-1", "1-a", "1-c"]
+    assert [item.node_name for item in merged.parallel_strategy_item] == ["MatMul_0", "MatMul_1"]
+    layout = merged.parallel_layout_item[3].parallel_layouts
+    assert (layout.field, layout.opt_weight_shard_step, layout.opt_weight_shard_size) == (7, 2, 2)
+    assert list(layout.param_split_shape[0].dim) == [512, 16]
+    assert strategy.load(str(tmp_path / "made")) == strategy.load(str(tmp_path / "in"))
+    assert sorted(path.name for path in (tmp_path / "made").iterdir()) == ["out.ckpt"]
+
+
+def test_fields_of_later_versions_are_kept(tmp_path: Path) -> None:
+    unknown = bytes.fromhex("f83f 2a")  # field 1023, a number
+    layouts = encode_protobuf(stage_file(0, "a"))
+    (tmp_path / "s.ckpt").write_bytes(layouts[:2] + unknown + layouts[2:])
+    item = messages().strategy_map.FromString(layouts).parallel_layout_item[0]
+    data = item.parallel_layouts.SerializeToString() + unknown
+    item.parallel_layouts.ParseFromString(data)
+    strategy_map = messages().strategy_map.FromString(layouts)
+    strategy_map.parallel_layout_item[0].CopyFrom(item)
+    (tmp_path / "s.ckpt").write_bytes(strategy_map.SerializeToString())
+    merge([str(tmp_path / "s.ckpt")], str(tmp_path / "out.ckpt"))
+    assert unknown in (tmp_path / "out.ckpt").read_bytes()
+
+
+def test_json_stays_json(tmp_path: Path) -> None:
+    merge(str(two_stages(tmp_path / "in", "json")), str(tmp_path / "out.ckpt"))
+    content = json.loads((tmp_path / "out.ckpt").read_text())
+    assert list(content["parallel_layout_item"]) == ["0-a", "0-b-1", "1-a", "1-c"]
+    assert list(content["parallel_strategy_item"]) == ["MatMul_0", "MatMul_1"]
+    assert strategy.load(str(tmp_path / "out.ckpt")) == strategy.load(str(tmp_path / "in"))
+
+
+def test_a_name_in_json_makes_json(tmp_path: Path) -> None:
+    merge(str(two_stages(tmp_path / "in")), str(tmp_path / "out.json"))
+    assert json.loads((tmp_path / "out.json").read_text())["current_stage"] == 1
+    assert strategy.load(str(tmp_path / "out.json")) == strategy.load(str(tmp_path / "in"))
+
+
+def test_both_kinds_together(tmp_path: Path) -> None:
+    files = [tmp_path / "s0.ckpt", tmp_path / "s1.json"]
+    files[0].write_bytes(encode_protobuf(stage_file(0, "a")))
+    files[1].write_bytes(encode_json(stage_file(1, "a")))
+    for out in ("out.ckpt", "out.json"):
+        merge([str(file) for file in files], str(tmp_path / out))
+        assert strategy.load(str(tmp_path / out)).find("a")[0].stages == (0, 1)
+    files[0].write_bytes(encode_protobuf(stage_file(0, "a", layout=NESTED)))
+    with pytest.raises(StrategyError, match="nested layout cannot be written as JSON"):
+        merge([str(file) for file in files], str(tmp_path / "refused.json"))
+    files[0].write_bytes(encode_protobuf(stage_file(0, "a")))
+    shaped = RawLayout((2, 2), ((1,), (0,), (-1,)), tensor_shape=(2, 8, 8))
+    files[1].write_bytes(encode_json(stage_file(1, "a", layout=shaped)))
+    with pytest.raises(StrategyError, match="may be a nested one"):
+        merge([str(file) for file in files], str(tmp_path / "refused.ckpt"))
+    assert not list(tmp_path.glob("*refused*"))
+
+
+def test_merging_again_into_the_same_folder(tmp_path: Path) -> None:
+    folder = two_stages(tmp_path / "in")
+    merge(str(folder), str(folder / "merged.ckpt"))
+    first = (folder / "merged.ckpt").read_bytes()
+    merge(str(folder), str(folder / "merged.ckpt"))
+    assert (folder / "merged.ckpt").read_bytes() == first
+
+
+def test_what_is_merged_already_is_refused(tmp_path: Path) -> None:
+    merge(str(two_stages(tmp_path / "in")), str(tmp_path / "in" / "merged.ckpt"))
+    for sources in (str(tmp_path / "in"), [str(tmp_path / "in" / "merged.ckpt")]):
+        with pytest.raises(StrategyError, match=r"(?s)merged already.*merged.ckpt"):
+            merge(sources, str(tmp_path / "again.ckpt"))
+    assert not (tmp_path / "again.ckpt").exists()
+
+
+def test_sources_that_do_not_belong_together(tmp_path: Path) -> None:
+    folder, out = two_stages(tmp_path / "in"), str(tmp_path / "out.ckpt")
+    (folder / "s1.ckpt").write_bytes(encode_protobuf(stage_file(0, "a", layout=NESTED)))
+    with pytest.raises(StrategyError, match="stage 0 disagree"):
+        merge(str(folder), out)
+    with pytest.raises(StrategyError, match="got: stage 1"):
+        merge([str(folder / "s2.ckpt")], out)
+    (folder / "s1.ckpt").write_bytes(encode_protobuf(StageFile({"a": CUT})))
+    with pytest.raises(StrategyError, match="which stage"):
+        merge(str(folder), out)
+    (folder / "s1.ckpt").write_bytes(encode_protobuf(StageFile({}, (StrategyItem("MatMul", 0),))))
+    with pytest.raises(StrategyError, match="no parameter"):
+        merge(str(folder), out)
+    (folder / "s1.ckpt").unlink()
+    (folder / "spec.toml").write_text('mesh = { dp = 2 }\n[[parameter]]\nmatch = "*"\n')
+    with pytest.raises(StrategyError, match="cannot be merged"):
+        merge(str(folder), out)
+    with pytest.raises(StrategyError, match="no strategy"):
+        merge([], out)
+    assert not Path(out).exists()
+
+
+def test_a_target_that_cannot_be_written(tmp_path: Path) -> None:
+    folder = str(two_stages(tmp_path / "in"))
+    (tmp_path / "file").write_bytes(b"")
+    for out in (str(tmp_path), str(tmp_path / "file" / "out.ckpt"), ""):
+        with pytest.raises(TargetError):
+            merge(folder, out)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "in"]

@@ -1,0 +1,162 @@
+"""The TOML spec."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from reshard_mpi import strategy
+from reshard_mpi.box import Box
+from reshard_mpi.errors import LayoutError, ReshardError, StrategyError
+from reshard_mpi.layout import Layout, Placement
+from reshard_mpi.strategy.spec import parse
+
+MESH = "mesh = { dp = 2, tp = 4 }\n"
+
+
+def one(rule: str, head: str = MESH) -> Placement:
+    return parse(f'{head}[[parameter]]\nmatch = "*"\n{rule}', "spec.toml").rules[0][1]
+
+
+def test_a_spec(tmp_path: Path) -> None:
+    path = tmp_path / "spec.toml"
+    path.write_text(
+        """
+        mesh = { dp = 2, tp = 4 }          # last axis fastest, as ranks are numbered
+        stages = 2
+        [[parameter]]
+        match = "layers.*.qkv"
+        split = { 1 = ["tp"] }
+        optimizer = ["dp"]
+        [[parameter]]
+        match = "head"
+        stage = 1
+        split = { 0 = ["tp", "dp"] }
+        [[parameter]]
+        match = "*"
+        """
+    )
+    made = strategy.load(str(path))
+    assert (made.world_size, made.stages, made.origin) == (16, 2, str(path))
+    both = (0, 1)
+    assert made.find("layers.3.qkv") == (Placement((2, 4), ((), (1,)), 2, stages=both, open_ended=True),)
+    assert made.find("head") == (Placement((2, 4), ((1, 0),), stages=(1,), open_ended=True),)
+    assert made.find("anything") == (Placement((2, 4), stages=both, open_ended=True),)
+
+
+def test_a_rule_fits_tensors_of_any_further_dimensions() -> None:
+    made = one('split = { 1 = ["tp"] }\noptimizer = ["dp"]')
+    assert Layout(made, (4, 8)).box(6) == Box((2, 4), (4, 6))
+    assert Layout(made, (4, 8, 3)).box(6) == Box((2, 4, 0), (4, 6, 3))
+
+
+def test_uneven_sizes() -> None:
+    made = one('split = { 0 = ["dp"] }\nsizes = { 0 = [3, 9] }')
+    assert [Layout(made, (12, 5)).box(rank).start for rank in (0, 4)] == [(0, 0), (3, 0)]
+
+
+def test_no_match_is_not_listed() -> None:
+    assert parse(MESH + '[[parameter]]\nmatch = "a"', "").find("b") == ()
+
+
+@pytest.mark.parametrize(
+    ("rule", "pieces"),
+    [
+        ("", 1),
+        ("optimizer = []", 1),
+        ('optimizer = ["dp", "one", "tp"]', 8),
+        ('optimizer = ["dp", "tp"]', 8),
+        ('optimizer = ["tp"]', 4),
+        ('optimizer = ["one"]', 1),
+        ('split = { 0 = ["tp"] }\noptimizer = ["dp"]', 2),
+    ],
+)
+def test_optimizer(rule: str, pieces: int) -> None:
+    assert one(rule, "mesh = { dp = 2, one = 1, tp = 4 }\n").optimizer == pieces
+
+
+@pytest.mark.parametrize(
+    ("rule", "named"),
+    [
+        ('optimizer = ["dp"]', "dp, tp"),
+        ('optimizer = ["tp", "dp"]', "dp, tp"),
+        ('optimizer = ["tp", "tp"]', "dp, tp"),
+        ('split = { 1 = ["tp"] }\noptimizer = ["tp"]', "(dp)"),
+        ('split = { 1 = ["tp", "dp"] }\noptimizer = ["dp"]', "there are none"),
+    ],
+)
+def test_optimizer_axes_that_pieces_do_not_go_round_over(rule: str, named: str) -> None:
+    with pytest.raises(StrategyError, match="cannot go over these axes") as caught:
+        one(rule)
+    assert named in caught.value.expected
+    assert caught.value.where == "spec.toml, [[parameter]] 1 ('*')"
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        'splits = { 1 = ["tp"] }',
+        "split = 1",
+        'split = { 1 = "tp" }',
+        'split = { 1 = ["xp"] }',
+        'split = { 1 = [["tp"]] }',
+        'split = { 1 = ["tp"], 2 = ["tp"] }',
+        'split = { -1 = ["tp"] }',
+        'split = { x = ["tp"] }',
+        'split = { 64 = ["tp"] }',
+        'split = { 999999999999999999999 = ["tp"] }',
+        'split = { 0 = ["dp"] }\nsizes = { 0 = [3] }',
+        'split = { 0 = ["dp"] }\nsizes = { 0 = [3, -9] }',
+        'split = { 0 = ["dp"] }\nsizes = { 0 = [3, 9.0] }',
+        'split = { 0 = ["dp"] }\nsizes = { 0 = [3, true] }',
+        "sizes = { 0 = [3, 9] }",
+        "sizes = { 1 = [3] }",
+        'optimizer = "dp"',
+        "optimizer = [0]",
+        "stage = 1",
+        "stage = -1",
+        "stage = []",
+        "stage = [0, 0]",
+        "stage = true",
+        "match = 'b'",
+    ],
+)
+def test_wrong_rules(rule: str) -> None:
+    with pytest.raises(ReshardError) as caught:
+        one(rule)
+    assert isinstance(caught.value, (StrategyError, LayoutError))
+    assert "spec.toml" in caught.value.where
+    assert caught.value.expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "mesh",
+        "mesh = 3",
+        MESH,
+        'mesh = {}\n[[parameter]]\nmatch = "*"',
+        'mesh = { dp = 0 }\n[[parameter]]\nmatch = "*"',
+        'mesh = { dp = 2.0 }\n[[parameter]]\nmatch = "*"',
+        'mesh = { dp = 0x' + "f" * 5000 + ' }\n[[parameter]]\nmatch = "*"',
+        'mesh = { dp = ' + "9" * 5000 + ' }\n[[parameter]]\nmatch = "*"',
+        'mesh = { a = 16777216, b = 2 }\n[[parameter]]\nmatch = "*"',
+        MESH + 'stages = 0\n[[parameter]]\nmatch = "*"',
+        MESH + 'rules = 0\n[[parameter]]\nmatch = "*"',
+        MESH + MESH + '[[parameter]]\nmatch = "*"',
+        MESH + "[parameter]\nmatch = '*'",
+        MESH + "[[parameter]]\nmatch = ''",
+        MESH + "[[parameter]]\nmatch = 1",
+        MESH + "[[parameter]]",
+        MESH + "parameter = [1]",
+        "mesh = " + "[" * 100_000,
+        "# " + "x" * (1 << 20),
+    ],
+)
+def test_wrong_specs(text: str) -> None:
+    with pytest.raises(StrategyError) as caught:
+        parse(text, "spec.toml")
+    assert "spec.toml" in caught.value.where
+    assert len(str(caught.value)) < 1000
