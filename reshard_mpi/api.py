@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard_mpi import discovery, formats, strategy
 from reshard_mpi.comm import MPIComm, SerialComm
-from reshard_mpi.conversion import BASE_BYTES, LIMITS, Conversion
+from reshard_mpi.conversion import Conversion
 from reshard_mpi.engine.transfer import load_shard
-from reshard_mpi.errors import SourceError, TargetError, UsageError
+from reshard_mpi.errors import TargetError, UsageError
 from reshard_mpi.inspection import inspect
 from reshard_mpi.journal import published
 from reshard_mpi.layout import Strategy, unsharded
-from reshard_mpi.planning.model import RankPlan
 from reshard_mpi.planning.parameters import Unlisted
 from reshard_mpi.planning.ranks import needed_ranks
+from reshard_mpi.planning.summary import Plan, RankSummary
 from reshard_mpi.pool import convert_with_workers
 from reshard_mpi.report import Outcome, Silent
 from reshard_mpi.runtime import Request, convert, write_file
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Plan",
+    "RankSummary",
     "inspect",
     "load_rank",
     "merge_pipeline_strategys",
@@ -40,34 +40,6 @@ __all__ = [
 ]
 
 PathLike = str | os.PathLike[str]
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """The plans of some target ranks, and the peak resident memory each process is projected to need."""
-
-    ranks: tuple[RankPlan, ...]
-    peak_bytes: int
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the plan as plain values; sizes in bytes."""
-        return {
-            "version": 1,
-            "peak_bytes": self.peak_bytes,
-            "targets": [
-                {
-                    "rank": rank.target_rank,
-                    "source_ranks": list(rank.source_ranks),
-                    "tensors": len(rank.tensors),
-                    "copies": sum(len(tensor.copies) for tensor in rank.tensors),
-                    "written_bytes": rank.written_bytes,
-                    "needed_bytes": rank.needed_bytes,
-                    "absent": list(rank.absent),
-                    "notes": list(rank.notes),
-                }
-                for rank in self.ranks
-            ],
-        }
 
 
 def transform_checkpoints(
@@ -195,9 +167,7 @@ def plan(
     files = discovery.find_shards(os.fspath(source), select)
     conversion = _conversion(files, src_strategy, dst_strategy, unlisted, strict)
     targets = range(conversion.target.world_size) if ranks is None else ranks
-    plans = tuple(conversion.plan(rank) for rank in targets)
-    peak_bytes = max((rank_plan.peak_bytes(LIMITS, BASE_BYTES) for rank_plan in plans), default=0)
-    return Plan(plans, peak_bytes)
+    return Plan(tuple(RankSummary.of(conversion.plan(rank), conversion.limits) for rank in targets))
 
 
 def load_rank(

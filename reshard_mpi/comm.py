@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 import traceback
@@ -10,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
-from reshard_mpi.errors import UsageError
+from reshard_mpi.errors import ReshardError, UsageError
 
 T = TypeVar("T")
 
@@ -70,6 +69,12 @@ def launched_size(environment: Mapping[str, str]) -> int:
     return max(sizes, default=1)
 
 
+def launched_rank(environment: Mapping[str, str]) -> int:
+    """Return the rank the launcher says this process has; 0 where there is no launcher."""
+    ranks = (environment.get(name, "") for name in _RANK_VARIABLES)
+    return next((int(rank) for rank in ranks if rank.isdigit()), 0)
+
+
 def is_launched(environment: Mapping[str, str]) -> bool:
     """Tell whether an MPI launcher started this process."""
     return launched_size(environment) > 1 or any(name in environment for name in _RANK_VARIABLES)
@@ -101,13 +106,18 @@ def world(environment: Mapping[str, str], *, explicit_share: bool) -> Iterator[C
         )
     try:
         yield MPIComm(communicator) if communicator.Get_size() > 1 else SerialComm()
-    except (SystemExit, KeyboardInterrupt):
-        raise
-    except BaseException:
+    except ReshardError:
+        raise  # gathered: every rank raises it alike
+    except BaseException as error:
         # Without this the other ranks would wait for this one for ever.
-        traceback.print_exc()
+        code = 1
+        if isinstance(error, SystemExit | KeyboardInterrupt):
+            code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 130
+        else:
+            traceback.print_exc()
         sys.stderr.flush()
-        communicator.Abort(1)
+        if communicator.Get_size() > 1:
+            communicator.Abort(code)
         raise
 
 
@@ -122,8 +132,3 @@ def _import_mpi() -> Any:
             remedy="pip install 'reshard-mpi[mpi]', or set MPI4PY_LIBMPI to the library of your MPI",
         ) from None
     return MPI
-
-
-def environment() -> Mapping[str, str]:
-    """Return the variables a launcher leaves for the processes it starts."""
-    return os.environ

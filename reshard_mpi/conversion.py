@@ -20,8 +20,7 @@ from reshard_mpi.units import KIB, MIB
 
 # 256 KiB stays in a core's cache while rows from several sources are put together in it. The window is the most that is
 # mapped of sources at once; with the interpreter and its libraries (about 70 MiB) a process stays far below 200 MiB.
-LIMITS = Limits(buffer_bytes=256 * KIB, window_bytes=16 * MIB)
-BASE_BYTES = 80 * MIB
+LIMITS = Limits(base_bytes=80 * MIB, buffer_bytes=256 * KIB, window_bytes=16 * MIB)
 
 
 @dataclass(slots=True)

@@ -10,6 +10,7 @@ from reshard_mpi import discovery, formats, strategy
 from reshard_mpi.errors import ReshardError, SourceError, StrategyError
 from reshard_mpi.layout import Placement, Strategy
 from reshard_mpi.manifest import Decoded, Manifest, TensorEntry
+from reshard_mpi.units import format_bytes
 
 
 def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -48,7 +49,7 @@ def _checkpoint(files: discovery.ShardFiles) -> dict[str, Any]:
         "ranks": len(shards),
         "size_bytes": sum(shard["size_bytes"] for shard in every),
         "notes": list(files.notes),
-        "shards": {rank: of_rank for rank, of_rank in shards.items()},
+        "shards": shards,
     }
 
 
@@ -109,3 +110,40 @@ def _placement(placement: Placement) -> dict[str, Any]:
     if placement.sizes:
         facts["sizes"] = {str(dim): list(sizes) for dim, sizes in placement.sizes}
     return facts
+
+
+def as_text(found: dict[str, Any]) -> str:
+    """Return what `inspect` found as lines for people."""
+    if found["kind"] == "strategy":
+        lines = [f"strategy: {found['ranks']} ranks in {found['stages']} stages, {len(found['parameters'])} parameters"]
+        every = [*found["parameters"].items(), *((rule["match"], [rule]) for rule in found["rules"])]
+        lines += [f"  {name}  {_placement_text(facts)}" for name, placements in every for facts in placements]
+        return "\n".join(lines)
+    if found["kind"] == "shard":
+        return "\n".join(_shard_lines(found))
+    total = format_bytes(found["size_bytes"])
+    lines = [f"checkpoint: {found['ranks']} ranks, {found['format']}, {total} of tensors", *found["notes"]]
+    for rank, shards in found["shards"].items():
+        for shard in shards:
+            size = format_bytes(shard["size_bytes"])
+            lines.append(f"  rank {rank}: {len(shard['tensors'])} tensors, {size}  {shard['path']}")
+    return "\n".join(lines)
+
+
+def _shard_lines(shard: dict[str, Any]) -> list[str]:
+    place = f", rank {shard['rank']} of {shard['world_size']}" if "rank" in shard else ""
+    size = format_bytes(shard["size_bytes"])
+    lines = [f"{shard['format']} shard{place}: {len(shard['tensors'])} tensors, {size}"]
+    for name, facts in shard["tensors"].items():
+        whole = f"  at {facts['offset']} of {facts['global_shape']}" if "offset" in facts else ""
+        lines.append(f"  {name}  {facts['dtype']} {facts['shape']}  {format_bytes(facts['size_bytes'])}{whole}")
+    return [*lines, *(f"  {name}  {text!r}" for name, text in shard["strings"].items())]
+
+
+def _placement_text(facts: dict[str, Any]) -> str:
+    text = f"mesh {facts['mesh']} split {facts['split']}"
+    if facts["optimizer"] > 1:
+        text += f" optimizer {facts['optimizer']}"
+    if facts["stages"] != [0]:
+        text += f" stages {facts['stages']}"
+    return text + (f" sizes {facts['sizes']}" if "sizes" in facts else "")

@@ -65,6 +65,9 @@ class PipeProgress:
         self._flush()
         self._connection.send(("finished", report))
 
+    def close(self) -> None:
+        pass
+
     def _flush(self) -> None:
         self._next = time.monotonic() + _PROGRESS_SECONDS
         self._connection.send(("moved", self._moved_bytes))

@@ -113,6 +113,8 @@ class Progress(Protocol):
 
     def finished(self, report: TargetReport) -> None: ...
 
+    def close(self) -> None: ...
+
 
 class Silent:
     """Says nothing."""
@@ -124,6 +126,9 @@ class Silent:
         pass
 
     def finished(self, report: TargetReport) -> None:
+        pass
+
+    def close(self) -> None:
         pass
 
 
@@ -152,6 +157,9 @@ class Plain:
             file=self._stream,
             flush=True,
         )
+
+    def close(self) -> None:
+        pass
 
 
 class Bar:
@@ -185,4 +193,5 @@ class Bar:
 
     def close(self) -> None:
         """End the line."""
-        print(file=self._stream)
+        if self._begun:
+            print(file=self._stream)

@@ -22,7 +22,8 @@ from reshard_mpi.layout import Strategy, unsharded
 from reshard_mpi.planning.model import Limits, RankPlan
 from reshard_mpi.planning.parameters import Unlisted
 from reshard_mpi.planning.ranks import check_target_rank
-from reshard_mpi.report import Failure, Outcome, Progress, TargetReport
+from reshard_mpi.planning.summary import Plan, RankSummary
+from reshard_mpi.report import Failure, Outcome, Progress, Silent, TargetReport
 from reshard_mpi.source import SourceCheckpoint
 
 # Plans kept from the refusal phase to the writing phase; beyond, planning again costs less than the memory would.
@@ -127,6 +128,18 @@ def convert(request: Request, comm: Comm, progress: Progress) -> Outcome:
     return Outcome().joined(comm.allgather(process.write(), "written"))
 
 
+def plan_targets(request: Request, comm: Comm) -> tuple[Plan, Outcome]:
+    """Plan the targets of `request` without writing; return the plan and what the user should be told.
+
+    Raises, on every process alike, what `convert` would refuse.
+    """
+    process = _Process(request, comm, Silent())
+    outcomes = comm.allgather(process.prepare(), "planned")
+    refuse(outcomes)
+    targets = [target for share in comm.allgather(process.summaries(), "summed up") for target in share]
+    return Plan(tuple(sorted(targets, key=lambda target: target.rank))), Outcome().joined(outcomes)
+
+
 def refuse(outcomes: list[Outcome]) -> None:
     """Raise the first of the errors that the processes found while planning, if any."""
     failures = [failure for outcome in outcomes for failure in outcome.failures]
@@ -159,6 +172,7 @@ class _Process:
         self._comm = comm
         self._progress = progress
         self._to_write: list[int] = []
+        self._summaries: list[RankSummary] = []
         self._plans: dict[int, RankPlan] = {}
         self._run: Run | None = None
         self._journal: Journal | Unrecorded | None = None
@@ -198,6 +212,10 @@ class _Process:
                 outcomes.append(Outcome(failures=(Failure(rank, as_reshard_error(error)),)))
         return Outcome().joined(outcomes)
 
+    def summaries(self) -> list[RankSummary]:
+        """Return what the targets that `prepare` planned amount to."""
+        return self._summaries
+
     def _prepare_target(self, run: Run, journal: Journal | Unrecorded, rank: int) -> Outcome:
         try:
             if journal.is_done(rank, run.path(rank)):
@@ -207,6 +225,7 @@ class _Process:
         except (ReshardError, OSError) as error:
             return Outcome(failures=(Failure(rank, as_reshard_error(error)),))
         self._to_write.append(rank)
+        self._summaries.append(RankSummary.of(plan, run.conversion.limits))
         if len(self._plans) < _MAX_KEPT_PLANS:
             self._plans[rank] = plan
         return Outcome(absent=plan.absent, notes=plan.notes)

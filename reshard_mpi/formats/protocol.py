@@ -14,10 +14,10 @@ class Format(Protocol):
     """
 
     @property
-    def NAME(self) -> str: ...
+    def NAME(self) -> str: ...  # noqa: N802
 
     @property
-    def SUFFIXES(self) -> tuple[str, ...]: ...
+    def SUFFIXES(self) -> tuple[str, ...]: ...  # noqa: N802
 
     def locate(self, path: str) -> Manifest:
         """Read the structure of the shard at `path`. Raises ShardError if it is not a sound shard of this format."""

@@ -13,10 +13,11 @@ from reshard_mpi.manifest import Decoded, ShardIdentity, ShardSpec, TensorEntry,
 class Limits:
     """How much memory moving bytes may take, in one process.
 
-    buffer_bytes: the buffer in which a run of target bytes is put together. window_bytes: how much of source files is
-    mapped at any moment.
+    base_bytes: an interpreter with its libraries. buffer_bytes: the buffer in which a run of target bytes is put
+    together. window_bytes: how much of source files is mapped at any moment.
     """
 
+    base_bytes: int
     buffer_bytes: int
     window_bytes: int
 
@@ -86,8 +87,8 @@ class RankPlan:
         """Payload bytes taken from the sources."""
         return sum(copy.size_bytes for tensor in self.tensors for copy in tensor.copies)
 
-    def peak_bytes(self, limits: Limits, base_bytes: int) -> int:
-        """Project the peak resident memory: a process of `base_bytes`, its buffer and windows, the largest decoding."""
+    def peak_bytes(self, limits: Limits) -> int:
+        """Project the peak resident memory: the process itself, its buffer and windows, the largest decoding."""
         decoded = 0
         for tensor in self.tensors:
             for copy in tensor.copies:
@@ -96,4 +97,4 @@ class RankPlan:
                     for length in copy.source.source.chunk:
                         chunk_bytes *= length
                     decoded = max(decoded, chunk_bytes)
-        return base_bytes + limits.buffer_bytes + limits.window_bytes + 2 * decoded
+        return limits.base_bytes + limits.buffer_bytes + limits.window_bytes + 2 * decoded

@@ -1,0 +1,294 @@
+"""The command line `reshard-mpi`: the same under mpirun, in an array task, or alone.
+
+Only what parses arguments is imported here; each command imports what it needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from reshard_mpi import comm
+from reshard_mpi.errors import ReshardError
+
+if TYPE_CHECKING:
+    from reshard_mpi.report import Bar, Outcome, Plain, Silent
+    from reshard_mpi.runtime import Request
+
+_INTERRUPTED = 128 + signal.SIGINT
+_TERMINATED = 128 + signal.SIGTERM
+_EXIT_CODES = """\
+exit codes: 0 done; 1 a bug; 2 wrong usage; 3 bad input, refused before anything was written; 4 some targets failed
+(the others are complete and named); 130 interrupted; 143 terminated"""
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and exit with its code."""
+    signal.signal(signal.SIGTERM, _terminate)
+    options = _parser().parse_args(arguments)
+    try:
+        code: int = options.run(options)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        code = _INTERRUPTED
+    except ReshardError as error:
+        code = error.exit_code
+        _complain(error)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # whoever read our output has enough
+        code = 0
+    except OSError as error:
+        code = ReshardError.exit_code
+        _complain(f"{error.strerror or error}: {error.filename}" if error.filename else str(error))
+    sys.exit(code)
+
+
+def _terminate(signum: int, frame: FrameType | None) -> NoReturn:
+    # As an exception, so that locks are left and partial files removed on the way out.
+    sys.exit(_TERMINATED)
+
+
+def _complain(error: ReshardError | str) -> None:
+    if comm.launched_rank(os.environ) == 0:  # every rank fails alike; once is enough
+        print(f"reshard-mpi: error: {error}", file=sys.stderr, flush=True)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        if comm.launched_rank(os.environ) == 0:
+            self.print_usage(sys.stderr)
+            print(f"{self.prog}: error: {message}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="reshard-mpi",
+        description="Rewrite a checkpoint of M ranks as one of N ranks, bit-exactly and in bounded memory.",
+        epilog=_EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    from reshard_mpi import __version__
+
+    parser.add_argument("--version", action="version", version=f"reshard-mpi {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
+
+    def command(name: str, run: Any, text: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(
+            name,
+            help=text,
+            description=text[0].upper() + text[1:] + ".",
+            epilog=_EXIT_CODES,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        added.set_defaults(run=run)
+        return added
+
+    transform = command("transform", _transform, "reshard the checkpoint SRC into the folder DST")
+    _add_conversion(transform)
+    transform.add_argument("--jobs", type=_positive, metavar="N", help=_JOBS_HELP)
+    transform.add_argument("--report", metavar="FILE.json", help="write what was done, target by target")
+    transform.add_argument(
+        "--progress", choices=("auto", "plain", "none"), default="auto", help="auto: a live line on a terminal"
+    )
+    plan = command("plan", _plan, "show what transform would do, writing nothing")
+    _add_conversion(plan)
+    plan.add_argument("--json", action="store_true", help="print it as JSON")
+    ranks = command("ranks", _ranks, "list the source ranks that target rank R needs, one per line")
+    ranks.add_argument("rank", type=_rank, metavar="R", help="the target rank")
+    _add_strategies(ranks)
+    merge = command("merge-strategies", _merge, "merge the strategy files of all pipeline stages into one")
+    merge.add_argument("folder", metavar="DIR", help="folder with the strategy files of every stage")
+    merge.add_argument("out", metavar="OUT", help="the merged file (.json: as JSON)")
+    inspect = command("inspect", _inspect, "show what a shard, a checkpoint folder or a strategy holds")
+    inspect.add_argument("path", metavar="PATH")
+    inspect.add_argument("--json", action="store_true", help="print it as JSON")
+    demo = command("demo", _demo, "make a small checkpoint of 8 ranks, reshard it to 4, and check every element")
+    demo.add_argument("folder", metavar="DIR", nargs="?", help="where to leave its files (default: removed again)")
+    return parser
+
+
+_JOBS_HELP = "local processes (default: as many as targets or cores, the fewer; 1 under a launcher)"
+
+
+def _add_conversion(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="SRC", help="rank_* folders, one checkpoint file, or loose files")
+    parser.add_argument("target", metavar="DST", help="folder for rank_<r>/<prefix><r>.<ending>")
+    _add_strategies(parser)
+    parser.add_argument("--prefix", default="checkpoint_", help="of target file names (default: %(default)s)")
+    parser.add_argument("--select", metavar="GLOB", help="take only source files whose names match")
+    parser.add_argument("--to", choices=("ckpt", "hdf5"), help="target format (default: the source's)")
+    share = parser.add_mutually_exclusive_group()
+    share.add_argument("--rank", type=_rank, action="append", metavar="R", help="make this target only (repeatable)")
+    share.add_argument("--part", type=_part, metavar="I/N", help="make the I-th (from 0) of N shares of the targets")
+    again = parser.add_mutually_exclusive_group()
+    again.add_argument("--resume", action="store_true", help="skip targets this same run has completed")
+    again.add_argument("--overwrite", action="store_true", help="replace targets that are there, one by one")
+    parser.add_argument("--strict", action="store_true", help="refuse if a listed parameter was never saved")
+
+
+def _add_strategies(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--src-strategy", metavar="F|DIR", help="how SRC is sharded (default: as its shards say)")
+    parser.add_argument("--dst-strategy", metavar="F|DIR", help="how DST is to be (default: one full checkpoint)")
+    parser.add_argument(
+        "--unlisted",
+        choices=("follow", "replicate", "drop"),
+        default="follow",
+        help="parameters DST's strategy does not list: follow the one they are named after (moments.w: w), hold them"
+        " whole on every rank, or leave them out (default: %(default)s)",
+    )
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 or more, got {text!r}")
+    return int(text)
+
+
+def _rank(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"expected a rank, 0 or more, got {text!r}")
+    return int(text)
+
+
+def _part(text: str) -> tuple[int, int]:
+    share, slash, shares = text.partition("/")
+    if not (slash and share.isdigit() and shares.isdigit() and int(share) < int(shares)):
+        raise argparse.ArgumentTypeError(f"expected I/N with I from 0 to N-1, got {text!r}")
+    return int(share), int(shares)
+
+
+def _request(options: argparse.Namespace) -> Request:
+    from reshard_mpi.api import as_unlisted
+    from reshard_mpi.runtime import Request
+
+    return Request(
+        source=options.source,
+        target=options.target,
+        src_strategy=options.src_strategy,
+        dst_strategy=options.dst_strategy,
+        prefix=options.prefix,
+        select=options.select,
+        to=options.to,
+        ranks=tuple(options.rank) if options.rank else None,
+        part=options.part,
+        resume=options.resume,
+        overwrite=options.overwrite,
+        unlisted=as_unlisted(options.unlisted),
+        strict=options.strict,
+    )
+
+
+def _transform(options: argparse.Namespace) -> int:
+    from reshard_mpi.errors import UsageError
+    from reshard_mpi.pool import convert_with_workers
+    from reshard_mpi.report import summary, write_report
+    from reshard_mpi.runtime import Run, convert
+
+    request = _request(options)
+    begin = time.monotonic()
+    with comm.world(os.environ, explicit_share=bool(options.rank or options.part)) as world:
+        if options.report and not Path(options.report).resolve().parent.is_dir():
+            raise UsageError("the report's folder is not there", expected="a folder", where=options.report)
+        if world.size > 1 and (options.jobs or 1) > 1:
+            raise UsageError(
+                "--jobs does not go with an MPI run",
+                expected="mpirun -n N alone",
+                got=f"--jobs {options.jobs}",
+                remedy="start more MPI ranks instead",
+            )
+        jobs = options.jobs or 1
+        if options.jobs is None and not comm.is_launched(os.environ):
+            jobs = min(len(Run.open(request).targets), len(os.sched_getaffinity(0)))
+        progress = _progress(options.progress, world)
+        if jobs > 1:
+            outcome = convert_with_workers(request, jobs, progress)
+        else:
+            outcome = convert(request, world, progress)
+        progress.close()
+        seconds = time.monotonic() - begin
+        if world.rank == 0:
+            _tell(outcome)
+            if options.report:
+                facts = {"source": options.source, "target": options.target, "processes": max(jobs, world.size)}
+                write_report(options.report, facts, outcome, seconds)
+        outcome.raise_failures()
+        if world.rank == 0:
+            print(summary(outcome, seconds))
+    return 0
+
+
+def _progress(choice: str, world: comm.Comm) -> Bar | Plain | Silent:
+    from reshard_mpi.report import Bar, Plain, Silent
+
+    if choice == "none":
+        return Silent()
+    if choice == "auto" and world.size == 1 and sys.stderr.isatty():
+        return Bar()
+    return Plain()
+
+
+def _tell(outcome: Outcome) -> None:
+    for note in outcome.notes:
+        print(f"note: {note}", file=sys.stderr)
+    if outcome.absent:
+        names = ", ".join(outcome.absent[:3]) + (" ..." if len(outcome.absent) > 3 else "")
+        print(f"warning: {len(outcome.absent)} listed parameters are in no source shard: {names}", file=sys.stderr)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from reshard_mpi.runtime import plan_targets
+
+    request = _request(options)
+    with comm.world(os.environ, explicit_share=bool(options.rank or options.part)) as world:
+        planned, outcome = plan_targets(request, world)
+        if world.rank == 0:
+            if options.json:
+                print(json.dumps(planned.as_json(), indent=1))
+            else:
+                print(planned.as_table())
+                _tell(outcome)
+    return 0
+
+
+def _ranks(options: argparse.Namespace) -> int:
+    from reshard_mpi.api import rank_list_for_transform
+
+    for rank in rank_list_for_transform(
+        options.rank, options.src_strategy, options.dst_strategy, unlisted=options.unlisted
+    ):
+        print(rank)
+    return 0
+
+
+def _merge(options: argparse.Namespace) -> int:
+    from reshard_mpi.strategy.merge import merge
+
+    merge(options.folder, options.out)
+    return 0
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from reshard_mpi.inspection import as_text, inspect
+
+    found = inspect(options.path)
+    print(json.dumps(found, indent=1) if options.json else as_text(found))
+    return 0
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from reshard_mpi.demo import run_demo
+
+    with comm.world(os.environ, explicit_share=False) as world:
+        account = run_demo(options.folder, world)
+        if world.rank == 0:
+            print(account)
+    return 0

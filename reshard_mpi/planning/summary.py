@@ -1,0 +1,77 @@
+"""What a plan amounts to, for people and scripts: sizes, files and memory of every target rank."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from reshard_mpi.planning.model import Limits, RankPlan
+from reshard_mpi.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RankSummary:
+    """One target rank. peak_bytes: the resident memory its process is projected to need at most."""
+
+    rank: int
+    source_ranks: tuple[int, ...]
+    tensors: int
+    copies: int
+    written_bytes: int
+    needed_bytes: int
+    peak_bytes: int
+    absent: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, plan: RankPlan, limits: Limits) -> RankSummary:
+        return cls(
+            rank=plan.target_rank,
+            source_ranks=plan.source_ranks,
+            tensors=len(plan.tensors),
+            copies=sum(len(tensor.copies) for tensor in plan.tensors),
+            written_bytes=plan.written_bytes,
+            needed_bytes=plan.needed_bytes,
+            peak_bytes=plan.peak_bytes(limits),
+            absent=plan.absent,
+            notes=plan.notes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The targets of a conversion, in the order of their ranks."""
+
+    targets: tuple[RankSummary, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that any process needs."""
+        return max((target.peak_bytes for target in self.targets), default=0)
+
+    @property
+    def written_bytes(self) -> int:
+        return sum(target.written_bytes for target in self.targets)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the plan as plain values; sizes in bytes."""
+        return {
+            "version": 1,
+            "written_bytes": self.written_bytes,
+            "peak_bytes": self.peak_bytes,
+            "targets": [asdict(target) for target in self.targets],
+        }
+
+    def as_table(self) -> str:
+        """Return the plan as lines for people."""
+        rows = [("target", "tensors", "writes", "reads", "peak memory", "source ranks")]
+        for target in self.targets:
+            ranks = " ".join(map(str, target.source_ranks[:12])) + (" ..." if len(target.source_ranks) > 12 else "")
+            written, needed = format_bytes(target.written_bytes), format_bytes(target.needed_bytes)
+            rows.append(
+                (str(target.rank), str(target.tensors), written, needed, format_bytes(target.peak_bytes), ranks)
+            )
+        widths = [max(len(row[column]) for row in rows) for column in range(5)]
+        lines = ["  ".join([*(f"{cell:>{width}}" for cell, width in zip(row, widths)), row[5]]) for row in rows]
+        total = f"{len(self.targets)} targets, {format_bytes(self.written_bytes)}"
+        return "\n".join([*lines, f"{total}; each process needs at most {format_bytes(self.peak_bytes)} of memory"])
