@@ -51,12 +51,13 @@ def read_text(handle: Any, name: str) -> str | None:
     """Return the attribute `name`, or None if there is none or it is no short fixed-length text."""
     try:
         attribute = h5a.open(handle, name.encode())
-        length_bytes = attribute.get_storage_size()
-        if attribute.shape != () or not 0 < length_bytes <= files.MAX_NAME_BYTES:
+        kind = attribute.get_type()
+        if kind.get_class() != h5t.STRING or kind.is_variable_str() or attribute.shape != ():
             return None
-        content = np.zeros((), dtype=f"S{length_bytes}")
-        # HDF5 converts nothing but fixed-length text to fixed-length text.
-        attribute.read(content, mtype=_text_type(length_bytes))
+        if not 0 < kind.get_size() <= files.MAX_NAME_BYTES:
+            return None
+        content = np.zeros((), dtype=f"S{kind.get_size()}")
+        attribute.read(content, mtype=kind)
         return bytes(content.item()).decode()
     except (LookupError, OSError, TypeError, ValueError):
         return None

@@ -59,9 +59,10 @@ def shape_of(handle: Any, properties: Any, where: str) -> tuple[int, ...]:
             where=where,
             remedy="copy it into one plain file (h5repack)",
         )
-    shape: tuple[int, ...] = handle.shape
-    if shape == () and handle.get_space().get_simple_extent_type() == h5s.NULL:
+    space = handle.get_space()
+    if space.get_simple_extent_type() == h5s.NULL:
         raise ShardError("a dataset has no shape and no elements (a null dataspace)", where=where)
+    shape: tuple[int, ...] = space.get_simple_extent_dims()
     return shape
 
 

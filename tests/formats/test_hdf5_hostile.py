@@ -1,0 +1,303 @@
+"""HDF5 files that are damaged or made to harm: refused by name, and nothing outside them is opened."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import hdf5_peer
+import numpy as np
+import pytest
+
+from reshard_mpi.dtypes import BY_NAME
+from reshard_mpi.errors import ShardError
+from reshard_mpi.formats import files, hdf5
+from reshard_mpi.testing import samples
+from reshard_mpi.testing.samples import Contents, SampleTensor
+
+NUMBERS = np.arange(24, dtype=np.float32).reshape(4, 6)
+
+
+def external_link(file: h5py.File, secret: Path) -> None:
+    file["w"] = h5py.ExternalLink(str(secret), "/w")
+
+
+def soft_link_through_an_external_one(file: h5py.File, secret: Path) -> None:
+    file["a/x"] = h5py.ExternalLink(str(secret), "/")
+    file["w"] = h5py.SoftLink("/a/x/w")
+
+
+def external_storage(file: h5py.File, secret: Path) -> None:
+    file.create_dataset("w", shape=(4,), dtype="f4", external=[(str(secret), 0, 16)])
+
+
+def virtual_dataset(file: h5py.File, secret: Path) -> None:
+    layout = h5py.VirtualLayout(shape=(4, 6), dtype="f4")
+    layout[:] = h5py.VirtualSource(str(secret), "w", shape=(4, 6))
+    file.create_virtual_dataset("w", layout)
+
+
+def growing_virtual_dataset(file: h5py.File, secret: Path) -> None:
+    layout = h5py.VirtualLayout(shape=(4, 6), dtype="f4", maxshape=(None, 6))
+    source = h5py.VirtualSource(str(secret), "w", shape=(4, 6), maxshape=(None, 6))
+    layout[: h5py.h5s.UNLIMITED] = source[: h5py.h5s.UNLIMITED]
+    file.create_virtual_dataset("w", layout)
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (external_link, "leaves the file"),
+        (soft_link_through_an_external_one, "leaves the file"),
+        (external_storage, "other files"),
+        (virtual_dataset, "other files"),
+        (growing_virtual_dataset, "other files"),
+    ],
+)
+def test_other_files_are_never_opened(tmp_path: Path, make: Callable[[h5py.File, Path], None], message: str) -> None:
+    secret, path = tmp_path / "secret", tmp_path / "w.h5"
+    with h5py.File(secret, "w") as file:
+        file.create_dataset("w", data=NUMBERS, chunks=(1, 6), maxshape=(None, 6))
+    with h5py.File(path, "w") as file:
+        make(file, secret)
+    # Reading it now would fail in another way, and be seen in its access time.
+    secret.unlink()
+    secret.write_bytes(b"no HDF5")
+    os.utime(secret, ns=(1, 1))
+    with pytest.raises(ShardError, match=message) as caught:
+        hdf5.locate(str(path))
+    assert secret.stat().st_atime_ns == 1
+    assert str(path) in caught.value.where
+
+
+def dangling(file: h5py.File) -> None:
+    file["w"] = h5py.SoftLink("/nowhere")
+
+
+def circle(file: h5py.File) -> None:
+    file["w"] = h5py.SoftLink("/v")
+    file["v"] = h5py.SoftLink("/w")
+
+
+def through_a_dataset(file: h5py.File) -> None:
+    file["a"] = NUMBERS
+    file["w"] = h5py.SoftLink("/a/x")
+
+
+def null_space(file: h5py.File) -> None:
+    file["w"] = h5py.Empty("f4")
+
+
+def compound(file: h5py.File) -> None:
+    file["w"] = np.zeros(3, dtype=[("a", "i4"), ("b", "f4")])
+
+
+def almost_complex(file: h5py.File) -> None:
+    file["w"] = np.zeros(3, dtype=[("r", "f4"), ("i", "f8")])
+
+
+def array_type(file: h5py.File) -> None:
+    file.create_dataset("w", shape=(3,), dtype=np.dtype(("f4", (2,))))
+
+
+def opaque(file: h5py.File) -> None:
+    file["w"] = np.zeros(3, dtype="V2")
+
+
+def enumeration(file: h5py.File) -> None:
+    file.create_dataset("w", shape=(3,), dtype=h5py.enum_dtype({"A": 0, "B": 1}, basetype="i1"))
+
+
+def list_of_strings(file: h5py.File) -> None:
+    file["w"] = ["a", "b"]
+
+
+def references(file: h5py.File) -> None:
+    file.create_dataset("w", shape=(3,), dtype=h5py.ref_dtype)
+
+
+def odd_integer(file: h5py.File) -> None:
+    kind = h5py.h5t.STD_I16LE.copy()
+    kind.set_precision(12)
+    h5py.h5d.create(file.id, b"w", kind, h5py.h5s.create_simple((3,)))
+
+
+def odd_float(file: h5py.File) -> None:
+    kind = h5py.h5t.IEEE_F32LE.copy()
+    kind.set_ebias(100)
+    h5py.h5d.create(file.id, b"w", kind, h5py.h5s.create_simple((3,)))
+
+
+def long_string(file: h5py.File) -> None:
+    file["w"] = "x" * (files.MAX_STRING_BYTES + 1)
+
+
+def long_fixed_string(file: h5py.File) -> None:
+    file["w"] = np.bytes_(b"x" * (files.MAX_STRING_BYTES + 1))
+
+
+def absurd_shape(file: h5py.File) -> None:
+    file.create_dataset("w", shape=(1 << 40, 1 << 40), dtype="f8", chunks=(1, 1))
+
+
+def name_that_is_no_text(file: h5py.File) -> None:
+    h5py.h5g.create(file.id, b"\xff\xfe")
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (dangling, "leads nowhere"),
+        (circle, "circles"),
+        (through_a_dataset, "leads nowhere"),
+        (null_space, "no shape"),
+        (compound, "type that no tensor has"),
+        (almost_complex, "type that no tensor has"),
+        (array_type, "type that no tensor has"),
+        (opaque, "type that no tensor has"),
+        (enumeration, "type that no tensor has"),
+        (list_of_strings, "type that no tensor has"),
+        (references, "type that no tensor has"),
+        (odd_integer, "type that no tensor has"),
+        (odd_float, "type that no tensor has"),
+        (long_string, "too long"),
+        (long_fixed_string, "too long"),
+        (absurd_shape, "impossibly large"),
+        (name_that_is_no_text, "not UTF-8"),
+    ],
+)
+def test_refused(tmp_path: Path, make: Callable[[h5py.File], None], message: str) -> None:
+    path = tmp_path / "w.h5"
+    with h5py.File(path, "w") as file:
+        make(file)
+    with pytest.raises(ShardError, match=message) as caught:
+        hdf5.locate(str(path))
+    assert caught.value.where.startswith(str(path))
+
+
+def test_endless_files_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups that share their members multiply: 2^40 names from 80 links."""
+    path = tmp_path / "w.h5"
+    with h5py.File(path, "w") as file:
+        inner = file.create_group("g0")
+        inner["w"] = NUMBERS
+        for depth in range(1, 41):
+            outer = file.create_group(f"g{depth}")
+            outer["a"] = outer["b"] = inner
+            inner = outer
+    monkeypatch.setattr(files, "MAX_TENSORS", 2000)
+    with pytest.raises(ShardError, match="too many objects"):
+        hdf5.locate(str(path))
+
+
+def test_soft_links_that_multiply_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "w.h5"
+    with h5py.File(path, "w") as file:
+        file["s0"] = h5py.SoftLink("/")
+        for depth in range(1, 15):
+            file[f"s{depth}"] = h5py.SoftLink("/".join(["", *[f"s{depth - 1}"] * 30]))
+    monkeypatch.setattr(files, "MAX_TENSORS", 2000)
+    with pytest.raises(ShardError, match="too many objects"):
+        hdf5.locate(str(path))
+
+
+# Native shards whose attributes do not fit
+
+
+def set_attribute(where: str, name: str, content: Any) -> Callable[[h5py.File], None]:
+    def change(file: h5py.File) -> None:
+        del file[where].attrs[name]
+        if content is not None:
+            file[where].attrs[name] = content
+
+    return change
+
+
+def set_contents(content: bytes) -> Callable[[h5py.File], None]:
+    def change(file: h5py.File) -> None:
+        del file["__reshard_mpi__/contents"]
+        file["__reshard_mpi__/contents"] = np.frombuffer(content, np.uint8)
+
+    return change
+
+
+def remove(name: str) -> Callable[[h5py.File], None]:
+    def change(file: h5py.File) -> None:
+        del file[name]
+
+    return change
+
+
+def add_a_tensor(file: h5py.File) -> None:
+    file["more"] = NUMBERS
+    for name, content in file["w"].attrs.items():
+        file["more"].attrs[name] = content
+
+
+def unescapable(file: h5py.File) -> None:
+    file.move("__reshard_mpi__/tensors/%2E", "__reshard_mpi__/tensors/%2e")
+
+
+NATIVE = {
+    "newer version": (set_attribute("/", "version", 2), "version"),
+    "no version": (set_attribute("/", "version", None), "`version`"),
+    "version a text": (set_attribute("/", "version", "1"), "`version`"),
+    "version a list": (set_attribute("/", "version", [1, 1]), "not one number"),
+    "rank negative": (set_attribute("/", "rank", -1), "`rank`"),
+    "rank beyond the ranks": (set_attribute("/", "rank", 1), "not among its ranks"),
+    "type unknown": (set_attribute("w", "dtype", hdf5_peer.fixed("float31")), "`dtype`"),
+    "type of another size": (set_attribute("w", "dtype", hdf5_peer.fixed("float64")), "`dtype`"),
+    "type of the same size": (set_attribute("w", "dtype", hdf5_peer.fixed("int32")), "`dtype`"),
+    "no type": (set_attribute("w", "dtype", None), "`dtype`"),
+    "type a number": (set_attribute("w", "dtype", 3), "`dtype`"),
+    "no offset": (set_attribute("w", "offset", None), "`offset`"),
+    "offset a text": (set_attribute("w", "offset", "here"), "`offset`"),
+    "offset too long": (set_attribute("w", "offset", list(range(1000))), "`offset`"),
+    "offset of other dimensions": (set_attribute("w", "offset", [0]), "does not lie"),
+    "offset outside": (set_attribute("w", "offset", [1, 0]), "does not lie"),
+    "offset negative": (set_attribute("w", "offset", [-1, 0]), "`offset`"),
+    "whole smaller than the box": (set_attribute("w", "global_shape", [4, 5]), "does not lie"),
+    "a tensor is gone": (remove("w"), "not those in its list"),
+    "a tensor too many": (add_a_tensor, "not those in its list"),
+    "no contents": (remove("__reshard_mpi__/contents"), "missing"),
+    "no strategy": (remove("__reshard_mpi__/strategy"), "missing"),
+    "no reserved group": (remove("__reshard_mpi__"), "missing"),
+    "contents no JSON": (set_contents(b"{"), "cannot be read"),
+    "contents no text": (set_contents(b"\xff"), "cannot be read"),
+    "contents of other shape": (set_contents(b"[]"), "cannot be read"),
+    "contents without names": (set_contents(b'{"strings": {}}'), "cannot be read"),
+    "contents with numbers": (set_contents(b'{"tensors": [1], "strings": {}}'), "damaged"),
+    "contents too deep": (set_contents(b"[" * 100_000), "cannot be read"),
+    "a name twice": (set_contents(json.dumps({"tensors": ["w", "w", "."], "strings": {}}).encode()), "not those"),
+    "an escaped name damaged": (unescapable, "escaped"),
+}
+
+
+@pytest.mark.parametrize("case", NATIVE)
+def test_native_shards_that_contradict_themselves(tmp_path: Path, case: str) -> None:
+    change, message = NATIVE[case]
+    path = tmp_path / "shard.h5"
+    tensors = [SampleTensor.random(name, BY_NAME["float32"], (4, 6)) for name in ("w", ".")]
+    samples.write(hdf5, str(path), Contents.of(tensors))
+    with h5py.File(path, "a") as file:
+        change(file)
+    with pytest.raises(ShardError, match=message) as caught:
+        hdf5.locate(str(path))
+    assert caught.value.where.startswith(str(path))
+
+
+def test_a_native_tensor_that_was_never_written(tmp_path: Path) -> None:
+    path = tmp_path / "shard.h5"
+    hdf5_peer.write(path, Contents.of([SampleTensor.random("w", BY_NAME["float32"], (4, 6))]))
+    with h5py.File(path, "a") as file:
+        attributes = dict(file["w"].attrs)
+        del file["w"]
+        file.create_dataset("w", shape=(4, 6), dtype="f4").attrs.update(attributes)
+        del file["w"].attrs["dtype"]
+        file["w"].attrs["dtype"] = hdf5_peer.fixed("float32")
+    with pytest.raises(ShardError, match="never written"):
+        hdf5.locate(str(path))
