@@ -274,9 +274,10 @@ def encode_json(file: StageFile) -> bytes:
 def _json_of(layout: RawLayout, where: str) -> dict[str, Any]:
     flat, shape = [axis for axes in layout.tensor_map for axis in axes], layout.tensor_shape
     if layout.is_nested:
-        if shape is None or len(shape) != len(layout.tensor_map):
+        uneven = layout.indices_offset and len(layout.tensor_map[0]) > 1
+        if uneven or shape is None or len(shape) != len(layout.tensor_map):
             raise StrategyError(
-                "a nested layout cannot be written as JSON without the tensor's shape",
+                "a nested layout cannot be written as JSON without the tensor's shape, nor with uneven sizes",
                 got=f"tensor map {[list(axes) for axes in layout.tensor_map]}",
                 where=where,
                 remedy="write a protobuf file (an output name that does not end in .json)",

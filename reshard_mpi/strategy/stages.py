@@ -170,8 +170,10 @@ def to_placement(layout: RawLayout, where: str) -> Placement:
         sizes = _sizes(layout, where)
         placement = Placement(mesh, split, _optimizer(layout, whole, where), sizes)
         shape = layout.tensor_shape
-        if not sizes and shape is not None and _may_be_expanded(layout, shape):
-            placement = replace(placement, expanded_shape=shape)
+        if shape is not None and _may_be_expanded(layout, shape):
+            # Axes of one rank cut nothing, and would leave it open which dimension their factor belongs to.
+            split = tuple(tuple(axis for axis in axes if mesh[axis] > 1) for axes in split)
+            placement = replace(placement, split=split, expanded_shape=shape)
     except LayoutError as error:
         raise located(error, where) from None
     return placement
@@ -229,7 +231,7 @@ def _may_be_expanded(layout: RawLayout, shape: Shape) -> bool:
     if len(shape) != dims or dims > MAX_EXPANDED_DIMENSIONS:
         return False
     for axes, length in zip(layout.tensor_map[:-1], shape):
-        if length in mesh and length > 1 and 0 <= axes[0] < len(mesh) and mesh[-1 - axes[0]] == length:
+        if length in mesh and 0 <= axes[0] < len(mesh) and mesh[-1 - axes[0]] == length:
             return not layout.is_nested
     return False
 

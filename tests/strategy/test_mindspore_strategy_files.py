@@ -175,5 +175,8 @@ def test_what_mindspore_cannot_say_is_refused() -> None:
         to_layout(uneven, None)
     with pytest.raises(StrategyError, match="without the tensor's shape"):
         encode_json(one_layout(RawLayout((2, 2), ((1, 0),))))
+    sizes = {"param_split_shape": (1, 2, 3, 2), "indices_offset": (0, 1, 3, 6)}
+    with pytest.raises(StrategyError, match="uneven sizes"):
+        encode_json(one_layout(RawLayout((2, 2), ((1, 0),), tensor_shape=(8,), **sizes)))
     with pytest.raises(StrategyError, match="stage 1 holds no parameter"):
         to_stage_files(Strategy(4, 2, {"w": (Placement((2,)),)}))

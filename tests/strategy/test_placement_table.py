@@ -87,7 +87,15 @@ HOSTILE = [
             "placements/0/expanded_shape": [[2, 4], 3, [2, 4, -8], [2, 4, 8.0], [2, 4, 1 << 70]],
             "placements/1/stages": [[], [2], [1, 1], [1, 0], 1, [0]],
             "placements/2/optimizer": [0, -1, 3, 1 << 70, "2", 2.0],
-            "placements/2/sizes": [{}, [0, [3, 9]], [[0]], [[0, [3]]], [[2, [3, 9]]], [[0, [3, 9]]] * 2, [[0, [3, -9]]]],
+            "placements/2/sizes": [
+                {},
+                [0, [3, 9]],
+                [[0]],
+                [[0, [3]]],
+                [[2, [3, 9]]],
+                [[0, [3, 9]]] * 2,
+                [[0, [3, -9]]],
+            ],
             "placements/3/open_ended": [1, "true", None],
         }.items()
         for value in values
