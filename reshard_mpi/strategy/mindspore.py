@@ -101,7 +101,7 @@ def parse_protobuf(data: bytes, path: str) -> Any:
         strategy_map.ParseFromString(data)
         missing = [] if strategy_map.IsInitialized() else strategy_map.FindInitializationErrors()
         problem = f"without {', '.join(missing[:3])}" if missing else ""
-    except (DecodeError, RecursionError) as error:
+    except (DecodeError, UnicodeDecodeError) as error:  # the library without compiled code checks names at once
         problem = f"cut off or damaged ({error})"
     if problem:
         raise StrategyError(
