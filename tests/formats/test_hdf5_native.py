@@ -1,0 +1,99 @@
+"""What others see in a native HDF5 shard, and what it says of itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from reshard_mpi.box import Box
+from reshard_mpi.dtypes import BY_NAME, to_numpy
+from reshard_mpi.errors import TargetError
+from reshard_mpi.formats import files, hdf5
+from reshard_mpi.manifest import ShardIdentity, ShardSpec, TensorSpec
+from reshard_mpi.testing import samples
+from reshard_mpi.testing.samples import Contents, SampleTensor
+
+
+@pytest.mark.parametrize("name", [n for n in BY_NAME if n not in ("int4", "hifloat8") and not n.startswith("float8")])
+def test_h5py_shows_the_numbers(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "shard.h5"
+    numbers = np.array([[0, 1, 2], [3, 64, 127]]).astype(to_numpy(BY_NAME[name]))
+    samples.write(hdf5, str(path), Contents.of([SampleTensor("w", BY_NAME[name], (2, 3), numbers.tobytes())]))
+    with h5py.File(path) as file:
+        shown = file["w"][()]
+        assert shown.dtype == ("float32" if name == "bfloat16" else name)
+        assert np.array_equal(shown, numbers.astype(shown.dtype))
+        assert file["w"].attrs["dtype"] == name.encode()
+
+
+@pytest.mark.parametrize("name, shown", [("int4", "int8"), ("hifloat8", "uint8"), ("float8_e4m3fn", "uint8")])
+def test_types_hdf5_has_not_are_shown_as_bytes(tmp_path: Path, name: str, shown: str) -> None:
+    path = tmp_path / "shard.h5"
+    sample = SampleTensor.random("w", BY_NAME[name], (9,))
+    samples.write(hdf5, str(path), Contents.of([sample]))
+    with h5py.File(path) as file:
+        assert file["w"].dtype == shown
+        assert file["w"][()].tobytes() == sample.content
+    assert samples.contents_of(hdf5.locate(str(path))) == Contents.of([sample])
+
+
+def test_a_shard_describes_itself(tmp_path: Path) -> None:
+    path = tmp_path / "shard.h5"
+    identity = ShardIdentity(3, 8, "table of é\n" * 10_000)
+    boxes = {"w": Box((6, 0, 2), (8, 5, 3)), "all": Box.whole((4,)), "step": Box.whole(()), "none": Box((2, 0), (4, 0))}
+    shapes = {"w": (8, 5, 6), "all": (4,), "step": (), "none": (4, 0)}
+    tensors = tuple(TensorSpec(name, BY_NAME["bfloat16"], shapes[name], box) for name, box in boxes.items())
+    reserved = hdf5.reserve(str(path), ShardSpec(identity, tensors, {"note": "x"}))
+    located = hdf5.locate(str(path))
+    assert located == reserved
+    assert located.identity == identity
+    assert {name: t.box for name, t in located.tensors.items()} == boxes
+    assert {name: t.global_shape for name, t in located.tensors.items()} == shapes
+    with h5py.File(path) as file:
+        assert list(file["w"].attrs["offset"]) == [6, 0, 2]
+        assert list(file["w"].attrs["global_shape"]) == [8, 5, 6]
+        assert (file.attrs["rank"], file.attrs["world_size"], file.attrs["version"]) == (3, 8, 1)
+
+
+def test_large_payloads_are_aligned_and_small_ones_are_not(tmp_path: Path) -> None:
+    path = tmp_path / "shard.h5"
+    sizes = [100, 65535, 65536, 70000, 3, 1 << 20]
+    tensors = tuple(TensorSpec(str(n), BY_NAME["int8"], (n,), Box.whole((n,))) for n in sizes)
+    manifest = hdf5.reserve(str(path), ShardSpec(ShardIdentity(0, 1, ""), tensors, {}))
+    offsets = [entry.source.ranges[0].offset_bytes for entry in manifest.tensors.values()]
+    assert all(offset % 4096 == 0 for size, offset in zip(sizes, offsets) if size >= 65536)
+    assert path.stat().st_size < sum(sizes) + 4 * 4096 + 64 * 1024
+
+
+def test_nothing_is_written_for_payloads(tmp_path: Path) -> None:
+    path = tmp_path / "shard.h5"
+    tensor = TensorSpec("w", BY_NAME["float32"], (1 << 24,), Box.whole((1 << 24,)))
+    hdf5.reserve(str(path), ShardSpec(ShardIdentity(0, 1, ""), (tensor,), {}))
+    assert path.stat().st_size > 64 << 20
+    assert path.stat().st_blocks * 512 < 1 << 20
+
+
+def test_escaped_names_are_readable(tmp_path: Path) -> None:
+    path = tmp_path / "shard.h5"
+    names = [".", "a", "a/b"]
+    samples.write(hdf5, str(path), Contents.of(SampleTensor.random(n, BY_NAME["int8"], (1,)) for n in names))
+    with h5py.File(path) as file:
+        assert set(file) == {"a", "__reshard_mpi__"}
+        escaped = file["__reshard_mpi__/tensors"]
+        assert {link: item.attrs["name"] for link, item in escaped.items()} == {"%2E": b".", "a": b"a"}
+
+
+def test_what_cannot_be_read_back_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "shard.h5"
+    long_text = {"note": "x" * (files.MAX_STRING_BYTES + 1)}
+    with pytest.raises(TargetError, match="too long"):
+        hdf5.reserve(str(path), ShardSpec(ShardIdentity(0, 1, ""), (), long_text))
+    with pytest.raises(TargetError, match="Unicode"):
+        hdf5.reserve(str(path), ShardSpec(ShardIdentity(0, 1, "\ud800"), (), {}))
+    monkeypatch.setattr(files, "MAX_TEXT_BYTES", 10)
+    with pytest.raises(TargetError, match="too long"):
+        hdf5.reserve(str(path), ShardSpec(ShardIdentity(0, 1, "x" * 20), (), {}))
+    assert not path.exists()
