@@ -13,7 +13,8 @@ from reshard_mpi.testing.samples import Contents, SampleTensor
 
 GOLDEN = Path(__file__).parent / "golden"
 
-# Saved by MindSpore 2.10: save_checkpoint([w, s], append_dict={"note": "hé", "epoch": 3, "done": True}, crc_check=True).
+# Saved by MindSpore 2.10 with save_checkpoint([w, s], append_dict={"note": "hé", "epoch": 3, "done": True},
+# crc_check=True).
 CHECKPOINT = (
     b"\n,\n\x01w\x12'\x08\x02\x08\x03\x12\x07Float32\x1a\x18\x00\x00\x00\x00\x00\x00\x80?\x00\x00\x00@\x00\x00@@"
     b"\x00\x00\x80@\x00\x00\xa0@\n\x12\n\x01s\x12\r\x12\x07Float16\x1a\x02\x00@"

@@ -16,6 +16,7 @@ VARINT, FIXED64, LENGTH, FIXED32 = 0, 1, 2, 5
 _FIXED_BYTES = {FIXED64: 8, FIXED32: 4}
 # One read brings a header, and with it the small values that follow; larger ones would read payload for nothing.
 _WINDOW_BYTES = 4096
+_HEADER_BYTES = 320
 
 
 class Field(NamedTuple):
@@ -57,6 +58,15 @@ class Reader:
         if len(self._window) < length_bytes:
             raise self.cut_short(at)
         return self._window[:length_bytes]
+
+    def peek(self, at: int) -> bytes:
+        """Return some bytes from `at` on: enough for a header as MindSpore writes it, fewer at the end of the file."""
+        first = at - self._base
+        if not 0 <= first <= len(self._window) - _HEADER_BYTES:
+            self._window = self._pread(at, _WINDOW_BYTES)
+            self._base = at
+            first = 0
+        return self._window[first : first + _HEADER_BYTES]
 
     def cut_short(self, at: int) -> ShardError:
         """Return the error of a file that ends within the field at `at`."""
@@ -148,6 +158,14 @@ class Reader:
             return os.pread(self._fd, length_bytes, at)
         except OSError as error:
             raise self.damage("a shard cannot be read", at, got=str(error)) from error
+
+
+def decode_varint(encoded: bytes) -> int:
+    """Return the number that a whole varint encodes."""
+    number = 0
+    for byte in reversed(encoded):
+        number = number << 7 | byte & 0x7F
+    return number
 
 
 def encode_varint(number: int) -> bytes:
