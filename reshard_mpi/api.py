@@ -14,7 +14,7 @@ from reshard_mpi.engine.transfer import load_shard
 from reshard_mpi.errors import TargetError, UsageError
 from reshard_mpi.inspection import inspect
 from reshard_mpi.journal import published
-from reshard_mpi.layout import Strategy, unsharded
+from reshard_mpi.placement import Strategy, unsharded
 from reshard_mpi.planning.parameters import Unlisted
 from reshard_mpi.planning.ranks import needed_ranks
 from reshard_mpi.planning.summary import Plan, RankSummary

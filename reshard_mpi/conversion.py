@@ -8,8 +8,10 @@ from dataclasses import dataclass, field, replace
 
 from reshard_mpi.engine.transfer import first_difference
 from reshard_mpi.errors import DisagreementError
-from reshard_mpi.layout import Layout, Strategy, regroup, whole_shape
+from reshard_mpi.layout import Layout, whole_shape
 from reshard_mpi.manifest import Manifest
+from reshard_mpi.nesting import regroup
+from reshard_mpi.placement import Strategy
 from reshard_mpi.planning.model import Limits, RankPlan
 from reshard_mpi.planning.parameters import Unlisted, find_or_follow
 from reshard_mpi.planning.ranks import check_target_rank, needed_ranks

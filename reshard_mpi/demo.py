@@ -17,8 +17,9 @@ from reshard_mpi.box import Box
 from reshard_mpi.comm import Comm
 from reshard_mpi.dtypes import BY_NAME
 from reshard_mpi.errors import DisagreementError, TargetError
-from reshard_mpi.layout import Layout, Placement, Strategy
+from reshard_mpi.layout import Layout
 from reshard_mpi.manifest import Segments, ShardIdentity, ShardSpec, TensorSpec
+from reshard_mpi.placement import Placement, Strategy
 from reshard_mpi.planning.parameters import Unlisted
 from reshard_mpi.report import Outcome, Silent
 from reshard_mpi.runtime import Request, convert
@@ -198,7 +199,7 @@ def _account(base: Path, outcome: Outcome, seconds: float, comm: Comm, *, kept: 
         "      resharded for 4 ranks (layer1 ((1,4),(4,1)), layer3 ((2,2),(2,1)), optimizer sharding on)",
         *(
             f"  target {target.rank}: {format_bytes(target.written_bytes)} from source ranks"
-            f" {', '.join(map(str, target.source_ranks))}"
+            f" {', '.join(map(str, target.read_ranks))}"
             for target in outcome.targets
         ),
         f"{processes} wrote {format_bytes(written_bytes)} in {seconds:.3f} s ({format_rate(written_bytes, seconds)});"

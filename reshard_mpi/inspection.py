@@ -8,8 +8,8 @@ from typing import Any
 
 from reshard_mpi import discovery, formats, strategy
 from reshard_mpi.errors import ReshardError, SourceError, StrategyError
-from reshard_mpi.layout import Placement, Strategy
 from reshard_mpi.manifest import Decoded, Manifest, TensorEntry
+from reshard_mpi.placement import Placement, Strategy
 from reshard_mpi.units import format_bytes
 
 

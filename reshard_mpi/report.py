@@ -24,7 +24,7 @@ class TargetReport:
 
     rank: int
     path: str
-    source_ranks: tuple[int, ...]
+    read_ranks: tuple[int, ...]
     written_bytes: int
     needed_bytes: int
     requested_bytes: int
@@ -150,7 +150,7 @@ class Plain:
             print(f"{format_bytes(self._moved_bytes)} written so far", file=self._stream, flush=True)
 
     def finished(self, report: TargetReport) -> None:
-        sources = len(report.source_ranks)
+        sources = len(report.read_ranks)
         print(
             f"target {report.rank}: {format_bytes(report.written_bytes)} from {sources} source"
             f" {'rank' if sources == 1 else 'ranks'} in {report.seconds:.2f} s",

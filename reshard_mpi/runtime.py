@@ -18,7 +18,7 @@ from reshard_mpi.engine.files import Traffic
 from reshard_mpi.engine.transfer import OnBytes, write_shard
 from reshard_mpi.errors import ReshardError, TargetError, UsageError
 from reshard_mpi.journal import Journal, RunIdentity, Unrecorded
-from reshard_mpi.layout import Strategy, unsharded
+from reshard_mpi.placement import Strategy, unsharded
 from reshard_mpi.planning.model import Limits, RankPlan
 from reshard_mpi.planning.parameters import Unlisted
 from reshard_mpi.planning.ranks import check_target_rank
@@ -240,7 +240,7 @@ class _Process:
         report = TargetReport(
             rank=rank,
             path=str(path),
-            source_ranks=plan.source_ranks,
+            read_ranks=plan.read_ranks,
             written_bytes=plan.written_bytes,
             needed_bytes=plan.needed_bytes,
             requested_bytes=traffic.requested_bytes,

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from reshard_mpi import formats
 from reshard_mpi.discovery import ShardFiles
 from reshard_mpi.errors import DisagreementError, SourceError, StrategyError
-from reshard_mpi.layout import Strategy, unsharded
 from reshard_mpi.manifest import Manifest, TensorEntry
+from reshard_mpi.placement import Strategy, unsharded
 from reshard_mpi.strategy import table
 
 # Manifests kept; a target reads from few files, and neighbouring targets from the same ones.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from reshard_mpi.box import Box
-from reshard_mpi.layout import Piece, Placement
 from reshard_mpi.manifest import Manifest, TensorEntry
+from reshard_mpi.placement import Piece, Placement
 from reshard_mpi.planning.model import Check, Copy
 from reshard_mpi.planning.tensors import SourceTensor
 from reshard_mpi.units import KIB

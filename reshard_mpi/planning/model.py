@@ -61,7 +61,8 @@ class Check:
 class RankPlan:
     """All that one target rank needs: what to write, from where, and what must hold first.
 
-    absent: names the strategies list that no source shard holds. notes: what the user should be told.
+    source_ranks: the shards opened. absent: names the strategies list that no source shard holds. notes: what the user
+    should be told.
     """
 
     target_rank: int
@@ -76,6 +77,11 @@ class RankPlan:
     @property
     def shard(self) -> ShardSpec:
         return ShardSpec(self.identity, tuple(tensor.spec for tensor in self.tensors), self.strings)
+
+    @property
+    def read_ranks(self) -> tuple[int, ...]:
+        """The source ranks that tensors are taken from, ascending; others were only opened, to compare."""
+        return tuple(sorted({copy.source_rank for tensor in self.tensors for copy in tensor.copies}))
 
     @property
     def written_bytes(self) -> int:

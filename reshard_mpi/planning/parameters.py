@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from enum import StrEnum
 
 from reshard_mpi.errors import StrategyError
-from reshard_mpi.layout import Placement, Strategy
+from reshard_mpi.placement import Placement, Strategy
 
 # Gradients in mid-accumulation: every data-parallel rank holds its own partial sum, so copies of them may differ.
 _PARTIAL_SUMS = ("accu_grads", "grad_sum")
@@ -31,16 +31,17 @@ def named_after(name: str) -> Iterator[str]:
 def find_or_follow(strategy: Strategy, name: str, fits: Callable[[str], bool]) -> tuple[Placement, ...]:
     """Return the placements `strategy` gives `name`, or those of the listed name it follows; empty if neither.
 
-    fits: tells whether the parameter has the same whole shape as the one of the given name.
+    fits: tells whether the parameter has the same whole shape as the one of the given name. A rule that catches every
+    name (`*`) is for what neither is listed nor follows.
     """
     listed = strategy.find(name)
-    if listed:
+    if listed and not strategy.is_only_caught(name):
         return listed
     for base in named_after(name):
         followed = strategy.find(base)
-        if followed and fits(base):
+        if followed and not strategy.is_only_caught(base) and fits(base):
             return followed
-    return ()
+    return listed
 
 
 def everywhere(strategy: Strategy) -> Placement:

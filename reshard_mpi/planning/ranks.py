@@ -6,9 +6,14 @@ from collections.abc import Container, Iterable
 from functools import lru_cache
 
 from reshard_mpi.errors import LayoutError, UsageError
-from reshard_mpi.layout import Layout, Piece, Placement, Strategy, align, stand_in_shape
+from reshard_mpi.layout import Layout, stand_in_shape
+from reshard_mpi.nesting import alignments
+from reshard_mpi.placement import Piece, Placement, Strategy
 from reshard_mpi.planning.parameters import Unlisted, everywhere, find_or_follow, require_common_parameters
 from reshard_mpi.planning.replicas import choose_holders, home_rank
+
+# The needed pieces of one parameter by placement; more than one placement where a nested layout leaves it open.
+Needs = tuple[tuple[Placement, tuple[Piece, ...]], ...]
 
 
 def check_target_rank(target_rank: int, target: Strategy) -> None:
@@ -47,11 +52,12 @@ def needed_ranks(
             continue
         seen.add(pair)
         try:
-            placement, pieces = pick_alternative(pair[0], pair[1], target_rank, home, available)
+            needs = _choose_alternative(pair[0], pair[1], target_rank, home, available)
         except LayoutError as error:
             error.where = f"parameter {name!r}, {source.origin or 'source'} to {target.origin or 'target'}"
             raise
-        demands.setdefault(placement, {}).update(dict.fromkeys(pieces))
+        for placement, pieces in needs:
+            demands.setdefault(placement, {}).update(dict.fromkeys(pieces))
     ranks = set(choose_holders(demands, home, available).values())
     if not ranks:
         fallback = home if home in available else next((r for r in range(source.world_size) if r in available), home)
@@ -59,18 +65,22 @@ def needed_ranks(
     return tuple(sorted(ranks))
 
 
-def pick_alternative(
+def _choose_alternative(
     alternatives: tuple[Placement, ...], target: Placement, target_rank: int, home: int, available: Container[int]
-) -> tuple[Placement, tuple[Piece, ...]]:
-    """Return which of a parameter's source placements to read, and the pieces of it that the target rank needs.
+) -> Needs:
+    """Return what to read of which of a parameter's source placements.
 
     The stage of `home` comes first; one whose every needed piece is available is preferred to one with holes.
     """
     ordered = sorted(alternatives, key=lambda placement: home // placement.stage_size not in placement.stages)
-    found = [_pieces(placement, target, target_rank) for placement in ordered]
-    for placement, pieces in found:
-        if all(any(rank in available for rank in placement.holders(piece)) for piece in pieces):
-            return placement, pieces
+    found = [_needs(placement, target, target_rank) for placement in ordered]
+    for needs in found:
+        if all(
+            any(rank in available for rank in placement.holders(piece))
+            for placement, pieces in needs
+            for piece in pieces
+        ):
+            return needs
     return found[0]
 
 
@@ -93,8 +103,10 @@ def _placements(
 
 
 @lru_cache(maxsize=4096)
-def _pieces(source: Placement, target: Placement, target_rank: int) -> tuple[Placement, tuple[Piece, ...]]:
-    source, target = align(source, target)
-    shape = stand_in_shape(source, target)
-    box = Layout(target, shape).box(target_rank)
-    return source, tuple(piece for piece, _ in Layout(source, shape).pieces_meeting(box))
+def _needs(source: Placement, target: Placement, target_rank: int) -> Needs:
+    needs = []
+    for aligned, other in alignments(source, target):
+        shape = stand_in_shape(aligned, other)
+        box = Layout(other, shape).box(target_rank)
+        needs.append((aligned, tuple(piece for piece, _ in Layout(aligned, shape).pieces_meeting(box))))
+    return tuple(needs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Container, Mapping
 
-from reshard_mpi.layout import Piece, Placement
+from reshard_mpi.placement import Piece, Placement
 
 Demands = Mapping[Placement, Collection[Piece]]
 Choice = dict[tuple[Placement, Piece], int]

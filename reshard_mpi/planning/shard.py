@@ -6,8 +6,9 @@ from collections.abc import Container, Iterator, Mapping
 
 from reshard_mpi.box import Box
 from reshard_mpi.errors import CoverageError, LayoutError, StrategyError
-from reshard_mpi.layout import Piece, Placement, Strategy, regroup
 from reshard_mpi.manifest import Manifest, ShardIdentity, TensorSpec
+from reshard_mpi.nesting import regroup
+from reshard_mpi.placement import Piece, Placement, Strategy
 from reshard_mpi.planning.agreement import Part, agreement_checks, common_strings, replica_checks
 from reshard_mpi.planning.model import Check, Copy, RankPlan, TensorPlan
 from reshard_mpi.planning.parameters import (

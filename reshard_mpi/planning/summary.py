@@ -11,10 +11,14 @@ from reshard_mpi.units import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class RankSummary:
-    """One target rank. peak_bytes: the resident memory its process is projected to need at most."""
+    """One target rank.
+
+    read_ranks: the source ranks its tensors come from. peak_bytes: the resident memory its process is projected to
+    need at most.
+    """
 
     rank: int
-    source_ranks: tuple[int, ...]
+    read_ranks: tuple[int, ...]
     tensors: int
     copies: int
     written_bytes: int
@@ -27,7 +31,7 @@ class RankSummary:
     def of(cls, plan: RankPlan, limits: Limits) -> RankSummary:
         return cls(
             rank=plan.target_rank,
-            source_ranks=plan.source_ranks,
+            read_ranks=plan.read_ranks,
             tensors=len(plan.tensors),
             copies=sum(len(tensor.copies) for tensor in plan.tensors),
             written_bytes=plan.written_bytes,
@@ -66,7 +70,7 @@ class Plan:
         """Return the plan as lines for people."""
         rows = [("target", "tensors", "writes", "reads", "peak memory", "source ranks")]
         for target in self.targets:
-            ranks = " ".join(map(str, target.source_ranks[:12])) + (" ..." if len(target.source_ranks) > 12 else "")
+            ranks = " ".join(map(str, target.read_ranks[:12])) + (" ..." if len(target.read_ranks) > 12 else "")
             written, needed = format_bytes(target.written_bytes), format_bytes(target.needed_bytes)
             rows.append(
                 (str(target.rank), str(target.tensors), written, needed, format_bytes(target.peak_bytes), ranks)

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from reshard_mpi.box import Box
 from reshard_mpi.dtypes import DType
 from reshard_mpi.errors import DisagreementError, LayoutError, ReshardError
-from reshard_mpi.layout import Layout, Placement, Shape, Strategy, regroup, whole_shape
+from reshard_mpi.layout import Layout, whole_shape
 from reshard_mpi.manifest import Manifest, TensorEntry
+from reshard_mpi.nesting import regroup
+from reshard_mpi.placement import Placement, Shape, Strategy
 from reshard_mpi.planning.parameters import everywhere, find_or_follow
 
 

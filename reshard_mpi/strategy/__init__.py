@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from reshard_mpi.errors import StrategyError
 
 if TYPE_CHECKING:
-    from reshard_mpi.layout import Strategy
+    from reshard_mpi.placement import Strategy
     from reshard_mpi.strategy.mindspore import StageFile
 
 __all__ = ["digest", "load"]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from reshard_mpi.errors import LayoutError, StrategyError
-from reshard_mpi.layout import Placement, Strategy
+from reshard_mpi.placement import Placement, Strategy
 from reshard_mpi.strategy.checks import array, integer, integers, known_keys, table, text, wrong
 from reshard_mpi.strategy.limits import MAX_AXES, MAX_DIMENSIONS, MAX_LENGTH, MAX_RANKS
 from reshard_mpi.strategy.stages import located

@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from reshard_mpi.errors import LayoutError, StrategyError
-from reshard_mpi.layout import Placement, Shape, Strategy, ravel, unravel
+from reshard_mpi.placement import Placement, Shape, Strategy, ravel, unravel
 from reshard_mpi.strategy.limits import MAX_AXES, MAX_DIMENSIONS, MAX_EXPANDED_DIMENSIONS, MAX_RANKS
 from reshard_mpi.strategy.mindspore import RawLayout, StageFile, StrategyItem, place
 

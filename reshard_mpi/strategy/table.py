@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from reshard_mpi.errors import LayoutError, StrategyError
-from reshard_mpi.layout import Placement, Strategy
+from reshard_mpi.placement import Placement, Strategy
 from reshard_mpi.strategy.checks import array, integer, integers, known_keys, table, text, wrong
 from reshard_mpi.strategy.limits import (
     MAX_AXES,

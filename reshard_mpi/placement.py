@@ -1,0 +1,255 @@
+"""Which rank holds which piece of a tensor, without its shape: all that a strategy file says.
+
+The semantics are MindSpore's:
+
+- local rank r of a stage has the coordinates of a row-major walk over `mesh`, last axis fastest;
+- every tensor dimension is cut evenly (or at given sizes) over the mesh axes that `split` names, the major one first;
+- ranks with the same slice are counted in row-major order of the mesh axes not in use, and an optimizer cut into k
+  pieces gives the one at position p piece p mod k of dimension 0 of that slice;
+- global rank = stage x ranks of a stage + local rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+
+from reshard_mpi.errors import LayoutError
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One distinct part of a tensor: the slice index in every dimension, and the optimizer piece within that slice."""
+
+    index: tuple[int, ...]
+    part: int
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """How one parameter is cut over the ranks of its stages.
+
+    mesh: ranks along each mesh axis of one stage. split: for each tensor dimension the mesh axes (counted from the
+    left) that cut it, major first; an empty `split` cuts nothing, whatever the number of dimensions. optimizer: into
+    how many pieces dimension 0 of each slice is cut once more. sizes: pairs (dimension, slice sizes) for dimensions
+    cut unevenly. stages: the pipeline stages that hold it. expanded_shape: set where `split` may list more dimensions
+    than the tensor has, each of them a factor of a real one (MindSpore's JSON of nested maps): the whole tensor's
+    shape in those factors. open_ended: the tensor may have further dimensions, not cut (a rule that fits many tensors).
+
+    Raises LayoutError if an axis is outside the mesh or used twice, or the optimizer cut has no ranks to go over.
+    """
+
+    mesh: tuple[int, ...]
+    split: tuple[tuple[int, ...], ...] = ()
+    optimizer: int = 1
+    sizes: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    stages: tuple[int, ...] = (0,)
+    expanded_shape: Shape | None = None
+    open_ended: bool = False
+
+    def __post_init__(self) -> None:
+        if any(length < 1 for length in self.mesh):
+            raise LayoutError("a mesh axis has no ranks", expected="every axis 1 or more", got=f"mesh {self.mesh}")
+        used = [axis for axes in self.split for axis in axes]
+        for axis in used:
+            if not 0 <= axis < len(self.mesh):
+                raise LayoutError(
+                    "a tensor dimension is mapped outside the mesh",
+                    expected=f"mesh axes 0 to {len(self.mesh) - 1} of mesh {self.mesh} (counted from the left)",
+                    got=f"axis {axis}",
+                )
+        if len(set(used)) != len(used):
+            raise LayoutError(
+                "a mesh axis cuts two dimensions", expected="each mesh axis used once", got=f"mesh axes {self.split}"
+            )
+        if self.optimizer < 1 or self.holders_per_slice % self.optimizer:
+            raise LayoutError(
+                "the optimizer cut does not fit the ranks that share a slice",
+                expected=f"a divisor of {self.holders_per_slice} (mesh {self.mesh} without the axes in use)",
+                got=str(self.optimizer),
+            )
+        for dim, sizes in self.sizes:
+            if dim >= len(self.split) or len(sizes) != self.slices(dim):
+                slices = self.slices(dim) if dim < len(self.split) else 0
+                raise LayoutError(
+                    f"the sizes given for dimension {dim} do not fit its cut",
+                    expected=f"{slices} sizes",
+                    got=f"{len(sizes)} sizes {list(sizes)}",
+                )
+
+    @property
+    def dimensions(self) -> str:
+        """How many dimensions the tensor has, in words."""
+        return f"{len(self.split)} dimensions{' or more' if self.open_ended else ''}"
+
+    @property
+    def stage_size(self) -> int:
+        """Ranks of one stage."""
+        return math.prod(self.mesh)
+
+    @property
+    def free_axes(self) -> tuple[int, ...]:
+        """Mesh axes that cut no dimension."""
+        used = {axis for axes in self.split for axis in axes}
+        return tuple(axis for axis in range(len(self.mesh)) if axis not in used)
+
+    @property
+    def holders_per_slice(self) -> int:
+        """Ranks of a stage that share one slice, before the optimizer cut."""
+        return math.prod(self.mesh[axis] for axis in self.free_axes)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether any rank holds less than the whole tensor."""
+        return self.optimizer > 1 or any(self.slices(dim) > 1 for dim in range(len(self.split)))
+
+    def slices(self, dim: int) -> int:
+        """Into how many slices dimension `dim` is cut, before the optimizer cut."""
+        return math.prod(self.mesh[axis] for axis in self.split[dim]) if dim < len(self.split) else 1
+
+    def cuts(self, dim: int) -> int:
+        """Into how many parts dimension `dim` is cut in all."""
+        return self.slices(dim) * (self.optimizer if dim == 0 else 1)
+
+    def total(self, dim: int) -> int | None:
+        """The length of dimension `dim`, where the placement itself tells it."""
+        return next((sum(sizes) for at, sizes in self.sizes if at == dim), None)
+
+    def piece(self, rank: int) -> Piece:
+        """Return which part of the tensor global rank `rank` holds."""
+        coordinates = unravel(rank % self.stage_size, self.mesh)
+        index = []
+        for axes in self.split:
+            at = 0
+            for axis in axes:
+                at = at * self.mesh[axis] + coordinates[axis]
+            index.append(at)
+        position = 0
+        if self.optimizer > 1:
+            for axis in self.free_axes:
+                position = position * self.mesh[axis] + coordinates[axis]
+        return Piece(tuple(index), position % self.optimizer)
+
+    def holder(self, piece: Piece, home: int) -> int:
+        """Return the global rank that holds `piece` and lies nearest to rank `home` in the mesh.
+
+        Of the copies it is the one with the coordinates of `home` along the free axes, so parameters cut alike and
+        parameters cut over other axes are looked for in the same files.
+        """
+        stage = home // self.stage_size
+        if stage not in self.stages:
+            stage = self.stages[0]
+        coordinates = list(unravel(home % self.stage_size, self.mesh))
+        self._set_index(coordinates, piece)
+        if self.optimizer > 1:
+            free = self.free_axes
+            lengths = tuple(self.mesh[axis] for axis in free)
+            position = ravel(tuple(coordinates[axis] for axis in free), lengths)
+            position += piece.part - position % self.optimizer
+            for axis, at in zip(free, unravel(position, lengths)):
+                coordinates[axis] = at
+        return stage * self.stage_size + ravel(tuple(coordinates), self.mesh)
+
+    def holders(self, piece: Piece) -> Iterator[int]:
+        """Yield every global rank that holds `piece`, in ascending order within each stage."""
+        free = self.free_axes
+        lengths = tuple(self.mesh[axis] for axis in free)
+        coordinates = [0] * len(self.mesh)
+        self._set_index(coordinates, piece)
+        for stage in self.stages:
+            for position in range(piece.part, math.prod(lengths), self.optimizer):
+                for axis, at in zip(free, unravel(position, lengths)):
+                    coordinates[axis] = at
+                yield stage * self.stage_size + ravel(tuple(coordinates), self.mesh)
+
+    def _set_index(self, coordinates: list[int], piece: Piece) -> None:
+        for axes, at in zip(self.split, piece.index):
+            for axis in reversed(axes):
+                at, coordinates[axis] = divmod(at, self.mesh[axis])
+
+    def with_stages(self, stages: tuple[int, ...]) -> Placement:
+        return replace(self, stages=stages)
+
+
+def replicated(ranks: int) -> Placement:
+    """Return the placement of a tensor that every one of `ranks` ranks holds whole."""
+    return Placement((ranks,))
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """The placements of a whole checkpoint: what all its strategy files say together.
+
+    parameters: for each listed name the placements that hold it; more than one where stages that share a parameter
+    cut it differently. rules: pairs (glob, placement) for names not listed one by one; the first match wins.
+    All stages have the same number of ranks. Raises LayoutError where they do not.
+    """
+
+    world_size: int
+    stages: int
+    parameters: Mapping[str, tuple[Placement, ...]]
+    rules: tuple[tuple[str, Placement], ...] = ()
+    origin: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        checked = set()
+        for name, placements in (*self.parameters.items(), *((glob, (rule,)) for glob, rule in self.rules)):
+            for placement in placements:
+                if placement in checked:
+                    continue
+                checked.add(placement)
+                if placement.stage_size * self.stages != self.world_size:
+                    raise LayoutError(
+                        "the mesh does not fit the number of ranks",
+                        expected=f"{self.world_size // self.stages} ranks a stage"
+                        f" ({self.world_size} ranks, {self.stages} stages)",
+                        got=f"mesh {placement.mesh} for parameter {name!r}",
+                        where=self.origin,
+                        remedy="give every parameter of one strategy the same device number",
+                    )
+
+    @property
+    def stage_size(self) -> int:
+        return self.world_size // self.stages
+
+    def stage_of(self, rank: int) -> int:
+        return rank // self.stage_size
+
+    def find(self, name: str) -> tuple[Placement, ...]:
+        """Return the placements of parameter `name`; empty where the strategy does not list it."""
+        listed = self.parameters.get(name)
+        if listed is not None:
+            return listed
+        return next(((placement,) for glob, placement in self.rules if fnmatchcase(name, glob)), ())
+
+    def is_only_caught(self, name: str) -> bool:
+        """Tell whether nothing but a rule for every name (`*`) lists parameter `name`."""
+        if name in self.parameters:
+            return False
+        return next((glob for glob, _ in self.rules if fnmatchcase(name, glob)), "") == "*"
+
+
+def unsharded(origin: str = "") -> Strategy:
+    """Return the strategy of one full checkpoint: one rank that holds every tensor whole."""
+    return Strategy(1, 1, {}, (("*", replicated(1)),), origin)
+
+
+def unravel(number: int, lengths: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the row-major coordinates of element `number` in an array of shape `lengths`."""
+    coordinates = []
+    for length in reversed(lengths):
+        number, at = divmod(number, length)
+        coordinates.append(at)
+    return tuple(reversed(coordinates))
+
+
+def ravel(coordinates: tuple[int, ...], lengths: tuple[int, ...]) -> int:
+    """Return the row-major number of the element at `coordinates` in an array of shape `lengths`."""
+    number = 0
+    for at, length in zip(coordinates, lengths):
+        number = number * length + at
+    return number
