@@ -6,7 +6,7 @@ import math
 
 from hypothesis import strategies as st
 
-from reshard_mpi.layout import Placement, Strategy
+from reshard_mpi.placement import Placement, Strategy
 from reshard_mpi.strategy.mindspore import RawLayout, StageFile, StrategyItem
 
 NAMES = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), min_size=1, max_size=12)

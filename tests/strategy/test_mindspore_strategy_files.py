@@ -11,7 +11,8 @@ from strategy_examples import one_layout, whole_strategies
 
 from reshard_mpi import strategy
 from reshard_mpi.errors import LayoutError, StrategyError
-from reshard_mpi.layout import Layout, Placement, Strategy
+from reshard_mpi.layout import Layout
+from reshard_mpi.placement import Placement, Strategy
 from reshard_mpi.strategy.mindspore import (
     RawLayout,
     StageFile,

@@ -11,7 +11,8 @@ from hypothesis import assume, given
 from oracle import RawLayout as OracleLayout
 from oracle import slice_for_rank
 
-from reshard_mpi.layout import Layout, Strategy
+from reshard_mpi.layout import Layout
+from reshard_mpi.placement import Strategy
 from reshard_mpi.strategy.mindspore import (
     RawLayout,
     StageFile,

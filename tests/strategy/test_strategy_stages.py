@@ -11,7 +11,7 @@ from strategy_examples import one_layout
 
 from reshard_mpi import strategy
 from reshard_mpi.errors import LayoutError, StrategyError
-from reshard_mpi.layout import Placement
+from reshard_mpi.placement import Placement
 from reshard_mpi.strategy.mindspore import RawLayout, StageFile, StrategyItem, encode_json, encode_protobuf
 from reshard_mpi.strategy.stages import to_strategy
 

@@ -9,7 +9,8 @@ import pytest
 from reshard_mpi import strategy
 from reshard_mpi.box import Box
 from reshard_mpi.errors import LayoutError, ReshardError, StrategyError
-from reshard_mpi.layout import Layout, Placement
+from reshard_mpi.layout import Layout
+from reshard_mpi.placement import Placement
 from reshard_mpi.strategy.spec import parse
 
 MESH = "mesh = { dp = 2, tp = 4 }\n"
