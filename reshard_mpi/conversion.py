@@ -18,11 +18,11 @@ from reshard_mpi.planning.ranks import check_target_rank, needed_ranks
 from reshard_mpi.planning.shard import ShardPlanner
 from reshard_mpi.source import SourceCheckpoint
 from reshard_mpi.strategy import table
-from reshard_mpi.units import KIB, MIB
+from reshard_mpi.units import MIB
 
-# 256 KiB stays in a core's cache while rows from several sources are put together in it. The window is the most that is
-# mapped of sources at once; with the interpreter and its libraries (about 70 MiB) a process stays far below 200 MiB.
-LIMITS = Limits(base_bytes=80 * MIB, buffer_bytes=256 * KIB, window_bytes=16 * MIB)
+# The buffer is large enough that what Python does for each filling of it is small beside moving the bytes. The window is
+# the most that is mapped of sources at once; with the interpreter and its libraries a process stays far below 200 MiB.
+LIMITS = Limits(base_bytes=80 * MIB, buffer_bytes=2 * MIB, window_bytes=16 * MIB)
 
 
 @dataclass(slots=True)

@@ -98,7 +98,7 @@ def _decode(files: Files, copy: Copy, source: Decoded, region: Box, view: Array,
     itemsize = copy.source.dtype.itemsize_bytes
     local = region.relative_to(copy.source_box)
     if not local.ndim:
-        view[...] = source.read(local)
+        view[...] = source.read(local).view(view.dtype)
         files.traffic.requested_bytes += itemsize
         return
     row_bytes = itemsize * math.prod(local.shape[1:])
@@ -108,7 +108,7 @@ def _decode(files: Files, copy: Copy, source: Decoded, region: Box, view: Array,
     while first < local.stop[0]:
         last = min(local.stop[0], (first // step + 1) * step)
         block = Box((first, *local.start[1:]), (last, *local.stop[1:]))
-        view[first - local.start[0] : last - local.start[0]] = source.read(block)
+        view[first - local.start[0] : last - local.start[0]] = source.read(block).view(view.dtype)
         files.traffic.requested_bytes += block.size * itemsize
         first = last
 

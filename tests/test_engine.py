@@ -1,0 +1,206 @@
+"""The engine moves exactly the planned bytes, whatever the boxes, cuts of files, byte orders and limits."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reshard_mpi.box import Box
+from reshard_mpi.dtypes import BY_NAME, DType
+from reshard_mpi.engine import files as engine_files
+from reshard_mpi.engine import transfer
+from reshard_mpi.engine.files import Files
+from reshard_mpi.engine.transfer import first_difference, load_shard, write_shard
+from reshard_mpi.errors import ShardError
+from reshard_mpi.manifest import ByteRange, Decoded, Manifest, Segments, ShardIdentity, TensorEntry, TensorSpec
+from reshard_mpi.planning.model import Check, Copy, Limits, RankPlan, TensorPlan
+
+DTYPES = ("uint8", "float16", "float32", "complex64", "complex128")
+NOWHERE = ShardIdentity(0, 1, "")
+
+
+@st.composite
+def boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
+    """Draw a box in a tensor of `shape`, which may be empty only where the tensor is."""
+    start, stop = [], []
+    for length in shape:
+        low = draw(st.integers(0, max(0, length - 1)))
+        start.append(low)
+        stop.append(draw(st.integers(min(low + 1, length), length)))
+    return Box(tuple(start), tuple(stop))
+
+
+@st.composite
+def cut_bytes(draw: st.DrawFn, length: int) -> list[int]:
+    """Draw the lengths of the ranges that a stream of `length` bytes is cut into, at any byte."""
+    cuts = sorted(draw(st.lists(st.integers(0, length), max_size=3)))
+    return [high - low for low, high in zip([0, *cuts], [*cuts, length])]
+
+
+@st.composite
+def plans(draw: st.DrawFn, folder: Path) -> tuple[RankPlan, Manifest, np.ndarray]:
+    """Draw a tensor in several source files, a target box of it, and the plan; return what the target must hold."""
+    dtype = BY_NAME[draw(st.sampled_from(DTYPES))]
+    shape = tuple(draw(st.lists(st.integers(0, 9), max_size=4)))
+    count = int(np.prod(shape, dtype=int)) * dtype.itemsize_bytes
+    whole = np.random.default_rng(draw(st.integers(0, 99))).bytes(count)
+    array = np.frombuffer(whole, np.dtype((np.void, dtype.itemsize_bytes))).reshape(shape)
+    target = draw(boxes(shape))
+    copies = []
+    for number, region in enumerate(_partition(draw, target)):
+        held = _around(draw, region, shape)
+        copies.append(Copy(number, _source(draw, folder / f"source_{number}", dtype, _cut(array, held)), held, region))
+    spec = TensorSpec("w", dtype, shape, target)
+    plan = RankPlan(0, NOWHERE, (TensorPlan(spec, tuple(copies)),), {}, (), (), (), ())
+    path = folder / "target"
+    path.write_bytes(bytes(spec.size_bytes + 64))
+    offset, ranges = 0, []
+    for length in draw(cut_bytes(spec.size_bytes)):
+        ranges.append(ByteRange(str(path), offset, length))
+        offset += length + 7
+    entry = TensorEntry("w", dtype, target.shape, Segments(tuple(ranges)))
+    return plan, Manifest(str(path), "none", {"w": entry}), _cut(array, target)
+
+
+def _partition(draw: st.DrawFn, box: Box) -> list[Box]:
+    """Cut a box into a few disjoint ones that cover it."""
+    parts = [box]
+    for dim in range(box.ndim):
+        if box.shape[dim] > 1 and draw(st.booleans()):
+            at = draw(st.integers(box.start[dim] + 1, box.stop[dim] - 1))
+            halves = []
+            for part in parts:
+                halves.append(Box(part.start, (*part.stop[:dim], at, *part.stop[dim + 1 :])))
+                halves.append(Box((*part.start[:dim], at, *part.start[dim + 1 :]), part.stop))
+            parts = halves
+    return parts if box.size else []
+
+
+def _around(draw: st.DrawFn, region: Box, shape: tuple[int, ...]) -> Box:
+    return Box(
+        tuple(draw(st.integers(0, low)) for low in region.start),
+        tuple(draw(st.integers(high, length)) for high, length in zip(region.stop, shape)),
+    )
+
+
+def _source(draw: st.DrawFn, path: Path, dtype: DType, held: np.ndarray) -> TensorEntry:
+    content = held.tobytes()
+    kind = draw(st.sampled_from(["plain", "swapped", "decoded"]))
+    if kind == "decoded":
+        raw = np.frombuffer(content, held.dtype).reshape(held.shape)
+        chunk = tuple(draw(st.integers(1, 4)) for _ in held.shape)
+        return TensorEntry("w", dtype, held.shape, Decoded(str(path), lambda box: _cut(raw, box), chunk))
+    if kind == "swapped":
+        content = (
+            np.frombuffer(content, f"V{dtype.part_bytes}")
+            .view(np.uint8)
+            .reshape(-1, dtype.part_bytes)[:, ::-1]
+            .tobytes()
+        )
+    ranges, offset = [], 3
+    with path.open("wb") as stream:
+        for length in draw(cut_bytes(len(content))):
+            stream.seek(offset)
+            done = sum(part.length_bytes for part in ranges)
+            stream.write(content[done : done + length])
+            ranges.append(ByteRange(str(path), offset, length))
+            offset += length + 5
+    return TensorEntry("w", dtype, held.shape, Segments(tuple(ranges), swapped=kind == "swapped"))
+
+
+def _cut(array: np.ndarray, box: Box) -> np.ndarray:
+    return np.array(array[tuple(slice(low, high) for low, high in zip(box.start, box.stop))], order="C")
+
+
+def _written(manifest: Manifest) -> bytes:
+    data = Path(manifest.path).read_bytes()
+    return b"".join(data[r.offset_bytes : r.offset_bytes + r.length_bytes] for r in manifest.tensors["w"].source.ranges)
+
+
+LIMITS = st.builds(
+    Limits,
+    base_bytes=st.just(0),
+    buffer_bytes=st.sampled_from([16, 64, 4096]),
+    window_bytes=st.sampled_from([1, 64, 4096]),
+)
+
+
+@settings(max_examples=400)
+@given(data=st.data(), limits=LIMITS, long_run_bytes=st.sampled_from([1, 32, 1 << 17]), kernel=st.booleans())
+def test_every_path_moves_the_same_bytes(
+    data: st.DataObject, limits: Limits, long_run_bytes: int, kernel: bool
+) -> None:
+    """Kernel copy, its fall-back, reads of runs and gathering from windows all give what numpy's slicing gives."""
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+        plan, target, expected = data.draw(plans(Path(name)))
+        patch.setattr(transfer, "_MIN_KERNEL_COPY_BYTES", long_run_bytes)
+        if not kernel:
+            patch.setattr(engine_files.os, "copy_file_range", _unsupported)
+        moved = []
+        traffic = write_shard(plan, target, limits=limits, on_bytes=moved.append)
+        assert _written(target) == expected.tobytes()
+        assert sum(moved) == traffic.written_bytes == plan.written_bytes
+        assert traffic.requested_bytes == plan.needed_bytes
+        loaded = load_shard(plan, limits=limits)["w"]
+        assert loaded.shape == expected.shape and loaded.tobytes() == expected.tobytes()
+        assert loaded.flags.c_contiguous
+
+
+def _unsupported(*_: object) -> int:
+    raise OSError(38, "Function not implemented")
+
+
+@settings(max_examples=100)
+@given(data=st.data(), limits=LIMITS)
+def test_first_difference_is_the_first(data: st.DataObject, limits: Limits) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(1, 6), max_size=3)))
+    first = np.random.default_rng(1).integers(0, 255, shape, np.uint8)
+    second = np.array(first)
+    at = tuple(data.draw(st.integers(0, length - 1)) for length in shape)
+    differs = data.draw(st.booleans())
+    if differs:
+        second[at] ^= 1
+    box = Box.whole(shape)
+    with tempfile.TemporaryDirectory() as name:
+        copies = []
+        for rank, array in enumerate((first, first, second)):
+            path = Path(name, str(rank))
+            path.write_bytes(array.tobytes())
+            source = Segments((ByteRange(str(path), 0, array.size),))
+            copies.append(Copy(rank, TensorEntry("w", BY_NAME["uint8"], shape, source), box, box))
+        found = first_difference(Check("w", tuple(copies), refuse=True, why=""), limits=limits)
+    assert found == ((copies[2], at) if differs else None)
+
+
+@pytest.mark.parametrize("gap", [0, 10])
+def test_source_that_became_shorter_is_named(tmp_path: Path, gap: int) -> None:
+    path = tmp_path / "source"
+    path.write_bytes(bytes(100 - gap - 1))
+    part = ByteRange(str(path), 0, 100)
+    (tmp_path / "target").write_bytes(bytes(100))
+    with Files() as opened:
+        with pytest.raises(ShardError, match="became shorter") as read:
+            opened.read_into(part, memoryview(bytearray(100)))
+        with pytest.raises(ShardError, match="became shorter"), opened.window(part, 100):
+            raise AssertionError("a window beyond the end was mapped")
+        with pytest.raises(ShardError, match="became shorter"):
+            opened.copy(part, ByteRange(str(tmp_path / "target"), 0, 100), memoryview(bytearray(8)))
+    assert read.value.where == str(path)
+
+
+def test_more_sources_than_may_be_open_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_files, "_MAX_OPEN_FILES", 3)
+    with Files() as opened:
+        for round_number in range(2):
+            for number in range(8):
+                path = tmp_path / str(number)
+                path.write_bytes(bytes([number]))
+                buffer = bytearray(1)
+                opened.read_into(ByteRange(str(path), 0, 1), memoryview(buffer))
+                assert buffer[0] == number, round_number
+        assert len(list(Path("/proc/self/fd").iterdir())) < 100
