@@ -1,0 +1,1 @@
+"""How fast conversions are, beside what they are measured against."""
