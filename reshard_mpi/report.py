@@ -99,7 +99,7 @@ def summary(outcome: Outcome, seconds: float) -> str:
     done = [target for target in outcome.targets if not target.skipped]
     written_bytes = sum(target.written_bytes for target in done)
     skipped = len(outcome.targets) - len(done)
-    text = f"wrote {len(done)} shards, {format_bytes(written_bytes)} in {seconds:.2f} s"
+    text = f"wrote {len(done)} {'shard' if len(done) == 1 else 'shards'}, {format_bytes(written_bytes)} in {seconds:.2f} s"
     text += f" ({format_rate(written_bytes, seconds)})"
     return text + (f"; {skipped} were complete already" if skipped else "")
 

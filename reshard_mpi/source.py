@@ -12,8 +12,8 @@ from reshard_mpi.manifest import Manifest, TensorEntry
 from reshard_mpi.placement import Strategy, unsharded
 from reshard_mpi.strategy import table
 
-# Manifests kept; a target reads from few files, and neighbouring targets from the same ones.
-_MAX_MANIFESTS = 64
+# Tensors whose places are kept, some 600 bytes each; neighbouring targets read from the same shards.
+_MAX_KEPT_TENSORS = 50_000
 
 
 @dataclass(slots=True)
@@ -79,9 +79,12 @@ class SourceCheckpoint:
                 remedy="put every shard into the folder of its own rank",
             )
         self._manifests[rank] = manifest
-        if len(self._manifests) > _MAX_MANIFESTS:
+        while len(self._manifests) > 1 and self._kept_tensors() > _MAX_KEPT_TENSORS:
             self._manifests.popitem(last=False)
         return manifest
+
+    def _kept_tensors(self) -> int:
+        return sum(len(manifest.tensors) for manifest in self._manifests.values())
 
     def stage_ranks(self) -> dict[int, int]:
         """Return, for each stage that has a shard, the lowest rank that is there."""
