@@ -12,7 +12,7 @@ import ckpt_peer
 import h5py
 import numpy as np
 from cases import Side
-from oracle import RawLayout, rank_holds, slice_for_rank
+from oracle import RawLayout, optimizer_step, rank_holds, slice_for_rank
 
 from reshard_mpi.dtypes import BY_NAME
 from reshard_mpi.strategy import mindspore
@@ -98,6 +98,7 @@ def _raw(layout: RawLayout, shape: tuple[int, ...] | None) -> mindspore.RawLayou
         dev_matrix=layout.dev_matrix,
         tensor_map=tuple(entry if isinstance(entry, tuple) else (entry,) for entry in layout.tensor_map),
         opt_weight_shard_size=layout.opt_size,
+        opt_weight_shard_step=optimizer_step(layout),
         param_split_shape=sizes,
         indices_offset=tuple(accumulate(sizes, initial=0))[:-1] if sizes else (),
         tensor_shape=shape,

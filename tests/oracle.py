@@ -64,6 +64,14 @@ def slice_for_rank(whole: np.ndarray, layout: RawLayout, global_rank: int) -> np
     return np.array(part, order="C", copy=True)
 
 
+def optimizer_step(layout: RawLayout) -> int:
+    """Return how far apart in rank the holders of neighbouring optimizer pieces are, on average; 0 for no pieces."""
+    slice_numbers = [_slice_numbers(layout, rank) for rank in range(layout.stage_size)]
+    same = [rank for rank in range(layout.stage_size) if slice_numbers[rank] == slice_numbers[0]]
+    cuts = len(same) if layout.opt_size == -1 else max(layout.opt_size, 1)
+    return (same[cuts - 1] - same[0]) // (cuts - 1) if cuts > 1 else 0
+
+
 def _device_dims(layout: RawLayout, dim: int) -> list[int]:
     """Return the device dimensions, counted from the left, that cut tensor dimension `dim`, major first."""
     entry = layout.tensor_map[dim]
