@@ -10,6 +10,7 @@ import shutil
 import sys
 import sysconfig
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,7 +82,9 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "call.pickle").write_bytes(pickle.dumps((function, args)))
-        (folder / "call.json").write_text(json.dumps({"sys_path": sys.path, "timeout_seconds": timeout_seconds}))
+        # With a quarter of the time left, ranks that still run say where they are: see rank_main.py.
+        call = {"sys_path": sys.path, "complain_at": time.time() + 0.75 * timeout_seconds}
+        (folder / "call.json").write_text(json.dumps(call))
         argv = [sys.executable, "-m", "mpi4py", str(Path(__file__).with_name("rank_main.py")), name]
         command = mpirun_command(mpi, ranks, argv, options=options)
         finished = run_command(command, timeout_seconds=timeout_seconds, env=env)

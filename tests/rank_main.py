@@ -6,6 +6,7 @@ import faulthandler
 import json
 import pickle
 import sys
+import time
 from pathlib import Path
 
 from mpi4py import MPI
@@ -13,8 +14,8 @@ from mpi4py import MPI
 
 def main(folder: Path) -> None:
     call = json.loads((folder / "call.json").read_text())
-    # Shortly before the job is killed for taking too long, every rank says where it hangs.
-    faulthandler.dump_traceback_later(call["timeout_seconds"] * 0.9)
+    # Before the job is killed for taking too long, every rank says where it hangs.
+    faulthandler.dump_traceback_later(max(call["complain_at"] - time.time(), 0.1))
     sys.path[:] = call["sys_path"]
     function, args = pickle.loads((folder / "call.pickle").read_bytes())
     value = pickle.dumps(function(*args))
