@@ -18,7 +18,7 @@ from reshard_mpi.placement import Strategy, unsharded
 from reshard_mpi.planning.parameters import Unlisted
 from reshard_mpi.planning.ranks import needed_ranks
 from reshard_mpi.planning.summary import Plan, RankSummary
-from reshard_mpi.pool import convert_with_workers
+from reshard_mpi.pool import convert_with_workers, useful_workers
 from reshard_mpi.report import Outcome, Silent
 from reshard_mpi.runtime import Request, convert, write_file
 from reshard_mpi.source import SourceCheckpoint
@@ -204,8 +204,9 @@ def as_unlisted(value: str) -> Unlisted:
 def _run(request: Request, processes: int, communicator: Any) -> Outcome:
     if communicator is not None:
         return convert(request, MPIComm(communicator), Silent())
-    if processes > 1:
-        return convert_with_workers(request, processes, Silent())
+    workers = useful_workers(request, processes)
+    if workers > 1:
+        return convert_with_workers(request, workers, Silent())
     return convert(request, SerialComm(), Silent())
 
 

@@ -62,6 +62,9 @@ def _complain(error: ReshardError | str) -> None:
 
 
 class _Parser(argparse.ArgumentParser):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False)  # a shortened option would change its meaning with the next one
+
     def error(self, message: str) -> NoReturn:
         if comm.launched_rank(os.environ) == 0:
             self.print_usage(sys.stderr)
@@ -147,21 +150,25 @@ def _add_strategies(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal()
+
+
 def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
+    if not _is_number(text) or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected 1 or more, got {text!r}")
     return int(text)
 
 
 def _rank(text: str) -> int:
-    if not text.isdigit():
+    if not _is_number(text):
         raise argparse.ArgumentTypeError(f"expected a rank, 0 or more, got {text!r}")
     return int(text)
 
 
 def _part(text: str) -> tuple[int, int]:
     share, slash, shares = text.partition("/")
-    if not (slash and share.isdigit() and shares.isdigit() and int(share) < int(shares)):
+    if not (slash and _is_number(share) and _is_number(shares) and int(share) < int(shares)):
         raise argparse.ArgumentTypeError(f"expected I/N with I from 0 to N-1, got {text!r}")
     return int(share), int(shares)
 
@@ -189,15 +196,16 @@ def _request(options: argparse.Namespace) -> Request:
 
 def _transform(options: argparse.Namespace) -> int:
     from reshard_mpi.errors import UsageError
-    from reshard_mpi.pool import convert_with_workers
+    from reshard_mpi.pool import convert_with_workers, useful_workers
     from reshard_mpi.report import summary, write_report
-    from reshard_mpi.runtime import Run, convert
+    from reshard_mpi.runtime import convert
 
     request = _request(options)
     begin = time.monotonic()
     with comm.world(os.environ, explicit_share=bool(options.rank or options.part)) as world:
-        if options.report and not Path(options.report).resolve().parent.is_dir():
-            raise UsageError("the report's folder is not there", expected="a folder", where=options.report)
+        unwritable = world.rank == 0 and options.report and not _can_be_written(Path(options.report))
+        if any(world.allgather(unwritable, "looked where the report goes")):
+            raise UsageError("the report cannot be written", expected="a file in a folder", where=options.report)
         if world.size > 1 and (options.jobs or 1) > 1:
             raise UsageError(
                 "--jobs does not go with an MPI run",
@@ -205,12 +213,13 @@ def _transform(options: argparse.Namespace) -> int:
                 got=f"--jobs {options.jobs}",
                 remedy="start more MPI ranks instead",
             )
-        jobs = options.jobs or 1
-        if options.jobs is None and not comm.is_launched(os.environ):
-            jobs = min(len(Run.open(request).targets), len(os.sched_getaffinity(0)))
         progress = _progress(options.progress, world)
-        if jobs > 1:
-            outcome = convert_with_workers(request, jobs, progress)
+        processes = world.size
+        if world.size == 1:
+            default = 1 if comm.is_launched(os.environ) else len(os.sched_getaffinity(0))
+            processes = useful_workers(request, options.jobs or default)
+        if processes > world.size:
+            outcome = convert_with_workers(request, processes, progress)
         else:
             outcome = convert(request, world, progress)
         progress.close()
@@ -218,12 +227,16 @@ def _transform(options: argparse.Namespace) -> int:
         if world.rank == 0:
             _tell(outcome)
             if options.report:
-                facts = {"source": options.source, "target": options.target, "processes": max(jobs, world.size)}
+                facts = {"source": options.source, "target": options.target, "processes": processes}
                 write_report(options.report, facts, outcome, seconds)
         outcome.raise_failures()
         if world.rank == 0:
             print(summary(outcome, seconds))
     return 0
+
+
+def _can_be_written(path: Path) -> bool:
+    return path.resolve().parent.is_dir() and not path.is_dir()
 
 
 def _progress(choice: str, world: comm.Comm) -> Bar | Plain | Silent:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from reshard_mpi.engine.transfer import first_difference
-from reshard_mpi.errors import DisagreementError
+from reshard_mpi.errors import CoverageError, DisagreementError
 from reshard_mpi.layout import Layout, whole_shape
 from reshard_mpi.manifest import Manifest
 from reshard_mpi.nesting import regroup
@@ -74,7 +74,13 @@ class Conversion:
             strict=self.strict,
         )
         compared = self._open(planner.comparison_ranks(self.source))
-        return self._checked(planner.plan(compared, self._strategy_table()))
+        try:
+            plan = planner.plan(compared, self._strategy_table())
+        except CoverageError as error:
+            files, size = self.source.files, self.source.strategy.world_size
+            error.where = error.where or f"{files.path}, which has the shards of {len(files.by_rank)} of {size} ranks"
+            raise
+        return self._checked(plan)
 
     def target_weights(self, targets: Sequence[int]) -> dict[int, int]:
         """Return how large the shards of `targets` will be relative to each other (bytes, or 1 where all are alike)."""

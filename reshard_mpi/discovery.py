@@ -42,10 +42,16 @@ def find_shards(path: str, select: str | None = None) -> ShardFiles:
         name = formats.name_of(path)
         if name is None:
             raise _nothing(path, f"a file that ends in {_endings()}", at.name)
+        if _is_strategy(at):
+            raise _nothing(path, "a checkpoint", "a strategy file")
         return _by_own_rank(ShardFiles(path, name, {0: (path,)}))
     if not at.is_dir():
         raise SourceError(
-            "the source is not there", expected="a folder or a checkpoint file", got="nothing", where=path
+            "the source is not there",
+            expected="a folder or a checkpoint file",
+            got="nothing",
+            where=path,
+            remedy="check the path, and that this machine sees it",
         )
     folders = {
         int(match[1]): entry
@@ -56,7 +62,7 @@ def find_shards(path: str, select: str | None = None) -> ShardFiles:
         return _from_folders(path, folders, select)
     loose = _shards_in(at, select)
     if not loose:
-        raise _nothing(path, f"rank_* folders or files that end in {_endings()}", "neither")
+        raise _nothing(path, f"rank_* folders or files that end in {_endings()}{_selected(select)}", "neither")
     name = _one_format({0: loose}, path)
     return _by_own_rank(ShardFiles(path, name, {0: tuple(str(entry) for entry in loose)}))
 
@@ -79,7 +85,8 @@ def shards_from_map(files: Mapping[int, str | os.PathLike[str]]) -> ShardFiles:
 def _from_folders(path: str, folders: Mapping[int, Path], select: str | None) -> ShardFiles:
     candidates = {rank: found for rank, folder in sorted(folders.items()) if (found := _shards_in(folder, select))}
     if not candidates:
-        raise _nothing(path, f"files that end in {_endings()} in its rank folders", f"{len(folders)} folders without")
+        wanted = f"files that end in {_endings()}{_selected(select)} in its rank folders"
+        raise _nothing(path, wanted, f"{len(folders)} folders without")
     name = _one_format(candidates, path)
     chosen, notes = _same_checkpoint(candidates, path)
     steps = {rank: match.groups() for rank, entry in chosen.items() if (match := _STEP.search(entry.name))}
@@ -197,5 +204,15 @@ def _endings() -> str:
     return ", ".join((".ckpt", ".h5", ".hdf5"))
 
 
+def _selected(select: str | None) -> str:
+    return "" if select is None else f" and match {select!r} (--select)"
+
+
 def _nothing(path: str, expected: str, got: str) -> SourceError:
-    return SourceError("no checkpoint found in the source", expected=expected, got=got, where=path)
+    return SourceError(
+        "no checkpoint found in the source",
+        expected=expected,
+        got=got,
+        where=path,
+        remedy="give the folder that holds rank_0, rank_1 and so on, or a checkpoint file",
+    )

@@ -24,6 +24,8 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         files = discovery.find_shards(at)
     except SourceError:
+        if any(Path(at).glob("rank_*")):
+            raise
         return _strategy(at)
     if not Path(at).is_file():
         return _checkpoint(files)
@@ -87,6 +89,7 @@ def _strategy(path: str) -> dict[str, Any]:
             expected="a shard, a folder of rank_* folders, or strategy files",
             got=error.problem,
             where=path,
+            remedy="give one of these",
         ) from None
     return {"kind": "strategy", "path": path, **_strategy_facts(found)}
 

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from reshard_mpi.errors import TargetError
 
@@ -61,8 +61,12 @@ def published(path: Path) -> Iterator[Path]:
 class Unrecorded:
     """Keeps no state: targets are published whole, whatever was there, so identical concurrent runs are harmless."""
 
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
     def check(self) -> None:
-        pass
+        """Raise TargetError if the folder cannot be written to."""
+        _require_writable(self._folder)
 
     def is_done(self, target_rank: int, path: Path) -> bool:
         return False
@@ -89,9 +93,8 @@ class Journal:
         self._overwrite = overwrite
 
     def check(self) -> None:
-        """Raise TargetError if the folder cannot be joined: it is no folder, or holds another run."""
-        if self._folder.exists() and not self._folder.is_dir():
-            raise TargetError("the target is not a folder", expected="a folder", got="a file", where=str(self._folder))
+        """Raise TargetError if the folder cannot be joined: it cannot be written to, or holds another run."""
+        _require_writable(self._folder)
         other = self._recorded_run()
         if other is not None and other.get("digest") != self._identity.digest and not self._overwrite:
             raise TargetError(
@@ -105,8 +108,10 @@ class Journal:
     def is_done(self, target_rank: int, path: Path) -> bool:
         """Tell whether the target is complete and to be skipped (--resume).
 
-        Raises TargetError if its file is there and neither --resume nor --overwrite says what to do with it.
+        Raises TargetError if its file is there and neither --resume nor --overwrite says what to do with it, or a live
+        process is writing it.
         """
+        self._refuse_locked(target_rank)
         if self._overwrite or not path.exists():
             return False
         record = self._record(target_rank)
@@ -158,19 +163,31 @@ class Journal:
 
     @contextlib.contextmanager
     def _locked(self, target_rank: int) -> Iterator[None]:
-        lock = self._state / f"rank_{target_rank}.lock"
-        with lock.open("w") as stream:
-            try:
-                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise TargetError(
-                    f"target rank {target_rank} is being written by another process",
-                    expected="one process for each target",
-                    got=f"a lock on {lock}",
-                    where=str(self._folder),
-                    remedy="wait for it, or give the processes different targets",
-                ) from None
+        with self._lock(target_rank).open("w") as stream:
+            self._take(stream, fcntl.LOCK_EX, target_rank)
             yield
+
+    def _refuse_locked(self, target_rank: int) -> None:
+        try:
+            with self._lock(target_rank).open() as stream:
+                self._take(stream, fcntl.LOCK_SH, target_rank)
+        except FileNotFoundError:
+            pass  # nobody has ever written it
+
+    def _lock(self, target_rank: int) -> Path:
+        return self._state / f"rank_{target_rank}.lock"
+
+    def _take(self, stream: TextIO, kind: int, target_rank: int) -> None:
+        try:
+            fcntl.flock(stream, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise TargetError(
+                f"target rank {target_rank} is being written by another process",
+                expected="one process for each target",
+                got=f"a lock on {stream.name}",
+                where=str(self._folder),
+                remedy="wait for it, or give the processes different targets",
+            ) from None
 
     def _recorded_run(self) -> dict[str, Any] | None:
         return _read_json(self._state / "run.json")
@@ -178,6 +195,29 @@ class Journal:
     def _record(self, target_rank: int) -> dict[str, Any] | None:
         record = _read_json(self._state / f"rank_{target_rank}.json")
         return record if record is not None and record.get("digest") == self._identity.digest else None
+
+
+def _require_writable(folder: Path) -> None:
+    """Raise TargetError if `folder` is there but cannot be written to, or cannot be made where it is not."""
+    nearest = folder
+    while not os.path.lexists(nearest):
+        nearest = nearest.parent
+    if not nearest.is_dir():
+        raise TargetError(
+            "the target is not a folder" if nearest == folder else "a file is in the way of the target",
+            expected="a folder",
+            got="a file",
+            where=str(nearest),
+            remedy="choose another target",
+        )
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise TargetError(
+            "the target cannot be written",
+            expected="the right to make files",
+            got="a folder that is read-only to this user",
+            where=str(nearest),
+            remedy="choose another target, or change its permissions",
+        )
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

@@ -18,9 +18,9 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
-from reshard_mpi.errors import ReshardError
+from reshard_mpi.errors import ReshardError, TransformError
 from reshard_mpi.report import Failure, Outcome, Progress, TargetReport
-from reshard_mpi.runtime import Request, convert
+from reshard_mpi.runtime import Request, Run, convert
 
 T = TypeVar("T")
 
@@ -53,6 +53,9 @@ class PipeProgress:
         self._moved_bytes = 0
         self._next = 0.0
 
+    def assigned(self, ranks: tuple[int, ...]) -> None:
+        self._connection.send(("assigned", ranks))
+
     def started(self, rank: int, written_bytes: int) -> None:
         self._connection.send(("started", (rank, written_bytes)))
 
@@ -76,13 +79,22 @@ class PipeProgress:
 
 @dataclass(slots=True)
 class _Worker:
+    """A worker and what is known of it: the targets it has still to make, the one it is at, those it has made."""
+
     process: subprocess.Popen[bytes]
     connection: Connection
+    to_make: tuple[int, ...] = ()
     target: int | None = None
+    made: tuple[TargetReport, ...] = ()
     alive: bool = True
     gathering: bool = False
     value: Any = None
     lost: Outcome = field(default_factory=Outcome)
+
+
+def useful_workers(request: Request, jobs: int) -> int:
+    """Return how many of `jobs` processes would have a target to make; at least one."""
+    return max(1, min(jobs, len(Run.open(request).targets))) if jobs > 1 else 1
 
 
 def convert_with_workers(request: Request, jobs: int, progress: Progress) -> Outcome:
@@ -131,6 +143,7 @@ def _start(request: Request, rank: int, size: int) -> _Worker:
         pass_fds=(theirs.fileno(),),
         stdin=subprocess.DEVNULL,
         env=environment,
+        process_group=0,  # an interrupt from the terminal is for the parent, which ends its workers itself
     )
     theirs.close()
     ours.send((request, rank, size))
@@ -173,17 +186,22 @@ def _serve(workers: list[_Worker], progress: Progress) -> Outcome:
 
 
 def _tell(progress: Progress, worker: _Worker, kind: str, value: Any) -> None:
-    if kind == "started":
+    if kind == "assigned":
+        worker.to_make = value
+        progress.assigned(value)
+    elif kind == "started":
         worker.target = value[0]
         progress.started(*value)
     elif kind == "moved":
         progress.moved(value)
     elif kind == "finished":
         worker.target = None
+        worker.made += (value,)
         progress.finished(value)
 
 
 def _death(worker: _Worker) -> Outcome:
+    """Return what a worker that died has made, and failures for what it has not."""
     code = worker.process.wait()
     cause = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     hint = {
@@ -191,8 +209,10 @@ def _death(worker: _Worker) -> Outcome:
         -signal.SIGBUS: "a source file became shorter while it was read: make sure nothing writes to the source",
     }.get(code, "")
     at = "between targets" if worker.target is None else f"while it wrote target rank {worker.target}"
-    error = ReshardError("a worker process died", expected="a result", got=f"{cause} {at}", remedy=hint)
-    return Outcome(failures=(Failure(worker.target, error),))
+    error = TransformError("a worker process died", expected="a result", got=f"{cause} {at}", remedy=hint)
+    made = {report.rank for report in worker.made}
+    left = sorted({*worker.to_make} - made, key=lambda rank: (rank != worker.target, rank))
+    return Outcome(worker.made, tuple(Failure(rank, error) for rank in left) or (Failure(None, error),))
 
 
 def _join(workers: list[_Worker]) -> None:

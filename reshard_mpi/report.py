@@ -99,13 +99,17 @@ def summary(outcome: Outcome, seconds: float) -> str:
     done = [target for target in outcome.targets if not target.skipped]
     written_bytes = sum(target.written_bytes for target in done)
     skipped = len(outcome.targets) - len(done)
-    text = f"wrote {len(done)} {'shard' if len(done) == 1 else 'shards'}, {format_bytes(written_bytes)} in {seconds:.2f} s"
+    text = (
+        f"wrote {len(done)} {'shard' if len(done) == 1 else 'shards'}, {format_bytes(written_bytes)} in {seconds:.2f} s"
+    )
     text += f" ({format_rate(written_bytes, seconds)})"
     return text + (f"; {skipped} were complete already" if skipped else "")
 
 
 class Progress(Protocol):
-    """Is told what happens while targets are written."""
+    """Is told what happens while targets are written; first, once by every process, which ones it is to write."""
+
+    def assigned(self, ranks: tuple[int, ...]) -> None: ...
 
     def started(self, rank: int, written_bytes: int) -> None: ...
 
@@ -118,6 +122,9 @@ class Progress(Protocol):
 
 class Silent:
     """Says nothing."""
+
+    def assigned(self, ranks: tuple[int, ...]) -> None:
+        pass
 
     def started(self, rank: int, written_bytes: int) -> None:
         pass
@@ -139,6 +146,9 @@ class Plain:
         self._stream = stream or sys.stderr
         self._moved_bytes = 0
         self._next = time.monotonic() + _PLAIN_SECONDS
+
+    def assigned(self, ranks: tuple[int, ...]) -> None:
+        pass
 
     def started(self, rank: int, written_bytes: int) -> None:
         pass
@@ -170,10 +180,13 @@ class Bar:
         self._begin = time.monotonic()
         self._next = 0.0
         self._moved_bytes = 0
-        self._begun = self._done = 0
+        self._assigned = self._done = 0
+
+    def assigned(self, ranks: tuple[int, ...]) -> None:
+        self._assigned += len(ranks)
 
     def started(self, rank: int, written_bytes: int) -> None:
-        self._begun += 1
+        pass
 
     def moved(self, count_bytes: int) -> None:
         self._moved_bytes += count_bytes
@@ -188,10 +201,10 @@ class Bar:
         now = time.monotonic()
         self._next = now + _REFRESH_SECONDS
         rate = format_rate(self._moved_bytes, now - self._begin)
-        text = f"{self._done} of {self._begun} begun targets done, {format_bytes(self._moved_bytes)}, {rate}"
+        text = f"{self._done} of {self._assigned} targets, {format_bytes(self._moved_bytes)}, {rate}"
         print(f"\r{text:<78}", end="", file=self._stream, flush=True)
 
     def close(self) -> None:
         """End the line."""
-        if self._begun:
+        if self._assigned:
             print(file=self._stream)

@@ -75,6 +75,7 @@ class Run:
                 expected="--dst-strategy with the parameters to keep",
                 got="no target strategy",
             )
+        _check_prefix(request.prefix)
         files = discovery.find_shards(request.source, request.select)
         source = SourceCheckpoint.open(files, source_strategy)
         conversion = Conversion(source, target_strategy, request.unlisted, request.strict)
@@ -106,8 +107,9 @@ class Run:
 
     def _refuse_writing_to_source(self) -> None:
         target, source = Path(self.request.target).resolve(), Path(self.request.source).resolve()
-        own = {Path(path).resolve() for paths in self.conversion.source.files.by_rank.values() for path in paths}
-        if target == source or own & {self.path(rank).resolve() for rank in self.targets}:
+        files = (Path(path) for paths in self.conversion.source.files.by_rank.values() for path in paths)
+        folders = {folder.resolve() for folder in {path.parent for path in files}}
+        if target == source or folders & {self.path(rank).parent.resolve() for rank in self.targets}:
             raise TargetError(
                 "the target is the source",
                 expected="another folder",
@@ -125,6 +127,7 @@ def convert(request: Request, comm: Comm, progress: Progress) -> Outcome:
     """
     process = _Process(request, comm, progress)
     refuse(comm.allgather(process.prepare(), "planned"))
+    refuse(comm.allgather(process.begin(), "begun"))
     return Outcome().joined(comm.allgather(process.write(), "written"))
 
 
@@ -147,10 +150,10 @@ def refuse(outcomes: list[Outcome]) -> None:
         return
     first = failures[0]
     others = {failure.rank for failure in failures} - {first.rank, None}
-    if first.rank is not None:
+    if first.rank is not None and f"target rank {first.rank}" not in first.error.problem:
         first.error.problem = f"target rank {first.rank}: {first.error.problem}"
     if others:
-        first.error.problem += f" (and {len(others)} more targets are refused)"
+        first.error.problem += f" (and {len(others)} more {'target is' if len(others) == 1 else 'targets are'} refused)"
     raise first.error
 
 
@@ -193,17 +196,23 @@ class _Process:
         self._planned = outcome
         return outcome
 
+    def begin(self) -> Outcome:
+        """Make the target folder ready, if this process has anything to write; failures refuse the run."""
+        if self._journal is None:
+            raise RuntimeError("begin needs a prepare that succeeded")
+        try:
+            if self._to_write:
+                self._journal.begin()
+        except (ReshardError, OSError) as error:
+            return Outcome(failures=(Failure(None, as_reshard_error(error)),))
+        return Outcome()
+
     def write(self) -> Outcome:
         """Write this process's targets, each whole or not at all; failures do not stop the others."""
         if self._run is None or self._journal is None:
             raise RuntimeError("write needs a prepare that succeeded")
         outcomes = [self._planned]
-        if self._to_write:
-            try:
-                self._journal.begin()
-            except (ReshardError, OSError) as error:
-                failures = tuple(Failure(rank, as_reshard_error(error)) for rank in self._to_write)
-                return Outcome(failures=failures).joined(outcomes)
+        self._progress.assigned(tuple(self._to_write))
         for rank in self._to_write:
             try:
                 report = self._write_target(self._run, self._journal, rank)
@@ -263,8 +272,17 @@ def write_file(plan: RankPlan, format_name: str, path: Path, limits: Limits, on_
 def _journal(run: Run) -> Journal | Unrecorded:
     request = run.request
     if not request.recorded:
-        return Unrecorded()
+        return Unrecorded(Path(request.target))
     return Journal(Path(request.target), run.identity(), resume=request.resume, overwrite=request.overwrite)
+
+
+def _check_prefix(prefix: str) -> None:
+    if "/" in prefix or "\0" in prefix or prefix.startswith("."):
+        raise UsageError(
+            "the prefix cannot begin a file name",
+            expected="text without '/' that does not start with '.', which would hide the files",
+            got=repr(prefix),
+        )
 
 
 def _targets(request: Request, target: Strategy, conversion: Conversion) -> tuple[int, ...]:

@@ -55,6 +55,7 @@ def needed_ranks(
             needs = _choose_alternative(pair[0], pair[1], target_rank, home, available)
         except LayoutError as error:
             error.where = f"parameter {name!r}, {source.origin or 'source'} to {target.origin or 'target'}"
+            error.remedy = error.remedy or "check that both strategies belong to the same network"
             raise
         for placement, pieces in needs:
             demands.setdefault(placement, {}).update(dict.fromkeys(pieces))

@@ -114,6 +114,7 @@ class ShardPlanner:
             self._tensors.layout(placement, tensor.shape)
         except LayoutError as error:
             error.where = f"tensor {tensor.name!r}, target strategy {self._target.origin}".rstrip()
+            error.remedy = error.remedy or "choose a target strategy whose cuts divide the tensor, or give the sizes"
             raise
         return placement
 
@@ -176,7 +177,7 @@ class ShardPlanner:
             expected=f"box {region} on {_ranks(holders)}",
             got="shard missing" if not any(r in self._manifests for r in holders) else "shards without the tensor",
             where=_paths(self._manifests, holders),
-            remedy="restore one of these ranks' shards",
+            remedy="restore one of these ranks' shards, or give the strategy this checkpoint was saved with",
         )
 
     def _absent(self) -> tuple[str, ...]:
