@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import product
 
 from reshard_mpi.box import Box
 from reshard_mpi.errors import LayoutError
@@ -83,10 +84,9 @@ class Layout:
         """
         if box.size == 0:
             return
-        dims = len(self.placement.split)
-        options = [self._slices_meeting(dim, box.start[dim], box.stop[dim]) for dim in range(dims)]
-        for index in _product(options):
-            for part in range(self.placement.optimizer):
+        dims = range(len(self.placement.split))
+        for index in product(*(self._slices_meeting(dim, box.start[dim], box.stop[dim]) for dim in dims)):
+            for part in self._parts_meeting(index, box):
                 piece = Piece(index, part)
                 shared = self.piece_box(piece).intersect(box)
                 if shared is not None:
@@ -111,6 +111,15 @@ class Layout:
             return range(first, last)
         step = self.shape[dim] // self.placement.slices(dim)
         return range(low // step, (high - 1) // step + 1)
+
+    def _parts_meeting(self, index: tuple[int, ...], box: Box) -> range:
+        if self.placement.optimizer == 1:
+            return range(1)
+        low, high = self._slice(0, index[0] if index else 0)
+        if low == high:
+            return range(0)
+        height = (high - low) // self.placement.optimizer
+        return range((max(low, box.start[0]) - low) // height, (min(high, box.stop[0]) - low - 1) // height + 1)
 
 
 def whole_shape(placement: Placement, rank: int, held: Shape) -> Shape:
@@ -146,12 +155,3 @@ def stand_in_shape(source: Placement, target: Placement) -> Shape:
         least = math.lcm(source.cuts(dim), target.cuts(dim))
         shape.append(source.total(dim) or target.total(dim) or least)
     return tuple(shape)
-
-
-def _product(options: list[range]) -> Iterator[tuple[int, ...]]:
-    if not options:
-        yield ()
-        return
-    for first in options[0]:
-        for rest in _product(options[1:]):
-            yield (first, *rest)

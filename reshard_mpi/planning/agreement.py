@@ -2,45 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 
 from reshard_mpi.box import Box
-from reshard_mpi.manifest import Manifest, TensorEntry
-from reshard_mpi.placement import Piece, Placement
-from reshard_mpi.planning.model import Check, Copy
-from reshard_mpi.planning.tensors import SourceTensor
+from reshard_mpi.errors import DisagreementError
+from reshard_mpi.manifest import Manifest, TensorEntry, TensorSpec
+from reshard_mpi.planning.model import Check, Copy, Moment, TensorPlan
+from reshard_mpi.planning.tensors import Part, SourceTensor
 from reshard_mpi.units import KIB
 
 # Small enough to read from every opened shard for nothing.
 _SMALL_BYTES = 64 * KIB
 # How MindSpore records the moment of a checkpoint: ModelCheckpoint's append_info, and the optimizers' step counter.
 _MOMENT = ("epoch_num", "step_num", "global_step")
-
-# A needed part of a tensor: its placement, the piece, the box the piece has and the region wanted of it.
-Part = tuple[Placement, Piece, Box, Box]
+_DIFFERENT_MOMENTS = "the shards are of different moments"
 
 
-def agreement_checks(tensors: Iterable[SourceTensor], *, same_world: bool) -> Iterator[Check]:
+def agreement_checks(tensors: Iterable[SourceTensor], wanted: Container[str], *, same_world: bool) -> Iterator[Check]:
     """Yield the checks on small tensors that every opened shard holds whole.
 
-    The step counters must agree. Others that no strategy lists are expected to; where source and target have as many
-    ranks they may differ (random state), since each rank then keeps its own.
+    The step counters must agree. Others that no strategy lists are expected to, if the target wants them; where source
+    and target have as many ranks they may differ (random state), since each rank then keeps its own.
     """
     for tensor in tensors:
         first = next(iter(tensor.entries.values()))
         if first.size_bytes > _SMALL_BYTES or len(tensor.entries) < 2 or first.shape != tensor.shape:
             continue
         moment = tensor.name in _MOMENT
-        if not moment and (tensor.listed or same_world):
+        if not moment and (tensor.name not in wanted or tensor.listed or same_world):
             continue
         box = Box.whole(tensor.shape)
         copies = tuple(Copy(rank, entry, box, box) for rank, entry in tensor.entries.items())
-        why = "the shards are of different moments" if moment else "each rank has its own; one of them was taken"
+        why = _DIFFERENT_MOMENTS if moment else "each rank has its own; one of them was taken"
         yield Check(tensor.name, copies, refuse=moment, why=why)
 
 
+def moment_counters(manifests: Mapping[int, Manifest]) -> Iterator[tuple[str, TensorPlan]]:
+    """Yield the step counters of the opened shards, each as one of them has it, with the path of that shard.
+
+    All opened shards have the same (see `agreement_checks`); those of other targets: see `require_one_moment`.
+    """
+    found = set()
+    for rank, manifest in manifests.items():
+        for name in _MOMENT:
+            entry = manifest.tensors.get(name)
+            if entry is not None and entry.size_bytes <= _SMALL_BYTES and name not in found:
+                found.add(name)
+                box = Box.whole(entry.shape)
+                spec = TensorSpec(name, entry.dtype, entry.shape, box)
+                yield manifest.path, TensorPlan(spec, (Copy(rank, entry, box, box),))
+
+
+def require_one_moment(moments: Iterable[Moment]) -> None:
+    """Raise DisagreementError if shards that different targets opened have different step counters."""
+    first: dict[str, Moment] = {}
+    for moment in moments:
+        other = first.setdefault(moment.name, moment)
+        if moment.value != other.value:
+            raise DisagreementError(
+                _DIFFERENT_MOMENTS,
+                expected=f"{other.name!r} = {other.value}, as in {other.path}",
+                got=f"{moment.name!r} = {moment.value}",
+                where=moment.path,
+                remedy="use shards of one and the same moment",
+            )
+
+
 def replica_checks(
-    name: str, alternatives: Iterable[list[Part]], entries: Mapping[int, TensorEntry], why: str
+    name: str, alternatives: Iterable[tuple[Part, ...]], entries: Mapping[int, TensorEntry], why: str
 ) -> Iterator[Check]:
     """Yield the checks that all copies of the needed parts of one tensor are the same.
 
@@ -49,19 +78,19 @@ def replica_checks(
     regions: list[tuple[Box, list[Part]]] = []
     for parts in alternatives:
         if not regions:
-            regions = [(part[3], [part]) for part in parts]
+            regions = [(part.region, [part]) for part in parts]
             continue
         regions = [
             (shared, [*same, part])
             for region, same in regions
             for part in parts
-            if (shared := region.intersect(part[3])) is not None
+            if (shared := region.intersect(part.region)) is not None
         ]
     for region, same in regions:
         copies = tuple(
-            Copy(rank, entries[rank], box, region)
-            for placement, piece, box, _ in same
-            for rank in placement.holders(piece)
+            Copy(rank, entries[rank], part.box, region)
+            for part in same
+            for rank in part.placement.holders(part.piece)
             if rank in entries
         )
         if len(copies) > 1:

@@ -58,11 +58,20 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True)
+class Moment:
+    """When a checkpoint was saved, as the shard at `path` says: the name and value of a counter."""
+
+    name: str
+    value: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
 class RankPlan:
     """All that one target rank needs: what to write, from where, and what must hold first.
 
     source_ranks: the shards opened. absent: names the strategies list that no source shard holds. notes: what the user
-    should be told.
+    should be told. moments: the step counters of the shards opened.
     """
 
     target_rank: int
@@ -73,6 +82,7 @@ class RankPlan:
     absent: tuple[str, ...]
     notes: tuple[str, ...]
     source_ranks: tuple[int, ...]
+    moments: tuple[Moment, ...] = ()
 
     @property
     def shard(self) -> ShardSpec:

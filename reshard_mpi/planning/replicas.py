@@ -19,8 +19,24 @@ def choose_holders(demands: Demands, home: int, available: Container[int]) -> Ch
     """Choose for every demanded piece one rank that holds it, out of the `available` ones.
 
     Pieces with the fewest holders are settled first; whatever the ranks chosen so far hold is taken from them, and
-    ranks that turn out to be superfluous are dropped. Pieces without any available holder are left out.
+    ranks that turn out to be superfluous are dropped. Where stages share a parameter, looking first in another of them
+    than that of `home` may need fewer ranks. Pieces without any available holder are left out.
     """
+    settled = (_settle(demands, start, available) for start in _starts(demands, home))
+    return _assign(demands, min(settled, key=len), home)
+
+
+def _starts(demands: Demands, home: int) -> list[int]:
+    """Return `home` and, if stages share a parameter, the ranks at its place in those stages."""
+    starts = {home: None}
+    for placement in demands:
+        if len(placement.stages) > 1:
+            size = placement.stage_size
+            starts.update((stage * size + home % size, None) for stage in placement.stages)
+    return list(starts)
+
+
+def _settle(demands: Demands, home: int, available: Container[int]) -> list[int]:
     chosen: dict[int, None] = {}
     for placement in sorted(demands, key=_holders_per_piece):
         covered = {placement.piece(rank) for rank in chosen if rank // placement.stage_size in placement.stages}
@@ -30,7 +46,7 @@ def choose_holders(demands: Demands, home: int, available: Container[int]) -> Ch
                 if rank is not None:
                     chosen[rank] = None
                     covered.add(placement.piece(rank))
-    return _assign(demands, _without_superfluous(demands, list(chosen)), home)
+    return _without_superfluous(demands, list(chosen))
 
 
 def available_holder(placement: Placement, piece: Piece, home: int, available: Container[int]) -> int | None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
+from itertools import repeat
 
 from reshard_mpi.box import Box
 from reshard_mpi.errors import CoverageError, LayoutError, StrategyError
+from reshard_mpi.layout import Layout
 from reshard_mpi.manifest import Manifest, ShardIdentity, TensorSpec
-from reshard_mpi.nesting import regroup
 from reshard_mpi.placement import Piece, Placement, Strategy
-from reshard_mpi.planning.agreement import Part, agreement_checks, common_strings, replica_checks
+from reshard_mpi.planning.agreement import agreement_checks, common_strings, replica_checks
 from reshard_mpi.planning.model import Check, Copy, RankPlan, TensorPlan
 from reshard_mpi.planning.parameters import (
     Unlisted,
@@ -18,8 +19,11 @@ from reshard_mpi.planning.parameters import (
     is_partial_sum,
     named_after,
 )
-from reshard_mpi.planning.replicas import Choice, choose_holders, home_rank
-from reshard_mpi.planning.tensors import SourceTensor, SourceTensors
+from reshard_mpi.planning.replicas import choose_holders, home_rank
+from reshard_mpi.planning.tensors import Part, SourceTensor, SourceTensors, parts_meeting
+
+# How source and target hold a tensor.
+_Way = tuple[tuple[Layout, ...], Layout]
 
 
 class ShardPlanner:
@@ -48,25 +52,48 @@ class ShardPlanner:
         self._tensors = SourceTensors(source, manifests)
         self._unlisted = unlisted
         self._strict = strict
-        self._parts: dict[tuple[tuple[Placement, ...], Placement, tuple[int, ...]], tuple[Box, tuple[Part, ...]]] = {}
+        self._boxes: dict[Layout, Box] = {}
+        self._parts: dict[_Way, tuple[Part, ...]] = {}
         # name -> its source and how the target holds it, for all that goes into this shard
-        self._wanted: dict[str, tuple[SourceTensor, Placement]] = {}
+        self._wanted: dict[str, tuple[SourceTensor, Layout]] = {}
+        self._compared: list[str] = []
         for name in self._tensors.names:
             tensor = self._tensors.resolve(name)
-            placement = self._target_placement(tensor)
-            if placement is not None:
-                self._wanted[name] = (tensor, placement)
+            layout = self._target_layout(tensor)
+            if layout is not None:
+                self._wanted[name] = (tensor, layout)
+                if tensor.listed and (tensor.is_tied or is_partial_sum(name)):
+                    self._compared.append(name)
 
     def comparison_ranks(self, available: Container[int]) -> tuple[int, ...]:
         """Return the ranks to open besides, because copies of some tensors may differ and must be compared."""
         ranks: set[int] = set()
-        for tensor, placement in self._wanted.values():
-            if self._must_compare(tensor):
-                box = self._tensors.box(placement, tensor.shape, self._rank)
-                for origin in tensor.placements:
-                    for _, piece, _, _ in self._parts_of(origin, tensor.shape, box):
-                        ranks.update(rank for rank in origin.holders(piece) if rank in available)
+        for name in self._compared:
+            tensor, target = self._wanted[name]
+            for layout in tensor.layouts:
+                for part in parts_meeting(layout, self._box(target)):
+                    ranks.update(rank for rank in part.placement.holders(part.piece) if rank in available)
         return tuple(sorted(ranks - set(self._manifests)))
+
+    def lacking(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield the names of which no opened shard holds what is needed, with the ranks any of which should hold it.
+
+        Of a name that no opened shard holds at all: the ranks that hold the same as one of those opened.
+        """
+        found: dict[object, list[tuple[int, ...]]] = {}
+        for tensor, target in self._wanted.values():
+            if tensor.listed:
+                key = (tensor.layouts, target, *tensor.entries)
+                if key not in found:
+                    holders = (tuple(part.placement.holders(part.piece)) for part in self._needed_parts(tensor, target))
+                    found[key] = [ranks for ranks in holders if not any(rank in tensor.entries for rank in ranks)]
+                yield from ((tensor.name, ranks) for ranks in found[key])
+        for name, placements in self._target.parameters.items():
+            if name not in self._tensors and any(self._stage in placement.stages for placement in placements):
+                for origin in find_or_follow(self._source, name, lambda _: True):
+                    opened = next((r for r in self._manifests if self._source.stage_of(r) in origin.stages), None)
+                    if opened is not None:
+                        yield name, tuple(origin.holders(origin.piece(opened)))
 
     def plan(self, compared: Mapping[int, Manifest], strategy_table: str) -> RankPlan:
         """Return the plan.
@@ -76,9 +103,10 @@ class ShardPlanner:
         """
         choice = self._choose()
         absent = self._absent()
-        tensors = tuple(self._plan_tensor(tensor, placement, choice) for tensor, placement in self._wanted.values())
+        tensors = tuple(self._plan_tensor(tensor, layout, choice) for tensor, layout in self._wanted.values())
         same_world = self._target.world_size == self._source.world_size
-        checks = list(agreement_checks((tensor for tensor, _ in self._wanted.values()), same_world=same_world))
+        every = map(self._tensors.resolve, self._tensors.names)
+        checks = list(agreement_checks(every, self._wanted, same_world=same_world))
         checks.extend(self._replica_checks(compared))
         strings, notes = common_strings(self._manifests, self._home)
         if self._unlisted is Unlisted.DROP:
@@ -87,13 +115,13 @@ class ShardPlanner:
         opened = tuple(sorted({*self._manifests, *compared}))
         return RankPlan(self._rank, identity, tensors, strings, tuple(checks), absent, tuple(notes), opened)
 
-    def _target_placement(self, tensor: SourceTensor) -> Placement | None:
+    def _target_layout(self, tensor: SourceTensor) -> Layout | None:
         """Return how this target rank holds `tensor`, None if it does not."""
         if self._unlisted is Unlisted.FOLLOW:
             placements = find_or_follow(
                 self._target, tensor.name, lambda base: self._tensors.same_shape(tensor.name, base)
             )
-            if not placements and any(placement.is_cut for placement in tensor.placements):
+            if not placements and any(layout.placement.is_cut for layout in tensor.layouts):
                 raise StrategyError(
                     f"{tensor.name!r} is sharded in the source and the target strategy does not say how to place it",
                     expected="the parameter in the target strategy, or one it is named after with the same shape",
@@ -110,71 +138,84 @@ class ShardPlanner:
         if placement is None:
             return None
         try:
-            placement = regroup(placement, tensor.shape)
-            self._tensors.layout(placement, tensor.shape)
+            return self._tensors.layout(placement, tensor.shape)
         except LayoutError as error:
             error.where = f"tensor {tensor.name!r}, target strategy {self._target.origin}".rstrip()
             error.remedy = error.remedy or "choose a target strategy whose cuts divide the tensor, or give the sizes"
             raise
-        return placement
 
-    def _parts_of(self, origin: Placement, shape: tuple[int, ...], box: Box) -> list[Part]:
-        layout = self._tensors.layout(origin, shape)
-        return [(origin, piece, layout.piece_box(piece), region) for piece, region in layout.pieces_meeting(box)]
+    def _box(self, target: Layout) -> Box:
+        if target not in self._boxes:
+            self._boxes[target] = target.box(self._rank)
+        return self._boxes[target]
 
-    def _needed_parts(self, tensor: SourceTensor, target: Placement) -> tuple[Box, tuple[Part, ...]]:
-        """Return the target box and the parts to read for it, of the placement whose parts are all at hand."""
-        key = (tensor.placements, target, tensor.shape)
+    def _needed_parts(self, tensor: SourceTensor, target: Layout) -> tuple[Part, ...]:
+        """Return the parts to read for the target's box, of the layout whose parts are all at hand."""
+        key = (tensor.layouts, target)
         if key not in self._parts:
-            box = self._tensors.box(target, tensor.shape, self._rank)
-            ordered = sorted(tensor.placements, key=lambda p: self._home // p.stage_size not in p.stages)
-            options = [tuple(self._parts_of(origin, tensor.shape, box)) for origin in ordered]
-            at_hand = (
-                option
-                for option in options
-                if all(any(r in self._manifests for r in origin.holders(piece)) for origin, piece, _, _ in option)
-            )
-            self._parts[key] = (box, next(at_hand, options[0]) if len(options) > 1 else options[0])
+            box = self._box(target)
+            ordered = sorted(tensor.layouts, key=lambda layout: not self._is_near(layout.placement))
+            options = [parts_meeting(layout, box) for layout in ordered]
+            at_hand = (option for option in options if all(map(self._is_at_hand, option)))
+            parts = options[0] if len(options) == 1 else next(at_hand, options[0])
+            self._parts[key] = self._covering(parts, tensor, box)
         return self._parts[key]
 
-    def _choose(self) -> Choice:
-        demands: dict[Placement, dict[Piece, None]] = {}
-        done = set()
-        for tensor, placement in self._wanted.values():
-            key = (tensor.placements, placement, tensor.shape)
-            if tensor.listed and key not in done:
-                done.add(key)
-                for origin, piece, _, _ in self._needed_parts(tensor, placement)[1]:
-                    demands.setdefault(origin, {})[piece] = None
-        return choose_holders(demands, self._home, self._manifests)
+    def _is_near(self, placement: Placement) -> bool:
+        return self._source.stage_of(self._home) in placement.stages
 
-    def _plan_tensor(self, tensor: SourceTensor, placement: Placement, choice: Choice) -> TensorPlan:
-        box, parts = self._needed_parts(tensor, placement)
-        copies = []
-        for origin, piece, part_box, region in parts:
-            rank = choice.get((origin, piece)) if tensor.listed else self._any_rank(tensor)
-            if rank not in tensor.entries:
-                rank = next((r for r in origin.holders(piece) if r in tensor.entries), None)
-            if rank is None:
-                raise self._hole(tensor, origin, piece, region)
-            copies.append(Copy(rank, tensor.entries[rank], part_box, region))
-        covered = sum(copy.region.size for copy in copies)
-        if covered != box.size:  # pieces of a layout are disjoint, so equal sizes mean: each element exactly once
+    def _is_at_hand(self, part: Part) -> bool:
+        return any(rank in self._manifests for rank in part.placement.holders(part.piece))
+
+    def _covering(self, parts: tuple[Part, ...], tensor: SourceTensor, box: Box) -> tuple[Part, ...]:
+        """Return `parts`, proved to cover `box`: being disjoint, they do if they have as many elements."""
+        covered = sum(part.region.size for part in parts)
+        if covered != box.size:
             raise CoverageError(
                 f"the sources of {tensor.name!r} do not cover what target rank {self._rank} holds",
                 expected=f"{box.size} elements of box {box}",
                 got=f"{covered} elements",
             )
-        return TensorPlan(TensorSpec(tensor.name, tensor.dtype, tensor.shape, box), tuple(copies))
+        return parts
+
+    def _choose(self) -> dict[_Way, tuple[int | None, ...]]:
+        """Return the rank to read each needed part from, for every way in which listed tensors are held."""
+        parts_of = {
+            (tensor.layouts, target): self._needed_parts(tensor, target)
+            for tensor, target in self._wanted.values()
+            if tensor.listed
+        }
+        demands: dict[Placement, dict[Piece, None]] = {}
+        for parts in parts_of.values():
+            for part in parts:
+                demands.setdefault(part.placement, {})[part.piece] = None
+        choice = choose_holders(demands, self._home, self._manifests)
+        return {
+            way: tuple(choice.get((part.placement, part.piece)) for part in parts) for way, parts in parts_of.items()
+        }
+
+    def _plan_tensor(
+        self, tensor: SourceTensor, target: Layout, choice: Mapping[_Way, tuple[int | None, ...]]
+    ) -> TensorPlan:
+        parts = self._needed_parts(tensor, target)
+        chosen = choice[tensor.layouts, target] if tensor.listed else repeat(self._any_rank(tensor))
+        copies = []
+        for part, rank in zip(parts, chosen):
+            if rank not in tensor.entries:
+                rank = next((other for other in part.placement.holders(part.piece) if other in tensor.entries), None)
+            if rank is None:
+                raise self._hole(tensor, part)
+            copies.append(Copy(rank, tensor.entries[rank], part.box, part.region))
+        return TensorPlan(TensorSpec(tensor.name, tensor.dtype, tensor.shape, self._box(target)), tuple(copies))
 
     def _any_rank(self, tensor: SourceTensor) -> int:
         return self._home if self._home in tensor.entries else next(iter(tensor.entries))
 
-    def _hole(self, tensor: SourceTensor, origin: Placement, piece: Piece, region: Box) -> CoverageError:
-        holders = tuple(origin.holders(piece))
+    def _hole(self, tensor: SourceTensor, part: Part) -> CoverageError:
+        holders = tuple(part.placement.holders(part.piece))
         return CoverageError(
             f"no source holds a part of {tensor.name!r} that target rank {self._rank} needs",
-            expected=f"box {region} on {_ranks(holders)}",
+            expected=f"box {part.region} on {_ranks(holders)}",
             got="shard missing" if not any(r in self._manifests for r in holders) else "shards without the tensor",
             where=_paths(self._manifests, holders),
             remedy="restore one of these ranks' shards, or give the strategy this checkpoint was saved with",
@@ -220,25 +261,18 @@ class ShardPlanner:
             )
         return tuple(absent)
 
-    @staticmethod
-    def _must_compare(tensor: SourceTensor) -> bool:
-        tied = sum(len(placement.stages) for placement in tensor.placements) > 1
-        return tensor.listed and (tied or is_partial_sum(tensor.name))
-
     def _replica_checks(self, compared: Mapping[int, Manifest]) -> Iterator[Check]:
-        named = [(tensor.name, target) for tensor, target in self._wanted.values() if self._must_compare(tensor)]
-        if not named:
+        if not self._compared:
             return
         opened = SourceTensors(self._source, {**self._manifests, **compared})
-        for name, target in named:
-            tensor = opened.resolve(name)
-            box = opened.box(target, tensor.shape, self._rank)
+        for name in self._compared:
+            tensor, target = opened.resolve(name), self._wanted[name][1]
             why = (
                 "they are partial sums of a step that is not finished: save at the end of a step"
                 if is_partial_sum(name)
                 else "the stages that share the parameter have drifted apart"
             )
-            alternatives = [self._parts_of(origin, tensor.shape, box) for origin in tensor.placements]
+            alternatives = [parts_meeting(layout, self._box(target)) for layout in tensor.layouts]
             yield from replica_checks(name, alternatives, tensor.entries, why)
 
 

@@ -10,29 +10,62 @@ from reshard_mpi.dtypes import DType
 from reshard_mpi.errors import DisagreementError, LayoutError, ReshardError
 from reshard_mpi.layout import Layout, whole_shape
 from reshard_mpi.manifest import Manifest, TensorEntry
-from reshard_mpi.nesting import regroup
-from reshard_mpi.placement import Placement, Shape, Strategy
+from reshard_mpi.placement import Piece, Placement, Shape, Strategy
 from reshard_mpi.planning.parameters import everywhere, find_or_follow
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A needed part of a tensor: the `region` of what the holders of `piece` have, which is `box`."""
+
+    placement: Placement
+    piece: Piece
+    box: Box
+    region: Box
+
+
+def parts_meeting(layout: Layout, box: Box) -> tuple[Part, ...]:
+    """Return the parts of a tensor that share elements with `box`."""
+    return tuple(
+        Part(layout.placement, piece, layout.piece_box(piece), region) for piece, region in layout.pieces_meeting(box)
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class SourceTensor:
     """One tensor of the source checkpoint.
 
-    placements: where its parts are. listed: whether the strategy says so (else it is taken to be on every rank).
-    entries: the opened shards that hold a part of it, by rank.
+    layouts: where its parts are; more than one where stages that share it cut it differently. listed: whether the
+    strategy says so (else it is taken to be on every rank). entries: the opened shards that hold a part of it, by rank.
     """
 
     name: str
     dtype: DType
     shape: Shape
-    placements: tuple[Placement, ...]
+    layouts: tuple[Layout, ...]
     listed: bool
     entries: Mapping[int, TensorEntry]
 
+    @property
+    def is_tied(self) -> bool:
+        """Whether several stages share it."""
+        return sum(len(layout.placement.stages) for layout in self.layouts) > 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Fit:
+    """What tensors that are held alike have in common; `ranks` hold them."""
+
+    layouts: tuple[Layout, ...]
+    listed: bool
+    ranks: tuple[int, ...]
+
 
 class SourceTensors:
-    """The tensors of the opened shards of one source checkpoint, in the order in which the shards list them."""
+    """The tensors of the opened shards of one source checkpoint, in the order in which the shards list them.
+
+    What is alike for many tensors is computed once: a checkpoint has thousands of them, placed in a few ways.
+    """
 
     def __init__(self, strategy: Strategy, manifests: Mapping[int, Manifest]) -> None:
         self._strategy = strategy
@@ -42,8 +75,8 @@ class SourceTensors:
             for name, entry in manifests[rank].tensors.items():
                 self._entries.setdefault(name, {})[rank] = entry
         self._resolved: dict[str, SourceTensor] = {}
+        self._fits: dict[object, _Fit] = {}
         self._layouts: dict[tuple[Placement, Shape], Layout] = {}
-        self._boxes: dict[tuple[Placement, Shape, int], Box] = {}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -53,18 +86,11 @@ class SourceTensors:
         return name in self._entries
 
     def layout(self, placement: Placement, shape: Shape) -> Layout:
-        """Return the layout, made once for all tensors that share it."""
+        """Return the layout, one and the same for all tensors of this placement and shape."""
         key = (placement, shape)
         if key not in self._layouts:
             self._layouts[key] = Layout(placement, shape)
         return self._layouts[key]
-
-    def box(self, placement: Placement, shape: Shape, rank: int) -> Box:
-        """Return what `rank` holds, computed once for all tensors that share placement and shape."""
-        key = (placement, shape, rank)
-        if key not in self._boxes:
-            self._boxes[key] = self.layout(placement, shape).box(rank)
-        return self._boxes[key]
 
     def resolve(self, name: str) -> SourceTensor:
         """Return the tensor called `name`, which an opened shard holds.
@@ -82,34 +108,51 @@ class SourceTensors:
     def _resolve(self, name: str) -> SourceTensor:
         entries = self._entries[name]
         placements = find_or_follow(self._strategy, name, lambda base: self._held_alike(name, base))
-        listed = bool(placements)
-        if not listed:
+        key = (placements, tuple((rank, e.shape, e.box, e.global_shape) for rank, e in entries.items()))
+        fit = self._fits.get(key)
+        if fit is None:
+            fit = self._fits[key] = self._fit(name, placements)
+        held = entries if len(fit.ranks) == len(entries) else {rank: entries[rank] for rank in fit.ranks}
+        first = held[fit.ranks[0]]
+        for rank, entry in held.items():
+            if entry.dtype is not first.dtype and entry.dtype != first.dtype:
+                raise DisagreementError(
+                    f"source shards disagree in the type of {name!r}",
+                    expected=f"{first.dtype}, as in {self._manifests[fit.ranks[0]].path}",
+                    got=str(entry.dtype),
+                    where=self._manifests[rank].path,
+                    remedy="use shards of one and the same checkpoint",
+                )
+        return SourceTensor(name, first.dtype, fit.layouts[0].shape, fit.layouts, fit.listed, held)
+
+    def _fit(self, name: str, placements: tuple[Placement, ...]) -> _Fit:
+        """Bind the placements of `name` to the shapes its shards hold; without any it is on every rank."""
+        entries = self._entries[name]
+        held = self._held_in(placements, entries)
+        listed = bool(held)
+        if not listed:  # in no strategy, or only in stages where the strategy does not list it
             placements = (everywhere(self._strategy),)
-        held = {
-            rank: entry
-            for rank, entry in entries.items()
-            if any(self._strategy.stage_of(rank) in placement.stages for placement in placements)
-        }
-        if not held:  # only in stages where the strategy does not list it
-            held, placements, listed = entries, (everywhere(self._strategy),), False
-        first_rank, first = next(iter(held.items()))
-        shape = first.global_shape if first.global_shape is not None else None
-        grouped = []
+            held = entries
+        shape = next(iter(held.values())).global_shape
+        layouts = []
         for placement in placements:
-            rank = next((r for r in held if self._strategy.stage_of(r) in placement.stages), None)
+            rank = next(iter(self._held_in((placement,), held)), None)
             if rank is None:
                 continue
             try:
                 shape = shape if shape is not None else whole_shape(placement, rank, held[rank].shape)
-                placement = regroup(placement, shape)
-                self.layout(placement, shape)
+                layouts.append(self.layout(placement, shape))
             except ReshardError as error:
                 raise _about(error, name, self._manifests[rank].path) from None
-            grouped.append(placement)
-        assert shape is not None
-        for rank, entry in held.items():
-            self._check(name, rank, entry, tuple(grouped), shape, first, self._manifests[first_rank].path)
-        return SourceTensor(name, first.dtype, shape, tuple(grouped), listed, held)
+        for layout in layouts:
+            for rank in self._held_in((layout.placement,), held):
+                self._check(name, rank, layout, next(iter(held)))
+        return _Fit(tuple(layouts), listed, tuple(held))
+
+    def _held_in(self, placements: tuple[Placement, ...], entries: Mapping[int, TensorEntry]) -> dict[int, TensorEntry]:
+        """Return the entries of ranks in whose stages one of `placements` is."""
+        stages = {stage for placement in placements for stage in placement.stages}
+        return {rank: entry for rank, entry in entries.items() if self._strategy.stage_of(rank) in stages}
 
     def _held_alike(self, name: str, base: str) -> bool:
         if base not in self._entries:
@@ -119,37 +162,17 @@ class SourceTensors:
             for rank, entry in self._entries[name].items()
         )
 
-    def _check(
-        self,
-        name: str,
-        rank: int,
-        entry: TensorEntry,
-        placements: tuple[Placement, ...],
-        shape: Shape,
-        first: TensorEntry,
-        first_path: str,
-    ) -> None:
-        path = self._manifests[rank].path
-        if entry.dtype != first.dtype:
-            raise DisagreementError(
-                f"source shards disagree in the type of {name!r}",
-                expected=f"{first.dtype}, as in {first_path}",
-                got=str(entry.dtype),
-                where=path,
-                remedy="use shards of one and the same checkpoint",
-            )
-        stage = self._strategy.stage_of(rank)
-        placement = next((p for p in placements if stage in p.stages), None)
-        if placement is None:
-            return
-        box = self.box(placement, shape, rank)
+    def _check(self, name: str, rank: int, layout: Layout, first_rank: int) -> None:
+        """Raise DisagreementError if what `rank` holds is not what the layout, found by `first_rank`, says."""
+        entry, first = self._entries[name][rank], self._entries[name][first_rank]
+        box = layout.box(rank)
         if entry.shape != box.shape or (entry.box is not None and entry.box != box):
             raise DisagreementError(
                 f"the shape of {name!r} does not fit its layout, or the shards disagree",
-                expected=f"box {box} of shape {list(box.shape)} on rank {rank}"
-                f" (whole tensor {list(shape)}, as {first_path} has {list(first.shape)})",
+                expected=f"box {box} of shape {list(box.shape)} on rank {rank} (whole tensor {list(layout.shape)},"
+                f" as {self._manifests[first_rank].path} has {list(first.shape)})",
                 got=f"shape {list(entry.shape)}" + (f" at box {entry.box}" if entry.box is not None else ""),
-                where=path,
+                where=self._manifests[rank].path,
                 remedy="check that the source strategy is that of this checkpoint",
             )
 

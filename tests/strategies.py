@@ -1,0 +1,68 @@
+"""The strategies of a Case as the package's own values, and by brute force what they imply, for tests of planning."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+from cases import Side
+from oracle import RawLayout, rank_holds, slice_for_rank
+
+from reshard_mpi.placement import Placement, Strategy
+
+
+def placement_of(layout: RawLayout) -> Placement:
+    """Return the placement that MindSpore's terms mean."""
+    axes = [
+        tuple(len(layout.dev_matrix) - 1 - number for number in np.atleast_1d(entry) if number != -1)
+        for entry in layout.tensor_map
+    ]
+    cutting = [axis for dim in axes for axis in dim]
+    sharing = np.prod([length for axis, length in enumerate(layout.dev_matrix) if axis not in cutting], dtype=int)
+    return Placement(
+        mesh=layout.dev_matrix,
+        split=tuple(tuple(map(int, dim)) for dim in axes),
+        optimizer=int(sharing) if layout.opt_size == -1 else max(layout.opt_size, 1),
+        sizes=() if layout.split_sizes is None else ((0, tuple(layout.split_sizes)),),
+        stages=layout.stages,
+    )
+
+
+def strategy_of(side: Side) -> Strategy:
+    """Return what the strategy files of one side of a Case say."""
+    listed = {name: (placement_of(layout),) for name, layout in side.listed.items()}
+    return Strategy(side.world_size, side.stages, listed)
+
+
+def needed_holders(
+    layouts: Mapping[str, tuple[RawLayout, RawLayout]], shapes: Mapping[str, tuple[int, ...]], sources: int, target: int
+) -> set[frozenset[int]]:
+    """Return, for each element that rank `target` needs, the source ranks that hold it (each such set once).
+
+    layouts: how source and target hold each tensor.
+    """
+    found = set()
+    for name, (source, wanted) in layouts.items():
+        if not rank_holds(wanted, target):
+            continue
+        numbers = np.arange(np.prod(shapes[name], dtype=int)).reshape(shapes[name])
+        holders = np.zeros((numbers.size, sources), bool)
+        for rank in range(sources):
+            if rank_holds(source, rank):
+                holders[slice_for_rank(numbers, source, rank).ravel(), rank] = True
+        needed = np.unique(holders[slice_for_rank(numbers, wanted, target).ravel()], axis=0)
+        found.update(frozenset(np.flatnonzero(row).tolist()) for row in needed)
+    return found
+
+
+def fewest(holders: Iterable[frozenset[int]]) -> int:
+    """Return how many ranks it takes at least to have one of each of the sets `holders`, by trying all."""
+    least = [ranks for ranks in set(holders) if not any(other < ranks for other in holders)]
+    everyone = sorted(set().union(*least))
+    return next(
+        count
+        for count in range(len(everyone) + 1)
+        for chosen in itertools.combinations(everyone, count)
+        if not any(ranks.isdisjoint(chosen) for ranks in least)
+    )
