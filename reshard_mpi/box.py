@@ -47,20 +47,27 @@ class Box:
 
     def intersect(self, other: Box) -> Box | None:
         """Return the common elements, or None where there are none. Raises ValueError if the dimensions differ."""
-        if len(self.start) != len(other.start):
-            raise ValueError(f"boxes of {self.ndim} and {other.ndim} dimensions do not meet")
+        self._require_same_ndim(other)
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
         if any(low >= high for low, high in zip(start, stop)):
             return None
         return Box(start, stop)
 
+    def _require_same_ndim(self, other: Box) -> None:
+        if len(self.start) != len(other.start):
+            raise ValueError(f"boxes of {self.ndim} and {other.ndim} dimensions do not meet")
+
     def contains(self, other: Box) -> bool:
-        """Tell whether every element of `other` lies in this box."""
+        """Tell whether `other` lies in this box, its bounds included where it is empty.
+
+        Raises ValueError if the dimensions differ.
+        """
+        self._require_same_ndim(other)
         return all(low <= a and b <= high for low, a, b, high in zip(self.start, other.start, other.stop, self.stop))
 
     def relative_to(self, outer: Box) -> Box:
-        """Return this box in the coordinates of `outer`, which must contain it."""
+        """Return this box in the coordinates of `outer`. Raises ValueError if that does not contain it."""
         if not outer.contains(self):
             raise ValueError(f"{self} does not lie in {outer}")
         return Box(
@@ -69,7 +76,7 @@ class Box:
         )
 
     def offset_of(self, inner: Box) -> int:
-        """Return the row-major element offset, within this box, of the first element of `inner`."""
+        """Return the row-major element offset, within this box, of the first element of `inner`, which lies in it."""
         offset = 0
         for low, high, first in zip(self.start, self.stop, inner.start):
             offset = offset * (high - low) + (first - low)
@@ -87,8 +94,10 @@ class Box:
     def blocks(self, limit: int) -> Iterator[Box]:
         """Cut this box into boxes of at most `limit` elements, each one contiguous run of its row-major order.
 
-        The blocks come in row-major order and cover the box. `limit` must be positive.
+        The blocks come in row-major order and cover the box. Raises ValueError if `limit` is less than 1.
         """
+        if limit < 1:
+            raise ValueError(f"a block holds 1 element or more, got the limit {limit}")
         if self.size == 0:
             return
         shape = self.shape
@@ -101,7 +110,7 @@ class Box:
             yield self
             return
         cut -= 1
-        step = max(1, limit // row)
+        step = limit // row
         for lead in _indices(self.start[:cut], self.stop[:cut]):
             for first in range(self.start[cut], self.stop[cut], step):
                 last = min(first + step, self.stop[cut])
@@ -142,6 +151,7 @@ def common_runs(region: Box, source: Box, target: Box) -> Iterator[Run]:
 
 
 def _indices(start: tuple[int, ...], stop: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Yield the indices of a box one by one; itertools.product would keep every row number of a tensor in memory."""
     if not start:
         yield ()
         return
