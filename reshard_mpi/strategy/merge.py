@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import chain
@@ -123,7 +124,7 @@ def _convert(stages: Sequence[StageFile], kinds: dict[str, Kind], target: Path) 
 
 
 def _write(target: Path, data: bytes) -> None:
-    part = target.with_name(f".{target.name}.{os.getpid()}.part")
+    part = target.with_name(f".{target.name}.{uuid.uuid4().hex[:12]}.part")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with part.open("xb") as opened:

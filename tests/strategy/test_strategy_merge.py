@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -133,3 +134,12 @@ def test_a_target_that_cannot_be_written(tmp_path: Path) -> None:
         with pytest.raises(TargetError):
             merge(folder, out)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "in"]
+
+
+def test_what_a_killed_merge_left_is_in_nobodys_way(tmp_path: Path) -> None:
+    """Ranks on different hosts, or a container started again, may have the same process id."""
+    left = tmp_path / f".out.ckpt.{os.getpid()}.part"
+    left.write_bytes(b"of another process")
+    merge(str(two_stages(tmp_path / "in")), str(tmp_path / "out.ckpt"))
+    assert (tmp_path / "out.ckpt").exists()
+    assert left.read_bytes() == b"of another process"
