@@ -125,7 +125,8 @@ class Layout:
 def whole_shape(placement: Placement, rank: int, held: Shape) -> Shape:
     """Return the shape of the whole tensor of which `rank` holds a part of shape `held`.
 
-    Raises LayoutError if the number of dimensions, or a dimension of given sizes, does not fit.
+    Raises LayoutError if the number of dimensions does not fit; a part of the wrong size does not fit the shape it
+    leads to, which is for the caller to see.
     """
     placement = regroup_held(placement, held)
     if not placement.split and placement.optimizer == 1:
@@ -138,7 +139,11 @@ def whole_shape(placement: Placement, rank: int, held: Shape) -> Shape:
         )
     if not held:
         raise LayoutError("a scalar cannot be cut", expected="a tensor of one dimension or more", got="shape []")
-    return tuple(placement.total(dim) or length * placement.cuts(dim) for dim, length in enumerate(held))
+    totals = [placement.total(dim) for dim in range(len(held))]
+    return tuple(
+        length * placement.cuts(dim) if total is None else total
+        for dim, (length, total) in enumerate(zip(held, totals))
+    )
 
 
 def stand_in_shape(source: Placement, target: Placement) -> Shape:
@@ -153,5 +158,6 @@ def stand_in_shape(source: Placement, target: Placement) -> Shape:
     shape = []
     for dim in range(max(len(source.split), len(target.split), 1)):
         least = math.lcm(source.cuts(dim), target.cuts(dim))
-        shape.append(source.total(dim) or target.total(dim) or least)
+        totals = (source.total(dim), target.total(dim), least)
+        shape.append(next(total for total in totals if total is not None))
     return tuple(shape)

@@ -84,7 +84,8 @@ class Placement:
     @property
     def dimensions(self) -> str:
         """How many dimensions the tensor has, in words."""
-        return f"{len(self.split)} dimensions{' or more' if self.open_ended else ''}"
+        count = len(self.split)
+        return f"{count} dimension{'' if count == 1 else 's'}{' or more' if self.open_ended else ''}"
 
     @property
     def stage_size(self) -> int:
