@@ -15,6 +15,7 @@ from reshard_mpi.errors import TargetError, UsageError
 from reshard_mpi.inspection import inspect
 from reshard_mpi.journal import published
 from reshard_mpi.placement import Strategy, unsharded
+from reshard_mpi.planning.agreement import require_one_moment
 from reshard_mpi.planning.parameters import Unlisted
 from reshard_mpi.planning.ranks import needed_ranks
 from reshard_mpi.planning.summary import Plan, RankSummary
@@ -167,7 +168,9 @@ def plan(
     files = discovery.find_shards(os.fspath(source), select)
     conversion = _conversion(files, src_strategy, dst_strategy, unlisted, strict)
     targets = range(conversion.target.world_size) if ranks is None else ranks
-    return Plan(tuple(RankSummary.of(conversion.plan(rank), conversion.limits) for rank in targets))
+    plans = [conversion.plan(rank) for rank in targets]
+    require_one_moment(moment for rank_plan in plans for moment in rank_plan.moments)
+    return Plan(tuple(RankSummary.of(rank_plan, conversion.limits) for rank_plan in plans))
 
 
 def load_rank(

@@ -6,13 +6,14 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from reshard_mpi.engine.transfer import first_difference
+from reshard_mpi.engine.transfer import first_difference, load_shard
 from reshard_mpi.errors import CoverageError, DisagreementError
 from reshard_mpi.layout import Layout, whole_shape
 from reshard_mpi.manifest import Manifest
 from reshard_mpi.nesting import regroup
 from reshard_mpi.placement import Strategy
-from reshard_mpi.planning.model import Limits, RankPlan
+from reshard_mpi.planning.agreement import moment_counters
+from reshard_mpi.planning.model import Limits, Moment, RankPlan
 from reshard_mpi.planning.parameters import Unlisted, find_or_follow
 from reshard_mpi.planning.ranks import check_target_rank, needed_ranks
 from reshard_mpi.planning.shard import ShardPlanner
@@ -20,9 +21,12 @@ from reshard_mpi.source import SourceCheckpoint
 from reshard_mpi.strategy import table
 from reshard_mpi.units import MIB
 
-# The buffer is large enough that what Python does for each filling of it is small beside moving the bytes. The window is
-# the most that is mapped of sources at once; with the interpreter and its libraries a process stays far below 200 MiB.
+# The buffer is large enough that what Python does for each filling of it is small beside moving the bytes. The window
+# is the most that is mapped of sources at once; with interpreter and libraries a process stays far below 200 MiB.
 LIMITS = Limits(base_bytes=80 * MIB, buffer_bytes=2 * MIB, window_bytes=16 * MIB)
+# A shard that lacks a parameter is no sign that the others do (see `_other_holders`), but strategies also list what is
+# never saved, and opening a thousand shards to be sure of that would take minutes.
+_MAX_LOOKED_INTO = 64
 
 
 @dataclass(slots=True)
@@ -39,6 +43,7 @@ class Conversion:
     limits: Limits = LIMITS
     _table: str | None = field(default=None)
     _names: tuple[str, ...] | None = field(default=None)
+    _never_saved: set[tuple[str, tuple[int, ...]]] = field(default_factory=set)
 
     def source_ranks(self, target_rank: int) -> tuple[int, ...]:
         """Return the source ranks that target rank `target_rank` reads tensors from, ascending."""
@@ -65,14 +70,10 @@ class Conversion:
             seen = {self.source.strategy.stage_of(rank) for rank in manifests}
             extra = {rank for stage, rank in self.source.stage_ranks().items() if stage not in seen}
             manifests = self._open(ranks | extra)
-        planner = ShardPlanner(
-            self.source.strategy,
-            self.target,
-            target_rank,
-            manifests,
-            unlisted=self.unlisted,
-            strict=self.strict,
-        )
+        planner = self._planner(target_rank, manifests)
+        while found := self._other_holders(planner, manifests):
+            manifests = self._open({*manifests, *found})
+            planner = self._planner(target_rank, manifests)
         compared = self._open(planner.comparison_ranks(self.source))
         try:
             plan = planner.plan(compared, self._strategy_table())
@@ -80,7 +81,7 @@ class Conversion:
             files, size = self.source.files, self.source.strategy.world_size
             error.where = error.where or f"{files.path}, which has the shards of {len(files.by_rank)} of {size} ranks"
             raise
-        return self._checked(plan)
+        return replace(self._checked(plan), moments=self._moments(plan, manifests))
 
     def target_weights(self, targets: Sequence[int]) -> dict[int, int]:
         """Return how large the shards of `targets` will be relative to each other (bytes, or 1 where all are alike)."""
@@ -104,6 +105,40 @@ class Conversion:
 
     def _open(self, ranks: set[int] | tuple[int, ...]) -> dict[int, Manifest]:
         return {rank: self.source.manifest(rank) for rank in sorted(ranks) if rank in self.source}
+
+    def _planner(self, target_rank: int, manifests: dict[int, Manifest]) -> ShardPlanner:
+        return ShardPlanner(
+            self.source.strategy,
+            self.target,
+            target_rank,
+            manifests,
+            unlisted=self.unlisted,
+            strict=self.strict,
+        )
+
+    def _other_holders(self, planner: ShardPlanner, manifests: dict[int, Manifest]) -> set[int]:
+        """Return ranks not opened yet that hold what the opened shards lack.
+
+        Shards saved without redundancy hold each parameter on one of the ranks that have it alike.
+        """
+        found: set[int] = set()
+        for name, holders in planner.lacking():
+            others = [rank for rank in holders if rank in self.source and rank not in manifests]
+            if (name, holders) in self._never_saved or found.intersection(others):
+                continue  # what was found may hold this one too: looked at again with it
+            looked_into = others[:_MAX_LOOKED_INTO]
+            rank = next((rank for rank in looked_into if name in self.source.manifest(rank).tensors), None)
+            if rank is None:
+                self._never_saved.add((name, holders))
+            else:
+                found.add(rank)
+        return found
+
+    def _moments(self, plan: RankPlan, manifests: dict[int, Manifest]) -> tuple[Moment, ...]:
+        counters = tuple(moment_counters(manifests))
+        values = load_shard(replace(plan, tensors=tuple(counter for _, counter in counters)), limits=self.limits)
+        named = ((counter.spec.name, path) for path, counter in counters)
+        return tuple(Moment(name, str(values[name].tolist()), path) for name, path in named)
 
     def _checked(self, plan: RankPlan) -> RankPlan:
         """Run the plan's checks; a difference that matters refuses the target, another becomes a note."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from reshard_mpi.errors import ReshardError, TransformError
+from reshard_mpi.planning.model import Moment
 from reshard_mpi.units import format_bytes, format_rate
 
 # Often enough to see that it lives, seldom enough to cost nothing.
@@ -49,6 +50,7 @@ class Outcome:
     failures: tuple[Failure, ...] = ()
     absent: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    moments: tuple[Moment, ...] = ()
 
     def joined(self, others: list[Outcome]) -> Outcome:
         """Return this outcome and the `others` as one, targets in the order of their ranks."""
@@ -58,6 +60,7 @@ class Outcome:
             tuple(failure for one in every for failure in one.failures),
             tuple(dict.fromkeys(name for one in every for name in one.absent)),
             tuple(dict.fromkeys(note for one in every for note in one.notes)),
+            tuple(dict.fromkeys(moment for one in every for moment in one.moments)),
         )
 
     def raise_failures(self) -> None:

@@ -19,6 +19,7 @@ from reshard_mpi.engine.transfer import OnBytes, write_shard
 from reshard_mpi.errors import ReshardError, TargetError, UsageError
 from reshard_mpi.journal import Journal, RunIdentity, Unrecorded
 from reshard_mpi.placement import Strategy, unsharded
+from reshard_mpi.planning.agreement import require_one_moment
 from reshard_mpi.planning.model import Limits, RankPlan
 from reshard_mpi.planning.parameters import Unlisted
 from reshard_mpi.planning.ranks import check_target_rank
@@ -147,6 +148,7 @@ def refuse(outcomes: list[Outcome]) -> None:
     """Raise the first of the errors that the processes found while planning, if any."""
     failures = [failure for outcome in outcomes for failure in outcome.failures]
     if not failures:
+        require_one_moment(moment for outcome in outcomes for moment in outcome.moments)
         return
     first = failures[0]
     others = {failure.rank for failure in failures} - {first.rank, None}
@@ -157,12 +159,13 @@ def refuse(outcomes: list[Outcome]) -> None:
     raise first.error
 
 
-def as_reshard_error(error: Exception) -> ReshardError:
-    """Return `error` as one that can be shown to a user and sent between processes."""
+def as_reshard_error(error: Exception, path: Path | None = None) -> ReshardError:
+    """Return `error` as one that can be shown to a user and sent between processes; `path`: what it is about."""
     if isinstance(error, ReshardError):
         return error
     if isinstance(error, OSError):
-        where = " and ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
+        names = (error.filename, error.filename2) if error.filename is not None else (path,)
+        where = " and ".join(str(name) for name in names if name is not None)
         return ReshardError("the file system refused", got=f"{error.strerror or error}", where=where)
     return ReshardError("out of memory", got=type(error).__name__, remedy="run fewer processes at once")
 
@@ -218,7 +221,8 @@ class _Process:
                 report = self._write_target(self._run, self._journal, rank)
                 outcomes.append(Outcome(targets=(report,)))
             except (ReshardError, OSError, MemoryError) as error:
-                outcomes.append(Outcome(failures=(Failure(rank, as_reshard_error(error)),)))
+                failure = Failure(rank, as_reshard_error(error, self._run.path(rank)))
+                outcomes.append(Outcome(failures=(failure,)))
         return Outcome().joined(outcomes)
 
     def summaries(self) -> list[RankSummary]:
@@ -237,7 +241,7 @@ class _Process:
         self._summaries.append(RankSummary.of(plan, run.conversion.limits))
         if len(self._plans) < _MAX_KEPT_PLANS:
             self._plans[rank] = plan
-        return Outcome(absent=plan.absent, notes=plan.notes)
+        return Outcome(absent=plan.absent, notes=plan.notes, moments=plan.moments)
 
     def _write_target(self, run: Run, journal: Journal | Unrecorded, rank: int) -> TargetReport:
         begin = time.monotonic()
