@@ -19,6 +19,8 @@ _SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 _RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
 # Waiting ranks look this often whether the others have arrived, at most.
 _LONGEST_NAP_SECONDS = 0.02
+# Launchers do not pass on what they have not yet read of a process when it aborts its job.
+_SPEAK_SECONDS = 0.2
 
 
 class Comm(Protocol):
@@ -114,9 +116,10 @@ def world(environment: Mapping[str, str], *, explicit_share: bool) -> Iterator[C
         if isinstance(error, SystemExit | KeyboardInterrupt):
             code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 130
         else:
-            traceback.print_exc()
+            sys.stderr.write(traceback.format_exc())
         sys.stderr.flush()
         if communicator.Get_size() > 1:
+            time.sleep(_SPEAK_SECONDS)
             communicator.Abort(code)
         raise
 

@@ -16,13 +16,13 @@ from reshard_mpi import formats
 from reshard_mpi.box import Box
 from reshard_mpi.comm import Comm
 from reshard_mpi.dtypes import BY_NAME
-from reshard_mpi.errors import DisagreementError, TargetError
+from reshard_mpi.errors import DisagreementError, ReshardError, TargetError
 from reshard_mpi.layout import Layout
 from reshard_mpi.manifest import Segments, ShardIdentity, ShardSpec, TensorSpec
 from reshard_mpi.placement import Placement, Strategy
 from reshard_mpi.planning.parameters import Unlisted
 from reshard_mpi.report import Outcome, Silent
-from reshard_mpi.runtime import Request, convert
+from reshard_mpi.runtime import Request, as_reshard_error, convert
 from reshard_mpi.strategy.mindspore import encode_protobuf
 from reshard_mpi.strategy.stages import to_stage_files
 from reshard_mpi.units import format_bytes, format_rate
@@ -61,9 +61,10 @@ def run_demo(folder: str | None, comm: Comm) -> str:
     """
     with _shared_folder(folder, comm) as base:
         tensors = _tensors()
-        if comm.rank == 0:
-            _write_source(base, tensors)
-        comm.allgather(None, "wrote the source")
+        failed = _try_to_write_source(base, tensors) if comm.rank == 0 else None
+        for error in comm.allgather(failed, "wrote the source"):
+            if error is not None:
+                raise error
         begin = time.monotonic()
         outcome = convert(_request(base), comm, Silent())
         seconds = time.monotonic() - begin
@@ -117,6 +118,15 @@ def _tensors() -> Arrays:
         for prefix in ("", "moments.")
         for name, shape in _SHAPES.items()
     }
+
+
+def _try_to_write_source(base: Path, tensors: Arrays) -> ReshardError | None:
+    """Write the source; return, for all processes to raise it, what the file system refused."""
+    try:
+        _write_source(base, tensors)
+    except OSError as error:
+        return as_reshard_error(error, base)
+    return None
 
 
 def _write_source(base: Path, tensors: Arrays) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ _ALIGNED_FROM_BYTES = 65536
 _ALIGNMENT_BYTES = 4096
 # Structure is written in blocks of this size: the default of 2 KiB spreads it all over the file.
 _STRUCTURE_BLOCK_BYTES = 16384
+# How the library tells that the file system refused, where it does not do so by an OSError.
+_SYSTEM_ERROR = re.compile(r"errno = (\d+)")
 
 
 def reserve(path: str, spec: ShardSpec) -> Manifest:
@@ -52,8 +55,11 @@ def reserve(path: str, spec: ShardSpec) -> Manifest:
             }
         finally:
             file.close()
-    except BaseException:
+    except BaseException as error:
         Path(path).unlink()
+        number = isinstance(error, RuntimeError) and _SYSTEM_ERROR.search(str(error))
+        if number:
+            raise OSError(int(number[1]), os.strerror(int(number[1])), path) from error
         raise
     return Manifest(path, schema.NAME, tensors, dict(spec.strings), spec.identity)
 

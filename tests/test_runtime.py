@@ -1,0 +1,326 @@
+"""Runs of several processes: the same bytes whichever, and what happens when one of them fails, dies or is stopped."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cases import Side
+from checkpoints import as_read, expected_rank, read_shard, write_shards, write_strategy
+from conversions import COMMAND, TENSORS, Conversion, command_line, listing, make, shards, side
+from launch import MPI, MPI_NAMES, RankRun, find_mpi, mpirun_command
+from oracle import RawLayout
+from processes import Finished, run_command
+
+import reshard_mpi
+
+Capture = pytest.CaptureFixture[str]
+TARGETS = {"w": RawLayout((4,), (0, -1)), "b": RawLayout((2, 2), (1,))}
+
+# Stands in for the writing of a shard, in every process of a run; `{do}` is done once the partial file is complete.
+STAND_IN = """\
+import os, signal, sys, time
+import reshard_mpi.runtime as runtime
+write_file = runtime.write_file
+def stand_in(plan, format_name, path, limits, on_bytes):
+    traffic = write_file(plan, format_name, path, limits, on_bytes)
+    if plan.target_rank == 1:
+        {do}
+    return traffic
+runtime.write_file = stand_in
+"""
+
+
+def four_targets(folder: Path, kind: str = "ckpt") -> Conversion:
+    c = make(folder, kind)
+    target = side(4, TARGETS)
+    return c.but(target=target, dst_strategy=write_strategy(target, folder / "four"))
+
+
+def assert_right(c: Conversion, ranks: tuple[int, ...] = (0, 1, 2, 3)) -> None:
+    """Check that these targets are right, and that no others and no partial files are there."""
+    assert set(c.dst.glob("rank_*/*")) == {c.written(rank) for rank in ranks}
+    for rank in ranks:
+        assert read_shard(c.written(rank)) == as_read(expected_rank(c.target, TENSORS, rank))
+
+
+def run(c: Conversion, *options: str, env: dict[str, str] | None = None) -> Finished:
+    return run_command([*COMMAND, *c.arguments("transform", *options)], env=env)
+
+
+def resume(c: Conversion, capsys: Capture) -> str:
+    """Finish a run in this process; return what it says."""
+    said = command_line(capsys, *c.arguments("transform", "--resume"))
+    assert said.code == 0, said
+    return said.out
+
+
+def run_mpi(mpi: MPI, ranks: int, c: Conversion, *options: str, env: dict[str, str] | None = None) -> Finished:
+    arguments = c.arguments("transform", "--jobs", "1", *options)
+    return run_command(mpirun_command(mpi, ranks, [*COMMAND, *arguments]), env=env)
+
+
+def doing(folder: Path, do: str) -> dict[str, str]:
+    """Return the environment in which every process does `do` when it has written target 1 but not yet published it."""
+    (folder / "stand_in").mkdir(exist_ok=True)
+    (folder / "stand_in" / "sitecustomize.py").write_text(STAND_IN.format(do=do))
+    return {"PYTHONPATH": os.pathsep.join([str(folder / "stand_in"), os.environ.get("PYTHONPATH", "")]).rstrip(":")}
+
+
+# The same bytes
+
+
+@pytest.fixture(scope="module", params=["ckpt", "hdf5"])
+def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Conversion:
+    """A conversion and, as its target, what one process alone makes of it."""
+    c = four_targets(tmp_path_factory.mktemp("reference"), request.param)
+    assert c.src_strategy is not None and c.dst_strategy is not None
+    reshard_mpi.transform_checkpoints(c.src, c.dst, "checkpoint_", c.src_strategy, c.dst_strategy, 1, c.kind)
+    assert_right(c)
+    return c
+
+
+def test_command_line_alone(reference: Conversion, tmp_path: Path, capsys: Capture) -> None:
+    assert command_line(capsys, *reference.but(dst=tmp_path).arguments()).code == 0
+    assert shards(tmp_path) == shards(reference.dst)
+
+
+def test_jobs(reference: Conversion, tmp_path: Path, capsys: Capture) -> None:
+    said = command_line(capsys, *reference.but(dst=tmp_path).arguments("transform", "--jobs", "2"))
+    assert said.code == 0 and said.err.count("target ") == 4
+    assert shards(tmp_path) == shards(reference.dst)
+
+
+def test_parts(reference: Conversion, tmp_path: Path, capsys: Capture) -> None:
+    for part in ("0/3", "1/3", "2/3"):
+        assert command_line(capsys, *reference.but(dst=tmp_path).arguments("transform", "--part", part)).code == 0
+    assert shards(tmp_path) == shards(reference.dst)
+
+
+@pytest.mark.parametrize("ranks", [3, 8])
+def test_mpirun(reference: Conversion, tmp_path: Path, mpi: MPI, ranks: int) -> None:
+    finished = run_mpi(mpi, ranks, reference.but(dst=tmp_path), "--report", str(tmp_path / "report.json"))
+    assert finished.returncode == 0, finished
+    assert finished.stdout.count("wrote 4 shards") == 1
+    assert shards(tmp_path) == shards(reference.dst)
+    assert f'"processes": {ranks}' in (tmp_path / "report.json").read_text()
+
+
+def test_process_num(reference: Conversion, tmp_path: Path) -> None:
+    c = reference
+    reshard_mpi.transform_checkpoints(c.src, tmp_path, "checkpoint_", c.src_strategy, c.dst_strategy, 3, c.kind)
+    assert listing(tmp_path) == shards(c.dst)
+
+
+def transform_alone_then_together(c: Conversion, alone: Path, together: Path) -> None:
+    from mpi4py import MPI
+
+    for dst, comm in ((alone, None), (together, MPI.COMM_WORLD)):
+        reshard_mpi.transform_checkpoints(
+            c.src, dst, "checkpoint_", c.src_strategy, c.dst_strategy, output_format=c.kind, comm=comm
+        )
+
+
+def test_functions_on_every_rank(reference: Conversion, tmp_path: Path, mpirun: functools.partial[RankRun]) -> None:
+    mpirun(4, transform_alone_then_together, reference, tmp_path / "alone", tmp_path / "together")
+    for folder in ("alone", "together"):
+        assert listing(tmp_path / folder) == shards(reference.dst)
+
+
+# A target that cannot be written
+
+
+def assert_others_complete(c: Conversion, finished: Finished) -> None:
+    assert finished.returncode == 4, finished
+    assert finished.stderr.count("1 of 4 targets failed; the first: target rank 1: ") == 1, finished
+    assert "got: failed: 1; complete: 3" in finished.stderr and "--resume" in finished.stderr
+    assert "Traceback" not in finished.stderr and "wrote" not in finished.stdout
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_a_target_that_cannot_be_written(tmp_path: Path, capsys: Capture, jobs: str) -> None:
+    c = four_targets(tmp_path)
+    c.dst.mkdir()
+    (c.dst / "rank_1").write_text("in the way")
+    finished = run(c, "--jobs", jobs, "--report", str(tmp_path / "report.json"))
+    assert_others_complete(c, finished)
+    assert f"{c.dst}/rank_1" in finished.stderr
+    assert '"rank": 1,\n   "kind": "ReshardError"' in (tmp_path / "report.json").read_text()
+    (c.dst / "rank_1").unlink()
+    assert_right(c, (0, 2, 3))
+    said = resume(c, capsys)
+    assert "wrote 1 shard," in said and "3 were complete" in said
+    assert_right(c)
+
+
+def test_a_target_that_cannot_be_written_under_mpirun(tmp_path: Path, capsys: Capture, mpi: MPI) -> None:
+    c = four_targets(tmp_path)
+    c.dst.mkdir()
+    (c.dst / "rank_1").write_text("in the way")
+    assert_others_complete(c, run_mpi(mpi, 3, c))
+    (c.dst / "rank_1").unlink()
+    resume(c, capsys)
+    assert_right(c)
+
+
+@pytest.mark.parametrize("kind", ["ckpt", "hdf5"])
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_a_file_system_without_room(tmp_path: Path, capsys: Capture, kind: str, jobs: str) -> None:
+    tensors = {"w": np.arange(1 << 18, dtype=np.float32).reshape(1024, 256)}
+    source = Side(1, 1, {"w": RawLayout((1,), (-1, -1))})
+    target = Side(2, 1, {"w": RawLayout((2,), (0, -1), split_sizes=(24, 1000))})
+    write_shards(source, tensors, tmp_path / "src", kind)
+    dst_strategy = write_strategy(target, tmp_path / "d")
+    c = Conversion(tmp_path, kind, source, target, tmp_path / "src", tmp_path / "dst", None, dst_strategy)
+    limited = ["bash", "-c", 'ulimit -f 256; exec "$@"', "-", *COMMAND, *c.arguments("transform", "--jobs", jobs)]
+    finished = run_command(limited)
+    assert finished.returncode == 4, finished
+    assert "1 of 2 targets failed; the first: target rank 1: the file system refused" in finished.stderr, finished
+    assert "File too large" in finished.stderr and "rank_1/" in finished.stderr
+    assert set(c.dst.glob("rank_*/*")) == {c.written(0)}
+    resume(c, capsys)
+    for rank in range(2):
+        assert read_shard(c.written(rank)) == as_read(expected_rank(target, tensors, rank))
+
+
+# A process that dies or is stopped
+
+
+def test_a_worker_that_is_killed(tmp_path: Path, capsys: Capture) -> None:
+    c = four_targets(tmp_path)
+    finished = run(c, "--jobs", "2", env=doing(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)"))
+    assert finished.returncode == 4, finished
+    # Its worker had 1 and 3 to make, in this order.
+    assert "2 of 4 targets failed; the first: target rank 1: a worker process died" in finished.stderr, finished
+    assert "signal SIGKILL while it wrote target rank 1" in finished.stderr and "fewer --jobs" in finished.stderr
+    assert "got: failed: 1, 3; complete: 2" in finished.stderr
+    said = resume(c, capsys)
+    assert "wrote 2 shards" in said and "2 were complete" in said
+    assert_right(c)  # nor is the dead one's partial file left
+
+
+def test_a_worker_that_is_killed_under_the_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    c = four_targets(tmp_path)
+    doing(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")
+    monkeypatch.syspath_prepend(tmp_path / "stand_in")
+    with pytest.raises(reshard_mpi.errors.TransformError, match=r"target rank 1: a worker process died(.|\n)*SIGKILL"):
+        reshard_mpi.transform_checkpoints(c.src, c.dst, "checkpoint_", c.src_strategy, c.dst_strategy, 2)
+
+
+def test_a_bug_in_a_worker(tmp_path: Path) -> None:
+    c = four_targets(tmp_path)
+    finished = run(c, "--jobs", "2", env=doing(tmp_path, "raise ValueError('a bug')"))
+    assert finished.returncode == 4, finished
+    assert "ValueError: a bug" in finished.stderr and "exit code 1 while it wrote target rank 1" in finished.stderr
+    assert not list(c.dst.glob("rank_*/.*"))
+
+
+def test_a_bug_alone(tmp_path: Path) -> None:
+    c = four_targets(tmp_path)
+    finished = run(c, "--jobs", "1", env=doing(tmp_path, "raise ValueError('a bug')"))
+    assert finished.returncode == 1 and "ValueError: a bug" in finished.stderr, finished
+    assert not list(c.dst.glob("rank_*/.*"))
+
+
+def test_a_bug_on_one_rank_ends_the_job(tmp_path: Path, mpi: MPI) -> None:
+    c = four_targets(tmp_path)
+    finished = run_mpi(mpi, 3, c, env=doing(tmp_path, "raise ValueError('a bug')"))
+    assert finished.returncode != 0 and "ValueError: a bug" in finished.stdout + finished.stderr, finished
+    assert not list(c.dst.glob("rank_1/*"))
+
+
+STOPS = {
+    "terminated": ("1", "os.kill(os.getpid(), signal.SIGTERM)", 143),
+    "interrupted": ("1", "os.kill(os.getpid(), signal.SIGINT)", 130),
+    "jobs terminated": ("2", "os.kill(os.getppid(), signal.SIGTERM)", 143),
+    "jobs interrupted": ("2", "os.kill(os.getppid(), signal.SIGINT)", 130),
+    "jobs interrupted from the terminal": ("2", "os.killpg(os.getpgid(os.getppid()), signal.SIGINT)", 130),
+    "all jobs terminated": ("2", "[os.kill(pid, signal.SIGTERM) for pid in (os.getppid(), os.getpid())]", 143),
+}
+
+
+@pytest.mark.parametrize("name", STOPS)
+def test_a_run_that_is_stopped(tmp_path: Path, capsys: Capture, name: str) -> None:
+    jobs, do, code = STOPS[name]
+    c = four_targets(tmp_path)
+    finished = run(c, "--jobs", jobs, env=doing(tmp_path, f"{do}; time.sleep(30)"))
+    assert finished.returncode == code, finished
+    assert "Traceback" not in finished.stderr and "wrote" not in finished.stdout
+    assert not c.written(1).exists() and not list(c.dst.rglob("*.partial"))
+    resume(c, capsys)
+    assert_right(c)
+
+
+# Launchers
+
+
+def test_a_refusal_under_mpirun_is_told_once(tmp_path: Path, mpi: MPI) -> None:
+    c = four_targets(tmp_path)
+    c.shard(3).write_bytes(b"")
+    before = listing(tmp_path)
+    finished = run_mpi(mpi, 3, c)
+    assert finished.returncode == 3, finished
+    assert finished.stderr.count("reshard-mpi: error: ") == finished.stderr.count("a shard is empty") == 1
+    assert listing(tmp_path) == before
+    finished = run_mpi(mpi, 2, c, "--rank", "99")
+    assert finished.returncode == 2 and finished.stderr.count("target rank out of range") == 1, finished
+
+
+def test_a_demo_that_cannot_be_made_under_mpirun(tmp_path: Path, mpi: MPI) -> None:
+    (tmp_path / "file").write_text("")
+    finished = run_command(mpirun_command(mpi, 2, [*COMMAND, "demo", tmp_path / "file"]))
+    assert finished.returncode == 3 and "Traceback" not in finished.stderr, finished
+    assert finished.stderr.count("reshard-mpi: error: the file system refused") == 1, finished
+
+
+def test_jobs_do_not_go_with_mpirun(tmp_path: Path, mpi: MPI) -> None:
+    c = four_targets(tmp_path)
+    finished = run_command(mpirun_command(mpi, 2, [*COMMAND, *c.arguments("transform", "--jobs", "2")]))
+    assert finished.returncode == 2 and finished.stderr.count("--jobs does not go with an MPI run") == 1, finished
+    assert not c.dst.exists()
+
+
+SIGNS = {
+    "mpich": {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"},
+    "openmpi": {"PMI_SIZE": "4", "PMI_RANK": "0"},
+}
+
+
+def test_a_launcher_of_another_mpi(tmp_path: Path, mpi: MPI) -> None:
+    c = four_targets(tmp_path)
+    env = {**mpi.environment, **SIGNS[mpi.name]}
+    finished = run(c, "--jobs", "1", env=env)
+    assert finished.returncode == 2, finished
+    assert re.search("does not match(.|\n)*4 processes(.|\n)*got: a world of 1(.|\n)*--part I/N", finished.stderr)
+    assert not c.dst.exists()
+    assert run(c, "--part", "1/4", env=env).returncode == 0
+    assert run(c, "--rank", "2", env=env).returncode == 0
+    assert len(list(c.dst.glob("rank_*/*"))) == 2
+
+
+def test_ranks_of_a_launcher_that_does_not_match(tmp_path: Path, mpi: MPI) -> None:
+    other = find_mpi(next(name for name in MPI_NAMES if name != mpi.name))
+    if other is None:
+        pytest.skip("one MPI alone always matches")
+    c = four_targets(tmp_path)
+    library = f"MPI4PY_LIBMPI={other.environment['MPI4PY_LIBMPI']}"
+    finished = run_command(mpirun_command(mpi, 2, ["env", library, *COMMAND, *c.arguments()]))
+    if "Fatal error in internal_Init" in finished.stderr:
+        assert finished.returncode != 0  # MPICH itself ends a process that another MPI's launcher started
+    else:
+        assert finished.returncode == 2 and finished.stderr.count("the launcher does not match") == 1, finished
+    assert not c.dst.exists()
+
+
+def test_a_launcher_without_mpi4py(tmp_path: Path) -> None:
+    c = four_targets(tmp_path)
+    (tmp_path / "without").mkdir()
+    (tmp_path / "without" / "mpi4py.py").write_text("raise ImportError('No module named mpi4py')")
+    finished = run(c, env={**SIGNS["mpich"], "PYTHONPATH": str(tmp_path / "without")})
+    assert finished.returncode == 2, finished
+    assert "MPI cannot be used from Python" in finished.stderr and "pip install 'reshard-mpi[mpi]'" in finished.stderr
+    assert not c.dst.exists()
