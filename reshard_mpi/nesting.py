@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
@@ -55,8 +56,9 @@ def alignments(source: Placement, target: Placement) -> tuple[tuple[Placement, P
     if source.expanded_shape and target.expanded_shape:
         if source.expanded_shape == target.expanded_shape:
             return ((source, target),)
-        shape = _common_factors(source.expanded_shape, target.expanded_shape)
-        joined = [_ways(one, len(shape), _products_are(one.expanded_shape or (), shape)) for one in (source, target)]
+        factors = [_without_zeros(one.expanded_shape) for one in (source, target)]
+        shape = _common_factors(*factors)
+        joined = [_ways(one, len(shape), _products_are(own, shape)) for one, own in zip((source, target), factors)]
     else:
         joined = [_of_dims(source, target), _of_dims(target, source)]
     found = tuple((one, other) for one in joined[0] for other in joined[1])
@@ -109,10 +111,16 @@ def _ways(placement: Placement, dims: int, fits: Callable[[Grouping], bool]) -> 
     return list(ways.values())
 
 
+def _without_zeros(shape: Shape) -> Shape:
+    """Return a shape whose dimensions can be told by their products; without elements nothing depends on them."""
+    return tuple(max(length, 1) for length in shape)
+
+
 def _common_factors(first: Shape, second: Shape) -> Shape:
-    ends = [set(accumulate(shape, operator.mul)) for shape in (first, second)]
+    """Return the dimensions at whose ends both shapes have one, those of length 1 as often as both have them."""
+    ends = Counter(accumulate(first, operator.mul)) & Counter(accumulate(second, operator.mul))
     shape, before = [], 1
-    for end in sorted(ends[0] & ends[1]):
+    for end in sorted(ends.elements()):
         shape.append(end // before)
         before = end
     return tuple(shape)
@@ -125,7 +133,7 @@ def _closed(placement: Placement, ndim: int) -> Placement:
     return replace(placement, split=placement.split + ((),) * (ndim - len(placement.split)), open_ended=False)
 
 
-def _groupings(factors: int, dims: int) -> Iterator[tuple[tuple[int, int], ...]]:
+def _groupings(factors: int, dims: int) -> Iterator[Grouping]:
     """Yield the ways to cut `factors` consecutive factors into `dims` groups of one or more."""
     if dims == 0:
         if factors == 0:
