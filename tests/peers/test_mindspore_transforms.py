@@ -138,12 +138,11 @@ def test_what_mindspore_is_known_to_get_wrong(reason: str, tmp_path: Path) -> No
 
 
 def test_source_ranks_that_are_not_needed(tmp_path: Path) -> None:
-    """1024 ranks to 256: two shards are enough, MindSpore lists 16."""
+    """1024 ranks to 256: the 64 shards of some rows are enough; MindSpore lists all."""
     case = _one(RawLayout((2, 64, 8), (0, 1), -1), RawLayout((4, 64), (0, -1)), (2**12, 2**7))
     src, dst = (write_strategy(side, tmp_path / name) for side, name in ((case.src, "src"), (case.dst, "dst")))
-    theirs = ms.rank_list_for_transform(5, str(src), str(dst))
-    ours = reshard_mpi.rank_list_for_transform(5, src, dst)
-    assert len(ours) <= len(theirs), (ours, theirs)
+    assert len(reshard_mpi.rank_list_for_transform(5, src, dst)) == 64
+    assert len(ms.rank_list_for_transform(5, str(src), str(dst))) == 1024 or not ms.__version__.startswith("2.10")
 
 
 def _compare(case: Case, base: Path) -> Iterator[str]:
