@@ -8,23 +8,20 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from reshard_mpi import comm
 from reshard_mpi.errors import ReshardError
+from reshard_mpi.signals import INTERRUPTED, exit_when_terminated
 
 if TYPE_CHECKING:
     from reshard_mpi.report import Bar, Outcome, Plain, Silent
     from reshard_mpi.runtime import Request
 
-_INTERRUPTED = 128 + signal.SIGINT
-_TERMINATED = 128 + signal.SIGTERM
 _EXIT_CODES = """\
 exit codes: 0 done; 1 a bug; 2 wrong usage; 3 bad input, refused before anything was written; 4 some targets failed
 (the others are complete and named); 130 interrupted; 143 terminated"""
@@ -32,13 +29,13 @@ exit codes: 0 done; 1 a bug; 2 wrong usage; 3 bad input, refused before anything
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit with its code."""
-    signal.signal(signal.SIGTERM, _terminate)
+    exit_when_terminated()
     options = _parser().parse_args(arguments)
     try:
         code: int = options.run(options)
         sys.stdout.flush()
     except KeyboardInterrupt:
-        code = _INTERRUPTED
+        code = INTERRUPTED
     except ReshardError as error:
         code = error.exit_code
         _complain(error)
@@ -49,11 +46,6 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         code = ReshardError.exit_code
         _complain(f"{error.strerror or error}: {error.filename}" if error.filename else str(error))
     sys.exit(code)
-
-
-def _terminate(signum: int, frame: FrameType | None) -> NoReturn:
-    # As an exception, so that locks are left and partial files removed on the way out.
-    sys.exit(_TERMINATED)
 
 
 def _complain(error: ReshardError | str) -> None:

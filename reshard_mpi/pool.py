@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from reshard_mpi.errors import ReshardError, TransformError
 from reshard_mpi.report import Failure, Outcome, Progress, TargetReport
 from reshard_mpi.runtime import Request, Run, convert
+from reshard_mpi.signals import INTERRUPTED, exit_when_terminated
 
 T = TypeVar("T")
 
@@ -117,7 +118,7 @@ def convert_with_workers(request: Request, jobs: int, progress: Progress) -> Out
 
 def worker_main(descriptor: int) -> None:
     """Be a worker: the request comes through the connection whose descriptor is given."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    exit_when_terminated()
     connection: Connection = Connection(descriptor)
     try:
         request, rank, size = connection.recv()
@@ -129,7 +130,7 @@ def worker_main(descriptor: int) -> None:
             result = error
         connection.send(("result", result))
     except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
+        sys.exit(INTERRUPTED)
     except (BrokenPipeError, EOFError, ConnectionResetError):
         sys.exit(1)  # the parent is gone, and with it whoever wanted to know
 

@@ -115,7 +115,7 @@ class Said:
 
 def command_line(capsys: pytest.CaptureFixture[str], *arguments: str) -> Said:
     """Run the command line in this process."""
-    handler = signal.getsignal(signal.SIGTERM)
+    handler, hook = signal.getsignal(signal.SIGTERM), sys.unraisablehook
     try:
         cli.main(arguments)
     except SystemExit as end:
@@ -123,6 +123,7 @@ def command_line(capsys: pytest.CaptureFixture[str], *arguments: str) -> Said:
         return Said(end.code, *capsys.readouterr())
     finally:
         signal.signal(signal.SIGTERM, handler)
+        sys.unraisablehook = hook
     raise AssertionError("the command line must exit")
 
 

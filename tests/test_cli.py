@@ -29,7 +29,7 @@ def conversion(tmp_path: Path) -> Conversion:
 def assert_right(conversion: Conversion, ranks: tuple[int, ...] = (0, 1)) -> None:
     """Check that exactly these targets are there, and hold what the oracle says."""
     written = {rank: conversion.written(rank) for rank in ranks}
-    assert {path for path in conversion.dst.glob("rank_*/*")} == set(written.values())
+    assert set(conversion.dst.glob("rank_*/*")) == set(written.values())
     for rank, path in written.items():
         assert read_shard(path) == as_read(expected_rank(conversion.target, TENSORS, rank))
 

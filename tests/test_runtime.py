@@ -239,6 +239,16 @@ STOPS = {
     "jobs terminated": ("2", "os.kill(os.getppid(), signal.SIGTERM)", 143),
     "jobs interrupted": ("2", "os.kill(os.getppid(), signal.SIGINT)", 130),
     "jobs interrupted from the terminal": ("2", "os.killpg(os.getpgid(os.getppid()), signal.SIGINT)", 130),
+    "terminated while an object is deleted": (
+        "1",
+        "type('Deleted', (), {'__del__': lambda self: os.kill(os.getpid(), signal.SIGTERM)})()",
+        143,
+    ),
+    "interrupted while an object is deleted": (
+        "1",
+        "type('Deleted', (), {'__del__': lambda self: os.kill(os.getpid(), signal.SIGINT)})()",
+        130,
+    ),
     "all jobs terminated": ("2", "[os.kill(pid, signal.SIGTERM) for pid in (os.getppid(), os.getpid())]", 143),
 }
 
