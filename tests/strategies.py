@@ -9,6 +9,8 @@ import numpy as np
 from cases import Side
 from oracle import RawLayout, rank_holds, slice_for_rank
 
+from reshard_mpi.dtypes import BY_NAME
+from reshard_mpi.manifest import ByteRange, Manifest, Segments, TensorEntry
 from reshard_mpi.placement import Placement, Strategy
 
 
@@ -33,6 +35,33 @@ def strategy_of(side: Side) -> Strategy:
     """Return what the strategy files of one side of a Case say."""
     listed = {name: (placement_of(layout),) for name, layout in side.listed.items()}
     return Strategy(side.world_size, side.stages, listed)
+
+
+def entry(name: str, shape: tuple[int, ...], dtype: str = "float32") -> TensorEntry:
+    """Return a tensor of a shard that no file holds."""
+    kind = BY_NAME[dtype]
+    size_bytes = int(np.prod(shape, dtype=int)) * kind.itemsize_bytes
+    return TensorEntry(name, kind, shape, Segments((ByteRange("", 0, size_bytes),)))
+
+
+def manifest(rank: int, *entries: TensorEntry, strings: Mapping[str, str] | None = None) -> Manifest:
+    """Return a shard that is in no file; rank 3 is at `rank_3`."""
+    return Manifest(f"rank_{rank}", "none", {held.name: held for held in entries}, strings or {})
+
+
+def manifests_of(side: Side, tensors: Mapping[str, np.ndarray]) -> dict[int, Manifest]:
+    """Return the shards of all ranks, by the oracle."""
+    return {
+        rank: manifest(
+            rank,
+            *(
+                entry(name, slice_for_rank(whole, side.layouts[name], rank).shape, whole.dtype.name)
+                for name, whole in tensors.items()
+                if rank_holds(side.layouts[name], rank)
+            ),
+        )
+        for rank in range(side.world_size)
+    }
 
 
 def needed_holders(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from reshard_mpi.box import Box
 from reshard_mpi.dtypes import DType
-from reshard_mpi.errors import DisagreementError, LayoutError, ReshardError
+from reshard_mpi.errors import DisagreementError, LayoutError
 from reshard_mpi.layout import Layout, whole_shape
 from reshard_mpi.manifest import Manifest, TensorEntry
 from reshard_mpi.placement import Piece, Placement, Shape, Strategy
@@ -133,21 +133,21 @@ class SourceTensors:
         if not listed:  # in no strategy, or only in stages where the strategy does not list it
             placements = (everywhere(self._strategy),)
             held = entries
-        shape = next(iter(held.values())).global_shape
-        layouts = []
-        for placement in placements:
-            rank = next(iter(self._held_in((placement,), held)), None)
-            if rank is None:
-                continue
-            try:
-                shape = shape if shape is not None else whole_shape(placement, rank, held[rank].shape)
-                layouts.append(self.layout(placement, shape))
-            except ReshardError as error:
-                raise _about(error, name, self._manifests[rank].path) from None
+        first_rank, first = next(iter(held.items()))
+        near = next(placement for placement in placements if self._strategy.stage_of(first_rank) in placement.stages)
+        try:
+            shape = first.global_shape
+            if shape is None:
+                shape = whole_shape(near, first_rank, first.shape)
+            layouts = tuple(self.layout(placement, shape) for placement in placements)
+        except LayoutError as error:
+            error.where = f"tensor {name!r} in {self._manifests[first_rank].path}"
+            error.remedy = error.remedy or "check that the strategy is that of this checkpoint"
+            raise
         for layout in layouts:
             for rank in self._held_in((layout.placement,), held):
-                self._check(name, rank, layout, next(iter(held)))
-        return _Fit(tuple(layouts), listed, tuple(held))
+                self._check(name, rank, layout, first_rank)
+        return _Fit(layouts, listed, tuple(held))
 
     def _held_in(self, placements: tuple[Placement, ...], entries: Mapping[int, TensorEntry]) -> dict[int, TensorEntry]:
         """Return the entries of ranks in whose stages one of `placements` is."""
@@ -175,10 +175,3 @@ class SourceTensors:
                 where=self._manifests[rank].path,
                 remedy="check that the source strategy is that of this checkpoint",
             )
-
-
-def _about(error: ReshardError, name: str, path: str) -> ReshardError:
-    if isinstance(error, LayoutError) and not error.where:
-        error.where = f"tensor {name!r} in {path}"
-        error.remedy = error.remedy or "check that the strategy is that of this checkpoint"
-    return error

@@ -1,0 +1,516 @@
+"""The plan of one target rank: which parameters, from where, what must agree, and the proof that nothing is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from cases import Case, cases
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from oracle import rank_holds, slice_for_rank
+from strategies import entry, manifest, manifests_of, strategy_of
+
+from reshard_mpi.box import Box
+from reshard_mpi.errors import CoverageError, DisagreementError, LayoutError, ReshardError, StrategyError
+from reshard_mpi.manifest import Manifest, TensorEntry
+from reshard_mpi.placement import Placement, Strategy
+from reshard_mpi.planning.model import Check, RankPlan
+from reshard_mpi.planning.parameters import (
+    Unlisted,
+    find_or_follow,
+    is_partial_sum,
+    named_after,
+    require_common_parameters,
+)
+from reshard_mpi.planning.ranks import needed_ranks
+from reshard_mpi.planning.shard import ShardPlanner
+
+ROWS, COLUMNS, WHOLE = Placement((2,), ((0,), ())), Placement((2,), ((), (0,))), Placement((2,))
+LINE = Placement((2,), ((0,),))
+
+
+def one_rank(**placements: Placement) -> Strategy:
+    """Return a target strategy of a single rank that lists these parameters, or `w` alone."""
+    return Strategy(
+        1, 1, {name: (held,) for name, held in (placements or {"w": Placement((1,))}).items()}, origin="dst"
+    )
+
+
+def two_ranks(**placements: Placement) -> Strategy:
+    return Strategy(2, 1, {name: (held,) for name, held in placements.items()}, origin="src")
+
+
+def shards(*ranks: Mapping[str, tuple[int, ...]]) -> dict[int, Manifest]:
+    """Return shards of ranks 0, 1 ... that hold float32 tensors of these shapes."""
+    return {rank: manifest(rank, *(entry(*held) for held in tensors.items())) for rank, tensors in enumerate(ranks)}
+
+
+def planner(
+    source: Strategy,
+    target: Strategy,
+    manifests: Mapping[int, Manifest],
+    rank: int = 0,
+    unlisted: Unlisted = Unlisted.FOLLOW,
+    strict: bool = False,
+) -> ShardPlanner:
+    return ShardPlanner(source, target, rank, manifests, unlisted=unlisted, strict=strict)
+
+
+def planned(*arguments: object, **options: object) -> RankPlan:
+    return planner(*arguments, **options).plan({}, "the table")
+
+
+def boxes(plan: RankPlan) -> dict[str, str]:
+    return {tensor.spec.name: str(tensor.spec.box) for tensor in plan.tensors}
+
+
+def refusal(kind: type[ReshardError], *arguments: object, **options: object) -> ReshardError:
+    with pytest.raises(kind) as refused:
+        planned(*arguments, **options)
+    assert refused.value.expected and refused.value.got and refused.value.remedy
+    return refused.value
+
+
+# The whole of it: random strategies, every element
+
+
+def numbers(whole: np.ndarray) -> np.ndarray:
+    return np.arange(whole.size).reshape(whole.shape)
+
+
+def part(array: np.ndarray, box: Box) -> np.ndarray:
+    return array[tuple(slice(low, high) for low, high in zip(box.start, box.stop))]
+
+
+def check_every_element(case: Case, plan: RankPlan) -> None:
+    """Check that each tensor of the target gets every element once, from a rank that has it where the plan says."""
+    rank = plan.target_rank
+    expected = {name for name in case.tensors if rank_holds(case.dst.layouts[name], rank)}
+    assert {tensor.spec.name for tensor in plan.tensors} == expected
+    for tensor in plan.tensors:
+        whole = numbers(case.tensors[tensor.spec.name])
+        wanted = slice_for_rank(whole, case.dst.layouts[tensor.spec.name], rank)
+        np.testing.assert_array_equal(part(whole, tensor.spec.box), wanted)
+        moved = []
+        for copy in tensor.copies:
+            held = slice_for_rank(whole, case.src.layouts[tensor.spec.name], copy.source_rank)
+            np.testing.assert_array_equal(part(whole, copy.source_box), held)
+            assert copy.source.shape == held.shape
+            assert copy.source_box.contains(copy.region)
+            moved.append(part(whole, copy.region).ravel())
+        np.testing.assert_array_equal(np.sort(np.concatenate([np.array([], int), *moved])), np.sort(wanted.ravel()))
+        assert tensor.spec.dtype.name == case.tensors[tensor.spec.name].dtype.name
+    assert plan.needed_bytes == plan.written_bytes
+    assert plan.written_bytes == sum(
+        slice_for_rank(case.tensors[n], case.dst.layouts[n], rank).nbytes for n in expected
+    )
+
+
+@given(cases(), st.data())
+def test_every_element_of_the_target_has_one_source(case: Case, data: st.DataObject) -> None:
+    source, target = strategy_of(case.src), strategy_of(case.dst)
+    every = manifests_of(case.src, case.tensors)
+    rank = data.draw(st.sampled_from(range(target.world_size)))
+    needed = needed_ranks(source, target, rank, names=(), available=every, unlisted=Unlisted.FOLLOW)
+    opened = {other: every[other] for other in needed}
+    if source.world_size == target.world_size:
+        opened[rank] = every[rank]
+    for manifests in (opened, every):
+        check_every_element(case, planned(source, target, manifests, rank))
+
+
+@given(cases(unlisted=False, empty=False), st.data())
+def test_what_no_opened_shard_holds_is_a_hole(case: Case, data: st.DataObject) -> None:
+    """One part of one tensor is taken out of the shards, or with them: the error names tensor, box and ranks."""
+    source, target = strategy_of(case.src), strategy_of(case.dst)
+    every = manifests_of(case.src, case.tensors)
+    rank = data.draw(st.sampled_from(range(target.world_size)))
+    wanted = planned(source, target, every, rank).tensors
+    assume(wanted)
+    tensor = data.draw(st.sampled_from(wanted))
+    name = tensor.spec.name
+    copy = data.draw(st.sampled_from(tensor.copies))
+    (origin,) = source.find(name)
+    holders = list(origin.holders(origin.piece(copy.source_rank)))
+    assume(len(tensor.copies) > 1)  # of a tensor that is nowhere nobody can tell that it was ever saved
+    if data.draw(st.booleans()):
+        spoiled = {other: shard for other, shard in every.items() if other not in holders}
+        got = "shard missing"
+    else:
+        lost = {key: held for key, held in every[holders[0]].tensors.items() if key != name}
+        spoiled = {**every, **{other: replace(every[other], tensors=lost) for other in holders}}
+        got = "shards without the tensor"
+    error = refusal(CoverageError, source, target, spoiled, rank)
+    if error.problem.endswith(f"of {name!r} that target rank {rank} needs"):
+        assert f"box {copy.region} on " in error.expected
+        assert all(str(holder) in error.expected for holder in holders[:8])
+        assert error.got == got
+    else:  # with the shards went another tensor of theirs, which came first
+        assert got == "shard missing"
+
+
+# Which parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "bases"),
+    [
+        ("w", []),
+        ("moments.w", ["w"]),
+        ("adam.moment1.layer.w", ["moment1.layer.w", "layer.w", "w"]),
+        ("a..b", [".b", "b"]),
+    ],
+)
+def test_what_a_name_may_be_named_after(name: str, bases: list[str]) -> None:
+    assert list(named_after(name)) == bases
+
+
+@pytest.mark.parametrize(
+    ("name", "followed"),
+    [
+        ("w", ROWS),
+        ("moments.w", ROWS),
+        ("adam_m.w", COLUMNS),  # listed itself
+        ("opt.adam_m.w", COLUMNS),  # the longest name it is named after
+        ("b", None),
+        ("accum.b", None),
+        ("moments_w", None),
+    ],
+)
+def test_unlisted_names_follow_the_longest_listed_tail(name: str, followed: Placement | None) -> None:
+    strategy = two_ranks(**{"w": ROWS, "adam_m.w": COLUMNS})
+    assert find_or_follow(strategy, name, lambda base: True) == (() if followed is None else (followed,))
+
+
+def test_a_tail_of_another_shape_is_passed_over() -> None:
+    strategy = two_ranks(**{"w": ROWS, "adam_m.w": COLUMNS})
+    assert find_or_follow(strategy, "opt.adam_m.w", lambda base: base == "w") == (ROWS,)
+    assert find_or_follow(strategy, "opt.adam_m.w", lambda base: False) == ()
+
+
+def test_a_rule_for_every_name_comes_after_following() -> None:
+    strategy = Strategy(2, 1, {}, (("layer.*", ROWS), ("*", WHOLE)))
+    assert find_or_follow(strategy, "moments.layer.w", lambda base: True) == (ROWS,)
+    assert find_or_follow(strategy, "moments.layer.w", lambda base: False) == (WHOLE,)
+    assert find_or_follow(strategy, "b", lambda base: True) == (WHOLE,)
+    # Any other rule lists the names it matches, so they need not follow.
+    strategy = Strategy(2, 1, {}, (("moments.*", COLUMNS), ("layer.*", ROWS)))
+    assert find_or_follow(strategy, "moments.layer.w", lambda base: True) == (COLUMNS,)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_one"),
+    [
+        ("accu_grads.w", True),
+        ("opt.grad_sum.layer.w", True),
+        ("accu_grads", False),
+        ("w.grad_sum", False),
+        ("w", False),
+    ],
+)
+def test_partial_sums_are_told_by_their_prefix(name: str, is_one: bool) -> None:
+    assert is_partial_sum(name) == is_one
+
+
+def test_strategies_without_a_common_parameter_are_refused() -> None:
+    source, other = two_ranks(w=ROWS), one_rank(v=Placement((1,)))
+    with pytest.raises(StrategyError, match="no parameter in common") as refused:
+        require_common_parameters(source, other)
+    assert refused.value.expected == "parameters of src, such as 'w'"
+    assert refused.value.got == "1 others, such as 'v'"
+    assert refused.value.where == "dst"
+    for target in (one_rank(w=Placement((1,))), one_rank(**{"moments.w": Placement((1,))}), Strategy(1, 1, {})):
+        if target.parameters:
+            require_common_parameters(source, target)
+            require_common_parameters(target, source)
+    require_common_parameters(source, Strategy(1, 1, {}, (("v", Placement((1,))),)))
+
+
+UNLISTED = {"w": (2, 6), "moments.w": (2, 6), "b": (3,)}
+
+
+@pytest.mark.parametrize(
+    ("unlisted", "expected"),
+    [
+        (Unlisted.FOLLOW, {"w": "[0:4, 3:6]", "moments.w": "[0:4, 3:6]", "b": "[0:3]"}),
+        (Unlisted.REPLICATE, {"w": "[0:4, 3:6]", "moments.w": "[0:4, 0:6]", "b": "[0:3]"}),
+        (Unlisted.DROP, {"w": "[0:4, 3:6]"}),
+    ],
+)
+def test_what_becomes_of_names_that_the_target_does_not_list(unlisted: Unlisted, expected: dict[str, str]) -> None:
+    source, target = two_ranks(w=ROWS), two_ranks(w=COLUMNS)
+    assert boxes(planned(source, target, shards(UNLISTED, UNLISTED), 1, unlisted)) == expected
+
+
+def test_weights_alone_have_no_strings() -> None:
+    held = {0: manifest(0, entry("w", (4,)), strings={"note": "kept"})}
+    source = Strategy(1, 1, {"w": (Placement((1,)),)})
+    assert planned(source, one_rank(), held).strings == {"note": "kept"}
+    assert planned(source, one_rank(), held, unlisted=Unlisted.DROP).strings == {}
+
+
+def test_a_sharded_name_that_follows_nothing_is_refused() -> None:
+    source, target = two_ranks(w=ROWS, v=LINE), one_rank()
+    held = shards({"w": (2, 6), "v": (2,)}, {"w": (2, 6), "v": (2,)})
+    error = refusal(StrategyError, source, target, held)
+    assert "'v' is sharded" in error.problem
+    assert error.got == "neither listed"
+    assert error.where == "dst"
+    assert boxes(planned(source, target, held, unlisted=Unlisted.REPLICATE))["v"] == "[0:4]"
+
+
+def test_state_of_another_shape_does_not_follow() -> None:
+    source, target = two_ranks(**{"w": ROWS, "accum.w": LINE}), one_rank()
+    held = shards({"w": (2, 6), "accum.w": (2,)}, {"w": (2, 6), "accum.w": (2,)})
+    error = refusal(StrategyError, source, target, held)
+    assert "'accum.w' is sharded" in error.problem
+    assert error.got == "'w' listed, but of another shape"
+
+
+def test_a_name_in_no_strategy_is_taken_from_the_own_rank_or_the_home() -> None:
+    held = shards({"w": (2, 6), "seed": (3,)}, {"w": (2, 6), "seed": (3,)})
+    same = planned(two_ranks(w=ROWS), two_ranks(w=ROWS), held, 1)
+    assert {copy.source_rank for tensor in same.tensors for copy in tensor.copies} == {1}
+    fewer = planned(two_ranks(w=ROWS), one_rank(), held)
+    assert {tensor.spec.name: [copy.source_rank for copy in tensor.copies] for tensor in fewer.tensors} == {
+        "w": [0, 1],
+        "seed": [0],
+    }
+
+
+def test_a_name_that_only_other_stages_list_is_on_every_rank() -> None:
+    source = Strategy(2, 2, {"w": (Placement((1,), stages=(0,)),), "v": (Placement((1,), stages=(1,)),)})
+    held = shards({"w": (2,), "v": (2,)}, {"v": (2,)})
+    target = one_rank(w=Placement((1,)), v=Placement((1,)))
+    sources = {tensor.spec.name: tensor.copies[0].source_rank for tensor in planned(source, target, held).tensors}
+    assert sources == {"w": 0, "v": 1}  # where the strategy lists it comes first
+    assert {n: planned(source, target, {0: held[0]}).tensors[n].copies[0].source_rank for n in (0, 1)} == {0: 0, 1: 0}
+
+
+# Absent, or a hole
+
+
+def test_what_no_shard_holds_was_never_saved() -> None:
+    source = two_ranks(w=ROWS, accum=ROWS)
+    target = one_rank(w=Placement((1,)), accum=Placement((1,)))
+    held = shards({"w": (2, 6)}, {"w": (2, 6)})
+    assert planned(source, target, held).absent == ("accum",)
+    error = refusal(CoverageError, source, target, held, strict=True)
+    assert error.got == "1 absent: accum"
+
+
+def test_what_another_stage_lists_is_not_absent_here() -> None:
+    source = one_rank()
+    target = Strategy(2, 2, {"w": (Placement((1,), stages=(0,)),), "v": (Placement((1,), stages=(1,)),)})
+    assert planned(source, target, shards({"w": (4,)}), 0).absent == ()
+    with pytest.raises(StrategyError, match="no parameter that the target strategy lists"):
+        planned(source, target, shards({"w": (4,)}), 1)
+
+
+def test_a_checkpoint_of_another_network_is_refused() -> None:
+    error = refusal(StrategyError, two_ranks(w=ROWS), one_rank(), shards({"v": (4,)}, {"v": (4,)}))
+    assert error.problem == "no parameter that the target strategy lists is in the checkpoint"
+    assert (error.expected, error.got, error.where) == ("w", "v", "dst")
+
+
+def test_a_hole_in_some_of_the_holders_is_no_hole() -> None:
+    source = Strategy(4, 1, {"w": (Placement((2, 2), ((1,), ())),), "v": (Placement((4,)),)})
+    target = one_rank(w=Placement((1,)), v=Placement((1,)))
+    both, one = {"w": (2, 6), "v": (3,)}, {"v": (3,)}
+    plan = planned(source, target, shards(one, both, both, one))
+    assert [copy.source_rank for copy in plan.tensors[-1].copies] == [2, 1]
+
+
+def test_a_hole_is_told_with_box_ranks_and_files() -> None:
+    source = Strategy(4, 1, {"w": (Placement((2, 2), ((1,), ())),)})
+    both, none = {"w": (2, 6), "v": (3,)}, {"v": (3,)}
+    error = refusal(CoverageError, source, one_rank(), shards(both, none, both, none))
+    assert error.problem == "no source holds a part of 'w' that target rank 0 needs"
+    assert error.expected == "box [2:4, 0:6] on one of ranks 1, 3"
+    assert error.got == "shards without the tensor"
+    assert error.where == "rank_1, rank_3"
+    held = shards(both, none, both)
+    error = refusal(CoverageError, source, one_rank(), {0: held[0], 2: held[2]})
+    assert (error.expected, error.got) == ("box [2:4, 0:6] on one of ranks 1, 3", "shard missing")
+    error = refusal(CoverageError, two_ranks(w=ROWS), one_rank(), {0: held[0]})
+    assert error.expected == "box [2:4, 0:6] on rank 1"
+
+
+def test_a_stage_without_shards_is_a_hole() -> None:
+    source = Strategy(4, 2, {"w": (replace(LINE, stages=(0,)),), "v": (replace(LINE, stages=(1,)),)})
+    target = one_rank(w=Placement((1,)), v=Placement((1,)))
+    error = refusal(CoverageError, source, target, shards({"w": (2,)}, {"w": (2,)}))
+    assert error.problem == "no shard that should hold 'v' is there"
+    assert error.expected == "a shard of stage 1 of the source"
+    assert error.got == "shards of one of ranks 0, 1"
+
+
+def test_a_tied_parameter_is_taken_from_the_stage_that_is_there() -> None:
+    source = Strategy(4, 2, {"w": (replace(ROWS, stages=(0,)), replace(COLUMNS, stages=(1,)))})
+    held = shards({"w": (2, 6)}, {"w": (2, 6)}, {"w": (4, 3)}, {"w": (4, 3)})
+    for opened, ranks in (((0, 1), [0, 1]), ((2, 3), [2, 3]), ((0, 2, 3), [2, 3]), ((0, 1, 2), [0, 1])):
+        plan = planned(source, one_rank(), {rank: held[rank] for rank in opened})
+        assert [copy.source_rank for copy in plan.tensors[0].copies] == ranks
+
+
+# What does not fit
+
+
+def test_a_shape_that_the_layout_does_not_give_is_refused() -> None:
+    error = refusal(DisagreementError, two_ranks(w=ROWS), one_rank(), shards({"w": (2, 6)}, {"w": (3, 6)}))
+    assert error.problem == "the shape of 'w' does not fit its layout, or the shards disagree"
+    assert error.expected == "box [2:4, 0:6] of shape [2, 6] on rank 1 (whole tensor [4, 6], as rank_0 has [2, 6])"
+    assert error.got == "shape [3, 6]"
+    assert error.where == "rank_1"
+
+
+def test_a_box_that_the_shard_itself_contradicts_is_refused() -> None:
+    held = shards({"w": (2, 6)}, {"w": (2, 6)})
+    own = replace(held[1].tensors["w"], box=Box((0, 0), (2, 6)), global_shape=(4, 6))
+    error = refusal(DisagreementError, two_ranks(w=ROWS), one_rank(), {0: held[0], 1: manifest(1, own)})
+    assert error.got == "shape [2, 6] at box [0:2, 0:6]"
+
+
+def test_another_type_is_refused() -> None:
+    held = {0: manifest(0, entry("w", (2, 6))), 1: manifest(1, entry("w", (2, 6), "bfloat16"))}
+    error = refusal(DisagreementError, two_ranks(w=ROWS), one_rank(), held)
+    assert error.problem == "source shards disagree in the type of 'w'"
+    assert (error.expected, error.got, error.where) == ("float32, as in rank_0", "bfloat16", "rank_1")
+
+
+def test_tensors_held_alike_are_each_checked() -> None:
+    """What is computed once for many tensors must not hide that one of them differs."""
+    names = {f"w{at}": (2, 6) for at in range(5)}
+    source = two_ranks(**dict.fromkeys(names, ROWS))
+    target = one_rank(**dict.fromkeys(names, Placement((1,))))
+    assert set(boxes(planned(source, target, shards(names, names))).values()) == {"[0:4, 0:6]"}
+    spoiled = shards(names, {**names, "w3": (1, 6)})
+    assert "'w3'" in refusal(DisagreementError, source, target, spoiled).problem
+    spoiled = shards(names, names)
+    spoiled[1].tensors["w2"] = entry("w2", (2, 6), "int8")
+    assert "'w2'" in refusal(DisagreementError, source, target, spoiled).problem
+    del spoiled[1].tensors["w2"]
+    assert "'w2'" in refusal(CoverageError, source, target, spoiled).problem
+
+
+def test_a_tensor_that_the_source_layout_does_not_fit_is_refused() -> None:
+    error = refusal(LayoutError, two_ranks(w=LINE), one_rank(), shards({"w": (2, 6)}, {"w": (2, 6)}))
+    assert error.where == "tensor 'w' in rank_0"
+
+
+def test_a_tensor_that_the_target_cannot_cut_is_refused() -> None:
+    target = Strategy(4, 1, {"w": (Placement((4,), ((), (0,))),)}, origin="dst")
+    error = refusal(LayoutError, two_ranks(w=ROWS), target, shards({"w": (2, 6)}, {"w": (2, 6)}))
+    assert error.problem == "dimension 1 cannot be cut evenly"
+    assert error.where == "tensor 'w', target strategy dst"
+
+
+# What must agree
+
+
+def compared(plan: RankPlan) -> dict[str, tuple[tuple[int, ...], bool]]:
+    """Return the checks of a plan: name -> the ranks compared, and whether a difference refuses the target."""
+    return {check.name: (tuple(copy.source_rank for copy in check.copies), check.refuse) for check in plan.checks}
+
+
+COUNTED: Mapping[str, tuple[int, ...]] = {"w": (2, 6), "global_step": (), "step_num": (1,), "seed": (3,)}
+
+
+def test_step_counters_must_agree_and_other_unlisted_values_are_compared() -> None:
+    plan = planned(two_ranks(w=ROWS), one_rank(), shards(COUNTED, COUNTED))
+    assert compared(plan) == {"global_step": ((0, 1), True), "step_num": ((0, 1), True), "seed": ((0, 1), False)}
+
+
+def test_each_rank_keeps_its_own_values_where_their_number_stays() -> None:
+    plan = planned(two_ranks(w=ROWS), two_ranks(w=ROWS), shards(COUNTED, COUNTED))
+    assert compared(plan) == {"global_step": ((0, 1), True), "step_num": ((0, 1), True)}
+
+
+def test_step_counters_are_compared_even_if_they_are_dropped() -> None:
+    plan = planned(two_ranks(w=ROWS), one_rank(), shards(COUNTED, COUNTED), unlisted=Unlisted.DROP)
+    assert boxes(plan) == {"w": "[0:4, 0:6]"}
+    assert compared(plan) == {"global_step": ((0, 1), True), "step_num": ((0, 1), True)}
+
+
+def test_large_and_listed_values_are_not_compared() -> None:
+    held: Mapping[str, tuple[int, ...]] = {"w": (2, 6), "b": (3,), "large": (1 << 20,)}
+    assert compared(planned(two_ranks(w=ROWS, b=WHOLE), one_rank(), shards(held, held))) == {}
+
+
+def test_strings_of_the_home_rank_are_taken_and_differences_told() -> None:
+    held = {
+        rank: manifest(rank, entry("w", (2, 6)), strings={"seed": str(rank), "name": "net", **more})
+        for rank, more in enumerate(({}, {"only": "here"}))
+    }
+    plan = planned(two_ranks(w=ROWS), two_ranks(w=ROWS), held, 1)
+    assert plan.strings == {"name": "net", "only": "here", "seed": "1"}
+    assert plan.notes == ("the string 'seed' of rank_0 differs from the one taken",)
+
+
+# Copies that may differ
+
+
+def opened(make: ShardPlanner, held: Mapping[int, Manifest], ranks: Collection[int]) -> RankPlan:
+    """Return the plan with the shards to be compared opened too, which must be these."""
+    extra = make.comparison_ranks(held)
+    assert list(extra) == list(ranks)
+    return make.plan({rank: held[rank] for rank in extra}, "")
+
+
+@pytest.mark.parametrize("name", ["accu_grads.w", "grad_sum.w"])
+@pytest.mark.parametrize("listed", [False, True], ids=["follows", "listed"])
+def test_all_copies_of_partial_sums_are_compared(name: str, listed: bool) -> None:
+    rows = Placement((2, 2), ((1,), ()))
+    source = Strategy(4, 1, {"w": (rows,), **({name: (rows,)} if listed else {})})
+    held = shards(*[{"w": (2, 6), name: (2, 6)}] * 4)
+    make = planner(source, two_ranks(w=ROWS), {0: held[0]})
+    plan = opened(make, held, [2])
+    assert compared(plan) == {name: ((0, 2), True)}
+    assert "partial sums" in plan.checks[0].why
+    assert plan.source_ranks == (0, 2)
+    assert plan.read_ranks == (0,)
+
+
+def test_copies_of_a_tied_parameter_are_compared_over_its_stages() -> None:
+    source = Strategy(4, 2, {"w": (replace(ROWS, stages=(0, 1)),), "v": (replace(ROWS, stages=(0,)),)})
+    held = shards(*[{"w": (2, 6), "v": (2, 6)}] * 2, *[{"w": (2, 6)}] * 2)
+    plan = opened(planner(source, two_ranks(w=ROWS, v=ROWS), {1: held[1]}, 1), held, [3])
+    assert compared(plan) == {"w": ((1, 3), True)}
+    assert "drifted apart" in plan.checks[0].why
+
+
+def test_copies_of_a_tied_parameter_that_stages_cut_differently_are_compared_where_they_meet() -> None:
+    source = Strategy(4, 2, {"w": (replace(ROWS, stages=(0,)), replace(COLUMNS, stages=(1,)))})
+    held = shards(*[{"w": (2, 6)}] * 2, *[{"w": (4, 3)}] * 2)
+    plan = opened(planner(source, two_ranks(w=ROWS), {0: held[0]}), held, [2, 3])
+    assert {(str(check.copies[0].region), ranks(check)) for check in plan.checks} == {
+        ("[0:2, 0:3]", (0, 2)),
+        ("[0:2, 3:6]", (0, 3)),
+    }
+    for check in plan.checks:
+        assert all(copy.region == check.copies[0].region for copy in check.copies)
+        assert all(copy.source_box.contains(copy.region) for copy in check.copies)
+
+
+def ranks(check: Check) -> tuple[int, ...]:
+    return tuple(copy.source_rank for copy in check.copies)
+
+
+def test_other_copies_are_not_compared() -> None:
+    held = shards(*[{"w": (3, 6)}] * 2)
+    make = planner(two_ranks(w=WHOLE), one_rank(), {0: held[0]})
+    assert compared(opened(make, held, [])) == {}
+
+
+# What the target says of itself
+
+
+def test_the_plan_carries_what_the_shard_is_to_say_of_itself() -> None:
+    held: dict[str, TensorEntry] = {"b": entry("b", (2,)), "w": entry("w", (2, 6))}
+    plan = planned(two_ranks(w=ROWS), two_ranks(w=COLUMNS), {at: manifest(at, *held.values()) for at in range(2)}, 1)
+    assert (plan.identity.rank, plan.identity.world_size, plan.identity.strategy) == (1, 2, "the table")
+    assert [tensor.spec.name for tensor in plan.tensors] == ["b", "w"]  # in the order of the source
+    assert plan.shard.tensors == tuple(tensor.spec for tensor in plan.tensors)
