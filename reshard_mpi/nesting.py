@@ -56,7 +56,7 @@ def alignments(source: Placement, target: Placement) -> tuple[tuple[Placement, P
     if source.expanded_shape and target.expanded_shape:
         if source.expanded_shape == target.expanded_shape:
             return ((source, target),)
-        factors = [_without_zeros(one.expanded_shape) for one in (source, target)]
+        factors = [_without_zeros(one) for one in (source.expanded_shape, target.expanded_shape)]
         shape = _common_factors(*factors)
         joined = [_ways(one, len(shape), _products_are(own, shape)) for one, own in zip((source, target), factors)]
     else:
