@@ -13,7 +13,7 @@ from reshard_mpi.conversion import Conversion
 from reshard_mpi.engine.transfer import load_shard
 from reshard_mpi.errors import TargetError, UsageError
 from reshard_mpi.inspection import inspect
-from reshard_mpi.journal import published
+from reshard_mpi.journal import Unrecorded
 from reshard_mpi.placement import Strategy, unsharded
 from reshard_mpi.planning.agreement import require_one_moment
 from reshard_mpi.planning.parameters import Unlisted
@@ -21,7 +21,8 @@ from reshard_mpi.planning.ranks import needed_ranks
 from reshard_mpi.planning.summary import Plan, RankSummary
 from reshard_mpi.pool import convert_with_workers, useful_workers
 from reshard_mpi.report import Outcome, Silent
-from reshard_mpi.runtime import Request, convert, write_file
+from reshard_mpi.request import Request
+from reshard_mpi.runtime import convert, write_file
 from reshard_mpi.source import SourceCheckpoint
 from reshard_mpi.strategy.merge import merge
 
@@ -99,7 +100,8 @@ def transform_checkpoint_by_rank(
     """Write the shard of target rank `rank_id` to `save_checkpoint_file_name`, replacing what is there atomically.
 
     checkpoint_files_map: source shards by rank; it may hold more ranks than are needed, or other replicas. The ending
-    of the file name (.ckpt, .h5, .hdf5) tells the format. Raises a ReshardError; then nothing is written.
+    of the file name (.ckpt, .h5, .hdf5) tells the format; its folder is made if it is not there. Raises a ReshardError;
+    then nothing is written.
     """
     path = Path(save_checkpoint_file_name)
     name = formats.name_of(path.name)
@@ -107,8 +109,6 @@ def transform_checkpoint_by_rank(
         raise UsageError(
             "the file to save has an unknown ending", expected=".ckpt, .h5 or .hdf5", got=path.name, where=str(path)
         )
-    if not path.parent.is_dir():
-        raise TargetError("the folder of the target file is not there", expected="a folder", where=str(path.parent))
     conversion = _conversion(
         discovery.shards_from_map(checkpoint_files_map), src_strategy_file, dst_strategy_file, unlisted
     )
@@ -117,7 +117,9 @@ def transform_checkpoint_by_rank(
     }:
         raise TargetError("the target is one of the sources", expected="another file", where=str(path))
     rank_plan = conversion.plan(rank_id)
-    with published(path) as partial:
+    target = Unrecorded(path.parent)
+    target.check()
+    with target.writing(rank_id, path) as partial:
         write_file(rank_plan, name, partial, conversion.limits, lambda _: None)
 
 

@@ -20,7 +20,7 @@ from reshard_mpi.signals import INTERRUPTED, exit_when_terminated
 
 if TYPE_CHECKING:
     from reshard_mpi.report import Bar, Outcome, Plain, Silent
-    from reshard_mpi.runtime import Request
+    from reshard_mpi.request import Request
 
 _EXIT_CODES = """\
 exit codes: 0 done; 1 a bug; 2 wrong usage; 3 bad input, refused before anything was written; 4 some targets failed
@@ -166,8 +166,8 @@ def _part(text: str) -> tuple[int, int]:
 
 
 def _request(options: argparse.Namespace) -> Request:
-    from reshard_mpi.api import as_unlisted
-    from reshard_mpi.runtime import Request
+    from reshard_mpi.planning.parameters import Unlisted
+    from reshard_mpi.request import Request
 
     return Request(
         source=options.source,
@@ -181,7 +181,7 @@ def _request(options: argparse.Namespace) -> Request:
         part=options.part,
         resume=options.resume,
         overwrite=options.overwrite,
-        unlisted=as_unlisted(options.unlisted),
+        unlisted=Unlisted(options.unlisted),
         strict=options.strict,
     )
 
@@ -190,7 +190,6 @@ def _transform(options: argparse.Namespace) -> int:
     from reshard_mpi.errors import UsageError
     from reshard_mpi.pool import convert_with_workers, useful_workers
     from reshard_mpi.report import summary, write_report
-    from reshard_mpi.runtime import convert
 
     request = _request(options)
     begin = time.monotonic()
@@ -213,6 +212,8 @@ def _transform(options: argparse.Namespace) -> int:
         if processes > world.size:
             outcome = convert_with_workers(request, processes, progress)
         else:
+            from reshard_mpi.runtime import convert
+
             outcome = convert(request, world, progress)
         progress.close()
         seconds = time.monotonic() - begin

@@ -22,7 +22,8 @@ from reshard_mpi.manifest import Segments, ShardIdentity, ShardSpec, TensorSpec
 from reshard_mpi.placement import Placement, Strategy
 from reshard_mpi.planning.parameters import Unlisted
 from reshard_mpi.report import Outcome, Silent
-from reshard_mpi.runtime import Request, as_reshard_error, convert
+from reshard_mpi.request import Request
+from reshard_mpi.runtime import as_reshard_error, convert
 from reshard_mpi.strategy.mindspore import encode_protobuf
 from reshard_mpi.strategy.stages import to_stage_files
 from reshard_mpi.units import format_bytes, format_rate

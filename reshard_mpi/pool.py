@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from reshard_mpi.errors import ReshardError, TransformError
 from reshard_mpi.report import Failure, Outcome, Progress, TargetReport
-from reshard_mpi.runtime import Request, Run, convert
+from reshard_mpi.request import Request
 from reshard_mpi.signals import INTERRUPTED, exit_when_terminated
 
 T = TypeVar("T")
@@ -95,7 +95,7 @@ class _Worker:
 
 def useful_workers(request: Request, jobs: int) -> int:
     """Return how many of `jobs` processes would have a target to make; at least one."""
-    return max(1, min(jobs, len(Run.open(request).targets))) if jobs > 1 else 1
+    return max(1, min(jobs, request.most_targets())) if jobs > 1 else 1
 
 
 def convert_with_workers(request: Request, jobs: int, progress: Progress) -> Outcome:
@@ -119,6 +119,9 @@ def convert_with_workers(request: Request, jobs: int, progress: Progress) -> Out
 def worker_main(descriptor: int) -> None:
     """Be a worker: the request comes through the connection whose descriptor is given."""
     exit_when_terminated()
+    # Here, not above: the parent starts its workers before it, or they, have loaded what moves bytes.
+    from reshard_mpi.runtime import convert
+
     connection: Connection = Connection(descriptor)
     try:
         request, rank, size = connection.recv()

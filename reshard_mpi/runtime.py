@@ -25,35 +25,11 @@ from reshard_mpi.planning.parameters import Unlisted
 from reshard_mpi.planning.ranks import check_target_rank
 from reshard_mpi.planning.summary import Plan, RankSummary
 from reshard_mpi.report import Failure, Outcome, Progress, Silent, TargetReport
+from reshard_mpi.request import Request
 from reshard_mpi.source import SourceCheckpoint
 
 # Plans kept from the refusal phase to the writing phase; beyond, planning again costs less than the memory would.
 _MAX_KEPT_PLANS = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What is to be converted, as the options of `reshard-mpi transform` say it.
-
-    src_strategy, dst_strategy: files or folders; None as the options left out. ranks: the targets to make (None: all).
-    part: (i, n) for the i-th of n shares of them. to: a format's name, None for the source's. recorded: keep a journal
-    in the target folder; without one, existing target files are replaced.
-    """
-
-    source: str
-    target: str
-    src_strategy: str | None
-    dst_strategy: str | None
-    prefix: str
-    select: str | None
-    to: str | None
-    ranks: tuple[int, ...] | None
-    part: tuple[int, int] | None
-    resume: bool
-    overwrite: bool
-    unlisted: Unlisted
-    strict: bool
-    recorded: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -547,9 +547,20 @@ def test_files_by_rank_that_are_not_there(tmp_path: Path) -> None:
         reshard_mpi.transform_checkpoint_by_rank(0, {}, c.folder / "o.ckpt", *strategies)
     with pytest.raises(CoverageError, match="one of ranks 1, 3"):
         reshard_mpi.transform_checkpoint_by_rank(0, {0: c.shard(0)}, c.folder / "o.ckpt", *strategies)
-    with pytest.raises(TargetError, match="folder of the target file"):
+    with pytest.raises(CoverageError, match="one of ranks 1, 3"):
         reshard_mpi.transform_checkpoint_by_rank(0, {0: c.shard(0)}, c.folder / "no" / "o.ckpt", *strategies)
-    assert not list(c.folder.glob("*o.ckpt*"))
+    assert not list(c.folder.glob("**/*o.ckpt*")) and not (c.folder / "no").exists()
+
+
+def test_the_folder_of_a_target_by_rank_is_made(tmp_path: Path) -> None:
+    c = make(tmp_path)
+    files = {rank: c.shard(rank) for rank in range(4)}
+    target = c.folder / "new" / "rank_0" / "o.ckpt"
+    reshard_mpi.transform_checkpoint_by_rank(0, files, target, c.src_strategy, c.dst_strategy)
+    assert target.is_file() and list(target.parent.iterdir()) == [target]
+    (c.folder / "file").touch()
+    with pytest.raises(TargetError, match="not a folder"):
+        reshard_mpi.transform_checkpoint_by_rank(0, files, c.folder / "file" / "o.ckpt", c.src_strategy, c.dst_strategy)
 
 
 # A target folder with something in it.
