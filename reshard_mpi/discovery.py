@@ -53,11 +53,7 @@ def find_shards(path: str, select: str | None = None) -> ShardFiles:
             where=path,
             remedy="check the path, and that this machine sees it",
         )
-    folders = {
-        int(match[1]): entry
-        for entry in sorted(at.iterdir())
-        if (match := _RANK_FOLDER.fullmatch(entry.name)) and entry.is_dir()
-    }
+    folders = _rank_folders(at)
     if folders:
         return _from_folders(path, folders, select)
     loose = _shards_in(at, select)
@@ -80,6 +76,23 @@ def shards_from_map(files: Mapping[int, str | os.PathLike[str]]) -> ShardFiles:
     name = _one_format({rank: [path] for rank, path in paths.items()}, str(next(iter(paths.values())).parent))
     by_rank = {rank: (str(path),) for rank, path in sorted(paths.items())}
     return ShardFiles(str(next(iter(paths.values())).parent), name, by_rank)
+
+
+def _rank_folders(at: Path) -> dict[int, Path]:
+    folders: dict[int, Path] = {}
+    for entry in sorted(at.iterdir()):
+        match = _RANK_FOLDER.fullmatch(entry.name)
+        if match and entry.is_dir():
+            other = folders.setdefault(int(match[1]), entry)
+            if other is not entry:
+                raise SourceError(
+                    "two folders are of one rank",
+                    expected="one folder a rank",
+                    got=f"{other.name} and {entry.name}",
+                    where=str(at),
+                    remedy="remove the one that does not belong to the checkpoint",
+                )
+    return folders
 
 
 def _from_folders(path: str, folders: Mapping[int, Path], select: str | None) -> ShardFiles:
@@ -131,7 +144,7 @@ def _without_rank(rank: int, name: str) -> str:
 
 def _natural(name: str) -> tuple[tuple[int, int, str], ...]:
     """Sort key in which numbers count as numbers: net-9_5 before net-10_5."""
-    return tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.findall(r"\d+|\D+", name))
+    return tuple((0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.findall(r"\d+|\D+", name))
 
 
 def _shards_in(folder: Path, select: str | None) -> list[Path]:
