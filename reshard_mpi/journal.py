@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import hashlib
 import json
 import os
@@ -151,7 +152,7 @@ class Journal:
         """
         with self._locked(target_rank):
             path.parent.mkdir(parents=True, exist_ok=True)
-            for stale in path.parent.glob(f".{path.name}.*{_PARTIAL}"):
+            for stale in path.parent.glob(f".{glob.escape(path.name)}.*{_PARTIAL}"):
                 stale.unlink(missing_ok=True)  # left by a run that died: whoever lives holds the lock
             record = self._state / f"rank_{target_rank}.json"
             record.unlink(missing_ok=True)

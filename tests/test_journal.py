@@ -1,0 +1,332 @@
+"""What is safe to write and what is done: run identity, locks, partial files, records."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reshard_mpi.errors import TargetError
+from reshard_mpi.journal import Journal, RunIdentity, Unrecorded, published
+
+FACTS = {"source": "/data/src", "prefix": "checkpoint_", "format": "ckpt"}
+
+# A process that says what it has got as far as, and then stays where it is until it is ended.
+HOLDER = """
+import sys, time
+from pathlib import Path
+from reshard_mpi.journal import Journal, RunIdentity
+folder = Path(sys.argv[1])
+journal = Journal(folder, RunIdentity({"source": "here"}), resume=False, overwrite=False)
+journal.begin()
+with journal.writing(0, folder / "rank_0" / "net.ckpt") as partial:
+    partial.write_bytes(b"half")
+    print("writing", flush=True)
+    time.sleep(600)
+"""
+
+
+def journal(folder: Path, *, resume: bool = False, overwrite: bool = False, **facts: object) -> Journal:
+    return Journal(folder, RunIdentity({**FACTS, **facts}), resume=resume, overwrite=overwrite)
+
+
+def write(state: Journal | Unrecorded, path: Path, content: bytes = b"whole", rank: int = 0) -> None:
+    state.begin()
+    with state.writing(rank, path) as partial:
+        partial.write_bytes(content)
+
+
+def files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def refused(call: Callable[[], object]) -> TargetError:
+    with pytest.raises(TargetError) as error:
+        call()
+    assert error.value.expected and error.value.got and error.value.where and error.value.remedy
+    return error.value
+
+
+# Publishing
+
+
+def test_a_published_file_is_whole_or_not_there(tmp_path: Path) -> None:
+    path = tmp_path / "net.ckpt"
+    with published(path) as partial:
+        assert partial.parent == path.parent and partial.name.startswith(".")
+        partial.write_bytes(b"half")
+        assert not path.exists()
+        partial.write_bytes(b"whole")
+    assert path.read_bytes() == b"whole"
+    assert files(tmp_path) == {"net.ckpt"}
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("before", [None, b"before"])
+def test_what_fails_leaves_everything_as_it_was(
+    tmp_path: Path, error: type[BaseException], before: bytes | None
+) -> None:
+    path = tmp_path / "net.ckpt"
+    if before is not None:
+        path.write_bytes(before)
+    with pytest.raises(error), published(path) as partial:
+        partial.write_bytes(b"half")
+        raise error
+    assert files(tmp_path) == (set() if before is None else {"net.ckpt"})
+    assert before is None or path.read_bytes() == before
+
+
+def test_bytes_are_on_the_disk_before_the_name_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "net.ckpt"
+    synced = []
+
+    def sync(descriptor: int) -> None:
+        synced.append((Path(f"/proc/self/fd/{descriptor}").readlink(), path.exists()))
+
+    monkeypatch.setattr(os, "fsync", sync)
+    with published(path) as partial:
+        partial.write_bytes(b"whole")
+    assert synced == [(partial, False), (tmp_path, True)]
+
+
+def test_a_disk_that_fails_at_the_end_leaves_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"), published(tmp_path / "net.ckpt") as partial:
+        partial.write_bytes(b"whole")
+    assert files(tmp_path) == set()
+
+
+def test_without_a_journal_targets_are_replaced_and_no_state_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "rank_0" / "net.ckpt"
+    state = Unrecorded(tmp_path / "new")
+    state.check()
+    assert not (tmp_path / "new").exists()
+    for content in (b"one", b"two"):
+        assert not state.is_done(0, path)
+        write(state, path, content)
+        assert path.read_bytes() == content
+    assert files(tmp_path) == {"new/rank_0/net.ckpt"}
+
+
+# Run identity
+
+VALUES = st.recursive(st.none() | st.booleans() | st.integers() | st.text(), st.lists, max_leaves=4)
+
+
+@given(st.dictionaries(st.text(), VALUES, min_size=1), st.randoms(use_true_random=False), VALUES)
+def test_the_same_facts_are_the_same_run_in_any_order(facts: dict[str, object], random: object, value: object) -> None:
+    items = list(facts.items())
+    random.shuffle(items)
+    run = RunIdentity(facts)
+    assert RunIdentity(dict(items)).digest == run.digest
+    assert run.difference(dict(items)) == ""
+    name = next(iter(facts))
+    other = RunIdentity({**facts, name: value})
+    assert (other.digest == run.digest) == (json.dumps(value) == json.dumps(facts[name]))
+
+
+def test_a_difference_names_what_was_and_is() -> None:
+    now = RunIdentity({"prefix": "net_", "format": "ckpt", "strict": True})
+    was = {"prefix": "checkpoint_", "format": "ckpt", "select": "*", "digest": "0"}
+    assert now.difference(was) == "prefix 'checkpoint_' (now 'net_'), select '*' (now None), strict None (now True)"
+
+
+# Joining and refusing
+
+
+def test_nothing_is_created_before_it_begins(tmp_path: Path) -> None:
+    state = journal(tmp_path / "new")
+    state.check()
+    assert not state.is_done(0, tmp_path / "new" / "rank_0" / "net.ckpt")
+    assert not (tmp_path / "new").exists()
+    state.begin()
+    assert files(tmp_path) == {"new/.reshard_mpi/run.json"}
+
+
+def test_the_same_run_is_joined_and_another_refused(tmp_path: Path) -> None:
+    journal(tmp_path).begin()
+    for join in (journal(tmp_path), journal(tmp_path, resume=True)):
+        join.check()
+        join.begin()
+    other = journal(tmp_path, prefix="net_")
+    for call in (other.check, other.begin):
+        error = refused(call)
+        assert error.problem == "the target folder holds another run"
+        assert error.got == "a run with other settings: prefix 'checkpoint_' (now 'net_')"
+        assert error.where == str(tmp_path)
+    journal(tmp_path).check()  # the refused one has changed nothing
+
+
+def test_overwriting_makes_the_folder_its_own(tmp_path: Path) -> None:
+    journal(tmp_path).begin()
+    other = journal(tmp_path, overwrite=True, prefix="net_")
+    other.check()
+    other.begin()
+    journal(tmp_path, prefix="net_").check()
+    refused(journal(tmp_path).check)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '"text"', "{}"])
+def test_a_state_that_cannot_be_read_is_another_run(tmp_path: Path, content: str) -> None:
+    journal(tmp_path).begin()
+    (tmp_path / ".reshard_mpi" / "run.json").write_text(content)
+    refused(journal(tmp_path).check)
+    journal(tmp_path, overwrite=True).check()
+
+
+def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    for folder, problem in (
+        (tmp_path / "file", "the target is not a folder"),
+        (tmp_path / "file" / "new", "a file is in the way of the target"),
+    ):
+        for state in (journal(folder), Unrecorded(folder)):
+            assert refused(state.check).problem == problem
+
+
+def test_of_many_that_begin_at_once_one_names_the_run(tmp_path: Path) -> None:
+    """Every process begins the same folder with settings of its own: exactly one of them may go on."""
+    program = (
+        "import sys; from pathlib import Path; from reshard_mpi.journal import Journal, RunIdentity;"
+        "j = Journal(Path(sys.argv[1]), RunIdentity({'n': sys.argv[2]}), resume=False, overwrite=False);"
+        "print('ready', flush=True); sys.stdin.readline(); j.begin()"
+    )
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(tmp_path / "new"), str(number)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for number in range(6)
+    ]
+    for process in started:
+        process.stdout.readline()
+    for process in started:
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+    ends = [process.communicate(timeout=60) for process in started]
+    won = [number for number, process in enumerate(started) if process.returncode == 0]
+    assert len(won) == 1
+    assert all(b"holds another run" in err for number, (_, err) in enumerate(ends) if number not in won)
+    assert json.loads((tmp_path / "new" / ".reshard_mpi" / "run.json").read_text())["n"] == str(won[0])
+    assert files(tmp_path) == {"new/.reshard_mpi/run.json"}
+
+
+# Records
+
+
+def test_a_complete_target_is_recorded_and_skipped_on_resume(tmp_path: Path) -> None:
+    path = tmp_path / "rank_0" / "net.ckpt"
+    write(journal(tmp_path), path)
+    record = json.loads((tmp_path / ".reshard_mpi" / "rank_0.json").read_text())
+    assert record["size_bytes"] == 5 and record["file"] == "net.ckpt"
+    assert journal(tmp_path, resume=True).is_done(0, path)
+    assert not journal(tmp_path, resume=True).is_done(1, tmp_path / "rank_1" / "net.ckpt")
+    assert not journal(tmp_path, overwrite=True).is_done(0, path)
+    error = refused(lambda: journal(tmp_path).is_done(0, path))
+    assert error.problem == "target rank 0 is there already"
+    assert error.got == "5 bytes, complete by the record of this run"
+    assert "--resume" in error.remedy and "--overwrite" in error.remedy
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda folder, path: path.unlink(),
+        lambda folder, path: path.write_bytes(b"another size"),
+        lambda folder, path: (folder / ".reshard_mpi" / "rank_0.json").unlink(),
+        lambda folder, path: (folder / ".reshard_mpi" / "rank_0.json").write_text("{"),
+        lambda folder, path: (folder / ".reshard_mpi" / "rank_0.json").write_text('{"digest": "", "size_bytes": 5}'),
+    ],
+    ids=["gone", "another size", "no record", "damaged record", "record of another run"],
+)
+def test_what_is_not_complete_by_its_record_is_done_again(
+    tmp_path: Path, spoil: Callable[[Path, Path], object]
+) -> None:
+    path = tmp_path / "rank_0" / "net.ckpt"
+    write(journal(tmp_path), path)
+    spoil(tmp_path, path)
+    resumed = journal(tmp_path, resume=True)
+    assert not resumed.is_done(0, path)
+    write(resumed, path)
+    assert resumed.is_done(0, path)
+
+
+def test_a_target_that_fails_is_neither_there_nor_recorded_and_can_be_written_again(tmp_path: Path) -> None:
+    path = tmp_path / "rank_0" / "net.ckpt"
+    write(journal(tmp_path), path, b"before")
+    again = journal(tmp_path, overwrite=True)
+    with pytest.raises(ValueError), again.writing(0, path) as partial:
+        partial.write_bytes(b"half")
+        raise ValueError
+    assert path.read_bytes() == b"before"
+    assert not journal(tmp_path, resume=True).is_done(0, path)
+    write(again, path, b"after")
+    assert path.read_bytes() == b"after"
+    assert not [name for name in files(tmp_path) if name.endswith(".partial")]
+
+
+# Locks
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that is writing target 0, until it is ended."""
+    with subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout.readline() == b"writing\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_target_that_a_live_process_writes_is_refused_by_name(
+    tmp_path: Path, holder: subprocess.Popen[bytes]
+) -> None:
+    path = tmp_path / "rank_0" / "net.ckpt"
+    for resume, overwrite in ((False, False), (True, False), (False, True)):
+        state = Journal(tmp_path, RunIdentity({"source": "here"}), resume=resume, overwrite=overwrite)
+        for call in (partial(state.is_done, 0, path), partial(write, state, path)):
+            assert refused(call).problem == "target rank 0 is being written by another process"
+        assert not state.is_done(1, tmp_path / "rank_1" / "net.ckpt")
+    (half,) = (tmp_path / "rank_0").iterdir()
+    assert half.read_bytes() == b"half"
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_death_frees_the_target_and_its_partial_file_is_removed(
+    tmp_path: Path, holder: subprocess.Popen[bytes], how: signal.Signals
+) -> None:
+    path = tmp_path / "rank_0" / "net.ckpt"
+    holder.send_signal(how)
+    holder.wait(timeout=60)
+    assert not path.exists() and len(list(path.parent.iterdir())) == 1
+    state = Journal(tmp_path, RunIdentity({"source": "here"}), resume=True, overwrite=False)
+    state.check()
+    assert not state.is_done(0, path)
+    write(state, path)
+    assert list(path.parent.iterdir()) == [path]
+    assert state.is_done(0, path)
+
+
+def test_partial_files_of_odd_names_are_removed_and_others_left(tmp_path: Path) -> None:
+    path = tmp_path / "net[0]*.ckpt"
+    stale, others = tmp_path / ".net[0]*.ckpt.12.partial", tmp_path / ".net0x.ckpt.12.partial"
+    for left in (stale, others):
+        left.write_bytes(b"half")
+    write(journal(tmp_path), path)
+    assert not stale.exists()
+    assert others.exists()
