@@ -7,8 +7,8 @@ import pytest
 from cases import Case, cases
 from hypothesis import given
 from hypothesis import strategies as st
+from in_memory import placement_of
 from oracle import RawLayout, rank_holds, slice_for_rank
-from strategies import placement_of
 
 from reshard_mpi.box import Box
 from reshard_mpi.errors import LayoutError

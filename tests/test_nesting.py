@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from cases import Case, cases
 from hypothesis import assume, given
+from in_memory import placement_of
 from oracle import RawLayout, rank_holds, slice_for_rank
-from strategies import placement_of
 
 from reshard_mpi.errors import LayoutError
 from reshard_mpi.layout import Layout, stand_in_shape, whole_shape

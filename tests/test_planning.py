@@ -10,8 +10,8 @@ import pytest
 from cases import Case, cases
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from in_memory import entry, manifest, manifests_of, strategy_of
 from oracle import rank_holds, slice_for_rank
-from strategies import entry, manifest, manifests_of, strategy_of
 
 from reshard_mpi.box import Box
 from reshard_mpi.errors import CoverageError, DisagreementError, LayoutError, ReshardError, StrategyError

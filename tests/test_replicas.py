@@ -9,7 +9,7 @@ import pytest
 from cases import Case, cases
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
-from strategies import fewest, needed_holders, strategy_of
+from in_memory import fewest, needed_holders, strategy_of
 
 from reshard_mpi.errors import UsageError
 from reshard_mpi.layout import Layout, stand_in_shape

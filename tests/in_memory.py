@@ -1,4 +1,4 @@
-"""The strategies of a Case as the package's own values, and by brute force what they imply, for tests of planning."""
+"""A Case without any files: strategies and shards as the package's own values, and what they imply by brute force."""
 
 from __future__ import annotations
 
