@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from reshard_mpi.engine.transfer import first_difference, load_shard
-from reshard_mpi.errors import CoverageError, DisagreementError
-from reshard_mpi.layout import Layout, whole_shape
+from reshard_mpi.errors import CoverageError, DisagreementError, LayoutError
+from reshard_mpi.layout import Layout
 from reshard_mpi.manifest import Manifest
-from reshard_mpi.nesting import regroup
 from reshard_mpi.placement import Strategy
 from reshard_mpi.planning.agreement import moment_counters
 from reshard_mpi.planning.model import Limits, Moment, RankPlan
 from reshard_mpi.planning.parameters import Unlisted, find_or_follow
 from reshard_mpi.planning.ranks import check_target_rank, needed_ranks
 from reshard_mpi.planning.shard import ShardPlanner
+from reshard_mpi.planning.tensors import SourceTensors
 from reshard_mpi.source import SourceCheckpoint
 from reshard_mpi.strategy import table
 from reshard_mpi.units import MIB
@@ -43,7 +45,7 @@ class Conversion:
     limits: Limits = LIMITS
     _table: str | None = field(default=None)
     _names: tuple[str, ...] | None = field(default=None)
-    _never_saved: set[tuple[str, tuple[int, ...]]] = field(default_factory=set)
+    _never_saved: dict[tuple[int, ...], set[str]] = field(default_factory=dict)
 
     def source_ranks(self, target_rank: int) -> tuple[int, ...]:
         """Return the source ranks that target rank `target_rank` reads tensors from, ascending."""
@@ -88,17 +90,16 @@ class Conversion:
         uneven = any(p.sizes for placements in self.target.parameters.values() for p in placements)
         if self.target.stages == 1 and not uneven:
             return dict.fromkeys(targets, 1)
-        shapes = self._shapes()
+        itemsizes = self._itemsizes_by_layout()
         weights: dict[int, int] = {}
         by_stage: dict[int, int] = {}
         for target_rank in targets:
             stage = self.target.stage_of(target_rank)
             if uneven or stage not in by_stage:
                 by_stage[stage] = sum(
-                    itemsize * Layout(regroup(placement, shape), shape).box(target_rank).size
-                    for name, (shape, itemsize) in shapes.items()
-                    for placement in find_or_follow(self.target, name, lambda _: True)
-                    if stage in placement.stages
+                    itemsize * layout.box(target_rank).size
+                    for layout, itemsize in itemsizes.items()
+                    if stage in layout.placement.stages
                 )
             weights[target_rank] = by_stage[stage]
         return weights
@@ -122,16 +123,18 @@ class Conversion:
         Shards saved without redundancy hold each parameter on one of the ranks that have it alike.
         """
         found: set[int] = set()
-        for name, holders in planner.lacking():
-            others = [rank for rank in holders if rank in self.source and rank not in manifests]
-            if (name, holders) in self._never_saved or found.intersection(others):
-                continue  # what was found may hold this one too: looked at again with it
-            looked_into = others[:_MAX_LOOKED_INTO]
-            rank = next((rank for rank in looked_into if name in self.source.manifest(rank).tensors), None)
-            if rank is None:
-                self._never_saved.add((name, holders))
+        for holders, names in planner.lacking().items():
+            never_saved = self._never_saved.setdefault(holders, set())
+            unseen = [name for name in names if name not in never_saved]
+            others = [rank for rank in holders if rank in self.source and rank not in manifests] if unseen else []
+            if found.intersection(others):
+                continue  # what was found may hold these too: looked at again with it
+            for rank in others[:_MAX_LOOKED_INTO]:
+                if any(name in self.source.manifest(rank).tensors for name in unseen):
+                    found.add(rank)
+                    break
             else:
-                found.add(rank)
+                never_saved.update(unseen)
         return found
 
     def _moments(self, plan: RankPlan, manifests: dict[int, Manifest]) -> tuple[Moment, ...]:
@@ -181,16 +184,20 @@ class Conversion:
             self._names = tuple(names)
         return self._names
 
-    def _shapes(self) -> dict[str, tuple[tuple[int, ...], int]]:
-        """Return whole shape and element size of every tensor that the first shard of each stage shows."""
-        shapes = {}
-        for rank in self.source.stage_ranks().values():
-            manifest = self.source.manifest(rank)
-            for name, entry in manifest.tensors.items():
-                for placement in find_or_follow(self.source.strategy, name, lambda _: True):
-                    if self.source.strategy.stage_of(rank) in placement.stages:
-                        shapes[name] = whole_shape(placement, rank, entry.shape), entry.dtype.itemsize_bytes
-        return shapes
+    def _itemsizes_by_layout(self) -> dict[Layout, int]:
+        """Return how the target holds the tensors that the first shard of each stage shows, with their element sizes.
+
+        Tensors with the same layout are added up. What does not fit is left out: planning refuses it by name.
+        """
+        shown = SourceTensors(self.source.strategy, self._open(tuple(self.source.stage_ranks().values())))
+        found: dict[Layout, int] = {}
+        for name in shown.names:
+            with contextlib.suppress(LayoutError, DisagreementError):
+                tensor = shown.resolve(name)
+                for placement in find_or_follow(self.target, name, partial(shown.same_shape, name)):
+                    layout = shown.layout(placement, tensor.shape)
+                    found[layout] = found.get(layout, 0) + tensor.dtype.itemsize_bytes
+        return found
 
     def _strategy_table(self) -> str:
         if self._table is None:

@@ -15,6 +15,7 @@ from oracle import rank_holds, slice_for_rank
 
 from reshard_mpi.box import Box
 from reshard_mpi.errors import CoverageError, DisagreementError, LayoutError, ReshardError, StrategyError
+from reshard_mpi.layout import Layout
 from reshard_mpi.manifest import Manifest, TensorEntry
 from reshard_mpi.placement import Placement, Strategy
 from reshard_mpi.planning.model import Check, RankPlan
@@ -140,8 +141,10 @@ def test_what_no_opened_shard_holds_is_a_hole(case: Case, data: st.DataObject) -
         spoiled = {other: shard for other, shard in every.items() if other not in holders}
         got = "shard missing"
     else:
-        lost = {key: held for key, held in every[holders[0]].tensors.items() if key != name}
-        spoiled = {**every, **{other: replace(every[other], tensors=lost) for other in holders}}
+        spoiled = dict(every)
+        for other in holders:
+            left = {key: held for key, held in every[other].tensors.items() if key != name}
+            spoiled[other] = replace(every[other], tensors=left)
         got = "shards without the tensor"
     error = refusal(CoverageError, source, target, spoiled, rank)
     if error.problem.endswith(f"of {name!r} that target rank {rank} needs"):
@@ -150,6 +153,16 @@ def test_what_no_opened_shard_holds_is_a_hole(case: Case, data: st.DataObject) -
         assert error.got == got
     else:  # with the shards went another tensor of theirs, which came first
         assert got == "shard missing"
+
+
+def test_parts_that_do_not_add_up_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proof itself: should the algebra ever lose a part, nothing is written."""
+    meeting = Layout.pieces_meeting
+    monkeypatch.setattr(Layout, "pieces_meeting", lambda layout, box: list(meeting(layout, box))[1:])
+    with pytest.raises(CoverageError) as refused:
+        planned(two_ranks(w=ROWS), one_rank(), shards({"w": (2, 6)}, {"w": (2, 6)}))
+    assert refused.value.problem == "the sources of 'w' do not cover what target rank 0 holds"
+    assert (refused.value.expected, refused.value.got) == ("24 elements of box [0:4, 0:6]", "12 elements")
 
 
 # Which parameters
@@ -199,6 +212,17 @@ def test_a_rule_for_every_name_comes_after_following() -> None:
     # Any other rule lists the names it matches, so they need not follow.
     strategy = Strategy(2, 1, {}, (("moments.*", COLUMNS), ("layer.*", ROWS)))
     assert find_or_follow(strategy, "moments.layer.w", lambda base: True) == (COLUMNS,)
+
+
+def test_the_rank_list_knows_that_a_rule_for_every_name_comes_after_following() -> None:
+    """The target holds rows of `moments.w`, as of `w`, not columns as the last rule says."""
+    source = two_ranks(**{"w": ROWS, "moments.w": ROWS})
+    target = Strategy(2, 1, {}, (("w", ROWS), ("*", COLUMNS)))
+    held = {"w": (2, 6), "moments.w": (2, 6)}
+    for rank in (0, 1):
+        plan = planned(source, target, shards(held, held), rank)
+        listed = needed_ranks(source, target, rank, names=(), available=range(2), unlisted=Unlisted.FOLLOW)
+        assert listed == plan.read_ranks == (rank,)
 
 
 @pytest.mark.parametrize(
@@ -354,6 +378,16 @@ def test_a_tied_parameter_is_taken_from_the_stage_that_is_there() -> None:
     for opened, ranks in (((0, 1), [0, 1]), ((2, 3), [2, 3]), ((0, 2, 3), [2, 3]), ((0, 1, 2), [0, 1])):
         plan = planned(source, one_rank(), {rank: held[rank] for rank in opened})
         assert [copy.source_rank for copy in plan.tensors[0].copies] == ranks
+
+
+def test_what_the_opened_shards_lack_is_told_with_the_ranks_that_should_hold_it() -> None:
+    source = Strategy(4, 1, {name: (Placement((2, 2), ((1,), ())),) for name in ("w", "v", "accum", "other")})
+    target = two_ranks(w=ROWS, v=ROWS, accum=ROWS)
+    held = shards({"w": (2, 6), "v": (2, 6)}, {}, {"v": (2, 6)}, {})
+    assert planner(source, target, {0: held[0]}).lacking() == {(0, 2): ["accum"]}
+    assert planner(source, target, {2: held[2]}).lacking() == {(0, 2): ["w", "accum"]}
+    both = one_rank(w=Placement((1,)), v=Placement((1,)))
+    assert planner(source, both, {0: held[0]}).lacking() == {(1, 3): ["w", "v"]}
 
 
 # What does not fit

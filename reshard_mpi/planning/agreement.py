@@ -11,7 +11,7 @@ from reshard_mpi.planning.model import Check, Copy, Moment, TensorPlan
 from reshard_mpi.planning.tensors import Part, SourceTensor
 from reshard_mpi.units import KIB
 
-# Small enough to read from every opened shard for nothing.
+# Small enough to read from every opened shard for nothing; of larger tensors as much tells shards apart.
 _SMALL_BYTES = 64 * KIB
 # How MindSpore records the moment of a checkpoint: ModelCheckpoint's append_info, and the optimizers' step counter.
 _MOMENT = ("epoch_num", "step_num", "global_step")
@@ -19,20 +19,21 @@ _DIFFERENT_MOMENTS = "the shards are of different moments"
 
 
 def agreement_checks(tensors: Iterable[SourceTensor], wanted: Container[str], *, same_world: bool) -> Iterator[Check]:
-    """Yield the checks on small tensors that every opened shard holds whole.
+    """Yield the checks on tensors that every opened shard holds whole; of large ones on their beginning.
 
     The step counters must agree. Others that no strategy lists are expected to, if the target wants them; where source
     and target have as many ranks they may differ (random state), since each rank then keeps its own.
     """
     for tensor in tensors:
         first = next(iter(tensor.entries.values()))
-        if first.size_bytes > _SMALL_BYTES or len(tensor.entries) < 2 or first.shape != tensor.shape:
+        if len(tensor.entries) < 2 or first.shape != tensor.shape:
             continue
-        moment = tensor.name in _MOMENT
+        moment = tensor.name in _MOMENT and first.size_bytes <= _SMALL_BYTES
         if not moment and (tensor.name not in wanted or tensor.listed or same_world):
             continue
         box = Box.whole(tensor.shape)
-        copies = tuple(Copy(rank, entry, box, box) for rank, entry in tensor.entries.items())
+        start = next(box.blocks(_SMALL_BYTES // first.dtype.itemsize_bytes), box)
+        copies = tuple(Copy(rank, entry, box, start) for rank, entry in tensor.entries.items())
         why = _DIFFERENT_MOMENTS if moment else "each rank has its own; one of them was taken"
         yield Check(tensor.name, copies, refuse=moment, why=why)
 

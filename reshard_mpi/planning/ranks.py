@@ -75,14 +75,18 @@ def _choose_alternative(
     """
     ordered = sorted(alternatives, key=lambda placement: home // placement.stage_size not in placement.stages)
     found = [_needs(placement, target, target_rank) for placement in ordered]
-    for needs in found:
+    if len(found) == 1:
+        return found[0]
+    available_ones = (
+        needs
+        for needs in found
         if all(
             any(rank in available for rank in placement.holders(piece))
             for placement, pieces in needs
             for piece in pieces
-        ):
-            return needs
-    return found[0]
+        )
+    )
+    return next(available_ones, found[0])
 
 
 def _placements(
@@ -92,12 +96,13 @@ def _placements(
     origins = find_or_follow(source, name, lambda _: True)
     if not origins:
         return None
-    placements = target.find(name)
-    if not placements and unlisted is Unlisted.FOLLOW:
+    if unlisted is Unlisted.FOLLOW:
         placements = find_or_follow(target, name, lambda _: True)
-        if not placements and not any(origin.is_cut for origin in origins):
-            placements = (everywhere(target),)
-    elif not placements and unlisted is Unlisted.REPLICATE:
+        replicate = not any(origin.is_cut for origin in origins)
+    else:
+        placements = target.find(name)
+        replicate = unlisted is Unlisted.REPLICATE
+    if not placements and replicate:
         placements = (everywhere(target),)
     stage = target.stage_of(target_rank)
     return next(((origins, placement) for placement in placements if stage in placement.stages), None)

@@ -42,14 +42,14 @@ def _settle(demands: Demands, home: int, available: Container[int]) -> list[int]
         covered = {placement.piece(rank) for rank in chosen if rank // placement.stage_size in placement.stages}
         for piece in demands[placement]:
             if piece not in covered:
-                rank = available_holder(placement, piece, home, available)
+                rank = _available_holder(placement, piece, home, available)
                 if rank is not None:
                     chosen[rank] = None
                     covered.add(placement.piece(rank))
     return _without_superfluous(demands, list(chosen))
 
 
-def available_holder(placement: Placement, piece: Piece, home: int, available: Container[int]) -> int | None:
+def _available_holder(placement: Placement, piece: Piece, home: int, available: Container[int]) -> int | None:
     """Return the available holder of `piece` nearest to `home`, else the first available one, else None."""
     nearest = placement.holder(piece, home)
     if nearest in available:

@@ -75,25 +75,38 @@ class ShardPlanner:
                     ranks.update(rank for rank in part.placement.holders(part.piece) if rank in available)
         return tuple(sorted(ranks - set(self._manifests)))
 
-    def lacking(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield the names of which no opened shard holds what is needed, with the ranks any of which should hold it.
+    def lacking(self) -> dict[tuple[int, ...], list[str]]:
+        """Return the names that no opened shard holds where needed, by the ranks any of which should hold them.
 
         Of a name that no opened shard holds at all: the ranks that hold the same as one of those opened.
         """
-        found: dict[object, list[tuple[int, ...]]] = {}
+        lacking: dict[tuple[int, ...], list[str]] = {}
+        found: dict[object, list[tuple[int, ...]]] = {}  # many tensors are held alike
         for tensor, target in self._wanted.values():
             if tensor.listed:
                 key = (tensor.layouts, target, *tensor.entries)
                 if key not in found:
-                    holders = (tuple(part.placement.holders(part.piece)) for part in self._needed_parts(tensor, target))
-                    found[key] = [ranks for ranks in holders if not any(rank in tensor.entries for rank in ranks)]
-                yield from ((tensor.name, ranks) for ranks in found[key])
+                    found[key] = [
+                        tuple(part.placement.holders(part.piece))
+                        for part in self._needed_parts(tensor, target)
+                        if not any(rank in tensor.entries for rank in part.placement.holders(part.piece))
+                    ]
+                for ranks in found[key]:
+                    lacking.setdefault(ranks, []).append(tensor.name)
         for name, placements in self._target.parameters.items():
             if name not in self._tensors and any(self._stage in placement.stages for placement in placements):
-                for origin in find_or_follow(self._source, name, lambda _: True):
-                    opened = next((r for r in self._manifests if self._source.stage_of(r) in origin.stages), None)
-                    if opened is not None:
-                        yield name, tuple(origin.holders(origin.piece(opened)))
+                origins = find_or_follow(self._source, name, lambda _: True)
+                if origins not in found:
+                    found[origins] = [tuple(self._alike(origin)) for origin in origins]
+                for ranks in found[origins]:
+                    lacking.setdefault(ranks, []).append(name)
+        lacking.pop((), None)
+        return lacking
+
+    def _alike(self, origin: Placement) -> Iterator[int]:
+        """Yield the ranks that hold the same as the first opened one that holds anything of `origin`."""
+        opened = next((rank for rank in self._manifests if self._source.stage_of(rank) in origin.stages), None)
+        return iter(()) if opened is None else origin.holders(origin.piece(opened))
 
     def plan(self, compared: Mapping[int, Manifest], strategy_table: str) -> RankPlan:
         """Return the plan.

@@ -155,10 +155,9 @@ class SourceTensors:
         return {rank: entry for rank, entry in entries.items() if self._strategy.stage_of(rank) in stages}
 
     def _held_alike(self, name: str, base: str) -> bool:
-        if base not in self._entries:
-            return True
+        others = self._entries.get(base, {})
         return all(
-            rank not in self._entries[base] or self._entries[base][rank].shape == entry.shape
+            (other := others.get(rank)) is None or (other.shape, other.global_shape) == (entry.shape, entry.global_shape)
             for rank, entry in self._entries[name].items()
         )
 
@@ -166,12 +165,15 @@ class SourceTensors:
         """Raise DisagreementError if what `rank` holds is not what the layout, found by `first_rank`, says."""
         entry, first = self._entries[name][rank], self._entries[name][first_rank]
         box = layout.box(rank)
-        if entry.shape != box.shape or (entry.box is not None and entry.box != box):
+        whole = entry.global_shape
+        if entry.shape != box.shape or entry.box not in (None, box) or whole not in (None, layout.shape):
             raise DisagreementError(
                 f"the shape of {name!r} does not fit its layout, or the shards disagree",
                 expected=f"box {box} of shape {list(box.shape)} on rank {rank} (whole tensor {list(layout.shape)},"
                 f" as {self._manifests[first_rank].path} has {list(first.shape)})",
-                got=f"shape {list(entry.shape)}" + (f" at box {entry.box}" if entry.box is not None else ""),
+                got=f"shape {list(entry.shape)}"
+                + (f" at box {entry.box}" if entry.box is not None else "")
+                + (f" of {list(whole)}" if whole is not None else ""),
                 where=self._manifests[rank].path,
                 remedy="check that the source strategy is that of this checkpoint",
             )

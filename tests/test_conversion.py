@@ -1,0 +1,62 @@
+"""Which targets a process gets: the largest first, each process finding the same without asking the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from cases import Side
+from checkpoints import write_shards
+from hypothesis import given
+from hypothesis import strategies as st
+from in_memory import strategy_of
+from oracle import RawLayout
+
+from reshard_mpi.conversion import Conversion, assign
+from reshard_mpi.discovery import find_shards
+from reshard_mpi.source import SourceCheckpoint
+
+TENSORS = {"w": np.zeros((12, 4), np.float32), "v": np.zeros(6, np.float16), "scale.w": np.zeros((), np.float32)}
+
+
+def weights(folder: Path, target: Side, ranks: range) -> dict[int, int]:
+    """Return the weights of targets of a checkpoint of 2 ranks; `scale.w` is named after `w` and has another shape."""
+    rows = {"w": RawLayout((2,), (0, -1)), "v": RawLayout((2,), (-1,)), "scale.w": RawLayout((2,), ())}
+    source = Side(2, 1, rows, frozenset({"scale.w"}))
+    write_shards(source, TENSORS, folder, "ckpt")
+    checkpoint = SourceCheckpoint.open(find_shards(str(folder)), strategy_of(source))
+    return Conversion(checkpoint, strategy_of(target)).target_weights(ranks)
+
+
+def test_targets_of_one_stage_weigh_alike(tmp_path: Path) -> None:
+    target = Side(4, 1, {"w": RawLayout((4,), (0, -1)), "v": RawLayout((4,), (-1,))})
+    assert weights(tmp_path, target, range(1, 3)) == {1: 1, 2: 1}
+
+
+def test_targets_of_several_stages_weigh_what_their_stage_holds(tmp_path: Path) -> None:
+    target = Side(4, 2, {"w": RawLayout((2,), (0, -1)), "v": RawLayout((2,), (-1,), stages=(1,))})
+    assert weights(tmp_path, target, range(4)) == {0: 96, 1: 96, 2: 12, 3: 12}
+
+
+def test_targets_of_uneven_slices_weigh_what_they_hold(tmp_path: Path) -> None:
+    target = Side(2, 1, {"w": RawLayout((2,), (0, -1), split_sizes=(3, 9)), "v": RawLayout((2,), (-1,))})
+    assert weights(tmp_path, target, range(2)) == {0: 3 * 4 * 4 + 12, 1: 9 * 4 * 4 + 12}
+
+
+def test_what_does_not_fit_is_left_for_the_plan_to_refuse(tmp_path: Path) -> None:
+    target = Side(14, 2, {"w": RawLayout((7,), (0, -1)), "v": RawLayout((7,), (-1,), stages=(1,))})
+    assert weights(tmp_path, target, range(0, 14, 7)) == {0: 0, 7: 12}
+
+
+@given(st.dictionaries(st.integers(0, 99), st.integers(0, 50), max_size=20), st.integers(1, 6))
+def test_every_target_is_assigned_once_and_the_load_is_spread(load: dict[int, int], processes: int) -> None:
+    shares = assign(load, processes)
+    assert len(shares) == processes
+    assert sorted(target for share in shares for target in share) == sorted(load)
+    assert shares == assign(dict(reversed(load.items())), processes)
+    loads = sorted(sum(load[target] for target in share) for share in shares)
+    assert loads[-1] - loads[0] <= max(load.values(), default=0)
+    for share in shares:
+        assert [load[target] for target in share] == sorted((load[target] for target in share), reverse=True)
+    if len(set(load.values())) <= 1:
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
