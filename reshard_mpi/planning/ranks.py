@@ -96,13 +96,9 @@ def _placements(
     origins = find_or_follow(source, name, lambda _: True)
     if not origins:
         return None
-    if unlisted is Unlisted.FOLLOW:
-        placements = find_or_follow(target, name, lambda _: True)
-        replicate = not any(origin.is_cut for origin in origins)
-    else:
-        placements = target.find(name)
-        replicate = unlisted is Unlisted.REPLICATE
-    if not placements and replicate:
+    follow = unlisted is Unlisted.FOLLOW
+    placements = find_or_follow(target, name, lambda _: True) if follow else target.find(name)
+    if not placements and unlisted is not Unlisted.DROP and not (follow and any(origin.is_cut for origin in origins)):
         placements = (everywhere(target),)
     stage = target.stage_of(target_rank)
     return next(((origins, placement) for placement in placements if stage in placement.stages), None)
@@ -114,5 +110,6 @@ def _needs(source: Placement, target: Placement, target_rank: int) -> Needs:
     for aligned, other in alignments(source, target):
         shape = stand_in_shape(aligned, other)
         box = Layout(other, shape).box(target_rank)
-        needs.append((aligned, tuple(piece for piece, _ in Layout(aligned, shape).pieces_meeting(box))))
+        layout = Layout(aligned, shape)  # its placement has the dimensions by which it counts pieces
+        needs.append((layout.placement, tuple(piece for piece, _ in layout.pieces_meeting(box))))
     return tuple(needs)
