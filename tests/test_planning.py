@@ -405,7 +405,14 @@ def test_a_box_that_the_shard_itself_contradicts_is_refused() -> None:
     held = shards({"w": (2, 6)}, {"w": (2, 6)})
     own = replace(held[1].tensors["w"], box=Box((0, 0), (2, 6)), global_shape=(4, 6))
     error = refusal(DisagreementError, two_ranks(w=ROWS), one_rank(), {0: held[0], 1: manifest(1, own)})
-    assert error.got == "shape [2, 6] at box [0:2, 0:6]"
+    assert error.got == "shape [2, 6] at box [0:2, 0:6] of [4, 6]"
+
+
+def test_a_whole_shape_that_a_shard_contradicts_is_refused() -> None:
+    held = shards({"w": (2, 6)}, {"w": (2, 6)})
+    own = replace(held[1].tensors["w"], box=Box((2, 0), (4, 6)), global_shape=(9, 6))
+    error = refusal(DisagreementError, two_ranks(w=ROWS), one_rank(), {0: held[0], 1: manifest(1, own)})
+    assert error.got == "shape [2, 6] at box [2:4, 0:6] of [9, 6]"
 
 
 def test_another_type_is_refused() -> None:
@@ -469,9 +476,29 @@ def test_step_counters_are_compared_even_if_they_are_dropped() -> None:
     assert compared(plan) == {"global_step": ((0, 1), True), "step_num": ((0, 1), True)}
 
 
-def test_large_and_listed_values_are_not_compared() -> None:
-    held: Mapping[str, tuple[int, ...]] = {"w": (2, 6), "b": (3,), "large": (1 << 20,)}
-    assert compared(planned(two_ranks(w=ROWS, b=WHOLE), one_rank(), shards(held, held))) == {}
+def test_listed_values_are_not_compared_and_large_ones_only_at_their_beginning() -> None:
+    held: Mapping[str, tuple[int, ...]] = {"w": (2, 6), "b": (3,), "large": (1 << 10, 1 << 10), "empty": (0, 3)}
+    plan = planned(two_ranks(w=ROWS, b=WHOLE), one_rank(), shards(held, held))
+    assert compared(plan) == {"large": ((0, 1), False), "empty": ((0, 1), False)}
+    assert {copy.region for copy in plan.checks[0].copies} == {Box((0, 0), (16, 1 << 10))}
+
+
+def test_a_tensor_that_says_it_is_whole_does_not_follow_what_is_held_alike() -> None:
+    whole = replace(entry("stat.w", (2, 6)), box=Box((0, 0), (2, 6)), global_shape=(2, 6))
+    halves = (replace(entry("w", (2, 6)), box=Box((low, 0), (low + 2, 6)), global_shape=(4, 6)) for low in (0, 2))
+    held = {rank: manifest(rank, half, whole) for rank, half in enumerate(halves)}
+    assert boxes(planned(two_ranks(w=ROWS), one_rank(), held)) == {"w": "[0:4, 0:6]", "stat.w": "[0:2, 0:6]"}
+
+
+def test_the_rank_list_knows_rules_of_fewer_dimensions_than_the_other_side_names() -> None:
+    rows = Placement((2,), ((0,),), stages=(0,), open_ended=True)
+    other = Placement((2,), ((0,),), stages=(1,), open_ended=True)
+    source = Strategy(4, 2, {}, (("w", rows), ("b", other)))
+    columns = Placement((2,), ((), (0,)), open_ended=True)
+    target = Strategy(2, 1, {}, (("w", columns), ("b", Placement((2,), ((0,),), open_ended=True))))
+    for rank in range(2):
+        found = needed_ranks(source, target, rank, names=["w", "b"], available=range(4), unlisted=Unlisted.FOLLOW)
+        assert found == (0, 1, 2 + rank)
 
 
 def test_strings_of_the_home_rank_are_taken_and_differences_told() -> None:

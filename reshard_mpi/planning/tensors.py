@@ -157,7 +157,8 @@ class SourceTensors:
     def _held_alike(self, name: str, base: str) -> bool:
         others = self._entries.get(base, {})
         return all(
-            (other := others.get(rank)) is None or (other.shape, other.global_shape) == (entry.shape, entry.global_shape)
+            (other := others.get(rank)) is None
+            or (other.shape, other.global_shape) == (entry.shape, entry.global_shape)
             for rank, entry in self._entries[name].items()
         )
 
