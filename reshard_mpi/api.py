@@ -116,6 +116,9 @@ def transform_checkpoint_by_rank(
         Path(shard).resolve() for shards in conversion.source.files.by_rank.values() for shard in shards
     }:
         raise TargetError("the target is one of the sources", expected="another file", where=str(path))
+    for given in (src_strategy_file, dst_strategy_file):
+        if given is not None and path.exists() and Path(given).resolve() in (path.resolve(), path.resolve().parent):
+            raise TargetError("the target is one of the strategies", expected="another file", where=str(path))
     rank_plan = conversion.plan(rank_id)
     target = Unrecorded(path.parent)
     target.check()

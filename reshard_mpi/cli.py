@@ -196,7 +196,11 @@ def _transform(options: argparse.Namespace) -> int:
     with comm.world(os.environ, explicit_share=bool(options.rank or options.part)) as world:
         unwritable = world.rank == 0 and options.report and not _can_be_written(Path(options.report))
         if any(world.allgather(unwritable, "looked where the report goes")):
-            raise UsageError("the report cannot be written", expected="a file in a folder", where=options.report)
+            raise UsageError(
+                "the report cannot be written",
+                expected="a new file in a folder, or an earlier report; no name of a shard",
+                where=options.report,
+            )
         if world.size > 1 and (options.jobs or 1) > 1:
             raise UsageError(
                 "--jobs does not go with an MPI run",
@@ -229,7 +233,11 @@ def _transform(options: argparse.Namespace) -> int:
 
 
 def _can_be_written(path: Path) -> bool:
-    return path.resolve().parent.is_dir() and not path.is_dir()
+    from reshard_mpi import formats, report
+
+    if formats.name_of(path.name) or not path.resolve().parent.is_dir() or path.is_dir():
+        return False
+    return not path.is_file() or report.is_report(path)  # whatever else is there may be a source or a strategy
 
 
 def _progress(choice: str, world: comm.Comm) -> Bar | Plain | Silent:

@@ -69,13 +69,16 @@ def shards_from_map(files: Mapping[int, str | os.PathLike[str]]) -> ShardFiles:
         raise SourceError("the map of checkpoint files is empty", expected="at least one rank", got="{}")
     paths = {int(rank): Path(path) for rank, path in files.items()}
     for rank, path in paths.items():
+        if rank < 0:
+            raise SourceError("the map of checkpoint files has no such rank", expected="0 or more", got=str(rank))
         if not path.is_file():
             raise SourceError(
                 "a shard file is not there", expected=f"the shard of rank {rank}", got="nothing", where=str(path)
             )
-    name = _one_format({rank: [path] for rank, path in paths.items()}, str(next(iter(paths.values())).parent))
-    by_rank = {rank: (str(path),) for rank, path in sorted(paths.items())}
-    return ShardFiles(str(next(iter(paths.values())).parent), name, by_rank)
+    folder = str(next(iter(paths.values())).parent)
+    name = _one_format({rank: [path] for rank, path in paths.items()}, folder)
+    _require_one_step(paths, folder)
+    return ShardFiles(folder, name, {rank: (str(path),) for rank, path in sorted(paths.items())})
 
 
 def _rank_folders(at: Path) -> dict[int, Path]:
@@ -102,7 +105,14 @@ def _from_folders(path: str, folders: Mapping[int, Path], select: str | None) ->
         raise _nothing(path, wanted, f"{len(folders)} folders without")
     name = _one_format(candidates, path)
     chosen, notes = _same_checkpoint(candidates, path)
+    _require_one_step(chosen, path)
+    return ShardFiles(path, name, {rank: (str(entry),) for rank, entry in chosen.items()}, notes)
+
+
+def _require_one_step(chosen: Mapping[int, Path], path: str) -> None:
     steps = {rank: match.groups() for rank, entry in chosen.items() if (match := _STEP.search(entry.name))}
+    if all(int(step) == rank for rank, (_, step) in steps.items()):
+        return  # names that end in the rank, such as ours with the prefix `net-3_`
     if len(set(steps.values())) > 1:
         (rank_a, step_a), (rank_b, step_b) = _two_different(steps)
         raise DisagreementError(
@@ -112,7 +122,6 @@ def _from_folders(path: str, folders: Mapping[int, Path], select: str | None) ->
             where=path,
             remedy="restore the missing shards, or choose one moment with --select",
         )
-    return ShardFiles(path, name, {rank: (str(entry),) for rank, entry in chosen.items()}, notes)
 
 
 def _same_checkpoint(candidates: Mapping[int, list[Path]], path: str) -> tuple[dict[int, Path], tuple[str, ...]]:

@@ -17,6 +17,8 @@ from reshard_mpi.units import format_bytes, format_rate
 # Often enough to see that it lives, seldom enough to cost nothing.
 _REFRESH_SECONDS = 0.2
 _PLAIN_SECONDS = 10.0
+# Every report file begins so.
+_BEGINNING = b'{\n "version": 1,\n "source": '
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,13 @@ class Outcome:
             "absent": list(self.absent),
             "notes": list(self.notes),
         }
+
+
+def is_report(path: Path) -> bool:
+    """Tell whether the file at `path` is what `write_report` wrote, or empty."""
+    with path.open("rb") as stream:
+        head = stream.read(len(_BEGINNING))
+    return head in (_BEGINNING, b"")
 
 
 def write_report(path: str, facts: Mapping[str, Any], outcome: Outcome, seconds: float) -> None:

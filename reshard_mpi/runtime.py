@@ -85,8 +85,9 @@ class Run:
     def _refuse_writing_to_source(self) -> None:
         target, source = Path(self.request.target).resolve(), Path(self.request.source).resolve()
         files = (Path(path) for paths in self.conversion.source.files.by_rank.values() for path in paths)
-        folders = {folder.resolve() for folder in {path.parent for path in files}}
-        if target == source or folders & {self.path(rank).parent.resolve() for rank in self.targets}:
+        sources = {place.resolve() for path in files for place in (path, path.parent)}
+        places = {place.resolve() for rank in self.targets for place in (self.path(rank), self.path(rank).parent)}
+        if target == source or sources & places:
             raise TargetError(
                 "the target is the source",
                 expected="another folder",

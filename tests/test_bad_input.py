@@ -373,6 +373,13 @@ def source_is_a_file_in_a_rank_folder_of_the_target(c: Conversion) -> Conversion
     return c.but(src=file, dst=c.src, src_strategy=None, dst_strategy=None)
 
 
+@bad(TargetError, "target is the source")
+def a_source_file_leads_to_the_target(c: Conversion) -> None:
+    c.written(1).parent.mkdir(parents=True)
+    c.shard(2).rename(c.written(1))
+    c.shard(2).symlink_to(c.written(1))
+
+
 @bad(TargetError, "target is not a folder", "got: a file")
 def a_file_in_the_place_of_the_target(c: Conversion) -> None:
     c.dst.write_text("mine")
@@ -533,6 +540,29 @@ def test_a_target_by_rank_that_is_a_source(tmp_path: Path) -> None:
     for target in (c.shard(2), tmp_path / "link.ckpt", tmp_path / "folder" / ".." / "rank_1" / c.shard(1).name):
         with pytest.raises(TargetError, match=r"one of the sources(.|\n)*expected: (.|\n)*where: "):
             reshard_mpi.transform_checkpoint_by_rank(0, files, target, c.src_strategy, c.dst_strategy)
+    assert listing(tmp_path) == before
+
+
+def test_a_target_by_rank_that_is_a_strategy(tmp_path: Path) -> None:
+    c = make(tmp_path)
+    files = {rank: c.shard(rank) for rank in range(4)}
+    before = listing(tmp_path)
+    for strategy in (c.src_strategy, c.dst_strategy):
+        for given in (strategy, strategy.parent):
+            pair = (given, c.dst_strategy) if strategy == c.src_strategy else (c.src_strategy, given)
+            with pytest.raises(TargetError, match=r"one of the strategies(.|\n)*expected: (.|\n)*where: "):
+                reshard_mpi.transform_checkpoint_by_rank(0, files, strategy, *pair)
+    assert listing(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["src/rank_0/checkpoint_0.ckpt", "notes.json", "dst/rank_1/checkpoint_1.ckpt"])
+def test_a_report_in_the_place_of_something_else(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    c = make(tmp_path)
+    (tmp_path / "notes.json").write_text('{"current_stage": 1}')
+    (tmp_path / "dst" / "rank_1").mkdir(parents=True)
+    before = listing(tmp_path)
+    said = command_line(capsys, *c.arguments("transform", "--report", str(tmp_path / name)))
+    assert said.code == 2 and "the report cannot be written" in said.err and name in said.err
     assert listing(tmp_path) == before
 
 

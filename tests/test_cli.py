@@ -167,6 +167,9 @@ def test_report(conversion: Conversion, capsys: Capture) -> None:
     assert (report["version"], report["processes"], report["failures"]) == (1, 1, [])
     assert (report["source"], report["target"]) == (str(conversion.src), str(conversion.dst))
     assert report["absent"] == ["never.saved"]
+    again = conversion.arguments("transform", "--overwrite", "--report", str(path))
+    assert command_line(capsys, *again).code == 0  # an earlier report is replaced
+    assert not any(target["skipped"] for target in json.loads(path.read_text())["targets"])
     first, second = report["targets"]
     assert (first["rank"], first["skipped"], second["rank"], second["skipped"]) == (0, False, 1, True)
     held = sum(array.nbytes for array in expected_rank(conversion.target, TENSORS, 0).values())

@@ -117,6 +117,12 @@ def test_names_of_odd_digits_have_an_order_too(tmp_path: Path) -> None:
     assert found(tmp_path) == {rank: [f"rank_{rank}/net1²10.ckpt"] for rank in (0, 1)}
 
 
+def test_names_that_end_in_the_rank_are_of_one_moment(tmp_path: Path) -> None:
+    names = {rank: [f"rank_{rank}/net-3_{rank}.ckpt"] for rank in (0, 1)}
+    lay(tmp_path, *(name for found_names in names.values() for name in found_names))
+    assert found(tmp_path) == names
+
+
 # Selection
 
 
@@ -197,7 +203,14 @@ def test_maps_that_cannot_be_are_refused(tmp_path: Path) -> None:
         ({0: tmp_path / "gone.ckpt"}, "a shard file is not there"),
         ({0: tmp_path / "a.ckpt", 1: tmp_path / "a.h5"}, "shards of two formats lie together"),
         ({0: tmp_path / "a.txt"}, "no checkpoint found in the source"),
+        ({-1: tmp_path / "a.ckpt"}, "the map of checkpoint files has no such rank"),
     ):
         with pytest.raises(SourceError) as refused:
             shards_from_map(files)
         assert refused.value.problem == problem
+
+
+def test_a_map_of_different_moments_is_refused(tmp_path: Path) -> None:
+    lay(tmp_path, "net-1_5.ckpt", "net-2_5.ckpt")
+    with pytest.raises(DisagreementError, match="different moments"):
+        shards_from_map({rank: tmp_path / f"net-{rank + 1}_5.ckpt" for rank in (0, 1)})
