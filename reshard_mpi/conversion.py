@@ -6,6 +6,7 @@ import contextlib
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from functools import partial
 
 from reshard_mpi.engine.transfer import first_difference, load_shard
@@ -16,7 +17,7 @@ from reshard_mpi.placement import Strategy
 from reshard_mpi.planning.agreement import moment_counters
 from reshard_mpi.planning.model import Limits, Moment, RankPlan
 from reshard_mpi.planning.parameters import Unlisted, find_or_follow
-from reshard_mpi.planning.ranks import check_target_rank, needed_ranks
+from reshard_mpi.planning.ranks import check_target_rank, needed_ranks, wants
 from reshard_mpi.planning.shard import ShardPlanner
 from reshard_mpi.planning.tensors import SourceTensors
 from reshard_mpi.source import SourceCheckpoint
@@ -64,6 +65,7 @@ class Conversion:
         Raises a ReshardError where the target cannot be made exactly.
         """
         check_target_rank(target_rank, self.target)
+        self._require_stages_of_rules(target_rank)
         ranks = set(self.source_ranks(target_rank))
         if self.source.strategy.world_size == self.target.world_size and target_rank in self.source:
             ranks.add(target_rank)  # values that no strategy lists and each rank has for itself (random state)
@@ -72,6 +74,8 @@ class Conversion:
             seen = {self.source.strategy.stage_of(rank) for rank in manifests}
             extra = {rank for stage, rank in self.source.stage_ranks().items() if stage not in seen}
             manifests = self._open(ranks | extra)
+        if self._wants_unseen(target_rank, manifests):
+            manifests = self._open({*manifests, *self.source.stage_ranks().values()})
         planner = self._planner(target_rank, manifests)
         while found := self._other_holders(planner, manifests):
             manifests = self._open({*manifests, *found})
@@ -173,6 +177,33 @@ class Conversion:
             and not find_or_follow(self.source.strategy, name, lambda _: True)
             for name, placements in self.target.parameters.items()
         )
+
+    def _wants_unseen(self, target_rank: int, manifests: dict[int, Manifest]) -> bool:
+        """Tell whether the target needs names that no opened shard has, which only rules place: holes, most likely."""
+        seen = {name for manifest in manifests.values() for name in manifest.tensors}
+        return any(
+            wants(self.source.strategy, self.target, target_rank, name, self.unlisted)
+            for name in self._rule_names()
+            if name not in seen
+        )
+
+    def _require_stages_of_rules(self, target_rank: int) -> None:
+        """Raise CoverageError if the target may hold what, by rules, only stages without any shard have."""
+        there = self.source.stage_ranks()
+        for glob, placement in self.source.strategy.rules:
+            if any(stage in there for stage in placement.stages):
+                continue
+            names = [glob, *(name for name in self.target.parameters if fnmatchcase(name, glob))]
+            holding = [placement.stages for name in names for placement in self.target.find(name)]
+            if holding and not any(self.target.stage_of(target_rank) in stages for stages in holding):
+                continue
+            raise CoverageError(
+                f"no shard that should hold {glob!r} is there",
+                expected=f"a shard of stage {placement.stages[0]} of the source",
+                got=f"shards of stage {', '.join(map(str, there))}",
+                where=self.source.files.path,
+                remedy="restore the shards of that stage",
+            )
 
     def _rule_names(self) -> tuple[str, ...]:
         """Return the names that shards hold, where the source strategy lists none but goes by rules."""

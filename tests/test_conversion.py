@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
+import pytest
 from cases import Side
 from checkpoints import write_shards
 from hypothesis import given
@@ -14,6 +16,8 @@ from oracle import RawLayout
 
 from reshard_mpi.conversion import Conversion, assign
 from reshard_mpi.discovery import find_shards
+from reshard_mpi.errors import CoverageError
+from reshard_mpi.placement import Placement, Strategy, unsharded
 from reshard_mpi.source import SourceCheckpoint
 
 TENSORS = {"w": np.zeros((12, 4), np.float32), "v": np.zeros(6, np.float16), "scale.w": np.zeros((), np.float32)}
@@ -46,6 +50,34 @@ def test_targets_of_uneven_slices_weigh_what_they_hold(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_left_for_the_plan_to_refuse(tmp_path: Path) -> None:
     target = Side(14, 2, {"w": RawLayout((7,), (0, -1)), "v": RawLayout((7,), (-1,), stages=(1,))})
     assert weights(tmp_path, target, range(0, 14, 7)) == {0: 0, 7: 12}
+
+
+def test_a_stage_without_shards_is_a_hole_though_rules_name_no_parameters(tmp_path: Path) -> None:
+    cut = Placement((1,), ((0,),), open_ended=True)
+    rules = (("w", cut.with_stages((0,))), ("v", cut.with_stages((1,))))
+    source = Side(2, 2, {"w": RawLayout((1,), ()), "v": RawLayout((1,), (), stages=(1,))})
+    write_shards(source, {name: TENSORS[name] for name in ("w", "v")}, tmp_path, "ckpt")
+    shutil.rmtree(tmp_path / "rank_1")
+    checkpoint = SourceCheckpoint.open(find_shards(str(tmp_path)), Strategy(2, 2, {}, rules))
+    same = Conversion(checkpoint, Strategy(2, 2, {}, rules))
+    assert [tensor.spec.name for tensor in same.plan(0).tensors] == ["w"]
+    listed = Strategy(2, 1, {"w": (Placement((2,)),), "v": (Placement((2,)),)})
+    for conversion, rank in ((same, 1), (Conversion(checkpoint, listed), 0), (Conversion(checkpoint, unsharded()), 0)):
+        with pytest.raises(CoverageError, match=r"'v' is there(.|\n)*stage 1(.|\n)*shards of stage 0"):
+            conversion.plan(rank)
+
+
+def test_the_only_shard_of_a_part_that_is_gone_is_a_hole_though_rules_name_no_parameters(tmp_path: Path) -> None:
+    cut = Placement((2,), ((0,),), open_ended=True)
+    rules = (("w", cut.with_stages((0,))), ("v", cut.with_stages((1,))))
+    source = Side(4, 2, {"w": RawLayout((2,), (0, -1)), "v": RawLayout((2,), (-1,), 2, stages=(1,))})
+    write_shards(source, {name: TENSORS[name] for name in ("w", "v")}, tmp_path, "ckpt")
+    shutil.rmtree(tmp_path / "rank_2")
+    checkpoint = SourceCheckpoint.open(find_shards(str(tmp_path)), Strategy(4, 2, {}, rules))
+    conversion = Conversion(checkpoint, Strategy(2, 1, {}, (("w", cut), ("v", cut))))
+    assert {tensor.spec.name for tensor in conversion.plan(1).tensors} == {"w", "v"}
+    with pytest.raises(CoverageError, match="no source holds a part of 'v' that target rank 0 needs"):
+        conversion.plan(0)
 
 
 @given(st.dictionaries(st.integers(0, 99), st.integers(0, 50), max_size=20), st.integers(1, 6))

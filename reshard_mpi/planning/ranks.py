@@ -66,6 +66,11 @@ def needed_ranks(
     return tuple(sorted(ranks))
 
 
+def wants(source: Strategy, target: Strategy, target_rank: int, name: str, unlisted: Unlisted) -> bool:
+    """Tell whether target rank `target_rank` needs parts of a name that the source strategy places."""
+    return _placements(source, target, target_rank, name, unlisted) is not None
+
+
 def _choose_alternative(
     alternatives: tuple[Placement, ...], target: Placement, target_rank: int, home: int, available: Container[int]
 ) -> Needs:
