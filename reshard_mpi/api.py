@@ -15,7 +15,7 @@ from reshard_mpi.errors import TargetError, UsageError
 from reshard_mpi.inspection import inspect
 from reshard_mpi.journal import Unrecorded
 from reshard_mpi.placement import Strategy, unsharded
-from reshard_mpi.planning.agreement import require_one_moment
+from reshard_mpi.planning.agreement import differing_stages, require_one_moment, require_same_names
 from reshard_mpi.planning.parameters import Unlisted
 from reshard_mpi.planning.ranks import needed_ranks
 from reshard_mpi.planning.summary import Plan, RankSummary
@@ -175,6 +175,9 @@ def plan(
     targets = range(conversion.target.world_size) if ranks is None else ranks
     plans = [conversion.plan(rank) for rank in targets]
     require_one_moment(moment for rank_plan in plans for moment in rank_plan.moments)
+    for stage in differing_stages(rank_plan.held for rank_plan in plans):
+        names = {rank_plan.target_rank: rank_plan.placed for rank_plan in plans if rank_plan.stage == stage}
+        require_same_names(names, files.path)
     return Plan(tuple(RankSummary.of(rank_plan, conversion.limits) for rank_plan in plans))
 
 

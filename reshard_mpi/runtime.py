@@ -19,7 +19,7 @@ from reshard_mpi.engine.transfer import OnBytes, write_shard
 from reshard_mpi.errors import ReshardError, TargetError, UsageError
 from reshard_mpi.journal import Journal, RunIdentity, Unrecorded
 from reshard_mpi.placement import Strategy, unsharded
-from reshard_mpi.planning.agreement import require_one_moment
+from reshard_mpi.planning.agreement import differing_stages, require_one_moment, require_same_names
 from reshard_mpi.planning.model import Limits, RankPlan
 from reshard_mpi.planning.parameters import Unlisted
 from reshard_mpi.planning.ranks import check_target_rank
@@ -104,7 +104,7 @@ def convert(request: Request, comm: Comm, progress: Progress) -> Outcome:
     the run before anything was written. Targets that failed while they were written are in the outcome.
     """
     process = _Process(request, comm, progress)
-    refuse(comm.allgather(process.prepare(), "planned"))
+    _plan_together(process, comm)
     refuse(comm.allgather(process.begin(), "begun"))
     return Outcome().joined(comm.allgather(process.write(), "written"))
 
@@ -115,10 +115,19 @@ def plan_targets(request: Request, comm: Comm) -> tuple[Plan, Outcome]:
     Raises, on every process alike, what `convert` would refuse.
     """
     process = _Process(request, comm, Silent())
-    outcomes = comm.allgather(process.prepare(), "planned")
-    refuse(outcomes)
+    outcomes = _plan_together(process, comm)
     targets = [target for share in comm.allgather(process.summaries(), "summed up") for target in share]
     return Plan(tuple(sorted(targets, key=lambda target: target.rank))), Outcome().joined(outcomes)
+
+
+def _plan_together(process: _Process, comm: Comm) -> list[Outcome]:
+    """Have every process plan its targets; raise what refuses the run, on every process alike."""
+    outcomes = comm.allgather(process.prepare(), "planned")
+    refuse(outcomes)
+    for stage in differing_stages(held for outcome in outcomes for held in outcome.held):
+        names = comm.allgather(process.names(stage), "named parameters")
+        require_same_names({rank: held for share in names for rank, held in share.items()}, process.source)
+    return outcomes
 
 
 def refuse(outcomes: list[Outcome]) -> None:
@@ -157,6 +166,7 @@ class _Process:
         self._to_write: list[int] = []
         self._summaries: list[RankSummary] = []
         self._plans: dict[int, RankPlan] = {}
+        self._names: dict[str, tuple[int, int, tuple[str, ...]]] = {}
         self._run: Run | None = None
         self._journal: Journal | Unrecorded | None = None
         self._planned = Outcome()
@@ -202,6 +212,14 @@ class _Process:
                 outcomes.append(Outcome(failures=(failure,)))
         return Outcome().joined(outcomes)
 
+    @property
+    def source(self) -> str:
+        return self._request.source
+
+    def names(self, stage: int) -> dict[int, tuple[str, ...]]:
+        """Return what strategies place on the target ranks of `stage`; of ranks that have the same, one."""
+        return {rank: names for at, rank, names in self._names.values() if at == stage}
+
     def summaries(self) -> list[RankSummary]:
         """Return what the targets that `prepare` planned amount to."""
         return self._summaries
@@ -218,7 +236,8 @@ class _Process:
         self._summaries.append(RankSummary.of(plan, run.conversion.limits))
         if len(self._plans) < _MAX_KEPT_PLANS:
             self._plans[rank] = plan
-        return Outcome(absent=plan.absent, notes=plan.notes, moments=plan.moments)
+        self._names.setdefault(plan.held.digest, (plan.stage, rank, plan.placed))
+        return Outcome(absent=plan.absent, notes=plan.notes, moments=plan.moments, held=(plan.held,))
 
     def _write_target(self, run: Run, journal: Journal | Unrecorded, rank: int) -> TargetReport:
         begin = time.monotonic()

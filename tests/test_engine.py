@@ -56,7 +56,8 @@ def plans(draw: st.DrawFn, folder: Path) -> tuple[RankPlan, Manifest, np.ndarray
         held = _around(draw, region, shape)
         copies.append(Copy(number, _source(draw, folder / f"source_{number}", dtype, _cut(array, held)), held, region))
     spec = TensorSpec("w", dtype, shape, target)
-    plan = RankPlan(0, NOWHERE, (TensorPlan(spec, tuple(copies)),), {}, (), (), (), ())
+    tensors = (TensorPlan(spec, tuple(copies)),)
+    plan = RankPlan(0, 0, NOWHERE, tensors, {}, (), (), (), (), frozenset())
     path = folder / "target"
     path.write_bytes(bytes(spec.size_bytes + 64))
     offset, ranges = 0, []

@@ -154,6 +154,23 @@ def test_present_in_some_holders_and_absent_in_others(tmp_path: Path, capsys: Ca
 
 
 @KINDS
+def test_followers_that_only_some_replicas_hold(tmp_path: Path, capsys: Capture, kind: str) -> None:
+    """Target 0 opens ranks 0 and 1, target 1 ranks 2 and 3: neither alone can see that something is missing."""
+    c = make(tmp_path, kind)
+    for rank in (0, 1):
+        c.rewrite(rank, {"moments.w": None})
+    before = listing(tmp_path)
+    with pytest.raises(CoverageError, match=r"target rank 0 holds 'moments.w', but those for rank 1 do"):
+        transform(c)
+    with pytest.raises(CoverageError, match=r"'moments.w'"):
+        reshard_mpi.plan(c.src, c.src_strategy, c.dst_strategy)
+    for command, options in (("plan", ()), ("transform", ()), ("transform", ("--jobs", "2"))):
+        said = command_line(capsys, *c.arguments(command, *options))
+        assert said.code == 3 and "'moments.w'" in said.err and "what to do" in said.err
+    assert listing(tmp_path) == before
+
+
+@KINDS
 def test_saved_without_redundancy(tmp_path: Path, kind: str) -> None:
     c = make(tmp_path, kind)
     c.rewrite(0, {"w": None})

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 
 from reshard_mpi.box import Box
-from reshard_mpi.errors import DisagreementError
+from reshard_mpi.errors import CoverageError, DisagreementError
 from reshard_mpi.manifest import Manifest, TensorEntry, TensorSpec
-from reshard_mpi.planning.model import Check, Copy, Moment, TensorPlan
+from reshard_mpi.planning.model import Check, Copy, Held, Moment, TensorPlan
 from reshard_mpi.planning.tensors import Part, SourceTensor
 from reshard_mpi.units import KIB
 
@@ -52,6 +52,33 @@ def moment_counters(manifests: Mapping[int, Manifest]) -> Iterator[tuple[str, Te
                 box = Box.whole(entry.shape)
                 spec = TensorSpec(name, entry.dtype, entry.shape, box)
                 yield manifest.path, TensorPlan(spec, (Copy(rank, entry, box, box),))
+
+
+def differing_stages(held: Iterable[Held]) -> tuple[int, ...]:
+    """Return the target stages whose ranks would not all hold the same parameters."""
+    digests: dict[int, set[str]] = {}
+    for one in held:
+        digests.setdefault(one.stage, set()).add(one.digest)
+    return tuple(sorted(stage for stage, found in digests.items() if len(found) > 1))
+
+
+def require_same_names(names: Mapping[int, Collection[str]], where: str) -> None:
+    """Raise CoverageError for a parameter that one target rank of a stage would hold and another not.
+
+    names: what strategies place, by target rank. Only source shards that contradict each other lead here.
+    """
+    having = {name: rank for rank, held in names.items() for name in held}
+    for rank, held in names.items():
+        missing = sorted(having.keys() - held)
+        if missing:
+            other = having[missing[0]]
+            raise CoverageError(
+                f"no shard opened for target rank {rank} holds {missing[0]!r}, but those for rank {other} do",
+                expected="each parameter in all of the shards that should hold a part of it",
+                got=f"{len(missing)} only in some of them: {', '.join(missing[:3])}" + (" ..." if missing[3:] else ""),
+                where=where,
+                remedy="restore the shards that lack it, or list it in the source strategy: then all holders are asked",
+            )
 
 
 def require_one_moment(moments: Iterable[Moment]) -> None:

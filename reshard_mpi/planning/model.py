@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -67,14 +68,24 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True)
+class Held:
+    """What the target ranks of a stage hold, as far as strategies place it: `digest` of the names, as on `rank`."""
+
+    stage: int
+    digest: str
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
 class RankPlan:
     """All that one target rank needs: what to write, from where, and what must hold first.
 
     source_ranks: the shards opened. absent: names the strategies list that no source shard holds. notes: what the user
-    should be told. moments: the step counters of the shards opened.
+    should be told. loose: tensors that no strategy places. moments: the step counters of the shards opened.
     """
 
     target_rank: int
+    stage: int
     identity: ShardIdentity
     tensors: tuple[TensorPlan, ...]
     strings: Mapping[str, str]
@@ -82,11 +93,21 @@ class RankPlan:
     absent: tuple[str, ...]
     notes: tuple[str, ...]
     source_ranks: tuple[int, ...]
+    loose: frozenset[str]
     moments: tuple[Moment, ...] = ()
 
     @property
     def shard(self) -> ShardSpec:
         return ShardSpec(self.identity, tuple(tensor.spec for tensor in self.tensors), self.strings)
+
+    @property
+    def placed(self) -> tuple[str, ...]:
+        """The names that strategies place here, sorted; all ranks of a stage must have the same."""
+        return tuple(sorted(tensor.spec.name for tensor in self.tensors if tensor.spec.name not in self.loose))
+
+    @property
+    def held(self) -> Held:
+        return Held(self.stage, hashlib.sha256("\0".join(self.placed).encode()).hexdigest(), self.target_rank)
 
     @property
     def read_ranks(self) -> tuple[int, ...]:

@@ -126,7 +126,18 @@ class ShardPlanner:
             strings = {}
         identity = ShardIdentity(self._rank, self._target.world_size, strategy_table)
         opened = tuple(sorted({*self._manifests, *compared}))
-        return RankPlan(self._rank, identity, tensors, strings, tuple(checks), absent, tuple(notes), opened)
+        return RankPlan(
+            target_rank=self._rank,
+            stage=self._stage,
+            identity=identity,
+            tensors=tensors,
+            strings=strings,
+            checks=tuple(checks),
+            absent=absent,
+            notes=tuple(notes),
+            source_ranks=opened,
+            loose=frozenset(name for name, (tensor, _) in self._wanted.items() if not tensor.listed),
+        )
 
     def _target_layout(self, tensor: SourceTensor) -> Layout | None:
         """Return how this target rank holds `tensor`, None if it does not."""
