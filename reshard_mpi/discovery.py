@@ -11,6 +11,7 @@ from pathlib import Path
 
 from reshard_mpi import formats
 from reshard_mpi.errors import DisagreementError, SourceError
+from reshard_mpi.ordering import natural_key
 
 _RANK_FOLDER = re.compile(r"rank_(\d+)")
 _STEP = re.compile(r"-(\d+)_(\d+)\.\w+$")
@@ -132,7 +133,7 @@ def _same_checkpoint(candidates: Mapping[int, list[Path]], path: str) -> tuple[d
         keyed = {rank: {key_of(rank, entry.name): entry for entry in entries} for rank, entries in candidates.items()}
         common = set.intersection(*(set(keys) for keys in keyed.values()))
         if common:
-            newest = max(common, key=_natural)
+            newest = max(common, key=natural_key)
             note = f"several checkpoints in {path}: {newest} chosen, the newest by name that all ranks have"
             return {rank: keys[newest] for rank, keys in keyed.items()}, (note,)
     raise SourceError(
@@ -151,11 +152,6 @@ def _without_rank(rank: int, name: str) -> str:
     return re.sub(rf"(?<!\d){rank}(?!\d)", "<rank>", stem) + end
 
 
-def _natural(name: str) -> tuple[tuple[int, int, str], ...]:
-    """Sort key in which numbers count as numbers: net-9_5 before net-10_5."""
-    return tuple((0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.findall(r"\d+|\D+", name))
-
-
 def _shards_in(folder: Path, select: str | None) -> list[Path]:
     found = [
         entry
@@ -166,7 +162,7 @@ def _shards_in(folder: Path, select: str | None) -> list[Path]:
         and entry.is_file()
         and not _is_strategy(entry)
     ]
-    return sorted(found, key=lambda entry: _natural(entry.name))
+    return sorted(found, key=lambda entry: natural_key(entry.name))
 
 
 def _is_strategy(entry: Path) -> bool:

@@ -11,6 +11,7 @@ from enum import Enum
 from pathlib import Path
 
 from reshard_mpi.errors import StrategyError
+from reshard_mpi.ordering import natural_key
 from reshard_mpi.strategy.limits import MAX_FILE_BYTES
 from reshard_mpi.strategy.mindspore import REMEDY, StageFile, decode_json, decode_protobuf
 from reshard_mpi.units import format_bytes
@@ -75,7 +76,7 @@ def read_all(path: str) -> Iterator[StrategyBytes]:
         return
     passed: list[str] = []
     count = 0
-    for file in sorted(_entries(folder), key=lambda entry: _natural(entry.name)):
+    for file in sorted(_entries(folder), key=lambda entry: natural_key(entry.name)):
         reason = _passed_over(file)
         if reason:
             passed.append(f"{file.name} ({reason})")
@@ -172,11 +173,6 @@ def _entries(folder: Path) -> list[Path]:
 def _unreadable(file: Path, error: Exception) -> StrategyError:
     reason = getattr(error, "strerror", None) or str(error)
     return StrategyError("the strategy cannot be read", got=reason, where=str(file), remedy="check the path")
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    """Return a key that puts `rank_9` before `rank_10`."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"([0-9]{1,18})", name)]
 
 
 def _passed_over(file: Path) -> str:
