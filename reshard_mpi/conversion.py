@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -14,8 +15,8 @@ from reshard_mpi.errors import CoverageError, DisagreementError, LayoutError
 from reshard_mpi.layout import Layout
 from reshard_mpi.manifest import Manifest
 from reshard_mpi.placement import Strategy
-from reshard_mpi.planning.agreement import moment_counters
-from reshard_mpi.planning.model import Limits, Moment, RankPlan
+from reshard_mpi.planning.agreement import loose_beginnings, moment_counters
+from reshard_mpi.planning.model import Beginning, Limits, Moment, RankPlan
 from reshard_mpi.planning.parameters import Unlisted, find_or_follow
 from reshard_mpi.planning.ranks import check_target_rank, needed_ranks, wants
 from reshard_mpi.planning.shard import ShardPlanner
@@ -87,7 +88,7 @@ class Conversion:
             files, size = self.source.files, self.source.strategy.world_size
             error.where = error.where or f"{files.path}, which has the shards of {len(files.by_rank)} of {size} ranks"
             raise
-        return replace(self._checked(plan), moments=self._moments(plan, manifests))
+        return replace(self._checked(plan), moments=self._moments(plan, manifests), beginnings=self._beginnings(plan))
 
     def target_weights(self, targets: Sequence[int]) -> dict[int, int]:
         """Return how large the shards of `targets` will be relative to each other (bytes, or 1 where all are alike)."""
@@ -146,6 +147,17 @@ class Conversion:
         values = load_shard(replace(plan, tensors=tuple(counter for _, counter in counters)), limits=self.limits)
         named = ((counter.spec.name, path) for path, counter in counters)
         return tuple(Moment(name, str(values[name].tolist()), path) for name, path in named)
+
+    def _beginnings(self, plan: RankPlan) -> tuple[Beginning, ...]:
+        if self.source.strategy.world_size in (1, self.target.world_size):
+            return ()  # nothing else to take, or each rank keeps its own
+        starts = tuple(loose_beginnings(plan))
+        values = load_shard(replace(plan, tensors=starts), limits=self.limits)
+        return tuple(
+            Beginning(name, hashlib.sha256(values[name].tobytes()).hexdigest(), start.copies[0].source_rank)
+            for start in starts
+            for name in (start.spec.name,)
+        )
 
     def _checked(self, plan: RankPlan) -> RankPlan:
         """Run the plan's checks; a difference that matters refuses the target, another becomes a note."""

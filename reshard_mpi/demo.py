@@ -16,14 +16,14 @@ from reshard_mpi import formats
 from reshard_mpi.box import Box
 from reshard_mpi.comm import Comm
 from reshard_mpi.dtypes import BY_NAME
-from reshard_mpi.errors import DisagreementError, ReshardError, TargetError
+from reshard_mpi.errors import DisagreementError, ReshardError, TargetError, as_reshard_error
 from reshard_mpi.layout import Layout
 from reshard_mpi.manifest import Segments, ShardIdentity, ShardSpec, TensorSpec
 from reshard_mpi.placement import Placement, Strategy
 from reshard_mpi.planning.parameters import Unlisted
 from reshard_mpi.report import Outcome, Silent
 from reshard_mpi.request import Request
-from reshard_mpi.runtime import as_reshard_error, convert
+from reshard_mpi.runtime import convert
 from reshard_mpi.strategy.mindspore import encode_protobuf
 from reshard_mpi.strategy.stages import to_stage_files
 from reshard_mpi.units import format_bytes, format_rate

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import ClassVar
 
 
@@ -71,3 +72,14 @@ class TransformError(ReshardError):
     """Some targets failed while they were written; the others are complete."""
 
     exit_code = 4
+
+
+def as_reshard_error(error: Exception, path: Path | None = None) -> ReshardError:
+    """Return `error` as one that can be shown to a user and sent between processes; `path`: what it is about."""
+    if isinstance(error, ReshardError):
+        return error
+    if isinstance(error, OSError):
+        names = (error.filename, error.filename2) if error.filename is not None else (path,)
+        where = " and ".join(str(name) for name in names if name is not None)
+        return ReshardError("the file system refused", got=f"{error.strerror or error}", where=where)
+    return ReshardError("out of memory", got=type(error).__name__, remedy="run fewer processes at once")

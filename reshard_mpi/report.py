@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from reshard_mpi.errors import ReshardError, TransformError
-from reshard_mpi.planning.model import Held, Moment
+from reshard_mpi.planning.model import Beginning, Held, Moment
 from reshard_mpi.units import format_bytes, format_rate
 
 # Often enough to see that it lives, seldom enough to cost nothing.
@@ -54,6 +54,7 @@ class Outcome:
     notes: tuple[str, ...] = ()
     moments: tuple[Moment, ...] = ()
     held: tuple[Held, ...] = ()
+    beginnings: tuple[Beginning, ...] = ()
 
     def joined(self, others: list[Outcome]) -> Outcome:
         """Return this outcome and the `others` as one, targets in the order of their ranks."""
@@ -65,6 +66,7 @@ class Outcome:
             tuple(dict.fromkeys(note for one in every for note in one.notes)),
             tuple(dict.fromkeys(moment for one in every for moment in one.moments)),
             tuple({(held.stage, held.digest): held for one in reversed(every) for held in one.held}.values()),
+            tuple({(start.name, start.digest): start for one in reversed(every) for start in one.beginnings}.values()),
         )
 
     def raise_failures(self) -> None:

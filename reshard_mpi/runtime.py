@@ -8,7 +8,7 @@ so the outcome is the same on every process.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from reshard_mpi import discovery, formats, strategy
@@ -16,10 +16,15 @@ from reshard_mpi.comm import Comm
 from reshard_mpi.conversion import Conversion, assign
 from reshard_mpi.engine.files import Traffic
 from reshard_mpi.engine.transfer import OnBytes, write_shard
-from reshard_mpi.errors import ReshardError, TargetError, UsageError
+from reshard_mpi.errors import ReshardError, TargetError, UsageError, as_reshard_error
 from reshard_mpi.journal import Journal, RunIdentity, Unrecorded
 from reshard_mpi.placement import Strategy, unsharded
-from reshard_mpi.planning.agreement import differing_stages, require_one_moment, require_same_names
+from reshard_mpi.planning.agreement import (
+    differing_beginnings,
+    differing_stages,
+    require_one_moment,
+    require_same_names,
+)
 from reshard_mpi.planning.model import Limits, RankPlan
 from reshard_mpi.planning.parameters import Unlisted
 from reshard_mpi.planning.ranks import check_target_rank
@@ -104,9 +109,9 @@ def convert(request: Request, comm: Comm, progress: Progress) -> Outcome:
     the run before anything was written. Targets that failed while they were written are in the outcome.
     """
     process = _Process(request, comm, progress)
-    _plan_together(process, comm)
+    planned = _plan_together(process, comm)
     refuse(comm.allgather(process.begin(), "begun"))
-    return Outcome().joined(comm.allgather(process.write(), "written"))
+    return Outcome(notes=planned.notes).joined(comm.allgather(process.write(), "written"))
 
 
 def plan_targets(request: Request, comm: Comm) -> tuple[Plan, Outcome]:
@@ -115,19 +120,23 @@ def plan_targets(request: Request, comm: Comm) -> tuple[Plan, Outcome]:
     Raises, on every process alike, what `convert` would refuse.
     """
     process = _Process(request, comm, Silent())
-    outcomes = _plan_together(process, comm)
+    planned = _plan_together(process, comm)
     targets = [target for share in comm.allgather(process.summaries(), "summed up") for target in share]
-    return Plan(tuple(sorted(targets, key=lambda target: target.rank))), Outcome().joined(outcomes)
+    return Plan(tuple(sorted(targets, key=lambda target: target.rank))), planned
 
 
-def _plan_together(process: _Process, comm: Comm) -> list[Outcome]:
-    """Have every process plan its targets; raise what refuses the run, on every process alike."""
+def _plan_together(process: _Process, comm: Comm) -> Outcome:
+    """Have every process plan its targets; raise what refuses the run, on every process alike.
+
+    Returns what is to be said of the plans together.
+    """
     outcomes = comm.allgather(process.prepare(), "planned")
     refuse(outcomes)
     for stage in differing_stages(held for outcome in outcomes for held in outcome.held):
         names = comm.allgather(process.names(stage), "named parameters")
         require_same_names({rank: held for share in names for rank, held in share.items()}, process.source)
-    return outcomes
+    together = Outcome().joined(outcomes)
+    return replace(together, notes=(*together.notes, *differing_beginnings(together.beginnings, together.notes)))
 
 
 def refuse(outcomes: list[Outcome]) -> None:
@@ -143,17 +152,6 @@ def refuse(outcomes: list[Outcome]) -> None:
     if others:
         first.error.problem += f" (and {len(others)} more {'target is' if len(others) == 1 else 'targets are'} refused)"
     raise first.error
-
-
-def as_reshard_error(error: Exception, path: Path | None = None) -> ReshardError:
-    """Return `error` as one that can be shown to a user and sent between processes; `path`: what it is about."""
-    if isinstance(error, ReshardError):
-        return error
-    if isinstance(error, OSError):
-        names = (error.filename, error.filename2) if error.filename is not None else (path,)
-        where = " and ".join(str(name) for name in names if name is not None)
-        return ReshardError("the file system refused", got=f"{error.strerror or error}", where=where)
-    return ReshardError("out of memory", got=type(error).__name__, remedy="run fewer processes at once")
 
 
 class _Process:
@@ -237,7 +235,13 @@ class _Process:
         if len(self._plans) < _MAX_KEPT_PLANS:
             self._plans[rank] = plan
         self._names.setdefault(plan.held.digest, (plan.stage, rank, plan.placed))
-        return Outcome(absent=plan.absent, notes=plan.notes, moments=plan.moments, held=(plan.held,))
+        return Outcome(
+            absent=plan.absent,
+            notes=plan.notes,
+            moments=plan.moments,
+            held=(plan.held,),
+            beginnings=plan.beginnings,
+        )
 
     def _write_target(self, run: Run, journal: Journal | Unrecorded, rank: int) -> TargetReport:
         begin = time.monotonic()

@@ -259,6 +259,18 @@ def test_unlisted_values_that_differ_are_told(tmp_path: Path, capsys: Capture) -
 
 
 @KINDS
+def test_values_that_differ_between_targets_are_told(tmp_path: Path, capsys: Capture, kind: str) -> None:
+    """Each target opens two shards that agree, but not with those of the other: a row statistic cut by data rank."""
+    c = make(tmp_path, kind)
+    for rank in range(4):
+        c.rewrite(rank, {"vr.w": np.full(4, rank // 2, np.float32)})
+    for command, jobs in (("plan", ()), ("transform", ("--jobs", "2"))):
+        said = command_line(capsys, *c.arguments(command, *jobs))
+        assert said.code == 0
+        assert said.err.count("'vr.w' differs between ranks 0 and 2: no strategy says how it is cut") == 1
+
+
+@KINDS
 def test_every_rank_keeps_its_own_values_when_their_number_stays(tmp_path: Path, capsys: Capture, kind: str) -> None:
     c = make(tmp_path, kind)
     c = c.but(dst_strategy=c.strategy("d", {"w": RawLayout((4,), (0, -1)), "b": RawLayout((4,), (-1,))}))

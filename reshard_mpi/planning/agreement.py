@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping
+from dataclasses import replace
 
 from reshard_mpi.box import Box
 from reshard_mpi.errors import CoverageError, DisagreementError
 from reshard_mpi.manifest import Manifest, TensorEntry, TensorSpec
-from reshard_mpi.planning.model import Check, Copy, Held, Moment, TensorPlan
+from reshard_mpi.planning.model import Beginning, Check, Copy, Held, Moment, RankPlan, TensorPlan
 from reshard_mpi.planning.tensors import Part, SourceTensor
 from reshard_mpi.units import KIB
 
@@ -52,6 +53,30 @@ def moment_counters(manifests: Mapping[int, Manifest]) -> Iterator[tuple[str, Te
                 box = Box.whole(entry.shape)
                 spec = TensorSpec(name, entry.dtype, entry.shape, box)
                 yield manifest.path, TensorPlan(spec, (Copy(rank, entry, box, box),))
+
+
+def loose_beginnings(plan: RankPlan) -> Iterator[TensorPlan]:
+    """Yield the beginnings of the tensors that no strategy places, as the target takes them."""
+    for tensor in plan.tensors:
+        if tensor.spec.name in plan.loose and tensor.spec.name not in _MOMENT and tensor.spec.size_bytes:
+            spec, copy = tensor.spec, tensor.copies[0]
+            start = next(spec.box.blocks(_SMALL_BYTES // spec.dtype.itemsize_bytes))
+            yield TensorPlan(
+                TensorSpec(spec.name, spec.dtype, spec.global_shape, start), (replace(copy, region=start),)
+            )
+
+
+def differing_beginnings(beginnings: Iterable[Beginning], told: Collection[str]) -> Iterator[str]:
+    """Yield a note for each tensor that targets take from source ranks that differ in it. told: the notes so far."""
+    first: dict[str, Beginning] = {}
+    for one in sorted(beginnings, key=lambda beginning: beginning.rank):
+        other = first.setdefault(one.name, one)
+        noted = any(note.startswith(f"{one.name!r} differs") for note in told)
+        if other.digest != one.digest and not noted:
+            yield (
+                f"{one.name!r} differs between ranks {other.rank} and {one.rank}: no strategy says how it is cut,"
+                " so each target took one of them whole"
+            )
 
 
 def differing_stages(held: Iterable[Held]) -> tuple[int, ...]:

@@ -68,6 +68,15 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True)
+class Beginning:
+    """How a tensor that no strategy places begins on source rank `rank`: a digest of its first bytes."""
+
+    name: str
+    digest: str
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
 class Held:
     """What the target ranks of a stage hold, as far as strategies place it: `digest` of the names, as on `rank`."""
 
@@ -82,6 +91,7 @@ class RankPlan:
 
     source_ranks: the shards opened. absent: names the strategies list that no source shard holds. notes: what the user
     should be told. loose: tensors that no strategy places. moments: the step counters of the shards opened.
+    beginnings: of the loose tensors, where other targets should have the same.
     """
 
     target_rank: int
@@ -95,6 +105,7 @@ class RankPlan:
     source_ranks: tuple[int, ...]
     loose: frozenset[str]
     moments: tuple[Moment, ...] = ()
+    beginnings: tuple[Beginning, ...] = ()
 
     @property
     def shard(self) -> ShardSpec:
