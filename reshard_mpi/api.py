@@ -19,12 +19,13 @@ from reshard_mpi.planning.agreement import differing_stages, require_one_moment,
 from reshard_mpi.planning.parameters import Unlisted
 from reshard_mpi.planning.ranks import needed_ranks
 from reshard_mpi.planning.summary import Plan, RankSummary
-from reshard_mpi.pool import convert_with_workers, useful_workers
+from reshard_mpi.pool import convert_with_workers
 from reshard_mpi.report import Outcome, Silent
 from reshard_mpi.request import Request
-from reshard_mpi.runtime import convert, write_file
+from reshard_mpi.runtime import convert
 from reshard_mpi.source import SourceCheckpoint
 from reshard_mpi.strategy.merge import merge
+from reshard_mpi.writing import write_file
 
 if TYPE_CHECKING:
     import numpy as np
@@ -122,8 +123,9 @@ def transform_checkpoint_by_rank(
     rank_plan = conversion.plan(rank_id)
     target = Unrecorded(path.parent)
     target.check()
-    with target.writing(rank_id, path) as partial:
-        write_file(rank_plan, name, partial, conversion.limits, lambda _: None)
+    with target.writing(rank_id, path) as publication:
+        write_file(rank_plan, name, publication.partial, conversion.limits, lambda _: None)
+        publication.publish()
 
 
 def rank_list_for_transform(
@@ -215,9 +217,8 @@ def as_unlisted(value: str) -> Unlisted:
 def _run(request: Request, processes: int, communicator: Any) -> Outcome:
     if communicator is not None:
         return convert(request, MPIComm(communicator), Silent())
-    workers = useful_workers(request, processes)
-    if workers > 1:
-        return convert_with_workers(request, workers, Silent())
+    if processes > 1:
+        return convert_with_workers(request, processes, Silent())
     return convert(request, SerialComm(), Silent())
 
 

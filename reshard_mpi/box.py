@@ -91,42 +91,50 @@ class Box:
             last = last * (high - low) + (end - 1 - first)
         return last + 1
 
-    def blocks(self, limit: int) -> Iterator[Box]:
+    def blocks(self, limit: int, first: int = 0, last: int | None = None) -> Iterator[Box]:
         """Cut this box into boxes of at most `limit` elements, each one contiguous run of its row-major order.
 
-        The blocks come in row-major order and cover the box. Raises ValueError if `limit` is less than 1.
+        The blocks come in row-major order and cover the elements from `first` to `last` of that order (None: to the
+        end). Raises ValueError if `limit` is less than 1.
         """
         if limit < 1:
             raise ValueError(f"a block holds 1 element or more, got the limit {limit}")
-        if self.size == 0:
-            return
         shape = self.shape
-        row = 1  # elements in one step of dimension `cut`
-        cut = len(shape)
-        while cut > 0 and row * shape[cut - 1] <= limit:
-            cut -= 1
-            row *= shape[cut]
-        if cut == 0:
-            yield self
-            return
-        cut -= 1
-        step = limit // row
-        for lead in _indices(self.start[:cut], self.stop[:cut]):
-            for first in range(self.start[cut], self.stop[cut], step):
-                last = min(first + step, self.stop[cut])
-                yield Box(
-                    (*lead, first, *self.start[cut + 1 :]),
-                    (*(i + 1 for i in lead), last, *self.stop[cut + 1 :]),
-                )
+        rows = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))  # elements in one step of a dimension
+        at, end = first, self.size if last is None else last
+        while at < end:
+            room = min(limit, end - at)
+            start, stop, rest = [], [], at
+            for dim, (row, length) in enumerate(zip(rows, shape)):
+                index, rest = divmod(rest, row)
+                low = self.start[dim] + index
+                start.append(low)
+                if rest == 0 and row <= room:
+                    count = min(length - index, room // row)
+                    stop.append(low + count)
+                    start.extend(self.start[dim + 1 :])
+                    stop.extend(self.stop[dim + 1 :])
+                    at += count * row
+                    break
+                stop.append(low + 1)
+            else:
+                at += 1  # the one element of a scalar
+            yield Box(tuple(start), tuple(stop))
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """`count` consecutive elements that are consecutive in the source and in the target; offsets count elements."""
+class Runs:
+    """`repeats` runs of `count` elements that are consecutive in the source and in the target, at even distances.
+
+    Offsets and steps (from the start of one run to that of the next) count elements.
+    """
 
     source_offset: int
     target_offset: int
     count: int
+    repeats: int
+    source_step: int
+    target_step: int
 
 
 def run_length(region: Box, source: Box, target: Box) -> int:
@@ -141,13 +149,26 @@ def run_length(region: Box, source: Box, target: Box) -> int:
     return length
 
 
-def common_runs(region: Box, source: Box, target: Box) -> Iterator[Run]:
+def common_runs(region: Box, source: Box, target: Box) -> Iterator[Runs]:
     """Yield the runs that carry `region` from `source` to `target`, in row-major order of the region."""
     if region.size == 0:
         return
-    count = run_length(region, source, target)
-    for block in region.blocks(count):
-        yield Run(source.offset_of(block), target.offset_of(block), count)
+    shapes = tuple(zip(region.shape, source.shape, target.shape))
+    count, dim = 1, len(shapes)
+    whole = True
+    while dim > 0 and whole:
+        dim -= 1
+        count *= shapes[dim][0]
+        whole = shapes[dim][0] == shapes[dim][1] == shapes[dim][2]
+    steps = tuple(math.prod(lengths) for lengths in zip(*(shape[1:] for shape in shapes[dim:]))) or (1, 1)
+    repeats, whole = 1, True
+    while dim > 0 and whole:
+        dim -= 1
+        repeats *= shapes[dim][0]
+        whole = shapes[dim][0] == shapes[dim][1] == shapes[dim][2]
+    for lead in _indices(region.start[:dim], region.stop[:dim]):
+        first = Box((*lead, *region.start[dim:]), (*(i + 1 for i in lead), *region.stop[dim:]))
+        yield Runs(source.offset_of(first), target.offset_of(first), count, repeats, *steps)
 
 
 def _indices(start: tuple[int, ...], stop: tuple[int, ...]) -> Iterator[tuple[int, ...]]:

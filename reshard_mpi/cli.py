@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from reshard_mpi import comm
 from reshard_mpi.errors import ReshardError
 from reshard_mpi.signals import INTERRUPTED, exit_when_terminated
+from reshard_mpi.threads import ONE_THREAD
 
 if TYPE_CHECKING:
-    from reshard_mpi.report import Bar, Outcome, Plain, Silent
+    from reshard_mpi.report import Bar, Outcome, Plain, Progress, Silent
     from reshard_mpi.request import Request
 
 _EXIT_CODES = """\
@@ -30,6 +31,8 @@ exit codes: 0 done; 1 a bug; 2 wrong usage; 3 bad input, refused before anything
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit with its code."""
     exit_when_terminated()
+    for name, value in ONE_THREAD.items():
+        os.environ.setdefault(name, value)
     options = _parser().parse_args(arguments)
     try:
         code: int = options.run(options)
@@ -111,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-_JOBS_HELP = "local processes (default: as many as targets or cores, the fewer; 1 under a launcher)"
+_JOBS_HELP = "local processes (default: one a core, but no more than 8 or the targets; 1 under a launcher)"
 
 
 def _add_conversion(parser: argparse.ArgumentParser) -> None:
@@ -188,8 +191,6 @@ def _request(options: argparse.Namespace) -> Request:
 
 def _transform(options: argparse.Namespace) -> int:
     from reshard_mpi.errors import UsageError
-    from reshard_mpi.pool import convert_with_workers, useful_workers
-    from reshard_mpi.report import summary, write_report
 
     request = _request(options)
     begin = time.monotonic()
@@ -209,18 +210,11 @@ def _transform(options: argparse.Namespace) -> int:
                 remedy="start more MPI ranks instead",
             )
         progress = _progress(options.progress, world)
-        processes = world.size
-        if world.size == 1:
-            default = 1 if comm.is_launched(os.environ) else len(os.sched_getaffinity(0))
-            processes = useful_workers(request, options.jobs or default)
-        if processes > world.size:
-            outcome = convert_with_workers(request, processes, progress)
-        else:
-            from reshard_mpi.runtime import convert
-
-            outcome = convert(request, world, progress)
+        outcome, processes = _convert(request, options.jobs, world, progress)
         progress.close()
         seconds = time.monotonic() - begin
+        from reshard_mpi.report import summary, write_report
+
         if world.rank == 0:
             _tell(outcome)
             if options.report:
@@ -230,6 +224,19 @@ def _transform(options: argparse.Namespace) -> int:
         if world.rank == 0:
             print(summary(outcome, seconds))
     return 0
+
+
+def _convert(request: Request, jobs: int | None, world: comm.Comm, progress: Progress) -> tuple[Outcome, int]:
+    """Run the conversion and return what came of it, with the number of processes it took."""
+    if world.size == 1 and jobs != 1 and not (jobs is None and comm.is_launched(os.environ)):
+        from reshard_mpi.pool import convert_with_workers, default_jobs
+
+        jobs = jobs or default_jobs(request)
+        if jobs > 1:
+            return convert_with_workers(request, jobs, progress), jobs
+    from reshard_mpi.runtime import convert
+
+    return convert(request, world, progress), world.size
 
 
 def _can_be_written(path: Path) -> bool:

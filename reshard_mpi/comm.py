@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
@@ -24,7 +24,10 @@ _SPEAK_SECONDS = 0.2
 
 
 class Comm(Protocol):
-    """A group of processes that run the same program."""
+    """A group of processes that run the same program.
+
+    hosts: for every process, by rank, what names its host.
+    """
 
     @property
     def rank(self) -> int: ...
@@ -32,8 +35,14 @@ class Comm(Protocol):
     @property
     def size(self) -> int: ...
 
+    @property
+    def hosts(self) -> Sequence[int]: ...
+
     def allgather(self, value: T, step: str) -> list[T]:
-        """Return the values of all processes, by rank, to each. step: what the processes have just done."""
+        """Return the values of all processes, by rank, to each. step: what the processes have just done.
+
+        In place of the value of a process that is lost there may be the `Outcome` that says so.
+        """
         ...
 
 
@@ -42,6 +51,7 @@ class SerialComm:
 
     rank = 0
     size = 1
+    hosts = (0,)
 
     def allgather(self, value: T, step: str) -> list[T]:
         return [value]
@@ -54,15 +64,27 @@ class MPIComm:
         self._communicator = communicator
         self.rank: int = communicator.Get_rank()
         self.size: int = communicator.Get_size()
+        self.hosts: Sequence[int] = self._find_hosts()
+
+    def _find_hosts(self) -> list[int]:
+        """Return the lowest rank on the host of every rank."""
+        self._wait_for_all()
+        neighbours = self._communicator.Split_type(_import_mpi().COMM_TYPE_SHARED)
+        lowest: int = neighbours.bcast(self.rank)
+        neighbours.Free()
+        return self.allgather(lowest, "named its host")
 
     def allgather(self, value: T, step: str) -> list[T]:
+        self._wait_for_all()
+        values: list[T] = self._communicator.allgather(value)
+        return values
+
+    def _wait_for_all(self) -> None:
         arrived = self._communicator.Ibarrier()
         nap_seconds = 0.0005
         while not arrived.Test():
             time.sleep(nap_seconds)
             nap_seconds = min(2 * nap_seconds, _LONGEST_NAP_SECONDS)
-        values: list[T] = self._communicator.allgather(value)
-        return values
 
 
 def launched_size(environment: Mapping[str, str]) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -60,9 +59,10 @@ class Conversion:
             unlisted=self.unlisted,
         )
 
-    def plan(self, target_rank: int) -> RankPlan:
+    def plan(self, target_rank: int, *, checked: bool = True) -> RankPlan:
         """Return the plan of one target rank, its checks passed.
 
+        checked: False leaves out what reads tensors of the source: another process, or an earlier call, has done that.
         Raises a ReshardError where the target cannot be made exactly.
         """
         check_target_rank(target_rank, self.target)
@@ -81,13 +81,15 @@ class Conversion:
         while found := self._other_holders(planner, manifests):
             manifests = self._open({*manifests, *found})
             planner = self._planner(target_rank, manifests)
-        compared = self._open(planner.comparison_ranks(self.source))
+        compared = self._open(planner.comparison_ranks(self.source)) if checked else {}
         try:
             plan = planner.plan(compared, self._strategy_table())
         except CoverageError as error:
             files, size = self.source.files, self.source.strategy.world_size
             error.where = error.where or f"{files.path}, which has the shards of {len(files.by_rank)} of {size} ranks"
             raise
+        if not checked:
+            return plan
         return replace(self._checked(plan), moments=self._moments(plan, manifests), beginnings=self._beginnings(plan))
 
     def target_weights(self, targets: Sequence[int]) -> dict[int, int]:
@@ -246,17 +248,3 @@ class Conversion:
         if self._table is None:
             self._table = table.dumps(self.target)
         return self._table
-
-
-def assign(weights: dict[int, int], processes: int) -> list[list[int]]:
-    """Share out target ranks over processes: the largest first, each to the process with the least so far.
-
-    Deterministic, so every process finds the same without asking the others.
-    """
-    shares: list[list[int]] = [[] for _ in range(processes)]
-    loads = [(0, 0, process) for process in range(processes)]
-    for target in sorted(weights, key=lambda rank: (-weights[rank], rank)):
-        load, count, process = heapq.heappop(loads)
-        shares[process].append(target)
-        heapq.heappush(loads, (load + weights[target], count + 1, process))
-    return shares

@@ -12,11 +12,11 @@ import glob
 import hashlib
 import json
 import os
-import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Self, TextIO
 
 from reshard_mpi.errors import TargetError
 
@@ -45,18 +45,38 @@ class RunIdentity:
         return ", ".join(f"{name} {facts.get(name)!r} (now {self.facts.get(name)!r})" for name in names)
 
 
-@contextlib.contextmanager
-def published(path: Path) -> Iterator[Path]:
-    """Yield a partial path beside `path`; on success it is synced and takes the final name, else it is removed."""
-    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}{_PARTIAL}")
-    try:
-        yield partial
-        _sync(partial)
-        partial.replace(path)
-        _sync(path.parent)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+class Publication:
+    """A file that is written beside its final path and takes that name, synced, when `publish` is called.
+
+    Left without that, for whatever reason, it is removed. then: called when the file is in place.
+    """
+
+    def __init__(self, path: Path, then: Callable[[], None] = lambda: None) -> None:
+        self.partial = path.with_name(f".{path.name}.{os.urandom(6).hex()}{_PARTIAL}")
+        self._path = path
+        self._then = then
+        self._is_published = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self._is_published:
+            self.partial.unlink(missing_ok=True)
+
+    def publish(self) -> None:
+        """Put the file in place, whatever was there."""
+        _sync(self.partial)
+        self.partial.replace(self._path)
+        self._is_published = True
+        _sync(self._path.parent)
+        self._then()
+
+
+def _publish_text(path: Path, text: str) -> None:
+    with Publication(path) as publication:
+        publication.partial.write_text(text)
+        publication.publish()
 
 
 class Unrecorded:
@@ -76,11 +96,11 @@ class Unrecorded:
         pass
 
     @contextlib.contextmanager
-    def writing(self, target_rank: int, path: Path) -> Iterator[Path]:
-        """Yield the partial path to write; on success publish it."""
+    def writing(self, target_rank: int, path: Path) -> Iterator[Publication]:
+        """Yield what to write the target to and to publish it with; without that it is removed."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        with published(path) as partial:
-            yield partial
+        with Publication(path) as publication:
+            yield publication
 
 
 class Journal:
@@ -134,19 +154,17 @@ class Journal:
         run = self._state / "run.json"
         text = json.dumps({**self._identity.facts, "digest": self._identity.digest}, indent=1)
         if self._overwrite:
-            with published(run) as partial:
-                partial.write_text(text)
+            _publish_text(run, text)
         else:  # a link, unlike a rename, fails if another process was first
-            partial = run.with_name(f".run.{uuid.uuid4().hex[:12]}{_PARTIAL}")
-            partial.write_text(text)
-            with contextlib.suppress(FileExistsError):
-                os.link(partial, run)
-            partial.unlink()
+            with Publication(run) as publication:
+                publication.partial.write_text(text)
+                with contextlib.suppress(FileExistsError):
+                    os.link(publication.partial, run)
         self.check()
 
     @contextlib.contextmanager
-    def writing(self, target_rank: int, path: Path) -> Iterator[Path]:
-        """Hold the target's lock and yield the partial path to write; on success publish it and record it.
+    def writing(self, target_rank: int, path: Path) -> Iterator[Publication]:
+        """Hold the target's lock and yield what to write it to and to publish it with; without that it is removed.
 
         Raises TargetError if a live process is writing the target.
         """
@@ -154,13 +172,13 @@ class Journal:
             path.parent.mkdir(parents=True, exist_ok=True)
             for stale in path.parent.glob(f".{glob.escape(path.name)}.*{_PARTIAL}"):
                 stale.unlink(missing_ok=True)  # left by a run that died: whoever lives holds the lock
-            record = self._state / f"rank_{target_rank}.json"
-            record.unlink(missing_ok=True)
-            with published(path) as partial:
-                yield partial
-            with published(record) as partial:
-                facts = {"digest": self._identity.digest, "file": path.name, "size_bytes": path.stat().st_size}
-                partial.write_text(json.dumps(facts))
+            self._record_path(target_rank).unlink(missing_ok=True)
+            with Publication(path, partial(self._record_complete, target_rank, path)) as publication:
+                yield publication
+
+    def _record_complete(self, target_rank: int, path: Path) -> None:
+        facts = {"digest": self._identity.digest, "file": path.name, "size_bytes": path.stat().st_size}
+        _publish_text(self._record_path(target_rank), json.dumps(facts))
 
     @contextlib.contextmanager
     def _locked(self, target_rank: int) -> Iterator[None]:
@@ -174,6 +192,9 @@ class Journal:
                 self._take(stream, fcntl.LOCK_SH, target_rank)
         except FileNotFoundError:
             pass  # nobody has ever written it
+
+    def _record_path(self, target_rank: int) -> Path:
+        return self._state / f"rank_{target_rank}.json"
 
     def _lock(self, target_rank: int) -> Path:
         return self._state / f"rank_{target_rank}.lock"
@@ -194,7 +215,7 @@ class Journal:
         return _read_json(self._state / "run.json")
 
     def _record(self, target_rank: int) -> dict[str, Any] | None:
-        record = _read_json(self._state / f"rank_{target_rank}.json")
+        record = _read_json(self._record_path(target_rank))
         return record if record is not None and record.get("digest") == self._identity.digest else None
 
 

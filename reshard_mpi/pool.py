@@ -1,35 +1,45 @@
-"""Local processes: workers started fresh, each running `convert` as one process of a run; the parent connects them.
+"""Local processes: workers that run as the processes of one run, and the parent that connects them.
 
-Workers are new interpreters, not forks, so nothing of MPI, HDF5 or threads is inherited, and the caller's main module
-is not run again. A worker that dies is reported with the target it was writing.
+Workers are forked from a fresh interpreter that has loaded what moves bytes and nothing else: no MPI, no HDF5, no
+threads. So what is loaded is loaded once, however many workers there are. The command line is such an interpreter; a
+caller of the Python functions may be anything, so there one is started. A worker that dies is reported with the target
+it was writing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import pickle
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
 from reshard_mpi.errors import ReshardError, TransformError
 from reshard_mpi.report import Failure, Outcome, Progress, TargetReport
 from reshard_mpi.request import Request
+from reshard_mpi.runtime import convert
 from reshard_mpi.signals import INTERRUPTED, exit_when_terminated
+from reshard_mpi.threads import ONE_THREAD
 
 T = TypeVar("T")
 
-_START = "from reshard_mpi.pool import worker_main; worker_main({descriptor})"
-# Several processes share the cores already; libraries are not to start threads of their own.
-_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+_START = "from reshard_mpi.pool import parent_main; parent_main({descriptor})"
+# What must not be there when a process is forked: libraries whose state does not survive it.
+_NOT_TO_FORK = ("h5py", "mpi4py.MPI")
+_THREADS = Path("/proc/self/task")
 _PROGRESS_SECONDS = 0.1
 _STOP_SECONDS = 10.0
+# So many processes move the bytes of even a single target faster; more would only wait for the same disk.
+_ALWAYS_USEFUL = 8
 
 
 class PipeComm:
@@ -39,6 +49,7 @@ class PipeComm:
         self._connection = connection
         self.rank = rank
         self.size = size
+        self.hosts = (0,) * size
 
     def allgather(self, value: T, step: str) -> list[T]:
         self._connection.send(("gather", value))
@@ -55,7 +66,7 @@ class PipeProgress:
         self._next = 0.0
 
     def assigned(self, ranks: tuple[int, ...]) -> None:
-        self._connection.send(("assigned", ranks))
+        self._connection.send(("assigned", (ranks,)))
 
     def started(self, rank: int, written_bytes: int) -> None:
         self._connection.send(("started", (rank, written_bytes)))
@@ -67,14 +78,14 @@ class PipeProgress:
 
     def finished(self, report: TargetReport) -> None:
         self._flush()
-        self._connection.send(("finished", report))
+        self._connection.send(("finished", (report,)))
 
     def close(self) -> None:
         pass
 
     def _flush(self) -> None:
         self._next = time.monotonic() + _PROGRESS_SECONDS
-        self._connection.send(("moved", self._moved_bytes))
+        self._connection.send(("moved", (self._moved_bytes,)))
         self._moved_bytes = 0
 
 
@@ -82,7 +93,7 @@ class PipeProgress:
 class _Worker:
     """A worker and what is known of it: the targets it has still to make, the one it is at, those it has made."""
 
-    process: subprocess.Popen[bytes]
+    process: BaseProcess
     connection: Connection
     to_make: tuple[int, ...] = ()
     target: int | None = None
@@ -93,9 +104,13 @@ class _Worker:
     lost: Outcome = field(default_factory=Outcome)
 
 
-def useful_workers(request: Request, jobs: int) -> int:
-    """Return how many of `jobs` processes would have a target to make; at least one."""
-    return max(1, min(jobs, request.most_targets())) if jobs > 1 else 1
+def default_jobs(request: Request) -> int:
+    """Return how many processes to start where the user does not say: no more than there are cores or than are useful.
+
+    Raises StrategyError if the target strategy is unreadable.
+    """
+    cores = len(os.sched_getaffinity(0))
+    return cores if cores <= _ALWAYS_USEFUL else min(cores, max(_ALWAYS_USEFUL, request.most_targets()))
 
 
 def convert_with_workers(request: Request, jobs: int, progress: Progress) -> Outcome:
@@ -103,8 +118,12 @@ def convert_with_workers(request: Request, jobs: int, progress: Progress) -> Out
 
     Raises what refused the run. A worker's death is a failure of the target it was making.
     """
-    workers = [_start(request, rank, jobs) for rank in range(jobs)]
+    if not _may_fork():
+        return _convert_elsewhere(request, jobs, progress)
+    workers: list[_Worker] = []
     try:
+        for rank in range(jobs):
+            workers.append(_start(workers, request, rank, jobs))
         return _serve(workers, progress)
     except ReshardError:
         raise
@@ -116,15 +135,75 @@ def convert_with_workers(request: Request, jobs: int, progress: Progress) -> Out
         _join(workers)
 
 
-def worker_main(descriptor: int) -> None:
-    """Be a worker: the request comes through the connection whose descriptor is given."""
+def parent_main(descriptor: int) -> None:
+    """Be the parent of workers for a process that must not fork; it is at the other end of the connection."""
     exit_when_terminated()
-    # Here, not above: the parent starts its workers before it, or they, have loaded what moves bytes.
-    from reshard_mpi.runtime import convert
-
     connection: Connection = Connection(descriptor)
+    with _ends_quietly():
+        request, jobs = connection.recv()
+        try:
+            result: Outcome | ReshardError = convert_with_workers(request, jobs, PipeProgress(connection))
+        except ReshardError as error:
+            result = error
+        connection.send(("result", result))
+
+
+def _may_fork() -> bool:
+    """Tell whether nothing in this process would be broken in a fork of it."""
+    return len(list(_THREADS.iterdir())) == 1 and not any(name in sys.modules for name in _NOT_TO_FORK)
+
+
+def _convert_elsewhere(request: Request, jobs: int, progress: Progress) -> Outcome:
+    """Have a fresh interpreter be the parent of the workers."""
+    ours, theirs = Pipe()
+    imports = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
+    process = subprocess.Popen(
+        [sys.executable, "-c", _START.format(descriptor=theirs.fileno())],
+        pass_fds=(theirs.fileno(),),
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, **ONE_THREAD, "PYTHONPATH": imports},
+        process_group=0,  # an interrupt from the terminal is for the caller, which ends the others itself
+    )
+    theirs.close()
     try:
-        request, rank, size = connection.recv()
+        ours.send((request, jobs))
+        while True:
+            kind, value = ours.recv()
+            if kind == "result":
+                break
+            _tell(progress, kind, value)
+    except (EOFError, ConnectionResetError, BrokenPipeError):
+        code = process.wait()
+        raise TransformError("the parent of the worker processes died", got=f"exit code {code}") from None
+    finally:
+        ours.close()
+        process.terminate()
+        try:
+            process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    if isinstance(value, ReshardError):
+        raise value
+    outcome: Outcome = value
+    return outcome
+
+
+def _start(others: list[_Worker], request: Request, rank: int, size: int) -> _Worker:
+    ours, theirs = Pipe()
+    not_its_own = (ours, *(worker.connection for worker in others))
+    process = multiprocessing.get_context("fork").Process(target=_work, args=(theirs, not_its_own, request, rank, size))
+    process.start()
+    theirs.close()
+    return _Worker(process, ours)
+
+
+def _work(connection: Connection, not_its_own: tuple[Connection, ...], request: Request, rank: int, size: int) -> None:
+    """Be a worker."""
+    os.setpgid(0, 0)  # an interrupt from the terminal is for the parent, which ends its workers itself
+    for other in not_its_own:
+        other.close()
+    with _ends_quietly():
         try:
             result: Outcome | ReshardError = convert(
                 request, PipeComm(connection, rank, size), PipeProgress(connection)
@@ -132,26 +211,17 @@ def worker_main(descriptor: int) -> None:
         except ReshardError as error:
             result = error
         connection.send(("result", result))
+
+
+@contextlib.contextmanager
+def _ends_quietly() -> Iterator[None]:
+    """End this process without a word where there is nothing to say or nobody left to hear it."""
+    try:
+        yield
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     except (BrokenPipeError, EOFError, ConnectionResetError):
         sys.exit(1)  # the parent is gone, and with it whoever wanted to know
-
-
-def _start(request: Request, rank: int, size: int) -> _Worker:
-    ours, theirs = Pipe()
-    imports = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
-    environment = {**os.environ, **_ONE_THREAD, "PYTHONPATH": imports}
-    process = subprocess.Popen(
-        [sys.executable, "-c", _START.format(descriptor=theirs.fileno())],
-        pass_fds=(theirs.fileno(),),
-        stdin=subprocess.DEVNULL,
-        env=environment,
-        process_group=0,  # an interrupt from the terminal is for the parent, which ends its workers itself
-    )
-    theirs.close()
-    ours.send((request, rank, size))
-    return _Worker(process, ours)
 
 
 def _serve(workers: list[_Worker], progress: Progress) -> Outcome:
@@ -174,9 +244,10 @@ def _serve(workers: list[_Worker], progress: Progress) -> Outcome:
                 open_workers.remove(worker)
                 result = value
             elif kind == "gather":
-                worker.gathering, worker.value = True, value
+                worker.gathering, worker.value, worker.target = True, value, None
             else:
-                _tell(progress, worker, kind, value)
+                _note(worker, kind, value)
+                _tell(progress, kind, value)
         waiting = [worker for worker in open_workers if worker.gathering]
         if waiting and len(waiting) == len(open_workers):
             values = [worker.value if worker.alive else worker.lost for worker in workers]
@@ -189,24 +260,24 @@ def _serve(workers: list[_Worker], progress: Progress) -> Outcome:
     return result if result is not None else lost
 
 
-def _tell(progress: Progress, worker: _Worker, kind: str, value: Any) -> None:
+def _tell(progress: Progress, kind: str, arguments: tuple[Any, ...]) -> None:
+    getattr(progress, kind)(*arguments)
+
+
+def _note(worker: _Worker, kind: str, arguments: tuple[Any, ...]) -> None:
     if kind == "assigned":
-        worker.to_make = value
-        progress.assigned(value)
+        (worker.to_make,) = arguments
     elif kind == "started":
-        worker.target = value[0]
-        progress.started(*value)
-    elif kind == "moved":
-        progress.moved(value)
+        worker.target = arguments[0]
     elif kind == "finished":
         worker.target = None
-        worker.made += (value,)
-        progress.finished(value)
+        worker.made += arguments
 
 
 def _death(worker: _Worker) -> Outcome:
     """Return what a worker that died has made, and failures for what it has not."""
-    code = worker.process.wait()
+    worker.process.join()
+    code = worker.process.exitcode or 0
     cause = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     hint = {
         -signal.SIGKILL: "killed from outside, as the kernel does when memory runs out: try fewer --jobs",
@@ -223,8 +294,7 @@ def _join(workers: list[_Worker]) -> None:
     deadline = time.monotonic() + _STOP_SECONDS
     for worker in workers:
         worker.connection.close()
-        try:
-            worker.process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
+        worker.process.join(max(0.0, deadline - time.monotonic()))
+        if worker.process.exitcode is None:
             worker.process.kill()
-            worker.process.wait()
+            worker.process.join()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from reshard_mpi.errors import ReshardError, TransformError
+from reshard_mpi.manifest import Manifest
 from reshard_mpi.planning.model import Beginning, Held, Moment
 from reshard_mpi.units import format_bytes, format_rate
 
@@ -23,7 +24,11 @@ _BEGINNING = b'{\n "version": 1,\n "source": '
 
 @dataclass(frozen=True, slots=True)
 class TargetReport:
-    """One complete target. requested_bytes were asked of source files, mapped_bytes lay in windows on them."""
+    """One complete target. requested_bytes were asked of source files, mapped_bytes lay in windows on them.
+
+    process: which process of the run led it. processes: how many filled it. seconds: all that was done for this target.
+    engine_seconds: what of it moving bytes took, the longest of the processes.
+    """
 
     rank: int
     path: str
@@ -33,7 +38,28 @@ class TargetReport:
     requested_bytes: int
     mapped_bytes: int
     seconds: float
+    engine_seconds: float
+    process: int
+    processes: int
     skipped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """A target that several processes fill: it is there, but for its payloads, in the file that `manifest` names."""
+
+    rank: int
+    manifest: Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """What one of several processes has moved into a target."""
+
+    rank: int
+    requested_bytes: int
+    mapped_bytes: int
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +72,10 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one process did, or all of them together."""
+    """What one process did, or all of them together.
+
+    reserved, filled: only passed between the processes that fill a target together.
+    """
 
     targets: tuple[TargetReport, ...] = ()
     failures: tuple[Failure, ...] = ()
@@ -55,6 +84,8 @@ class Outcome:
     moments: tuple[Moment, ...] = ()
     held: tuple[Held, ...] = ()
     beginnings: tuple[Beginning, ...] = ()
+    reserved: tuple[Reserved, ...] = ()
+    filled: tuple[Filled, ...] = ()
 
     def joined(self, others: list[Outcome]) -> Outcome:
         """Return this outcome and the `others` as one, targets in the order of their ranks."""

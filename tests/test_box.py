@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard_mpi.box import Box, common_runs, run_length
+from reshard_mpi.box import Box, Runs, common_runs, run_length
 
 SHAPES = st.lists(st.integers(0, 6), max_size=4).map(tuple)
 
@@ -131,18 +132,28 @@ def transfers(draw: st.DrawFn) -> tuple[tuple[int, ...], Box, Box, Box]:
     return shape, region, *around
 
 
+def single_runs(region: Box, source: Box, target: Box) -> Iterator[tuple[int, int, int]]:
+    """Yield every run by itself: source offset, target offset, count."""
+    for runs in common_runs(region, source, target):
+        assert runs.repeats >= 1
+        for turn in range(runs.repeats):
+            yield (
+                runs.source_offset + turn * runs.source_step,
+                runs.target_offset + turn * runs.target_step,
+                runs.count,
+            )
+
+
 @given(transfers())
 def test_common_runs_carry_the_region_and_nothing_else(drawn: tuple[tuple[int, ...], Box, Box, Box]) -> None:
     shape, region, source, target = drawn
     held = elements(source, shape).ravel()
     moved = np.full(target.size, -1)
     offsets = []
-    for run in common_runs(region, source, target):
-        moved[run.target_offset : run.target_offset + run.count] = held[
-            run.source_offset : run.source_offset + run.count
-        ]
-        offsets.append((run.source_offset, run.target_offset))
-        assert run.count == run_length(region, source, target)
+    for source_at, target_at, count in single_runs(region, source, target):
+        moved[target_at : target_at + count] = held[source_at : source_at + count]
+        offsets.append((source_at, target_at))
+        assert count == run_length(region, source, target)
     wanted = elements(target, shape).ravel()
     np.testing.assert_array_equal(moved, np.where(np.isin(wanted, elements(region, shape)), wanted, -1))
     assert offsets == sorted(offsets)
@@ -152,20 +163,23 @@ def test_common_runs_carry_the_region_and_nothing_else(drawn: tuple[tuple[int, .
 def test_common_runs_are_as_long_as_can_be(drawn: tuple[tuple[int, ...], Box, Box, Box]) -> None:
     """Where one run ends the next element is somewhere else in the source or in the target."""
     _, region, source, target = drawn
-    runs = list(common_runs(region, source, target))
-    for run, following in itertools.pairwise(runs):
-        assert (following.source_offset, following.target_offset) != (
-            run.source_offset + run.count,
-            run.target_offset + run.count,
-        )
+    runs = single_runs(region, source, target)
+    for (source_at, target_at, count), following in itertools.pairwise(runs):
+        assert following[:2] != (source_at + count, target_at + count)
 
 
-def test_runs_of_a_column_are_found_one_by_one() -> None:
+def test_runs_of_a_column_are_told_together() -> None:
     """A column of a tall tensor has a run in every row: they must not all be in memory."""
     tall = Box.whole((1 << 40, 2))
-    runs = common_runs(Box((0, 1), (1 << 40, 2)), tall, Box((0, 1), (1 << 40, 2)))
-    first = [(run.source_offset, run.target_offset, run.count) for run in itertools.islice(runs, 3)]
-    assert first == [(1, 0, 1), (3, 1, 1), (5, 2, 1)]
+    column = Box((0, 1), (1 << 40, 2))
+    assert list(common_runs(column, tall, column)) == [Runs(1, 0, 1, 1 << 40, 2, 1)]
+
+
+def test_outer_dimensions_that_are_whole_in_both_are_told_together() -> None:
+    source, target = Box.whole((7, 5, 4, 6)), Box((0, 0, 0, 2), (7, 5, 4, 5))
+    assert list(common_runs(target, source, target)) == [Runs(2, 0, 3, 7 * 5 * 4, 6, 3)]
+    part = Box((2, 0, 0, 2), (4, 5, 4, 5))
+    assert list(common_runs(part, source, target)) == [Runs(2 * 120 + 2, 2 * 60, 3, 2 * 5 * 4, 6, 3)]
 
 
 def test_a_scalar_is_one_element() -> None:
@@ -174,9 +188,7 @@ def test_a_scalar_is_one_element() -> None:
     assert scalar.intersect(scalar) == scalar
     assert scalar.contains(scalar)
     assert list(scalar.blocks(1)) == [scalar]
-    assert [(run.source_offset, run.target_offset, run.count) for run in common_runs(scalar, scalar, scalar)] == [
-        (0, 0, 1)
-    ]
+    assert list(single_runs(scalar, scalar, scalar)) == [(0, 0, 1)]
 
 
 def test_boxes_that_touch_share_nothing() -> None:

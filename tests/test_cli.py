@@ -147,11 +147,15 @@ def test_rank_folders_may_be_there(conversion: Conversion, capsys: Capture) -> N
 
 def test_jobs(conversion: Conversion, capsys: Capture) -> None:
     said = command_line(
-        capsys, *conversion.arguments("transform", "--jobs", "99", "--report", str(conversion.folder / "r"))
+        capsys, *conversion.arguments("transform", "--jobs", "5", "--report", str(conversion.folder / "r"))
     )
     assert said.code == 0
     assert_right(conversion)
-    assert json.loads((conversion.folder / "r").read_text())["processes"] == 2  # no more than there are targets
+    report = json.loads((conversion.folder / "r").read_text())
+    assert report["processes"] == 5
+    # Each of the two targets is filled by three of them, so one has a part of both.
+    assert [target["processes"] for target in report["targets"]] == [3, 3]
+    assert [target["process"] for target in report["targets"]] == [0, 2]
 
 
 def test_report(conversion: Conversion, capsys: Capture) -> None:

@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 from cases import Side
 from checkpoints import write_shards
-from hypothesis import given
-from hypothesis import strategies as st
 from in_memory import strategy_of
 from oracle import RawLayout
 
-from reshard_mpi.conversion import Conversion, assign
+from reshard_mpi.conversion import Conversion
 from reshard_mpi.discovery import find_shards
 from reshard_mpi.errors import CoverageError
 from reshard_mpi.placement import Placement, Strategy, unsharded
@@ -78,17 +76,3 @@ def test_the_only_shard_of_a_part_that_is_gone_is_a_hole_though_rules_name_no_pa
     assert {tensor.spec.name for tensor in conversion.plan(1).tensors} == {"w", "v"}
     with pytest.raises(CoverageError, match="no source holds a part of 'v' that target rank 0 needs"):
         conversion.plan(0)
-
-
-@given(st.dictionaries(st.integers(0, 99), st.integers(0, 50), max_size=20), st.integers(1, 6))
-def test_every_target_is_assigned_once_and_the_load_is_spread(load: dict[int, int], processes: int) -> None:
-    shares = assign(load, processes)
-    assert len(shares) == processes
-    assert sorted(target for share in shares for target in share) == sorted(load)
-    assert shares == assign(dict(reversed(load.items())), processes)
-    loads = sorted(sum(load[target] for target in share) for share in shares)
-    assert loads[-1] - loads[0] <= max(load.values(), default=0)
-    for share in shares:
-        assert [load[target] for target in share] == sorted((load[target] for target in share), reverse=True)
-    if len(set(load.values())) <= 1:
-        assert max(map(len, shares)) - min(map(len, shares)) <= 1

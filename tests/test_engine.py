@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from reshard_mpi.box import Box
 from reshard_mpi.dtypes import BY_NAME, DType
 from reshard_mpi.engine import files as engine_files
 from reshard_mpi.engine import transfer
-from reshard_mpi.engine.files import Files
+from reshard_mpi.engine.files import ByteRuns, Files
 from reshard_mpi.engine.transfer import first_difference, load_shard, write_shard
 from reshard_mpi.errors import ShardError
 from reshard_mpi.manifest import ByteRange, Decoded, Manifest, Segments, ShardIdentity, TensorEntry, TensorSpec
@@ -132,21 +133,39 @@ LIMITS = st.builds(
 
 
 @settings(max_examples=400)
-@given(data=st.data(), limits=LIMITS, long_run_bytes=st.sampled_from([1, 32, 1 << 17]), kernel=st.booleans())
+@given(
+    data=st.data(),
+    limits=LIMITS,
+    long_run_bytes=st.sampled_from([1, 8, 32, 1 << 17]),
+    kernel=st.booleans(),
+    interleaved_bytes=st.sampled_from([1, 64, 1 << 22]),
+)
 def test_every_path_moves_the_same_bytes(
-    data: st.DataObject, limits: Limits, long_run_bytes: int, kernel: bool
+    data: st.DataObject, limits: Limits, long_run_bytes: int, kernel: bool, interleaved_bytes: int
 ) -> None:
-    """Kernel copy, its fall-back, reads of runs and gathering from windows all give what numpy's slicing gives."""
+    """Kernel copy, its fall-back, reads of runs and gathering from windows all give what numpy's slicing gives.
+
+    So do several processes that fill the target together, cut at any byte.
+    """
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         plan, target, expected = data.draw(plans(Path(name)))
         patch.setattr(transfer, "_MIN_KERNEL_COPY_BYTES", long_run_bytes)
+        patch.setattr(transfer, "_INTERLEAVED_BYTES", interleaved_bytes)
         if not kernel:
             patch.setattr(engine_files.os, "copy_file_range", _unsupported)
         moved = []
-        traffic = write_shard(plan, target, limits=limits, on_bytes=moved.append)
+        size_bytes = Path(target.path).stat().st_size
+        cuts = sorted(data.draw(st.lists(st.integers(0, size_bytes), max_size=3)))
+        spans = [*itertools.pairwise([0, *cuts, size_bytes])] if cuts else [None]
+        traffic = [
+            write_shard(plan, target, span=span, limits=limits, on_bytes=moved.append)
+            for span in data.draw(st.permutations(spans))
+        ]
         assert _written(target) == expected.tobytes()
-        assert sum(moved) == traffic.written_bytes == plan.written_bytes
-        assert traffic.requested_bytes == plan.needed_bytes
+        assert sum(moved) == sum(part.written_bytes for part in traffic) == plan.written_bytes
+        # A cut within an element makes both sides ask for it.
+        twice = len(cuts) * plan.tensors[0].spec.dtype.itemsize_bytes
+        assert 0 <= sum(part.requested_bytes for part in traffic) - plan.needed_bytes <= twice
         loaded = load_shard(plan, limits=limits)["w"]
         assert loaded.shape == expected.shape and loaded.tobytes() == expected.tobytes()
         assert loaded.flags.c_contiguous
@@ -190,7 +209,7 @@ def test_source_that_became_shorter_is_named(tmp_path: Path, gap: int) -> None:
         with pytest.raises(ShardError, match="became shorter"), opened.window(part, 100):
             raise AssertionError("a window beyond the end was mapped")
         with pytest.raises(ShardError, match="became shorter"):
-            opened.copy(part, ByteRange(str(tmp_path / "target"), 0, 100), memoryview(bytearray(8)))
+            opened.copy(ByteRuns(str(path), 0, 0, str(tmp_path / "target"), 0, 0, 100, 1), memoryview(bytearray(8)))
     assert read.value.where == str(path)
 
 

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard_mpi.errors import TargetError
-from reshard_mpi.journal import Journal, RunIdentity, Unrecorded, published
+from reshard_mpi.journal import Journal, Publication, RunIdentity, Unrecorded
 
 FACTS = {"source": "/data/src", "prefix": "checkpoint_", "format": "ckpt"}
 
@@ -28,8 +28,8 @@ from reshard_mpi.journal import Journal, RunIdentity
 folder = Path(sys.argv[1])
 journal = Journal(folder, RunIdentity({"source": "here"}), resume=False, overwrite=False)
 journal.begin()
-with journal.writing(0, folder / "rank_0" / "net.ckpt") as partial:
-    partial.write_bytes(b"half")
+with journal.writing(0, folder / "rank_0" / "net.ckpt") as publication:
+    publication.partial.write_bytes(b"half")
     print("writing", flush=True)
     time.sleep(600)
 """
@@ -41,8 +41,9 @@ def journal(folder: Path, *, resume: bool = False, overwrite: bool = False, **fa
 
 def write(state: Journal | Unrecorded, path: Path, content: bytes = b"whole", rank: int = 0) -> None:
     state.begin()
-    with state.writing(rank, path) as partial:
-        partial.write_bytes(content)
+    with state.writing(rank, path) as publication:
+        publication.partial.write_bytes(content)
+        publication.publish()
 
 
 def files(folder: Path) -> set[str]:
@@ -61,11 +62,14 @@ def refused(call: Callable[[], object]) -> TargetError:
 
 def test_a_published_file_is_whole_or_not_there(tmp_path: Path) -> None:
     path = tmp_path / "net.ckpt"
-    with published(path) as partial:
+    with Publication(path) as publication:
+        partial = publication.partial
         assert partial.parent == path.parent and partial.name.startswith(".")
         partial.write_bytes(b"half")
         assert not path.exists()
         partial.write_bytes(b"whole")
+        publication.publish()
+        assert path.exists()
     assert path.read_bytes() == b"whole"
     assert files(tmp_path) == {"net.ckpt"}
 
@@ -78,11 +82,17 @@ def test_what_fails_leaves_everything_as_it_was(
     path = tmp_path / "net.ckpt"
     if before is not None:
         path.write_bytes(before)
-    with pytest.raises(error), published(path) as partial:
-        partial.write_bytes(b"half")
+    with pytest.raises(error), Publication(path) as publication:
+        publication.partial.write_bytes(b"half")
         raise error
     assert files(tmp_path) == (set() if before is None else {"net.ckpt"})
     assert before is None or path.read_bytes() == before
+
+
+def test_what_is_not_published_is_removed(tmp_path: Path) -> None:
+    with Publication(tmp_path / "net.ckpt") as publication:
+        publication.partial.write_bytes(b"half")
+    assert files(tmp_path) == set()
 
 
 def test_bytes_are_on_the_disk_before_the_name_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,9 +103,10 @@ def test_bytes_are_on_the_disk_before_the_name_is(tmp_path: Path, monkeypatch: p
         synced.append((Path(f"/proc/self/fd/{descriptor}").readlink(), path.exists()))
 
     monkeypatch.setattr(os, "fsync", sync)
-    with published(path) as partial:
-        partial.write_bytes(b"whole")
-    assert synced == [(partial, False), (tmp_path, True)]
+    with Publication(path) as publication:
+        publication.partial.write_bytes(b"whole")
+        publication.publish()
+    assert synced == [(publication.partial, False), (tmp_path, True)]
 
 
 def test_a_disk_that_fails_at_the_end_leaves_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,8 +114,9 @@ def test_a_disk_that_fails_at_the_end_leaves_no_name(tmp_path: Path, monkeypatch
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space"), published(tmp_path / "net.ckpt") as partial:
-        partial.write_bytes(b"whole")
+    with pytest.raises(OSError, match="No space"), Publication(tmp_path / "net.ckpt") as publication:
+        publication.partial.write_bytes(b"whole")
+        publication.publish()
     assert files(tmp_path) == set()
 
 
@@ -269,8 +281,8 @@ def test_a_target_that_fails_is_neither_there_nor_recorded_and_can_be_written_ag
     path = tmp_path / "rank_0" / "net.ckpt"
     write(journal(tmp_path), path, b"before")
     again = journal(tmp_path, overwrite=True)
-    with pytest.raises(ValueError), again.writing(0, path) as partial:
-        partial.write_bytes(b"half")
+    with pytest.raises(ValueError), again.writing(0, path) as publication:
+        publication.partial.write_bytes(b"half")
         raise ValueError
     assert path.read_bytes() == b"before"
     assert not journal(tmp_path, resume=True).is_done(0, path)

@@ -17,21 +17,24 @@ from oracle import RawLayout
 from processes import Finished, run_command
 
 import reshard_mpi
+from reshard_mpi.threads import ONE_THREAD
 
 Capture = pytest.CaptureFixture[str]
 TARGETS = {"w": RawLayout((4,), (0, -1)), "b": RawLayout((2, 2), (1,))}
 
 # Stands in for the writing of a shard, in every process of a run; `{do}` is done once the partial file is complete.
-STAND_IN = """\
-import os, signal, sys, time
-import reshard_mpi.runtime as runtime
-write_file = runtime.write_file
-def stand_in(plan, format_name, path, limits, on_bytes):
-    traffic = write_file(plan, format_name, path, limits, on_bytes)
+STAND_IN = """
+import os, signal, time
+from reshard_mpi import writing
+
+fill = writing._fill
+
+def stand_in(plan, manifest, span, limits, on_bytes):
+    filled = fill(plan, manifest, span, limits, on_bytes)
     if plan.target_rank == 1:
         {do}
-    return traffic
-runtime.write_file = stand_in
+    return filled
+writing._fill = stand_in
 """
 
 
@@ -68,7 +71,8 @@ def doing(folder: Path, do: str) -> dict[str, str]:
     """Return the environment in which every process does `do` when it has written target 1 but not yet published it."""
     (folder / "stand_in").mkdir(exist_ok=True)
     (folder / "stand_in" / "sitecustomize.py").write_text(STAND_IN.format(do=do))
-    return {"PYTHONPATH": os.pathsep.join([str(folder / "stand_in"), os.environ.get("PYTHONPATH", "")]).rstrip(":")}
+    path = os.pathsep.join([str(folder / "stand_in"), os.environ.get("PYTHONPATH", "")]).rstrip(":")
+    return {"PYTHONPATH": path, **ONE_THREAD}
 
 
 # The same bytes

@@ -6,7 +6,7 @@ import errno
 import mmap
 import os
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +14,14 @@ from types import TracebackType
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.manifest import ByteRange
+from reshard_mpi.units import MIB
+
+OnBytes = Callable[[int], None]
 
 # Far below the usual limit of 1024 descriptors; a target rarely reads from more files than this at once.
 _MAX_OPEN_FILES = 128
+# One call moves no more, so that progress is seen and signals are heard between calls.
+_MAX_CALL_BYTES = 64 * MIB
 # What a file system says when it cannot copy between two files by itself.
 _NO_KERNEL_COPY = {errno.ENOSYS, errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF}
 
@@ -30,12 +35,31 @@ class Traffic:
     written_bytes: int = 0
 
 
-class Files:
-    """Descriptors of source and target files, opened on first use and closed together."""
+@dataclass(frozen=True, slots=True)
+class ByteRuns:
+    """`repeats` byte ranges of `length_bytes` at even distances, in one source file and in one target file."""
 
-    def __init__(self) -> None:
+    source: str
+    source_offset: int
+    source_step: int
+    target: str
+    target_offset: int
+    target_step: int
+    length_bytes: int
+    repeats: int
+
+
+class Files:
+    """Descriptors of source and target files, opened on first use and closed together.
+
+    on_bytes: called with the number of target bytes just written.
+    """
+
+    def __init__(self, on_bytes: OnBytes = lambda _: None) -> None:
         self._sources: OrderedDict[str, int] = OrderedDict()
         self._targets: dict[str, int] = {}
+        self._kernel_copies = True
+        self._on_bytes = on_bytes
         self.traffic = Traffic()
 
     def __enter__(self) -> Files:
@@ -80,36 +104,46 @@ class Files:
         done = 0
         while done < part.length_bytes:
             done += os.pwrite(descriptor, buffer[done:], part.offset_bytes + done)
-        self.traffic.written_bytes += part.length_bytes
+        self._wrote(part.length_bytes)
 
-    def copy(self, source: ByteRange, target: ByteRange, buffer: memoryview) -> None:
-        """Copy a range of equal length, inside the kernel where the file systems can, else through `buffer`."""
-        descriptors = self._source(source.path), self._target(target.path)
-        done = 0
-        while done < source.length_bytes:
+    def copy(self, runs: ByteRuns, buffer: memoryview) -> None:
+        """Copy runs of bytes, inside the kernel where the file systems can, else through `buffer`."""
+        length = runs.length_bytes
+        for turn in range(runs.repeats):
+            at = runs.source_offset + turn * runs.source_step
+            to = runs.target_offset + turn * runs.target_step
+            done = self._copy_in_kernel(runs, at, to) if self._kernel_copies else 0
+            if done < length:
+                self._copy_through(runs, at + done, to + done, length - done, buffer)
+
+    def _copy_in_kernel(self, runs: ByteRuns, at: int, to: int) -> int:
+        """Copy one run and return how much of it; less than all once the file systems turn out not to do it."""
+        source, target = self._source(runs.source), self._target(runs.target)
+        done, length = 0, runs.length_bytes
+        while done < length:
             try:
-                count = os.copy_file_range(
-                    *descriptors,
-                    source.length_bytes - done,
-                    source.offset_bytes + done,
-                    target.offset_bytes + done,
-                )
+                count = os.copy_file_range(source, target, min(length - done, _MAX_CALL_BYTES), at + done, to + done)
             except OSError as error:
                 if error.errno not in _NO_KERNEL_COPY:
                     raise
-                self._copy_through(_rest(source, done), _rest(target, done), buffer)
+                self._kernel_copies = False
                 break
             if count == 0:
-                raise _became_shorter(source)
+                raise _became_shorter(ByteRange(runs.source, at, length))
             done += count
-        self.traffic.requested_bytes += done
-        self.traffic.written_bytes += done
+            self.traffic.requested_bytes += count
+            self._wrote(count)
+        return done
 
-    def _copy_through(self, source: ByteRange, target: ByteRange, buffer: memoryview) -> None:
-        for at in range(0, source.length_bytes, len(buffer)):
-            count = min(len(buffer), source.length_bytes - at)
-            self.read_into(ByteRange(source.path, source.offset_bytes + at, count), buffer[:count])
-            self.write(ByteRange(target.path, target.offset_bytes + at, count), buffer[:count])
+    def _copy_through(self, runs: ByteRuns, at: int, to: int, length_bytes: int, buffer: memoryview) -> None:
+        for done in range(0, length_bytes, len(buffer)):
+            count = min(len(buffer), length_bytes - done)
+            self.read_into(ByteRange(runs.source, at + done, count), buffer[:count])
+            self.write(ByteRange(runs.target, to + done, count), buffer[:count])
+
+    def _wrote(self, count_bytes: int) -> None:
+        self.traffic.written_bytes += count_bytes
+        self._on_bytes(count_bytes)
 
     def _source(self, path: str) -> int:
         descriptor = self._sources.get(path)
@@ -125,10 +159,6 @@ class Files:
         if descriptor is None:
             descriptor = self._targets[path] = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         return descriptor
-
-
-def _rest(part: ByteRange, done: int) -> ByteRange:
-    return ByteRange(part.path, part.offset_bytes + done, part.length_bytes - done)
 
 
 def _became_shorter(part: ByteRange) -> ShardError:

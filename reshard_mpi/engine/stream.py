@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
-from itertools import accumulate
+from dataclasses import replace
+from itertools import accumulate, islice
 
+from reshard_mpi.box import Runs
+from reshard_mpi.engine.files import ByteRuns
 from reshard_mpi.manifest import ByteRange, Segments
 
 
@@ -18,6 +21,25 @@ class Stream:
         self._ranges = tuple(part for part in segments.ranges if part.length_bytes)
         self._starts = (0, *accumulate(part.length_bytes for part in self._ranges))
 
+    def within(self, span: tuple[int, int] | None) -> tuple[int, int]:
+        """Return from which byte to which of the stream lies in a span of the file; None: all of it.
+
+        The ranges must be those of one file, ascending.
+        """
+        if span is None:
+            return 0, self._starts[-1]
+        inside = [
+            (start + max(span[0] - part.offset_bytes, 0), start + min(span[1] - part.offset_bytes, part.length_bytes))
+            for part, start in zip(self._ranges, self._starts)
+            if part.offset_bytes < span[1] and part.offset_bytes + part.length_bytes > span[0]
+        ]
+        return (inside[0][0], inside[-1][1]) if inside else (0, 0)
+
+    def one_part(self, offset_bytes: int, length_bytes: int) -> ByteRange | None:
+        """Return the file range of `length_bytes` bytes from `offset_bytes` on, or None where they are in several."""
+        parts = tuple(islice(self.parts(offset_bytes, length_bytes), 2))
+        return parts[0] if len(parts) == 1 else None
+
     def parts(self, offset_bytes: int, length_bytes: int) -> Iterator[ByteRange]:
         """Yield the file ranges of `length_bytes` bytes from `offset_bytes` on."""
         at = bisect_right(self._starts, offset_bytes) - 1
@@ -29,3 +51,50 @@ class Stream:
             offset_bytes += count
             length_bytes -= count
             at += 1
+
+
+def byte_runs(runs: Runs, itemsize: int, source: Stream, target: Stream, span: tuple[int, int]) -> Iterator[ByteRuns]:
+    """Yield what `runs` of elements are in the files, as far as it lies in `span`, bytes of the target stream."""
+    length, source_step, target_step = (n * itemsize for n in (runs.count, runs.source_step, runs.target_step))
+    source_at, target_at = runs.source_offset * itemsize, runs.target_offset * itemsize
+    target_bytes = (runs.repeats - 1) * target_step + length
+    if target_at >= span[1] or target_at + target_bytes <= span[0]:
+        return
+    if runs.repeats == 1:
+        skipped, end = max(span[0] - target_at, 0), min(span[1] - target_at, length)
+        to = target_at + skipped
+        for read in source.parts(source_at + skipped, end - skipped):
+            at = read.offset_bytes
+            for written in target.parts(to, read.length_bytes):
+                yield ByteRuns(read.path, at, 0, written.path, written.offset_bytes, 0, written.length_bytes, 1)
+                at += written.length_bytes
+            to += read.length_bytes
+        return
+    if span[0] <= target_at and target_at + target_bytes <= span[1]:
+        read_from = source.one_part(source_at, (runs.repeats - 1) * source_step + length)
+        write_to = target.one_part(target_at, target_bytes)
+        if read_from and write_to:
+            yield ByteRuns(
+                read_from.path,
+                read_from.offset_bytes,
+                source_step,
+                write_to.path,
+                write_to.offset_bytes,
+                target_step,
+                length,
+                runs.repeats,
+            )
+            return
+    for half in _halves(runs):
+        yield from byte_runs(half, itemsize, source, target, span)
+
+
+def _halves(runs: Runs) -> tuple[Runs, Runs]:
+    first = runs.repeats // 2
+    second = replace(
+        runs,
+        source_offset=runs.source_offset + first * runs.source_step,
+        target_offset=runs.target_offset + first * runs.target_step,
+        repeats=runs.repeats - first,
+    )
+    return replace(runs, repeats=first), second

@@ -2,40 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from reshard_mpi.box import Box, common_runs, run_length
 from reshard_mpi.dtypes import to_numpy
-from reshard_mpi.engine.files import Files, Traffic
+from reshard_mpi.engine.files import Files, OnBytes, Traffic
 from reshard_mpi.engine.gather import Array, gather, raw_dtype
-from reshard_mpi.engine.stream import Stream
-from reshard_mpi.manifest import ByteRange, Manifest, Segments
+from reshard_mpi.engine.stream import Stream, byte_runs
+from reshard_mpi.manifest import Manifest, Segments
 from reshard_mpi.planning.model import Check, Copy, Limits, RankPlan, TensorPlan
-from reshard_mpi.units import KIB
+from reshard_mpi.units import KIB, MIB
 
 # Shorter runs cost more in system calls than gathering them through the buffer does.
 _MIN_KERNEL_COPY_BYTES = 128 * KIB
+# Where runs of several sources alternate in the target, so much of it is completed before the next is begun.
+_INTERLEAVED_BYTES = 4 * MIB
 
-OnBytes = Callable[[int], None]
+# From one byte of a file to another.
+Span = tuple[int, int]
 
 
-def write_shard(plan: RankPlan, target: Manifest, *, limits: Limits, on_bytes: OnBytes) -> Traffic:
+def write_shard(plan: RankPlan, target: Manifest, *, span: Span | None, limits: Limits, on_bytes: OnBytes) -> Traffic:
     """Write every tensor of `plan` to the ranges that `target` reserved, and return what was moved.
 
-    on_bytes: called with the number of target bytes just written.
+    span: only what lies between these bytes of the target file, which others fill elsewhere at the same time; None: all
+    of it. on_bytes: called with the number of target bytes just written.
     """
     buffer = np.empty(limits.buffer_bytes, np.uint8)
-    with Files() as files:
+    with Files(on_bytes) as files:
         for tensor in plan.tensors:
             place = target.tensors[tensor.spec.name].source
             assert isinstance(place, Segments)
+            stream = Stream(place)
+            first, last = stream.within(span)
+            if first == last:
+                continue
             if all(_in_long_runs(copy, tensor.spec.box) for copy in tensor.copies):
-                _copy_runs(files, tensor, Stream(place), buffer, on_bytes)
+                _copy_runs(files, tensor, stream, (first, last), buffer)
             else:
-                _gather_blocks(files, tensor, Stream(place), buffer, limits, on_bytes)
+                _gather_blocks(files, tensor, stream, (first, last), buffer, limits)
         return files.traffic
 
 
@@ -78,37 +87,46 @@ def _in_long_runs(copy: Copy, target: Box) -> bool:
     return run_bytes >= _MIN_KERNEL_COPY_BYTES
 
 
-def _copy_runs(files: Files, tensor: TensorPlan, place: Stream, buffer: Array, on_bytes: OnBytes) -> None:
-    itemsize = tensor.spec.dtype.itemsize_bytes
-    through = buffer.data
-    for copy in tensor.copies:
-        assert isinstance(copy.source.source, Segments)
-        stream = Stream(copy.source.source)
-        for run in common_runs(copy.region, copy.source_box, tensor.spec.box):
-            target_offset = run.target_offset * itemsize
-            for source in stream.parts(run.source_offset * itemsize, run.count * itemsize):
-                offset = source.offset_bytes
-                for target in place.parts(target_offset, source.length_bytes):
-                    files.copy(ByteRange(source.path, offset, target.length_bytes), target, through)
-                    offset += target.length_bytes
-                    on_bytes(target.length_bytes)
-                target_offset += source.length_bytes
+def _copy_runs(files: Files, tensor: TensorPlan, place: Stream, span: Span, buffer: Array) -> None:
+    """Copy what of the tensor lies in `span`, bytes of its row-major order, run by run."""
+    box, itemsize = tensor.spec.box, tensor.spec.dtype.itemsize_bytes
+    limit = max(1, _INTERLEAVED_BYTES // itemsize) if _alternate(tensor) else max(1, box.size)
+    for block, _ in _blocks_within(box, limit, itemsize, span):
+        for copy in tensor.copies:
+            region = copy.region.intersect(block)
+            if region is not None:
+                assert isinstance(copy.source.source, Segments)
+                source = Stream(copy.source.source)
+                for runs in common_runs(region, copy.source_box, box):
+                    for part in byte_runs(runs, itemsize, source, place, span):
+                        files.copy(part, buffer.data)
 
 
-def _gather_blocks(
-    files: Files, tensor: TensorPlan, place: Stream, buffer: Array, limits: Limits, on_bytes: OnBytes
-) -> None:
+def _alternate(tensor: TensorPlan) -> bool:
+    """Tell whether the copies' places in the target tensor lie between each other, instead of one after another."""
+    box = tensor.spec.box
+    spans = sorted((box.offset_of(copy.region), box.span_of(copy.region)) for copy in tensor.copies)
+    return any(offset + length > following for (offset, length), (following, _) in pairwise(spans))
+
+
+def _gather_blocks(files: Files, tensor: TensorPlan, place: Stream, span: Span, buffer: Array, limits: Limits) -> None:
+    """Put together, block by block, what of the tensor lies in `span`, bytes of its row-major order."""
     dtype = raw_dtype(tensor.spec.dtype)
     box = tensor.spec.box
-    for block in box.blocks(max(1, limits.buffer_bytes // dtype.itemsize)):
+    for block, at in _blocks_within(box, max(1, limits.buffer_bytes // dtype.itemsize), dtype.itemsize, span):
         length = block.size * dtype.itemsize
         array = buffer[:length].view(dtype).reshape(block.shape)
         for copy in tensor.copies:
             region = copy.region.intersect(block)
             if region is not None:
                 gather(files, copy, region, array, block, limits)
-        done = 0
-        for target in place.parts(box.offset_of(block) * dtype.itemsize, length):
+        done, end = max(span[0] - at, 0), min(span[1] - at, length)
+        for target in place.parts(at + done, end - done):
             files.write(target, buffer.data[done : done + target.length_bytes])
             done += target.length_bytes
-        on_bytes(length)
+
+
+def _blocks_within(box: Box, limit: int, itemsize: int, span: Span) -> Iterator[tuple[Box, int]]:
+    """Yield blocks of `box` that cover `span` and no element outside, with the byte each begins at."""
+    for block in box.blocks(limit, span[0] // itemsize, -(-span[1] // itemsize)):
+        yield block, box.offset_of(block) * itemsize

@@ -1,0 +1,110 @@
+"""A request looked into: which targets, from which shards, by which strategies, and where they are written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from reshard_mpi import discovery, formats, strategy
+from reshard_mpi.conversion import Conversion
+from reshard_mpi.division import assign
+from reshard_mpi.errors import TargetError, UsageError
+from reshard_mpi.journal import Journal, RunIdentity, Unrecorded
+from reshard_mpi.placement import Strategy, unsharded
+from reshard_mpi.planning.parameters import Unlisted
+from reshard_mpi.planning.ranks import check_target_rank
+from reshard_mpi.request import Request
+from reshard_mpi.source import SourceCheckpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A request that has been looked into: source and strategies are read, the targets are known."""
+
+    request: Request
+    conversion: Conversion
+    format: str
+    targets: tuple[int, ...]
+
+    @classmethod
+    def open(cls, request: Request) -> Run:
+        """Read strategies and find the shards. Raises a ReshardError for what is wrong with them."""
+        source_strategy = strategy.load(request.src_strategy) if request.src_strategy else None
+        target_strategy = strategy.load(request.dst_strategy) if request.dst_strategy else unsharded()
+        if request.unlisted is Unlisted.DROP and request.dst_strategy is None:
+            raise UsageError(
+                "--unlisted drop needs a list to go by",
+                expected="--dst-strategy with the parameters to keep",
+                got="no target strategy",
+            )
+        _check_prefix(request.prefix)
+        files = discovery.find_shards(request.source, request.select)
+        source = SourceCheckpoint.open(files, source_strategy)
+        conversion = Conversion(source, target_strategy, request.unlisted, request.strict)
+        targets = _targets(request, target_strategy, conversion)
+        name = request.to or files.format
+        run = cls(request, conversion, name, targets)
+        run._refuse_writing_to_source()
+        return run
+
+    def path(self, target_rank: int) -> Path:
+        """Return the final path of one target shard: `rank_<r>/<prefix><r><ending>`."""
+        ending = formats.by_name(self.format).SUFFIXES[0]
+        return Path(self.request.target, f"rank_{target_rank}", f"{self.request.prefix}{target_rank}{ending}")
+
+    def journal(self) -> Journal | Unrecorded:
+        """Return what keeps the state of this run in the target folder."""
+        request = self.request
+        if not request.recorded:
+            return Unrecorded(Path(request.target))
+        return Journal(Path(request.target), self._identity(), resume=request.resume, overwrite=request.overwrite)
+
+    def _identity(self) -> RunIdentity:
+        request = self.request
+        return RunIdentity(
+            {
+                "source": str(Path(request.source).resolve()),
+                "src_strategy": strategy.digest(request.src_strategy) if request.src_strategy else None,
+                "dst_strategy": strategy.digest(request.dst_strategy) if request.dst_strategy else None,
+                "select": request.select,
+                "prefix": request.prefix,
+                "to": self.format,
+                "unlisted": str(request.unlisted),
+                "strict": request.strict,
+            }
+        )
+
+    def _refuse_writing_to_source(self) -> None:
+        target, source = Path(self.request.target).resolve(), Path(self.request.source).resolve()
+        files = (Path(path) for paths in self.conversion.source.files.by_rank.values() for path in paths)
+        sources = {place.resolve() for path in files for place in (path, path.parent)}
+        places = {place.resolve() for rank in self.targets for place in (self.path(rank), self.path(rank).parent)}
+        if target == source or sources & places:
+            raise TargetError(
+                "the target is the source",
+                expected="another folder",
+                got=self.request.target,
+                where=self.request.source,
+                remedy="choose a target outside the source; a source is never written to",
+            )
+
+
+def _check_prefix(prefix: str) -> None:
+    if "/" in prefix or "\0" in prefix or prefix.startswith("."):
+        raise UsageError(
+            "the prefix cannot begin a file name",
+            expected="text without '/' that does not start with '.', which would hide the files",
+            got=repr(prefix),
+        )
+
+
+def _targets(request: Request, target: Strategy, conversion: Conversion) -> tuple[int, ...]:
+    if request.ranks is not None:
+        for rank in request.ranks:
+            check_target_rank(rank, target)
+        return tuple(sorted(set(request.ranks)))
+    every = tuple(range(target.world_size))
+    if request.part is None:
+        return every
+    share, shares = request.part
+    return tuple(sorted(assign(conversion.target_weights(every), range(shares))[share]))

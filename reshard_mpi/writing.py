@@ -1,0 +1,199 @@
+"""The second phase of a run: targets are written, each whole or not at all, alone or several processes together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from reshard_mpi import formats
+from reshard_mpi.comm import Comm
+from reshard_mpi.division import Share, Work
+from reshard_mpi.engine.files import OnBytes
+from reshard_mpi.engine.transfer import write_shard
+from reshard_mpi.errors import ReshardError, TransformError, as_reshard_error
+from reshard_mpi.journal import Journal, Publication, Unrecorded
+from reshard_mpi.manifest import Manifest
+from reshard_mpi.planning.model import Limits, RankPlan
+from reshard_mpi.report import Failure, Filled, Outcome, Progress, Reserved, TargetReport
+from reshard_mpi.run import Run
+
+# What may go wrong with one target and leave the others whole; anything else is a bug.
+_EXPECTED = (ReshardError, OSError, MemoryError)
+
+
+@dataclass(frozen=True, slots=True)
+class _Led:
+    """A target that others help to fill, between its reservation and its publication."""
+
+    plan: RankPlan
+    publication: Publication
+    begin: float
+
+
+class Writer:
+    """What one process of a run does to write its part of the targets.
+
+    works: the work of every process. plan_of: the plan of a target. due: the targets that are to be written at all.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        journal: Journal | Unrecorded,
+        works: Sequence[Work],
+        process: int,
+        plan_of: Callable[[int], RankPlan],
+        due: frozenset[int],
+        progress: Progress,
+    ) -> None:
+        self._run = run
+        self._journal = journal
+        self._works = works
+        self._process = process
+        self._work = works[process]
+        self._plan_of = plan_of
+        self._due = due
+        self._progress = progress
+        self._limits = run.conversion.limits
+        self._format = formats.by_name(run.format)
+        self._led: dict[int, _Led] = {}
+
+    def write(self, comm: Comm) -> Outcome:
+        """Write what falls to this process and return what it has led; failures do not stop the others.
+
+        Shared targets are filled last, so that processes that have finished wait as little as can be for others.
+        """
+        self._progress.assigned(tuple(rank for rank in self._work.leads if rank in self._due))
+        if not any(work.shares for work in self._works):
+            return self._write_alone()
+        with ExitStack() as publications:
+            begun = self._reserve(publications)
+            together = comm.allgather(begun, "reserved")
+            alone = self._write_alone()
+            parts = comm.allgather(self._fill(together), "filled")
+            shared = self._publish(parts)
+        return Outcome(failures=begun.failures).joined([alone, shared])
+
+    def _write_alone(self) -> Outcome:
+        outcome = Outcome()
+        for rank in self._work.alone:
+            if rank in self._due:
+                outcome = outcome.joined([self._attempt(rank, self._write_target)])
+        return outcome
+
+    def _write_target(self, rank: int) -> Outcome:
+        begin = time.monotonic()
+        plan = self._plan_of(rank)
+        self._progress.started(rank, plan.written_bytes)
+        with self._journal.writing(rank, self._run.path(rank)) as publication:
+            filled = write_file(plan, self._run.format, publication.partial, self._limits, self._progress.moved)
+            publication.publish()
+        return self._finished(plan, begin, [filled])
+
+    def _reserve(self, publications: ExitStack) -> Outcome:
+        """Make the files of the shared targets that this process leads."""
+
+        def reserve(rank: int) -> Outcome:
+            begin = time.monotonic()
+            plan = self._plan_of(rank)
+            publication = publications.enter_context(self._journal.writing(rank, self._run.path(rank)))
+            manifest = self._format.reserve(str(publication.partial), plan.shard)
+            self._led[rank] = _Led(plan, publication, begin)
+            return Outcome(reserved=(Reserved(rank, manifest),))
+
+        shared = {share.target for share in self._work.shares}
+        ranks = [rank for rank in self._work.leads if rank in shared and rank in self._due]
+        outcomes = [self._attempt(rank, reserve) for rank in ranks]
+        return Outcome(
+            failures=tuple(failure for outcome in outcomes for failure in outcome.failures),
+            reserved=tuple(reserved for outcome in outcomes for reserved in outcome.reserved),
+        )
+
+    def _fill(self, begun: Sequence[Outcome]) -> Outcome:
+        """Fill this process's shares of the targets that have been reserved."""
+        manifests = {reserved.rank: reserved.manifest for outcome in begun for reserved in outcome.reserved}
+        outcomes = []
+        for share in self._work.shares:
+            manifest = manifests.get(share.target)
+            if manifest is not None:
+
+                def fill(rank: int, manifest: Manifest = manifest, share: Share = share) -> Outcome:
+                    span = share.range_of(Path(manifest.path).stat().st_size)
+                    plan = self._led[rank].plan if rank in self._led else self._plan_of(rank)
+                    self._progress.started(rank, span[1] - span[0])
+                    return Outcome(filled=(_fill(plan, manifest, span, self._limits, self._progress.moved),))
+
+                outcomes.append(self._attempt(share.target, fill))
+        return Outcome(
+            failures=tuple(failure for outcome in outcomes for failure in outcome.failures),
+            filled=tuple(filled for outcome in outcomes for filled in outcome.filled),
+        )
+
+    def _publish(self, parts: Sequence[Outcome]) -> Outcome:
+        """Put the shared targets that this process leads in place, where every other one has done its part."""
+
+        def publish(rank: int) -> Outcome:
+            led = self._led[rank]
+            filled = _require_all(rank, self._works, parts)
+            self._format.seal(str(led.publication.partial))
+            led.publication.publish()
+            return self._finished(led.plan, led.begin, filled)
+
+        return Outcome().joined([self._attempt(rank, publish) for rank in self._led])
+
+    def _attempt(self, rank: int, do: Callable[[int], Outcome]) -> Outcome:
+        try:
+            return do(rank)
+        except _EXPECTED as error:
+            return Outcome(failures=(Failure(rank, as_reshard_error(error, self._run.path(rank))),))
+
+    def _finished(self, plan: RankPlan, begin: float, filled: Sequence[Filled]) -> Outcome:
+        report = TargetReport(
+            rank=plan.target_rank,
+            path=str(self._run.path(plan.target_rank)),
+            read_ranks=plan.read_ranks,
+            written_bytes=plan.written_bytes,
+            needed_bytes=plan.needed_bytes,
+            requested_bytes=sum(part.requested_bytes for part in filled),
+            mapped_bytes=sum(part.mapped_bytes for part in filled),
+            seconds=time.monotonic() - begin,
+            engine_seconds=max(part.seconds for part in filled),
+            process=self._process,
+            processes=len(filled),
+        )
+        self._progress.finished(report)
+        return Outcome((report,))
+
+
+def write_file(plan: RankPlan, format_name: str, path: Path, limits: Limits, on_bytes: OnBytes) -> Filled:
+    """Write the shard of `plan` to the new file `path`: reserve, move, seal."""
+    module = formats.by_name(format_name)
+    filled = _fill(plan, module.reserve(str(path), plan.shard), None, limits, on_bytes)
+    module.seal(str(path))
+    return filled
+
+
+def _fill(
+    plan: RankPlan, manifest: Manifest, span: tuple[int, int] | None, limits: Limits, on_bytes: OnBytes
+) -> Filled:
+    begin = time.monotonic()
+    traffic = write_shard(plan, manifest, span=span, limits=limits, on_bytes=on_bytes)
+    return Filled(plan.target_rank, traffic.requested_bytes, traffic.mapped_bytes, time.monotonic() - begin)
+
+
+def _require_all(rank: int, works: Sequence[Work], parts: Sequence[Outcome]) -> list[Filled]:
+    """Return what the processes that share the target `rank` have filled. Raises what stopped one of them."""
+    found = []
+    for work, part in zip(works, parts):
+        if rank not in {share.target for share in work.shares}:
+            continue
+        filled = next((filled for filled in part.filled if filled.rank == rank), None)
+        if filled is None:
+            errors = [failure.error for failure in part.failures if failure.rank == rank]
+            errors += [failure.error for failure in part.failures]  # of a process that died
+            raise errors[0] if errors else TransformError("a process did not fill its part of the target")
+        found.append(filled)
+    return found
