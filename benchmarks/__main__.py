@@ -1,25 +1,212 @@
-"""`python -m benchmarks conversion`: run a benchmark."""
+"""`python -m benchmarks BENCHMARK`: run a benchmark, from a checkout."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import signal
+import sys
 from pathlib import Path
+from types import FrameType
 
-from benchmarks.conversion import measure
+from benchmarks import conversion, planning, scaling, startup
+from benchmarks.plot import draw, lacks_matplotlib
+from benchmarks.results import Results
+from benchmarks.targets import LARGE_MB, SMALL_MB
+from benchmarks.workplace import NoRoomError
+
+_INTERRUPTED = 130
+_TERMINATED = 143
+
+_CONVERSION = """\
+Reshards a GPT-like checkpoint, weights and two Adam moments, from 8 ranks (data parallel 2, tensor parallel 4) to 4
+(2 x 2 with optimizer sharding), and compares
+
+  cp         with `cp` of what was written, in as many processes: every size and format, whole command
+  mindspore  with MindSpore's transform_checkpoints and transform_checkpoint_by_rank: whole command, peak memory
+  torch      with loading into the new mesh and saving by torch.distributed.checkpoint, 4 processes: API and command
+  sharing    on an XFS that shares blocks (an image that root can mount), with `cp --reflink=never`: time in the engine
+
+The last three are measured at the smallest size, the frameworks on .ckpt, the sharing on HDF5. What is not installed
+is named as missing.
+"""
+
+_PLANNING = """\
+Times rank_list_for_transform for one target rank, the strategy files read included, as the first call of a fresh
+process: 64 -> 48, 1,024 -> 768, 4,096 -> 3,072 and 16,384 -> 12,288 ranks with 600 parameters, and the last with
+10,000. Then the plan of one target rank, strategies read and shards described without any file, for 4,096 -> 3,072
+ranks and for the largest job. All take turns.
+"""
+_STARTUP = """\
+Times `reshard-mpi --help`, `import reshard_mpi`, and the transform of a tiny checkpoint by 1 and by 2 processes, each
+beside `python -c pass`.
+"""
+_SCALING = """\
+Reshards a GPT-like checkpoint of 8 ranks (tensor parallel 8) into one full checkpoint, by different numbers of
+processes, each compared with the least: time in the engine and of the whole command.
+"""
 
 
 def main() -> None:
-    """Parse the command line and run the benchmark it names."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    """Parse the command line, run the benchmark it names, and give the result in the forms asked for."""
+    signal.signal(signal.SIGTERM, _terminate)
+    options = _parser().parse_args()
+    problem = lacks_matplotlib() if options.plot else None
+    if problem:
+        sys.exit(f"benchmarks: {problem}")
+    try:
+        results: Results = options.run(options)
+    except NoRoomError as error:
+        sys.exit(f"benchmarks: {error}")
+    except KeyboardInterrupt:
+        sys.exit(_INTERRUPTED)
+    _give(results, options.json, options.plot)
+    sys.exit(1 if results.failed else 0)
+
+
+def _give(results: Results, where: str | None, plot: Path | None) -> None:
+    if where is not None:
+        text = json.dumps(results.as_json(), indent=1)
+        if where == "-":
+            print(text)
+        else:
+            Path(where).write_text(text + "\n")
+    if where != "-":
+        print(results.as_markdown())
+    if plot is not None:
+        draw(results, plot)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description="Measures this project beside its peers, interleaved, on tensors made for it and removed again.",
+    )
     commands = parser.add_subparsers(required=True, metavar="BENCHMARK")
-    conversion = commands.add_parser("conversion", help="a whole conversion beside cp of what it writes")
-    conversion.add_argument("--megabytes", type=int, default=735, help="size of the tensors (default: %(default)s)")
-    conversion.add_argument("--pairs", type=int, default=5, help="interleaved pairs of runs (default: %(default)s)")
-    conversion.add_argument("--processes", type=int, default=2, help="of either side (default: %(default)s)")
-    conversion.add_argument("--format", choices=("ckpt", "hdf5"), default="ckpt")
-    conversion.add_argument("--folder", type=Path, help="where to work (default: memory, if there is room)")
-    options = parser.parse_args()
-    print(measure(options.megabytes, options.pairs, options.processes, options.format, options.folder))
+    _add_conversion(_command(commands, "conversion", "whole conversions beside cp, MindSpore and torch", _CONVERSION))
+    _add_planning(_command(commands, "planning", "rank lists and plans of up to 16,384 ranks", _PLANNING))
+    _add_startup(_command(commands, "startup", "commands that move next to nothing", _STARTUP))
+    _add_scaling(_command(commands, "scaling", "one file filled by several processes", _SCALING))
+    return parser
+
+
+def _command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, text: str, more: str
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=text, description=more, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--pairs",
+        type=_positive,
+        default=5,
+        metavar="N",
+        help="counted runs of each side (default: %(default)s; fewer mean little)",
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="where to work (default: in memory if there is room, else where temporary files go)"
+    )
+    parser.add_argument(
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="write the result as JSON to FILE, or to standard output instead of the table",
+    )
+    parser.set_defaults(plot=None)
+    return parser
+
+
+def _add_conversion(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--megabytes",
+        type=_positive,
+        action="append",
+        metavar="N",
+        help=f"size of the tensors, may be given several times (default: {SMALL_MB} and {LARGE_MB})",
+    )
+    parser.add_argument(
+        "--format", choices=conversion.FORMATS, action="append", help="may be given twice (default: both)"
+    )
+    parser.add_argument(
+        "--against", choices=conversion.AGAINST, action="append", help="may be given several times (default: all)"
+    )
+    parser.add_argument(
+        "--processes", type=_positive, default=2, metavar="N", help="of ours, cp and MindSpore (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--mindspore",
+        default=sys.executable,
+        metavar="PYTHON",
+        help="interpreter that has MindSpore (default: this one)",
+    )
+    parser.add_argument(
+        "--torch", default=sys.executable, metavar="PYTHON", help="interpreter that has torch (default: this one)"
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw throughput against size")
+    parser.set_defaults(run=_run_conversion)
+
+
+def _run_conversion(options: argparse.Namespace) -> Results:
+    return conversion.measure(
+        conversion.Settings(
+            sizes_megabytes=tuple(options.megabytes or (SMALL_MB, LARGE_MB)),
+            formats=tuple(options.format or conversion.FORMATS),
+            against=tuple(options.against or conversion.AGAINST),
+            pairs=options.pairs,
+            processes=options.processes,
+            folder=options.folder,
+            mindspore=options.mindspore,
+            torch=options.torch,
+        )
+    )
+
+
+def _add_planning(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=lambda options: planning.measure(options.pairs, options.folder))
+
+
+def _add_startup(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=lambda options: startup.measure(options.pairs, options.folder))
+
+
+def _add_scaling(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--megabytes",
+        type=_positive,
+        default=LARGE_MB,
+        metavar="N",
+        help="size of the tensors (default: %(default)s, 4 GiB)",
+    )
+    parser.add_argument(
+        "--processes",
+        type=_positive,
+        nargs="+",
+        default=[1, 2],
+        metavar="N",
+        help="the counts to compare (default: 1 2)",
+    )
+    parser.add_argument("--format", choices=conversion.FORMATS, default="ckpt", help="(default: %(default)s)")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw throughput against the number of processes")
+    parser.set_defaults(run=_run_scaling)
+
+
+def _run_scaling(options: argparse.Namespace) -> Results:
+    if len(set(options.processes)) < 2:
+        sys.exit("benchmarks: --processes needs two counts at least, to compare")
+    return scaling.measure(
+        scaling.Settings(options.megabytes, options.format, tuple(options.processes), options.pairs, options.folder)
+    )
+
+
+def _positive(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"expected 1 or more, got {text!r}")
+    return int(text)
+
+
+def _terminate(signal_number: int, frame: FrameType | None) -> None:
+    sys.exit(_TERMINATED)
 
 
 if __name__ == "__main__":

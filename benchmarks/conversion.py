@@ -1,69 +1,170 @@
-"""A whole conversion, as a user runs it, beside `cp` of what it writes: interleaved, so noise falls on both alike."""
+"""Whole conversions beside `cp`, MindSpore and torch's distributed checkpoint, and with blocks shared."""
 
 from __future__ import annotations
 
-import platform
-import shutil
-import statistics
-import subprocess
-import sys
-import tempfile
-import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.checkpoint import Checkpoint, generate
+from benchmarks.checkpoint import Checkpoint, generate, source_bytes
+from benchmarks.interleave import Comparison
+from benchmarks.machine import describe
+from benchmarks.measure import Run
+from benchmarks.network import by_rows, shapes, with_optimizer_sharding
+from benchmarks.peers.cp import Cp
+from benchmarks.peers.mindspore import TransformByRank, TransformCheckpoints
+from benchmarks.peers.ours import Function, Transform
+from benchmarks.peers.torch_dcp import Dcp
+from benchmarks.results import GB, Curve, Results
+from benchmarks.rows import Clock, Question, Row, answer, largest_process
+from benchmarks.workplace import workplace
+from benchmarks.xfs import CannotMountError, mounted
+
+AGAINST = ("cp", "mindspore", "torch", "sharing")
+FORMATS = ("ckpt", "hdf5")
 
 
-def measure(megabytes: int, pairs: int, processes: int, kind: str, folder: Path | None) -> str:
-    """Time `pairs` pairs of runs; return a table with the seconds of either and the median of the ratios."""
-    memory = Path("/dev/shm")
-    if folder is None and memory.is_dir() and shutil.disk_usage(memory).free > 8_000_000 * megabytes:
-        folder = memory
-    with tempfile.TemporaryDirectory(dir=folder) as name:
-        made = generate(Path(name), megabytes, kind)
-        output, copy = Path(name, "dst"), Path(name, "copy")
-        ours, copies = [], []
-        for _ in range(pairs + 1):
-            shutil.rmtree(output, ignore_errors=True)
-            ours.append(_seconds(lambda: _convert(made, output, processes)))
-            shutil.rmtree(copy, ignore_errors=True)
-            copies.append(_seconds(lambda: _copy(output, copy, processes)))
-        written_bytes = sum(file.stat().st_size for file in output.rglob("rank_*/*"))
-    # The first pair brings pages and bytecode into memory; it is not counted.
-    ratios = [mine / theirs for mine, theirs in zip(ours[1:], copies[1:])]
-    return "\n".join(
-        [
-            f"{made.size_bytes / 1e6:.0f} MB of tensors, {kind}, 8 -> 4 ranks with optimizer sharding,"
-            f" {written_bytes / 1e9:.2f} GB written, {processes} processes; Python {platform.python_version()}",
-            f"  transform (whole command)  {_spread(ours[1:])} s",
-            f"  cp of its output           {_spread(copies[1:])} s",
-            f"  ratio                      {_spread(ratios)}",
-        ]
-    )
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What is asked for. mindspore, torch: the interpreters that have them."""
+
+    sizes_megabytes: tuple[int, ...]
+    formats: tuple[str, ...]
+    against: tuple[str, ...]
+    pairs: int
+    processes: int
+    folder: Path | None
+    mindspore: str
+    torch: str
 
 
-def _convert(made: Checkpoint, output: Path, processes: int) -> None:
-    strategies = ["--src-strategy", str(made.src_strategy), "--dst-strategy", str(made.dst_strategy)]
-    command = [sys.executable, "-m", "reshard_mpi", "transform", str(made.source), str(output), *strategies]
-    subprocess.run([*command, "--jobs", str(processes), "--progress", "none"], check=True, stdout=subprocess.DEVNULL)
+@dataclass(slots=True)
+class _Found:
+    """What has been found so far: rows, all runs of ours, and points of throughput by curve."""
+
+    machine: dict[str, str] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
+    our_runs: list[Run] = field(default_factory=list)
+    points: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
 
 
-def _copy(output: Path, copy: Path, processes: int) -> None:
-    copy.mkdir()
-    folders = sorted(output.glob("rank_*"))
-    shares = [folders[at::processes] for at in range(processes)]
-    copies = [subprocess.Popen(["cp", "-r", *map(str, share), str(copy)]) for share in shares if share]
-    for started in copies:
-        if started.wait():
-            raise RuntimeError("cp failed")
+def measure(settings: Settings) -> Results:
+    """Measure all that `settings` asks for; peers other than `cp` at the smallest of the sizes."""
+    found = _Found()
+    smallest = min(settings.sizes_megabytes)
+    for megabytes in sorted(settings.sizes_megabytes):
+        for kind in settings.formats:
+            against = {"cp"}
+            if megabytes == smallest and kind == "ckpt":
+                against |= {"mindspore", "torch"}
+            _convert(settings, found, megabytes, kind, against.intersection(settings.against))
+    if "sharing" in settings.against:
+        _share_blocks(settings, found, smallest)
+    found.rows.append(largest_process("conversion.memory", found.our_runs))
+    curves = [Curve(label, tuple(points)) for label, points in found.points.items()]
+    return Results("conversion", found.machine, settings.pairs, found.rows, "MB of tensors", curves)
 
 
-def _seconds(work: object) -> float:
-    assert callable(work)
-    begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin
+def _convert(settings: Settings, found: _Found, megabytes: int, kind: str, against: set[str]) -> None:
+    """Measure one size and format on the memory file system, or wherever the user wants it."""
+    if not against:
+        return
+    network = shapes(megabytes)
+    resharding = with_optimizer_sharding(network)
+    # The source, what ours writes and what the other does; torch has a source of its own.
+    copies_bytes = source_bytes(network, resharding.source) + megabytes * 1_000_000 * (3 if "torch" in against else 2)
+    with workplace(settings.folder, copies_bytes) as folder:
+        _look_around(settings, found, folder)
+        made = generate(folder, network, resharding, kind)
+        questions = []
+        if "cp" in against:
+            questions += _beside_cp(settings, made, megabytes)
+        if "mindspore" in against:
+            questions += _beside_mindspore(settings, made, megabytes)
+        if "torch" in against:
+            questions += _beside_torch(settings, made, megabytes)
+        _answer(settings, found, questions)
+    for row in found.rows[-len(questions) :]:
+        if row.key.startswith("cp."):
+            _add_points(found, made, row)
 
 
-def _spread(values: list[float]) -> str:
-    return f"{statistics.median(values):6.3f}  ({min(values):.3f} to {max(values):.3f})"
+def _beside_cp(settings: Settings, made: Checkpoint, megabytes: int) -> list[Question]:
+    ours = Transform(made, made.folder / "dst", settings.processes)
+    comparison = Comparison(ours, Cp(ours.output, made.folder / "beside", settings.processes))
+    return [Question(comparison, f"cp.{made.format}", _what(made, "whole command"), megabytes)]
+
+
+def _beside_mindspore(settings: Settings, made: Checkpoint, megabytes: int) -> list[Question]:
+    output, beside, processes = made.folder / "dst", made.folder / "beside", settings.processes
+    jobs = Transform(made, output, processes)
+    ranks = Transform(made, output, processes, under_mpi=True)
+    whole = TransformCheckpoints(made, beside, settings.mindspore, processes)
+    by_rank = TransformByRank(made, beside, settings.mindspore, processes)
+    with_jobs = Comparison(jobs, whole)
+    return [
+        Question(with_jobs, "mindspore.jobs", _what(made, "whole command"), megabytes),
+        Question(Comparison(ranks, whole), "mindspore.mpirun", _what(made, "whole command"), megabytes),
+        Question(with_jobs, "mindspore.memory", _what(made, "peak memory"), megabytes),
+        Question(Comparison(jobs, by_rank), "mindspore.by_rank", _what(made, "whole command"), megabytes),
+    ]
+
+
+def _beside_torch(settings: Settings, made: Checkpoint, megabytes: int) -> list[Question]:
+    output = made.folder / "dst"
+    dcp = Dcp(made, made.folder / "beside", settings.torch)
+    ranks = dcp.processes
+    inner = Clock.INNER
+    return [
+        Question(
+            Comparison(Function(made, output, ranks), dcp), "torch.api", _what(made, "API"), megabytes, inner, inner
+        ),
+        Question(
+            Comparison(Transform(made, output, ranks, under_mpi=True), dcp),
+            "torch.command",
+            _what(made, "whole command"),
+            megabytes,
+        ),
+    ]
+
+
+def _share_blocks(settings: Settings, found: _Found, megabytes: int) -> None:
+    """Measure the engine where a file can take over blocks of another, beside `cp` that copies them."""
+    network = shapes(megabytes)
+    resharding = by_rows(network)
+    needed_bytes = 3 * source_bytes(network, resharding.source)
+    with workplace(settings.folder, needed_bytes) as folder:
+        _look_around(settings, found, folder)
+        try:
+            with mounted(folder, needed_bytes) as point:
+                made = generate(point, network, resharding, "hdf5")
+                ours = Transform(made, point / "dst", settings.processes)
+                copies = Cp(ours.output, point / "beside", settings.processes, ("--reflink=never",))
+                what = _what(made, "on XFS, engine beside whole command")
+                question = Question(Comparison(ours, copies), "sharing", what, megabytes, Clock.INNER)
+                _answer(settings, found, [question])
+        except CannotMountError as error:
+            what = f"{megabytes} MB .hdf5, {resharding.name}, on XFS"
+            found.rows.append(Row("sharing", what, megabytes, skipped=str(error)))
+
+
+def _answer(settings: Settings, found: _Found, questions: list[Question]) -> None:
+    found.rows += answer(questions, settings.pairs)
+    for comparison in dict.fromkeys(question.comparison for question in questions):
+        found.our_runs += comparison.our_runs
+
+
+def _look_around(settings: Settings, found: _Found, folder: Path) -> None:
+    """Describe the machine as seen from where the first measurement is made."""
+    peers = [(settings.mindspore, "mindspore"), (settings.torch, "torch")]
+    found.machine = found.machine or describe(folder, peers)
+
+
+def _add_points(found: _Found, made: Checkpoint, row: Row) -> None:
+    for side in (row.ours, row.peer):
+        if side is not None:
+            points = found.points.setdefault(f"{side.name}, .{made.format}", [])
+            points.append((made.size_bytes / 1e6, made.size_bytes / GB / side.seconds.median))
+
+
+def _what(made: Checkpoint, measured: str) -> str:
+    return f"{made.size_bytes / 1e6:.0f} MB .{made.format}, {made.resharding.name}: {measured}"

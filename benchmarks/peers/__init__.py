@@ -1,0 +1,1 @@
+"""Those who are measured: this project, and whom it is measured against."""

@@ -1,0 +1,93 @@
+"""torch's distributed checkpoint: load into the target's mesh, save again, in processes that talk over gloo."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.checkpoint import Checkpoint
+from benchmarks.interpreters import lacks
+from benchmarks.measure import PROGRAMS, Measured, Run, last_json, measure, settle
+from reshard_mpi.placement import Placement, Strategy
+
+# As torch's own launcher sets it: the processes share the cores already.
+_ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
+
+@dataclass(frozen=True, slots=True)
+class Dcp:
+    """`dcp.load` and `dcp.save`, as a whole command; inner_seconds is that of the two calls, between barriers.
+
+    Its own source, the same tensors saved by as many processes as the other has shards, is made by the first run.
+    """
+
+    checkpoint: Checkpoint
+    output: Path
+    interpreter: str
+
+    @property
+    def name(self) -> str:
+        return f"torch DCP load + save, {self.processes} processes"
+
+    def missing(self) -> str | None:
+        return lacks(self.interpreter, "torch", "--torch")
+
+    def run(self) -> Run:
+        if not self._source.exists():
+            self._measure("save", self.checkpoint.resharding.source.world_size)
+        shutil.rmtree(self.output, ignore_errors=True)
+        settle(self.checkpoint.folder)
+        measured = self._measure("reshard", self.processes)
+        return replace(measured.run, inner_seconds=last_json(measured.stdout)["seconds"])
+
+    @property
+    def _source(self) -> Path:
+        return self.checkpoint.folder / "src_dcp"
+
+    @property
+    def processes(self) -> int:
+        """As many as there are targets: each loads what it is to hold."""
+        target = self.checkpoint.resharding.target
+        return target.world_size if target else 1
+
+    def _measure(self, task: str, ranks: int) -> Measured:
+        spec = self.checkpoint.folder / "dcp.json"
+        spec.write_text(json.dumps(self._spec()))
+        rendezvous = self.checkpoint.folder / f"rendezvous_{uuid.uuid4().hex}"
+        program = [self.interpreter, str(PROGRAMS / "torch_dcp.py"), task, str(spec)]
+        paths = [str(rendezvous), str(self._source), str(self.output)]
+        return measure([[*program, str(rank), *paths] for rank in range(ranks)], _ONE_THREAD)
+
+    def _spec(self) -> Mapping[str, Any]:
+        target = self.checkpoint.resharding.target
+        assert target is not None
+        return {
+            "tensors": self.checkpoint.shapes,
+            "source": _side_of(self.checkpoint.resharding.source),
+            "target": _side_of(target),
+        }
+
+
+def _side_of(strategy: Strategy) -> Mapping[str, Any]:
+    """Return a strategy over data x tensor parallel ranks in torch's terms.
+
+    Its axes cut a dimension in their order; MindSpore's optimizer sharding, over the data axis, comes last.
+    """
+    placements = {name: held[0] for name, held in strategy.parameters.items()}
+    data, tensor = next(iter(placements.values())).mesh
+    return {
+        "mesh": [[at * tensor + column for at in range(data)] for column in range(tensor)],
+        "placements": {name: _cuts(placement) for name, placement in placements.items()},
+    }
+
+
+def _cuts(placement: Placement) -> list[int | None]:
+    """Return which tensor dimension each mesh axis cuts, the last axis first; None: none."""
+    cut = {axis: dim for dim, axes in enumerate(placement.split) for axis in axes}
+    rest = 0 if placement.optimizer > 1 else None
+    return [cut.get(axis, rest) for axis in reversed(range(len(placement.mesh)))]

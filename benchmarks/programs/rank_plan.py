@@ -1,0 +1,37 @@
+"""Times the plan of one target rank: `rank_plan.py SRC_STRATEGY DST_STRATEGY RANK SOURCE_RANK...`.
+
+Strategies are read and the shards of the source ranks described (no file holds them) before the clock starts.
+"""
+
+import json
+import sys
+import time
+
+from benchmarks.many_ranks import manifest
+from reshard_mpi import strategy
+from reshard_mpi.conversion import Conversion
+from reshard_mpi.discovery import ShardFiles
+from reshard_mpi.manifest import Manifest
+from reshard_mpi.source import SourceCheckpoint
+
+
+class _Described(SourceCheckpoint):
+    """A source whose shards are only described."""
+
+    held: dict[int, Manifest]
+
+    def manifest(self, rank: int) -> Manifest:
+        return self.held[rank]
+
+
+src_strategy, dst_strategy, target_rank, *ranks = sys.argv[1:]
+source, target = strategy.load(src_strategy), strategy.load(dst_strategy)
+every = {rank: (f"rank_{rank}",) for rank in range(source.world_size)}
+described = _Described(ShardFiles("nowhere", "ckpt", every), source)
+described.held = {int(rank): manifest(source, int(rank)) for rank in ranks}
+conversion = Conversion(described, target)
+begin = time.perf_counter()
+plan = conversion.plan(int(target_rank))
+seconds = time.perf_counter() - begin
+assert len(plan.tensors) == len(target.parameters)
+print(json.dumps({"seconds": seconds}))

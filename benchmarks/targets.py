@@ -1,0 +1,89 @@
+"""What is to be reached: every row of every benchmark, with the figure by which it is judged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from benchmarks.spread import Spread
+
+MIB = 1 << 20
+SMALL_MB = 735
+LARGE_MB = 4295  # 4 GiB
+
+
+class Figure(Enum):
+    """Which figure of a row is judged; the value says in words what it is."""
+
+    FASTER = "x faster"  # seconds of the peer / ours
+    TIME = "x its time"  # seconds, ours / the peer's
+    SMALLER = "x less memory"  # peak memory of the peer / ours
+    SECONDS = "s"
+    PEAK = "MiB"
+
+    @property
+    def is_better_when_more(self) -> bool:
+        return self in (Figure.FASTER, Figure.SMALLER)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The figure of a row and the bound it must keep (None: shown, not judged).
+
+    Peaks in bytes, all else in seconds or as a quotient. megabytes: the size for which the bound is meant.
+    """
+
+    figure: Figure
+    bound: float | None = None
+    megabytes: int | None = None
+
+    def is_reached(self, figure: Spread, megabytes: int | None) -> bool | None:
+        """Judge the median; None where there is no bound, or it is meant for another size."""
+        if self.bound is None or (self.megabytes is not None and self.megabytes != megabytes):
+            return None
+        return figure.median >= self.bound if self.figure.is_better_when_more else figure.median <= self.bound
+
+    def as_text(self) -> str:
+        if self.bound is None:
+            return "-"
+        bound = self.bound / MIB if self.figure is Figure.PEAK else self.bound
+        least_or_most = "at least" if self.figure.is_better_when_more else "at most"
+        size = f" at {self.megabytes} MB" if self.megabytes is not None else ""
+        return f"{least_or_most} {bound:g}{' ' if self.figure in _UNITS else ''}{self.figure.value}{size}"
+
+
+_UNITS = (Figure.SECONDS, Figure.PEAK)
+
+TARGETS = {
+    # conversion
+    "cp.ckpt": Target(Figure.TIME, 1.4, LARGE_MB),
+    "cp.hdf5": Target(Figure.TIME, 1.4, LARGE_MB),
+    "mindspore.jobs": Target(Figure.FASTER, 20, SMALL_MB),
+    "mindspore.mpirun": Target(Figure.FASTER, 15, SMALL_MB),
+    "mindspore.memory": Target(Figure.SMALLER, 15, SMALL_MB),
+    "mindspore.by_rank": Target(Figure.FASTER),
+    "torch.api": Target(Figure.FASTER, 3, SMALL_MB),
+    "torch.command": Target(Figure.FASTER, 8, SMALL_MB),
+    "sharing": Target(Figure.FASTER, 20, SMALL_MB),
+    "conversion.memory": Target(Figure.PEAK, 200 * MIB),
+    # scaling
+    "scaling.engine": Target(Figure.FASTER, 1.7, LARGE_MB),
+    "scaling.command": Target(Figure.FASTER, 1.5, LARGE_MB),
+    "scaling.memory": Target(Figure.PEAK, 200 * MIB),
+    # planning
+    "ranks.64": Target(Figure.SECONDS),
+    "ranks.1024": Target(Figure.SECONDS),
+    "ranks.4096": Target(Figure.SECONDS, 0.050),
+    "ranks.16384": Target(Figure.SECONDS),
+    "ranks.growth": Target(Figure.TIME, 1.5),
+    "ranks.large": Target(Figure.SECONDS, 0.800),
+    "ranks.large.memory": Target(Figure.PEAK, 300 * MIB),
+    "plan.4096": Target(Figure.SECONDS, 0.020),
+    "plan.large": Target(Figure.SECONDS, 0.350),
+    # start-up
+    "startup.help": Target(Figure.SECONDS, 0.15),
+    "startup.import": Target(Figure.SECONDS),
+    "startup.jobs1": Target(Figure.SECONDS),
+    "startup.jobs2": Target(Figure.SECONDS),
+    "startup.memory": Target(Figure.PEAK, 200 * MIB),
+}
