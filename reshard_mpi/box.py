@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import sub
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +36,12 @@ class Box:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(high - low for low, high in zip(self.start, self.stop))
+        return tuple(map(sub, self.stop, self.start))
 
     @property
     def size(self) -> int:
         """The number of elements."""
-        return math.prod(self.shape)
+        return math.prod(map(sub, self.stop, self.start))
 
     def __str__(self) -> str:
         return "[" + ", ".join(f"{low}:{high}" for low, high in zip(self.start, self.stop)) + "]"
@@ -139,36 +140,37 @@ class Runs:
 
 def run_length(region: Box, source: Box, target: Box) -> int:
     """Return how many elements of `region` are consecutive in both `source` and `target` (all runs are as long)."""
-    length = 1
-    for low, high, s_low, s_high, t_low, t_high in reversed(
-        tuple(zip(region.start, region.stop, source.start, source.stop, target.start, target.stop))
-    ):
-        length *= high - low
-        if high - low != s_high - s_low or high - low != t_high - t_low:
-            break
-    return length
+    lengths = region.shape
+    return math.prod(lengths[_first_merged(lengths, source.shape, target.shape, len(lengths)) :])
 
 
 def common_runs(region: Box, source: Box, target: Box) -> Iterator[Runs]:
     """Yield the runs that carry `region` from `source` to `target`, in row-major order of the region."""
-    if region.size == 0:
+    lengths, source_shape, target_shape = region.shape, source.shape, target.shape
+    # A run takes in the dimensions within which the region is all there is on either side, and one more around them.
+    dim = _first_merged(lengths, source_shape, target_shape, len(lengths))
+    count = math.prod(lengths[dim:])
+    source_step, target_step = math.prod(source_shape[dim:]), math.prod(target_shape[dim:])
+    outer = _first_merged(lengths, source_shape, target_shape, dim)
+    repeats = math.prod(lengths[outer:dim])
+    if count * repeats == 0:
         return
-    shapes = tuple(zip(region.shape, source.shape, target.shape))
-    count, dim = 1, len(shapes)
-    whole = True
-    while dim > 0 and whole:
+    if outer == 0:
+        yield Runs(source.offset_of(region), target.offset_of(region), count, repeats, source_step, target_step)
+        return
+    for lead in _indices(region.start[:outer], region.stop[:outer]):
+        first = Box((*lead, *region.start[outer:]), (*(i + 1 for i in lead), *region.stop[outer:]))
+        yield Runs(source.offset_of(first), target.offset_of(first), count, repeats, source_step, target_step)
+
+
+def _first_merged(lengths: tuple[int, ...], source: tuple[int, ...], target: tuple[int, ...], end: int) -> int:
+    """Return the first of the dimensions before `end` over which steps are even: all but it are whole on both sides."""
+    if end == 0:
+        return 0
+    dim = end - 1
+    while dim > 0 and lengths[dim] == source[dim] == target[dim]:
         dim -= 1
-        count *= shapes[dim][0]
-        whole = shapes[dim][0] == shapes[dim][1] == shapes[dim][2]
-    steps = tuple(math.prod(lengths) for lengths in zip(*(shape[1:] for shape in shapes[dim:]))) or (1, 1)
-    repeats, whole = 1, True
-    while dim > 0 and whole:
-        dim -= 1
-        repeats *= shapes[dim][0]
-        whole = shapes[dim][0] == shapes[dim][1] == shapes[dim][2]
-    for lead in _indices(region.start[:dim], region.stop[:dim]):
-        first = Box((*lead, *region.start[dim:]), (*(i + 1 for i in lead), *region.stop[dim:]))
-        yield Runs(source.offset_of(first), target.offset_of(first), count, repeats, *steps)
+    return dim
 
 
 def _indices(start: tuple[int, ...], stop: tuple[int, ...]) -> Iterator[tuple[int, ...]]:

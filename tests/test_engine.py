@@ -139,9 +139,10 @@ LIMITS = st.builds(
     long_run_bytes=st.sampled_from([1, 8, 32, 1 << 17]),
     kernel=st.booleans(),
     interleaved_bytes=st.sampled_from([1, 64, 1 << 22]),
+    few_runs=st.sampled_from([0, 1, 4]),
 )
 def test_every_path_moves_the_same_bytes(
-    data: st.DataObject, limits: Limits, long_run_bytes: int, kernel: bool, interleaved_bytes: int
+    data: st.DataObject, limits: Limits, long_run_bytes: int, kernel: bool, interleaved_bytes: int, few_runs: int
 ) -> None:
     """Kernel copy, its fall-back, reads of runs and gathering from windows all give what numpy's slicing gives.
 
@@ -151,6 +152,7 @@ def test_every_path_moves_the_same_bytes(
         plan, target, expected = data.draw(plans(Path(name)))
         patch.setattr(transfer, "_MIN_KERNEL_COPY_BYTES", long_run_bytes)
         patch.setattr(transfer, "_INTERLEAVED_BYTES", interleaved_bytes)
+        patch.setattr(transfer, "_FEW_RUNS", few_runs)
         if not kernel:
             patch.setattr(engine_files.os, "copy_file_range", _unsupported)
         moved = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import accumulate, islice
+from itertools import accumulate
 
 from reshard_mpi.box import Runs
 from reshard_mpi.engine.files import ByteRuns
@@ -37,8 +37,11 @@ class Stream:
 
     def one_part(self, offset_bytes: int, length_bytes: int) -> ByteRange | None:
         """Return the file range of `length_bytes` bytes from `offset_bytes` on, or None where they are in several."""
-        parts = tuple(islice(self.parts(offset_bytes, length_bytes), 2))
-        return parts[0] if len(parts) == 1 else None
+        at = bisect_right(self._starts, offset_bytes) - 1
+        if not length_bytes or offset_bytes + length_bytes > self._starts[at + 1]:
+            return None
+        part = self._ranges[at]
+        return ByteRange(part.path, part.offset_bytes + offset_bytes - self._starts[at], length_bytes)
 
     def parts(self, offset_bytes: int, length_bytes: int) -> Iterator[ByteRange]:
         """Yield the file ranges of `length_bytes` bytes from `offset_bytes` on."""
@@ -55,38 +58,38 @@ class Stream:
 
 def byte_runs(runs: Runs, itemsize: int, source: Stream, target: Stream, span: tuple[int, int]) -> Iterator[ByteRuns]:
     """Yield what `runs` of elements are in the files, as far as it lies in `span`, bytes of the target stream."""
-    length, source_step, target_step = (n * itemsize for n in (runs.count, runs.source_step, runs.target_step))
+    length, source_step, target_step = runs.count * itemsize, runs.source_step * itemsize, runs.target_step * itemsize
     source_at, target_at = runs.source_offset * itemsize, runs.target_offset * itemsize
     target_bytes = (runs.repeats - 1) * target_step + length
     if target_at >= span[1] or target_at + target_bytes <= span[0]:
         return
-    if runs.repeats == 1:
-        skipped, end = max(span[0] - target_at, 0), min(span[1] - target_at, length)
-        to = target_at + skipped
-        for read in source.parts(source_at + skipped, end - skipped):
-            at = read.offset_bytes
-            for written in target.parts(to, read.length_bytes):
-                yield ByteRuns(read.path, at, 0, written.path, written.offset_bytes, 0, written.length_bytes, 1)
-                at += written.length_bytes
-            to += read.length_bytes
-        return
     if span[0] <= target_at and target_at + target_bytes <= span[1]:
-        read_from = source.one_part(source_at, (runs.repeats - 1) * source_step + length)
-        write_to = target.one_part(target_at, target_bytes)
-        if read_from and write_to:
+        read = source.one_part(source_at, (runs.repeats - 1) * source_step + length)
+        written = target.one_part(target_at, target_bytes)
+        if read and written:
             yield ByteRuns(
-                read_from.path,
-                read_from.offset_bytes,
-                source_step,
-                write_to.path,
-                write_to.offset_bytes,
-                target_step,
-                length,
-                runs.repeats,
+                source=read.path,
+                source_offset=read.offset_bytes,
+                source_step=source_step,
+                target=written.path,
+                target_offset=written.offset_bytes,
+                target_step=target_step,
+                length_bytes=length,
+                repeats=runs.repeats,
             )
             return
-    for half in _halves(runs):
-        yield from byte_runs(half, itemsize, source, target, span)
+    if runs.repeats > 1:
+        for half in _halves(runs):
+            yield from byte_runs(half, itemsize, source, target, span)
+        return
+    skipped, end = max(span[0] - target_at, 0), min(span[1] - target_at, length)
+    to = target_at + skipped
+    for read in source.parts(source_at + skipped, end - skipped):
+        at = read.offset_bytes
+        for written in target.parts(to, read.length_bytes):
+            yield ByteRuns(read.path, at, 0, written.path, written.offset_bytes, 0, written.length_bytes, 1)
+            at += written.length_bytes
+        to += read.length_bytes
 
 
 def _halves(runs: Runs) -> tuple[Runs, Runs]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -17,8 +16,9 @@ from reshard_mpi.manifest import Manifest, Segments
 from reshard_mpi.planning.model import Check, Copy, Limits, RankPlan, TensorPlan
 from reshard_mpi.units import KIB, MIB
 
-# Shorter runs cost more in system calls than gathering them through the buffer does.
+# Shorter runs cost more in system calls than gathering them through the buffer does, unless there are just a few.
 _MIN_KERNEL_COPY_BYTES = 128 * KIB
+_FEW_RUNS = 4
 # Where runs of several sources alternate in the target, so much of it is completed before the next is begun.
 _INTERLEAVED_BYTES = 4 * MIB
 
@@ -83,20 +83,23 @@ def _in_long_runs(copy: Copy, target: Box) -> bool:
     source = copy.source.source
     if not isinstance(source, Segments) or source.swapped:
         return False
-    run_bytes = run_length(copy.region, copy.source_box, target) * copy.source.dtype.itemsize_bytes
-    return run_bytes >= _MIN_KERNEL_COPY_BYTES
+    count = run_length(copy.region, copy.source_box, target)
+    few = count * _FEW_RUNS >= copy.region.size
+    return few or count * copy.source.dtype.itemsize_bytes >= _MIN_KERNEL_COPY_BYTES
 
 
 def _copy_runs(files: Files, tensor: TensorPlan, place: Stream, span: Span, buffer: Array) -> None:
     """Copy what of the tensor lies in `span`, bytes of its row-major order, run by run."""
     box, itemsize = tensor.spec.box, tensor.spec.dtype.itemsize_bytes
-    limit = max(1, _INTERLEAVED_BYTES // itemsize) if _alternate(tensor) else max(1, box.size)
-    for block, _ in _blocks_within(box, limit, itemsize, span):
-        for copy in tensor.copies:
-            region = copy.region.intersect(block)
+    sources = [Stream(copy.source.source) for copy in tensor.copies if isinstance(copy.source.source, Segments)]
+    if _alternate(tensor):
+        blocks = box.blocks(max(1, _INTERLEAVED_BYTES // itemsize), *_elements(span, itemsize))
+    else:
+        blocks = iter((box,))
+    for block in blocks:
+        for copy, source in zip(tensor.copies, sources):
+            region = copy.region if block is box else copy.region.intersect(block)
             if region is not None:
-                assert isinstance(copy.source.source, Segments)
-                source = Stream(copy.source.source)
                 for runs in common_runs(region, copy.source_box, box):
                     for part in byte_runs(runs, itemsize, source, place, span):
                         files.copy(part, buffer.data)
@@ -104,6 +107,8 @@ def _copy_runs(files: Files, tensor: TensorPlan, place: Stream, span: Span, buff
 
 def _alternate(tensor: TensorPlan) -> bool:
     """Tell whether the copies' places in the target tensor lie between each other, instead of one after another."""
+    if len(tensor.copies) == 1:
+        return False
     box = tensor.spec.box
     spans = sorted((box.offset_of(copy.region), box.span_of(copy.region)) for copy in tensor.copies)
     return any(offset + length > following for (offset, length), (following, _) in pairwise(spans))
@@ -113,7 +118,8 @@ def _gather_blocks(files: Files, tensor: TensorPlan, place: Stream, span: Span, 
     """Put together, block by block, what of the tensor lies in `span`, bytes of its row-major order."""
     dtype = raw_dtype(tensor.spec.dtype)
     box = tensor.spec.box
-    for block, at in _blocks_within(box, max(1, limits.buffer_bytes // dtype.itemsize), dtype.itemsize, span):
+    for block in box.blocks(max(1, limits.buffer_bytes // dtype.itemsize), *_elements(span, dtype.itemsize)):
+        at = box.offset_of(block) * dtype.itemsize
         length = block.size * dtype.itemsize
         array = buffer[:length].view(dtype).reshape(block.shape)
         for copy in tensor.copies:
@@ -126,7 +132,6 @@ def _gather_blocks(files: Files, tensor: TensorPlan, place: Stream, span: Span, 
             done += target.length_bytes
 
 
-def _blocks_within(box: Box, limit: int, itemsize: int, span: Span) -> Iterator[tuple[Box, int]]:
-    """Yield blocks of `box` that cover `span` and no element outside, with the byte each begins at."""
-    for block in box.blocks(limit, span[0] // itemsize, -(-span[1] // itemsize)):
-        yield block, box.offset_of(block) * itemsize
+def _elements(span: Span, itemsize: int) -> Span:
+    """Return the elements that have bytes in `span`."""
+    return span[0] // itemsize, -(-span[1] // itemsize)
