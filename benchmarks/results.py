@@ -68,7 +68,7 @@ class Results:
         """Return the machine's line, the table, and the rows that are missing, each with its reason."""
         measured = [row for row in self.rows if row.skipped is None]
         skipped = [f"- not measured: {row.what}: {row.skipped}" for row in self.rows if row.skipped is not None]
-        parts = [f"{as_line(self.machine)}; {self.pairs} runs of each side"]
+        parts = [f"{as_line(self.machine)}; {self.pairs} counted runs of each side"]
         if measured:
             parts += [table(_HEADER, [_cells(row) for row in measured]), _LEGEND]
         return "\n\n".join([*parts, *(["\n".join(skipped)] if skipped else [])])

@@ -1,19 +1,453 @@
-"""Every benchmark runs, at toy size: what it prints is not judged here."""
+"""Benchmarks at toy size: they measure what they say, and every row is there. How fast anything is, is not judged."""
 
 from __future__ import annotations
 
+import json
+import math
+import os
+import signal
+import subprocess
 import sys
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from processes import run_command
+from processes import Finished, clean_environment, run_command
+
+sys.path.append(str(Path(__file__).parent.parent))  # benchmarks are part of the checkout, not of what is installed
+
+from benchmarks import checkpoint, network, xfs
+from benchmarks.interleave import Comparison, interleave, take_turns
+from benchmarks.interpreters import lacks
+from benchmarks.machine import as_line, describe, file_system
+from benchmarks.measure import CommandFailedError, Run, measure
+from benchmarks.peers.cp import Cp
+from benchmarks.peers.ours import engine_seconds, with_report
+from benchmarks.peers.torch_dcp import side_of
+from benchmarks.plot import draw, lacks_matplotlib
+from benchmarks.results import Curve, Results, size_text, table
+from benchmarks.rows import Clock, Question, Row, alone, answer, largest_process
+from benchmarks.spread import Spread, ratios
+from benchmarks.targets import MIB, TARGETS, Figure, Target
+from benchmarks.workplace import NoRoomError, workplace
 
 ROOT = Path(__file__).parent.parent
+# The smallest interpreter there is, so that little stands beside what a test makes it do.
+PYTHON = (sys.executable, "-I", "-S", "-c")
+
+Rows = dict[str, dict[str, Any]]
 
 
-@pytest.mark.parametrize("kind", ["ckpt", "hdf5"])
-def test_conversion(kind: str, tmp_path: Path) -> None:
-    arguments = ["conversion", "--megabytes", "1", "--pairs", "1", "--format", kind, "--folder", tmp_path]
-    finished = run_command([sys.executable, "-m", "benchmarks", *arguments], cwd=ROOT, check=True)
-    assert "ratio" in finished.stdout
-    assert not list(tmp_path.iterdir())
+@pytest.fixture
+def bare_interpreter(tmp_path: Path) -> Path:
+    """An interpreter, as far as benchmarks ask it, for which nothing is installed."""
+    script = tmp_path / "python"
+    script.write_text("#!/bin/sh\necho '{}'\n")
+    script.chmod(0o755)
+    return script
+
+
+class TestCommands:
+    """`python -m benchmarks`, each benchmark once."""
+
+    def test_conversion(self, tmp_path: Path, bare_interpreter: Path) -> None:
+        peers = ["--mindspore", bare_interpreter, "--torch", bare_interpreter]
+        rows = run_benchmark(tmp_path, "conversion", "--megabytes", "1", "--pairs", "1", *peers)
+        assert set(rows) == {
+            key for key in TARGETS if key.startswith(("cp.", "mindspore.", "torch.", "sharing", "conv"))
+        }
+        for key, row in rows.items():
+            if key.startswith(("mindspore.", "torch.")):
+                package = key.partition(".")[0]
+                assert row["skipped"] == f"{package} is not installed (--{package} names an interpreter that has it)"
+            elif key == "sharing":
+                assert row["skipped"] is None or row["skipped"].startswith(("only root", "mkfs.xfs", "mount"))
+            else:
+                assert row["skipped"] is None
+            if key.startswith(("cp.", "sharing")) and row["skipped"] is None:
+                assert row["ours"]["written_bytes"]["median"] >= 0.7e6
+                assert row["ours"]["read_bytes"]["median"] >= 0.7e6
+                assert row["peer"]["written_bytes"]["median"] >= row["ours"]["written_bytes"]["median"]
+
+    def test_planning(self, tmp_path: Path) -> None:
+        rows = run_benchmark(tmp_path, "planning", "--pairs", "1")
+        assert set(rows) == keys("ranks.", "plan.")
+        assert all(row["skipped"] is None for row in rows.values())
+
+    def test_startup(self, tmp_path: Path) -> None:
+        printed = benchmark(tmp_path, "startup", "--pairs", "1", "--json").stdout
+        rows = check_rows(json.loads(printed))
+        assert set(rows) == keys("startup.")
+        assert all(row["skipped"] is None for row in rows.values())
+
+    def test_scaling(self, tmp_path: Path) -> None:
+        sizes = ["--megabytes", "1", "--processes", "1", "2"]
+        rows = run_benchmark(tmp_path, "scaling", "--pairs", "1", *sizes)
+        assert set(rows) == keys("scaling.")
+        assert all(row["skipped"] is None for row in rows.values())
+
+    @pytest.mark.parametrize("name", ["conversion", "planning", "startup", "scaling"])
+    def test_help_names_every_option(self, name: str) -> None:
+        text = run_command([sys.executable, "-m", "benchmarks", name, "--help"], cwd=ROOT, check=True).stdout
+        for option in ("--pairs", "--folder", "--json"):
+            assert option in text
+
+    def test_no_room(self, tmp_path: Path) -> None:
+        command = [sys.executable, "-m", "benchmarks", "scaling", "--megabytes", "9" * 12, "--folder", tmp_path]
+        finished = run_command(command, cwd=ROOT)
+        assert finished.returncode == 1
+        assert "no room" in finished.stderr and "Traceback" not in finished.stderr
+
+    @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+    def test_an_interrupted_benchmark_leaves_nothing(self, tmp_path: Path, number: int, code: int) -> None:
+        command = [sys.executable, "-m", "benchmarks", "startup", "--pairs", "1000", "--folder", str(tmp_path)]
+        started = subprocess.Popen(
+            command, cwd=ROOT, env=clean_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+        assert started.stderr is not None
+        assert "warm-up" in started.stderr.readline()
+        assert list(tmp_path.iterdir())
+        started.send_signal(number)
+        _, errors = started.communicate(timeout=30)
+        assert started.returncode == code
+        assert "Traceback" not in errors
+        assert not list(tmp_path.iterdir())
+
+
+def keys(*beginnings: str) -> set[str]:
+    """Return the rows that a benchmark must have."""
+    return {key for key in TARGETS if key.startswith(beginnings)}
+
+
+def benchmark(folder: Path, *arguments: str | os.PathLike[str]) -> Finished:
+    """Run a benchmark that works in an empty folder, which must be empty again."""
+    work = folder / "work"
+    work.mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "benchmarks", *arguments, "--folder", work]
+    finished = run_command(command, cwd=ROOT, check=True)
+    assert not list(work.iterdir())
+    assert str(work) not in Path("/proc/mounts").read_text()
+    return finished
+
+
+def run_benchmark(folder: Path, *arguments: str | os.PathLike[str]) -> Rows:
+    """Return the rows of a benchmark by key, from a JSON file beside which the table is printed."""
+    file = folder / "result.json"
+    printed = benchmark(folder, *arguments, "--json", file).stdout
+    assert "| what " in printed and "\n| ---" in printed
+    return check_rows(json.loads(file.read_text()))
+
+
+def check_rows(result: dict[str, Any]) -> Rows:
+    """Return the rows of a result by key, after checking that their figures belong together."""
+    assert result["machine"]["Python"]
+    for row in result["rows"]:
+        assert (row["skipped"] is None) == (row["figure"] is not None)
+        for figure in (row["figure"], row["ratio"]):
+            assert figure is None or 0 < figure["min"] <= figure["median"] <= figure["max"]
+        if row["figure"] is not None and row["peer"] is not None:
+            check_ratio(row)
+    return {row["key"]: row for row in result["rows"]}
+
+
+def check_ratio(row: dict[str, Any]) -> None:
+    """Check that a ratio is the quotient of the two sides, one pair each."""
+    kind = TARGETS[row["key"]].figure
+    measured = "peak_bytes" if kind is Figure.SMALLER else "seconds"
+    quotient = row["ours"][measured]["median"] / row["peer"][measured]["median"]
+    expected = 1 / quotient if kind in (Figure.FASTER, Figure.SMALLER) else quotient
+    assert row["ratio"]["median"] == pytest.approx(expected)
+
+
+class TestMeasuring:
+    """Commands whose needs are known."""
+
+    def test_memory_of_the_largest_process(self) -> None:
+        small, large = measure([[*PYTHON, "pass"]]), measure([[*PYTHON, "b'x' * (64 << 20)"], [*PYTHON, "pass"]])
+        assert 1 * MIB < small.run.peak_bytes < 32 * MIB
+        assert 60 * MIB < large.run.peak_bytes - small.run.peak_bytes < 68 * MIB
+
+    def test_memory_of_a_grandchild(self) -> None:
+        large = [*PYTHON, "b'x' * (64 << 20)"]
+        inner = f"import subprocess; subprocess.run({large!r})"
+        assert measure([[*PYTHON, inner]]).run.peak_bytes > 64 * MIB
+
+    def test_bytes_read_and_written_by_all(self, tmp_path: Path) -> None:
+        (tmp_path / "source").write_bytes(bytes(5_000_000))
+        copy = "import sys; open(sys.argv[2], 'wb').write(open(sys.argv[1], 'rb').read())"
+        commands = [[*PYTHON, copy, str(tmp_path / "source"), str(tmp_path / f"copy_{at}")] for at in range(2)]
+        run = measure(commands).run
+        assert 10_000_000 <= run.read_bytes < 12_000_000
+        assert 10_000_000 <= run.written_bytes < 10_100_000
+
+    def test_seconds_of_commands_side_by_side(self) -> None:
+        pause = [*PYTHON, "import time; time.sleep(0.3)"]
+        assert 0.3 <= measure([pause, pause]).run.seconds < measure([pause]).run.seconds + 0.3
+
+    def test_output_and_environment(self) -> None:
+        say = [*PYTHON, "import os; print(os.environ['WORD'])"]
+        assert measure([say], {"WORD": "here"}).stdout == "here\n"
+
+    def test_a_failure_is_told_in_the_words_of_the_command(self) -> None:
+        fail = [*PYTHON, "import sys; print('first'); sys.exit('no such luck')"]
+        with pytest.raises(CommandFailedError, match=r"^exit code 1: no such luck$") as raised:
+            measure([[*PYTHON, "pass"], fail])
+        assert "first" in raised.value.details
+
+    def test_a_command_that_does_not_exist(self) -> None:
+        with pytest.raises(CommandFailedError):
+            measure([["/nonexistent"]])
+
+    def test_cp_shares_the_folders_out(self, tmp_path: Path) -> None:
+        for rank in range(3):
+            (tmp_path / "src" / f"rank_{rank}").mkdir(parents=True)
+            (tmp_path / "src" / f"rank_{rank}" / "shard").write_bytes(bytes(1_000_000))
+        copies = Cp(tmp_path / "src", tmp_path / "dst", 2)
+        for _ in range(2):  # again over what it wrote before
+            assert 3_000_000 <= copies.run().written_bytes < 3_100_000
+        assert len(list((tmp_path / "dst").glob("rank_*/shard"))) == 3
+
+
+class TestReport:
+    """What a transform's report tells of a run."""
+
+    TARGETS = (
+        {"process": 0, "engine_seconds": 1.0, "requested_bytes": 10, "written_bytes": 20},
+        {"process": 1, "engine_seconds": 2.5, "requested_bytes": 11, "written_bytes": 21},
+        {"process": 0, "engine_seconds": 2.0, "requested_bytes": 12, "written_bytes": 22},
+    )
+
+    def test_time_in_the_engine_is_that_of_the_busiest_process(self) -> None:
+        assert engine_seconds(self.TARGETS) == 3.0
+
+    def test_time_in_the_engine_of_a_report_without_it(self) -> None:
+        assert engine_seconds([{"process": 0, "seconds": 1.0}]) is None
+        assert engine_seconds([]) is None
+
+    def test_bytes_are_those_of_the_report(self) -> None:
+        run = with_report(Run(4.0, 5, 6, 7), self.TARGETS)
+        assert run == Run(4.0, 5, read_bytes=33, written_bytes=63, inner_seconds=3.0)
+
+
+class Counted:
+    """A side that notes when it runs and takes given seconds."""
+
+    def __init__(self, name: str, log: list[str], seconds: Iterator[float], missing: str | None = None) -> None:
+        self.name = name
+        self._log = log
+        self._seconds = seconds
+        self._missing = missing
+
+    def missing(self) -> str | None:
+        return self._missing
+
+    def run(self) -> Run:
+        self._log.append(self.name)
+        seconds = next(self._seconds)
+        if seconds < 0:
+            raise CommandFailedError("broken", "in detail")
+        return Run(seconds, int(seconds * 100), 1, 2, seconds / 2)
+
+
+class TestTurns:
+    """Which side runs when, and which runs count."""
+
+    def test_sides_alternate_and_the_first_pair_is_not_counted(self) -> None:
+        log: list[str] = []
+        ours = Counted("ours", log, iter([9, 9, 1, 2, 3, 4]))
+        first = Comparison(ours, Counted("one", log, iter([9, 5, 6])))
+        second = Comparison(ours, Counted("two", log, iter([9, 7, 8])))
+        interleave([first, second], 2)
+        assert log == ["ours", "one", "ours", "two"] * 3
+        assert [run.seconds for run in first.our_runs] == [1, 3]
+        assert [run.seconds for run in second.our_runs] == [2, 4]
+        assert [run.seconds for run in second.peer_runs] == [7, 8]
+
+    def test_a_missing_side_is_named_and_nothing_runs(self) -> None:
+        log: list[str] = []
+        comparison = Comparison(Counted("ours", log, iter([])), Counted("peer", log, iter([]), "is not installed"))
+        (row,) = answer([Question(comparison, "cp.ckpt", "copying")], 3)
+        assert log == []
+        assert row.skipped == "is not installed"
+        assert row.figure is None and row.reached is None
+
+    def test_a_failing_side_does_not_stop_the_others(self) -> None:
+        log: list[str] = []
+        broken = Comparison(Counted("ours", log, iter([1])), Counted("broken", log, iter([-1])))
+        sound = Comparison(Counted("ours", log, iter([1, 2])), Counted("sound", log, iter([1, 4])))
+        rows = answer([Question(broken, "cp.ckpt", "a"), Question(sound, "cp.hdf5", "b")], 1)
+        assert rows[0].skipped == "failed: broken"
+        assert rows[1].skipped is None
+        assert Results("conversion", {}, 1, rows).failed
+
+    def test_turns_without_pairs(self) -> None:
+        log: list[str] = []
+        sides = [Counted("a", log, iter([9, 1, 2])), Counted("b", log, iter([9, -1]))]
+        sound, broken = take_turns(sides, 2)
+        assert log == ["a", "b", "a", "b", "a"]
+        assert [run.seconds for run in sound.runs] == [1, 2]
+        assert broken.failed == "failed: broken"
+
+
+class TestRows:
+    """Ratios, targets and how they are shown."""
+
+    def compare(self, key: str, megabytes: int | None = None, clock: Clock = Clock.COMMAND) -> Row:
+        comparison = Comparison(Counted("ours", [], iter([9, 1, 2, 3])), Counted("peer", [], iter([9, 40, 60, 30])))
+        (row,) = answer([Question(comparison, key, "what", megabytes, clock)], 3)
+        return row
+
+    def test_faster(self) -> None:
+        row = self.compare("mindspore.jobs", 735)
+        assert row.ratio == row.figure == Spread(30, 10, 40)
+        assert row.reached is True
+        assert self.compare("mindspore.jobs", 736).reached is None
+
+    def test_faster_by_another_clock(self) -> None:
+        assert self.compare("torch.api", 735, Clock.INNER).ratio == Spread(60, 20, 80)
+
+    def test_time(self) -> None:
+        row = self.compare("cp.ckpt", 4295)
+        assert row.ratio == Spread(2 / 60, 1 / 40, 0.1)
+        assert row.reached is True
+
+    def test_memory(self) -> None:
+        assert self.compare("mindspore.memory").ratio == Spread(30, 10, 40)
+
+    def test_seconds_beside_a_peer(self) -> None:
+        row = self.compare("startup.help")
+        assert row.figure == Spread(2, 1, 3)
+        assert row.ratio == Spread(2 / 60, 1 / 40, 0.1)
+        assert row.reached is False
+
+    def test_a_side_alone(self) -> None:
+        runs = [Run(1.0, 400 * MIB, 1, 2, 0.5), Run(3.0, 100 * MIB, 1, 2, 0.7)]
+        assert alone("ranks.4096", "what", "ours", runs, Clock.INNER).figure == Spread(0.6, 0.5, 0.7)
+        assert alone("ranks.large.memory", "what", "ours", runs).reached is True
+        assert largest_process("conversion.memory", runs).reached is False
+        assert largest_process("conversion.memory", []).skipped == "nothing was run"
+
+    def test_statistics(self) -> None:
+        assert Spread.of([3, 1, 10]) == Spread(3, 1, 10)
+        assert ratios([2, 9, 4], [1, 3, 4]) == Spread(2, 1, 3)
+        with pytest.raises(ValueError):
+            ratios([1, 2], [1])
+
+    def test_numbers_keep_three_digits(self) -> None:
+        assert Spread(0.012345, 0.0001234, 1234.5).as_text() == "0.0123 (1.2e-04-1234)"
+        assert [size_text(value) for value in (735_432_100, 1_500, 12)] == ["735 MB", "1.5 kB", "12 B"]
+
+    def test_targets_in_words(self) -> None:
+        assert Target(Figure.FASTER, 20, 735).as_text() == "at least 20x faster at 735 MB"
+        assert Target(Figure.TIME, 1.4).as_text() == "at most 1.4x its time"
+        assert Target(Figure.SECONDS, 0.05).as_text() == "at most 0.05 s"
+        assert Target(Figure.PEAK, 200 * MIB).as_text() == "at most 200 MiB"
+        assert Target(Figure.SECONDS).as_text() == "-"
+
+    def test_table(self) -> None:
+        assert table(("a", "long"), [("wide", "b")]) == "| a    | long |\n| ---- | ---- |\n| wide | b    |"
+
+    def test_markdown_names_what_is_missing(self) -> None:
+        rows = [self.compare("cp.ckpt", 4295), Row("sharing", "on XFS", skipped="only root can mount an image")]
+        text = Results("conversion", {"cores": "2"}, 5, rows).as_markdown()
+        assert text.startswith("cores 2; 5 counted runs of each side")
+        assert "at most 1.4x its time at 4295 MB" in text
+        assert text.endswith("- not measured: on XFS: only root can mount an image")
+
+
+class TestSurroundings:
+    """Interpreters, folders, the machine."""
+
+    def test_an_interpreter_that_lacks_a_package(self, bare_interpreter: Path) -> None:
+        expected = "torch is not installed (--torch names an interpreter that has it)"
+        assert lacks(str(bare_interpreter), "torch", "--torch") == expected
+        assert lacks(sys.executable, "numpy", "--torch") is None
+
+    def test_an_interpreter_that_is_none(self) -> None:
+        assert lacks("/nonexistent", "torch", "--torch") == "the interpreter given by --torch cannot be started"
+
+    def test_workplace(self, tmp_path: Path) -> None:
+        with pytest.raises(ZeroDivisionError), workplace(tmp_path, 1000) as folder:
+            (folder / "file").write_text("")
+            raise ZeroDivisionError
+        with pytest.raises(NoRoomError), workplace(tmp_path, 10**18):
+            pass
+        assert not list(tmp_path.iterdir())
+
+    def test_machine(self, tmp_path: Path) -> None:
+        found = describe(tmp_path, [(sys.executable, "no-such-package")])
+        assert {"cpu", "cores", "memory", "kernel", "file system", "Python", "numpy"} <= found.keys()
+        assert f"numpy {found['numpy']}" in as_line(found)
+        assert file_system(Path("/proc")) == "proc"
+
+    def test_xfs_without_root(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(os, "geteuid", lambda: 1000)
+        with pytest.raises(xfs.CannotMountError, match="only root"), xfs.mounted(tmp_path, 1):
+            pass
+
+    def test_xfs_without_its_tools(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(os, "geteuid", lambda: 0)
+        monkeypatch.setenv("PATH", "/nonexistent")
+        with pytest.raises(xfs.CannotMountError, match=r"mkfs\.xfs is not installed"), xfs.mounted(tmp_path, 1):
+            pass
+        assert not list(tmp_path.iterdir())
+
+    def test_xfs_that_may_not_be_mounted(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(os, "geteuid", lambda: 0)
+        tools = tmp_path / "tools"
+        tools.mkdir()
+        for name, script in (("mkfs.xfs", "exit 0"), ("mount", "echo permission denied >&2; exit 32")):
+            (tools / name).write_text(f"#!/bin/sh\n{script}\n")
+            (tools / name).chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
+        with pytest.raises(xfs.CannotMountError, match="mount: permission denied"), xfs.mounted(tmp_path, 1):
+            pass
+        assert list(tmp_path.iterdir()) == [tools]
+
+    def test_without_matplotlib(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        assert "pip install" in (lacks_matplotlib() or "")
+
+    def test_plot(self, tmp_path: Path) -> None:
+        pytest.importorskip("matplotlib")
+        curves = [Curve("ours", ((1, 2.0), (2, 3.0)))]
+        draw(Results("scaling", {}, 5, [], "processes", curves), tmp_path / "plot.png")
+        assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+class TestCheckpoint:
+    """What is generated is the size asked for, noise, and the same for every peer."""
+
+    def test_sizes(self) -> None:
+        for megabytes in (1, 735, 4295):
+            tensors = network.shapes(megabytes)
+            size_bytes = 4 * sum(map(math.prod, tensors.values()))
+            assert 0.65 * megabytes * 1e6 < size_bytes <= 1.01 * megabytes * 1e6
+            consolidation = network.consolidation(tensors)
+            replicated = checkpoint.source_bytes(tensors, consolidation.source)
+            assert size_bytes <= replicated < 1.05 * size_bytes
+
+    @pytest.mark.parametrize("kind", ["ckpt", "hdf5"])
+    def test_shards_are_noise(self, tmp_path: Path, kind: str) -> None:
+        tensors = network.shapes(1)
+        made = checkpoint.generate(tmp_path, tensors, network.with_optimizer_sharding(tensors), kind)
+        shards = sorted(made.source.glob("rank_*/*"))
+        assert len(shards) == 8
+        sizes_bytes = [len(shard.read_bytes()) for shard in shards]
+        assert sum(sizes_bytes) >= checkpoint.source_bytes(tensors, made.resharding.source)
+        packed = zlib.compress(b"".join(shard.read_bytes() for shard in shards), 1)
+        assert len(packed) > 0.9 * checkpoint.source_bytes(tensors, made.resharding.source)
+        assert made.src_strategy.exists() and made.dst_strategy is not None and made.dst_strategy.exists()
+
+    def test_torch_holds_tensors_alike(self) -> None:
+        tensors = network.shapes(1)
+        resharding = network.with_optimizer_sharding(tensors)
+        assert resharding.target is not None
+        source, target = side_of(resharding.source), side_of(resharding.target)
+        assert source["mesh"] == [[0, 4], [1, 5], [2, 6], [3, 7]]
+        assert target["mesh"] == [[0, 2], [1, 3]]
+        up, down, norm = (f"layers.0.{name}" for name in ("mlp.up.weight", "mlp.down.weight", "norm.gamma"))
+        assert [source["placements"][name] for name in (up, down, norm)] == [[0, None], [1, None], [None, None]]
+        assert [target["placements"][name] for name in (up, down, norm)] == [[0, 0], [1, 0], [0, 0]]

@@ -68,12 +68,12 @@ class Dcp:
         assert target is not None
         return {
             "tensors": self.checkpoint.shapes,
-            "source": _side_of(self.checkpoint.resharding.source),
-            "target": _side_of(target),
+            "source": side_of(self.checkpoint.resharding.source),
+            "target": side_of(target),
         }
 
 
-def _side_of(strategy: Strategy) -> Mapping[str, Any]:
+def side_of(strategy: Strategy) -> Mapping[str, Any]:
     """Return a strategy over data x tensor parallel ranks in torch's terms.
 
     Its axes cut a dimension in their order; MindSpore's optimizer sharding, over the data axis, comes last.
