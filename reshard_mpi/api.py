@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from reshard_mpi import discovery, formats, strategy
 from reshard_mpi.comm import MPIComm, SerialComm
 from reshard_mpi.conversion import Conversion
-from reshard_mpi.engine.transfer import load_shard
 from reshard_mpi.errors import TargetError, UsageError
 from reshard_mpi.inspection import inspect
 from reshard_mpi.journal import Unrecorded
@@ -203,6 +202,8 @@ def load_rank(
         files = discovery.find_shards(os.fspath(source), select)
     conversion = _conversion(files, src_strategy, dst_strategy, unlisted)
     rank_plan = conversion.plan(rank)
+    from reshard_mpi.engine.arrays import load_shard
+
     return {**load_shard(rank_plan, limits=conversion.limits), **rank_plan.strings}
 
 

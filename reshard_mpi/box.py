@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import sub
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,16 +124,15 @@ class Box:
             yield Box(tuple(start), tuple(stop))
 
 
-@dataclass(frozen=True, slots=True)
-class Runs:
-    """`repeats` runs of `count` elements that are consecutive in the source and in the target, at even distances.
+class Runs(NamedTuple):
+    """`repeats` runs of `length` elements that are consecutive in the source and in the target, at even distances.
 
     Offsets and steps (from the start of one run to that of the next) count elements.
     """
 
     source_offset: int
     target_offset: int
-    count: int
+    length: int
     repeats: int
     source_step: int
     target_step: int
@@ -149,18 +149,18 @@ def common_runs(region: Box, source: Box, target: Box) -> Iterator[Runs]:
     lengths, source_shape, target_shape = region.shape, source.shape, target.shape
     # A run takes in the dimensions within which the region is all there is on either side, and one more around them.
     dim = _first_merged(lengths, source_shape, target_shape, len(lengths))
-    count = math.prod(lengths[dim:])
+    length = math.prod(lengths[dim:])
     source_step, target_step = math.prod(source_shape[dim:]), math.prod(target_shape[dim:])
     outer = _first_merged(lengths, source_shape, target_shape, dim)
     repeats = math.prod(lengths[outer:dim])
-    if count * repeats == 0:
+    if length * repeats == 0:
         return
     if outer == 0:
-        yield Runs(source.offset_of(region), target.offset_of(region), count, repeats, source_step, target_step)
+        yield Runs(source.offset_of(region), target.offset_of(region), length, repeats, source_step, target_step)
         return
     for lead in _indices(region.start[:outer], region.stop[:outer]):
         first = Box((*lead, *region.start[outer:]), (*(i + 1 for i in lead), *region.stop[outer:]))
-        yield Runs(source.offset_of(first), target.offset_of(first), count, repeats, source_step, target_step)
+        yield Runs(source.offset_of(first), target.offset_of(first), length, repeats, source_step, target_step)
 
 
 def _first_merged(lengths: tuple[int, ...], source: tuple[int, ...], target: tuple[int, ...], end: int) -> int:

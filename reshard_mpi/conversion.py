@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
 
-from reshard_mpi.engine.transfer import first_difference, load_shard
 from reshard_mpi.errors import CoverageError, DisagreementError, LayoutError
 from reshard_mpi.layout import Layout
 from reshard_mpi.manifest import Manifest
@@ -146,6 +145,10 @@ class Conversion:
 
     def _moments(self, plan: RankPlan, manifests: dict[int, Manifest]) -> tuple[Moment, ...]:
         counters = tuple(moment_counters(manifests))
+        if not counters:
+            return ()
+        from reshard_mpi.engine.arrays import load_shard
+
         values = load_shard(replace(plan, tensors=tuple(counter for _, counter in counters)), limits=self.limits)
         named = ((counter.spec.name, path) for path, counter in counters)
         return tuple(Moment(name, str(values[name].tolist()), path) for name, path in named)
@@ -154,6 +157,10 @@ class Conversion:
         if self.source.strategy.world_size in (1, self.target.world_size):
             return ()  # nothing else to take, or each rank keeps its own
         starts = tuple(loose_beginnings(plan))
+        if not starts:
+            return ()
+        from reshard_mpi.engine.arrays import load_shard
+
         values = load_shard(replace(plan, tensors=starts), limits=self.limits)
         return tuple(
             Beginning(name, hashlib.sha256(values[name].tobytes()).hexdigest(), start.copies[0].source_rank)
@@ -163,6 +170,10 @@ class Conversion:
 
     def _checked(self, plan: RankPlan) -> RankPlan:
         """Run the plan's checks; a difference that matters refuses the target, another becomes a note."""
+        if not plan.checks:
+            return plan
+        from reshard_mpi.engine.arrays import first_difference
+
         notes = []
         for check in plan.checks:
             found = first_difference(check, limits=self.limits)

@@ -140,7 +140,7 @@ def single_runs(region: Box, source: Box, target: Box) -> Iterator[tuple[int, in
             yield (
                 runs.source_offset + turn * runs.source_step,
                 runs.target_offset + turn * runs.target_step,
-                runs.count,
+                runs.length,
             )
 
 

@@ -15,8 +15,9 @@ from reshard_mpi.box import Box
 from reshard_mpi.dtypes import BY_NAME, DType
 from reshard_mpi.engine import files as engine_files
 from reshard_mpi.engine import transfer
+from reshard_mpi.engine.arrays import first_difference, load_shard
 from reshard_mpi.engine.files import ByteRuns, Files
-from reshard_mpi.engine.transfer import first_difference, load_shard, write_shard
+from reshard_mpi.engine.transfer import write_shard
 from reshard_mpi.errors import ShardError
 from reshard_mpi.manifest import ByteRange, Decoded, Manifest, Segments, ShardIdentity, TensorEntry, TensorSpec
 from reshard_mpi.planning.model import Check, Copy, Limits, RankPlan, TensorPlan
@@ -140,9 +141,18 @@ LIMITS = st.builds(
     kernel=st.booleans(),
     interleaved_bytes=st.sampled_from([1, 64, 1 << 22]),
     few_runs=st.sampled_from([0, 1, 4]),
+    scatter_bytes=st.sampled_from([1, 512]),
+    vector=st.sampled_from([1, 3, 1024]),
 )
 def test_every_path_moves_the_same_bytes(
-    data: st.DataObject, limits: Limits, long_run_bytes: int, kernel: bool, interleaved_bytes: int, few_runs: int
+    data: st.DataObject,
+    limits: Limits,
+    long_run_bytes: int,
+    kernel: bool,
+    interleaved_bytes: int,
+    few_runs: int,
+    scatter_bytes: int,
+    vector: int,
 ) -> None:
     """Kernel copy, its fall-back, reads of runs and gathering from windows all give what numpy's slicing gives.
 
@@ -153,6 +163,8 @@ def test_every_path_moves_the_same_bytes(
         patch.setattr(transfer, "_MIN_KERNEL_COPY_BYTES", long_run_bytes)
         patch.setattr(transfer, "_INTERLEAVED_BYTES", interleaved_bytes)
         patch.setattr(transfer, "_FEW_RUNS", few_runs)
+        patch.setattr(transfer, "_MIN_SCATTER_BYTES", scatter_bytes)
+        patch.setattr(engine_files, "_MAX_VECTOR", vector)
         if not kernel:
             patch.setattr(engine_files.os, "copy_file_range", _unsupported)
         moved = []

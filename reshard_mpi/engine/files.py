@@ -6,11 +6,12 @@ import errno
 import mmap
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.manifest import ByteRange
@@ -22,6 +23,8 @@ OnBytes = Callable[[int], None]
 _MAX_OPEN_FILES = 128
 # One call moves no more, so that progress is seen and signals are heard between calls.
 _MAX_CALL_BYTES = 64 * MIB
+# How many places one call can read to (IOV_MAX).
+_MAX_VECTOR = 1024
 # What a file system says when it cannot copy between two files by itself.
 _NO_KERNEL_COPY = {errno.ENOSYS, errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF}
 
@@ -35,8 +38,7 @@ class Traffic:
     written_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class ByteRuns:
+class ByteRuns(NamedTuple):
     """`repeats` byte ranges of `length_bytes` at even distances, in one source file and in one target file."""
 
     source: str
@@ -83,6 +85,28 @@ class Files:
                 raise _became_shorter(part)
             done += count
         self.traffic.requested_bytes += part.length_bytes
+
+    def read_scattered(self, part: ByteRange, places: Sequence[memoryview]) -> None:
+        """Read the bytes of `part` to `places`, one after another: equally long, and together as long as `part`.
+
+        Raises ShardError if the file has become shorter.
+        """
+        descriptor, at, length = self._source(part.path), part.offset_bytes, len(places[0])
+        for first in range(0, len(places), _MAX_VECTOR):
+            some = places[first : first + _MAX_VECTOR]
+            count = os.preadv(descriptor, some, at)
+            self.traffic.requested_bytes += count
+            if count < length * len(some):  # interrupted by a signal, or the file ends
+                self._read_rest(part.path, at, some, count)
+            at += length * len(some)
+
+    def _read_rest(self, path: str, at: int, places: Sequence[memoryview], done: int) -> None:
+        for place in places:
+            skipped = min(done, len(place))
+            if skipped < len(place):
+                self.read_into(ByteRange(path, at + skipped, len(place) - skipped), place[skipped:])
+            done -= skipped
+            at += len(place)
 
     @contextmanager
     def window(self, part: ByteRange, requested_bytes: int) -> Iterator[memoryview]:

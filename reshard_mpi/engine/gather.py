@@ -54,6 +54,12 @@ def gather(files: Files, copy: Copy, region: Box, out: Array, out_box: Box, limi
         _swap(view, copy.source.dtype)
 
 
+def gather_into(files: Files, copy: Copy, region: Box, block: Box, buffer: memoryview, limits: Limits) -> None:
+    """Fill what `buffer`, which holds the elements of `block`, has of `region` from the copy's source."""
+    dtype = raw_dtype(copy.source.dtype)
+    gather(files, copy, region, np.frombuffer(buffer, dtype).reshape(block.shape), block, limits)
+
+
 def region_view(array: Array, region: Box, box: Box) -> Array:
     """Return the part of `array`, which holds `box`, that is `region`."""
     if not region.ndim:

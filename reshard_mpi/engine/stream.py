@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import accumulate
 
 from reshard_mpi.box import Runs
@@ -58,7 +57,7 @@ class Stream:
 
 def byte_runs(runs: Runs, itemsize: int, source: Stream, target: Stream, span: tuple[int, int]) -> Iterator[ByteRuns]:
     """Yield what `runs` of elements are in the files, as far as it lies in `span`, bytes of the target stream."""
-    length, source_step, target_step = runs.count * itemsize, runs.source_step * itemsize, runs.target_step * itemsize
+    length, source_step, target_step = runs.length * itemsize, runs.source_step * itemsize, runs.target_step * itemsize
     source_at, target_at = runs.source_offset * itemsize, runs.target_offset * itemsize
     target_bytes = (runs.repeats - 1) * target_step + length
     if target_at >= span[1] or target_at + target_bytes <= span[0]:
@@ -94,10 +93,9 @@ def byte_runs(runs: Runs, itemsize: int, source: Stream, target: Stream, span: t
 
 def _halves(runs: Runs) -> tuple[Runs, Runs]:
     first = runs.repeats // 2
-    second = replace(
-        runs,
+    second = runs._replace(
         source_offset=runs.source_offset + first * runs.source_step,
         target_offset=runs.target_offset + first * runs.target_step,
         repeats=runs.repeats - first,
     )
-    return replace(runs, repeats=first), second
+    return runs._replace(repeats=first), second
