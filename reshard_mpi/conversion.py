@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 
@@ -89,7 +89,7 @@ class Conversion:
             raise
         if not checked:
             return plan
-        return replace(self._checked(plan), moments=self._moments(plan, manifests), beginnings=self._beginnings(plan))
+        return self._checked(plan)._replace(moments=self._moments(plan, manifests), beginnings=self._beginnings(plan))
 
     def target_weights(self, targets: Sequence[int]) -> dict[int, int]:
         """Return how large the shards of `targets` will be relative to each other (bytes, or 1 where all are alike)."""
@@ -149,7 +149,7 @@ class Conversion:
             return ()
         from reshard_mpi.engine.arrays import load_shard
 
-        values = load_shard(replace(plan, tensors=tuple(counter for _, counter in counters)), limits=self.limits)
+        values = load_shard(plan._replace(tensors=tuple(counter for _, counter in counters)), limits=self.limits)
         named = ((counter.spec.name, path) for path, counter in counters)
         return tuple(Moment(name, str(values[name].tolist()), path) for name, path in named)
 
@@ -161,7 +161,7 @@ class Conversion:
             return ()
         from reshard_mpi.engine.arrays import load_shard
 
-        values = load_shard(replace(plan, tensors=starts), limits=self.limits)
+        values = load_shard(plan._replace(tensors=starts), limits=self.limits)
         return tuple(
             Beginning(name, hashlib.sha256(values[name].tobytes()).hexdigest(), start.copies[0].source_rank)
             for start in starts
@@ -191,7 +191,7 @@ class Conversion:
             notes.append(
                 f"{check.name!r} differs between ranks {first.source_rank} and {other.source_rank}: {check.why}"
             )
-        return replace(plan, notes=(*plan.notes, *notes))
+        return plan._replace(notes=(*plan.notes, *notes))
 
     def _lists_unseen(self, target_rank: int, manifests: dict[int, Manifest]) -> bool:
         """Tell whether the target lists names that only shards of stages not opened yet could hold."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import NamedTuple
 
 from reshard_mpi import formats
 from reshard_mpi.errors import DisagreementError, SourceError
@@ -20,8 +20,7 @@ _STEP = re.compile(r"-(\d+)_(\d+)\.\w+$")
 _STRATEGY_FIRST_BYTE = b"\x08"
 
 
-@dataclass(frozen=True, slots=True)
-class ShardFiles:
+class ShardFiles(NamedTuple):
     """The files of a checkpoint by rank, all of one format; several of a rank together hold its tensors.
 
     notes: what was chosen where there was a choice.

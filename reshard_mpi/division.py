@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 # Files filled by several processes are cut at multiples of this, so no two of them write to one page.
 CUT_BYTES = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
+class Share(NamedTuple):
     """The part of a target that a process fills: from `start` to `stop` of its `whole` equal parts."""
 
     target: int
@@ -32,8 +31,7 @@ class Share:
         return min(first * CUT_BYTES, size_bytes), min(last * CUT_BYTES, size_bytes)
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(NamedTuple):
     """What one process does: targets it makes alone, and its shares of those it makes with others of its host."""
 
     alone: tuple[int, ...] = ()

@@ -5,15 +5,13 @@ Bytes are moved, never converted, so a type is little more than a size; numpy is
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import numpy as np
 
 
-@dataclass(frozen=True, slots=True)
-class DType:
+class DType(NamedTuple):
     """One element type.
 
     `itemsize_bytes` is the size of an element; `part_bytes` the width that a change of byte order reverses (half an

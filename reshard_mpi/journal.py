@@ -13,10 +13,9 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import Any, NamedTuple, Self, TextIO
 
 from reshard_mpi.errors import TargetError
 
@@ -24,8 +23,7 @@ _STATE = ".reshard_mpi"
 _PARTIAL = ".partial"
 
 
-@dataclass(frozen=True, slots=True)
-class RunIdentity:
+class RunIdentity(NamedTuple):
     """What makes two runs the same: everything that decides the bytes they write.
 
     facts: plain JSON values by name (strategies' digests, source path, selection, prefix, format, options).

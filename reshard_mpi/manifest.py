@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard_mpi.box import Box
 from reshard_mpi.dtypes import DType
@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-@dataclass(frozen=True, slots=True)
-class ByteRange:
+class ByteRange(NamedTuple):
     """`length_bytes` bytes of the file `path` from `offset_bytes` on."""
 
     path: str
@@ -22,8 +21,7 @@ class ByteRange:
     length_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Segments:
+class Segments(NamedTuple):
     """A tensor's row-major bytes as one stream of byte ranges, which may be cut at any byte.
 
     swapped: the file has the byte order this machine has not.
@@ -47,8 +45,7 @@ class Decoded:
     chunk: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
+class TensorEntry(NamedTuple):
     """One tensor of one shard: its type, the shape held here, and where the elements are.
 
     box: the part of the whole tensor this is, and global_shape that tensor's shape, where the file itself says so;
@@ -70,8 +67,7 @@ class TensorEntry:
         return size
 
 
-@dataclass(frozen=True, slots=True)
-class ShardIdentity:
+class ShardIdentity(NamedTuple):
     """What a self-describing shard says of its place in its checkpoint.
 
     strategy: the placement table of the whole checkpoint (text made by `strategy.table`).
@@ -82,8 +78,7 @@ class ShardIdentity:
     strategy: str
 
 
-@dataclass(frozen=True, slots=True)
-class Manifest:
+class Manifest(NamedTuple):
     """One shard file: its tensors in the file's order, its strings, and its identity where it carries one."""
 
     path: str
@@ -93,8 +88,7 @@ class Manifest:
     identity: ShardIdentity | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
+class TensorSpec(NamedTuple):
     """A tensor of a shard that is to be written: `box` of a tensor of shape `global_shape`."""
 
     name: str
@@ -107,8 +101,7 @@ class TensorSpec:
         return self.box.size * self.dtype.itemsize_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class ShardSpec:
+class ShardSpec(NamedTuple):
     """A shard that is to be written, tensors in file order."""
 
     identity: ShardIdentity

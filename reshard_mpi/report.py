@@ -6,9 +6,8 @@ import json
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, NamedTuple, Protocol, TextIO
 
 from reshard_mpi.errors import ReshardError, TransformError
 from reshard_mpi.manifest import Manifest
@@ -22,8 +21,7 @@ _PLAIN_SECONDS = 10.0
 _BEGINNING = b'{\n "version": 1,\n "source": '
 
 
-@dataclass(frozen=True, slots=True)
-class TargetReport:
+class TargetReport(NamedTuple):
     """One complete target. requested_bytes were asked of source files, mapped_bytes lay in windows on them.
 
     process: which process of the run led it. processes: how many filled it. seconds: all that was done for this target.
@@ -44,16 +42,14 @@ class TargetReport:
     skipped: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Reserved:
+class Reserved(NamedTuple):
     """A target that several processes fill: it is there, but for its payloads, in the file that `manifest` names."""
 
     rank: int
     manifest: Manifest
 
 
-@dataclass(frozen=True, slots=True)
-class Filled:
+class Filled(NamedTuple):
     """What one of several processes has moved into a target."""
 
     rank: int
@@ -62,16 +58,14 @@ class Filled:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
+class Failure(NamedTuple):
     """What went wrong, and for which target rank (None: before any target)."""
 
     rank: int | None
     error: ReshardError
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What one process did, or all of them together.
 
     reserved, filled: only passed between the processes that fill a target together.
@@ -119,7 +113,7 @@ class Outcome:
     def as_json(self) -> dict[str, Any]:
         """Return the outcome as plain values."""
         return {
-            "targets": [asdict(target) for target in self.targets],
+            "targets": [target._asdict() for target in self.targets],
             "failures": [
                 {"rank": f.rank, "kind": type(f.error).__name__, "error": str(f.error)} for f in self.failures
             ],

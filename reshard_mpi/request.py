@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from reshard_mpi import strategy
 from reshard_mpi.planning.parameters import Unlisted
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(NamedTuple):
     """What is to be converted, as the options of `reshard-mpi transform` say it.
 
     src_strategy, dst_strategy: files or folders; None as the options left out. ranks: the targets to make (None: all).

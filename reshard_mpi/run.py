@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from reshard_mpi import discovery, formats, strategy
 from reshard_mpi.conversion import Conversion
@@ -17,8 +17,7 @@ from reshard_mpi.request import Request
 from reshard_mpi.source import SourceCheckpoint
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """A request that has been looked into: source and strategies are read, the targets are known."""
 
     request: Request

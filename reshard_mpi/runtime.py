@@ -8,8 +8,7 @@ so the outcome is the same on every process.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from reshard_mpi.comm import Comm
 from reshard_mpi.division import Work, divide
@@ -70,7 +69,7 @@ def _plan_together(planner: _Planner, comm: Comm) -> Outcome:
         names = _gather(comm, planner.names(stage), "named parameters")
         require_same_names({rank: held for share in names for rank, held in share.items()}, planner.source)
     together = Outcome().joined(outcomes)
-    return replace(together, notes=(*together.notes, *differing_beginnings(together.beginnings, together.notes)))
+    return together._replace(notes=(*together.notes, *differing_beginnings(together.beginnings, together.notes)))
 
 
 def _gather(comm: Comm, value: T, step: str) -> list[T]:
@@ -95,8 +94,7 @@ def _refuse(outcomes: Sequence[Outcome]) -> None:
     raise first.error
 
 
-@dataclass(slots=True)
-class _Opened:
+class _Opened(NamedTuple):
     """What planning begins with: the run, its journal, and the work of every process."""
 
     run: Run

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from reshard_mpi import formats
 from reshard_mpi.comm import Comm
@@ -24,8 +24,7 @@ from reshard_mpi.run import Run
 _EXPECTED = (ReshardError, OSError, MemoryError)
 
 
-@dataclass(frozen=True, slots=True)
-class _Led:
+class _Led(NamedTuple):
     """A target that others help to fill, between its reservation and its publication."""
 
     plan: RankPlan

@@ -144,7 +144,7 @@ def test_what_no_opened_shard_holds_is_a_hole(case: Case, data: st.DataObject) -
         spoiled = dict(every)
         for other in holders:
             left = {key: held for key, held in every[other].tensors.items() if key != name}
-            spoiled[other] = replace(every[other], tensors=left)
+            spoiled[other] = every[other]._replace(tensors=left)
         got = "shards without the tensor"
     error = refusal(CoverageError, source, target, spoiled, rank)
     if error.problem.endswith(f"of {name!r} that target rank {rank} needs"):
@@ -403,14 +403,14 @@ def test_a_shape_that_the_layout_does_not_give_is_refused() -> None:
 
 def test_a_box_that_the_shard_itself_contradicts_is_refused() -> None:
     held = shards({"w": (2, 6)}, {"w": (2, 6)})
-    own = replace(held[1].tensors["w"], box=Box((0, 0), (2, 6)), global_shape=(4, 6))
+    own = held[1].tensors["w"]._replace(box=Box((0, 0), (2, 6)), global_shape=(4, 6))
     error = refusal(DisagreementError, two_ranks(w=ROWS), one_rank(), {0: held[0], 1: manifest(1, own)})
     assert error.got == "shape [2, 6] at box [0:2, 0:6] of [4, 6]"
 
 
 def test_a_whole_shape_that_a_shard_contradicts_is_refused() -> None:
     held = shards({"w": (2, 6)}, {"w": (2, 6)})
-    own = replace(held[1].tensors["w"], box=Box((2, 0), (4, 6)), global_shape=(9, 6))
+    own = held[1].tensors["w"]._replace(box=Box((2, 0), (4, 6)), global_shape=(9, 6))
     error = refusal(DisagreementError, two_ranks(w=ROWS), one_rank(), {0: held[0], 1: manifest(1, own)})
     assert error.got == "shape [2, 6] at box [2:4, 0:6] of [9, 6]"
 
@@ -484,8 +484,8 @@ def test_listed_values_are_not_compared_and_large_ones_only_at_their_beginning()
 
 
 def test_a_tensor_that_says_it_is_whole_does_not_follow_what_is_held_alike() -> None:
-    whole = replace(entry("stat.w", (2, 6)), box=Box((0, 0), (2, 6)), global_shape=(2, 6))
-    halves = (replace(entry("w", (2, 6)), box=Box((low, 0), (low + 2, 6)), global_shape=(4, 6)) for low in (0, 2))
+    whole = entry("stat.w", (2, 6))._replace(box=Box((0, 0), (2, 6)), global_shape=(2, 6))
+    halves = (entry("w", (2, 6))._replace(box=Box((low, 0), (low + 2, 6)), global_shape=(4, 6)) for low in (0, 2))
     held = {rank: manifest(rank, half, whole) for rank, half in enumerate(halves)}
     assert boxes(planned(two_ranks(w=ROWS), one_rank(), held)) == {"w": "[0:4, 0:6]", "stat.w": "[0:2, 0:6]"}
 

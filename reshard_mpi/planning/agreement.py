@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping
-from dataclasses import replace
 
 from reshard_mpi.box import Box
 from reshard_mpi.errors import CoverageError, DisagreementError
@@ -62,7 +61,7 @@ def loose_beginnings(plan: RankPlan) -> Iterator[TensorPlan]:
             spec, copy = tensor.spec, tensor.copies[0]
             start = next(spec.box.blocks(_SMALL_BYTES // spec.dtype.itemsize_bytes))
             yield TensorPlan(
-                TensorSpec(spec.name, spec.dtype, spec.global_shape, start), (replace(copy, region=start),)
+                TensorSpec(spec.name, spec.dtype, spec.global_shape, start), (copy._replace(region=start),)
             )
 
 

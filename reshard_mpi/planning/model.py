@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from reshard_mpi.box import Box
 from reshard_mpi.manifest import Decoded, ShardIdentity, ShardSpec, TensorEntry, TensorSpec
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(NamedTuple):
     """How much memory moving bytes may take, in one process.
 
     base_bytes: an interpreter with its libraries. buffer_bytes: the buffer in which a run of target bytes is put
@@ -23,8 +22,7 @@ class Limits:
     window_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
+class Copy(NamedTuple):
     """`region` of a tensor is taken from `source`, which holds `source_box` on `source_rank`. Boxes are global."""
 
     source_rank: int
@@ -37,16 +35,14 @@ class Copy:
         return self.region.size * self.source.dtype.itemsize_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class TensorPlan:
+class TensorPlan(NamedTuple):
     """One target tensor and the copies that make it up, disjoint and together exactly its box."""
 
     spec: TensorSpec
     copies: tuple[Copy, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
+class Check(NamedTuple):
     """Copies of one region of one tensor that must hold the same bytes.
 
     refuse: a difference stops the target; otherwise it is only reported. why: what a difference would mean.
@@ -58,8 +54,7 @@ class Check:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class Moment:
+class Moment(NamedTuple):
     """When a checkpoint was saved, as the shard at `path` says: the name and value of a counter."""
 
     name: str
@@ -67,8 +62,7 @@ class Moment:
     path: str
 
 
-@dataclass(frozen=True, slots=True)
-class Beginning:
+class Beginning(NamedTuple):
     """How a tensor that no strategy places begins on source rank `rank`: a digest of its first bytes."""
 
     name: str
@@ -76,8 +70,7 @@ class Beginning:
     rank: int
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
+class Held(NamedTuple):
     """What the target ranks of a stage hold, as far as strategies place it: `digest` of the names, as on `rank`."""
 
     stage: int
@@ -85,8 +78,7 @@ class Held:
     rank: int
 
 
-@dataclass(frozen=True, slots=True)
-class RankPlan:
+class RankPlan(NamedTuple):
     """All that one target rank needs: what to write, from where, and what must hold first.
 
     source_ranks: the shards opened. absent: names the strategies list that no source shard holds. notes: what the user

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from reshard_mpi.planning.model import Limits, RankPlan
 from reshard_mpi.units import format_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class RankSummary:
+class RankSummary(NamedTuple):
     """One target rank.
 
     read_ranks: the source ranks its tensors come from. peak_bytes: the resident memory its process is projected to
@@ -42,8 +40,7 @@ class RankSummary:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(NamedTuple):
     """The targets of a conversion, in the order of their ranks."""
 
     targets: tuple[RankSummary, ...]
@@ -63,7 +60,7 @@ class Plan:
             "version": 1,
             "written_bytes": self.written_bytes,
             "peak_bytes": self.peak_bytes,
-            "targets": [asdict(target) for target in self.targets],
+            "targets": [target._asdict() for target in self.targets],
         }
 
     def as_table(self) -> str:

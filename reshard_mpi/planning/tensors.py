@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from reshard_mpi.box import Box
 from reshard_mpi.dtypes import DType
@@ -14,8 +14,7 @@ from reshard_mpi.placement import Piece, Placement, Shape, Strategy
 from reshard_mpi.planning.parameters import everywhere, find_or_follow
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """A needed part of a tensor: the `region` of what the holders of `piece` have, which is `box`."""
 
     placement: Placement
@@ -31,8 +30,7 @@ def parts_meeting(layout: Layout, box: Box) -> tuple[Part, ...]:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class SourceTensor:
+class SourceTensor(NamedTuple):
     """One tensor of the source checkpoint.
 
     layouts: where its parts are; more than one where stages that share it cut it differently. listed: whether the
@@ -52,8 +50,7 @@ class SourceTensor:
         return sum(len(layout.placement.stages) for layout in self.layouts) > 1
 
 
-@dataclass(frozen=True, slots=True)
-class _Fit:
+class _Fit(NamedTuple):
     """What tensors that are held alike have in common; `ranks` hold them."""
 
     layouts: tuple[Layout, ...]

@@ -6,9 +6,9 @@ import hashlib
 import re
 import stat
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import NamedTuple
 
 from reshard_mpi.errors import StrategyError
 from reshard_mpi.ordering import natural_key
@@ -39,8 +39,7 @@ class Kind(Enum):
     TOML = "TOML"
 
 
-@dataclass(frozen=True, slots=True)
-class StrategyBytes:
+class StrategyBytes(NamedTuple):
     """One strategy file as read."""
 
     path: Path

@@ -7,9 +7,8 @@ message names in the default pool of one process collide: hence descriptors buil
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
@@ -63,8 +62,7 @@ _MESSAGES: dict[str, tuple[tuple[int, str, str, str], ...]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class StrategyMessages:
+class StrategyMessages(NamedTuple):
     """The two message classes that are whole files, and the one whose bytes name a layout."""
 
     strategy_map: Any

@@ -10,8 +10,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from reshard_mpi.errors import StrategyError
 from reshard_mpi.strategy.checks import array, integer, integers, table, text, wrong
@@ -22,8 +21,7 @@ _INT64 = (-(1 << 63), (1 << 63) - 1)
 REMEDY = "give the strategy file that MindSpore wrote while compiling, or a TOML spec"
 
 
-@dataclass(frozen=True, slots=True)
-class RawLayout:
+class RawLayout(NamedTuple):
     """One parameter's layout as the file states it.
 
     tensor_map: for each tensor dimension the mesh axes that cut it, counted from the right, major first; (-1,) where
@@ -45,8 +43,7 @@ class RawLayout:
         return any(len(axes) > 1 for axes in self.tensor_map)
 
 
-@dataclass(frozen=True, slots=True)
-class StrategyItem:
+class StrategyItem(NamedTuple):
     """How one operator was cut: MindSpore reads a file's pipeline stage from the first of these."""
 
     node_name: str
@@ -54,8 +51,7 @@ class StrategyItem:
     parallel_strategy: tuple[tuple[int, ...], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class StageFile:
+class StageFile(NamedTuple):
     """The contents of one strategy file. Equal layouts are one object."""
 
     layouts: Mapping[str, RawLayout]

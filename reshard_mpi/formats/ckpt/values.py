@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from reshard_mpi.formats import files
 from reshard_mpi.formats.ckpt.wire import LENGTH, VARINT, Field, Reader, decode_varint, encode_length, encode_varint
@@ -31,8 +31,7 @@ _USUAL_END = re.compile(rb"\x1a(%b)" % _VARINT)
 _DIM = re.compile(rb"\x08(%b)" % _VARINT)
 
 
-@dataclass(frozen=True, slots=True)
-class Value:
+class Value(NamedTuple):
     """One Value of the file: a tensor, or a piece of one."""
 
     at: int
