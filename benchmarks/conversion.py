@@ -163,7 +163,7 @@ def _add_points(found: _Found, made: Checkpoint, row: Row) -> None:
     for side in (row.ours, row.peer):
         if side is not None:
             points = found.points.setdefault(f"{side.name}, .{made.format}", [])
-            points.append((made.size_bytes / 1e6, made.size_bytes / GB / side.seconds.median))
+            points.append((round(made.size_bytes / 1e6), made.size_bytes / GB / side.seconds.median))
 
 
 def _what(made: Checkpoint, measured: str) -> str:

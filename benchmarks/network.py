@@ -11,16 +11,20 @@ Shapes = dict[str, tuple[int, ...]]
 
 ITEM_BYTES = 4
 _LAYERS = 8
+_CUTS = 8  # the most pieces that any dimension here is cut into
 _COPIES = ("", "adam_m.", "adam_v.")
 _CUT_BY_COLUMNS = ("projection", "down")
 
 
 def shapes(megabytes: float) -> Shapes:
-    """Return whole shapes: an embedding of 10 x hidden rows and 8 layers, hidden chosen so that all add up."""
-    elements_a_square = 10 + 12 * _LAYERS
-    hidden = math.isqrt(int(megabytes * 1_000_000) // (ITEM_BYTES * len(_COPIES) * elements_a_square))
-    hidden = max(8, hidden - hidden % 8)  # every cut on either side divides it
-    network: Shapes = {"embedding.weight": (10 * hidden, hidden)}
+    """Return whole shapes: 8 layers of some hidden size and an embedding of about 10 times as many rows.
+
+    Hidden size and rows are such that every cut on either side divides them; the rows make up the size asked for.
+    """
+    elements = int(megabytes * 1_000_000) // (ITEM_BYTES * len(_COPIES))
+    hidden = max(_CUTS, _cut(math.isqrt(elements // (12 * _LAYERS + 10))))
+    rows = max(_CUTS, _cut((elements - _LAYERS * (12 * hidden + 2) * hidden) // hidden))
+    network: Shapes = {"embedding.weight": (rows, hidden)}
     for layer in range(_LAYERS):
         network |= {
             f"layers.{layer}.attention.qkv.weight": (3 * hidden, hidden),
@@ -31,6 +35,10 @@ def shapes(megabytes: float) -> Shapes:
             f"layers.{layer}.norm.beta": (hidden,),
         }
     return {prefix + name: shape for prefix in _COPIES for name, shape in network.items()}
+
+
+def _cut(length: int) -> int:
+    return length - length % _CUTS
 
 
 @dataclass(frozen=True, slots=True)

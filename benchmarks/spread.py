@@ -37,4 +37,4 @@ def short(value: float) -> str:
     """Return three significant digits."""
     if value >= 100:
         return f"{value:.0f}"
-    return f"{value:.3g}" if value >= 0.001 or value == 0 else f"{value:.1e}"
+    return f"{value:#.3g}" if value >= 0.001 or value == 0 else f"{value:.1e}"

@@ -75,7 +75,7 @@ TARGETS = {
     "ranks.1024": Target(Figure.SECONDS),
     "ranks.4096": Target(Figure.SECONDS, 0.050),
     "ranks.16384": Target(Figure.SECONDS),
-    "ranks.growth": Target(Figure.TIME, 1.5),
+    "ranks.growth": Target(Figure.TIME, 1.1),
     "ranks.large": Target(Figure.SECONDS, 0.800),
     "ranks.large.memory": Target(Figure.PEAK, 300 * MIB),
     "plan.4096": Target(Figure.SECONDS, 0.020),

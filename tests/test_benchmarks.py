@@ -67,8 +67,8 @@ class TestCommands:
             else:
                 assert row["skipped"] is None
             if key.startswith(("cp.", "sharing")) and row["skipped"] is None:
-                assert row["ours"]["written_bytes"]["median"] >= 0.7e6
-                assert row["ours"]["read_bytes"]["median"] >= 0.7e6
+                assert row["ours"]["written_bytes"]["median"] >= 0.99e6
+                assert row["ours"]["read_bytes"]["median"] >= 0.99e6
                 assert row["peer"]["written_bytes"]["median"] >= row["ours"]["written_bytes"]["median"]
 
     def test_planning(self, tmp_path: Path) -> None:
@@ -337,7 +337,7 @@ class TestRows:
 
     def test_numbers_keep_three_digits(self) -> None:
         assert Spread(0.012345, 0.0001234, 1234.5).as_text() == "0.0123 (1.2e-04-1234)"
-        assert [size_text(value) for value in (735_432_100, 1_500, 12)] == ["735 MB", "1.5 kB", "12 B"]
+        assert [size_text(value) for value in (735_432_100, 1_500, 12)] == ["735 MB", "1.50 kB", "12 B"]
 
     def test_targets_in_words(self) -> None:
         assert Target(Figure.FASTER, 20, 735).as_text() == "at least 20x faster at 735 MB"
@@ -424,7 +424,7 @@ class TestCheckpoint:
         for megabytes in (1, 735, 4295):
             tensors = network.shapes(megabytes)
             size_bytes = 4 * sum(map(math.prod, tensors.values()))
-            assert 0.65 * megabytes * 1e6 < size_bytes <= 1.01 * megabytes * 1e6
+            assert 0.99 * megabytes * 1e6 < size_bytes <= megabytes * 1e6
             consolidation = network.consolidation(tensors)
             replicated = checkpoint.source_bytes(tensors, consolidation.source)
             assert size_bytes <= replicated < 1.05 * size_bytes
