@@ -22,6 +22,7 @@ class SourceCheckpoint:
 
     files: ShardFiles
     strategy: Strategy
+    _unchecked: dict[int, Manifest] = field(default_factory=dict)
     _manifests: OrderedDict[int, Manifest] = field(default_factory=OrderedDict)
 
     @classmethod
@@ -56,7 +57,7 @@ class SourceCheckpoint:
                 where=files.path,
                 remedy="give the strategy this checkpoint was saved with",
             )
-        return cls(files, strategy)
+        return cls(files, strategy, {first: manifest})
 
     def __contains__(self, rank: object) -> bool:
         return rank in self.files.by_rank
@@ -66,7 +67,7 @@ class SourceCheckpoint:
         if rank in self._manifests:
             self._manifests.move_to_end(rank)
             return self._manifests[rank]
-        manifest = _locate(self.files, rank)
+        manifest = self._unchecked.pop(rank, None) or _locate(self.files, rank)
         if manifest.identity is not None and (manifest.identity.rank, manifest.identity.world_size) != (
             rank,
             self.strategy.world_size,

@@ -7,7 +7,7 @@ import mmap
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -107,6 +107,11 @@ class Files:
                 self.read_into(ByteRange(path, at + skipped, len(place) - skipped), place[skipped:])
             done -= skipped
             at += len(place)
+
+    def advise(self, part: ByteRange) -> None:
+        """Have the file system begin to read `part`, which is soon asked for; where it takes no advice, nothing is."""
+        with suppress(OSError):
+            os.posix_fadvise(self._source(part.path), part.offset_bytes, part.length_bytes, os.POSIX_FADV_WILLNEED)
 
     @contextmanager
     def window(self, part: ByteRange, requested_bytes: int) -> Iterator[memoryview]:

@@ -7,19 +7,25 @@ read straight to their places in a buffer. Only the rest is gathered by numpy, w
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 
 from reshard_mpi.box import Box, common_runs, run_length
 from reshard_mpi.engine.files import Files, OnBytes, Traffic
 from reshard_mpi.engine.scatter import Scatter
 from reshard_mpi.engine.stream import Stream, byte_runs
-from reshard_mpi.manifest import Manifest, Segments
+from reshard_mpi.manifest import Decoded, Manifest, Segments, TensorEntry
 from reshard_mpi.planning.model import Copy, Limits, RankPlan, TensorPlan
 from reshard_mpi.units import KIB, MIB
 
 # Shorter runs cost more in system calls than gathering them through the buffer does, unless there are just a few.
 _MIN_KERNEL_COPY_BYTES = 128 * KIB
 _FEW_RUNS = 4
+# File systems that share blocks do so between multiples of this.
+_BLOCK_BYTES = 4096
+# How much of the next tensor is asked for ahead, and by how much more than needed that may be.
+_READ_AHEAD_BYTES = 32 * MIB
+_MIN_READ_AHEAD_BYTES = 128 * KIB
+_READ_AHEAD_OVER = 2
 # A run that is read to its place costs an entry in a vector; below this, numpy does it faster.
 _MIN_SCATTER_BYTES = 512
 # Where runs of several sources alternate in the target, so much of it is completed before the next is begun.
@@ -40,7 +46,9 @@ def write_shard(plan: RankPlan, target: Manifest, *, span: Span | None, limits: 
     buffer = memoryview(bytearray(limits.buffer_bytes))
     with Files(on_bytes) as files:
         scatter = Scatter(files)
-        for tensor in plan.tensors:
+        for tensor, following in zip_longest(plan.tensors, plan.tensors[1:]):
+            if following is not None:
+                _read_ahead(files, following, target.tensors[following.spec.name])
             place = target.tensors[tensor.spec.name].source
             assert isinstance(place, Segments)
             stream, box = Stream(place), tensor.spec.box
@@ -54,6 +62,31 @@ def write_shard(plan: RankPlan, target: Manifest, *, span: Span | None, limits: 
             else:
                 _fill_blocks(files, tensor, stream, (first, last), buffer, _gathering(files, limits))
         return files.traffic
+
+
+def _read_ahead(files: Files, tensor: TensorPlan, place: TensorEntry) -> None:
+    """Have the sources of a tensor read, from the beginning and as far as is bearable, while the one before is moved.
+
+    Not where blocks may come to be shared: those are never read.
+    """
+    for copy in tensor.copies:
+        source, region = copy.source.source, copy.region
+        if (
+            copy.size_bytes < _MIN_READ_AHEAD_BYTES
+            or not isinstance(source, Segments)
+            or (_is_aligned(source) and _is_aligned(place.source))
+        ):
+            continue
+        span = copy.source_box.span_of(region)
+        if span <= _READ_AHEAD_OVER * region.size:
+            itemsize = copy.source.dtype.itemsize_bytes
+            length_bytes = min(span * itemsize, _READ_AHEAD_BYTES // len(tensor.copies))
+            for part in Stream(source).parts(copy.source_box.offset_of(region) * itemsize, length_bytes):
+                files.advise(part)
+
+
+def _is_aligned(content: Segments | Decoded) -> bool:
+    return isinstance(content, Segments) and all(part.offset_bytes % _BLOCK_BYTES == 0 for part in content.ranges)
 
 
 def _gathering(files: Files, limits: Limits) -> Fill:
