@@ -173,8 +173,7 @@ def _convert_elsewhere(request: Request, jobs: int, progress: Progress) -> Outco
                 break
             _tell(progress, kind, value)
     except (EOFError, ConnectionResetError, BrokenPipeError):
-        code = process.wait()
-        raise TransformError("the parent of the worker processes died", got=f"exit code {code}") from None
+        raise TransformError("the parent of the worker processes died", got=_cause(process.wait())) from None
     finally:
         ours.close()
         process.terminate()
@@ -278,16 +277,19 @@ def _death(worker: _Worker) -> Outcome:
     """Return what a worker that died has made, and failures for what it has not."""
     worker.process.join()
     code = worker.process.exitcode or 0
-    cause = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     hint = {
         -signal.SIGKILL: "killed from outside, as the kernel does when memory runs out: try fewer --jobs",
         -signal.SIGBUS: "a source file became shorter while it was read: make sure nothing writes to the source",
     }.get(code, "")
     at = "between targets" if worker.target is None else f"while it wrote target rank {worker.target}"
-    error = TransformError("a worker process died", expected="a result", got=f"{cause} {at}", remedy=hint)
+    error = TransformError("a worker process died", expected="a result", got=f"{_cause(code)} {at}", remedy=hint)
     made = {report.rank for report in worker.made}
     left = sorted({*worker.to_make} - made, key=lambda rank: (rank != worker.target, rank))
     return Outcome(worker.made, tuple(Failure(rank, error) for rank in left) or (Failure(None, error),))
+
+
+def _cause(exit_code: int) -> str:
+    return f"signal {signal.Signals(-exit_code).name}" if exit_code < 0 else f"exit code {exit_code}"
 
 
 def _join(workers: list[_Worker]) -> None:

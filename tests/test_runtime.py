@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import re
+import signal
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -25,13 +28,15 @@ TARGETS = {"w": RawLayout((4,), (0, -1)), "b": RawLayout((2, 2), (1,))}
 # Stands in for the writing of a shard, in every process of a run; `{do}` is done once the partial file is complete.
 STAND_IN = """
 import os, signal, time
-from reshard_mpi import writing
+from reshard_mpi import division, writing
+
+division.CUT_BYTES = 16  # so that the small files here are filled by several processes
 
 fill = writing._fill
 
 def stand_in(plan, manifest, span, limits, on_bytes):
     filled = fill(plan, manifest, span, limits, on_bytes)
-    if plan.target_rank == 1:
+    if {when}:
         {do}
     return filled
 writing._fill = stand_in
@@ -67,10 +72,13 @@ def run_mpi(mpi: MPI, ranks: int, c: Conversion, *options: str, env: dict[str, s
     return run_command(mpirun_command(mpi, ranks, [*COMMAND, *arguments]), env=env)
 
 
-def doing(folder: Path, do: str) -> dict[str, str]:
-    """Return the environment in which every process does `do` when it has written target 1 but not yet published it."""
+def doing(folder: Path, do: str, when: str = "plan.target_rank == 1") -> dict[str, str]:
+    """Return the environment in which every process does `do` when it has written target 1 but not yet published it.
+
+    when: another condition, of `plan` and of the `span` of the file that this process fills (None: all of it).
+    """
     (folder / "stand_in").mkdir(exist_ok=True)
-    (folder / "stand_in" / "sitecustomize.py").write_text(STAND_IN.format(do=do))
+    (folder / "stand_in" / "sitecustomize.py").write_text(STAND_IN.format(do=do, when=when))
     path = os.pathsep.join([str(folder / "stand_in"), os.environ.get("PYTHONPATH", "")]).rstrip(":")
     return {"PYTHONPATH": path, **ONE_THREAD}
 
@@ -191,6 +199,83 @@ def test_a_file_system_without_room(tmp_path: Path, capsys: Capture, kind: str, 
         assert read_shard(c.written(rank)) == as_read(expected_rank(target, tensors, rank))
 
 
+# Targets that several processes fill
+
+
+@pytest.mark.parametrize("jobs", [3, 5, 8])
+def test_jobs_that_fill_targets_together(reference: Conversion, tmp_path: Path, jobs: int) -> None:
+    c = reference.but(dst=tmp_path / "dst")
+    report = tmp_path / "report.json"
+    finished = run(c, "--jobs", str(jobs), "--report", str(report), env=doing(tmp_path, "pass"))
+    assert finished.returncode == 0, finished
+    assert shards(c.dst) == shards(reference.dst)
+    targets = json.loads(report.read_text())["targets"]
+    assert sum(target["processes"] - 1 for target in targets) == jobs - {3: 1, 5: 1, 8: 4}[jobs]
+    for target in targets:
+        assert target["requested_bytes"] - target["needed_bytes"] <= 16 * (target["processes"] - 1)
+
+
+@pytest.mark.parametrize("ranks", [3, 7])
+def test_ranks_that_fill_targets_together(reference: Conversion, tmp_path: Path, mpi: MPI, ranks: int) -> None:
+    c = reference.but(dst=tmp_path / "dst")
+    finished = run_mpi(mpi, ranks, c, env=doing(tmp_path, "pass"))
+    assert finished.returncode == 0, finished
+    assert shards(c.dst) == shards(reference.dst)
+
+
+# With 3 processes, targets 0 to 2 are made by one each, and 3 by all; this is where one that helps has done its part.
+HAS_HELPED = "plan.target_rank == 3 and span[0] > 0"
+
+
+def test_a_helper_that_is_killed(tmp_path: Path, capsys: Capture) -> None:
+    c = four_targets(tmp_path)
+    finished = run(c, "--jobs", "3", env=doing(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)", HAS_HELPED))
+    assert finished.returncode == 4, finished
+    assert "target rank 3: a worker process died" in finished.stderr and "SIGKILL" in finished.stderr
+    assert not list(c.dst.rglob("*.partial")) and not c.written(3).exists()
+    resume(c, capsys)
+    assert_right(c)
+
+
+def test_a_helper_that_cannot_read(tmp_path: Path, capsys: Capture) -> None:
+    c = four_targets(tmp_path)
+    finished = run(c, "--jobs", "3", env=doing(tmp_path, "raise OSError(5, 'the disk is gone')", HAS_HELPED))
+    assert finished.returncode == 4, finished
+    assert "1 of 4 targets failed; the first: target rank 3: the file system refused" in finished.stderr
+    assert "the disk is gone" in finished.stderr and "complete: 3" in finished.stderr
+    assert_right(c, (0, 1, 2))
+    resume(c, capsys)
+    assert_right(c)
+
+
+def test_one_that_leads_is_killed(tmp_path: Path, capsys: Capture) -> None:
+    c = four_targets(tmp_path)
+    leading = "plan.target_rank == 3 and span[0] == 0"
+    finished = run(c, "--jobs", "3", env=doing(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)", leading))
+    assert finished.returncode == 4, finished
+    assert "1 of 4 targets failed; the first: target rank 3: a worker process died" in finished.stderr
+    resume(c, capsys)
+    assert_right(c)
+
+
+def test_a_target_that_cannot_be_reserved(tmp_path: Path, capsys: Capture) -> None:
+    c = four_targets(tmp_path)
+    (c.dst / "rank_3").parent.mkdir(parents=True)
+    (c.dst / "rank_3").write_text("in the way")
+    finished = run(c, "--jobs", "3", env=doing(tmp_path, "pass"))
+    assert finished.returncode == 4 and "failed: 3; complete: 3" in finished.stderr, finished
+    (c.dst / "rank_3").unlink()
+    resume(c, capsys)
+    assert_right(c)
+
+
+def test_a_helper_under_mpi_that_cannot_read(tmp_path: Path, mpi: MPI) -> None:
+    c = four_targets(tmp_path)
+    finished = run_mpi(mpi, 3, c, env=doing(tmp_path, "raise OSError(5, 'the disk is gone')", HAS_HELPED))
+    assert finished.returncode == 4 and finished.stderr.count("the disk is gone") == 1, finished
+    assert_right(c, (0, 1, 2))
+
+
 # A process that dies or is stopped
 
 
@@ -213,6 +298,35 @@ def test_a_worker_that_is_killed_under_the_function(tmp_path: Path, monkeypatch:
     monkeypatch.syspath_prepend(tmp_path / "stand_in")
     with pytest.raises(reshard_mpi.errors.TransformError, match=r"target rank 1: a worker process died(.|\n)*SIGKILL"):
         reshard_mpi.transform_checkpoints(c.src, c.dst, "checkpoint_", c.src_strategy, c.dst_strategy, 2)
+
+
+# A caller of the function that forks must not be forked itself: a fresh process is the parent of the workers.
+CALLER = """
+import os, signal, sys
+import h5py
+os.environ["CALLER"] = str(os.getpid())
+import reshard_mpi
+reshard_mpi.transform_checkpoints(*sys.argv[1:6], 2)
+"""
+
+
+def call(c: Conversion, env: dict[str, str]) -> Finished:
+    arguments = (c.src, c.dst, "checkpoint_", c.src_strategy, c.dst_strategy)
+    return run_command([sys.executable, "-c", CALLER, *arguments], env=env)
+
+
+def test_a_caller_of_the_function_that_is_interrupted(tmp_path: Path) -> None:
+    c = four_targets(tmp_path)
+    finished = call(c, doing(tmp_path, "os.kill(int(os.environ['CALLER']), signal.SIGINT); time.sleep(30)"))
+    assert finished.returncode == -signal.SIGINT and "KeyboardInterrupt" in finished.stderr, finished
+    assert not c.written(1).exists() and not list(c.dst.rglob("*.partial"))
+
+
+def test_the_parent_of_workers_that_is_killed(tmp_path: Path) -> None:
+    c = four_targets(tmp_path)
+    finished = call(c, doing(tmp_path, "os.kill(os.getppid(), signal.SIGKILL); time.sleep(0.2)"))
+    assert finished.returncode == 1 and "TransformError: the parent of the worker processes died" in finished.stderr
+    assert "signal SIGKILL" in finished.stderr
 
 
 def test_a_bug_in_a_worker(tmp_path: Path) -> None:

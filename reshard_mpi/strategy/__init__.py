@@ -27,7 +27,6 @@ def load(path: str) -> Strategy:
     that cannot be; both name the file and the parameter.
     """
     from reshard_mpi.strategy.files import Kind, decode, distinct, read_all, text_of
-    from reshard_mpi.strategy.spec import parse
     from reshard_mpi.strategy.stages import to_strategy
 
     specs = []
@@ -50,6 +49,8 @@ def load(path: str) -> Strategy:
     files = stage_files()
     first = next(files, None)
     if first is None:
+        from reshard_mpi.strategy.spec import parse
+
         spec = str(specs[0].path)
         return parse(text_of(specs[0].data, spec), spec)
     return to_strategy((file for part in ([first], files) for file in part), path)
