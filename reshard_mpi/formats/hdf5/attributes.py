@@ -14,7 +14,8 @@ from reshard_mpi.formats import files
 
 # Describing a type or a shape to HDF5 costs as much as writing an attribute, so each is described once.
 @lru_cache(maxsize=64)
-def _text_type(length_bytes: int) -> Any:
+def text_type(length_bytes: int) -> Any:
+    """Return the type of a text of so many bytes."""
     kind = h5t.C_S1.copy()
     kind.set_size(length_bytes)
     kind.set_cset(h5t.CSET_UTF8)
@@ -30,7 +31,7 @@ def _space(length: int | None) -> Any:
 def write_text(handle: Any, name: str, text: str) -> None:
     """Attach `text`, which is not empty, to an object as a fixed-length UTF-8 string."""
     content = text.encode()
-    kind = _text_type(len(content))
+    kind = text_type(len(content))
     h5a.create(handle, name.encode(), kind, _space(None)).write(np.array(content), mtype=kind)
 
 

@@ -9,8 +9,9 @@ from reshard_mpi.dtypes import BY_NAME
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import files
 from reshard_mpi.formats.hdf5 import datasets, library, native, schema, superblock
+from reshard_mpi.formats.hdf5.headers import Header, Headers
 from reshard_mpi.formats.hdf5.walking import Node, Walk, root
-from reshard_mpi.manifest import Manifest, Segments, TensorEntry
+from reshard_mpi.manifest import ByteRange, Manifest, Segments, TensorEntry
 
 
 def locate(path: str) -> Manifest:
@@ -23,25 +24,23 @@ def locate(path: str) -> Manifest:
         superblock.check_length(fd, path, size_bytes)
         stamp = datasets.Stamp.of(os.fstat(fd))
         with library.failures_named(path):
-            top = root(library.open_file(path))
+            file = library.open_file(path)
+            top = root(file)
             if native.is_native(top, path):
-                return _native(path, top, stamp)
+                return _native(path, top, stamp, Headers(fd, size_bytes, file))
             return _foreign(path, top, stamp)
 
 
-def _native(path: str, top: Node, stamp: datasets.Stamp) -> Manifest:
+def _native(path: str, top: Node, stamp: datasets.Stamp, headers: Headers) -> Manifest:
     walk = Walk(path, top)
     description = native.describe(walk, top, path)
     found: dict[str, TensorEntry] = {}
-    for name, node in _native_datasets(walk, top, path):
-        where = f"{path}, /{'/'.join(node.path)}"
-        stored, shape, source = datasets.content(node.handle, path, node.route, stamp, where)
-        place = native.place(node.handle, stored, shape, where)
-        if not isinstance(source, Segments) and node.handle.get_storage_size() == 0:
-            raise ShardError("a tensor of a native HDF5 shard was never written", where=where)
+    for name, node in _native_datasets(walk, top, path, headers):
+        entry = _from_header(name, path, node.header) if node.header else _from_handle(name, path, node, stamp)
         if name in found:
+            where = _where(path, node)
             raise ShardError("two datasets of a native HDF5 shard have the same name", got=repr(name), where=where)
-        found[name] = TensorEntry(name, place.dtype, shape, source, place.box, place.global_shape)
+        found[name] = entry
     if found.keys() != set(description.names) or len(found) != len(description.names):
         odd = sorted(found.keys() ^ set(description.names))[:3]
         raise ShardError(
@@ -54,8 +53,26 @@ def _native(path: str, top: Node, stamp: datasets.Stamp) -> Manifest:
     return Manifest(path, schema.NAME, tensors, description.strings, description.identity)
 
 
-def _native_datasets(walk: Walk, top: Node, path: str) -> Iterator[tuple[str, Node]]:
-    for node in walk.datasets(top, skip=(schema.RESERVED,)):
+def _from_header(name: str, path: str, header: Header) -> TensorEntry:
+    source = Segments((ByteRange(path, header.offset_bytes, header.size_bytes),))
+    return TensorEntry(name, header.dtype, header.shape, source, header.box, header.global_shape)
+
+
+def _from_handle(name: str, path: str, node: Node, stamp: datasets.Stamp) -> TensorEntry:
+    where = _where(path, node)
+    stored, shape, source = datasets.content(node.handle, path, node.route, stamp, where)
+    place = native.place(node.handle, stored, shape, where)
+    if not isinstance(source, Segments) and node.handle.get_storage_size() == 0:
+        raise ShardError("a tensor of a native HDF5 shard was never written", where=where)
+    return TensorEntry(name, place.dtype, shape, source, place.box, place.global_shape)
+
+
+def _where(path: str, node: Node) -> str:
+    return f"{path}, /{'/'.join(node.path)}"
+
+
+def _native_datasets(walk: Walk, top: Node, path: str, headers: Headers) -> Iterator[tuple[str, Node]]:
+    for node in walk.datasets(top, skip=(schema.RESERVED,), headers=headers):
         yield "/".join(node.path), node
     escaped = walk.child(walk.child(top, schema.RESERVED), schema.ESCAPED)
     for node in walk.datasets(escaped):

@@ -7,28 +7,37 @@ and soft links that lead nowhere, are refused.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from h5py import h5, h5d, h5g, h5l, h5o, h5p
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import files
+from reshard_mpi.formats.hdf5.headers import Header, Headers
 from reshard_mpi.formats.hdf5.schema import Route
 
 # As many as HDF5 itself follows in a row.
 _MAX_SOFT_LINKS = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
+class Link(NamedTuple):
+    """A link of a group: its kind, and for a hard one the address it leads to."""
+
+    name: str
+    kind: int
+    address: int
+
+
+class Node(NamedTuple):
     """An object of the file: `path` as it was reached, `route` the hard links that lead to it."""
 
     path: Route
     route: Route
+    # None for a dataset whose header is known: it need not be opened.
     handle: Any
     # Addresses of the groups from the root to here: a group that holds itself is not entered again.
     ancestors: frozenset[int]
+    header: Header | None = None
 
 
 def root(file: Any) -> Node:
@@ -45,10 +54,10 @@ class Walk:
         self._top = top
         self._met = 0
 
-    def datasets(self, start: Node, *, skip: Route = ()) -> Iterator[Node]:
+    def datasets(self, start: Node, *, skip: Route = (), headers: Headers | None = None) -> Iterator[Node]:
         """Yield the datasets under the group `start`, in creation order where that is kept, else by name.
 
-        skip: the path of a group that is not entered.
+        skip: the path of a group that is not entered. headers: if given, datasets are not opened where it knows them.
         """
         open_groups = [(start, iter(self._links(start)))]
         while open_groups:
@@ -57,11 +66,10 @@ class Walk:
             if link is None:
                 open_groups.pop()
                 continue
-            name, kind = link
-            node = self._open(group, name, kind, (*group.path, name))
+            node = self._node(group, link, headers)
             if node.path == skip:
                 continue
-            if isinstance(node.handle, h5d.DatasetID):
+            if node.header or isinstance(node.handle, h5d.DatasetID):
                 yield node
             elif isinstance(node.handle, h5g.GroupID):
                 address = h5o.get_info(node.handle).addr
@@ -71,17 +79,17 @@ class Walk:
 
     def child(self, group: Node, name: str) -> Node:
         """Return the object `name` of `group`. Raises ShardError if there is none."""
-        kinds = dict(self._links(group))
-        if name not in kinds:
-            raise self._error("an object is missing from an HDF5 shard", (*group.path, name))
-        return self._open(group, name, kinds[name], (*group.path, name))
+        for link in self._links(group):
+            if link.name == name:
+                return self._node(group, link)
+        raise self._error("an object is missing from an HDF5 shard", (*group.path, name))
 
-    def _links(self, group: Node) -> list[tuple[str, int]]:
-        found: list[tuple[bytes, int]] = []
+    def _links(self, group: Node) -> list[Link]:
+        found: list[tuple[bytes, int, int]] = []
         room = files.MAX_TENSORS - self._met
 
         def note(name: bytes, info: Any) -> bool:
-            found.append((name, info.type))
+            found.append((name, info.type, info.u))
             return len(found) > room
 
         in_creation_order = group.handle.get_create_plist().get_link_creation_order() & h5p.CRT_ORDER_INDEXED
@@ -89,17 +97,25 @@ class Walk:
         group.handle.links.iterate(note, info=True, idx_type=index)
         self._count(len(found), group.path)
         links = []
-        for name, kind in found:
+        for name, kind, address in found:
             try:
-                links.append((name.decode(), kind))
+                links.append(Link(name.decode(), kind, address))
             except UnicodeDecodeError as error:
                 raise self._error(f"the name {name!r} in an HDF5 shard is not UTF-8", group.path) from error
         return links
 
-    def _open(self, group: Node, name: str, kind: int, path: Route, hops: int = 0) -> Node:
-        """Open the link `name` of `group`; `path` is what the object is called."""
+    def _node(self, group: Node, link: Link, headers: Headers | None = None) -> Node:
+        path = (*group.path, link.name)
         if len("/".join(path).encode()) > 3 * files.MAX_NAME_BYTES:
             raise self._error("a name in an HDF5 shard is too long", path)
+        if headers and link.kind == h5l.TYPE_HARD:
+            header = headers.dataset(group.handle, link.name.encode(), link.address)
+            if header:
+                return Node(path, (*group.route, link.name), None, group.ancestors, header)
+        return self._open(group, link.name, link.kind, path)
+
+    def _open(self, group: Node, name: str, kind: int, path: Route, hops: int = 0) -> Node:
+        """Open the link `name` of `group`; `path` is what the object is called."""
         if kind == h5l.TYPE_HARD:
             handle = h5o.open(group.handle, name.encode())
             return Node(path, (*group.route, name), handle, group.ancestors)

@@ -1,0 +1,164 @@
+"""Native datasets read from their headers and through the library are the same, in sound files and in changed ones."""
+
+from __future__ import annotations
+
+import struct
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import h5py
+import hdf5_peer
+import numpy as np
+import pytest
+from hypothesis import given
+
+from reshard_mpi.box import Box
+from reshard_mpi.dtypes import BY_NAME
+from reshard_mpi.errors import ShardError
+from reshard_mpi.formats import hdf5
+from reshard_mpi.formats.hdf5 import datasets, headers
+from reshard_mpi.manifest import Manifest, ShardIdentity, ShardSpec, TensorSpec
+from reshard_mpi.testing import samples, strategies
+from reshard_mpi.testing.samples import Contents, SampleTensor
+
+# The headers of the first few tensors of a shard are in pieces, and left to the library.
+CONTENTS = Contents.of(SampleTensor.random(name, BY_NAME["float32"], (3, 5)) for name in "klmnopqrstuvw")
+
+
+def located(path: Path) -> Manifest | str:
+    try:
+        return hdf5.locate(str(path))
+    except ShardError as error:
+        return str(error)
+
+
+def located_by_library(path: Path) -> Manifest | str:
+    with mock.patch.object(headers, "_parse", lambda head, file_bytes: None):
+        return located(path)
+
+
+@given(contents=strategies.contents())
+def test_both_ways_find_the_same(contents: Contents) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "shard.h5"
+        samples.write(hdf5, str(path), contents)
+        assert located(path) == located_by_library(path)
+
+
+@pytest.mark.parametrize("name", ["float32", "float16", "bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("ndim", [1, 2, 3, 8])
+def test_what_this_program_writes_takes_the_fast_way(tmp_path: Path, name: str, ndim: int) -> None:
+    path = tmp_path / "shard.h5"
+    box = Box.whole((70_000, *[1] * (ndim - 1)))
+    tensors = tuple(TensorSpec(f"layer.{n}.w", BY_NAME[name], box.shape, box) for n in range(200))
+    hdf5.reserve(str(path), ShardSpec(ShardIdentity(0, 1, ""), tensors, {}))
+    with mock.patch.object(datasets, "content", wraps=datasets.content) as slow:
+        hdf5.locate(str(path))
+    # The library cuts a header in two where a block of structure ends.
+    assert slow.call_count < 20
+
+
+def lookup3(data: bytes) -> int:
+    """Return the checksum of HDF5's structures, Jenkins' lookup3 (File Format Specification, "Jenkins")."""
+
+    def turned(word: int, by: int) -> int:
+        return (word << by | word >> 32 - by) & 0xFFFFFFFF
+
+    rounds = -(-len(data) // 12)
+    words = struct.unpack(f"<{3 * rounds}I", data.ljust(12 * rounds, b"\0"))
+    a = b = c = (0xDEADBEEF + len(data)) & 0xFFFFFFFF
+    for at in range(0, len(words), 3):
+        a, b, c = ((x + y) & 0xFFFFFFFF for x, y in zip((a, b, c), words[at : at + 3]))
+        if at + 3 < len(words):
+            for by in (4, 6, 8, 16, 19, 4):
+                a, b, c = b, (c + b) & 0xFFFFFFFF, ((a - c) & 0xFFFFFFFF) ^ turned(c, by)
+    for by in (14, 11, 25, 16, 4, 14, 24):
+        a, b, c = b, ((c ^ b) - turned(b, by)) & 0xFFFFFFFF, a
+    return b
+
+
+def header_of(path: Path) -> tuple[int, int]:
+    """Return where a header in one piece begins, and where its checksum is."""
+    with h5py.File(path) as file:
+        for name in sorted(CONTENTS.tensors, reverse=True):
+            info = h5py.h5o.get_info(file[name].id)
+            if info.hdr.nchunks == 1:
+                return info.addr, info.addr + info.hdr.space.total - 4
+    raise AssertionError("all headers are in pieces")
+
+
+def with_checksum(content: bytearray, start: int, end: int) -> bytearray:
+    content[end : end + 4] = lookup3(bytes(content[start:end])).to_bytes(4, "little")
+    return content
+
+
+@pytest.mark.parametrize("turn", [0, 3])
+def test_any_byte_of_a_header_changed(tmp_path: Path, turn: int) -> None:
+    path = tmp_path / "shard.h5"
+    samples.write(hdf5, str(path), CONTENTS)
+    sound = path.read_bytes()
+    start, end = header_of(path)
+    assert with_checksum(bytearray(sound), start, end) == sound
+    assert headers._parse(sound[start:], len(sound)) is not None
+    for at in range(start, end):
+        content = bytearray(sound)
+        content[at] ^= 1 << (at + turn) % 8
+        path.write_bytes(with_checksum(content, start, end))
+        assert located(path) == located_by_library(path)
+
+
+def test_damage_is_noticed(tmp_path: Path) -> None:
+    """The numbers a tensor is found by are believed only where the checksum is right."""
+    path = tmp_path / "shard.h5"
+    samples.write(hdf5, str(path), CONTENTS)
+    sound = path.read_bytes()
+    start, end = header_of(path)
+    for at in range(start, end + 4):
+        content = bytearray(sound)
+        content[at] ^= 1
+        path.write_bytes(content)
+        assert isinstance(located(path), str)
+
+
+def more_attributes(file: h5py.File) -> None:
+    file["w"].attrs["note"] = "x"
+
+
+def another_offset(file: h5py.File) -> None:
+    file["w"].attrs.modify("offset", np.array([0, 0]))
+    file["w"].attrs.modify("global_shape", np.array([6, 5]))
+
+
+def narrower_numbers(file: h5py.File) -> None:
+    file["w"].attrs["global_shape"] = np.array([3, 5], np.int32)
+
+
+def two_names(file: h5py.File) -> None:
+    file["x"] = file["w"]
+
+
+def compressed(file: h5py.File) -> None:
+    attributes = dict(file["w"].attrs)
+    del file["w"]
+    file.create_dataset("w", data=np.ones((3, 5), "f4"), compression="gzip").attrs.update(attributes)
+    file["w"].attrs["dtype"] = hdf5_peer.fixed("float32")
+
+
+@pytest.mark.parametrize("edit", [more_attributes, another_offset, narrower_numbers, two_names, compressed])
+def test_edited_by_h5py(tmp_path: Path, edit: Callable[[h5py.File], None]) -> None:
+    path = tmp_path / "shard.h5"
+    samples.write(hdf5, str(path), CONTENTS)
+    with h5py.File(path, "a") as file:
+        edit(file)
+    assert located(path) == located_by_library(path)
+
+
+def test_a_file_after_other_content(tmp_path: Path) -> None:
+    """Addresses in a file with a user block are no offsets."""
+    path = tmp_path / "shard.h5"
+    samples.write(hdf5, str(path), CONTENTS)
+    shard = path.read_bytes()
+    path.write_bytes(bytes(512) + shard)
+    assert located(path) == located_by_library(path)
