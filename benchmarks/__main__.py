@@ -50,9 +50,9 @@ processes, each compared with the least: time in the engine and of the whole com
 def main() -> None:
     """Parse the command line, run the benchmark it names, and give the result in the forms asked for."""
     signal.signal(signal.SIGTERM, _terminate)
-    options = _parser().parse_args()
+    options = parser().parse_args()
     problem = lacks_matplotlib() if options.plot else None
-    if problem:
+    if problem is not None:
         sys.exit(f"benchmarks: {problem}")
     try:
         results: Results = options.run(options)
@@ -64,7 +64,7 @@ def main() -> None:
     sys.exit(1 if results.failed else 0)
 
 
-def _give(results: Results, where: str | None, plot: Path | None) -> None:
+def _give(results: Results, where: str | None, plot: str | None) -> None:
     if where is not None:
         text = json.dumps(results.as_json(), indent=1)
         if where == "-":
@@ -74,27 +74,32 @@ def _give(results: Results, where: str | None, plot: Path | None) -> None:
     if where != "-":
         print(results.as_markdown())
     if plot is not None:
-        draw(results, plot)
+        draw(results, Path(plot))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """Return what reads the command line; `run` of what it returns does what was asked for."""
+    whole = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description="Measures this project beside its peers, interleaved, on tensors made for it and removed again.",
     )
-    commands = parser.add_subparsers(required=True, metavar="BENCHMARK")
+    commands = whole.add_subparsers(required=True, metavar="BENCHMARK")
     _add_conversion(_command(commands, "conversion", "whole conversions beside cp, MindSpore and torch", _CONVERSION))
     _add_planning(_command(commands, "planning", "rank lists and plans of up to 16,384 ranks", _PLANNING))
     _add_startup(_command(commands, "startup", "commands that move next to nothing", _STARTUP))
     _add_scaling(_command(commands, "scaling", "one file filled by several processes", _SCALING))
-    return parser
+    return whole
 
 
 def _command(
     commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, text: str, more: str
 ) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(
-        name, help=text, description=more, formatter_class=argparse.RawDescriptionHelpFormatter
+        name,
+        help=text,
+        description=more,
+        epilog="Progress goes to standard error. Exit code 1: a side failed, or there is no room; the output says so.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--pairs",
@@ -104,10 +109,13 @@ def _command(
         help="counted runs of each side (default: %(default)s; fewer mean little)",
     )
     parser.add_argument(
-        "--folder", type=Path, help="where to work (default: in memory if there is room, else where temporary files go)"
+        "--folder",
+        type=_folder,
+        help="where to work (default: in memory if there is room, else where temporary files go)",
     )
     parser.add_argument(
         "--json",
+        type=_file,
         nargs="?",
         const="-",
         metavar="FILE",
@@ -143,7 +151,7 @@ def _add_conversion(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--torch", default=sys.executable, metavar="PYTHON", help="interpreter that has torch (default: this one)"
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw throughput against size")
+    parser.add_argument("--plot", type=_file, metavar="FILE.png", help="draw throughput against size")
     parser.set_defaults(run=_run_conversion)
 
 
@@ -187,7 +195,9 @@ def _add_scaling(parser: argparse.ArgumentParser) -> None:
         help="the counts to compare (default: 1 2)",
     )
     parser.add_argument("--format", choices=conversion.FORMATS, default="ckpt", help="(default: %(default)s)")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw throughput against the number of processes")
+    parser.add_argument(
+        "--plot", type=_file, metavar="FILE.png", help="draw throughput against the number of processes"
+    )
     parser.set_defaults(run=_run_scaling)
 
 
@@ -203,6 +213,19 @@ def _positive(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and int(text) > 0):
         raise argparse.ArgumentTypeError(f"expected 1 or more, got {text!r}")
     return int(text)
+
+
+def _folder(text: str) -> Path:
+    if not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {text}")
+    return Path(text)
+
+
+def _file(text: str) -> str:
+    """Return the name of a file to be written, refused now rather than after an hour if it cannot be."""
+    if text != "-" and not Path(text).resolve().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder for {text}")
+    return text
 
 
 def _terminate(signal_number: int, frame: FrameType | None) -> None:

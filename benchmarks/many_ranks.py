@@ -47,4 +47,4 @@ def manifest(source: Strategy, rank: int) -> Manifest:
         place = Segments((ByteRange(path, offset_bytes, size_bytes),))
         tensors[name] = TensorEntry(name, dtype, box.shape, place)
         offset_bytes += size_bytes
-    return Manifest(path, "ckpt", tensors)
+    return Manifest(path, "ckpt", tensors, {})

@@ -19,6 +19,7 @@ from processes import Finished, clean_environment, run_command
 sys.path.append(str(Path(__file__).parent.parent))  # benchmarks are part of the checkout, not of what is installed
 
 from benchmarks import checkpoint, network, xfs
+from benchmarks.__main__ import parser
 from benchmarks.interleave import Comparison, interleave, take_turns
 from benchmarks.interpreters import lacks
 from benchmarks.machine import as_line, describe, file_system
@@ -89,8 +90,10 @@ class TestCommands:
         assert all(row["skipped"] is None for row in rows.values())
 
     @pytest.mark.parametrize("name", ["conversion", "planning", "startup", "scaling"])
-    def test_help_names_every_option(self, name: str) -> None:
-        text = run_command([sys.executable, "-m", "benchmarks", name, "--help"], cwd=ROOT, check=True).stdout
+    def test_help_names_every_option(self, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit, match="0"):
+            parser().parse_args([name, "--help"])
+        text = capsys.readouterr().out
         for option in ("--pairs", "--folder", "--json"):
             assert option in text
 
@@ -99,6 +102,23 @@ class TestCommands:
         finished = run_command(command, cwd=ROOT)
         assert finished.returncode == 1
         assert "no room" in finished.stderr and "Traceback" not in finished.stderr
+
+    @pytest.mark.parametrize(
+        ("arguments", "said"),
+        [
+            (["--pairs", "0"], "expected 1 or more, got '0'"),
+            (["--folder", "/nonexistent"], "there is no folder /nonexistent"),
+            (["--json", "/nonexistent/result.json"], "there is no folder for /nonexistent/result.json"),
+            (["--processes", "2"], "--processes needs two counts"),
+        ],
+    )
+    def test_wrong_usage_is_told_at_once(
+        self, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with pytest.raises(SystemExit) as raised:
+            options = parser().parse_args(["scaling", *arguments])
+            options.run(options)
+        assert said in capsys.readouterr().err + str(raised.value)
 
     @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
     def test_an_interrupted_benchmark_leaves_nothing(self, tmp_path: Path, number: int, code: int) -> None:
