@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -96,15 +97,22 @@ class _Writer:
 
     def dataset(self, route: Route, kind: Any, shape: tuple[int, ...]) -> Any:
         """Create the dataset at `route`."""
-        space = h5s.create_simple(shape) if shape else h5s.create(h5s.SCALAR)
         group = self.group(route[:-1])
-        return h5d.create(group, route[-1].encode(), kind, space, dcpl=self._dataset_properties, lcpl=self._links)
+        return h5d.create(
+            group, route[-1].encode(), kind, _space(shape), dcpl=self._dataset_properties, lcpl=self._links
+        )
 
     def text(self, name: str, content: bytes) -> None:
         """Create a dataset of bytes in the reserved group."""
         handle = self.dataset((schema.RESERVED, name), h5t.STD_U8LE, (len(content),))
         if content:
             handle.write(h5s.ALL, h5s.ALL, np.frombuffer(content, dtype=np.uint8))
+
+
+# Most tensors of a shard have one of a few shapes.
+@lru_cache(maxsize=64)
+def _space(shape: tuple[int, ...]) -> Any:
+    return h5s.create_simple(shape) if shape else h5s.create(h5s.SCALAR)
 
 
 def _reserve_tensor(path: str, writer: _Writer, route: Route, kind: Any, tensor: TensorSpec) -> TensorEntry:
