@@ -51,6 +51,21 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     sys.exit(code)
 
 
+def command() -> NoReturn:
+    """Be the process of the command line: as `main`, but the interpreter is not taken apart at the end.
+
+    That would take longer than a small conversion. MPI has things to do when a process ends, and so is left to.
+    """
+    try:
+        main()
+    except SystemExit as end:
+        if "mpi4py.MPI" in sys.modules:
+            raise
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(end.code if isinstance(end.code, int) else 1)
+
+
 def _complain(error: ReshardError | str) -> None:
     if comm.launched_rank(os.environ) == 0:  # every rank fails alike; once is enough
         print(f"reshard-mpi: error: {error}", file=sys.stderr, flush=True)

@@ -136,33 +136,45 @@ class Files:
         self._wrote(part.length_bytes)
 
     def copy(self, runs: ByteRuns, buffer: memoryview) -> None:
-        """Copy runs of bytes, inside the kernel where the file systems can, else through `buffer`."""
-        length = runs.length_bytes
-        for turn in range(runs.repeats):
-            at = runs.source_offset + turn * runs.source_step
-            to = runs.target_offset + turn * runs.target_step
-            done = self._copy_in_kernel(runs, at, to) if self._kernel_copies else 0
-            if done < length:
-                self._copy_through(runs, at + done, to + done, length - done, buffer)
+        """Copy runs of bytes, inside the kernel where the file systems can, else through `buffer`.
 
-    def _copy_in_kernel(self, runs: ByteRuns, at: int, to: int) -> int:
-        """Copy one run and return how much of it; less than all once the file systems turn out not to do it."""
-        source, target = self._source(runs.source), self._target(runs.target)
-        done, length = 0, runs.length_bytes
-        while done < length:
-            try:
-                count = os.copy_file_range(source, target, min(length - done, _MAX_CALL_BYTES), at + done, to + done)
-            except OSError as error:
-                if error.errno not in _NO_KERNEL_COPY:
-                    raise
-                self._kernel_copies = False
-                break
-            if count == 0:
-                raise _became_shorter(ByteRange(runs.source, at, length))
-            done += count
-            self.traffic.requested_bytes += count
-            self._wrote(count)
-        return done
+        Raises ShardError if the source has become shorter.
+        """
+        done = self._copy_in_kernel(runs) if self._kernel_copies else 0
+        whole, done = divmod(done, runs.length_bytes)
+        for turn in range(whole, runs.repeats):
+            at = runs.source_offset + turn * runs.source_step + done
+            to = runs.target_offset + turn * runs.target_step + done
+            self._copy_through(runs, at, to, runs.length_bytes - done, buffer)
+            done = 0
+
+    def _copy_in_kernel(self, runs: ByteRuns) -> int:
+        """Copy runs and return how many bytes of them; not all once the file systems turn out not to do it."""
+        source, target, length = self._source(runs.source), self._target(runs.target), runs.length_bytes
+        at, to, copied, told = runs.source_offset, runs.target_offset, 0, 0
+        try:
+            for _ in range(runs.repeats):
+                left = length
+                while left:
+                    count = os.copy_file_range(source, target, min(left, _MAX_CALL_BYTES), at, to)
+                    if count == 0:
+                        raise _became_shorter(ByteRange(runs.source, at, left))
+                    left -= count
+                    at += count
+                    to += count
+                    copied += count
+                at += runs.source_step - length
+                to += runs.target_step - length
+                if copied - told >= _MAX_CALL_BYTES:
+                    self._wrote(copied - told)
+                    told = copied
+        except OSError as error:
+            if error.errno not in _NO_KERNEL_COPY:
+                raise
+            self._kernel_copies = False
+        self.traffic.requested_bytes += copied
+        self._wrote(copied - told)
+        return copied
 
     def _copy_through(self, runs: ByteRuns, at: int, to: int, length_bytes: int, buffer: memoryview) -> None:
         for done in range(0, length_bytes, len(buffer)):
