@@ -225,7 +225,7 @@ def _transform(options: argparse.Namespace) -> int:
                 remedy="start more MPI ranks instead",
             )
         progress = _progress(options.progress, world)
-        outcome, processes = _convert(request, options.jobs, world, progress)
+        outcome = _convert(request, options.jobs, world, progress)
         progress.close()
         seconds = time.monotonic() - begin
         from reshard_mpi.report import summary, write_report
@@ -233,7 +233,7 @@ def _transform(options: argparse.Namespace) -> int:
         if world.rank == 0:
             _tell(outcome)
             if options.report:
-                facts = {"source": options.source, "target": options.target, "processes": processes}
+                facts = {"source": options.source, "target": options.target, "processes": outcome.processes}
                 write_report(options.report, facts, outcome, seconds)
         outcome.raise_failures()
         if world.rank == 0:
@@ -241,17 +241,16 @@ def _transform(options: argparse.Namespace) -> int:
     return 0
 
 
-def _convert(request: Request, jobs: int | None, world: comm.Comm, progress: Progress) -> tuple[Outcome, int]:
-    """Run the conversion and return what came of it, with the number of processes it took."""
-    if world.size == 1 and jobs != 1 and not (jobs is None and comm.is_launched(os.environ)):
-        from reshard_mpi.pool import convert_with_workers, default_jobs
+def _convert(request: Request, jobs: int | None, world: comm.Comm, progress: Progress) -> Outcome:
+    if world.size == 1 and (jobs is not None or not comm.is_launched(os.environ)):
+        cores = len(os.sched_getaffinity(0))
+        if (jobs or cores) > 1:
+            from reshard_mpi.pool import convert_with_workers
 
-        jobs = jobs or default_jobs(request)
-        if jobs > 1:
-            return convert_with_workers(request, jobs, progress), jobs
+            return convert_with_workers(request, jobs, progress)
     from reshard_mpi.runtime import convert
 
-    return convert(request, world, progress), world.size
+    return convert(request, world, progress)
 
 
 def _can_be_written(path: Path) -> bool:

@@ -84,7 +84,7 @@ class Manifest(NamedTuple):
     path: str
     format: str
     tensors: Mapping[str, TensorEntry]
-    strings: Mapping[str, str] = field(default_factory=dict)
+    strings: Mapping[str, str] = {}
     identity: ShardIdentity | None = None
 
 

@@ -16,17 +16,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
-from reshard_mpi.errors import ReshardError, TransformError
+from reshard_mpi.errors import ReshardError, TransformError, as_reshard_error
 from reshard_mpi.report import Failure, Outcome, Progress, TargetReport
-from reshard_mpi.request import Request
-from reshard_mpi.runtime import convert
+from reshard_mpi.request import Request, Strategies
 from reshard_mpi.signals import INTERRUPTED, exit_when_terminated
 from reshard_mpi.threads import ONE_THREAD
 
@@ -104,26 +103,24 @@ class _Worker:
     lost: Outcome = field(default_factory=Outcome)
 
 
-def default_jobs(request: Request) -> int:
-    """Return how many processes to start where the user does not say: no more than there are cores or than are useful.
-
-    Raises StrategyError if the target strategy is unreadable.
-    """
-    cores = len(os.sched_getaffinity(0))
-    return cores if cores <= _ALWAYS_USEFUL else min(cores, max(_ALWAYS_USEFUL, request.most_targets()))
-
-
-def convert_with_workers(request: Request, jobs: int, progress: Progress) -> Outcome:
+def convert_with_workers(request: Request, jobs: int | None, progress: Progress) -> Outcome:
     """Run `convert` in `jobs` local processes and return what they did together.
 
-    Raises what refused the run. A worker's death is a failure of the target it was making.
+    jobs: None for one a core, but no more than are useful. Raises what refused the run. A worker's death is a failure
+    of the target it was making.
     """
     if not _may_fork():
         return _convert_elsewhere(request, jobs, progress)
+    reading = _Reading(request)
+    # While that process reads the strategies, this one loads all that the workers need.
+    from reshard_mpi import runtime  # noqa: F401
+
+    strategies = reading.result()
+    size = jobs or min(len(os.sched_getaffinity(0)), max(_ALWAYS_USEFUL, strategies.target.world_size))
     workers: list[_Worker] = []
     try:
-        for rank in range(jobs):
-            workers.append(_start(workers, request, rank, jobs))
+        for rank in range(size):
+            workers.append(_start(workers, request, strategies, rank, size))
         return _serve(workers, progress)
     except ReshardError:
         raise
@@ -153,7 +150,45 @@ def _may_fork() -> bool:
     return len(list(_THREADS.iterdir())) == 1 and not any(name in sys.modules for name in _NOT_TO_FORK)
 
 
-def _convert_elsewhere(request: Request, jobs: int, progress: Progress) -> Outcome:
+class _Reading:
+    """A process that reads the strategies."""
+
+    def __init__(self, request: Request) -> None:
+        self._connection, theirs = Pipe(duplex=False)
+        self._process = _fork(_read_strategies, theirs, request)
+        theirs.close()
+
+    def result(self) -> Strategies:
+        """Return what has been read. Raises what is wrong with it."""
+        try:
+            found: Strategies | ReshardError = self._connection.recv()
+        except EOFError:
+            self._process.join()
+            cause = _cause(self._process.exitcode or 0)
+            raise TransformError("the process that reads the strategies died", got=cause) from None
+        finally:
+            self._connection.close()
+            self._process.join()
+        if isinstance(found, ReshardError):
+            raise found
+        return found
+
+
+def _read_strategies(connection: Connection, request: Request) -> None:
+    with _ends_quietly():
+        try:
+            connection.send(Strategies.read(request))
+        except (ReshardError, OSError) as error:
+            connection.send(as_reshard_error(error))
+
+
+def _fork(work: Callable[..., None], *arguments: object) -> BaseProcess:
+    process = multiprocessing.get_context("fork").Process(target=work, args=arguments)
+    process.start()
+    return process
+
+
+def _convert_elsewhere(request: Request, jobs: int | None, progress: Progress) -> Outcome:
     """Have a fresh interpreter be the parent of the workers."""
     ours, theirs = Pipe()
     imports = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
@@ -188,25 +223,30 @@ def _convert_elsewhere(request: Request, jobs: int, progress: Progress) -> Outco
     return outcome
 
 
-def _start(others: list[_Worker], request: Request, rank: int, size: int) -> _Worker:
+def _start(others: list[_Worker], request: Request, strategies: Strategies, rank: int, size: int) -> _Worker:
     ours, theirs = Pipe()
     not_its_own = (ours, *(worker.connection for worker in others))
-    process = multiprocessing.get_context("fork").Process(target=_work, args=(theirs, not_its_own, request, rank, size))
-    process.start()
+    process = _fork(_work, PipeComm(theirs, rank, size), PipeProgress(theirs), theirs, not_its_own, request, strategies)
     theirs.close()
     return _Worker(process, ours)
 
 
-def _work(connection: Connection, not_its_own: tuple[Connection, ...], request: Request, rank: int, size: int) -> None:
+def _work(
+    comm: PipeComm,
+    progress: PipeProgress,
+    connection: Connection,
+    not_its_own: tuple[Connection, ...],
+    request: Request,
+    strategies: Strategies,
+) -> None:
     """Be a worker."""
-    os.setpgid(0, 0)  # an interrupt from the terminal is for the parent, which ends its workers itself
+    from reshard_mpi.runtime import convert
+
     for other in not_its_own:
         other.close()
     with _ends_quietly():
         try:
-            result: Outcome | ReshardError = convert(
-                request, PipeComm(connection, rank, size), PipeProgress(connection)
-            )
+            result: Outcome | ReshardError = convert(request, comm, progress, strategies)
         except ReshardError as error:
             result = error
         connection.send(("result", result))
@@ -215,6 +255,7 @@ def _work(connection: Connection, not_its_own: tuple[Connection, ...], request: 
 @contextlib.contextmanager
 def _ends_quietly() -> Iterator[None]:
     """End this process without a word where there is nothing to say or nobody left to hear it."""
+    os.setpgid(0, 0)  # an interrupt from the terminal is for the parent, which ends the others itself
     try:
         yield
     except KeyboardInterrupt:

@@ -7,12 +7,14 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TextIO
 
 from reshard_mpi.errors import ReshardError, TransformError
-from reshard_mpi.manifest import Manifest
-from reshard_mpi.planning.model import Beginning, Held, Moment
 from reshard_mpi.units import format_bytes, format_rate
+
+if TYPE_CHECKING:  # this module is loaded before the engine is, to tell of it
+    from reshard_mpi.manifest import Manifest
+    from reshard_mpi.planning.model import Beginning, Held, Moment
 
 # Often enough to see that it lives, seldom enough to cost nothing.
 _REFRESH_SECONDS = 0.2
@@ -68,7 +70,7 @@ class Failure(NamedTuple):
 class Outcome(NamedTuple):
     """What one process did, or all of them together.
 
-    reserved, filled: only passed between the processes that fill a target together.
+    reserved, filled: only passed between the processes that fill a target together. processes: how many there were.
     """
 
     targets: tuple[TargetReport, ...] = ()
@@ -80,6 +82,7 @@ class Outcome(NamedTuple):
     beginnings: tuple[Beginning, ...] = ()
     reserved: tuple[Reserved, ...] = ()
     filled: tuple[Filled, ...] = ()
+    processes: int = 0
 
     def joined(self, others: list[Outcome]) -> Outcome:
         """Return this outcome and the `others` as one, targets in the order of their ranks."""
@@ -92,6 +95,7 @@ class Outcome(NamedTuple):
             tuple(dict.fromkeys(moment for one in every for moment in one.moments)),
             tuple({(held.stage, held.digest): held for one in reversed(every) for held in one.held}.values()),
             tuple({(start.name, start.digest): start for one in reversed(every) for start in one.beginnings}.values()),
+            processes=max(one.processes for one in every),
         )
 
     def raise_failures(self) -> None:

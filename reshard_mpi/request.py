@@ -1,10 +1,11 @@
-"""What a user asks for. Light, so that a parent of workers needs nothing else."""
+"""What a user asks for, and the strategies that this names. Light: it is there before anything else is."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from reshard_mpi import strategy
+from reshard_mpi.placement import Strategy, unsharded
 from reshard_mpi.planning.parameters import Unlisted
 
 
@@ -31,9 +32,25 @@ class Request(NamedTuple):
     strict: bool
     recorded: bool = True
 
-    def most_targets(self) -> int:
-        """Return how many targets are asked for, at most. Raises StrategyError if the target strategy is unreadable."""
-        if self.ranks is not None:
-            return len(set(self.ranks))
-        every = strategy.load(self.dst_strategy).world_size if self.dst_strategy else 1
-        return every if self.part is None else -(-every // self.part[1])
+
+class Strategies(NamedTuple):
+    """How both sides of a conversion are sharded, as the request's files say. source: None if the shards must say it.
+
+    The digests tell whether the files are those of another run; None for a side without files.
+    """
+
+    source: Strategy | None
+    target: Strategy
+    source_digest: str | None
+    target_digest: str | None
+
+    @classmethod
+    def read(cls, request: Request) -> Strategies:
+        """Read the files that `request` names. Raises StrategyError or LayoutError for what is wrong with them."""
+        source, target = request.src_strategy, request.dst_strategy
+        return cls(
+            strategy.load(source) if source else None,
+            strategy.load(target) if target else unsharded(),
+            strategy.digest(source) if source else None,
+            strategy.digest(target) if target else None,
+        )

@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from reshard_mpi import discovery, formats, strategy
+from reshard_mpi import discovery, formats
 from reshard_mpi.conversion import Conversion
 from reshard_mpi.division import assign
 from reshard_mpi.errors import TargetError, UsageError
 from reshard_mpi.journal import Journal, RunIdentity, Unrecorded
-from reshard_mpi.placement import Strategy, unsharded
+from reshard_mpi.placement import Strategy
 from reshard_mpi.planning.parameters import Unlisted
 from reshard_mpi.planning.ranks import check_target_rank
-from reshard_mpi.request import Request
+from reshard_mpi.request import Request, Strategies
 from reshard_mpi.source import SourceCheckpoint
 
 
@@ -24,12 +24,15 @@ class Run(NamedTuple):
     conversion: Conversion
     format: str
     targets: tuple[int, ...]
+    strategies: Strategies
 
     @classmethod
-    def open(cls, request: Request) -> Run:
-        """Read strategies and find the shards. Raises a ReshardError for what is wrong with them."""
-        source_strategy = strategy.load(request.src_strategy) if request.src_strategy else None
-        target_strategy = strategy.load(request.dst_strategy) if request.dst_strategy else unsharded()
+    def open(cls, request: Request, strategies: Strategies | None) -> Run:
+        """Find the shards, and read the strategies where they are not given.
+
+        Raises a ReshardError for what is wrong with them.
+        """
+        strategies = strategies or Strategies.read(request)
         if request.unlisted is Unlisted.DROP and request.dst_strategy is None:
             raise UsageError(
                 "--unlisted drop needs a list to go by",
@@ -38,11 +41,11 @@ class Run(NamedTuple):
             )
         _check_prefix(request.prefix)
         files = discovery.find_shards(request.source, request.select)
-        source = SourceCheckpoint.open(files, source_strategy)
-        conversion = Conversion(source, target_strategy, request.unlisted, request.strict)
-        targets = _targets(request, target_strategy, conversion)
+        source = SourceCheckpoint.open(files, strategies.source)
+        conversion = Conversion(source, strategies.target, request.unlisted, request.strict)
+        targets = _targets(request, strategies.target, conversion)
         name = request.to or files.format
-        run = cls(request, conversion, name, targets)
+        run = cls(request, conversion, name, targets, strategies)
         run._refuse_writing_to_source()
         return run
 
@@ -63,8 +66,8 @@ class Run(NamedTuple):
         return RunIdentity(
             {
                 "source": str(Path(request.source).resolve()),
-                "src_strategy": strategy.digest(request.src_strategy) if request.src_strategy else None,
-                "dst_strategy": strategy.digest(request.dst_strategy) if request.dst_strategy else None,
+                "src_strategy": self.strategies.source_digest,
+                "dst_strategy": self.strategies.target_digest,
                 "select": request.select,
                 "prefix": request.prefix,
                 "to": self.format,

@@ -23,7 +23,7 @@ from reshard_mpi.planning.agreement import (
 from reshard_mpi.planning.model import RankPlan
 from reshard_mpi.planning.summary import Plan, RankSummary
 from reshard_mpi.report import Failure, Outcome, Progress, TargetReport
-from reshard_mpi.request import Request
+from reshard_mpi.request import Request, Strategies
 from reshard_mpi.run import Run
 from reshard_mpi.writing import Writer
 
@@ -33,17 +33,20 @@ T = TypeVar("T")
 _MAX_KEPT_PLANS = 4
 
 
-def convert(request: Request, comm: Comm, progress: Progress) -> Outcome:
+def convert(request: Request, comm: Comm, progress: Progress, strategies: Strategies | None = None) -> Outcome:
     """Make the targets of `request` that fall to this process; return what all processes of `comm` did.
 
-    Every process of `comm` must call it with the same request. Raises, on every process alike, the error that refused
-    the run before anything was written. Targets that failed while they were written are in the outcome.
+    strategies: what the request's files say, where that has been read already. Every process of `comm` must call it
+    with the same request. Raises, on every process alike, the error that refused the run before anything was written.
+    Targets that failed while they were written are in the outcome.
     """
-    planner = _Planner(request, comm)
+    planner = _Planner(request, comm, strategies)
     planned = _plan_together(planner, comm)
     _refuse(comm.allgather(planner.begin(), "begun"))
     written = planner.writer(progress).write(comm)
-    return Outcome(notes=planned.notes).joined(comm.allgather(planner.outcome.joined([written]), "written"))
+    return Outcome(notes=planned.notes, processes=comm.size).joined(
+        comm.allgather(planner.outcome.joined([written]), "written")
+    )
 
 
 def plan_targets(request: Request, comm: Comm) -> tuple[Plan, Outcome]:
@@ -51,7 +54,7 @@ def plan_targets(request: Request, comm: Comm) -> tuple[Plan, Outcome]:
 
     Raises, on every process alike, what `convert` would refuse.
     """
-    planner = _Planner(request, comm)
+    planner = _Planner(request, comm, None)
     planned = _plan_together(planner, comm)
     shares = _gather(comm, planner.summaries, "summed up")
     targets = [target for share in shares for target in share]
@@ -105,11 +108,12 @@ class _Opened(NamedTuple):
 class _Planner:
     """The first phase of a run in one process: what it will write is planned and nothing is written yet."""
 
-    def __init__(self, request: Request, comm: Comm) -> None:
+    def __init__(self, request: Request, comm: Comm, strategies: Strategies | None) -> None:
         self.source = request.source
         self.summaries: list[RankSummary] = []
         self.outcome = Outcome()
         self._request = request
+        self._strategies = strategies
         self._comm = comm
         self._opened: _Opened | None = None
         self._due: list[int] = []
@@ -119,7 +123,7 @@ class _Planner:
     def plan(self) -> Outcome:
         """Plan this process's part of the targets; failures in what it returns refuse the run."""
         try:
-            run = Run.open(self._request)
+            run = Run.open(self._request, self._strategies)
             journal = run.journal()
             journal.check()
             works = divide(run.conversion.target_weights(run.targets), self._comm.hosts)
