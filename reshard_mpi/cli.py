@@ -6,6 +6,7 @@ Only what parses arguments is imported here; each command imports what it needs.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -54,8 +55,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 def command() -> NoReturn:
     """Be the process of the command line: as `main`, but the interpreter is not taken apart at the end.
 
-    That would take longer than a small conversion. MPI has things to do when a process ends, and so is left to.
+    That would take longer than a small conversion, as would looking for garbage: hardly anything made here is cyclic.
+    MPI has things to do when a process ends, and so is left to.
     """
+    gc.disable()
     try:
         main()
     except SystemExit as end:

@@ -9,21 +9,18 @@ it was writing.
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, Pipe, wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
 from reshard_mpi.errors import ReshardError, TransformError, as_reshard_error
+from reshard_mpi.forks import Channel, Fork, wait_for_any
 from reshard_mpi.report import Failure, Outcome, Progress, TargetReport
 from reshard_mpi.request import Request, Strategies
 from reshard_mpi.signals import INTERRUPTED, exit_when_terminated
@@ -31,7 +28,7 @@ from reshard_mpi.threads import ONE_THREAD
 
 T = TypeVar("T")
 
-_START = "from reshard_mpi.pool import parent_main; parent_main({descriptor})"
+_START = "from reshard_mpi.pool import parent_main; parent_main(*{descriptors})"
 # What must not be there when a process is forked: libraries whose state does not survive it.
 _NOT_TO_FORK = ("h5py", "mpi4py.MPI")
 _THREADS = Path("/proc/self/task")
@@ -44,31 +41,31 @@ _ALWAYS_USEFUL = 8
 class PipeComm:
     """A worker's side: values go through the parent."""
 
-    def __init__(self, connection: Connection, rank: int, size: int) -> None:
-        self._connection = connection
+    def __init__(self, channel: Channel, rank: int, size: int) -> None:
+        self._channel = channel
         self.rank = rank
         self.size = size
         self.hosts = (0,) * size
 
     def allgather(self, value: T, step: str) -> list[T]:
-        self._connection.send(("gather", value))
-        values: list[T] = self._connection.recv()
+        self._channel.send(("gather", value))
+        values: list[T] = self._channel.receive()
         return values
 
 
 class PipeProgress:
     """Tells the parent what a worker does, not more often than is worth it."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
         self._moved_bytes = 0
         self._next = 0.0
 
     def assigned(self, ranks: tuple[int, ...]) -> None:
-        self._connection.send(("assigned", (ranks,)))
+        self._channel.send(("assigned", (ranks,)))
 
     def started(self, rank: int, written_bytes: int) -> None:
-        self._connection.send(("started", (rank, written_bytes)))
+        self._channel.send(("started", (rank, written_bytes)))
 
     def moved(self, count_bytes: int) -> None:
         self._moved_bytes += count_bytes
@@ -77,14 +74,14 @@ class PipeProgress:
 
     def finished(self, report: TargetReport) -> None:
         self._flush()
-        self._connection.send(("finished", (report,)))
+        self._channel.send(("finished", (report,)))
 
     def close(self) -> None:
         pass
 
     def _flush(self) -> None:
         self._next = time.monotonic() + _PROGRESS_SECONDS
-        self._connection.send(("moved", (self._moved_bytes,)))
+        self._channel.send(("moved", (self._moved_bytes,)))
         self._moved_bytes = 0
 
 
@@ -92,8 +89,8 @@ class PipeProgress:
 class _Worker:
     """A worker and what is known of it: the targets it has still to make, the one it is at, those it has made."""
 
-    process: BaseProcess
-    connection: Connection
+    process: Fork
+    channel: Channel
     to_make: tuple[int, ...] = ()
     target: int | None = None
     made: tuple[TargetReport, ...] = ()
@@ -132,17 +129,17 @@ def convert_with_workers(request: Request, jobs: int | None, progress: Progress)
         _join(workers)
 
 
-def parent_main(descriptor: int) -> None:
-    """Be the parent of workers for a process that must not fork; it is at the other end of the connection."""
+def parent_main(*descriptors: int) -> None:
+    """Be the parent of workers for a process that must not fork; it is at the other end of the channel."""
     exit_when_terminated()
-    connection: Connection = Connection(descriptor)
+    channel = Channel(*descriptors)
     with _ends_quietly():
-        request, jobs = connection.recv()
+        request, jobs = channel.receive()
         try:
-            result: Outcome | ReshardError = convert_with_workers(request, jobs, PipeProgress(connection))
+            result: Outcome | ReshardError = convert_with_workers(request, jobs, PipeProgress(channel))
         except ReshardError as error:
             result = error
-        connection.send(("result", result))
+        channel.send(("result", result))
 
 
 def _may_fork() -> bool:
@@ -154,47 +151,47 @@ class _Reading:
     """A process that reads the strategies."""
 
     def __init__(self, request: Request) -> None:
-        self._connection, theirs = Pipe(duplex=False)
-        self._process = _fork(_read_strategies, theirs, request)
+        self._channel, theirs = Channel.pair()
+
+        def work() -> None:
+            self._channel.close()
+            _read_strategies(theirs, request)
+
+        self._process = Fork(work)
         theirs.close()
 
     def result(self) -> Strategies:
         """Return what has been read. Raises what is wrong with it."""
         try:
-            found: Strategies | ReshardError = self._connection.recv()
+            found: Strategies | ReshardError = self._channel.receive()
         except EOFError:
-            self._process.join()
-            cause = _cause(self._process.exitcode or 0)
+            cause = _cause(self._process.wait())
             raise TransformError("the process that reads the strategies died", got=cause) from None
         finally:
-            self._connection.close()
-            self._process.join()
+            self._channel.close()
+            self._process.wait()
         if isinstance(found, ReshardError):
             raise found
         return found
 
 
-def _read_strategies(connection: Connection, request: Request) -> None:
+def _read_strategies(channel: Channel, request: Request) -> None:
     with _ends_quietly():
         try:
-            connection.send(Strategies.read(request))
+            channel.send(Strategies.read(request))
         except (ReshardError, OSError) as error:
-            connection.send(as_reshard_error(error))
-
-
-def _fork(work: Callable[..., None], *arguments: object) -> BaseProcess:
-    process = multiprocessing.get_context("fork").Process(target=work, args=arguments)
-    process.start()
-    return process
+            channel.send(as_reshard_error(error))
 
 
 def _convert_elsewhere(request: Request, jobs: int | None, progress: Progress) -> Outcome:
     """Have a fresh interpreter be the parent of the workers."""
-    ours, theirs = Pipe()
+    import subprocess
+
+    ours, theirs = Channel.pair()
     imports = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
     process = subprocess.Popen(
-        [sys.executable, "-c", _START.format(descriptor=theirs.fileno())],
-        pass_fds=(theirs.fileno(),),
+        [sys.executable, "-c", _START.format(descriptors=theirs.descriptors)],
+        pass_fds=theirs.descriptors,
         stdin=subprocess.DEVNULL,
         env={**os.environ, **ONE_THREAD, "PYTHONPATH": imports},
         process_group=0,  # an interrupt from the terminal is for the caller, which ends the others itself
@@ -203,7 +200,7 @@ def _convert_elsewhere(request: Request, jobs: int | None, progress: Progress) -
     try:
         ours.send((request, jobs))
         while True:
-            kind, value = ours.recv()
+            kind, value = ours.receive()
             if kind == "result":
                 break
             _tell(progress, kind, value)
@@ -224,32 +221,29 @@ def _convert_elsewhere(request: Request, jobs: int | None, progress: Progress) -
 
 
 def _start(others: list[_Worker], request: Request, strategies: Strategies, rank: int, size: int) -> _Worker:
-    ours, theirs = Pipe()
-    not_its_own = (ours, *(worker.connection for worker in others))
-    process = _fork(_work, PipeComm(theirs, rank, size), PipeProgress(theirs), theirs, not_its_own, request, strategies)
+    ours, theirs = Channel.pair()
+
+    def work() -> None:
+        for other in (ours, *(worker.channel for worker in others)):
+            other.close()  # or its holder would not learn that the parent has closed it
+        _work(theirs, request, strategies, rank, size)
+
+    process = Fork(work)
     theirs.close()
     return _Worker(process, ours)
 
 
-def _work(
-    comm: PipeComm,
-    progress: PipeProgress,
-    connection: Connection,
-    not_its_own: tuple[Connection, ...],
-    request: Request,
-    strategies: Strategies,
-) -> None:
+def _work(channel: Channel, request: Request, strategies: Strategies, rank: int, size: int) -> None:
     """Be a worker."""
     from reshard_mpi.runtime import convert
 
-    for other in not_its_own:
-        other.close()
     with _ends_quietly():
         try:
+            comm, progress = PipeComm(channel, rank, size), PipeProgress(channel)
             result: Outcome | ReshardError = convert(request, comm, progress, strategies)
         except ReshardError as error:
             result = error
-        connection.send(("result", result))
+        channel.send(("result", result))
 
 
 @contextlib.contextmanager
@@ -270,10 +264,10 @@ def _serve(workers: list[_Worker], progress: Progress) -> Outcome:
     lost = Outcome()
     open_workers = list(workers)
     while open_workers:
-        for ready in wait([worker.connection for worker in open_workers]):
-            worker = next(worker for worker in open_workers if worker.connection is ready)
+        for ready in wait_for_any(worker.channel for worker in open_workers):
+            worker = next(worker for worker in open_workers if worker.channel is ready)
             try:
-                kind, value = worker.connection.recv()
+                kind, value = worker.channel.receive()
             except (EOFError, ConnectionResetError, pickle.UnpicklingError):
                 open_workers.remove(worker)
                 worker.alive = False
@@ -294,7 +288,7 @@ def _serve(workers: list[_Worker], progress: Progress) -> Outcome:
             for worker in waiting:
                 worker.gathering = False
                 with contextlib.suppress(BrokenPipeError):
-                    worker.connection.send(values)
+                    worker.channel.send(values)
     if isinstance(result, ReshardError):
         raise result
     return result if result is not None else lost
@@ -316,8 +310,7 @@ def _note(worker: _Worker, kind: str, arguments: tuple[Any, ...]) -> None:
 
 def _death(worker: _Worker) -> Outcome:
     """Return what a worker that died has made, and failures for what it has not."""
-    worker.process.join()
-    code = worker.process.exitcode or 0
+    code = worker.process.wait()
     hint = {
         -signal.SIGKILL: "killed from outside, as the kernel does when memory runs out: try fewer --jobs",
         -signal.SIGBUS: "a source file became shorter while it was read: make sure nothing writes to the source",
@@ -336,8 +329,7 @@ def _cause(exit_code: int) -> str:
 def _join(workers: list[_Worker]) -> None:
     deadline = time.monotonic() + _STOP_SECONDS
     for worker in workers:
-        worker.connection.close()
-        worker.process.join(max(0.0, deadline - time.monotonic()))
-        if worker.process.exitcode is None:
+        worker.channel.close()
+        if not worker.process.ends_within(max(0.0, deadline - time.monotonic())):
             worker.process.kill()
-            worker.process.join()
+            worker.process.wait()

@@ -1,0 +1,130 @@
+"""Forked processes and channels between them. Light: `multiprocessing` takes longer to import than a fork."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from typing import Any, Self
+
+_LENGTH_BYTES = 8
+_NAP_SECONDS = 0.002
+
+
+class Channel:
+    """One end of a connection between two processes of a host: what one sends the other receives, in order."""
+
+    def __init__(self, reading: int, writing: int) -> None:
+        self._reading = reading
+        self._writing = writing
+
+    @classmethod
+    def pair(cls) -> tuple[Self, Self]:
+        """Return the two ends of a new connection."""
+        (reading, other_writing), (other_reading, writing) = os.pipe(), os.pipe()
+        return cls(reading, writing), cls(other_reading, other_writing)
+
+    @property
+    def descriptors(self) -> tuple[int, int]:
+        """What another process must inherit to make this end its own: `Channel(*descriptors)`."""
+        return self._reading, self._writing
+
+    def send(self, value: object) -> None:
+        """Send `value`. Raises BrokenPipeError if the other end is closed."""
+        data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+        rest = memoryview(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
+        while rest:
+            rest = rest[os.write(self._writing, rest) :]
+
+    def receive(self) -> Any:
+        """Wait for a value and return it. Raises EOFError if the other end is closed, or was in the middle of one."""
+        return pickle.loads(self._read(int.from_bytes(self._read(_LENGTH_BYTES), "little")))
+
+    def close(self) -> None:
+        """Close this end; the other one learns of it."""
+        os.close(self._reading)
+        os.close(self._writing)
+
+    def _read(self, length_bytes: int) -> bytearray:
+        data = bytearray()
+        while len(data) < length_bytes:
+            part = os.read(self._reading, length_bytes - len(data))
+            if not part:
+                raise EOFError
+            data += part
+        return data
+
+
+def wait_for_any(channels: Iterable[Channel]) -> list[Channel]:
+    """Wait until something can be received, or is known to be closed; return where."""
+    by_descriptor = {channel.descriptors[0]: channel for channel in channels}
+    poll = select.poll()
+    for descriptor in by_descriptor:
+        poll.register(descriptor, select.POLLIN)
+    return [by_descriptor[descriptor] for descriptor, _ in poll.poll()]
+
+
+class Fork:
+    """A process forked from this one that does `work` and ends. The caller must not have threads."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._exit_code: int | None = None
+        self._pid = os.fork()
+        if self._pid == 0:
+            _be_a_process(work)
+
+    def wait(self) -> int:
+        """Wait for the end and return the exit code, negative for a signal."""
+        if self._exit_code is None:
+            self._exit_code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+        return self._exit_code
+
+    def ends_within(self, seconds: float) -> bool:
+        """Tell whether the process ends before so many seconds have passed."""
+        deadline = time.monotonic() + seconds
+        while self._exit_code is None:
+            pid, status = os.waitpid(self._pid, os.WNOHANG)
+            if pid:
+                self._exit_code = os.waitstatus_to_exitcode(status)
+            elif time.monotonic() >= deadline:
+                return False
+            else:
+                time.sleep(_NAP_SECONDS)
+        return True
+
+    def terminate(self) -> None:
+        """Ask the process to end."""
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End the process, whatever it is doing."""
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._exit_code is None:
+            os.kill(self._pid, number)
+
+
+def _be_a_process(work: Callable[[], None]) -> None:
+    """Do `work` in a fork and end: nothing of what the parent was about to do is done here too."""
+    code = 1
+    try:
+        work()
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
