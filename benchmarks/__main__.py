@@ -27,7 +27,7 @@ Reshards a GPT-like checkpoint, weights and two Adam moments, from 8 ranks (data
   torch      with loading into the new mesh and saving by torch.distributed.checkpoint, 4 processes: API and command
   sharing    on an XFS that shares blocks (an image that root can mount), with `cp --reflink=never`: time in the engine
 
-The last three are measured at the smallest size, the frameworks on .ckpt, the sharing on HDF5. What is not installed
+The frameworks are measured at the smallest size, on .ckpt; the sharing at the largest, on HDF5. What is not installed
 is named as missing.
 """
 

@@ -48,7 +48,7 @@ class _Found:
 
 
 def measure(settings: Settings) -> Results:
-    """Measure all that `settings` asks for; peers other than `cp` at the smallest of the sizes."""
+    """Measure all that `settings` asks for: frameworks at the smallest of the sizes, block sharing at the largest."""
     found = _Found()
     smallest = min(settings.sizes_megabytes)
     for megabytes in sorted(settings.sizes_megabytes):
@@ -58,7 +58,7 @@ def measure(settings: Settings) -> Results:
                 against |= {"mindspore", "torch"}
             _convert(settings, found, megabytes, kind, against.intersection(settings.against))
     if "sharing" in settings.against:
-        _share_blocks(settings, found, smallest)
+        _share_blocks(settings, found, max(settings.sizes_megabytes))
     found.rows.append(largest_process("conversion.memory", found.our_runs))
     curves = [Curve(label, tuple(points)) for label, points in found.points.items()]
     return Results("conversion", found.machine, settings.pairs, found.rows, "MB of tensors", curves)

@@ -67,7 +67,7 @@ def measure(commands: Sequence[Sequence[str]], environment: Mapping[str, str] | 
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,
-            env={**os.environ, **(environment or {})},
+            env=_environment(environment or {}),
             cwd=ROOT,
             process_group=0,  # so that all of it can be ended, and an interrupt is ours to pass on
         )
@@ -90,6 +90,12 @@ def measure(commands: Sequence[Sequence[str]], environment: Mapping[str, str] | 
         )
     run = Run(facts["seconds"], facts["peak_bytes"], facts["read_bytes"], facts["written_bytes"])
     return Measured(run, stdout)
+
+
+def _environment(added: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a measured command: that of a user, whose Python keeps the bytecode it has made."""
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return {**inherited, **added}
 
 
 def last_json(stdout: str) -> dict[str, Any]:

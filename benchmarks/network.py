@@ -12,18 +12,23 @@ Shapes = dict[str, tuple[int, ...]]
 ITEM_BYTES = 4
 _LAYERS = 8
 _CUTS = 8  # the most pieces that any dimension here is cut into
+_USUAL_STEP = 128
 _COPIES = ("", "adam_m.", "adam_v.")
 _CUT_BY_COLUMNS = ("projection", "down")
 
 
 def shapes(megabytes: float) -> Shapes:
-    """Return whole shapes: 8 layers of some hidden size and an embedding of about 10 times as many rows.
+    """Return whole shapes: 8 layers of some hidden size, and an embedding whose rows make up the size asked for.
 
-    Hidden size and rows are such that every cut on either side divides them; the rows make up the size asked for.
+    Hidden sizes are multiples of 128, as those of networks in use are; in toys they are just such that every cut on
+    either side divides them.
     """
     elements = int(megabytes * 1_000_000) // (ITEM_BYTES * len(_COPIES))
-    hidden = max(_CUTS, _cut(math.isqrt(elements // (12 * _LAYERS + 10))))
-    rows = max(_CUTS, _cut((elements - _LAYERS * (12 * hidden + 2) * hidden) // hidden))
+    hidden = math.isqrt(elements // (12 * _LAYERS + 10))
+    step = _USUAL_STEP if hidden >= _USUAL_STEP else _CUTS
+    hidden = max(step, hidden - hidden % step)
+    rows = (elements - _LAYERS * (12 * hidden + 2) * hidden) // hidden
+    rows = max(step, rows - rows % step)
     network: Shapes = {"embedding.weight": (rows, hidden)}
     for layer in range(_LAYERS):
         network |= {
@@ -35,10 +40,6 @@ def shapes(megabytes: float) -> Shapes:
             f"layers.{layer}.norm.beta": (hidden,),
         }
     return {prefix + name: shape for prefix in _COPIES for name, shape in network.items()}
-
-
-def _cut(length: int) -> int:
-    return length - length % _CUTS
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,7 @@ TARGETS = {
     "mindspore.by_rank": Target(Figure.FASTER),
     "torch.api": Target(Figure.FASTER, 3, SMALL_MB),
     "torch.command": Target(Figure.FASTER, 8, SMALL_MB),
-    "sharing": Target(Figure.FASTER, 20, SMALL_MB),
+    "sharing": Target(Figure.FASTER, 20),
     "conversion.memory": Target(Figure.PEAK, 200 * MIB),
     # scaling
     "scaling.engine": Target(Figure.FASTER, 1.7, LARGE_MB),
