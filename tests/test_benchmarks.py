@@ -10,6 +10,7 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,13 @@ class TestCommands:
                 assert row["ours"]["written_bytes"]["median"] >= 0.99e6
                 assert row["ours"]["read_bytes"]["median"] >= 0.99e6
                 assert row["peer"]["written_bytes"]["median"] >= row["ours"]["written_bytes"]["median"]
+
+    def test_conversion_beside_the_peers_that_are_installed(self, tmp_path: Path) -> None:
+        against = ["--against", "mindspore", "--against", "torch"]
+        rows = run_benchmark(tmp_path, "conversion", "--megabytes", "1", "--pairs", "1", *against)
+        for key, row in rows.items():
+            if key.startswith(("mindspore.", "torch.")):
+                assert (row["skipped"] is None) == bool(find_spec(key.partition(".")[0])), row["skipped"]
 
     def test_planning(self, tmp_path: Path) -> None:
         rows = run_benchmark(tmp_path, "planning", "--pairs", "1")
