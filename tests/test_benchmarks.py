@@ -74,7 +74,7 @@ class TestCommands:
                 assert row["peer"]["written_bytes"]["median"] >= row["ours"]["written_bytes"]["median"]
 
     def test_conversion_beside_the_peers_that_are_installed(self, tmp_path: Path) -> None:
-        against = ["--against", "mindspore", "--against", "torch"]
+        against = ["--against", "cp", "--against", "mindspore", "--against", "torch", "--format", "ckpt"]
         rows = run_benchmark(tmp_path, "conversion", "--megabytes", "1", "--pairs", "1", *against)
         for key, row in rows.items():
             if key.startswith(("mindspore.", "torch.")):
@@ -154,7 +154,7 @@ def benchmark(folder: Path, *arguments: str | os.PathLike[str]) -> Finished:
     work = folder / "work"
     work.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "benchmarks", *arguments, "--folder", work]
-    finished = run_command(command, cwd=ROOT, check=True)
+    finished = run_command(command, cwd=ROOT, check=True, timeout_seconds=300)
     assert not list(work.iterdir())
     assert str(work) not in Path("/proc/mounts").read_text()
     return finished
