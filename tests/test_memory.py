@@ -36,7 +36,7 @@ from pathlib import Path
 from reshard_mpi import discovery, strategy
 from reshard_mpi.conversion import Conversion
 from reshard_mpi.planning.model import Limits
-from reshard_mpi.runtime import write_file
+from reshard_mpi.writing import write_file
 from reshard_mpi.source import SourceCheckpoint
 
 source, target, src_strategy, dst_strategy = sys.argv[1:]
