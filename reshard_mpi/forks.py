@@ -14,6 +14,8 @@ from typing import Any, Self
 
 _LENGTH_BYTES = 8
 _NAP_SECONDS = 0.002
+_HANDLED = (signal.SIGINT, signal.SIGTERM)
+_INTERRUPTED = 128 + signal.SIGINT
 
 
 class Channel:
@@ -73,12 +75,18 @@ class Fork:
     """A process forked from this one that does `work` and ends. The caller must not have threads."""
 
     def __init__(self, work: Callable[[], None]) -> None:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
         self._exit_code: int | None = None
-        self._pid = os.fork()
-        if self._pid == 0:
-            _be_a_process(work)
+        # A signal that came just after the fork would have the new process go on as if it were this one.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
+        try:
+            self._pid = os.fork()
+            if self._pid == 0:
+                _be_a_process(work, mask)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def wait(self) -> int:
         """Wait for the end and return the exit code, negative for a signal."""
@@ -112,14 +120,20 @@ class Fork:
             os.kill(self._pid, number)
 
 
-def _be_a_process(work: Callable[[], None]) -> None:
-    """Do `work` in a fork and end: nothing of what the parent was about to do is done here too."""
+def _be_a_process(work: Callable[[], None], mask: Iterable[int]) -> None:
+    """Do `work` in a fork and end: nothing of what the parent was about to do is done here too.
+
+    mask: the signals to be blocked meanwhile.
+    """
     code = 1
     try:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         work()
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except KeyboardInterrupt:
+        code = _INTERRUPTED
     except BaseException:
         traceback.print_exc()
     finally:
