@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from reshard_mpi.errors import ReshardError, TransformError, as_reshard_error
 from reshard_mpi.forks import Channel, Fork, wait_for_any
@@ -108,11 +108,11 @@ def convert_with_workers(request: Request, jobs: int | None, progress: Progress)
     """
     if not _may_fork():
         return _convert_elsewhere(request, jobs, progress)
-    reading = _Reading(request)
-    # While that process reads the strategies, this one loads all that the workers need.
-    from reshard_mpi import runtime  # noqa: F401
+    with _Reading(request) as reading:
+        # While that process reads the strategies, this one loads all that the workers need.
+        from reshard_mpi import runtime  # noqa: F401
 
-    strategies = reading.result()
+        strategies = reading.result()
     size = jobs or min(len(os.sched_getaffinity(0)), max(_ALWAYS_USEFUL, strategies.target.world_size))
     workers: list[_Worker] = []
     try:
@@ -148,7 +148,7 @@ def _may_fork() -> bool:
 
 
 class _Reading:
-    """A process that reads the strategies."""
+    """A process that reads the strategies, ended with the block if it has not come to its end by then."""
 
     def __init__(self, request: Request) -> None:
         self._channel, theirs = Channel.pair()
@@ -160,6 +160,15 @@ class _Reading:
         self._process = Fork(work)
         theirs.close()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._process.kill()  # it has nothing to tidy up
+        self._channel.close()
+        self._process.wait()
+
     def result(self) -> Strategies:
         """Return what has been read. Raises what is wrong with it."""
         try:
@@ -167,9 +176,6 @@ class _Reading:
         except EOFError:
             cause = _cause(self._process.wait())
             raise TransformError("the process that reads the strategies died", got=cause) from None
-        finally:
-            self._channel.close()
-            self._process.wait()
         if isinstance(found, ReshardError):
             raise found
         return found

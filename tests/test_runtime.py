@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -381,6 +382,21 @@ def test_a_run_that_is_stopped(tmp_path: Path, capsys: Capture, name: str) -> No
     assert not c.written(1).exists() and not list(c.dst.rglob("*.partial"))
     resume(c, capsys)
     assert_right(c)
+
+
+def test_a_run_that_is_stopped_while_strategies_are_read(tmp_path: Path) -> None:
+    c = four_targets(tmp_path)
+    (tmp_path / "stand_in").mkdir()
+    read = (
+        "import os, signal, time\nfrom reshard_mpi.request import Strategies\n\n"
+        "def read(request):\n    os.kill(os.getppid(), signal.SIGTERM)\n    time.sleep(30)\n\n"
+        "Strategies.read = read\n"
+    )
+    (tmp_path / "stand_in" / "sitecustomize.py").write_text(read)
+    begin = time.monotonic()
+    finished = run(c, "--jobs", "2", env={"PYTHONPATH": str(tmp_path / "stand_in")})
+    assert finished.returncode == 143 and finished.stderr == "" and time.monotonic() - begin < 15, finished
+    assert not c.dst.exists()
 
 
 # Launchers
