@@ -17,7 +17,10 @@ T = TypeVar("T")
 # other PMI launchers, Open MPI, and srun (whose job-wide SLURM_NTASKS every batch shell has, so it is no sign).
 _SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 _RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
-# Waiting ranks look this often whether the others have arrived, at most.
+# Waiting ranks sleep between looking whether the others have arrived: for a small share of what they have waited so far,
+# so that they neither spin nor come late.
+_NAP_SHARE = 0.05
+_SHORTEST_NAP_SECONDS = 0.0002
 _LONGEST_NAP_SECONDS = 0.02
 # Launchers do not pass on what they have not yet read of a process when it aborts its job.
 _SPEAK_SECONDS = 0.2
@@ -81,10 +84,10 @@ class MPIComm:
 
     def _wait_for_all(self) -> None:
         arrived = self._communicator.Ibarrier()
-        nap_seconds = 0.0005
+        begin = time.monotonic()
         while not arrived.Test():
-            time.sleep(nap_seconds)
-            nap_seconds = min(2 * nap_seconds, _LONGEST_NAP_SECONDS)
+            waited_seconds = time.monotonic() - begin
+            time.sleep(min(max(_SHORTEST_NAP_SECONDS, waited_seconds * _NAP_SHARE), _LONGEST_NAP_SECONDS))
 
 
 def launched_size(environment: Mapping[str, str]) -> int:
