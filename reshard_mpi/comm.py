@@ -17,8 +17,8 @@ T = TypeVar("T")
 # other PMI launchers, Open MPI, and srun (whose job-wide SLURM_NTASKS every batch shell has, so it is no sign).
 _SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 _RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
-# Waiting ranks sleep between looking whether the others have arrived: for a small share of what they have waited so far,
-# so that they neither spin nor come late.
+# Waiting ranks sleep between looking whether the others have arrived, for a small share of what they have waited so
+# far: they neither spin nor come late.
 _NAP_SHARE = 0.05
 _SHORTEST_NAP_SECONDS = 0.0002
 _LONGEST_NAP_SECONDS = 0.02
