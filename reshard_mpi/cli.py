@@ -6,6 +6,7 @@ Only what parses arguments is imported here; each command imports what it needs.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import os
@@ -59,19 +60,30 @@ def command() -> NoReturn:
     MPI has things to do when a process ends, and so is left to.
     """
     gc.disable()
+    _open_standard_streams()
     try:
         main()
     except SystemExit as end:
         if "mpi4py.MPI" in sys.modules:
             raise
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):  # whoever cares has been told
+                stream.flush()
         os._exit(end.code if isinstance(end.code, int) else 1)
+
+
+def _open_standard_streams() -> None:
+    """Have streams that are closed lead nowhere: the next file to be opened, a target, would come in their places."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
 
 
 def _complain(error: ReshardError | str) -> None:
     if comm.launched_rank(os.environ) == 0:  # every rank fails alike; once is enough
-        print(f"reshard-mpi: error: {error}", file=sys.stderr, flush=True)
+        from reshard_mpi.report import say
+
+        say(f"reshard-mpi: error: {error}", sys.stderr)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -275,11 +287,13 @@ def _progress(choice: str, world: comm.Comm) -> Bar | Plain | Silent:
 
 
 def _tell(outcome: Outcome) -> None:
+    from reshard_mpi.report import say
+
     for note in outcome.notes:
-        print(f"note: {note}", file=sys.stderr)
+        say(f"note: {note}", sys.stderr)
     if outcome.absent:
         names = ", ".join(outcome.absent[:3]) + (" ..." if len(outcome.absent) > 3 else "")
-        print(f"warning: {len(outcome.absent)} listed parameters are in no source shard: {names}", file=sys.stderr)
+        say(f"warning: {len(outcome.absent)} listed parameters are in no source shard: {names}", sys.stderr)
 
 
 def _plan(options: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
@@ -151,6 +152,12 @@ def summary(outcome: Outcome, seconds: float) -> str:
     return text + (f"; {skipped} were complete already" if skipped else "")
 
 
+def say(text: str, stream: TextIO, end: str = "\n") -> None:
+    """Print at once what a run can do without: nothing is to fail because nobody listens any more."""
+    with contextlib.suppress(OSError):
+        print(text, end=end, file=stream, flush=True)
+
+
 class Progress(Protocol):
     """Is told what happens while targets are written; first, once by every process, which ones it is to write."""
 
@@ -202,15 +209,14 @@ class Plain:
         self._moved_bytes += count_bytes
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + _PLAIN_SECONDS
-            print(f"{format_bytes(self._moved_bytes)} written so far", file=self._stream, flush=True)
+            say(f"{format_bytes(self._moved_bytes)} written so far", self._stream)
 
     def finished(self, report: TargetReport) -> None:
         sources = len(report.read_ranks)
-        print(
+        say(
             f"target {report.rank}: {format_bytes(report.written_bytes)} from {sources} source"
             f" {'rank' if sources == 1 else 'ranks'} in {report.seconds:.2f} s",
-            file=self._stream,
-            flush=True,
+            self._stream,
         )
 
     def close(self) -> None:
@@ -247,9 +253,9 @@ class Bar:
         self._next = now + _REFRESH_SECONDS
         rate = format_rate(self._moved_bytes, now - self._begin)
         text = f"{self._done} of {self._assigned} targets, {format_bytes(self._moved_bytes)}, {rate}"
-        print(f"\r{text:<78}", end="", file=self._stream, flush=True)
+        say(f"\r{text:<78}", self._stream, end="")
 
     def close(self) -> None:
         """End the line."""
         if self._assigned:
-            print(file=self._stream)
+            say("", self._stream)

@@ -422,3 +422,20 @@ def test_output_that_nobody_reads(conversion: Conversion) -> None:
     command = " ".join([*COMMAND, "inspect", str(conversion.shard(0))])
     finished = run_command(["bash", "-c", f"set -o pipefail; {command} | true"])
     assert finished.returncode == 0 and finished.stderr == "", finished
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+@pytest.mark.parametrize("to", ["2>&1 | true", "2>/dev/full", ">&- 2>&-", "<&- >&-"])
+def test_a_transform_that_nobody_listens_to(conversion: Conversion, jobs: str, to: str) -> None:
+    command = " ".join([*COMMAND, *conversion.arguments("transform", "--jobs", jobs)])
+    finished = run_command(["bash", "-c", f"set -o pipefail; {command} {to}"])
+    assert finished.returncode == 0, finished
+    assert_right(conversion)
+
+
+def test_failures_that_nobody_listens_to(conversion: Conversion) -> None:
+    conversion.dst.mkdir()
+    (conversion.dst / "rank_1").write_text("in the way")
+    for jobs in ("1", "2"):
+        command = " ".join([*COMMAND, *conversion.arguments("transform", "--resume", "--jobs", jobs)])
+        assert run_command(["bash", "-c", f"set -o pipefail; {command} 2>&1 | true"]).returncode == 4
