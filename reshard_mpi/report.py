@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import pickle
 import sys
 import time
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TextIO
@@ -46,10 +48,22 @@ class TargetReport(NamedTuple):
 
 
 class Reserved(NamedTuple):
-    """A target that several processes fill: it is there, but for its payloads, in the file that `manifest` names."""
+    """A target that several processes fill: it is there, but for its payloads, in the file that `manifest` names.
+
+    Every process is told of all of them, and needs few, so they come packed.
+    """
 
     rank: int
-    manifest: Manifest
+    packed: bytes
+
+    @classmethod
+    def of(cls, rank: int, manifest: Manifest) -> Reserved:
+        return cls(rank, zlib.compress(pickle.dumps(manifest), level=1))
+
+    def manifest(self) -> Manifest:
+        """Return where everything has its place."""
+        manifest: Manifest = pickle.loads(zlib.decompress(self.packed))
+        return manifest
 
 
 class Filled(NamedTuple):

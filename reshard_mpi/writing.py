@@ -101,7 +101,7 @@ class Writer:
             publication = publications.enter_context(self._journal.writing(rank, self._run.path(rank)))
             manifest = self._format.reserve(str(publication.partial), plan.shard)
             self._led[rank] = _Led(plan, publication, begin)
-            return Outcome(reserved=(Reserved(rank, manifest),))
+            return Outcome(reserved=(Reserved.of(rank, manifest),))
 
         shared = {share.target for share in self._work.shares}
         ranks = [rank for rank in self._work.leads if rank in shared and rank in self._due]
@@ -113,13 +113,14 @@ class Writer:
 
     def _fill(self, begun: Sequence[Outcome]) -> Outcome:
         """Fill this process's shares of the targets that have been reserved."""
-        manifests = {reserved.rank: reserved.manifest for outcome in begun for reserved in outcome.reserved}
+        reservations = {reserved.rank: reserved for outcome in begun for reserved in outcome.reserved}
         outcomes = []
         for share in self._work.shares:
-            manifest = manifests.get(share.target)
-            if manifest is not None:
+            reserved = reservations.get(share.target)
+            if reserved is not None:
 
-                def fill(rank: int, manifest: Manifest = manifest, share: Share = share) -> Outcome:
+                def fill(rank: int, reserved: Reserved = reserved, share: Share = share) -> Outcome:
+                    manifest = reserved.manifest()
                     span = share.range_of(Path(manifest.path).stat().st_size)
                     plan = self._led[rank].plan if rank in self._led else self._plan_of(rank)
                     self._progress.started(rank, span[1] - span[0])

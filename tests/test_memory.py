@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 import sys
 import tempfile
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,8 +20,9 @@ from reshard_mpi import formats
 from reshard_mpi.box import Box
 from reshard_mpi.dtypes import BY_NAME
 from reshard_mpi.layout import Layout
-from reshard_mpi.manifest import ShardIdentity, ShardSpec, TensorSpec
+from reshard_mpi.manifest import ByteRange, Manifest, Segments, ShardIdentity, ShardSpec, TensorEntry, TensorSpec
 from reshard_mpi.placement import Placement, Strategy
+from reshard_mpi.report import Reserved
 from reshard_mpi.strategy import mindspore, table
 from reshard_mpi.strategy.stages import to_stage_files
 from reshard_mpi.units import GIB, MIB
@@ -99,6 +102,23 @@ def test_one_tensor_of_2_gib_column_wise(fast_folder: Path) -> None:
             print(f"without the bound: peak {unbounded.peak_rss_bytes / MIB:.0f} MiB")
             assert unbounded.peak_rss_bytes > BOUND_BYTES
         shutil.rmtree(fast_folder / kind)
+
+
+def test_what_every_process_is_told_of_targets_filled_together() -> None:
+    box = Box((1024, 0), (2048, 4096))
+
+    def entry(at: int) -> TensorEntry:
+        source = Segments((ByteRange("/dst/rank_1/.partial", at * 8 * MIB, 8 * MIB),))
+        return TensorEntry(f"layers.{at}.weight", BY_NAME["bfloat16"], box.shape, source, box, (4096, 4096))
+
+    manifest = Manifest("/dst/rank_1/.partial", "hdf5", {entry(at).name: entry(at) for at in range(10_000)}, {})
+    told = pickle.dumps([Reserved.of(1, manifest)] * 2)
+    tracemalloc.start()
+    first, _ = pickle.loads(told)
+    held_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held_bytes < MIB / 2
+    assert first.rank == 1 and first.manifest() == manifest
 
 
 def _write_source(base: Path, kind: str) -> Path:
