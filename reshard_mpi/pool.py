@@ -113,7 +113,8 @@ def convert_with_workers(request: Request, jobs: int | None, progress: Progress)
         from reshard_mpi import runtime  # noqa: F401
 
         strategies = reading.result()
-    size = jobs or min(len(os.sched_getaffinity(0)), max(_ALWAYS_USEFUL, strategies.target.world_size))
+    targets = len(request.ranks) if request.ranks else strategies.target.world_size
+    size = jobs or min(len(os.sched_getaffinity(0)), max(_ALWAYS_USEFUL, targets))
     workers: list[_Worker] = []
     try:
         for rank in range(size):

@@ -74,5 +74,6 @@ class Plan(NamedTuple):
             )
         widths = [max(len(row[column]) for row in rows) for column in range(5)]
         lines = ["  ".join([*(f"{cell:>{width}}" for cell, width in zip(row, widths)), row[5]]) for row in rows]
-        total = f"{len(self.targets)} targets, {format_bytes(self.written_bytes)}"
+        count = len(self.targets)
+        total = f"{count} {'target' if count == 1 else 'targets'}, {format_bytes(self.written_bytes)}"
         return "\n".join([*lines, f"{total}; each process needs at most {format_bytes(self.peak_bytes)} of memory"])
