@@ -144,7 +144,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-_JOBS_HELP = "local processes (default: one a core, but no more than 8 or the targets; 1 under a launcher)"
+_JOBS_HELP = "local processes (default: one a core, up to 8 or the number of targets, the more; 1 under a launcher)"
 
 
 def _add_conversion(parser: argparse.ArgumentParser) -> None:
