@@ -32,6 +32,7 @@ _START = "from reshard_mpi.pool import parent_main; parent_main(*{descriptors})"
 # What must not be there when a process is forked: libraries whose state does not survive it.
 _NOT_TO_FORK = ("h5py", "mpi4py.MPI")
 _THREADS = Path("/proc/self/task")
+_LOOK_AT_MEMORY = "run again; if it was killed from outside, make sure there is memory for it"
 _PROGRESS_SECONDS = 0.1
 _STOP_SECONDS = 10.0
 # So many processes move the bytes of even a single target faster; more would only wait for the same disk.
@@ -176,7 +177,8 @@ class _Reading:
             found: Strategies | ReshardError = self._channel.receive()
         except EOFError:
             cause = _cause(self._process.wait())
-            raise TransformError("the process that reads the strategies died", got=cause) from None
+            problem = "the process that reads the strategies died"
+            raise TransformError(problem, expected="what they say", got=cause, remedy=_LOOK_AT_MEMORY) from None
         if isinstance(found, ReshardError):
             raise found
         return found
@@ -212,7 +214,8 @@ def _convert_elsewhere(request: Request, jobs: int | None, progress: Progress) -
                 break
             _tell(progress, kind, value)
     except (EOFError, ConnectionResetError, BrokenPipeError):
-        raise TransformError("the parent of the worker processes died", got=_cause(process.wait())) from None
+        problem, cause = "the parent of the worker processes died", _cause(process.wait())
+        raise TransformError(problem, expected="a result", got=cause, remedy=_LOOK_AT_MEMORY) from None
     finally:
         ours.close()
         process.terminate()

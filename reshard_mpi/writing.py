@@ -194,6 +194,6 @@ def _require_all(rank: int, works: Sequence[Work], parts: Sequence[Outcome]) -> 
         if filled is None:
             errors = [failure.error for failure in part.failures if failure.rank == rank]
             errors += [failure.error for failure in part.failures]  # of a process that died
-            raise errors[0] if errors else TransformError("a process did not fill its part of the target")
+            raise errors[0] if errors else TransformError("a process did not fill its part", expected="a whole target")
         found.append(filled)
     return found

@@ -238,3 +238,28 @@ def test_more_sources_than_may_be_open_at_once(tmp_path: Path, monkeypatch: pyte
                 opened.read_into(ByteRange(str(path), 0, 1), memoryview(buffer))
                 assert buffer[0] == number, round_number
         assert len(list(Path("/proc/self/fd").iterdir())) < 100
+
+
+@pytest.mark.parametrize(
+    ("span", "advised"), [(None, ["b"]), ((0, 1 << 18), []), ((1 << 18, 1 << 19), []), ((5, 1 << 19), ["b"])]
+)
+def test_only_what_a_process_fills_is_read_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, span: tuple[int, int] | None, advised: list[str]
+) -> None:
+    size, box = 1 << 18, Box.whole((1 << 18,))
+    target = tmp_path / "target"
+    target.write_bytes(bytes(2 * size))
+    tensors, places = [], {}
+    for number, name in enumerate("ab"):
+        path = tmp_path / name
+        path.write_bytes(bytes([number + 1]) * (size + 1))
+        source = TensorEntry(name, BY_NAME["uint8"], box.shape, Segments((ByteRange(str(path), 1, size),)))
+        tensors.append(TensorPlan(TensorSpec(name, BY_NAME["uint8"], box.shape, box), (Copy(0, source, box, box),)))
+        place = Segments((ByteRange(str(target), number * size, size),))
+        places[name] = TensorEntry(name, BY_NAME["uint8"], box.shape, place)
+    plan = RankPlan(0, 0, NOWHERE, tuple(tensors), {}, (), (), (), (), frozenset())
+    seen = []
+    monkeypatch.setattr(Files, "advise", lambda _, part: seen.append(Path(part.path).name))
+    limits = Limits(base_bytes=0, buffer_bytes=4096, window_bytes=4096)
+    write_shard(plan, Manifest(str(target), "none", places), span=span, limits=limits, on_bytes=lambda _: None)
+    assert seen == advised

@@ -6,8 +6,9 @@ read straight to their places in a buffer. Only the rest is gathered by numpy, w
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import pairwise, zip_longest
+from collections.abc import Callable, Iterator
+from itertools import chain, pairwise
+from typing import NamedTuple
 
 from reshard_mpi.box import Box, common_runs, run_length
 from reshard_mpi.engine.files import Files, OnBytes, Traffic
@@ -46,22 +47,36 @@ def write_shard(plan: RankPlan, target: Manifest, *, span: Span | None, limits: 
     buffer = memoryview(bytearray(limits.buffer_bytes))
     with Files(on_bytes) as files:
         scatter = Scatter(files)
-        for tensor, following in zip_longest(plan.tensors, plan.tensors[1:]):
-            if following is not None:
-                _read_ahead(files, following, target.tensors[following.spec.name])
-            place = target.tensors[tensor.spec.name].source
-            assert isinstance(place, Segments)
-            stream, box = Stream(place), tensor.spec.box
-            first, last = stream.within(span)
-            if first == last:
-                continue
+        for part, following in pairwise(chain(_parts_within(plan, target, span), (None,))):
+            assert part is not None
+            if following is not None and following.span[0] == 0:
+                _read_ahead(files, following.tensor, target.tensors[following.tensor.spec.name])
+            tensor, box = part.tensor, part.tensor.spec.box
             if all(_in_long_runs(copy, box) for copy in tensor.copies):
-                _copy_runs(files, tensor, stream, (first, last), buffer)
+                _copy_runs(files, tensor, part.place, part.span, buffer)
             elif all(_in_source_order(copy, box) for copy in tensor.copies):
-                _fill_blocks(files, tensor, stream, (first, last), buffer, scatter.fill)
+                _fill_blocks(files, tensor, part.place, part.span, buffer, scatter.fill)
             else:
-                _fill_blocks(files, tensor, stream, (first, last), buffer, _gathering(files, limits))
+                _fill_blocks(files, tensor, part.place, part.span, buffer, _gathering(files, limits))
         return files.traffic
+
+
+class _Part(NamedTuple):
+    """What of one tensor is to be written: the bytes `span` of its row-major order, which `place` has."""
+
+    tensor: TensorPlan
+    place: Stream
+    span: Span
+
+
+def _parts_within(plan: RankPlan, target: Manifest, span: Span | None) -> Iterator[_Part]:
+    for tensor in plan.tensors:
+        content = target.tensors[tensor.spec.name].source
+        assert isinstance(content, Segments)
+        place = Stream(content)
+        first, last = place.within(span)
+        if first < last:
+            yield _Part(tensor, place, (first, last))
 
 
 def _read_ahead(files: Files, tensor: TensorPlan, place: TensorEntry) -> None:
