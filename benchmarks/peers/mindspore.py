@@ -12,20 +12,25 @@ from benchmarks.measure import PROGRAMS, Run, measure, settle
 
 
 @dataclass(frozen=True, slots=True)
-class TransformCheckpoints:
-    """`mindspore.transform_checkpoints` with `processes` processes, as a whole command."""
+class _Tool:
+    """One of MindSpore's functions, run by the `interpreter` that has it in so many processes."""
 
     checkpoint: Checkpoint
     output: Path
     interpreter: str
     processes: int
 
+    def missing(self) -> str | None:
+        return lacks(self.interpreter, "mindspore", "--mindspore")
+
+
+@dataclass(frozen=True, slots=True)
+class TransformCheckpoints(_Tool):
+    """`mindspore.transform_checkpoints` with `processes` processes, as a whole command."""
+
     @property
     def name(self) -> str:
         return f"MindSpore transform_checkpoints, process_num={self.processes}"
-
-    def missing(self) -> str | None:
-        return lacks(self.interpreter, "mindspore", "--mindspore")
 
     def run(self) -> Run:
         _clear(self.output)
@@ -34,20 +39,12 @@ class TransformCheckpoints:
 
 
 @dataclass(frozen=True, slots=True)
-class TransformByRank:
+class TransformByRank(_Tool):
     """`mindspore.transform_checkpoint_by_rank` for every target rank, shared out over `processes` interpreters."""
-
-    checkpoint: Checkpoint
-    output: Path
-    interpreter: str
-    processes: int
 
     @property
     def name(self) -> str:
         return f"MindSpore transform_checkpoint_by_rank, {self.processes} processes"
-
-    def missing(self) -> str | None:
-        return lacks(self.interpreter, "mindspore", "--mindspore")
 
     def run(self) -> Run:
         _clear(self.output)
