@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 import traceback
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 from reshard_mpi.errors import ReshardError, UsageError
+from reshard_mpi.hosts import Identity, distinct_names, host_name
 
 T = TypeVar("T")
 
@@ -29,7 +31,7 @@ _SPEAK_SECONDS = 0.2
 class Comm(Protocol):
     """A group of processes that run the same program.
 
-    hosts: for every process, by rank, what names its host.
+    hosts: for every process, by rank, the name of its host, which no other host of the group has.
     """
 
     @property
@@ -39,7 +41,7 @@ class Comm(Protocol):
     def size(self) -> int: ...
 
     @property
-    def hosts(self) -> Sequence[int]: ...
+    def hosts(self) -> Sequence[str]: ...
 
     def allgather(self, value: T, step: str) -> list[T]:
         """Return the values of all processes, by rank, to each. step: what the processes have just done.
@@ -54,7 +56,9 @@ class SerialComm:
 
     rank = 0
     size = 1
-    hosts = (0,)
+
+    def __init__(self) -> None:
+        self.hosts = (host_name(os.environ),)
 
     def allgather(self, value: T, step: str) -> list[T]:
         return [value]
@@ -67,15 +71,8 @@ class MPIComm:
         self._communicator = communicator
         self.rank: int = communicator.Get_rank()
         self.size: int = communicator.Get_size()
-        self.hosts: Sequence[int] = self._find_hosts()
-
-    def _find_hosts(self) -> list[int]:
-        """Return the lowest rank on the host of every rank."""
-        self._wait_for_all()
-        neighbours = self._communicator.Split_type(_import_mpi().COMM_TYPE_SHARED)
-        lowest: int = neighbours.bcast(self.rank)
-        neighbours.Free()
-        return self.allgather(lowest, "named its host")
+        # Asking MPI which ranks share memory gives every one of them a host of its own under some launchers.
+        self.hosts: Sequence[str] = distinct_names(self.allgather(Identity.local(os.environ), "named its host"))
 
     def allgather(self, value: T, step: str) -> list[T]:
         self._wait_for_all()

@@ -21,6 +21,7 @@ from typing import Any, Self, TypeVar
 
 from reshard_mpi.errors import ReshardError, TransformError, as_reshard_error
 from reshard_mpi.forks import Channel, Fork, wait_for_any
+from reshard_mpi.hosts import host_name
 from reshard_mpi.report import Failure, Outcome, Progress, TargetReport
 from reshard_mpi.request import Request, Strategies
 from reshard_mpi.signals import INTERRUPTED, exit_when_terminated
@@ -46,7 +47,7 @@ class PipeComm:
         self._channel = channel
         self.rank = rank
         self.size = size
-        self.hosts = (0,) * size
+        self.hosts = (host_name(os.environ),) * size
 
     def allgather(self, value: T, step: str) -> list[T]:
         self._channel.send(("gather", value))
@@ -90,6 +91,7 @@ class PipeProgress:
 class _Worker:
     """A worker and what is known of it: the targets it has still to make, the one it is at, those it has made."""
 
+    rank: int
     process: Fork
     channel: Channel
     to_make: tuple[int, ...] = ()
@@ -240,7 +242,7 @@ def _start(others: list[_Worker], request: Request, strategies: Strategies, rank
 
     process = Fork(work)
     theirs.close()
-    return _Worker(process, ours)
+    return _Worker(rank, process, ours)
 
 
 def _work(channel: Channel, request: Request, strategies: Strategies, rank: int, size: int) -> None:
@@ -301,7 +303,7 @@ def _serve(workers: list[_Worker], progress: Progress) -> Outcome:
                     worker.channel.send(values)
     if isinstance(result, ReshardError):
         raise result
-    return result if result is not None else lost
+    return result if result is not None else lost._replace(processes=len(workers))
 
 
 def _tell(progress: Progress, kind: str, arguments: tuple[Any, ...]) -> None:
@@ -329,7 +331,8 @@ def _death(worker: _Worker) -> Outcome:
     error = TransformError("a worker process died", expected="a result", got=f"{_cause(code)} {at}", remedy=hint)
     made = {report.rank for report in worker.made}
     left = sorted({*worker.to_make} - made, key=lambda rank: (rank != worker.target, rank))
-    return Outcome(worker.made, tuple(Failure(rank, error) for rank in left) or (Failure(None, error),))
+    host = host_name(os.environ)
+    return Outcome(worker.made, tuple(Failure(rank, worker.rank, host, error) for rank in left or (None,)))
 
 
 def _cause(exit_code: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import pickle
 import sys
@@ -16,6 +17,7 @@ from reshard_mpi.errors import ReshardError, TransformError
 from reshard_mpi.units import format_bytes, format_rate
 
 if TYPE_CHECKING:  # this module is loaded before the engine is, to tell of it
+    from reshard_mpi.comm import Comm
     from reshard_mpi.manifest import Manifest
     from reshard_mpi.planning.model import Beginning, Held, Moment
 
@@ -76,10 +78,32 @@ class Filled(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """What went wrong, and for which target rank (None: before any target)."""
+    """What went wrong, for which target rank (None: for none), and in which process of the run, on which host."""
 
     rank: int | None
+    process: int
+    host: str
     error: ReshardError
+
+    @classmethod
+    def here(cls, rank: int | None, comm: Comm, error: ReshardError) -> Failure:
+        """Return what went wrong in this process of `comm`."""
+        return cls(rank, comm.rank, comm.hosts[comm.rank], error)
+
+    def named(self, *, alone: bool) -> ReshardError:
+        """Return the error, its problem beginning with what failed and where.
+
+        alone: the run has but one process, so there is no need to say which.
+        """
+        target = "" if self.rank is None or self._is_named() else f"target rank {self.rank}"
+        place = "" if alone else f"process {self.process} on host {self.host}"
+        about = f"{target} ({place})" if target and place else target or place
+        named = copy.copy(self.error).with_traceback(self.error.__traceback__)
+        named.problem = f"{about}: {named.problem}" if about else named.problem
+        return named
+
+    def _is_named(self) -> bool:
+        return f"target rank {self.rank}" in self.error.problem
 
 
 class Outcome(NamedTuple):
@@ -117,14 +141,14 @@ class Outcome(NamedTuple):
         """Raise what refused the run, or a TransformError that names the targets that failed."""
         if not self.failures:
             return
-        first = self.failures[0]
-        if len(self.failures) == 1 and first.rank is None:
-            raise first.error
-        where = "" if first.rank is None else f"target rank {first.rank}: "
         ranks = sorted({failure.rank for failure in self.failures if failure.rank is not None})
+        first = next((failure for failure in self.failures if failure.rank is not None), self.failures[0])
+        alone = self.processes <= 1
+        if not ranks:
+            raise first.named(alone=alone)
         done = sum(not target.skipped for target in self.targets)
         raise TransformError(
-            f"{len(ranks)} of {len(ranks) + len(self.targets)} targets failed; the first: {where}{first.error}",
+            f"{len(ranks)} of {len(ranks) + len(self.targets)} targets failed; the first: {first.named(alone=alone)}",
             got=f"failed: {', '.join(map(str, ranks))}; complete: {done}",
             remedy="mend the cause and run the same command with --resume",
         )
@@ -133,9 +157,7 @@ class Outcome(NamedTuple):
         """Return the outcome as plain values."""
         return {
             "targets": [target._asdict() for target in self.targets],
-            "failures": [
-                {"rank": f.rank, "kind": type(f.error).__name__, "error": str(f.error)} for f in self.failures
-            ],
+            "failures": [{**f._asdict(), "kind": type(f.error).__name__, "error": str(f.error)} for f in self.failures],
             "absent": list(self.absent),
             "notes": list(self.notes),
         }

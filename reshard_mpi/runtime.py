@@ -31,6 +31,8 @@ T = TypeVar("T")
 
 # Plans kept from the refusal phase to the writing phase; beyond, planning again costs less than the memory would.
 _MAX_KEPT_PLANS = 4
+# What is told to all processes and refuses the run; anything else is a bug, and ends it.
+_EXPECTED = (ReshardError, OSError, MemoryError)
 
 
 def convert(request: Request, comm: Comm, progress: Progress, strategies: Strategies | None = None) -> Outcome:
@@ -42,8 +44,8 @@ def convert(request: Request, comm: Comm, progress: Progress, strategies: Strate
     """
     planner = _Planner(request, comm, strategies)
     planned = _plan_together(planner, comm)
-    _refuse(comm.allgather(planner.begin(), "begun"))
-    written = planner.writer(progress).write(comm)
+    _refuse(comm.allgather(planner.begin(), "begun"), comm)
+    written = planner.writer(progress).write()
     return Outcome(notes=planned.notes, processes=comm.size).joined(
         comm.allgather(planner.outcome.joined([written]), "written")
     )
@@ -67,7 +69,7 @@ def _plan_together(planner: _Planner, comm: Comm) -> Outcome:
     Returns what is to be said of the plans together.
     """
     outcomes = comm.allgather(planner.plan(), "planned")
-    _refuse(outcomes)
+    _refuse(outcomes, comm)
     for stage in differing_stages(held for outcome in outcomes for held in outcome.held):
         names = _gather(comm, planner.names(stage), "named parameters")
         require_same_names({rank: held for share in names for rank, held in share.items()}, planner.source)
@@ -78,23 +80,24 @@ def _plan_together(planner: _Planner, comm: Comm) -> Outcome:
 def _gather(comm: Comm, value: T, step: str) -> list[T]:
     """Return the values of all processes; raise, on all alike, what ended one of them before it could say its own."""
     values = comm.allgather(value, step)
-    _refuse([lost for lost in values if isinstance(lost, Outcome)])
+    _refuse([lost for lost in values if isinstance(lost, Outcome)], comm)
     return values
 
 
-def _refuse(outcomes: Sequence[Outcome]) -> None:
+def _refuse(outcomes: Sequence[Outcome], comm: Comm) -> None:
     """Raise the first of the errors that the processes found while planning, if any."""
     failures = [failure for outcome in outcomes for failure in outcome.failures]
     if not failures:
         require_one_moment(moment for outcome in outcomes for moment in outcome.moments)
         return
     first = failures[0]
+    # What is wrong for some processes only may be wrong on their hosts, as where a file system is not mounted.
+    everywhere = len({failure.process for failure in failures}) == comm.size
+    error = first.named(alone=everywhere or len(set(comm.hosts)) == 1)
     others = {failure.rank for failure in failures} - {first.rank, None}
-    if first.rank is not None and f"target rank {first.rank}" not in first.error.problem:
-        first.error.problem = f"target rank {first.rank}: {first.error.problem}"
     if others:
-        first.error.problem += f" (and {len(others)} more {'target is' if len(others) == 1 else 'targets are'} refused)"
-    raise first.error
+        error.problem += f" (and {len(others)} more {'target is' if len(others) == 1 else 'targets are'} refused)"
+    raise error
 
 
 class _Opened(NamedTuple):
@@ -127,8 +130,8 @@ class _Planner:
             journal = run.journal()
             journal.check()
             works = divide(run.conversion.target_weights(run.targets), self._comm.hosts)
-        except (ReshardError, OSError) as error:
-            return Outcome(failures=(Failure(None, as_reshard_error(error)),))
+        except _EXPECTED as error:
+            return Outcome(failures=(Failure.here(None, self._comm, as_reshard_error(error)),))
         self._opened = _Opened(run, journal, works)
         work = works[self._comm.rank]
         outcomes = [self._plan_target(self._opened, rank, leads=True) for rank in work.leads]
@@ -142,15 +145,15 @@ class _Planner:
         try:
             if self._due:
                 opened.journal.begin()
-        except (ReshardError, OSError) as error:
-            return Outcome(failures=(Failure(None, as_reshard_error(error)),))
+        except _EXPECTED as error:
+            return Outcome(failures=(Failure.here(None, self._comm, as_reshard_error(error)),))
         return Outcome()
 
     def writer(self, progress: Progress) -> Writer:
         """Return what writes that has been planned."""
         opened = self._require_opened()
-        process, due = self._comm.rank, frozenset(self._due)
-        return Writer(opened.run, opened.journal, opened.works, process, self._plan_of, due, progress)
+        due = frozenset(self._due)
+        return Writer(opened.run, opened.journal, opened.works, self._comm, self._plan_of, due, progress)
 
     def names(self, stage: int) -> dict[int, tuple[str, ...]]:
         """Return what strategies place on the target ranks of `stage`; of ranks that have the same, one."""
@@ -162,8 +165,8 @@ class _Planner:
             if opened.journal.is_done(rank, path):
                 return Outcome((self._skipped(run, rank),)) if leads else Outcome()
             plan = run.conversion.plan(rank, checked=leads)
-        except (ReshardError, OSError) as error:
-            return Outcome(failures=(Failure(rank, as_reshard_error(error)),))
+        except _EXPECTED as error:
+            return Outcome(failures=(Failure.here(rank, self._comm, as_reshard_error(error)),))
         self._due.append(rank)
         if len(self._plans) < _MAX_KEPT_PLANS:
             self._plans[rank] = plan

@@ -35,7 +35,8 @@ class _Led(NamedTuple):
 class Writer:
     """What one process of a run does to write its part of the targets.
 
-    works: the work of every process. plan_of: the plan of a target. due: the targets that are to be written at all.
+    works: the work of every process of `comm`. plan_of: the plan of a target. due: the targets that are to be written
+    at all.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class Writer:
         run: Run,
         journal: Journal | Unrecorded,
         works: Sequence[Work],
-        process: int,
+        comm: Comm,
         plan_of: Callable[[int], RankPlan],
         due: frozenset[int],
         progress: Progress,
@@ -51,8 +52,8 @@ class Writer:
         self._run = run
         self._journal = journal
         self._works = works
-        self._process = process
-        self._work = works[process]
+        self._comm = comm
+        self._work = works[comm.rank]
         self._plan_of = plan_of
         self._due = due
         self._progress = progress
@@ -60,7 +61,7 @@ class Writer:
         self._format = formats.by_name(run.format)
         self._led: dict[int, _Led] = {}
 
-    def write(self, comm: Comm) -> Outcome:
+    def write(self) -> Outcome:
         """Write what falls to this process and return what it has led; failures do not stop the others.
 
         Shared targets are filled last, so that processes that have finished wait as little as can be for others.
@@ -70,9 +71,9 @@ class Writer:
             return self._write_alone()
         with ExitStack() as publications:
             begun = self._reserve(publications)
-            together = comm.allgather(begun, "reserved")
+            together = self._comm.allgather(begun, "reserved")
             alone = self._write_alone()
-            parts = comm.allgather(self._fill(together), "filled")
+            parts = self._comm.allgather(self._fill(together), "filled")
             shared = self._publish(parts)
         return Outcome(failures=begun.failures).joined([alone, shared])
 
@@ -137,18 +138,41 @@ class Writer:
 
         def publish(rank: int) -> Outcome:
             led = self._led[rank]
-            filled = _require_all(rank, self._works, parts)
+            filled, failures = self._parts_of(rank, parts)
+            if failures:
+                return Outcome(failures=failures)
             self._format.seal(str(led.publication.partial))
             led.publication.publish()
             return self._finished(led.plan, led.begin, filled)
 
         return Outcome().joined([self._attempt(rank, publish) for rank in self._led])
 
+    def _parts_of(self, rank: int, parts: Sequence[Outcome]) -> tuple[list[Filled], tuple[Failure, ...]]:
+        """Return what every process that shares the target `rank` has filled, and the failures of those that have not.
+
+        parts: what every process says of its own work; in place of one that died, what became of it.
+        """
+        found: list[Filled] = []
+        failures: list[Failure] = []
+        for process, (work, part) in enumerate(zip(self._works, parts)):
+            if rank not in {share.target for share in work.shares}:
+                continue
+            own = [filled for filled in part.filled if filled.rank == rank]
+            if own:
+                found += own
+                continue
+            of_rank = [failure for failure in part.failures if failure.rank == rank]
+            of_process = [failure._replace(rank=rank) for failure in part.failures]
+            error = TransformError("a process did not fill its part", expected="a whole target")
+            unknown = Failure(rank, process, self._comm.hosts[process], error)
+            failures.append([*of_rank, *of_process, unknown][0])
+        return found, tuple(failures)
+
     def _attempt(self, rank: int, do: Callable[[int], Outcome]) -> Outcome:
         try:
             return do(rank)
         except _EXPECTED as error:
-            return Outcome(failures=(Failure(rank, as_reshard_error(error, self._run.path(rank))),))
+            return Outcome(failures=(Failure.here(rank, self._comm, as_reshard_error(error, self._run.path(rank))),))
 
     def _finished(self, plan: RankPlan, begin: float, filled: Sequence[Filled]) -> Outcome:
         report = TargetReport(
@@ -161,7 +185,7 @@ class Writer:
             mapped_bytes=sum(part.mapped_bytes for part in filled),
             seconds=time.monotonic() - begin,
             engine_seconds=max(part.seconds for part in filled),
-            process=self._process,
+            process=self._comm.rank,
             processes=len(filled),
         )
         self._progress.finished(report)
@@ -182,18 +206,3 @@ def _fill(
     begin = time.monotonic()
     traffic = write_shard(plan, manifest, span=span, limits=limits, on_bytes=on_bytes)
     return Filled(plan.target_rank, traffic.requested_bytes, traffic.mapped_bytes, time.monotonic() - begin)
-
-
-def _require_all(rank: int, works: Sequence[Work], parts: Sequence[Outcome]) -> list[Filled]:
-    """Return what the processes that share the target `rank` have filled. Raises what stopped one of them."""
-    found = []
-    for work, part in zip(works, parts):
-        if rank not in {share.target for share in work.shares}:
-            continue
-        filled = next((filled for filled in part.filled if filled.rank == rank), None)
-        if filled is None:
-            errors = [failure.error for failure in part.failures if failure.rank == rank]
-            errors += [failure.error for failure in part.failures]  # of a process that died
-            raise errors[0] if errors else TransformError("a process did not fill its part", expected="a whole target")
-        found.append(filled)
-    return found

@@ -84,6 +84,11 @@ def doing(folder: Path, do: str, when: str = "plan.target_rank == 1") -> dict[st
     return {"PYTHONPATH": path, **ONE_THREAD}
 
 
+def place(process: int) -> str:
+    """Return how a message says which process of a run on this host failed."""
+    return f" (process {process} on host {os.uname().nodename})"
+
+
 # The same bytes
 
 
@@ -149,7 +154,7 @@ def test_functions_on_every_rank(reference: Conversion, tmp_path: Path, mpirun: 
 
 def assert_others_complete(c: Conversion, finished: Finished) -> None:
     assert finished.returncode == 4, finished
-    assert finished.stderr.count("1 of 4 targets failed; the first: target rank 1: ") == 1, finished
+    assert finished.stderr.count("1 of 4 targets failed; the first: target rank 1") == 1, finished
     assert "got: failed: 1; complete: 3" in finished.stderr and "--resume" in finished.stderr
     assert "Traceback" not in finished.stderr and "wrote" not in finished.stdout
 
@@ -162,7 +167,10 @@ def test_a_target_that_cannot_be_written(tmp_path: Path, capsys: Capture, jobs: 
     finished = run(c, "--jobs", jobs, "--report", str(tmp_path / "report.json"))
     assert_others_complete(c, finished)
     assert f"{c.dst}/rank_1" in finished.stderr
-    assert '"rank": 1,\n   "kind": "ReshardError"' in (tmp_path / "report.json").read_text()
+    (failure,) = json.loads((tmp_path / "report.json").read_text())["failures"]
+    assert (failure["rank"], failure["kind"], failure["host"]) == (1, "ReshardError", os.uname().nodename)
+    assert failure["process"] == {"1": 0, "2": 1}[jobs]
+    assert f"target rank 1{place(1) if jobs == '2' else ''}: the file system refused" in finished.stderr
     (c.dst / "rank_1").unlink()
     assert_right(c, (0, 2, 3))
     said = resume(c, capsys)
@@ -192,7 +200,8 @@ def test_a_file_system_without_room(tmp_path: Path, capsys: Capture, kind: str, 
     limited = ["bash", "-c", 'ulimit -f 256; exec "$@"', "-", *COMMAND, *c.arguments("transform", "--jobs", jobs)]
     finished = run_command(limited)
     assert finished.returncode == 4, finished
-    assert "1 of 2 targets failed; the first: target rank 1: the file system refused" in finished.stderr, finished
+    named = f"target rank 1{place(0) if jobs == '2' else ''}"
+    assert f"1 of 2 targets failed; the first: {named}: the file system refused" in finished.stderr, finished
     assert "File too large" in finished.stderr and "rank_1/" in finished.stderr
     assert set(c.dst.glob("rank_*/*")) == {c.written(0)}
     resume(c, capsys)
@@ -232,7 +241,8 @@ def test_a_helper_that_is_killed(tmp_path: Path, capsys: Capture) -> None:
     c = four_targets(tmp_path)
     finished = run(c, "--jobs", "3", env=doing(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)", HAS_HELPED))
     assert finished.returncode == 4, finished
-    assert "target rank 3: a worker process died" in finished.stderr and "SIGKILL" in finished.stderr
+    assert re.search(r"target rank 3 \(process [12] on host .*\): a worker process died", finished.stderr), finished
+    assert "SIGKILL" in finished.stderr
     assert not list(c.dst.rglob("*.partial")) and not c.written(3).exists()
     resume(c, capsys)
     assert_right(c)
@@ -242,7 +252,8 @@ def test_a_helper_that_cannot_read(tmp_path: Path, capsys: Capture) -> None:
     c = four_targets(tmp_path)
     finished = run(c, "--jobs", "3", env=doing(tmp_path, "raise OSError(5, 'the disk is gone')", HAS_HELPED))
     assert finished.returncode == 4, finished
-    assert "1 of 4 targets failed; the first: target rank 3: the file system refused" in finished.stderr
+    # One or both of those that help: the error is theirs, not that of the one that leads.
+    assert re.search(r"1 of 4 targets failed; the first: target rank 3 \(process [12] on host", finished.stderr)
     assert "the disk is gone" in finished.stderr and "complete: 3" in finished.stderr
     assert_right(c, (0, 1, 2))
     resume(c, capsys)
@@ -254,7 +265,7 @@ def test_one_that_leads_is_killed(tmp_path: Path, capsys: Capture) -> None:
     leading = "plan.target_rank == 3 and span[0] == 0"
     finished = run(c, "--jobs", "3", env=doing(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)", leading))
     assert finished.returncode == 4, finished
-    assert "1 of 4 targets failed; the first: target rank 3: a worker process died" in finished.stderr
+    assert f"1 of 4 targets failed; the first: target rank 3{place(0)}: a worker process died" in finished.stderr
     resume(c, capsys)
     assert_right(c)
 
@@ -285,7 +296,8 @@ def test_a_worker_that_is_killed(tmp_path: Path, capsys: Capture) -> None:
     finished = run(c, "--jobs", "2", env=doing(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)"))
     assert finished.returncode == 4, finished
     # Its worker had 1 and 3 to make, in this order.
-    assert "2 of 4 targets failed; the first: target rank 1: a worker process died" in finished.stderr, finished
+    named = f"the first: target rank 1{place(1)}: a worker process died"
+    assert f"2 of 4 targets failed; {named}" in finished.stderr, finished
     assert "signal SIGKILL while it wrote target rank 1" in finished.stderr and "fewer --jobs" in finished.stderr
     assert "got: failed: 1, 3; complete: 2" in finished.stderr
     said = resume(c, capsys)
@@ -297,7 +309,8 @@ def test_a_worker_that_is_killed_under_the_function(tmp_path: Path, monkeypatch:
     c = four_targets(tmp_path)
     doing(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")
     monkeypatch.syspath_prepend(tmp_path / "stand_in")
-    with pytest.raises(reshard_mpi.errors.TransformError, match=r"target rank 1: a worker process died(.|\n)*SIGKILL"):
+    named = re.escape(f"target rank 1{place(1)}: a worker process died")
+    with pytest.raises(reshard_mpi.errors.TransformError, match=rf"{named}(.|\n)*SIGKILL"):
         reshard_mpi.transform_checkpoints(c.src, c.dst, "checkpoint_", c.src_strategy, c.dst_strategy, 2)
 
 
