@@ -1,7 +1,8 @@
-"""What is safe to write and what is done: run identity, locks, partial files, commit by rename, records.
+"""What is safe to write and what is done: locks, partial files, publishing by rename, records.
 
 Under the target folder, `.reshard_mpi/run.json` names the run that fills it, `rank_<r>.lock` is locked while target r
-is written (the kernel drops it when the writer dies) and `rank_<r>.json` records that target r is complete.
+is written (the kernel drops it when the writer dies) and `rank_<r>.json` records that target r is complete. All who
+write share `commit.lock`, and who commits has it alone, so that no commit record is made of what is just changing.
 """
 
 from __future__ import annotations
@@ -9,38 +10,25 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import glob
-import hashlib
-import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TextIO
+from typing import Self, TextIO
 
 from reshard_mpi.errors import TargetError
+from reshard_mpi.records import (
+    COMMIT_RECORD,
+    STATE,
+    Evidence,
+    RunIdentity,
+    TargetRecord,
+    read_json,
+    record_path,
+    run_path,
+)
 
-_STATE = ".reshard_mpi"
 _PARTIAL = ".partial"
-
-
-class RunIdentity(NamedTuple):
-    """What makes two runs the same: everything that decides the bytes they write.
-
-    facts: plain JSON values by name (strategies' digests, source path, selection, prefix, format, options).
-    """
-
-    facts: Mapping[str, Any]
-
-    @property
-    def digest(self) -> str:
-        return hashlib.sha256(json.dumps(self.facts, sort_keys=True).encode()).hexdigest()
-
-    def difference(self, facts: Mapping[str, Any]) -> str:
-        """Return the names and values in which another run differs."""
-        names = sorted(
-            name for name in {*self.facts, *facts} if self.facts.get(name) != facts.get(name) and name != "digest"
-        )
-        return ", ".join(f"{name} {facts.get(name)!r} (now {self.facts.get(name)!r})" for name in names)
 
 
 class Publication:
@@ -71,14 +59,44 @@ class Publication:
         self._then()
 
 
-def _publish_text(path: Path, text: str) -> None:
+def publish_text(path: Path, text: str) -> None:
+    """Put a small file in place, whatever was there."""
     with Publication(path) as publication:
         publication.partial.write_text(text)
         publication.publish()
 
 
+def remove_stale(path: Path) -> None:
+    """Remove what processes that died have left of `path`; nobody else may be writing it."""
+    for stale in path.parent.glob(f".{glob.escape(path.name)}.*{_PARTIAL}"):
+        stale.unlink(missing_ok=True)
+
+
+def withdraw(folder: Path) -> None:
+    """Remove the commit record of a target folder, for good: its targets are going to change."""
+    try:
+        (folder / COMMIT_RECORD).unlink()
+    except FileNotFoundError:
+        return
+    _sync(folder)
+
+
+@contextlib.contextmanager
+def commit_lock(state: Path, kind: int) -> Iterator[None]:
+    """Hold the lock that who writes targets shares (LOCK_SH), and who commits has alone (LOCK_EX).
+
+    Raises BlockingIOError if `kind` has LOCK_NB and somebody is in the way.
+    """
+    with (state / "commit.lock").open("a+") as stream:
+        fcntl.flock(stream, kind)
+        yield
+
+
 class Unrecorded:
-    """Keeps no state: targets are published whole, whatever was there, so identical concurrent runs are harmless."""
+    """Keeps no state: targets are published whole, whatever was there, so identical concurrent runs are harmless.
+
+    What the state of another run says of a target that is replaced is withdrawn.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -94,9 +112,14 @@ class Unrecorded:
         pass
 
     @contextlib.contextmanager
-    def writing(self, target_rank: int, path: Path) -> Iterator[Publication]:
+    def writing(self, target_rank: int, path: Path, evidence: Evidence | None = None) -> Iterator[Publication]:
         """Yield what to write the target to and to publish it with; without that it is removed."""
         path.parent.mkdir(parents=True, exist_ok=True)
+        folder = path.parent.parent
+        record = TargetRecord.read(folder / STATE, target_rank)
+        if record is not None and folder / record.file == path:
+            withdraw(folder)
+            record_path(folder / STATE, target_rank).unlink(missing_ok=True)
         with Publication(path) as publication:
             yield publication
 
@@ -105,22 +128,22 @@ class Journal:
     """The state of one run in one target folder. Nothing is created before `begin`."""
 
     def __init__(self, folder: Path, identity: RunIdentity, *, resume: bool, overwrite: bool) -> None:
-        self._folder = folder
-        self._state = folder / _STATE
-        self._identity = identity
+        self.folder = folder
+        self.identity = identity
+        self._state = folder / STATE
         self._resume = resume
         self._overwrite = overwrite
 
     def check(self) -> None:
         """Raise TargetError if the folder cannot be joined: it cannot be written to, or holds another run."""
-        _require_writable(self._folder)
-        other = self._recorded_run()
-        if other is not None and other.get("digest") != self._identity.digest and not self._overwrite:
+        _require_writable(self.folder)
+        other = read_json(run_path(self._state))
+        if other is not None and other.get("digest") != self.identity.digest and not self._overwrite:
             raise TargetError(
                 "the target folder holds another run",
                 expected="an empty folder, or one this same run has begun",
-                got=f"a run with other settings: {self._identity.difference(other)}",
-                where=str(self._folder),
+                got=f"a run with other settings: {self.identity.difference(other)}",
+                where=str(self.folder),
                 remedy="use another target, or --overwrite to replace that run's targets one by one",
             )
 
@@ -135,7 +158,7 @@ class Journal:
             return False
         record = self._record(target_rank)
         size_bytes = path.stat().st_size
-        complete = record is not None and record.get("size_bytes") == size_bytes
+        complete = record is not None and record.size_bytes == size_bytes
         if self._resume:
             return complete
         raise TargetError(
@@ -149,10 +172,9 @@ class Journal:
     def begin(self) -> None:
         """Create the folder and say which run fills it; joins the run if another process has begun it."""
         self._state.mkdir(parents=True, exist_ok=True)
-        run = self._state / "run.json"
-        text = json.dumps({**self._identity.facts, "digest": self._identity.digest}, indent=1)
+        run, text = run_path(self._state), self.identity.as_text()
         if self._overwrite:
-            _publish_text(run, text)
+            publish_text(run, text)
         else:  # a link, unlike a rename, fails if another process was first
             with Publication(run) as publication:
                 publication.partial.write_text(text)
@@ -161,22 +183,23 @@ class Journal:
         self.check()
 
     @contextlib.contextmanager
-    def writing(self, target_rank: int, path: Path) -> Iterator[Publication]:
+    def writing(self, target_rank: int, path: Path, evidence: Evidence) -> Iterator[Publication]:
         """Hold the target's lock and yield what to write it to and to publish it with; without that it is removed.
 
-        Raises TargetError if a live process is writing the target.
+        evidence: what its record is to say. Raises TargetError if a live process is writing the target.
         """
-        with self._locked(target_rank):
+        with self._locked(target_rank), commit_lock(self._state, fcntl.LOCK_SH):
+            withdraw(self.folder)
             path.parent.mkdir(parents=True, exist_ok=True)
-            for stale in path.parent.glob(f".{glob.escape(path.name)}.*{_PARTIAL}"):
-                stale.unlink(missing_ok=True)  # left by a run that died: whoever lives holds the lock
-            self._record_path(target_rank).unlink(missing_ok=True)
-            with Publication(path, partial(self._record_complete, target_rank, path)) as publication:
+            remove_stale(path)
+            record_path(self._state, target_rank).unlink(missing_ok=True)
+            with Publication(path, partial(self._record_complete, target_rank, path, evidence)) as publication:
                 yield publication
 
-    def _record_complete(self, target_rank: int, path: Path) -> None:
-        facts = {"digest": self._identity.digest, "file": path.name, "size_bytes": path.stat().st_size}
-        _publish_text(self._record_path(target_rank), json.dumps(facts))
+    def _record_complete(self, target_rank: int, path: Path, evidence: Evidence) -> None:
+        file = path.relative_to(self.folder).as_posix()
+        record = TargetRecord(self.identity.digest, target_rank, file, path.stat().st_size, evidence)
+        publish_text(record_path(self._state, target_rank), record.as_text())
 
     @contextlib.contextmanager
     def _locked(self, target_rank: int) -> Iterator[None]:
@@ -191,9 +214,6 @@ class Journal:
         except FileNotFoundError:
             pass  # nobody has ever written it
 
-    def _record_path(self, target_rank: int) -> Path:
-        return self._state / f"rank_{target_rank}.json"
-
     def _lock(self, target_rank: int) -> Path:
         return self._state / f"rank_{target_rank}.lock"
 
@@ -205,16 +225,13 @@ class Journal:
                 f"target rank {target_rank} is being written by another process",
                 expected="one process for each target",
                 got=f"a lock on {stream.name}",
-                where=str(self._folder),
+                where=str(self.folder),
                 remedy="wait for it, or give the processes different targets",
             ) from None
 
-    def _recorded_run(self) -> dict[str, Any] | None:
-        return _read_json(self._state / "run.json")
-
-    def _record(self, target_rank: int) -> dict[str, Any] | None:
-        record = _read_json(self._record_path(target_rank))
-        return record if record is not None and record.get("digest") == self._identity.digest else None
+    def _record(self, target_rank: int) -> TargetRecord | None:
+        record = TargetRecord.read(self._state, target_rank)
+        return record if record is not None and record.digest == self.identity.digest else None
 
 
 def _require_writable(folder: Path) -> None:
@@ -238,16 +255,6 @@ def _require_writable(folder: Path) -> None:
             where=str(nearest),
             remedy="choose another target, or change its permissions",
         )
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    try:
-        value = json.loads(path.read_text())
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _sync(path: Path) -> None:

@@ -9,10 +9,11 @@ from reshard_mpi import discovery, formats
 from reshard_mpi.conversion import Conversion
 from reshard_mpi.division import assign
 from reshard_mpi.errors import TargetError, UsageError
-from reshard_mpi.journal import Journal, RunIdentity, Unrecorded
+from reshard_mpi.journal import Journal, Unrecorded
 from reshard_mpi.placement import Strategy
 from reshard_mpi.planning.parameters import Unlisted
 from reshard_mpi.planning.ranks import check_target_rank
+from reshard_mpi.records import RunIdentity
 from reshard_mpi.request import Request, Strategies
 from reshard_mpi.source import SourceCheckpoint
 
@@ -73,6 +74,7 @@ class Run(NamedTuple):
                 "to": self.format,
                 "unlisted": str(request.unlisted),
                 "strict": request.strict,
+                "target_ranks": self.conversion.target.world_size,
             }
         )
 
@@ -109,4 +111,6 @@ def _targets(request: Request, target: Strategy, conversion: Conversion) -> tupl
     if request.part is None:
         return every
     share, shares = request.part
+    if shares >= len(every):
+        return every[share : share + 1]
     return tuple(sorted(assign(conversion.target_weights(every), range(shares))[share]))

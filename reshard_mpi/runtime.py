@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
 from reshard_mpi.comm import Comm
+from reshard_mpi.commit import commit_if_complete
 from reshard_mpi.division import Work, divide
-from reshard_mpi.errors import ReshardError, as_reshard_error
+from reshard_mpi.errors import CoverageError, DisagreementError, ReshardError, TransformError, as_reshard_error
 from reshard_mpi.journal import Journal, Unrecorded
 from reshard_mpi.planning.agreement import (
     differing_beginnings,
@@ -22,6 +23,7 @@ from reshard_mpi.planning.agreement import (
 )
 from reshard_mpi.planning.model import RankPlan
 from reshard_mpi.planning.summary import Plan, RankSummary
+from reshard_mpi.records import Evidence
 from reshard_mpi.report import Failure, Outcome, Progress, TargetReport
 from reshard_mpi.request import Request, Strategies
 from reshard_mpi.run import Run
@@ -46,9 +48,13 @@ def convert(request: Request, comm: Comm, progress: Progress, strategies: Strate
     planned = _plan_together(planner, comm)
     _refuse(comm.allgather(planner.begin(), "begun"), comm)
     written = planner.writer(progress).write()
-    return Outcome(notes=planned.notes, processes=comm.size).joined(
+    outcome = Outcome(notes=planned.notes, processes=comm.size).joined(
         comm.allgather(planner.outcome.joined([written]), "written")
     )
+    if outcome.failures or not request.recorded:
+        return outcome
+    committed, *_ = comm.allgather(planner.commit(outcome) if comm.rank == 0 else Outcome(), "committed")
+    return outcome._replace(failures=committed.failures, notes=(*outcome.notes, *committed.notes))
 
 
 def plan_targets(request: Request, comm: Comm) -> tuple[Plan, Outcome]:
@@ -119,7 +125,7 @@ class _Planner:
         self._strategies = strategies
         self._comm = comm
         self._opened: _Opened | None = None
-        self._due: list[int] = []
+        self._due: dict[int, Evidence] = {}
         self._plans: dict[int, RankPlan] = {}
         self._names: dict[str, tuple[int, int, tuple[str, ...]]] = {}
 
@@ -152,8 +158,14 @@ class _Planner:
     def writer(self, progress: Progress) -> Writer:
         """Return what writes that has been planned."""
         opened = self._require_opened()
-        due = frozenset(self._due)
-        return Writer(opened.run, opened.journal, opened.works, self._comm, self._plan_of, due, progress)
+        return Writer(opened.run, opened.journal, opened.works, self._comm, self._plan_of, self._due, progress)
+
+    def commit(self, made: Outcome) -> Outcome:
+        """Commit what all processes have made, if that completes the run; return what is to be said of it."""
+        try:
+            return Outcome(notes=self._commit(made))
+        except ReshardError as error:
+            return Outcome(failures=(Failure.here(None, self._comm, error),))
 
     def names(self, stage: int) -> dict[int, tuple[str, ...]]:
         """Return what strategies place on the target ranks of `stage`; of ranks that have the same, one."""
@@ -167,20 +179,42 @@ class _Planner:
             plan = run.conversion.plan(rank, checked=leads)
         except _EXPECTED as error:
             return Outcome(failures=(Failure.here(rank, self._comm, as_reshard_error(error)),))
-        self._due.append(rank)
+        self._due[rank] = evidence = Evidence.of(plan)
         if len(self._plans) < _MAX_KEPT_PLANS:
             self._plans[rank] = plan
         if not leads:
             return Outcome()
         self.summaries.append(RankSummary.of(plan, run.conversion.limits))
-        self._names.setdefault(plan.held.digest, (plan.stage, rank, plan.placed))
+        self._names.setdefault(evidence.held.digest, (plan.stage, rank, plan.placed))
         return Outcome(
             absent=plan.absent,
             notes=plan.notes,
             moments=plan.moments,
-            held=(plan.held,),
+            held=(evidence.held,),
             beginnings=plan.beginnings,
         )
+
+    def _commit(self, made: Outcome) -> tuple[str, ...]:
+        run, journal, _ = self._require_opened()
+        if not isinstance(journal, Journal):
+            return ()
+        all_made = len(made.targets) == run.conversion.target.world_size
+        any_written = any(not target.skipped for target in made.targets)
+        try:
+            return commit_if_complete(
+                journal.folder, journal.identity, all_made=all_made, any_written=any_written, told=made.notes
+            )
+        except (CoverageError, DisagreementError) as error:
+            if all_made or not self._request.overwrite:
+                raise
+            return (f"not committed yet, as targets that are still to be replaced may be why: {error.problem}",)
+        except OSError as error:
+            raise TransformError(
+                "the targets are complete, but the commit record could not be written",
+                got=str(error),
+                where=str(journal.folder),
+                remedy="mend the cause, then reshard-mpi commit",
+            ) from error
 
     def _plan_of(self, rank: int) -> RankPlan:
         """Return a plan that has been kept, once, or make it again."""

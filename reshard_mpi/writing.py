@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +17,7 @@ from reshard_mpi.errors import ReshardError, TransformError, as_reshard_error
 from reshard_mpi.journal import Journal, Publication, Unrecorded
 from reshard_mpi.manifest import Manifest
 from reshard_mpi.planning.model import Limits, RankPlan
+from reshard_mpi.records import Evidence
 from reshard_mpi.report import Failure, Filled, Outcome, Progress, Reserved, TargetReport
 from reshard_mpi.run import Run
 
@@ -36,7 +37,7 @@ class Writer:
     """What one process of a run does to write its part of the targets.
 
     works: the work of every process of `comm`. plan_of: the plan of a target. due: the targets that are to be written
-    at all.
+    at all, and what their records are to say.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class Writer:
         works: Sequence[Work],
         comm: Comm,
         plan_of: Callable[[int], RankPlan],
-        due: frozenset[int],
+        due: Mapping[int, Evidence],
         progress: Progress,
     ) -> None:
         self._run = run
@@ -88,7 +89,7 @@ class Writer:
         begin = time.monotonic()
         plan = self._plan_of(rank)
         self._progress.started(rank, plan.written_bytes)
-        with self._journal.writing(rank, self._run.path(rank)) as publication:
+        with self._journal.writing(rank, self._run.path(rank), self._due[rank]) as publication:
             filled = write_file(plan, self._run.format, publication.partial, self._limits, self._progress.moved)
             publication.publish()
         return self._finished(plan, begin, [filled])
@@ -99,7 +100,8 @@ class Writer:
         def reserve(rank: int) -> Outcome:
             begin = time.monotonic()
             plan = self._plan_of(rank)
-            publication = publications.enter_context(self._journal.writing(rank, self._run.path(rank)))
+            writing = self._journal.writing(rank, self._run.path(rank), self._due[rank])
+            publication = publications.enter_context(writing)
             manifest = self._format.reserve(str(publication.partial), plan.shard)
             self._led[rank] = _Led(plan, publication, begin)
             return Outcome(reserved=(Reserved.of(rank, manifest),))

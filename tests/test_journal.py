@@ -16,19 +16,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard_mpi.errors import TargetError
-from reshard_mpi.journal import Journal, Publication, RunIdentity, Unrecorded
+from reshard_mpi.journal import Journal, Publication, Unrecorded
+from reshard_mpi.planning.model import Beginning, Held, Moment
+from reshard_mpi.records import Evidence, RunIdentity, TargetRecord
 
+EVIDENCE = Evidence(
+    (0, 1), Held(0, "d1", 0), (Moment("global_step", "7", "/data/src/0"),), (Beginning("seed", "d2", 1),)
+)
 FACTS = {"source": "/data/src", "prefix": "checkpoint_", "format": "ckpt"}
 
 # A process that says what it has got as far as, and then stays where it is until it is ended.
 HOLDER = """
 import sys, time
 from pathlib import Path
-from reshard_mpi.journal import Journal, RunIdentity
+from reshard_mpi.journal import Journal
+from reshard_mpi.planning.model import Held
+from reshard_mpi.records import Evidence, RunIdentity
 folder = Path(sys.argv[1])
 journal = Journal(folder, RunIdentity({"source": "here"}), resume=False, overwrite=False)
 journal.begin()
-with journal.writing(0, folder / "rank_0" / "net.ckpt") as publication:
+with journal.writing(0, folder / "rank_0" / "net.ckpt", Evidence((), Held(0, "", 0), (), ())) as publication:
     publication.partial.write_bytes(b"half")
     print("writing", flush=True)
     time.sleep(600)
@@ -41,7 +48,7 @@ def journal(folder: Path, *, resume: bool = False, overwrite: bool = False, **fa
 
 def write(state: Journal | Unrecorded, path: Path, content: bytes = b"whole", rank: int = 0) -> None:
     state.begin()
-    with state.writing(rank, path) as publication:
+    with state.writing(rank, path, EVIDENCE) as publication:
         publication.partial.write_bytes(content)
         publication.publish()
 
@@ -211,7 +218,8 @@ def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
 def test_of_many_that_begin_at_once_one_names_the_run(tmp_path: Path) -> None:
     """Every process begins the same folder with settings of its own: exactly one of them may go on."""
     program = (
-        "import sys; from pathlib import Path; from reshard_mpi.journal import Journal, RunIdentity;"
+        "import sys; from pathlib import Path; from reshard_mpi.journal import Journal;"
+        "from reshard_mpi.records import RunIdentity;"
         "j = Journal(Path(sys.argv[1]), RunIdentity({'n': sys.argv[2]}), resume=False, overwrite=False);"
         "print('ready', flush=True); sys.stdin.readline(); j.begin()"
     )
@@ -243,8 +251,8 @@ def test_of_many_that_begin_at_once_one_names_the_run(tmp_path: Path) -> None:
 def test_a_complete_target_is_recorded_and_skipped_on_resume(tmp_path: Path) -> None:
     path = tmp_path / "rank_0" / "net.ckpt"
     write(journal(tmp_path), path)
-    record = json.loads((tmp_path / ".reshard_mpi" / "rank_0.json").read_text())
-    assert record["size_bytes"] == 5 and record["file"] == "net.ckpt"
+    record = TargetRecord.read(tmp_path / ".reshard_mpi", 0)
+    assert record == (RunIdentity(FACTS).digest, 0, "rank_0/net.ckpt", 5, EVIDENCE)
     assert journal(tmp_path, resume=True).is_done(0, path)
     assert not journal(tmp_path, resume=True).is_done(1, tmp_path / "rank_1" / "net.ckpt")
     assert not journal(tmp_path, overwrite=True).is_done(0, path)
@@ -281,7 +289,7 @@ def test_a_target_that_fails_is_neither_there_nor_recorded_and_can_be_written_ag
     path = tmp_path / "rank_0" / "net.ckpt"
     write(journal(tmp_path), path, b"before")
     again = journal(tmp_path, overwrite=True)
-    with pytest.raises(ValueError), again.writing(0, path) as publication:
+    with pytest.raises(ValueError), again.writing(0, path, EVIDENCE) as publication:
         publication.partial.write_bytes(b"half")
         raise ValueError
     assert path.read_bytes() == b"before"

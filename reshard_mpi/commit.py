@@ -1,0 +1,221 @@
+"""The commit record of a target folder: that all targets of a run are complete and were made from one checkpoint.
+
+Processes that know nothing of each other make the targets of one run. Whoever sees the last of them complete compares
+what their records say and writes `reshard.json`; `reshard-mpi commit` does so too, or says what is missing. Who writes
+a target removes the record first, and the two keep each other out by `journal.commit_lock`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import time
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from reshard_mpi import formats
+from reshard_mpi.errors import CoverageError, DisagreementError, ReshardError, TargetError, TransformError
+from reshard_mpi.journal import commit_lock, publish_text, remove_stale, withdraw
+from reshard_mpi.planning.agreement import (
+    differing_beginnings,
+    differing_stages,
+    require_one_moment,
+    require_same_names,
+)
+from reshard_mpi.records import COMMIT_RECORD, STATE, RunIdentity, TargetRecord, read_json, record_path, run_path
+
+# To commit takes moments: somebody who is longer in the way is stopped, or one of many who write all the time.
+_WAIT_SECONDS = 10.0
+_NAP_SECONDS = 0.05
+
+
+class Committed(NamedTuple):
+    """What a commit record has been written for. notes: what the user should be told of it."""
+
+    path: Path
+    targets: int
+    size_bytes: int
+    notes: tuple[str, ...]
+
+
+def commit(folder: Path) -> Committed:
+    """Write the commit record of the run recorded under `folder`.
+
+    Raises TargetError if there is no run, TransformError if targets of it are not complete, DisagreementError or
+    CoverageError if they were made from shards that do not belong together. Then there is no commit record.
+    """
+    _recorded_run(folder)
+    deadline = time.monotonic() + _WAIT_SECONDS
+    while True:
+        try:
+            with commit_lock(folder / STATE, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                identity = _recorded_run(folder)
+                try:
+                    records = _require_complete(folder, identity, "")
+                except TransformError:
+                    withdraw(folder)
+                    raise
+                return _commit(folder, identity, records, told=())
+        except BlockingIOError:
+            _require_complete(folder, _recorded_run(folder), "; a process is writing some of them now")
+        if time.monotonic() >= deadline:
+            raise TargetError(
+                "the targets are being written or committed by another process",
+                expected="nobody at work on them",
+                got=f"a lock on {folder / STATE / 'commit.lock'}",
+                where=str(folder),
+                remedy="wait for it",
+            )
+        time.sleep(_NAP_SECONDS)
+
+
+def commit_if_complete(
+    folder: Path, identity: RunIdentity, *, all_made: bool, any_written: bool, told: Collection[str]
+) -> tuple[str, ...]:
+    """Write the commit record if all targets of the run are complete; return notes on them besides those `told`.
+
+    all_made: all are known to be. any_written: some have just been written; otherwise a commit record that is there
+    will do. Where somebody writes a target, nothing is done: they come here when they have done so.
+    Raises DisagreementError or CoverageError as `commit` does.
+    """
+    target_ranks = identity.facts["target_ranks"]
+    if not any_written and (read_json(folder / COMMIT_RECORD) or {}).get("digest") == identity.digest:
+        return ()
+    if not all_made and not _are_all_recorded(folder / STATE, target_ranks):
+        return ()
+    with contextlib.suppress(BlockingIOError), commit_lock(folder / STATE, fcntl.LOCK_EX | fcntl.LOCK_NB):
+        records = []
+        for target_rank in range(target_ranks):
+            record = _look(folder, identity, target_rank)
+            if isinstance(record, str):
+                return ()
+            records.append(record)
+        return _commit(folder, identity, records, told).notes
+    return ()
+
+
+def _commit(folder: Path, identity: RunIdentity, records: Sequence[TargetRecord], told: Collection[str]) -> Committed:
+    """Compare what targets were made from, and commit them. The lock is held."""
+    path = folder / COMMIT_RECORD
+    try:
+        notes = _compare(folder, identity, records, told)
+    except ReshardError:
+        withdraw(folder)
+        raise
+    remove_stale(path)
+    publish_text(path, _as_text(identity, records))
+    return Committed(path, len(records), sum(record.size_bytes for record in records), notes)
+
+
+def _compare(
+    folder: Path, identity: RunIdentity, records: Sequence[TargetRecord], told: Collection[str]
+) -> tuple[str, ...]:
+    """Raise what the shards that different targets opened contradict each other in; return notes on what may differ."""
+    try:
+        require_one_moment(moment for record in records for moment in record.evidence.moments)
+    except DisagreementError as error:
+        error.remedy += ", and make the targets anew from them with --overwrite"
+        raise
+    for stage in differing_stages(record.evidence.held for record in records):
+        mine = [record for record in records if record.evidence.held.stage == stage]
+        differing = list({record.evidence.held.digest: record for record in reversed(mine)}.values())
+        locate = formats.by_name(identity.facts["to"]).locate
+        names = {record.rank: locate(str(folder / record.file)).tensors for record in differing}
+        require_same_names(names, identity.facts["source"])
+        raise CoverageError(
+            f"the targets of stage {stage} do not hold the same parameters",
+            expected="all ranks of a stage alike",
+            got=f"differences between target ranks {_ranges(names)}",
+            where=str(folder),
+            remedy="make them anew with --overwrite",
+        )
+    return tuple(differing_beginnings((start for record in records for start in record.evidence.beginnings), told))
+
+
+def _require_complete(folder: Path, identity: RunIdentity, besides: str) -> list[TargetRecord]:
+    """Return the records of all targets. Raises TransformError, which names those that are not complete."""
+    target_ranks = range(identity.facts["target_ranks"])
+    found = {target_rank: _look(folder, identity, target_rank) for target_rank in target_ranks}
+    problems = {target_rank: problem for target_rank, problem in found.items() if isinstance(problem, str)}
+    if problems:
+        ranks, first = _ranges(problems), next(iter(problems))
+        raise TransformError(
+            f"{len(problems)} of {len(target_ranks)} targets are not complete: {ranks}",
+            expected="all of them written by this run, as their records say",
+            got=f"target rank {first} {problems[first]}{besides}",
+            where=str(folder),
+            remedy="run the same transform again with --resume, or the array tasks that make these targets"
+            f" (sbatch --array={ranks}, where a task is a target), then commit again",
+        )
+    return [record for record in found.values() if not isinstance(record, str)]
+
+
+def _recorded_run(folder: Path) -> RunIdentity:
+    identity = RunIdentity.recorded(folder / STATE)
+    if identity is None or not isinstance(identity.facts.get("target_ranks"), int):
+        there = run_path(folder / STATE).exists()
+        raise TargetError(
+            "the folder holds no run to commit",
+            expected="a folder that reshard-mpi transform has written to",
+            got="a record of a run that is damaged, or of another version" if there else "no record of a run",
+            where=str(folder),
+            remedy="transform again with --overwrite" if there else "give the DST of the transform",
+        )
+    return identity
+
+
+def _are_all_recorded(state: Path, target_ranks: int) -> bool:
+    try:
+        names = {path.name for path in state.iterdir()}
+    except FileNotFoundError:
+        return False
+    return all(record_path(state, rank).name in names for rank in range(target_ranks))
+
+
+def _look(folder: Path, identity: RunIdentity, target_rank: int) -> TargetRecord | str:
+    """Return the record of a target, or why it is not complete."""
+    record = TargetRecord.read(folder / STATE, target_rank)
+    if record is None:
+        return "has not been written"
+    if record.digest != identity.digest:
+        return "is of another run"
+    try:
+        size_bytes = (folder / record.file).stat().st_size
+    except (FileNotFoundError, NotADirectoryError):
+        return f"has lost its file {record.file}"
+    if size_bytes != record.size_bytes:
+        return f"has {size_bytes} bytes in {record.file}, not the {record.size_bytes} that were written"
+    return record
+
+
+def _as_text(identity: RunIdentity, records: Sequence[TargetRecord]) -> str:
+    """Return the commit record: nothing in it depends on who made which target, or when. A line a target."""
+    head = {"format": "reshard_mpi commit", "version": 1, "digest": identity.digest, **identity.facts}
+    targets = (
+        json.dumps(
+            {
+                "rank": record.rank,
+                "file": record.file,
+                "size_bytes": record.size_bytes,
+                "read_ranks": record.evidence.read_ranks,
+            }
+        )
+        for record in records
+    )
+    return json.dumps(head, indent=1).removesuffix("\n}") + ',\n "targets": [\n  ' + ",\n  ".join(targets) + "\n ]\n}\n"
+
+
+def _ranges(ranks: Collection[int]) -> str:
+    """Return ascending ranks as sbatch's --array takes them: `1,4-7`."""
+    return ",".join(f"{first}-{last}" if first < last else f"{first}" for first, last in _runs(sorted(ranks)))
+
+
+def _runs(ranks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    first = None
+    for at, rank in enumerate(ranks):
+        first = rank if first is None else first
+        if at + 1 == len(ranks) or ranks[at + 1] != rank + 1:
+            yield first, rank
+            first = None
