@@ -123,10 +123,12 @@ class Cluster:
         key = self.folder / "munge.key"
         key.touch(0o600)
         key.write_bytes(os.urandom(128))
-        files = {"key-file": key, "socket": "munge.socket", "pid-file": "munge.pid", "log-file": "munge.log"}
-        options = [f"--{name}={self.folder / file}" for name, file in {**files, "seed-file": "munge.seed"}.items()]
+        files = {
+            name: f"munge.{name.removesuffix('-file')}" for name in ("socket", "pid-file", "log-file", "seed-file")
+        }
+        options = [f"--{name}={self.folder / file}" for name, file in {**files, "key-file": key.name}.items()]
         self._spawn(_CONTROLLER, "munged", "--foreground", *options)
-        self._wait(lambda: (self.folder / "munge.socket").exists(), "munged")
+        self._wait((self.folder / "munge.socket").exists, "munged")
         self._spawn(_CONTROLLER, "slurmctld", "-D", "-i")
         for node in _NODES:
             self._spawn(node, "slurmd", "-D", "-N", node)
@@ -272,7 +274,7 @@ class Cluster:
             "-",
             host,
             str(self.folder),
-            *map(os.fspath, argv),
+            *(os.fspath(part) for part in argv),
         ]
 
     def _write_configuration(self) -> None:
@@ -336,7 +338,7 @@ def missing() -> str:
     absent = [program for program in _PROGRAMS if shutil.which(program, path=path) is None]
     if absent:
         return f"not installed: {', '.join(absent)} (Debian: slurmctld slurmd slurm-client munge)"
-    if subprocess.run(["unshare", "--uts", "--mount", "true"], capture_output=True).returncode != 0:
+    if subprocess.run(["unshare", "--uts", "--mount", "true"], check=False, capture_output=True).returncode != 0:
         return "no namespaces can be made here (unshare --uts --mount)"
     return ""
 
