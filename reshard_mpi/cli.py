@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from reshard_mpi.request import Request
 
 _EXIT_CODES = """\
-exit codes: 0 done; 1 a bug; 2 wrong usage; 3 bad input, refused before anything was written; 4 some targets failed
-(the others are complete and named); 130 interrupted; 143 terminated"""
+exit codes: 0 done; 1 a bug; 2 wrong usage; 3 bad input, refused before anything was written; 4 some targets failed or
+are missing, and are named (the others are complete); 130 interrupted; 143 terminated"""
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -129,7 +129,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan = command("plan", _plan, "show what transform would do, writing nothing")
     _add_conversion(plan)
-    plan.add_argument("--json", action="store_true", help="print it as JSON")
+    shown = plan.add_mutually_exclusive_group()
+    shown.add_argument("--json", action="store_true", help="print it as JSON")
+    shown.add_argument(
+        "--sbatch", action="store_true", help="print a SLURM array script that does it, memory and time from the plan"
+    )
+    commit = command("commit", _commit, "check that all targets in DST are complete, and write DST/reshard.json")
+    commit.add_argument("target", metavar="DST", help="the folder that transform has written to")
     ranks = command("ranks", _ranks, "list the source ranks that target rank R needs, one per line")
     ranks.add_argument("rank", type=_rank, metavar="R", help="the target rank")
     _add_strategies(ranks)
@@ -156,7 +162,12 @@ def _add_conversion(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to", choices=("ckpt", "hdf5"), help="target format (default: the source's)")
     share = parser.add_mutually_exclusive_group()
     share.add_argument("--rank", type=_rank, action="append", metavar="R", help="make this target only (repeatable)")
-    share.add_argument("--part", type=_part, metavar="I/N", help="make the I-th (from 0) of N shares of the targets")
+    share.add_argument(
+        "--part",
+        type=_part,
+        metavar="I/N",
+        help="make the I-th (from 0) of N shares of the targets; with as many shares as targets or more, target I",
+    )
     again = parser.add_mutually_exclusive_group()
     again.add_argument("--resume", action="store_true", help="skip targets this same run has completed")
     again.add_argument("--overwrite", action="store_true", help="replace targets that are there, one by one")
@@ -297,17 +308,45 @@ def _tell(outcome: Outcome) -> None:
 
 
 def _plan(options: argparse.Namespace) -> int:
+    from reshard_mpi.errors import UsageError
     from reshard_mpi.runtime import plan_targets
 
     request = _request(options)
+    if options.sbatch:
+        if request.ranks is not None or request.part is not None:
+            raise UsageError(
+                "--sbatch goes with all targets",
+                expected="neither --rank nor --part: the script gives every task its part",
+                got="--rank" if request.part is None else "--part",
+            )
+        request = request._replace(resume=not request.overwrite)  # as the tasks will do it
     with comm.world(os.environ, explicit_share=bool(options.rank or options.part)) as world:
         planned, outcome = plan_targets(request, world)
         if world.rank == 0:
             if options.json:
                 print(json.dumps(planned.as_json(), indent=1))
+            elif options.sbatch:
+                from reshard_mpi.sbatch import batch_script
+
+                script = batch_script(request, planned, len(planned.targets) + len(outcome.targets))
+                sys.stdout.buffer.write(os.fsencode(script))  # paths in it may be of any bytes
+                _tell(outcome)
             else:
                 print(planned.as_table())
                 _tell(outcome)
+    return 0
+
+
+def _commit(options: argparse.Namespace) -> int:
+    from reshard_mpi.commit import commit
+    from reshard_mpi.report import say
+    from reshard_mpi.units import format_bytes
+
+    done = commit(Path(options.target))
+    for note in done.notes:
+        say(f"note: {note}", sys.stderr)
+    targets = "target" if done.targets == 1 else "targets"
+    print(f"committed {done.targets} {targets}, {format_bytes(done.size_bytes)}: {done.path}")
     return 0
 
 
