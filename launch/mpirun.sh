@@ -20,7 +20,6 @@ fi
 ranks=$1
 shift
 logs=$PWD/log_output/$(date +%Y%m%d-%H%M%S)-$$
-mkdir -p "$logs" || exit
 read -r -a mpirun <<<"${MPIRUN:-mpirun}"
 
 version=$("${mpirun[0]}" --version 2>&1)
@@ -45,6 +44,7 @@ case $version in
     ;;
 esac
 
+mkdir -p "$logs" || exit
 echo "mpirun.sh: what every rank says is under $logs" >&2
 # In the background, so that a signal to this script is passed on at once, and its end waited for.
 "${mpirun[@]}" -n "$ranks" reshard-mpi transform --resume "$@" &
