@@ -11,6 +11,8 @@ from reshard_mpi import discovery, formats, strategy
 from reshard_mpi.comm import MPIComm, SerialComm
 from reshard_mpi.conversion import Conversion
 from reshard_mpi.errors import TargetError, UsageError
+from reshard_mpi.governor.admission import open_governor
+from reshard_mpi.governor.allowance import Allowance
 from reshard_mpi.inspection import inspect
 from reshard_mpi.journal import Unrecorded
 from reshard_mpi.placement import Strategy, unsharded
@@ -54,6 +56,8 @@ def transform_checkpoints(
     output_format: str = "ckpt",
     *,
     unlisted: str = "follow",
+    memory: str | int | None = None,
+    max_active: int | None = None,
     comm: Any = None,
 ) -> None:
     """Transform the whole checkpoint under `src_checkpoints_dir` (`rank_x` folders) to the target strategy.
@@ -61,10 +65,16 @@ def transform_checkpoints(
     Writes `dst_checkpoints_dir/rank_x/<ckpt_prefix>x.<ending>`; files that are there are replaced, each atomically.
     A strategy of None is one full checkpoint; folders of strategy files are merged. process_num: local processes.
     output_format: "ckpt" or "hdf5". unlisted: what becomes of parameters the target strategy does not list:
-    "follow", "replicate" or "drop". comm: an mpi4py communicator whose ranks share the work; all must make the call.
+    "follow", "replicate" or "drop". memory: how much of a host's memory all processes of the user may take together:
+    a size such as "64G" or a number of bytes, "unlimited", or None for what RESHARD_MPI_MEMORY says and else for all
+    that is free. max_active: how many of them may transform at once on a host. comm: an mpi4py communicator whose ranks
+    share the work; all must make the call.
 
-    Raises a ReshardError: before anything is written if the source cannot be transformed exactly, and a
-    TransformError if some targets could not be written.
+    A process waits until there is memory for what it is going to do; the logger "reshard_mpi" is told when that takes
+    long.
+
+    Raises a ReshardError: before anything is written if the source cannot be transformed exactly (a BudgetError if it
+    can never fit the memory), and a TransformError if some targets could not be written.
     """
     if process_num < 1:
         raise UsageError("process_num is out of range", expected="1 or more", got=str(process_num))
@@ -84,6 +94,8 @@ def transform_checkpoints(
         unlisted=as_unlisted(unlisted),
         strict=False,
         recorded=False,
+        memory=memory,
+        max_active=max_active,
     )
     _run(request, process_num, comm).raise_failures()
 
@@ -96,12 +108,14 @@ def transform_checkpoint_by_rank(
     dst_strategy_file: PathLike | None = None,
     *,
     unlisted: str = "follow",
+    memory: str | int | None = None,
+    max_active: int | None = None,
 ) -> None:
     """Write the shard of target rank `rank_id` to `save_checkpoint_file_name`, replacing what is there atomically.
 
     checkpoint_files_map: source shards by rank; it may hold more ranks than are needed, or other replicas. The ending
-    of the file name (.ckpt, .h5, .hdf5) tells the format; its folder is made if it is not there. Raises a ReshardError;
-    then nothing is written.
+    of the file name (.ckpt, .h5, .hdf5) tells the format; its folder is made if it is not there. memory, max_active: as
+    in `transform_checkpoints`. Raises a ReshardError; then nothing is written.
     """
     path = Path(save_checkpoint_file_name)
     name = formats.name_of(path.name)
@@ -122,8 +136,15 @@ def transform_checkpoint_by_rank(
     rank_plan = conversion.plan(rank_id)
     target = Unrecorded(path.parent)
     target.check()
-    with target.writing(rank_id, path) as publication:
-        write_file(rank_plan, name, publication.partial, conversion.limits, lambda _: None)
+    governor = open_governor(Allowance.of(memory, max_active, os.environ), os.environ)
+    peak_bytes = rank_plan.peak_bytes(conversion.limits)
+    governor.require_possible(peak_bytes, conversion.limits.base_bytes)
+    progress = Silent()
+    with (
+        governor.lease(peak_bytes, f"target rank {rank_id} at {path}", progress.waiting),
+        target.writing(rank_id, path) as publication,
+    ):
+        write_file(rank_plan, name, publication.partial, conversion.limits, progress.moved)
         publication.publish()
 
 

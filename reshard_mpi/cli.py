@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 _EXIT_CODES = """\
 exit codes: 0 done; 1 a bug; 2 wrong usage; 3 bad input, refused before anything was written; 4 some targets failed or
-are missing, and are named (the others are complete); 130 interrupted; 143 terminated"""
+are missing, and are named (the others are complete); 5 it can never fit the memory that is allowed, refused before
+anything was written; 130 interrupted; 143 terminated"""
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -142,6 +143,8 @@ def _parser() -> argparse.ArgumentParser:
     merge = command("merge-strategies", _merge, "merge the strategy files of all pipeline stages into one")
     merge.add_argument("folder", metavar="DIR", help="folder with the strategy files of every stage")
     merge.add_argument("out", metavar="OUT", help="the merged file (.json: as JSON)")
+    governor = command("governor", _governor, "show who holds memory on this host now, and who waits for it")
+    governor.add_argument("--json", action="store_true", help="print it as JSON")
     inspect = command("inspect", _inspect, "show what a shard, a checkpoint folder or a strategy holds")
     inspect.add_argument("path", metavar="PATH")
     inspect.add_argument("--json", action="store_true", help="print it as JSON")
@@ -168,6 +171,13 @@ def _add_conversion(parser: argparse.ArgumentParser) -> None:
         metavar="I/N",
         help="make the I-th (from 0) of N shares of the targets; with as many shares as targets or more, target I",
     )
+    parser.add_argument(
+        "--memory",
+        metavar="SIZE|unlimited",
+        help="what all processes of this user on a host may take together, as 64G (default: RESHARD_MPI_MEMORY, else"
+        " what is free); processes that find no room wait. unlimited: none waits",
+    )
+    parser.add_argument("--max-active", type=_positive, metavar="N", help="how many may transform at once on a host")
     again = parser.add_mutually_exclusive_group()
     again.add_argument("--resume", action="store_true", help="skip targets this same run has completed")
     again.add_argument("--overwrite", action="store_true", help="replace targets that are there, one by one")
@@ -227,6 +237,8 @@ def _request(options: argparse.Namespace) -> Request:
         overwrite=options.overwrite,
         unlisted=Unlisted(options.unlisted),
         strict=options.strict,
+        memory=options.memory,
+        max_active=options.max_active,
     )
 
 
@@ -364,6 +376,15 @@ def _merge(options: argparse.Namespace) -> int:
     from reshard_mpi.strategy.merge import merge
 
     merge(options.folder, options.out)
+    return 0
+
+
+def _governor(options: argparse.Namespace) -> int:
+    from reshard_mpi.governor.allowance import Allowance
+    from reshard_mpi.governor.state import host_state
+
+    state = host_state(Allowance.of(None, None, os.environ), os.environ)
+    print(json.dumps(state.as_json(), indent=1) if options.json else state.as_text())
     return 0
 
 

@@ -76,6 +76,12 @@ class TransformError(ReshardError):
     exit_code = 4
 
 
+class BudgetError(ReshardError):
+    """What is to be done can never fit the memory that is allowed."""
+
+    exit_code = 5
+
+
 def as_reshard_error(error: Exception, path: Path | None = None) -> ReshardError:
     """Return `error` as one that can be shown to a user and sent between processes; `path`: what it is about."""
     if isinstance(error, ReshardError):

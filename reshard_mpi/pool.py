@@ -14,13 +14,14 @@ import pickle
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from reshard_mpi.errors import ReshardError, TransformError, as_reshard_error
 from reshard_mpi.forks import Channel, Fork, wait_for_any
+from reshard_mpi.governor.admission import open_governor
 from reshard_mpi.hosts import host_name
 from reshard_mpi.report import Failure, Outcome, Progress, TargetReport
 from reshard_mpi.request import Request, Strategies
@@ -32,6 +33,7 @@ T = TypeVar("T")
 _START = "from reshard_mpi.pool import parent_main; parent_main(*{descriptors})"
 # What must not be there when a process is forked: libraries whose state does not survive it.
 _NOT_TO_FORK = ("h5py", "mpi4py.MPI")
+_TO_STOP = (signal.SIGINT, signal.SIGTERM)
 _THREADS = Path("/proc/self/task")
 _LOOK_AT_MEMORY = "run again; if it was killed from outside, make sure there is memory for it"
 _PROGRESS_SECONDS = 0.1
@@ -68,6 +70,9 @@ class PipeProgress:
 
     def started(self, rank: int, written_bytes: int) -> None:
         self._channel.send(("started", (rank, written_bytes)))
+
+    def waiting(self, text: str) -> None:
+        self._channel.send(("waiting", (text,)))
 
     def moved(self, count_bytes: int) -> None:
         self._moved_bytes += count_bytes
@@ -115,22 +120,29 @@ def convert_with_workers(request: Request, jobs: int | None, progress: Progress)
         # While that process reads the strategies, this one loads all that the workers need.
         from reshard_mpi import runtime  # noqa: F401
 
+        open_governor(request.allowance, os.environ)
         strategies = reading.result()
     targets = len(request.ranks) if request.ranks else strategies.target.world_size
     size = jobs or min(len(os.sched_getaffinity(0)), max(_ALWAYS_USEFUL, targets))
     workers: list[_Worker] = []
+    stopped = True
+    # A signal to stop is for when all workers are known, and not for while they are ended.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _TO_STOP)
     try:
-        for rank in range(size):
-            workers.append(_start(workers, request, strategies, rank, size))
-        return _serve(workers, progress)
-    except ReshardError:
-        raise
-    except BaseException:
-        for worker in workers:
-            worker.process.terminate()
-        raise
+        try:
+            for rank in range(size):
+                workers.append(_start(workers, request, strategies, rank, size, mask))
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            result = _serve(workers, progress)
+            stopped = False
+        finally:
+            signal.pthread_sigmask(signal.SIG_BLOCK, _TO_STOP)
     finally:
-        _join(workers)
+        _join(workers, stopped=stopped)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    if isinstance(result, ReshardError):
+        raise result
+    return result
 
 
 def parent_main(*descriptors: int) -> None:
@@ -222,7 +234,7 @@ def _convert_elsewhere(request: Request, jobs: int | None, progress: Progress) -
         ours.close()
         process.terminate()
         try:
-            process.wait(_STOP_SECONDS)
+            process.wait(2 * _STOP_SECONDS)  # it may have to wait for workers, and then to kill them
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -232,10 +244,14 @@ def _convert_elsewhere(request: Request, jobs: int | None, progress: Progress) -
     return outcome
 
 
-def _start(others: list[_Worker], request: Request, strategies: Strategies, rank: int, size: int) -> _Worker:
+def _start(
+    others: list[_Worker], request: Request, strategies: Strategies, rank: int, size: int, mask: Iterable[int]
+) -> _Worker:
+    """Start a worker, in which the signals of `mask` are held back."""
     ours, theirs = Channel.pair()
 
     def work() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for other in (ours, *(worker.channel for worker in others)):
             other.close()  # or its holder would not learn that the parent has closed it
         _work(theirs, request, strategies, rank, size)
@@ -270,8 +286,8 @@ def _ends_quietly() -> Iterator[None]:
         sys.exit(1)  # the parent is gone, and with it whoever wanted to know
 
 
-def _serve(workers: list[_Worker], progress: Progress) -> Outcome:
-    """Pass gathered values around until every worker has said its result or is lost."""
+def _serve(workers: list[_Worker], progress: Progress) -> Outcome | ReshardError:
+    """Pass gathered values around until every worker has said its result or is lost; return what they say alike."""
     result: Outcome | ReshardError | None = None
     lost = Outcome()
     open_workers = list(workers)
@@ -301,8 +317,6 @@ def _serve(workers: list[_Worker], progress: Progress) -> Outcome:
                 worker.gathering = False
                 with contextlib.suppress(BrokenPipeError):
                     worker.channel.send(values)
-    if isinstance(result, ReshardError):
-        raise result
     return result if result is not None else lost._replace(processes=len(workers))
 
 
@@ -339,10 +353,14 @@ def _cause(exit_code: int) -> str:
     return f"signal {signal.Signals(-exit_code).name}" if exit_code < 0 else f"exit code {exit_code}"
 
 
-def _join(workers: list[_Worker]) -> None:
+def _join(workers: list[_Worker], *, stopped: bool) -> None:
+    """Wait for the end of the workers; ask for it first if the run is `stopped`."""
     deadline = time.monotonic() + _STOP_SECONDS
     for worker in workers:
+        if stopped:
+            worker.process.terminate()
         worker.channel.close()
+    for worker in workers:
         if not worker.process.ends_within(max(0.0, deadline - time.monotonic())):
             worker.process.kill()
             worker.process.wait()

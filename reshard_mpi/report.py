@@ -24,6 +24,8 @@ if TYPE_CHECKING:  # this module is loaded before the engine is, to tell of it
 # Often enough to see that it lives, seldom enough to cost nothing.
 _REFRESH_SECONDS = 0.2
 _PLAIN_SECONDS = 10.0
+# Waiting for memory that is worth mentioning.
+_WORTH_SECONDS = 1.0
 # Every report file begins so.
 _BEGINNING = b'{\n "version": 1,\n "source": '
 
@@ -32,7 +34,8 @@ class TargetReport(NamedTuple):
     """One complete target. requested_bytes were asked of source files, mapped_bytes lay in windows on them.
 
     process: which process of the run led it. processes: how many filled it. seconds: all that was done for this target.
-    engine_seconds: what of it moving bytes took, the longest of the processes.
+    engine_seconds, waited_seconds: what of it moving bytes took, and waiting for memory, the longest of the processes.
+    leased_bytes: how much memory each of them had to wait for.
     """
 
     rank: int
@@ -44,6 +47,8 @@ class TargetReport(NamedTuple):
     mapped_bytes: int
     seconds: float
     engine_seconds: float
+    waited_seconds: float
+    leased_bytes: int
     process: int
     processes: int
     skipped: bool = False
@@ -75,6 +80,7 @@ class Filled(NamedTuple):
     requested_bytes: int
     mapped_bytes: int
     seconds: float
+    waited_seconds: float
 
 
 class Failure(NamedTuple):
@@ -201,6 +207,8 @@ class Progress(Protocol):
 
     def started(self, rank: int, written_bytes: int) -> None: ...
 
+    def waiting(self, text: str) -> None: ...
+
     def moved(self, count_bytes: int) -> None: ...
 
     def finished(self, report: TargetReport) -> None: ...
@@ -209,13 +217,18 @@ class Progress(Protocol):
 
 
 class Silent:
-    """Says nothing."""
+    """Says nothing, but to the log that a caller of the functions may listen to."""
 
     def assigned(self, ranks: tuple[int, ...]) -> None:
         pass
 
     def started(self, rank: int, written_bytes: int) -> None:
         pass
+
+    def waiting(self, text: str) -> None:
+        import logging
+
+        logging.getLogger("reshard_mpi").warning("%s", text)
 
     def moved(self, count_bytes: int) -> None:
         pass
@@ -241,6 +254,9 @@ class Plain:
     def started(self, rank: int, written_bytes: int) -> None:
         pass
 
+    def waiting(self, text: str) -> None:
+        say(text, self._stream)
+
     def moved(self, count_bytes: int) -> None:
         self._moved_bytes += count_bytes
         if time.monotonic() >= self._next:
@@ -249,9 +265,10 @@ class Plain:
 
     def finished(self, report: TargetReport) -> None:
         sources = len(report.read_ranks)
+        waited = f", {report.waited_seconds:.2f} s of it waiting" if report.waited_seconds >= _WORTH_SECONDS else ""
         say(
             f"target {report.rank}: {format_bytes(report.written_bytes)} from {sources} source"
-            f" {'rank' if sources == 1 else 'ranks'} in {report.seconds:.2f} s",
+            f" {'rank' if sources == 1 else 'ranks'} in {report.seconds:.2f} s{waited}",
             self._stream,
         )
 
@@ -274,6 +291,9 @@ class Bar:
 
     def started(self, rank: int, written_bytes: int) -> None:
         pass
+
+    def waiting(self, text: str) -> None:
+        say(f"\r{text:<78}", self._stream)
 
     def moved(self, count_bytes: int) -> None:
         self._moved_bytes += count_bytes

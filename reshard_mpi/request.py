@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from typing import NamedTuple
 
 from reshard_mpi import strategy
+from reshard_mpi.governor.allowance import Allowance
 from reshard_mpi.placement import Strategy, unsharded
 from reshard_mpi.planning.parameters import Unlisted
 
@@ -14,7 +16,8 @@ class Request(NamedTuple):
 
     src_strategy, dst_strategy: files or folders; None as the options left out. ranks: the targets to make (None: all).
     part: (i, n) for the i-th of n shares of them. to: a format's name, None for the source's. recorded: keep a journal
-    in the target folder; without one, existing target files are replaced.
+    in the target folder; without one, existing target files are replaced. memory: a size, "unlimited", or None for what
+    the environment says. max_active: how many processes may transform at once on a host (None: any number).
     """
 
     source: str
@@ -31,6 +34,13 @@ class Request(NamedTuple):
     unlisted: Unlisted
     strict: bool
     recorded: bool = True
+    memory: str | int | None = None
+    max_active: int | None = None
+
+    @property
+    def allowance(self) -> Allowance:
+        """How much of a host's memory may be taken. Raises UsageError if `memory` is no size."""
+        return Allowance.of(self.memory, self.max_active, os.environ)
 
 
 class Strategies(NamedTuple):

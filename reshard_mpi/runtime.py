@@ -7,6 +7,7 @@ so the outcome is the same on every process.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
@@ -14,6 +15,7 @@ from reshard_mpi.comm import Comm
 from reshard_mpi.commit import commit_if_complete
 from reshard_mpi.division import Work, divide
 from reshard_mpi.errors import CoverageError, DisagreementError, ReshardError, TransformError, as_reshard_error
+from reshard_mpi.governor.admission import Governor, open_governor
 from reshard_mpi.journal import Journal, Unrecorded
 from reshard_mpi.planning.agreement import (
     differing_beginnings,
@@ -31,8 +33,10 @@ from reshard_mpi.writing import Writer
 
 T = TypeVar("T")
 
-# Plans kept from the refusal phase to the writing phase; beyond, planning again costs less than the memory would.
+# Plans kept from the refusal phase to the writing phase, and the copies in them; beyond, planning again costs less than
+# the memory would.
 _MAX_KEPT_PLANS = 4
+_MAX_KEPT_COPIES = 20_000
 # What is told to all processes and refuses the run; anything else is a bug, and ends it.
 _EXPECTED = (ReshardError, OSError, MemoryError)
 
@@ -107,11 +111,12 @@ def _refuse(outcomes: Sequence[Outcome], comm: Comm) -> None:
 
 
 class _Opened(NamedTuple):
-    """What planning begins with: the run, its journal, and the work of every process."""
+    """What planning begins with: the run, its journal, the work of every process, and what grants memory for it."""
 
     run: Run
     journal: Journal | Unrecorded
     works: list[Work]
+    governor: Governor
 
 
 class _Planner:
@@ -127,6 +132,7 @@ class _Planner:
         self._opened: _Opened | None = None
         self._due: dict[int, Evidence] = {}
         self._plans: dict[int, RankPlan] = {}
+        self._kept_copies = 0
         self._names: dict[str, tuple[int, int, tuple[str, ...]]] = {}
 
     def plan(self) -> Outcome:
@@ -136,13 +142,14 @@ class _Planner:
             journal = run.journal()
             journal.check()
             works = divide(run.conversion.target_weights(run.targets), self._comm.hosts)
+            governor = open_governor(self._request.allowance, os.environ)
         except _EXPECTED as error:
             return Outcome(failures=(Failure.here(None, self._comm, as_reshard_error(error)),))
-        self._opened = _Opened(run, journal, works)
+        self._opened = _Opened(run, journal, works, governor)
         work = works[self._comm.rank]
         outcomes = [self._plan_target(self._opened, rank, leads=True) for rank in work.leads]
         outcomes += [self._plan_target(self._opened, rank, leads=False) for rank in work.helps]
-        self.outcome = Outcome(notes=run.conversion.source.files.notes).joined(outcomes)
+        self.outcome = Outcome(notes=(*run.conversion.source.files.notes, *governor.notes)).joined(outcomes)
         return self.outcome
 
     def begin(self) -> Outcome:
@@ -158,7 +165,8 @@ class _Planner:
     def writer(self, progress: Progress) -> Writer:
         """Return what writes that has been planned."""
         opened = self._require_opened()
-        return Writer(opened.run, opened.journal, opened.works, self._comm, self._plan_of, self._due, progress)
+        plan_of, due = self._plan_of, self._due
+        return Writer(opened.run, opened.journal, opened.works, self._comm, plan_of, due, opened.governor, progress)
 
     def commit(self, made: Outcome) -> Outcome:
         """Commit what all processes have made, if that completes the run; return what is to be said of it."""
@@ -177,14 +185,15 @@ class _Planner:
             if opened.journal.is_done(rank, path):
                 return Outcome((self._skipped(run, rank),)) if leads else Outcome()
             plan = run.conversion.plan(rank, checked=leads)
+            limits = run.conversion.limits
+            opened.governor.require_possible(plan.peak_bytes(limits), limits.base_bytes)
         except _EXPECTED as error:
             return Outcome(failures=(Failure.here(rank, self._comm, as_reshard_error(error)),))
         self._due[rank] = evidence = Evidence.of(plan)
-        if len(self._plans) < _MAX_KEPT_PLANS:
-            self._plans[rank] = plan
+        self._keep(plan)
         if not leads:
             return Outcome()
-        self.summaries.append(RankSummary.of(plan, run.conversion.limits))
+        self.summaries.append(RankSummary.of(plan, limits))
         self._names.setdefault(evidence.held.digest, (plan.stage, rank, plan.placed))
         return Outcome(
             absent=plan.absent,
@@ -195,7 +204,7 @@ class _Planner:
         )
 
     def _commit(self, made: Outcome) -> tuple[str, ...]:
-        run, journal, _ = self._require_opened()
+        run, journal, *_ = self._require_opened()
         if not isinstance(journal, Journal):
             return ()
         all_made = len(made.targets) == run.conversion.target.world_size
@@ -216,6 +225,13 @@ class _Planner:
                 remedy="mend the cause, then reshard-mpi commit",
             ) from error
 
+    def _keep(self, plan: RankPlan) -> None:
+        """Keep a plan for when the target is written, if that takes little memory."""
+        copies = sum(len(tensor.copies) for tensor in plan.tensors)
+        if len(self._plans) < _MAX_KEPT_PLANS and self._kept_copies + copies <= _MAX_KEPT_COPIES:
+            self._plans[plan.target_rank] = plan
+            self._kept_copies += copies
+
     def _plan_of(self, rank: int) -> RankPlan:
         """Return a plan that has been kept, once, or make it again."""
         return self._plans.pop(rank, None) or self._require_opened().run.conversion.plan(rank, checked=False)
@@ -232,6 +248,8 @@ class _Planner:
             mapped_bytes=0,
             seconds=0.0,
             engine_seconds=0.0,
+            waited_seconds=0.0,
+            leased_bytes=0,
             process=self._comm.rank,
             processes=0,
             skipped=True,

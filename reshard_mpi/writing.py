@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +14,7 @@ from reshard_mpi.division import Share, Work
 from reshard_mpi.engine.files import OnBytes
 from reshard_mpi.engine.transfer import write_shard
 from reshard_mpi.errors import ReshardError, TransformError, as_reshard_error
+from reshard_mpi.governor.admission import Governor
 from reshard_mpi.journal import Journal, Publication, Unrecorded
 from reshard_mpi.manifest import Manifest
 from reshard_mpi.planning.model import Limits, RankPlan
@@ -31,13 +32,15 @@ class _Led(NamedTuple):
     plan: RankPlan
     publication: Publication
     begin: float
+    waited_seconds: float
 
 
 class Writer:
     """What one process of a run does to write its part of the targets.
 
     works: the work of every process of `comm`. plan_of: the plan of a target. due: the targets that are to be written
-    at all, and what their records are to say.
+    at all, and what their records are to say. governor: grants the memory for what is done for a target; none is held
+    while others are waited for.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class Writer:
         comm: Comm,
         plan_of: Callable[[int], RankPlan],
         due: Mapping[int, Evidence],
+        governor: Governor,
         progress: Progress,
     ) -> None:
         self._run = run
@@ -57,6 +61,7 @@ class Writer:
         self._work = works[comm.rank]
         self._plan_of = plan_of
         self._due = due
+        self._governor = governor
         self._progress = progress
         self._limits = run.conversion.limits
         self._format = formats.by_name(run.format)
@@ -88,11 +93,12 @@ class Writer:
     def _write_target(self, rank: int) -> Outcome:
         begin = time.monotonic()
         plan = self._plan_of(rank)
-        self._progress.started(rank, plan.written_bytes)
-        with self._journal.writing(rank, self._run.path(rank), self._due[rank]) as publication:
-            filled = write_file(plan, self._run.format, publication.partial, self._limits, self._progress.moved)
-            publication.publish()
-        return self._finished(plan, begin, [filled])
+        with self._lease(plan) as waited_seconds:
+            self._progress.started(rank, plan.written_bytes)
+            with self._journal.writing(rank, self._run.path(rank), self._due[rank]) as publication:
+                filled = write_file(plan, self._run.format, publication.partial, self._limits, self._progress.moved)
+                publication.publish()
+        return self._finished(plan, begin, waited_seconds, [filled])
 
     def _reserve(self, publications: ExitStack) -> Outcome:
         """Make the files of the shared targets that this process leads."""
@@ -100,10 +106,11 @@ class Writer:
         def reserve(rank: int) -> Outcome:
             begin = time.monotonic()
             plan = self._plan_of(rank)
-            writing = self._journal.writing(rank, self._run.path(rank), self._due[rank])
-            publication = publications.enter_context(writing)
-            manifest = self._format.reserve(str(publication.partial), plan.shard)
-            self._led[rank] = _Led(plan, publication, begin)
+            with self._lease(plan) as waited_seconds:
+                writing = self._journal.writing(rank, self._run.path(rank), self._due[rank])
+                publication = publications.enter_context(writing)
+                manifest = self._format.reserve(str(publication.partial), plan.shard)
+            self._led[rank] = _Led(plan, publication, begin, waited_seconds)
             return Outcome(reserved=(Reserved.of(rank, manifest),))
 
         shared = {share.target for share in self._work.shares}
@@ -126,8 +133,10 @@ class Writer:
                     manifest = reserved.manifest()
                     span = share.range_of(Path(manifest.path).stat().st_size)
                     plan = self._led[rank].plan if rank in self._led else self._plan_of(rank)
-                    self._progress.started(rank, span[1] - span[0])
-                    return Outcome(filled=(_fill(plan, manifest, span, self._limits, self._progress.moved),))
+                    with self._lease(plan) as waited_seconds:
+                        self._progress.started(rank, span[1] - span[0])
+                        filled = _fill(plan, manifest, span, self._limits, self._progress.moved)
+                    return Outcome(filled=(filled._replace(waited_seconds=waited_seconds),))
 
                 outcomes.append(self._attempt(share.target, fill))
         return Outcome(
@@ -145,7 +154,7 @@ class Writer:
                 return Outcome(failures=failures)
             self._format.seal(str(led.publication.partial))
             led.publication.publish()
-            return self._finished(led.plan, led.begin, filled)
+            return self._finished(led.plan, led.begin, led.waited_seconds, filled)
 
         return Outcome().joined([self._attempt(rank, publish) for rank in self._led])
 
@@ -170,13 +179,18 @@ class Writer:
             failures.append([*of_rank, *of_process, unknown][0])
         return found, tuple(failures)
 
+    def _lease(self, plan: RankPlan) -> AbstractContextManager[float]:
+        """Wait for the memory that moving the bytes of `plan` may take, and hold it; yields the seconds waited."""
+        purpose = f"target rank {plan.target_rank} of {self._run.request.target}"
+        return self._governor.lease(plan.peak_bytes(self._limits), purpose, self._progress.waiting)
+
     def _attempt(self, rank: int, do: Callable[[int], Outcome]) -> Outcome:
         try:
             return do(rank)
         except _EXPECTED as error:
             return Outcome(failures=(Failure.here(rank, self._comm, as_reshard_error(error, self._run.path(rank))),))
 
-    def _finished(self, plan: RankPlan, begin: float, filled: Sequence[Filled]) -> Outcome:
+    def _finished(self, plan: RankPlan, begin: float, waited_seconds: float, filled: Sequence[Filled]) -> Outcome:
         report = TargetReport(
             rank=plan.target_rank,
             path=str(self._run.path(plan.target_rank)),
@@ -187,6 +201,8 @@ class Writer:
             mapped_bytes=sum(part.mapped_bytes for part in filled),
             seconds=time.monotonic() - begin,
             engine_seconds=max(part.seconds for part in filled),
+            waited_seconds=waited_seconds + max(part.waited_seconds for part in filled),
+            leased_bytes=plan.peak_bytes(self._limits),
             process=self._comm.rank,
             processes=len(filled),
         )
@@ -207,4 +223,4 @@ def _fill(
 ) -> Filled:
     begin = time.monotonic()
     traffic = write_shard(plan, manifest, span=span, limits=limits, on_bytes=on_bytes)
-    return Filled(plan.target_rank, traffic.requested_bytes, traffic.mapped_bytes, time.monotonic() - begin)
+    return Filled(plan.target_rank, traffic.requested_bytes, traffic.mapped_bytes, time.monotonic() - begin, 0.0)

@@ -376,11 +376,11 @@ def test_version(capsys: Capture) -> None:
 def test_help_names_every_command_and_option(capsys: Capture) -> None:
     text = command_line(capsys, "--help").out
     commands = re.findall(r"^    ([a-z-]+)(?: {2,}|\n)", text, re.MULTILINE)
-    assert commands == ["transform", "plan", "commit", "ranks", "merge-strategies", "inspect", "demo"]
+    assert commands == ["transform", "plan", "commit", "ranks", "merge-strategies", "governor", "inspect", "demo"]
     for command in commands:
         text = command_line(capsys, command, "--help").out
         assert text.startswith(f"usage: reshard-mpi {command} ")
-        assert all(f"{code} " in text for code in (0, 1, 2, 3, 4, 130, 143))
+        assert all(f"{code} " in text for code in (0, 1, 2, 3, 4, 5, 130, 143))
         usage, _, described = text.partition("\n\n")
         assert set(re.findall(r"--[a-z-]+", usage)) <= set(re.findall(r"^  .*?(--[a-z-]+)", described, re.MULTILINE))
 

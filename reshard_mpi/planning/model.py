@@ -8,6 +8,12 @@ from typing import NamedTuple
 
 from reshard_mpi.box import Box
 from reshard_mpi.manifest import Decoded, ShardIdentity, ShardSpec, TensorEntry, TensorSpec
+from reshard_mpi.units import KIB
+
+# What the records of one target tensor take, in this program and in HDF5's library, and those of one of its copies;
+# measured with 10,000 tensors: 6.9 KiB and 0.45 KiB.
+_TENSOR_BYTES = 8 * KIB
+_COPY_BYTES = KIB
 
 
 class Limits(NamedTuple):
@@ -128,8 +134,9 @@ class RankPlan(NamedTuple):
         return sum(copy.size_bytes for tensor in self.tensors for copy in tensor.copies)
 
     def peak_bytes(self, limits: Limits) -> int:
-        """Project the peak resident memory: the process itself, its buffer and windows, the largest decoding."""
+        """Project the peak resident memory: the process, its buffer and windows, records, the largest decoding."""
         decoded = 0
+        records_bytes = sum(_TENSOR_BYTES + _COPY_BYTES * len(tensor.copies) for tensor in self.tensors)
         for tensor in self.tensors:
             for copy in tensor.copies:
                 if isinstance(copy.source.source, Decoded):
@@ -137,4 +144,4 @@ class RankPlan(NamedTuple):
                     for length in copy.source.source.chunk:
                         chunk_bytes *= length
                     decoded = max(decoded, chunk_bytes)
-        return limits.base_bytes + limits.buffer_bytes + limits.window_bytes + 2 * decoded
+        return limits.base_bytes + limits.buffer_bytes + limits.window_bytes + records_bytes + 2 * decoded
