@@ -6,13 +6,14 @@ import functools
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 from hypothesis import HealthCheck, settings
 from launch import MPI, MPI_NAMES, RankRun, find_mpi, run_ranks
+from slurm import Cluster, running_cluster
 
 RANKS_FOLDER = Path(__file__).parent / "ranks"
 
@@ -48,6 +49,13 @@ def mpi(request: pytest.FixtureRequest) -> MPI:
 def mpirun(mpi: MPI) -> Callable[..., RankRun]:
     """`mpirun(ranks, function, *args, ...)`: launch.run_ranks under every MPI in turn."""
     return functools.partial(run_ranks, mpi)
+
+
+@pytest.fixture(scope="session")
+def slurm() -> Iterator[Cluster]:
+    """A SLURM cluster of two nodes, started when the first test asks for it."""
+    with running_cluster() as cluster:
+        yield cluster
 
 
 @pytest.fixture(scope="session")

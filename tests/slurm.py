@@ -76,7 +76,7 @@ PreemptMode=REQUEUE
 KillWait=5
 NodeName=DEFAULT CPUs={cpus} RealMemory={memory_mib} State=UNKNOWN
 {nodes}
-PartitionName=DEFAULT Nodes=ALL MaxTime=10 OverSubscribe=NO State=UP
+PartitionName=DEFAULT Nodes=ALL MaxTime=10 OverSubscribe=NO State=UP DefMemPerCPU={default_memory_mib}
 PartitionName=normal Default=YES PriorityTier=1
 PartitionName=urgent PriorityTier=2
 """
@@ -99,8 +99,6 @@ class Task:
     state: str
     code: int
     signal: int
-    restarts: int
-    reason: str
 
 
 class Cluster:
@@ -172,23 +170,17 @@ class Cluster:
 
     def submit(
         self,
-        script: Path,
-        *arguments: str | os.PathLike[str],
+        *command: str | os.PathLike[str],
         options: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
     ) -> str:
-        """Submit a batch script with its arguments and return the job's number."""
+        """Submit a batch script with its arguments, or `--wrap` with a command; return the job's number."""
         output = Path(tempfile.mkdtemp(dir=self.folder, prefix="output"))
-        where = [f"--output={output}/%a.out" if _is_array(options) else f"--output={output}/job.out"]
-        job = self.command("sbatch", "--parsable", *where, *options, script, *arguments, env=env).stdout.strip()
+        file = "%a.out" if any(option.startswith("--array") for option in options) else "job.out"
+        submitted = self.command("sbatch", "--parsable", f"--output={output}/{file}", *options, *command, env=env)
+        job = submitted.stdout.strip()
         self._outputs[job] = output
         return job
-
-    def submit_text(self, text: str, *, options: Sequence[str] = (), env: Mapping[str, str] | None = None) -> str:
-        """Submit a batch script given as text."""
-        with tempfile.NamedTemporaryFile("w", dir=self.folder, suffix=".sbatch", delete=False) as script:
-            script.write(f"#!/bin/bash\n{text}\n")
-        return self.submit(Path(script.name), options=options, env=env)
 
     def wait(self, job: str, *, timeout_seconds: float = 60) -> dict[int, Task]:
         """Wait until a job has ended; return what became of it, by array task (0 where it is not an array)."""
@@ -212,14 +204,17 @@ class Cluster:
         return {record["JobState"] for record in self._records(job)}
 
     def requeue(self, job: str) -> None:
-        """Have a running or ended job run again, at once."""
+        """Have a running or ended job run again."""
         self.command("scontrol", "requeue", job)
         self.start_again(job)
 
     def start_again(self, job: str, *, timeout_seconds: float = 30) -> None:
-        """Have a job that was put back into the queue start at once; SLURM would wait for two minutes."""
+        """Have a job that was put back into the queue start in a second; SLURM would wait for two minutes.
+
+        Not at once: nodes know what they must not start any more by the second in which it was.
+        """
         self.wait_until(job, lambda: "PENDING" in self.states(job), timeout_seconds=timeout_seconds)
-        self.command("scontrol", "update", f"jobid={job}", "StartTime=now")
+        self.command("scontrol", "update", f"jobid={job}", "StartTime=now+1")
 
     def output(self, job: str, task: int | None = None) -> str:
         """What a job, or one task of an array, has written so far."""
@@ -296,6 +291,7 @@ class Cluster:
                 folder=self.folder,
                 cpus=_NODE_CPUS,
                 memory_mib=_NODE_MEMORY_MIB,
+                default_memory_mib=_NODE_MEMORY_MIB // _NODE_CPUS,
                 nodes="\n".join(
                     f"NodeName={node} NodeAddr=127.0.0.1 Port={port}" for node, port in zip(_NODES, node_ports)
                 ),
@@ -330,7 +326,7 @@ class Cluster:
         return found
 
 
-def missing() -> str:
+def _missing() -> str:
     """Say what this machine lacks for a cluster; nothing if it lacks nothing."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "a SLURM cluster can be started by root on Linux only"
@@ -343,9 +339,10 @@ def missing() -> str:
     return ""
 
 
-def running() -> Iterator[Cluster]:
-    """Start a cluster, yield it, stop it and see that nothing is left; skip where there can be none."""
-    if lacking := missing():
+@contextlib.contextmanager
+def running_cluster() -> Iterator[Cluster]:
+    """Start a cluster, stop it in the end and see that nothing is left; skip where there can be none."""
+    if lacking := _missing():
         pytest.skip(lacking)
     # The folder's name is short: a socket's path may have 107 characters.
     with tempfile.TemporaryDirectory(prefix="slurm-") as name:
@@ -359,10 +356,6 @@ def running() -> Iterator[Cluster]:
             pytest.fail(f"the SLURM cluster left processes behind: {', '.join(left)}", pytrace=False)
 
 
-def _is_array(options: Sequence[str]) -> bool:
-    return any(option.startswith("--array") for option in options)
-
-
 def _has_ended(record: Mapping[str, str]) -> bool:
     return record["JobState"] not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED")
 
@@ -373,7 +366,7 @@ def _task_number(record: Mapping[str, str]) -> int:
 
 def _as_task(record: Mapping[str, str]) -> Task:
     code, _, killed_by = record["ExitCode"].partition(":")
-    return Task(record["JobState"], int(code), int(killed_by), int(record["Restarts"]), record["Reason"])
+    return Task(record["JobState"], int(code), int(killed_by))
 
 
 def _titled(parts: Mapping[str, str]) -> str:
