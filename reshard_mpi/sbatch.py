@@ -17,8 +17,8 @@ from reshard_mpi.units import MIB, format_bytes
 _MAX_TASKS = 1000
 # Beside the process itself: the batch shell before it, SLURM's own, and pages on their way to the file system.
 _BESIDES_BYTES = 64 * MIB
-# A process that skips a complete target needs as much; less than any that makes one.
-_LEAST_BYTES = 96 * MIB
+# What a process takes that finds all complete, where nothing has been planned to size it by.
+_IDLE_BYTES = 64 * MIB
 # What a task can count on where hundreds share a file system; alone, one moves a hundred times as much.
 _RATE_BYTES_PER_SECOND = 20 * MIB
 # Interpreter, libraries, strategies and headers of shards, all from a file system that is busy.
@@ -52,7 +52,7 @@ NOT_PASSED_ON = ("--rank", "--part", "--resume", "--jobs", "--report", "--progre
 def batch_script(request: Request, plan: Plan, target_ranks: int) -> str:
     """Return the script. plan: of the targets that are still to be made. target_ranks: how many there are at all."""
     tasks = min(target_ranks, _MAX_TASKS)
-    peak_bytes = max(plan.peak_bytes, _LEAST_BYTES)
+    peak_bytes = plan.peak_bytes if plan.targets else _IDLE_BYTES
     mem_mib = -(-(peak_bytes + _BESIDES_BYTES) // MIB)
     task_bytes = _task_bytes(plan, target_ranks, tasks)
     minutes = _START_MINUTES + -(-task_bytes // (_RATE_BYTES_PER_SECOND * 60))
