@@ -100,7 +100,7 @@ def _commit(folder: Path, identity: RunIdentity, records: Sequence[TargetRecord]
     """Compare what targets were made from, and commit them. The lock is held."""
     path = folder / COMMIT_RECORD
     try:
-        notes = _compare(folder, identity, records, told)
+        notes = (*_compare(folder, identity, records, told), *_strangers(folder, len(records)))
     except ReshardError:
         withdraw(folder)
         raise
@@ -132,6 +132,15 @@ def _compare(
             remedy="make them anew with --overwrite",
         )
     return tuple(differing_beginnings((start for record in records for start in record.evidence.beginnings), told))
+
+
+def _strangers(folder: Path, target_ranks: int) -> Iterator[str]:
+    """Yield a note on targets of a run that had more of them; this one has replaced the others (--overwrite)."""
+    names = (path.name for path in (folder / STATE).iterdir())
+    numbers = (name.removeprefix("rank_").removesuffix(".json") for name in names if name.endswith(".json"))
+    ranks = [int(number) for number in numbers if number.isdecimal() and int(number) >= target_ranks]
+    if ranks:
+        yield f"{folder} also holds target ranks {_ranges(ranks)} of an earlier run, which are not committed"
 
 
 def _require_complete(folder: Path, identity: RunIdentity, besides: str) -> list[TargetRecord]:

@@ -172,8 +172,8 @@ class _Planner:
         """Commit what all processes have made, if that completes the run; return what is to be said of it."""
         try:
             return Outcome(notes=self._commit(made))
-        except ReshardError as error:
-            return Outcome(failures=(Failure.here(None, self._comm, error),))
+        except _EXPECTED as error:
+            return Outcome(failures=(Failure.here(None, self._comm, as_reshard_error(error)),))
 
     def names(self, stage: int) -> dict[int, tuple[str, ...]]:
         """Return what strategies place on the target ranks of `stage`; of ranks that have the same, one."""

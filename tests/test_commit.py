@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 from checkpoints import write_strategy
 from conversions import COMMAND, TENSORS, Conversion, command_line, make, shards, side
+from launch import MPI, mpirun_command
 from oracle import RawLayout
-from processes import clean_environment
+from processes import clean_environment, run_command
 
 import reshard_mpi
 from reshard_mpi import commit as committing
@@ -287,6 +288,19 @@ def test_targets_made_anew_one_by_one_from_later_shards(tmp_path: Path, capsys: 
     assert record(c).read_text() == text
 
 
+def test_targets_of_an_earlier_run_with_more_of_them(tmp_path: Path, capsys: Capture) -> None:
+    c = four(tmp_path)
+    assert run(capsys, c)[0] == 0
+    fewer = c.but(dst_strategy=tmp_path / "dst_strategy" / "strategy_0.ckpt")
+    code, said = run(capsys, fewer, "--overwrite", "--rank", "0")
+    assert (code, said) == (0, "") and not record(c).exists()
+    code, said = run(capsys, fewer, "--overwrite", "--rank", "1")
+    assert (
+        code == 0 and said == f"note: {c.dst} also holds target ranks 2-3 of an earlier run, which are not committed\n"
+    )
+    assert [target["rank"] for target in json.loads(record(c).read_text())["targets"]] == [0, 1]
+
+
 @KINDS
 def test_targets_that_do_not_hold_the_same_parameters(tmp_path: Path, capsys: Capture, kind: str) -> None:
     c = make(tmp_path, kind)
@@ -497,6 +511,28 @@ def test_a_kill_at_any_instant(tmp_path: Path, capsys: Capture) -> None:
 
 
 # Processes that run together
+
+
+@pytest.mark.parametrize("ranks", [2, 5])
+def test_ranks_of_one_job(tmp_path: Path, capsys: Capture, mpi: MPI, ranks: int) -> None:
+    c = four(tmp_path)
+    whole = c.but(dst=tmp_path / "whole")
+    assert run(capsys, whole)[0] == 0
+    finished = run_command(mpirun_command(mpi, ranks, [*COMMAND, *c.arguments()]))
+    assert finished.returncode == 0, finished
+    assert record(c).read_bytes() == record(whole).read_bytes()
+
+
+def test_ranks_of_one_job_that_complete_what_does_not_belong_together(
+    tmp_path: Path, capsys: Capture, mpi: MPI
+) -> None:
+    c = four(tmp_path)
+    assert run(capsys, c, "--rank", "0")[0] == 0
+    for rank in range(4):
+        c.rewrite(rank, {"global_step": np.array(8, np.int32)})
+    finished = run_command(mpirun_command(mpi, 2, [*COMMAND, *c.arguments("transform", "--resume")]))
+    assert finished.returncode == 3 and finished.stderr.count("different moments") == 1, finished
+    assert c.written(3).exists() and not record(c).exists()
 
 
 @KINDS
