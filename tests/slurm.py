@@ -52,6 +52,7 @@ StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/%n
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/%n.pid
+SlurmdLogFile={folder}/%n.log
 TmpFS={folder}/%n
 PlugStackConfig={folder}/plugstack.conf
 ProctrackType=proctrack/linuxproc
@@ -211,9 +212,14 @@ class Cluster:
     def start_again(self, job: str, *, timeout_seconds: float = 30) -> None:
         """Have a job that was put back into the queue start in a second; SLURM would wait for two minutes.
 
-        Not at once: nodes know what they must not start any more by the second in which it was.
+        Not at once: nodes know what they must not start any more by the second in which it was. And not while a step
+        of its last run still lingers, whose place the next one needs.
         """
-        self.wait_until(job, lambda: "PENDING" in self.states(job), timeout_seconds=timeout_seconds)
+        self.wait_until(
+            job,
+            lambda: self.states(job) == {"PENDING"} and not self._lingers(job),
+            timeout_seconds=timeout_seconds,
+        )
         self.command("scontrol", "update", f"jobid={job}", "StartTime=now+1")
 
     def output(self, job: str, task: int | None = None) -> str:
@@ -230,6 +236,11 @@ class Cluster:
     def _records(self, job: str) -> list[dict[str, str]]:
         shown = self.command("scontrol", "--oneliner", "show", "job", job).stdout
         return [dict(re.findall(r"(\S+?)=(\S*)", line)) for line in shown.splitlines() if line.startswith("JobId=")]
+
+    def _lingers(self, job: str) -> bool:
+        """Tell whether a node still has a step of the job; that of an MPI may stay for seconds after the job's end."""
+        titles = tuple(f"slurmstepd: [{record['JobId']}." for record in self._records(job))
+        return any(command.startswith(titles) for command in self._processes().values())
 
     def _is_busy(self) -> bool:
         shown = self.command("scontrol", "--oneliner", "show", "job").stdout

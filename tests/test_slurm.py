@@ -65,7 +65,7 @@ def assert_all_completed(slurm: Cluster, job: str, tasks: int) -> None:
 def test_array(slurm: Cluster, reference: Conversion, c: Conversion, parts: str, array: str) -> None:
     job = slurm.submit(ARRAY, parts, *operands(c), options=[array])
     assert_all_completed(slurm, job, int(parts))
-    assert shards(c.dst) == shards(reference.dst)
+    assert shards(c.dst) == shards(reference.dst), slurm.account(job)
     assert "wrote " in slurm.output(job, 1)
     again = slurm.submit(ARRAY, parts, *operands(c), options=["--array=1"])
     assert slurm.wait(again) == {1: COMPLETED}, slurm.account(again)
@@ -75,7 +75,7 @@ def test_array(slurm: Cluster, reference: Conversion, c: Conversion, parts: str,
 def test_ranks_on_two_nodes(slurm: Cluster, reference: Conversion, c: Conversion, mpi: MPI) -> None:
     job = slurm.submit(RANKS, *operands(c), options=TWO_NODES, env=rank_environment(mpi))
     assert_all_completed(slurm, job, 1)
-    assert shards(c.dst) == shards(reference.dst)
+    assert shards(c.dst) == shards(reference.dst), slurm.account(job)
     assert slurm.output(job).count("wrote 8 shards") == 1
 
 
@@ -116,7 +116,7 @@ def test_a_rank_that_is_killed(slurm: Cluster, reference: Conversion, c: Convers
     assert not c.written(1).exists()
     slurm.requeue(job)
     assert_all_completed(slurm, job, 1)
-    assert shards(c.dst) == shards(reference.dst)
+    assert shards(c.dst) == shards(reference.dst), slurm.account(job)
 
 
 # Tasks that are stopped while target 1 is written but not yet published
