@@ -36,6 +36,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="MindSpore is not installed"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _own_leases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tests share no leases with what else this user does here, and leave nothing behind."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RESHARD_MPI_STATE_DIR", str(tmp_path_factory.mktemp("leases") / "state"))
+        yield
+
+
 @pytest.fixture(params=MPI_NAMES)
 def mpi(request: pytest.FixtureRequest) -> MPI:
     """Every MPI implementation of this machine in turn."""

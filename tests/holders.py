@@ -40,29 +40,30 @@ class Holder:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "RESHARD_MPI_STATE_DIR": str(state), **(env or {})},
-            text=True,
         )
+        self._said = b""
 
     @property
     def pid(self) -> int:
         return self.process.pid
 
     def read(self) -> str:
-        """Return the next thing the process says."""
+        """Return the next line the process says."""
         assert self.process.stdout is not None
-        ready, _, _ = select.select([self.process.stdout], [], [], TIMEOUT_SECONDS)
-        assert ready, "the process says nothing"
-        return self.process.stdout.readline().strip()
+        while b"\n" not in self._said:
+            ready, _, _ = select.select([self.process.stdout], [], [], TIMEOUT_SECONDS)
+            assert ready, "the process says nothing"
+            part = os.read(self.process.stdout.fileno(), 4096)
+            assert part, "the process has ended"
+            self._said += part
+        line, _, self._said = self._said.partition(b"\n")
+        return line.decode()
 
     def expect(self, said: str) -> Self:
-        """Wait for the process to say this."""
-        assert self.read() == said
+        """Wait for the process to say this, passing over what it says of waiting."""
+        while (line := self.read()) != said:
+            assert line.startswith("waits: "), line
         return self
-
-    def has_said_something(self) -> bool:
-        """Tell whether there is something to `read`."""
-        assert self.process.stdout is not None
-        return bool(select.select([self.process.stdout], [], [], 0)[0])
 
     def let_go(self) -> None:
         """Have the process give its lease back and end."""
