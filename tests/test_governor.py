@@ -360,9 +360,9 @@ def test_callers_of_the_functions_hear_of_waiting(
 
 
 def test_governor_shows_leases_and_the_line(state: Path, capsys: Capture) -> None:
-    a = Holder(state, 64 * MIB, memory="100M")
-    b = Holder(state, 32 * MIB, memory="100M")
-    with ended(a.expect("holds"), b.expect("holds"), c := Holder(state, 70 * MIB, memory="100M")):
+    a = Holder(state, 64 * MIB, memory="100M").expect("holds")
+    b = Holder(state, 32 * MIB, memory="100M").expect("holds")
+    with ended(a, b, c := Holder(state, 70 * MIB, memory="100M")):
         assert c.read().startswith("waits")
         d = Holder(state, MIB, memory="100M")
         with ended(d):
