@@ -1,13 +1,14 @@
 """A private SLURM cluster of two nodes on this machine: its own folder, key and ports, on loopback only.
 
-The nodes are slurmd processes in UTS and mount namespaces of their own, so they differ in host name and in little else:
-they share /tmp, /dev/shm and the processors.
+The nodes are slurmd processes in UTS and mount namespaces of their own, so they differ in host name and shared memory,
+and in little else: they share /tmp and the processors. What a killed MPI leaves in shared memory goes with its node.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import random
 import re
 import shutil
 import signal
@@ -40,6 +41,7 @@ _SHOWN_CHARACTERS = 6000
 
 _CONFIGURATION = """\
 ClusterName=tests
+FirstJobId={first_job}
 SlurmctldHost={controller}(127.0.0.1)
 SlurmctldPort={controller_port}
 SrunPortRange={first_srun_port}-{last_srun_port}
@@ -88,6 +90,7 @@ host=$1 folder=$2
 shift 2
 hostname "$host"
 mount --bind "$folder/hosts" /etc/hosts
+mount -t tmpfs -o mode=1777 shared-memory /dev/shm
 if [ -d "$folder/pmix" ]; then mount --bind "$folder/pmix" "$(cat "$folder/pmix_at")"; fi
 exec "$@"
 """
@@ -296,6 +299,8 @@ class Cluster:
         (self.folder / "slurm.conf").write_text(
             _CONFIGURATION.format(
                 controller=_CONTROLLER,
+                # MPICH names what it shares after the job's number alone.
+                first_job=random.randrange(1, 1_000_000) * 10,
                 controller_port=controller_port,
                 first_srun_port=first_srun_port,
                 last_srun_port=first_srun_port + _SRUN_PORTS - 1,
