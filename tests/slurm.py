@@ -79,7 +79,7 @@ PreemptMode=REQUEUE
 KillWait=5
 NodeName=DEFAULT CPUs={cpus} RealMemory={memory_mib} State=UNKNOWN
 {nodes}
-PartitionName=DEFAULT Nodes=ALL MaxTime=10 OverSubscribe=NO State=UP DefMemPerCPU={default_memory_mib}
+PartitionName=DEFAULT Nodes=ALL MaxTime=60 OverSubscribe=NO State=UP DefMemPerCPU={default_memory_mib}
 PartitionName=normal Default=YES PriorityTier=1
 PartitionName=urgent PriorityTier=2
 """
@@ -186,6 +186,10 @@ class Cluster:
         self._outputs[job] = output
         return job
 
+    def record_output(self, job: str, folder: Path) -> None:
+        """Say where a job that a script has submitted leaves what it says: among the `.out` and `.log` files there."""
+        self._outputs[job] = folder
+
     def wait(self, job: str, *, timeout_seconds: float = 60) -> dict[int, Task]:
         """Wait until a job has ended; return what became of it, by array task (0 where it is not an array)."""
         self.wait_until(
@@ -233,7 +237,7 @@ class Cluster:
     def account(self, job: str) -> str:
         """Everything there is to say of a job: for a test that fails."""
         parts = {"scontrol show job": self.command("scontrol", "show", "job", job, check=False).stdout}
-        parts |= {file.name: file.read_text(errors="replace") for file in sorted(self._outputs[job].iterdir())}
+        parts |= {file.name: file.read_text(errors="replace") for file in _logs_in(self._outputs[job])}
         return _titled({**parts, **self._logs()})
 
     def _records(self, job: str) -> list[dict[str, str]]:
@@ -326,7 +330,7 @@ class Cluster:
             (self.folder / "pmix_at").write_text(str(library.parent))
 
     def _logs(self) -> dict[str, str]:
-        return {file.name: file.read_text(errors="replace") for file in sorted(self.folder.glob("*.log"))}
+        return {file.name: file.read_text(errors="replace") for file in _logs_in(self.folder)}
 
     def _processes(self) -> dict[int, str]:
         """Return id and command line of every living process of the cluster: daemons, and what jobs started."""
@@ -370,6 +374,10 @@ def running_cluster() -> Iterator[Cluster]:
             left = cluster.stop()
         if left:
             pytest.fail(f"the SLURM cluster left processes behind: {', '.join(left)}", pytrace=False)
+
+
+def _logs_in(folder: Path) -> list[Path]:
+    return sorted([*folder.glob("*.out"), *folder.glob("*.log")])
 
 
 def _has_ended(record: Mapping[str, str]) -> bool:
