@@ -153,6 +153,18 @@ def test_the_end_of_srun_is_that_of_the_script(tmp_path: Path) -> None:
     assert launch("slurm_mpi.sbatch", "SRC", "DST", env=with_programs(tmp_path), cwd=tmp_path).returncode == 4
 
 
+def test_what_the_batch_script_alone_is_sent_reaches_the_ranks(tmp_path: Path) -> None:
+    told = tmp_path / "scancel.arguments"
+    recording(tmp_path, "scancel")
+    # Until the ranks are told; should they never be, it ends like one that has done its work.
+    wait = f"for _ in {{1..200}}; do if [ -e '{told}' ]; then exit 143; fi; sleep 0.05; done"
+    make_program(tmp_path, "srun", f'kill -TERM "$PPID"\n{wait}')
+    env = {**with_programs(tmp_path), "SLURM_JOB_ID": "17"}
+    finished = launch("slurm_mpi.sbatch", "SRC", "DST", env=env, cwd=tmp_path)
+    assert finished.returncode == 143, finished
+    assert told.read_text().splitlines() == ["--signal=TERM", "17"]
+
+
 # Without a cluster
 
 

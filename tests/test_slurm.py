@@ -88,6 +88,43 @@ def test_srun_that_does_not_match(slurm: Cluster, c: Conversion, mpi: MPI) -> No
     assert not c.dst.exists()
 
 
+# The last task
+
+
+def commit_after(slurm: Cluster, job: str, c: Conversion) -> str:
+    """Submit the task that commits the target when every task of `job` has succeeded."""
+    options = [f"--dependency=afterok:{job}", "--kill-on-invalid-dep=yes"]
+    return slurm.submit("--wrap", f"reshard-mpi commit {c.dst}", options=options)
+
+
+def test_the_script_that_a_plan_prints(slurm: Cluster, reference: Conversion, c: Conversion, tmp_path: Path) -> None:
+    printed = run_command([*COMMAND, *c.arguments("plan", "--sbatch")], check=True)
+    (tmp_path / "printed.sbatch").write_text(printed.stdout)
+    job = slurm.submit(tmp_path / "printed.sbatch", options=[ALL_TASKS])  # said again, so that outputs are found
+    last = commit_after(slurm, job, c)
+    assert_all_completed(slurm, job, 8)
+    assert_all_completed(slurm, last, 1)
+    assert shards(c.dst) == shards(reference.dst)
+    assert (c.dst / "reshard.json").read_bytes() == (reference.dst / "reshard.json").read_bytes()
+
+
+def test_a_target_that_nobody_makes(slurm: Cluster, c: Conversion) -> None:
+    job = slurm.submit(ARRAY, "8", *operands(c), options=["--array=0-6"])
+    last = commit_after(slurm, job, c)
+    assert slurm.wait(last) == {0: Task("FAILED", 4, 0)}, slurm.account(last)
+    assert "1 of 8 targets are not complete: 7" in slurm.output(last)
+    assert not (c.dst / "reshard.json").exists()
+
+
+def test_a_task_that_fails_is_not_followed_by_the_last(slurm: Cluster, c: Conversion) -> None:
+    (c.dst / "rank_1").parent.mkdir()
+    (c.dst / "rank_1").write_text("in the way")
+    job = slurm.submit(ARRAY, "8", *operands(c), options=["--array=0-1"])
+    last = commit_after(slurm, job, c)
+    assert slurm.wait(last)[0].state == "CANCELLED", slurm.account(last)
+    assert slurm.output(last) == "" and slurm.wait(job)[1] == Task("FAILED", 4, 0), slurm.account(job)
+
+
 # Processes that die
 
 FIRST_TIME = "plan.target_rank == 1 and 'SLURM_RESTART_COUNT' not in os.environ"
