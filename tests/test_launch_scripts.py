@@ -31,14 +31,14 @@ def make_program(folder: Path, name: str, text: str) -> None:
     (folder / name).chmod(0o755)
 
 
-def recording(folder: Path, name: str, answer: str = "") -> Callable[[], list[str]]:
+def recording(folder: Path, name: str, answer: str = "", then: str = "") -> Callable[[], list[str]]:
     """Put a program into `folder` that only notes its arguments; return a function that reads them.
 
-    answer: what it says when asked for its version.
+    answer: what it says when asked for its version. then: what else it does.
     """
     note = folder / f"{name}.arguments"
     version = f'if [ "$1" = --version ]; then echo "{answer}"; exit; fi\n' if answer else ""
-    make_program(folder, name, f"{version}printf '%s\\n' \"$@\" >'{note}'")
+    make_program(folder, name, f"{version}printf '%s\\n' \"$@\" >'{note}'\n{then}")
     return lambda: note.read_text().splitlines()
 
 
@@ -155,7 +155,7 @@ def test_the_end_of_srun_is_that_of_the_script(tmp_path: Path) -> None:
 
 def test_what_the_batch_script_alone_is_sent_reaches_the_ranks(tmp_path: Path) -> None:
     told = tmp_path / "scancel.arguments"
-    recording(tmp_path, "scancel")
+    recording(tmp_path, "scancel", then="while :; do sleep 0.05; done")  # it may try again and again
     # Until the ranks are told; should they never be, it ends like one that has done its work.
     wait = f"for _ in {{1..200}}; do if [ -e '{told}' ]; then exit 143; fi; sleep 0.05; done"
     make_program(tmp_path, "srun", f'kill -TERM "$PPID"\n{wait}')

@@ -169,25 +169,29 @@ class Waiting:
     again: Callable[[], str]
 
 
-@pytest.fixture(params=["task", "ranks"])
-def waiting(request: pytest.FixtureRequest, slurm: Cluster, c: Conversion, tmp_path: Path) -> Waiting:
-    """An array task that makes target 1, or two ranks that make all, waiting."""
-    here, hold = tmp_path / "here", tmp_path / "hold"
+def start_waiting(slurm: Cluster, c: Conversion, folder: Path, script: str, *options: str) -> Waiting:
+    """Start an array task that makes target 1 (`task`), or two ranks that make all (`ranks`), and that wait."""
+    here, hold = folder / "here", folder / "hold"
     hold.touch()
     wait = f"while os.path.exists({str(hold)!r}): time.sleep(0.02)"
-    env = doing(tmp_path, f"open({str(here)!r}, 'w').close()\n        {wait}")
+    env = doing(folder, f"open({str(here)!r}, 'w').close()\n        {wait}")
 
     def submit() -> str:
-        if request.param == "task":
-            return slurm.submit(ARRAY, "8", *operands(c), options=["--array=1"], env=env)
+        if script == "task":
+            return slurm.submit(ARRAY, "8", *operands(c), options=["--array=1", *options], env=env)
         mpi = find_mpi("mpich") or find_mpi("openmpi")
         if mpi is None:
             pytest.skip("no MPI is installed")
-        return slurm.submit(RANKS, *operands(c), options=["--ntasks=2"], env={**env, **rank_environment(mpi)})
+        return slurm.submit(RANKS, *operands(c), options=["--ntasks=2", *options], env={**env, **rank_environment(mpi)})
 
     job = submit()
     slurm.wait_until(job, here.exists)
-    return Waiting(job, request.param == "task", hold, submit)
+    return Waiting(job, script == "task", hold, submit)
+
+
+@pytest.fixture(params=["task", "ranks"])
+def waiting(request: pytest.FixtureRequest, slurm: Cluster, c: Conversion, tmp_path: Path) -> Waiting:
+    return start_waiting(slurm, c, tmp_path, request.param)
 
 
 def assert_nothing_half_done(c: Conversion, slurm: Cluster, waiting: Waiting) -> None:
@@ -232,4 +236,16 @@ def test_a_job_that_is_stopped(
     waiting.hold.unlink()
     again = waiting.again()
     assert set(slurm.wait(again).values()) == {COMPLETED}, slurm.account(again)
+    assert_right(c, reference)
+
+
+@pytest.mark.slow
+def test_a_job_whose_time_is_near(slurm: Cluster, reference: Conversion, c: Conversion, tmp_path: Path) -> None:
+    # SLURM looks every 30 seconds whose time is near.
+    waiting = start_waiting(slurm, c, tmp_path, "task", "--time=1", "--signal=B:TERM@60")
+    assert slurm.wait(waiting.job, timeout_seconds=90) == {1: Task("FAILED", 143, 0)}, slurm.account(waiting.job)
+    assert_nothing_half_done(c, slurm, waiting)
+    waiting.hold.unlink()
+    again = waiting.again()
+    assert slurm.wait(again) == {1: COMPLETED}, slurm.account(again)
     assert_right(c, reference)
