@@ -28,11 +28,11 @@ class WatchedLedger(Ledger):
     longest_seconds = 0.0
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[int]:
-        with super()._locked() as lock:
+    def _locked(self) -> Iterator[None]:
+        with super()._locked():
             begin = time.thread_time()
             try:
-                yield lock
+                yield
             finally:
                 self.longest_seconds = max(self.longest_seconds, time.thread_time() - begin)
 

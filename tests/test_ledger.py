@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import signal
@@ -11,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from crowd import NoNotices, claim
 from holders import MIB, Holder, ended, until
 from processes import run_command
 
@@ -153,6 +156,59 @@ def test_a_fork_of_a_holder_does_not_keep_its_lease(state: Path) -> None:
         os.write(writing, b".")
         os.waitpid(pid, 0)
         os.close(reading), os.close(writing)
+
+
+def test_a_fork_of_who_changes_the_line_does_not_block_it(tmp_path: Path) -> None:
+    line = Ledger(tmp_path / "line")
+    reading, writing = os.pipe()
+    with line._locked():
+        pid = os.fork()
+        if pid == 0:
+            os.read(reading, 1)
+            os._exit(0)
+    try:
+        with (tmp_path / "line" / "lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.write(writing, b".")
+        os.waitpid(pid, 0)
+        os.close(reading), os.close(writing)
+
+
+def test_one_comes_as_the_last_one_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = Ledger(tmp_path / "line")
+    rmdir = Path.rmdir
+
+    def rmdir_after_another_came(folder: Path) -> None:
+        monkeypatch.setattr(Path, "rmdir", rmdir)
+        another.enter_context(line.lease(claim(2), lambda held: None, NoNotices()))
+        folder.rmdir()
+
+    monkeypatch.setattr(Path, "rmdir", rmdir_after_another_came)
+    with contextlib.ExitStack() as another:
+        with line.lease(claim(1), lambda held: None, NoNotices()):
+            pass
+        assert [occupant.claim.size_bytes for occupant in line.occupants()] == [2]
+    assert not (tmp_path / "line").exists()
+
+
+def test_the_place_may_be_removed_while_it_is_in_use(state: Path, tmp_path: Path) -> None:
+    """As where the end of a login session clears what the user has in shared memory. Nobody fails for that."""
+    waiting: list[Holder] = []
+    with ended(first := Holder(state, LEASE, memory="64M").expect("holds")):
+        for _ in range(3):
+            waiting.append(Holder(state, LEASE, memory="64M"))
+            in_line(state, *waiting)
+        with ended(*waiting):
+            state.rename(tmp_path / "away")
+            until(lambda: len(pids(state, holding=True)) == 1 and len(occupants(state)) == 3, "all have come again")
+            first.let_go()
+            for _ in range(3):
+                until(lambda: len(pids(state, holding=True)) == 1, "one holds")
+                (pid,) = pids(state, holding=True)
+                next(holder for holder in waiting if holder.pid == pid).expect("holds").let_go()
+    assert state.stat().st_mode & 0o777 == 0o700
+    assert not ledger(state)._folder.exists()
 
 
 def test_what_another_version_has_written_is_left_alone(state: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import time
@@ -14,14 +15,15 @@ from typing import NamedTuple, Protocol
 
 from reshard_mpi.errors import BudgetError
 from reshard_mpi.governor.allowance import MEMORY_VARIABLE, Allowance
-from reshard_mpi.governor.ledger import Claim, Ledger, own_pid_namespace
-from reshard_mpi.governor.place import Place, open_place
+from reshard_mpi.governor.ledger import Claim, Ledger, Notices, own_pid_namespace
+from reshard_mpi.governor.place import Place, make_again, no_place, open_place
 from reshard_mpi.governor.scopes import Scope, find_scopes
 from reshard_mpi.units import format_bytes
 
 # Leases change hands within milliseconds where targets are small: nobody wants to read of that.
 _FIRST_NOTICE_SECONDS = 1.0
 _NOTICE_SECONDS = 30.0
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 Say = Callable[[str], None]
 
@@ -106,10 +108,22 @@ class HostGovernor:
                     scope.ceiling_bytes,
                     time.time(),
                 )
-                notices = _Notices(scope, claim, begin, say)
-                ledger = Ledger(self._place.folder / scope.key)
-                leases.enter_context(ledger.lease(claim, partial(_judge, scope, claim), notices))
+                self._enter(leases, scope, claim, _Notices(scope, claim, begin, say))
             yield time.monotonic() - begin
+
+    def _enter(self, leases: ExitStack, scope: Scope, claim: Claim, notices: Notices) -> None:
+        """Wait for a lease of `scope`, which `leases` is to give back."""
+        ledger = Ledger(self._place.folder / scope.key)
+        while True:
+            try:
+                leases.enter_context(ledger.lease(claim, partial(_judge, scope, claim), notices))
+                return
+            except FileNotFoundError:
+                make_again(self._place)
+            except OSError as error:
+                if error.errno not in _FULL:
+                    raise
+                raise no_place(self._place.folder, error) from None
 
 
 def open_governor(allowance: Allowance, environment: Mapping[str, str], root: Path = Path("/")) -> Governor:

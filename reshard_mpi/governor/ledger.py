@@ -4,7 +4,10 @@
 as long as that lives, and says in JSON what it is for. `<n>.line` is a pipe that a waiting process keeps open: the next
 one in line sleeps on it, and is woken when it closes, for whatever reason. So only the head of the line has to look
 again and again. `bell` is a pipe by which a lease that is given back wakes the head at once. `lock` is locked while the
-line changes, and holds the number of who came last.
+line changes.
+
+The folder comes with the first process and goes with the last. It may also be removed from outside at any time, as
+where the end of a login session clears what its user has in shared memory.
 """
 
 from __future__ import annotations
@@ -84,9 +87,13 @@ class Ledger:
 
     @contextlib.contextmanager
     def lease(self, claim: Claim, judge: Judge, notices: Notices) -> Iterator[None]:
-        """Wait in line until `judge` finds that `claim` fits, and hold it as long as the block lasts."""
-        place = self._join(claim)
+        """Wait in line until `judge` finds that `claim` fits, and hold it as long as the block lasts.
+
+        Raises FileNotFoundError if the folder is removed by others before that, or what it is in is not there.
+        """
+        place = _Position()
         try:
+            self._join(place, claim)
             self._advance(place, notices)
             self._be_admitted(place, judge, notices)
             yield
@@ -105,27 +112,25 @@ class Ledger:
                     found.append(occupant)
         return found
 
-    def _join(self, claim: Claim) -> _Position:
-        with self._locked() as lock:
-            number = int(os.pread(lock, 32, 0) or b"0") + 1
-            os.pwrite(lock, b"%d" % number, 0)
-            line = self._path(number, _LINE)
+    def _join(self, place: _Position, claim: Claim) -> None:
+        with self._locked():
+            # A clock, so that no number is used again even where the folder has been removed and made anew.
+            place.number = max([time.monotonic_ns(), *(number + 1 for number in self._numbers(_WAITING))])
+            line = self._path(place.number, _LINE)
             os.mkfifo(line, _PRIVATE)
-            place = _Position(number, os.open(line, os.O_RDWR | os.O_NONBLOCK))
-            try:
-                place.descriptor = os.open(self._path(number, _WAITING), os.O_RDWR | os.O_CREAT | os.O_EXCL, _PRIVATE)
-                fcntl.flock(place.descriptor, fcntl.LOCK_EX)
-                os.write(place.descriptor, json.dumps(claim._asdict()).encode())
-            except BaseException:
-                self._remove(place)
-                raise
-        return place
+            place.line = os.open(line, os.O_RDWR | os.O_NONBLOCK)
+            place.descriptor = os.open(self._path(place.number, _WAITING), os.O_RDWR | os.O_CREAT | os.O_EXCL, _PRIVATE)
+            fcntl.flock(place.descriptor, fcntl.LOCK_EX)
+            os.write(place.descriptor, json.dumps(claim._asdict()).encode())
 
     def _advance(self, place: _Position, notices: Notices) -> None:
         """Wait until nobody is ahead in line."""
         while True:
             with self._locked():
-                ahead = [number for number in self._numbers(_WAITING) if number < place.number]
+                line = self._numbers(_WAITING)
+            if place.number not in line:
+                raise FileNotFoundError(f"{self._folder} has been removed by others")
+            ahead = line[: line.index(place.number)]
             if not ahead:
                 return
             if notices.left_seconds() <= 0:
@@ -164,8 +169,8 @@ class Ledger:
                 _sleep_until_rung(bell, min(max(_LOOK_SECONDS, looked_seconds * _LOOK_SHARE), _LONGEST_LOOK_SECONDS))
         with self._locked():
             self._path(place.number, _WAITING).rename(self._path(place.number, _LEASE))
-        place.holds = True
-        self._leave_line(place)
+        self._path(place.number, _LINE).unlink(missing_ok=True)
+        place.leave_line()
 
     def _held(self) -> list[Claim]:
         with self._locked():
@@ -207,35 +212,30 @@ class Ledger:
 
     def _leave(self, place: _Position) -> None:
         try:
-            with self._locked():
-                self._remove(place)
+            # There is nothing to leave where the folder has been removed.
+            with contextlib.suppress(FileNotFoundError), self._locked():
+                for kind in (_WAITING, _LEASE, _LINE):
+                    self._path(place.number, kind).unlink(missing_ok=True)
                 if not any(self._numbers(kind) for kind in (_WAITING, _LEASE)):
-                    # Scopes come and go with jobs. Who waits for the lock of what is removed here begins again.
-                    for left in self._folder.iterdir():
-                        left.unlink()
-                    self._folder.rmdir()
-                    return
+                    self._remove_folder()
             self._ring()
         finally:
             place.close()
 
-    def _remove(self, place: _Position) -> None:
-        self._path(place.number, _LEASE if place.holds else _WAITING).unlink(missing_ok=True)
-        self._leave_line(place)
-        place.close()
-
-    def _leave_line(self, place: _Position) -> None:
-        if place.line is not None:
-            with contextlib.suppress(OSError):
-                os.write(place.line, b".")  # if a fork of this process still holds the pipe open, this wakes the next
-            self._path(place.number, _LINE).unlink(missing_ok=True)
-            os.close(place.line)
-            place.line = None
+    def _remove_folder(self) -> None:
+        """Remove what nobody is in: scopes come and go with jobs. Who waits for its lock begins again."""
+        for left in self._folder.iterdir():
+            if left.name != _LOCK:
+                left.unlink()
+        (self._folder / _LOCK).unlink()  # last: from now on somebody else may come
+        with contextlib.suppress(OSError):
+            self._folder.rmdir()
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[int]:
+    def _locked(self) -> Iterator[None]:
         while True:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                self._folder.mkdir(mode=0o700)
             try:
                 lock = os.open(self._folder / _LOCK, os.O_RDWR | os.O_CREAT, _PRIVATE)
             except FileNotFoundError:
@@ -243,10 +243,10 @@ class Ledger:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 if os.fstat(lock).st_nlink:
-                    yield lock
+                    yield
                     return
             finally:
-                os.close(lock)
+                _unlock(lock)
 
     @contextlib.contextmanager
     def _bell(self) -> Iterator[int]:
@@ -287,18 +287,30 @@ class Ledger:
 class _Position:
     """A process's own place in a ledger: `line` and `descriptor` are its open pipe and its locked file."""
 
-    def __init__(self, number: int, line: int) -> None:
-        self.number = number
-        self.line: int | None = line
+    def __init__(self) -> None:
+        self.number = 0
+        self.line: int | None = None
         self.descriptor: int | None = None
-        self.holds = False
+
+    def leave_line(self) -> None:
+        """Wake the next in line, also where a fork of this process has the pipe open."""
+        if self.line is not None:
+            with contextlib.suppress(OSError):
+                os.write(self.line, b".")
+            os.close(self.line)
+            self.line = None
 
     def close(self) -> None:
-        """Drop the lock, also where a fork of this process still has the file open."""
+        self.leave_line()
         if self.descriptor is not None:
-            fcntl.flock(self.descriptor, fcntl.LOCK_UN)
-            os.close(self.descriptor)
+            _unlock(self.descriptor)
             self.descriptor = None
+
+
+def _unlock(descriptor: int) -> None:
+    """Close a locked file, and drop the lock also where a fork of this process has it open."""
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
 
 
 def _is_free(descriptor: int) -> bool:

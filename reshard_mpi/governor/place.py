@@ -36,23 +36,27 @@ def open_place(environment: Mapping[str, str]) -> Place:
     there.
     """
     base = _base(environment)
-    try:
-        base.mkdir(mode=0o700, parents=STATE_VARIABLE in environment, exist_ok=True)
-    except FileExistsError:
-        pass  # not a folder, or a link that leads nowhere: told below
-    except OSError as error:
-        raise ReshardError(
-            "there is no place to keep what memory processes use",
-            expected="the right to make a folder",
-            got=error.strerror or str(error),
-            where=str(base),
-            remedy=f"name a folder on this host in {STATE_VARIABLE}, or use --memory unlimited",
-        ) from None
-    _require_own(base)
+    _make_own(base, parents=STATE_VARIABLE in environment)
     folder = base / _NO_NAME.sub("_", host_name(environment))
-    folder.mkdir(mode=0o700, exist_ok=True)
-    _require_own(folder)
+    _make_own(folder)
     return Place(folder, why_private(base, _read_mounts(), environment.get("SLURM_JOB_ID")))
+
+
+def make_again(place: Place) -> None:
+    """Make a place anew that has been removed while it was in use. Raises ReshardError as `open_place` does."""
+    for folder in (place.folder.parent, place.folder):
+        _make_own(folder)
+
+
+def no_place(folder: Path, error: OSError) -> ReshardError:
+    """Return what says that nothing can be kept in `folder`."""
+    return ReshardError(
+        "there is no place to keep what memory processes use",
+        expected="room for small files, and the right to make them",
+        got=error.strerror or str(error),
+        where=str(folder),
+        remedy=f"name a folder on this host in {STATE_VARIABLE}, or use --memory unlimited",
+    )
 
 
 def _base(environment: Mapping[str, str]) -> Path:
@@ -61,6 +65,16 @@ def _base(environment: Mapping[str, str]) -> Path:
         return Path(named).absolute()
     shared = next((folder for folder in _SHARED if folder.is_dir() and os.access(folder, os.W_OK)), _SHARED[-1])
     return shared / f"reshard_mpi-{os.geteuid()}"
+
+
+def _make_own(folder: Path, *, parents: bool = False) -> None:
+    try:
+        folder.mkdir(mode=0o700, parents=parents, exist_ok=True)
+    except FileExistsError:
+        pass  # not a folder, or a link that leads nowhere: told below
+    except OSError as error:
+        raise no_place(folder, error) from None
+    _require_own(folder)
 
 
 def _require_own(folder: Path) -> None:
