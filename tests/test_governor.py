@@ -7,7 +7,7 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
@@ -273,7 +273,7 @@ class Changing:
         self.allowed = allowed
         self.ceiling_bytes = ceiling
 
-    def allowed_bytes(self, holders: Iterable[int]) -> int:
+    def allowed_bytes(self, leased_bytes: Mapping[int, int]) -> int:
         return self.allowed
 
 
@@ -315,6 +315,21 @@ def test_a_lease_fits_every_scope_it_lies_in(tmp_path: Path) -> None:
         assert not admitted.is_set()
     assert admitted.wait(30)
     waiting.join()
+
+
+class Noting(Changing):
+    """Notes what it is told of who holds a lease."""
+
+    def allowed_bytes(self, leased_bytes: Mapping[int, int]) -> int:
+        self.leased_bytes = dict(leased_bytes)
+        return self.allowed
+
+
+def test_a_process_with_several_leases_is_one_process(tmp_path: Path) -> None:
+    scope = Noting(100)
+    governor = HostGovernor(Place(tmp_path, ""), [scope])
+    with governor.lease(10, "a thread", print), governor.lease(20, "another", print):
+        assert scope.leased_bytes == {os.getpid(): 30}
 
 
 def test_the_tightest_scope_decides_what_can_never_fit(tmp_path: Path) -> None:

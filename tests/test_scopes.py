@@ -13,6 +13,7 @@ import pytest
 
 from reshard_mpi.governor.scopes import (
     HostScope,
+    SlurmJob,
     anonymous_bytes,
     control_groups,
     find_scopes,
@@ -68,8 +69,8 @@ def test_version_2_up_the_tree(tmp_path: Path) -> None:
     job, slurm = control_groups(root)
     assert (job.name, job.ceiling_bytes) == ("control group /slurm/job_7", 1000)
     assert (slurm.name, slurm.ceiling_bytes) == ("control group /slurm", 5000)
-    assert job.allowed_bytes([]) == 1000 - (700 - 400)
-    assert slurm.allowed_bytes([]) == 4100
+    assert job.allowed_bytes({}) == 1000 - (700 - 400)
+    assert slurm.allowed_bytes({}) == 4100
     assert job.key != slurm.key
 
 
@@ -78,7 +79,7 @@ def test_version_1_up_the_tree(tmp_path: Path) -> None:
     root = tree(tmp_path, "9:cpu,cpuacct:/x\n4:memory:/a/b\n0::/\n", [CPU_MOUNT, V1_MOUNT], files)
     groups = list(control_groups(root))
     assert [group.ceiling_bytes for group in groups] == [1000, (1 << 63) - 4096, (1 << 63) - 4096]
-    assert groups[0].allowed_bytes([]) == 700
+    assert groups[0].allowed_bytes({}) == 700
     # What is no limit takes no part.
     assert [scope.name for scope in find_scopes({}, None, None, root)] == ["control group /a/b", "this host"]
 
@@ -94,7 +95,8 @@ def test_what_holders_use_is_allowed_again(tmp_path: Path) -> None:
     root = tree(tmp_path, "0::/a\n", [V2_MOUNT], v2("a", str(1 << 40), 500))
     (group,) = control_groups(root)
     own = os.getpid()
-    assert group.allowed_bytes([own]) == pytest.approx((1 << 40) - 500 + anonymous_bytes(own), abs=8 * MIB)
+    used_bytes = group.allowed_bytes({own: 1 << 40}) - ((1 << 40) - 500)
+    assert used_bytes == pytest.approx(anonymous_bytes(own), abs=8 * MIB)
 
 
 @pytest.mark.parametrize(
@@ -119,18 +121,27 @@ def test_of_this_machine() -> None:
     *groups, host = find_scopes({}, None, None)
     assert host.name == "this host" and host.ceiling_bytes == psutil.virtual_memory().total
     assert all(group.ceiling_bytes < host.ceiling_bytes for group in groups)
-    assert 0 < host.allowed_bytes([os.getpid()]) <= host.ceiling_bytes
+    assert 0 < host.allowed_bytes({os.getpid(): 64 * MIB}) <= host.ceiling_bytes
 
 
 def test_host_is_what_is_free_and_what_holders_use_or_what_the_user_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     own = os.getpid()
     monkeypatch.setattr(psutil, "virtual_memory", type("", (), {"available": 1000, "total": 1 << 40}))
-    assert HostScope.of(None, None).allowed_bytes([]) == 1000
-    used_bytes = HostScope.of(None, None).allowed_bytes([own]) - 1000
+    assert HostScope.of(None, None).allowed_bytes({}) == 1000
+    used_bytes = HostScope.of(None, None).allowed_bytes({own: 1 << 40}) - 1000
     assert used_bytes == pytest.approx(anonymous_bytes(own), abs=8 * MIB) and used_bytes > MIB
-    assert HostScope.of(600, None).allowed_bytes([own]) == 600
+    assert HostScope.of(600, None).allowed_bytes({own: 1 << 40}) == 600
     assert HostScope.of(600, None).ceiling_bytes == 600
     assert HostScope.of(1 << 50, None).ceiling_bytes == 1 << 40
+
+
+def test_what_a_process_uses_beyond_its_lease_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As what a program held already that calls the functions of this package: no lease stands for it."""
+    own = os.getpid()
+    monkeypatch.setattr(psutil, "virtual_memory", type("", (), {"available": 1000, "total": 1 << 40}))
+    assert HostScope.of(None, None).allowed_bytes({own: MIB}) == 1000 + MIB
+    job = SlurmJob(f"test-{own}", None, 100 * MIB)
+    assert job.allowed_bytes({own: MIB}) == 101 * MIB
 
 
 def test_processes_that_have_ended_use_nothing() -> None:
@@ -176,9 +187,9 @@ def test_use_of_a_slurm_job() -> None:
     try:
         for process in started:
             assert process.stdout is not None and process.stdout.readline()
-        used_bytes = job.ceiling_bytes - job.allowed_bytes([])
+        used_bytes = job.ceiling_bytes - job.allowed_bytes({})
         assert 64 * MIB < used_bytes < 2 * 64 * MIB
-        assert job.allowed_bytes([started[0].pid]) == job.ceiling_bytes
+        assert job.allowed_bytes({started[0].pid: 1 << 40}) == job.ceiling_bytes
     finally:
         for process in started:
             process.communicate(b"\n")

@@ -6,6 +6,7 @@ import errno
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager as ContextManager
 from contextlib import ExitStack, contextmanager
@@ -144,8 +145,17 @@ class _Uncounted(NamedTuple):
     name: str = "this host"
     ceiling_bytes: int = sys.maxsize
 
-    def allowed_bytes(self, holders: Iterable[int]) -> int:
+    def allowed_bytes(self, leased_bytes: Mapping[int, int]) -> int:
         return sys.maxsize
+
+
+def leased_bytes(claims: Iterable[Claim]) -> Counter[int]:
+    """Return what the processes that can be seen from this one claim, by process."""
+    leased: Counter[int] = Counter()
+    for claim in claims:
+        if claim.pid_namespace == own_pid_namespace():
+            leased[claim.pid] += claim.size_bytes
+    return leased
 
 
 def _judge(scope: Scope, claim: Claim, held: Sequence[Claim]) -> str | None:
@@ -155,8 +165,7 @@ def _judge(scope: Scope, claim: Claim, held: Sequence[Claim]) -> str | None:
     if scope.most_held is not None and len(held) >= scope.most_held:
         return f"{len(held)} at work on {scope.name}, {scope.most_held} allowed at once"
     held_bytes = sum(other.size_bytes for other in held)
-    known = [other.pid for other in held if other.pid_namespace == claim.pid_namespace]
-    allowed_bytes = scope.allowed_bytes([*known, claim.pid])
+    allowed_bytes = scope.allowed_bytes(leased_bytes([*held, claim]))
     if held_bytes + claim.size_bytes <= allowed_bytes:
         return None
     count = f"{len(held)} {'lease holds' if len(held) == 1 else 'leases hold'}"

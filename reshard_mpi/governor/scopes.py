@@ -1,7 +1,8 @@
 """What limits the memory of a process: the host, the control groups it is in, its SLURM job.
 
 A lease must fit every scope its holder lies in. Of each scope it is known how much is in use; what the holders of
-leases use is added to what is free, since their leases stand for it.
+leases use is added to what is free, since their leases stand for it. What they use beyond them is in use like any other
+memory.
 
 Sources: psutil for the host; Linux kernel documentation, admin-guide/cgroup-v2 and cgroup-v1/memory; sbatch(1) and
 srun(1), output environment variables.
@@ -10,7 +11,7 @@ srun(1), output environment variables.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -36,8 +37,11 @@ class Scope(Protocol):
     @property
     def most_held(self) -> int | None: ...
 
-    def allowed_bytes(self, holders: Iterable[int]) -> int:
-        """Return how much the leases may hold now, all together. holders: the processes that hold or will hold one."""
+    def allowed_bytes(self, leased_bytes: Mapping[int, int]) -> int:
+        """Return how much the leases may hold now, all together.
+
+        leased_bytes: what they hold, or will hold, by the process that does.
+        """
         ...
 
 
@@ -64,10 +68,10 @@ class HostScope(NamedTuple):
     def ceiling_bytes(self) -> int:
         return self.total_bytes if self.memory_bytes is None else min(self.total_bytes, self.memory_bytes)
 
-    def allowed_bytes(self, holders: Iterable[int]) -> int:
+    def allowed_bytes(self, leased_bytes: Mapping[int, int]) -> int:
         import psutil
 
-        there_bytes = psutil.virtual_memory().available + sum(anonymous_bytes(pid) for pid in holders)
+        there_bytes = psutil.virtual_memory().available + _used_bytes(leased_bytes, anonymous_bytes)
         return there_bytes if self.memory_bytes is None else min(there_bytes, self.memory_bytes)
 
 
@@ -82,11 +86,11 @@ class ControlGroup(NamedTuple):
     name: str
     most_held: None = None
 
-    def allowed_bytes(self, holders: Iterable[int]) -> int:
+    def allowed_bytes(self, leased_bytes: Mapping[int, int]) -> int:
         used_bytes = int((self.folder / self.usage_file).read_text())
         lines = (line.split() for line in (self.folder / "memory.stat").read_text().splitlines())
         cache_bytes = sum(int(count) for name, count in lines if name in self.cache_names)
-        return self.ceiling_bytes - max(0, used_bytes - cache_bytes) + sum(anonymous_bytes(pid) for pid in holders)
+        return self.ceiling_bytes - max(0, used_bytes - cache_bytes) + _used_bytes(leased_bytes, anonymous_bytes)
 
 
 class SlurmJob(NamedTuple):
@@ -105,7 +109,7 @@ class SlurmJob(NamedTuple):
     def name(self) -> str:
         return f"SLURM job {self.job}"
 
-    def allowed_bytes(self, holders: Iterable[int]) -> int:
+    def allowed_bytes(self, leased_bytes: Mapping[int, int]) -> int:
         import psutil
 
         used_bytes = 0
@@ -114,7 +118,7 @@ class SlurmJob(NamedTuple):
                 environment = process.environ()
                 if environment.get("SLURM_JOB_ID") == self.job and environment.get("SLURMD_NODENAME") == self.node:
                     used_bytes += process.memory_info().rss
-        return self.ceiling_bytes - used_bytes + sum(resident_bytes(pid) for pid in holders)
+        return self.ceiling_bytes - used_bytes + _used_bytes(leased_bytes, resident_bytes)
 
 
 class _Hierarchy(NamedTuple):
@@ -226,6 +230,11 @@ def slurm_job(environment: Mapping[str, str]) -> SlurmJob | None:
         if each.isdigit() and times.isdigit() and int(each):
             return SlurmJob(job, environment.get("SLURMD_NODENAME"), int(each) * int(times) * MIB)
     return None
+
+
+def _used_bytes(leased_bytes: Mapping[int, int], used_by: Callable[[int], int]) -> int:
+    """Return how much of its leases every process uses already, all together."""
+    return sum(min(used_by(pid), size_bytes) for pid, size_bytes in leased_bytes.items())
 
 
 def anonymous_bytes(pid: int) -> int:

@@ -7,8 +7,9 @@ import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from reshard_mpi.governor.admission import leased_bytes
 from reshard_mpi.governor.allowance import Allowance
-from reshard_mpi.governor.ledger import Ledger, Occupant, own_pid_namespace
+from reshard_mpi.governor.ledger import Ledger, Occupant
 from reshard_mpi.governor.place import Place, open_place
 from reshard_mpi.governor.scopes import find_scopes
 from reshard_mpi.units import format_bytes
@@ -75,8 +76,8 @@ def host_state(allowance: Allowance, environment: Mapping[str, str]) -> HostStat
     scopes = {}
     for scope in reversed(find_scopes(environment, allowance.memory_bytes, allowance.max_active)):
         occupants = tuple(Ledger(place.folder / scope.key).occupants())
-        known = [o.claim.pid for o in occupants if o.holds and o.claim.pid_namespace == own_pid_namespace()]
-        allowed_bytes = max(0, scope.allowed_bytes(known))
+        leased = leased_bytes(occupant.claim for occupant in occupants if occupant.holds)
+        allowed_bytes = max(0, scope.allowed_bytes(leased))
         scopes[scope.key] = ScopeState(scope.name, scope.ceiling_bytes, allowed_bytes, occupants)
     for folder in sorted(place.folder.iterdir()):
         occupants = tuple(Ledger(folder).occupants()) if folder.name not in scopes else ()
