@@ -222,6 +222,23 @@ def test_what_another_version_has_written_is_left_alone(state: Path) -> None:
         a.let_go()
 
 
+def test_who_is_just_admitted_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = Ledger(tmp_path)
+    with line.lease(claim(1), lambda held: None, NoNotices()):
+        (lease,) = tmp_path.glob("*.lease")
+        waiting = lease.rename(lease.with_suffix(".waiting"))
+        numbers = line._numbers
+
+        def numbers_before_admission(kind: str) -> list[int]:
+            found = numbers(kind)
+            if waiting.exists():
+                waiting.rename(lease)
+            return found
+
+        monkeypatch.setattr(line, "_numbers", numbers_before_admission)
+        assert [occupant.holds for occupant in line.occupants()] == [True]
+
+
 def test_nothing_is_made_by_looking(tmp_path: Path) -> None:
     assert Ledger(tmp_path / "none").occupants() == []
     assert not (tmp_path / "none").exists()

@@ -104,13 +104,10 @@ class Ledger:
         """Return who holds leases, and then who waits, in the order of the line. Nothing is changed."""
         if not (self._folder / _LOCK).exists():
             return []
-        found = []
-        for kind in (_LEASE, _WAITING):
-            for number in self._numbers(kind):
-                occupant = self._occupant(number, kind)
-                if occupant is not None:
-                    found.append(occupant)
-        return found
+        # In the order in which files are renamed: nobody is missed who is admitted meanwhile.
+        numbers = sorted({number for kind in (_WAITING, _LEASE) for number in self._numbers(kind)})
+        found = [self._occupant(number, _WAITING) or self._occupant(number, _LEASE) for number in numbers]
+        return sorted(filter(None, found), key=lambda occupant: not occupant.holds)
 
     def _join(self, place: _Position, claim: Claim) -> None:
         with self._locked():

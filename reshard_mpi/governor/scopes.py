@@ -87,8 +87,11 @@ class ControlGroup(NamedTuple):
     most_held: None = None
 
     def allowed_bytes(self, leased_bytes: Mapping[int, int]) -> int:
-        used_bytes = int((self.folder / self.usage_file).read_text())
-        lines = (line.split() for line in (self.folder / "memory.stat").read_text().splitlines())
+        try:
+            used_bytes = int((self.folder / self.usage_file).read_text())
+            lines = [line.split() for line in (self.folder / "memory.stat").read_text().splitlines()]
+        except OSError:
+            return self.ceiling_bytes  # not told, as by kernels that are emulated
         cache_bytes = sum(int(count) for name, count in lines if name in self.cache_names)
         return self.ceiling_bytes - max(0, used_bytes - cache_bytes) + _used_bytes(leased_bytes, anonymous_bytes)
 
