@@ -166,18 +166,20 @@ def test_processes_that_have_ended_use_nothing() -> None:
         ({"SLURM_MEM_PER_GPU": "100", "SLURM_GPUS_ON_NODE": "2"}, 200),
         ({"SLURM_MEM_PER_NODE": "0"}, None),  # all there is
         ({"SLURM_MEM_PER_CPU": "100"}, None),
+        ({"SLURM_MEM_PER_NODE": "\u00b2"}, None),
+        ({"SLURM_MEM_PER_NODE": "400", "SLURM_JOB_ID": "../17"}, None),
         ({}, None),
     ],
 )
 def test_limit_of_a_slurm_job(environment: dict[str, str], limit_mib: int | None) -> None:
     job = slurm_job({"SLURM_JOB_ID": "17", **environment})
     assert (job and job.ceiling_bytes) == (limit_mib and limit_mib * MIB)
-    assert slurm_job(environment) is None
+    assert slurm_job({**environment, "SLURM_JOB_ID": ""}) is None
 
 
 def test_use_of_a_slurm_job() -> None:
     """All processes of the job count on this node; those of others, and of its other nodes, do not."""
-    environment = {"SLURM_JOB_ID": f"test-{os.getpid()}", "SLURMD_NODENAME": "a", "SLURM_MEM_PER_NODE": "100000"}
+    environment = {"SLURM_JOB_ID": str((1 << 40) + os.getpid()), "SLURMD_NODENAME": "a", "SLURM_MEM_PER_NODE": "100000"}
     job = slurm_job(environment)
     assert job is not None
     code = f"x = b'1' * {64 * MIB}; print(flush=True); input()"

@@ -220,8 +220,8 @@ def _group(hierarchy: _Hierarchy, folder: Path, top: Path) -> ControlGroup | Non
 
 def slurm_job(environment: Mapping[str, str]) -> SlurmJob | None:
     """Return the SLURM job that this process belongs to, if that has a memory limit."""
-    job = environment.get("SLURM_JOB_ID")
-    if not job:
+    job = environment.get("SLURM_JOB_ID", "")
+    if not job.isdecimal():
         return None
     # The one that was asked for, in MiB. 0 asks for all there is.
     for per, count in (
@@ -230,7 +230,7 @@ def slurm_job(environment: Mapping[str, str]) -> SlurmJob | None:
         ("SLURM_MEM_PER_GPU", "SLURM_GPUS_ON_NODE"),
     ):
         each, times = environment.get(per, ""), "1" if count is None else environment.get(count, "")
-        if each.isdigit() and times.isdigit() and int(each):
+        if each.isdecimal() and times.isdecimal() and int(each):
             return SlurmJob(job, environment.get("SLURMD_NODENAME"), int(each) * int(times) * MIB)
     return None
 

@@ -92,8 +92,8 @@ def _lines(scope: ScopeState, now: float) -> list[str]:
     held = f"{len(scope.leases)} {'lease holds' if len(scope.leases) == 1 else 'leases hold'}"
     head = f"{scope.name}: {held} {format_bytes(scope.held_bytes)} of {format_bytes(allowed_bytes)}"
     head += f", {len(scope.waiting)} waiting" if scope.waiting else ""
-    rows = [("", *_cells(occupant, now)) for occupant in scope.leases]
-    rows += [(f"{place}.", *_cells(occupant, now)) for place, occupant in enumerate(scope.waiting, 1)]
+    rows = [("", *_cells(occupant, scope, now)) for occupant in scope.leases]
+    rows += [(f"{place}.", *_cells(occupant, scope, now)) for place, occupant in enumerate(scope.waiting, 1)]
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(4)]
     return [
         head,
@@ -101,16 +101,24 @@ def _lines(scope: ScopeState, now: float) -> list[str]:
     ]
 
 
-def _cells(occupant: Occupant, now: float) -> tuple[str, str, str, str]:
+def _cells(occupant: Occupant, scope: ScopeState, now: float) -> tuple[str, str, str, str]:
     claim = occupant.claim
-    verb = "holds" if occupant.holds else "waits for"
+    what = f"{'holds' if occupant.holds else 'waits for'} {format_bytes(claim.size_bytes)}"
+    if claim.ceiling_bytes < scope.ceiling_bytes:  # its user allows it less
+        what += f" within {format_bytes(claim.ceiling_bytes)}"
     seconds = f"{max(0.0, now - occupant.since):.0f} s"
-    return f"pid {claim.pid}", f"{verb} {format_bytes(claim.size_bytes)}", seconds, claim.purpose
+    return f"pid {claim.pid}", what, seconds, claim.purpose
 
 
 def _as_json(occupant: Occupant) -> dict[str, Any]:
     claim = occupant.claim
-    return {"pid": claim.pid, "size_bytes": claim.size_bytes, "purpose": claim.purpose, "since": occupant.since}
+    return {
+        "pid": claim.pid,
+        "size_bytes": claim.size_bytes,
+        "ceiling_bytes": _number(claim.ceiling_bytes),
+        "purpose": claim.purpose,
+        "since": occupant.since,
+    }
 
 
 def _number(size_bytes: int) -> int | None:
