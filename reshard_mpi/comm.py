@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 import traceback
@@ -26,6 +27,8 @@ _SHORTEST_NAP_SECONDS = 0.0002
 _LONGEST_NAP_SECONDS = 0.02
 # Launchers do not pass on what they have not yet read of a process when it aborts its job.
 _SPEAK_SECONDS = 0.2
+# With MPICH under srun, an abort waits for a server that may have gone with another rank: then the kernel ends it.
+_ABORT_SECONDS = 2
 
 
 class Comm(Protocol):
@@ -142,6 +145,8 @@ def world(environment: Mapping[str, str], *, explicit_share: bool) -> Iterator[C
         sys.stderr.flush()
         if communicator.Get_size() > 1:
             time.sleep(_SPEAK_SECONDS)
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(_ABORT_SECONDS)
             communicator.Abort(code)
         raise
 

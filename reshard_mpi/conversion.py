@@ -24,8 +24,8 @@ from reshard_mpi.strategy import table
 from reshard_mpi.units import MIB
 
 # The buffer is large enough that what Python does for each filling of it is small beside moving the bytes. The window
-# is the most that is mapped of sources at once. An interpreter with HDF5 takes 50 MiB, MPI some more.
-LIMITS = Limits(base_bytes=64 * MIB, buffer_bytes=2 * MIB, window_bytes=16 * MIB)
+# is the most that is mapped of sources at once. An interpreter with HDF5 and MPI takes 70 MiB.
+LIMITS = Limits(base_bytes=72 * MIB, buffer_bytes=2 * MIB, window_bytes=16 * MIB)
 # A shard that lacks a parameter is no sign that the others do (see `_other_holders`), but strategies also list what is
 # never saved, and opening a thousand shards to be sure of that would take minutes.
 _MAX_LOOKED_INTO = 64

@@ -191,7 +191,7 @@ def summary(outcome: Outcome, seconds: float) -> str:
         f"wrote {len(done)} {'shard' if len(done) == 1 else 'shards'}, {format_bytes(written_bytes)} in {seconds:.2f} s"
     )
     text += f" ({format_rate(written_bytes, seconds)})"
-    return text + (f"; {skipped} were complete already" if skipped else "")
+    return text + (f"; {skipped} {'was' if skipped == 1 else 'were'} complete already" if skipped else "")
 
 
 def say(text: str, stream: TextIO, end: str = "\n") -> None:

@@ -112,7 +112,7 @@ def test_resume_makes_what_is_missing(conversion: Conversion, capsys: Capture) -
     assert command_line(capsys, *conversion.arguments("transform", "--rank", "0")).code == 0
     kept = conversion.written(0).stat()
     said = command_line(capsys, *conversion.arguments("transform", "--resume"))
-    assert said.code == 0 and "wrote 1 shard," in said.out and "1 were complete already" in said.out
+    assert said.code == 0 and "wrote 1 shard," in said.out and "1 was complete already" in said.out
     assert_right(conversion)
     assert conversion.written(0).stat().st_mtime_ns == kept.st_mtime_ns
 

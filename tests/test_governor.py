@@ -160,7 +160,7 @@ def test_what_can_never_fit_is_refused(tmp_path: Path, capsys: Capture, options:
     said = command_line(capsys, *c.arguments("transform", "--memory", "50M", *options))
     assert said.code == 5 and said.out == ""
     assert "can never fit" in said.err and "50.00 MiB or less" in said.err
-    assert "projected 82." in said.err and "64.00 MiB are reserved" in said.err and "--memory" in said.err
+    assert "projected 90." in said.err and "72.00 MiB are reserved" in said.err and "--memory" in said.err
     assert not c.dst.exists()
 
 
