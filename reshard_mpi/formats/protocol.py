@@ -1,10 +1,13 @@
-"""What a checkpoint format is: three functions. A format module provides them at module level."""
+"""What a checkpoint format is: a few functions. A format module provides them at module level."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 from reshard_mpi.manifest import Manifest, ShardSpec
+
+NO_SUMS: Mapping[str, int] = {}
 
 
 class Format(Protocol):
@@ -28,5 +31,15 @@ class Format(Protocol):
         The manifest returned tells where each payload is to be written; every tensor of it has Segments.
         """
 
-    def seal(self, path: str) -> None:
-        """Finish the file after its payloads are in place (permissions; whatever depends on the payload)."""
+    def seal(self, path: str, sums: Mapping[str, int] = NO_SUMS, *, crc: bool = False) -> None:
+        """Finish the file after its payloads are in place (permissions; whatever depends on the payload).
+
+        sums: of its tensors, in file order (see `checksum`), to be kept in it where the format has a place for them;
+        none if they are not known. crc: add a checksum of the whole file. Raises UsageError if the format has none.
+        """
+
+    def stored_sums(self, path: str) -> Mapping[str, int]:
+        """Return the sums of its tensors that the shard at `path` keeps; none if it keeps none. Raises ShardError."""
+
+    def check_crc(self, path: str) -> bool:
+        """Tell whether the file has a checksum of all of it. Raises ShardError if it does not fit."""

@@ -8,14 +8,15 @@ A file is a plain sequence of protobuf messages (mindspore/train/checkpoint.prot
 
 A large tensor is cut into adjacent Values of one tag, each with the dims of the whole; a string has type `str`, dims
 [0] and UTF-32LE content. `save_checkpoint(crc_check=True)` appends 17 bytes: `crc_num` and, in 10 bytes, the
-big-endian CRC-32 of everything before. They are recognised and left out, not verified.
+big-endian CRC-32 of everything before. They are no tensors; `check_crc` verifies them.
 """
 
 from __future__ import annotations
 
 from reshard_mpi.formats.ckpt.reading import NAME, locate
-from reshard_mpi.formats.ckpt.writing import reserve, seal
+from reshard_mpi.formats.ckpt.sealing import check_crc, seal, stored_sums
+from reshard_mpi.formats.ckpt.writing import reserve
 
-__all__ = ["NAME", "SUFFIXES", "locate", "reserve", "seal"]
+__all__ = ["NAME", "SUFFIXES", "check_crc", "locate", "reserve", "seal", "stored_sums"]
 
 SUFFIXES = (".ckpt",)

@@ -11,9 +11,9 @@ from reshard_mpi.formats.ckpt.wire import LENGTH, VARINT, Field, Reader, decode_
 from reshard_mpi.manifest import ByteRange
 
 # What `save_checkpoint(crc_check=True)` appends: this mark and a CRC-32 in ten bytes.
-_CRC_MARK = b"crc_num"
-_CRC_BYTES = len(_CRC_MARK) + 10
-EMPTY_CHECKPOINT = _CRC_MARK + bytes(10)
+CRC_MARK = b"crc_num"
+CRC_BYTES = len(CRC_MARK) + 10
+EMPTY_CHECKPOINT = CRC_MARK + bytes(10)
 # `tensor_type` of a string.
 STRING_TYPE = "str"
 _MAX_TYPE_BYTES = 64
@@ -46,7 +46,7 @@ def values(reader: Reader) -> Iterator[Value]:
     at = 0
     count = 0
     while at < reader.size_bytes:
-        if reader.size_bytes - at == _CRC_BYTES and reader.read(at, len(_CRC_MARK)) == _CRC_MARK:
+        if reader.size_bytes - at == CRC_BYTES and reader.read(at, len(CRC_MARK)) == CRC_MARK:
             # Looked for only here, between Values, where no Value can begin with `c` (the key of a group): a payload
             # that ends like a trailer is not taken for one.
             return

@@ -49,11 +49,6 @@ def reserve(path: str, spec: ShardSpec) -> Manifest:
     return Manifest(path, NAME, tensors, dict(spec.strings))
 
 
-def seal(path: str) -> None:
-    """Make the file read-only for its owner, the mode MindSpore gives its checkpoints."""
-    Path(path).chmod(0o400)
-
-
 def _cuts(size_bytes: int) -> list[int]:
     """Return the lengths of the pieces a tensor is written in; one empty piece for a tensor of no elements."""
     whole, rest = divmod(size_bytes, CUT_BYTES)

@@ -10,11 +10,12 @@ from reshard_mpi.errors import ShardError
 NAME = "hdf5"
 FORMAT = "reshard_mpi"
 VERSION = 1
-# The group that holds what is not a tensor, and in it: the placement table, order and strings, escaped tensors.
+# The group that holds what is not a tensor, and in it: the placement table, order and strings, escaped tensors, sums.
 RESERVED = "__reshard_mpi__"
 STRATEGY = "strategy"
 CONTENTS = "contents"
 ESCAPED = "tensors"
+SUMS = "sums"
 
 # A dataset is found by walking these link names from the root, one by one.
 Route = tuple[str, ...]

@@ -65,10 +65,6 @@ def reserve(path: str, spec: ShardSpec) -> Manifest:
     return Manifest(path, schema.NAME, tensors, dict(spec.strings), spec.identity)
 
 
-def seal(path: str) -> None:
-    """Do nothing: nothing in a native shard depends on the payload, and its mode is the one files are created with."""
-
-
 class _Writer:
     """Creates the groups and datasets of one file, with property lists made once."""
 

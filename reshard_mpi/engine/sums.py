@@ -1,0 +1,98 @@
+"""Sums what targets were to be made of, from the sources, and what they hold, read back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from reshard_mpi.box import Box
+from reshard_mpi.checksum import PartSum
+from reshard_mpi.engine.files import Files
+from reshard_mpi.engine.gather import gather_into
+from reshard_mpi.engine.stream import Stream
+from reshard_mpi.manifest import Manifest, Segments, TensorEntry, TensorSpec
+from reshard_mpi.planning.model import Copy, Limits, RankPlan, TensorPlan
+
+# From one byte of a file to another.
+Span = tuple[int, int]
+
+
+class Summed(NamedTuple):
+    """The sum of one tensor's part, by its sources (None where they were not asked) and as the shard holds it."""
+
+    tensor: TensorSpec
+    expected: int | None
+    found: int
+
+
+def sum_shard(plan: RankPlan, target: Manifest, *, span: Span | None, limits: Limits) -> Iterator[Summed]:
+    """Yield the sums of every tensor of `plan`, read from the sources and from the shard at `target`.
+
+    span: only elements that begin between these bytes of the target file; None: all of them.
+    """
+    buffer = memoryview(bytearray(limits.buffer_bytes))
+    with Files() as files:
+        for tensor in plan.tensors:
+            spec, entry = tensor.spec, target.tensors[tensor.spec.name]
+            first, last = _elements_within(entry, span)
+            if first == last and span is not None:
+                continue
+            blocks = tuple(spec.box.blocks(max(1, len(buffer) // spec.dtype.itemsize_bytes), first, last))
+            expected = _sum(files, spec, tensor.copies, blocks, buffer, limits)
+            found = _sum(files, spec, (_own(spec, entry),), blocks, buffer, limits)
+            yield Summed(spec, expected, found)
+
+
+def sum_tensors(tensors: Iterable[TensorSpec], shard: Manifest, *, limits: Limits) -> Iterator[Summed]:
+    """Yield the sums of `tensors` as the shard at `shard` holds them."""
+    buffer = memoryview(bytearray(limits.buffer_bytes))
+    with Files() as files:
+        for spec in tensors:
+            blocks = spec.box.blocks(max(1, len(buffer) // spec.dtype.itemsize_bytes))
+            own = _own(spec, shard.tensors[spec.name])
+            yield Summed(spec, None, _sum(files, spec, (own,), blocks, buffer, limits))
+
+
+def copies_and_target(tensor: TensorPlan, target: Manifest) -> Iterator[tuple[Copy, Copy]]:
+    """Yield, for what each source gives of a tensor, the same region in the source and in the shard at `target`."""
+    own = _own(tensor.spec, target.tensors[tensor.spec.name])
+    for copy in tensor.copies:
+        yield copy, own._replace(region=copy.region)
+
+
+def offset_in_file(copy: Copy, element: Sequence[int]) -> tuple[str, int | None]:
+    """Return the path, and the byte at which an element (global index) begins; None where it is compressed."""
+    source = copy.source.source
+    if not isinstance(source, Segments):
+        return source.path, None
+    box = Box(tuple(element), tuple(index + 1 for index in element))
+    itemsize = copy.source.dtype.itemsize_bytes
+    part = next(Stream(source).parts(copy.source_box.offset_of(box) * itemsize, itemsize))
+    return part.path, part.offset_bytes
+
+
+def _own(spec: TensorSpec, entry: TensorEntry) -> Copy:
+    return Copy(-1, entry, spec.box, spec.box)
+
+
+def _elements_within(entry: TensorEntry, span: Span | None) -> tuple[int, int]:
+    """Return from which element to which those lie that begin in a span of the file."""
+    assert isinstance(entry.source, Segments)
+    itemsize = entry.dtype.itemsize_bytes
+    start, stop = Stream(entry.source).within(span)
+    return -(-start // itemsize), -(-stop // itemsize)
+
+
+def _sum(
+    files: Files, spec: TensorSpec, copies: Sequence[Copy], blocks: Iterable[Box], buffer: memoryview, limits: Limits
+) -> int:
+    itemsize = spec.dtype.itemsize_bytes
+    summed = PartSum(Box.whole(spec.global_shape), itemsize)
+    for block in blocks:
+        for copy in copies:
+            region = copy.region.intersect(block)
+            if region is not None:
+                held = buffer[: region.size * itemsize]
+                gather_into(files, copy, region, region, held, limits)
+                summed.add(region, held)
+    return summed.value

@@ -1,0 +1,78 @@
+"""Finishing a native shard: the sums that it keeps of its tensors, in a dataset in the order of its contents."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import numpy as np
+from h5py import h5d, h5f, h5g, h5p, h5s, h5t
+
+from reshard_mpi.errors import ShardError, UsageError
+from reshard_mpi.formats import files
+from reshard_mpi.formats.hdf5 import datasets, library, native, schema
+from reshard_mpi.formats.hdf5.walking import Walk, root
+from reshard_mpi.formats.protocol import NO_SUMS
+
+
+def seal(path: str, sums: Mapping[str, int] = NO_SUMS, *, crc: bool = False) -> None:
+    """Add the sums of all tensors, in the order of the list of contents, if they are known.
+
+    Raises UsageError if a checksum of the whole file is asked for: HDF5 has none.
+    """
+    if crc:
+        raise UsageError(
+            "an HDF5 shard has no checksum of the whole file", expected="no --crc", got="--crc", where=path
+        )
+    if sums:
+        _write(path, sums)
+
+
+def stored_sums(path: str) -> Mapping[str, int]:
+    """Return the sums of the tensors of the shard at `path`; none if it keeps none. Raises ShardError."""
+    with files.opened(path), library.failures_named(path):
+        top = root(library.open_file(path))
+        if not native.is_native(top, path):
+            return {}
+        walk = Walk(path, top)
+        reserved = walk.child(top, schema.RESERVED)
+        if not reserved.handle.links.exists(schema.SUMS.encode()):
+            return {}
+        names = native.describe(walk, top, path).names
+        node = walk.child(reserved, schema.SUMS)
+        shape = datasets.shape_of(node.handle, node.handle.get_create_plist(), path)
+        if shape != (len(names),) or node.handle.get_create_plist().get_layout() != h5d.CONTIGUOUS:
+            raise ShardError(
+                "the sums of a native HDF5 shard are not one a tensor",
+                expected=f"{len(names)} numbers",
+                got=f"shape {list(shape)}",
+                where=path,
+            )
+        numbers = np.zeros(shape, np.uint32)
+        if numbers.size:
+            node.handle.read(h5s.ALL, h5s.ALL, numbers, mtype=h5t.NATIVE_UINT32)
+        return dict(zip(names, map(int, numbers)))
+
+
+def check_crc(path: str) -> bool:
+    """Return False: HDF5 has no checksum of a whole file."""
+    return False
+
+
+def _write(path: str, sums: Mapping[str, int]) -> None:
+    access = h5p.create(h5p.FILE_ACCESS)
+    access.set_file_locking(False, True)
+    access.set_fclose_degree(h5f.CLOSE_STRONG)
+    access.set_libver_bounds(h5f.LIBVER_V18, h5f.LIBVER_V18)
+    numbers = np.array(list(sums.values()), np.dtype("<u4"))
+    creation = h5p.create(h5p.DATASET_CREATE)
+    creation.set_obj_track_times(False)
+    file = h5f.open(os.fsencode(path), h5f.ACC_RDWR, access)
+    try:
+        reserved = h5g.open(file, schema.RESERVED.encode())
+        space = h5s.create_simple(numbers.shape)
+        dataset = h5d.create(reserved, schema.SUMS.encode(), h5t.STD_U32LE, space, dcpl=creation)
+        if numbers.size:
+            dataset.write(h5s.ALL, h5s.ALL, numbers)
+    finally:
+        file.close()

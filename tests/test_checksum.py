@@ -1,0 +1,82 @@
+"""Sums of parts, put together, are the CRC-32 of the whole tensor, however it is cut."""
+
+from __future__ import annotations
+
+import zlib
+from itertools import pairwise, product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reshard_mpi.box import Box
+from reshard_mpi.checksum import PartSum, sum_of_whole, sum_of_zeros
+
+
+def parts_of(shape: tuple[int, ...], cuts: list[list[int]]) -> list[Box]:
+    """Cut a tensor at these places of each dimension."""
+    edges = [sorted({0, length, *(cut for cut in at if cut < length)}) for length, at in zip(shape, cuts)]
+    ranges = [list(pairwise(edge)) for edge in edges]
+    return [Box(tuple(a for a, _ in part), tuple(b for _, b in part)) for part in product(*ranges)]
+
+
+@st.composite
+def cut_tensors(draw: st.DrawFn) -> tuple[np.ndarray, list[Box]]:
+    shape = tuple(draw(st.lists(st.integers(1, 9), max_size=4)))
+    dtype = draw(st.sampled_from([np.uint8, np.uint16, np.float32, np.complex128]))
+    cuts = [draw(st.lists(st.integers(1, 8), max_size=3)) for _ in shape]
+    whole = np.frombuffer(draw(st.randoms(use_true_random=False)).randbytes(int(np.prod(shape)) * 16), np.uint8)
+    whole = whole[: int(np.prod(shape)) * np.dtype(dtype).itemsize].view(dtype).reshape(shape)
+    return whole, draw(st.permutations(parts_of(shape, cuts)))
+
+
+def sum_of_part(whole: np.ndarray, part: Box, block_elements: int = 1 << 30) -> int:
+    box = Box.whole(whole.shape)
+    summed = PartSum(box, whole.itemsize)
+    for block in part.blocks(block_elements):
+        held = whole[tuple(slice(a, b) for a, b in zip(block.start, block.stop))]
+        summed.add(block, memoryview(held.tobytes()))
+    return summed.value
+
+
+@given(cut_tensors(), st.integers(1, 40))
+def test_parts_make_up_the_whole(cut: tuple[np.ndarray, list[Box]], block_elements: int) -> None:
+    whole, parts = cut
+    sums = [sum_of_part(whole, part, block_elements) for part in parts]
+    assert sum_of_whole(sums, whole.nbytes) == zlib.crc32(whole.tobytes())
+
+
+@given(cut_tensors())
+def test_a_part_is_the_whole_with_zeros_elsewhere(cut: tuple[np.ndarray, list[Box]]) -> None:
+    whole, parts = cut
+    for part in parts:
+        alone = np.zeros_like(whole)
+        place = tuple(slice(a, b) for a, b in zip(part.start, part.stop))
+        alone[place] = whole[place]
+        assert sum_of_part(whole, part) == zlib.crc32(alone.tobytes())
+
+
+@pytest.mark.parametrize("columns", [1, 11, 12, 13, 47, 48, 49, 500])
+def test_columns_of_any_width(columns: int) -> None:
+    whole = np.random.default_rng(columns).integers(0, 256, (301, 1000), np.uint8)
+    sums = [sum_of_part(whole, Box((0, at), (301, min(at + columns, 1000)))) for at in range(0, 1000, columns)]
+    assert sum_of_whole(sums, whole.nbytes) == zlib.crc32(whole.tobytes())
+
+
+def test_zeros_and_nothing() -> None:
+    for size_bytes in (0, 1, 7, 4096, 1_000_003):
+        assert sum_of_zeros(size_bytes) == zlib.crc32(bytes(size_bytes))
+    assert sum_of_zeros(1 << 50) == sum_of_whole([], 1 << 50)
+    assert sum_of_part(np.zeros((0, 4), np.float32), Box((0, 0), (0, 4))) == 0
+
+
+def test_one_flipped_bit_is_seen() -> None:
+    whole = np.random.default_rng(1).integers(0, 256, (64, 64), np.uint8)
+    part = Box((3, 5), (60, 9))
+    before = sum_of_part(whole, part)
+    whole[30, 7] ^= 16
+    assert sum_of_part(whole, part) != before
+    whole[30, 9] ^= 16  # outside
+    whole[30, 7] ^= 16
+    assert sum_of_part(whole, part) == before
