@@ -19,7 +19,7 @@ from conversions import COMMAND, DST_LAYOUTS, Conversion, command_line, listing,
 from oracle import RawLayout
 from processes import Finished, run_command
 
-from reshard_mpi import cli
+from reshard_mpi import arguments
 from reshard_mpi.planning.parameters import Unlisted
 from reshard_mpi.planning.summary import Plan, RankSummary
 from reshard_mpi.request import Request
@@ -93,7 +93,7 @@ def words_of(folder: Path, script: str, task: int = 0) -> list[str]:
 
 
 def options_of(words: list[str]) -> dict[str, object]:
-    return {name: value for name, value in vars(cli._parser().parse_args(words)).items() if name != "run"}
+    return {name: value for name, value in vars(arguments.parser().parse_args(words)).items() if name != "command"}
 
 
 # As text
@@ -153,7 +153,7 @@ def test_odd_paths_arrive_as_they_are(tmp_path: Path) -> None:
 
 def flags(command: str) -> set[str]:
     """Return the options of a command, as its parser knows them."""
-    (commands,) = (action for action in cli._parser()._actions if isinstance(action, argparse._SubParsersAction))
+    (commands,) = (action for action in arguments.parser()._actions if isinstance(action, argparse._SubParsersAction))
     return {flag for action in commands.choices[command]._actions for flag in action.option_strings} - {"-h", "--help"}
 
 
