@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -21,7 +22,7 @@ from processes import run_command
 from test_runtime import doing
 
 import reshard_mpi
-from reshard_mpi.errors import BudgetError, UsageError
+from reshard_mpi.errors import BudgetError, ReshardError, UsageError
 from reshard_mpi.governor.admission import HostGovernor, Unlimited, open_governor
 from reshard_mpi.governor.allowance import Allowance
 from reshard_mpi.governor.ledger import Ledger
@@ -337,6 +338,23 @@ def test_the_tightest_scope_decides_what_can_never_fit(tmp_path: Path) -> None:
     governor.require_possible(70, 64)
     with pytest.raises(BudgetError):
         governor.require_possible(71, 64)
+
+
+def test_a_full_place_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not the target, on whose file system there may be room."""
+
+    def mkfifo(path: Path, mode: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    governor = HostGovernor(Place(tmp_path, ""), [Changing(100)])
+    with monkeypatch.context() as patch, pytest.raises(ReshardError) as error:
+        patch.setattr(os, "mkfifo", mkfifo)
+        with governor.lease(1, "a target", print):
+            pass
+    assert error.value.where == str(tmp_path) and "RESHARD_MPI_STATE_DIR" in error.value.remedy
+    assert list(tmp_path.iterdir()) == []
+    with governor.lease(1, "a target", print):
+        pass
 
 
 def test_unlimited_keeps_no_state(state: Path) -> None:
