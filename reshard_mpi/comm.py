@@ -141,7 +141,8 @@ def world(environment: Mapping[str, str], *, explicit_share: bool) -> Iterator[C
         if isinstance(error, SystemExit | KeyboardInterrupt):
             code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 130
         else:
-            sys.stderr.write(traceback.format_exc())
+            place = f"process {communicator.Get_rank()} on host {host_name(environment)}"
+            sys.stderr.write(f"{traceback.format_exc()}reshard-mpi: {place} ends the job\n")
         sys.stderr.flush()
         if communicator.Get_size() > 1:
             time.sleep(_SPEAK_SECONDS)

@@ -192,7 +192,9 @@ class Journal:
             withdraw(self.folder)
             path.parent.mkdir(parents=True, exist_ok=True)
             remove_stale(path)
-            record_path(self._state, target_rank).unlink(missing_ok=True)
+            record = record_path(self._state, target_rank)
+            record.unlink(missing_ok=True)
+            remove_stale(record)
             with Publication(path, partial(self._record_complete, target_rank, path, evidence)) as publication:
                 yield publication
 

@@ -7,10 +7,10 @@ from launch import mpirun_command
 from processes import run_command
 
 RANKS = Path(__file__).parent / "ranks"
+PYTEST = [sys.executable, "-m", "mpi4py", "-m", "pytest", "--with-mpi", "--color=no", "-pno:cacheprovider"]
 
 
 def test_tests_inside_ranks_pass(mpi):
-    pytest_command = [sys.executable, "-m", "mpi4py", "-m", "pytest", "--with-mpi", "--color=no", "-pno:cacheprovider"]
-    finished = run_command(mpirun_command(mpi, 2, [*pytest_command, RANKS]), check=True)
+    finished = run_command(mpirun_command(mpi, 2, [*PYTEST, RANKS]), check=True)
     assert finished.stdout.count(" passed in ") == 2, finished  # one closing line a rank
     assert "skipped" not in finished.stdout, finished
