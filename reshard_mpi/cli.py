@@ -77,7 +77,7 @@ def _open_standard_streams() -> None:
 
 
 def _complain(error: ReshardError | str) -> None:
-    if comm.launched_rank(os.environ) == 0:  # every rank fails alike; once is enough
+    if comm.speaks(os.environ):
         from reshard_mpi.report import say
 
         say(f"reshard-mpi: error: {error}", sys.stderr)

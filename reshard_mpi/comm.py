@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -9,6 +10,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from reshard_mpi.errors import ReshardError, UsageError
@@ -29,6 +31,10 @@ _LONGEST_NAP_SECONDS = 0.02
 _SPEAK_SECONDS = 0.2
 # With MPICH under srun, an abort waits for a server that may have gone with another rank: then the kernel ends it.
 _ABORT_SECONDS = 2
+_HEAD_START_SECONDS = 1
+_MAPPED = Path("/proc/self/maps")
+# A launcher may start processes that are each told their share and know nothing of each other.
+_is_by_itself = False
 
 
 class Comm(Protocol):
@@ -91,9 +97,9 @@ class MPIComm:
 
 
 def launched_size(environment: Mapping[str, str]) -> int:
-    """Return how many processes the launcher says it started; 1 where there is no launcher."""
+    """Return how many processes, at least, the launcher says it started; 1 where there is no launcher."""
     sizes = [int(environment[name]) for name in _SIZE_VARIABLES if environment.get(name, "").isdigit()]
-    return max(sizes, default=1)
+    return max([*sizes, launched_rank(environment) + 1])
 
 
 def launched_rank(environment: Mapping[str, str]) -> int:
@@ -107,6 +113,11 @@ def is_launched(environment: Mapping[str, str]) -> bool:
     return launched_size(environment) > 1 or any(name in environment for name in _RANK_VARIABLES)
 
 
+def speaks(environment: Mapping[str, str]) -> bool:
+    """Tell whether it falls to this process to say what went wrong: where all fail alike, once is enough."""
+    return _is_by_itself or launched_rank(environment) == 0
+
+
 @contextmanager
 def world(environment: Mapping[str, str], *, explicit_share: bool) -> Iterator[Comm]:
     """Yield MPI's world under a launcher, else a process alone; an error nobody handled aborts the whole job.
@@ -114,25 +125,24 @@ def world(environment: Mapping[str, str], *, explicit_share: bool) -> Iterator[C
     explicit_share: the user said which targets this process takes, so a launcher that starts unconnected processes
     is what they want. Raises UsageError if the launcher and the MPI library do not belong together.
     """
-    if not is_launched(environment):
+    communicator = None
+    if is_launched(environment):
+        try:
+            communicator = _connect(environment)
+        except UsageError:
+            # Launchers that speak PMIx end all processes when the first has failed. It may not be the one to tell
+            # it, so each tells it; mostly only rank 0 comes to.
+            ends_others = "PMIX_RANK" in environment
+            global _is_by_itself  # noqa: PLW0603 - a fact of the process, as its world is
+            _is_by_itself = explicit_share or ends_others
+            if not explicit_share:
+                time.sleep(_HEAD_START_SECONDS if ends_others and launched_rank(environment) > 0 else 0)
+                raise
+    if communicator is None or communicator.Get_size() == 1:
         yield SerialComm()
         return
-    mpi = _import_mpi()
-    communicator = mpi.COMM_WORLD
-    launched = launched_size(environment)
-    if communicator.Get_size() == 1 and launched > 1:
-        if explicit_share:
-            yield SerialComm()
-            return
-        raise UsageError(
-            "the launcher does not match the MPI library: every process sees itself alone",
-            expected=f"a world of {launched} processes, as the launcher says",
-            got=f"a world of 1 ({mpi.Get_library_version().splitlines()[0].strip()})",
-            remedy="start with the mpirun of that MPI (srun: try --mpi=pmix or --mpi=pmi2), set MPI4PY_LIBMPI to the"
-            " library of this launcher, or give each process its share with --part I/N",
-        )
     try:
-        yield MPIComm(communicator) if communicator.Get_size() > 1 else SerialComm()
+        yield MPIComm(communicator)
     except ReshardError:
         raise  # gathered: every rank raises it alike
     except BaseException as error:
@@ -144,16 +154,54 @@ def world(environment: Mapping[str, str], *, explicit_share: bool) -> Iterator[C
             place = f"process {communicator.Get_rank()} on host {host_name(environment)}"
             sys.stderr.write(f"{traceback.format_exc()}reshard-mpi: {place} ends the job\n")
         sys.stderr.flush()
-        if communicator.Get_size() > 1:
-            time.sleep(_SPEAK_SECONDS)
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(_ABORT_SECONDS)
-            communicator.Abort(code)
+        time.sleep(_SPEAK_SECONDS)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(_ABORT_SECONDS)
+        communicator.Abort(code)
         raise
 
 
-def _import_mpi() -> Any:
+def _connect(environment: Mapping[str, str]) -> Any:
+    """Return MPI's world. Raises UsageError if there is none, or not the one that the launcher started."""
+    # Initialized only when that has been found to be possible: MPICH ends the process where it is not.
+    checked = "mpi4py.MPI" not in sys.modules and "PMIX_RANK" in environment and "PMI_RANK" not in environment
+    mpi = _import_mpi(initialize=not checked)
+    launched = launched_size(environment)
+    if checked:
+        if mpi.get_vendor()[0] == "MPICH" and not _has_pmix():
+            raise _mismatch(mpi, launched, "an MPICH that does not understand this launcher (PMIx)")
+        mpi.Init_thread()
+        atexit.register(mpi.Finalize)
+    if mpi.COMM_WORLD.Get_size() == 1 and launched > 1:
+        raise _mismatch(mpi, launched, "a world of 1")
+    return mpi.COMM_WORLD
+
+
+def _mismatch(mpi: Any, launched: int, got: str) -> UsageError:
+    return UsageError(
+        "the launcher does not match the MPI library: every process sees itself alone",
+        expected=f"a world of {launched} processes, as the launcher says" if launched > 1 else "the same MPI in both",
+        got=f"{got} ({mpi.Get_library_version().splitlines()[0].strip()})",
+        remedy="start with the mpirun of that MPI (srun: try --mpi=pmix or --mpi=pmi2), set MPI4PY_LIBMPI to the"
+        " library of this launcher, or give each process its share with --part I/N",
+    )
+
+
+def _has_pmix() -> bool:
+    """Tell whether the MPI library that is loaded can talk to launchers by PMIx."""
+    import ctypes
+
+    mapped = {line.split(maxsplit=5)[-1] for line in _MAPPED.read_text().splitlines()}
+    libraries = [path for path in mapped if Path(path).name.startswith("libmpi")]
+    return any(hasattr(ctypes.CDLL(path), "PMIx_Init") for path in libraries)
+
+
+def _import_mpi(*, initialize: bool) -> Any:
     try:
+        import mpi4py
+
+        if not initialize:
+            mpi4py.rc.initialize = False
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise UsageError(
