@@ -20,7 +20,7 @@ from reshard_mpi.planning.agreement import differing_stages, require_one_moment,
 from reshard_mpi.planning.parameters import Unlisted
 from reshard_mpi.planning.ranks import needed_ranks
 from reshard_mpi.planning.summary import Plan, RankSummary
-from reshard_mpi.pool import convert_with_workers
+from reshard_mpi.pool import run_with_workers
 from reshard_mpi.report import Outcome, Silent
 from reshard_mpi.request import Request
 from reshard_mpi.runtime import convert
@@ -240,7 +240,7 @@ def _run(request: Request, processes: int, communicator: Any) -> Outcome:
     if communicator is not None:
         return convert(request, MPIComm(communicator), Silent())
     if processes > 1:
-        return convert_with_workers(request, processes, Silent())
+        return run_with_workers(request, processes, Silent())
     return convert(request, SerialComm(), Silent())
 
 

@@ -67,6 +67,15 @@ def parser() -> argparse.ArgumentParser:
     shown.add_argument(
         "--sbatch", action="store_true", help="print a SLURM array script that does it, memory and time from the plan"
     )
+    verify = command(
+        "verify", "check that DST holds what SRC does, whatever their layouts; without DST, that SRC fits its own sums"
+    )
+    verify.add_argument("source", metavar="SRC", help="a checkpoint")
+    verify.add_argument("target", metavar="DST", nargs="?", help="what transform has made of it")
+    _add_strategies(verify)
+    verify.add_argument("--select", metavar="GLOB", help="take only files of SRC whose names match")
+    _add_memory(verify)
+    verify.add_argument("--jobs", type=_positive, metavar="N", help=_JOBS_HELP)
     commit = command("commit", "check that all targets in DST are complete, and write DST/reshard.json")
     commit.add_argument("target", metavar="DST", help="the folder that transform has written to")
     ranks = command("ranks", "list the source ranks that target rank R needs, one per line")
@@ -103,17 +112,28 @@ def _add_conversion(parser: argparse.ArgumentParser) -> None:
         metavar="I/N",
         help="make the I-th (from 0) of N shares of the targets; with as many shares as targets or more, target I",
     )
+    _add_memory(parser)
+    again = parser.add_mutually_exclusive_group()
+    again.add_argument("--resume", action="store_true", help="skip targets this same run has completed")
+    again.add_argument("--overwrite", action="store_true", help="replace targets that are there, one by one")
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="read sources and targets once more, compare them, and keep sums of all tensors; the"
+        " checksums of .ckpt sources are checked as well",
+    )
+    parser.add_argument("--crc", action="store_true", help="end .ckpt targets with the CRC-32 that MindSpore checks")
+    parser.add_argument("--strict", action="store_true", help="refuse if a listed parameter was never saved")
+
+
+def _add_memory(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--memory",
         metavar="SIZE|unlimited",
         help="what all processes of this user on a host may take together, as 64G (default: RESHARD_MPI_MEMORY, else"
         " what is free); processes that find no room wait. unlimited: none waits",
     )
-    parser.add_argument("--max-active", type=_positive, metavar="N", help="how many may transform at once on a host")
-    again = parser.add_mutually_exclusive_group()
-    again.add_argument("--resume", action="store_true", help="skip targets this same run has completed")
-    again.add_argument("--overwrite", action="store_true", help="replace targets that are there, one by one")
-    parser.add_argument("--strict", action="store_true", help="refuse if a listed parameter was never saved")
+    parser.add_argument("--max-active", type=_positive, metavar="N", help="how many may work at once on a host")
 
 
 def _add_strategies(parser: argparse.ArgumentParser) -> None:
@@ -170,6 +190,33 @@ def request(options: argparse.Namespace) -> Request:
         overwrite=options.overwrite,
         unlisted=Unlisted(options.unlisted),
         strict=options.strict,
+        memory=options.memory,
+        max_active=options.max_active,
+        verify=options.verify,
+        crc=options.crc,
+    )
+
+
+def to_verify(options: argparse.Namespace) -> Request:
+    """Return what the arguments of `verify` ask for."""
+    from reshard_mpi.planning.parameters import Unlisted
+    from reshard_mpi.request import Request
+
+    return Request(
+        source=options.source,
+        target=options.target or options.source,
+        src_strategy=options.src_strategy,
+        dst_strategy=options.dst_strategy,
+        prefix="",
+        select=options.select,
+        to=None,
+        ranks=None,
+        part=None,
+        resume=False,
+        overwrite=False,
+        unlisted=Unlisted(options.unlisted),
+        strict=False,
+        recorded=False,
         memory=options.memory,
         max_active=options.max_active,
     )

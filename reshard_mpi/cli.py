@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from reshard_mpi import comm
-from reshard_mpi.arguments import parser, request
-from reshard_mpi.errors import ReshardError
+from reshard_mpi.arguments import parser, request, to_verify
+from reshard_mpi.errors import DamageError, ReshardError
 from reshard_mpi.signals import INTERRUPTED, exit_when_terminated
 from reshard_mpi.threads import ONE_THREAD
 
@@ -96,15 +96,8 @@ def _transform(options: argparse.Namespace) -> int:
                 expected="a new file in a folder, or an earlier report; no name of a shard",
                 where=options.report,
             )
-        if world.size > 1 and (options.jobs or 1) > 1:
-            raise UsageError(
-                "--jobs does not go with an MPI run",
-                expected="mpirun -n N alone",
-                got=f"--jobs {options.jobs}",
-                remedy="start more MPI ranks instead",
-            )
         progress = _progress(options.progress, world)
-        outcome = _convert(asked, options.jobs, world, progress)
+        outcome = _run("CONVERT", asked, options.jobs, world, progress)
         progress.close()
         seconds = time.monotonic() - begin
         from reshard_mpi.report import summary, write_report
@@ -120,16 +113,23 @@ def _transform(options: argparse.Namespace) -> int:
     return 0
 
 
-def _convert(request: Request, jobs: int | None, world: comm.Comm, progress: Progress) -> Outcome:
+def _run(work: str, request: Request, jobs: int | None, world: comm.Comm, progress: Progress) -> Outcome:
+    """Do what `pool.Work` calls `work`, with MPI or local processes or alone."""
+    from reshard_mpi.errors import UsageError
+    from reshard_mpi.pool import Work, run_with_workers
+
+    if world.size > 1 and (jobs or 1) > 1:
+        raise UsageError(
+            "--jobs does not go with an MPI run",
+            expected="mpirun -n N alone",
+            got=f"--jobs {jobs}",
+            remedy="start more MPI ranks instead",
+        )
     if world.size == 1 and (jobs is not None or not comm.is_launched(os.environ)):
         cores = len(os.sched_getaffinity(0))
         if (jobs or cores) > 1:
-            from reshard_mpi.pool import convert_with_workers
-
-            return convert_with_workers(request, jobs, progress)
-    from reshard_mpi.runtime import convert
-
-    return convert(request, world, progress)
+            return run_with_workers(request, jobs, progress, Work[work])
+    return Work[work].load()(request, world, progress, None)
 
 
 def _can_be_written(path: Path) -> bool:
@@ -220,6 +220,23 @@ def _merge(options: argparse.Namespace) -> int:
     return 0
 
 
+def _verify(options: argparse.Namespace) -> int:
+    from reshard_mpi.report import Silent, say, verified
+
+    begin = time.monotonic()
+    with comm.world(os.environ, explicit_share=False) as world:
+        work = "VERIFY_ALONE" if options.target is None else "VERIFY_PAIR"
+        progress = _progress("plain", world) if world.rank == 0 else Silent()
+        outcome = _run(work, to_verify(options), options.jobs, world, progress)
+        if world.rank == 0:
+            _tell(outcome)
+            for failure in outcome.failures:
+                say(f"damage: {failure.named(alone=True)}", sys.stderr)
+            if not outcome.failures:
+                print(verified(outcome, time.monotonic() - begin))
+    return DamageError.exit_code if outcome.failures else 0
+
+
 def _governor(options: argparse.Namespace) -> int:
     from reshard_mpi.governor.allowance import Allowance
     from reshard_mpi.governor.state import host_state
@@ -254,6 +271,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "ranks": _ranks,
     "merge-strategies": _merge,
     "governor": _governor,
+    "verify": _verify,
     "inspect": _inspect,
     "demo": _demo,
 }

@@ -11,12 +11,12 @@ import contextlib
 import fcntl
 import json
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from reshard_mpi import formats
-from reshard_mpi.errors import CoverageError, DisagreementError, ReshardError, TargetError, TransformError
+from reshard_mpi.errors import CoverageError, DamageError, DisagreementError, ReshardError, TargetError, TransformError
 from reshard_mpi.journal import commit_lock, publish_text, remove_stale, withdraw
 from reshard_mpi.planning.agreement import (
     differing_beginnings,
@@ -101,12 +101,36 @@ def _commit(folder: Path, identity: RunIdentity, records: Sequence[TargetRecord]
     path = folder / COMMIT_RECORD
     try:
         notes = (*_compare(folder, identity, records, told), *_strangers(folder, len(records)))
+        sums = _sums(identity, records)
     except ReshardError:
         withdraw(folder)
         raise
     remove_stale(path)
-    publish_text(path, _as_text(identity, records))
+    publish_text(path, _as_text(identity, records, sums))
     return Committed(path, len(records), sum(record.size_bytes for record in records), notes)
+
+
+def _sums(identity: RunIdentity, records: Sequence[TargetRecord]) -> dict[str, int]:
+    """Return the CRC-32 of every whole tensor; none if a target has not been verified.
+
+    Raises DamageError if targets that hold the same have different sums, or if the source was committed with others.
+    """
+    if not all(record.sums for record in records):
+        return {}
+    from reshard_mpi.sums import sums_of_wholes
+
+    sums = dict(sums_of_wholes(record.sums for record in records))
+    known = (read_json(Path(identity.facts["source"]) / COMMIT_RECORD) or {}).get("sums", {})
+    for name, value in sums.items():
+        if name in known and known[name] != f"{value:08x}":
+            raise DamageError(
+                f"{name!r} is not what the source was committed with",
+                expected=f"CRC-32 {known[name]}, as its {COMMIT_RECORD} says",
+                got=f"{value:08x}",
+                where=identity.facts["source"],
+                remedy="the source has changed since: reshard-mpi verify it, and restore it from a copy",
+            )
+    return sums
 
 
 def _compare(
@@ -199,9 +223,11 @@ def _look(folder: Path, identity: RunIdentity, target_rank: int) -> TargetRecord
     return record
 
 
-def _as_text(identity: RunIdentity, records: Sequence[TargetRecord]) -> str:
+def _as_text(identity: RunIdentity, records: Sequence[TargetRecord], sums: Mapping[str, int]) -> str:
     """Return the commit record: nothing in it depends on who made which target, or when. A line a target."""
     head = {"format": "reshard_mpi commit", "version": 1, "digest": identity.digest, **identity.facts}
+    if sums:
+        head["sums"] = {name: f"{sums[name]:08x}" for name in sorted(sums)}
     targets = (
         json.dumps(
             {

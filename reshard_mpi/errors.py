@@ -76,6 +76,12 @@ class TransformError(ReshardError):
     exit_code = 4
 
 
+class DamageError(ReshardError):
+    """What a shard holds is not what it should hold, by its own sums or by the checkpoint it was made from."""
+
+    exit_code = 4
+
+
 class BudgetError(ReshardError):
     """What is to be done can never fit the memory that is allowed."""
 

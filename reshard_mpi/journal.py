@@ -11,7 +11,7 @@ import contextlib
 import fcntl
 import glob
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Self, TextIO
@@ -23,6 +23,7 @@ from reshard_mpi.records import (
     Evidence,
     RunIdentity,
     TargetRecord,
+    TensorSum,
     read_json,
     record_path,
     run_path,
@@ -34,10 +35,11 @@ _PARTIAL = ".partial"
 class Publication:
     """A file that is written beside its final path and takes that name, synced, when `publish` is called.
 
-    Left without that, for whatever reason, it is removed. then: called when the file is in place.
+    Left without that, for whatever reason, it is removed. then: called when the file is in place, with the sums that
+    were given.
     """
 
-    def __init__(self, path: Path, then: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, path: Path, then: Callable[[Sequence[TensorSum]], None] = lambda sums: None) -> None:
         self.partial = path.with_name(f".{path.name}.{os.urandom(6).hex()}{_PARTIAL}")
         self._path = path
         self._then = then
@@ -50,13 +52,13 @@ class Publication:
         if not self._is_published:
             self.partial.unlink(missing_ok=True)
 
-    def publish(self) -> None:
-        """Put the file in place, whatever was there."""
-        _sync(self.partial)
+    def publish(self, sums: Sequence[TensorSum] = ()) -> None:
+        """Put the file in place, whatever was there. sums: of what it holds, if they are known."""
+        sync(self.partial)
         self.partial.replace(self._path)
         self._is_published = True
-        _sync(self._path.parent)
-        self._then()
+        sync(self._path.parent)
+        self._then(sums)
 
 
 def publish_text(path: Path, text: str) -> None:
@@ -78,7 +80,7 @@ def withdraw(folder: Path) -> None:
         (folder / COMMIT_RECORD).unlink()
     except FileNotFoundError:
         return
-    _sync(folder)
+    sync(folder)
 
 
 @contextlib.contextmanager
@@ -198,9 +200,9 @@ class Journal:
             with Publication(path, partial(self._record_complete, target_rank, path, evidence)) as publication:
                 yield publication
 
-    def _record_complete(self, target_rank: int, path: Path, evidence: Evidence) -> None:
+    def _record_complete(self, target_rank: int, path: Path, evidence: Evidence, sums: Sequence[TensorSum]) -> None:
         file = path.relative_to(self.folder).as_posix()
-        record = TargetRecord(self.identity.digest, target_rank, file, path.stat().st_size, evidence)
+        record = TargetRecord(self.identity.digest, target_rank, file, path.stat().st_size, evidence, tuple(sums))
         publish_text(record_path(self._state, target_rank), record.as_text())
 
     @contextlib.contextmanager
@@ -259,7 +261,8 @@ def _require_writable(folder: Path) -> None:
         )
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Have all of a file, or the names in a folder, written to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -9,16 +9,19 @@ it was writing.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import pickle
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+from reshard_mpi.comm import Comm
 from reshard_mpi.errors import ReshardError, TransformError, as_reshard_error
 from reshard_mpi.forks import Channel, Fork, wait_for_any
 from reshard_mpi.governor.admission import open_governor
@@ -108,18 +111,32 @@ class _Worker:
     lost: Outcome = field(default_factory=Outcome)
 
 
-def convert_with_workers(request: Request, jobs: int | None, progress: Progress) -> Outcome:
-    """Run `convert` in `jobs` local processes and return what they did together.
+class Work(StrEnum):
+    """What workers do together: functions of a request, a communicator, a progress, and the strategies."""
+
+    CONVERT = "runtime:convert"
+    VERIFY_PAIR = "verifying:verify_pair"
+    VERIFY_ALONE = "verifying:verify_alone"
+
+    def load(self) -> Callable[[Request, Comm, Progress, Strategies | None], Outcome]:
+        """Return the function, with all that it needs loaded."""
+        module, _, name = self.partition(":")
+        found: Callable[[Request, Comm, Progress, Strategies | None], Outcome]
+        found = getattr(importlib.import_module(f"reshard_mpi.{module}"), name)
+        return found
+
+
+def run_with_workers(request: Request, jobs: int | None, progress: Progress, work: Work = Work.CONVERT) -> Outcome:
+    """Do `work` in `jobs` local processes and return what they did together.
 
     jobs: None for one a core, but no more than are useful. Raises what refused the run. A worker's death is a failure
     of the target it was making.
     """
     if not _may_fork():
-        return _convert_elsewhere(request, jobs, progress)
+        return _run_elsewhere(request, jobs, progress, work)
     with _Reading(request) as reading:
         # While that process reads the strategies, this one loads all that the workers need.
-        from reshard_mpi import runtime  # noqa: F401
-
+        work.load()
         open_governor(request.allowance, os.environ)
         strategies = reading.result()
     targets = len(request.ranks) if request.ranks else strategies.target.world_size
@@ -131,7 +148,7 @@ def convert_with_workers(request: Request, jobs: int | None, progress: Progress)
     try:
         try:
             for rank in range(size):
-                workers.append(_start(workers, request, strategies, rank, size, mask))
+                workers.append(_start(workers, work, request, strategies, rank, size, mask))
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             result = _serve(workers, progress)
             stopped = False
@@ -150,9 +167,9 @@ def parent_main(*descriptors: int) -> None:
     exit_when_terminated()
     channel = Channel(*descriptors)
     with _ends_quietly():
-        request, jobs = channel.receive()
+        request, jobs, work = channel.receive()
         try:
-            result: Outcome | ReshardError = convert_with_workers(request, jobs, PipeProgress(channel))
+            result: Outcome | ReshardError = run_with_workers(request, jobs, PipeProgress(channel), work)
         except ReshardError as error:
             result = error
         channel.send(("result", result))
@@ -206,7 +223,7 @@ def _read_strategies(channel: Channel, request: Request) -> None:
             channel.send(as_reshard_error(error))
 
 
-def _convert_elsewhere(request: Request, jobs: int | None, progress: Progress) -> Outcome:
+def _run_elsewhere(request: Request, jobs: int | None, progress: Progress, work: Work) -> Outcome:
     """Have a fresh interpreter be the parent of the workers."""
     import subprocess
 
@@ -221,7 +238,7 @@ def _convert_elsewhere(request: Request, jobs: int | None, progress: Progress) -
     )
     theirs.close()
     try:
-        ours.send((request, jobs))
+        ours.send((request, jobs, work))
         while True:
             kind, value = ours.receive()
             if kind == "result":
@@ -245,30 +262,34 @@ def _convert_elsewhere(request: Request, jobs: int | None, progress: Progress) -
 
 
 def _start(
-    others: list[_Worker], request: Request, strategies: Strategies, rank: int, size: int, mask: Iterable[int]
+    others: list[_Worker],
+    work: Work,
+    request: Request,
+    strategies: Strategies,
+    rank: int,
+    size: int,
+    mask: Iterable[int],
 ) -> _Worker:
     """Start a worker, in which the signals of `mask` are held back."""
     ours, theirs = Channel.pair()
 
-    def work() -> None:
+    def be_worker() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for other in (ours, *(worker.channel for worker in others)):
             other.close()  # or its holder would not learn that the parent has closed it
-        _work(theirs, request, strategies, rank, size)
+        _work(theirs, work, request, strategies, rank, size)
 
-    process = Fork(work)
+    process = Fork(be_worker)
     theirs.close()
     return _Worker(rank, process, ours)
 
 
-def _work(channel: Channel, request: Request, strategies: Strategies, rank: int, size: int) -> None:
+def _work(channel: Channel, work: Work, request: Request, strategies: Strategies, rank: int, size: int) -> None:
     """Be a worker."""
-    from reshard_mpi.runtime import convert
-
     with _ends_quietly():
         try:
             comm, progress = PipeComm(channel, rank, size), PipeProgress(channel)
-            result: Outcome | ReshardError = convert(request, comm, progress, strategies)
+            result: Outcome | ReshardError = work.load()(request, comm, progress, strategies)
         except ReshardError as error:
             result = error
         channel.send(("result", result))

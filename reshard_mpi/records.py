@@ -65,14 +65,29 @@ class Evidence(NamedTuple):
         return cls(plan.read_ranks, plan.held, plan.moments, plan.beginnings)
 
 
+class TensorSum(NamedTuple):
+    """The sum of what a shard holds of a tensor (see `checksum`): `shape` elements from `start` on of all of it."""
+
+    name: str
+    dtype: str
+    global_shape: tuple[int, ...]
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    value: int
+
+
 class TargetRecord(NamedTuple):
-    """That a target is complete. digest: of the run that made it. file: its path in the target folder."""
+    """That a target is complete. digest: of the run that made it. file: its path in the target folder.
+
+    sums: of its tensors, in file order; none if it was not verified.
+    """
 
     digest: str
     rank: int
     file: str
     size_bytes: int
     evidence: Evidence
+    sums: tuple[TensorSum, ...] = ()
 
     def as_text(self) -> str:
         """Return what `rank_<r>.json` holds."""
@@ -86,6 +101,7 @@ class TargetRecord(NamedTuple):
             "held": evidence.held._asdict(),
             "moments": [moment._asdict() for moment in evidence.moments],
             "beginnings": [beginning._asdict() for beginning in evidence.beginnings],
+            "sums": [(*part[:-1], f"{part.value:08x}") for part in self.sums],
         }
         return json.dumps(facts)
 
@@ -104,6 +120,10 @@ class TargetRecord(NamedTuple):
                     Held(**facts["held"]),
                     tuple(Moment(**moment) for moment in facts["moments"]),
                     tuple(Beginning(**beginning) for beginning in facts["beginnings"]),
+                ),
+                tuple(
+                    TensorSum(str(name), str(dtype), tuple(whole), tuple(start), tuple(shape), int(value, 16))
+                    for name, dtype, whole, start, shape, value in facts["sums"]
                 ),
             )
         except (KeyError, TypeError, ValueError):

@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # this module is loaded before the engine is, to tell of it
     from reshard_mpi.comm import Comm
     from reshard_mpi.manifest import Manifest
     from reshard_mpi.planning.model import Beginning, Held, Moment
+    from reshard_mpi.records import TensorSum
 
 # Often enough to see that it lives, seldom enough to cost nothing.
 _REFRESH_SECONDS = 0.2
@@ -83,6 +84,28 @@ class Filled(NamedTuple):
     waited_seconds: float
 
 
+class Verified(NamedTuple):
+    """What one of several processes has found a target to hold, and that it is what the sources hold."""
+
+    rank: int
+    sums: tuple[TensorSum, ...]
+    waited_seconds: float
+
+
+class Checked(NamedTuple):
+    """A shard that has been verified: what was read of it, and by what it was found sound.
+
+    by: as "its own sums"; nothing if there was nothing to go by. sums: what it holds, as far as it is known of what.
+    """
+
+    rank: int
+    path: str
+    tensors: int
+    read_bytes: int
+    by: tuple[str, ...]
+    sums: tuple[TensorSum, ...] = ()
+
+
 class Failure(NamedTuple):
     """What went wrong, for which target rank (None: for none), and in which process of the run, on which host."""
 
@@ -115,7 +138,8 @@ class Failure(NamedTuple):
 class Outcome(NamedTuple):
     """What one process did, or all of them together.
 
-    reserved, filled: only passed between the processes that fill a target together. processes: how many there were.
+    reserved, filled, verified: only passed between the processes that fill a target together. processes: how many
+    there were.
     """
 
     targets: tuple[TargetReport, ...] = ()
@@ -127,6 +151,8 @@ class Outcome(NamedTuple):
     beginnings: tuple[Beginning, ...] = ()
     reserved: tuple[Reserved, ...] = ()
     filled: tuple[Filled, ...] = ()
+    verified: tuple[Verified, ...] = ()
+    checked: tuple[Checked, ...] = ()
     processes: int = 0
 
     def joined(self, others: list[Outcome]) -> Outcome:
@@ -140,8 +166,13 @@ class Outcome(NamedTuple):
             tuple(dict.fromkeys(moment for one in every for moment in one.moments)),
             tuple({(held.stage, held.digest): held for one in reversed(every) for held in one.held}.values()),
             tuple({(start.name, start.digest): start for one in reversed(every) for start in one.beginnings}.values()),
+            checked=tuple(sorted((c for one in every for c in one.checked), key=lambda checked: checked.rank)),
             processes=max(one.processes for one in every),
         )
+
+    def with_verified(self, other: Outcome) -> Outcome:
+        """Return this outcome with what `other`, of the same process, says of having verified."""
+        return self._replace(failures=(*self.failures, *other.failures), verified=other.verified)
 
     def raise_failures(self) -> None:
         """Raise what refused the run, or a TransformError that names the targets that failed."""
@@ -192,6 +223,17 @@ def summary(outcome: Outcome, seconds: float) -> str:
     )
     text += f" ({format_rate(written_bytes, seconds)})"
     return text + (f"; {skipped} {'was' if skipped == 1 else 'were'} complete already" if skipped else "")
+
+
+def verified(outcome: Outcome, seconds: float) -> str:
+    """Return the closing line of a run that has found no damage."""
+    shards = [checked for checked in outcome.checked if checked.by]
+    tensors = sum(checked.tensors for checked in shards)
+    read_bytes = sum(checked.read_bytes for checked in shards)
+    by = ", ".join(dict.fromkeys(way for checked in shards for way in checked.by))
+    count = f"{len(shards)} {'shard' if len(shards) == 1 else 'shards'}"
+    rate = f"{format_bytes(read_bytes)} in {seconds:.2f} s ({format_rate(read_bytes, seconds)})"
+    return f"verified {count}, {tensors} tensors, {rate} by {by}: sound"
 
 
 def say(text: str, stream: TextIO, end: str = "\n") -> None:

@@ -18,6 +18,7 @@ class Request(NamedTuple):
     part: (i, n) for the i-th of n shares of them. to: a format's name, None for the source's. recorded: keep a journal
     in the target folder; without one, existing target files are replaced. memory: a size, "unlimited", or None for what
     the environment says. max_active: how many processes may transform at once on a host (None: any number).
+    verify: read sources and targets again, compare them, and keep sums. crc: add a checksum to target files.
     """
 
     source: str
@@ -36,6 +37,8 @@ class Request(NamedTuple):
     recorded: bool = True
     memory: str | int | None = None
     max_active: int | None = None
+    verify: bool = False
+    crc: bool = False
 
     @property
     def allowance(self) -> Allowance:

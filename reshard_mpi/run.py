@@ -46,6 +46,8 @@ class Run(NamedTuple):
         conversion = Conversion(source, strategies.target, request.unlisted, request.strict)
         targets = _targets(request, strategies.target, conversion)
         name = request.to or files.format
+        if request.crc and name != "ckpt":
+            raise UsageError("--crc is for .ckpt targets", expected="--to ckpt", got=f"targets in {name}")
         run = cls(request, conversion, name, targets, strategies)
         run._refuse_writing_to_source()
         return run
@@ -74,6 +76,8 @@ class Run(NamedTuple):
                 "to": self.format,
                 "unlisted": str(request.unlisted),
                 "strict": request.strict,
+                "crc": request.crc,
+                "sums_in_shards": request.verify and self.format == "hdf5",
                 "target_ranks": self.conversion.target.world_size,
             }
         )

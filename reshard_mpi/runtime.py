@@ -8,9 +8,10 @@ so the outcome is the same on every process.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
+from reshard_mpi import formats
 from reshard_mpi.comm import Comm
 from reshard_mpi.commit import commit_if_complete
 from reshard_mpi.division import Work, divide
@@ -50,6 +51,9 @@ def convert(request: Request, comm: Comm, progress: Progress, strategies: Strate
     """
     planner = _Planner(request, comm, strategies)
     planned = _plan_together(planner, comm)
+    if request.verify:
+        named = sorted({path for paths in _gather(comm, planner.sources(), "named sources") for path in paths})
+        _refuse(comm.allgather(planner.check_sources(named[comm.rank :: comm.size]), "checked sources"), comm)
     _refuse(comm.allgather(planner.begin(), "begun"), comm)
     written = planner.writer(progress).write()
     outcome = Outcome(notes=planned.notes, processes=comm.size).joined(
@@ -151,6 +155,22 @@ class _Planner:
         outcomes += [self._plan_target(self._opened, rank, leads=False) for rank in work.helps]
         self.outcome = Outcome(notes=(*run.conversion.source.files.notes, *governor.notes)).joined(outcomes)
         return self.outcome
+
+    def sources(self) -> tuple[str, ...]:
+        """Return the source files that this process's targets are taken from."""
+        by_rank = self._require_opened().run.conversion.source.files.by_rank
+        return tuple(path for evidence in self._due.values() for rank in evidence.read_ranks for path in by_rank[rank])
+
+    def check_sources(self, paths: Iterable[str]) -> Outcome:
+        """Read source files that have a checksum of their own; those that do not fit it refuse the run."""
+        module = formats.by_name(self._require_opened().run.conversion.source.files.format)
+        failures = []
+        for path in paths:
+            try:
+                module.check_crc(path)
+            except _EXPECTED as error:
+                failures.append(Failure.here(None, self._comm, as_reshard_error(error)))
+        return Outcome(failures=tuple(failures))
 
     def begin(self) -> Outcome:
         """Make the target folder ready, if this process has anything to write; failures refuse the run."""

@@ -44,6 +44,8 @@ PASSED_ON = (
     Option("--overwrite", "overwrite"),
     Option("--memory", "memory"),
     Option("--max-active", "max_active"),
+    Option("--verify", "verify"),
+    Option("--crc", "crc"),
 )
 # What the script says itself (what a task makes, and that it goes on after a requeue), and what only says how it goes.
 NOT_PASSED_ON = ("--rank", "--part", "--resume", "--jobs", "--report", "--progress")

@@ -12,14 +12,14 @@ from reshard_mpi import formats
 from reshard_mpi.comm import Comm
 from reshard_mpi.division import Share, Work
 from reshard_mpi.engine.files import OnBytes
-from reshard_mpi.engine.transfer import write_shard
+from reshard_mpi.engine.transfer import Span, write_shard
 from reshard_mpi.errors import ReshardError, TransformError, as_reshard_error
 from reshard_mpi.governor.admission import Governor
 from reshard_mpi.journal import Journal, Publication, Unrecorded
 from reshard_mpi.manifest import Manifest
 from reshard_mpi.planning.model import Limits, RankPlan
-from reshard_mpi.records import Evidence
-from reshard_mpi.report import Failure, Filled, Outcome, Progress, Reserved, TargetReport
+from reshard_mpi.records import Evidence, TensorSum
+from reshard_mpi.report import Failure, Filled, Outcome, Progress, Reserved, TargetReport, Verified
 from reshard_mpi.run import Run
 
 # What may go wrong with one target and leave the others whole; anything else is a bug.
@@ -80,6 +80,9 @@ class Writer:
             together = self._comm.allgather(begun, "reserved")
             alone = self._write_alone()
             parts = self._comm.allgather(self._fill(together), "filled")
+            if self._run.request.verify:
+                verified = self._comm.allgather(self._verify(together, parts), "verified")
+                parts = [part.with_verified(found) for part, found in zip(parts, verified)]
             shared = self._publish(parts)
         return Outcome(failures=begun.failures).joined([alone, shared])
 
@@ -96,8 +99,12 @@ class Writer:
         with self._lease(plan) as waited_seconds:
             self._progress.started(rank, plan.written_bytes)
             with self._journal.writing(rank, self._run.path(rank), self._due[rank]) as publication:
-                filled = write_file(plan, self._run.format, publication.partial, self._limits, self._progress.moved)
-                publication.publish()
+                manifest = self._format.reserve(str(publication.partial), plan.shard)
+                filled = _fill(plan, manifest, None, self._limits, self._progress.moved)
+                sums: tuple[TensorSum, ...] = ()
+                if self._run.request.verify:
+                    sums = _verified(plan, manifest, None, self._limits)
+                self._seal(publication, sums)
         return self._finished(plan, begin, waited_seconds, [filled])
 
     def _reserve(self, publications: ExitStack) -> Outcome:
@@ -144,6 +151,34 @@ class Writer:
             filled=tuple(filled for outcome in outcomes for filled in outcome.filled),
         )
 
+    def _verify(self, begun: Sequence[Outcome], parts: Sequence[Outcome]) -> Outcome:
+        """Compare this process's shares of the targets that have been filled with their sources."""
+        reservations = {reserved.rank: reserved for outcome in begun for reserved in outcome.reserved}
+        outcomes = []
+        for share in self._work.shares:
+            reserved = reservations.get(share.target)
+            if reserved is not None and not self._parts_of(share.target, parts)[1]:
+
+                def verify(rank: int, reserved: Reserved = reserved, share: Share = share) -> Outcome:
+                    manifest = reserved.manifest()
+                    span = share.range_of(Path(manifest.path).stat().st_size)
+                    plan = self._led[rank].plan if rank in self._led else self._plan_of(rank)
+                    with self._lease(plan) as waited_seconds:
+                        sums = _verified(plan, manifest, span, self._limits)
+                    return Outcome(verified=(Verified(rank, sums, waited_seconds),))
+
+                outcomes.append(self._attempt(share.target, verify))
+        return Outcome(
+            failures=tuple(failure for outcome in outcomes for failure in outcome.failures),
+            verified=tuple(verified for outcome in outcomes for verified in outcome.verified),
+        )
+
+    def _seal(self, publication: Publication, sums: Sequence[TensorSum]) -> None:
+        """Finish a target and put it in place."""
+        path = str(publication.partial)
+        self._format.seal(path, {one.name: one.value for one in sums}, crc=self._run.request.crc)
+        publication.publish(sums)
+
     def _publish(self, parts: Sequence[Outcome]) -> Outcome:
         """Put the shared targets that this process leads in place, where every other one has done its part."""
 
@@ -152,9 +187,10 @@ class Writer:
             filled, failures = self._parts_of(rank, parts)
             if failures:
                 return Outcome(failures=failures)
-            self._format.seal(str(led.publication.partial))
-            led.publication.publish()
-            return self._finished(led.plan, led.begin, led.waited_seconds, filled)
+            found = [verified for part in parts for verified in part.verified if verified.rank == rank]
+            self._seal(led.publication, _joined(found))
+            waited_seconds = led.waited_seconds + max((one.waited_seconds for one in found), default=0.0)
+            return self._finished(led.plan, led.begin, waited_seconds, filled)
 
         return Outcome().joined([self._attempt(rank, publish) for rank in self._led])
 
@@ -169,7 +205,7 @@ class Writer:
             if rank not in {share.target for share in work.shares}:
                 continue
             own = [filled for filled in part.filled if filled.rank == rank]
-            if own:
+            if own and not any(failure.rank == rank for failure in part.failures):
                 found += own
                 continue
             of_rank = [failure for failure in part.failures if failure.rank == rank]
@@ -218,9 +254,23 @@ def write_file(plan: RankPlan, format_name: str, path: Path, limits: Limits, on_
     return filled
 
 
-def _fill(
-    plan: RankPlan, manifest: Manifest, span: tuple[int, int] | None, limits: Limits, on_bytes: OnBytes
-) -> Filled:
+def _verified(plan: RankPlan, manifest: Manifest, span: Span | None, limits: Limits) -> tuple[TensorSum, ...]:
+    """Return the sums of what has been filled. Raises DamageError if it is not what the sources hold."""
+    from reshard_mpi.verification import forget_cached, sums_as_planned
+
+    forget_cached(manifest.path)
+    return sums_as_planned(plan, manifest, span, limits)
+
+
+def _joined(parts: Sequence[Verified]) -> tuple[TensorSum, ...]:
+    if not parts:
+        return ()
+    from reshard_mpi.sums import joined_sums
+
+    return joined_sums(part.sums for part in parts)
+
+
+def _fill(plan: RankPlan, manifest: Manifest, span: Span | None, limits: Limits, on_bytes: OnBytes) -> Filled:
     begin = time.monotonic()
     traffic = write_shard(plan, manifest, span=span, limits=limits, on_bytes=on_bytes)
     return Filled(plan.target_rank, traffic.requested_bytes, traffic.mapped_bytes, time.monotonic() - begin, 0.0)

@@ -376,7 +376,17 @@ def test_version(capsys: Capture) -> None:
 def test_help_names_every_command_and_option(capsys: Capture) -> None:
     text = command_line(capsys, "--help").out
     commands = re.findall(r"^    ([a-z-]+)(?: {2,}|\n)", text, re.MULTILINE)
-    assert commands == ["transform", "plan", "commit", "ranks", "merge-strategies", "governor", "inspect", "demo"]
+    assert commands == [
+        "transform",
+        "plan",
+        "verify",
+        "commit",
+        "ranks",
+        "merge-strategies",
+        "governor",
+        "inspect",
+        "demo",
+    ]
     for command in commands:
         text = command_line(capsys, command, "--help").out
         assert text.startswith(f"usage: reshard-mpi {command} ")

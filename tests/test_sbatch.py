@@ -168,7 +168,7 @@ def test_no_option_of_transform_is_forgotten() -> None:
 # Besides the strategies, which are always given here.
 GIVEN = (
     *("--prefix=net ", "--select=check*", "--to=hdf5", "--unlisted=replicate", "--strict", "--overwrite"),
-    *("--memory=64G", "--max-active=3"),
+    *("--memory=64G", "--max-active=3", "--verify", "--crc"),
 )
 
 

@@ -10,7 +10,7 @@ from reshard_mpi.checksum import PartSum
 from reshard_mpi.engine.files import Files
 from reshard_mpi.engine.gather import gather_into
 from reshard_mpi.engine.stream import Stream
-from reshard_mpi.manifest import Manifest, Segments, TensorEntry, TensorSpec
+from reshard_mpi.manifest import ByteRange, Manifest, Segments, TensorEntry, TensorSpec
 from reshard_mpi.planning.model import Copy, Limits, RankPlan, TensorPlan
 
 # From one byte of a file to another.
@@ -34,7 +34,7 @@ def sum_shard(plan: RankPlan, target: Manifest, *, span: Span | None, limits: Li
     with Files() as files:
         for tensor in plan.tensors:
             spec, entry = tensor.spec, target.tensors[tensor.spec.name]
-            first, last = _elements_within(entry, span)
+            first, last = (0, spec.box.size) if span is None else _elements_within(entry, span)
             if first == last and span is not None:
                 continue
             blocks = tuple(spec.box.blocks(max(1, len(buffer) // spec.dtype.itemsize_bytes), first, last))
@@ -60,22 +60,21 @@ def copies_and_target(tensor: TensorPlan, target: Manifest) -> Iterator[tuple[Co
         yield copy, own._replace(region=copy.region)
 
 
-def offset_in_file(copy: Copy, element: Sequence[int]) -> tuple[str, int | None]:
-    """Return the path, and the byte at which an element (global index) begins; None where it is compressed."""
+def place_of(copy: Copy, element: Sequence[int]) -> ByteRange | None:
+    """Return where in its file an element (global index) is, as far as it is in one piece; None if it is compressed."""
     source = copy.source.source
     if not isinstance(source, Segments):
-        return source.path, None
+        return None
     box = Box(tuple(element), tuple(index + 1 for index in element))
     itemsize = copy.source.dtype.itemsize_bytes
-    part = next(Stream(source).parts(copy.source_box.offset_of(box) * itemsize, itemsize))
-    return part.path, part.offset_bytes
+    return next(Stream(source).parts(copy.source_box.offset_of(box) * itemsize, itemsize))
 
 
 def _own(spec: TensorSpec, entry: TensorEntry) -> Copy:
     return Copy(-1, entry, spec.box, spec.box)
 
 
-def _elements_within(entry: TensorEntry, span: Span | None) -> tuple[int, int]:
+def _elements_within(entry: TensorEntry, span: Span) -> tuple[int, int]:
     """Return from which element to which those lie that begin in a span of the file."""
     assert isinstance(entry.source, Segments)
     itemsize = entry.dtype.itemsize_bytes

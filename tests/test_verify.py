@@ -1,0 +1,257 @@
+"""Verification: while a target is written, against its source later, and against the sums a checkpoint keeps."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from checkpoints import write_shard
+from conversions import COMMAND, TENSORS, Conversion, Said, command_line, listing, make, shards
+from launch import MPI, mpirun_command
+from processes import run_command
+from test_runtime import doing, four_targets
+
+from reshard_mpi import formats
+
+Capture = pytest.CaptureFixture[str]
+KINDS = ("ckpt", "hdf5")
+WHOLE = {name: zlib.crc32(array.tobytes()) for name, array in TENSORS.items()}
+
+
+def verify(capsys: Capture, c: Conversion, *options: str, target: bool = True) -> Said:
+    arguments = c.arguments("verify", "--jobs", "1", *options)
+    if not target:
+        arguments = ["verify", str(c.dst), "--jobs", "1", *options]
+    return command_line(capsys, *arguments)
+
+
+def flip(path: Path, name: str, element: int = 0) -> int:
+    """Flip a bit of a tensor in a shard; return at which byte of the file."""
+    module = formats.by_name(formats.name_of(path.name) or "")
+    entry = module.locate(str(path)).tensors[name]
+    offset = entry.source.ranges[0].offset_bytes + element * entry.dtype.itemsize_bytes
+    mode = path.stat().st_mode
+    path.chmod(0o600)
+    with path.open("r+b") as stream:
+        stream.seek(offset)
+        (byte,) = stream.read(1)
+        stream.seek(offset)
+        stream.write(bytes([byte ^ 8]))
+    path.chmod(mode)
+    return offset
+
+
+@pytest.fixture(params=KINDS)
+def c(request: pytest.FixtureRequest, tmp_path: Path) -> Conversion:
+    return four_targets(tmp_path, request.param)
+
+
+def sums(c: Conversion) -> dict[str, int]:
+    record = json.loads((c.dst / "reshard.json").read_text())
+    return {name: int(value, 16) for name, value in record["sums"].items()}
+
+
+# While targets are written
+
+
+def test_the_record_has_the_sums_of_whole_tensors(c: Conversion, capsys: Capture) -> None:
+    assert command_line(capsys, *c.arguments("transform", "--verify")).code == 0
+    assert sums(c) == WHOLE
+
+
+def test_every_division_of_a_run_gives_the_same(c: Conversion, tmp_path: Path, mpi: MPI, capsys: Capture) -> None:
+    assert command_line(capsys, *c.arguments("transform", "--verify")).code == 0
+    for name, command in {
+        "jobs": [*COMMAND, *c.but(dst=tmp_path / "jobs").arguments("transform", "--verify", "--jobs", "3")],
+        "mpi": mpirun_command(mpi, 3, [*COMMAND, *c.but(dst=tmp_path / "mpi").arguments("transform", "--verify")]),
+    }.items():
+        run_command(command, env=doing(tmp_path, "pass"), check=True)  # which cuts targets at every 16 bytes
+        assert listing(tmp_path / name / "rank_3") == listing(c.dst / "rank_3")
+        assert shards(tmp_path / name) == shards(c.dst)
+        assert sums(c.but(dst=tmp_path / name)) == WHOLE
+
+
+def test_sums_are_in_native_shards(tmp_path: Path, capsys: Capture) -> None:
+    c = four_targets(tmp_path, "hdf5")
+    assert command_line(capsys, *c.arguments("transform", "--verify")).code == 0
+    total = {name: zlib.crc32(bytes(TENSORS[name].nbytes)) for name in TENSORS}
+    for name in ("w", "moments.w"):
+        zeros = total[name]
+        for rank in range(4):
+            with h5py.File(c.written(rank)) as file:
+                contents = json.loads(bytes(file["__reshard_mpi__/contents"][...]))["tensors"]
+                value = int(file["__reshard_mpi__/sums"][contents.index(name)])
+                alone = np.zeros_like(TENSORS[name])
+                start = file[name].attrs["offset"]
+                held = file[name][...]
+                alone[tuple(slice(a, a + n) for a, n in zip(start, held.shape))] = held
+            assert value == zlib.crc32(alone.tobytes())
+            total[name] ^= value ^ zeros
+        assert total[name] == WHOLE[name]
+    assert set(formats.by_name("hdf5").locate(str(c.written(0))).tensors) == set(TENSORS)
+
+
+def test_a_target_that_is_not_what_was_read_is_not_published(c: Conversion, tmp_path: Path) -> None:
+    """As if the disk had written something else than it was given."""
+    spoil = (
+        "f = open(manifest.path, 'r+b'); at = manifest.tensors['w'].source.ranges[0].offset_bytes + 5; f.seek(at);"
+        " b = f.read(1); f.seek(at); f.write(bytes([b[0] ^ 1])); f.close()"
+    )
+    options = ["--verify", "--report", str(tmp_path / "r.json")]
+    finished = run_command([*COMMAND, *c.arguments("transform", *options)], env=doing(tmp_path, spoil))
+    assert finished.returncode == 4, finished
+    assert "target rank 1: 'w' differs from its source at element [2, 1]" in finished.stderr
+    assert not c.written(1).exists() and c.written(0).exists() and not list(c.dst.rglob("*.partial"))
+    without = run_command(
+        [*COMMAND, *c.but(dst=tmp_path / "without").arguments("transform")], env=doing(tmp_path, spoil)
+    )
+    assert without.returncode == 0  # which is why there is --verify
+
+
+SPOIL_OWN = """
+        own = [r for e in manifest.tensors.values() for r in e.source.ranges if span[0] <= r.offset_bytes < span[1]]
+        with open(manifest.path, "r+b") as stream:
+            stream.seek(own[-1].offset_bytes)
+            byte = stream.read(1)[0]
+            stream.seek(own[-1].offset_bytes)
+            stream.write(bytes([byte ^ 1]))
+"""
+
+
+def test_one_of_several_that_fill_a_target_finds_the_damage(c: Conversion, tmp_path: Path) -> None:
+    when = "plan.target_rank == 3 and span is not None and span[1] >= os.stat(manifest.path).st_size"
+    finished = run_command(
+        [*COMMAND, *c.arguments("transform", "--verify", "--jobs", "3")], env=doing(tmp_path, SPOIL_OWN, when)
+    )
+    assert finished.returncode == 4, finished
+    assert "target rank 3" in finished.stderr and "differs from its source" in finished.stderr
+    assert not c.written(3).exists() and c.written(0).exists()
+
+
+def test_a_source_that_was_committed_with_other_sums(tmp_path: Path, capsys: Capture) -> None:
+    c = four_targets(tmp_path, "hdf5")
+    assert command_line(capsys, *c.arguments("transform", "--verify")).code == 0
+    flip(c.written(2), "w")
+    again = ["transform", str(c.dst), str(tmp_path / "again"), "--verify", "--jobs", "1"]
+    said = command_line(capsys, *again)
+    assert said.code == 4 and "'w' is not what the source was committed with" in said.err
+    assert not (tmp_path / "again" / "reshard.json").exists()
+
+
+# MindSpore's checksum
+
+
+def test_crc_is_written_and_checked(tmp_path: Path, capsys: Capture) -> None:
+    c = make(tmp_path)
+    assert command_line(capsys, *c.arguments("transform", "--crc")).code == 0
+    for rank in range(2):
+        data = c.written(rank).read_bytes()
+        assert data[-17:] == b"crc_num" + zlib.crc32(data[:-17]).to_bytes(10, "big")
+    again = ["transform", str(c.dst), str(tmp_path / "again"), "--jobs", "1", "--src-strategy", str(c.dst_strategy)]
+    assert command_line(capsys, *again, "--verify").code == 0
+    flip(c.written(1), "w")
+    assert command_line(capsys, *again, "--overwrite").code == 0
+    said = command_line(capsys, *again, "--overwrite", "--verify")
+    assert said.code == 3 and "does not fit its own checksum" in said.err and str(c.written(1)) in said.err
+
+
+def test_crc_is_for_ckpt(tmp_path: Path, capsys: Capture) -> None:
+    c = make(tmp_path, "hdf5")
+    assert command_line(capsys, *c.arguments("transform", "--crc")).code == 2
+    assert not c.dst.exists()
+
+
+# Against the source
+
+
+@pytest.mark.parametrize("kinds", [("ckpt", "ckpt"), ("ckpt", "hdf5"), ("hdf5", "ckpt")])
+def test_pair(tmp_path: Path, capsys: Capture, kinds: tuple[str, str]) -> None:
+    c = four_targets(tmp_path, kinds[0])
+    assert command_line(capsys, *c.arguments("transform", "--to", kinds[1])).code == 0
+    said = verify(capsys, c)
+    assert said.code == 0 and "verified 4 shards" in said.out and "by the source: sound" in said.out
+    (path,) = (c.dst / "rank_2").iterdir()
+    offset = flip(path, "w", 3)
+    said = verify(capsys, c)
+    assert said.code == 4 and said.out == ""
+    assert "damage: target rank 2: 'w' differs from its source at element [4, 3]" in said.err
+    assert f"at byte {offset} of {path}" in said.err
+    assert said.err.count("damage: ") == 1
+
+
+def test_pair_of_all_kinds_of_damage(c: Conversion, capsys: Capture) -> None:
+    assert command_line(capsys, *c.arguments()).code == 0
+    held = {name: np.zeros((2, 4), np.float32) for name in ("w", "moments.w")}
+    c.written(0).unlink()
+    write_shard({**held, "b": np.zeros(4, np.int64)}, c.written(0))  # lacks one, another has another shape
+    c.written(1).chmod(0o600)
+    c.written(1).write_bytes(b"")
+    c.written(2).unlink()
+    said = verify(capsys, c)
+    assert said.code == 4 and said.err.count("damage: ") == 3, said.err
+    assert "a shard is missing" in said.err and "a shard is empty" in said.err
+    assert "is not what the source holds" in said.err
+
+
+def test_pair_in_several_processes(c: Conversion, mpi: MPI, capsys: Capture) -> None:
+    assert command_line(capsys, *c.arguments()).code == 0
+    flip(c.written(3), "moments.w", 2)
+    arguments = c.arguments("verify")
+    for command in ([*COMMAND, *arguments, "--jobs", "3"], mpirun_command(mpi, 3, [*COMMAND, *arguments])):
+        finished = run_command(command)
+        assert finished.returncode == 4, finished
+        assert finished.stderr.count("damage: ") == 1
+        assert "target rank 3: 'moments.w' differs from its source at element [6, 2]" in finished.stderr
+
+
+def test_pair_that_cannot_be_compared(c: Conversion, capsys: Capture) -> None:
+    assert verify(capsys, c).code == 3  # nothing there
+    assert command_line(capsys, "verify", str(c.src), "--memory", "none").code == 2
+
+
+# Against its own sums
+
+
+def test_alone(tmp_path: Path, capsys: Capture) -> None:
+    c = four_targets(tmp_path, "hdf5")
+    assert command_line(capsys, *c.arguments("transform", "--verify")).code == 0
+    assert "by its own sums, the record of its run: sound" in verify(capsys, c, target=False).out
+    (copied := tmp_path / "copied").mkdir()
+    for rank in range(4):
+        (copied / f"rank_{rank}").mkdir()
+        (copied / f"rank_{rank}" / "shard.h5").write_bytes(c.written(rank).read_bytes())
+    alone = ["verify", str(copied), "--jobs", "1"]
+    assert "by its own sums: sound" in command_line(capsys, *alone).out
+    flip(copied / "rank_1" / "shard.h5", "b")
+    said = command_line(capsys, *alone)
+    assert said.code == 4 and "rank 1: 'b' is damaged" in said.err and "shard.h5, bytes " in said.err
+
+
+def test_alone_ckpt_by_its_record(tmp_path: Path, capsys: Capture) -> None:
+    c = four_targets(tmp_path)
+    assert command_line(capsys, *c.arguments("transform", "--verify", "--crc")).code == 0
+    assert "by its checksum, the record of its run: sound" in verify(capsys, c, target=False).out
+    flip(c.written(0), "w")
+    said = verify(capsys, c, target=False)
+    assert said.code == 4 and "rank 0" in said.err and "does not fit its own checksum" in said.err
+
+
+def test_alone_without_sums(c: Conversion, capsys: Capture) -> None:
+    assert command_line(capsys, *c.arguments()).code == 0
+    said = verify(capsys, c, target=False)
+    assert said.code == 3 and "keeps no sums" in said.err and "verify SRC DST" in said.err
+
+
+def test_a_checkpoint_that_does_not_fit_its_commit_record(tmp_path: Path, capsys: Capture) -> None:
+    """Sums in the shards that fit, but are those of other bytes."""
+    c = four_targets(tmp_path, "hdf5")
+    assert command_line(capsys, *c.arguments("transform", "--verify")).code == 0
+    record = json.loads((c.dst / "reshard.json").read_text())
+    record["sums"]["w"] = "00000000"
+    (c.dst / "reshard.json").write_text(json.dumps(record))
+    said = verify(capsys, c, target=False)
+    assert said.code == 4 and "'w' is not what was committed" in said.err
