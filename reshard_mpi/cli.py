@@ -162,6 +162,7 @@ def _tell(outcome: Outcome) -> None:
 
 def _plan(options: argparse.Namespace) -> int:
     from reshard_mpi.errors import UsageError
+    from reshard_mpi.governor.allowance import UNLIMITED
     from reshard_mpi.runtime import plan_targets
 
     asked = request(options)
@@ -174,7 +175,8 @@ def _plan(options: argparse.Namespace) -> int:
             )
         asked = asked._replace(resume=not asked.overwrite)  # as the tasks will do it
     with comm.world(os.environ, explicit_share=bool(options.rank or options.part)) as world:
-        planned, outcome = plan_targets(asked, world)
+        # A batch script is for other hosts than this one.
+        planned, outcome = plan_targets(asked._replace(memory=UNLIMITED) if options.sbatch else asked, world)
         if world.rank == 0:
             if options.json:
                 print(json.dumps(planned.as_json(), indent=1))

@@ -171,6 +171,16 @@ def test_plan_says_so_too(tmp_path: Path, capsys: Capture) -> None:
     assert command_line(capsys, *c.arguments("plan", "--memory", "1G")).code == 0
 
 
+def test_a_plan_makes_no_place_for_leases_and_a_batch_script_is_for_other_hosts(
+    tmp_path: Path, capsys: Capture, state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    c = make(tmp_path)
+    assert command_line(capsys, *c.arguments("plan")).code == 0
+    assert not state.exists()
+    monkeypatch.setenv("RESHARD_MPI_MEMORY", "50M")
+    assert command_line(capsys, *c.arguments("plan", "--sbatch")).code == 0
+
+
 def test_what_can_never_fit_is_refused_on_all_ranks(mpi: MPI, tmp_path: Path) -> None:
     c = make(tmp_path)
     arguments = c.arguments("transform", "--memory", "50M")

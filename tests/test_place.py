@@ -9,28 +9,30 @@ import pytest
 
 from reshard_mpi.errors import ReshardError
 from reshard_mpi.governor import place
-from reshard_mpi.governor.place import open_place, why_private
+from reshard_mpi.governor.place import find_place, make_place, why_private
 
 TMPFS = "25 24 0:23 / /dev/shm rw,relatime - tmpfs tmpfs rw"
 
 
 def test_own_folder_is_made_for_this_user_only(tmp_path: Path) -> None:
-    folder = open_place({"RESHARD_MPI_STATE_DIR": str(tmp_path / "a" / "b"), "RESHARD_MPI_HOST": "node/1"}).folder
-    assert folder == tmp_path / "a" / "b" / "node_1"
+    found = find_place({"RESHARD_MPI_STATE_DIR": str(tmp_path / "a" / "b"), "RESHARD_MPI_HOST": "node/1"})
+    folder = found.folder
+    assert folder == tmp_path / "a" / "b" / "node_1" and not (tmp_path / "a").exists()
+    make_place(found)
     assert [path.stat().st_mode & 0o777 for path in (folder, folder.parent)] == [0o700, 0o700]
-    assert open_place({"RESHARD_MPI_STATE_DIR": str(tmp_path / "a" / "b"), "RESHARD_MPI_HOST": ".."}).folder.name == "_"
+    assert find_place({"RESHARD_MPI_STATE_DIR": str(tmp_path / "a" / "b"), "RESHARD_MPI_HOST": ".."}).folder.name == "_"
 
 
 def test_default_is_shared_memory_for_user_and_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(place, "_SHARED", (tmp_path / "none", tmp_path))
-    assert open_place({}).folder == tmp_path / f"reshard_mpi-{os.geteuid()}" / os.uname().nodename
+    assert find_place({}).folder == tmp_path / f"reshard_mpi-{os.geteuid()}" / os.uname().nodename
 
 
 def test_a_link_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir(mode=0o700)
     (tmp_path / "state").symlink_to(tmp_path / "real")
     with pytest.raises(ReshardError) as error:
-        open_place({"RESHARD_MPI_STATE_DIR": str(tmp_path / "state")})
+        find_place({"RESHARD_MPI_STATE_DIR": str(tmp_path / "state")})
     assert error.value.got == "a symbolic link" and error.value.exit_code == 3
     assert list((tmp_path / "real").iterdir()) == []
 
@@ -39,7 +41,7 @@ def test_a_folder_that_others_may_use_is_refused(tmp_path: Path) -> None:
     (tmp_path / "state").mkdir()
     (tmp_path / "state").chmod(0o770)
     with pytest.raises(ReshardError, match="not this user's alone") as error:
-        open_place({"RESHARD_MPI_STATE_DIR": str(tmp_path / "state")})
+        find_place({"RESHARD_MPI_STATE_DIR": str(tmp_path / "state")})
     assert "0770" in error.value.got and str(tmp_path / "state") in error.value.where
 
 
@@ -47,21 +49,21 @@ def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "state").mkdir(mode=0o700)
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     with pytest.raises(ReshardError) as error:
-        open_place({"RESHARD_MPI_STATE_DIR": str(tmp_path / "state")})
+        find_place({"RESHARD_MPI_STATE_DIR": str(tmp_path / "state")})
     assert error.value.got == f"a folder of user {os.getuid()}"
 
 
 def test_a_file_in_the_way(tmp_path: Path) -> None:
     (tmp_path / "state").touch()
     with pytest.raises(ReshardError) as error:
-        open_place({"RESHARD_MPI_STATE_DIR": str(tmp_path / "state")})
+        find_place({"RESHARD_MPI_STATE_DIR": str(tmp_path / "state")})
     assert error.value.got == "a file"
 
 
 def test_a_place_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ReshardError) as error:
-        open_place({"RESHARD_MPI_STATE_DIR": str(tmp_path / "file" / "state")})
+        find_place({"RESHARD_MPI_STATE_DIR": str(tmp_path / "file" / "state")})
     assert "--memory unlimited" in error.value.remedy
 
 

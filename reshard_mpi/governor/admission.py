@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 from reshard_mpi.errors import BudgetError
 from reshard_mpi.governor.allowance import MEMORY_VARIABLE, Allowance
 from reshard_mpi.governor.ledger import Claim, Ledger, Notices, own_pid_namespace
-from reshard_mpi.governor.place import Place, make_again, no_place, open_place
+from reshard_mpi.governor.place import Place, find_place, make_place, no_place
 from reshard_mpi.governor.scopes import Scope, find_scopes
 from reshard_mpi.units import format_bytes
 
@@ -120,7 +120,7 @@ class HostGovernor:
                 leases.enter_context(ledger.lease(claim, partial(_judge, scope, claim), notices))
                 return
             except FileNotFoundError:
-                make_again(self._place)
+                make_place(self._place)
             except OSError as error:
                 if error.errno not in _FULL:
                     raise
@@ -128,10 +128,10 @@ class HostGovernor:
 
 
 def open_governor(allowance: Allowance, environment: Mapping[str, str], root: Path = Path("/")) -> Governor:
-    """Return what admits processes of this host. root: where /proc is."""
+    """Return what admits processes of this host; nothing is made before the first lease. root: where /proc is."""
     if allowance.unlimited and allowance.max_active is None:
         return Unlimited()
-    place = open_place(environment)
+    place = find_place(environment)
     if allowance.unlimited:
         return HostGovernor(place, [_Uncounted(allowance.max_active)])
     return HostGovernor(place, find_scopes(environment, allowance.memory_bytes, allowance.max_active, root))

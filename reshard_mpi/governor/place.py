@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
@@ -29,21 +30,30 @@ class Place(NamedTuple):
     private: str
 
 
-def open_place(environment: Mapping[str, str]) -> Place:
-    """Return this user's place on this host, made if it is not there.
+def find_place(environment: Mapping[str, str]) -> Place:
+    """Return this user's place on this host; it is made when it is needed.
 
-    Raises ReshardError if it is not a folder of this user's, closed to all others: then somebody else could have put it
-    there.
+    Raises ReshardError if what is there is not a folder of this user's, closed to all others, since then somebody else
+    could have put it there; or if it is not there and cannot be made.
     """
     base = _base(environment)
-    _make_own(base, parents=STATE_VARIABLE in environment)
-    folder = base / _NO_NAME.sub("_", host_name(environment))
-    _make_own(folder)
-    return Place(folder, why_private(base, _read_mounts(), environment.get("SLURM_JOB_ID")))
+    place = Place(
+        base / _NO_NAME.sub("_", host_name(environment)),
+        why_private(base, _read_mounts(), environment.get("SLURM_JOB_ID")),
+    )
+    for folder in (base, place.folder):
+        if os.path.lexists(folder):
+            _require_own(folder)
+    nearest = next(folder for folder in place.folder.parents if os.path.lexists(folder))
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        number = errno.EACCES if nearest.is_dir() else errno.ENOTDIR
+        raise no_place(place.folder, OSError(number, os.strerror(number)))
+    return place
 
 
-def make_again(place: Place) -> None:
-    """Make a place anew that has been removed while it was in use. Raises ReshardError as `open_place` does."""
+def make_place(place: Place) -> None:
+    """Make the place if it is not there, or no more. Raises ReshardError as `find_place` does."""
+    place.folder.parent.parent.mkdir(parents=True, exist_ok=True)
     for folder in (place.folder.parent, place.folder):
         _make_own(folder)
 
@@ -67,9 +77,9 @@ def _base(environment: Mapping[str, str]) -> Path:
     return shared / f"reshard_mpi-{os.geteuid()}"
 
 
-def _make_own(folder: Path, *, parents: bool = False) -> None:
+def _make_own(folder: Path) -> None:
     try:
-        folder.mkdir(mode=0o700, parents=parents, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
     except FileExistsError:
         pass  # not a folder, or a link that leads nowhere: told below
     except OSError as error:

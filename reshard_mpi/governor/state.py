@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from reshard_mpi.governor.admission import leased_bytes
 from reshard_mpi.governor.allowance import Allowance
 from reshard_mpi.governor.ledger import Ledger, Occupant
-from reshard_mpi.governor.place import Place, open_place
+from reshard_mpi.governor.place import Place, find_place
 from reshard_mpi.governor.scopes import find_scopes
 from reshard_mpi.units import format_bytes
 
@@ -72,14 +72,14 @@ class HostState(NamedTuple):
 
 def host_state(allowance: Allowance, environment: Mapping[str, str]) -> HostState:
     """Return what leases there are on this host now, and what is allowed by `allowance`."""
-    place = open_place(environment)
+    place = find_place(environment)
     scopes = {}
     for scope in reversed(find_scopes(environment, allowance.memory_bytes, allowance.max_active)):
         occupants = tuple(Ledger(place.folder / scope.key).occupants())
         leased = leased_bytes(occupant.claim for occupant in occupants if occupant.holds)
         allowed_bytes = max(0, scope.allowed_bytes(leased))
         scopes[scope.key] = ScopeState(scope.name, scope.ceiling_bytes, allowed_bytes, occupants)
-    for folder in sorted(place.folder.iterdir()):
+    for folder in sorted(place.folder.iterdir()) if place.folder.is_dir() else ():
         occupants = tuple(Ledger(folder).occupants()) if folder.name not in scopes else ()
         if occupants:
             claim = occupants[0].claim
