@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from h5py import h5d, h5s, h5t, h5z
+from h5py import h5d, h5p, h5s, h5t, h5z
 
 from reshard_mpi.box import Box
 from reshard_mpi.dtypes import BY_NAME, DType
@@ -21,6 +21,21 @@ from reshard_mpi.manifest import ByteRange, Decoded, Segments
 
 _RAW = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "V16"}
 _MAX_PAYLOAD_BYTES = 1 << 63
+# A chunk is decoded whole, whatever is wanted of it; programs make chunks of a few MiB at most.
+MAX_CHUNK_BYTES = 256 << 20
+# As much as HDF5 keeps of a dataset's chunks by itself.
+_CHUNK_CACHE_BYTES = 1 << 20
+# Filters that HDF5 has itself. What others do with a hostile file nobody knows, and HDF5 would look for them in
+# whatever folder the environment names.
+_FILTERS = {
+    h5z.FILTER_DEFLATE,
+    h5z.FILTER_SHUFFLE,
+    h5z.FILTER_FLETCHER32,
+    h5z.FILTER_SZIP,
+    h5z.FILTER_NBIT,
+    h5z.FILTER_SCALEOFFSET,
+    h5z.FILTER_LZF,
+}
 
 
 class Stamp(NamedTuple):
@@ -33,6 +48,14 @@ class Stamp(NamedTuple):
     @classmethod
     def of(cls, status: os.stat_result) -> Stamp:
         return cls(status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+class Shard(NamedTuple):
+    """The file that is located, open as `fd` beside the library."""
+
+    path: str
+    fd: int
+    stamp: Stamp
 
 
 class Content(NamedTuple):
@@ -66,7 +89,7 @@ def shape_of(handle: Any, properties: Any, where: str) -> tuple[int, ...]:
     return shape
 
 
-def content(handle: Any, path: str, route: Route, stamp: Stamp, where: str) -> Content:
+def content(handle: Any, shard: Shard, route: Route, where: str) -> Content:
     """Return what a dataset holds and where. Raises ShardError if that cannot be read bit by bit."""
     properties = handle.get_create_plist()
     shape = shape_of(handle, properties, where)
@@ -89,24 +112,25 @@ def content(handle: Any, path: str, route: Route, stamp: Stamp, where: str) -> C
     offset = handle.get_offset()
     if offset is not None and properties.get_layout() == h5d.CONTIGUOUS:
         stored_bytes = handle.get_storage_size()
-        if stored_bytes != size_bytes or offset + size_bytes > stamp.size_bytes:
+        if stored_bytes != size_bytes or offset + size_bytes > shard.stamp.size_bytes:
             raise ShardError(
                 "the elements of a dataset do not lie in its file",
                 expected=f"{size_bytes} bytes at byte {offset}",
-                got=f"storage of {stored_bytes} bytes in a file of {stamp.size_bytes}",
+                got=f"storage of {stored_bytes} bytes in a file of {shard.stamp.size_bytes}",
                 where=where,
                 remedy="the shard is damaged: save or copy it again",
             )
-        return Content(stored, shape, Segments((ByteRange(path, offset, size_bytes),), stored.swapped))
+        return Content(stored, shape, Segments((ByteRange(shard.path, offset, size_bytes),), stored.swapped))
     _check_filters(properties, where)
-    read = partial(_read, path, stamp, route, dtype, stored.swapped)
-    return Content(stored, shape, Decoded(path, read, _decoded_shape(properties, shape)))
+    chunk = _decoded_shape(properties, shape, dtype, where)
+    decode = partial(read, shard.path, shard.stamp, route, dtype, stored.swapped)
+    return Content(stored, shape, Decoded(shard.path, decode, chunk))
 
 
-def read_text(handle: Any, path: str, where: str) -> str:
+def read_text(handle: Any, shard: Shard, where: str) -> str:
     """Return a scalar string dataset. Raises ShardError if it is too long."""
     kind = handle.get_type()
-    length_bytes = _variable_length(handle, path, where) if kind.is_variable_str() else kind.get_size()
+    length_bytes = _variable_length(handle, shard, where) if kind.is_variable_str() else kind.get_size()
     if length_bytes > files.MAX_STRING_BYTES:
         raise ShardError(
             "a string in an HDF5 shard is too long",
@@ -131,7 +155,7 @@ def is_text(handle: Any, where: str) -> bool:
     return shape_of(handle, handle.get_create_plist(), where) == ()
 
 
-def _variable_length(handle: Any, path: str, where: str) -> int:
+def _variable_length(handle: Any, shard: Shard, where: str) -> int:
     """Return the length of a variable-length string, from the file itself, before the library makes room for it.
 
     HDF5 File Format Specification, "Variable-length" data: a 4-byte length, then the place in a global heap.
@@ -139,38 +163,48 @@ def _variable_length(handle: Any, path: str, where: str) -> int:
     offset = handle.get_offset()
     if offset is None:
         raise ShardError("a string in an HDF5 shard is stored in a way that is not read", where=where)
-    with files.opened(path) as (fd, _):
-        return int.from_bytes(os.pread(fd, 4, offset), "little")
+    return int.from_bytes(os.pread(shard.fd, 4, offset), "little")
 
 
-def _decoded_shape(properties: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _decoded_shape(properties: Any, shape: tuple[int, ...], dtype: DType, where: str) -> tuple[int, ...]:
     """Return the least that is decoded at once: a chunk, all of a compact dataset, one element of an unwritten one."""
     layout = properties.get_layout()
-    if layout == h5d.CHUNKED:
-        return tuple(min(chunk, length) for chunk, length in zip(properties.get_chunk(), shape))
-    return shape if layout == h5d.COMPACT else (1,) * len(shape)
+    if layout != h5d.CHUNKED:
+        return shape if layout == h5d.COMPACT else (1,) * len(shape)
+    chunk = properties.get_chunk()
+    size_bytes = dtype.itemsize_bytes * math.prod(chunk)
+    if size_bytes > MAX_CHUNK_BYTES:
+        raise ShardError(
+            "a dataset is stored in chunks that are too large",
+            expected=f"at most {MAX_CHUNK_BYTES} bytes, as a chunk is decoded whole",
+            got=f"{size_bytes} bytes: chunks of shape {list(chunk)}",
+            where=where,
+            remedy="copy it with smaller chunks, or none (h5repack -l CONTI)",
+        )
+    return tuple(min(chunk, length) for chunk, length in zip(chunk, shape))
 
 
 def _check_filters(properties: Any, where: str) -> None:
     for index in range(properties.get_nfilters()):
         code, _, _, name = properties.get_filter(index)
-        if not h5z.filter_avail(code):
+        if code not in _FILTERS or not h5z.filter_avail(code):
             raise ShardError(
-                "a dataset is compressed by a method that is not installed",
+                "a dataset is compressed by a method that is not read here",
+                expected="a filter that HDF5 itself has: gzip, lzf, szip, shuffle, fletcher32, n-bit, scale-offset",
                 got=f"filter {code} {name!r}",
                 where=where,
-                remedy="install its HDF5 plugin (pip install hdf5plugin), or copy the file with h5repack -f NONE",
+                remedy="copy the file with h5repack -f NONE",
             )
 
 
-def _read(path: str, stamp: Stamp, route: Route, dtype: DType, swapped: bool, box: Box) -> np.ndarray[Any, Any]:
+def read(path: str, stamp: Stamp, route: Route, dtype: DType, swapped: bool, box: Box) -> np.ndarray[Any, Any]:
     """Read a box through the library, with no conversion by it: the elements come out as they are in the file."""
     where = f"{path}, /{'/'.join(route)}"
     out = np.empty(box.shape, dtype=_RAW[dtype.itemsize_bytes])
     if out.size == 0:
         return out
     with library.failures_named(where):
-        _, handle = _open(path, stamp, route)
+        handle = _open(path, stamp, route)
         space = handle.get_space()
         if not box.shape:
             memory = h5s.create(h5s.SCALAR)
@@ -183,12 +217,30 @@ def _read(path: str, stamp: Stamp, route: Route, dtype: DType, swapped: bool, bo
     return out
 
 
-# A few stay open, with their chunk caches, since a dataset is read box after box.
+def forget() -> None:
+    """Close what `read` keeps open."""
+    _open.cache_clear()
+    _open_file.cache_clear()
+
+
+# A dataset is read box after box, with a chunk cache of its own.
 @lru_cache(maxsize=4)
-def _open(path: str, stamp: Stamp, route: Route) -> tuple[Any, Any]:
+def _open(path: str, stamp: Stamp, route: Route) -> Any:
+    handle = library.follow(_open_file(path, stamp), route)
+    properties = handle.get_create_plist()
+    shape_of(handle, properties, path)
+    if properties.get_layout() != h5d.CHUNKED:
+        return handle
+    # Else a chunk that is larger than what HDF5 keeps is decoded again for every part of it.
+    chunk_bytes = handle.get_type().get_size() * math.prod(properties.get_chunk())
+    access = h5p.create(h5p.DATASET_ACCESS)
+    access.set_chunk_cache(521, min(max(chunk_bytes, _CHUNK_CACHE_BYTES), MAX_CHUNK_BYTES), 0.75)
+    return library.follow(_open_file(path, stamp), route, access)
+
+
+@lru_cache(maxsize=1)
+def _open_file(path: str, stamp: Stamp) -> Any:
+    _open.cache_clear()
     if Stamp.of(Path(path).stat()) != stamp:
         raise ShardError("a shard has changed since it was opened", where=path, remedy="run again")
-    file = library.open_file(path)
-    handle = library.follow(file, route)
-    shape_of(handle, handle.get_create_plist(), path)
-    return file, handle
+    return library.open_file(path)

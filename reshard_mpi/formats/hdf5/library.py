@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from h5py import h5f, h5g, h5o, h5p
+from h5py import h5d, h5f, h5g, h5o, h5p
 
 from reshard_mpi.errors import ShardError
 
@@ -35,12 +35,15 @@ def open_file(path: str) -> Any:
     return h5f.open(os.fsencode(path), h5f.ACC_RDONLY, access)
 
 
-def follow(file: Any, route: tuple[str, ...]) -> Any:
+def follow(file: Any, route: tuple[str, ...], access: Any = None) -> Any:
     """Open the object at `route`, the names of hard links from the root, each opened by itself.
 
-    HDF5 resolves a whole path through whatever links it meets, out of the file too; single hard links stay in it.
+    access: how a dataset is opened. HDF5 resolves a whole path through whatever links it meets, out of the file too;
+    single hard links stay in it.
     """
     at = h5g.open(file, b"/")
-    for name in route:
+    for depth, name in enumerate(route, 1):
+        if access is not None and depth == len(route):
+            return h5d.open(at, name.encode(), access)
         at = h5o.open(at, name.encode())
     return at

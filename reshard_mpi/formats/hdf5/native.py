@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,11 +53,7 @@ def describe(walk: Walk, root: Node, path: str) -> Description:
     """Read what a native shard says of itself. Raises ShardError if any of it is missing or damaged."""
     reserved = walk.child(root, schema.RESERVED)
     strategy = _read_bytes(walk.child(reserved, schema.STRATEGY), path).decode()
-    contents = json.loads(_read_bytes(walk.child(reserved, schema.CONTENTS), path))
-    names, strings = contents["tensors"], contents["strings"]
-    texts = [*names, *strings, *strings.values()]
-    if not isinstance(names, list) or not isinstance(strings, dict) or not all(isinstance(t, str) for t in texts):
-        raise ShardError("the list of contents of a native HDF5 shard is damaged", where=f"{path}, {schema.CONTENTS}")
+    names, strings = schema.contents(_read_bytes(walk.child(reserved, schema.CONTENTS), path))
     identity = ShardIdentity(_number(root, "rank", path), _number(root, "world_size", path), strategy)
     if identity.rank >= identity.world_size:
         raise ShardError(
@@ -68,11 +63,6 @@ def describe(walk: Walk, root: Node, path: str) -> Description:
             where=path,
         )
     return Description(identity, tuple(names), strings)
-
-
-def contents_text(names: list[str], strings: dict[str, str]) -> bytes:
-    """Return the list of contents that `describe` reads."""
-    return json.dumps({"tensors": names, "strings": strings}, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def place(handle: Any, stored: elements.Stored, shape: tuple[int, ...], where: str) -> Place:

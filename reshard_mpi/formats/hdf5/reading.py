@@ -1,97 +1,122 @@
-"""Locating the tensors of an HDF5 file, native or foreign."""
+"""Locating the tensors of an HDF5 file, native or foreign, through the library.
+
+This is done in a process of its own (`child`): a file that is made to harm may bring the library down.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from h5py import h5d, h5s, h5t
 
 from reshard_mpi.dtypes import BY_NAME
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import files
-from reshard_mpi.formats.hdf5 import datasets, library, native, schema, superblock
-from reshard_mpi.formats.hdf5.headers import Header, Headers
+from reshard_mpi.formats.hdf5 import datasets, library, native, schema
+from reshard_mpi.formats.hdf5.datasets import Shard
 from reshard_mpi.formats.hdf5.walking import Node, Walk, root
-from reshard_mpi.manifest import ByteRange, Manifest, Segments, TensorEntry
+from reshard_mpi.manifest import Manifest, Segments, TensorEntry
 
 
-def locate(path: str) -> Manifest:
+def locate(path: str, on_progress: Callable[[], None] = lambda: None) -> Manifest:
     """Find the tensors and strings of the HDF5 file at `path` without reading any payload.
 
-    Raises ShardError if the file is empty, truncated, over-long, damaged or not HDF5, if anything in it lies in
-    another file, or if a dataset's type is none that tensors have.
+    on_progress: called for every link and dataset. Raises ShardError if the file is damaged or not HDF5, if anything in
+    it lies in another file, or if a dataset's type is none that tensors have.
     """
-    with files.opened(path) as (fd, size_bytes):
-        superblock.check_length(fd, path, size_bytes)
-        stamp = datasets.Stamp.of(os.fstat(fd))
-        with library.failures_named(path):
-            file = library.open_file(path)
-            top = root(file)
-            if native.is_native(top, path):
-                return _native(path, top, stamp, Headers(fd, size_bytes, file))
-            return _foreign(path, top, stamp)
+    with files.opened(path) as (fd, _), library.failures_named(path):
+        shard = Shard(path, fd, datasets.Stamp.of(os.fstat(fd)))
+        top = root(library.open_file(path))
+        walk = Walk(path, top, on_progress)
+        return (_native if native.is_native(top, path) else _foreign)(shard, walk, top)
 
 
-def _native(path: str, top: Node, stamp: datasets.Stamp, headers: Headers) -> Manifest:
-    walk = Walk(path, top)
+def stored_sums(path: str, on_progress: Callable[[], None] = lambda: None) -> dict[str, int]:
+    """Return the sums of the tensors of the shard at `path`; none if it keeps none. Raises ShardError."""
+    with files.opened(path), library.failures_named(path):
+        top = root(library.open_file(path))
+        if not native.is_native(top, path):
+            return {}
+        walk = Walk(path, top, on_progress)
+        reserved = walk.child(top, schema.RESERVED)
+        if not reserved.handle.links.exists(schema.SUMS.encode()):
+            return {}
+        names = native.describe(walk, top, path).names
+        node = walk.child(reserved, schema.SUMS)
+        properties = node.handle.get_create_plist()
+        shape = datasets.shape_of(node.handle, properties, path)
+        if shape != (len(names),) or properties.get_layout() != h5d.CONTIGUOUS:
+            raise ShardError(
+                "the sums of a native HDF5 shard are not one a tensor",
+                expected=f"{len(names)} numbers",
+                got=f"shape {list(shape)}",
+                where=path,
+            )
+        numbers = np.zeros(shape, np.uint32)
+        if numbers.size:
+            node.handle.read(h5s.ALL, h5s.ALL, numbers, mtype=h5t.NATIVE_UINT32)
+        return dict(zip(names, map(int, numbers)))
+
+
+def _native(shard: Shard, walk: Walk, top: Node) -> Manifest:
+    path = shard.path
     description = native.describe(walk, top, path)
+    names = set(description.names)
     found: dict[str, TensorEntry] = {}
-    for name, node in _native_datasets(walk, top, path, headers):
-        entry = _from_header(name, path, node.header) if node.header else _from_handle(name, path, node, stamp)
+    spans = _Spans(path)
+    for name, node in _native_datasets(walk, top):
+        if name not in names:
+            raise _not_in_contents(path, len(names), [name])
+        where = _where(path, node)
         if name in found:
-            where = _where(path, node)
             raise ShardError("two datasets of a native HDF5 shard have the same name", got=repr(name), where=where)
-        found[name] = entry
-    if found.keys() != set(description.names) or len(found) != len(description.names):
-        odd = sorted(found.keys() ^ set(description.names))[:3]
-        raise ShardError(
-            "the tensors of a native HDF5 shard are not those in its list of contents",
-            expected=f"{len(description.names)} tensors",
-            got=f"{len(found)} tensors; in one but not the other: {odd}",
-            where=path,
-        )
+        stored, shape, source = datasets.content(node.handle, shard, node.route, where)
+        place = native.place(node.handle, stored, shape, where)
+        if not isinstance(source, Segments) and node.handle.get_storage_size() == 0:
+            raise ShardError("a tensor of a native HDF5 shard was never written", where=where)
+        found[name] = TensorEntry(name, place.dtype, shape, source, place.box, place.global_shape)
+        spans.add(found[name], node)
+    spans.check()
+    if len(found) != len(description.names):
+        raise _not_in_contents(path, len(description.names), sorted(names - found.keys())[:3])
     tensors = {name: found[name] for name in description.names}
     return Manifest(path, schema.NAME, tensors, description.strings, description.identity)
 
 
-def _from_header(name: str, path: str, header: Header) -> TensorEntry:
-    source = Segments((ByteRange(path, header.offset_bytes, header.size_bytes),))
-    return TensorEntry(name, header.dtype, header.shape, source, header.box, header.global_shape)
+def _not_in_contents(path: str, expected: int, odd: list[str]) -> ShardError:
+    return ShardError(
+        "the tensors of a native HDF5 shard are not those in its list of contents",
+        expected=f"{expected} tensors, each listed once",
+        got=f"in one but not the other: {odd}" if odd else "a name that is listed twice",
+        where=path,
+    )
 
 
-def _from_handle(name: str, path: str, node: Node, stamp: datasets.Stamp) -> TensorEntry:
-    where = _where(path, node)
-    stored, shape, source = datasets.content(node.handle, path, node.route, stamp, where)
-    place = native.place(node.handle, stored, shape, where)
-    if not isinstance(source, Segments) and node.handle.get_storage_size() == 0:
-        raise ShardError("a tensor of a native HDF5 shard was never written", where=where)
-    return TensorEntry(name, place.dtype, shape, source, place.box, place.global_shape)
-
-
-def _where(path: str, node: Node) -> str:
-    return f"{path}, /{'/'.join(node.path)}"
-
-
-def _native_datasets(walk: Walk, top: Node, path: str, headers: Headers) -> Iterator[tuple[str, Node]]:
-    for node in walk.datasets(top, skip=(schema.RESERVED,), headers=headers):
+def _native_datasets(walk: Walk, top: Node) -> Iterator[tuple[str, Node]]:
+    for node in walk.datasets(top, skip=(schema.RESERVED,)):
         yield "/".join(node.path), node
     escaped = walk.child(walk.child(top, schema.RESERVED), schema.ESCAPED)
     for node in walk.datasets(escaped):
-        yield schema.unescape(node.path[-1], path), node
+        yield schema.unescape(node.path[-1]), node
 
 
-def _foreign(path: str, top: Node, stamp: datasets.Stamp) -> Manifest:
+def _foreign(shard: Shard, walk: Walk, top: Node) -> Manifest:
     tensors: dict[str, TensorEntry] = {}
     strings: dict[str, str] = {}
+    spans = _Spans(shard.path)
     text_bytes = 0
-    for node in Walk(path, top).datasets(top):
+    for node in walk.datasets(top):
         name = "/".join(node.path)
-        where = f"{path}, /{name}"
+        where = _where(shard.path, node)
         if datasets.is_text(node.handle, where):
-            strings[name] = datasets.read_text(node.handle, path, where)
-            text_bytes += len(strings[name])
+            strings[name] = datasets.read_text(node.handle, shard, where)
+            text_bytes += 4 * len(strings[name])
         else:
-            stored, shape, source = datasets.content(node.handle, path, node.route, stamp, where)
+            stored, shape, source = datasets.content(node.handle, shard, node.route, where)
             tensors[name] = TensorEntry(name, BY_NAME[stored.name], shape, source)
+            spans.add(tensors[name], node)
         text_bytes += len(name)
         if text_bytes > files.MAX_TEXT_BYTES:
             raise ShardError(
@@ -99,4 +124,36 @@ def _foreign(path: str, top: Node, stamp: datasets.Stamp) -> Manifest:
                 expected=f"{files.MAX_TEXT_BYTES} bytes at most",
                 where=where,
             )
-    return Manifest(path, schema.NAME, tensors, strings)
+    spans.check()
+    return Manifest(shard.path, schema.NAME, tensors, strings)
+
+
+class _Spans:
+    """The bytes of a file that its datasets have: those of different ones must not be the same."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._spans: list[tuple[int, int, int, str]] = []
+
+    def add(self, entry: TensorEntry, node: Node) -> None:
+        if isinstance(entry.source, Segments):
+            for part in entry.source.ranges:
+                self._spans.append((part.offset_bytes, part.length_bytes, node.address, entry.name))
+
+    def check(self) -> None:
+        """Raise ShardError if two datasets share bytes; one dataset may have many names."""
+        last = (0, 0, -1, "")
+        for span in sorted(self._spans):
+            if span[0] < last[0] + last[1] and span[2] != last[2]:
+                raise ShardError(
+                    "two datasets of an HDF5 shard share bytes of the file",
+                    expected="elements of their own for each",
+                    got=f"{last[3]!r} and {span[3]!r}, both with byte {span[0]}",
+                    where=self._path,
+                    remedy="the shard is damaged: save or copy it again",
+                )
+            last = max(last, span, key=lambda span: span[0] + span[1])
+
+
+def _where(path: str, node: Node) -> str:
+    return f"{path}, /{'/'.join(node.path)}"

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping
 from urllib.parse import unquote_to_bytes
-
-from reshard_mpi.errors import ShardError
 
 NAME = "hdf5"
 FORMAT = "reshard_mpi"
@@ -41,12 +40,28 @@ def escape(name: str) -> str:
     return "".join(chr(byte) if byte in _UNESCAPED else f"%{byte:02X}" for byte in name.encode())
 
 
-def unescape(link: str, where: str) -> str:
-    """Return the name that `escape` made `link` from. Raises ShardError if it made none such."""
+def unescape(link: str) -> str:
+    """Return the name that `escape` made `link` from. Raises ValueError if it made none such."""
     name = unquote_to_bytes(link).decode(errors="replace")
     if escape(name) != link:
-        raise ShardError("an escaped tensor name in an HDF5 shard is damaged", got=repr(link), where=where)
+        raise ValueError(f"an escaped tensor name that is damaged: {link!r}")
     return name
+
+
+def contents_text(names: list[str], strings: Mapping[str, str]) -> bytes:
+    """Return the list of contents: the names of the tensors in order, and the strings."""
+    return json.dumps({"tensors": names, "strings": strings}, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def contents(data: bytes) -> tuple[list[str], dict[str, str]]:
+    """Read what `contents_text` wrote. Raises ValueError or RecursionError for anything else."""
+    content = json.loads(data)
+    names, strings = (content.get(key) for key in ("tensors", "strings")) if isinstance(content, dict) else (None, None)
+    if not isinstance(names, list) or not isinstance(strings, dict):
+        raise ValueError("no lists of tensors and strings")
+    if not all(isinstance(text, str) for text in (*names, *strings, *strings.values())):
+        raise ValueError("names and strings that are no text")
+    return names, strings
 
 
 def _holdable(route: Route) -> bool:

@@ -5,13 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-import numpy as np
-from h5py import h5d, h5f, h5g, h5p, h5s, h5t
-
-from reshard_mpi.errors import ShardError, UsageError
-from reshard_mpi.formats import files
-from reshard_mpi.formats.hdf5 import datasets, library, native, schema
-from reshard_mpi.formats.hdf5.walking import Walk, root
+from reshard_mpi.errors import UsageError
+from reshard_mpi.formats.hdf5 import schema
 from reshard_mpi.formats.protocol import NO_SUMS
 
 
@@ -28,38 +23,10 @@ def seal(path: str, sums: Mapping[str, int] = NO_SUMS, *, crc: bool = False) -> 
         _write(path, sums)
 
 
-def stored_sums(path: str) -> Mapping[str, int]:
-    """Return the sums of the tensors of the shard at `path`; none if it keeps none. Raises ShardError."""
-    with files.opened(path), library.failures_named(path):
-        top = root(library.open_file(path))
-        if not native.is_native(top, path):
-            return {}
-        walk = Walk(path, top)
-        reserved = walk.child(top, schema.RESERVED)
-        if not reserved.handle.links.exists(schema.SUMS.encode()):
-            return {}
-        names = native.describe(walk, top, path).names
-        node = walk.child(reserved, schema.SUMS)
-        shape = datasets.shape_of(node.handle, node.handle.get_create_plist(), path)
-        if shape != (len(names),) or node.handle.get_create_plist().get_layout() != h5d.CONTIGUOUS:
-            raise ShardError(
-                "the sums of a native HDF5 shard are not one a tensor",
-                expected=f"{len(names)} numbers",
-                got=f"shape {list(shape)}",
-                where=path,
-            )
-        numbers = np.zeros(shape, np.uint32)
-        if numbers.size:
-            node.handle.read(h5s.ALL, h5s.ALL, numbers, mtype=h5t.NATIVE_UINT32)
-        return dict(zip(names, map(int, numbers)))
-
-
-def check_crc(path: str) -> bool:
-    """Return False: HDF5 has no checksum of a whole file."""
-    return False
-
-
 def _write(path: str, sums: Mapping[str, int]) -> None:
+    import numpy as np
+    from h5py import h5d, h5f, h5g, h5p, h5s, h5t
+
     access = h5p.create(h5p.FILE_ACCESS)
     access.set_file_locking(False, True)
     access.set_fclose_degree(h5f.CLOSE_STRONG)

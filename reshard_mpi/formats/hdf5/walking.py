@@ -6,18 +6,20 @@ and soft links that lead nowhere, are refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from h5py import h5, h5d, h5g, h5l, h5o, h5p
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import files
-from reshard_mpi.formats.hdf5.headers import Header, Headers
 from reshard_mpi.formats.hdf5.schema import Route
 
 # As many as HDF5 itself follows in a row.
 _MAX_SOFT_LINKS = 16
+# Beyond one for every object of the file: so often may names lead to an object that others have led to before. Groups
+# that share members, and soft links through soft links, make names without end of a few bytes.
+_MAX_AGAIN = 1000
 
 
 class Link(NamedTuple):
@@ -29,53 +31,59 @@ class Link(NamedTuple):
 
 
 class Node(NamedTuple):
-    """An object of the file: `path` as it was reached, `route` the hard links that lead to it."""
+    """An object of the file: `path` as it was reached, `route` the hard links that lead to it, `address` its header."""
 
     path: Route
     route: Route
-    # None for a dataset whose header is known: it need not be opened.
     handle: Any
-    # Addresses of the groups from the root to here: a group that holds itself is not entered again.
-    ancestors: frozenset[int]
-    header: Header | None = None
+    address: int
 
 
 def root(file: Any) -> Node:
     """Return the root group of an open file."""
     handle = h5g.open(file, b"/")
-    return Node((), (), handle, frozenset({h5o.get_info(handle).addr}))
+    return Node((), (), handle, h5o.get_info(handle).addr)
 
 
 class Walk:
-    """A walk through the file called `where`; it counts what it meets, so that no file can make it endless."""
+    """A walk through the file called `where`; it counts what it meets, so that no file can make it endless.
 
-    def __init__(self, where: str, top: Node) -> None:
+    on_progress: called for every link.
+    """
+
+    def __init__(self, where: str, top: Node, on_progress: Callable[[], None] = lambda: None) -> None:
         self._where = where
         self._top = top
+        self._on_progress = on_progress
         self._met = 0
+        self._seen: set[int] = set()
+        self._again = 0
+        self._hops = 0
 
-    def datasets(self, start: Node, *, skip: Route = (), headers: Headers | None = None) -> Iterator[Node]:
+    def datasets(self, start: Node, *, skip: Route = ()) -> Iterator[Node]:
         """Yield the datasets under the group `start`, in creation order where that is kept, else by name.
 
-        skip: the path of a group that is not entered. headers: if given, datasets are not opened where it knows them.
+        skip: the path of a group that is not entered.
         """
+        # A group that holds itself is not entered again.
+        entered = {start.address}
         open_groups = [(start, iter(self._links(start)))]
         while open_groups:
             group, links = open_groups[-1]
             link = next(links, None)
             if link is None:
                 open_groups.pop()
+                entered.discard(group.address)
                 continue
-            node = self._node(group, link, headers)
+            self._on_progress()
+            node = self._node(group, link)
             if node.path == skip:
                 continue
-            if node.header or isinstance(node.handle, h5d.DatasetID):
+            if isinstance(node.handle, h5d.DatasetID):
                 yield node
-            elif isinstance(node.handle, h5g.GroupID):
-                address = h5o.get_info(node.handle).addr
-                if address not in node.ancestors:
-                    inside = Node(node.path, node.route, node.handle, node.ancestors | {address})
-                    open_groups.append((inside, iter(self._links(inside))))
+            elif isinstance(node.handle, h5g.GroupID) and node.address not in entered:
+                entered.add(node.address)
+                open_groups.append((node, iter(self._links(node))))
 
     def child(self, group: Node, name: str) -> Node:
         """Return the object `name` of `group`. Raises ShardError if there is none."""
@@ -89,6 +97,7 @@ class Walk:
         room = files.MAX_TENSORS - self._met
 
         def note(name: bytes, info: Any) -> bool:
+            self._on_progress()
             found.append((name, info.type, info.u))
             return len(found) > room
 
@@ -104,38 +113,45 @@ class Walk:
                 raise self._error(f"the name {name!r} in an HDF5 shard is not UTF-8", group.path) from error
         return links
 
-    def _node(self, group: Node, link: Link, headers: Headers | None = None) -> Node:
+    def _node(self, group: Node, link: Link) -> Node:
         path = (*group.path, link.name)
         if len("/".join(path).encode()) > 3 * files.MAX_NAME_BYTES:
             raise self._error("a name in an HDF5 shard is too long", path)
-        if headers and link.kind == h5l.TYPE_HARD:
-            header = headers.dataset(group.handle, link.name.encode(), link.address)
-            if header:
-                return Node(path, (*group.route, link.name), None, group.ancestors, header)
-        return self._open(group, link.name, link.kind, path)
+        return self._open(group, link, path)
 
-    def _open(self, group: Node, name: str, kind: int, path: Route, hops: int = 0) -> Node:
-        """Open the link `name` of `group`; `path` is what the object is called."""
-        if kind == h5l.TYPE_HARD:
-            handle = h5o.open(group.handle, name.encode())
-            return Node(path, (*group.route, name), handle, group.ancestors)
-        if kind != h5l.TYPE_SOFT:
-            raise self._error("a link in an HDF5 shard leaves the file (external link)", path)
+    def _open(self, group: Node, link: Link, path: Route, hops: int = 0) -> Node:
+        """Open `link` of `group`; `path` is what the object is called."""
+        if link.kind == h5l.TYPE_HARD:
+            self._visit(link.address, path)
+            handle = h5o.open(group.handle, link.name.encode())
+            return Node(path, (*group.route, link.name), handle, link.address)
+        if link.kind != h5l.TYPE_SOFT:
+            kind = "external" if link.kind == h5l.TYPE_EXTERNAL else "user-defined"
+            raise self._error(f"a link in an HDF5 shard leaves the file ({kind} link)", path)
+        self._hops += 1
+        if self._hops > _MAX_AGAIN + _MAX_SOFT_LINKS * self._met:
+            raise self._error("an HDF5 shard holds too many objects", path)
         if hops == _MAX_SOFT_LINKS:
             raise self._error("a soft link in an HDF5 shard leads round in circles", path)
-        return self._resolve(group, group.handle.links.get_val(name.encode()), path, hops + 1)
+        return self._resolve(group, group.handle.links.get_val(link.name.encode()), path, hops + 1)
 
     def _resolve(self, group: Node, target: bytes, path: Route, hops: int) -> Node:
         at = self._top if target.startswith(b"/") else group
         for part in target.split(b"/"):
             if part in (b"", b"."):
                 continue
-            # Soft links through soft links can multiply; what they cost is counted like everything else.
-            self._count(1, path)
             if not isinstance(at.handle, h5g.GroupID) or not at.handle.links.exists(part):
                 raise self._error(f"a soft link in an HDF5 shard leads nowhere: {target[:200]!r}", path)
-            at = self._open(at, part.decode(), at.handle.links.get_info(part).type, path, hops)
-        return Node(path, at.route, at.handle, group.ancestors)
+            info = at.handle.links.get_info(part)
+            at = self._open(at, Link(part.decode(), info.type, info.u), path, hops)
+        return at._replace(path=path)
+
+    def _visit(self, address: int, path: Route) -> None:
+        if address in self._seen:
+            self._again += 1
+            if self._again > _MAX_AGAIN + len(self._seen):
+                raise self._error("an HDF5 shard holds too many objects", path)
+        self._seen.add(address)
 
     def _count(self, number: int, path: Route) -> None:
         self._met += number

@@ -13,7 +13,7 @@ from h5py import h5d, h5f, h5g, h5p, h5s, h5t
 
 from reshard_mpi.errors import TargetError
 from reshard_mpi.formats import files
-from reshard_mpi.formats.hdf5 import attributes, elements, native, schema
+from reshard_mpi.formats.hdf5 import attributes, elements, schema
 from reshard_mpi.formats.hdf5.schema import Route
 from reshard_mpi.manifest import ByteRange, Manifest, Segments, ShardSpec, TensorEntry, TensorSpec
 
@@ -128,7 +128,7 @@ def _texts(path: str, names: list[str], spec: ShardSpec) -> tuple[bytes, bytes]:
     """Return the placement table and the list of contents. Raises TargetError if they could not be read back."""
     too_long = [name for name, text in spec.strings.items() if len(text) > files.MAX_STRING_BYTES // 4]
     try:
-        texts = spec.identity.strategy.encode(), native.contents_text(names, dict(spec.strings))
+        texts = spec.identity.strategy.encode(), schema.contents_text(names, spec.strings)
     except UnicodeEncodeError as error:
         raise TargetError("a string of a shard is no Unicode text", got=str(error)[:200], where=path) from error
     if too_long or max(map(len, texts)) > files.MAX_TEXT_BYTES:

@@ -1,0 +1,154 @@
+"""The process that has the HDF5 library and reads with it what others may have written: `isolation` starts it.
+
+HDF5 is written in C and has been brought down by files before. Here it can bring down nothing but itself: the process
+has no core file, writes no file, has no descriptor to open a second HDF5 file with, and only so much memory and
+processor time for each thing it is asked for. Filters and drivers from outside the library are switched off by the
+environment it is started with.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import resource
+import select
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+# What is imported only now would need a descriptor.
+import numpy as np
+
+from reshard_mpi.box import Box
+from reshard_mpi.dtypes import BY_NAME
+from reshard_mpi.errors import ShardError
+from reshard_mpi.formats.hdf5 import datasets, reading, wire
+
+# The records of a shard with as many tensors as are read, their JSON, and the library's cache of structure.
+_LOCATE_BYTES = 256 << 20
+# Besides chunks: the library's buffers.
+_READ_BYTES = 64 << 20
+# A chunk as stored, as decoded, as a filter makes it from that, and in the cache.
+_CHUNKS_IN_MEMORY = 4
+# Of processor time, for each step forward; a thousand times what one takes.
+_STEP_SECONDS = 0.9
+# At least so fast are chunks decoded.
+_DECODED_BYTES_PER_SECOND = 8 << 20
+# Nobody needs it for longer than it takes to start anew.
+_IDLE_SECONDS = 60.0
+_FIRST_FREE = 3
+_MAX_DESCRIPTORS = 1 << 20
+# Between setting the alarm anew, which is a system call.
+_STEPS = 32
+
+
+def main(requests: int, replies: int) -> None:
+    """Answer what is asked until nobody is there."""
+    # What the process that asks has left open for its children: locks and connections are none of our business.
+    os.closerange(_FIRST_FREE, _MAX_DESCRIPTORS)
+    limits = _Limits()
+    while select.select([requests], [], [], _IDLE_SECONDS)[0]:
+        try:
+            request = wire.receive(requests)
+        except EOFError:
+            return
+        payload = None
+        try:
+            kind, *arguments = request
+            reply, payload = _ANSWERS[kind](limits, *arguments)
+        except ShardError as error:
+            reply = ["error", wire.from_error(error)]
+            gc.collect()  # what still holds the file open keeps its descriptor
+        except MemoryError:
+            reply = ["memory", None]
+            gc.collect()
+        limits.release()
+        try:
+            wire.send(replies, reply, payload)
+        except BrokenPipeError:
+            return
+
+
+def _locate(limits: _Limits, path: str) -> tuple[list[Any], None]:
+    datasets.forget()
+    limits.allow_bytes(_LOCATE_BYTES)
+    limits.allow_seconds(_STEP_SECONDS)
+    return ["manifest", wire.from_manifest(reading.locate(path, limits.step))], None
+
+
+def _sums(limits: _Limits, path: str) -> tuple[list[Any], None]:
+    datasets.forget()
+    limits.allow_bytes(_LOCATE_BYTES)
+    limits.allow_seconds(_STEP_SECONDS)
+    return ["sums", reading.stored_sums(path, limits.step)], None
+
+
+def _read(
+    limits: _Limits,
+    path: str,
+    stamp: list[int],
+    route: list[str],
+    dtype_name: str,
+    swapped: bool,
+    chunk: list[int],
+    start: list[int],
+    stop: list[int],
+) -> tuple[list[Any], memoryview]:
+    dtype, box = BY_NAME[dtype_name], Box(tuple(start), tuple(stop))
+    chunk_bytes = dtype.itemsize_bytes * math.prod(chunk)
+    # All chunks that the box meets are decoded.
+    steps = zip(box.start, box.stop, (max(1, length) for length in chunk))
+    covered = math.prod((-(-high // step) - low // step) * step for low, high, step in steps)
+    limits.allow_bytes(_READ_BYTES + _CHUNKS_IN_MEMORY * chunk_bytes + 2 * dtype.itemsize_bytes * box.size)
+    limits.allow_seconds(_STEP_SECONDS + covered * dtype.itemsize_bytes / _DECODED_BYTES_PER_SECOND)
+    found = datasets.read(path, datasets.Stamp(*stamp), tuple(route), dtype, swapped, box)
+    return ["elements", found.nbytes], memoryview(found.reshape(-1).view(np.uint8).data)
+
+
+class _Limits:
+    """What the process may take, set anew for everything that is asked of it."""
+
+    def __init__(self) -> None:
+        self._base_bytes = _data_bytes()
+        self._steps = 0
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+        # The file that is read, once for the library and once beside it.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (_FIRST_FREE + 2, _FIRST_FREE + 2))
+
+    def allow_bytes(self, count_bytes: int) -> None:
+        """Let memory grow by so much beyond what it was when there was nothing to do."""
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (self._base_bytes + count_bytes, hard))
+
+    def allow_seconds(self, seconds: float) -> None:
+        """Be killed (SIGPROF) after so much processor time, unless there is progress or an end before."""
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+
+    def step(self) -> None:
+        """Have the time for the next step."""
+        self._steps += 1
+        if self._steps % _STEPS == 0:
+            self.allow_seconds(_STEP_SECONDS)
+
+    def release(self) -> None:
+        """Take back what was allowed."""
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+
+
+def _data_bytes() -> int:
+    """Return how much memory counts for RLIMIT_DATA now."""
+    status = Path("/proc/self/status").read_text()
+    fields = dict(line.split(":", 1) for line in status.splitlines())
+    return 1024 * int(fields["VmData"].split()[0])
+
+
+_ANSWERS: dict[str, Callable[..., tuple[list[Any], memoryview | None]]] = {
+    "locate": _locate,
+    "sums": _sums,
+    "read": _read,
+}

@@ -1,0 +1,215 @@
+"""Asks a process apart what the HDF5 library says of a file, so that a file that brings it down is an error by name.
+
+One such process serves all files of this one, in turn, and is started anew when it has died. It is a fresh interpreter,
+never a fork: this process may have threads, MPI, or locks that a fork would keep.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from reshard_mpi.errors import ShardError
+from reshard_mpi.formats.hdf5 import wire
+from reshard_mpi.threads import ONE_THREAD
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from reshard_mpi.box import Box
+    from reshard_mpi.manifest import Manifest
+
+_START = "from reshard_mpi.formats.hdf5.child import main; main(0, 1)"
+# What the process is given besides this one's environment: no filters or drivers from outside the library, one thread,
+# and, where HDF5 was built with MPI, no part in a job that it is not a rank of.
+_ENVIRONMENT = {**ONE_THREAD, "HDF5_PLUGIN_PRELOAD": "::", "MPI4PY_RC_INITIALIZE": "0"}
+_NOT_PASSED_ON = "HDF5_"
+# Processor time is limited in the process itself; this is for a file system that does not answer.
+_PATIENCE_SECONDS = 600.0
+_REMEDY = "check it with h5dump; save or copy it again"
+
+
+def locate(path: str, size_bytes: int) -> Manifest:
+    """Return what the library finds in the HDF5 file at `path`. Raises ShardError for what is wrong with it."""
+    found = _ask(["locate", str(Path(path).absolute())], path, None)
+    try:
+        return wire.to_manifest(path, size_bytes, found, read)
+    except (ValueError, TypeError, KeyError) as error:
+        raise _failed(path, f"an answer that cannot be: {error}"[:200]) from error
+
+
+def stored_sums(path: str) -> dict[str, int]:
+    """Return the sums that a native shard keeps. Raises ShardError for what is wrong with it."""
+    found = _ask(["sums", str(Path(path).absolute())], path, None)
+    if not isinstance(found, dict) or not all(isinstance(number, int) for number in found.values()):
+        raise _failed(path, "an answer that cannot be")
+    return found
+
+
+def read(
+    path: str, stamp: Any, route: tuple[str, ...], dtype_name: str, swapped: bool, chunk: tuple[int, ...], box: Box
+) -> np.ndarray[Any, Any]:
+    """Return the elements of a box of a dataset, as `manifest.Decoded` has it."""
+    import numpy as np
+
+    from reshard_mpi.dtypes import BY_NAME
+
+    itemsize = BY_NAME[dtype_name].itemsize_bytes
+    out = np.empty(box.shape, dtype=np.dtype(f"u{itemsize}") if itemsize <= 8 else np.dtype((np.void, itemsize)))
+    if out.size:
+        where = f"{path}, /{'/'.join(route)}"
+        request = ["read", str(Path(path).absolute()), stamp, route, dtype_name, swapped, chunk, box.start, box.stop]
+        _ask(request, where, memoryview(out.reshape(-1).view(np.uint8).data))
+    return out
+
+
+class _Process:
+    """The process that has the library, and the pipes to it."""
+
+    def __init__(self) -> None:
+        theirs_in, self.requests = os.pipe()
+        self.replies, theirs_out = os.pipe()
+        imports = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
+        environment = {name: text for name, text in os.environ.items() if not name.startswith(_NOT_PASSED_ON)}
+        try:
+            self.pid = os.posix_spawn(
+                sys.executable,
+                [sys.executable, "-c", _START],
+                {**environment, **_ENVIRONMENT, "PYTHONPATH": imports},
+                file_actions=[
+                    (os.POSIX_SPAWN_DUP2, theirs_in, 0),
+                    (os.POSIX_SPAWN_DUP2, theirs_out, 1),
+                    (os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_WRONLY, 0),  # what a library says that dies
+                ],
+                setpgroup=0,  # an interrupt from the terminal is for this process, at whose end that one ends
+                setsigmask=[],
+                setsigdef=[signal.SIGPROF],
+            )
+        finally:
+            os.close(theirs_in)
+            os.close(theirs_out)
+        self.owner = os.getpid()
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the process waits for requests: it ends by itself when there have been none for long."""
+        return self.owner == os.getpid() and not self._can_receive(0)
+
+    def ask(self, request: list[Any], payload: memoryview | None) -> tuple[str, Any]:
+        """Return the answer to `request`; what follows it goes into `payload`.
+
+        Raises EOFError if the process died, TimeoutError if it does not answer.
+        """
+        try:
+            wire.send(self.requests, request)
+        except BrokenPipeError:
+            raise EOFError from None
+        if not self._can_receive(_PATIENCE_SECONDS):
+            raise TimeoutError
+        kind, value = wire.receive(self.replies)
+        if kind == "elements":
+            if payload is None or value != len(payload):
+                raise ValueError(f"{value} bytes")
+            wire.receive_into(self.replies, payload)
+        return kind, value
+
+    def end(self) -> int | None:
+        """End the process and return its exit code, negative for a signal; None where it is not known."""
+        os.close(self.requests)
+        os.close(self.replies)
+        if self.owner != os.getpid():
+            return None  # that of another process, left here by a fork
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        try:
+            return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        except ChildProcessError:  # somebody waits for all children
+            return None
+
+    def _can_receive(self, seconds: float) -> bool:
+        poll = select.poll()
+        poll.register(self.replies, select.POLLIN)
+        return bool(poll.poll(seconds * 1000))
+
+
+class _Keeper:
+    """Keeps the process of this one, for all threads in turn."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: _Process | None = None
+
+    def ask(self, request: list[Any], where: str, payload: memoryview | None) -> tuple[str, Any]:
+        """Return the answer to `request`. Raises ShardError that names `where` if there is none."""
+        with self._lock:
+            if self._process is not None and not self._process.is_there:
+                self._end()
+            if self._process is None:
+                self._process = _Process()
+            answered = False
+            try:
+                answer = self._process.ask(request, payload)
+                answered = True
+                return answer
+            except EOFError:
+                raise _failed(where, _cause(self._end())) from None
+            except TimeoutError:
+                raise _failed(where, f"no answer in {_PATIENCE_SECONDS:.0f} seconds") from None
+            except ValueError as error:
+                raise _failed(where, f"an answer that cannot be: {error}"[:200]) from error
+            finally:
+                if not answered:  # an interrupt too: what it was about to answer is not for the next who asks
+                    self._end()
+
+    def _end(self) -> int | None:
+        process, self._process = self._process, None
+        return process.end() if process is not None else None
+
+
+_keeper = _Keeper()
+
+
+def _start_anew() -> None:
+    """In a fork: the process belongs to the parent, and a thread that held the lock is not here."""
+    _keeper.__init__()  # type: ignore[misc]
+
+
+os.register_at_fork(after_in_child=_start_anew)
+
+
+def _ask(request: list[Any], where: str, payload: memoryview | None) -> Any:
+    kind, value = _keeper.ask(request, where, payload)
+    if kind == "error":
+        raise wire.to_error(value)
+    if kind == "memory":
+        raise ShardError(
+            "an HDF5 file takes too much memory to read",
+            expected="what a file of its kind takes",
+            where=where,
+            remedy=_REMEDY,
+        )
+    return value
+
+
+def _cause(exit_code: int | None) -> str:
+    if exit_code == -signal.SIGPROF:
+        return "no end of it in the processor time that is allowed"
+    if exit_code is not None and exit_code < 0:
+        return f"the library died: {signal.Signals(-exit_code).name}"
+    return f"the process that has the library ended with exit code {exit_code}"
+
+
+def _failed(where: str, got: str) -> ShardError:
+    return ShardError(
+        "an HDF5 shard cannot be read: it brings the HDF5 library down, or keeps it busy without end",
+        expected="a sound HDF5 file",
+        got=got,
+        where=where,
+        remedy=_REMEDY,
+    )

@@ -1,0 +1,125 @@
+"""What the process that has the library and those that ask it tell each other: JSON, and elements as they are.
+
+JSON, since a library that a hostile file has made run wild must not be able to make who asks do more than fail.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from reshard_mpi.box import Box
+from reshard_mpi.dtypes import BY_NAME
+from reshard_mpi.errors import ShardError
+from reshard_mpi.formats.hdf5 import schema
+from reshard_mpi.manifest import ByteRange, Decoded, Manifest, Segments, ShardIdentity, TensorEntry
+
+_LENGTH_BYTES = 8
+
+# Reads a box of a dataset: path, stamp, route, name of the element type, whether the byte order is another, box.
+Read = Callable[..., Any]
+
+
+def send(fd: int, value: Any, payload: memoryview | None = None) -> None:
+    """Send a JSON value, and then the bytes of `payload`. Raises BrokenPipeError if nobody is there."""
+    text = json.dumps(value).encode()
+    for part in (memoryview(len(text).to_bytes(_LENGTH_BYTES, "little") + text), payload):
+        while part:
+            part = part[os.write(fd, part) :]
+
+
+def receive(fd: int) -> Any:
+    """Wait for a JSON value and return it. Raises EOFError if nobody is there."""
+    head = bytearray(_LENGTH_BYTES)
+    receive_into(fd, memoryview(head))
+    text = bytearray(int.from_bytes(head, "little"))
+    receive_into(fd, memoryview(text))
+    return json.loads(text)
+
+
+def receive_into(fd: int, payload: memoryview) -> None:
+    """Wait for as many bytes as `payload` has room for. Raises EOFError if nobody is there."""
+    while payload:
+        count = os.readv(fd, [payload])
+        if not count:
+            raise EOFError
+        payload = payload[count:]
+
+
+def from_manifest(manifest: Manifest) -> list[Any]:
+    """Return a manifest that was made by the library as JSON values."""
+    return [[_from_entry(entry) for entry in manifest.tensors.values()], dict(manifest.strings), manifest.identity]
+
+
+def to_manifest(path: str, size_bytes: int, values: list[Any], read: Read) -> Manifest:
+    """Return the manifest that `from_manifest` made `values` of; `read` reads what must be decoded.
+
+    Raises ValueError if it is of none, or of one of another file.
+    """
+    tensors, strings, identity = values
+    entries = (_to_entry(path, size_bytes, read, *tensor) for tensor in tensors)
+    return Manifest(
+        path,
+        schema.NAME,
+        {entry.name: entry for entry in entries},
+        strings,
+        ShardIdentity(*identity) if identity else None,
+    )
+
+
+def _from_entry(entry: TensorEntry) -> list[Any]:
+    source: list[Any]
+    if isinstance(entry.source, Segments):
+        places = [[part.offset_bytes, part.length_bytes] for part in entry.source.ranges]
+        source = [places, entry.source.swapped]
+    else:
+        _, stamp, route, _, swapped = entry.source.read.args  # type: ignore[attr-defined]
+        source = [stamp, route, swapped, entry.source.chunk]
+    start = entry.box.start if entry.box is not None else None
+    return [entry.name, entry.dtype.name, entry.shape, source, start, entry.global_shape]
+
+
+def _to_entry(
+    path: str,
+    size_bytes: int,
+    read: Read,
+    name: str,
+    dtype_name: str,
+    shape: list[int],
+    source: list[Any],
+    start: list[int] | None,
+    global_shape: list[int] | None,
+) -> TensorEntry:
+    dtype = BY_NAME[dtype_name]
+    box = Box(tuple(start), tuple(low + length for low, length in zip(start, shape))) if start is not None else None
+    return TensorEntry(
+        name,
+        dtype,
+        tuple(shape),
+        _to_source(path, size_bytes, dtype_name, source, read),
+        box,
+        tuple(global_shape) if global_shape is not None else None,
+    )
+
+
+def _to_source(path: str, size_bytes: int, dtype_name: str, source: list[Any], read: Read) -> Segments | Decoded:
+    if len(source) == 2:
+        places, swapped = source
+        if any(offset < 0 or length < 0 or offset + length > size_bytes for offset, length in places):
+            raise ValueError("a place outside the file")
+        return Segments(tuple(ByteRange(path, offset, length) for offset, length in places), swapped)
+    stamp, route, swapped, chunk = source
+    decode = partial(read, path, tuple(stamp), tuple(route), dtype_name, swapped, tuple(chunk))
+    return Decoded(path, decode, tuple(chunk))
+
+
+def from_error(error: ShardError) -> list[str]:
+    return [error.problem, error.expected, error.got, error.where, error.remedy]
+
+
+def to_error(values: list[str]) -> ShardError:
+    problem, expected, got, where, remedy = values
+    return ShardError(problem, expected=expected, got=got, where=where, remedy=remedy)
