@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-from benchmarks import conversion, planning, scaling, startup
+from benchmarks import conversion, planning, scaling, startup, verification
 from benchmarks.plot import draw, lacks_matplotlib
 from benchmarks.results import Results
 from benchmarks.targets import LARGE_MB, SMALL_MB
@@ -44,6 +44,10 @@ beside `python -c pass`.
 _SCALING = """\
 Reshards a GPT-like checkpoint of 8 ranks (tensor parallel 8) into one full checkpoint, by different numbers of
 processes, each compared with the least: time in the engine and of the whole command.
+"""
+_VERIFICATION = """\
+Reshards a GPT-like checkpoint with --verify beside the same without it, for .ckpt and HDF5; then sums, in one process
+and from the page cache, a piece of a tensor that is one run and one whose runs have 512 bytes.
 """
 
 
@@ -88,6 +92,7 @@ def parser() -> argparse.ArgumentParser:
     _add_planning(_command(commands, "planning", "rank lists and plans of up to 16,384 ranks", _PLANNING))
     _add_startup(_command(commands, "startup", "commands that move next to nothing", _STARTUP))
     _add_scaling(_command(commands, "scaling", "one file filled by several processes", _SCALING))
+    _add_verification(_command(commands, "verification", "what --verify and verify cost", _VERIFICATION))
     return whole
 
 
@@ -207,6 +212,13 @@ def _run_scaling(options: argparse.Namespace) -> Results:
     return scaling.measure(
         scaling.Settings(options.megabytes, options.format, tuple(options.processes), options.pairs, options.folder)
     )
+
+
+def _add_verification(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--megabytes", type=_positive, default=SMALL_MB, metavar="N", help="size of the tensors (default: %(default)s)"
+    )
+    parser.set_defaults(run=lambda options: verification.measure(options.megabytes, options.pairs, options.folder))
 
 
 def _positive(text: str) -> int:

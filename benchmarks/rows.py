@@ -129,10 +129,14 @@ def _row(question: Question) -> Row:
     return Row(key, what, megabytes, ours, peer, ratio, ours.seconds if figure is Figure.SECONDS else ratio)
 
 
-def alone(key: str, what: str, name: str, runs: Sequence[Run], clock: Clock = Clock.COMMAND) -> Row:
+def alone(
+    key: str, what: str, name: str, runs: Sequence[Run], clock: Clock = Clock.COMMAND, megabytes: int | None = None
+) -> Row:
     """Return the row of one side without a peer: seconds or peak memory, as its target asks."""
     ours = Side.of(name, runs, clock)
-    return Row(key, what, ours=ours, figure=ours.peak_bytes if TARGETS[key].figure is Figure.PEAK else ours.seconds)
+    return Row(
+        key, what, megabytes, ours, figure=ours.peak_bytes if TARGETS[key].figure is Figure.PEAK else ours.seconds
+    )
 
 
 def largest_process(key: str, runs: Sequence[Run]) -> Row:

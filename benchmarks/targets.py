@@ -70,6 +70,12 @@ TARGETS = {
     "scaling.engine": Target(Figure.FASTER, 1.7, LARGE_MB),
     "scaling.command": Target(Figure.FASTER, 1.5, LARGE_MB),
     "scaling.memory": Target(Figure.PEAK, 200 * MIB),
+    # verification
+    "verify.ckpt": Target(Figure.TIME, 2.0, SMALL_MB),
+    "verify.hdf5": Target(Figure.TIME, 2.0, SMALL_MB),
+    "verify.contiguous": Target(Figure.SECONDS, 1.0, SMALL_MB),
+    "verify.columns": Target(Figure.SECONDS, 1.0, SMALL_MB),
+    "verify.memory": Target(Figure.PEAK, 200 * MIB),
     # planning
     "ranks.64": Target(Figure.SECONDS),
     "ranks.1024": Target(Figure.SECONDS),

@@ -97,7 +97,12 @@ class TestCommands:
         assert set(rows) == keys("scaling.")
         assert all(row["skipped"] is None for row in rows.values())
 
-    @pytest.mark.parametrize("name", ["conversion", "planning", "startup", "scaling"])
+    def test_verification(self, tmp_path: Path) -> None:
+        rows = run_benchmark(tmp_path, "verification", "--megabytes", "1", "--pairs", "1")
+        assert set(rows) == keys("verify.")
+        assert all(row["skipped"] is None for row in rows.values())
+
+    @pytest.mark.parametrize("name", ["conversion", "planning", "startup", "scaling", "verification"])
     def test_help_names_every_option(self, name: str, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit, match="0"):
             parser().parse_args([name, "--help"])

@@ -21,17 +21,19 @@ COMMAND = (sys.executable, "-m", "reshard_mpi")
 class Transform:
     """`reshard-mpi transform` as a whole command; inner_seconds is the time in the engine, as the report has it.
 
-    processes: local ones, or ranks with `under_mpi`.
+    processes: local ones, or ranks with `under_mpi`. options: further ones.
     """
 
     checkpoint: Checkpoint
     output: Path
     processes: int
     under_mpi: bool = False
+    options: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
-        return f"mpirun -n {self.processes}" if self.under_mpi else f"--jobs {self.processes}"
+        launched = f"mpirun -n {self.processes}" if self.under_mpi else f"--jobs {self.processes}"
+        return " ".join([launched, *self.options])
 
     def missing(self) -> str | None:
         return lacks_mpi() if self.under_mpi else None
@@ -46,7 +48,7 @@ class Transform:
         transform = ["transform", str(self.checkpoint.source), str(self.output), *strategies]
         jobs = [] if self.under_mpi else ["--jobs", str(self.processes)]
         launcher = (mpirun(self.processes) or []) if self.under_mpi else []
-        options = ["--progress", "none", "--report", str(report)]
+        options = ["--progress", "none", "--report", str(report), *self.options]
         measured = measure([[*launcher, *COMMAND, *transform, *jobs, *options]])
         return with_report(measured.run, json.loads(report.read_text())["targets"])
 

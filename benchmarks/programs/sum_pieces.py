@@ -1,0 +1,29 @@
+"""Sums the one tensor of a shard, as `reshard-mpi verify` does, and prints how long that took.
+
+Arguments: the shard's path, and the shape and the box of its tensor as JSON: [shape, start, stop].
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+from reshard_mpi import formats
+from reshard_mpi.box import Box
+from reshard_mpi.conversion import LIMITS
+from reshard_mpi.engine.sums import sum_tensors
+from reshard_mpi.manifest import TensorSpec
+
+
+def main(path: str, place: str) -> None:
+    shape, start, stop = map(tuple, json.loads(place))
+    shard = formats.by_name("ckpt").locate(path)
+    ((name, entry),) = shard.tensors.items()
+    begin = time.perf_counter()
+    list(sum_tensors([TensorSpec(name, entry.dtype, shape, Box(start, stop))], shard, limits=LIMITS))
+    print(json.dumps({"seconds": time.perf_counter() - begin}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
