@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     Sums = np.ndarray[Any, np.dtype[np.uint32]]
 
 _ONES = 0xFFFFFFFF
-# Of shorter runs the sums of all are made at once, byte after byte, by numpy; of longer ones each by the library.
+# Of shorter runs the sums of all are made at once, byte after byte, by numpy; longer ones one by one by the library.
 _SHORT_BYTES = 48
-# A tensor's parts have their runs at a few different steps; each step's tables take 4 KiB.
-_KEPT_STEPS = 1024
+# A tensor's parts have their runs at a few different distances; the tables of one take 40 KiB.
+_KEPT_STEPS = 64
 
 
 class PartSum:
@@ -84,15 +84,35 @@ def _sum_of_runs(data: memoryview, runs: Runs, itemsize: int) -> int:
         return _remainder(data[first : first + length])
     if length == step == apart:
         return _remainder(data[first : first + length * runs.repeats])
-    import numpy as np
-
     if length < _SHORT_BYTES:
+        import numpy as np
+
         rows = np.frombuffer(data, np.uint8, (runs.repeats - 1) * step + length, first)
-        remainders = _short_remainders(np.lib.stride_tricks.as_strided(rows, (runs.repeats, length), (step, 1)))
-    else:
-        ends = range(first + length, first + length + runs.repeats * step, step)
-        remainders = ~np.array([crc32(data[end - length : end], _ONES) for end in ends], np.uint32)
-    return _joined(remainders, apart)
+        return _joined(
+            _short_remainders(np.lib.stride_tricks.as_strided(rows, (runs.repeats, length), (step, 1))), apart
+        )
+    low, second, third, high = _gap(apart - length)
+    crc = _ONES
+    for end in range(first + length, first + length + runs.repeats * step, step):
+        crc = low[crc & 0xFF] ^ second[crc >> 8 & 0xFF] ^ third[crc >> 16 & 0xFF] ^ high[crc >> 24]
+        crc = crc32(data[end - length : end], crc)
+    return crc ^ _ONES
+
+
+@lru_cache(_KEPT_STEPS)
+def _gap(count_bytes: int) -> tuple[list[int], ...]:
+    """Return, for each byte of a CRC-32 so far, what it adds to the CRC-32 after so many more zero bytes."""
+    tables = [_combined([_shifted(1 << bit, count_bytes) for bit in range(at, at + 8)]) for at in range(0, 32, 8)]
+    inversions = _shifted(_ONES, count_bytes) ^ _ONES
+    return (*tables[:3], [value ^ inversions for value in tables[3]])
+
+
+def _combined(bits: list[int]) -> list[int]:
+    """Return the exclusive or of those of eight values that each number below 256 has bits for."""
+    table = [0]
+    for value in bits:
+        table += [value ^ other for other in table]
+    return table
 
 
 def _short_remainders(rows: np.ndarray[Any, np.dtype[np.uint8]]) -> Sums:
@@ -122,25 +142,19 @@ def _joined(remainders: Sums, apart_bytes: int) -> int:
 
 
 @lru_cache(_KEPT_STEPS)
-def _tables(count_bytes: int) -> tuple[Sums, Sums, Sums, Sums]:
+def _tables(count_bytes: int) -> list[Sums]:
     """Return, for each byte of a remainder, what it becomes when so many zero bytes follow."""
-    first, second, third, fourth = (
-        _spanned([_shifted(1 << bit, count_bytes) for bit in range(8 * byte, 8 * byte + 8)]) for byte in range(4)
-    )
-    return first, second, third, fourth
+    import numpy as np
+
+    return [
+        np.array(_combined([_shifted(1 << bit, count_bytes) for bit in range(at, at + 8)]), np.uint32)
+        for at in range(0, 32, 8)
+    ]
 
 
 @lru_cache(1)
 def _byte_table() -> Sums:
     """Return what a byte becomes by itself."""
-    return _spanned([_shifted(1 << bit, 1) for bit in range(8)])
-
-
-def _spanned(bits: list[int]) -> Sums:
-    """Return the exclusive or of those of eight values that each number below 256 has bits for."""
     import numpy as np
 
-    table = np.zeros(256, np.uint32)
-    for bit, value in enumerate(bits):
-        table[1 << bit : 2 << bit] = table[: 1 << bit] ^ np.uint32(value)
-    return table
+    return np.array(_combined([_shifted(1 << bit, 1) for bit in range(8)]), np.uint32)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from reshard_mpi.engine.arrays import first_difference
 from reshard_mpi.engine.files import Files
 from reshard_mpi.engine.sums import Span, copies_and_target, place_of, sum_shard
 from reshard_mpi.errors import DamageError
@@ -34,6 +33,8 @@ def tensor_sum(spec: TensorSpec, value: int) -> TensorSum:
 
 def where_it_differs(plan: RankPlan, target: Manifest, name: str, limits: Limits) -> DamageError:
     """Return the error for a tensor of the shard at `target` that is not what its sources hold."""
+    from reshard_mpi.engine.arrays import first_difference
+
     tensor = next(tensor for tensor in plan.tensors if tensor.spec.name == name)
     for source, own in copies_and_target(tensor, target):
         found = first_difference(Check(name, (source, own), refuse=True, why=""), limits=limits)
