@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         rank_list_for_transform,
         transform_checkpoint_by_rank,
         transform_checkpoints,
+        verify,
     )
     from reshard_mpi.errors import ReshardError
 
@@ -29,6 +30,7 @@ __all__ = [
     "rank_list_for_transform",
     "transform_checkpoint_by_rank",
     "transform_checkpoints",
+    "verify",
 ]
 
 

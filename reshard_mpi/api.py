@@ -20,10 +20,9 @@ from reshard_mpi.planning.agreement import differing_stages, require_one_moment,
 from reshard_mpi.planning.parameters import Unlisted
 from reshard_mpi.planning.ranks import needed_ranks
 from reshard_mpi.planning.summary import Plan, RankSummary
-from reshard_mpi.pool import run_with_workers
+from reshard_mpi.pool import Work, run_with_workers
 from reshard_mpi.report import Outcome, Silent
 from reshard_mpi.request import Request
-from reshard_mpi.runtime import convert
 from reshard_mpi.source import SourceCheckpoint
 from reshard_mpi.strategy.merge import merge
 from reshard_mpi.writing import write_file
@@ -41,6 +40,7 @@ __all__ = [
     "rank_list_for_transform",
     "transform_checkpoint_by_rank",
     "transform_checkpoints",
+    "verify",
 ]
 
 PathLike = str | os.PathLike[str]
@@ -58,6 +58,8 @@ def transform_checkpoints(
     unlisted: str = "follow",
     memory: str | int | None = None,
     max_active: int | None = None,
+    verify: bool = False,
+    crc: bool = False,
     comm: Any = None,
 ) -> None:
     """Transform the whole checkpoint under `src_checkpoints_dir` (`rank_x` folders) to the target strategy.
@@ -67,8 +69,9 @@ def transform_checkpoints(
     output_format: "ckpt" or "hdf5". unlisted: what becomes of parameters the target strategy does not list:
     "follow", "replicate" or "drop". memory: how much of a host's memory all processes of the user may take together:
     a size such as "64G" or a number of bytes, "unlimited", or None for what RESHARD_MPI_MEMORY says and else for all
-    that is free. max_active: how many of them may transform at once on a host. comm: an mpi4py communicator whose ranks
-    share the work; all must make the call.
+    that is free. max_active: how many of them may transform at once on a host. verify: read sources and targets once
+    more and compare them. crc: end .ckpt files with the checksum that MindSpore checks. comm: an mpi4py communicator
+    whose ranks share the work; all must make the call.
 
     A process waits until there is memory for what it is going to do; the logger "reshard_mpi" is told when that takes
     long.
@@ -96,6 +99,8 @@ def transform_checkpoints(
         recorded=False,
         memory=memory,
         max_active=max_active,
+        verify=verify,
+        crc=crc,
     )
     _run(request, process_num, comm).raise_failures()
 
@@ -203,6 +208,52 @@ def plan(
     return Plan(tuple(RankSummary.of(rank_plan, conversion.limits) for rank_plan in plans))
 
 
+def verify(
+    source: PathLike,
+    target: PathLike | None = None,
+    src_strategy: PathLike | None = None,
+    dst_strategy: PathLike | None = None,
+    *,
+    select: str | None = None,
+    unlisted: str = "follow",
+    process_num: int = 1,
+    memory: str | int | None = None,
+    max_active: int | None = None,
+    comm: Any = None,
+) -> None:
+    """Verify that `target` holds what a transform of `source` would write, or, without it, that `source` fits its sums.
+
+    Formats and layouts may differ. process_num, memory, max_active, comm: as in `transform_checkpoints`. Raises
+    DamageError for the first damage found, naming tensor, file and byte, and how many more there are; another
+    ReshardError if the two cannot be compared, or `source` keeps no sums.
+    """
+    request = Request(
+        source=os.fspath(source),
+        target=os.fspath(source if target is None else target),
+        src_strategy=_path(src_strategy),
+        dst_strategy=_path(dst_strategy),
+        prefix="",
+        select=select,
+        to=None,
+        ranks=None,
+        part=None,
+        resume=False,
+        overwrite=False,
+        unlisted=as_unlisted(unlisted),
+        strict=False,
+        recorded=False,
+        memory=memory,
+        max_active=max_active,
+    )
+    work = Work.VERIFY_ALONE if target is None else Work.VERIFY_PAIR
+    failures = _run(request, process_num, comm, work).failures
+    if failures:
+        first = failures[0].named(alone=True)
+        if len(failures) > 1:
+            first.problem += f" (and {len(failures) - 1} more found)"
+        raise first
+
+
 def load_rank(
     rank: int,
     source: PathLike | Mapping[int, PathLike],
@@ -236,12 +287,10 @@ def as_unlisted(value: str) -> Unlisted:
         raise UsageError("unknown value of unlisted", expected=", ".join(Unlisted), got=repr(value)) from None
 
 
-def _run(request: Request, processes: int, communicator: Any) -> Outcome:
-    if communicator is not None:
-        return convert(request, MPIComm(communicator), Silent())
-    if processes > 1:
-        return run_with_workers(request, processes, Silent())
-    return convert(request, SerialComm(), Silent())
+def _run(request: Request, processes: int, communicator: Any, work: Work = Work.CONVERT) -> Outcome:
+    if processes > 1 and communicator is None:
+        return run_with_workers(request, processes, Silent(), work)
+    return work.load()(request, SerialComm() if communicator is None else MPIComm(communicator), Silent(), None)
 
 
 def _path(path: PathLike | None) -> str | None:

@@ -118,7 +118,8 @@ def _each(
         failures += [Failure.here(rank, comm, error) for error in damage]
         checked.append(done)
     own = Outcome(failures=tuple(failures), checked=tuple(checked))
-    return Outcome(processes=comm.size).joined(comm.allgather(own, "verified"))
+    found = Outcome(processes=comm.size).joined(comm.allgather(own, "verified"))
+    return found._replace(failures=tuple(sorted(found.failures, key=lambda failure: failure.rank or 0)))
 
 
 def _require_same_tensors(plan: RankPlan, shard: Manifest) -> None:

@@ -15,7 +15,9 @@ from launch import MPI, mpirun_command
 from processes import run_command
 from test_runtime import doing, four_targets
 
+import reshard_mpi
 from reshard_mpi import formats
+from reshard_mpi.errors import DamageError, ShardError, SourceError
 
 Capture = pytest.CaptureFixture[str]
 KINDS = ("ckpt", "hdf5")
@@ -255,3 +257,23 @@ def test_a_checkpoint_that_does_not_fit_its_commit_record(tmp_path: Path, capsys
     (c.dst / "reshard.json").write_text(json.dumps(record))
     said = verify(capsys, c, target=False)
     assert said.code == 4 and "'w' is not what was committed" in said.err
+
+
+# The functions
+
+
+def test_functions(tmp_path: Path) -> None:
+    c = four_targets(tmp_path)
+    strategies = (c.src_strategy, c.dst_strategy)
+    with pytest.raises(SourceError):
+        reshard_mpi.verify(c.src, c.dst, *strategies)
+    reshard_mpi.transform_checkpoints(c.src, c.dst, "p", *strategies, verify=True, crc=True)
+    reshard_mpi.verify(c.src, c.dst, *strategies)
+    reshard_mpi.verify(c.dst)
+    for rank in (1, 2):
+        flip(c.dst / f"rank_{rank}" / f"p{rank}.ckpt", "w")
+    for process_num in (1, 2):
+        with pytest.raises(DamageError, match=r"target rank 1: 'w' differs .* \(and 1 more found\)"):
+            reshard_mpi.verify(c.src, c.dst, *strategies, process_num=process_num)
+    with pytest.raises(ShardError, match="its own checksum"):
+        reshard_mpi.verify(c.dst)
