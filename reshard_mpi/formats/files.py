@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,13 +12,22 @@ from reshard_mpi.errors import ShardError, TargetError
 
 # Names are kept in memory for every tensor; no framework makes one this long.
 MAX_NAME_BYTES = 4096
-# What the structure of one shard may hold, so that a small hostile file cannot fill the memory: the largest shards
-# known hold some ten thousand tensors.
-MAX_TENSORS = 1 << 18
+# What the structure of one shard may hold, so that a small hostile file cannot fill the memory, nor take long: the
+# largest shards known hold some ten thousand tensors.
+MAX_TENSORS = 1 << 16
 MAX_TEXT_BYTES = 64 << 20
+# What is kept of a shard's tensors and strings may take so much memory; a tensor takes half a KiB besides its name.
+MAX_KEPT_BYTES = 48 << 20
+_ENTRY_BYTES = 500
+_DIMENSION_BYTES = 40
 MAX_STRING_BYTES = 1 << 20
 # numpy stops at 64 dimensions, HDF5 at 32, MindSpore at 8.
 MAX_DIMENSIONS = 32
+
+
+def kept_bytes(text: str, dimensions: int = 0) -> int:
+    """Return how much memory is kept for a text with so many dimensions: a tensor's name, or a string."""
+    return _ENTRY_BYTES + sys.getsizeof(text) + _DIMENSION_BYTES * dimensions
 
 
 @contextmanager

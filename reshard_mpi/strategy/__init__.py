@@ -26,13 +26,13 @@ def load(path: str) -> Strategy:
     without a gap, and files that are no strategies are passed over. Raises StrategyError, or LayoutError for a layout
     that cannot be; both name the file and the parameter.
     """
-    from reshard_mpi.strategy.files import Kind, decode, distinct, read_all, text_of
+    from reshard_mpi.strategy.files import Kind, decode, distinct, look_all, text_of
     from reshard_mpi.strategy.stages import to_strategy
 
     specs = []
 
     def stage_files() -> Iterator[StageFile]:
-        for at, file in enumerate(distinct(read_all(path))):
+        for at, file in enumerate(distinct(look_all(path))):
             if file.kind is Kind.TOML:
                 specs.append(file)
             else:
@@ -51,8 +51,7 @@ def load(path: str) -> Strategy:
     if first is None:
         from reshard_mpi.strategy.spec import parse
 
-        spec = str(specs[0].path)
-        return parse(text_of(specs[0].data, spec), spec)
+        return parse(text_of(specs[0]), str(specs[0].path))
     return to_strategy((file for part in ([first], files) for file in part), path)
 
 
@@ -63,13 +62,14 @@ def digest(path: str) -> str:
     """
     from pathlib import Path
 
-    from reshard_mpi.strategy.files import read_all
+    from reshard_mpi.strategy.files import look_all
 
     found = hashlib.sha256()
     in_folder = Path(path).is_dir()
-    for file in read_all(path):
+    for file in look_all(path):
         if in_folder:
             name = file.path.name.encode("utf-8", "surrogateescape")
-            found.update(b"%d %s %d " % (len(name), name, len(file.data)))
-        found.update(file.data)
+            found.update(b"%d %s %d " % (len(name), name, file.path.stat().st_size))
+        for block in file.blocks():
+            found.update(block)
     return found.hexdigest()

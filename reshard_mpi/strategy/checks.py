@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from reshard_mpi.errors import StrategyError
+from reshard_mpi.strategy.limits import (
+    MAX_NAME_LENGTH,
+    MAX_PARSED_BYTES,
+    MAX_PARSED_TIMES,
+    MAX_PATTERNS_LENGTH,
+    MAX_RULES,
+)
 
 
 def wrong(what: str, expected: str, got: Any, where: str, remedy: str = "") -> StrategyError:
@@ -50,6 +57,34 @@ def array(value: Any, what: str, where: str, limit: int = 1 << 31) -> list[Any]:
     return value
 
 
+def rules(value: Any, what: str, where: str) -> list[Any]:
+    """Return a list of rules that is not too long to be tried one by one on every name."""
+    return array(value, what, where, MAX_RULES)
+
+
+def patterns(globs: Iterable[str], where: str) -> None:
+    """Refuse patterns that take too long to compile."""
+    length = sum(map(len, globs))
+    if length > MAX_PATTERNS_LENGTH:
+        raise StrategyError(
+            "the patterns of the rules are too long together",
+            expected=f"{MAX_PATTERNS_LENGTH} characters at most",
+            got=str(length),
+            where=where,
+        )
+
+
+def parsed_size(parsed_bytes: int, file_bytes: int, where: str) -> None:
+    """Refuse a file that says little and would take much memory when it is parsed."""
+    if parsed_bytes > max(MAX_PARSED_BYTES, MAX_PARSED_TIMES * file_bytes):
+        raise StrategyError(
+            "the file would take too much memory",
+            expected=f"what a strategy takes: {MAX_PARSED_TIMES} times its size",
+            got=f"{parsed_bytes} bytes or more, for {file_bytes} bytes",
+            where=where,
+        )
+
+
 def table(value: Any, what: str, where: str) -> dict[str, Any]:
     """Return an object of JSON, a table of TOML."""
     if not isinstance(value, dict):
@@ -58,9 +93,9 @@ def table(value: Any, what: str, where: str) -> dict[str, Any]:
 
 
 def text(value: Any, what: str, where: str) -> str:
-    """Return a string that can be written as UTF-8 and is not empty."""
-    if not isinstance(value, str) or not value or not _is_unicode(value):
-        raise wrong(what, "text in UTF-8, not empty", value, where)
+    """Return a string that can be written as UTF-8, is not empty and not longer than a name."""
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_NAME_LENGTH or not _is_unicode(value):
+        raise wrong(what, f"text in UTF-8, 1 to {MAX_NAME_LENGTH} characters", value, where)
     return value
 
 

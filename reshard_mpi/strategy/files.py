@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import StrategyError
 from reshard_mpi.ordering import natural_key
-from reshard_mpi.strategy.limits import MAX_FILE_BYTES
-from reshard_mpi.strategy.mindspore import REMEDY, StageFile, decode_json, decode_protobuf
+from reshard_mpi.strategy.limits import MAX_FILE_BYTES, MAX_SPEC_BYTES
+from reshard_mpi.strategy.mindspore import REMEDY, StageFile, decode_json
 from reshard_mpi.units import format_bytes
 
 _HEAD_BYTES = 4096
@@ -23,6 +23,8 @@ _HEAD_BYTES = 4096
 _STRATEGY = {".ckpt", ".json", ".pb", ".strategy", ".toml"}
 _OTHER = {".bin", ".h5", ".hdf5", ".log", ".md", ".meta", ".npz", ".py", ".rst", ".safetensors", ".sh", ".txt", ".yaml"}
 
+_BLOCK_BYTES = 1 << 20
+_LAYOUTS = b'"parallel_layout_item"'
 _BOM = b"\xef\xbb\xbf"
 _CONTROL = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 _TOML_MESH = re.compile(rb"^[ \t]*(\[[ \t]*)?[\"']?mesh\b", re.MULTILINE)
@@ -39,19 +41,32 @@ class Kind(Enum):
     TOML = "TOML"
 
 
-class StrategyBytes(NamedTuple):
-    """One strategy file as read."""
+class StrategyFile(NamedTuple):
+    """One strategy file, and what it is written in. It is read when that is asked for, in parts where it can be."""
 
     path: Path
     kind: Kind
-    data: bytes
+
+    def read(self) -> bytes:
+        """Return all of it. Raises StrategyError."""
+        return _read_bytes(self.path)
+
+    def blocks(self) -> Iterator[bytes]:
+        """Yield all of it, block by block. Raises StrategyError."""
+        try:
+            with self.path.open("rb") as opened:
+                while block := opened.read(_BLOCK_BYTES):
+                    yield block
+        except OSError as error:
+            raise _unreadable(self.path, error) from None
 
 
-def read(path: str) -> StrategyBytes:
-    """Read one strategy file. Raises StrategyError if it is not there, is empty, or is well known as something else."""
+def look(path: str) -> StrategyFile:
+    """Look into one file. Raises StrategyError if it is not there, is empty, or is well known as something else."""
     file = Path(path)
-    data = _read_bytes(file)
-    other = _something_else(data[:_HEAD_BYTES])
+    _check_size(file)
+    head = _head(file)
+    other = _something_else(head)
     if other:
         raise StrategyError(
             "this is not a strategy file",
@@ -60,10 +75,10 @@ def read(path: str) -> StrategyBytes:
             where=path,
             remedy=REMEDY,
         )
-    return StrategyBytes(file, _kind(data, file), data)
+    return StrategyFile(file, _kind(head, file))
 
 
-def read_all(path: str) -> Iterator[StrategyBytes]:
+def look_all(path: str) -> Iterator[StrategyFile]:
     """Yield the strategy files of a folder in the order of their names, or the one file that `path` is.
 
     Other files of the folder (checkpoint shards, configurations, notes, hidden files) are passed over. Raises
@@ -71,7 +86,7 @@ def read_all(path: str) -> Iterator[StrategyBytes]:
     """
     folder = Path(path)
     if not _is_dir(folder):
-        yield read(path)
+        yield look(path)
         return
     passed: list[str] = []
     count = 0
@@ -81,7 +96,7 @@ def read_all(path: str) -> Iterator[StrategyBytes]:
             passed.append(f"{file.name} ({reason})")
             continue
         count += 1
-        yield read(str(file))
+        yield look(str(file))
     if not count:
         listed = ", ".join(passed[:5]) + (", ..." if len(passed) > 5 else "")
         raise StrategyError(
@@ -93,33 +108,53 @@ def read_all(path: str) -> Iterator[StrategyBytes]:
         )
 
 
-def decode(file: StrategyBytes) -> StageFile:
+def decode(file: StrategyFile) -> StageFile:
     """Read a MindSpore strategy file of either kind. Raises StrategyError for what is none."""
     path = str(file.path)
     if file.kind is Kind.PROTOBUF:
-        return decode_protobuf(file.data, path)
-    return decode_json(text_of(file.data, path), path)
+        from reshard_mpi.strategy.protobuf import decode_protobuf
+
+        try:
+            with file.path.open("rb") as opened:
+                return decode_protobuf(opened, path)
+        except OSError as error:
+            raise _unreadable(file.path, error) from None
+    return decode_json(text_of(file), path)
 
 
-def text_of(data: bytes, path: str) -> str:
-    """Return the text of a JSON or TOML file. Raises StrategyError if it is not UTF-8."""
+def text_of(file: StrategyFile) -> str:
+    """Return the text of a JSON or TOML file. Raises StrategyError if it is not UTF-8, or too long for its kind."""
+    path = str(file.path)
+    if file.kind is Kind.TOML and _size_bytes(file.path) > MAX_SPEC_BYTES:
+        raise StrategyError("the spec is too large", expected=f"at most {format_bytes(MAX_SPEC_BYTES)}", where=path)
     try:
-        return data.decode("utf-8-sig")
+        return file.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise StrategyError("the file is text, but not in UTF-8", got=str(error), where=path) from None
 
 
-def distinct(files: Iterable[StrategyBytes]) -> Iterator[StrategyBytes]:
+def distinct(files: Iterable[StrategyFile]) -> Iterator[StrategyFile]:
     """Leave out files that repeat another byte for byte, as the ranks of a stage write them."""
     seen = set()
     for file in files:
-        key = hashlib.sha256(file.data).digest()
+        found = hashlib.sha256()
+        for block in file.blocks():
+            found.update(block)
+        key = found.digest()
         if key not in seen:
             seen.add(key)
             yield file
 
 
 def _read_bytes(file: Path) -> bytes:
+    _check_size(file)
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise _unreadable(file, error) from None
+
+
+def _check_size(file: Path) -> None:
     size_bytes = _size_bytes(file)
     if size_bytes == 0:
         raise StrategyError("the strategy file is empty", expected="1 byte or more", got="0 bytes", where=str(file))
@@ -131,10 +166,6 @@ def _read_bytes(file: Path) -> bytes:
             where=str(file),
             remedy=REMEDY,
         )
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise _unreadable(file, error) from None
 
 
 def _size_bytes(file: Path) -> int:
@@ -185,13 +216,25 @@ def _passed_over(file: Path) -> str:
         return other
     begin = head.removeprefix(_BOM).lstrip()
     if begin.startswith(b"{"):
-        return "" if b'"parallel_layout_item"' in _read_bytes(file) else "JSON of something else"
+        return "" if _names_layouts(file) else "JSON of something else"
     if begin.startswith(b"[") and suffix == ".json":
         return "JSON of something else"
     if suffix == ".toml":
-        return "" if _TOML_MESH.search(_read_bytes(file)) else "TOML of something else"
+        is_spec = _size_bytes(file) <= MAX_SPEC_BYTES and _TOML_MESH.search(_read_bytes(file))
+        return "" if is_spec else "TOML of something else"
     # A ParallelStrategyMap begins with its current_stage, field 1, a number.
     return "" if suffix in _STRATEGY or head.startswith(b"\x08") else "of an unknown kind"
+
+
+def _names_layouts(file: Path) -> bool:
+    """Tell whether a file of JSON has the key that all strategies have."""
+    _check_size(file)
+    before = b""
+    for block in StrategyFile(file, Kind.JSON).blocks():
+        if _LAYOUTS in before + block:
+            return True
+        before = block[-len(_LAYOUTS) :]
+    return False
 
 
 def _kind(data: bytes, file: Path) -> Kind:

@@ -11,13 +11,12 @@ from itertools import chain
 from pathlib import Path
 
 from reshard_mpi.errors import StrategyError, TargetError
-from reshard_mpi.strategy.files import Kind, StrategyBytes, decode, distinct, read, read_all, text_of
+from reshard_mpi.strategy.files import Kind, StrategyFile, decode, distinct, look, look_all, text_of
 from reshard_mpi.strategy.mindspore import (
     StageFile,
     encode_json,
     encode_protobuf,
     parse_json,
-    parse_protobuf,
     place,
 )
 from reshard_mpi.strategy.stages import by_stage, merged_stages, to_placement
@@ -48,12 +47,12 @@ def merge(sources: str | Sequence[str], out: str) -> None:
     _write(target, data)
 
 
-def _read_sources(path: str, target: Path) -> Iterator[StrategyBytes]:
+def _read_sources(path: str, target: Path) -> Iterator[StrategyFile]:
     # The result of an earlier merge into the same folder is no source of this one.
-    return (file for file in read_all(path) if not (target.exists() and file.path.samefile(target)))
+    return (file for file in look_all(path) if not (target.exists() and file.path.samefile(target)))
 
 
-def _of_one_stage(files: Iterable[StrategyBytes], kinds: dict[str, Kind]) -> Iterator[StageFile]:
+def _of_one_stage(files: Iterable[StrategyFile], kinds: dict[str, Kind]) -> Iterator[StageFile]:
     for file in distinct(files):
         path = str(file.path)
         if file.kind is Kind.TOML:
@@ -80,9 +79,11 @@ def _of_one_stage(files: Iterable[StrategyBytes], kinds: dict[str, Kind]) -> Ite
 
 def _merge_protobuf(stages: Sequence[StageFile]) -> bytes:
     """Put messages together as they are, so that fields this program does not know stay."""
+    from reshard_mpi.strategy.protobuf import parse_protobuf
+
     merged = parse_protobuf(b"\x08\x01", "")
     for at, stage in enumerate(stages):
-        strategy_map = parse_protobuf(read(stage.path).data, stage.path)
+        strategy_map = parse_protobuf(look(stage.path).read(), stage.path)
         for item in strategy_map.parallel_layout_item:
             item.param_name = f"{at}-{item.param_name}"
         merged.parallel_strategy_item.extend(strategy_map.parallel_strategy_item)
@@ -95,7 +96,7 @@ def _merge_json(stages: Sequence[StageFile]) -> bytes:
     items: dict[str, object] = {}
     layouts: dict[str, object] = {}
     for at, stage in enumerate(stages):
-        content = parse_json(text_of(read(stage.path).data, stage.path), stage.path)
+        content = parse_json(text_of(look(stage.path)), stage.path)
         items.update(content["parallel_strategy_item"])
         layouts.update({f"{at}-{name}": layout for name, layout in content["parallel_layout_item"].items()})
     merged = {"current_stage": 1, "parallel_strategy_item": items, "parallel_layout_item": layouts}

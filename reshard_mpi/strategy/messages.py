@@ -63,11 +63,12 @@ _MESSAGES: dict[str, tuple[tuple[int, str, str, str], ...]] = {
 
 
 class StrategyMessages(NamedTuple):
-    """The two message classes that are whole files, and the one whose bytes name a layout."""
+    """The two message classes that are whole files, and those of a strategy's items."""
 
     strategy_map: Any
     group_map: Any
-    layouts: Any
+    strategy_item: Any
+    layout_item: Any
 
 
 @lru_cache(maxsize=1)
@@ -97,6 +98,5 @@ def messages() -> StrategyMessages:
     def made_class(name: str) -> Any:
         return message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{PACKAGE}.{name}"))
 
-    return StrategyMessages(
-        made_class("ParallelStrategyMap"), made_class("ParallelGroupMap"), made_class("ParallelLayouts")
-    )
+    names = ("ParallelStrategyMap", "ParallelGroupMap", "ParallelStrategyItem", "ParallelLayoutItem")
+    return StrategyMessages(*map(made_class, names))

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from reshard_mpi.errors import StrategyError
-from reshard_mpi.strategy.checks import array, integer, integers, table, text, wrong
+from reshard_mpi.strategy.checks import array, integer, integers, parsed_size, table, text, wrong
+from reshard_mpi.strategy.limits import MAX_DIMENSIONS, MAX_INPUTS
 
 _INT32 = (-(1 << 31), (1 << 31) - 1)
 _UINT32 = (0, (1 << 32) - 1)
 _INT64 = (-(1 << 63), (1 << 63) - 1)
+# What JSON's marks cost when it is parsed.
+_JSON_BYTES = {"{": 200, "[": 72, ",": 24}
 REMEDY = "give the strategy file that MindSpore wrote while compiling, or a TOML spec"
 
 
@@ -69,78 +72,6 @@ def place(path: str, name: str) -> str:
     return f"{path}, parameter {name!r}" if path else f"parameter {name!r}"
 
 
-def decode_protobuf(data: bytes, path: str) -> StageFile:
-    """Read a protobuf strategy file. Raises StrategyError if it is not one."""
-    strategy_map = parse_protobuf(data, path)
-    items = tuple(_item(item, path) for item in strategy_map.parallel_strategy_item)
-    layouts: dict[str, RawLayout] = {}
-    seen: dict[bytes, RawLayout] = {}
-    for item in strategy_map.parallel_layout_item:
-        name = text(item.param_name, "a parameter's name", path)
-        key = item.parallel_layouts.SerializeToString()
-        layout = seen.get(key)
-        if layout is None:
-            layout = seen[key] = _layout(item.parallel_layouts, place(path, name))
-        if layouts.setdefault(name, layout) != layout:
-            raise StrategyError(
-                "a parameter is listed twice, with different layouts", got=name, where=path, remedy=REMEDY
-            )
-    return StageFile(layouts, items, path)
-
-
-def parse_protobuf(data: bytes, path: str) -> Any:
-    """Return the ParallelStrategyMap message that `data` is. Raises StrategyError if it is not one."""
-    from reshard_mpi.strategy.messages import DecodeError, messages
-
-    strategy_map = messages().strategy_map()
-    try:
-        strategy_map.ParseFromString(data)
-        missing = [] if strategy_map.IsInitialized() else strategy_map.FindInitializationErrors()
-        problem = f"without {', '.join(missing[:3])}" if missing else ""
-    except (DecodeError, UnicodeDecodeError) as error:  # the library without compiled code checks names at once
-        problem = f"cut off or damaged ({error})"
-    if problem:
-        raise StrategyError(
-            "the strategy file is damaged, or no strategy",
-            expected="a MindSpore strategy (protobuf or JSON) or a TOML spec",
-            got=f"protobuf {problem}",
-            where=path,
-            remedy=REMEDY,
-        )
-    return strategy_map
-
-
-def _item(item: Any, path: str) -> StrategyItem:
-    strategys = item.parallel_strategys
-    cuts = tuple(tuple(strategy.dim) for strategy in strategys.parallel_strategy)
-    # proto2 does not check strings while parsing: invalid UTF-8 comes out as bytes.
-    return StrategyItem(text(item.node_name, "an operator's name", path), strategys.stage, cuts)
-
-
-def _layout(message: Any, where: str) -> RawLayout:
-    maps = [tuple(tensor_map.dim) for tensor_map in message.tensor_map]
-    # One message a dimension is a nested map; a nested map of one dimension has an empty second one.
-    if len(maps) > 1:
-        tensor_map = tuple(axes for axes in maps if axes)
-    else:
-        tensor_map = tuple((axis,) for axis in maps[0]) if maps else ()
-    return RawLayout(
-        _only(message.dev_matrix, "dev_matrix", where),
-        tensor_map,
-        message.opt_weight_shard_size,
-        message.opt_weight_shard_step,
-        _only(message.param_split_shape, "param_split_shape", where),
-        _only(message.indices_offset, "indices_offset", where),
-        message.field,
-    )
-
-
-def _only(repeated: Sequence[Any], field: str, where: str) -> tuple[int, ...]:
-    if len(repeated) > 1:
-        raise StrategyError(f"a layout has several of {field}", expected="one", got=str(len(repeated)), where=where)
-    return tuple(repeated[0].dim) if repeated else ()
-
-
 def decode_json(data: str, path: str) -> StageFile:
     """Read a JSON strategy file. Raises StrategyError if it is not one."""
     content = parse_json(data, path)
@@ -164,6 +95,8 @@ def decode_json(data: str, path: str) -> StageFile:
 
 def parse_json(data: str, path: str) -> dict[str, Any]:
     """Return the JSON object that `data` is. Raises StrategyError, also where an object has one name twice."""
+    parsed_bytes = sum(size_bytes * data.count(mark) for mark, size_bytes in _JSON_BYTES.items())
+    parsed_size(parsed_bytes, len(data), path)
     try:
         content = json.loads(data, object_pairs_hook=_unique)
     except _DuplicateError as error:
@@ -195,7 +128,7 @@ def _too_deep(path: str) -> StrategyError:
 def _json_item(node_name: str, item: Any, path: str) -> StrategyItem:
     where = f"{path}, operator {node_name!r}"
     item = table(item, "a strategy item", where)
-    cuts = array(item.get("parallel_strategy", []), "parallel_strategy", where)
+    cuts = array(item.get("parallel_strategy", []), "parallel_strategy", where, MAX_INPUTS)
     return StrategyItem(
         text(node_name, "an operator's name", path),
         integer(item.get("stage"), "stage", *_UINT32, where),
@@ -205,7 +138,7 @@ def _json_item(node_name: str, item: Any, path: str) -> StrategyItem:
 
 def _json_layout(item: Any, where: str) -> RawLayout:
     item = table(item, "a layout", where)
-    entries = array(item.get("tensor_map"), "tensor_map", where)
+    entries = array(item.get("tensor_map"), "tensor_map", where, 2 * MAX_DIMENSIONS)
     shape = item.get("tensor_shape")
     return RawLayout(
         integers(item.get("dev_matrix"), "dev_matrix", *_UINT32, where),

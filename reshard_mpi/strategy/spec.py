@@ -9,19 +9,25 @@ from typing import Any
 
 from reshard_mpi.errors import LayoutError, StrategyError
 from reshard_mpi.placement import Placement, Strategy
+from reshard_mpi.strategy import checks
 from reshard_mpi.strategy.checks import array, integer, integers, known_keys, table, text, wrong
-from reshard_mpi.strategy.limits import MAX_AXES, MAX_DIMENSIONS, MAX_LENGTH, MAX_RANKS
+from reshard_mpi.strategy.limits import MAX_AXES, MAX_DIMENSIONS, MAX_LENGTH, MAX_RANKS, MAX_SPEC_BYTES, MAX_STAGES
 from reshard_mpi.strategy.stages import located
 
-_MAX_BYTES = 1 << 20  # people write specs; a larger one is a slip
+# What the marks of TOML cost when it is parsed; a key's dots are looked at for each of its parts anew.
+_MARK_BYTES = {".": 700, "[": 700, "{": 700, "=": 600}
+_MAX_DOTS = 64
 
 Mesh = Mapping[str, int]
 
 
 def parse(data: str, where: str) -> Strategy:
     """Read a spec. Raises StrategyError or LayoutError, with `where` in it, for what it cannot mean."""
-    if len(data) > _MAX_BYTES:
-        raise StrategyError("the spec is too large", expected=f"at most {_MAX_BYTES} bytes", where=where)
+    if len(data) > MAX_SPEC_BYTES:
+        raise StrategyError("the spec is too large", expected=f"at most {MAX_SPEC_BYTES} bytes", where=where)
+    if any(line.count(".") > _MAX_DOTS for line in data.split("\n")):
+        raise StrategyError("a line of the spec has too many dots", expected=f"at most {_MAX_DOTS}", where=where)
+    checks.parsed_size(sum(cost * data.count(mark) for mark, cost in _MARK_BYTES.items()), 0, where)
     try:
         content = tomllib.loads(data)
     except (ValueError, RecursionError) as error:
@@ -37,14 +43,15 @@ def parse(data: str, where: str) -> Strategy:
         text(axis, "a mesh axis", where): integer(size, f"mesh axis {axis!r}", 1, MAX_RANKS, where)
         for axis, size in axes.items()
     }
-    stages = integer(content.get("stages", 1), "stages", 1, MAX_RANKS, where)
+    stages = integer(content.get("stages", 1), "stages", 1, MAX_STAGES, where)
     ranks = math.prod(mesh.values()) * stages
     if not 1 <= len(mesh) <= MAX_AXES or ranks > MAX_RANKS:
         raise wrong("mesh", f"1 to {MAX_AXES} axes and at most {MAX_RANKS} ranks in all", axes, where)
-    entries = array(content.get("parameter"), "[[parameter]]", where)
+    entries = checks.rules(content.get("parameter"), "[[parameter]]", where)
     if not entries:
         raise wrong("[[parameter]]", "one entry or more", entries, where)
     rules = tuple(_rule(entry, at, mesh, stages, where) for at, entry in enumerate(entries, 1))
+    checks.patterns((glob for glob, _ in rules), where)
     return Strategy(ranks, stages, {}, rules, where)
 
 

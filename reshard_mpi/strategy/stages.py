@@ -9,7 +9,7 @@ from itertools import accumulate
 
 from reshard_mpi.errors import LayoutError, StrategyError
 from reshard_mpi.placement import Placement, Shape, Strategy, ravel, unravel
-from reshard_mpi.strategy.limits import MAX_AXES, MAX_DIMENSIONS, MAX_EXPANDED_DIMENSIONS, MAX_RANKS
+from reshard_mpi.strategy.limits import MAX_AXES, MAX_DIMENSIONS, MAX_EXPANDED_DIMENSIONS, MAX_RANKS, MAX_STAGES
 from reshard_mpi.strategy.mindspore import RawLayout, StageFile, StrategyItem, place
 
 Layouts = Mapping[str, RawLayout]
@@ -110,6 +110,10 @@ def _gap(stages: list[int], where: str) -> StrategyError:
 def to_strategy(files: Iterable[StageFile], origin: str) -> Strategy:
     """Return what the strategy files of a checkpoint say together; `origin` names them in errors."""
     stages = by_stage(files, origin)
+    if len(stages) > MAX_STAGES:
+        raise StrategyError(
+            "the strategy has too many stages", expected=f"at most {MAX_STAGES}", got=str(len(stages)), where=origin
+        )
     placements: dict[tuple[object, ...], Placement] = {}
     # The stages that hold a parameter, by the placement they share.
     held: dict[str, dict[Placement, list[int]]] = {}

@@ -8,6 +8,7 @@ from typing import Any
 
 from reshard_mpi.errors import LayoutError, StrategyError
 from reshard_mpi.placement import Placement, Strategy
+from reshard_mpi.strategy import checks
 from reshard_mpi.strategy.checks import array, integer, integers, known_keys, table, text, wrong
 from reshard_mpi.strategy.limits import (
     MAX_AXES,
@@ -16,11 +17,14 @@ from reshard_mpi.strategy.limits import (
     MAX_FILE_BYTES,
     MAX_LENGTH,
     MAX_RANKS,
+    MAX_STAGES,
 )
 from reshard_mpi.strategy.mindspore import parse_json, place
 from reshard_mpi.strategy.stages import located
 
 VERSION = 1
+# Stages of all the different ways in which parameters are placed.
+_MAX_HELD = 1 << 22
 
 
 def dumps(strategy: Strategy) -> str:
@@ -57,16 +61,19 @@ def loads(data: str, where: str) -> Strategy:
         where,
     )
     world_size = integer(content.get("world_size"), "world_size", 1, MAX_RANKS, where)
-    stages = integer(content.get("stages"), "stages", 1, world_size, where)
+    stages = integer(content.get("stages"), "stages", 1, min(world_size, MAX_STAGES), where)
     if world_size % stages:
         raise wrong("stages", f"a divisor of {world_size} ranks", stages, where)
     listed = array(content.get("placements"), "placements", where)
     placements = tuple(_placement(values, stages, f"{where}, placement {at}") for at, values in enumerate(listed))
+    # Parameters of a checkpoint are placed in a few ways.
+    known: dict[tuple[int, ...], tuple[Placement, ...]] = {}
     parameters = {
-        text(name, "a parameter's name", where): _chosen(at, placements, place(where, name))
+        text(name, "a parameter's name", where): _chosen(at, placements, stages, known, place(where, name))
         for name, at in table(content.get("parameters"), "parameters", where).items()
     }
-    rules = tuple(_rule(rule, placements, where) for rule in array(content.get("rules"), "rules", where))
+    rules = tuple(_rule(rule, placements, where) for rule in checks.rules(content.get("rules"), "rules", where))
+    checks.patterns((glob for glob, _ in rules), where)
     return Strategy(world_size, stages, parameters, rules, where)
 
 
@@ -136,11 +143,23 @@ def _sizes(value: Any, dims: int, where: str) -> tuple[tuple[int, tuple[int, ...
     return tuple(made.items())
 
 
-def _chosen(value: Any, placements: tuple[Placement, ...], where: str) -> tuple[Placement, ...]:
-    chosen = tuple(placements[at] for at in integers(value, "placements", 0, len(placements) - 1, where))
-    at = [stage for placement in chosen for stage in placement.stages]
-    if not chosen or len(set(at)) != len(at):
-        raise wrong("placements of a parameter", "one or more, each for stages of its own", value, where)
+def _chosen(
+    value: Any,
+    placements: tuple[Placement, ...],
+    stages: int,
+    known: dict[tuple[int, ...], tuple[Placement, ...]],
+    where: str,
+) -> tuple[Placement, ...]:
+    numbers = integers(array(value, "placements", where, stages), "placements", 0, len(placements) - 1, where)
+    chosen = known.get(numbers)
+    if chosen is None:
+        chosen = tuple(placements[at] for at in numbers)
+        held = sum(len(placement.stages) for placement in chosen)
+        if held * (len(known) + 1) > _MAX_HELD:
+            raise wrong("placements of the parameters", "a few ways for many parameters", f"{len(known)} ways", where)
+        if not chosen or held > stages or len({at for placement in chosen for at in placement.stages}) != held:
+            raise wrong("placements of a parameter", "one or more, each for stages of its own", value, where)
+        known[numbers] = chosen
     return chosen
 
 

@@ -143,11 +143,17 @@ def test_too_many_values_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_too_much_text_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "MAX_TEXT_BYTES", 1000)
+    monkeypatch.setattr(files, "MAX_KEPT_BYTES", 6000)
     path = tmp_path / "shard.ckpt"
-    path.write_bytes(b"".join(ckpt_peer.value("n" * 90 + str(i), (), "Bool", b"\1") for i in range(12)))
-    with pytest.raises(ShardError, match="too much memory"):
-        ckpt.locate(str(path))
+    values = {
+        "names": (ckpt_peer.value("n" * 90 + str(i), (), "Bool", b"\1") for i in range(12)),
+        "pieces": (ckpt_peer.value("n" * 90, (12,), "Bool", b"\1") for _ in range(12)),
+        "strings": (ckpt_peer.value(str(i), (0,), "str", 400 * b"x\0\0\0") for i in range(8)),
+    }
+    for content in values.values():
+        path.write_bytes(b"".join(content))
+        with pytest.raises(ShardError, match="too much memory"):
+            ckpt.locate(str(path))
 
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ from reshard_mpi import strategy
 from reshard_mpi.errors import LayoutError, ReshardError, StrategyError
 from reshard_mpi.strategy.limits import MAX_FILE_BYTES
 from reshard_mpi.strategy.messages import messages
-from reshard_mpi.strategy.mindspore import RawLayout, decode_json, decode_protobuf, encode_protobuf
+from reshard_mpi.strategy.mindspore import RawLayout, decode_json, encode_protobuf
+from reshard_mpi.strategy.protobuf import decode_protobuf
 from reshard_mpi.strategy.stages import to_strategy
 
 GOOD = encode_protobuf(one_layout(RawLayout((2,), ((0,), (-1,)))))

@@ -10,7 +10,8 @@ import pytest
 
 from reshard_mpi import strategy
 from reshard_mpi.placement import Placement
-from reshard_mpi.strategy.mindspore import decode_protobuf, encode_protobuf
+from reshard_mpi.strategy.mindspore import encode_protobuf
+from reshard_mpi.strategy.protobuf import decode_protobuf
 from reshard_mpi.strategy.stages import to_strategy
 from reshard_mpi.strategy.table import dumps, loads
 

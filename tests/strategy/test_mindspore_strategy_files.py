@@ -18,10 +18,10 @@ from reshard_mpi.strategy.mindspore import (
     StageFile,
     StrategyItem,
     decode_json,
-    decode_protobuf,
     encode_json,
     encode_protobuf,
 )
+from reshard_mpi.strategy.protobuf import decode_protobuf
 from reshard_mpi.strategy.stages import to_layout, to_merged_file, to_placement, to_stage_files, to_strategy
 
 # current_stage 1; operator MatMul of stage 0, cut ((1, 2), (2, 1)); parameter w over [2], map [0, -1]. By hand.

@@ -18,10 +18,10 @@ from reshard_mpi.strategy.mindspore import (
     StageFile,
     StrategyItem,
     decode_json,
-    decode_protobuf,
     encode_json,
     encode_protobuf,
 )
+from reshard_mpi.strategy.protobuf import decode_protobuf
 from reshard_mpi.strategy.stages import to_strategy
 
 

@@ -39,16 +39,15 @@ def locate(path: str) -> Manifest:
                 )
             if first.type_name == STRING_TYPE:
                 strings[first.tag] = _string(reader, pieces)
-                text_bytes += 4 * len(strings[first.tag])
+                text_bytes += files.kept_bytes(strings[first.tag])
+                if text_bytes > files.MAX_KEPT_BYTES:
+                    raise reader.damage(
+                        "a shard's strings take too much memory",
+                        first.at,
+                        expected=f"{files.MAX_KEPT_BYTES} bytes at most",
+                    )
             else:
                 tensors[first.tag] = _tensor(reader, pieces)
-            text_bytes += len(first.tag)
-            if text_bytes > files.MAX_TEXT_BYTES:
-                raise reader.damage(
-                    "a shard's names and strings take too much memory",
-                    first.at,
-                    expected=f"{files.MAX_TEXT_BYTES} bytes at most",
-                )
     return Manifest(path, NAME, tensors, strings)
 
 

@@ -43,8 +43,7 @@ class Value(NamedTuple):
 
 def values(reader: Reader) -> Iterator[Value]:
     """Yield the Values of a checkpoint file in order. Raises ShardError at the first byte that belongs to none."""
-    at = 0
-    count = 0
+    at = count = kept_bytes = 0
     while at < reader.size_bytes:
         if reader.size_bytes - at == CRC_BYTES and reader.read(at, len(CRC_MARK)) == CRC_MARK:
             # Looked for only here, between Values, where no Value can begin with `c` (the key of a group): a payload
@@ -55,10 +54,8 @@ def values(reader: Reader) -> Iterator[Value]:
             raise reader.damage("a shard holds too many values", at, expected=f"{files.MAX_TENSORS} at most")
         value = usual_value(reader, at)
         if value is not None:
-            yield value
-            at = value.content.offset_bytes + value.content.length_bytes
-            continue
-        if reader.read(at, 1) != _VALUE_KEY:
+            end = value.content.offset_bytes + value.content.length_bytes
+        elif reader.read(at, 1) != _VALUE_KEY:
             raise reader.damage(
                 "a shard goes on with bytes that are no checkpoint" if at else "a shard is not a MindSpore checkpoint",
                 at,
@@ -66,9 +63,17 @@ def values(reader: Reader) -> Iterator[Value]:
                 got=f"byte 0x{reader.read(at, 1).hex()}, {reader.size_bytes - at} bytes before the end of the file",
                 remedy="save or copy it again",
             )
-        field = reader.field(at, reader.size_bytes)
-        yield _value(reader, field)
-        at = field.end
+        else:
+            field = reader.field(at, reader.size_bytes)
+            value, end = _value(reader, field), field.end
+        # Pieces count like tensors: each brings its own name.
+        kept_bytes += files.kept_bytes(value.tag, len(value.dims))
+        if kept_bytes > files.MAX_KEPT_BYTES:
+            raise reader.damage(
+                "a shard's names take too much memory", at, expected=f"{files.MAX_KEPT_BYTES} bytes at most"
+            )
+        yield value
+        at = end
 
 
 def usual_value(reader: Reader, at: int) -> Value | None:

@@ -17,6 +17,8 @@ _FIXED_BYTES = {FIXED64: 8, FIXED32: 4}
 # One read brings a header, and with it the small values that follow; larger ones would read payload for nothing.
 _WINDOW_BYTES = 4096
 _HEADER_BYTES = 320
+# Fields of messages that are not encoded as MindSpore does it; a value has ten. They are walked one by one.
+_MAX_FIELDS = 3 << 16
 
 
 class Field(NamedTuple):
@@ -43,6 +45,7 @@ class Reader:
         self._fd = fd
         self._base = 0
         self._window = b""
+        self._fields = 0
 
     def damage(self, problem: str, at: int, *, expected: str = "", got: str = "", remedy: str = "") -> ShardError:
         """Return the error that says `problem` was found at byte `at`."""
@@ -137,6 +140,9 @@ class Reader:
         at = start
         while at < end:
             field = self.field(at, end)
+            self._fields += 1
+            if self._fields > _MAX_FIELDS:
+                raise self.damage("a shard's structure has too many fields", at, expected=f"{_MAX_FIELDS} at most")
             yield field
             at = field.end
 

@@ -106,22 +106,22 @@ def _foreign(shard: Shard, walk: Walk, top: Node) -> Manifest:
     tensors: dict[str, TensorEntry] = {}
     strings: dict[str, str] = {}
     spans = _Spans(shard.path)
-    text_bytes = 0
+    kept_bytes = 0
     for node in walk.datasets(top):
         name = "/".join(node.path)
         where = _where(shard.path, node)
         if datasets.is_text(node.handle, where):
             strings[name] = datasets.read_text(node.handle, shard, where)
-            text_bytes += 4 * len(strings[name])
+            kept_bytes += files.kept_bytes(strings[name])
         else:
             stored, shape, source = datasets.content(node.handle, shard, node.route, where)
             tensors[name] = TensorEntry(name, BY_NAME[stored.name], shape, source)
             spans.add(tensors[name], node)
-        text_bytes += len(name)
-        if text_bytes > files.MAX_TEXT_BYTES:
+        kept_bytes += files.kept_bytes(name)
+        if kept_bytes > files.MAX_KEPT_BYTES:
             raise ShardError(
                 "a shard's names and strings take too much memory",
-                expected=f"{files.MAX_TEXT_BYTES} bytes at most",
+                expected=f"{files.MAX_KEPT_BYTES} bytes at most",
                 where=where,
             )
     spans.check()

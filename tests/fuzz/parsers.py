@@ -1,0 +1,109 @@
+"""Every parser of the package as a function of bytes, which raises where a hostile file would do harm.
+
+What a parser may do with any bytes at all: return something sound, or raise a ReshardError. Anything else that it
+raises, and whatever it returns that is not sound, is a defect.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+from reshard_mpi import formats, strategy
+from reshard_mpi.box import Box
+from reshard_mpi.errors import ReshardError
+from reshard_mpi.manifest import Decoded, Manifest
+from reshard_mpi.records import RunIdentity, TargetRecord, record_path, run_path
+from reshard_mpi.strategy import table
+
+CORPUS = Path(__file__).parent / "corpus"
+# Elements of what must be decoded that are looked at: enough for the files of a corpus.
+_MAX_DECODED = 1 << 12
+
+
+def shard(format_name: str, data: bytes) -> None:
+    """Locate a shard, and read what must be decoded."""
+    module = formats.by_name(format_name)
+    with _file(data, module.SUFFIXES[0]) as path, suppress(ReshardError):
+        manifest = module.locate(str(path))
+        _require_sound(manifest, len(data))
+        for entry in manifest.tensors.values():
+            if isinstance(entry.source, Decoded) and entry.size_bytes <= _MAX_DECODED:
+                with suppress(ReshardError):
+                    assert entry.source.read(Box.whole(entry.shape)).nbytes == entry.size_bytes
+
+
+def strategy_file(suffix: str, data: bytes) -> None:
+    """Load a strategy, and write it down as native shards do."""
+    with _file(data, suffix) as path, suppress(ReshardError):
+        found = strategy.load(str(path))
+        assert table.loads(table.dumps(found), "again") == found
+
+
+def placement_table(data: bytes) -> None:
+    """Read the table of a native shard as `source` does."""
+    with suppress(ReshardError):
+        found = table.loads(data.decode(errors="replace"), "a shard")
+        assert table.loads(table.dumps(found), "again") == found
+
+
+def records(data: bytes) -> None:
+    """Read the records that a run keeps in its target folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        for path in (run_path(Path(folder)), record_path(Path(folder), 0)):
+            path.write_bytes(data)
+        with suppress(ReshardError):
+            RunIdentity.recorded(Path(folder))
+        with suppress(ReshardError):
+            TargetRecord.read(Path(folder), 0)
+
+
+# A parser's corpus is the folder of its name.
+PARSERS: dict[str, Callable[[bytes], None]] = {
+    "ckpt": partial(shard, "ckpt"),
+    "hdf5_native": partial(shard, "hdf5"),
+    "hdf5_foreign": partial(shard, "hdf5"),
+    "strategy_protobuf": partial(strategy_file, ".ckpt"),
+    "strategy_json": partial(strategy_file, ".json"),
+    "strategy_toml": partial(strategy_file, ".toml"),
+    "placement_table": placement_table,
+    "records": records,
+}
+
+
+def corpus(parser: str) -> list[Path]:
+    """Return the files of a parser's corpus."""
+    return sorted(path for path in (CORPUS / parser).iterdir() if path.is_file())
+
+
+class _file:  # noqa: N801
+    """A temporary file; quicker than a temporary folder, which counts where it is made a million times."""
+
+    def __init__(self, data: bytes, suffix: str) -> None:
+        self._data = data
+        self._opened = tempfile.NamedTemporaryFile(suffix=suffix)  # noqa: SIM115
+
+    def __enter__(self) -> Path:
+        self._opened.write(self._data)
+        self._opened.flush()
+        return Path(self._opened.name)
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
+
+
+def _require_sound(manifest: Manifest, size_bytes: int) -> None:
+    """Assert that what is said to lie in a file can lie there."""
+    for name, entry in manifest.tensors.items():
+        assert entry.name == name and name
+        assert all(length >= 0 for length in entry.shape)
+        if isinstance(entry.source, Decoded):
+            assert len(entry.source.chunk) == len(entry.shape)
+            continue
+        assert sum(part.length_bytes for part in entry.source.ranges) == entry.size_bytes
+        for part in entry.source.ranges:
+            assert part.path == manifest.path
+            assert part.offset_bytes >= 0 and part.offset_bytes + part.length_bytes <= size_bytes

@@ -1,0 +1,171 @@
+"""Makes the sound files of the corpus, of every kind that a parser reads.
+
+To be run as `PYTHONPATH=tests/formats python tests/fuzz/seeds.py`.
+
+They are small, since fuzzing changes few bytes at a time. Beside them the corpus holds inputs that fuzzing has found.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import ckpt_peer
+import h5py
+import hdf5_peer
+import numpy as np
+import parsers
+
+from reshard_mpi.dtypes import BY_NAME
+from reshard_mpi.formats import ckpt, hdf5
+from reshard_mpi.manifest import ShardIdentity
+from reshard_mpi.planning.model import Beginning, Held, Moment
+from reshard_mpi.records import Evidence, RunIdentity, TargetRecord
+from reshard_mpi.strategy import mindspore, spec, stages, table
+from reshard_mpi.strategy.mindspore import RawLayout, StageFile, StrategyItem
+from reshard_mpi.testing import samples
+from reshard_mpi.testing.samples import Contents, SampleTensor
+
+NUMBERS = np.arange(24, dtype=np.float32).reshape(4, 6)
+TENSORS = [
+    SampleTensor.random("layer.weight", BY_NAME["bfloat16"], (3, 2)),
+    SampleTensor.random("layer/bias", BY_NAME["float32"], (4,)),
+    SampleTensor.random("step", BY_NAME["int64"], ()),
+    SampleTensor.random(".", BY_NAME["float8_e4m3fn"], (2,)),
+    SampleTensor.random("none", BY_NAME["float16"], (0, 3)),
+]
+CONTENTS = Contents.of(TENSORS, {"note": "a text"})
+LAYOUTS = {
+    "w": RawLayout((2, 2), ((1,), (0,)), tensor_shape=(4, 4)),
+    "b": RawLayout((2, 2), ((-1,),), -1, 1, tensor_shape=(4,)),
+    "u": RawLayout((4,), ((0,),), param_split_shape=(1, 2, 3, 4), indices_offset=(0, 1, 3, 6), tensor_shape=(10,)),
+}
+ITEMS = (StrategyItem("Default/MatMul-op0", 0, ((1, 2), (2, 1))),)
+SPECS = [
+    'mesh = { dp = 2, tp = 4 }\n[[parameter]]\nmatch = "*"\n',
+    "mesh = { dp = 2, tp = 4 }\nstages = 2\n[[parameter]]\nmatch = 'layers.*.qkv'\nsplit = { 1 = ['tp'] }\n"
+    "optimizer = ['dp']\nstage = [0, 1]\n[[parameter]]\nmatch = 'u'\nsplit = { 0 = ['dp'] }\nsizes = { 0 = [3, 9] }\n",
+]
+
+
+def ckpts(path: Path) -> Iterator[None]:
+    ckpt_peer.write(path, CONTENTS)
+    yield
+    ckpt_peer.write(path, CONTENTS, pieces=3)
+    yield
+    path.write_bytes(ckpt_peer.value("w", (2, 3), "Int8", bytes(6)) + b"crc_num" + bytes(10))
+    yield
+    path.unlink()
+    samples.write(ckpt, str(path), CONTENTS)
+    yield
+
+
+def native_shards(path: Path) -> Iterator[None]:
+    placements = table.dumps(stages.to_strategy([StageFile(LAYOUTS, ITEMS)], ""))
+    samples.write(hdf5, str(path), CONTENTS, ShardIdentity(1, 4, placements))
+    yield
+    # So many that the library no longer keeps the links of a group side by side.
+    many = [SampleTensor.random(f"layers.{at}.w", BY_NAME["float16"], (2,)) for at in range(11)]
+    path.unlink()
+    samples.write(hdf5, str(path), Contents.of(many))
+    yield
+    hdf5_peer.write(path, CONTENTS)
+    yield
+
+
+def foreign_shards(path: Path) -> Iterator[None]:
+    for libver in ("earliest", "v108", "latest"):
+        with h5py.File(path, "w", libver=libver) as file:
+            file.create_dataset("plain", data=NUMBERS)
+            file.create_dataset("a/swapped", data=NUMBERS.astype(">f4"))
+            file["a/again"] = h5py.SoftLink("swapped")
+            file["hard"] = file["plain"]
+        yield
+        with h5py.File(path, "w", libver=libver) as file:
+            file.create_dataset("chunked", data=NUMBERS, chunks=(2, 4), maxshape=(None, 6))
+            file.create_dataset("gzip", data=NUMBERS, chunks=(3, 3), compression="gzip", shuffle=True)
+        yield
+    with h5py.File(path, "w") as file:
+        file.create_dataset("lzf", data=NUMBERS, chunks=(4, 6), compression="lzf", fletcher32=True)
+        file.create_dataset("swapped", data=NUMBERS.astype(">f4"), chunks=(4, 3), compression="gzip")
+        file["text"] = "variable"
+        file["fixed"] = np.bytes_(b"abc")
+    yield
+    with h5py.File(path, "w", libver="latest", track_order=True, userblock_size=512) as file:
+        for at in range(12):
+            file[f"w{at}"] = np.int16(at)
+        file.attrs["note"] = "x" * 100
+    yield
+
+
+def protobufs(path: Path) -> Iterator[None]:
+    path.write_bytes(mindspore.encode_protobuf(StageFile(LAYOUTS, ITEMS)))
+    yield
+    nested = {"0-w": RawLayout((2, 2), ((1, 0), (-1,))), "1-w": RawLayout((4,), ((-1,), (0,)))}
+    items = (StrategyItem("a", 0), StrategyItem("b", 1))
+    path.write_bytes(mindspore.encode_protobuf(StageFile(nested, items)))
+    yield
+
+
+def jsons(path: Path) -> Iterator[None]:
+    path.write_bytes(mindspore.encode_json(StageFile(LAYOUTS, ITEMS)))
+    yield
+    nested = {"w": RawLayout((2, 2), ((1, 0), (-1,)), tensor_shape=(8, 4))}
+    path.write_bytes(mindspore.encode_json(StageFile(nested, ITEMS)))
+    yield
+
+
+def tomls(path: Path) -> Iterator[None]:
+    for text in SPECS:
+        path.write_text(text)
+        yield
+
+
+def tables(path: Path) -> Iterator[None]:
+    for strategy in (
+        stages.to_strategy([StageFile(LAYOUTS, ITEMS)], ""),
+        *(spec.parse(text, "") for text in SPECS),
+        stages.to_strategy([mindspore.decode_json((parsers.CORPUS / "strategy_json" / "seed-1").read_text(), "")], ""),
+    ):
+        path.write_text(table.dumps(strategy))
+        yield
+
+
+def records(path: Path) -> Iterator[None]:
+    identity = RunIdentity({"target_ranks": 1, "to": "ckpt", "source": "src", "prefix": "checkpoint_"})
+    path.write_text(identity.as_text())
+    yield
+    evidence = Evidence((0, 2), Held(0, "0" * 8, 0), (Moment("step", "3", "p"),), (Beginning("lr", "00", 1),))
+    path.write_text(TargetRecord(identity.digest, 0, "rank_0/checkpoint_0.ckpt", 77, evidence).as_text())
+    yield
+    path.write_text(json.dumps({"format": "reshard_mpi commit", "version": 1, "targets": [{"rank": 0}]}))
+    yield
+
+
+MAKERS = {
+    "ckpt": ckpts,
+    "hdf5_native": native_shards,
+    "hdf5_foreign": foreign_shards,
+    "strategy_protobuf": protobufs,
+    "strategy_json": jsons,
+    "strategy_toml": tomls,
+    "placement_table": tables,
+    "records": records,
+}
+
+
+def main() -> None:
+    """Write `seed-0`, `seed-1` ... into the corpus of every parser."""
+    for parser, make in MAKERS.items():
+        folder = parsers.CORPUS / parser
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory() as scratch:
+            path = Path(scratch, "file")
+            for at, _ in enumerate(make(path)):
+                (folder / f"seed-{at}").write_bytes(path.read_bytes())
+
+
+if __name__ == "__main__":
+    main()
