@@ -25,6 +25,7 @@ from reshard_mpi.planning.agreement import (
 )
 from reshard_mpi.planning.model import RankPlan
 from reshard_mpi.planning.summary import Plan, RankSummary
+from reshard_mpi.provenance import SourceFile, Sources
 from reshard_mpi.records import Evidence
 from reshard_mpi.report import Failure, Outcome, Progress, TargetReport
 from reshard_mpi.request import Request, Strategies
@@ -131,6 +132,7 @@ class _Planner:
         self._comm = comm
         self._opened: _Opened | None = None
         self._due: dict[int, Evidence] = {}
+        self._seen: dict[str, SourceFile] = {}
         self._plans: dict[int, RankPlan] = {}
         self._kept_copies = 0
         self._names: dict[str, tuple[int, int, tuple[str, ...]]] = {}
@@ -187,9 +189,10 @@ class _Planner:
             plan = run.conversion.plan(rank, checked=leads)
             limits = run.conversion.limits
             opened.governor.require_possible(plan.peak_bytes(limits), limits.base_bytes)
+            evidence = Evidence.of(plan, self._sources(run, plan))
         except _EXPECTED as error:
             return Outcome(failures=(Failure.here(rank, self._comm, as_reshard_error(error)),))
-        self._due[rank] = evidence = Evidence.of(plan)
+        self._due[rank] = evidence
         self._keep(plan)
         if not leads:
             return Outcome()
@@ -202,6 +205,12 @@ class _Planner:
             held=(evidence.held,),
             beginnings=plan.beginnings,
         )
+
+    def _sources(self, run: Run, plan: RankPlan) -> Sources:
+        """Look at the files that tensors of `plan` lie in; each is known by what it was at the first look."""
+        by_rank = run.conversion.source.files.by_rank
+        paths = [path for source_rank in plan.read_ranks for path in by_rank[source_rank]]
+        return Sources.look(self._request.source, paths, self._seen)
 
     def _commit(self, made: Outcome) -> tuple[str, ...]:
         run, journal, *_ = self._require_opened()

@@ -72,7 +72,11 @@ def test_it_says_what_was_made_of_what(tmp_path: Path, capsys: Capture, kind: st
         }
         for rank in range(2)
     ]
-    assert record(c).read_text().count("\n") == 3 + len(run_facts) + len(found["targets"]) + 3  # a line a target
+    assert found["sources"] == [
+        {"file": str(c.shard(rank).relative_to(c.src)), "size_bytes": c.shard(rank).stat().st_size} for rank in range(4)
+    ]
+    lines = 3 + len(run_facts) + len(found["sources"]) + 3 + len(found["targets"]) + 2
+    assert record(c).read_text().count("\n") == lines  # a line a file
 
 
 DIVISIONS: dict[str, list[list[str]]] = {
@@ -527,8 +531,8 @@ def test_ranks_of_one_job_that_complete_what_does_not_belong_together(
     tmp_path: Path, capsys: Capture, mpi: MPI
 ) -> None:
     c = four(tmp_path)
-    assert run(capsys, c, "--rank", "0")[0] == 0
-    for rank in range(4):
+    assert run(capsys, c, "--rank", "0", "--rank", "1")[0] == 0
+    for rank in (2, 3):  # which only the other targets are made from
         c.rewrite(rank, {"global_step": np.array(8, np.int32)})
     finished = run_command(mpirun_command(mpi, 2, [*COMMAND, *c.arguments("transform", "--resume")]))
     assert finished.returncode == 3 and finished.stderr.count("different moments") == 1, finished

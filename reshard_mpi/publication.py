@@ -1,0 +1,88 @@
+"""Files that take their names whole and for good: written beside, synced, renamed."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self
+
+_PARTIAL = ".partial"
+_TOKEN_BYTES = 6
+
+
+class Publication:
+    """A file that is written beside its final path and takes that name, synced, when `publish` is called.
+
+    Left without that, for whatever reason, it is removed. before: called with the whole file, before it takes its name.
+    then: called when it is in place.
+    """
+
+    def __init__(
+        self, path: Path, before: Callable[[Path], None] = lambda _: None, then: Callable[[], None] = lambda: None
+    ) -> None:
+        self.partial = partial_path(path, os.urandom(_TOKEN_BYTES).hex())
+        self._path = path
+        self._before = before
+        self._then = then
+        self._is_published = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self._is_published:
+            self.partial.unlink(missing_ok=True)
+
+    def publish(self, *, synced: bool = True) -> None:
+        """Put the file in place, whatever was there. synced: False where it need not outlive a loss of power."""
+        if synced:
+            sync(self.partial)
+        self._before(self.partial)
+        self.partial.replace(self._path)
+        self._is_published = True
+        if synced:
+            sync(self._path.parent)
+        self._then()
+
+
+def partial_path(path: Path, token: str = "0" * 2 * _TOKEN_BYTES) -> Path:
+    """Return where a file is written before it is published; token: what tells this writer's from others'."""
+    return path.with_name(f".{path.name}.{token}{_PARTIAL}")
+
+
+def publish_text(path: Path, text: str, *, synced: bool = True) -> None:
+    """Put a small file in place, whatever was there. synced: as for `Publication.publish`."""
+    with Publication(path) as publication:
+        publication.partial.write_text(text)
+        publication.publish(synced=synced)
+
+
+def remove_stale(path: Path) -> None:
+    """Remove what processes that died have left of `path`; nobody else may be writing it."""
+    for stale in path.parent.glob(f".{glob.escape(path.name)}.*{_PARTIAL}"):
+        stale.unlink(missing_ok=True)
+
+
+def remove_stale_records(state: Path) -> None:
+    """Remove what writers of records that died have left; nobody else may be writing targets."""
+    for stale in state.glob(f".rank_*.json.*{_PARTIAL}"):
+        stale.unlink(missing_ok=True)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those it lies in, so that they last as what is written there does."""
+    if not folder.is_dir():
+        make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        sync(folder.parent)
+
+
+def sync(path: Path) -> None:
+    """Have a file, or the names in a folder, on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
