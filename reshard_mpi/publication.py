@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Self
 
 _PARTIAL = ".partial"
 _TOKEN_BYTES = 6
+# What `st_blocks` counts in, whatever the blocks of the file system.
+_BLOCK_BYTES = 512
 
 
 class Publication:
@@ -61,14 +63,23 @@ def publish_text(path: Path, text: str, *, synced: bool = True) -> None:
 
 def remove_stale(path: Path) -> None:
     """Remove what processes that died have left of `path`; nobody else may be writing it."""
-    for stale in path.parent.glob(f".{glob.escape(path.name)}.*{_PARTIAL}"):
+    for stale in _stale(path):
         stale.unlink(missing_ok=True)
+
+
+def stale_bytes(path: Path) -> int:
+    """Return what `remove_stale` would make free."""
+    return sum(stale.stat().st_blocks for stale in _stale(path)) * _BLOCK_BYTES
 
 
 def remove_stale_records(state: Path) -> None:
     """Remove what writers of records that died have left; nobody else may be writing targets."""
     for stale in state.glob(f".rank_*.json.*{_PARTIAL}"):
         stale.unlink(missing_ok=True)
+
+
+def _stale(path: Path) -> Iterator[Path]:
+    return path.parent.glob(f".{glob.escape(path.name)}.*{_PARTIAL}")
 
 
 def make_folder(folder: Path) -> None:
