@@ -110,6 +110,9 @@ def _commit(folder: Path, identity: RunIdentity, records: Sequence[TargetRecord]
         raise
     remove_stale(path)
     remove_stale_records(folder / STATE)
+    for record in records:
+        if record.announced is not None:  # its writer died before it could say that the file is in place
+            publish_text(record_path(folder / STATE, record.rank), record._replace(announced=None).as_text())
     publish_text(path, _as_text(identity, records))
     return Committed(path, len(records), sum(record.size_bytes for record in records), notes)
 
