@@ -164,9 +164,7 @@ class Journal:
         with self._locked(target_rank), commit_lock(self._state, fcntl.LOCK_SH):
             withdraw(self.folder)
             make_folder(path.parent)
-            record = record_path(self._state, target_rank)
-            remove_stale(record)
-            record.unlink(missing_ok=True)
+            record_path(self._state, target_rank).unlink(missing_ok=True)
             remove_stale(path)
             announce = partial(self._announce, target_rank, path, evidence)
             with Publication(path, announce, partial(self._confirm, target_rank)) as publication:

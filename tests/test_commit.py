@@ -221,6 +221,27 @@ def test_commit_says_what_is_missing(tmp_path: Path, capsys: Capture, spoiled: s
     assert record(c).read_text() == text
 
 
+def test_a_target_that_was_about_to_be_replaced_is_not_committed(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    c = make(tmp_path)
+    assert run(capsys, c)[0] == 0
+    replace = Path.replace
+
+    def refuse(file: Path, path: Path) -> Path:
+        if path == c.written(1):
+            raise OSError(5, "Input/output error")
+        return replace(file, path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", refuse)
+        assert run(capsys, c, "--overwrite")[0] == 4
+    said = command_line(capsys, "commit", str(c.dst))
+    assert said.code == 4 and "target rank 1 was about to be put in the place of rank_1/" in said.err, said
+    assert not record(c).exists()
+    assert run(capsys, c, "--resume")[0] == 0 and record(c).exists()
+
+
 def test_missing_ranks_are_said_as_sbatch_takes_them(tmp_path: Path, capsys: Capture) -> None:
     c = make(tmp_path)
     target = side(8, {"w": RawLayout((8,), (0, -1)), "b": RawLayout((8,), (0,))})

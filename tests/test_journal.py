@@ -19,6 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reshard_mpi import journal as journals
 from reshard_mpi.errors import TargetError
 from reshard_mpi.journal import Journal, Unrecorded
 from reshard_mpi.planning.model import Beginning, Held, Moment
@@ -411,6 +412,20 @@ def test_what_died_while_it_named_the_run_is_cleared(tmp_path: Path, overwrite: 
     journal(tmp_path, overwrite=overwrite).begin()
     assert not stale.exists()
     assert (tmp_path / ".reshard_mpi" / "run.json").stat().st_ino == before.st_ino  # nothing to write
+
+
+def test_one_at_a_time_names_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or one would clear what another is just writing, and two could each name it."""
+    looked: list[Path] = []
+
+    def look(path: Path) -> None:
+        looked.append(path)
+        with (tmp_path / ".reshard_mpi" / "run.lock").open() as other, pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    monkeypatch.setattr(journals, "remove_stale", look)
+    journal(tmp_path).begin()
+    assert looked == [tmp_path / ".reshard_mpi" / "run.json"]
 
 
 # Locks
