@@ -15,7 +15,7 @@ from oracle import RawLayout
 from processes import run_command
 
 import reshard_mpi
-from reshard_mpi import preflight
+from reshard_mpi import preflight, runtime
 from reshard_mpi.preflight import Room, Tally, require_room
 
 Capture = pytest.CaptureFixture[str]
@@ -160,7 +160,7 @@ def test_blocks_that_may_be_shared_need_no_room(
 ) -> None:
     c = make(tmp_path, kind)
     say_free(monkeypatch, 0)
-    monkeypatch.setattr(reshard_mpi.runtime, "may_share", lambda source, target: shares)
+    monkeypatch.setattr(runtime, "may_share", lambda source, target: shares)
     assert command_line(capsys, *c.arguments()).code == code
 
 
