@@ -17,18 +17,22 @@ from typing import NamedTuple
 
 from reshard_mpi import formats
 from reshard_mpi.errors import CoverageError, DamageError, DisagreementError, ReshardError, TargetError, TransformError
-from reshard_mpi.journal import commit_lock, publish_text, remove_stale, withdraw
+from reshard_mpi.journal import commit_lock, withdraw
+from reshard_mpi.ordering import natural_key
 from reshard_mpi.planning.agreement import (
     differing_beginnings,
     differing_stages,
     require_one_moment,
     require_same_names,
 )
+from reshard_mpi.provenance import require_same_sources
+from reshard_mpi.publication import publish_text, remove_stale, remove_stale_records
 from reshard_mpi.records import COMMIT_RECORD, STATE, RunIdentity, TargetRecord, read_json, record_path, run_path
 
 # To commit takes moments: somebody who is longer in the way is stopped, or one of many who write all the time.
 _WAIT_SECONDS = 10.0
 _NAP_SECONDS = 0.05
+_ANEW = "make the targets anew from them with --overwrite"
 
 
 class Committed(NamedTuple):
@@ -106,6 +110,10 @@ def _commit(folder: Path, identity: RunIdentity, records: Sequence[TargetRecord]
         withdraw(folder)
         raise
     remove_stale(path)
+    remove_stale_records(folder / STATE)
+    for record in records:
+        if record.announced is not None:  # its writer died before it could say that the file is in place
+            publish_text(record_path(folder / STATE, record.rank), record._replace(announced=None).as_text())
     publish_text(path, _as_text(identity, records, sums))
     return Committed(path, len(records), sum(record.size_bytes for record in records), notes)
 
@@ -140,8 +148,9 @@ def _compare(
     try:
         require_one_moment(moment for record in records for moment in record.evidence.moments)
     except DisagreementError as error:
-        error.remedy += ", and make the targets anew from them with --overwrite"
+        error.remedy += f", and {_ANEW}"
         raise
+    require_same_sources({record.rank: record.evidence.sources for record in records}, _ANEW)
     for stage in differing_stages(record.evidence.held for record in records):
         mine = [record for record in records if record.evidence.held.stage == stage]
         differing = list({record.evidence.held.digest: record for record in reversed(mine)}.values())
@@ -153,7 +162,7 @@ def _compare(
             expected="all ranks of a stage alike",
             got=f"differences between target ranks {_ranges(names)}",
             where=str(folder),
-            remedy="make them anew with --overwrite",
+            remedy=_ANEW,
         )
     return tuple(differing_beginnings((start for record in records for start in record.evidence.beginnings), told))
 
@@ -215,19 +224,24 @@ def _look(folder: Path, identity: RunIdentity, target_rank: int) -> TargetRecord
     if record.digest != identity.digest:
         return "is of another run"
     try:
-        size_bytes = (folder / record.file).stat().st_size
+        status = (folder / record.file).stat()
     except (FileNotFoundError, NotADirectoryError):
         return f"has lost its file {record.file}"
-    if size_bytes != record.size_bytes:
-        return f"has {size_bytes} bytes in {record.file}, not the {record.size_bytes} that were written"
-    return record
+    if status.st_size != record.size_bytes:
+        return f"has {status.st_size} bytes in {record.file}, not the {record.size_bytes} that were written"
+    return record if record.is_about(status) else f"was about to be put in the place of {record.file}"
 
 
 def _as_text(identity: RunIdentity, records: Sequence[TargetRecord], sums: Mapping[str, int]) -> str:
-    """Return the commit record: nothing in it depends on who made which target, or when. A line a target."""
+    """Return the commit record: nothing in it depends on who made which target, or when.
+
+    A line a target, and one for each file of the source that they were made from.
+    """
     head = {"format": "reshard_mpi commit", "version": 1, "digest": identity.digest, **identity.facts}
     if sums:
         head["sums"] = {name: f"{sums[name]:08x}" for name in sorted(sums)}
+    files = {file.path: file.size_bytes for record in records for file in record.evidence.sources.files}
+    sources = (json.dumps({"file": path, "size_bytes": files[path]}) for path in sorted(files, key=natural_key))
     targets = (
         json.dumps(
             {
@@ -239,7 +253,11 @@ def _as_text(identity: RunIdentity, records: Sequence[TargetRecord], sums: Mappi
         )
         for record in records
     )
-    return json.dumps(head, indent=1).removesuffix("\n}") + ',\n "targets": [\n  ' + ",\n  ".join(targets) + "\n ]\n}\n"
+    lists = (
+        f' "{name}": [\n  ' + ",\n  ".join(lines) + "\n ]"
+        for name, lines in (("sources", sources), ("targets", targets))
+    )
+    return ",\n".join([json.dumps(head, indent=1).removesuffix("\n}"), *lists]) + "\n}\n"
 
 
 def _ranges(ranks: Collection[int]) -> str:

@@ -81,6 +81,13 @@ def shards_from_map(files: Mapping[int, str | os.PathLike[str]]) -> ShardFiles:
     return ShardFiles(folder, name, {rank: (str(path),) for rank, path in sorted(paths.items())})
 
 
+def strangers(path: Path) -> list[Path]:
+    """Return other shards in the folder of the shard `path`."""
+    if not path.parent.is_dir():
+        return []
+    return [entry for entry in _shards_in(path.parent, None) if entry.name != path.name]
+
+
 def _rank_folders(at: Path) -> dict[int, Path]:
     folders: dict[int, Path] = {}
     for entry in sorted(at.iterdir()):

@@ -3,20 +3,25 @@
 Under the target folder, `.reshard_mpi/run.json` names the run that fills it, `rank_<r>.lock` is locked while target r
 is written (the kernel drops it when the writer dies) and `rank_<r>.json` records that target r is complete. All who
 write share `commit.lock`, and who commits has it alone, so that no commit record is made of what is just changing.
+
+A record is written twice. The first one is there before the target takes its name and says which file that will be
+(`TargetRecord.announced`), so that a target that was finished is known by it though its writer died in that instant.
+The second says the same of whatever is in place, for folders that are copied and file systems that number files anew.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import glob
 import os
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Self, TextIO
+from typing import TextIO
 
 from reshard_mpi.errors import TargetError
+from reshard_mpi.publication import Publication, make_folder, partial_path, publish_text, remove_stale, sync
 from reshard_mpi.records import (
     COMMIT_RECORD,
     STATE,
@@ -29,49 +34,9 @@ from reshard_mpi.records import (
     run_path,
 )
 
-_PARTIAL = ".partial"
-
-
-class Publication:
-    """A file that is written beside its final path and takes that name, synced, when `publish` is called.
-
-    Left without that, for whatever reason, it is removed. then: called when the file is in place, with the sums that
-    were given.
-    """
-
-    def __init__(self, path: Path, then: Callable[[Sequence[TensorSum]], None] = lambda sums: None) -> None:
-        self.partial = path.with_name(f".{path.name}.{os.urandom(6).hex()}{_PARTIAL}")
-        self._path = path
-        self._then = then
-        self._is_published = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if not self._is_published:
-            self.partial.unlink(missing_ok=True)
-
-    def publish(self, sums: Sequence[TensorSum] = ()) -> None:
-        """Put the file in place, whatever was there. sums: of what it holds, if they are known."""
-        sync(self.partial)
-        self.partial.replace(self._path)
-        self._is_published = True
-        sync(self._path.parent)
-        self._then(sums)
-
-
-def publish_text(path: Path, text: str) -> None:
-    """Put a small file in place, whatever was there."""
-    with Publication(path) as publication:
-        publication.partial.write_text(text)
-        publication.publish()
-
-
-def remove_stale(path: Path) -> None:
-    """Remove what processes that died have left of `path`; nobody else may be writing it."""
-    for stale in path.parent.glob(f".{glob.escape(path.name)}.*{_PARTIAL}"):
-        stale.unlink(missing_ok=True)
+# Between attempts to take a lock that others have for an instant, to see whether it is held.
+_NAP_SECONDS = 0.002
+_CHANGED = "restore what was there, or make all targets anew from what is there now (--overwrite)"
 
 
 def withdraw(folder: Path) -> None:
@@ -116,14 +81,18 @@ class Unrecorded:
     @contextlib.contextmanager
     def writing(self, target_rank: int, path: Path, evidence: Evidence | None = None) -> Iterator[Publication]:
         """Yield what to write the target to and to publish it with; without that it is removed."""
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         folder = path.parent.parent
         record = TargetRecord.read(folder / STATE, target_rank)
         if record is not None and folder / record.file == path:
             withdraw(folder)
             record_path(folder / STATE, target_rank).unlink(missing_ok=True)
-        with Publication(path) as publication:
+        with Publication(path, lambda *_: _require_unchanged(target_rank, evidence)) as publication:
             yield publication
+
+    def paths(self, target_rank: int, path: Path) -> tuple[Path, ...]:
+        """Return the longest paths that are made for a target."""
+        return (partial_path(path),)
 
 
 class Journal:
@@ -153,35 +122,38 @@ class Journal:
         """Tell whether the target is complete and to be skipped (--resume).
 
         Raises TargetError if its file is there and neither --resume nor --overwrite says what to do with it, or a live
-        process is writing it.
+        process is writing it; DisagreementError if it is to be skipped, but was made from sources that have changed.
         """
         self._refuse_locked(target_rank)
         if self._overwrite or not path.exists():
             return False
         record = self._record(target_rank)
-        size_bytes = path.stat().st_size
-        complete = record is not None and record.size_bytes == size_bytes
+        status = path.stat()
+        complete = record is not None and record.is_about(status)
         if self._resume:
+            if complete and record is not None:
+                problem = f"target rank {target_rank} was made from sources that have changed since"
+                record.evidence.sources.require_unchanged(problem, _CHANGED)
             return complete
+        origin = "complete by the record of this run" if complete else "of another origin"
         raise TargetError(
             f"target rank {target_rank} is there already",
             expected="no file of that name",
-            got=f"{size_bytes} bytes, " + ("complete by the record of this run" if complete else "of another origin"),
+            got=f"{status.st_size} bytes, {origin}",
             where=str(path),
             remedy="--resume skips what is complete, --overwrite replaces it",
         )
 
     def begin(self) -> None:
         """Create the folder and say which run fills it; joins the run if another process has begun it."""
-        self._state.mkdir(parents=True, exist_ok=True)
-        run, text = run_path(self._state), self.identity.as_text()
-        if self._overwrite:
-            publish_text(run, text)
-        else:  # a link, unlike a rename, fails if another process was first
-            with Publication(run) as publication:
-                publication.partial.write_text(text)
-                with contextlib.suppress(FileExistsError):
-                    os.link(publication.partial, run)
+        make_folder(self._state)
+        run = run_path(self._state)
+        with (self._state / "run.lock").open("w") as stream:
+            fcntl.flock(stream, fcntl.LOCK_EX)
+            remove_stale(run)
+            there = read_json(run)
+            if there is None or (self._overwrite and there.get("digest") != self.identity.digest):
+                publish_text(run, self.identity.as_text())
         self.check()
 
     @contextlib.contextmanager
@@ -192,18 +164,34 @@ class Journal:
         """
         with self._locked(target_rank), commit_lock(self._state, fcntl.LOCK_SH):
             withdraw(self.folder)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            remove_stale(path)
+            make_folder(path.parent)
             record = record_path(self._state, target_rank)
             record.unlink(missing_ok=True)
             remove_stale(record)
-            with Publication(path, partial(self._record_complete, target_rank, path, evidence)) as publication:
+            remove_stale(path)
+            announce = partial(self._announce, target_rank, path, evidence)
+            with Publication(path, announce, partial(self._confirm, target_rank)) as publication:
                 yield publication
 
-    def _record_complete(self, target_rank: int, path: Path, evidence: Evidence, sums: Sequence[TensorSum]) -> None:
-        file = path.relative_to(self.folder).as_posix()
-        record = TargetRecord(self.identity.digest, target_rank, file, path.stat().st_size, evidence, tuple(sums))
-        publish_text(record_path(self._state, target_rank), record.as_text())
+    def paths(self, target_rank: int, path: Path) -> tuple[Path, ...]:
+        """Return the longest paths that are made for a target."""
+        return partial_path(path), partial_path(record_path(self._state, target_rank))
+
+    def _announce(
+        self, target_rank: int, path: Path, evidence: Evidence, whole: Path, sums: Sequence[TensorSum]
+    ) -> None:
+        """Record that the target is complete from the instant on in which `whole` takes its name."""
+        _require_unchanged(target_rank, evidence)
+        file, status = path.relative_to(self.folder).as_posix(), whole.stat()
+        announced = (status.st_ino, status.st_mtime_ns)
+        size_bytes = status.st_size
+        record = TargetRecord(self.identity.digest, target_rank, file, size_bytes, evidence, tuple(sums), announced)
+        publish_text(record_path(self._state, target_rank), record.as_text(), synced=False)  # the next one is
+
+    def _confirm(self, target_rank: int) -> None:
+        record = self._record(target_rank)
+        if record is not None:
+            publish_text(record_path(self._state, target_rank), record._replace(announced=None).as_text())
 
     @contextlib.contextmanager
     def _locked(self, target_rank: int) -> Iterator[None]:
@@ -222,16 +210,19 @@ class Journal:
         return self._state / f"rank_{target_rank}.lock"
 
     def _take(self, stream: TextIO, kind: int, target_rank: int) -> None:
-        try:
-            fcntl.flock(stream, kind | fcntl.LOCK_NB)
-        except BlockingIOError:
+        """Take the lock that who writes a target has alone, and who looks for a writer shares for an instant."""
+        while not _try_lock(stream, kind):
+            if _try_lock(stream, fcntl.LOCK_SH):  # only others that look, as this process now does, are in the way
+                fcntl.flock(stream, fcntl.LOCK_UN)
+                time.sleep(_NAP_SECONDS * os.urandom(1)[0] / 256)  # not all at once again
+                continue
             raise TargetError(
                 f"target rank {target_rank} is being written by another process",
                 expected="one process for each target",
                 got=f"a lock on {stream.name}",
                 where=str(self.folder),
                 remedy="wait for it, or give the processes different targets",
-            ) from None
+            )
 
     def _record(self, target_rank: int) -> TargetRecord | None:
         record = TargetRecord.read(self._state, target_rank)
@@ -261,10 +252,15 @@ def _require_writable(folder: Path) -> None:
         )
 
 
-def sync(path: Path) -> None:
-    """Have all of a file, or the names in a folder, written to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+def _require_unchanged(target_rank: int, evidence: Evidence | None) -> None:
+    if evidence is not None:
+        problem = f"sources of target rank {target_rank} were changed while it was written"
+        evidence.sources.require_unchanged(problem, "make sure that nothing writes to the source, and run again")
+
+
+def _try_lock(stream: TextIO, kind: int) -> bool:
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        fcntl.flock(stream, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from reshard_mpi.planning.model import Beginning, Held, Moment, RankPlan
+from reshard_mpi.provenance import Sources
 
 STATE = ".reshard_mpi"
 COMMIT_RECORD = "reshard.json"
@@ -52,17 +54,19 @@ class RunIdentity(NamedTuple):
 class Evidence(NamedTuple):
     """What one target was made from, to be compared with what other processes made other targets from.
 
-    read_ranks: the source ranks its tensors come from. The rest is as its plan has it.
+    read_ranks: the source ranks its tensors come from. sources: the files of these, as they were when it was planned.
+    The rest is as its plan has it.
     """
 
     read_ranks: tuple[int, ...]
     held: Held
     moments: tuple[Moment, ...]
     beginnings: tuple[Beginning, ...]
+    sources: Sources = Sources()
 
     @classmethod
-    def of(cls, plan: RankPlan) -> Evidence:
-        return cls(plan.read_ranks, plan.held, plan.moments, plan.beginnings)
+    def of(cls, plan: RankPlan, sources: Sources) -> Evidence:
+        return cls(plan.read_ranks, plan.held, plan.moments, plan.beginnings, sources)
 
 
 class TensorSum(NamedTuple):
@@ -80,6 +84,8 @@ class TargetRecord(NamedTuple):
     """That a target is complete. digest: of the run that made it. file: its path in the target folder.
 
     sums: of its tensors, in file order; none if it was not verified.
+    announced: the inode and time of modification of that file, in a record that is written just before the file takes
+    its name. So it is true from that instant on, and not before, whenever the writer dies. None: the file is in place.
     """
 
     digest: str
@@ -88,6 +94,13 @@ class TargetRecord(NamedTuple):
     size_bytes: int
     evidence: Evidence
     sums: tuple[TensorSum, ...] = ()
+    announced: tuple[int, int] | None = None
+
+    def is_about(self, status: os.stat_result) -> bool:
+        """Tell whether what lies in the place of the target is what was written there. Else it is not complete."""
+        if status.st_size != self.size_bytes:
+            return False
+        return self.announced is None or self.announced == (status.st_ino, status.st_mtime_ns)
 
     def as_text(self) -> str:
         """Return what `rank_<r>.json` holds."""
@@ -102,13 +115,17 @@ class TargetRecord(NamedTuple):
             "moments": [moment._asdict() for moment in evidence.moments],
             "beginnings": [beginning._asdict() for beginning in evidence.beginnings],
             "sums": [(*part[:-1], f"{part.value:08x}") for part in self.sums],
+            "sources": evidence.sources.as_json(),
         }
+        if self.announced is not None:
+            facts["announced"] = self.announced
         return json.dumps(facts)
 
     @classmethod
     def read(cls, state: Path, target_rank: int) -> TargetRecord | None:
         """Return the record of a target; None where there is none, or it is damaged."""
         facts = read_json(record_path(state, target_rank)) or {}
+        announced = facts.get("announced")
         try:
             record = cls(
                 str(facts["digest"]),
@@ -120,13 +137,15 @@ class TargetRecord(NamedTuple):
                     Held(**facts["held"]),
                     tuple(Moment(**moment) for moment in facts["moments"]),
                     tuple(Beginning(**beginning) for beginning in facts["beginnings"]),
+                    Sources.of(facts["sources"]),
                 ),
                 tuple(
                     TensorSum(str(name), str(dtype), tuple(whole), tuple(start), tuple(shape), int(value, 16))
                     for name, dtype, whole, start, shape, value in facts["sums"]
                 ),
+                None if announced is None else (int(announced[0]), int(announced[1])),
             )
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, IndexError, TypeError, ValueError):
             return None
         path = PurePosixPath(record.file)
         outside = path.is_absolute() or ".." in path.parts

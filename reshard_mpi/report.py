@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # this module is loaded before the engine is, to tell of it
     from reshard_mpi.comm import Comm
     from reshard_mpi.manifest import Manifest
     from reshard_mpi.planning.model import Beginning, Held, Moment
+    from reshard_mpi.preflight import Room
     from reshard_mpi.records import TensorSum
 
 # Often enough to see that it lives, seldom enough to cost nothing.
@@ -139,7 +140,7 @@ class Outcome(NamedTuple):
     """What one process did, or all of them together.
 
     reserved, filled, verified: only passed between the processes that fill a target together. processes: how many
-    there were.
+    there were. rooms: what each needs on file systems, only passed between them before anything is written.
     """
 
     targets: tuple[TargetReport, ...] = ()
@@ -154,6 +155,7 @@ class Outcome(NamedTuple):
     verified: tuple[Verified, ...] = ()
     checked: tuple[Checked, ...] = ()
     processes: int = 0
+    rooms: tuple[Room, ...] = ()
 
     def joined(self, others: list[Outcome]) -> Outcome:
         """Return this outcome and the `others` as one, targets in the order of their ranks."""

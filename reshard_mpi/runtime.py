@@ -8,12 +8,14 @@ so the outcome is the same on every process.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from reshard_mpi import formats
 from reshard_mpi.comm import Comm
 from reshard_mpi.commit import commit_if_complete
+from reshard_mpi.discovery import strangers
 from reshard_mpi.division import Work, divide
 from reshard_mpi.errors import CoverageError, DisagreementError, ReshardError, TransformError, as_reshard_error
 from reshard_mpi.governor.admission import Governor, open_governor
@@ -26,6 +28,8 @@ from reshard_mpi.planning.agreement import (
 )
 from reshard_mpi.planning.model import RankPlan
 from reshard_mpi.planning.summary import Plan, RankSummary
+from reshard_mpi.preflight import Room, Tally, may_share, require_room, require_short_names
+from reshard_mpi.provenance import SourceFile, Sources
 from reshard_mpi.records import Evidence
 from reshard_mpi.report import Failure, Outcome, Progress, TargetReport
 from reshard_mpi.request import Request, Strategies
@@ -38,6 +42,8 @@ T = TypeVar("T")
 # the memory would.
 _MAX_KEPT_PLANS = 4
 _MAX_KEPT_COPIES = 20_000
+# The format that aligns tensors so that file systems can share their blocks.
+_SHARING = "hdf5"
 # What is told to all processes and refuses the run; anything else is a bug, and ends it.
 _EXPECTED = (ReshardError, OSError, MemoryError)
 
@@ -84,6 +90,7 @@ def _plan_together(planner: _Planner, comm: Comm) -> Outcome:
     """
     outcomes = comm.allgather(planner.plan(), "planned")
     _refuse(outcomes, comm)
+    require_room(outcome.rooms for outcome in outcomes)
     for stage in differing_stages(held for outcome in outcomes for held in outcome.held):
         names = _gather(comm, planner.names(stage), "named parameters")
         require_same_names({rank: held for share in names for rank, held in share.items()}, planner.source)
@@ -135,6 +142,8 @@ class _Planner:
         self._comm = comm
         self._opened: _Opened | None = None
         self._due: dict[int, Evidence] = {}
+        self._seen: dict[str, SourceFile] = {}
+        self._tally = Tally()
         self._plans: dict[int, RankPlan] = {}
         self._kept_copies = 0
         self._names: dict[str, tuple[int, int, tuple[str, ...]]] = {}
@@ -144,6 +153,8 @@ class _Planner:
         try:
             run = Run.open(self._request, self._strategies)
             journal = run.journal()
+            for rank in run.targets[-1:]:  # whose number is the longest
+                require_short_names(journal.paths(rank, run.path(rank)))
             journal.check()
             works = divide(run.conversion.target_weights(run.targets), self._comm.hosts)
             governor = open_governor(self._request.allowance, os.environ)
@@ -153,8 +164,13 @@ class _Planner:
         work = works[self._comm.rank]
         outcomes = [self._plan_target(self._opened, rank, leads=True) for rank in work.leads]
         outcomes += [self._plan_target(self._opened, rank, leads=False) for rank in work.helps]
-        self.outcome = Outcome(notes=(*run.conversion.source.files.notes, *governor.notes)).joined(outcomes)
-        return self.outcome
+        try:
+            rooms, strange = self._rooms(run), tuple(self._strangers(run, work.leads))
+        except _EXPECTED as error:
+            return Outcome(failures=(Failure.here(None, self._comm, as_reshard_error(error)),))
+        notes = (*run.conversion.source.files.notes, *governor.notes, *strange)
+        self.outcome = Outcome(notes=notes).joined(outcomes)
+        return self.outcome._replace(rooms=rooms)
 
     def sources(self) -> tuple[str, ...]:
         """Return the source files that this process's targets are taken from."""
@@ -207,9 +223,12 @@ class _Planner:
             plan = run.conversion.plan(rank, checked=leads)
             limits = run.conversion.limits
             opened.governor.require_possible(plan.peak_bytes(limits), limits.base_bytes)
+            evidence = Evidence.of(plan, self._sources(run, plan))
+            if leads:
+                self._tally.add(path, plan.written_bytes)
         except _EXPECTED as error:
             return Outcome(failures=(Failure.here(rank, self._comm, as_reshard_error(error)),))
-        self._due[rank] = evidence = Evidence.of(plan)
+        self._due[rank] = evidence
         self._keep(plan)
         if not leads:
             return Outcome()
@@ -222,6 +241,29 @@ class _Planner:
             held=(evidence.held,),
             beginnings=plan.beginnings,
         )
+
+    def _sources(self, run: Run, plan: RankPlan) -> Sources:
+        """Look at the files that tensors of `plan` lie in; each is known by what it was at the first look."""
+        by_rank = run.conversion.source.files.by_rank
+        paths = [path for source_rank in plan.read_ranks for path in by_rank[source_rank]]
+        return Sources.look(self._request.source, paths, self._seen)
+
+    def _rooms(self, run: Run) -> tuple[Room, ...]:
+        """Return the room that this process needs; none where file systems may share blocks, which takes no room."""
+        rooms = self._tally.rooms()
+        if any(room.needed_bytes * self._comm.size > room.free_bytes for room in rooms):
+            files = run.conversion.source.files
+            first = next(iter(files.by_rank.values()))[0]
+            if files.format == run.format == _SHARING and may_share(Path(first), run.path(run.targets[0])):
+                return ()
+        return rooms
+
+    def _strangers(self, run: Run, ranks: Sequence[int]) -> Iterator[str]:
+        """Yield a note on shards beside those this process makes: an earlier run with another prefix left them."""
+        found = [file for rank in ranks for file in strangers(run.path(rank))]
+        if found:
+            more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+            yield f"{found[0]}{more} will lie beside the new targets: a shard of another run, which is left as it is"
 
     def _commit(self, made: Outcome) -> tuple[str, ...]:
         run, journal, *_ = self._require_opened()

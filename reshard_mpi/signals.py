@@ -5,9 +5,10 @@ from __future__ import annotations
 import signal
 import sys
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from sys import UnraisableHookArgs
 
 INTERRUPTED = 128 + signal.SIGINT
@@ -19,11 +20,37 @@ _AGAIN_SECONDS = 0.001
 def exit_when_terminated() -> None:
     """From now on SIGTERM raises SystemExit in the main thread; neither it nor an interrupt gets lost."""
     signal.signal(signal.SIGTERM, _terminate)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # it is ignored in the background of a shell
+        signal.signal(signal.SIGINT, _interrupt)
     sys.unraisablehook = _raise_again
 
 
-def _terminate(signum: int, frame: FrameType | None) -> NoReturn:
-    sys.exit(TERMINATED)
+def _terminate(signum: int, frame: FrameType | None) -> None:
+    if _is_importing(frame):
+        _handle_again(_terminate)
+    else:
+        sys.exit(TERMINATED)
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    if _is_importing(frame):
+        _handle_again(_interrupt)
+    else:
+        raise KeyboardInterrupt
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    """Tell whether a module is being loaded: some libraries make of what is raised then an error of their own."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _handle_again(handler: Callable[[int, FrameType | None], None]) -> None:
+    signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, _AGAIN_SECONDS)
 
 
 def _raise_again(unraisable: UnraisableHookArgs) -> None:
@@ -31,6 +58,4 @@ def _raise_again(unraisable: UnraisableHookArgs) -> None:
     if not issubclass(unraisable.exc_type, SystemExit | KeyboardInterrupt):
         sys.__unraisablehook__(unraisable)
         return
-    lost = signal.SIGINT if issubclass(unraisable.exc_type, KeyboardInterrupt) else signal.SIGTERM
-    signal.signal(signal.SIGALRM, signal.getsignal(lost))
-    signal.setitimer(signal.ITIMER_REAL, _AGAIN_SECONDS)
+    _handle_again(_interrupt if issubclass(unraisable.exc_type, KeyboardInterrupt) else _terminate)

@@ -15,9 +15,10 @@ from reshard_mpi.engine.files import OnBytes
 from reshard_mpi.engine.transfer import Span, write_shard
 from reshard_mpi.errors import ReshardError, TransformError, as_reshard_error
 from reshard_mpi.governor.admission import Governor
-from reshard_mpi.journal import Journal, Publication, Unrecorded
+from reshard_mpi.journal import Journal, Unrecorded
 from reshard_mpi.manifest import Manifest
 from reshard_mpi.planning.model import Limits, RankPlan
+from reshard_mpi.publication import Publication
 from reshard_mpi.records import Evidence, TensorSum
 from reshard_mpi.report import Failure, Filled, Outcome, Progress, Reserved, TargetReport, Verified
 from reshard_mpi.run import Run

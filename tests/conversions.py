@@ -115,14 +115,15 @@ class Said:
 
 def command_line(capsys: pytest.CaptureFixture[str], *arguments: str) -> Said:
     """Run the command line in this process."""
-    handler, hook = signal.getsignal(signal.SIGTERM), sys.unraisablehook
+    handlers, hook = {kind: signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)}, sys.unraisablehook
     try:
         cli.main(arguments)
     except SystemExit as end:
         assert isinstance(end.code, int)
         return Said(end.code, *capsys.readouterr())
     finally:
-        signal.signal(signal.SIGTERM, handler)
+        for kind, handler in handlers.items():
+            signal.signal(kind, handler)
         sys.unraisablehook = hook
     raise AssertionError("the command line must exit")
 

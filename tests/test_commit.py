@@ -72,7 +72,11 @@ def test_it_says_what_was_made_of_what(tmp_path: Path, capsys: Capture, kind: st
         }
         for rank in range(2)
     ]
-    assert record(c).read_text().count("\n") == 3 + len(run_facts) + len(found["targets"]) + 3  # a line a target
+    assert found["sources"] == [
+        {"file": str(c.shard(rank).relative_to(c.src)), "size_bytes": c.shard(rank).stat().st_size} for rank in range(4)
+    ]
+    lines = 3 + len(run_facts) + len(found["sources"]) + 3 + len(found["targets"]) + 2
+    assert record(c).read_text().count("\n") == lines  # a line a file
 
 
 DIVISIONS: dict[str, list[list[str]]] = {
@@ -215,6 +219,27 @@ def test_commit_says_what_is_missing(tmp_path: Path, capsys: Capture, spoiled: s
     assert not record(c).exists()  # it was not true any more
     assert run(capsys, c, "--resume")[0] == 0
     assert record(c).read_text() == text
+
+
+def test_a_target_that_was_about_to_be_replaced_is_not_committed(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    c = make(tmp_path)
+    assert run(capsys, c)[0] == 0
+    replace = Path.replace
+
+    def refuse(file: Path, path: Path) -> Path:
+        if path == c.written(1):
+            raise OSError(5, "Input/output error")
+        return replace(file, path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", refuse)
+        assert run(capsys, c, "--overwrite")[0] == 4
+    said = command_line(capsys, "commit", str(c.dst))
+    assert said.code == 4 and "target rank 1 was about to be put in the place of rank_1/" in said.err, said
+    assert not record(c).exists()
+    assert run(capsys, c, "--resume")[0] == 0 and record(c).exists()
 
 
 def test_missing_ranks_are_said_as_sbatch_takes_them(tmp_path: Path, capsys: Capture) -> None:
@@ -527,8 +552,8 @@ def test_ranks_of_one_job_that_complete_what_does_not_belong_together(
     tmp_path: Path, capsys: Capture, mpi: MPI
 ) -> None:
     c = four(tmp_path)
-    assert run(capsys, c, "--rank", "0")[0] == 0
-    for rank in range(4):
+    assert run(capsys, c, "--rank", "0", "--rank", "1")[0] == 0
+    for rank in (2, 3):  # which only the other targets are made from
         c.rewrite(rank, {"global_step": np.array(8, np.int32)})
     finished = run_command(mpirun_command(mpi, 2, [*COMMAND, *c.arguments("transform", "--resume")]))
     assert finished.returncode == 3 and finished.stderr.count("different moments") == 1, finished

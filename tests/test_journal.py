@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -15,9 +19,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reshard_mpi import journal as journals
 from reshard_mpi.errors import TargetError
-from reshard_mpi.journal import Journal, Publication, Unrecorded
+from reshard_mpi.journal import Journal, Unrecorded
 from reshard_mpi.planning.model import Beginning, Held, Moment
+from reshard_mpi.publication import Publication, remove_stale_records
 from reshard_mpi.records import Evidence, RunIdentity, TargetRecord
 
 EVIDENCE = Evidence(
@@ -171,7 +177,7 @@ def test_nothing_is_created_before_it_begins(tmp_path: Path) -> None:
     assert not state.is_done(0, tmp_path / "new" / "rank_0" / "net.ckpt")
     assert not (tmp_path / "new").exists()
     state.begin()
-    assert files(tmp_path) == {"new/.reshard_mpi/run.json"}
+    assert files(tmp_path) == {"new/.reshard_mpi/run.json", "new/.reshard_mpi/run.lock"}
 
 
 def test_the_same_run_is_joined_and_another_refused(tmp_path: Path) -> None:
@@ -242,7 +248,7 @@ def test_of_many_that_begin_at_once_one_names_the_run(tmp_path: Path) -> None:
     assert len(won) == 1
     assert all(b"holds another run" in err for number, (_, err) in enumerate(ends) if number not in won)
     assert json.loads((tmp_path / "new" / ".reshard_mpi" / "run.json").read_text())["n"] == str(won[0])
-    assert files(tmp_path) == {"new/.reshard_mpi/run.json"}
+    assert files(tmp_path) == {"new/.reshard_mpi/run.json", "new/.reshard_mpi/run.lock"}
 
 
 # Records
@@ -252,7 +258,7 @@ def test_a_complete_target_is_recorded_and_skipped_on_resume(tmp_path: Path) -> 
     path = tmp_path / "rank_0" / "net.ckpt"
     write(journal(tmp_path), path)
     record = TargetRecord.read(tmp_path / ".reshard_mpi", 0)
-    assert record == (RunIdentity(FACTS).digest, 0, "rank_0/net.ckpt", 5, EVIDENCE, ())
+    assert record == (RunIdentity(FACTS).digest, 0, "rank_0/net.ckpt", 5, EVIDENCE, (), None)
     assert journal(tmp_path, resume=True).is_done(0, path)
     assert not journal(tmp_path, resume=True).is_done(1, tmp_path / "rank_1" / "net.ckpt")
     assert not journal(tmp_path, overwrite=True).is_done(0, path)
@@ -299,6 +305,129 @@ def test_a_target_that_fails_is_neither_there_nor_recorded_and_can_be_written_ag
     assert not [name for name in files(tmp_path) if name.endswith(".partial")]
 
 
+# Kills between the record and the name
+
+
+def killed_before(folder: Path, count: int, content: bytes) -> int:
+    """Write target 0 anew in a process that is killed before its `count`-th rename; return how that ended."""
+    process = os.fork()
+    if process == 0:
+        left = count
+
+        def hook(event: str, _: object) -> None:
+            nonlocal left
+            if event == "os.rename":
+                left -= 1
+                if left == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        try:
+            sys.addaudithook(hook)
+            write(journal(folder, overwrite=True), folder / "rank_0" / "net.ckpt", content)
+        finally:
+            os._exit(0)
+    return os.waitpid(process, 0)[1]
+
+
+def test_a_target_is_complete_from_the_instant_on_in_which_it_has_its_name(tmp_path: Path) -> None:
+    """Renames: of a first record, of the target, of the last record. An older file of the same size lies there."""
+    path, state = tmp_path / "rank_0" / "net.ckpt", tmp_path / ".reshard_mpi"
+    for count, content, whole in ((1, b"older", False), (2, b"older", False), (3, b"newer", True), (4, b"newer", True)):
+        write(journal(tmp_path, overwrite=True), path, b"older")
+        ended = killed_before(tmp_path, count, b"newer")
+        assert ended == (signal.SIGKILL if count < 4 else 0)
+        assert path.read_bytes() == content
+        assert journal(tmp_path, resume=True).is_done(0, path) == whole
+        record = TargetRecord.read(state, 0)
+        assert (record is None) == (count == 1)
+        assert record is None or (record.announced is None) == (count == 4)
+    remove_stale_records(state)
+    assert {path.name for path in state.iterdir()} == {
+        "commit.lock",
+        "rank_0.json",
+        "rank_0.lock",
+        "run.json",
+        "run.lock",
+    }
+
+
+def test_a_target_that_could_not_get_its_name_is_not_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rank_0" / "net.ckpt"
+    write(journal(tmp_path), path, b"older")
+    replace = Path.replace
+
+    def refuse(file: Path, target: Path) -> Path:
+        if target == path:
+            raise OSError(5, "Input/output error")
+        return replace(file, target)
+
+    monkeypatch.setattr(Path, "replace", refuse)
+    with pytest.raises(OSError, match="Input/output"):
+        write(journal(tmp_path, overwrite=True), path, b"newer")
+    assert path.read_bytes() == b"older" and not journal(tmp_path, resume=True).is_done(0, path)
+
+
+def test_a_copy_of_a_folder_is_as_complete_as_it_was(tmp_path: Path) -> None:
+    write(journal(tmp_path / "one"), tmp_path / "one" / "rank_0" / "net.ckpt")
+    shutil.copytree(tmp_path / "one", tmp_path / "two", copy_function=shutil.copy)
+    assert journal(tmp_path / "two", resume=True).is_done(0, tmp_path / "two" / "rank_0" / "net.ckpt")
+
+
+def test_what_was_written_lasts_before_it_is_said_to_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is synced and renamed, in order: no name lasts without its bytes, none that is told of is lost."""
+    events: list[str] = []
+    sync, replace = os.fsync, Path.replace
+
+    def note(descriptor: int) -> None:
+        at = Path(f"/proc/self/fd/{descriptor}").readlink()
+        events.append(f"sync {at.name.replace(tmp_path.name, 'top')}")
+        sync(descriptor)
+
+    def note_name(file: Path, target: Path) -> Path:
+        events.append(f"name {target.name}")
+        return replace(file, target)
+
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(Path, "replace", note_name)
+    write(journal(tmp_path / "new"), tmp_path / "new" / "rank_0" / "net.ckpt")
+    events = [re.sub(r"^sync \.(.*)\.\w+\.partial$", r"sync \1", event) for event in events]
+    assert events == [
+        "sync top",  # has `new` now
+        "sync new",  # and that the state
+        *("sync run.json", "name run.json", "sync .reshard_mpi"),
+        "sync new",  # has `rank_0` now
+        "sync net.ckpt",
+        "name rank_0.json",  # needs not last: it speaks of a file that may not be there
+        *("name net.ckpt", "sync rank_0"),
+        *("sync rank_0.json", "name rank_0.json", "sync .reshard_mpi"),
+    ]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_what_died_while_it_named_the_run_is_cleared(tmp_path: Path, overwrite: bool) -> None:
+    journal(tmp_path).begin()
+    stale = tmp_path / ".reshard_mpi" / ".run.json.0123.partial"
+    stale.write_text("{")
+    before = (tmp_path / ".reshard_mpi" / "run.json").stat()
+    journal(tmp_path, overwrite=overwrite).begin()
+    assert not stale.exists()
+    assert (tmp_path / ".reshard_mpi" / "run.json").stat().st_ino == before.st_ino  # nothing to write
+
+
+def test_one_at_a_time_names_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or one would clear what another is just writing, and two could each name it."""
+    looked: list[Path] = []
+
+    def look(path: Path) -> None:
+        looked.append(path)
+        with (tmp_path / ".reshard_mpi" / "run.lock").open() as other, pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    monkeypatch.setattr(journals, "remove_stale", look)
+    journal(tmp_path).begin()
+    assert looked == [tmp_path / ".reshard_mpi" / "run.json"]
+
+
 # Locks
 
 
@@ -324,6 +453,17 @@ def test_a_target_that_a_live_process_writes_is_refused_by_name(
         assert not state.is_done(1, tmp_path / "rank_1" / "net.ckpt")
     (half,) = (tmp_path / "rank_0").iterdir()
     assert half.read_bytes() == b"half"
+
+
+def test_one_who_looks_is_in_nobodys_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who looks whether a target is written shares its lock for an instant; who is to write it waits that long."""
+    path = tmp_path / "rank_0" / "net.ckpt"
+    write(journal(tmp_path), path, b"before")
+    with (tmp_path / ".reshard_mpi" / "rank_0.lock").open() as looking:
+        fcntl.flock(looking, fcntl.LOCK_SH)
+        monkeypatch.setattr(time, "sleep", lambda _: fcntl.flock(looking, fcntl.LOCK_UN))
+        write(journal(tmp_path, overwrite=True), path, b"after")
+    assert path.read_bytes() == b"after"
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])

@@ -80,7 +80,10 @@ class Files:
         descriptor = self._source(part.path)
         done = 0
         while done < part.length_bytes:
-            count = os.preadv(descriptor, [buffer[done:]], part.offset_bytes + done)
+            try:
+                count = os.preadv(descriptor, [buffer[done:]], part.offset_bytes + done)
+            except OSError as error:
+                raise _about(error, part.path) from None
             if count == 0:
                 raise _became_shorter(part)
             done += count
@@ -94,7 +97,10 @@ class Files:
         descriptor, at, length = self._source(part.path), part.offset_bytes, len(places[0])
         for first in range(0, len(places), _MAX_VECTOR):
             some = places[first : first + _MAX_VECTOR]
-            count = os.preadv(descriptor, some, at)
+            try:
+                count = os.preadv(descriptor, some, at)
+            except OSError as error:
+                raise _about(error, part.path) from None
             self.traffic.requested_bytes += count
             if count < length * len(some):  # interrupted by a signal, or the file ends
                 self._read_rest(part.path, at, some, count)
@@ -132,7 +138,10 @@ class Files:
         descriptor = self._target(part.path)
         done = 0
         while done < part.length_bytes:
-            done += os.pwrite(descriptor, buffer[done:], part.offset_bytes + done)
+            try:
+                done += os.pwrite(descriptor, buffer[done:], part.offset_bytes + done)
+            except OSError as error:
+                raise _about(error, part.path) from None
         self._wrote(part.length_bytes)
 
     def copy(self, runs: ByteRuns, buffer: memoryview) -> None:
@@ -170,7 +179,7 @@ class Files:
                     told = copied
         except OSError as error:
             if error.errno not in _NO_KERNEL_COPY:
-                raise
+                raise _about(error, runs.source, runs.target) from None
             self._kernel_copies = False
         self.traffic.requested_bytes += copied
         self._wrote(copied - told)
@@ -200,6 +209,11 @@ class Files:
         if descriptor is None:
             descriptor = self._targets[path] = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         return descriptor
+
+
+def _about(error: OSError, path: str, other: str | None = None) -> OSError:
+    """Return an error of the file system that says which file it is about; calls by descriptor do not."""
+    return OSError(error.errno, error.strerror, path, None, other)
 
 
 def _became_shorter(part: ByteRange) -> ShardError:
