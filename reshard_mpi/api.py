@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard_mpi import discovery, formats, strategy
 from reshard_mpi.comm import MPIComm, SerialComm
+from reshard_mpi.comparison import compare
 from reshard_mpi.conversion import Conversion
 from reshard_mpi.errors import TargetError, UsageError
 from reshard_mpi.governor.admission import open_governor
@@ -16,9 +17,18 @@ from reshard_mpi.governor.allowance import Allowance
 from reshard_mpi.inspection import inspect
 from reshard_mpi.journal import Unrecorded
 from reshard_mpi.placement import Strategy, unsharded
-from reshard_mpi.planning.agreement import differing_stages, require_one_moment, require_same_names
+from reshard_mpi.planning.agreement import (
+    differing_stages,
+    require_one_moment,
+    require_same_names,
+    require_same_shapes,
+)
+from reshard_mpi.planning.copies import dealt
+from reshard_mpi.planning.losses import merged, warnings_of
+from reshard_mpi.planning.model import RankPlan
 from reshard_mpi.planning.parameters import Unlisted
 from reshard_mpi.planning.ranks import needed_ranks
+from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.planning.summary import Plan, RankSummary
 from reshard_mpi.pool import Work, run_with_workers
 from reshard_mpi.report import Outcome, Silent
@@ -56,6 +66,7 @@ def transform_checkpoints(
     output_format: str = "ckpt",
     *,
     unlisted: str = "follow",
+    replicas: str = "any",
     memory: str | int | None = None,
     max_active: int | None = None,
     verify: bool = False,
@@ -67,14 +78,15 @@ def transform_checkpoints(
     Writes `dst_checkpoints_dir/rank_x/<ckpt_prefix>x.<ending>`; files that are there are replaced, each atomically.
     A strategy of None is one full checkpoint; folders of strategy files are merged. process_num: local processes.
     output_format: "ckpt" or "hdf5". unlisted: what becomes of parameters the target strategy does not list:
-    "follow", "replicate" or "drop". memory: how much of a host's memory all processes of the user may take together:
+    "follow", "replicate" or "drop". replicas: "any" takes what several ranks hold from one of them, "check" compares
+    all of them before, byte by byte. memory: how much of a host's memory all processes of the user may take together:
     a size such as "64G" or a number of bytes, "unlimited", or None for what RESHARD_MPI_MEMORY says and else for all
     that is free. max_active: how many of them may transform at once on a host. verify: read sources and targets once
     more and compare them. crc: end .ckpt files with the checksum that MindSpore checks. comm: an mpi4py communicator
     whose ranks share the work; all must make the call.
 
     A process waits until there is memory for what it is going to do; the logger "reshard_mpi" is told when that takes
-    long.
+    long. It is also warned of source files that are missing or damaged, and which ranks' are taken instead.
 
     Raises a ReshardError: before anything is written if the source cannot be transformed exactly (a BudgetError if it
     can never fit the memory), and a TransformError if some targets could not be written.
@@ -101,8 +113,12 @@ def transform_checkpoints(
         max_active=max_active,
         verify=verify,
         crc=crc,
+        replicas=as_replicas(replicas),
     )
-    _run(request, process_num, comm).raise_failures()
+    outcome = _run(request, process_num, comm)
+    if comm is None or comm.Get_rank() == 0:
+        _warn((*warnings_of(outcome.lost), *outcome.other_warnings))
+    outcome.raise_failures()
 
 
 def transform_checkpoint_by_rank(
@@ -113,14 +129,15 @@ def transform_checkpoint_by_rank(
     dst_strategy_file: PathLike | None = None,
     *,
     unlisted: str = "follow",
+    replicas: str = "any",
     memory: str | int | None = None,
     max_active: int | None = None,
 ) -> None:
     """Write the shard of target rank `rank_id` to `save_checkpoint_file_name`, replacing what is there atomically.
 
     checkpoint_files_map: source shards by rank; it may hold more ranks than are needed, or other replicas. The ending
-    of the file name (.ckpt, .h5, .hdf5) tells the format; its folder is made if it is not there. memory, max_active: as
-    in `transform_checkpoints`. Raises a ReshardError; then nothing is written.
+    of the file name (.ckpt, .h5, .hdf5) tells the format; its folder is made if it is not there. replicas, memory,
+    max_active: as in `transform_checkpoints`. Raises a ReshardError; then nothing is written.
     """
     path = Path(save_checkpoint_file_name)
     name = formats.name_of(path.name)
@@ -129,7 +146,11 @@ def transform_checkpoint_by_rank(
             "the file to save has an unknown ending", expected=".ckpt, .h5 or .hdf5", got=path.name, where=str(path)
         )
     conversion = _conversion(
-        discovery.shards_from_map(checkpoint_files_map), src_strategy_file, dst_strategy_file, unlisted
+        discovery.shards_from_map(checkpoint_files_map),
+        src_strategy_file,
+        dst_strategy_file,
+        unlisted,
+        replicas=replicas,
     )
     if path.resolve() in {
         Path(shard).resolve() for shards in conversion.source.files.by_rank.values() for shard in shards
@@ -138,7 +159,7 @@ def transform_checkpoint_by_rank(
     for given in (src_strategy_file, dst_strategy_file):
         if given is not None and path.exists() and Path(given).resolve() in (path.resolve(), path.resolve().parent):
             raise TargetError("the target is one of the strategies", expected="another file", where=str(path))
-    rank_plan = conversion.plan(rank_id)
+    (rank_plan,) = _plans(conversion, [rank_id])
     target = Unrecorded(path.parent)
     target.check()
     governor = open_governor(Allowance.of(memory, max_active, os.environ), os.environ)
@@ -192,19 +213,15 @@ def plan(
     select: str | None = None,
     unlisted: str = "follow",
     strict: bool = False,
+    replicas: str = "any",
 ) -> Plan:
     """Return what a transform of `source` would do, writing nothing. ranks: the target ranks (None: all).
 
     Raises what the transform would refuse.
     """
     files = discovery.find_shards(os.fspath(source), select)
-    conversion = _conversion(files, src_strategy, dst_strategy, unlisted, strict)
-    targets = range(conversion.target.world_size) if ranks is None else ranks
-    plans = [conversion.plan(rank) for rank in targets]
-    require_one_moment(moment for rank_plan in plans for moment in rank_plan.moments)
-    for stage in differing_stages(rank_plan.held for rank_plan in plans):
-        names = {rank_plan.target_rank: rank_plan.placed for rank_plan in plans if rank_plan.stage == stage}
-        require_same_names(names, files.path)
+    conversion = _conversion(files, src_strategy, dst_strategy, unlisted, strict, replicas)
+    plans = _plans(conversion, range(conversion.target.world_size) if ranks is None else ranks)
     return Plan(tuple(RankSummary.of(rank_plan, conversion.limits) for rank_plan in plans))
 
 
@@ -273,7 +290,7 @@ def load_rank(
     else:
         files = discovery.find_shards(os.fspath(source), select)
     conversion = _conversion(files, src_strategy, dst_strategy, unlisted)
-    rank_plan = conversion.plan(rank)
+    (rank_plan,) = _plans(conversion, [rank])
     from reshard_mpi.engine.arrays import load_shard
 
     return {**load_shard(rank_plan, limits=conversion.limits), **rank_plan.strings}
@@ -285,6 +302,38 @@ def as_unlisted(value: str) -> Unlisted:
         return Unlisted(value)
     except ValueError:
         raise UsageError("unknown value of unlisted", expected=", ".join(Unlisted), got=repr(value)) from None
+
+
+def as_replicas(value: str) -> Replicas:
+    """Return the named choice. Raises UsageError for an unknown one."""
+    try:
+        return Replicas(value)
+    except ValueError:
+        raise UsageError("unknown value of replicas", expected=", ".join(Replicas), got=repr(value)) from None
+
+
+def _plans(conversion: Conversion, targets: Iterable[int]) -> list[RankPlan]:
+    """Plan targets, check what they must have in common, and warn of source shards that cannot be used."""
+    plans = [conversion.plan(rank) for rank in targets]
+    files = conversion.source.files
+    require_one_moment(moment for rank_plan in plans for moment in rank_plan.moments)
+    for stage in differing_stages(rank_plan.held for rank_plan in plans):
+        placed = {rank_plan.target_rank: rank_plan.placed for rank_plan in plans if rank_plan.stage == stage}
+        require_same_names(placed, files.path)
+        require_same_shapes(placed, files.path)
+    every = tuple(dict.fromkeys(alike for rank_plan in plans for alike in rank_plan.alike))
+    lost = [*compare(conversion.source, dealt(every, 0, 1), conversion.limits)]
+    lost += [one for rank_plan in plans for one in rank_plan.lost]
+    own = dict.fromkeys(warning for rank_plan in plans for warning in rank_plan.warnings)
+    _warn((*files.warnings, *warnings_of(merged(lost)), *own))
+    return plans
+
+
+def _warn(warnings: Iterable[str]) -> None:
+    for warning in warnings:
+        import logging
+
+        logging.getLogger("reshard_mpi").warning("%s", warning)
 
 
 def _run(request: Request, processes: int, communicator: Any, work: Work = Work.CONVERT) -> Outcome:
@@ -309,8 +358,10 @@ def _conversion(
     dst_strategy: PathLike | None,
     unlisted: str,
     strict: bool = False,
+    replicas: str = "any",
 ) -> Conversion:
     source, target = _strategies(src_strategy, dst_strategy)
     if dst_strategy is None and as_unlisted(unlisted) is Unlisted.DROP:
         raise UsageError("unlisted='drop' needs a list to go by", expected="a target strategy", got="None")
-    return Conversion(SourceCheckpoint.open(files, source), target, as_unlisted(unlisted), strict)
+    checkpoint = SourceCheckpoint.open(files, source)
+    return Conversion(checkpoint, target, as_unlisted(unlisted), strict, replicas=as_replicas(replicas))

@@ -124,6 +124,14 @@ def _add_conversion(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--crc", action="store_true", help="end .ckpt targets with the CRC-32 that MindSpore checks")
     parser.add_argument("--strict", action="store_true", help="refuse if a listed parameter was never saved")
+    parser.add_argument(
+        "--replicas",
+        choices=("any", "check"),
+        default="any",
+        help="any: take what several ranks hold from one of them. check: compare all of them byte by byte before"
+        " anything is written, and refuse if they differ; that reads every copy of what is needed, once a run (each"
+        " array task is one) (default: %(default)s)",
+    )
 
 
 def _add_memory(parser: argparse.ArgumentParser) -> None:
@@ -174,6 +182,7 @@ def _part(text: str) -> tuple[int, int]:
 def request(options: argparse.Namespace) -> Request:
     """Return what the arguments of `transform` or `plan` ask for."""
     from reshard_mpi.planning.parameters import Unlisted
+    from reshard_mpi.planning.replicas import Replicas
     from reshard_mpi.request import Request
 
     return Request(
@@ -194,6 +203,7 @@ def request(options: argparse.Namespace) -> Request:
         max_active=options.max_active,
         verify=options.verify,
         crc=options.crc,
+        replicas=Replicas(options.replicas),
     )
 
 

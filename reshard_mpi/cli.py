@@ -155,9 +155,8 @@ def _tell(outcome: Outcome) -> None:
 
     for note in outcome.notes:
         say(f"note: {note}", sys.stderr)
-    if outcome.absent:
-        names = ", ".join(outcome.absent[:3]) + (" ..." if len(outcome.absent) > 3 else "")
-        say(f"warning: {len(outcome.absent)} listed parameters are in no source shard: {names}", sys.stderr)
+    for warning in outcome.warnings:
+        say(f"warning: {warning}", sys.stderr)
 
 
 def _plan(options: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from reshard_mpi import formats
-from reshard_mpi.errors import DisagreementError, SourceError
+from reshard_mpi.errors import DisagreementError, ShardError, SourceError, told
 from reshard_mpi.ordering import natural_key
 
 _RANK_FOLDER = re.compile(r"rank_(\d+)")
@@ -23,13 +23,16 @@ _STRATEGY_FIRST_BYTE = b"\x08"
 class ShardFiles(NamedTuple):
     """The files of a checkpoint by rank, all of one format; several of a rank together hold its tensors.
 
-    notes: what was chosen where there was a choice.
+    notes: what was chosen where there was a choice. picked: the caller named them one by one; no others are missed.
+    warnings: files that could not be told to be of any rank.
     """
 
     path: str
     format: str
     by_rank: Mapping[int, tuple[str, ...]]
     notes: tuple[str, ...] = ()
+    picked: bool = False
+    warnings: tuple[str, ...] = ()
 
 
 def find_shards(path: str, select: str | None = None) -> ShardFiles:
@@ -78,7 +81,7 @@ def shards_from_map(files: Mapping[int, str | os.PathLike[str]]) -> ShardFiles:
     folder = str(next(iter(paths.values())).parent)
     name = _one_format({rank: [path] for rank, path in paths.items()}, folder)
     _require_one_step(paths, folder)
-    return ShardFiles(folder, name, {rank: (str(path),) for rank, path in sorted(paths.items())})
+    return ShardFiles(folder, name, {rank: (str(path),) for rank, path in sorted(paths.items())}, picked=True)
 
 
 def strangers(path: Path) -> list[Path]:
@@ -174,8 +177,11 @@ def _shards_in(folder: Path, select: str | None) -> list[Path]:
 def _is_strategy(entry: Path) -> bool:
     if entry.suffix != ".ckpt":
         return False
-    with entry.open("rb") as stream:
-        return stream.read(1) == _STRATEGY_FIRST_BYTE
+    try:
+        with entry.open("rb") as stream:
+            return stream.read(1) == _STRATEGY_FIRST_BYTE
+    except OSError:
+        return False  # what it is cannot be seen: as a shard it is missed, unless others hold the same
 
 
 def _one_format(candidates: Mapping[int, Iterable[Path]], path: str) -> str:
@@ -202,8 +208,13 @@ def _by_own_rank(files: ShardFiles) -> ShardFiles:
     if files.format != "hdf5":
         return files
     ranks: dict[int, str] = {}
+    warnings = []
     for path in files.by_rank[0]:
-        identity = formats.by_name(files.format).locate(path).identity
+        try:
+            identity = formats.by_name(files.format).locate(path).identity
+        except (ShardError, OSError) as error:
+            warnings.append(f"whose shard {path} is cannot be told, so it is left out: {told(error)}")
+            continue
         if identity is None:
             return files
         if identity.rank in ranks:
@@ -214,7 +225,11 @@ def _by_own_rank(files: ShardFiles) -> ShardFiles:
                 where=files.path,
             )
         ranks[identity.rank] = path
-    return ShardFiles(files.path, files.format, {rank: (ranks[rank],) for rank in sorted(ranks)})
+    if not ranks:
+        return files
+    return ShardFiles(
+        files.path, files.format, {rank: (ranks[rank],) for rank in sorted(ranks)}, warnings=tuple(warnings)
+    )
 
 
 def _two_different(

@@ -88,6 +88,13 @@ class BudgetError(ReshardError):
     exit_code = 5
 
 
+def told(error: Exception) -> str:
+    """Return an error in one line, without where it is and what to do."""
+    known = as_reshard_error(error)
+    parts = (("expected", known.expected), ("got", known.got))
+    return ", ".join([known.problem, *(f"{label} {text}" for label, text in parts if text)])
+
+
 def as_reshard_error(error: Exception, path: Path | None = None) -> ReshardError:
     """Return `error` as one that can be shown to a user and sent between processes; `path`: what it is about."""
     if isinstance(error, ReshardError):

@@ -104,6 +104,11 @@ class Placement:
         return math.prod(self.mesh[axis] for axis in self.free_axes)
 
     @property
+    def copies(self) -> int:
+        """How many ranks hold the same piece, over all stages."""
+        return self.holders_per_slice // self.optimizer * len(self.stages)
+
+    @property
     def is_cut(self) -> bool:
         """Whether any rank holds less than the whole tensor."""
         return self.optimizer > 1 or any(self.slices(dim) > 1 for dim in range(len(self.split)))

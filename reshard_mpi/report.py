@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TextIO
 
 from reshard_mpi.errors import ReshardError, TransformError
+from reshard_mpi.planning.losses import Lost, merged, warnings_of
 from reshard_mpi.units import format_bytes, format_rate
 
 if TYPE_CHECKING:  # this module is loaded before the engine is, to tell of it
     from reshard_mpi.comm import Comm
     from reshard_mpi.manifest import Manifest
+    from reshard_mpi.planning.copies import Alike
     from reshard_mpi.planning.model import Beginning, Held, Moment
     from reshard_mpi.preflight import Room
     from reshard_mpi.records import TensorSum
@@ -139,6 +141,7 @@ class Failure(NamedTuple):
 class Outcome(NamedTuple):
     """What one process did, or all of them together.
 
+    alike: copies that must be the same, until they have been compared. lost: source shards that could not be used.
     reserved, filled, verified: only passed between the processes that fill a target together. processes: how many
     there were. rooms: what each needs on file systems, only passed between them before anything is written.
     """
@@ -150,6 +153,9 @@ class Outcome(NamedTuple):
     moments: tuple[Moment, ...] = ()
     held: tuple[Held, ...] = ()
     beginnings: tuple[Beginning, ...] = ()
+    alike: tuple[Alike, ...] = ()
+    lost: tuple[Lost, ...] = ()
+    other_warnings: tuple[str, ...] = ()
     reserved: tuple[Reserved, ...] = ()
     filled: tuple[Filled, ...] = ()
     verified: tuple[Verified, ...] = ()
@@ -168,9 +174,20 @@ class Outcome(NamedTuple):
             tuple(dict.fromkeys(moment for one in every for moment in one.moments)),
             tuple({(held.stage, held.digest): held for one in reversed(every) for held in one.held}.values()),
             tuple({(start.name, start.digest): start for one in reversed(every) for start in one.beginnings}.values()),
+            tuple(dict.fromkeys(alike for one in every for alike in one.alike)),
+            merged(lost for one in every for lost in one.lost),
+            tuple(dict.fromkeys(warning for one in every for warning in one.other_warnings)),
             checked=tuple(sorted((c for one in every for c in one.checked), key=lambda checked: checked.rank)),
             processes=max(one.processes for one in every),
         )
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What the user must know of the source."""
+        absent = self.absent
+        names = ", ".join(absent[:3]) + (" ..." if len(absent) > 3 else "")
+        missed = (f"{len(absent)} listed parameters are in no source shard: {names}",) if absent else ()
+        return (*warnings_of(self.lost), *self.other_warnings, *missed)
 
     def with_verified(self, other: Outcome) -> Outcome:
         """Return this outcome with what `other`, of the same process, says of having verified."""
@@ -199,6 +216,7 @@ class Outcome(NamedTuple):
             "failures": [{**f._asdict(), "kind": type(f.error).__name__, "error": str(f.error)} for f in self.failures],
             "absent": list(self.absent),
             "notes": list(self.notes),
+            "warnings": list(self.warnings),
         }
 
 

@@ -9,6 +9,7 @@ from reshard_mpi import strategy
 from reshard_mpi.governor.allowance import Allowance
 from reshard_mpi.placement import Strategy, unsharded
 from reshard_mpi.planning.parameters import Unlisted
+from reshard_mpi.planning.replicas import Replicas
 
 
 class Request(NamedTuple):
@@ -19,6 +20,7 @@ class Request(NamedTuple):
     in the target folder; without one, existing target files are replaced. memory: a size, "unlimited", or None for what
     the environment says. max_active: how many processes may transform at once on a host (None: any number).
     verify: read sources and targets again, compare them, and keep sums. crc: add a checksum to target files.
+    replicas: whether all ranks that hold the same are compared before.
     """
 
     source: str
@@ -39,6 +41,7 @@ class Request(NamedTuple):
     max_active: int | None = None
     verify: bool = False
     crc: bool = False
+    replicas: Replicas = Replicas.ANY
 
     @property
     def allowance(self) -> Allowance:

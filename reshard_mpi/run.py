@@ -43,7 +43,7 @@ class Run(NamedTuple):
         _check_prefix(request.prefix)
         files = discovery.find_shards(request.source, request.select)
         source = SourceCheckpoint.open(files, strategies.source)
-        conversion = Conversion(source, strategies.target, request.unlisted, request.strict)
+        conversion = Conversion(source, strategies.target, request.unlisted, request.strict, replicas=request.replicas)
         targets = _targets(request, strategies.target, conversion)
         name = request.to or files.format
         if request.crc and name != "ckpt":

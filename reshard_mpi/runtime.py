@@ -15,9 +15,17 @@ from typing import NamedTuple, TypeVar
 from reshard_mpi import formats
 from reshard_mpi.comm import Comm
 from reshard_mpi.commit import commit_if_complete
+from reshard_mpi.comparison import compare, comparing_bytes
 from reshard_mpi.discovery import strangers
 from reshard_mpi.division import Work, divide
-from reshard_mpi.errors import CoverageError, DisagreementError, ReshardError, TransformError, as_reshard_error
+from reshard_mpi.errors import (
+    CoverageError,
+    DisagreementError,
+    ReshardError,
+    ShardError,
+    TransformError,
+    as_reshard_error,
+)
 from reshard_mpi.governor.admission import Governor, open_governor
 from reshard_mpi.journal import Journal, Unrecorded
 from reshard_mpi.planning.agreement import (
@@ -25,13 +33,16 @@ from reshard_mpi.planning.agreement import (
     differing_stages,
     require_one_moment,
     require_same_names,
+    require_same_shapes,
 )
+from reshard_mpi.planning.copies import Alike, dealt
+from reshard_mpi.planning.losses import named, warnings_of
 from reshard_mpi.planning.model import RankPlan
 from reshard_mpi.planning.summary import Plan, RankSummary
 from reshard_mpi.preflight import Room, Tally, may_share, require_room, require_short_names
 from reshard_mpi.provenance import SourceFile, Sources
 from reshard_mpi.records import Evidence
-from reshard_mpi.report import Failure, Outcome, Progress, TargetReport
+from reshard_mpi.report import Failure, Outcome, Progress, Silent, TargetReport
 from reshard_mpi.request import Request, Strategies
 from reshard_mpi.run import Run
 from reshard_mpi.writing import Writer
@@ -56,15 +67,14 @@ def convert(request: Request, comm: Comm, progress: Progress, strategies: Strate
     Targets that failed while they were written are in the outcome.
     """
     planner = _Planner(request, comm, strategies)
-    planned = _plan_together(planner, comm)
+    planned = _plan_together(planner, comm, progress)
     if request.verify:
         named = sorted({path for paths in _gather(comm, planner.sources(), "named sources") for path in paths})
         _refuse(comm.allgather(planner.check_sources(named[comm.rank :: comm.size]), "checked sources"), comm)
     _refuse(comm.allgather(planner.begin(), "begun"), comm)
     written = planner.writer(progress).write()
-    outcome = Outcome(notes=planned.notes, processes=comm.size).joined(
-        comm.allgather(planner.outcome.joined([written]), "written")
-    )
+    told = Outcome(notes=planned.notes, lost=planned.lost, other_warnings=planned.other_warnings, processes=comm.size)
+    outcome = told.joined(comm.allgather(planner.outcome.joined([written]), "written"))
     if outcome.failures or not request.recorded:
         return outcome
     committed, *_ = comm.allgather(planner.commit(outcome) if comm.rank == 0 else Outcome(), "committed")
@@ -77,13 +87,13 @@ def plan_targets(request: Request, comm: Comm) -> tuple[Plan, Outcome]:
     Raises, on every process alike, what `convert` would refuse.
     """
     planner = _Planner(request, comm, None)
-    planned = _plan_together(planner, comm)
+    planned = _plan_together(planner, comm, Silent())
     shares = _gather(comm, planner.summaries, "summed up")
     targets = [target for share in shares for target in share]
     return Plan(tuple(sorted(targets, key=lambda target: target.rank))), planned
 
 
-def _plan_together(planner: _Planner, comm: Comm) -> Outcome:
+def _plan_together(planner: _Planner, comm: Comm, progress: Progress) -> Outcome:
     """Have every process plan its targets; raise what refuses the run, on every process alike.
 
     Returns what is to be said of the plans together.
@@ -92,9 +102,15 @@ def _plan_together(planner: _Planner, comm: Comm) -> Outcome:
     _refuse(outcomes, comm)
     require_room(outcome.rooms for outcome in outcomes)
     for stage in differing_stages(held for outcome in outcomes for held in outcome.held):
-        names = _gather(comm, planner.names(stage), "named parameters")
-        require_same_names({rank: held for share in names for rank, held in share.items()}, planner.source)
+        shares = _gather(comm, planner.placed(stage), "named parameters")
+        placed = {rank: held for share in shares for rank, held in share.items()}
+        require_same_names(placed, planner.source)
+        require_same_shapes(placed, planner.source)
     together = Outcome().joined(outcomes)
+    if together.alike:
+        compared = comm.allgather(planner.compare(together.alike, progress), "compared")
+        _refuse(compared, comm)
+        together = together.joined(compared)._replace(alike=())
     return together._replace(notes=(*together.notes, *differing_beginnings(together.beginnings, together.notes)))
 
 
@@ -146,7 +162,7 @@ class _Planner:
         self._tally = Tally()
         self._plans: dict[int, RankPlan] = {}
         self._kept_copies = 0
-        self._names: dict[str, tuple[int, int, tuple[str, ...]]] = {}
+        self._placed: dict[str, tuple[int, int, dict[str, str]]] = {}
 
     def plan(self) -> Outcome:
         """Plan this process's part of the targets; failures in what it returns refuse the run."""
@@ -168,9 +184,25 @@ class _Planner:
             rooms, strange = self._rooms(run), tuple(self._strangers(run, work.leads))
         except _EXPECTED as error:
             return Outcome(failures=(Failure.here(None, self._comm, as_reshard_error(error)),))
-        notes = (*run.conversion.source.files.notes, *governor.notes, *strange)
-        self.outcome = Outcome(notes=notes).joined(outcomes)
-        return self.outcome._replace(rooms=rooms)
+        files = run.conversion.source.files
+        begun = Outcome(notes=(*files.notes, *governor.notes, *strange), other_warnings=files.warnings)
+        planned = begun.joined(outcomes)
+        self.outcome = planned._replace(alike=())
+        return planned._replace(rooms=rooms)
+
+    def compare(self, every: Sequence[Alike], progress: Progress) -> Outcome:
+        """Compare this process's share of the copies that must be the same; a difference refuses the run."""
+        opened = self._require_opened()
+        conversion = opened.run.conversion
+        mine = list(dealt(every, self._comm.rank, self._comm.size))
+        if not mine:
+            return Outcome()
+        try:
+            peak_bytes = comparing_bytes(conversion.limits)
+            with opened.governor.lease(peak_bytes, f"copies in {self.source}", progress.waiting):
+                return Outcome(lost=compare(conversion.source, mine, conversion.limits))
+        except _EXPECTED as error:
+            return Outcome(failures=(Failure.here(None, self._comm, as_reshard_error(error)),))
 
     def sources(self) -> tuple[str, ...]:
         """Return the source files that this process's targets are taken from."""
@@ -211,9 +243,9 @@ class _Planner:
         except _EXPECTED as error:
             return Outcome(failures=(Failure.here(None, self._comm, as_reshard_error(error)),))
 
-    def names(self, stage: int) -> dict[int, tuple[str, ...]]:
+    def placed(self, stage: int) -> dict[int, dict[str, str]]:
         """Return what strategies place on the target ranks of `stage`; of ranks that have the same, one."""
-        return {rank: names for at, rank, names in self._names.values() if at == stage}
+        return {rank: placed for at, rank, placed in self._placed.values() if at == stage}
 
     def _plan_target(self, opened: _Opened, rank: int, *, leads: bool) -> Outcome:
         run, path = opened.run, opened.run.path(rank)
@@ -233,13 +265,17 @@ class _Planner:
         if not leads:
             return Outcome()
         self.summaries.append(RankSummary.of(plan, limits))
-        self._names.setdefault(evidence.held.digest, (plan.stage, rank, plan.placed))
+        if evidence.held.digest not in self._placed:
+            self._placed[evidence.held.digest] = (plan.stage, rank, plan.placed)
         return Outcome(
             absent=plan.absent,
             notes=plan.notes,
             moments=plan.moments,
             held=(evidence.held,),
             beginnings=plan.beginnings,
+            alike=plan.alike,
+            lost=plan.lost,
+            other_warnings=plan.warnings,
         )
 
     def _sources(self, run: Run, plan: RankPlan) -> Sources:
@@ -296,7 +332,20 @@ class _Planner:
 
     def _plan_of(self, rank: int) -> RankPlan:
         """Return a plan that has been kept, once, or make it again."""
-        return self._plans.pop(rank, None) or self._require_opened().run.conversion.plan(rank, checked=False)
+        kept = self._plans.pop(rank, None)
+        if kept is not None:
+            return kept
+        plan = self._require_opened().run.conversion.plan(rank, checked=False)
+        if plan.read_ranks != self._due[rank].read_ranks:
+            raise ShardError(
+                "source shards have changed since the run began",
+                expected=f"target rank {rank} taken from {named(self._due[rank].read_ranks)}, as planned",
+                got="; ".join(warnings_of(plan.lost)) or named(plan.read_ranks),
+                where=self.source,
+                remedy="restore the shards, or remove those that are damaged if others hold the same, and run the same"
+                " command with --resume",
+            )
+        return plan
 
     def _skipped(self, run: Run, rank: int) -> TargetReport:
         path = run.path(rank)

@@ -46,6 +46,7 @@ PASSED_ON = (
     Option("--max-active", "max_active"),
     Option("--verify", "verify"),
     Option("--crc", "crc"),
+    Option("--replicas", "replicas"),
 )
 # What the script says itself (what a task makes, and that it goes on after a requeue), and what only says how it goes.
 NOT_PASSED_ON = ("--rank", "--part", "--resume", "--jobs", "--report", "--progress")

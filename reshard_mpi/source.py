@@ -4,16 +4,29 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from reshard_mpi import formats
 from reshard_mpi.discovery import ShardFiles
-from reshard_mpi.errors import DisagreementError, SourceError, StrategyError
+from reshard_mpi.errors import (
+    DisagreementError,
+    LayoutError,
+    ReshardError,
+    ShardError,
+    SourceError,
+    StrategyError,
+    as_reshard_error,
+    told,
+)
 from reshard_mpi.manifest import Manifest, TensorEntry
 from reshard_mpi.placement import Strategy, unsharded
+from reshard_mpi.planning.losses import Lost
 from reshard_mpi.strategy import table
 
 # Tensors whose places are kept, some 600 bytes each; neighbouring targets read from the same shards.
 _MAX_KEPT_TENSORS = 50_000
+# What is wrong with one shard alone, so that others may be read in its place.
+_DAMAGE = (ShardError, DisagreementError, OSError)
 
 
 @dataclass(slots=True)
@@ -24,21 +37,25 @@ class SourceCheckpoint:
     strategy: Strategy
     _unchecked: dict[int, Manifest] = field(default_factory=dict)
     _manifests: OrderedDict[int, Manifest] = field(default_factory=OrderedDict)
+    _damage: dict[int, ReshardError] = field(default_factory=dict)
+    _stage_ranks: dict[int, int] | None = field(default=None)
 
     @classmethod
     def open(cls, files: ShardFiles, strategy: Strategy | None) -> SourceCheckpoint:
         """Join files and strategy; without a strategy the shards describe themselves or are one full checkpoint.
 
-        Raises SourceError or StrategyError where they do not belong together.
+        Raises SourceError or StrategyError where they do not belong together, and what is wrong with the first shard
+        where none can be read, or none tells who else holds what it should.
         """
-        first = min(files.by_rank)
-        manifest = _locate(files, first)
-        described = _described(manifest)
+        damage: dict[int, ReshardError] = {}
+        first, manifest, described = _first_sound(files, damage)
         if strategy is None:
             strategy = described
         elif described is not None:
             _require_agreement(strategy, described, manifest.path)
         if strategy is None:
+            for error in damage.values():
+                raise error
             if len(files.by_rank) > 1 or first != 0:
                 raise SourceError(
                     "the shards do not say how they are sharded",
@@ -57,16 +74,45 @@ class SourceCheckpoint:
                 where=files.path,
                 remedy="give the strategy this checkpoint was saved with",
             )
-        return cls(files, strategy, {first: manifest})
+        return cls(files, strategy, {first: manifest}, _damage=damage)
 
     def __contains__(self, rank: object) -> bool:
         return rank in self.files.by_rank
 
     def manifest(self, rank: int) -> Manifest:
-        """Return what the shard of `rank` holds. Raises ShardError if it is damaged."""
+        """Return what the shard of `rank` holds. Raises ShardError or DisagreementError if it is damaged."""
         if rank in self._manifests:
             self._manifests.move_to_end(rank)
             return self._manifests[rank]
+        if rank in self._damage:
+            raise self._damage[rank].with_traceback(None)
+        try:
+            manifest = self._located(rank)
+        except _DAMAGE as error:
+            self._damage[rank] = as_reshard_error(error, Path(self.files.by_rank[rank][0]))
+            raise self._damage[rank] from None
+        self._manifests[rank] = manifest
+        while len(self._manifests) > 1 and self._kept_tensors() > _MAX_KEPT_TENSORS:
+            self._manifests.popitem(last=False)
+        return manifest
+
+    def find(self, rank: int) -> Manifest | None:
+        """Return what the shard of `rank`, which is there, holds; None if it is damaged: `lost` says how."""
+        try:
+            return self.manifest(rank)
+        except ReshardError:
+            if rank not in self._damage:
+                raise
+            return None
+
+    def lost(self, rank: int) -> Lost:
+        """Say what keeps the shard of `rank` from being read: it is missing, or `find` has found it damaged."""
+        error = self._damage.get(rank)
+        if error is None:
+            return Lost(rank, self.files.path, "")
+        return Lost(rank, error.where or self.files.by_rank[rank][0], told(error))
+
+    def _located(self, rank: int) -> Manifest:
         manifest = self._unchecked.pop(rank, None) or _locate(self.files, rank)
         if manifest.identity is not None and (manifest.identity.rank, manifest.identity.world_size) != (
             rank,
@@ -79,20 +125,35 @@ class SourceCheckpoint:
                 where=manifest.path,
                 remedy="put every shard into the folder of its own rank",
             )
-        self._manifests[rank] = manifest
-        while len(self._manifests) > 1 and self._kept_tensors() > _MAX_KEPT_TENSORS:
-            self._manifests.popitem(last=False)
         return manifest
 
     def _kept_tensors(self) -> int:
         return sum(len(manifest.tensors) for manifest in self._manifests.values())
 
     def stage_ranks(self) -> dict[int, int]:
-        """Return, for each stage that has a shard, the lowest rank that is there."""
-        found: dict[int, int] = {}
-        for rank in sorted(self.files.by_rank):
-            found.setdefault(self.strategy.stage_of(rank), rank)
-        return found
+        """Return, for each stage that has a sound shard, the lowest rank that has one."""
+        if self._stage_ranks is None:
+            found: dict[int, int] = {}
+            for rank in sorted(self.files.by_rank):
+                stage = self.strategy.stage_of(rank)
+                if stage not in found and self.find(rank) is not None:
+                    found[stage] = rank
+            self._stage_ranks = found
+        return self._stage_ranks
+
+
+def _first_sound(files: ShardFiles, damage: dict[int, ReshardError]) -> tuple[int, Manifest, Strategy | None]:
+    """Return the first shard that can be read, its rank, and the strategy it describes.
+
+    damage: takes what is wrong with those before it. Raises what is wrong with the first one if none can be read.
+    """
+    for rank in sorted(files.by_rank):
+        try:
+            manifest = _locate(files, rank)
+            return rank, manifest, _described(manifest)
+        except (*_DAMAGE, StrategyError, LayoutError) as error:
+            damage[rank] = as_reshard_error(error, Path(files.by_rank[rank][0]))
+    raise next(iter(damage.values()))
 
 
 def _locate(files: ShardFiles, rank: int) -> Manifest:

@@ -166,7 +166,7 @@ def test_report(conversion: Conversion, capsys: Capture) -> None:
     assert command_line(capsys, *conversion.arguments("transform", "--resume", "--report", str(path))).code == 0
     report = json.loads(path.read_text())
     assert set(report) == {
-        *("version", "source", "target", "processes", "seconds", "targets", "failures", "absent", "notes"),
+        *("version", "source", "target", "processes", "seconds", "targets", "failures", "absent", "notes", "warnings"),
     }
     assert (report["version"], report["processes"], report["failures"]) == (1, 1, [])
     assert (report["source"], report["target"]) == (str(conversion.src), str(conversion.dst))

@@ -193,7 +193,8 @@ def test_nothing_is_refused(tmp_path: Path) -> None:
 def test_a_map_of_files_is_taken_as_it_is(tmp_path: Path) -> None:
     lay(tmp_path, "b.ckpt", "a.ckpt")
     shards = shards_from_map({3: tmp_path / "b.ckpt", 1: str(tmp_path / "a.ckpt")})
-    assert shards == ShardFiles(str(tmp_path), "ckpt", {1: (str(tmp_path / "a.ckpt"),), 3: (str(tmp_path / "b.ckpt"),)})
+    by_rank = {1: (str(tmp_path / "a.ckpt"),), 3: (str(tmp_path / "b.ckpt"),)}
+    assert shards == ShardFiles(str(tmp_path), "ckpt", by_rank, picked=True)
 
 
 def test_maps_that_cannot_be_are_refused(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import os
 import tempfile
 from pathlib import Path
 
@@ -225,6 +227,57 @@ def test_source_that_became_shorter_is_named(tmp_path: Path, gap: int) -> None:
         with pytest.raises(ShardError, match="became shorter"):
             opened.copy(ByteRuns(str(path), 0, 0, str(tmp_path / "target"), 0, 0, 100, 1), memoryview(bytearray(8)))
     assert read.value.where == str(path)
+
+
+@pytest.mark.parametrize("call", ["preadv", "preadv of many", "mmap", "open", "copy_file_range"])
+def test_source_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """Where the kernel copies, and cannot, it does not say which of the two files is at fault: the source is asked."""
+    path = tmp_path / "source"
+    path.write_bytes(bytes(100))
+    (tmp_path / "target").write_bytes(bytes(100))
+    part, runs = ByteRange(str(path), 0, 100), ByteRuns(str(path), 0, 0, str(tmp_path / "target"), 0, 0, 100, 1)
+
+    def failing(*_: object, **__: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    names = {"copy_file_range": ["copy_file_range", "preadv"], "preadv of many": ["preadv"]}.get(call, [call])
+    with Files() as opened:
+        for name in names:
+            monkeypatch.setattr(engine_files.mmap if name == "mmap" else engine_files.os, name, failing)
+        buffer = memoryview(bytearray(100))
+        with pytest.raises(ShardError, match=r"cannot be read\n  got: Input/output error\n.*source") as read:
+            if call == "mmap":
+                with opened.window(part, 100):
+                    raise AssertionError("it was mapped")
+            elif call == "copy_file_range":
+                opened.copy(runs, buffer)
+            elif call == "preadv of many":
+                opened.read_scattered(part, [buffer[:50], buffer[50:]])
+            else:
+                opened.read_into(part, buffer)
+    assert read.value.where == str(path) and "--resume" in read.value.remedy
+
+
+def test_compressed_source_that_cannot_be_read_is_named() -> None:
+    def read(_: Box) -> np.ndarray:
+        raise OSError("Can't read data (inflate() failed)")
+
+    whole = Box((0,), (4,))
+    source = TensorEntry("w", BY_NAME["uint8"], (4,), Decoded("rank_3", read, (4,)))
+    plan = RankPlan(
+        0,
+        0,
+        NOWHERE,
+        (TensorPlan(TensorSpec("w", source.dtype, (4,), whole), (Copy(3, source, whole, whole),)),),
+        {},
+        (),
+        (),
+        (),
+        (),
+        frozenset(),
+    )
+    with pytest.raises(ShardError, match=r"cannot be read\n  got: .*inflate(.|\n)*where: rank_3"):
+        load_shard(plan, limits=Limits(0, 1 << 10, 1 << 10))
 
 
 def test_more_sources_than_may_be_open_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -18,7 +18,9 @@ from reshard_mpi.errors import CoverageError, DisagreementError, LayoutError, Re
 from reshard_mpi.layout import Layout
 from reshard_mpi.manifest import Manifest, TensorEntry
 from reshard_mpi.placement import Placement, Strategy
-from reshard_mpi.planning.model import Check, RankPlan
+from reshard_mpi.planning.copies import Alike, dealt
+from reshard_mpi.planning.losses import Lost
+from reshard_mpi.planning.model import RankPlan
 from reshard_mpi.planning.parameters import (
     Unlisted,
     find_or_follow,
@@ -27,6 +29,7 @@ from reshard_mpi.planning.parameters import (
     require_common_parameters,
 )
 from reshard_mpi.planning.ranks import needed_ranks
+from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.planning.shard import ShardPlanner
 
 ROWS, COLUMNS, WHOLE = Placement((2,), ((0,), ())), Placement((2,), ((), (0,))), Placement((2,))
@@ -56,12 +59,17 @@ def planner(
     rank: int = 0,
     unlisted: Unlisted = Unlisted.FOLLOW,
     strict: bool = False,
+    lost: Iterable[Lost] = (),
+    replicas: Replicas = Replicas.ANY,
 ) -> ShardPlanner:
-    return ShardPlanner(source, target, rank, manifests, unlisted=unlisted, strict=strict)
+    unusable = {one.rank: one for one in lost}
+    return ShardPlanner(
+        source, target, rank, manifests, lost=unusable, unlisted=unlisted, strict=strict, replicas=replicas
+    )
 
 
 def planned(*arguments: object, **options: object) -> RankPlan:
-    return planner(*arguments, **options).plan({}, "the table")
+    return planner(*arguments, **options).plan("the table")
 
 
 def boxes(plan: RankPlan) -> dict[str, str]:
@@ -162,7 +170,16 @@ def test_parts_that_do_not_add_up_are_refused(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(CoverageError) as refused:
         planned(two_ranks(w=ROWS), one_rank(), shards({"w": (2, 6)}, {"w": (2, 6)}))
     assert refused.value.problem == "the sources of 'w' do not cover what target rank 0 holds"
-    assert (refused.value.expected, refused.value.got) == ("24 elements of box [0:4, 0:6]", "12 elements")
+    assert (refused.value.expected, refused.value.got) == ("24 elements of box [0:4, 0:6]", "12 elements in 1 parts")
+
+
+def test_one_part_twice_in_the_place_of_another_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many elements as are wanted, but some of them twice."""
+    meeting = Layout.pieces_meeting
+    monkeypatch.setattr(Layout, "pieces_meeting", lambda layout, box: [next(meeting(layout, box))] * 2)
+    with pytest.raises(CoverageError, match="do not cover") as refused:
+        planned(two_ranks(w=ROWS), one_rank(), shards({"w": (2, 6)}, {"w": (2, 6)}))
+    assert refused.value.got == "24 elements in 2 parts"
 
 
 # Which parameters
@@ -511,14 +528,15 @@ def test_strings_of_the_home_rank_are_taken_and_differences_told() -> None:
     assert plan.notes == ("the string 'seed' of rank_0 differs from the one taken",)
 
 
-# Copies that may differ
+# Copies that must be the same
 
 
-def opened(make: ShardPlanner, held: Mapping[int, Manifest], ranks: Collection[int]) -> RankPlan:
-    """Return the plan with the shards to be compared opened too, which must be these."""
-    extra = make.comparison_ranks(held)
-    assert list(extra) == list(ranks)
-    return make.plan({rank: held[rank] for rank in extra}, "")
+def alike(plan: RankPlan) -> set[tuple[tuple[str, ...], str, tuple[int, ...]]]:
+    """Return what a plan wants compared: names, region, and the ranks that hold it."""
+    return {
+        (one.names, str(one.region), tuple(r for part in one.parts for r in part.placement.holders(part.piece)))
+        for one in plan.alike
+    }
 
 
 @pytest.mark.parametrize("name", ["accu_grads.w", "grad_sum.w"])
@@ -527,43 +545,60 @@ def test_all_copies_of_partial_sums_are_compared(name: str, listed: bool) -> Non
     rows = Placement((2, 2), ((1,), ()))
     source = Strategy(4, 1, {"w": (rows,), **({name: (rows,)} if listed else {})})
     held = shards(*[{"w": (2, 6), name: (2, 6)}] * 4)
-    make = planner(source, two_ranks(w=ROWS), {0: held[0]})
-    plan = opened(make, held, [2])
-    assert compared(plan) == {name: ((0, 2), True)}
-    assert "partial sums" in plan.checks[0].why
-    assert plan.source_ranks == (0, 2)
-    assert plan.read_ranks == (0,)
+    plan = planned(source, two_ranks(w=ROWS), {0: held[0]})
+    assert alike(plan) == {((name,), "[0:2, 0:6]", (0, 2))}
+    assert "partial sums" in plan.alike[0].why
+    assert plan.source_ranks == plan.read_ranks == (0,)
 
 
 def test_copies_of_a_tied_parameter_are_compared_over_its_stages() -> None:
     source = Strategy(4, 2, {"w": (replace(ROWS, stages=(0, 1)),), "v": (replace(ROWS, stages=(0,)),)})
     held = shards(*[{"w": (2, 6), "v": (2, 6)}] * 2, *[{"w": (2, 6)}] * 2)
-    plan = opened(planner(source, two_ranks(w=ROWS, v=ROWS), {1: held[1]}, 1), held, [3])
-    assert compared(plan) == {"w": ((1, 3), True)}
-    assert "drifted apart" in plan.checks[0].why
+    plan = planned(source, two_ranks(w=ROWS, v=ROWS), {1: held[1]}, 1)
+    assert alike(plan) == {(("w",), "[2:4, 0:6]", (1, 3))}
+    assert "drifted apart" in plan.alike[0].why
 
 
 def test_copies_of_a_tied_parameter_that_stages_cut_differently_are_compared_where_they_meet() -> None:
     source = Strategy(4, 2, {"w": (replace(ROWS, stages=(0,)), replace(COLUMNS, stages=(1,)))})
     held = shards(*[{"w": (2, 6)}] * 2, *[{"w": (4, 3)}] * 2)
-    plan = opened(planner(source, two_ranks(w=ROWS), {0: held[0]}), held, [2, 3])
-    assert {(str(check.copies[0].region), ranks(check)) for check in plan.checks} == {
-        ("[0:2, 0:3]", (0, 2)),
-        ("[0:2, 3:6]", (0, 3)),
-    }
-    for check in plan.checks:
-        assert all(copy.region == check.copies[0].region for copy in check.copies)
-        assert all(copy.source_box.contains(copy.region) for copy in check.copies)
+    plan = planned(source, two_ranks(w=ROWS), {0: held[0]})
+    assert alike(plan) == {(("w",), "[0:2, 0:3]", (0, 2)), (("w",), "[0:2, 3:6]", (0, 3))}
+    assert all(part.box.contains(one.region) for one in plan.alike for part in one.parts)
 
 
-def ranks(check: Check) -> tuple[int, ...]:
-    return tuple(copy.source_rank for copy in check.copies)
+def test_other_copies_are_compared_if_that_is_asked() -> None:
+    held = shards(*[{"w": (3, 6), "v": (3, 6), "x": (2, 6), "seed": (4,)}] * 2)
+    source = two_ranks(w=WHOLE, v=WHOLE, x=ROWS)
+    target = one_rank(**dict.fromkeys("wvx", Placement((1,))))
+    assert alike(planned(source, target, held)) == set()
+    plan = planned(source, target, held, replicas=Replicas.CHECK)
+    assert alike(plan) == {(("w", "v"), "[0:3, 0:6]", (0, 1))}  # of x each has one part, of seed nobody says
 
 
-def test_other_copies_are_not_compared() -> None:
-    held = shards(*[{"w": (3, 6)}] * 2)
-    make = planner(two_ranks(w=WHOLE), one_rank(), {0: held[0]})
-    assert compared(opened(make, held, [])) == {}
+def counted(one: Alike) -> list[str]:
+    """Return names, once for each copy of each element that is read to compare them."""
+    return [name for name in one.names for _ in range(one.copies * one.region.size)]
+
+
+@given(cases(unlisted=False), st.integers(1, 9))
+def test_what_targets_need_is_compared_once_by_one_process(case: Case, processes: int) -> None:
+    source, target = strategy_of(case.src), strategy_of(case.dst)
+    every = manifests_of(case.src, case.tensors)
+    plans = [planned(source, target, every, rank, replicas=Replicas.CHECK) for rank in range(target.world_size)]
+    wanted = tuple(dict.fromkeys(one for plan in plans for one in plan.alike))
+    shares = [list(dealt(wanted, process, processes)) for process in range(processes)]
+    units = [(name, one.holding, one.region) for share in shares for one in share for name in one.names]
+    assert len(units) == len(set(units))
+    assert set(units) == {(name, one.holding, one.region) for one in wanted for name in one.names}
+    whole = sum(len(counted(one)) for one in wanted)
+    largest = max((len(counted(one._replace(names=("w",)))) for one in wanted), default=0)
+    assert all(sum(len(counted(one)) for one in share) <= whole / processes + largest for share in shares)
+    for share in shares:  # those of the same holders one after another: their shards are opened once
+        holdings = [one.holding for one in share]
+        assert len([1 for at, one in enumerate(holdings) if one not in holdings[:at]]) == len(
+            [1 for at, one in enumerate(holdings) if at == 0 or one != holdings[at - 1]]
+        )
 
 
 # What the target says of itself

@@ -168,7 +168,7 @@ def test_no_option_of_transform_is_forgotten() -> None:
 # Besides the strategies, which are always given here.
 GIVEN = (
     *("--prefix=net ", "--select=check*", "--to=hdf5", "--unlisted=replicate", "--strict", "--overwrite"),
-    *("--memory=64G", "--max-active=3", "--verify", "--crc"),
+    *("--memory=64G", "--max-active=3", "--verify", "--crc", "--replicas=check"),
 )
 
 
@@ -198,6 +198,9 @@ def test_notes_do_not_get_into_the_script(tmp_path: Path, capsys: Capture) -> No
     said = command_line(capsys, *c.arguments("plan", "--sbatch"))
     assert said.code == 0 and "never.saved" in said.err and "never.saved" not in said.out
     c.shard(3).write_bytes(b"")
+    said = command_line(capsys, *c.arguments("plan", "--sbatch"))
+    assert said.code == 0 and "rank 3 cannot be used" in said.err and "rank 3" not in said.out
+    c.shard(1).write_bytes(b"")
     said = command_line(capsys, *c.arguments("plan", "--sbatch"))
     assert said.code == 3 and said.out == ""
 

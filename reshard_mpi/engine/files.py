@@ -25,8 +25,13 @@ _MAX_OPEN_FILES = 128
 _MAX_CALL_BYTES = 64 * MIB
 # How many places one call can read to (IOV_MAX).
 _MAX_VECTOR = 1024
-# What a file system says when it cannot copy between two files by itself.
-_NO_KERNEL_COPY = {errno.ENOSYS, errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF}
+# What a file system says when it cannot copy between two files by itself; and when it cannot read the one or write the
+# other, which is told by doing the one and then the other.
+_NO_KERNEL_COPY = {errno.ENOSYS, errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF, errno.EIO}
+_REMEDY = (
+    "make sure nothing writes to the source; restore the file, or remove it if other ranks hold the same, and run the"
+    " same command with --resume"
+)
 
 
 @dataclass(slots=True)
@@ -76,14 +81,14 @@ class Files:
         self._targets.clear()
 
     def read_into(self, part: ByteRange, buffer: memoryview) -> None:
-        """Fill `buffer` with the bytes of `part`. Raises ShardError if the file has become shorter."""
+        """Fill `buffer` with the bytes of `part`. Raises ShardError if they cannot be read."""
         descriptor = self._source(part.path)
         done = 0
         while done < part.length_bytes:
             try:
                 count = os.preadv(descriptor, [buffer[done:]], part.offset_bytes + done)
             except OSError as error:
-                raise _about(error, part.path) from None
+                raise unreadable(part.path, error) from error
             if count == 0:
                 raise _became_shorter(part)
             done += count
@@ -92,7 +97,7 @@ class Files:
     def read_scattered(self, part: ByteRange, places: Sequence[memoryview]) -> None:
         """Read the bytes of `part` to `places`, one after another: equally long, and together as long as `part`.
 
-        Raises ShardError if the file has become shorter.
+        Raises ShardError if they cannot be read.
         """
         descriptor, at, length = self._source(part.path), part.offset_bytes, len(places[0])
         for first in range(0, len(places), _MAX_VECTOR):
@@ -100,7 +105,7 @@ class Files:
             try:
                 count = os.preadv(descriptor, some, at)
             except OSError as error:
-                raise _about(error, part.path) from None
+                raise unreadable(part.path, error) from error
             self.traffic.requested_bytes += count
             if count < length * len(some):  # interrupted by a signal, or the file ends
                 self._read_rest(part.path, at, some, count)
@@ -116,7 +121,7 @@ class Files:
 
     def advise(self, part: ByteRange) -> None:
         """Have the file system begin to read `part`, which is soon asked for; where it takes no advice, nothing is."""
-        with suppress(OSError):
+        with suppress(OSError, ShardError):
             os.posix_fadvise(self._source(part.path), part.offset_bytes, part.length_bytes, os.POSIX_FADV_WILLNEED)
 
     @contextmanager
@@ -128,6 +133,8 @@ class Files:
             mapped = mmap.mmap(self._source(part.path), length, access=mmap.ACCESS_READ, offset=start)
         except ValueError:
             raise _became_shorter(part) from None
+        except OSError as error:
+            raise unreadable(part.path, error) from error
         self.traffic.requested_bytes += requested_bytes
         self.traffic.mapped_bytes += length
         with mapped, memoryview(mapped) as view, view[part.offset_bytes - start :] as inner:
@@ -147,7 +154,7 @@ class Files:
     def copy(self, runs: ByteRuns, buffer: memoryview) -> None:
         """Copy runs of bytes, inside the kernel where the file systems can, else through `buffer`.
 
-        Raises ShardError if the source has become shorter.
+        Raises ShardError if the source cannot be read.
         """
         done = self._copy_in_kernel(runs) if self._kernel_copies else 0
         whole, done = divmod(done, runs.length_bytes)
@@ -198,7 +205,10 @@ class Files:
     def _source(self, path: str) -> int:
         descriptor = self._sources.get(path)
         if descriptor is None:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise unreadable(path, error) from error
             self._sources[path] = descriptor
             if len(self._sources) > _MAX_OPEN_FILES:
                 os.close(self._sources.popitem(last=False)[1])
@@ -216,11 +226,16 @@ def _about(error: OSError, path: str, other: str | None = None) -> OSError:
     return OSError(error.errno, error.strerror, path, None, other)
 
 
+def unreadable(path: str, error: OSError) -> ShardError:
+    """Return the error for a source file that was sound when it was opened."""
+    return ShardError("a source file cannot be read", got=error.strerror or str(error), where=path, remedy=_REMEDY)
+
+
 def _became_shorter(part: ByteRange) -> ShardError:
     return ShardError(
         "a source file became shorter while it was read",
         expected=f"{part.offset_bytes + part.length_bytes} bytes or more",
         got=f"{Path(part.path).stat().st_size} bytes",
         where=part.path,
-        remedy="make sure nothing writes to the source, and run again",
+        remedy=_REMEDY,
     )

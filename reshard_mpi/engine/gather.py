@@ -10,7 +10,7 @@ import numpy as np
 
 from reshard_mpi.box import Box
 from reshard_mpi.dtypes import DType
-from reshard_mpi.engine.files import Files
+from reshard_mpi.engine.files import Files, unreadable
 from reshard_mpi.engine.stream import Stream
 from reshard_mpi.manifest import ByteRange, Decoded
 from reshard_mpi.planning.model import Copy, Limits
@@ -104,7 +104,7 @@ def _decode(files: Files, copy: Copy, source: Decoded, region: Box, view: Array,
     itemsize = copy.source.dtype.itemsize_bytes
     local = region.relative_to(copy.source_box)
     if not local.ndim:
-        view[...] = source.read(local).view(view.dtype)
+        view[...] = _read(source, local).view(view.dtype)
         files.traffic.requested_bytes += itemsize
         return
     row_bytes = itemsize * math.prod(local.shape[1:])
@@ -114,9 +114,16 @@ def _decode(files: Files, copy: Copy, source: Decoded, region: Box, view: Array,
     while first < local.stop[0]:
         last = min(local.stop[0], (first // step + 1) * step)
         block = Box((first, *local.start[1:]), (last, *local.stop[1:]))
-        view[first - local.start[0] : last - local.start[0]] = source.read(block).view(view.dtype)
+        view[first - local.start[0] : last - local.start[0]] = _read(source, block).view(view.dtype)
         files.traffic.requested_bytes += block.size * itemsize
         first = last
+
+
+def _read(source: Decoded, box: Box) -> Array:
+    try:
+        return source.read(box)
+    except OSError as error:
+        raise unreadable(source.path, error) from error
 
 
 def _swap(view: Array, dtype: DType) -> None:

@@ -6,9 +6,9 @@ from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 
 from reshard_mpi.box import Box
 from reshard_mpi.errors import CoverageError, DisagreementError
-from reshard_mpi.manifest import Manifest, TensorEntry, TensorSpec
+from reshard_mpi.manifest import Manifest, TensorSpec
 from reshard_mpi.planning.model import Beginning, Check, Copy, Held, Moment, RankPlan, TensorPlan
-from reshard_mpi.planning.tensors import Part, SourceTensor
+from reshard_mpi.planning.tensors import SourceTensor
 from reshard_mpi.units import KIB
 
 # Small enough to read from every opened shard for nothing; of larger tensors as much tells shards apart.
@@ -16,6 +16,11 @@ _SMALL_BYTES = 64 * KIB
 # How MindSpore records the moment of a checkpoint: ModelCheckpoint's append_info, and the optimizers' step counter.
 _MOMENT = ("epoch_num", "step_num", "global_step")
 _DIFFERENT_MOMENTS = "the shards are of different moments"
+
+
+def is_moment(name: str) -> bool:
+    """Tell whether a tensor is a step counter."""
+    return name in _MOMENT
 
 
 def agreement_checks(tensors: Iterable[SourceTensor], wanted: Container[str], *, same_world: bool) -> Iterator[Check]:
@@ -105,6 +110,25 @@ def require_same_names(names: Mapping[int, Collection[str]], where: str) -> None
             )
 
 
+def require_same_shapes(placed: Mapping[int, Mapping[str, str]], where: str) -> None:
+    """Raise DisagreementError for a parameter that target ranks of a stage would hold with different shapes or types.
+
+    placed: type and whole shape of what strategies place, by name and target rank.
+    """
+    first: dict[str, tuple[int, str]] = {}
+    for rank, held in placed.items():
+        for name, what in held.items():
+            other, expected = first.setdefault(name, (rank, what))
+            if what != expected:
+                raise DisagreementError(
+                    f"source shards disagree in the type or shape of {name!r}",
+                    expected=f"{expected}, as by the shards opened for target rank {other}",
+                    got=f"{what} by those for target rank {rank}",
+                    where=where,
+                    remedy="use shards of one and the same checkpoint; reshard-mpi inspect shows what they hold",
+                )
+
+
 def require_one_moment(moments: Iterable[Moment]) -> None:
     """Raise DisagreementError if shards that different targets opened have different step counters."""
     first: dict[str, Moment] = {}
@@ -118,35 +142,6 @@ def require_one_moment(moments: Iterable[Moment]) -> None:
                 where=moment.path,
                 remedy="use shards of one and the same moment",
             )
-
-
-def replica_checks(
-    name: str, alternatives: Iterable[tuple[Part, ...]], entries: Mapping[int, TensorEntry], why: str
-) -> Iterator[Check]:
-    """Yield the checks that all copies of the needed parts of one tensor are the same.
-
-    alternatives: the needed parts by each placement of the tensor (stages that share it may cut it differently).
-    """
-    regions: list[tuple[Box, list[Part]]] = []
-    for parts in alternatives:
-        if not regions:
-            regions = [(part.region, [part]) for part in parts]
-            continue
-        regions = [
-            (shared, [*same, part])
-            for region, same in regions
-            for part in parts
-            if (shared := region.intersect(part.region)) is not None
-        ]
-    for region, same in regions:
-        copies = tuple(
-            Copy(rank, entries[rank], part.box, region)
-            for part in same
-            for rank in part.placement.holders(part.piece)
-            if rank in entries
-        )
-        if len(copies) > 1:
-            yield Check(name, copies, refuse=True, why=why)
 
 
 def common_strings(manifests: Mapping[int, Manifest], home: int) -> tuple[dict[str, str], list[str]]:

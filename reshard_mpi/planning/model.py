@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from reshard_mpi.box import Box
 from reshard_mpi.manifest import Decoded, ShardIdentity, ShardSpec, TensorEntry, TensorSpec
+from reshard_mpi.planning.copies import Alike
+from reshard_mpi.planning.losses import Lost
 from reshard_mpi.units import KIB
 
 # What the records of one target tensor take, in this program and in HDF5's library, and those of one of its copies;
@@ -77,7 +79,7 @@ class Beginning(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What the target ranks of a stage hold, as far as strategies place it: `digest` of the names, as on `rank`."""
+    """What the target ranks of a stage hold, as far as strategies place it: `digest` of `RankPlan.placed` of `rank`."""
 
     stage: int
     digest: str
@@ -89,7 +91,9 @@ class RankPlan(NamedTuple):
 
     source_ranks: the shards opened. absent: names the strategies list that no source shard holds. notes: what the user
     should be told. loose: tensors that no strategy places. moments: the step counters of the shards opened.
-    beginnings: of the loose tensors, where other targets should have the same.
+    beginnings: of the loose tensors, where other targets should have the same. alike: copies that must be the same,
+    which whoever plans all targets of a process compares at once. lost: source shards that could not be used. warnings:
+    what besides was taken from elsewhere than it should have been.
     """
 
     target_rank: int
@@ -104,19 +108,24 @@ class RankPlan(NamedTuple):
     loose: frozenset[str]
     moments: tuple[Moment, ...] = ()
     beginnings: tuple[Beginning, ...] = ()
+    alike: tuple[Alike, ...] = ()
+    lost: tuple[Lost, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     @property
     def shard(self) -> ShardSpec:
         return ShardSpec(self.identity, tuple(tensor.spec for tensor in self.tensors), self.strings)
 
     @property
-    def placed(self) -> tuple[str, ...]:
-        """The names that strategies place here, sorted; all ranks of a stage must have the same."""
-        return tuple(sorted(tensor.spec.name for tensor in self.tensors if tensor.spec.name not in self.loose))
+    def placed(self) -> dict[str, str]:
+        """Type and whole shape of what strategies place here, by name; all ranks of a stage must have the same."""
+        specs = sorted((tensor.spec for tensor in self.tensors if tensor.spec.name not in self.loose), key=_name)
+        return {spec.name: f"{spec.dtype.name} {list(spec.global_shape)}" for spec in specs}
 
     @property
     def held(self) -> Held:
-        return Held(self.stage, hashlib.sha256("\0".join(self.placed).encode()).hexdigest(), self.target_rank)
+        digest = hashlib.sha256("\0".join(map("\0".join, self.placed.items())).encode()).hexdigest()
+        return Held(self.stage, digest, self.target_rank)
 
     @property
     def read_ranks(self) -> tuple[int, ...]:
@@ -145,3 +154,7 @@ class RankPlan(NamedTuple):
                         chunk_bytes *= length
                     decoded = max(decoded, chunk_bytes)
         return limits.base_bytes + limits.buffer_bytes + limits.window_bytes + records_bytes + 2 * decoded
+
+
+def _name(spec: TensorSpec) -> str:
+    return spec.name

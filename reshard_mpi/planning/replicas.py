@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Mapping
+from enum import StrEnum
 
 from reshard_mpi.placement import Piece, Placement
 
 Demands = Mapping[Placement, Collection[Piece]]
 Choice = dict[tuple[Placement, Piece], int]
+
+
+class Replicas(StrEnum):
+    """What is done about ranks that hold the same: one of them is taken, or all are compared before."""
+
+    ANY = "any"
+    CHECK = "check"
 
 
 def home_rank(target_rank: int, targets: int, sources: int) -> int:
@@ -38,7 +46,7 @@ def _starts(demands: Demands, home: int) -> list[int]:
 
 def _settle(demands: Demands, home: int, available: Container[int]) -> list[int]:
     chosen: dict[int, None] = {}
-    for placement in sorted(demands, key=_holders_per_piece):
+    for placement in sorted(demands, key=lambda placement: placement.copies):
         covered = {placement.piece(rank) for rank in chosen if rank // placement.stage_size in placement.stages}
         for piece in demands[placement]:
             if piece not in covered:
@@ -55,10 +63,6 @@ def _available_holder(placement: Placement, piece: Piece, home: int, available: 
     if nearest in available:
         return nearest
     return next((rank for rank in placement.holders(piece) if rank in available), None)
-
-
-def _holders_per_piece(placement: Placement) -> int:
-    return placement.holders_per_slice // placement.optimizer * len(placement.stages)
 
 
 def _held_by(demands: Demands, ranks: Collection[int]) -> dict[tuple[Placement, Piece], list[int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import repeat
 
 from reshard_mpi.box import Box
@@ -10,16 +10,19 @@ from reshard_mpi.errors import CoverageError, LayoutError, StrategyError
 from reshard_mpi.layout import Layout
 from reshard_mpi.manifest import Manifest, ShardIdentity, TensorSpec
 from reshard_mpi.placement import Piece, Placement, Strategy
-from reshard_mpi.planning.agreement import agreement_checks, common_strings, replica_checks
-from reshard_mpi.planning.model import Check, Copy, RankPlan, TensorPlan
+from reshard_mpi.planning.agreement import agreement_checks, common_strings, is_moment
+from reshard_mpi.planning.copies import copies_alike
+from reshard_mpi.planning.holes import hole, require_never_saved, stage_missing
+from reshard_mpi.planning.losses import Lost, named
+from reshard_mpi.planning.model import Copy, RankPlan, TensorPlan
 from reshard_mpi.planning.parameters import (
     Unlisted,
     everywhere,
     find_or_follow,
-    is_partial_sum,
     named_after,
 )
-from reshard_mpi.planning.replicas import choose_holders, home_rank
+from reshard_mpi.planning.ranks import wants
+from reshard_mpi.planning.replicas import Replicas, choose_holders, home_rank
 from reshard_mpi.planning.tensors import Part, SourceTensor, SourceTensors, parts_meeting
 
 # How source and target hold a tensor.
@@ -29,8 +32,9 @@ _Way = tuple[tuple[Layout, ...], Layout]
 class ShardPlanner:
     """Plans one target rank out of the source shards opened for it.
 
-    manifests: the opened shards by rank, those of `needed_ranks` at least. unlisted: what becomes of parameters the
-    target strategy does not list. strict: listed parameters that were never saved are an error.
+    manifests: the opened shards by rank, those of `needed_ranks` at least. lost: those that were needed but could not
+    be used. unlisted: what becomes of parameters the target strategy does not list. strict: listed parameters that were
+    never saved are an error. replicas: which copies must be the same.
     """
 
     def __init__(
@@ -40,8 +44,10 @@ class ShardPlanner:
         target_rank: int,
         manifests: Mapping[int, Manifest],
         *,
+        lost: Mapping[int, Lost],
         unlisted: Unlisted,
         strict: bool,
+        replicas: Replicas,
     ) -> None:
         self._source = source
         self._target = target
@@ -50,30 +56,19 @@ class ShardPlanner:
         self._home = home_rank(target_rank, target.world_size, source.world_size)
         self._manifests = manifests
         self._tensors = SourceTensors(source, manifests)
+        self._lost = lost
         self._unlisted = unlisted
         self._strict = strict
+        self._replicas = replicas
         self._boxes: dict[Layout, Box] = {}
         self._parts: dict[_Way, tuple[Part, ...]] = {}
         # name -> its source and how the target holds it, for all that goes into this shard
         self._wanted: dict[str, tuple[SourceTensor, Layout]] = {}
-        self._compared: list[str] = []
         for name in self._tensors.names:
             tensor = self._tensors.resolve(name)
             layout = self._target_layout(tensor)
             if layout is not None:
                 self._wanted[name] = (tensor, layout)
-                if tensor.listed and (tensor.is_tied or is_partial_sum(name)):
-                    self._compared.append(name)
-
-    def comparison_ranks(self, available: Container[int]) -> tuple[int, ...]:
-        """Return the ranks to open besides, because copies of some tensors may differ and must be compared."""
-        ranks: set[int] = set()
-        for name in self._compared:
-            tensor, target = self._wanted[name]
-            for layout in tensor.layouts:
-                for part in parts_meeting(layout, self._box(target)):
-                    ranks.update(rank for rank in part.placement.holders(part.piece) if rank in available)
-        return tuple(sorted(ranks - set(self._manifests)))
 
     def lacking(self) -> dict[tuple[int, ...], list[str]]:
         """Return the names that no opened shard holds where needed, by the ranks any of which should hold them.
@@ -108,35 +103,36 @@ class ShardPlanner:
         opened = next((rank for rank in self._manifests if self._source.stage_of(rank) in origin.stages), None)
         return iter(()) if opened is None else origin.holders(origin.piece(opened))
 
-    def plan(self, compared: Mapping[int, Manifest], strategy_table: str) -> RankPlan:
+    def plan(self, strategy_table: str) -> RankPlan:
         """Return the plan.
 
-        compared: the shards of `comparison_ranks`. strategy_table: what the shard is to say of the whole checkpoint.
-        Raises CoverageError for a part without source, LayoutError or DisagreementError for what does not fit.
+        strategy_table: what the shard is to say of the whole checkpoint. Raises CoverageError for a part without
+        source, LayoutError or DisagreementError for what does not fit.
         """
         choice = self._choose()
         absent = self._absent()
         tensors = tuple(self._plan_tensor(tensor, layout, choice) for tensor, layout in self._wanted.values())
         same_world = self._target.world_size == self._source.world_size
         every = map(self._tensors.resolve, self._tensors.names)
-        checks = list(agreement_checks(every, self._wanted, same_world=same_world))
-        checks.extend(self._replica_checks(compared))
+        checks = tuple(agreement_checks(every, self._wanted, same_world=same_world))
         strings, notes = common_strings(self._manifests, self._home)
         if self._unlisted is Unlisted.DROP:
             strings = {}
         identity = ShardIdentity(self._rank, self._target.world_size, strategy_table)
-        opened = tuple(sorted({*self._manifests, *compared}))
         return RankPlan(
             target_rank=self._rank,
             stage=self._stage,
             identity=identity,
             tensors=tensors,
             strings=strings,
-            checks=tuple(checks),
+            checks=checks,
             absent=absent,
             notes=tuple(notes),
-            source_ranks=opened,
+            source_ranks=tuple(sorted(self._manifests)),
             loose=frozenset(name for name, (tensor, _) in self._wanted.items() if not tensor.listed),
+            alike=tuple(copies_alike(self._wanted.values(), self._box, self._replicas)),
+            lost=self._replaced(tensors) if self._lost else (),
+            warnings=tuple(self._not_its_own()) if same_world and self._rank in self._lost else (),
         )
 
     def _target_layout(self, tensor: SourceTensor) -> Layout | None:
@@ -192,13 +188,13 @@ class ShardPlanner:
         return any(rank in self._manifests for rank in part.placement.holders(part.piece))
 
     def _covering(self, parts: tuple[Part, ...], tensor: SourceTensor, box: Box) -> tuple[Part, ...]:
-        """Return `parts`, proved to cover `box`: being disjoint, they do if they have as many elements."""
+        """Return `parts`, proved to cover `box`: as different pieces they are disjoint, so their sizes must add up."""
         covered = sum(part.region.size for part in parts)
-        if covered != box.size:
+        if covered != box.size or len({part.piece for part in parts}) != len(parts):
             raise CoverageError(
                 f"the sources of {tensor.name!r} do not cover what target rank {self._rank} holds",
                 expected=f"{box.size} elements of box {box}",
-                got=f"{covered} elements",
+                got=f"{covered} elements in {len(parts)} parts",
             )
         return parts
 
@@ -228,45 +224,64 @@ class ShardPlanner:
             if rank not in tensor.entries:
                 rank = next((other for other in part.placement.holders(part.piece) if other in tensor.entries), None)
             if rank is None:
-                raise self._hole(tensor, part)
+                raise hole(tensor, part, self._rank, self._manifests, self._lost)
             copies.append(Copy(rank, tensor.entries[rank], part.box, part.region))
         return TensorPlan(TensorSpec(tensor.name, tensor.dtype, tensor.shape, self._box(target)), tuple(copies))
+
+    def _replaced(self, tensors: tuple[TensorPlan, ...]) -> tuple[Lost, ...]:
+        """Return the shards that could not be used, with the ranks that what they should have given is taken from.
+
+        That is what they hold nearest to the target; if nothing is, all that they hold.
+        """
+        nearest: dict[int, set[int]] = {rank: set() for rank in sorted(self._lost)}
+        held: dict[int, set[int]] = {rank: set() for rank in nearest}
+        for (tensor, target), made in zip(self._wanted.values(), tensors):
+            for part, copy in zip(self._needed_parts(tensor, target), made.copies):
+                first = part.placement.holder(part.piece, self._home)
+                for rank, instead in nearest.items():
+                    if rank == first:
+                        instead.add(copy.source_rank)
+                    elif tensor.listed and rank in part.placement.holders(part.piece):
+                        held[rank].add(copy.source_rank)
+        return tuple(
+            self._lost[rank]._replace(taken_from=tuple(sorted(nearest[rank] or held[rank]))) for rank in nearest
+        )
+
+    def _not_its_own(self) -> Iterator[str]:
+        """Yield what is to be said of values that each rank has for itself, if the shard with those is lost."""
+        loose = [tensor for tensor, _ in self._wanted.values() if not tensor.listed and not is_moment(tensor.name)]
+        if loose:
+            names = ", ".join(repr(tensor.name) for tensor in loose[:3]) + (" ..." if len(loose) > 3 else "")
+            yield (
+                f"target rank {self._rank} has {names} of {named([self._any_rank(loose[0])])}, not its own: no strategy"
+                " says who else holds the same, and its own shard cannot be used"
+            )
 
     def _any_rank(self, tensor: SourceTensor) -> int:
         return self._home if self._home in tensor.entries else next(iter(tensor.entries))
 
-    def _hole(self, tensor: SourceTensor, part: Part) -> CoverageError:
-        holders = tuple(part.placement.holders(part.piece))
-        return CoverageError(
-            f"no source holds a part of {tensor.name!r} that target rank {self._rank} needs",
-            expected=f"box {part.region} on {_ranks(holders)}",
-            got="shard missing" if not any(r in self._manifests for r in holders) else "shards without the tensor",
-            where=_paths(self._manifests, holders),
-            remedy="restore one of these ranks' shards, or give the strategy this checkpoint was saved with",
-        )
-
     def _absent(self) -> tuple[str, ...]:
         """Return the listed parameters this shard should have that were never saved, as opened holders show."""
         absent = []
-        for name in self._target.parameters:
+        for name in dict.fromkeys((*self._target.parameters, *self._source.parameters)):
             if name in self._tensors:
                 continue
-            if not any(self._stage in placement.stages for placement in self._target.parameters[name]):
+            listed = self._target.parameters.get(name)
+            if listed is None:
+                here = wants(self._source, self._target, self._rank, name, self._unlisted)
+            else:
+                here = any(self._stage in placement.stages for placement in listed)
+            if not here:
                 continue
             origins = find_or_follow(self._source, name, lambda _: True)
-            holders = [
-                rank
-                for rank in self._manifests
-                if any(self._source.stage_of(rank) in origin.stages for origin in origins)
-            ]
-            if origins and not holders:
-                raise CoverageError(
-                    f"no shard that should hold {name!r} is there",
-                    expected=f"a shard of stage {origins[0].stages[0]} of the source",
-                    got=f"shards of {_ranks(tuple(self._manifests))}",
-                    remedy="restore the shards of that stage",
-                )
-            absent.append(name)
+            stages = {stage for origin in origins for stage in origin.stages}
+            if origins and not any(self._source.stage_of(rank) in stages for rank in self._manifests):
+                raise stage_missing(name, origins, self._source, self._manifests, self._lost)
+            if self._lost:
+                tensors = [tensor for tensor, _ in self._wanted.values()]
+                require_never_saved(name, origins, self._source, self._target, tensors, self._manifests, self._lost)
+            if listed is not None:
+                absent.append(name)
         if absent and self._strict:
             raise CoverageError(
                 "the target strategy lists parameters that no source shard holds",
@@ -285,30 +300,7 @@ class ShardPlanner:
             )
         return tuple(absent)
 
-    def _replica_checks(self, compared: Mapping[int, Manifest]) -> Iterator[Check]:
-        if not self._compared:
-            return
-        opened = SourceTensors(self._source, {**self._manifests, **compared})
-        for name in self._compared:
-            tensor, target = opened.resolve(name), self._wanted[name][1]
-            why = (
-                "they are partial sums of a step that is not finished: save at the end of a step"
-                if is_partial_sum(name)
-                else "the stages that share the parameter have drifted apart"
-            )
-            alternatives = [parts_meeting(layout, self._box(target)) for layout in tensor.layouts]
-            yield from replica_checks(name, alternatives, tensor.entries, why)
-
 
 def _not_followed(target: Strategy, name: str) -> str:
     others = [base for base in named_after(name) if target.find(base)]
     return f"{others[0]!r} listed, but of another shape" if others else "neither listed"
-
-
-def _ranks(ranks: tuple[int, ...]) -> str:
-    shown = ", ".join(str(rank) for rank in ranks[:8]) + (" ..." if len(ranks) > 8 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"one of ranks {shown}"
-
-
-def _paths(manifests: Mapping[int, Manifest], ranks: tuple[int, ...]) -> str:
-    return ", ".join(manifests[rank].path for rank in ranks if rank in manifests)

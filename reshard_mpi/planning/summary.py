@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from reshard_mpi.planning.losses import warnings_of
 from reshard_mpi.planning.model import Limits, RankPlan
 from reshard_mpi.units import format_bytes
 
@@ -12,7 +13,7 @@ class RankSummary(NamedTuple):
     """One target rank.
 
     read_ranks: the source ranks its tensors come from. peak_bytes: the resident memory its process is projected to
-    need at most.
+    need at most. warnings: of shards that cannot be used.
     """
 
     rank: int
@@ -24,6 +25,7 @@ class RankSummary(NamedTuple):
     peak_bytes: int
     absent: tuple[str, ...]
     notes: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, plan: RankPlan, limits: Limits) -> RankSummary:
@@ -37,6 +39,7 @@ class RankSummary(NamedTuple):
             peak_bytes=plan.peak_bytes(limits),
             absent=plan.absent,
             notes=plan.notes,
+            warnings=(*warnings_of(plan.lost), *plan.warnings),
         )
 
 

@@ -1,0 +1,236 @@
+"""Which source shards are opened for a target: those it needs and, in place of lost ones, others that hold the same."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from itertools import islice
+from typing import NamedTuple
+
+from reshard_mpi.errors import CoverageError, DisagreementError, LayoutError
+from reshard_mpi.manifest import Manifest
+from reshard_mpi.placement import Strategy
+from reshard_mpi.planning.disputes import Dispute, claim, disputes, witnesses
+from reshard_mpi.planning.losses import Lost
+from reshard_mpi.planning.parameters import Unlisted, find_or_follow
+from reshard_mpi.planning.ranks import needed_ranks, wants
+from reshard_mpi.planning.replicas import Replicas
+from reshard_mpi.planning.shard import ShardPlanner
+from reshard_mpi.source import SourceCheckpoint
+
+# A shard that lacks a parameter is no sign that the others do (see `_other_holders`), but strategies also list what is
+# never saved, and opening a thousand shards to be sure of that would take minutes.
+_MAX_LOOKED_INTO = 64
+# Where two shards contradict each other, so many others are asked.
+_MAX_WITNESSES = 16
+
+
+class Opened(NamedTuple):
+    """The shards opened for a target, and what plans it from them."""
+
+    manifests: dict[int, Manifest]
+    planner: ShardPlanner
+
+
+class _Candidates:
+    """The ranks whose shards may be chosen, while those of `lost` may not.
+
+    At first every rank may, so nothing is opened only to see whether it could be read. Once anything is lost, each is
+    looked into before it is chosen.
+    """
+
+    def __init__(self, source: SourceCheckpoint, lost: dict[int, Lost]) -> None:
+        self._source = source
+        self._lost = lost
+        self._trusting = not lost
+
+    def __contains__(self, rank: object) -> bool:
+        assert isinstance(rank, int)
+        if self._trusting:
+            return rank in self._source or not self._source.files.picked
+        return rank not in self._lost and self.open(rank) is not None
+
+    def open(self, rank: int) -> Manifest | None:
+        """Return what the shard of `rank` holds; if it cannot be read, say so in `lost`."""
+        manifest = self._source.find(rank) if rank in self._source else None
+        if manifest is None:
+            self._lost[rank] = self._source.lost(rank)
+        return manifest
+
+
+@dataclass(slots=True)
+class ShardOpener:
+    """Opens source shards for the targets of a conversion.
+
+    What is opened for a target, and so where it is taken from, follows from the target and the files alone, not from
+    what has been met for other targets: every process, and every division of a run, finds the same.
+    """
+
+    source: SourceCheckpoint
+    target: Strategy
+    unlisted: Unlisted
+    strict: bool
+    replicas: Replicas
+    _names: tuple[str, ...] | None = field(default=None)
+    _never_saved: dict[tuple[int, ...], set[str]] = field(default_factory=dict)
+
+    def open(self, target_rank: int) -> Opened:
+        """Open the shards that a target needs.
+
+        Raises a ReshardError for what contradicts itself; holes are left for the planner to report.
+        """
+        self._require_stages_of_rules(target_rank)
+        lost: dict[int, Lost] = {}
+        while True:
+            opened = self._try_to_open(target_rank, lost)
+            if opened is not None:
+                return opened
+
+    def _try_to_open(self, target_rank: int, lost: dict[int, Lost]) -> Opened | None:
+        """Open the shards that a target needs; None, and an entry in `lost`, if one of them turns out to be lost."""
+        source, candidates = self.source.strategy, _Candidates(self.source, lost)
+        names = self._rule_names()
+        ranks = set(
+            needed_ranks(source, self.target, target_rank, names=names, available=candidates, unlisted=self.unlisted)
+        )
+        if (
+            source.world_size == self.target.world_size
+            and target_rank not in lost
+            and not self._is_unasked(target_rank)
+        ):
+            ranks.add(target_rank)  # values that no strategy lists and each rank has for itself (random state)
+        manifests: dict[int, Manifest] = {}
+        self._add(manifests, ranks, candidates)
+        if not manifests.keys() >= ranks:
+            return None
+        if self._lists_unseen(target_rank, manifests):
+            seen = {source.stage_of(rank) for rank in manifests}
+            self._add(manifests, {r for stage, r in self.source.stage_ranks().items() if stage not in seen}, candidates)
+        if self._wants_unseen(target_rank, manifests):
+            self._add(manifests, self.source.stage_ranks().values(), candidates)
+        try:
+            planner = self._planner(target_rank, manifests, lost)
+            while found := self._other_holders(planner, manifests, candidates):
+                self._add(manifests, found, candidates)
+                planner = self._planner(target_rank, manifests, lost)
+        except (DisagreementError, LayoutError):
+            outvoted = self._outvoted(manifests)
+            if not outvoted:
+                raise
+            lost.update(outvoted)
+            return None
+        return Opened(manifests, planner)
+
+    def _is_unasked(self, rank: int) -> bool:
+        return self.source.files.picked and rank not in self.source
+
+    def _add(self, manifests: dict[int, Manifest], ranks: Iterable[int], candidates: _Candidates) -> None:
+        """Open shards, as far as they can be read, and keep all in the order of their ranks."""
+        opened = {rank: candidates.open(rank) for rank in sorted(ranks) if rank not in manifests}
+        manifests.update((rank, manifest) for rank, manifest in opened.items() if manifest is not None)
+        for rank in sorted(manifests):
+            manifests[rank] = manifests.pop(rank)
+
+    def _planner(self, target_rank: int, manifests: dict[int, Manifest], lost: dict[int, Lost]) -> ShardPlanner:
+        return ShardPlanner(
+            self.source.strategy,
+            self.target,
+            target_rank,
+            manifests,
+            lost=lost,
+            unlisted=self.unlisted,
+            strict=self.strict,
+            replicas=self.replicas,
+        )
+
+    def _other_holders(
+        self, planner: ShardPlanner, manifests: dict[int, Manifest], candidates: _Candidates
+    ) -> Collection[int]:
+        """Return ranks not opened yet that hold what the opened shards lack.
+
+        Shards saved without redundancy hold each parameter on one of the ranks that have it alike.
+        """
+        found: set[int] = set()
+        for holders, names in planner.lacking().items():
+            never_saved = self._never_saved.setdefault(holders, set())
+            unseen = [name for name in names if name not in never_saved]
+            others = [rank for rank in holders if rank in self.source and rank not in manifests] if unseen else []
+            if found.intersection(others):
+                continue  # what was found may hold these too: looked at again with it
+            manifests_of_others = map(candidates.open, others[:_MAX_LOOKED_INTO])
+            damaged = False
+            for rank, manifest in zip(others, manifests_of_others):
+                if manifest is None:
+                    damaged = True
+                elif any(name in manifest.tensors for name in unseen):
+                    found.add(rank)
+                    break
+            else:
+                if not damaged:
+                    never_saved.update(unseen)
+        return found
+
+    def _outvoted(self, manifests: dict[int, Manifest]) -> dict[int, Lost]:
+        """Return the shards that contradict in shape or type what most of those say that hold the tensor."""
+        found: dict[int, Lost] = {}
+        for dispute in disputes(self.source.strategy, manifests):
+            claims = dict(dispute.claims)
+            others = (r for r in witnesses(self.source.strategy, dispute.name) if r not in claims and r in self.source)
+            for rank in islice(others, _MAX_WITNESSES):
+                manifest = self.source.find(rank)
+                said = manifest and claim(self.source.strategy, dispute.name, rank, manifest)
+                if said is not None:
+                    claims[rank] = said
+            for rank, problem in Dispute(dispute.name, claims).outvoted().items():
+                found.setdefault(rank, Lost(rank, self.source.manifest(rank).path, problem))
+        return found
+
+    def _lists_unseen(self, target_rank: int, manifests: dict[int, Manifest]) -> bool:
+        """Tell whether the target lists names that only shards of stages not opened yet could hold."""
+        stage = self.target.stage_of(target_rank)
+        return self.source.strategy.stages > 1 and any(
+            not any(name in manifest.tensors for manifest in manifests.values())
+            and any(stage in placement.stages for placement in placements)
+            and not find_or_follow(self.source.strategy, name, lambda _: True)
+            for name, placements in self.target.parameters.items()
+        )
+
+    def _wants_unseen(self, target_rank: int, manifests: dict[int, Manifest]) -> bool:
+        """Tell whether the target needs names that no opened shard has, which only rules place: holes, most likely."""
+        seen = {name for manifest in manifests.values() for name in manifest.tensors}
+        return any(
+            wants(self.source.strategy, self.target, target_rank, name, self.unlisted)
+            for name in self._rule_names()
+            if name not in seen
+        )
+
+    def _require_stages_of_rules(self, target_rank: int) -> None:
+        """Raise CoverageError if the target may hold what, by rules, only stages without any sound shard have."""
+        source = self.source.strategy
+        for glob, placement in source.rules:
+            there = self.source.stage_ranks()
+            if any(stage in there for stage in placement.stages):
+                continue
+            names = [glob, *(name for name in self.target.parameters if fnmatchcase(name, glob))]
+            holding = [placement.stages for name in names for placement in self.target.find(name)]
+            if holding and not any(self.target.stage_of(target_rank) in stages for stages in holding):
+                continue
+            damaged = (self.source.lost(r) for r in self.source.files.by_rank if source.stage_of(r) in placement.stages)
+            raise CoverageError(
+                f"no shard that should hold {glob!r} is there",
+                expected=f"a shard of stage {placement.stages[0]} of the source",
+                got="; ".join([f"shards of stage {', '.join(map(str, there))}", *map(str, islice(damaged, 4))]),
+                where=self.source.files.path,
+                remedy="restore the shards of that stage",
+            )
+
+    def _rule_names(self) -> tuple[str, ...]:
+        """Return the names that shards hold, where the source strategy lists none but goes by rules."""
+        if self._names is None:
+            names: dict[str, None] = {}
+            if self.source.strategy.rules and self.source.strategy.world_size > 1:
+                for rank in self.source.stage_ranks().values():
+                    names.update(dict.fromkeys(self.source.manifest(rank).tensors))
+            self._names = tuple(names)
+        return self._names

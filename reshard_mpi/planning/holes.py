@@ -1,0 +1,101 @@
+"""What no source shard gives, told with the ranks that should hold it and what is wrong with their shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from reshard_mpi.errors import CoverageError
+from reshard_mpi.manifest import Manifest
+from reshard_mpi.placement import Placement, Strategy
+from reshard_mpi.planning.losses import Lost
+from reshard_mpi.planning.parameters import named_after
+from reshard_mpi.planning.tensors import Part, SourceTensor
+
+# Of shards that cannot be used, so many are described in one message.
+_MAX_TOLD = 4
+
+
+def hole(
+    tensor: SourceTensor, part: Part, target_rank: int, manifests: Mapping[int, Manifest], lost: Mapping[int, Lost]
+) -> CoverageError:
+    """Return the error for a part of a tensor that no shard gives."""
+    holders = tuple(part.placement.holders(part.piece))
+    damaged = [lost[rank] for rank in holders if rank in lost and lost[rank].problem]
+    if damaged:
+        others = len(holders) - len(damaged)
+        got = _told(damaged) + (f"; {others} without it, or missing" if others else "")
+    else:
+        opened = any(rank in manifests for rank in holders)
+        got = "shards without the tensor" if opened else "shard missing"
+    return CoverageError(
+        f"no source holds a part of {tensor.name!r} that target rank {target_rank} needs",
+        expected=f"box {part.region} on {_one_of(holders)}",
+        got=got,
+        where=", ".join(manifests[rank].path for rank in holders if rank in manifests),
+        remedy="restore one of these ranks' shards, or give the strategy this checkpoint was saved with",
+    )
+
+
+def stage_missing(
+    name: str,
+    origins: tuple[Placement, ...],
+    source: Strategy,
+    manifests: Mapping[int, Manifest],
+    lost: Mapping[int, Lost],
+) -> CoverageError:
+    """Return the error for a tensor of stages of which no shard was opened."""
+    stages = {stage for origin in origins for stage in origin.stages}
+    damaged = [one for rank, one in lost.items() if one.problem and source.stage_of(rank) in stages]
+    return CoverageError(
+        f"no shard that should hold {name!r} is there",
+        expected=f"a shard of stage {origins[0].stages[0]} of the source",
+        got=f"shards of {_one_of(tuple(manifests))}" + (f"; {_told(damaged)}" if damaged else ""),
+        remedy="restore the shards of that stage",
+    )
+
+
+def require_never_saved(
+    name: str,
+    origins: tuple[Placement, ...],
+    source: Strategy,
+    target: Strategy,
+    tensors: Iterable[SourceTensor],
+    manifests: Mapping[int, Manifest],
+    lost: Mapping[int, Lost],
+) -> None:
+    """Raise CoverageError if a damaged shard may well be the one that holds what all opened ones lack.
+
+    It may, unless the name is one of a kind that is nowhere, as state that was never saved; and even then where shards
+    are seen to be saved without redundancy, some lacking what others hold. tensors: all that the target gets.
+    """
+    stages = {stage for origin in origins for stage in origin.stages}
+    suspects = [one for rank, one in lost.items() if one.problem and source.stage_of(rank) in stages]
+    if not suspects:
+        return
+    held = list(tensors)
+    lacking = (
+        rank
+        for tensor in held
+        if tensor.listed
+        for layout in tensor.layouts
+        for rank in manifests
+        if source.stage_of(rank) in layout.placement.stages and rank not in tensor.entries
+    )
+    base = next((base for base in named_after(name) if source.find(base) or target.find(base)), name)
+    kind = name.removesuffix(base)
+    if not kind or any(tensor.name.startswith(kind) for tensor in held) or next(lacking, None) is not None:
+        raise CoverageError(
+            f"{name!r} is in no shard that was opened, but may be in one that is damaged",
+            expected=f"a shard with {name!r}",
+            got=_told(suspects),
+            remedy="restore these shards, or remove them if it was never saved",
+        )
+
+
+def _told(lost: list[Lost]) -> str:
+    return "; ".join([*map(str, lost[:_MAX_TOLD]), *(["..."] if len(lost) > _MAX_TOLD else [])])
+
+
+def _one_of(ranks: tuple[int, ...]) -> str:
+    shown = ", ".join(str(rank) for rank in ranks[:8]) + (" ..." if len(ranks) > 8 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"one of ranks {shown}"

@@ -1,0 +1,59 @@
+"""Source shards that cannot be used, and which ranks' shards are used instead."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from typing import NamedTuple
+
+# Of ranks that are all told alike, so many are named.
+_MAX_NAMED = 8
+
+
+class Lost(NamedTuple):
+    """A source shard that cannot be used: what is wrong with it (nothing: it is missing), and where.
+
+    taken_from: the ranks whose shards are used in its place; none if nothing of it is needed.
+    """
+
+    rank: int
+    where: str
+    problem: str
+    taken_from: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}: {self.problem}, in {self.where}" if self.problem else f"rank {self.rank}: no shard"
+
+
+def merged(losses: Iterable[Lost]) -> tuple[Lost, ...]:
+    """Return what targets say of the same shards as one, by rank."""
+    found: dict[Lost, set[int]] = {}
+    for lost in losses:
+        found.setdefault(lost._replace(taken_from=()), set()).update(lost.taken_from)
+    return tuple(lost._replace(taken_from=tuple(sorted(found[lost]))) for lost in sorted(found))
+
+
+def warnings_of(losses: Iterable[Lost]) -> Iterator[str]:
+    """Yield what the user is told of shards that could not be used: a line for all that are missing, one a file else.
+
+    A shard that is missing where nothing of it is needed is not worth one.
+    """
+    every = merged(losses)
+    missing = [lost for lost in every if not lost.problem and lost.taken_from]
+    for where in dict.fromkeys(lost.where for lost in missing):
+        here = [lost for lost in missing if lost.where == where]
+        others = sorted({rank for lost in here for rank in lost.taken_from})
+        yield (
+            f"no shard of {named([lost.rank for lost in here])} in {where}; what should be there was taken from"
+            f" {named(others)} instead"
+        )
+    for lost in every:
+        if lost.problem:
+            instead = f"; taken from {named(lost.taken_from)} instead" if lost.taken_from else ""
+            yield f"the shard of rank {lost.rank} cannot be used, {lost.where}: {lost.problem}{instead}"
+
+
+def named(ranks: Collection[int]) -> str:
+    """Return ranks in words."""
+    shown = ", ".join(str(rank) for rank in list(ranks)[:_MAX_NAMED])
+    more = f" and {len(ranks) - _MAX_NAMED} more" if len(ranks) > _MAX_NAMED else ""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{more}"
