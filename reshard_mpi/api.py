@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from reshard_mpi import discovery, formats, strategy
 from reshard_mpi.comm import MPIComm, SerialComm
-from reshard_mpi.comparison import compare
 from reshard_mpi.conversion import Conversion
 from reshard_mpi.errors import TargetError, UsageError
 from reshard_mpi.governor.admission import open_governor
@@ -17,19 +16,12 @@ from reshard_mpi.governor.allowance import Allowance
 from reshard_mpi.inspection import inspect
 from reshard_mpi.journal import Unrecorded
 from reshard_mpi.placement import Strategy, unsharded
-from reshard_mpi.planning.agreement import (
-    differing_stages,
-    require_one_moment,
-    require_same_names,
-    require_same_shapes,
-)
-from reshard_mpi.planning.copies import dealt
-from reshard_mpi.planning.losses import merged, warnings_of
-from reshard_mpi.planning.model import RankPlan
+from reshard_mpi.planning.losses import warnings_of
 from reshard_mpi.planning.parameters import Unlisted
 from reshard_mpi.planning.ranks import needed_ranks
 from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.planning.summary import Plan, RankSummary
+from reshard_mpi.plans import plan_together, warn
 from reshard_mpi.pool import Work, run_with_workers
 from reshard_mpi.report import Outcome, Silent
 from reshard_mpi.request import Request
@@ -117,7 +109,7 @@ def transform_checkpoints(
     )
     outcome = _run(request, process_num, comm)
     if comm is None or comm.Get_rank() == 0:
-        _warn((*warnings_of(outcome.lost), *outcome.other_warnings))
+        warn((*warnings_of(outcome.lost), *outcome.other_warnings))
     outcome.raise_failures()
 
 
@@ -159,7 +151,7 @@ def transform_checkpoint_by_rank(
     for given in (src_strategy_file, dst_strategy_file):
         if given is not None and path.exists() and Path(given).resolve() in (path.resolve(), path.resolve().parent):
             raise TargetError("the target is one of the strategies", expected="another file", where=str(path))
-    (rank_plan,) = _plans(conversion, [rank_id])
+    (rank_plan,) = plan_together(conversion, [rank_id])
     target = Unrecorded(path.parent)
     target.check()
     governor = open_governor(Allowance.of(memory, max_active, os.environ), os.environ)
@@ -221,7 +213,7 @@ def plan(
     """
     files = discovery.find_shards(os.fspath(source), select)
     conversion = _conversion(files, src_strategy, dst_strategy, unlisted, strict, replicas)
-    plans = _plans(conversion, range(conversion.target.world_size) if ranks is None else ranks)
+    plans = plan_together(conversion, range(conversion.target.world_size) if ranks is None else ranks)
     return Plan(tuple(RankSummary.of(rank_plan, conversion.limits) for rank_plan in plans))
 
 
@@ -290,7 +282,7 @@ def load_rank(
     else:
         files = discovery.find_shards(os.fspath(source), select)
     conversion = _conversion(files, src_strategy, dst_strategy, unlisted)
-    (rank_plan,) = _plans(conversion, [rank])
+    (rank_plan,) = plan_together(conversion, [rank])
     from reshard_mpi.engine.arrays import load_shard
 
     return {**load_shard(rank_plan, limits=conversion.limits), **rank_plan.strings}
@@ -310,30 +302,6 @@ def as_replicas(value: str) -> Replicas:
         return Replicas(value)
     except ValueError:
         raise UsageError("unknown value of replicas", expected=", ".join(Replicas), got=repr(value)) from None
-
-
-def _plans(conversion: Conversion, targets: Iterable[int]) -> list[RankPlan]:
-    """Plan targets, check what they must have in common, and warn of source shards that cannot be used."""
-    plans = [conversion.plan(rank) for rank in targets]
-    files = conversion.source.files
-    require_one_moment(moment for rank_plan in plans for moment in rank_plan.moments)
-    for stage in differing_stages(rank_plan.held for rank_plan in plans):
-        placed = {rank_plan.target_rank: rank_plan.placed for rank_plan in plans if rank_plan.stage == stage}
-        require_same_names(placed, files.path)
-        require_same_shapes(placed, files.path)
-    every = tuple(dict.fromkeys(alike for rank_plan in plans for alike in rank_plan.alike))
-    lost = [*compare(conversion.source, dealt(every, 0, 1), conversion.limits)]
-    lost += [one for rank_plan in plans for one in rank_plan.lost]
-    own = dict.fromkeys(warning for rank_plan in plans for warning in rank_plan.warnings)
-    _warn((*files.warnings, *warnings_of(merged(lost)), *own))
-    return plans
-
-
-def _warn(warnings: Iterable[str]) -> None:
-    for warning in warnings:
-        import logging
-
-        logging.getLogger("reshard_mpi").warning("%s", warning)
 
 
 def _run(request: Request, processes: int, communicator: Any, work: Work = Work.CONVERT) -> Outcome:

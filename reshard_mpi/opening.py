@@ -83,9 +83,12 @@ class ShardOpener:
         self._require_stages_of_rules(target_rank)
         lost: dict[int, Lost] = {}
         while True:
+            known = len(lost)
             opened = self._try_to_open(target_rank, lost)
             if opened is not None:
                 return opened
+            if len(lost) == known:
+                raise RuntimeError("shards are chosen again though none has been lost")
 
     def _try_to_open(self, target_rank: int, lost: dict[int, Lost]) -> Opened | None:
         """Open the shards that a target needs; None, and an entry in `lost`, if one of them turns out to be lost."""

@@ -8,7 +8,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +33,6 @@ from processes import run_command
 
 import reshard_mpi
 from reshard_mpi import runtime, source
-from reshard_mpi.engine import files as engine_files
 from reshard_mpi.errors import DisagreementError, ShardError, TransformError
 from reshard_mpi.writing import Writer
 
@@ -378,12 +377,15 @@ def test_a_shard_in_the_folder_of_another_rank_is_replaced(tmp_path: Path, capsy
     assert_right(back)
 
 
-# Files that fail while targets are written
+# Files that fail while they are read
+
+# How the engine reads.
+ENGINE = ("preadv", "copy_file_range")
 
 
-def failing_reads(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    """Have what the engine reads of a file fail, once it is open."""
-    for name in ("preadv", "copy_file_range"):
+def failing_reads(monkeypatch: pytest.MonkeyPatch, path: Path, names: Sequence[str]) -> None:
+    """Have these ways of reading a file fail, once it is open."""
+    for name in names:
         real = getattr(os, name)
 
         def failing(descriptor: int, *rest: object, real: Callable[..., int] = real) -> int:
@@ -391,7 +393,7 @@ def failing_reads(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
             return real(descriptor, *rest)
 
-        monkeypatch.setattr(engine_files.os, name, failing)
+        monkeypatch.setattr(os, name, failing)
 
 
 def assert_failed(c: Conversion, capsys: Capture, says: str, where: Path) -> None:
@@ -403,6 +405,18 @@ def assert_failed(c: Conversion, capsys: Capture, says: str, where: Path) -> Non
     assert c.written(0).exists() and not c.written(1).exists()
 
 
+def test_a_shard_whose_structure_cannot_be_read_is_replaced(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    c = make(tmp_path)
+    failing_reads(monkeypatch, c.shard(0), ["pread"])
+    said = command_line(capsys, *c.arguments())
+    assert said.code == 0, said
+    (told,) = warnings(said.err)
+    assert f"{c.shard(0)}, byte 0: a shard cannot be read, got [Errno 5] Input/output error" in told
+    assert_right(c)
+
+
 @KINDS
 def test_a_file_that_cannot_be_read_while_a_target_is_written(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, kind: str
@@ -411,7 +425,7 @@ def test_a_file_that_cannot_be_read_while_a_target_is_written(
     for rank in range(4):  # otherwise what is the same for all ranks is read before
         c.rewrite(rank, {"global_step": None})
     with monkeypatch.context() as patch:
-        failing_reads(patch, c.shard(2))
+        failing_reads(patch, c.shard(2), ENGINE)
         assert_failed(c, capsys, "a source file cannot be read\n", c.shard(2))
     c.remove(2)
     said = command_line(capsys, *c.arguments("transform", "--resume"))
@@ -451,7 +465,7 @@ def test_the_function_names_the_file_that_cannot_be_read(tmp_path: Path, monkeyp
     c = make(tmp_path)
     for rank in range(4):
         c.rewrite(rank, {"global_step": None})
-    failing_reads(monkeypatch, c.shard(2))
+    failing_reads(monkeypatch, c.shard(2), ENGINE)
     with pytest.raises(TransformError, match=r"1 of 2 targets failed(.|\n)*cannot be read(.|\n)*rank_2"):
         reshard_mpi.transform_checkpoints(c.src, c.dst, "c_", c.src_strategy, c.dst_strategy)
     files = {rank: c.shard(rank) for rank in (2, 3)}

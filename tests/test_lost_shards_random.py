@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import tempfile
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -12,7 +14,7 @@ from cases import Case, cases
 from checkpoints import ENDINGS, as_read, expected_rank, read_shard, write_shards, write_strategy
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from in_memory import manifests_of, needed_holders, strategy_of
+from in_memory import entry, manifest, manifests_of, needed_holders, strategy_of
 from test_planning import check_every_element
 
 import reshard_mpi
@@ -20,6 +22,8 @@ from reshard_mpi.conversion import Conversion
 from reshard_mpi.discovery import ShardFiles
 from reshard_mpi.errors import CoverageError, ReshardError, ShardError
 from reshard_mpi.manifest import Manifest
+from reshard_mpi.placement import Placement, Strategy
+from reshard_mpi.planning.losses import Lost
 from reshard_mpi.planning.model import RankPlan
 from reshard_mpi.source import SourceCheckpoint
 
@@ -88,6 +92,50 @@ def test_every_target_is_planned_if_and_only_if_all_it_needs_is_left(case: Case,
         assert planned(again, rank) == found[rank]
     alone = data.draw(st.sampled_from(range(target.world_size)))
     assert planned(Conversion(described(case, sound, there), target), alone) == found[alone]
+
+
+def test_nothing_is_opened_only_to_see_whether_it_can_be_read() -> None:
+    """Either stage has the tied parameter, only one has the other, and is enough: rank 0 is not looked into."""
+    tied = Placement((2,), ((0,),), stages=(0, 1))
+    strategy = Strategy(4, 2, {"tied": (tied,), "other": (Placement((2,), stages=(1,)),)})
+    both = (entry("tied", (2,)), entry("other", (3,)))
+    held = {rank: manifest(rank, *both[: 1 + rank // 2]) for rank in range(4)}
+    files = ShardFiles("nowhere", "ckpt", {rank: (f"rank_{rank}",) for rank in held})
+    target = Strategy(2, 1, {"tied": (Placement((2,), ((0,),)),), "other": (Placement((2,)),)})
+    source = Described(files, strategy, held=held)
+    assert Conversion(source, target).plan(0, checked=False).read_ranks == (2,)
+    assert list(source._manifests) == [2]
+    del held[2]
+    assert Conversion(Described(files, strategy, held=held), target).plan(0, checked=False).read_ranks == (0, 3)
+
+
+def test_what_is_damaged_is_met_by_each_target_that_looks_for_what_was_never_saved() -> None:
+    columns = Placement((2, 2), ((), (1,)))
+    strategy = Strategy(4, 1, {"w": (columns,), "accu.w": (columns,)})
+    held = {rank: manifest(rank, entry("w", (8, 2))) for rank in (0, 1, 3)}
+    files = ShardFiles("nowhere", "ckpt", {rank: (f"rank_{rank}",) for rank in range(4)})
+    whole = Placement((8,))
+    target = Strategy(8, 1, {"w": (whole,), "accu.w": (whole,)})
+    conversion = Conversion(Described(files, strategy, held=held), target)
+    plans = [conversion.plan(rank, checked=False) for rank in range(2)]
+    assert [[lost.rank for lost in plan.lost] for plan in plans] == [[2], [2]]
+    assert {plan.absent for plan in plans} == {("accu.w",)}
+
+
+def test_what_the_file_system_says_of_a_shard_is_damage(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = {rank: manifest(rank, entry("w", (3,))) for rank in range(2)}
+    located = Described._located
+
+    def refusing(self: Described, rank: int) -> Manifest:
+        if rank == 0:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return located(self, rank)
+
+    monkeypatch.setattr(Described, "_located", refusing)
+    files = ShardFiles("nowhere", "ckpt", {rank: (f"rank_{rank}",) for rank in held})
+    same = Strategy(2, 1, {"w": (Placement((2,)),)})
+    plan = Conversion(Described(files, same, held=held), same).plan(0, checked=False)
+    assert plan.lost == (Lost(0, "rank_0", f"the file system refused, got {os.strerror(errno.ESTALE)}", (1,)),)
 
 
 def spoil(path: Path, fate: str) -> None:

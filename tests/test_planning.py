@@ -19,6 +19,7 @@ from reshard_mpi.layout import Layout
 from reshard_mpi.manifest import Manifest, TensorEntry
 from reshard_mpi.placement import Placement, Strategy
 from reshard_mpi.planning.copies import Alike, dealt
+from reshard_mpi.planning.disputes import Claim, Dispute
 from reshard_mpi.planning.losses import Lost
 from reshard_mpi.planning.model import RankPlan
 from reshard_mpi.planning.parameters import (
@@ -437,6 +438,19 @@ def test_another_type_is_refused() -> None:
     error = refusal(DisagreementError, two_ranks(w=ROWS), one_rank(), held)
     assert error.problem == "source shards disagree in the type of 'w'"
     assert (error.expected, error.got, error.where) == ("float32, as in rank_0", "bfloat16", "rank_1")
+
+
+def test_shards_are_outvoted_by_more_than_half_that_fit_the_strategy() -> None:
+    one, other = Claim("float32", (8,), fits=True), Claim("float16", (8,), fits=True)
+    unfit = Claim("float32", (3,), fits=False)
+    for claims, outvoted in (
+        ((one, one, other), {2}),
+        ((one, other, one, unfit, one), {1, 3}),
+        ((one, other), set()),
+        ((one, one, other, unfit), set()),
+        ((unfit, unfit, one), set()),
+    ):
+        assert set(Dispute("w", dict(enumerate(claims))).outvoted()) == outvoted
 
 
 def test_tensors_held_alike_are_each_checked() -> None:
