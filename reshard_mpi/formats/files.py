@@ -20,7 +20,7 @@ MAX_TEXT_BYTES = 16 << 20
 # What is kept of a shard's tensors and strings may take so much memory; a tensor takes half a KiB besides its name.
 MAX_KEPT_BYTES = 48 << 20
 _ENTRY_BYTES = 500
-_DIMENSION_BYTES = 40
+_DIMENSION_BYTES = 60
 MAX_STRING_BYTES = 1 << 20
 # numpy stops at 64 dimensions, HDF5 at 32, MindSpore at 8.
 MAX_DIMENSIONS = 32
