@@ -15,11 +15,12 @@ MAX_NAME_BYTES = 4096
 # What the structure of one shard may hold, so that a small hostile file cannot fill the memory, nor take long: the
 # largest shards known hold some ten thousand tensors.
 MAX_TENSORS = 1 << 16
-MAX_TEXT_BYTES = 64 << 20
+# The placement table of a checkpoint takes some 40 bytes a parameter.
+MAX_TEXT_BYTES = 16 << 20
 # What is kept of a shard's tensors and strings may take so much memory; a tensor takes half a KiB besides its name.
 MAX_KEPT_BYTES = 48 << 20
 _ENTRY_BYTES = 500
-_DIMENSION_BYTES = 40
+_DIMENSION_BYTES = 60
 MAX_STRING_BYTES = 1 << 20
 # numpy stops at 64 dimensions, HDF5 at 32, MindSpore at 8.
 MAX_DIMENSIONS = 32

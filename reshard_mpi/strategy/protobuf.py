@@ -14,7 +14,7 @@ from reshard_mpi.strategy.messages import DecodeError, messages
 from reshard_mpi.strategy.mindspore import REMEDY, RawLayout, StageFile, StrategyItem, place
 
 # What is kept of an operator or parameter, and of one input's cuts.
-_KEPT_BYTES = 250
+_KEPT_BYTES = 400
 _KEPT_CUT_BYTES = 80
 
 

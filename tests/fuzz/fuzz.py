@@ -21,7 +21,7 @@ with atheris.instrument_imports(include=["reshard_mpi", "tomllib", "json"]):
     import reshard_mpi.formats.ckpt
     import reshard_mpi.formats.hdf5
     import reshard_mpi.strategy.files
-    import reshard_mpi.strategy.messages
+    import reshard_mpi.strategy.protobuf
     import reshard_mpi.strategy.spec  # noqa: F401
 
 
@@ -33,7 +33,7 @@ def main() -> None:
     folders = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
     options = [argument for argument in sys.argv[1:] if argument.startswith("-")]
     folders = folders or [tempfile.mkdtemp()]
-    atheris.Setup([sys.argv[0], *options, *folders, str(parsers.CORPUS / name)], parsers.PARSERS[name])
+    atheris.Setup([sys.argv[0], *options, *folders, str(parsers.corpus(name)[0].parent)], parsers.PARSERS[name])
     atheris.Fuzz()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 from reshard_mpi.formats import files
@@ -99,12 +100,18 @@ def usual_value(reader: Reader, at: int) -> Value | None:
     tensor_end = at + middle.end(1) + decode_varint(middle[1])
     if not end == tensor_end == value_end <= reader.size_bytes:
         return None
-    dims = tuple(decode_varint(dim) for dim in _DIM.findall(middle[2]))
+    dims = _decode_dims(middle[2])
     try:
         tag, type_name = head[start.end() : tag_end].decode(), head[middle.end() : type_end].decode()
     except UnicodeDecodeError:
         return None
     return Value(at, tag, dims, type_name, content)
+
+
+# Most tensors of a shard have one of a few shapes.
+@lru_cache(maxsize=64)
+def _decode_dims(encoded: bytes) -> tuple[int, ...]:
+    return tuple(decode_varint(dim) for dim in _DIM.findall(encoded))
 
 
 def _value(reader: Reader, value: Field) -> Value:

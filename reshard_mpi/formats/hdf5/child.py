@@ -38,7 +38,8 @@ _STEP_SECONDS = 0.9
 _DECODED_BYTES_PER_SECOND = 8 << 20
 # Nobody needs it for longer than it takes to start anew.
 _IDLE_SECONDS = 60.0
-_FIRST_FREE = 3
+# The file that is read, once for the library and once beside it.
+_DESCRIPTORS = range(3, 5)
 _MAX_DESCRIPTORS = 1 << 20
 # Between setting the alarm anew, which is a system call.
 _STEPS = 32
@@ -47,7 +48,7 @@ _STEPS = 32
 def main(requests: int, replies: int) -> None:
     """Answer what is asked until nobody is there."""
     # What the process that asks has left open for its children: locks and connections are none of our business.
-    os.closerange(_FIRST_FREE, _MAX_DESCRIPTORS)
+    os.closerange(_DESCRIPTORS.start, _MAX_DESCRIPTORS)
     limits = _Limits()
     while select.select([requests], [], [], _IDLE_SECONDS)[0]:
         try:
@@ -60,15 +61,32 @@ def main(requests: int, replies: int) -> None:
             reply, payload = _ANSWERS[kind](limits, *arguments)
         except ShardError as error:
             reply = ["error", wire.from_error(error)]
-            gc.collect()  # what still holds the file open keeps its descriptor
         except MemoryError:
             reply = ["memory", None]
-            gc.collect()
         limits.release()
         try:
             wire.send(replies, reply, payload)
         except BrokenPipeError:
             return
+        if payload is None and _holds_a_file():
+            return  # the next file would find no descriptor: a new process has them all
+
+
+def _holds_a_file() -> bool:
+    """Tell whether the library has lost descriptors over a file that it could not read."""
+    datasets.forget()
+    if not any(map(_is_open, _DESCRIPTORS)):
+        return False
+    gc.collect()
+    return any(map(_is_open, _DESCRIPTORS))
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
 
 
 def _locate(limits: _Limits, path: str) -> tuple[list[Any], None]:
@@ -115,8 +133,7 @@ class _Limits:
         self._steps = 0
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-        # The file that is read, once for the library and once beside it.
-        resource.setrlimit(resource.RLIMIT_NOFILE, (_FIRST_FREE + 2, _FIRST_FREE + 2))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (_DESCRIPTORS.stop, _DESCRIPTORS.stop))
 
     def allow_bytes(self, count_bytes: int) -> None:
         """Let memory grow by so much beyond what it was when there was nothing to do."""

@@ -138,6 +138,14 @@ class _Process:
         return bool(poll.poll(seconds * 1000))
 
 
+class _EndedError(Exception):
+    """The process ended before it answered."""
+
+    def __init__(self, exit_code: int | None) -> None:
+        super().__init__(exit_code)
+        self.exit_code = exit_code
+
+
 class _Keeper:
     """Keeps the process of this one, for all threads in turn."""
 
@@ -148,17 +156,13 @@ class _Keeper:
     def ask(self, request: list[Any], where: str, payload: memoryview | None) -> tuple[str, Any]:
         """Return the answer to `request`. Raises ShardError that names `where` if there is none."""
         with self._lock:
-            if self._process is not None and not self._process.is_there:
-                self._end()
-            if self._process is None:
-                self._process = _Process()
             answered = False
             try:
-                answer = self._process.ask(request, payload)
+                answer = self._answer(request, payload)
                 answered = True
                 return answer
-            except EOFError:
-                raise _failed(where, _cause(self._end())) from None
+            except _EndedError as error:
+                raise _failed(where, _cause(error.exit_code)) from None
             except TimeoutError:
                 raise _failed(where, f"no answer in {_PATIENCE_SECONDS:.0f} seconds") from None
             except ValueError as error:
@@ -166,6 +170,21 @@ class _Keeper:
             finally:
                 if not answered:  # an interrupt too: what it was about to answer is not for the next who asks
                     self._end()
+
+    def _answer(self, request: list[Any], payload: memoryview | None) -> tuple[str, Any]:
+        for attempt in range(2):
+            if self._process is not None and not self._process.is_there:
+                self._end()
+            if self._process is None:
+                self._process = _Process()
+            try:
+                return self._process.ask(request, payload)
+            except EOFError:
+                exit_code = self._end()
+                if exit_code or attempt:
+                    raise _EndedError(exit_code) from None
+                # It had just ended by itself, as it does when it is not needed, or not fit to go on.
+        raise AssertionError("the second attempt has ended")
 
     def _end(self) -> int | None:
         process, self._process = self._process, None

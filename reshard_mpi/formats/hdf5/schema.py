@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterable, Mapping
 from urllib.parse import unquote_to_bytes
 
+from reshard_mpi.formats import files
+
 NAME = "hdf5"
 FORMAT = "reshard_mpi"
 VERSION = 1
@@ -16,6 +18,9 @@ CONTENTS = "contents"
 ESCAPED = "tensors"
 SUMS = "sums"
 
+# What makes JSON large when it is parsed: three of them for each name, twice as many as tensors may have.
+_MARKS = (b'"', b"[", b"{", b",")
+_MAX_MARKS = 6 * files.MAX_TENSORS
 # A dataset is found by walking these link names from the root, one by one.
 Route = tuple[str, ...]
 _UNESCAPED = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-")
@@ -55,6 +60,8 @@ def contents_text(names: list[str], strings: Mapping[str, str]) -> bytes:
 
 def contents(data: bytes) -> tuple[list[str], dict[str, str]]:
     """Read what `contents_text` wrote. Raises ValueError or RecursionError for anything else."""
+    if sum(map(data.count, _MARKS)) > _MAX_MARKS:
+        raise ValueError("more than names and strings")
     content = json.loads(data)
     names, strings = (content.get(key) for key in ("tensors", "strings")) if isinstance(content, dict) else (None, None)
     if not isinstance(names, list) or not isinstance(strings, dict):

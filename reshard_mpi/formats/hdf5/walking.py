@@ -17,6 +17,8 @@ from reshard_mpi.formats.hdf5.schema import Route
 
 # As many as HDF5 itself follows in a row.
 _MAX_SOFT_LINKS = 16
+# The way to each group on the way to an object is kept.
+_MAX_DEPTH = 1024
 # Beyond one for every object of the file: so often may names lead to an object that others have led to before. Groups
 # that share members, and soft links through soft links, make names without end of a few bytes.
 _MAX_AGAIN = 1000
@@ -115,8 +117,10 @@ class Walk:
 
     def _node(self, group: Node, link: Link) -> Node:
         path = (*group.path, link.name)
+        if len(path) > _MAX_DEPTH:
+            raise self._error("groups of an HDF5 shard are nested too deep", path[-3:])
         if len("/".join(path).encode()) > 3 * files.MAX_NAME_BYTES:
-            raise self._error("a name in an HDF5 shard is too long", path)
+            raise self._error("a name in an HDF5 shard is too long", (path[-1][:1000],))
         return self._open(group, link, path)
 
     def _open(self, group: Node, link: Link, path: Route, hops: int = 0) -> Node:
