@@ -1,7 +1,8 @@
 """Runs that are killed at any instant: resumed, they are to the last byte what an undisturbed run makes.
 
 An instant is what lies before the n-th call that the processes of a run make for its files. Which ones are taken is
-drawn from a fixed seed; an odd one kills one process, an even one all of them.
+drawn from a fixed seed; an odd one kills one process, an even one all of them. There are 50 in all: 30 of a process
+alone, 12 of local processes, 8 of ranks.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def test_alone(whole: Conversion, tmp_path: Path, capsys: Capture) -> None:
     """In forks of this process: no time is spent on starting an interpreter."""
     undisturbed = whole.but(dst=tmp_path / "undisturbed")
     assert in_fork(undisturbed, fault(undisturbed, tmp_path / "counter"), capsys) == 0
-    instants = random.Random(5).sample(range(1, (tmp_path / "counter").stat().st_size + 1), 25)
+    instants = random.Random(5).sample(range(1, (tmp_path / "counter").stat().st_size + 1), 15)
     for at in instants:
         c = whole.but(dst=tmp_path / f"killed_{at}")
         assert in_fork(c, fault(c, tmp_path / f"counter_{at}", KILL, at=at), capsys) == signal.SIGKILL
@@ -75,8 +76,8 @@ def in_fork(c: Conversion, env: dict[str, str], capsys: Capture) -> int:
 
 @pytest.mark.parametrize("jobs", ["2", "3"])
 def test_jobs(whole: Conversion, tmp_path: Path, capsys: Capture, jobs: str) -> None:
-    assert recovered(whole, tmp_path, capsys, 5, "--jobs", jobs) > 0  # how often they look differs a little
+    assert recovered(whole, tmp_path, capsys, 3, "--jobs", jobs) > 0  # how often they look differs a little
 
 
 def test_ranks(whole: Conversion, tmp_path: Path, capsys: Capture, mpi: MPI) -> None:
-    assert recovered(whole, tmp_path, capsys, 3, mpi=mpi) > 0
+    assert recovered(whole, tmp_path, capsys, 2, mpi=mpi) > 0
