@@ -120,10 +120,15 @@ class Cluster:
 
     def wait(self, job: str, *, timeout_seconds: float = 60) -> dict[int, Task]:
         """Wait until a job has ended; return what became of it, by array task (0 where it is not an array)."""
-        self.wait_until(
-            job, lambda: all(_has_ended(record) for record in self._records(job)), timeout_seconds=timeout_seconds
-        )
-        return {_task_number(record): _as_task(record) for record in self._records(job)}
+        ended: dict[int, Task] = {}
+
+        def has_ended() -> bool:
+            records = self._records(job)
+            ended.update({_task_number(record): _as_task(record) for record in records})
+            return bool(records) and all(_has_ended(record) for record in records)
+
+        self.wait_until(job, has_ended, timeout_seconds=timeout_seconds)
+        return ended
 
     def wait_until(self, job: str, condition: Callable[[], bool], *, timeout_seconds: float = 60) -> None:
         """Wait for what a job is to bring about."""
