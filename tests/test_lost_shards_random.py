@@ -74,8 +74,9 @@ def test_every_target_is_planned_if_and_only_if_all_it_needs_is_left(case: Case,
         return
     target = strategy_of(case.dst)
     conversion = Conversion(described(case, sound, there), target)
+    some = sorted(data.draw(st.sets(st.sampled_from(range(target.world_size)), min_size=1, max_size=4)))
     found = {}
-    for rank in range(target.world_size):
+    for rank in some:
         plan = found[rank] = planned(conversion, rank)
         if not is_left(case, rank, sound):
             assert isinstance(plan, str)
@@ -88,10 +89,9 @@ def test_every_target_is_planned_if_and_only_if_all_it_needs_is_left(case: Case,
             assert set(lost.taken_from) <= set(plan.read_ranks)
     # Whatever has been met before, for whichever other targets, each target is taken from the same shards.
     again = Conversion(described(case, sound, there), target)
-    for rank in reversed(range(target.world_size)):
+    for rank in reversed(some):
         assert planned(again, rank) == found[rank]
-    alone = data.draw(st.sampled_from(range(target.world_size)))
-    assert planned(Conversion(described(case, sound, there), target), alone) == found[alone]
+    assert planned(Conversion(described(case, sound, there), target), some[-1]) == found[some[-1]]
 
 
 def test_nothing_is_opened_only_to_see_whether_it_can_be_read() -> None:
