@@ -140,8 +140,15 @@ def soft_links_that_multiply(path: Path) -> None:
 @bomb("locate", "w.h5", "too many objects")
 def links_without_end(path: Path) -> None:
     with h5py.File(path, "w", libver="latest") as file:
-        file["w"] = np.zeros(3)
         for at in range(70_000):
+            file.id.links.create_soft(b"w%d" % at, b"nowhere")
+
+
+@bomb("locate", "w.h5", "too many objects")
+def names_without_end_for_one_dataset(path: Path) -> None:
+    with h5py.File(path, "w", libver="latest") as file:
+        file["w"] = np.zeros(3)
+        for at in range(5000):
             file.id.links.create_hard(b"w%d" % at, file.id, b"w")
 
 

@@ -12,12 +12,13 @@ import hdf5_peer
 import numpy as np
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from reshard_mpi.box import Box
 from reshard_mpi.dtypes import BY_NAME, DType
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import hdf5
-from reshard_mpi.formats.hdf5 import direct, reading, superblock
+from reshard_mpi.formats.hdf5 import checksums, direct, reading, superblock
 from reshard_mpi.manifest import Manifest, ShardIdentity, ShardSpec, TensorSpec
 from reshard_mpi.testing import samples, strategies
 from reshard_mpi.testing.samples import Contents, SampleTensor
@@ -123,6 +124,15 @@ def lookup3(data: bytes) -> int:
     for by in (14, 11, 25, 16, 4, 14, 24):
         a, b, c = b, ((c ^ b) - turned(b, by)) & 0xFFFFFFFF, a
     return b
+
+
+@given(blocks=st.integers(1, 70).flatmap(lambda n: st.lists(st.binary(min_size=n, max_size=n), min_size=1, max_size=9)))
+def test_checksums(blocks: list[bytes]) -> None:
+    assert checksums.lookup3(blocks) == [lookup3(block) for block in blocks]
+    whole = [block + lookup3(block).to_bytes(4, "little") for block in blocks]
+    assert checksums.all_right(whole)
+    wrong = [*whole[:-1], whole[-1][:-1] + bytes([whole[-1][-1] ^ 1])]
+    assert not checksums.all_right(wrong)
 
 
 def headers_of(path: Path) -> list[tuple[int, int]]:

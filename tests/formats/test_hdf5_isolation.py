@@ -26,7 +26,7 @@ from reshard_mpi.manifest import Decoded
 PRETEND = """
 import os, signal, time
 from pathlib import Path
-from reshard_mpi.formats.hdf5 import child, datasets, library, reading
+from reshard_mpi.formats.hdf5 import child, datasets, library, reading, wire
 locate, read = reading.locate, datasets.read
 def misbehave(path):
     what, _, outside = Path(path).stem.partition("-")
@@ -42,6 +42,9 @@ def misbehave(path):
         files = [os.open(path, os.O_RDONLY) for _ in range(3)]
     if what == "write": os.write(os.open(path, os.O_WRONLY), b"x" * 100)
     if what == "lie": os.write(1, (1 << 20).to_bytes(8, "little") + b"{" * (1 << 20))
+    if what == "outside":
+        tensor = ["w", "int8", [9], [[[1 << 40, 9]], False], None, None]
+        wire.send(1, ["manifest", [[tensor], {}, None]])
     if what == "dump":
         import resource
         raise ValueError(f"core {resource.getrlimit(resource.RLIMIT_CORE)}")
@@ -79,6 +82,7 @@ def make(path: Path, **options: object) -> Path:
         ("leave", "exit code 7"),
         ("loop", "processor time"),
         ("lie", "an answer that cannot be"),
+        ("outside", "an answer that cannot be: a place outside the file"),
         ("open", "Too many open files"),
         ("write", "File too large"),
         ("dump", r"core \(0, 0\)"),

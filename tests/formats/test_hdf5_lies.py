@@ -41,9 +41,7 @@ class Editor:
 
     def sum(self, start: int, end: int) -> None:
         """Put the checksum of the bytes from `start` to `end` there."""
-        data = bytes(self.content[start:end])
-        words = struct.unpack(f"<{3 * -(-len(data) // 12)}I", data.ljust(12 * -(-len(data) // 12), b"\0"))
-        self.put(end, "I", checksums._sum(words, len(data)))
+        self.put(end, "I", *checksums.lookup3([bytes(self.content[start:end])]))
 
     def header_end(self, at: int) -> int:
         """Return where the checksum of the object header at `at` is."""
