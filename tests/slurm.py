@@ -120,15 +120,14 @@ class Cluster:
 
     def wait(self, job: str, *, timeout_seconds: float = 60) -> dict[int, Task]:
         """Wait until a job has ended; return what became of it, by array task (0 where it is not an array)."""
-        ended: dict[int, Task] = {}
+        records: list[dict[str, str]] = []
 
         def has_ended() -> bool:
-            records = self._records(job)
-            ended.update({_task_number(record): _as_task(record) for record in records})
+            records[:] = self._records(job)
             return bool(records) and all(_has_ended(record) for record in records)
 
         self.wait_until(job, has_ended, timeout_seconds=timeout_seconds)
-        return ended
+        return {_task_number(record): _as_task(record) for record in records}
 
     def wait_until(self, job: str, condition: Callable[[], bool], *, timeout_seconds: float = 60) -> None:
         """Wait for what a job is to bring about."""
