@@ -417,11 +417,12 @@ def test_a_run_that_is_stopped_while_strategies_are_read(tmp_path: Path) -> None
 
 def test_a_refusal_under_mpirun_is_told_once(tmp_path: Path, mpi: MPI) -> None:
     c = four_targets(tmp_path)
-    c.shard(3).write_bytes(b"")
+    for rank in (1, 3):  # which hold the same
+        c.shard(rank).write_bytes(b"")
     before = listing(tmp_path)
     finished = run_mpi(mpi, 3, c)
     assert finished.returncode == 3, finished
-    assert finished.stderr.count("reshard-mpi: error: ") == finished.stderr.count("a shard is empty") == 1
+    assert finished.stderr.count("reshard-mpi: error: ") == 1 and "a shard is empty" in finished.stderr
     assert listing(tmp_path) == before
     finished = run_mpi(mpi, 2, c, "--rank", "99")
     assert finished.returncode == 2 and finished.stderr.count("target rank out of range") == 1, finished
