@@ -99,6 +99,7 @@ class Checked(NamedTuple):
     """A shard that has been verified: what was read of it, and by what it was found sound.
 
     by: as "its own sums"; nothing if there was nothing to go by. sums: what it holds, as far as it is known of what.
+    lost: the shards of its source that could not be used.
     """
 
     rank: int
@@ -107,6 +108,7 @@ class Checked(NamedTuple):
     read_bytes: int
     by: tuple[str, ...]
     sums: tuple[TensorSum, ...] = ()
+    lost: tuple[Lost, ...] = ()
 
 
 class Failure(NamedTuple):

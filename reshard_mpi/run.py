@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from reshard_mpi import discovery, formats
 from reshard_mpi.conversion import Conversion
 from reshard_mpi.division import assign
-from reshard_mpi.errors import TargetError, UsageError
+from reshard_mpi.errors import ReshardError, TargetError, UsageError
 from reshard_mpi.journal import Journal, Unrecorded
 from reshard_mpi.placement import Strategy
 from reshard_mpi.planning.parameters import Unlisted
@@ -28,10 +29,10 @@ class Run(NamedTuple):
     strategies: Strategies
 
     @classmethod
-    def open(cls, request: Request, strategies: Strategies | None) -> Run:
+    def open(cls, request: Request, strategies: Strategies | None, known_damage: Mapping[int, ReshardError]) -> Run:
         """Find the shards, and read the strategies where they are not given.
 
-        Raises a ReshardError for what is wrong with them.
+        known_damage: what is known to be wrong with source shards. Raises a ReshardError for what is wrong with them.
         """
         strategies = strategies or Strategies.read(request)
         if request.unlisted is Unlisted.DROP and request.dst_strategy is None:
@@ -42,7 +43,7 @@ class Run(NamedTuple):
             )
         _check_prefix(request.prefix)
         files = discovery.find_shards(request.source, request.select)
-        source = SourceCheckpoint.open(files, strategies.source)
+        source = SourceCheckpoint.open(files, strategies.source, known_damage)
         conversion = Conversion(source, strategies.target, request.unlisted, request.strict, replicas=request.replicas)
         targets = _targets(request, strategies.target, conversion)
         name = request.to or files.format

@@ -8,11 +8,10 @@ so the outcome is the same on every process.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from reshard_mpi import formats
 from reshard_mpi.comm import Comm
 from reshard_mpi.commit import commit_if_complete
 from reshard_mpi.comparison import compare, comparing_bytes
@@ -66,11 +65,7 @@ def convert(request: Request, comm: Comm, progress: Progress, strategies: Strate
     with the same request. Raises, on every process alike, the error that refused the run before anything was written.
     Targets that failed while they were written are in the outcome.
     """
-    planner = _Planner(request, comm, strategies)
-    planned = _plan_together(planner, comm, progress)
-    if request.verify:
-        named = sorted({path for paths in _gather(comm, planner.sources(), "named sources") for path in paths})
-        _refuse(comm.allgather(planner.check_sources(named[comm.rank :: comm.size]), "checked sources"), comm)
+    planner, planned = _plan_with_sound_sources(request, comm, progress, strategies)
     _refuse(comm.allgather(planner.begin(), "begun"), comm)
     written = planner.writer(progress).write()
     told = Outcome(notes=planned.notes, lost=planned.lost, other_warnings=planned.other_warnings, processes=comm.size)
@@ -86,11 +81,34 @@ def plan_targets(request: Request, comm: Comm) -> tuple[Plan, Outcome]:
 
     Raises, on every process alike, what `convert` would refuse.
     """
-    planner = _Planner(request, comm, None)
-    planned = _plan_together(planner, comm, Silent())
+    planner, planned = _plan_with_sound_sources(request, comm, Silent(), None)
     shares = _gather(comm, planner.summaries, "summed up")
     targets = [target for share in shares for target in share]
     return Plan(tuple(sorted(targets, key=lambda target: target.rank))), planned
+
+
+def _plan_with_sound_sources(
+    request: Request, comm: Comm, progress: Progress, strategies: Strategies | None
+) -> tuple[_Planner, Outcome]:
+    """Have every process plan its targets, to verify from shards that fit the checksums they have of their own.
+
+    Shards that do not are lost, so what they hold is planned from others; raises, as `_plan_together` does, if no
+    other has it. Returns what has planned, and what is to be said of the plans.
+    """
+    checked: set[int] = set()
+    damage: dict[int, ReshardError] = {}
+    while True:
+        planner = _Planner(request, comm, strategies, damage)
+        planned = _plan_together(planner, comm, progress)
+        if not request.verify:
+            return planner, planned
+        read = {rank for ranks in _gather(comm, planner.read_ranks(), "named sources") for rank in ranks}
+        to_check = sorted(read - checked)
+        found = _gather(comm, planner.check_sources(to_check[comm.rank :: comm.size]), "checked sources")
+        if not any(found):
+            return planner, planned
+        checked |= read
+        damage = damage | {rank: error for damaged in found for rank, error in damaged.items()}
 
 
 def _plan_together(planner: _Planner, comm: Comm, progress: Progress) -> Outcome:
@@ -114,11 +132,11 @@ def _plan_together(planner: _Planner, comm: Comm, progress: Progress) -> Outcome
     return together._replace(notes=(*together.notes, *differing_beginnings(together.beginnings, together.notes)))
 
 
-def _gather(comm: Comm, value: T, step: str) -> list[T]:
-    """Return the values of all processes; raise, on all alike, what ended one of them before it could say its own."""
+def _gather(comm: Comm, value: T | Outcome, step: str) -> list[T]:
+    """Return the values of all processes; raise, on all alike, what kept one of them from having its own."""
     values = comm.allgather(value, step)
-    _refuse([lost for lost in values if isinstance(lost, Outcome)], comm)
-    return values
+    _refuse([failed for failed in values if isinstance(failed, Outcome)], comm)
+    return [value for value in values if not isinstance(value, Outcome)]
 
 
 def _refuse(outcomes: Sequence[Outcome], comm: Comm) -> None:
@@ -149,12 +167,19 @@ class _Opened(NamedTuple):
 class _Planner:
     """The first phase of a run in one process: what it will write is planned and nothing is written yet."""
 
-    def __init__(self, request: Request, comm: Comm, strategies: Strategies | None) -> None:
+    def __init__(
+        self,
+        request: Request,
+        comm: Comm,
+        strategies: Strategies | None,
+        known_damage: Mapping[int, ReshardError],
+    ) -> None:
         self.source = request.source
         self.summaries: list[RankSummary] = []
         self.outcome = Outcome()
         self._request = request
         self._strategies = strategies
+        self._known_damage = known_damage
         self._comm = comm
         self._opened: _Opened | None = None
         self._due: dict[int, Evidence] = {}
@@ -167,7 +192,7 @@ class _Planner:
     def plan(self) -> Outcome:
         """Plan this process's part of the targets; failures in what it returns refuse the run."""
         try:
-            run = Run.open(self._request, self._strategies)
+            run = Run.open(self._request, self._strategies, self._known_damage)
             journal = run.journal()
             for rank in run.targets[-1:]:  # whose number is the longest
                 require_short_names(journal.paths(rank, run.path(rank)))
@@ -204,21 +229,18 @@ class _Planner:
         except _EXPECTED as error:
             return Outcome(failures=(Failure.here(None, self._comm, as_reshard_error(error)),))
 
-    def sources(self) -> tuple[str, ...]:
-        """Return the source files that this process's targets are taken from."""
-        by_rank = self._require_opened().run.conversion.source.files.by_rank
-        return tuple(path for evidence in self._due.values() for rank in evidence.read_ranks for path in by_rank[rank])
+    def read_ranks(self) -> set[int]:
+        """Return the source ranks that this process's targets are taken from."""
+        return {rank for evidence in self._due.values() for rank in evidence.read_ranks}
 
-    def check_sources(self, paths: Iterable[str]) -> Outcome:
-        """Read source files that have a checksum of their own; those that do not fit it refuse the run."""
-        module = formats.by_name(self._require_opened().run.conversion.source.files.format)
-        failures = []
-        for path in paths:
-            try:
-                module.check_crc(path)
-            except _EXPECTED as error:
-                failures.append(Failure.here(None, self._comm, as_reshard_error(error)))
-        return Outcome(failures=tuple(failures))
+    def check_sources(self, ranks: Iterable[int]) -> dict[int, ReshardError] | Outcome:
+        """Return what is wrong with those of the source shards that do not fit the checksum of their own."""
+        source = self._require_opened().run.conversion.source
+        try:
+            found = [(rank, source.check_crc(rank)) for rank in ranks]
+        except MemoryError as error:
+            return Outcome(failures=(Failure.here(None, self._comm, as_reshard_error(error)),))
+        return {rank: error for rank, error in found if error is not None}
 
     def begin(self) -> Outcome:
         """Make the target folder ready, if this process has anything to write; failures refuse the run."""

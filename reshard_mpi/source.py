@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 from reshard_mpi import formats
 from reshard_mpi.discovery import ShardFiles
@@ -25,6 +27,7 @@ from reshard_mpi.strategy import table
 
 # Tensors whose places are kept, some 600 bytes each; neighbouring targets read from the same shards.
 _MAX_KEPT_TENSORS = 50_000
+NO_DAMAGE: Mapping[int, ReshardError] = MappingProxyType({})
 # What is wrong with one shard alone, so that others may be read in its place.
 _DAMAGE = (ShardError, DisagreementError, OSError)
 
@@ -41,21 +44,24 @@ class SourceCheckpoint:
     _stage_ranks: dict[int, int] | None = field(default=None)
 
     @classmethod
-    def open(cls, files: ShardFiles, strategy: Strategy | None) -> SourceCheckpoint:
+    def open(
+        cls, files: ShardFiles, strategy: Strategy | None, known_damage: Mapping[int, ReshardError] = NO_DAMAGE
+    ) -> SourceCheckpoint:
         """Join files and strategy; without a strategy the shards describe themselves or are one full checkpoint.
 
+        known_damage: what is known to be wrong with the shards of some ranks, though their structure may be sound.
         Raises SourceError or StrategyError where they do not belong together, and what is wrong with the first shard
         where none can be read, or none tells who else holds what it should.
         """
-        damage: dict[int, ReshardError] = {}
+        damage = dict(known_damage)
         first, manifest, described = _first_sound(files, damage)
         if strategy is None:
             strategy = described
         elif described is not None:
             _require_agreement(strategy, described, manifest.path)
         if strategy is None:
-            for error in damage.values():
-                raise error
+            if damage:
+                raise damage[min(damage)]
             if len(files.by_rank) > 1 or first != 0:
                 raise SourceError(
                     "the shards do not say how they are sharded",
@@ -112,6 +118,16 @@ class SourceCheckpoint:
             return Lost(rank, self.files.path, "")
         return Lost(rank, error.where or self.files.by_rank[rank][0], told(error))
 
+    def check_crc(self, rank: int) -> ReshardError | None:
+        """Read the files of `rank` that have a checksum of their own; return what is wrong with them, if anything."""
+        module = formats.by_name(self.files.format)
+        for path in self.files.by_rank[rank]:
+            try:
+                module.check_crc(path)
+            except _DAMAGE as error:
+                return as_reshard_error(error, Path(path))
+        return None
+
     def _located(self, rank: int) -> Manifest:
         manifest = self._unchecked.pop(rank, None) or _locate(self.files, rank)
         if manifest.identity is not None and (manifest.identity.rank, manifest.identity.world_size) != (
@@ -145,15 +161,16 @@ class SourceCheckpoint:
 def _first_sound(files: ShardFiles, damage: dict[int, ReshardError]) -> tuple[int, Manifest, Strategy | None]:
     """Return the first shard that can be read, its rank, and the strategy it describes.
 
-    damage: takes what is wrong with those before it. Raises what is wrong with the first one if none can be read.
+    damage: takes what is wrong with those before it; those that it has are passed over. Raises what is wrong with the
+    first one if none can be read.
     """
-    for rank in sorted(files.by_rank):
+    for rank in sorted(files.by_rank.keys() - damage.keys()):
         try:
             manifest = _locate(files, rank)
             return rank, manifest, _described(manifest)
         except (*_DAMAGE, StrategyError, LayoutError) as error:
             damage[rank] = as_reshard_error(error, Path(files.by_rank[rank][0]))
-    raise next(iter(damage.values()))
+    raise damage[min(damage)]
 
 
 def _locate(files: ShardFiles, rank: int) -> Manifest:

@@ -117,7 +117,8 @@ def _each(
             continue
         failures += [Failure.here(rank, comm, error) for error in damage]
         checked.append(done)
-    own = Outcome(failures=tuple(failures), checked=tuple(checked))
+    lost = tuple(lost for done in checked for lost in done.lost)
+    own = Outcome(failures=tuple(failures), lost=lost, checked=tuple(checked))
     found = Outcome(processes=comm.size).joined(comm.allgather(own, "verified"))
     return found._replace(failures=tuple(sorted(found.failures, key=lambda failure: failure.rank or 0)))
 
@@ -156,7 +157,7 @@ def _compare(plan: RankPlan, shard: Manifest) -> tuple[Checked, list[ReshardErro
             damage.append(where_it_differs(plan, shard, summed.tensor.name, LIMITS))
     read_bytes = plan.written_bytes
     by = ("the source",) if not damage else ()
-    return Checked(plan.target_rank, shard.path, len(plan.tensors), read_bytes, by, tuple(sums)), damage
+    return Checked(plan.target_rank, shard.path, len(plan.tensors), read_bytes, by, tuple(sums), plan.lost), damage
 
 
 def _check_shard(files: ShardFiles, folder: Path, rank: int) -> tuple[Checked, list[ReshardError]]:

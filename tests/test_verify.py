@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
-from checkpoints import write_shard
-from conversions import COMMAND, TENSORS, Conversion, Said, command_line, listing, make, shards
+from checkpoints import as_read, expected_rank, read_shard, write_shard, write_shards, write_strategy
+from conversions import COMMAND, TENSORS, Conversion, Said, command_line, listing, make, shards, side
 from launch import MPI, mpirun_command
+from oracle import RawLayout
 from processes import run_command
 from test_runtime import doing, four_targets
 
@@ -156,9 +158,67 @@ def test_crc_is_written_and_checked(tmp_path: Path, capsys: Capture) -> None:
     again = ["transform", str(c.dst), str(tmp_path / "again"), "--jobs", "1", "--src-strategy", str(c.dst_strategy)]
     assert command_line(capsys, *again, "--verify").code == 0
     flip(c.written(1), "w")
-    assert command_line(capsys, *again, "--overwrite").code == 0
+    assert command_line(capsys, *again, "--overwrite").code == 0  # which is why there is --verify
     said = command_line(capsys, *again, "--overwrite", "--verify")
     assert said.code == 3 and "does not fit its own checksum" in said.err and str(c.written(1)) in said.err
+
+
+def of_four_alike(folder: Path) -> Conversion:
+    """Every source rank holds everything, and its file has a checksum."""
+    source = side(4, {"w": RawLayout((4,), (-1, -1)), "b": RawLayout((4,), (-1,))})
+    c = four_targets(folder).but(
+        source=source, src=folder / "alike", src_strategy=write_strategy(source, folder / "alike_strategy")
+    )
+    write_shards(source, TENSORS, c.src, c.kind)
+    for rank in range(4):
+        data = c.shard(rank).read_bytes()
+        c.shard(rank).write_bytes(data + b"crc_num" + zlib.crc32(data).to_bytes(10, "big"))
+    return c
+
+
+def assert_replaced(c: Conversion, runs: Sequence[list[str]], capsys: Capture) -> None:
+    """Check that `runs` take rank 2's shard instead of the damaged ones of ranks 0 and 1, say so, and are right."""
+    warned: dict[str, None] = {}
+    for run in runs:
+        finished = run_command(run)
+        assert finished.returncode == 0, finished
+        warned |= dict.fromkeys(line for line in finished.stderr.splitlines() if line.startswith("warning: "))
+    assert len(warned) == 2
+    for rank, line in enumerate(warned):
+        assert line.startswith(f"warning: the shard of rank {rank} cannot be used, {c.shard(rank)}: a checkpoint does")
+        assert line.endswith("; taken from rank 2 instead")
+    for rank in range(4):
+        assert read_shard(c.written(rank)) == as_read(expected_rank(c.target, TENSORS, rank))
+    planned = command_line(capsys, *c.but(dst=c.folder / "other").arguments("plan", "--verify"))
+    assert planned.code == 0 and [line for line in planned.err.splitlines() if line in warned] == list(warned)
+
+
+@pytest.mark.parametrize("way", ["alone", "jobs", "tasks"])
+def test_a_source_that_does_not_fit_its_checksum_is_replaced(tmp_path: Path, capsys: Capture, way: str) -> None:
+    """Those that stand in are checked as well."""
+    c = of_four_alike(tmp_path)
+    for rank in (0, 1):
+        flip(c.shard(rank), "w")
+    divided = {"alone": [[]], "jobs": [["--jobs", "3"]], "tasks": [["--part", f"{at}/4"] for at in range(4)]}[way]
+    runs = [[*COMMAND, *c.arguments("transform", "--verify", *options)] for options in divided]
+    assert_replaced(c, runs, capsys)
+
+
+def test_and_by_all_ranks(tmp_path: Path, capsys: Capture, mpi: MPI) -> None:
+    c = of_four_alike(tmp_path)
+    for rank in (0, 1):
+        flip(c.shard(rank), "w")
+    assert_replaced(c, [mpirun_command(mpi, 3, [*COMMAND, *c.arguments("transform", "--verify")])], capsys)
+
+
+def test_sources_none_of_which_fits_its_checksum(tmp_path: Path, capsys: Capture) -> None:
+    c = of_four_alike(tmp_path)
+    for rank in range(4):
+        flip(c.shard(rank), "w")
+    for command in ("transform", "plan"):
+        said = command_line(capsys, *c.arguments(command, "--verify"))
+        assert said.code == 3 and "does not fit its own checksum" in said.err and str(c.shard(0)) in said.err
+    assert not c.dst.exists()
 
 
 def test_crc_is_for_ckpt(tmp_path: Path, capsys: Capture) -> None:
@@ -197,6 +257,14 @@ def test_pair_of_all_kinds_of_damage(c: Conversion, capsys: Capture) -> None:
     assert said.code == 4 and said.err.count("damage: ") == 3, said.err
     assert "a shard is missing" in said.err and "a shard is empty" in said.err
     assert "is not what the source holds" in said.err
+
+
+def test_pair_whose_source_has_lost_a_shard(c: Conversion, capsys: Capture) -> None:
+    assert command_line(capsys, *c.arguments()).code == 0
+    c.remove(0)
+    said = verify(capsys, c)
+    assert said.code == 0 and "sound" in said.out
+    assert f"warning: no shard of rank 0 in {c.src}; what should be there was taken from" in said.err
 
 
 def test_pair_in_several_processes(c: Conversion, mpi: MPI, capsys: Capture) -> None:
