@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import struct
 import sys
 import zlib
 from collections.abc import Callable
@@ -21,13 +22,15 @@ import pytest
 from processes import run_command
 
 import reshard_mpi
+from reshard_mpi.dtypes import BY_NAME
 from reshard_mpi.formats import hdf5
 from reshard_mpi.formats.ckpt.values import encode_header
 from reshard_mpi.formats.ckpt.wire import encode_length, encode_varint
+from reshard_mpi.formats.hdf5 import checksums
 from reshard_mpi.manifest import ShardIdentity
 from reshard_mpi.strategy.limits import MAX_FILE_BYTES
 from reshard_mpi.testing import samples
-from reshard_mpi.testing.samples import Contents
+from reshard_mpi.testing.samples import Contents, SampleTensor
 
 CHILD = Path(__file__).with_name("hostile_child.py")
 # Of processor time: a second where nothing else runs, and what other tests beside this one make of it.
@@ -214,6 +217,23 @@ def contents_of_short_names(path: Path) -> None:
 @bomb("locate", "w.h5", "cannot be read")
 def contents_of_levels(path: Path) -> None:
     native(path, contents=b"[" * 100_000)
+
+
+@bomb("locate", "w.h5", "cannot be read|too much")
+def a_header_of_gigabytes(path: Path) -> None:
+    """A piece of the root's header has the length of a file that is nothing but a hole."""
+    names = [f"w{at}" for at in range(40)]  # with few, the root's header is in pieces as it is
+    samples.write(hdf5, str(path), Contents.of(SampleTensor.random(name, BY_NAME["int8"], (1,)) for name in names))
+    content, size_bytes = bytearray(path.read_bytes()), 3 << 30
+    piece = len(content)
+    content += b"OCHK"
+    assert content[48 + 7] == 0x15 and content[48 + 29] == 0x0A
+    struct.pack_into("<BHBQQBHBI", content, 48 + 7, 0x10, 16, 0, piece, size_bytes - piece, 0, 4, 0, 0)
+    struct.pack_into("<Q", content, 28, size_bytes)
+    for start, end in ((0, 44), (48, 48 + 7 + content[48 + 6])):
+        struct.pack_into("<I", content, end, *checksums.lookup3([bytes(content[start:end])]))
+    path.write_bytes(content)
+    os.truncate(path, size_bytes)
 
 
 # Strategy files, of protobuf

@@ -150,7 +150,7 @@ def _chosen(
     known: dict[tuple[int, ...], tuple[Placement, ...]],
     where: str,
 ) -> tuple[Placement, ...]:
-    numbers = integers(array(value, "placements", where, stages), "placements", 0, len(placements) - 1, where)
+    numbers = integers(value, "placements", 0, len(placements) - 1, where)
     chosen = known.get(numbers)
     if chosen is None:
         chosen = tuple(placements[at] for at in numbers)

@@ -152,7 +152,7 @@ def name_that_is_no_text(file: h5py.File) -> None:
     "make, message",
     [
         (dangling, "leads nowhere"),
-        (circle, "circles"),
+        (circle, "leads round in circles"),
         (through_a_dataset, "leads nowhere"),
         (null_space, "no shape"),
         (compound, "type that no tensor has"),

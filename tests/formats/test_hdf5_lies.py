@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import resource
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from reshard_mpi.box import Box
 from reshard_mpi.dtypes import BY_NAME
 from reshard_mpi.errors import ShardError
-from reshard_mpi.formats import hdf5
-from reshard_mpi.formats.hdf5 import checksums, direct
+from reshard_mpi.formats import files, hdf5
+from reshard_mpi.formats.hdf5 import checksums, direct, structure
+from reshard_mpi.manifest import ShardIdentity, ShardSpec, TensorSpec
 from reshard_mpi.testing import samples
 from reshard_mpi.testing.samples import Contents, SampleTensor
 
@@ -20,8 +24,8 @@ from reshard_mpi.testing.samples import Contents, SampleTensor
 class Editor:
     """A native shard whose structures are changed; those that have a checksum get a right one."""
 
-    def __init__(self, path: Path, count: int) -> None:
-        tensors = [SampleTensor.random(f"layers.{at:03}.w", BY_NAME["float32"], (3,)) for at in range(count)]
+    def __init__(self, path: Path, names: Sequence[str]) -> None:
+        tensors = [SampleTensor.random(name, BY_NAME["float32"], (3,)) for name in names]
         samples.write(hdf5, str(path), Contents.of(tensors))
         self.path = path
         self.content = bytearray(path.read_bytes())
@@ -70,9 +74,11 @@ def continuation_to_itself(editor: Editor) -> None:
 
 
 def continue_at(editor: Editor, address: int, length_bytes: int) -> None:
-    """Have the root group's header, whose first message is made a continuation, go on elsewhere."""
+    """Have the root group's header, whose first two messages are made a continuation and nothing, go on elsewhere."""
     at = group_header(editor)
-    editor.put(at + 7, "BHBQQ", 0x10, 18, 0, address, length_bytes)
+    assert editor.content[at + 7] == 0x15 and editor.content[at + 29] == 0x0A
+    editor.put(at + 7, "BHBQQ", 0x10, 16, 0, address, length_bytes)
+    editor.put(at + 27, "BHBI", 0, 4, 0, 0)
     editor.sum(at, editor.header_end(at))
 
 
@@ -111,10 +117,33 @@ def root_beyond_the_file(editor: Editor) -> None:
     editor.sum(0, 44)
 
 
+def tree_of_one_leaf(total: int) -> Callable[[Editor], None]:
+    """Every node has the same child twenty times: 20^6 times one leaf."""
+
+    def change(editor: Editor) -> None:
+        head = editor.find(b"BTHD")
+        node_bytes, depth = 512, 6
+        leaf = editor.content.index(b"BTLF")
+        records = bytes(editor.content[leaf + 6 : leaf + 6 + 11 * 19])
+        count, child = struct.unpack_from("<BHQ", editor.content, head + 23)[1], leaf
+        tree = structure._Tree.of(node_bytes, depth)
+        for level in range(1, depth + 1):
+            pointer = struct.pack("<Q", child) + bytes([count]) + bytes(tree.child_bytes(level) - 9)
+            room = (node_bytes - 10 - len(pointer)) // (11 + len(pointer))
+            count = min(room, 19)
+            node = b"BTIN\0\x05" + records[: 11 * count] + pointer * (count + 1)
+            child = editor.append(node.ljust(node_bytes, b"\0"))
+        editor.put(head + 12, "H", depth)
+        editor.put(head + 16, "QHQ", child, count, total)
+        editor.sum(head, head + 34)
+
+    return change
+
+
 def tree_that_is_its_own_child(editor: Editor) -> None:
     head = editor.find(b"BTHD")
     node = editor.append(b"BTIN\0\x05" + bytes(506))
-    editor.put(head + 12, "H", 8)
+    editor.put(head + 12, "H", 40)
     editor.put(head + 16, "QHQ", node, 1, 1 << 15)
     editor.sum(head, head + 34)
     size = 17  # of a pointer in a node of that depth, or a little more
@@ -166,8 +195,8 @@ def heap(**values: int) -> Callable[[Editor], None]:
 
 def heap_that_is_its_own_child(editor: Editor) -> None:
     rows, width = 32, 64
-    block = editor.append(b"FHIB\0" + bytes(12) + bytes(8 * rows * width))
-    for child in range(rows * width):
+    block = editor.append(b"FHIB\0" + bytes(12) + b"\xff" * (8 * rows * width))
+    for child in range(2 * width, rows * width):  # those of the first rows hold objects
         editor.put(block + 17 + 8 * child, "Q", block)
     heap(width=width, root=block, rows=rows, start=512, largest=512)(editor)
 
@@ -176,6 +205,14 @@ def group_that_holds_itself(editor: Editor) -> None:
     """The link to the reserved group leads to the root."""
     link = editor.find(b"__reshard_mpi__") + len(b"__reshard_mpi__")
     editor.put(link, "Q", group_header(editor))
+
+
+def groups_that_hold_themselves(editor: Editor) -> None:
+    """2^n names of n parts: `many` holds itself twice."""
+    group = editor.content.rindex(b"OHDR\x02\0", 0, editor.find(b"first"))
+    for name in (b"first", b"second"):
+        editor.put(editor.find(name) + len(name), "Q", group)
+    editor.sum(group, editor.header_end(group))
 
 
 def dataset_with(kind: str, at: int, *values: int) -> Callable[[Editor], None]:
@@ -194,6 +231,7 @@ def dataset_with(kind: str, at: int, *values: int) -> Callable[[Editor], None]:
     return change
 
 
+NAMES = [*(f"layers.{at:03}.w" for at in range(40)), "many/first/w", "many/second/w"]
 # In a header of one dimension: the extent and its limit, the address and the length of the elements.
 LIES: dict[str, Callable[[Editor], None]] = {
     "a continuation to itself": continuation_to_itself,
@@ -205,6 +243,8 @@ LIES: dict[str, Callable[[Editor], None]] = {
     "a root that is no header": root_that_is_no_header,
     "a root beyond the file": root_beyond_the_file,
     "a tree that is its own child": tree_that_is_its_own_child,
+    "a tree of one leaf": tree_of_one_leaf(60_000),
+    "a tree of one leaf and records without end": tree_of_one_leaf(1 << 62),
     "a tree of depth 8": tree_of_depth(8),
     "a tree of depth 65535": tree_of_depth(65535),
     "a tree of many records": tree_of_many_records,
@@ -219,6 +259,7 @@ LIES: dict[str, Callable[[Editor], None]] = {
     "a heap whose root is beyond": heap(root=(1 << 64) - 2),
     "a heap that is its own child": heap_that_is_its_own_child,
     "a group that holds itself": group_that_holds_itself,
+    "groups that hold themselves": groups_that_hold_themselves,
     "an extent of 2^63": dataset_with("QQ", 16, 1 << 63, 1 << 63),
     "an extent of 2^62": dataset_with("QQ", 16, 1 << 62, 1 << 62),
     "elements beyond the file": dataset_with("Q", 68, 1 << 40),
@@ -227,19 +268,31 @@ LIES: dict[str, Callable[[Editor], None]] = {
 }
 
 
+@contextmanager
+def little_memory() -> Iterator[None]:
+    """Let this process take so much more as a hostile file may cost, and a little that Python has in reserve."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (1024 * int(status["VmData"].split()[0]) + (64 << 20), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
 @pytest.mark.parametrize("lie", LIES)
 def test_lies(tmp_path: Path, lie: str) -> None:
     path = tmp_path / "shard.h5"
-    editor = Editor(path, 40)
+    editor = Editor(path, NAMES)
     sound = bytes(editor.content)
     LIES[lie](editor)
     assert editor.content != sound
     path.write_bytes(editor.content)
     begin = time.process_time()
-    with path.open("rb") as file:
+    with path.open("rb") as file, little_memory():
         assert direct.locate(file.fileno(), str(path), len(editor.content)) is None
         assert direct.stored_sums(file.fileno(), str(path), len(editor.content)) in (None, {})
-    assert time.process_time() - begin < 1
+    assert time.process_time() - begin < 1.5
     with pytest.raises(ShardError) as caught:
         hdf5.locate(str(path))
     assert caught.value.where.startswith(str(path))
@@ -249,9 +302,31 @@ def test_lies(tmp_path: Path, lie: str) -> None:
 def test_what_is_changed_into_itself_is_read(tmp_path: Path, change: Callable[[Editor], None]) -> None:
     """Or the tests above would only be of wrong checksums and places."""
     path = tmp_path / "shard.h5"
-    editor = Editor(path, 40)
+    editor = Editor(path, NAMES)
     sound = bytes(editor.content)
     change(editor)
     assert editor.content == sound
     with path.open("rb") as file:
         assert direct.locate(file.fileno(), str(path), len(sound)) is not None
+
+
+def test_groups_that_share_members(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names without end, and none of them of a dataset: what is met is counted."""
+    path = tmp_path / "shard.h5"
+    editor = Editor(path, NAMES)
+    monkeypatch.setattr(files, "MAX_TENSORS", len(NAMES) + 3)  # and as many groups more
+    with path.open("rb") as file:
+        assert direct.locate(file.fileno(), str(path), len(editor.content)) is None
+        monkeypatch.setattr(files, "MAX_TENSORS", 2 * len(NAMES))
+        assert direct.locate(file.fileno(), str(path), len(editor.content)) is not None
+
+
+def test_a_shape_that_is_huge_beside_a_zero(tmp_path: Path) -> None:
+    path = tmp_path / "shard.h5"
+    box = Box.whole((0, 1 << 62))
+    spec = ShardSpec(ShardIdentity(0, 1, ""), (TensorSpec("w", BY_NAME["float32"], box.shape, box),), {})
+    hdf5.reserve(str(path), spec)
+    with path.open("rb") as file:
+        assert direct.locate(file.fileno(), str(path), path.stat().st_size) is None
+    with pytest.raises(ShardError, match="impossibly large"):
+        hdf5.locate(str(path))

@@ -184,7 +184,7 @@ def _shape(extent: bytes) -> tuple[int, ...]:
     if not 0 < ndim <= files.MAX_DIMENSIONS or len(extent) != 4 + 16 * ndim or extent[:4] != bytes((2, ndim, 1, 1)):
         raise Unusual
     numbers = Struct(f"<{2 * ndim}Q").unpack_from(extent, 4)
-    if numbers[:ndim] != numbers[ndim:] or max(numbers) > _LONGEST:
+    if numbers[:ndim] != numbers[ndim:]:
         raise Unusual
     return numbers[:ndim]
 

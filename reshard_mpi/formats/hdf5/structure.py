@@ -36,8 +36,10 @@ _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _WINDOW_BYTES = 16384
 # Pieces of one header; attributes that do not fit make the second.
 _MAX_PIECES = 16
-# What all heaps and trees of a file may take.
-_MAX_READ_BYTES = 4 * files.MAX_TEXT_BYTES
+# What all heaps and trees of a file may take: a hundred bytes a tensor, and as much again for room in blocks.
+_MAX_READ_BYTES = 256 * files.MAX_TENSORS
+# Blocks that name other blocks cost so much more, and there are few.
+_INDIRECTION = 8
 _HEAP = Struct("<4sBHHBI12QHQQHHQH")
 _HEAP_ID = Struct("<BIH")
 _HEAP_OFFSET_BITS = 32
@@ -45,9 +47,6 @@ _TREE = Struct("<4sBBIHHBBQHQ")
 _LINKS_BY_NAME = 5
 _RECORD_BYTES = 4 + _HEAP_ID.size
 _NODE_HEAD_BYTES = 6
-_MAX_TREE_DEPTH = 8
-_MAX_HEAP_DEPTH = 8
-_MAX_BLOCK_BYTES = 1 << 20
 
 
 class Unusual(Exception):
@@ -64,9 +63,8 @@ class Message(NamedTuple):
 class Structure:
     """Reads the structure of the file behind `fd`. What it returns is to be believed when `verify` has been passed."""
 
-    def __init__(self, fd: int, size_bytes: int) -> None:
+    def __init__(self, fd: int) -> None:
         self._fd = fd
-        self._size_bytes = size_bytes
         self._base = 0
         self._window = b""
         self._read_bytes = 0
@@ -91,8 +89,6 @@ class Structure:
         """Return the bytes from `at` on. Raises Unusual if the file does not have them all."""
         first = at - self._base
         if not 0 <= first <= len(self._window) - length_bytes:
-            if at + length_bytes > self._size_bytes:
-                raise Unusual
             self._base, first = at, 0
             try:
                 self._window = os.pread(self._fd, max(length_bytes, _WINDOW_BYTES), at)
@@ -160,21 +156,15 @@ class Structure:
         head = self.read(address, _HEAP.size)
         mark, version, id_bytes, filters_bytes, *_, width, start, largest, bits, _, root, rows = _HEAP.unpack(head)
         usual = (b"FRHP", 0, _HEAP_ID.size, 0, _HEAP_OFFSET_BITS)
-        if (mark, version, id_bytes, filters_bytes, bits) != usual or not 0 < width <= 64 or rows > _HEAP_OFFSET_BITS:
-            raise Unusual
-        # Where objects begin: after the mark, version, heap, offset of the block, and its checksum.
-        shape = _Heap(width, start, largest)
-        if start < 64 or largest < start or start & (start - 1) or largest & (largest - 1):
+        if (mark, version, id_bytes, filters_bytes, bits) != usual:
             raise Unusual
         if rows:
-            yield from self._children(root, rows, 0, shape, depth=0)
+            yield from self._children(root, rows, 0, _Heap(width, start, largest))
         else:
             yield 0, self._bulk(root, start, b"FHDB")
 
-    def _children(self, address: int, rows: int, at: int, heap: _Heap, depth: int) -> Iterator[tuple[int, bytes]]:
+    def _children(self, address: int, rows: int, at: int, heap: _Heap) -> Iterator[tuple[int, bytes]]:
         """Yield the blocks below an indirect block of `rows` rows that begins at `at` in the heap."""
-        if depth > _MAX_HEAP_DEPTH:
-            raise Unusual
         head_bytes = 4 + 1 + _ADDRESS.size + _HEAP_OFFSET_BITS // 8
         block = self._bulk(address, head_bytes + rows * heap.width * _ADDRESS.size, b"FHIB")
         for number, (child,) in enumerate(_ADDRESS.iter_unpack(block[head_bytes:])):
@@ -184,7 +174,7 @@ class Structure:
                 yield at, self._bulk(child, block_bytes, b"FHDB")
             elif child != UNDEFINED:
                 inner_rows = (block_bytes // (heap.start * heap.width)).bit_length()
-                yield from self._children(child, inner_rows, at, heap, depth + 1)
+                yield from self._children(child, inner_rows, at, heap)
             at += block_bytes
 
     def _records(self, address: int) -> Iterator[tuple[int, int]]:
@@ -194,7 +184,7 @@ class Structure:
         )
         if (mark, version, kind, record_bytes) != (b"BTHD", 0, _LINKS_BY_NAME, _RECORD_BYTES):
             raise Unusual
-        if depth > _MAX_TREE_DEPTH or total > files.MAX_TENSORS or not 64 <= node_bytes <= _WINDOW_BYTES:
+        if total > files.MAX_TENSORS:
             raise Unusual
         found = 0
         for record in self._node(root, count, depth, _Tree.of(node_bytes, depth)) if total else ():
@@ -221,9 +211,9 @@ class Structure:
                 yield from self._node(child, int.from_bytes(child_count, "little"), depth - 1, tree)
 
     def _bulk(self, at: int, length_bytes: int, mark: bytes) -> bytes:
-        """Return a block of a heap or tree, which is counted: blocks may be named again and again."""
-        self._read_bytes += length_bytes
-        if self._read_bytes > _MAX_READ_BYTES or length_bytes > _MAX_BLOCK_BYTES:
+        """Return a block of a heap or tree, which is counted: blocks may be huge, and named again and again."""
+        self._read_bytes += length_bytes * (_INDIRECTION if mark == b"FHIB" else 1)
+        if self._read_bytes > _MAX_READ_BYTES:
             raise Unusual
         block = self.read(at, length_bytes)
         if not block.startswith(mark):
