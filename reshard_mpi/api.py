@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.planning.summary import Plan, RankSummary
 from reshard_mpi.plans import plan_together, warn
 from reshard_mpi.pool import Work, run_with_workers
+from reshard_mpi.preflight import Tally, may_share, require_room, require_short_names
 from reshard_mpi.report import Outcome, Silent
 from reshard_mpi.request import Request
 from reshard_mpi.source import SourceCheckpoint
@@ -153,7 +155,11 @@ def transform_checkpoint_by_rank(
             raise TargetError("the target is one of the strategies", expected="another file", where=str(path))
     (rank_plan,) = plan_together(conversion, [rank_id])
     target = Unrecorded(path.parent)
+    require_short_names(target.paths(rank_id, path))
     target.check()
+    tally = Tally()
+    tally.add(path, rank_plan.written_bytes)
+    require_room([tally.rooms(1, partial(may_share, conversion.source.files, name, path))])
     governor = open_governor(Allowance.of(memory, max_active, os.environ), os.environ)
     peak_bytes = rank_plan.peak_bytes(conversion.limits)
     governor.require_possible(peak_bytes, conversion.limits.base_bytes)

@@ -6,11 +6,12 @@ import fcntl
 import os
 import struct
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
+from reshard_mpi.discovery import ShardFiles
 from reshard_mpi.errors import TargetError
 from reshard_mpi.publication import stale_bytes
 from reshard_mpi.units import format_bytes
@@ -18,6 +19,8 @@ from reshard_mpi.units import format_bytes
 # To share blocks of two files (`struct file_clone_range`): the source's descriptor, its offset, a length, an offset.
 _CLONE_RANGE = 0x4020940D
 _BLOCK_BYTES = 4096
+# The format that aligns tensors so that file systems can share their blocks.
+_SHARING = "hdf5"
 
 
 class Room(NamedTuple):
@@ -45,10 +48,17 @@ class Tally:
         self._peak_bytes[mount] = max(self._peak_bytes[mount], held_bytes)
         self._held_bytes[mount] = held_bytes - _replaced_bytes(path)
 
-    def rooms(self) -> tuple[Room, ...]:
-        """Return what has been added up. Raises OSError where a file system does not say what is free."""
+    def rooms(self, processes: int, shares: Callable[[], bool]) -> tuple[Room, ...]:
+        """Return what has been added up; nothing where file systems may share blocks, which takes no room.
+
+        processes: how many there are in the run, each of which may need as much. shares: tells whether that may be so;
+        asked only if it matters. Raises OSError where a file system does not say what is free.
+        """
         found = ((mount, needed_bytes, _free_bytes(mount)) for mount, needed_bytes in self._peak_bytes.items())
-        return tuple(Room(mount, needed, free) for mount, needed, free in found if free is not None)
+        rooms = tuple(Room(mount, needed, free) for mount, needed, free in found if free is not None)
+        if any(room.needed_bytes * processes > room.free_bytes for room in rooms) and shares():
+            return ()
+        return rooms
 
 
 def require_room(shares: Iterable[Sequence[Room]]) -> None:
@@ -73,8 +83,13 @@ def require_room(shares: Iterable[Sequence[Room]]) -> None:
             )
 
 
-def may_share(source: Path, target: Path) -> bool:
-    """Tell whether blocks of `source` can be shared with files at `target`, by doing so with a file without a name."""
+def may_share(files: ShardFiles, format_name: str, target: Path) -> bool:
+    """Tell whether blocks of `files` can be shared with a file of a format at `target`."""
+    return files.format == format_name == _SHARING and _can_share(Path(next(iter(files.by_rank.values()))[0]), target)
+
+
+def _can_share(source: Path, target: Path) -> bool:
+    """Tell whether the file system shares blocks, by having it do so with a file without a name."""
     try:
         trial = os.open(_nearest(target.parent), os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from reshard_mpi.comm import Comm
@@ -52,8 +51,6 @@ T = TypeVar("T")
 # the memory would.
 _MAX_KEPT_PLANS = 4
 _MAX_KEPT_COPIES = 20_000
-# The format that aligns tensors so that file systems can share their blocks.
-_SHARING = "hdf5"
 # What is told to all processes and refuses the run; anything else is a bug, and ends it.
 _EXPECTED = (ReshardError, OSError, MemoryError)
 
@@ -307,14 +304,12 @@ class _Planner:
         return Sources.look(self._request.source, paths, self._seen)
 
     def _rooms(self, run: Run) -> tuple[Room, ...]:
-        """Return the room that this process needs; none where file systems may share blocks, which takes no room."""
-        rooms = self._tally.rooms()
-        if any(room.needed_bytes * self._comm.size > room.free_bytes for room in rooms):
-            files = run.conversion.source.files
-            first = next(iter(files.by_rank.values()))[0]
-            if files.format == run.format == _SHARING and may_share(Path(first), run.path(run.targets[0])):
-                return ()
-        return rooms
+        """Return the room that this process needs."""
+
+        def shares() -> bool:
+            return may_share(run.conversion.source.files, run.format, run.path(run.targets[0]))
+
+        return self._tally.rooms(self._comm.size, shares)
 
     def _strangers(self, run: Run, ranks: Sequence[int]) -> Iterator[str]:
         """Yield a note on shards beside those this process makes: an earlier run with another prefix left them."""

@@ -9,7 +9,7 @@ MIB = 1 << 20
 GIB = 1 << 30
 
 _STEPS = ((1 << 40, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"))
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?B)?|B)?", re.ASCII | re.IGNORECASE)
+_SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)\s*(?:([KMGT])(i?B)?|B)?", re.ASCII | re.IGNORECASE)
 
 
 def format_bytes(size_bytes: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from oracle import RawLayout
 from processes import run_command
 
 import reshard_mpi
-from reshard_mpi import preflight, runtime
+from reshard_mpi import preflight
 from reshard_mpi.preflight import Room, Tally, require_room
 
 Capture = pytest.CaptureFixture[str]
@@ -87,6 +88,24 @@ def test_no_room_for_the_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert not c.dst.exists()
 
 
+def test_no_room_for_one_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    c = make(tmp_path)
+    shards, (needed, _) = {rank: c.shard(rank) for rank in range(4)}, planned(c)
+
+    def transform(name: str) -> None:
+        path = c.dst / "rank_0" / name
+        reshard_mpi.transform_checkpoint_by_rank(0, shards, path, c.src_strategy, c.dst_strategy)
+
+    say_free(monkeypatch, needed - 1)
+    with pytest.raises(reshard_mpi.errors.TargetError, match="no room"):
+        transform("net.ckpt")
+    say_free(monkeypatch, needed)
+    with pytest.raises(reshard_mpi.errors.TargetError, match="too long"):
+        transform(f"{'n' * 240}.ckpt")
+    assert not c.dst.exists()
+    transform("net.ckpt")
+
+
 def test_only_what_is_still_to_be_made_needs_room(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,17 +149,17 @@ def test_room_of_files_that_are_replaced(tmp_path: Path, monkeypatch: pytest.Mon
     tally = Tally()
     for name in ("a", "b"):
         tally.add(tmp_path / name, block)
-    assert [room.needed_bytes for room in tally.rooms()] == [block]
+    assert [room.needed_bytes for room in tally.rooms(1, bool)] == [block]
     tally.add(tmp_path / "c", 10 * block)
-    assert [room.needed_bytes for room in tally.rooms()] == [10 * block]
+    assert [room.needed_bytes for room in tally.rooms(1, bool)] == [10 * block]
     (tmp_path / ".d.0123.partial").write_bytes(bytes(3 * block))
     tally.add(tmp_path / "d", 3 * block)
-    assert [room.needed_bytes for room in tally.rooms()] == [10 * block]
+    assert [room.needed_bytes for room in tally.rooms(1, bool)] == [10 * block]
     os.link(tmp_path / "b", tmp_path / "other")  # so it keeps its room
     tally = Tally()
     tally.add(tmp_path / "b", block)
     tally.add(tmp_path / "e", block)
-    assert [room.needed_bytes for room in tally.rooms()] == [2 * block]
+    assert [room.needed_bytes for room in tally.rooms(1, bool)] == [2 * block]
 
 
 def test_file_systems_are_looked_at_one_by_one() -> None:
@@ -160,8 +179,21 @@ def test_blocks_that_may_be_shared_need_no_room(
 ) -> None:
     c = make(tmp_path, kind)
     say_free(monkeypatch, 0)
-    monkeypatch.setattr(runtime, "may_share", lambda source, target: shares)
+    monkeypatch.setattr(preflight, "_can_share", lambda source, target: shares)
     assert command_line(capsys, *c.arguments()).code == code
+    one = partial(
+        reshard_mpi.transform_checkpoint_by_rank,
+        0,
+        {rank: c.shard(rank) for rank in range(4)},
+        c.folder / f"0{c.shard(0).suffix}",
+        c.src_strategy,
+        c.dst_strategy,
+    )
+    if code:
+        with pytest.raises(reshard_mpi.errors.TargetError):
+            one()
+    else:
+        one()
 
 
 @pytest.fixture
@@ -187,9 +219,9 @@ def sharing(tmp_path: Path) -> Iterator[Path]:
 def test_whether_blocks_may_be_shared(sharing: Path, tmp_path: Path) -> None:
     for folder in (sharing, tmp_path):
         (folder / "file").write_bytes(bytes(8192))
-    assert preflight.may_share(sharing / "file", sharing / "new" / "rank_0" / "file")
-    assert not preflight.may_share(tmp_path / "file", sharing / "new")
-    assert not preflight.may_share(sharing / "file", Path("/proc/new"))
+    assert preflight._can_share(sharing / "file", sharing / "new" / "rank_0" / "file")
+    assert not preflight._can_share(tmp_path / "file", sharing / "new")
+    assert not preflight._can_share(sharing / "file", Path("/proc/new"))
     assert set(listing(sharing)) == {"file"}
 
 
