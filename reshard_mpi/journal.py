@@ -75,6 +75,9 @@ class Unrecorded:
     def is_done(self, target_rank: int, path: Path) -> bool:
         return False
 
+    def is_verified(self, target_rank: int) -> bool:
+        return False
+
     def begin(self) -> None:
         pass
 
@@ -143,6 +146,11 @@ class Journal:
             where=str(path),
             remedy="--resume skips what is complete, --overwrite replaces it",
         )
+
+    def is_verified(self, target_rank: int) -> bool:
+        """Tell whether a target that is done was compared with its sources when it was made."""
+        record = self._record(target_rank)
+        return record is not None and bool(record.sums)
 
     def begin(self) -> None:
         """Create the folder and say which run fills it; joins the run if another process has begun it."""

@@ -51,6 +51,9 @@ T = TypeVar("T")
 # the memory would.
 _MAX_KEPT_PLANS = 4
 _MAX_KEPT_COPIES = 20_000
+_NOT_VERIFIED = (
+    "targets that were complete already were not verified when they were made: reshard-mpi verify SRC DST does it now"
+)
 # What is told to all processes and refuses the run; anything else is a bug, and ends it.
 _EXPECTED = (ReshardError, OSError, MemoryError)
 
@@ -270,7 +273,7 @@ class _Planner:
         run, path = opened.run, opened.run.path(rank)
         try:
             if opened.journal.is_done(rank, path):
-                return Outcome((self._skipped(run, rank),)) if leads else Outcome()
+                return self._skipped(opened, rank) if leads else Outcome()
             plan = run.conversion.plan(rank, checked=leads)
             limits = run.conversion.limits
             opened.governor.require_possible(plan.peak_bytes(limits), limits.base_bytes)
@@ -364,9 +367,10 @@ class _Planner:
             )
         return plan
 
-    def _skipped(self, run: Run, rank: int) -> TargetReport:
-        path = run.path(rank)
-        return TargetReport(
+    def _skipped(self, opened: _Opened, rank: int) -> Outcome:
+        path = opened.run.path(rank)
+        unverified = self._request.verify and not opened.journal.is_verified(rank)
+        report = TargetReport(
             rank=rank,
             path=str(path),
             read_ranks=(),
@@ -382,6 +386,7 @@ class _Planner:
             processes=0,
             skipped=True,
         )
+        return Outcome((report,), notes=(_NOT_VERIFIED,) if unverified else ())
 
     def _require_opened(self) -> _Opened:
         if self._opened is None:

@@ -146,6 +146,18 @@ def test_a_source_that_was_committed_with_other_sums(tmp_path: Path, capsys: Cap
     assert not (tmp_path / "again" / "reshard.json").exists()
 
 
+def test_targets_that_were_made_without_are_pointed_out(tmp_path: Path, capsys: Capture) -> None:
+    c = four_targets(tmp_path)
+    assert command_line(capsys, *c.arguments("transform", "--rank", "1", "--rank", "2")).code == 0
+    said = command_line(capsys, *c.arguments("transform", "--verify", "--resume"))
+    assert said.code == 0 and said.err.count("note: targets that were complete already were not verified") == 1
+    assert "sums" not in json.loads((c.dst / "reshard.json").read_text())
+    c = c.but(dst=tmp_path / "verified")
+    for _ in range(2):
+        said = command_line(capsys, *c.arguments("transform", "--verify", "--resume"))
+        assert said.code == 0 and "not verified" not in said.err
+
+
 # MindSpore's checksum
 
 
