@@ -70,7 +70,10 @@ class Evidence(NamedTuple):
 
 
 class TensorSum(NamedTuple):
-    """The sum of what a shard holds of a tensor (see `checksum`): `shape` elements from `start` on of all of it."""
+    """The sum of what a shard holds of a tensor (see `checksum`): `shape` elements from `start` on of all of it.
+
+    loose: no strategy places the tensor, so each rank may have its own.
+    """
 
     name: str
     dtype: str
@@ -78,6 +81,7 @@ class TensorSum(NamedTuple):
     start: tuple[int, ...]
     shape: tuple[int, ...]
     value: int
+    loose: bool
 
 
 class TargetRecord(NamedTuple):
@@ -114,7 +118,7 @@ class TargetRecord(NamedTuple):
             "held": evidence.held._asdict(),
             "moments": [moment._asdict() for moment in evidence.moments],
             "beginnings": [beginning._asdict() for beginning in evidence.beginnings],
-            "sums": [(*part[:-1], f"{part.value:08x}") for part in self.sums],
+            "sums": [(*one[:5], f"{one.value:08x}", one.loose) for one in self.sums],
             "sources": evidence.sources.as_json(),
         }
         if self.announced is not None:
@@ -140,8 +144,10 @@ class TargetRecord(NamedTuple):
                     Sources.of(facts["sources"]),
                 ),
                 tuple(
-                    TensorSum(str(name), str(dtype), tuple(whole), tuple(start), tuple(shape), int(value, 16))
-                    for name, dtype, whole, start, shape, value in facts["sums"]
+                    TensorSum(
+                        str(name), str(dtype), tuple(whole), tuple(start), tuple(shape), int(crc, 16), bool(loose)
+                    )
+                    for name, dtype, whole, start, shape, crc, loose in facts["sums"]
                 ),
                 None if announced is None else (int(announced[0]), int(announced[1])),
             )

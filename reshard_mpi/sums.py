@@ -26,14 +26,17 @@ def joined_sums(parts: Iterable[Sequence[TensorSum]]) -> tuple[TensorSum, ...]:
 def sums_of_wholes(shards: Iterable[Sequence[TensorSum]]) -> Iterator[tuple[str, int]]:
     """Yield the name and CRC-32 of every tensor of a checkpoint, from the sums that its shards hold.
 
-    Tensors that stages share, and cut in different ways, are left out. Raises DamageError if shards that hold the same
-    part have different sums of it.
+    Tensors that stages share, and cut in different ways, are left out, and so are loose ones of which each rank has its
+    own. Raises DamageError if shards that should hold the same part have different sums of it.
     """
     parts: defaultdict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], TensorSum]] = defaultdict(dict)
+    of_their_own: set[str] = set()
     for rank, shard in enumerate(shards):
         for one in shard:
             other = parts[one.name].setdefault((one.start, one.shape), one)
-            if other.value != one.value:
+            if other.value != one.value and one.loose:
+                of_their_own.add(one.name)
+            elif other.value != one.value:
                 raise DamageError(
                     f"copies of {one.name!r} differ",
                     expected=f"the sum {other.value:08x}, as in a shard before",
@@ -42,7 +45,7 @@ def sums_of_wholes(shards: Iterable[Sequence[TensorSum]]) -> Iterator[tuple[str,
                 )
     for name, held in parts.items():
         ones = list(held.values())
-        if sum(math.prod(one.shape) for one in ones) == math.prod(ones[0].global_shape):
+        if name not in of_their_own and sum(math.prod(one.shape) for one in ones) == math.prod(ones[0].global_shape):
             yield name, sum_of_whole((one.value for one in ones), _size_bytes(ones[0]))
 
 

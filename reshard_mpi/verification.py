@@ -23,12 +23,12 @@ def sums_as_planned(plan: RankPlan, target: Manifest, span: Span | None, limits:
     for summed in sum_shard(plan, target, span=span, limits=limits):
         if summed.expected != summed.found:
             raise where_it_differs(plan, target, summed.tensor.name, limits)
-        found.append(tensor_sum(summed.tensor, summed.found))
+        found.append(tensor_sum(summed.tensor, summed.found, loose=summed.tensor.name in plan.loose))
     return tuple(found)
 
 
-def tensor_sum(spec: TensorSpec, value: int) -> TensorSum:
-    return TensorSum(spec.name, spec.dtype.name, spec.global_shape, spec.box.start, spec.box.shape, value)
+def tensor_sum(spec: TensorSpec, value: int, *, loose: bool) -> TensorSum:
+    return TensorSum(spec.name, spec.dtype.name, spec.global_shape, spec.box.start, spec.box.shape, value, loose)
 
 
 def where_it_differs(plan: RankPlan, target: Manifest, name: str, limits: Limits) -> DamageError:

@@ -6,7 +6,7 @@ Every process takes a share of the shards. Damage is told tensor by tensor; one 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,6 +25,7 @@ from reshard_mpi.records import COMMIT_RECORD, STATE, TargetRecord, TensorSum, r
 from reshard_mpi.report import Checked, Failure, Outcome, Progress
 from reshard_mpi.request import Request, Strategies
 from reshard_mpi.source import SourceCheckpoint
+from reshard_mpi.strategy import table
 from reshard_mpi.sums import sums_of_wholes
 from reshard_mpi.verification import tensor_sum, where_it_differs
 
@@ -147,9 +148,7 @@ def _described(tensor: tuple[object, ...] | None) -> str:
 
 def _compare(plan: RankPlan, shard: Manifest) -> tuple[Checked, list[ReshardError]]:
     damage: list[ReshardError] = []
-    sums = []
     for summed in sum_shard(plan, shard, span=None, limits=LIMITS):
-        sums.append(tensor_sum(summed.tensor, summed.found))
         if summed.expected != summed.found:
             if len(damage) == _MAX_LOCATED:
                 damage.append(DamageError("more tensors of this shard differ", where=shard.path))
@@ -157,7 +156,7 @@ def _compare(plan: RankPlan, shard: Manifest) -> tuple[Checked, list[ReshardErro
             damage.append(where_it_differs(plan, shard, summed.tensor.name, LIMITS))
     read_bytes = plan.written_bytes
     by = ("the source",) if not damage else ()
-    return Checked(plan.target_rank, shard.path, len(plan.tensors), read_bytes, by, tuple(sums), plan.lost), damage
+    return Checked(plan.target_rank, shard.path, len(plan.tensors), read_bytes, by, lost=plan.lost), damage
 
 
 def _check_shard(files: ShardFiles, folder: Path, rank: int) -> tuple[Checked, list[ReshardError]]:
@@ -180,9 +179,10 @@ def _check_shard(files: ShardFiles, folder: Path, rank: int) -> tuple[Checked, l
         if record is not None and recorded and record.sums:
             known.update({one.name: one.value for one in record.sums})
             by["the record of its run"] = None
-        specs = list(_specs(shard, record.sums if record is not None and recorded else ()))
-        for summed in sum_tensors([spec for spec in specs if spec.name in known], shard, limits=LIMITS):
-            found.append(tensor_sum(summed.tensor, summed.found))
+        placed = _placed(shard, record.sums if record is not None and recorded else ())
+        specs = [spec for spec in placed if spec.name in known]
+        for summed in sum_tensors(specs, shard, limits=LIMITS):
+            found.append(tensor_sum(summed.tensor, summed.found, loose=placed[summed.tensor]))
             tensors += 1
             read_bytes += summed.tensor.size_bytes
             if known[summed.tensor.name] != summed.found:
@@ -193,16 +193,23 @@ def _check_shard(files: ShardFiles, folder: Path, rank: int) -> tuple[Checked, l
     return Checked(rank, files.by_rank[rank][0], tensors, read_bytes, tuple(by), tuple(found)), damage
 
 
-def _specs(shard: Manifest, recorded: tuple[TensorSum, ...]) -> Iterator[TensorSpec]:
-    """Yield the tensors of a shard whose place in the whole is known, from the shard itself or its record."""
-    places = {one.name: one for one in recorded}
+def _placed(shard: Manifest, recorded: tuple[TensorSum, ...]) -> dict[TensorSpec, bool]:
+    """Return the tensors of a shard whose place in the whole is known, from the shard itself or its record.
+
+    Of each: whether it is loose, for all that is known.
+    """
+    records = {one.name: one for one in recorded}
+    listed = () if shard.identity is None else table.loads(shard.identity.strategy, shard.path).parameters
+    found: dict[TensorSpec, bool] = {}
     for name, entry in shard.tensors.items():
+        record = records.get(name)
+        loose = name not in listed if record is None else record.loose
         if entry.box is not None and entry.global_shape is not None:
-            yield TensorSpec(name, entry.dtype, entry.global_shape, entry.box)
-        elif name in places and places[name].shape == entry.shape:
-            start = places[name].start
-            stop = tuple(low + length for low, length in zip(start, entry.shape))
-            yield TensorSpec(name, entry.dtype, places[name].global_shape, Box(start, stop))
+            found[TensorSpec(name, entry.dtype, entry.global_shape, entry.box)] = loose
+        elif record is not None and record.shape == entry.shape:
+            stop = tuple(low + length for low, length in zip(record.start, entry.shape))
+            found[TensorSpec(name, entry.dtype, record.global_shape, Box(record.start, stop))] = loose
+    return found
 
 
 def _damaged(shard: Manifest, name: str, expected: int, found: int) -> DamageError:

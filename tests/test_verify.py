@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -144,6 +145,38 @@ def test_a_source_that_was_committed_with_other_sums(tmp_path: Path, capsys: Cap
     said = command_line(capsys, *again)
     assert said.code == 4 and "'w' is not what the source was committed with" in said.err
     assert not (tmp_path / "again" / "reshard.json").exists()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_that_each_rank_has_for_itself(tmp_path: Path, capsys: Capture, kind: str) -> None:
+    c = make(tmp_path, kind)
+    c = c.but(target=c.source, dst_strategy=c.src_strategy)
+    for rank in range(4):
+        c.rewrite(rank, {"rng": np.array([rank, 7], np.uint32)})
+    assert command_line(capsys, *c.arguments("transform", "--verify")).code == 0
+    assert sums(c) == WHOLE
+    assert verify(capsys, c, target=False).code == 0
+    if kind == "hdf5":  # which knows of itself what it is, without the records
+        (c.dst / "reshard.json").unlink()
+        shutil.rmtree(c.dst / ".reshard_mpi")
+        assert verify(capsys, c, target=False).code == 0
+    flip(c.written(2), "rng")
+    said = verify(capsys, c, target=False)
+    assert said.code == 4 and "rank 2: 'rng' is damaged" in said.err
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_copies_of_a_parameter_that_differ(tmp_path: Path, capsys: Capture, kind: str) -> None:
+    """Each target was made right, from sources that contradict each other."""
+    c = make(tmp_path, kind)
+    c = c.but(target=c.source, dst_strategy=c.src_strategy)
+    for rank in range(4):
+        c.rewrite(rank, {"b": TENSORS["b"] + rank})
+    said = command_line(capsys, *c.arguments("transform", "--verify"))
+    assert said.code == 4 and "copies of 'b' differ" in said.err
+    assert not (c.dst / "reshard.json").exists()
+    said = verify(capsys, c, target=False)
+    assert said.code == 4 and "copies of 'b' differ" in said.err
 
 
 def test_targets_that_were_made_without_are_pointed_out(tmp_path: Path, capsys: Capture) -> None:
