@@ -166,10 +166,10 @@ def a_chunk_that_inflates(path: Path) -> None:
     """4 MiB that inflate to 4 GiB, where 64 numbers should be."""
     with h5py.File(path, "w") as file:
         dataset = file.create_dataset("w", shape=(64,), dtype="f4", chunks=(64,), compression="gzip")
-        squeezed = zlib.compressobj(9)
-        zeros = bytes(16 * MIB)
-        data = b"".join(squeezed.compress(zeros) for _ in range(256)) + squeezed.flush()
-        dataset.id.write_direct_chunk((0,), data)
+        squeezed = zlib.compressobj(9, wbits=-15)
+        block = squeezed.compress(bytes(16 * MIB)) + squeezed.flush(zlib.Z_FULL_FLUSH)  # which can be said again
+        adler = (256 * 16 * MIB % 65521) << 16 | 1
+        dataset.id.write_direct_chunk((0,), b"\x78\xda" + 256 * block + squeezed.flush() + adler.to_bytes(4, "big"))
 
 
 @bomb("read", "w.h5", "cannot be read|too much memory")
