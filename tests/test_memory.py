@@ -64,28 +64,20 @@ def test_one_tensor_of_2_gib_column_wise(fast_folder: Path) -> None:
         source = _write_source(fast_folder / kind, kind)
         target, report = fast_folder / kind / "dst", fast_folder / kind / "report.json"
         options = ["--src-strategy", source / "src.ckpt", "--dst-strategy", source / "dst.ckpt", "--report", report]
-        transform = [sys.executable, "-m", "reshard_mpi", "transform", source / "src", target, *options, "--jobs", "2"]
-        bounded = measure_peak(transform)
+        command = [sys.executable, "-m", "reshard_mpi"]
+        bounded = measure_peak([*command, "transform", source / "src", target, *options, "--jobs", "2"])
         assert bounded.returncode == 0, bounded.stderr
         print(f"{kind}: peak {bounded.peak_rss_bytes / MIB:.0f} MiB")
         assert bounded.peak_rss_bytes <= BOUND_BYTES
 
-        planned = measure_peak(
-            [
-                sys.executable,
-                "-m",
-                "reshard_mpi",
-                "plan",
-                source / "src",
-                target,
-                *options[:4],
-                "--rank",
-                "1",
-                "--overwrite",
-                "--json",
-            ]
-        )
-        assert bounded.peak_rss_bytes <= json.loads(planned.stdout)["peak_bytes"] <= BOUND_BYTES
+        one = ["--rank", "1", "--overwrite", "--json"]
+        planned = measure_peak([*command, "plan", source / "src", target, *options[:4], *one])
+        projected_bytes = json.loads(planned.stdout)["peak_bytes"]
+        assert bounded.peak_rss_bytes <= projected_bytes <= BOUND_BYTES
+        verified = measure_peak([*command, "verify", source / "src", target, *options[:4], "--jobs", "2"])
+        assert verified.returncode == 0, verified.stderr
+        print(f"{kind}: verify peak {verified.peak_rss_bytes / MIB:.0f} MiB")
+        assert verified.peak_rss_bytes <= projected_bytes
 
         targets = json.loads(report.read_text())["targets"]
         assert len(targets) == 6
