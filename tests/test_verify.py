@@ -19,7 +19,7 @@ from processes import run_command
 from test_runtime import doing, four_targets
 
 import reshard_mpi
-from reshard_mpi import formats
+from reshard_mpi import formats, verifying
 from reshard_mpi.errors import DamageError, ShardError, SourceError
 
 Capture = pytest.CaptureFixture[str]
@@ -302,6 +302,17 @@ def test_pair_of_all_kinds_of_damage(c: Conversion, capsys: Capture) -> None:
     assert said.code == 4 and said.err.count("damage: ") == 3, said.err
     assert "a shard is missing" in said.err and "a shard is empty" in said.err
     assert "is not what the source holds" in said.err
+
+
+def test_pair_of_much_damage(c: Conversion, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some is located, and that there is more is said."""
+    monkeypatch.setattr(verifying, "_MAX_LOCATED", 1)
+    assert command_line(capsys, *c.arguments()).code == 0
+    for name in ("w", "b", "moments.w"):
+        flip(c.written(2), name)
+    said = verify(capsys, c)
+    assert said.code == 4 and said.err.count("damage: ") == 2
+    assert said.err.count("differs from its source") == said.err.count("more tensors of this shard differ") == 1
 
 
 def test_pair_whose_source_has_lost_a_shard(c: Conversion, capsys: Capture) -> None:
