@@ -99,7 +99,7 @@ class Checked(NamedTuple):
     """A shard that has been verified: what was read of it, and by what it was found sound.
 
     by: as "its own sums"; nothing if there was nothing to go by. sums: what it holds, as far as it is known of what.
-    lost: the shards of its source that could not be used.
+    lost: the shards of its source that could not be used. world_size: how many shards it says there are; 0: nothing.
     """
 
     rank: int
@@ -109,6 +109,7 @@ class Checked(NamedTuple):
     by: tuple[str, ...]
     sums: tuple[TensorSum, ...] = ()
     lost: tuple[Lost, ...] = ()
+    world_size: int = 0
 
 
 class Failure(NamedTuple):

@@ -20,7 +20,7 @@ from reshard_mpi.errors import (
     as_reshard_error,
     told,
 )
-from reshard_mpi.manifest import Manifest, TensorEntry
+from reshard_mpi.manifest import Manifest, ShardIdentity, TensorEntry
 from reshard_mpi.placement import Strategy, unsharded
 from reshard_mpi.planning.losses import Lost
 from reshard_mpi.strategy import table
@@ -130,17 +130,8 @@ class SourceCheckpoint:
 
     def _located(self, rank: int) -> Manifest:
         manifest = self._unchecked.pop(rank, None) or _locate(self.files, rank)
-        if manifest.identity is not None and (manifest.identity.rank, manifest.identity.world_size) != (
-            rank,
-            self.strategy.world_size,
-        ):
-            raise DisagreementError(
-                "a shard says it belongs elsewhere",
-                expected=f"rank {rank} of {self.strategy.world_size}",
-                got=f"rank {manifest.identity.rank} of {manifest.identity.world_size}",
-                where=manifest.path,
-                remedy="put every shard into the folder of its own rank",
-            )
+        if manifest.identity is not None:
+            require_rank(manifest.identity, rank, self.strategy.world_size, manifest.path)
         return manifest
 
     def _kept_tensors(self) -> int:
@@ -156,6 +147,18 @@ class SourceCheckpoint:
                     found[stage] = rank
             self._stage_ranks = found
         return self._stage_ranks
+
+
+def require_rank(identity: ShardIdentity, rank: int, world_size: int, path: str) -> None:
+    """Raise DisagreementError if the shard at `path` is not that of `rank` in a checkpoint of `world_size` ranks."""
+    if (identity.rank, identity.world_size) != (rank, world_size):
+        raise DisagreementError(
+            "a shard says it belongs elsewhere",
+            expected=f"rank {rank} of {world_size}",
+            got=f"rank {identity.rank} of {identity.world_size}",
+            where=path,
+            remedy="put every shard into the folder of its own rank",
+        )
 
 
 def _first_sound(files: ShardFiles, damage: dict[int, ReshardError]) -> tuple[int, Manifest, Strategy | None]:

@@ -6,7 +6,7 @@ Every process takes a share of the shards. Damage is told tensor by tensor; one 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,7 +24,7 @@ from reshard_mpi.planning.model import RankPlan
 from reshard_mpi.records import COMMIT_RECORD, STATE, TargetRecord, TensorSum, read_json
 from reshard_mpi.report import Checked, Failure, Outcome, Progress
 from reshard_mpi.request import Request, Strategies
-from reshard_mpi.source import SourceCheckpoint
+from reshard_mpi.source import SourceCheckpoint, require_rank
 from reshard_mpi.strategy import table
 from reshard_mpi.sums import sums_of_wholes
 from reshard_mpi.verification import tensor_sum, where_it_differs
@@ -79,6 +79,7 @@ def verify_alone(request: Request, comm: Comm, progress: Progress, strategies: S
             return _check_shard(files, folder, rank)
 
     outcome = _each(dict.fromkeys(files.by_rank, 1), comm, check)
+    outcome = outcome._replace(failures=(*outcome.failures, *_missing(files, folder, outcome.checked, comm)))
     if not outcome.failures:
         if not any(checked.by for checked in outcome.checked):
             raise _no_sums(files.path)
@@ -166,9 +167,13 @@ def _check_shard(files: ShardFiles, folder: Path, rank: int) -> tuple[Checked, l
     damage: list[ReshardError] = []
     by: dict[str, None] = {}
     found: list[TensorSum] = []
-    tensors = read_bytes = 0
+    tensors = read_bytes = world_size = 0
     for path in files.by_rank[rank]:
         shard = module.locate(path)
+        if shard.identity is not None:
+            world_size = shard.identity.world_size
+            if folder.is_dir():
+                require_rank(shard.identity, rank, world_size, path)
         if module.check_crc(path):
             by["its checksum"] = None
         recorded = record is not None and folder / record.file == Path(path)
@@ -190,7 +195,8 @@ def _check_shard(files: ShardFiles, folder: Path, rank: int) -> tuple[Checked, l
         lost = sorted(known.keys() - shard.tensors.keys())
         if lost:
             damage.append(DamageError(f"{lost[0]!r} is missing", expected="as its sums say", where=path))
-    return Checked(rank, files.by_rank[rank][0], tensors, read_bytes, tuple(by), tuple(found)), damage
+    checked = Checked(rank, files.by_rank[rank][0], tensors, read_bytes, tuple(by), tuple(found), world_size=world_size)
+    return checked, damage
 
 
 def _placed(shard: Manifest, recorded: tuple[TensorSum, ...]) -> dict[TensorSpec, bool]:
@@ -225,6 +231,27 @@ def _damaged(shard: Manifest, name: str, expected: int, found: int) -> DamageErr
         where=f"{shard.path}{place}",
         remedy="restore the file; reshard-mpi verify SRC DST says which byte, if there is a source",
     )
+
+
+def _missing(files: ShardFiles, folder: Path, found: Iterable[Checked], comm: Comm) -> Iterator[Failure]:
+    """Yield a failure if there should be more shards, by the commit record or by what the shards say of themselves."""
+    if not folder.is_dir():
+        return  # one file of a checkpoint can be verified by itself
+    committed = (read_json(folder / COMMIT_RECORD) or {}).get("target_ranks")
+    says = [checked.world_size for checked in found]
+    says += [committed] if isinstance(committed, int) else []
+    expected = max(says, default=0)
+    missing = expected - sum(rank < expected for rank in files.by_rank)
+    if missing:
+        first = next(rank for rank in range(expected) if rank not in files.by_rank)
+        error = DamageError(
+            "a shard is missing" if missing == 1 else f"{missing} shards are missing, this one the first",
+            expected=f"those of ranks 0 to {expected - 1}",
+            got=f"{len(files.by_rank)} of {expected}",
+            where=str(folder),
+            remedy="restore them from a copy, or finish the transform with --resume",
+        )
+        yield Failure.here(first, comm, error)
 
 
 def _with_wholes(outcome: Outcome, folder: Path, comm: Comm) -> Outcome:

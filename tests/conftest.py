@@ -6,6 +6,7 @@ import functools
 import importlib
 import importlib.util
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -22,6 +23,11 @@ RANKS_FOLDER = Path(__file__).parent / "ranks"
 settings.register_profile("developer", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.register_profile("ci", settings.get_profile("developer"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "developer")
+
+
+def pytest_configure() -> None:
+    # A shell that starts the tests in the background has them, and all that they start, ignore interrupts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from crowd import NoNotices, claim
-from holders import MIB, Holder, ended, until
+from holders import MIB, TIMEOUT_SECONDS, Holder, ended, until
 from processes import run_command
 
 from reshard_mpi.governor.admission import open_governor
@@ -132,7 +132,7 @@ def test_who_leaves_the_line_is_passed_over(state: Path, number: signal.Signals)
     with ended(first, *waiting):
         for holder in waiting[:3:2]:  # the head, and one in the middle
             holder.process.send_signal(number)
-            holder.process.wait()
+            holder.process.wait(TIMEOUT_SECONDS)
         first.let_go()
         waiting[1].expect("holds")
         in_line(state, waiting[3])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import zlib
 from collections.abc import Sequence
@@ -355,6 +356,28 @@ def test_alone(tmp_path: Path, capsys: Capture) -> None:
     flip(copied / "rank_1" / "shard.h5", "b")
     said = command_line(capsys, *alone)
     assert said.code == 4 and "rank 1: 'b' is damaged" in said.err and "shard.h5, bytes " in said.err
+
+
+def test_alone_with_shards_missing_or_in_each_others_place(c: Conversion, tmp_path: Path, capsys: Capture) -> None:
+    assert command_line(capsys, *c.arguments("transform", "--verify")).code == 0
+    assert verify(capsys, c.but(dst=c.written(2)), target=False).code == (0 if c.kind == "hdf5" else 3)  # one file
+    shutil.rmtree(c.written(3).parent)
+    said = verify(capsys, c, target=False)
+    assert said.code == 4 and "damage: rank 3: a shard is missing" in said.err.replace("target ", "")
+    shutil.rmtree(c.written(1).parent)
+    if c.kind == "hdf5":  # which says of itself how many there are
+        (c.dst / "reshard.json").unlink()
+        shutil.rmtree(c.dst / ".reshard_mpi")
+    said = verify(capsys, c, target=False)
+    assert said.code == 4 and "rank 1: 2 shards are missing, this one the first" in said.err
+    first, second = (c.written(rank).read_bytes() for rank in (0, 2))
+    for rank, content in ((0, second), (2, first)):
+        c.written(rank).unlink()
+        c.written(rank).write_bytes(content)
+    said = verify(capsys, c, target=False)
+    assert said.code == 4
+    for rank in (0, 2):
+        assert re.search(rf"rank {rank}: .* (is damaged|belongs elsewhere)", said.err)
 
 
 def test_alone_ckpt_by_its_record(tmp_path: Path, capsys: Capture) -> None:

@@ -1,0 +1,56 @@
+"""Sums of whole tensors from those that shards keep."""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+import pytest
+
+from reshard_mpi.box import Box
+from reshard_mpi.checksum import PartSum
+from reshard_mpi.errors import DamageError
+from reshard_mpi.records import TensorSum
+from reshard_mpi.sums import joined_sums, sums_of_wholes
+
+WHOLE = np.random.default_rng(0).integers(0, 1 << 16, (6, 4), np.uint16)
+
+
+def summed(start: tuple[int, int], shape: tuple[int, int], rows: slice = slice(None)) -> TensorSum:
+    """Return the sum of a part, or of only some rows of it."""
+    box = Box(start, (start[0] + shape[0], start[1] + shape[1]))
+    part = PartSum(Box.whole(WHOLE.shape), WHOLE.itemsize)
+    for row in range(box.start[0], box.stop[0])[rows]:
+        line = Box((row, box.start[1]), (row + 1, box.stop[1]))
+        part.add(line, memoryview(WHOLE[row, box.start[1] : box.stop[1]].tobytes()))
+    return TensorSum("w", "uint16", WHOLE.shape, start, shape, part.value, loose=False)
+
+
+def test_shards_of_a_stage() -> None:
+    left, right = summed((0, 0), (6, 3)), summed((0, 3), (6, 1))
+    assert dict(sums_of_wholes([[left], [right], [left]])) == {"w": zlib.crc32(WHOLE.tobytes())}
+
+
+def test_processes_that_fill_a_shard_together() -> None:
+    (joined,) = joined_sums([[summed((0, 0), (6, 3), slice(2))], [], [summed((0, 0), (6, 3), slice(2, None))]])
+    assert joined == summed((0, 0), (6, 3))
+
+
+def test_stages_that_cut_it_in_different_ways() -> None:
+    """Which of them make up the whole cannot be told."""
+    parts = [summed((0, 0), (3, 4)), summed((3, 0), (3, 4)), summed((0, 0), (6, 4))]
+    assert not dict(sums_of_wholes([part] for part in parts))
+
+
+def test_shards_that_are_not_all_there() -> None:
+    assert not dict(sums_of_wholes([[summed((0, 0), (3, 4))]]))
+
+
+def test_copies_that_differ() -> None:
+    part = summed((0, 0), (3, 4))
+    other = part._replace(value=part.value ^ 1)
+    with pytest.raises(DamageError, match="copies of 'w' differ"):
+        dict(sums_of_wholes([[part], [other]]))
+    rest = summed((3, 0), (3, 4))
+    loose = [one._replace(loose=True) for one in (part, other, rest)]
+    assert not dict(sums_of_wholes([[one] for one in loose]))
