@@ -6,7 +6,7 @@ Every process takes a share of the shards. Damage is told tensor by tensor; one 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import TypeVar
 
@@ -192,15 +192,31 @@ def _check_shard(files: ShardFiles, folder: Path, rank: int) -> tuple[Checked, l
             read_bytes += summed.tensor.size_bytes
             if known[summed.tensor.name] != summed.found:
                 damage.append(_damaged(shard, summed.tensor.name, known[summed.tensor.name], summed.found))
-        lost = sorted(known.keys() - shard.tensors.keys())
-        if lost:
-            damage.append(DamageError(f"{lost[0]!r} is missing", expected="as its sums say", where=path))
+        if known:
+            damage += _of_other_tensors(shard, known.keys(), {spec.name for spec in specs})
     checked = Checked(rank, files.by_rank[rank][0], tensors, read_bytes, tuple(by), tuple(found), world_size=world_size)
     return checked, damage
 
 
+def _of_other_tensors(shard: Manifest, summed: Set[str], looked_at: Set[str]) -> list[ReshardError]:
+    """Return an error if a tensor of the shard has no sum, or one that has is not there as it was."""
+    names = sorted((summed | shard.tensors.keys()) - looked_at)
+    if not names:
+        return []
+    entry = shard.tensors.get(names[0])
+    return [
+        DamageError(
+            f"{names[0]!r} is not as it was written",
+            expected="a tensor of the type and shape that its sum is of" if names[0] in summed else "a sum of it",
+            got="no such tensor" if entry is None else f"{entry.dtype.name} of shape {list(entry.shape)}",
+            where=shard.path,
+            remedy="restore the file, or make it anew with --overwrite",
+        )
+    ]
+
+
 def _placed(shard: Manifest, recorded: tuple[TensorSum, ...]) -> dict[TensorSpec, bool]:
-    """Return the tensors of a shard whose place in the whole is known, from the shard itself or its record.
+    """Return the tensors of a shard whose place in the whole is known, from itself or from its record if that fits.
 
     Of each: whether it is loose, for all that is known.
     """
@@ -210,9 +226,11 @@ def _placed(shard: Manifest, recorded: tuple[TensorSum, ...]) -> dict[TensorSpec
     for name, entry in shard.tensors.items():
         record = records.get(name)
         loose = name not in listed if record is None else record.loose
+        if record is not None and (record.dtype, record.shape) != (entry.dtype.name, entry.shape):
+            continue
         if entry.box is not None and entry.global_shape is not None:
             found[TensorSpec(name, entry.dtype, entry.global_shape, entry.box)] = loose
-        elif record is not None and record.shape == entry.shape:
+        elif record is not None:
             stop = tuple(low + length for low, length in zip(record.start, entry.shape))
             found[TensorSpec(name, entry.dtype, record.global_shape, Box(record.start, stop))] = loose
     return found

@@ -32,8 +32,10 @@ def test_shards_of_a_stage() -> None:
 
 
 def test_processes_that_fill_a_shard_together() -> None:
-    (joined,) = joined_sums([[summed((0, 0), (6, 3), slice(2))], [], [summed((0, 0), (6, 3), slice(2, None))]])
-    assert joined == summed((0, 0), (6, 3))
+    """In the order of the shard, whoever has summed what."""
+    first, second = summed((0, 0), (6, 3), slice(2)), summed((0, 0), (6, 3), slice(2, None))
+    other = first._replace(name="v")
+    assert joined_sums([[first], [], [other, second]], ["v", "w"]) == (other, summed((0, 0), (6, 3)))
 
 
 def test_stages_that_cut_it_in_different_ways() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from checkpoints import as_read, expected_rank, read_shard, write_shard, write_shards, write_strategy
+from checkpoints import Arrays, as_read, expected_rank, read_shard, write_shard, write_shards, write_strategy
 from conversions import COMMAND, TENSORS, Conversion, Said, command_line, listing, make, shards, side
 from launch import MPI, mpirun_command
 from oracle import RawLayout
@@ -70,6 +70,8 @@ def test_the_record_has_the_sums_of_whole_tensors(c: Conversion, capsys: Capture
 
 
 def test_every_division_of_a_run_gives_the_same(c: Conversion, tmp_path: Path, mpi: MPI, capsys: Capture) -> None:
+    for rank in range(4):  # of which no process has a part
+        c.rewrite(rank, {"a_nothing": np.zeros((0, 3), np.float32), "nothing": np.zeros(0, np.int8)})
     assert command_line(capsys, *c.arguments("transform", "--verify")).code == 0
     for name, command in {
         "jobs": [*COMMAND, *c.but(dst=tmp_path / "jobs").arguments("transform", "--verify", "--jobs", "3")],
@@ -78,7 +80,8 @@ def test_every_division_of_a_run_gives_the_same(c: Conversion, tmp_path: Path, m
         run_command(command, env=doing(tmp_path, "pass"), check=True)  # which cuts targets at every 16 bytes
         assert listing(tmp_path / name / "rank_3") == listing(c.dst / "rank_3")
         assert shards(tmp_path / name) == shards(c.dst)
-        assert sums(c.but(dst=tmp_path / name)) == WHOLE
+        assert sums(c.but(dst=tmp_path / name)) == {**WHOLE, "a_nothing": 0, "nothing": 0}
+        assert verify(capsys, c.but(dst=tmp_path / name), target=False).code == 0
 
 
 def test_sums_are_in_native_shards(tmp_path: Path, capsys: Capture) -> None:
@@ -389,10 +392,33 @@ def test_alone_ckpt_by_its_record(tmp_path: Path, capsys: Capture) -> None:
     assert said.code == 4 and "rank 0" in said.err and "does not fit its own checksum" in said.err
 
 
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [({"b": None}, "'b' is not as it was written"), ({"b": TENSORS["b"][:1]}, "'b'"), ({"x": TENSORS["b"]}, "'x'")],
+)
+def test_alone_a_shard_of_other_tensors(tmp_path: Path, capsys: Capture, changes: Arrays, says: str) -> None:
+    c = four_targets(tmp_path)
+    assert command_line(capsys, *c.arguments("transform", "--verify")).code == 0
+    arrays = {**expected_rank(c.target, TENSORS, 1), **changes}
+    c.written(1).unlink()
+    write_shard({name: array for name, array in arrays.items() if array is not None}, c.written(1))
+    said = verify(capsys, c, target=False)
+    assert said.code == 4 and said.err.count("damage: ") == 1 and f"rank 1: {says}" in said.err
+
+
 def test_alone_without_sums(c: Conversion, capsys: Capture) -> None:
     assert command_line(capsys, *c.arguments()).code == 0
     said = verify(capsys, c, target=False)
     assert said.code == 3 and "keeps no sums" in said.err and "verify SRC DST" in said.err
+
+
+def test_alone_where_some_shards_keep_no_sums(tmp_path: Path, capsys: Capture) -> None:
+    c = four_targets(tmp_path)
+    assert command_line(capsys, *c.arguments("transform", "--verify", "--rank", "2")).code == 0
+    assert command_line(capsys, *c.arguments("transform", "--resume")).code == 0
+    said = verify(capsys, c, target=False)
+    assert said.code == 0 and "verified 1 shard," in said.out
+    assert "note: 3 of 4 shards keep no sums, that of rank 0 the first" in said.err
 
 
 def test_a_checkpoint_that_does_not_fit_its_commit_record(tmp_path: Path, capsys: Capture) -> None:
