@@ -12,15 +12,18 @@ from reshard_mpi.errors import DamageError
 from reshard_mpi.records import TensorSum
 
 
-def joined_sums(parts: Iterable[Sequence[TensorSum]]) -> tuple[TensorSum, ...]:
-    """Return the sums of the tensors of one shard, of which every sequence has summed other elements."""
+def joined_sums(parts: Iterable[Sequence[TensorSum]], names: Iterable[str]) -> tuple[TensorSum, ...]:
+    """Return the sums of the tensors of one shard, of which every sequence has summed other elements.
+
+    names: the tensors in file order.
+    """
     values: defaultdict[str, list[int]] = defaultdict(list)
     sums = {}
     for part in parts:
         for one in part:
             sums[one.name] = one
             values[one.name].append(one.value)
-    return tuple(one._replace(value=sum_of_whole(values[name], _size_bytes(one))) for name, one in sums.items())
+    return tuple(sums[name]._replace(value=sum_of_whole(values[name], _size_bytes(sums[name]))) for name in names)
 
 
 def sums_of_wholes(shards: Iterable[Sequence[TensorSum]]) -> Iterator[tuple[str, int]]:

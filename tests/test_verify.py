@@ -80,6 +80,22 @@ def test_every_division_of_a_run_gives_the_same(c: Conversion, tmp_path: Path, m
         assert sums(c.but(dst=tmp_path / name)) == WHOLE
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_tensors_without_elements(tmp_path: Path, capsys: Capture, kind: str) -> None:
+    """They begin at no byte of a target that several processes fill, and have a sum all the same."""
+    c = four_targets(tmp_path, kind)
+    for rank in range(4):
+        c.rewrite(rank, {"a_none": np.zeros((0, 4), np.float32), "x_none": np.zeros((3, 0), np.int64)})
+    assert command_line(capsys, *c.arguments("transform", "--verify")).code == 0
+    assert sums(c) == WHOLE | {"a_none": 0, "x_none": 0}
+    several = c.but(dst=tmp_path / "several")
+    options = ["--verify", "--jobs", "3"]
+    run_command([*COMMAND, *several.arguments("transform", *options)], env=doing(tmp_path, "pass"), check=True)
+    assert shards(several.dst) == shards(c.dst) and sums(several) == sums(c)
+    for one in (c, several):
+        assert verify(capsys, one).code == verify(capsys, one, target=False).code == 0
+
+
 def test_sums_are_in_native_shards(tmp_path: Path, capsys: Capture) -> None:
     c = four_targets(tmp_path, "hdf5")
     assert command_line(capsys, *c.arguments("transform", "--verify")).code == 0
