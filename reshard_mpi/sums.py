@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from reshard_mpi.checksum import sum_of_whole
 from reshard_mpi.dtypes import BY_NAME
@@ -26,15 +26,15 @@ def joined_sums(parts: Iterable[Sequence[TensorSum]], names: Iterable[str]) -> t
     return tuple(sums[name]._replace(value=sum_of_whole(values[name], _size_bytes(sums[name]))) for name in names)
 
 
-def sums_of_wholes(shards: Iterable[Sequence[TensorSum]]) -> Iterator[tuple[str, int]]:
-    """Yield the name and CRC-32 of every tensor of a checkpoint, from the sums that its shards hold.
+def sums_of_wholes(shards: Mapping[int, Sequence[TensorSum]]) -> Iterator[tuple[str, int]]:
+    """Yield the name and CRC-32 of every tensor of a checkpoint, from the sums that its shards hold, by rank.
 
     Tensors that stages share, and cut in different ways, are left out, and so are loose ones of which each rank has its
     own. Raises DamageError if shards that should hold the same part have different sums of it.
     """
     parts: defaultdict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], TensorSum]] = defaultdict(dict)
     of_their_own: set[str] = set()
-    for rank, shard in enumerate(shards):
+    for rank, shard in shards.items():
         for one in shard:
             other = parts[one.name].setdefault((one.start, one.shape), one)
             if other.value != one.value and one.loose:

@@ -6,7 +6,7 @@ Every process takes a share of the shards. Damage is told tensor by tensor; one 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,7 +21,7 @@ from reshard_mpi.errors import DamageError, ReshardError, SourceError, as_reshar
 from reshard_mpi.governor.admission import open_governor
 from reshard_mpi.manifest import Manifest, Segments, TensorSpec
 from reshard_mpi.planning.model import RankPlan
-from reshard_mpi.records import COMMIT_RECORD, STATE, TargetRecord, TensorSum, read_json
+from reshard_mpi.records import COMMIT_RECORD, STATE, CommitRecord, TargetRecord, TensorSum, record_path
 from reshard_mpi.report import Checked, Failure, Outcome, Progress
 from reshard_mpi.request import Request, Strategies
 from reshard_mpi.source import SourceCheckpoint
@@ -79,10 +79,10 @@ def verify_alone(request: Request, comm: Comm, progress: Progress, strategies: S
             return _check_shard(files, folder, rank)
 
     outcome = _each(dict.fromkeys(files.by_rank, 1), comm, check)
-    if not outcome.failures:
-        if not any(checked.by for checked in outcome.checked):
-            raise _no_sums(files.path)
-        outcome = _with_wholes(outcome, folder, comm)
+    damage = list(_together(files, outcome.checked if not outcome.failures else ()))
+    outcome = outcome._replace(failures=(*outcome.failures, *(Failure.here(None, comm, error) for error in damage)))
+    if not outcome.failures and not any(checked.by for checked in outcome.checked):
+        raise _no_sums(files.path)
     unknown = [checked.rank for checked in outcome.checked if not checked.by]
     if unknown:
         note = f"{len(unknown)} of {len(files.by_rank)} shards keep no sums, that of rank {unknown[0]} the first"
@@ -167,19 +167,29 @@ def _check_shard(files: ShardFiles, folder: Path, rank: int) -> tuple[Checked, l
     by: dict[str, None] = {}
     found: list[TensorSum] = []
     tensors = read_bytes = 0
+    if record is None and os.path.lexists(record_path(folder / STATE, rank)):
+        remedy = "reshard-mpi verify SRC DST, if there is a source; transform with --resume makes the target anew"
+        where = str(record_path(folder / STATE, rank))
+        damage.append(DamageError("the record of a shard is damaged", where=where, remedy=remedy))
     for path in files.by_rank[rank]:
         shard = module.locate(path)
         if module.check_crc(path):
             by["its checksum"] = None
-        recorded = record is not None and folder / record.file == Path(path)
         known: dict[str, int] = {}
         if stored := module.stored_sums(path):
             known.update(stored)
             by["its own sums"] = None
-        if record is not None and recorded and record.sums:
-            known.update({one.name: one.value for one in record.sums})
+        recorded: dict[str, TensorSum] = {}
+        if record is not None and _is_of(record, folder, path):
+            recorded = {one.name: one for one in record.sums}
+            damage += _against_record(shard, record, recorded)
+        if recorded:
+            known.update({name: one.value for name, one in recorded.items()})
             by["the record of its run"] = None
-        placed = _placed(shard, record.sums if record is not None and recorded else ())
+        if shard.identity is not None and shard.identity.rank != rank:
+            expected, got = f"rank {rank}", f"rank {shard.identity.rank}"
+            damage.append(DamageError("a shard says it belongs elsewhere", expected=expected, got=got, where=path))
+        placed = _placed(shard, recorded)
         specs = [spec for spec in placed if spec.name in known]
         for summed in sum_tensors(specs, shard, limits=LIMITS):
             found.append(tensor_sum(summed.tensor, summed.found, loose=placed[summed.tensor]))
@@ -193,16 +203,40 @@ def _check_shard(files: ShardFiles, folder: Path, rank: int) -> tuple[Checked, l
     return Checked(rank, files.by_rank[rank][0], tensors, read_bytes, tuple(by), tuple(found)), damage
 
 
-def _placed(shard: Manifest, recorded: tuple[TensorSum, ...]) -> dict[TensorSpec, bool]:
+def _is_of(record: TargetRecord, folder: Path, path: str) -> bool:
+    """Tell whether a record is of the file at `path`, and not of one that was about to take its place."""
+    return folder / record.file == Path(path) and (record.announced is None or record.is_about(Path(path).stat()))
+
+
+def _against_record(shard: Manifest, record: TargetRecord, recorded: Mapping[str, TensorSum]) -> Iterator[ReshardError]:
+    """Yield what a shard is not that its record says it is, besides the bytes of its tensors."""
+    size_bytes = Path(shard.path).stat().st_size
+    if size_bytes != record.size_bytes:
+        expected, got = f"{record.size_bytes} bytes, as it was written", f"{size_bytes}"
+        yield DamageError("a shard has another size", expected=expected, got=got, where=shard.path)
+    if not recorded:
+        return
+    for name, entry in shard.tensors.items():
+        one = recorded.get(name)
+        if one is None or (one.dtype, one.shape) != (entry.dtype.name, entry.shape):
+            yield DamageError(
+                f"{name!r} is not what was written",
+                expected=_described(None if one is None else (one.dtype, one.shape)),
+                got=_described((entry.dtype, entry.shape)),
+                where=shard.path,
+                remedy="restore the file",
+            )
+
+
+def _placed(shard: Manifest, recorded: Mapping[str, TensorSum]) -> dict[TensorSpec, bool]:
     """Return the tensors of a shard whose place in the whole is known, from the shard itself or its record.
 
     Of each: whether it is loose, for all that is known.
     """
-    records = {one.name: one for one in recorded}
     listed = () if shard.identity is None else table.loads(shard.identity.strategy, shard.path).parameters
     found: dict[TensorSpec, bool] = {}
     for name, entry in shard.tensors.items():
-        record = records.get(name)
+        record = recorded.get(name)
         loose = name not in listed if record is None else record.loose
         if entry.box is not None and entry.global_shape is not None:
             found[TensorSpec(name, entry.dtype, entry.global_shape, entry.box)] = loose
@@ -227,23 +261,43 @@ def _damaged(shard: Manifest, name: str, expected: int, found: int) -> DamageErr
     )
 
 
-def _with_wholes(outcome: Outcome, folder: Path, comm: Comm) -> Outcome:
-    """Compare whole tensors with the commit record, where all shards are known well enough."""
-    committed = (read_json(folder / COMMIT_RECORD) or {}).get("sums", {})
+def _together(files: ShardFiles, checked: Iterable[Checked]) -> Iterator[DamageError]:
+    """Yield what is wrong with the shards together: copies differ, or they are not those of their commit record.
+
+    checked: all shards, if they are sound each by itself.
+    """
+    folder = Path(files.path)
+    sums: dict[str, int] = {}
     try:
-        sums = dict(sums_of_wholes(checked.sums for checked in outcome.checked))
-        for name, value in committed.items():
-            if name in sums and value != f"{sums[name]:08x}":
-                raise DamageError(
-                    f"{name!r} is not what was committed",
-                    expected=f"CRC-32 {value}, as {COMMIT_RECORD} says",
-                    got=f"{sums[name]:08x}",
-                    where=str(folder),
-                    remedy="restore the checkpoint from a copy",
-                )
+        sums.update(sums_of_wholes({one.rank: one.sums for one in checked}))
     except DamageError as error:
-        return outcome._replace(failures=(Failure.here(None, comm, error),))
-    return outcome
+        error.where = files.path
+        yield error
+    record = CommitRecord.read(folder)
+    if record is None:
+        if os.path.lexists(folder / COMMIT_RECORD):
+            remedy = "reshard-mpi commit writes it anew, if the records of the run are there"
+            yield DamageError("the commit record is damaged", where=str(folder / COMMIT_RECORD), remedy=remedy)
+        return
+    named = {folder / file for file in record.files.values()}
+    if not all(Path(path) in named for paths in files.by_rank.values() for path in paths):
+        return
+    for rank in sorted(record.files.keys() - files.by_rank.keys()):
+        yield DamageError(
+            "a shard is missing",
+            expected=f"{record.files[rank]}, as {COMMIT_RECORD} says",
+            where=files.path,
+            remedy="restore it; reshard-mpi transform with --resume makes it anew, if there is a source",
+        )
+    for name, value in record.sums.items():
+        if name in sums and value != f"{sums[name]:08x}":
+            yield DamageError(
+                f"{name!r} is not what was committed",
+                expected=f"CRC-32 {value}, as {COMMIT_RECORD} says",
+                got=f"{sums[name]:08x}",
+                where=files.path,
+                remedy="restore the checkpoint from a copy",
+            )
 
 
 def _no_sums(path: str) -> SourceError:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -386,6 +388,97 @@ def test_a_checkpoint_that_does_not_fit_its_commit_record(tmp_path: Path, capsys
     (c.dst / "reshard.json").write_text(json.dumps(record))
     said = verify(capsys, c, target=False)
     assert said.code == 4 and "'w' is not what was committed" in said.err
+
+
+def swap(c: Conversion) -> None:
+    first, second = c.written(0).read_bytes(), c.written(1).read_bytes()
+    for rank, data in enumerate((second, first)):
+        c.written(rank).unlink()
+        c.written(rank).write_bytes(data)
+
+
+def reshape(c: Conversion) -> None:
+    arrays = expected_rank(c.target, TENSORS, 1)
+    c.written(1).unlink()
+    write_shard({**arrays, "w": arrays["w"].reshape(2, 8)}, c.written(1))
+
+
+def change(path: Path, do: Callable[[dict[str, Any]], object]) -> None:
+    """Have a record say something else."""
+    facts = json.loads(path.read_text())
+    do(facts)
+    path.write_text(json.dumps(facts))
+
+
+def record(c: Conversion) -> Path:
+    return c.dst / ".reshard_mpi" / "rank_1.json"
+
+
+def with_sum(c: Conversion, at: int, value: object) -> None:
+    change(record(c), lambda facts: facts["sums"][0].__setitem__(at, value))
+
+
+def with_sums(c: Conversion, value: object) -> None:
+    change(c.dst / "reshard.json", lambda facts: facts.update(sums=value))
+
+
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+SPOILS: dict[str, tuple[Callable[[Conversion], object], str]] = {
+    "a shard is gone": (lambda c: c.written(1).unlink(), "a shard is missing"),
+    "two shards swapped": (swap, "rank 1: 'w' is damaged"),
+    "another shape of as many bytes": (reshape, "rank 1: 'w' is not what was written"),
+    "record cut short": (lambda c: os.truncate(record(c), 99), "rank 1: the record of a shard is damaged"),
+    "record is a pipe": (lambda c: pipe(record(c)), "rank 1: the record of a shard is damaged"),
+    "no such type": (lambda c: with_sum(c, 1, "float3"), "the record of a shard is damaged"),
+    "no number": (lambda c: with_sum(c, 3, ["0", "0"]), "the record of a shard is damaged"),
+    "below nothing": (lambda c: with_sum(c, 2, [-4, 4]), "the record of a shard is damaged"),
+    "beyond the tensor": (lambda c: with_sum(c, 3, [1000, 0]), "the record of a shard is damaged"),
+    "larger than any": (lambda c: with_sum(c, 2, [1 << 80, 4]), "the record of a shard is damaged"),
+    "commit record cut short": (lambda c: os.truncate(c.dst / "reshard.json", 99), "the commit record is damaged"),
+    "commit record is a pipe": (lambda c: pipe(c.dst / "reshard.json"), "the commit record is damaged"),
+    "list of sums": (lambda c: with_sums(c, ["w"]), "the commit record is damaged"),
+    "no list of sums": (lambda c: with_sums(c, None), "the commit record is damaged"),
+}
+
+
+@pytest.mark.parametrize("what", SPOILS)
+def test_alone_finds_what_is_not_as_it_was_written(tmp_path: Path, capsys: Capture, what: str) -> None:
+    c = make(tmp_path)
+    assert command_line(capsys, *c.arguments("transform", "--verify")).code == 0
+    spoil, expected = SPOILS[what]
+    spoil(c)
+    said = verify(capsys, c, target=False)
+    assert said.code == 4 and expected in said.err
+    if "record" in expected:  # which keeps nobody from going on
+        assert command_line(capsys, *c.arguments("transform", "--verify", "--resume")).code == 0
+        assert verify(capsys, c, target=False).code == 0 and sums(c) == WHOLE
+
+
+def test_alone_in_the_place_of_another_rank(tmp_path: Path, capsys: Capture) -> None:
+    """What a native shard says of itself is known without any record."""
+    c = make(tmp_path, "hdf5")
+    assert command_line(capsys, *c.arguments("transform", "--verify")).code == 0
+    shutil.rmtree(c.dst / ".reshard_mpi")
+    (c.dst / "reshard.json").unlink()
+    assert verify(capsys, c, target=False).code == 0
+    swap(c)
+    said = verify(capsys, c, target=False)
+    assert said.code == 4 and "rank 1: a shard says it belongs elsewhere" in said.err
+
+
+def test_alone_while_another_is_about_to_take_its_place(tmp_path: Path, capsys: Capture) -> None:
+    """A run that is killed before its target has its name has already said what that will hold."""
+    c = make(tmp_path)
+    assert command_line(capsys, *c.arguments("transform", "--verify")).code == 0
+    with_sum(c, 5, "00000000")
+    change(record(c), lambda facts: facts.update(announced=[1, 1]))
+    (c.dst / "reshard.json").unlink()
+    said = verify(capsys, c, target=False)
+    assert said.code == 0 and "note: 1 of 2 shards keep no sums, that of rank 1 the first" in said.err
 
 
 # The functions
