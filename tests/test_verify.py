@@ -165,6 +165,21 @@ def test_a_source_that_was_committed_with_other_sums(tmp_path: Path, capsys: Cap
     assert not (tmp_path / "again" / "reshard.json").exists()
 
 
+def test_a_source_that_was_saved_beside_what_was_committed(tmp_path: Path, capsys: Capture) -> None:
+    """Training goes on in the folder of a checkpoint that was resharded for it."""
+    c = make(tmp_path)
+    assert command_line(capsys, *c.arguments("transform", "--verify")).code == 0
+    trained = {name: array + 1 for name, array in TENSORS.items()}
+    for rank in range(2):
+        write_shard(expected_rank(c.target, trained, rank), c.written(rank).with_name("net-10_5.ckpt"))
+    again = ["transform", str(c.dst), str(tmp_path / "again"), "--verify", "--jobs", "1"]
+    said = command_line(capsys, *again, "--src-strategy", str(c.dst_strategy))
+    assert said.code == 0 and "net-10_5.ckpt chosen" in said.err
+    assert sums(c.but(dst=tmp_path / "again")) == {name: zlib.crc32(array.tobytes()) for name, array in trained.items()}
+    assert verify(capsys, c, "--select", "net-10*", target=False).code == 3  # of which there are no sums
+    assert verify(capsys, c, "--select", "checkpoint*", target=False).code == 0
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_that_each_rank_has_for_itself(tmp_path: Path, capsys: Capture, kind: str) -> None:
     c = make(tmp_path, kind)
