@@ -6,7 +6,8 @@ Every process takes a share of the shards. Damage is told tensor by tensor; one 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -34,6 +35,7 @@ T = TypeVar("T")
 _EXPECTED = (ReshardError, OSError, MemoryError)
 # So many damaged tensors of one shard are located; that there are more is said.
 _MAX_LOCATED = 20
+_MAX_QUOTED = 200
 
 
 def verify_pair(request: Request, comm: Comm, progress: Progress, strategies: Strategies | None = None) -> Outcome:
@@ -59,7 +61,14 @@ def verify_pair(request: Request, comm: Comm, progress: Progress, strategies: St
         shard = target.manifest(rank)
         _require_same_tensors(plan, shard)
         with governor.lease(plan.peak_bytes(LIMITS), f"target rank {rank} of {request.target}", progress.waiting):
-            return _compare(plan, shard)
+            done, damage = _compare(plan, shard)
+            unfit: dict[int, ReshardError] = {}
+            while damage and (found := _unfit(conversion.source, plan, unfit)):
+                unfit |= found
+                sound = SourceCheckpoint.open(conversion.source.files, conversion.source.strategy, unfit)
+                plan = replace(conversion, source=sound, _opener=None).plan(rank, checked=False)
+                done, damage = _compare(plan, shard)
+        return done, damage
 
     return _each(weights, comm, check)
 
@@ -139,6 +148,12 @@ def _require_same_tensors(plan: RankPlan, shard: Manifest) -> None:
             )
 
 
+def _unfit(source: SourceCheckpoint, plan: RankPlan, known: Collection[int]) -> dict[int, ReshardError]:
+    """Return what is wrong with source shards of `plan`, besides those `known`, that do not fit their own checksum."""
+    found = ((rank, source.check_crc(rank)) for rank in plan.read_ranks if rank not in known)
+    return {rank: error for rank, error in found if error is not None}
+
+
 def _described(tensor: tuple[object, ...] | None) -> str:
     if tensor is None:
         return "no such tensor"
@@ -146,8 +161,19 @@ def _described(tensor: tuple[object, ...] | None) -> str:
     return f"{getattr(dtype, 'name', dtype)} of shape {shape}"
 
 
+def _quoted(text: str | None) -> str:
+    if text is None:
+        return "no such text"
+    return repr(text) if len(text) <= _MAX_QUOTED else f"{text[:_MAX_QUOTED]!r}..."
+
+
 def _compare(plan: RankPlan, shard: Manifest) -> tuple[Checked, list[ReshardError]]:
     damage: list[ReshardError] = []
+    for name in sorted(plan.strings.keys() | shard.strings.keys()):
+        expected, got = (strings.get(name) for strings in (plan.strings, shard.strings))
+        if expected != got:
+            problem = f"{name!r} is not the text that the source holds"
+            damage.append(DamageError(problem, expected=_quoted(expected), got=_quoted(got), where=shard.path))
     for summed in sum_shard(plan, shard, span=None, limits=LIMITS):
         if summed.expected != summed.found:
             if len(damage) == _MAX_LOCATED:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import ckpt_peer
 import h5py
 import numpy as np
 import pytest
@@ -321,6 +322,41 @@ def test_pair(tmp_path: Path, capsys: Capture, kinds: tuple[str, str]) -> None:
     assert "damage: target rank 2: 'w' differs from its source at element [4, 3]" in said.err
     assert f"at byte {offset} of {path}" in said.err
     assert said.err.count("damage: ") == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pair_with_texts(tmp_path: Path, capsys: Capture, kind: str) -> None:
+    c = make(tmp_path)
+    for rank in range(4):
+        with c.shard(rank).open("ab") as stream:
+            stream.write(ckpt_peer.value("note", (0,), "str", "kept".encode("utf-32-le")))
+    c = c.but(kind=kind)
+    assert command_line(capsys, *c.arguments("transform", "--verify", "--to", kind)).code == 0
+    assert verify(capsys, c).code == 0
+    data = c.written(1).read_bytes()
+    before, after = (text.encode("utf-32-le" if kind == "ckpt" else "utf-8") for text in ("kept", "lept"))
+    assert data.count(before) == 1
+    c.written(1).unlink()
+    c.written(1).write_bytes(data.replace(before, after))
+    said = verify(capsys, c)
+    assert said.code == 4 and "rank 1: 'note' is not the text that the source holds" in said.err
+    assert "expected: 'kept'" in said.err and "got: 'lept'" in said.err
+
+
+def test_pair_whose_source_does_not_fit_its_checksum(tmp_path: Path, capsys: Capture) -> None:
+    """The target was made from what others hold, or before the damage: it is the source that is told of."""
+    c = of_four_alike(tmp_path)
+    assert command_line(capsys, *c.arguments()).code == 0
+    flip(c.written(1), "b")
+    for rank in range(2):
+        flip(c.shard(rank), "w")
+    said = verify(capsys, c)
+    assert said.code == 4 and said.err.count("damage: ") == 1 and "rank 1: 'b' differs from its source" in said.err
+    assert said.err.count("warning: ") == 2 and f"{c.shard(1)}: a checkpoint does not fit its own checksum" in said.err
+    for rank in range(2, 4):
+        flip(c.shard(rank), "w")
+    said = verify(capsys, c)
+    assert said.code == 4 and "does not fit its own checksum" in said.err and "differs" not in said.err
 
 
 def test_pair_of_all_kinds_of_damage(c: Conversion, capsys: Capture) -> None:
