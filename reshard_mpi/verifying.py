@@ -47,8 +47,9 @@ def verify_pair(request: Request, comm: Comm, progress: Progress, strategies: St
     def begin() -> tuple[Conversion, SourceCheckpoint]:
         read = strategies or Strategies.read(request)
         source = SourceCheckpoint.open(discovery.find_shards(request.source, request.select), read.source)
-        target = SourceCheckpoint.open(discovery.find_shards(request.target), read.target)
-        return Conversion(source, read.target, request.unlisted), target
+        held = discovery.find_shards(request.target)
+        target = SourceCheckpoint.open(held, None if request.dst_strategy is None else read.target)
+        return Conversion(source, target.strategy, request.unlisted), target
 
     conversion, target = _agreed(begin, comm)
     weights = conversion.target_weights(range(conversion.target.world_size))
@@ -144,7 +145,7 @@ def _require_same_tensors(plan: RankPlan, shard: Manifest) -> None:
                 expected=_described(planned.get(name)),
                 got=_described(held.get(name)),
                 where=shard.path,
-                remedy="give the strategies it was made with, or make it anew with --overwrite",
+                remedy="give the strategies and the --unlisted it was made with, or make it anew with --overwrite",
             )
 
 

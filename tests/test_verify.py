@@ -392,6 +392,20 @@ def test_pair_in_several_processes(c: Conversion, mpi: MPI, capsys: Capture) -> 
         assert "target rank 3: 'moments.w' differs from its source at element [6, 2]" in finished.stderr
 
 
+def test_pair_whose_target_describes_itself(tmp_path: Path, capsys: Capture) -> None:
+    c = make(tmp_path).but(kind="hdf5")
+    assert command_line(capsys, *c.arguments("transform", "--to", "hdf5")).code == 0
+    assert verify(capsys, c.but(dst_strategy=None)).code == 0
+    said = verify(capsys, c.but(dst_strategy=c.src_strategy))
+    assert said.code == 3 and "contradicts what the shards say" in said.err and str(c.written(0)) in said.err
+    flip(c.written(1), "w")
+    assert verify(capsys, c.but(dst_strategy=None)).code == 4
+    c = c.but(kind="ckpt", dst=tmp_path / "silent")
+    assert command_line(capsys, *c.arguments()).code == 0
+    said = verify(capsys, c.but(dst_strategy=None))
+    assert said.code == 3 and str(c.dst) in said.err and "--dst-strategy" in said.err
+
+
 def test_pair_that_cannot_be_compared(c: Conversion, capsys: Capture) -> None:
     assert verify(capsys, c).code == 3  # nothing there
     assert command_line(capsys, "verify", str(c.src), "--memory", "none").code == 2
