@@ -48,7 +48,9 @@ def sums_of_wholes(shards: Mapping[int, Sequence[TensorSum]]) -> Iterator[tuple[
                 )
     for name, held in parts.items():
         ones = list(held.values())
-        if name not in of_their_own and sum(math.prod(one.shape) for one in ones) == math.prod(ones[0].global_shape):
+        if name in of_their_own or len({(one.dtype, one.global_shape) for one in ones}) > 1:
+            continue
+        if sum(math.prod(one.shape) for one in ones) == math.prod(ones[0].global_shape):
             yield name, sum_of_whole((one.value for one in ones), _size_bytes(ones[0]))
 
 

@@ -200,6 +200,18 @@ def test_values_that_each_rank_has_for_itself(tmp_path: Path, capsys: Capture, k
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_values_that_only_some_ranks_have(tmp_path: Path, capsys: Capture, kind: str) -> None:
+    """They are no parts of one tensor, though their elements are together as many as those of the first."""
+    c = make(tmp_path, kind)
+    c = c.but(target=c.source, dst_strategy=c.src_strategy)
+    for rank in range(4):
+        c.rewrite(rank, {"rng": np.arange(0 if rank else 3, dtype=np.uint32)})
+    assert command_line(capsys, *c.arguments("transform", "--verify")).code == 0
+    assert sums(c) == WHOLE
+    assert verify(capsys, c, target=False).code == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_copies_of_a_parameter_that_differ(tmp_path: Path, capsys: Capture, kind: str) -> None:
     """Each target was made right, from sources that contradict each other."""
     c = make(tmp_path, kind)
