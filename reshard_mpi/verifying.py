@@ -222,8 +222,9 @@ def _check_shard(files: ShardFiles, folder: Path, rank: int) -> tuple[Checked, l
             found.append(tensor_sum(summed.tensor, summed.found, loose=placed[summed.tensor]))
             tensors += 1
             read_bytes += summed.tensor.size_bytes
-            if known[summed.tensor.name] != summed.found:
-                damage.append(_damaged(shard, summed.tensor.name, known[summed.tensor.name], summed.found))
+            name = summed.tensor.name
+            for value in {known[name], stored.get(name, known[name])} - {summed.found}:  # the shard's, the record's
+                damage.append(_damaged(shard, name, value, summed.found))
         lost = sorted(known.keys() - shard.tensors.keys())
         if lost:
             damage.append(DamageError(f"{lost[0]!r} is missing", expected="as its sums say", where=path))

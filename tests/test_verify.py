@@ -547,6 +547,17 @@ def test_alone_in_the_place_of_another_rank(tmp_path: Path, capsys: Capture) -> 
     assert said.code == 4 and "rank 1: a shard says it belongs elsewhere" in said.err
 
 
+def test_alone_whose_own_sums_are_damaged(tmp_path: Path, capsys: Capture) -> None:
+    """The record of the run would do, but who has the shard alone would take it for damaged."""
+    c = make(tmp_path, "hdf5")
+    assert command_line(capsys, *c.arguments("transform", "--verify")).code == 0
+    c.written(1).chmod(0o600)
+    with h5py.File(c.written(1), "r+") as file:
+        file["__reshard_mpi__/sums"][0] ^= 1
+    said = verify(capsys, c, target=False)
+    assert said.code == 4 and "rank 1: " in said.err and "is damaged" in said.err and said.err.count("damage: ") == 1
+
+
 def test_alone_while_another_is_about_to_take_its_place(tmp_path: Path, capsys: Capture) -> None:
     """A run that is killed before its target has its name has already said what that will hold."""
     c = make(tmp_path)
