@@ -157,6 +157,7 @@ def transform_checkpoint_by_rank(
     target = Unrecorded(path.parent)
     require_short_names(target.paths(rank_id, path))
     target.check()
+    target.is_done(rank_id, path)
     tally = Tally()
     tally.add(path, rank_plan.written_bytes)
     require_room([tally.rooms(1, partial(may_share, conversion.source.files, name, path))])

@@ -27,7 +27,15 @@ from reshard_mpi.planning.agreement import (
 )
 from reshard_mpi.provenance import require_same_sources
 from reshard_mpi.publication import publish_text, remove_stale, remove_stale_records
-from reshard_mpi.records import COMMIT_RECORD, STATE, RunIdentity, TargetRecord, read_json, record_path, run_path
+from reshard_mpi.records import (
+    COMMIT_RECORD,
+    STATE,
+    CommitRecord,
+    RunIdentity,
+    TargetRecord,
+    record_path,
+    run_path,
+)
 
 # To commit takes moments: somebody who is longer in the way is stopped, or one of many who write all the time.
 _WAIT_SECONDS = 10.0
@@ -85,17 +93,18 @@ def commit_if_complete(
     Raises DisagreementError or CoverageError as `commit` does.
     """
     target_ranks = identity.facts["target_ranks"]
-    if not any_written and (read_json(folder / COMMIT_RECORD) or {}).get("digest") == identity.digest:
+    record = None if any_written else CommitRecord.read(folder)
+    if record is not None and record.digest == identity.digest:
         return ()
     if not all_made and not _are_all_recorded(folder / STATE, target_ranks):
         return ()
     with contextlib.suppress(BlockingIOError), commit_lock(folder / STATE, fcntl.LOCK_EX | fcntl.LOCK_NB):
         records = []
         for target_rank in range(target_ranks):
-            record = _look(folder, identity, target_rank)
-            if isinstance(record, str):
+            found = _look(folder, identity, target_rank)
+            if isinstance(found, str):
                 return ()
-            records.append(record)
+            records.append(found)
         return _commit(folder, identity, records, told).notes
     return ()
 
@@ -127,13 +136,16 @@ def _sums(identity: RunIdentity, records: Sequence[TargetRecord]) -> dict[str, i
         return {}
     from reshard_mpi.sums import sums_of_wholes
 
-    sums = dict(sums_of_wholes(record.sums for record in records))
-    known = (read_json(Path(identity.facts["source"]) / COMMIT_RECORD) or {}).get("sums", {})
+    sums = dict(sums_of_wholes({record.rank: record.sums for record in records}))
+    source = CommitRecord.read(Path(identity.facts["source"]))
+    read = {file.path for record in records for file in record.evidence.sources.files}
+    if source is None or not read <= set(source.files.values()):
+        return sums  # it is not of these shards: others have been saved beside those that were committed
     for name, value in sums.items():
-        if name in known and known[name] != f"{value:08x}":
+        if source.sums.get(name, f"{value:08x}") != f"{value:08x}":
             raise DamageError(
                 f"{name!r} is not what the source was committed with",
-                expected=f"CRC-32 {known[name]}, as its {COMMIT_RECORD} says",
+                expected=f"CRC-32 {source.sums[name]}, as its {COMMIT_RECORD} says",
                 got=f"{value:08x}",
                 where=identity.facts["source"],
                 remedy="the source has changed since: reshard-mpi verify it, and restore it from a copy",

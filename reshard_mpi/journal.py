@@ -73,6 +73,8 @@ class Unrecorded:
         _require_writable(self._folder)
 
     def is_done(self, target_rank: int, path: Path) -> bool:
+        """Say no. Raises TargetError if no file can be put in that place."""
+        _require_place(path)
         return False
 
     def is_verified(self, target_rank: int) -> bool:
@@ -124,9 +126,11 @@ class Journal:
     def is_done(self, target_rank: int, path: Path) -> bool:
         """Tell whether the target is complete and to be skipped (--resume).
 
-        Raises TargetError if its file is there and neither --resume nor --overwrite says what to do with it, or a live
-        process is writing it; DisagreementError if it is to be skipped, but was made from sources that have changed.
+        Raises TargetError if its file is there and neither --resume nor --overwrite says what to do with it, if no file
+        can be put in that place, or a live process is writing it; DisagreementError if it is to be skipped, but was
+        made from sources that have changed.
         """
+        _require_place(path)
         self._refuse_locked(target_rank)
         if self._overwrite or not path.exists():
             return False
@@ -257,6 +261,19 @@ def _require_writable(folder: Path) -> None:
             got="a folder that is read-only to this user",
             where=str(nearest),
             remedy="choose another target, or change its permissions",
+        )
+
+
+def _require_place(path: Path) -> None:
+    """Raise TargetError if no file can take the name `path`, whatever is there."""
+    _require_writable(path.parent)
+    if path.is_dir() and not path.is_symlink():
+        raise TargetError(
+            "a folder is in the place of a target",
+            expected="a file, or nothing",
+            got="a folder",
+            where=str(path),
+            remedy="remove it, or choose another target",
         )
 
 

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 from reshard_mpi.errors import DisagreementError
 
 _MANY = 3
+# What file systems keep of times: 292 years.
+_MAX_NS = 1 << 63
 
 
 class SourceFile(NamedTuple):
@@ -51,9 +53,13 @@ class Sources(NamedTuple):
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> Sources:
-        """Return what `as_json` made. Raises KeyError, TypeError or ValueError if it is something else."""
-        files = (SourceFile(str(path), int(size), int(modified)) for path, size, modified in facts["files"])
-        return cls(str(facts["folder"]), tuple(files))
+        """Return what `as_json` made. Raises KeyError, TypeError, ValueError, OverflowError if it is something else."""
+        files = tuple(SourceFile(str(path), int(size), int(modified)) for path, size, modified in facts["files"])
+        if any("\0" in path for path in (str(facts["folder"]), *(file.path for file in files))):
+            raise ValueError("a path that is none")
+        if any(abs(file.modified_ns) > _MAX_NS for file in files):
+            raise ValueError("a time that is none")
+        return cls(str(facts["folder"]), files)
 
     def as_json(self) -> dict[str, Any]:
         """Return plain values."""

@@ -9,15 +9,20 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+import stat
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
+from reshard_mpi.box import Box
+from reshard_mpi.dtypes import BY_NAME
 from reshard_mpi.planning.model import Beginning, Held, Moment, RankPlan
 from reshard_mpi.provenance import Sources
 
 STATE = ".reshard_mpi"
 COMMIT_RECORD = "reshard.json"
+# No tensor has as many bytes, and sums of as many cannot be put together.
+_MAX_TENSOR_BYTES = 1 << 62
 
 
 class RunIdentity(NamedTuple):
@@ -83,6 +88,19 @@ class TensorSum(NamedTuple):
     value: int
     loose: bool
 
+    @classmethod
+    def of(cls, facts: Sequence[Any]) -> TensorSum:
+        """Return what a record says of a tensor. Raises KeyError, TypeError or ValueError if that cannot be."""
+        name, dtype, whole, start, shape, value, loose = facts
+        stop = tuple(low + length for low, length in zip(start, shape, strict=True))
+        one = cls(str(name), str(dtype), tuple(whole), tuple(start), tuple(shape), int(value, 16), bool(loose))
+        if not all(isinstance(number, int) for number in (*whole, *start, *shape)):
+            raise TypeError("a place in a tensor that is no number")
+        box = Box.whole(one.global_shape)
+        if not box.contains(Box(one.start, stop)) or box.size * BY_NAME[dtype].itemsize_bytes > _MAX_TENSOR_BYTES:
+            raise ValueError("a place that is in no tensor")
+        return one
+
 
 class TargetRecord(NamedTuple):
     """That a target is complete. digest: of the run that made it. file: its path in the target folder.
@@ -131,31 +149,53 @@ class TargetRecord(NamedTuple):
         facts = read_json(record_path(state, target_rank)) or {}
         announced = facts.get("announced")
         try:
+            held = facts["held"]
             record = cls(
                 str(facts["digest"]),
                 int(facts["rank"]),
                 str(facts["file"]),
                 int(facts["size_bytes"]),
                 Evidence(
-                    tuple(facts["read_ranks"]),
-                    Held(**facts["held"]),
-                    tuple(Moment(**moment) for moment in facts["moments"]),
-                    tuple(Beginning(**beginning) for beginning in facts["beginnings"]),
+                    tuple(map(int, facts["read_ranks"])),
+                    Held(int(held["stage"]), str(held["digest"]), int(held["rank"])),
+                    tuple(Moment(str(one["name"]), str(one["value"]), str(one["path"])) for one in facts["moments"]),
+                    tuple(
+                        Beginning(str(one["name"]), str(one["digest"]), int(one["rank"])) for one in facts["beginnings"]
+                    ),
                     Sources.of(facts["sources"]),
                 ),
-                tuple(
-                    TensorSum(
-                        str(name), str(dtype), tuple(whole), tuple(start), tuple(shape), int(crc, 16), bool(loose)
-                    )
-                    for name, dtype, whole, start, shape, crc, loose in facts["sums"]
-                ),
+                tuple(map(TensorSum.of, facts["sums"])),
                 None if announced is None else (int(announced[0]), int(announced[1])),
             )
-        except (KeyError, IndexError, TypeError, ValueError):
+        except (LookupError, TypeError, ValueError, OverflowError):
             return None
         path = PurePosixPath(record.file)
-        outside = path.is_absolute() or ".." in path.parts
+        outside = path.is_absolute() or ".." in path.parts or "\0" in record.file
         return None if outside or record.rank != target_rank else record
+
+
+class CommitRecord(NamedTuple):
+    """What `reshard.json` says of the checkpoint in its folder.
+
+    digest: of the run that made it. files: of the targets, by rank. sums: CRC-32 of whole tensors, in hexadecimal; none
+    if they are not known.
+    """
+
+    digest: str
+    files: Mapping[int, str]
+    sums: Mapping[str, str]
+
+    @classmethod
+    def read(cls, folder: Path) -> CommitRecord | None:
+        """Return the commit record of a folder; None where there is none, or it is damaged."""
+        facts = read_json(folder / COMMIT_RECORD) or {}
+        try:
+            digest = str(facts["digest"])
+            files = {int(target["rank"]): str(target["file"]) for target in facts["targets"]}
+            sums = {str(name): str(value) for name, value in facts.get("sums", {}).items()}
+        except (LookupError, AttributeError, TypeError, ValueError, OverflowError):
+            return None
+        return cls(digest, files, sums)
 
 
 def run_path(state: Path) -> Path:
@@ -169,9 +209,15 @@ def record_path(state: Path, target_rank: int) -> Path:
 def read_json(path: Path) -> dict[str, Any] | None:
     """Return the JSON object in a file: None if there is no such file, nothing if it holds anything else."""
     try:
-        value = json.loads(path.read_text())
+        with open(path, opener=_open_without_waiting) as stream:
+            value = json.load(stream) if stat.S_ISREG(os.fstat(stream.fileno()).st_mode) else {}
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError, IsADirectoryError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    """Open a file; of a pipe in its place, do not wait for a writer."""
+    return os.open(path, flags | os.O_NONBLOCK)

@@ -68,7 +68,7 @@ class SourceCheckpoint:
                     expected="a source strategy for a checkpoint of several ranks",
                     got=f"{len(files.by_rank)} rank folders without one",
                     where=files.path,
-                    remedy="give --src-strategy (src_strategy_file)",
+                    remedy="give --src-strategy (src_strategy_file), or --dst-strategy for what is verified",
                 )
             strategy = unsharded(files.path)
         outside = [rank for rank in files.by_rank if rank >= strategy.world_size]
@@ -209,9 +209,9 @@ def _require_agreement(given: Strategy, described: Strategy, path: str) -> None:
     differing = [name for name in described.parameters if given.find(name) != described.parameters[name]]
     if given.world_size != described.world_size or (differing and not given.rules):
         raise StrategyError(
-            "the source strategy contradicts what the shards say of themselves",
+            "the strategy contradicts what the shards say of themselves",
             expected=f"{described.world_size} ranks, as the shards say",
             got=f"{given.world_size} ranks" + (f", another placement of {differing[0]!r}" if differing else ""),
             where=f"{given.origin} and {path}",
-            remedy="leave --src-strategy out: these shards describe themselves",
+            remedy="leave it out: these shards describe themselves",
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from reshard_mpi.checksum import sum_of_whole
 from reshard_mpi.dtypes import BY_NAME
@@ -13,7 +13,10 @@ from reshard_mpi.records import TensorSum
 
 
 def joined_sums(parts: Iterable[Sequence[TensorSum]], names: Iterable[str]) -> tuple[TensorSum, ...]:
-    """Return the sums of the tensors `names` of one shard, of which every sequence has summed other elements."""
+    """Return the sums of the tensors of one shard, of which every sequence has summed other elements.
+
+    names: the tensors in file order.
+    """
     values: defaultdict[str, list[int]] = defaultdict(list)
     sums = {}
     for part in parts:
@@ -23,15 +26,15 @@ def joined_sums(parts: Iterable[Sequence[TensorSum]], names: Iterable[str]) -> t
     return tuple(sums[name]._replace(value=sum_of_whole(values[name], _size_bytes(sums[name]))) for name in names)
 
 
-def sums_of_wholes(shards: Iterable[Sequence[TensorSum]]) -> Iterator[tuple[str, int]]:
-    """Yield the name and CRC-32 of every tensor of a checkpoint, from the sums that its shards hold.
+def sums_of_wholes(shards: Mapping[int, Sequence[TensorSum]]) -> Iterator[tuple[str, int]]:
+    """Yield the name and CRC-32 of every tensor of a checkpoint, from the sums that its shards hold, by rank.
 
     Tensors that stages share, and cut in different ways, are left out, and so are loose ones of which each rank has its
     own. Raises DamageError if shards that should hold the same part have different sums of it.
     """
     parts: defaultdict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], TensorSum]] = defaultdict(dict)
     of_their_own: set[str] = set()
-    for rank, shard in enumerate(shards):
+    for rank, shard in shards.items():
         for one in shard:
             other = parts[one.name].setdefault((one.start, one.shape), one)
             if other.value != one.value and one.loose:
@@ -45,7 +48,9 @@ def sums_of_wholes(shards: Iterable[Sequence[TensorSum]]) -> Iterator[tuple[str,
                 )
     for name, held in parts.items():
         ones = list(held.values())
-        if name not in of_their_own and sum(math.prod(one.shape) for one in ones) == math.prod(ones[0].global_shape):
+        if name in of_their_own or len({(one.dtype, one.global_shape) for one in ones}) > 1:
+            continue
+        if sum(math.prod(one.shape) for one in ones) == math.prod(ones[0].global_shape):
             yield name, sum_of_whole((one.value for one in ones), _size_bytes(ones[0]))
 
 

@@ -189,7 +189,7 @@ class Writer:
             if failures:
                 return Outcome(failures=failures)
             found = [verified for part in parts for verified in part.verified if verified.rank == rank]
-            self._seal(led.publication, _joined(led.plan, found))
+            self._seal(led.publication, _joined(found, led.plan))
             waited_seconds = led.waited_seconds + max((one.waited_seconds for one in found), default=0.0)
             return self._finished(led.plan, led.begin, waited_seconds, filled)
 
@@ -263,13 +263,12 @@ def _verified(plan: RankPlan, manifest: Manifest, span: Span | None, limits: Lim
     return sums_as_planned(plan, manifest, span, limits)
 
 
-def _joined(plan: RankPlan, parts: Sequence[Verified]) -> tuple[TensorSum, ...]:
-    """Return the sums of all tensors, in the order of the plan."""
+def _joined(parts: Sequence[Verified], plan: RankPlan) -> tuple[TensorSum, ...]:
     if not parts:
         return ()
     from reshard_mpi.sums import joined_sums
 
-    return joined_sums((part.sums for part in parts), (tensor.spec.name for tensor in plan.tensors))
+    return joined_sums((part.sums for part in parts), [tensor.spec.name for tensor in plan.tensors])
 
 
 def _fill(plan: RankPlan, manifest: Manifest, span: Span | None, limits: Limits, on_bytes: OnBytes) -> Filled:

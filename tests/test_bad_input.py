@@ -646,6 +646,24 @@ def test_a_target_that_another_program_wrote(tmp_path: Path, capsys: pytest.Capt
     assert listing(tmp_path) == before
 
 
+@pytest.mark.parametrize("options", [(), ("--resume",), ("--overwrite",)])
+def test_a_place_that_no_target_can_take(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...]
+) -> None:
+    c = make(tmp_path)
+    c.written(1).mkdir(parents=True)
+    said = command_line(capsys, *c.arguments("transform", *options))
+    assert said.code == 3 and "a folder is in the place of a target" in said.err and str(c.written(1)) in said.err
+    with pytest.raises(TargetError, match="a folder is in the place"):
+        reshard_mpi.transform_checkpoint_by_rank(
+            1, {1: c.shard(1), 2: c.shard(2)}, c.written(1), c.src_strategy, c.dst_strategy
+        )
+    shutil.rmtree(c.written(1).parent)
+    c.written(1).parent.write_text("a file")
+    said = command_line(capsys, *c.arguments("transform", *options))
+    assert said.code == 3 and "rank_1" in said.err and listing(c.dst) == {"rank_1": b"a file"}
+
+
 def test_a_target_that_holds_another_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     c = make(tmp_path)
     assert command_line(capsys, *c.arguments("transform", "--rank", "0")).code == 0

@@ -27,7 +27,7 @@ class Summed(NamedTuple):
 def sum_shard(plan: RankPlan, target: Manifest, *, span: Span | None, limits: Limits) -> Iterator[Summed]:
     """Yield the sums of every tensor of `plan`, read from the sources and from the shard at `target`.
 
-    span: only elements that begin between these bytes of the target file, and tensors without any; None: all of them.
+    span: only elements that begin between these bytes of the target file, and tensors of none; None: all of them.
     """
     buffer = memoryview(bytearray(limits.buffer_bytes))
     with Files() as files:
@@ -35,7 +35,7 @@ def sum_shard(plan: RankPlan, target: Manifest, *, span: Span | None, limits: Li
             spec, entry = tensor.spec, target.tensors[tensor.spec.name]
             first, last = (0, spec.box.size) if span is None else _elements_within(entry, span)
             if first == last and spec.box.size:
-                continue
+                continue  # none of it begins there; what has no element belongs to every span
             blocks = tuple(spec.box.blocks(max(1, len(buffer) // spec.dtype.itemsize_bytes), first, last))
             expected = _sum(files, spec, tensor.copies, blocks, buffer, limits)
             found = _sum(files, spec, (_own(spec, entry),), blocks, buffer, limits)
