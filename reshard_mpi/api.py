@@ -85,8 +85,6 @@ def transform_checkpoints(
     Raises a ReshardError: before anything is written if the source cannot be transformed exactly (a BudgetError if it
     can never fit the memory), and a TransformError if some targets could not be written.
     """
-    if process_num < 1:
-        raise UsageError("process_num is out of range", expected="1 or more", got=str(process_num))
     formats.by_name(output_format)
     request = Request(
         source=os.fspath(src_checkpoints_dir),
@@ -312,6 +310,8 @@ def as_replicas(value: str) -> Replicas:
 
 
 def _run(request: Request, processes: int, communicator: Any, work: Work = Work.CONVERT) -> Outcome:
+    if processes < 1:
+        raise UsageError("process_num is out of range", expected="1 or more", got=str(processes))
     if processes > 1 and communicator is None:
         return run_with_workers(request, processes, Silent(), work)
     return work.load()(request, SerialComm() if communicator is None else MPIComm(communicator), Silent(), None)

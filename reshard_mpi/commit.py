@@ -25,7 +25,7 @@ from reshard_mpi.planning.agreement import (
     require_one_moment,
     require_same_names,
 )
-from reshard_mpi.provenance import require_same_sources
+from reshard_mpi.provenance import require_one_state, require_same_sources
 from reshard_mpi.publication import publish_text, remove_stale, remove_stale_records
 from reshard_mpi.records import (
     COMMIT_RECORD,
@@ -163,6 +163,8 @@ def _compare(
         error.remedy += f", and {_ANEW}"
         raise
     require_same_sources({record.rank: record.evidence.sources for record in records}, _ANEW)
+    written_ns = {record.rank: (folder / record.file).stat().st_mtime_ns for record in records}
+    require_one_state({record.rank: (record.evidence.sources, written_ns[record.rank]) for record in records}, _ANEW)
     for stage in differing_stages(record.evidence.held for record in records):
         mine = [record for record in records if record.evidence.held.stage == stage]
         differing = list({record.evidence.held.digest: record for record in reversed(mine)}.values())

@@ -106,6 +106,19 @@ def require_same_sources(sources: Mapping[int, Sources], remedy: str) -> None:
                 )
 
 
+def require_one_state(made: Mapping[int, tuple[Sources, int]], remedy: str) -> None:
+    """Raise DisagreementError if the source was changed when some targets had been made and others had not.
+
+    made: the sources of each target, and when its file was written (nanoseconds since 1970). What has changed since all
+    of them were made is no concern.
+    """
+    last_ns = max((file.modified_ns for sources, _ in made.values() for file in sources.files), default=0)
+    for target_rank, (sources, written_ns) in made.items():
+        if written_ns < last_ns:
+            problem = f"other targets were made from what was saved after target rank {target_rank} was made"
+            sources.require_unchanged(problem, remedy)
+
+
 def _look(folder: Path, path: str) -> SourceFile:
     status = (folder / path).stat()
     return SourceFile(path, status.st_size, status.st_mtime_ns)

@@ -70,10 +70,12 @@ def convert(request: Request, comm: Comm, progress: Progress, strategies: Strate
     written = planner.writer(progress).write()
     told = Outcome(notes=planned.notes, lost=planned.lost, other_warnings=planned.other_warnings, processes=comm.size)
     outcome = told.joined(comm.allgather(planner.outcome.joined([written]), "written"))
-    if outcome.failures or not request.recorded:
+    if not request.recorded:
         return outcome
+    # Also where targets have failed: a run like this one may have made them, and left it to this one to commit.
     committed, *_ = comm.allgather(planner.commit(outcome) if comm.rank == 0 else Outcome(), "committed")
-    return outcome._replace(failures=committed.failures, notes=(*outcome.notes, *committed.notes))
+    failures, notes = (*outcome.failures, *committed.failures), (*outcome.notes, *committed.notes)
+    return outcome._replace(failures=failures, notes=notes)
 
 
 def plan_targets(request: Request, comm: Comm) -> tuple[Plan, Outcome]:

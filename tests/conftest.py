@@ -36,6 +36,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "slurm" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("slurm"))  # there is one cluster at a time
     if importlib.util.find_spec("mindspore") is None:
         for item in items:
             if item.get_closest_marker("mindspore"):

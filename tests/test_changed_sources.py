@@ -128,3 +128,33 @@ def test_a_source_that_is_saved_over_while_it_is_read(
     assert list(c.dst.glob("rank_*/*")) == [c.written(0)]
     assert transform(capsys, c, "--resume" if journal else "--overwrite")[0] == 0
     assert read_shard(c.written(1)) == as_read(expected_rank(c.target, TENSORS, 1))
+
+
+# Targets that have no source file in common
+
+
+def saved_again(c: Conversion) -> None:
+    """Save other weights of the same step over the source."""
+    for rank in range(4):
+        c.rewrite(rank, {"w": expected_rank(c.source, {"w": TENSORS["w"] + 1}, rank)["w"]})
+
+
+def test_targets_of_two_states_are_not_committed(tmp_path: Path, capsys: Capture) -> None:
+    c = make(tmp_path)
+    assert transform(capsys, c, "--rank", "0")[0] == 0
+    saved_again(c)
+    code, said = transform(capsys, c, "--rank", "1", "--resume")
+    assert code == 3 and "other targets were made from what was saved after target rank 0 was made" in said
+    assert "expected: rank_0/checkpoint_0.ckpt of " in said and "--overwrite" in said
+    said = command_line(capsys, "commit", str(c.dst)).err
+    assert "saved after target rank 0" in said and not (c.dst / "reshard.json").exists()
+    assert transform(capsys, c, "--overwrite")[0] == 0 and (c.dst / "reshard.json").exists()
+
+
+def test_what_is_saved_when_all_targets_are_made_is_no_concern(tmp_path: Path, capsys: Capture) -> None:
+    c = make(tmp_path)
+    for rank in ("0", "1"):
+        assert transform(capsys, c, "--rank", rank)[0] == 0
+    (c.dst / "reshard.json").unlink()
+    saved_again(c)
+    assert command_line(capsys, "commit", str(c.dst)).code == 0

@@ -24,10 +24,12 @@ from processes import clean_environment, run_command
 import reshard_mpi
 from reshard_mpi import commit as committing
 from reshard_mpi.commit import commit, commit_if_complete
-from reshard_mpi.errors import ReshardError
+from reshard_mpi.errors import ReshardError, TargetError
 from reshard_mpi.journal import Journal, commit_lock
 from reshard_mpi.planning.model import Held
 from reshard_mpi.records import Evidence, RunIdentity, TargetRecord
+from reshard_mpi.report import Outcome
+from reshard_mpi.writing import Writer
 
 Capture = pytest.CaptureFixture[str]
 FOUR = {"w": RawLayout((4,), (0, -1)), "b": RawLayout((2, 2), (1,))}
@@ -488,6 +490,26 @@ def test_of_tasks_that_end_at_one_moment_one_commits(tmp_path: Path, turn: int) 
 
 
 EVENTS = ("open", "os.remove", "os.rename", "os.link", "os.mkdir", "fcntl.flock")
+
+
+def test_a_run_that_has_failed_at_what_another_has_made(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever comes last commits, whatever it has made itself: the other could not, since targets were missing."""
+    c = make(tmp_path)
+    write_target = Writer._write_target
+
+    def write(self: Writer, rank: int) -> Outcome:
+        if rank == 0:
+            run_command([*COMMAND, *c.arguments("transform", "--rank", "0")], check=True)
+            assert not (c.dst / "reshard.json").exists()
+            raise TargetError("target rank 0 is being written by another process")
+        return write_target(self, rank)
+
+    monkeypatch.setattr(Writer, "_write_target", write)
+    said = command_line(capsys, *c.arguments())
+    assert said.code == 4 and "target rank 0 is being written" in said.err
+    assert json.loads((c.dst / "reshard.json").read_text())["target_ranks"] == 2
 
 
 def test_a_kill_at_any_instant(tmp_path: Path, capsys: Capture) -> None:

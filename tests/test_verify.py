@@ -23,7 +23,7 @@ from test_runtime import doing, four_targets
 
 import reshard_mpi
 from reshard_mpi import formats, verifying
-from reshard_mpi.errors import DamageError, ShardError, SourceError
+from reshard_mpi.errors import DamageError, ShardError, SourceError, UsageError
 
 Capture = pytest.CaptureFixture[str]
 KINDS = ("ckpt", "hdf5")
@@ -625,6 +625,8 @@ def test_functions(tmp_path: Path) -> None:
     strategies = (c.src_strategy, c.dst_strategy)
     with pytest.raises(SourceError):
         reshard_mpi.verify(c.src, c.dst, *strategies)
+    with pytest.raises(UsageError, match="process_num"):
+        reshard_mpi.verify(c.src, process_num=0)
     reshard_mpi.transform_checkpoints(c.src, c.dst, "p", *strategies, verify=True, crc=True)
     reshard_mpi.verify(c.src, c.dst, *strategies)
     reshard_mpi.verify(c.dst)
