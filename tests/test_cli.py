@@ -15,6 +15,7 @@ from checkpoints import ENDINGS, as_read, expected_rank, read_shard, write_strat
 from conversions import COMMAND, DST_LAYOUTS, TENSORS, Conversion, command_line, listing, make, shards
 from oracle import RawLayout
 from processes import run_command
+from test_runtime import refusing
 
 import reshard_mpi
 
@@ -443,9 +444,8 @@ def test_a_transform_that_nobody_listens_to(conversion: Conversion, jobs: str, t
     assert_right(conversion)
 
 
-def test_failures_that_nobody_listens_to(conversion: Conversion) -> None:
-    conversion.dst.mkdir()
-    (conversion.dst / "rank_1").write_text("in the way")
+def test_failures_that_nobody_listens_to(conversion: Conversion, tmp_path: Path) -> None:
+    env = refusing(tmp_path)
     for jobs in ("1", "2"):
         command = " ".join([*COMMAND, *conversion.arguments("transform", "--resume", "--jobs", jobs)])
-        assert run_command(["bash", "-c", f"set -o pipefail; {command} 2>&1 | true"]).returncode == 4
+        assert run_command(["bash", "-c", f"set -o pipefail; {command} 2>&1 | true"], env=env).returncode == 4

@@ -7,7 +7,7 @@ from launch import mpirun_command
 from processes import run_command
 
 RANKS = Path(__file__).parent / "ranks"
-PYTEST = [sys.executable, "-m", "mpi4py", "-m", "pytest", "--with-mpi", "--color=no", "-pno:cacheprovider"]
+PYTEST = [sys.executable, "-m", "mpi4py", "-m", "pytest", "--with-mpi", "-n0", "--color=no", "-pno:cacheprovider"]
 
 
 def test_tests_inside_ranks_pass(mpi):

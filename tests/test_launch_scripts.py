@@ -12,6 +12,7 @@ import pytest
 from conversions import Conversion, make, shards
 from launch import MPI
 from processes import Finished, run_command
+from test_runtime import refusing
 
 LAUNCH = Path(__file__).parents[1] / "launch"
 SCRIPTS = sorted([*LAUNCH.glob("*.sh"), *LAUNCH.glob("*.sbatch")])
@@ -202,14 +203,11 @@ def test_mpirun(reference: Conversion, tmp_path: Path, mpi: MPI) -> None:
 
 def test_mpirun_that_fails(reference: Conversion, tmp_path: Path, mpi: MPI) -> None:
     c = reference.but(dst=tmp_path / "dst")
-    (c.dst / "rank_1").parent.mkdir()
-    (c.dst / "rank_1").write_text("in the way")
     env = mpirun_of(mpi, tmp_path / "bin")
-    finished = launch("mpirun.sh", "2", *operands(c), env=env, cwd=tmp_path)
+    finished = launch("mpirun.sh", "2", *operands(c), env={**env, **refusing(tmp_path)}, cwd=tmp_path)
     assert finished.returncode == 4, finished
     assert f"mpirun.sh: exit code 4; what every rank said is under {tmp_path}/log_output/" in finished.stderr
     assert "1 of 2 targets failed" in finished.stdout and "1 of 2 targets failed" in said_by_rank(tmp_path)["rank.0"]
-    (c.dst / "rank_1").unlink()
     finished = launch("mpirun.sh", "2", *operands(c), env=env, cwd=tmp_path)
     assert finished.returncode == 0 and "1 was complete" in finished.stdout, finished
     assert shards(c.dst) == shards(reference.dst)

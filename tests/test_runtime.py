@@ -44,6 +44,19 @@ writing._fill = stand_in
 """
 
 
+NO_ROOM_FOR_RANK_3 = """
+from reshard_mpi.formats import ckpt
+
+reserve = ckpt.reserve
+
+def refuse(path, spec):
+    if "/rank_3/" in path:
+        raise OSError(28, "No space left on device", path)
+    return reserve(path, spec)
+ckpt.reserve = refuse
+"""
+
+
 def four_targets(folder: Path, kind: str = "ckpt") -> Conversion:
     c = make(folder, kind)
     target = side(4, TARGETS)
@@ -82,6 +95,11 @@ def doing(folder: Path, do: str, when: str = "plan.target_rank == 1") -> dict[st
     (folder / "stand_in" / "sitecustomize.py").write_text(STAND_IN.format(do=do, when=when))
     path = os.pathsep.join([str(folder / "stand_in"), os.environ.get("PYTHONPATH", "")]).rstrip(":")
     return {"PYTHONPATH": path, **ONE_THREAD}
+
+
+def refusing(folder: Path) -> dict[str, str]:
+    """Return the environment in which the file system refuses to hold target 1."""
+    return doing(folder, "raise OSError(28, 'No space left on device', str(manifest.path))")
 
 
 def place(process: int) -> str:
@@ -162,16 +180,13 @@ def assert_others_complete(c: Conversion, finished: Finished) -> None:
 @pytest.mark.parametrize("jobs", ["1", "2"])
 def test_a_target_that_cannot_be_written(tmp_path: Path, capsys: Capture, jobs: str) -> None:
     c = four_targets(tmp_path)
-    c.dst.mkdir()
-    (c.dst / "rank_1").write_text("in the way")
-    finished = run(c, "--jobs", jobs, "--report", str(tmp_path / "report.json"))
+    finished = run(c, "--jobs", jobs, "--report", str(tmp_path / "report.json"), env=refusing(tmp_path))
     assert_others_complete(c, finished)
     assert f"{c.dst}/rank_1" in finished.stderr
     (failure,) = json.loads((tmp_path / "report.json").read_text())["failures"]
     assert (failure["rank"], failure["kind"], failure["host"]) == (1, "ReshardError", os.uname().nodename)
     assert failure["process"] == {"1": 0, "2": 1}[jobs]
     assert f"target rank 1{place(1) if jobs == '2' else ''}: the file system refused" in finished.stderr
-    (c.dst / "rank_1").unlink()
     assert_right(c, (0, 2, 3))
     said = resume(c, capsys)
     assert "wrote 1 shard," in said and "3 were complete" in said
@@ -180,10 +195,7 @@ def test_a_target_that_cannot_be_written(tmp_path: Path, capsys: Capture, jobs: 
 
 def test_a_target_that_cannot_be_written_under_mpirun(tmp_path: Path, capsys: Capture, mpi: MPI) -> None:
     c = four_targets(tmp_path)
-    c.dst.mkdir()
-    (c.dst / "rank_1").write_text("in the way")
-    assert_others_complete(c, run_mpi(mpi, 3, c))
-    (c.dst / "rank_1").unlink()
+    assert_others_complete(c, run_mpi(mpi, 3, c, env=refusing(tmp_path)))
     resume(c, capsys)
     assert_right(c)
 
@@ -272,11 +284,11 @@ def test_one_that_leads_is_killed(tmp_path: Path, capsys: Capture) -> None:
 
 def test_a_target_that_cannot_be_reserved(tmp_path: Path, capsys: Capture) -> None:
     c = four_targets(tmp_path)
-    (c.dst / "rank_3").parent.mkdir(parents=True)
-    (c.dst / "rank_3").write_text("in the way")
-    finished = run(c, "--jobs", "3", env=doing(tmp_path, "pass"))
+    env = doing(tmp_path, "pass")
+    with (tmp_path / "stand_in" / "sitecustomize.py").open("a") as stream:
+        stream.write(NO_ROOM_FOR_RANK_3)
+    finished = run(c, "--jobs", "3", env=env)
     assert finished.returncode == 4 and "failed: 3; complete: 3" in finished.stderr, finished
-    (c.dst / "rank_3").unlink()
     resume(c, capsys)
     assert_right(c)
 

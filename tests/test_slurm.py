@@ -14,7 +14,7 @@ from oracle import RawLayout
 from processes import run_command
 from slurm import Cluster, Task
 from test_launch_scripts import LAUNCH, operands
-from test_runtime import doing
+from test_runtime import doing, refusing
 
 ARRAY = LAUNCH / "slurm_array.sbatch"
 RANKS = LAUNCH / "slurm_mpi.sbatch"
@@ -116,10 +116,8 @@ def test_a_target_that_nobody_makes(slurm: Cluster, c: Conversion) -> None:
     assert not (c.dst / "reshard.json").exists()
 
 
-def test_a_task_that_fails_is_not_followed_by_the_last(slurm: Cluster, c: Conversion) -> None:
-    (c.dst / "rank_1").parent.mkdir()
-    (c.dst / "rank_1").write_text("in the way")
-    job = slurm.submit(ARRAY, "8", *operands(c), options=["--array=0-1"])
+def test_a_task_that_fails_is_not_followed_by_the_last(slurm: Cluster, c: Conversion, tmp_path: Path) -> None:
+    job = slurm.submit(ARRAY, "8", *operands(c), options=["--array=0-1"], env=refusing(tmp_path))
     last = commit_after(slurm, job, c)
     assert slurm.wait(last)[0].state == "CANCELLED", slurm.account(last)
     assert slurm.output(last) == "" and slurm.wait(job)[1] == Task("FAILED", 4, 0), slurm.account(job)
