@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 _EXIT_CODES = """\
 exit codes: 0 done; 1 a bug; 2 wrong usage; 3 bad input, refused before anything was written; 4 some targets failed or
-are missing, and are named (the others are complete); 5 it can never fit the memory that is allowed, refused before
-anything was written; 130 interrupted; 143 terminated"""
+are missing, and are named (the others are complete), or verify has found damage; 5 it can never fit the memory that is
+allowed, refused before anything was written; 130 interrupted; 143 terminated"""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -72,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
     )
     verify.add_argument("source", metavar="SRC", help="a checkpoint")
     verify.add_argument("target", metavar="DST", nargs="?", help="what transform has made of it")
-    _add_strategies(verify)
+    _add_strategies(verify, "sharded (default: as its shards say, else one full checkpoint)")
     verify.add_argument("--select", metavar="GLOB", help="take only files of SRC whose names match")
     _add_memory(verify)
     verify.add_argument("--jobs", type=_positive, metavar="N", help=_JOBS_HELP)
@@ -144,9 +144,9 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-active", type=_positive, metavar="N", help="how many may work at once on a host")
 
 
-def _add_strategies(parser: argparse.ArgumentParser) -> None:
+def _add_strategies(parser: argparse.ArgumentParser, target: str = "to be (default: one full checkpoint)") -> None:
     parser.add_argument("--src-strategy", metavar="F|DIR", help="how SRC is sharded (default: as its shards say)")
-    parser.add_argument("--dst-strategy", metavar="F|DIR", help="how DST is to be (default: one full checkpoint)")
+    parser.add_argument("--dst-strategy", metavar="F|DIR", help=f"how DST is {target}")
     parser.add_argument(
         "--unlisted",
         choices=("follow", "replicate", "drop"),
