@@ -60,7 +60,7 @@ class Evidence(NamedTuple):
     """What one target was made from, to be compared with what other processes made other targets from.
 
     read_ranks: the source ranks its tensors come from. sources: the files of these, as they were when it was planned.
-    The rest is as its plan has it.
+    texts: digest of the strings it holds. The rest is as its plan has it.
     """
 
     read_ranks: tuple[int, ...]
@@ -68,10 +68,11 @@ class Evidence(NamedTuple):
     moments: tuple[Moment, ...]
     beginnings: tuple[Beginning, ...]
     sources: Sources = Sources()
+    texts: str = ""
 
     @classmethod
     def of(cls, plan: RankPlan, sources: Sources) -> Evidence:
-        return cls(plan.read_ranks, plan.held, plan.moments, plan.beginnings, sources)
+        return cls(plan.read_ranks, plan.held, plan.moments, plan.beginnings, sources, digest_of_texts(plan.strings))
 
 
 class TensorSum(NamedTuple):
@@ -138,6 +139,7 @@ class TargetRecord(NamedTuple):
             "beginnings": [beginning._asdict() for beginning in evidence.beginnings],
             "sums": [(*one[:5], f"{one.value:08x}", one.loose) for one in self.sums],
             "sources": evidence.sources.as_json(),
+            "texts": evidence.texts,
         }
         if self.announced is not None:
             facts["announced"] = self.announced
@@ -163,6 +165,7 @@ class TargetRecord(NamedTuple):
                         Beginning(str(one["name"]), str(one["digest"]), int(one["rank"])) for one in facts["beginnings"]
                     ),
                     Sources.of(facts["sources"]),
+                    str(facts["texts"]),
                 ),
                 tuple(map(TensorSum.of, facts["sums"])),
                 None if announced is None else (int(announced[0]), int(announced[1])),
@@ -196,6 +199,11 @@ class CommitRecord(NamedTuple):
         except (LookupError, AttributeError, TypeError, ValueError, OverflowError):
             return None
         return cls(digest, files, sums)
+
+
+def digest_of_texts(strings: Mapping[str, str]) -> str:
+    """Return what tells the strings of a shard from others."""
+    return hashlib.sha256(json.dumps(strings, sort_keys=True).encode()).hexdigest()
 
 
 def run_path(state: Path) -> Path:

@@ -13,7 +13,15 @@ from reshard_mpi.engine.sums import sum_tensors
 from reshard_mpi.errors import DamageError, ReshardError
 from reshard_mpi.manifest import Manifest, Segments, TensorEntry, TensorSpec
 from reshard_mpi.planning.model import Limits
-from reshard_mpi.records import COMMIT_RECORD, STATE, CommitRecord, TargetRecord, TensorSum, record_path
+from reshard_mpi.records import (
+    COMMIT_RECORD,
+    STATE,
+    CommitRecord,
+    TargetRecord,
+    TensorSum,
+    digest_of_texts,
+    record_path,
+)
 from reshard_mpi.report import Checked
 from reshard_mpi.strategy import table
 from reshard_mpi.sums import sums_of_wholes
@@ -129,6 +137,8 @@ def _against_record(shard: Manifest, record: TargetRecord, recorded: Mapping[str
     if size_bytes != record.size_bytes:
         expected, got = f"{record.size_bytes} bytes, as it was written", f"{size_bytes}"
         yield DamageError("a shard has another size", expected=expected, got=got, where=shard.path)
+    if digest_of_texts(shard.strings) != record.evidence.texts:
+        yield DamageError("the texts of a shard are not what was written", where=shard.path, remedy="restore the file")
     for name in dict.fromkeys((*recorded, *shard.tensors)) if recorded else ():
         one, entry = recorded.get(name), shard.tensors.get(name)
         if one is None or entry is None or not _fits(one, entry):

@@ -353,6 +353,8 @@ def test_pair_with_texts(tmp_path: Path, capsys: Capture, kind: str) -> None:
     said = verify(capsys, c)
     assert said.code == 4 and "rank 1: 'note' is not the text that the source holds" in said.err
     assert "expected: 'kept'" in said.err and "got: 'lept'" in said.err
+    said = verify(capsys, c, target=False)
+    assert said.code == 4 and "rank 1: the texts of a shard are not what was written" in said.err
 
 
 def test_pair_whose_source_does_not_fit_its_checksum(tmp_path: Path, capsys: Capture) -> None:

@@ -18,7 +18,7 @@ from reshard_mpi.box import Box
 from reshard_mpi.errors import ReshardError
 from reshard_mpi.formats.hdf5 import checksums, direct
 from reshard_mpi.manifest import Decoded, Manifest
-from reshard_mpi.records import RunIdentity, TargetRecord, record_path, run_path
+from reshard_mpi.records import COMMIT_RECORD, CommitRecord, RunIdentity, TargetRecord, record_path, run_path
 from reshard_mpi.strategy import table
 
 CORPUS = Path(__file__).parent / "corpus"
@@ -64,12 +64,14 @@ def placement_table(data: bytes) -> None:
 def records(data: bytes) -> None:
     """Read the records that a run keeps in its target folder."""
     with tempfile.TemporaryDirectory() as folder:
-        for path in (run_path(Path(folder)), record_path(Path(folder), 0)):
+        for path in (run_path(Path(folder)), record_path(Path(folder), 0), Path(folder, COMMIT_RECORD)):
             path.write_bytes(data)
         with suppress(ReshardError):
             RunIdentity.recorded(Path(folder))
         with suppress(ReshardError):
             TargetRecord.read(Path(folder), 0)
+        with suppress(ReshardError):
+            CommitRecord.read(Path(folder))
 
 
 # A parser's corpus is the folder of its name, without `_unchecked`.

@@ -22,7 +22,8 @@ from reshard_mpi.dtypes import BY_NAME
 from reshard_mpi.formats import ckpt, hdf5
 from reshard_mpi.manifest import ShardIdentity
 from reshard_mpi.planning.model import Beginning, Held, Moment
-from reshard_mpi.records import Evidence, RunIdentity, TargetRecord
+from reshard_mpi.provenance import SourceFile, Sources
+from reshard_mpi.records import Evidence, RunIdentity, TargetRecord, TensorSum, digest_of_texts
 from reshard_mpi.strategy import mindspore, spec, stages, table
 from reshard_mpi.strategy.mindspore import RawLayout, StageFile, StrategyItem
 from reshard_mpi.testing import samples
@@ -137,10 +138,15 @@ def records(path: Path) -> Iterator[None]:
     identity = RunIdentity({"target_ranks": 1, "to": "ckpt", "source": "src", "prefix": "checkpoint_"})
     path.write_text(identity.as_text())
     yield
-    evidence = Evidence((0, 2), Held(0, "0" * 8, 0), (Moment("step", "3", "p"),), (Beginning("lr", "00", 1),))
-    path.write_text(TargetRecord(identity.digest, 0, "rank_0/checkpoint_0.ckpt", 77, evidence).as_text())
+    sources = Sources("/src", (SourceFile("rank_0/a.ckpt", 99, 1),))
+    moments, beginnings = (Moment("step", "3", "p"),), (Beginning("lr", "00", 1),)
+    evidence = Evidence((0, 2), Held(0, "0" * 8, 0), moments, beginnings, sources, digest_of_texts({}))
+    sums = (TensorSum("w", "float32", (4, 2), (2, 0), (2, 2), 1, loose=False),)
+    record = TargetRecord(identity.digest, 0, "rank_0/checkpoint_0.ckpt", 77, evidence, sums, (5, 6))
+    path.write_text(record.as_text())
     yield
-    path.write_text(json.dumps({"format": "reshard_mpi commit", "version": 1, "targets": [{"rank": 0}]}))
+    target = {"rank": 0, "file": record.file, "size_bytes": 77, "read_ranks": [0]}
+    path.write_text(json.dumps({"digest": identity.digest, "sums": {"w": "00000001"}, "targets": [target]}))
     yield
 
 
