@@ -262,9 +262,15 @@ def of_four_alike(folder: Path) -> Conversion:
     )
     write_shards(source, TENSORS, c.src, c.kind)
     for rank in range(4):
-        data = c.shard(rank).read_bytes()
-        c.shard(rank).write_bytes(data + b"crc_num" + zlib.crc32(data).to_bytes(10, "big"))
+        with_checksum(c.shard(rank))
     return c
+
+
+def with_checksum(path: Path) -> None:
+    """Put behind a checkpoint what MindSpore does."""
+    data = path.read_bytes()
+    path.unlink()
+    path.write_bytes(data + b"crc_num" + zlib.crc32(data).to_bytes(10, "big"))
 
 
 def assert_replaced(c: Conversion, runs: Sequence[list[str]], capsys: Capture) -> None:
@@ -544,6 +550,7 @@ SPOILS: dict[str, tuple[Callable[[Conversion], object], str]] = {
     "a shard is gone": (lambda c: c.written(1).unlink(), "a shard is missing"),
     "two shards swapped": (swap, "rank 1: 'w' is damaged"),
     "another shape of as many bytes": (reshape, "rank 1: 'w' is not what was written"),
+    "something behind it": (lambda c: with_checksum(c.written(1)), "rank 1: a shard has another size"),
     "record cut short": (lambda c: os.truncate(record(c), 99), "rank 1: the record of a shard is damaged"),
     "record is a pipe": (lambda c: pipe(record(c)), "rank 1: the record of a shard is damaged"),
     "no such type": (lambda c: with_sum(c, 1, "float3"), "the record of a shard is damaged"),
