@@ -36,13 +36,31 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if "slurm" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("slurm"))  # there is one cluster at a time
+    items[:] = [item for item in items if not _is_said_by_others(item)]
+    items.sort(
+        key=lambda item: not _needs_cluster(item)
+    )  # which waits most of the time, so others are to run beside it
+    for item in filter(_needs_cluster, items):
+        item.add_marker(pytest.mark.xdist_group("slurm"))  # there is one cluster at a time
     if importlib.util.find_spec("mindspore") is None:
         for item in items:
             if item.get_closest_marker("mindspore"):
                 item.add_marker(pytest.mark.skip(reason="MindSpore is not installed"))
+
+
+def _needs_cluster(item: pytest.Item) -> bool:
+    return "slurm" in getattr(item, "fixturenames", ())
+
+
+def _is_said_by_others(item: pytest.Item) -> bool:
+    """Tell whether a test of one format under one MPI adds nothing to those of either: they know nothing of each other.
+
+    So each format is tried under one MPI, and each MPI with one format.
+    """
+    callspec = getattr(item, "callspec", None)
+    drawn = {} if callspec is None else callspec.params
+    kind = next((drawn[name] for name in ("kind", "reference", "c", "whole") if name in drawn), None)
+    return (kind, drawn.get("mpi")) in (("ckpt", "openmpi"), ("hdf5", "mpich"))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -458,6 +458,7 @@ def test_alone(tmp_path: Path, capsys: Capture) -> None:
     flip(copied / "rank_1" / "shard.h5", "b")
     said = command_line(capsys, *alone)
     assert said.code == 4 and "rank 1: 'b' is damaged" in said.err and "shard.h5, bytes " in said.err
+    assert said.err.count("damage: ") == 1  # and not that it differs from its copies as well
 
 
 def test_alone_ckpt_by_its_record(tmp_path: Path, capsys: Capture) -> None:
@@ -481,6 +482,7 @@ def test_alone_a_shard_of_other_tensors(tmp_path: Path, capsys: Capture, changes
     write_shard({name: array for name, array in arrays.items() if array is not None}, c.written(1))
     said = verify(capsys, c, target=False)
     assert said.code == 4 and said.err.count("is not what was written") == 1 and f"rank 1: {says}" in said.err
+    assert said.err.count("damage: ") == 2 and "another size" in said.err
 
 
 def test_alone_without_sums(c: Conversion, capsys: Capture) -> None:
