@@ -35,11 +35,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if collection_path == RANKS_FOLDER and not config.getoption("--with-mpi") else None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    config.hook.pytest_deselected(items=[item for item in items if _is_said_by_others(item)])
     items[:] = [item for item in items if not _is_said_by_others(item)]
-    items.sort(
-        key=lambda item: not _needs_cluster(item)
-    )  # which waits most of the time, so others are to run beside it
+    items.sort(key=lambda item: not _needs_cluster(item))  # it waits most of the time, and the others run beside it
     for item in filter(_needs_cluster, items):
         item.add_marker(pytest.mark.xdist_group("slurm"))  # there is one cluster at a time
     if importlib.util.find_spec("mindspore") is None:
