@@ -38,17 +38,32 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     config.hook.pytest_deselected(items=[item for item in items if _is_said_by_others(item)])
     items[:] = [item for item in items if not _is_said_by_others(item)]
-    items.sort(key=lambda item: not _needs_cluster(item))  # it waits most of the time, and the others run beside it
-    for item in filter(_needs_cluster, items):
-        item.add_marker(pytest.mark.xdist_group("slurm"))  # there is one cluster at a time
+    # What must not run twice at a time runs in one process; first, so that the others run beside it.
+    items.sort(key=lambda item: _one_at_a_time(item) or "z")
+    for item in items:
+        group = _one_at_a_time(item)
+        if group is not None:
+            item.add_marker(pytest.mark.xdist_group(group))
     if importlib.util.find_spec("mindspore") is None:
         for item in items:
             if item.get_closest_marker("mindspore"):
                 item.add_marker(pytest.mark.skip(reason="MindSpore is not installed"))
 
 
-def _needs_cluster(item: pytest.Item) -> bool:
-    return "slurm" in getattr(item, "fixturenames", ())
+def _one_at_a_time(item: pytest.Item) -> str | None:
+    """Return what the test needs that only one can have: the cluster, or Open MPI, whose launchers share a folder.
+
+    One that ends removes that folder, also while another is just starting in it.
+    """
+    if "slurm" in getattr(item, "fixturenames", ()):
+        return "a cluster"
+    return "openmpi" if _drawn(item).get("mpi") == "openmpi" else None
+
+
+def _drawn(item: pytest.Item) -> dict[str, object]:
+    """Return the parameters of a test by name."""
+    callspec = getattr(item, "callspec", None)
+    return {} if callspec is None else dict(callspec.params)
 
 
 def _is_said_by_others(item: pytest.Item) -> bool:
@@ -56,8 +71,7 @@ def _is_said_by_others(item: pytest.Item) -> bool:
 
     So each format is tried under one MPI, and each MPI with one format.
     """
-    callspec = getattr(item, "callspec", None)
-    drawn = {} if callspec is None else callspec.params
+    drawn = _drawn(item)
     kind = next((drawn[name] for name in ("kind", "reference", "c", "whole") if name in drawn), None)
     return (kind, drawn.get("mpi")) in (("ckpt", "openmpi"), ("hdf5", "mpich"))
 
