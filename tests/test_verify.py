@@ -22,8 +22,9 @@ from processes import run_command
 from test_runtime import doing, four_targets
 
 import reshard_mpi
-from reshard_mpi import formats, verifying
+from reshard_mpi import formats, verification, verifying
 from reshard_mpi.errors import DamageError, ShardError, SourceError, UsageError
+from reshard_mpi.formats.ckpt import sealing
 
 Capture = pytest.CaptureFixture[str]
 KINDS = ("ckpt", "hdf5")
@@ -316,6 +317,34 @@ def test_sources_none_of_which_fits_its_checksum(tmp_path: Path, capsys: Capture
         said = command_line(capsys, *c.arguments(command, "--verify"))
         assert said.code == 3 and "does not fit its own checksum" in said.err and str(c.shard(0)) in said.err
     assert not c.dst.exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "option", "says"),
+    [("ckpt", "--crc", "crc False (now True)"), ("hdf5", "--verify", "sums_in_shards False")],
+)
+def test_what_changes_the_bytes_makes_another_run(
+    tmp_path: Path, capsys: Capture, kind: str, option: str, says: str
+) -> None:
+    c = make(tmp_path, kind)
+    assert command_line(capsys, *c.arguments("transform", "--rank", "0")).code == 0
+    said = command_line(capsys, *c.arguments("transform", "--resume", option))
+    assert said.code == 3 and "holds another run" in said.err and says in said.err
+
+
+def test_a_file_that_shrinks_while_its_checksum_is_made(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    path.write_bytes(bytes(10))
+    with path.open("rb") as stream, pytest.raises(ShardError, match="became shorter"):
+        sealing._sum(stream.fileno(), str(path), 11)
+
+
+def test_targets_are_read_back_from_the_disk(c: Conversion, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as that can be had: what the memory has of them is given up before."""
+    forgotten: list[str] = []
+    monkeypatch.setattr(verification, "forget_cached", forgotten.append)
+    assert command_line(capsys, *c.arguments("transform", "--verify")).code == 0
+    assert {Path(path).parent.name for path in forgotten} == {f"rank_{rank}" for rank in range(4)}
 
 
 def test_crc_is_for_ckpt(tmp_path: Path, capsys: Capture) -> None:
