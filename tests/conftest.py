@@ -35,9 +35,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if collection_path == RANKS_FOLDER and not config.getoption("--with-mpi") else None
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    config.hook.pytest_deselected(items=[item for item in items if _is_said_by_others(item)])
-    items[:] = [item for item in items if not _is_said_by_others(item)]
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # What must not run twice at a time runs in one process; first, so that the others run beside it.
     items.sort(key=lambda item: _one_at_a_time(item) or "z")
     for item in items:
@@ -57,23 +55,8 @@ def _one_at_a_time(item: pytest.Item) -> str | None:
     """
     if "slurm" in getattr(item, "fixturenames", ()):
         return "a cluster"
-    return "openmpi" if _drawn(item).get("mpi") == "openmpi" else None
-
-
-def _drawn(item: pytest.Item) -> dict[str, object]:
-    """Return the parameters of a test by name."""
     callspec = getattr(item, "callspec", None)
-    return {} if callspec is None else dict(callspec.params)
-
-
-def _is_said_by_others(item: pytest.Item) -> bool:
-    """Tell whether a test of one format under one MPI adds nothing to those of either: they know nothing of each other.
-
-    So each format is tried under one MPI, and each MPI with one format.
-    """
-    drawn = _drawn(item)
-    kind = next((drawn[name] for name in ("kind", "reference", "c", "whole") if name in drawn), None)
-    return (kind, drawn.get("mpi")) in (("ckpt", "openmpi"), ("hdf5", "mpich"))
+    return "openmpi" if callspec is not None and callspec.params.get("mpi") == "openmpi" else None
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -17,9 +17,9 @@ from reshard_mpi.errors import LayoutError
 KINDS = st.sampled_from(["ckpt", "hdf5"])
 
 
-# The first example hypothesis draws is the simplest one; the other of each pair is a random one.
+# The first example hypothesis draws is the simplest one; the other two of each pair make up 512 random ones.
 @pytest.mark.parametrize("world_sizes", WORLD_SIZES, ids=lambda sizes: f"{sizes[0]}-to-{sizes[1]}")
-@settings(max_examples=2)
+@settings(max_examples=3)
 @given(data=st.data(), kinds=st.tuples(KINDS, KINDS), pieces=st.sampled_from([1, 3]), json=st.booleans())
 def test_agrees_with_oracle_and_comes_back(
     world_sizes: tuple[int, int], data: st.DataObject, kinds: tuple[str, str], pieces: int, json: bool
@@ -51,14 +51,14 @@ def test_agrees_with_oracle_and_comes_back(
 
 
 @settings(max_examples=200)
-@given(data=st.data(), case=cases(unlisted=False, empty=False), kind=KINDS)
-def test_listed_ranks_are_the_ranks_read(data: st.DataObject, case: Case, kind: str) -> None:
+@given(case=cases(unlisted=False, empty=False), kind=KINDS)
+def test_listed_ranks_are_the_ranks_read(case: Case, kind: str) -> None:
     with tempfile.TemporaryDirectory(dir=_fast_folder()) as name:
         base = Path(name)
         src = write_strategy(case.src, base / "src_strategy")
         dst = write_strategy(case.dst, base / "dst_strategy")
         write_shards(case.src, case.tensors, base / "src", kind)
-        for rank in data.draw(st.sets(st.sampled_from(range(case.dst.world_size)), min_size=1, max_size=3)):
+        for rank in range(case.dst.world_size):
             listed = reshard_mpi.rank_list_for_transform(rank, src, dst)
             planned = reshard_mpi.plan(base / "src", src, dst, ranks=[rank]).targets[0]
             assert set(listed) == set(planned.read_ranks)
