@@ -54,14 +54,17 @@ def alignments(source: Placement, target: Placement) -> tuple[tuple[Placement, P
     Raises LayoutError if there is none.
     """
     if source.expanded_shape and target.expanded_shape:
-        if source.expanded_shape == target.expanded_shape:
-            return ((source, target),)
         factors = [_without_zeros(one) for one in (source.expanded_shape, target.expanded_shape)]
         shape = _common_factors(*factors)
-        joined = [_ways(one, len(shape), _products_are(own, shape)) for one, own in zip((source, target), factors)]
+        if source.expanded_shape == target.expanded_shape:
+            shape, joined = factors[0], [[source], [target]]
+        else:
+            joined = [_ways(one, len(shape), _products_are(own, shape)) for one, own in zip((source, target), factors)]
+        pairs = ((one, other) for one in joined[0] for other in joined[1])
+        found = tuple(dict.fromkeys(both for pair in pairs for both in _with_joined_starts(*pair, shape)))
     else:
         joined = [_of_dims(source, target), _of_dims(target, source)]
-    found = tuple((one, other) for one in joined[0] for other in joined[1])
+        found = tuple((one, other) for one in joined[0] for other in joined[1])
     if not found:
         raise LayoutError(
             "source and target place a parameter with different dimensions",
@@ -73,11 +76,38 @@ def alignments(source: Placement, target: Placement) -> tuple[tuple[Placement, P
 
 
 def _of_dims(placement: Placement, other: Placement) -> list[Placement]:
-    if placement.expanded_shape is None or not other.split or other.open_ended:
+    if placement.expanded_shape is None:
         return [placement]
+    if not other.split or other.open_ended:
+        pairs = _with_joined_starts(placement, other, _without_zeros(placement.expanded_shape))
+        return list(dict.fromkeys(one for one, _ in pairs))
     if len(placement.split) == len(other.split):
         return [placement]
     return _ways(placement, len(other.split), lambda grouping: True)
+
+
+def _with_joined_starts(one: Placement, other: Placement, shape: Shape) -> Iterator[tuple[Placement, Placement]]:
+    """Yield both placements as they are and, if the optimizer cuts either, with their first dimensions joined.
+
+    It cuts the tensor's dimension 0, of which the first dimension of `shape`, the factors that both are in, may be but
+    a factor. Only placements in these factors are joined; another has the dimensions of the tensor.
+    """
+    yield one, other
+    if one.optimizer == other.optimizer == 1:
+        return
+    sides = (one, other)
+    in_factors = [len(side.split) == len(shape) and not side.open_ended for side in sides]
+    for count in range(2, len(shape) + 1):
+        last = count - 2
+        if any(fits and side.slices(last) != shape[last] for side, fits in zip(sides, in_factors)):
+            return
+        first, second = (_start_joined(side, count) if fits else side for side, fits in zip(sides, in_factors))
+        yield first, second
+
+
+def _start_joined(placement: Placement, count: int) -> Placement:
+    start = tuple(axis for axes in placement.split[:count] for axis in axes)
+    return replace(placement, split=(start, *placement.split[count:]), expanded_shape=None)
 
 
 def _only_way(placement: Placement, factors: Shape, shape: Shape) -> Placement:

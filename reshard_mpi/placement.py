@@ -244,6 +244,14 @@ def unsharded(origin: str = "") -> Strategy:
     return Strategy(1, 1, {}, (("*", replicated(1)),), origin)
 
 
+def named_after(name: str) -> Iterator[str]:
+    """Yield what `name` may be named after (`adam.moment1.w` -> `moment1.w`, `w`), the longest first."""
+    at = name.find(".")
+    while at >= 0:
+        yield name[at + 1 :]
+        at = name.find(".", at + 1)
+
+
 def unravel(number: int, lengths: tuple[int, ...]) -> tuple[int, ...]:
     """Return the row-major coordinates of element `number` in an array of shape `lengths`."""
     coordinates = []

@@ -10,7 +10,7 @@ import pytest
 from cases import Case, cases
 from hypothesis import assume, given
 from in_memory import placement_of
-from oracle import RawLayout, rank_holds, slice_for_rank
+from oracle import RawLayout, optimizer_step, rank_holds, slice_for_rank
 
 from reshard_mpi.errors import LayoutError
 from reshard_mpi.layout import Layout, stand_in_shape, whole_shape
@@ -31,8 +31,8 @@ def expanded(raw: RawLayout, shape: tuple[int, ...]) -> Placement:
         lengths = [raw.dev_matrix[-1 - axis] for axis in axes[:-1]]
         factors += [*lengths, length // math.prod(lengths)]
         flat += [(axis,) for axis in axes]
-    size = raw.opt_size
-    return to_placement(mindspore.RawLayout(raw.dev_matrix, tuple(flat), size, tensor_shape=tuple(factors)), "")
+    size, step = raw.opt_size, optimizer_step(raw)
+    return to_placement(mindspore.RawLayout(raw.dev_matrix, tuple(flat), size, step, tensor_shape=tuple(factors)), "")
 
 
 def nested_in(case: Case) -> list[tuple[RawLayout, tuple[int, ...], int]]:
@@ -124,6 +124,32 @@ def test_factors_on_both_sides_let_the_same_parts_meet(case: Case) -> None:
                 assert needed <= set().union(*ways)
                 if len(ways) == 1:
                     assert [needed] == ways
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (RawLayout((2, 4, 2), ((2, 1),), 2), RawLayout((2, 3, 2), ((2, 1),), 2)),
+        (RawLayout((2, 4, 2), ((2, 1),), 2), RawLayout((2, 3), ((1, 0),))),
+        (RawLayout((2, 4, 2), ((2, 1),), 2), RawLayout((4, 3, 2), ((2, 1),), 2)),
+        (RawLayout((2, 4, 2), ((2, 1),), 2), RawLayout((4,), (-1,), 4)),
+        (RawLayout((2, 4, 2), ((2, 1),), 2), RawLayout((4,), (), 4)),
+    ],
+    ids=["both cut", "source cut", "other factors", "another number of factors", "no dimensions"],
+)
+def test_what_the_optimizer_cuts_is_needed_where_the_shape_is_not_known(source: RawLayout, target: RawLayout) -> None:
+    """It cuts the tensor's dimension 0, not its first factor, whether or not a way tells that they are one."""
+    whole = 48
+    for rank in range(target.stage_size):
+        plain = placement_of(source), placement_of(target)
+        needed = needed_pieces(*plain, (whole,), rank)
+        sides = [expanded(raw, (whole,)) if raw.is_nested else placement_of(raw) for raw in (source, target)]
+        met: set[int] = set()
+        for one, other in alignments(*sides):
+            shape = stand_in_shape(one, other)
+            pieces = Layout(one, shape).pieces_meeting(Layout(other, shape).box(rank))
+            met.update(min(one.holders(piece)) for piece, _ in pieces)
+        assert needed <= met
 
 
 # Single cases. Mesh (2, 3, 4), a tensor of 2 dimensions.

@@ -17,7 +17,7 @@ from reshard_mpi.box import Box
 from reshard_mpi.errors import CoverageError, DisagreementError, LayoutError, ReshardError, StrategyError
 from reshard_mpi.layout import Layout
 from reshard_mpi.manifest import Manifest, TensorEntry
-from reshard_mpi.placement import Placement, Strategy
+from reshard_mpi.placement import Placement, Strategy, named_after
 from reshard_mpi.planning.copies import Alike, dealt
 from reshard_mpi.planning.disputes import Claim, Dispute
 from reshard_mpi.planning.losses import Lost
@@ -26,7 +26,6 @@ from reshard_mpi.planning.parameters import (
     Unlisted,
     find_or_follow,
     is_partial_sum,
-    named_after,
     require_common_parameters,
 )
 from reshard_mpi.planning.ranks import needed_ranks

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Mapping
 
 from reshard_mpi.errors import CoverageError
 from reshard_mpi.manifest import Manifest
-from reshard_mpi.placement import Placement, Strategy
+from reshard_mpi.placement import Placement, Strategy, named_after
 from reshard_mpi.planning.losses import Lost
-from reshard_mpi.planning.parameters import named_after
 from reshard_mpi.planning.tensors import Part, SourceTensor
 
 # Of shards that cannot be used, so many are described in one message.

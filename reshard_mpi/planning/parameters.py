@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from enum import StrEnum
 
 from reshard_mpi.errors import StrategyError
-from reshard_mpi.placement import Placement, Strategy
+from reshard_mpi.placement import Placement, Strategy, named_after
 
 # Gradients in mid-accumulation: every data-parallel rank holds its own partial sum, so copies of them may differ.
 _PARTIAL_SUMS = ("accu_grads", "grad_sum")
@@ -18,14 +18,6 @@ class Unlisted(StrEnum):
     FOLLOW = "follow"
     REPLICATE = "replicate"
     DROP = "drop"
-
-
-def named_after(name: str) -> Iterator[str]:
-    """Yield what `name` may be named after (`adam.moment1.w` -> `moment1.w`, `w`), the longest first."""
-    at = name.find(".")
-    while at >= 0:
-        yield name[at + 1 :]
-        at = name.find(".", at + 1)
 
 
 def find_or_follow(strategy: Strategy, name: str, fits: Callable[[str], bool]) -> tuple[Placement, ...]:

@@ -9,18 +9,13 @@ from reshard_mpi.box import Box
 from reshard_mpi.errors import CoverageError, LayoutError, StrategyError
 from reshard_mpi.layout import Layout
 from reshard_mpi.manifest import Manifest, ShardIdentity, TensorSpec
-from reshard_mpi.placement import Piece, Placement, Strategy
+from reshard_mpi.placement import Piece, Placement, Strategy, named_after
 from reshard_mpi.planning.agreement import agreement_checks, common_strings, is_moment
 from reshard_mpi.planning.copies import copies_alike
 from reshard_mpi.planning.holes import hole, require_never_saved, stage_missing
 from reshard_mpi.planning.losses import Lost, named
 from reshard_mpi.planning.model import Copy, RankPlan, TensorPlan
-from reshard_mpi.planning.parameters import (
-    Unlisted,
-    everywhere,
-    find_or_follow,
-    named_after,
-)
+from reshard_mpi.planning.parameters import Unlisted, everywhere, find_or_follow
 from reshard_mpi.planning.ranks import wants
 from reshard_mpi.planning.replicas import Replicas, choose_holders, home_rank
 from reshard_mpi.planning.tensors import Part, SourceTensor, SourceTensors, parts_meeting

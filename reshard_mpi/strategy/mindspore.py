@@ -28,7 +28,8 @@ class RawLayout(NamedTuple):
     """One parameter's layout as the file states it.
 
     tensor_map: for each tensor dimension the mesh axes that cut it, counted from the right, major first; (-1,) where
-    it is not cut. tensor_shape: JSON only, the whole tensor in the dimensions of tensor_map.
+    it is not cut, and a -1 beside axes means nothing. tensor_shape: JSON only, the whole tensor in the dimensions of
+    tensor_map.
     """
 
     dev_matrix: tuple[int, ...]
@@ -201,6 +202,9 @@ def encode_json(file: StageFile) -> bytes:
 
 
 def _json_of(layout: RawLayout, where: str) -> dict[str, Any]:
+    # A -1 beside axes cuts nothing; written out it would be a factor of length 1, which could be any dimension's.
+    cutting = (tuple(axis for axis in axes if axis != -1) for axes in layout.tensor_map)
+    layout = layout._replace(tensor_map=tuple(axes or (-1,) for axes in cutting))
     flat, shape = [axis for axes in layout.tensor_map for axis in axes], layout.tensor_shape
     if layout.is_nested:
         uneven = layout.indices_offset and len(layout.tensor_map[0]) > 1

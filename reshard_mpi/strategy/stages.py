@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from reshard_mpi.errors import LayoutError, StrategyError
-from reshard_mpi.placement import Placement, Shape, Strategy, ravel, unravel
+from reshard_mpi.placement import Placement, Shape, Strategy, named_after, ravel, unravel
 from reshard_mpi.strategy.limits import MAX_AXES, MAX_DIMENSIONS, MAX_EXPANDED_DIMENSIONS, MAX_RANKS, MAX_STAGES
 from reshard_mpi.strategy.mindspore import RawLayout, StageFile, StrategyItem, place
 
@@ -118,7 +118,8 @@ def to_strategy(files: Iterable[StageFile], origin: str) -> Strategy:
     # The stages that hold a parameter, by the placement they share.
     held: dict[str, dict[Placement, list[int]]] = {}
     for stage, file in enumerate(stages):
-        for name, layout in file.layouts.items():
+        for name, stated in file.layouts.items():
+            layout = _with_sizes(name, stated, file.layouts)
             key = _meaning(layout)
             placement = placements.get(key)
             if placement is None:
@@ -140,6 +141,24 @@ def to_strategy(files: Iterable[StageFile], origin: str) -> Strategy:
     return Strategy(stage_size * len(stages), len(stages), parameters, origin=origin)
 
 
+def _with_sizes(name: str, layout: RawLayout, layouts: Layouts) -> RawLayout:
+    """Return the layout of an optimizer's state with the uneven sizes of the parameter that it is named after.
+
+    MindSpore leaves them out of the state's own layout, which is cut over the same mesh axes.
+    """
+    if layout.indices_offset:
+        return layout
+    base = next((layouts[base] for base in named_after(name) if base in layouts), None)
+    if base is None or not base.indices_offset:
+        return layout
+    if (base.dev_matrix, base.tensor_map) != (layout.dev_matrix, layout.tensor_map):
+        return layout
+    shape = layout.tensor_shape
+    if shape is not None and (not shape or shape[0] != sum(base.param_split_shape)):
+        return layout  # of another shape than the parameter
+    return layout._replace(param_split_shape=base.param_split_shape, indices_offset=base.indices_offset)
+
+
 def _meaning(layout: RawLayout) -> tuple[object, ...]:
     """Return what a placement is made of: many tensors of different shapes share one."""
     shape = layout.tensor_shape
@@ -149,6 +168,7 @@ def _meaning(layout: RawLayout) -> tuple[object, ...]:
         layout.dev_matrix,
         layout.tensor_map,
         layout.opt_weight_shard_size,
+        layout.opt_weight_shard_step,
         layout.param_split_shape if layout.indices_offset else (),
         layout.indices_offset,
         shape,
@@ -189,21 +209,29 @@ def located(error: LayoutError, where: str) -> LayoutError:
 
 
 def _axes(entry: tuple[int, ...], mesh: tuple[int, ...], where: str) -> tuple[int, ...]:
-    if entry == (-1,) or not entry:
-        return ()
-    for axis in entry:
+    """Return the mesh axes, counted from the left, that cut a dimension.
+
+    A -1 cuts nothing; MindSpore writes one beside axes where its Layout names "None" beside them: `(("sp", "None"),)`.
+    """
+    cutting = tuple(axis for axis in entry if axis != -1)
+    for axis in cutting:
         if not 0 <= axis < len(mesh):
             raise LayoutError(
                 "a tensor dimension is mapped outside the mesh",
-                expected=f"-1 alone (not cut), or axes 0 to {len(mesh) - 1} from the right of mesh {list(mesh)}",
+                expected=f"-1 (not cut), or axes 0 to {len(mesh) - 1} from the right of mesh {list(mesh)}",
                 got=f"tensor map entry {list(entry)}",
                 where=where,
             )
-    return tuple(len(mesh) - 1 - axis for axis in entry)
+    return tuple(len(mesh) - 1 - axis for axis in cutting)
 
 
 def _optimizer(layout: RawLayout, whole: Placement, where: str) -> int:
-    size = layout.opt_weight_shard_size
+    """Return into how many pieces the optimizer cuts dimension 0 of each slice.
+
+    The step is how far apart in rank their holders are. It is 0 where there is no cut: MindFormers writes the size -1
+    with it, and MindSpore does not cut then, whatever the size.
+    """
+    size, step = layout.opt_weight_shard_size, layout.opt_weight_shard_step
     if size < -1:
         raise StrategyError(
             "opt_weight_shard_size is impossible",
@@ -211,6 +239,16 @@ def _optimizer(layout: RawLayout, whole: Placement, where: str) -> int:
             got=str(size),
             where=where,
         )
+    if step < 0 or (step == 0 and size > 1):
+        raise StrategyError(
+            "opt_weight_shard_size and opt_weight_shard_step contradict each other",
+            expected="a step of 1 or more where the optimizer cuts, a size of 0 or -1 where it does not",
+            got=f"opt_weight_shard_size {size}, opt_weight_shard_step {step}",
+            where=where,
+            remedy="say by both whether the parameter is cut",
+        )
+    if step == 0:
+        return 1
     return whole.holders_per_slice if size == -1 else max(size, 1)
 
 

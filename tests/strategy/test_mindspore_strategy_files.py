@@ -115,9 +115,51 @@ def test_json_may_hold_nested_lists() -> None:
     assert decode_json(text, "").layouts["w"].tensor_map == ((1, 0), (-1,))
 
 
+NONE_BESIDE_AXES = [((1, -1), (0,)), ((-1, 1), (0,)), ((-1, 1, -1), (0, -1)), ((1,), (-1, 0))]
+
+
+@pytest.mark.parametrize("tensor_map", NONE_BESIDE_AXES)
+def test_none_beside_the_axes_of_a_dimension_cuts_nothing(tensor_map: tuple[tuple[int, ...], ...]) -> None:
+    """MindSpore's `layout(("sp", "None"), "mp")` is the map entry [1, -1]."""
+    nested, flat = RawLayout((2, 2, 2), tensor_map), RawLayout((2, 2, 2), ((1,), (0,)))
+    file = one_layout(nested)
+    assert decode_protobuf(encode_protobuf(file), "") == file
+    assert to_strategy([file], "") == to_strategy([one_layout(flat)], "")
+    nested, flat = (layout._replace(tensor_shape=(8, 6)) for layout in (nested, flat))
+    assert decode_json(encode_json(one_layout(nested)).decode(), "") == one_layout(flat)
+    assert placement(RawLayout((2, 2, 2), ((-1, -1), (0, -1)))).split == ((), (2,))
+
+
+def test_json_writes_none_beside_an_axis_as_a_factor() -> None:
+    """So MindSpore expands [1, -1] of 8 rows over an axis of 2: to 2 rows that are cut and 4 that are not."""
+    text = GOLDEN_JSON.replace('"dev_matrix": [2]', '"dev_matrix": [2, 2, 2]').replace("[0, -1]", "[1, -1, 0]")
+    layout = decode_json(text.replace("[12, 2]", "[2, 4, 6]"), "").layouts["w"]
+    nested = RawLayout((2, 2, 2), ((1, -1), (0,)))
+    for rank in range(8):
+        assert Layout(placement(layout), (8, 6)).box(rank) == Layout(placement(nested), (8, 6)).box(rank)
+
+
 @pytest.mark.parametrize(("size", "pieces"), [(0, 1), (1, 1), (2, 2), (4, 4), (8, 8), (-1, 8)])
 def test_optimizer_cut(size: int, pieces: int) -> None:
     assert placement(RawLayout((2, 4, 2), ((0,),), size, 1)).optimizer == pieces
+
+
+@pytest.mark.parametrize("size", [0, 1, -1])
+def test_a_step_of_0_is_no_optimizer_cut(size: int) -> None:
+    """MindFormers writes the size -1 with it for what is not cut."""
+    layout = RawLayout((2, 2), ((0,),), size, 0)
+    assert placement(layout) == placement(RawLayout((2, 2), ((0,),)))
+    cut = layout._replace(opt_weight_shard_size=-1, opt_weight_shard_step=2)
+    both = to_strategy([StageFile({"w": layout, "moments.w": cut}, (StrategyItem("MatMul", 0),))], "")
+    assert [both.parameters[name][0].optimizer for name in ("w", "moments.w")] == [1, 2]
+
+
+@pytest.mark.parametrize(("size", "step"), [(2, 0), (2, -1), (-1, -1), (0, -1)])
+def test_a_step_that_contradicts_the_size_is_refused(size: int, step: int) -> None:
+    with pytest.raises(StrategyError, match="contradict each other") as refused:
+        placement(RawLayout((2, 2), ((0,),), size, step))
+    assert refused.value.got == f"opt_weight_shard_size {size}, opt_weight_shard_step {step}"
+    assert refused.value.where == "a file, parameter 'w'" and refused.value.remedy
 
 
 def test_the_step_written_is_the_distance_of_neighbouring_pieces() -> None:
@@ -130,6 +172,39 @@ def test_the_step_written_is_the_distance_of_neighbouring_pieces() -> None:
 def test_uneven_sizes() -> None:
     made = placement(RawLayout((2,), ((0,), (-1,)), param_split_shape=(3, 9), indices_offset=(0, 3)))
     assert made.sizes == ((0, (3, 9)),)
+
+
+UNEVEN = RawLayout((2,), ((0,), (-1,)), param_split_shape=(3, 9), indices_offset=(0, 3))
+
+
+def test_state_without_sizes_has_those_of_its_parameter() -> None:
+    """MindSpore writes them for the parameter alone, whatever the stage."""
+    even = RawLayout((2,), ((0,), (-1,)), param_split_shape=(12, 4))
+    files = [
+        StageFile({"w": UNEVEN, "moments.w": even, "opt.adam_m.w": even}, (StrategyItem("MatMul", 0),)),
+        StageFile({"v": even, "moments.v": even, "moments.w": even}, (StrategyItem("MatMul", 1),)),
+    ]
+    made = to_strategy(files, "").parameters
+    assert [placement.sizes for placement in made["w"]] == [((0, (3, 9)),)]
+    assert made["opt.adam_m.w"] == made["w"]
+    assert {placement.stages: placement.sizes for placement in made["moments.w"]} == {(0,): ((0, (3, 9)),), (1,): ()}
+    assert made["v"] == made["moments.v"] and not made["v"][0].sizes
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        RawLayout((2,), ((-1,), (0,))),
+        RawLayout((2,), ((0,),)),
+        RawLayout((1, 2), ((0,), (-1,))),
+        RawLayout((2,), ((0,), (-1,)), tensor_shape=(6, 4)),
+        RawLayout((2,), ((0,), (-1,)), param_split_shape=(6, 6), indices_offset=(0, 6)),
+    ],
+    ids=["other dimension", "other dimensions", "other mesh", "other shape", "own sizes"],
+)
+def test_state_cut_otherwise_keeps_its_own_layout(state: RawLayout) -> None:
+    made = to_strategy([StageFile({"w": UNEVEN, "moments.w": state}, (StrategyItem("MatMul", 0),))], "").parameters
+    assert made["moments.w"] == (placement(state),)
 
 
 def test_split_shape_without_offsets_is_no_uneven_split() -> None:
