@@ -63,7 +63,7 @@ class Conversion:
         if not checked:
             return plan
         return self._checked(plan)._replace(
-            moments=self._moments(plan, opened.manifests), beginnings=self._beginnings(plan)
+            moments=(*plan.moments, *self._moments(plan, opened.manifests)), beginnings=self._beginnings(plan)
         )
 
     def target_weights(self, targets: Sequence[int]) -> dict[int, int]:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from itertools import islice
+from itertools import chain, islice
 from typing import NamedTuple
 
-from reshard_mpi.errors import CoverageError, DisagreementError, LayoutError
+from reshard_mpi.errors import CoverageError, DisagreementError, LayoutError, StrategyError
 from reshard_mpi.manifest import Manifest
-from reshard_mpi.placement import Strategy
-from reshard_mpi.planning.disputes import Dispute, claim, disputes, witnesses
+from reshard_mpi.placement import Placement, Strategy
+from reshard_mpi.planning.disputes import disputes, witnesses
 from reshard_mpi.planning.losses import Lost
 from reshard_mpi.planning.parameters import Unlisted, find_or_follow
 from reshard_mpi.planning.ranks import needed_ranks, wants
@@ -22,7 +22,7 @@ from reshard_mpi.source import SourceCheckpoint
 # A shard that lacks a parameter is no sign that the others do (see `_other_holders`), but strategies also list what is
 # never saved, and opening a thousand shards to be sure of that would take minutes.
 _MAX_LOOKED_INTO = 64
-# Where two shards contradict each other, so many others are asked.
+# Where shards contradict each other or a strategy, so many others of each stage are asked.
 _MAX_WITNESSES = 16
 
 
@@ -49,10 +49,12 @@ class _Candidates:
         assert isinstance(rank, int)
         if self._trusting:
             return rank in self._source or not self._source.files.picked
-        return rank not in self._lost and self.open(rank) is not None
+        return self.open(rank) is not None
 
     def open(self, rank: int) -> Manifest | None:
-        """Return what the shard of `rank` holds; if it cannot be read, say so in `lost`."""
+        """Return what the shard of `rank` holds; None if it is lost: if it cannot be read, say so in `lost`."""
+        if rank in self._lost:  # one that can be read is lost too where the others contradict it
+            return None
         manifest = self._source.find(rank) if rank in self._source else None
         if manifest is None:
             self._lost[rank] = self._source.lost(rank)
@@ -106,24 +108,46 @@ class ShardOpener:
         manifests: dict[int, Manifest] = {}
         self._add(manifests, ranks, candidates)
         if not manifests.keys() >= ranks:
+            self._require_any_left(target_rank, ranks, lost)
             return None
         if self._lists_unseen(target_rank, manifests):
             seen = {source.stage_of(rank) for rank in manifests}
-            self._add(manifests, {r for stage, r in self.source.stage_ranks().items() if stage not in seen}, candidates)
+            self._add(
+                manifests, (r for r in self._stage_ranks(candidates) if source.stage_of(r) not in seen), candidates
+            )
         if self._wants_unseen(target_rank, manifests):
-            self._add(manifests, self.source.stage_ranks().values(), candidates)
+            self._add(manifests, self._stage_ranks(candidates), candidates)
         try:
             planner = self._planner(target_rank, manifests, lost)
             while found := self._other_holders(planner, manifests, candidates):
                 self._add(manifests, found, candidates)
                 planner = self._planner(target_rank, manifests, lost)
-        except (DisagreementError, LayoutError):
-            outvoted = self._outvoted(manifests)
-            if not outvoted:
+        except (DisagreementError, LayoutError, StrategyError):
+            # It is the shards that are wrong, and no strategy, if others contradict them.
+            outvoted = self._outvoted(manifests, lost)
+            if not outvoted.keys() & manifests.keys():
                 raise
             lost.update(outvoted)
             return None
         return Opened(manifests, planner)
+
+    def _require_any_left(self, target_rank: int, ranks: Collection[int], lost: Mapping[int, Lost]) -> None:
+        """Raise CoverageError if all that is left to choose are shards that are known to be lost."""
+        if lost.keys() >= set(ranks) and lost.keys() >= self.source.files.by_rank.keys():
+            raise CoverageError(
+                f"no source shard can be used for target rank {target_rank}",
+                expected="one or more whose tensors the others do not contradict",
+                got="; ".join(map(str, islice(lost.values(), 4))) + ("; ..." if len(lost) > 4 else ""),
+                where=self.source.files.path,
+                remedy="use shards of one and the same checkpoint; reshard-mpi inspect shows what they hold",
+            )
+
+    def _stage_ranks(self, candidates: _Candidates) -> Iterator[int]:
+        """Yield a rank of each stage that has a shard which can be used."""
+        for stage, first in self.source.stage_ranks().items():
+            size = self.source.strategy.stage_size
+            others = (rank for rank in range(stage * size, (stage + 1) * size) if rank in self.source)
+            yield from islice((rank for rank in chain([first], others) if candidates.open(rank) is not None), 1)
 
     def _is_unasked(self, rank: int) -> bool:
         return self.source.files.picked and rank not in self.source
@@ -156,38 +180,64 @@ class ShardOpener:
         """
         found: set[int] = set()
         for holders, names in planner.lacking().items():
-            never_saved = self._never_saved.setdefault(holders, set())
-            unseen = [name for name in names if name not in never_saved]
-            others = [rank for rank in holders if rank in self.source and rank not in manifests] if unseen else []
-            if found.intersection(others):
-                continue  # what was found may hold these too: looked at again with it
-            manifests_of_others = map(candidates.open, others[:_MAX_LOOKED_INTO])
-            damaged = False
-            for rank, manifest in zip(others, manifests_of_others):
-                if manifest is None:
-                    damaged = True
-                elif any(name in manifest.tensors for name in unseen):
-                    found.add(rank)
-                    break
-            else:
-                if not damaged:
-                    never_saved.update(unseen)
+            if not found.intersection(holders):  # else that one may hold these too: looked at again with it
+                others = [rank for rank in holders if rank in self.source and rank not in manifests]
+                found.update(self._one_with(names, holders, others[:_MAX_LOOKED_INTO], candidates))
+        if found:
+            return found
+        # A part without elements may be saved with any other, and a name that only other parts have is a hole.
+        for origins, names in planner.unseen().items():
+            first = tuple(self._first_of_stages(origins))
+            others = [rank for rank in first if rank not in manifests]
+            found.update(self._one_with(names, first, others, candidates))
         return found
 
-    def _outvoted(self, manifests: dict[int, Manifest]) -> dict[int, Lost]:
-        """Return the shards that contradict in shape or type what most of those say that hold the tensor."""
-        found: dict[int, Lost] = {}
-        for dispute in disputes(self.source.strategy, manifests):
-            claims = dict(dispute.claims)
-            others = (r for r in witnesses(self.source.strategy, dispute.name) if r not in claims and r in self.source)
-            for rank in islice(others, _MAX_WITNESSES):
-                manifest = self.source.find(rank)
-                said = manifest and claim(self.source.strategy, dispute.name, rank, manifest)
-                if said is not None:
-                    claims[rank] = said
-            for rank, problem in Dispute(dispute.name, claims).outvoted().items():
-                found.setdefault(rank, Lost(rank, self.source.manifest(rank).path, problem))
-        return found
+    def _one_with(
+        self, names: Iterable[str], holders: tuple[int, ...], others: Iterable[int], candidates: _Candidates
+    ) -> Iterator[int]:
+        """Yield the first of `others` that holds one of the names; with none, these `holders` never saved them."""
+        never_saved = self._never_saved.setdefault(holders, set())
+        unseen = [name for name in names if name not in never_saved]
+        damaged = False
+        for rank in others if unseen else ():
+            manifest = candidates.open(rank)
+            if manifest is None:
+                damaged = True
+            elif any(name in manifest.tensors for name in unseen):
+                yield rank
+                return
+        if not damaged:
+            never_saved.update(unseen)
+
+    def _first_of_stages(self, origins: Iterable[Placement]) -> Iterator[int]:
+        """Yield the first ranks of each stage that holds any of these placements, as far as they have shards."""
+        size = self.source.strategy.stage_size
+        for stage in sorted({stage for origin in origins for stage in origin.stages}):
+            ranks = range(stage * size, (stage + 1) * size)
+            yield from islice((rank for rank in ranks if rank in self.source), _MAX_WITNESSES)
+
+    def _outvoted(self, manifests: Mapping[int, Manifest], lost: Collection[int]) -> dict[int, Lost]:
+        """Return the shards that contradict in shape or type what most of those say that hold the tensor.
+
+        Others are asked for the tensors in which those opened contradict each other; where they do not, for all, since
+        the one that is wrong may be the only one opened.
+        """
+        source = self.source.strategy
+        every = tuple(dict.fromkeys(name for manifest in manifests.values() for name in manifest.tensors))
+        disputed = tuple(dispute.name for dispute in disputes(source, manifests, every))
+        for names in filter(None, (disputed, every)):
+            asked = dict(manifests)
+            for rank in witnesses(source, names, {*manifests, *lost}, self.source.files.by_rank, _MAX_WITNESSES):
+                witness = self.source.find(rank)
+                if witness is not None:
+                    asked[rank] = witness
+            found: dict[int, Lost] = {}
+            for dispute in disputes(source, asked, names):
+                for rank, problem in dispute.outvoted().items():
+                    found.setdefault(rank, Lost(rank, asked[rank].path, problem))
+            if found:
+                return found
+        return {}
 
     def _lists_unseen(self, target_rank: int, manifests: dict[int, Manifest]) -> bool:
         """Tell whether the target lists names that only shards of stages not opened yet could hold."""

@@ -401,10 +401,11 @@ def test_what_the_opened_shards_lack_is_told_with_the_ranks_that_should_hold_it(
     source = Strategy(4, 1, {name: (Placement((2, 2), ((1,), ())),) for name in ("w", "v", "accum", "other")})
     target = two_ranks(w=ROWS, v=ROWS, accum=ROWS)
     held = shards({"w": (2, 6), "v": (2, 6)}, {}, {"v": (2, 6)}, {})
-    assert planner(source, target, {0: held[0]}).lacking() == {(0, 2): ["accum"]}
-    assert planner(source, target, {2: held[2]}).lacking() == {(0, 2): ["w", "accum"]}
+    # `other`, which the target does not say how to place, is looked for too: it is refused if any shard holds it.
+    assert planner(source, target, {0: held[0]}).lacking() == {(0, 2): ["accum", "other"]}
+    assert planner(source, target, {2: held[2]}).lacking() == {(0, 2): ["w", "accum", "other"]}
     both = one_rank(w=Placement((1,)), v=Placement((1,)))
-    assert planner(source, both, {0: held[0]}).lacking() == {(1, 3): ["w", "v"]}
+    assert planner(source, both, {0: held[0]}).lacking() == {(1, 3): ["w", "v"], (0, 2): ["accum", "other"]}
 
 
 # What does not fit

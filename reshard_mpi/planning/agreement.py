@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping
+import hashlib
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 
 from reshard_mpi.box import Box
 from reshard_mpi.errors import CoverageError, DisagreementError
@@ -15,6 +16,8 @@ from reshard_mpi.units import KIB
 _SMALL_BYTES = 64 * KIB
 # How MindSpore records the moment of a checkpoint: ModelCheckpoint's append_info, and the optimizers' step counter.
 _MOMENT = ("epoch_num", "step_num", "global_step")
+# Of more tensors that stages of the target share, only a digest is compared between targets.
+_MAX_TOLD_APART = 16
 _DIFFERENT_MOMENTS = "the shards are of different moments"
 
 
@@ -57,6 +60,24 @@ def moment_counters(manifests: Mapping[int, Manifest]) -> Iterator[tuple[str, Te
                 box = Box.whole(entry.shape)
                 spec = TensorSpec(name, entry.dtype, entry.shape, box)
                 yield manifest.path, TensorPlan(spec, (Copy(rank, entry, box, box),))
+
+
+def shared_tensors(
+    stages: tuple[int, ...], tensors: Sequence[SourceTensor], manifests: Mapping[int, Manifest]
+) -> Iterator[Moment]:
+    """Yield the names of the tensors that `stages` of the target share, and of a few what each of them is."""
+    names = sorted(tensor.name for tensor in tensors)
+    few = len(names) <= _MAX_TOLD_APART
+    said = [] if few else [f"{tensor.name} {tensor.dtype} {list(tensor.shape)}" for tensor in tensors]
+    digest = hashlib.sha256("\0".join(sorted(said)).encode()).hexdigest()
+    path = manifests[min(manifests)].path
+    yield Moment(
+        f"tensors of stages {', '.join(map(str, stages))}",
+        ", ".join(map(repr, names)) if few else f"{len(names)} tensors, SHA-256 {digest}",
+        path,
+    )
+    for tensor in tensors if few else ():
+        yield Moment(tensor.name, f"{tensor.dtype} {list(tensor.shape)}", manifests[next(iter(tensor.entries))].path)
 
 
 def loose_beginnings(plan: RankPlan) -> Iterator[TensorPlan]:
@@ -130,18 +151,34 @@ def require_same_shapes(placed: Mapping[int, Mapping[str, str]], where: str) -> 
 
 
 def require_one_moment(moments: Iterable[Moment]) -> None:
-    """Raise DisagreementError if shards that different targets opened have different step counters."""
+    """Raise DisagreementError if shards that different targets opened are of different steps or tensors."""
     first: dict[str, Moment] = {}
     for moment in moments:
         other = first.setdefault(moment.name, moment)
         if moment.value != other.value:
+            step = is_moment(moment.name)
             raise DisagreementError(
-                _DIFFERENT_MOMENTS,
+                _DIFFERENT_MOMENTS if step else f"source shards disagree in what targets share: {moment.name!r}",
                 expected=f"{other.name!r} = {other.value}, as in {other.path}",
                 got=f"{moment.name!r} = {moment.value}",
                 where=moment.path,
-                remedy="use shards of one and the same moment",
+                remedy="use shards of one and the same " + ("moment" if step else "checkpoint"),
             )
+
+
+def require_tensors_or_strings(manifests: Mapping[int, Manifest]) -> None:
+    """Raise DisagreementError for a name that is a tensor in one of the shards and a string in another."""
+    for rank, manifest in manifests.items():
+        for name in manifest.strings:
+            holder = next((other for other in manifests.values() if name in other.tensors), None)
+            if holder is not None:
+                raise DisagreementError(
+                    f"{name!r} is a tensor in one source shard and a string in another",
+                    expected=f"a tensor in all of them, as in {holder.path}, or a string",
+                    got=f"a string on rank {rank}",
+                    where=manifest.path,
+                    remedy="use shards of one and the same checkpoint",
+                )
 
 
 def common_strings(manifests: Mapping[int, Manifest], home: int) -> tuple[dict[str, str], list[str]]:

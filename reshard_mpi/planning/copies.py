@@ -39,13 +39,18 @@ def copies_alike(
 ) -> Iterator[Alike]:
     """Yield the copies of needed parts that must be the same: those that may well not be; with CHECK all others too.
 
+    What the source strategy does not list should be whole on every rank. If the target cuts it, its targets take their
+    parts from the copies of different ranks, which only together make it up if all of them are the same.
+
     wanted: the tensors of a target, and how it holds them. box_of: which box that is.
     """
     names: dict[tuple[tuple[Layout, ...], Layout, str], list[str]] = {}
     for tensor, target in wanted:
         if not tensor.listed:
-            continue
-        if is_partial_sum(tensor.name):
+            if not target.placement.is_cut:
+                continue
+            why = "the source strategy does not list it, so every rank should hold all of it: list it if it is cut"
+        elif is_partial_sum(tensor.name):
             why = "they are partial sums of a step that is not finished: save at the end of a step"
         elif tensor.is_tied:
             why = "the stages that share the parameter have drifted apart"

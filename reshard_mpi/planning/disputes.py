@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import lru_cache
+from itertools import islice
 from typing import NamedTuple
 
+from reshard_mpi.box import Box
 from reshard_mpi.errors import LayoutError
 from reshard_mpi.layout import Layout, whole_shape
 from reshard_mpi.manifest import Manifest
 from reshard_mpi.placement import Placement, Shape, Strategy
 from reshard_mpi.planning.parameters import find_or_follow
+
+# What another shard may have under the name of a tensor.
+_STRING = "a string"
 
 
 class Claim(NamedTuple):
@@ -21,6 +27,8 @@ class Claim(NamedTuple):
     fits: bool
 
     def __str__(self) -> str:
+        if self.dtype == _STRING:
+            return _STRING
         if self.fits:
             return f"{self.dtype} {list(self.shape)}"
         return f"{self.dtype}, a part of shape {list(self.shape)} that does not fit the strategy"
@@ -47,9 +55,11 @@ class Dispute(NamedTuple):
         }
 
 
-def disputes(strategy: Strategy, manifests: Mapping[int, Manifest]) -> Iterator[Dispute]:
-    """Yield the tensors that these shards contradict each other in, as far as the strategy says who holds them."""
-    names = dict.fromkeys(name for manifest in manifests.values() for name in manifest.tensors)
+def disputes(strategy: Strategy, manifests: Mapping[int, Manifest], names: Iterable[str]) -> Iterator[Dispute]:
+    """Yield those of the named tensors that these shards contradict each other in.
+
+    Only ranks that should hold a part of a tensor by the strategy have a say in it.
+    """
     for name in names:
         claims = {rank: said for rank, manifest in manifests.items() if (said := claim(strategy, name, rank, manifest))}
         if len(set(claims.values())) > 1:
@@ -60,24 +70,38 @@ def claim(strategy: Strategy, name: str, rank: int, manifest: Manifest) -> Claim
     """Return what the shard of `rank` says of a tensor; None if it lacks it, or should not hold a part of it."""
     entry = manifest.tensors.get(name)
     placement = next((p for p in _placements(strategy, name) if strategy.stage_of(rank) in p.stages), None)
-    if entry is None or placement is None:
+    if placement is None:
         return None
-    unfit = Claim(entry.dtype.name, entry.shape, fits=False)
+    if entry is None:
+        return Claim(_STRING, (), fits=False) if name in manifest.strings else None
+    whole = _whole(placement, rank, entry.shape, entry.box, entry.global_shape)
+    if whole is None:
+        return Claim(entry.dtype.name, entry.shape, fits=False)
+    return Claim(entry.dtype.name, whole, fits=True)
+
+
+def witnesses(
+    strategy: Strategy, names: Iterable[str], opened: Collection[int], available: Collection[int], each: int
+) -> Iterator[int]:
+    """Yield the first `each` of the available ranks of every stage that holds one of the named tensors.
+
+    opened: the ranks whose shards have been asked already, which are left out.
+    """
+    stages = {stage for name in names for placement in _placements(strategy, name) for stage in placement.stages}
+    for stage in sorted(stages):
+        ranks = range(stage * strategy.stage_size, (stage + 1) * strategy.stage_size)
+        yield from islice((rank for rank in ranks if rank in available and rank not in opened), each)
+
+
+@lru_cache(maxsize=4096)
+def _whole(placement: Placement, rank: int, held: Shape, box: Box | None, stated: Shape | None) -> Shape | None:
+    """Return the shape of the whole tensor; None if what `rank` holds of it does not fit the placement."""
     try:
-        whole = entry.global_shape
-        if whole is None:
-            whole = whole_shape(placement, rank, entry.shape)
-        box = Layout(placement, whole).box(rank)
+        whole = whole_shape(placement, rank, held) if stated is None else stated
+        expected = Layout(placement, whole).box(rank)
     except LayoutError:
-        return unfit
-    return Claim(entry.dtype.name, whole, fits=True) if entry.shape == box.shape and entry.box in (None, box) else unfit
-
-
-def witnesses(strategy: Strategy, name: str) -> Iterator[int]:
-    """Yield the ranks whose shards should hold a part of a tensor."""
-    for placement in _placements(strategy, name):
-        for stage in placement.stages:
-            yield from range(stage * strategy.stage_size, (stage + 1) * strategy.stage_size)
+        return None
+    return whole if held == expected.shape and box in (None, expected) else None
 
 
 def _placements(strategy: Strategy, name: str) -> tuple[Placement, ...]:

@@ -63,7 +63,11 @@ class Check(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """When a checkpoint was saved, as the shard at `path` says: the name and value of a counter."""
+    """What all shards of a checkpoint say alike, as the shard at `path` says it.
+
+    When it was saved: the name and value of a counter. Or what several stages of the target hold: the name of a
+    tensor with its type and whole shape, and which tensors there are.
+    """
 
     name: str
     value: str
@@ -90,10 +94,11 @@ class RankPlan(NamedTuple):
     """All that one target rank needs: what to write, from where, and what must hold first.
 
     source_ranks: the shards opened. absent: names the strategies list that no source shard holds. notes: what the user
-    should be told. loose: tensors that no strategy places. moments: the step counters of the shards opened.
-    beginnings: of the loose tensors, where other targets should have the same. alike: copies that must be the same,
-    which whoever plans all targets of a process compares at once. lost: source shards that could not be used. warnings:
-    what besides was taken from elsewhere than it should have been.
+    should be told. loose: tensors that the source strategy does not place. moments: the step counters of the shards
+    opened, and what stages of the target share. beginnings: of the loose tensors, where other targets should have the
+    same. alike: copies that must be the same, which whoever plans all targets of a process compares at once. lost: source shards that could not be used. warnings:
+    what besides was taken from elsewhere than it should have been. unplaced: the loose tensors that the target strategy
+    does not place either.
     """
 
     target_rank: int
@@ -111,6 +116,7 @@ class RankPlan(NamedTuple):
     alike: tuple[Alike, ...] = ()
     lost: tuple[Lost, ...] = ()
     warnings: tuple[str, ...] = ()
+    unplaced: frozenset[str] = frozenset()
 
     @property
     def shard(self) -> ShardSpec:
@@ -119,7 +125,7 @@ class RankPlan(NamedTuple):
     @property
     def placed(self) -> dict[str, str]:
         """Type and whole shape of what strategies place here, by name; all ranks of a stage must have the same."""
-        specs = sorted((tensor.spec for tensor in self.tensors if tensor.spec.name not in self.loose), key=_name)
+        specs = sorted((tensor.spec for tensor in self.tensors if tensor.spec.name not in self.unplaced), key=_name)
         return {spec.name: f"{spec.dtype.name} {list(spec.global_shape)}" for spec in specs}
 
     @property

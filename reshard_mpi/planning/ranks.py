@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Collection, Container, Iterable
 from functools import lru_cache
+from itertools import chain, islice
 
 from reshard_mpi.errors import LayoutError, UsageError
 from reshard_mpi.layout import Layout, stand_in_shape
@@ -45,14 +46,19 @@ def needed_ranks(
     require_common_parameters(source, target)
     home = home_rank(target_rank, target.world_size, source.world_size)
     demands: dict[Placement, dict[Piece, None]] = {}
+    unplaced: dict[tuple[Placement, ...], None] = {}
     seen = set()
     for name in dict.fromkeys((*target.parameters, *source.parameters, *names)):
-        pair = _placements(source, target, target_rank, name, unlisted)
-        if pair is None or pair in seen:
+        origins, placements = _placements(source, target, name, unlisted)
+        if origins and not placements and unlisted is Unlisted.FOLLOW:
+            unplaced[origins] = None
+        placement = _of_stage(placements, target, target_rank)
+        pair = (origins, placement)
+        if placement is None or pair in seen:
             continue
         seen.add(pair)
         try:
-            needs = _choose_alternative(pair[0], pair[1], target_rank, home, available)
+            needs = _choose_alternative(origins, placement, target_rank, home, available)
         except LayoutError as error:
             error.where = f"parameter {name!r}, {source.origin or 'source'} to {target.origin or 'target'}"
             error.remedy = error.remedy or "check that both strategies belong to the same network"
@@ -60,6 +66,8 @@ def needed_ranks(
         for placement, pieces in needs:
             demands.setdefault(placement, {}).update(dict.fromkeys(pieces))
     ranks = set(choose_holders(demands, home, available).values())
+    for origins in unplaced:
+        ranks.update(_one_of_its_stages(origins, source, ranks, home, available))
     if not ranks:
         fallback = home if home in available else next((r for r in range(source.world_size) if r in available), home)
         ranks.add(fallback)
@@ -67,8 +75,27 @@ def needed_ranks(
 
 
 def wants(source: Strategy, target: Strategy, target_rank: int, name: str, unlisted: Unlisted) -> bool:
-    """Tell whether target rank `target_rank` needs parts of a name that the source strategy places."""
-    return _placements(source, target, target_rank, name, unlisted) is not None
+    """Tell whether target rank `target_rank` needs parts of a name that the source strategy places.
+
+    Or whether it has to be refused if any shard holds the name: it is sharded, and the target does not place it.
+    """
+    origins, placements = _placements(source, target, name, unlisted)
+    if origins and not placements:
+        return unlisted is Unlisted.FOLLOW
+    return _of_stage(placements, target, target_rank) is not None
+
+
+def _one_of_its_stages(
+    origins: tuple[Placement, ...], source: Strategy, chosen: Collection[int], home: int, available: Container[int]
+) -> tuple[int, ...]:
+    """Return the rank that shows whether a parameter was saved; none if one of its stages is among those `chosen`."""
+    stages = [stage for origin in origins for stage in origin.stages]
+    if any(source.stage_of(rank) in stages for rank in chosen):
+        return ()
+    size = source.stage_size
+    near = (stage * size + home % size for stage in stages)
+    others = (rank for stage in stages for rank in range(stage * size, (stage + 1) * size))
+    return tuple(islice((rank for rank in chain(near, others) if rank in available), 1))
 
 
 def _choose_alternative(
@@ -95,18 +122,26 @@ def _choose_alternative(
 
 
 def _placements(
-    source: Strategy, target: Strategy, target_rank: int, name: str, unlisted: Unlisted
-) -> tuple[tuple[Placement, ...], Placement] | None:
-    """Return where `name` comes from and how the target rank holds it; None if it needs nothing from listed ranks."""
+    source: Strategy, target: Strategy, name: str, unlisted: Unlisted
+) -> tuple[tuple[Placement, ...], tuple[Placement, ...]]:
+    """Return where `name` comes from and how the target holds it.
+
+    The first is empty where the source strategy does not place it, and then the other is as well. With FOLLOW only the
+    second is empty where the name is sharded and the target does not say how to place it.
+    """
     origins = find_or_follow(source, name, lambda _: True)
     if not origins:
-        return None
+        return (), ()
     follow = unlisted is Unlisted.FOLLOW
     placements = find_or_follow(target, name, lambda _: True) if follow else target.find(name)
     if not placements and unlisted is not Unlisted.DROP and not (follow and any(origin.is_cut for origin in origins)):
         placements = (everywhere(target),)
+    return origins, placements
+
+
+def _of_stage(placements: tuple[Placement, ...], target: Strategy, target_rank: int) -> Placement | None:
     stage = target.stage_of(target_rank)
-    return next(((origins, placement) for placement in placements if stage in placement.stages), None)
+    return next((placement for placement in placements if stage in placement.stages), None)
 
 
 @lru_cache(maxsize=4096)

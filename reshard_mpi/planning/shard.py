@@ -10,11 +10,17 @@ from reshard_mpi.errors import CoverageError, LayoutError, StrategyError
 from reshard_mpi.layout import Layout
 from reshard_mpi.manifest import Manifest, ShardIdentity, TensorSpec
 from reshard_mpi.placement import Piece, Placement, Strategy, named_after
-from reshard_mpi.planning.agreement import agreement_checks, common_strings, is_moment
+from reshard_mpi.planning.agreement import (
+    agreement_checks,
+    common_strings,
+    is_moment,
+    require_tensors_or_strings,
+    shared_tensors,
+)
 from reshard_mpi.planning.copies import copies_alike
 from reshard_mpi.planning.holes import hole, require_never_saved, stage_missing
 from reshard_mpi.planning.losses import Lost, named
-from reshard_mpi.planning.model import Copy, RankPlan, TensorPlan
+from reshard_mpi.planning.model import Copy, Moment, RankPlan, TensorPlan
 from reshard_mpi.planning.parameters import Unlisted, everywhere, find_or_follow
 from reshard_mpi.planning.ranks import wants
 from reshard_mpi.planning.replicas import Replicas, choose_holders, home_rank
@@ -50,6 +56,8 @@ class ShardPlanner:
         self._stage = target.stage_of(target_rank)
         self._home = home_rank(target_rank, target.world_size, source.world_size)
         self._manifests = manifests
+        if unlisted is not Unlisted.DROP:
+            require_tensors_or_strings(manifests)
         self._tensors = SourceTensors(source, manifests)
         self._lost = lost
         self._unlisted = unlisted
@@ -83,15 +91,37 @@ class ShardPlanner:
                     ]
                 for ranks in found[key]:
                     lacking.setdefault(ranks, []).append(tensor.name)
-        for name, placements in self._target.parameters.items():
-            if name not in self._tensors and any(self._stage in placement.stages for placement in placements):
-                origins = find_or_follow(self._source, name, lambda _: True)
-                if origins not in found:
-                    found[origins] = [tuple(self._alike(origin)) for origin in origins]
-                for ranks in found[origins]:
-                    lacking.setdefault(ranks, []).append(name)
+        for origins, names in self.unseen().items():
+            if origins not in found:
+                found[origins] = [tuple(self._alike(origin)) for origin in origins]
+            for ranks in found[origins]:
+                lacking.setdefault(ranks, []).extend(names)
         lacking.pop((), None)
         return lacking
+
+    def unseen(self) -> dict[tuple[Placement, ...], list[str]]:
+        """Return the listed names that this shard should have, and no opened shard holds, by where they come from.
+
+        A name that the source strategy does not place comes from every rank.
+        """
+        unseen: dict[tuple[Placement, ...], list[str]] = {}
+        for name in self._listed_here():
+            origins = find_or_follow(self._source, name, lambda _: True) or (everywhere(self._source),)
+            unseen.setdefault(origins, []).append(name)
+        return unseen
+
+    def _listed_here(self) -> Iterator[str]:
+        """Yield the names in no opened shard that a strategy lists and the target needs, or would have to refuse."""
+        for name in dict.fromkeys((*self._target.parameters, *self._source.parameters)):
+            if name in self._tensors:
+                continue
+            listed = self._target.parameters.get(name)
+            if listed is None:
+                here = wants(self._source, self._target, self._rank, name, self._unlisted)
+            else:
+                here = any(self._stage in placement.stages for placement in listed)
+            if here:
+                yield name
 
     def _alike(self, origin: Placement) -> Iterator[int]:
         """Yield the ranks that hold the same as the first opened one that holds anything of `origin`."""
@@ -113,6 +143,7 @@ class ShardPlanner:
         strings, notes = common_strings(self._manifests, self._home)
         if self._unlisted is Unlisted.DROP:
             strings = {}
+        loose = frozenset(name for name, (tensor, _) in self._wanted.items() if not tensor.listed)
         identity = ShardIdentity(self._rank, self._target.world_size, strategy_table)
         return RankPlan(
             target_rank=self._rank,
@@ -124,7 +155,11 @@ class ShardPlanner:
             absent=absent,
             notes=tuple(notes),
             source_ranks=tuple(sorted(self._manifests)),
-            loose=frozenset(name for name, (tensor, _) in self._wanted.items() if not tensor.listed),
+            loose=loose,
+            unplaced=frozenset(
+                name for name in loose if self._target.is_only_caught(name) or not self._target.find(name)
+            ),
+            moments=tuple(self._shared()),
             alike=tuple(copies_alike(self._wanted.values(), self._box, self._replicas)),
             lost=self._replaced(tensors) if self._lost else (),
             warnings=tuple(self._not_its_own()) if same_world and self._rank in self._lost else (),
@@ -132,22 +167,18 @@ class ShardPlanner:
 
     def _target_layout(self, tensor: SourceTensor) -> Layout | None:
         """Return how this target rank holds `tensor`, None if it does not."""
-        if self._unlisted is Unlisted.FOLLOW:
-            placements = find_or_follow(
-                self._target, tensor.name, lambda base: self._tensors.same_shape(tensor.name, base)
+        placements = self._target_placements(tensor)
+        if not placements and self._unlisted is Unlisted.DROP:
+            return None
+        is_cut = any(layout.placement.is_cut for layout in tensor.layouts)
+        if not placements and self._unlisted is Unlisted.FOLLOW and is_cut:
+            raise StrategyError(
+                f"{tensor.name!r} is sharded in the source and the target strategy does not say how to place it",
+                expected="the parameter in the target strategy, or one it is named after with the same shape",
+                got=_not_followed(self._target, tensor.name),
+                where=self._target.origin,
+                remedy="add it to the target strategy, or use --unlisted replicate or --unlisted drop",
             )
-            if not placements and any(layout.placement.is_cut for layout in tensor.layouts):
-                raise StrategyError(
-                    f"{tensor.name!r} is sharded in the source and the target strategy does not say how to place it",
-                    expected="the parameter in the target strategy, or one it is named after with the same shape",
-                    got=_not_followed(self._target, tensor.name),
-                    where=self._target.origin,
-                    remedy="add it to the target strategy, or use --unlisted replicate or --unlisted drop",
-                )
-        else:
-            placements = self._target.find(tensor.name)
-            if not placements and self._unlisted is Unlisted.DROP:
-                return None
         placements = placements or (everywhere(self._target),)
         placement = next((p for p in placements if self._stage in p.stages), None)
         if placement is None:
@@ -158,6 +189,12 @@ class ShardPlanner:
             error.where = f"tensor {tensor.name!r}, target strategy {self._target.origin}".rstrip()
             error.remedy = error.remedy or "choose a target strategy whose cuts divide the tensor, or give the sizes"
             raise
+
+    def _target_placements(self, tensor: SourceTensor) -> tuple[Placement, ...]:
+        """Return how the target strategy places `tensor`; empty where it does not."""
+        if self._unlisted is not Unlisted.FOLLOW:
+            return self._target.find(tensor.name)
+        return find_or_follow(self._target, tensor.name, lambda base: self._tensors.same_shape(tensor.name, base))
 
     def _box(self, target: Layout) -> Box:
         if target not in self._boxes:
@@ -223,6 +260,18 @@ class ShardPlanner:
             copies.append(Copy(rank, tensor.entries[rank], part.box, part.region))
         return TensorPlan(TensorSpec(tensor.name, tensor.dtype, tensor.shape, self._box(target)), tuple(copies))
 
+    def _shared(self) -> Iterator[Moment]:
+        """Yield what this and other stages of the target hold: all of their ranks must have the same."""
+        by_stages: dict[tuple[int, ...], list[SourceTensor]] = {}
+        for name, (tensor, layout) in self._wanted.items() if self._target.stages > 1 else ():
+            if tensor.listed and not is_moment(name):
+                placements = self._target_placements(tensor) or (layout.placement,)
+                stages = {stage for placement in placements for stage in placement.stages}
+                by_stages.setdefault(tuple(sorted(stages)), []).append(tensor)
+        for shared_by, tensors in by_stages.items():
+            if len(shared_by) > 1:
+                yield from shared_tensors(shared_by, tensors, self._manifests)
+
     def _replaced(self, tensors: tuple[TensorPlan, ...]) -> tuple[Lost, ...]:
         """Return the shards that could not be used, with the ranks that what they should have given is taken from.
 
@@ -258,16 +307,7 @@ class ShardPlanner:
     def _absent(self) -> tuple[str, ...]:
         """Return the listed parameters this shard should have that were never saved, as opened holders show."""
         absent = []
-        for name in dict.fromkeys((*self._target.parameters, *self._source.parameters)):
-            if name in self._tensors:
-                continue
-            listed = self._target.parameters.get(name)
-            if listed is None:
-                here = wants(self._source, self._target, self._rank, name, self._unlisted)
-            else:
-                here = any(self._stage in placement.stages for placement in listed)
-            if not here:
-                continue
+        for name in self._listed_here():
             origins = find_or_follow(self._source, name, lambda _: True)
             stages = {stage for origin in origins for stage in origin.stages}
             if origins and not any(self._source.stage_of(rank) in stages for rank in self._manifests):
@@ -275,7 +315,7 @@ class ShardPlanner:
             if self._lost:
                 tensors = [tensor for tensor, _ in self._wanted.values()]
                 require_never_saved(name, origins, self._source, self._target, tensors, self._manifests, self._lost)
-            if listed is not None:
+            if name in self._target.parameters:
                 absent.append(name)
         if absent and self._strict:
             raise CoverageError(
