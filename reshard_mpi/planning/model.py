@@ -96,9 +96,9 @@ class RankPlan(NamedTuple):
     source_ranks: the shards opened. absent: names the strategies list that no source shard holds. notes: what the user
     should be told. loose: tensors that the source strategy does not place. moments: the step counters of the shards
     opened, and what stages of the target share. beginnings: of the loose tensors, where other targets should have the
-    same. alike: copies that must be the same, which whoever plans all targets of a process compares at once. lost: source shards that could not be used. warnings:
-    what besides was taken from elsewhere than it should have been. unplaced: the loose tensors that the target strategy
-    does not place either.
+    same. alike: copies that must be the same, which whoever plans all targets of a process compares at once. lost:
+    source shards that could not be used. warnings: what besides was taken from elsewhere than it should have been.
+    unplaced: the loose tensors that the target strategy does not place either.
     """
 
     target_rank: int
