@@ -181,6 +181,18 @@ def test_a_listed_tensor_in_some_targets_only(tmp_path: Path, capsys: Capture) -
     assert "no shard opened for target rank 0 holds 'v', but those for rank 1 do" in refused(capsys, c)
 
 
+def test_a_tensor_is_taken_from_where_the_strategy_lists_it(tmp_path: Path, capsys: Capture) -> None:
+    """The shards of ranks 0 and 1 are swapped: `w` is on rank 1, too, but only stages 0 and 2 list it."""
+    tensors = {"w": np.arange(8, dtype=np.float32), "v": np.arange(4, dtype=np.float32)}
+    layouts = {"w": RawLayout((1,), (-1,), stages=(0, 2)), "v": RawLayout((1,), (-1,), stages=(1,))}
+    target = Side(1, 1, {name: RawLayout((1,), (-1,)) for name in tensors})
+    c = made(tmp_path, "ckpt", tensors, Side(3, 3, layouts), target)
+    write_shard({"v": tensors["v"]}, c.shard(0))
+    write_shard({"v": tensors["v"], "w": -tensors["w"]}, c.shard(1))
+    assert command_line(capsys, *c.arguments()).code == 0
+    assert read_shard(c.written(0)) == as_read(tensors)
+
+
 # Names that are in other stages, or with other holders
 
 

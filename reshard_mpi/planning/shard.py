@@ -102,7 +102,8 @@ class ShardPlanner:
     def unseen(self) -> dict[tuple[Placement, ...], list[str]]:
         """Return the listed names that this shard should have, and no opened shard holds, by where they come from.
 
-        A name that the source strategy does not place comes from every rank.
+        Shards of stages in which the source strategy does not list the name do not count. A name that the source
+        strategy does not place comes from every rank.
         """
         unseen: dict[tuple[Placement, ...], list[str]] = {}
         for name in self._listed_here():
@@ -111,9 +112,9 @@ class ShardPlanner:
         return unseen
 
     def _listed_here(self) -> Iterator[str]:
-        """Yield the names in no opened shard that a strategy lists and the target needs, or would have to refuse."""
+        """Yield the names not seen that a strategy lists and that the target needs, or would have to refuse."""
         for name in dict.fromkeys((*self._target.parameters, *self._source.parameters)):
-            if name in self._tensors:
+            if name in self._tensors and (name not in self._source.parameters or self._tensors.resolve(name).listed):
                 continue
             listed = self._target.parameters.get(name)
             if listed is None:
@@ -308,6 +309,8 @@ class ShardPlanner:
         """Return the listed parameters this shard should have that were never saved, as opened holders show."""
         absent = []
         for name in self._listed_here():
+            if name in self._tensors:
+                continue
             origins = find_or_follow(self._source, name, lambda _: True)
             stages = {stage for origin in origins for stage in origin.stages}
             if origins and not any(self._source.stage_of(rank) in stages for rank in self._manifests):
