@@ -181,6 +181,19 @@ def test_a_listed_tensor_in_some_targets_only(tmp_path: Path, capsys: Capture) -
     assert "no shard opened for target rank 0 holds 'v', but those for rank 1 do" in refused(capsys, c)
 
 
+def test_a_listed_tensor_in_some_stages_of_the_target_only(tmp_path: Path, capsys: Capture) -> None:
+    """As before, but the targets that should both have `v` are of two stages."""
+    tensors = {"w": np.arange(8, dtype=np.float32), "v": np.arange(4, dtype=np.float32)}
+    source = Side(2, 2, {"w": RawLayout((1,), (-1,), stages=(0, 1)), "v": RawLayout((1,), (-1,))})
+    target = Side(2, 2, dict.fromkeys(tensors, RawLayout((1,), (-1,), stages=(0, 1))))
+    c = made(tmp_path, "ckpt", tensors, source, target)
+    write_shard({"w": tensors["w"]}, c.shard(0))
+    write_shard(tensors, c.shard(1))
+    said = refused(capsys, c)
+    assert "source shards disagree in what targets share: 'tensors of stages 0, 1'" in said
+    assert "= 'w', as in" in said and "= 'v', 'w'" in said
+
+
 def test_a_tensor_is_taken_from_where_the_strategy_lists_it(tmp_path: Path, capsys: Capture) -> None:
     """The shards of ranks 0 and 1 are swapped: `w` is on rank 1, too, but only stages 0 and 2 list it."""
     tensors = {"w": np.arange(8, dtype=np.float32), "v": np.arange(4, dtype=np.float32)}

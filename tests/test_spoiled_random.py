@@ -108,7 +108,8 @@ def spoiled_checkpoints(draw: st.DrawFn, kinds: Collection[str]) -> Spoiled:
             if kind == "string":
                 texts.setdefault(rank, {})[name] = "a text"
     # State that no strategy lists is placed as its parameter is, so it goes with it.
-    names.update(name for name in case.src.unlisted for spoiled in tuple(names) if name.endswith(f".{spoiled}"))
+    unlisted = case.src.unlisted | case.dst.unlisted
+    names.update(name for name in unlisted for spoiled in tuple(names) if name.endswith(f".{spoiled}"))
     return Spoiled(case, shards, texts, frozenset(ranks), frozenset(names))
 
 
@@ -125,12 +126,13 @@ def with_another_structure(kind: str, arrays: Arrays, name: str, other_name: str
     if kind in ("dropped", "string"):
         return without
     if kind == "renamed":
-        return {**without, other_name: array}
+        return {**without, "extra" if other_name in arrays else other_name: array}
     if kind == "added":
         return {**arrays, other_name: arrays.get(other_name, array)}
     if kind == "type":
         kinds = [np.dtype(np.float64), np.dtype(np.int32), np.dtype(ml_dtypes.bfloat16)]
-        return {**arrays, name: array.real.astype(next(kind for kind in kinds if kind != array.dtype))}
+        other = next(kind for kind in kinds if kind != array.dtype)
+        return {**arrays, name: np.ones(array.shape, other)}
     if kind == "rank" or not array.ndim:
         return {**arrays, name: array[np.newaxis]}
     shape = list(array.shape)
@@ -162,8 +164,10 @@ def wrong_tensors(spoiled: Spoiled, made: list[Arrays]) -> set[str]:
     }
 
 
-def is_told_absent(spoiled: Spoiled, name: str, plans: list[RankPlan]) -> bool:
+def is_told_absent(spoiled: Spoiled, name: str, plans: list[RankPlan], made: list[Arrays]) -> bool:
     """Tell whether no target has a tensor, and each says so; check that no shard that should hold it does."""
+    if any(name in arrays for arrays in made):
+        return False
     targets = [plan for plan in plans if rank_holds(spoiled.case.dst.layouts[name], plan.target_rank)]
     # State that no strategy lists goes with its parameter.
     if not all(any(name in (lacked, f"{name.partition('.')[0]}.{lacked}") for lacked in p.absent) for p in targets):
@@ -179,19 +183,20 @@ def is_own(name: str) -> bool:
 
 
 def check_structure(spoiled: Spoiled, replicas: Replicas) -> None:
-    """Check that a target that is not right is one whose shards nothing that was opened contradicts."""
+    """Check that nothing that was opened for a tensor contradicts it where it is not right."""
     found = outcome(spoiled, replicas)
     if found is None:
         return
     plans, made = found
-    opened = {rank for plan in plans for rank in plan.source_ranks} - spoiled.ranks
-    side = spoiled.case.src
+    layouts = spoiled.case.src.layouts, spoiled.case.dst.layouts
     for name in wrong_tensors(spoiled, made):
         assert name in spoiled.names, f"{name} is wrong, but no shard with it is spoiled"
         if is_own(name):
             continue
-        sound = [rank for rank in opened if rank_holds(side.layouts[name], rank)]
-        if is_told_absent(spoiled, name, plans):
+        source, target = (side[name] for side in layouts)
+        opened = {rank for plan in plans if rank_holds(target, plan.target_rank) for rank in plan.source_ranks}
+        sound = [rank for rank in opened - spoiled.ranks if rank_holds(source, rank)]
+        if is_told_absent(spoiled, name, plans, made):
             continue
         assert not sound, f"{name} is wrong though the shards of {sound} were opened"
 
@@ -205,7 +210,7 @@ def check_values(spoiled: Spoiled) -> None:
     wrong = {name for name in wrong_tensors(spoiled, made) if not is_own(name)}
     for name in wrong:
         assert name in spoiled.names
-        if is_told_absent(spoiled, name, plans):
+        if is_told_absent(spoiled, name, plans, made):
             continue
         alone = held_by_none_but(spoiled.case.src, name, spoiled.case.tensors[name], spoiled.ranks)
         for rank, arrays in enumerate(made):

@@ -157,9 +157,7 @@ class ShardPlanner:
             notes=tuple(notes),
             source_ranks=tuple(sorted(self._manifests)),
             loose=loose,
-            unplaced=frozenset(
-                name for name in loose if self._target.is_only_caught(name) or not self._target.find(name)
-            ),
+            unplaced=frozenset(name for name in loose if not self._lists(name)),
             moments=tuple(self._shared()),
             alike=tuple(copies_alike(self._wanted.values(), self._box, self._replicas)),
             lost=self._replaced(tensors) if self._lost else (),
@@ -261,17 +259,23 @@ class ShardPlanner:
             copies.append(Copy(rank, tensor.entries[rank], part.box, part.region))
         return TensorPlan(TensorSpec(tensor.name, tensor.dtype, tensor.shape, self._box(target)), tuple(copies))
 
+    def _lists(self, name: str) -> bool:
+        """Tell whether the target strategy lists a name, other than by a rule for every name."""
+        return bool(self._target.find(name)) and not self._target.is_only_caught(name)
+
     def _shared(self) -> Iterator[Moment]:
         """Yield what this and other stages of the target hold: all of their ranks must have the same."""
-        by_stages: dict[tuple[int, ...], list[SourceTensor]] = {}
-        for name, (tensor, layout) in self._wanted.items() if self._target.stages > 1 else ():
-            if tensor.listed and not is_moment(name):
-                placements = self._target_placements(tensor) or (layout.placement,)
-                stages = {stage for placement in placements for stage in placement.stages}
-                by_stages.setdefault(tuple(sorted(stages)), []).append(tensor)
-        for shared_by, tensors in by_stages.items():
-            if len(shared_by) > 1:
-                yield from shared_tensors(shared_by, tensors, self._manifests)
+        if self._target.stages == 1:
+            return
+        placed = (*self._target.parameters.values(), *((rule,) for _, rule in self._target.rules))
+        shared = {_stages(placements) for placements in (*placed, (everywhere(self._target),))}
+        by_stages: dict[tuple[int, ...], list[SourceTensor]] = {stages: [] for stages in sorted(shared)}
+        for name, (tensor, layout) in self._wanted.items():
+            if (tensor.listed or self._lists(name)) and not is_moment(name):
+                by_stages[_stages(self._target_placements(tensor) or (layout.placement,))].append(tensor)
+        for stages, tensors in by_stages.items():
+            if len(stages) > 1 and self._stage in stages:
+                yield from shared_tensors(stages, tensors, self._manifests)
 
     def _replaced(self, tensors: tuple[TensorPlan, ...]) -> tuple[Lost, ...]:
         """Return the shards that could not be used, with the ranks that what they should have given is taken from.
@@ -337,6 +341,10 @@ class ShardPlanner:
                 remedy="check that checkpoint and strategy belong to the same network",
             )
         return tuple(absent)
+
+
+def _stages(placements: tuple[Placement, ...]) -> tuple[int, ...]:
+    return tuple(sorted({stage for placement in placements for stage in placement.stages}))
 
 
 def _not_followed(target: Strategy, name: str) -> str:
