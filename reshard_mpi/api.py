@@ -60,7 +60,7 @@ def transform_checkpoints(
     output_format: str = "ckpt",
     *,
     unlisted: str = "follow",
-    replicas: str = "any",
+    replicas: str = "sample",
     memory: str | int | None = None,
     max_active: int | None = None,
     verify: bool = False,
@@ -72,12 +72,14 @@ def transform_checkpoints(
     Writes `dst_checkpoints_dir/rank_x/<ckpt_prefix>x.<ending>`; files that are there are replaced, each atomically.
     A strategy of None is one full checkpoint; folders of strategy files are merged. process_num: local processes.
     output_format: "ckpt" or "hdf5". unlisted: what becomes of parameters the target strategy does not list:
-    "follow", "replicate" or "drop". replicas: "any" takes what several ranks hold from one of them, "check" compares
-    all of them before, byte by byte. memory: how much of a host's memory all processes of the user may take together:
-    a size such as "64G" or a number of bytes, "unlimited", or None for what RESHARD_MPI_MEMORY says and else for all
-    that is free. max_active: how many of them may transform at once on a host. verify: read sources and targets once
-    more and compare them. crc: end .ckpt files with the checksum that MindSpore checks. comm: an mpi4py communicator
-    whose ranks share the work; all must make the call.
+    "follow", "replicate" or "drop". replicas: what several ranks hold is taken from one of them; "sample" first
+    holds the source strategy against the checkpoint, comparing a few ranks in a few places of a few tensors,
+    "check" compares all copies of what is needed as well, byte by byte, and "any" trusts. memory: how much of a
+    host's memory all processes of the user may take together: a size such as "64G" or a number of bytes,
+    "unlimited", or None for what RESHARD_MPI_MEMORY says and else for all that is free. max_active: how many of
+    them may transform at once on a host. verify: read sources and targets once more and compare them. crc: end
+    .ckpt files with the checksum that MindSpore checks. comm: an mpi4py communicator whose ranks share the work;
+    all must make the call.
 
     A process waits until there is memory for what it is going to do; the logger "reshard_mpi" is told when that takes
     long. It is also warned of source files that are missing or damaged, and which ranks' are taken instead.
@@ -109,7 +111,7 @@ def transform_checkpoints(
     )
     outcome = _run(request, process_num, comm)
     if comm is None or comm.Get_rank() == 0:
-        warn((*warnings_of(outcome.lost), *outcome.other_warnings))
+        warn((*warnings_of(outcome.lost, outcome.missing), *outcome.other_warnings))
     outcome.raise_failures()
 
 
@@ -121,7 +123,7 @@ def transform_checkpoint_by_rank(
     dst_strategy_file: PathLike | None = None,
     *,
     unlisted: str = "follow",
-    replicas: str = "any",
+    replicas: str = "sample",
     memory: str | int | None = None,
     max_active: int | None = None,
 ) -> None:
@@ -210,7 +212,7 @@ def plan(
     select: str | None = None,
     unlisted: str = "follow",
     strict: bool = False,
-    replicas: str = "any",
+    replicas: str = "sample",
 ) -> Plan:
     """Return what a transform of `source` would do, writing nothing. ranks: the target ranks (None: all).
 
@@ -230,6 +232,7 @@ def verify(
     *,
     select: str | None = None,
     unlisted: str = "follow",
+    replicas: str = "sample",
     process_num: int = 1,
     memory: str | int | None = None,
     max_active: int | None = None,
@@ -237,7 +240,8 @@ def verify(
 ) -> None:
     """Verify that `target` holds what a transform of `source` would write, or, without it, that `source` fits its sums.
 
-    Formats and layouts may differ. process_num, memory, max_active, comm: as in `transform_checkpoints`. Raises
+    Formats and layouts may differ. replicas: "sample" holds the source strategy against the source as
+    `transform_checkpoints` does, "any" trusts it. process_num, memory, max_active, comm: as there. Raises
     DamageError for the first damage found, naming tensor, file and byte, and how many more there are; another
     ReshardError if the two cannot be compared, or `source` keeps no sums.
     """
@@ -258,6 +262,7 @@ def verify(
         recorded=False,
         memory=memory,
         max_active=max_active,
+        replicas=as_replicas(replicas),
     )
     work = Work.VERIFY_ALONE if target is None else Work.VERIFY_PAIR
     failures = _run(request, process_num, comm, work).failures
@@ -276,17 +281,19 @@ def load_rank(
     *,
     select: str | None = None,
     unlisted: str = "follow",
+    replicas: str = "sample",
 ) -> dict[str, np.ndarray[Any, Any] | str]:
     """Return what target rank `rank` holds, resharded at load time: owned C-contiguous arrays, and strings as str.
 
     source: a checkpoint folder or file, or a map from source rank to shard file. bfloat16 and float8 arrays have
-    ml_dtypes types; int4 comes as int8. Nothing is written. Memory: that of the arrays.
+    ml_dtypes types; int4 comes as int8. replicas: as in `transform_checkpoints`. Nothing is written.
+    Memory: that of the arrays.
     """
     if isinstance(source, Mapping):
         files = discovery.shards_from_map(source)
     else:
         files = discovery.find_shards(os.fspath(source), select)
-    conversion = _conversion(files, src_strategy, dst_strategy, unlisted)
+    conversion = _conversion(files, src_strategy, dst_strategy, unlisted, replicas=replicas)
     (rank_plan,) = plan_together(conversion, [rank])
     from reshard_mpi.engine.arrays import load_shard
 
@@ -333,7 +340,7 @@ def _conversion(
     dst_strategy: PathLike | None,
     unlisted: str,
     strict: bool = False,
-    replicas: str = "any",
+    replicas: str = "sample",
 ) -> Conversion:
     source, target = _strategies(src_strategy, dst_strategy)
     if dst_strategy is None and as_unlisted(unlisted) is Unlisted.DROP:

@@ -74,6 +74,12 @@ def parser() -> argparse.ArgumentParser:
     verify.add_argument("target", metavar="DST", nargs="?", help="what transform has made of it")
     _add_strategies(verify, "sharded (default: as its shards say, else one full checkpoint)")
     verify.add_argument("--select", metavar="GLOB", help="take only files of SRC whose names match")
+    verify.add_argument(
+        "--replicas",
+        choices=("any", "sample"),
+        default="sample",
+        help="sample: hold the source strategy against SRC, as transform does. any: trust it (default: %(default)s)",
+    )
     _add_memory(verify)
     verify.add_argument("--jobs", type=_positive, metavar="N", help=_JOBS_HELP)
     commit = command("commit", "check that all targets in DST are complete, and write DST/reshard.json")
@@ -123,14 +129,18 @@ def _add_conversion(parser: argparse.ArgumentParser) -> None:
         " checksums of .ckpt sources are checked as well",
     )
     parser.add_argument("--crc", action="store_true", help="end .ckpt targets with the CRC-32 that MindSpore checks")
-    parser.add_argument("--strict", action="store_true", help="refuse if a listed parameter was never saved")
+    parser.add_argument(
+        "--strict",
+        action="store_true",
+        help="refuse if a listed parameter was never saved, or copies have drifted apart",
+    )
     parser.add_argument(
         "--replicas",
-        choices=("any", "check"),
-        default="any",
-        help="any: take what several ranks hold from one of them. check: compare all of them byte by byte before"
-        " anything is written, and refuse if they differ; that reads every copy of what is needed, once a run (each"
-        " array task is one) (default: %(default)s)",
+        choices=("any", "sample", "check"),
+        default="sample",
+        help="what several ranks hold is taken from one of them. sample: before that, hold the source strategy against"
+        " the checkpoint, comparing a few ranks in a few places of a few tensors. check: compare all copies of what is"
+        " needed as well, byte by byte, once a run (each array task is one). any: trust (default: %(default)s)",
     )
 
 
@@ -210,6 +220,7 @@ def request(options: argparse.Namespace) -> Request:
 def to_verify(options: argparse.Namespace) -> Request:
     """Return what the arguments of `verify` ask for."""
     from reshard_mpi.planning.parameters import Unlisted
+    from reshard_mpi.planning.replicas import Replicas
     from reshard_mpi.request import Request
 
     return Request(
@@ -229,4 +240,5 @@ def to_verify(options: argparse.Namespace) -> Request:
         recorded=False,
         memory=options.memory,
         max_active=options.max_active,
+        replicas=Replicas(options.replicas),
     )

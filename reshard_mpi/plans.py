@@ -13,6 +13,7 @@ from reshard_mpi.planning.agreement import (
     require_same_shapes,
 )
 from reshard_mpi.planning.copies import dealt
+from reshard_mpi.planning.fit import drift_warning, require_no_drift
 from reshard_mpi.planning.losses import merged, warnings_of
 from reshard_mpi.planning.model import RankPlan
 
@@ -33,7 +34,11 @@ def plan_together(conversion: Conversion, targets: Iterable[int]) -> list[RankPl
     lost = [*compare(conversion.source, dealt(every, 0, 1), conversion.limits)]
     lost += [one for plan in plans for one in plan.lost]
     own = dict.fromkeys(warning for plan in plans for warning in plan.warnings)
-    warn((*files.warnings, *warnings_of(merged(lost)), *own))
+    drifted = conversion.drifted_tensors()
+    if conversion.strict:
+        require_no_drift(drifted, files.path)
+    drift = (drift_warning(drifted),) if drifted else ()
+    warn((*files.warnings, *warnings_of(merged(lost), conversion.source.missing), *own, *drift))
     return plans
 
 

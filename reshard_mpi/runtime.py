@@ -34,8 +34,10 @@ from reshard_mpi.planning.agreement import (
     require_same_shapes,
 )
 from reshard_mpi.planning.copies import Alike, dealt
+from reshard_mpi.planning.fit import drift_warning, require_no_drift
 from reshard_mpi.planning.losses import named, warnings_of
 from reshard_mpi.planning.model import RankPlan
+from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.planning.summary import Plan, RankSummary
 from reshard_mpi.preflight import Room, Tally, may_share, require_room, require_short_names
 from reshard_mpi.provenance import SourceFile, Sources
@@ -65,10 +67,16 @@ def convert(request: Request, comm: Comm, progress: Progress, strategies: Strate
     with the same request. Raises, on every process alike, the error that refused the run before anything was written.
     Targets that failed while they were written are in the outcome.
     """
-    planner, planned = _plan_with_sound_sources(request, comm, progress, strategies)
+    planner, planned = _planned(request, comm, progress, strategies)
     _refuse(comm.allgather(planner.begin(), "begun"), comm)
     written = planner.writer(progress).write()
-    told = Outcome(notes=planned.notes, lost=planned.lost, other_warnings=planned.other_warnings, processes=comm.size)
+    told = Outcome(
+        notes=planned.notes,
+        lost=planned.lost,
+        missing=planned.missing,
+        other_warnings=planned.other_warnings,
+        processes=comm.size,
+    )
     outcome = told.joined(comm.allgather(planner.outcome.joined([written]), "written"))
     if not request.recorded:
         return outcome
@@ -83,15 +91,33 @@ def plan_targets(request: Request, comm: Comm) -> tuple[Plan, Outcome]:
 
     Raises, on every process alike, what `convert` would refuse.
     """
-    planner, planned = _plan_with_sound_sources(request, comm, Silent(), None)
+    planner, planned = _planned(request, comm, Silent(), None)
     shares = _gather(comm, planner.summaries, "summed up")
     targets = [target for share in shares for target in share]
     return Plan(tuple(sorted(targets, key=lambda target: target.rank))), planned
 
 
-def _plan_with_sound_sources(
+def _planned(
     request: Request, comm: Comm, progress: Progress, strategies: Strategies | None
 ) -> tuple[_Planner, Outcome]:
+    """Have every process plan its targets and compare what must be the same; raise what refuses the run, on all alike.
+
+    Returns what has planned, and what is to be said of the plans.
+    """
+    planner, planned = _plan_with_sound_sources(request, comm, strategies)
+    if planned.alike or request.replicas is not Replicas.ANY:
+        compared = comm.allgather(planner.compare(planned.alike, progress), "compared")
+        _refuse(compared, comm)
+        planned = planned.joined(compared)._replace(alike=())
+        drifted = tuple(dict.fromkeys(name for outcome in compared for name in outcome.drifted))
+        if request.strict:
+            require_no_drift(drifted, request.source)
+        if drifted:
+            planned = planned._replace(other_warnings=(*planned.other_warnings, drift_warning(drifted)))
+    return planner, planned
+
+
+def _plan_with_sound_sources(request: Request, comm: Comm, strategies: Strategies | None) -> tuple[_Planner, Outcome]:
     """Have every process plan its targets, to verify from shards that fit the checksums they have of their own.
 
     Shards that do not are lost, so what they hold is planned from others; raises, as `_plan_together` does, if no
@@ -101,7 +127,7 @@ def _plan_with_sound_sources(
     damage: dict[int, ReshardError] = {}
     while True:
         planner = _Planner(request, comm, strategies, damage)
-        planned = _plan_together(planner, comm, progress)
+        planned = _plan_together(planner, comm)
         if not request.verify:
             return planner, planned
         read = {rank for ranks in _gather(comm, planner.read_ranks(), "named sources") for rank in ranks}
@@ -113,7 +139,7 @@ def _plan_with_sound_sources(
         damage = damage | {rank: error for damaged in found for rank, error in damaged.items()}
 
 
-def _plan_together(planner: _Planner, comm: Comm, progress: Progress) -> Outcome:
+def _plan_together(planner: _Planner, comm: Comm) -> Outcome:
     """Have every process plan its targets; raise what refuses the run, on every process alike.
 
     Returns what is to be said of the plans together.
@@ -127,10 +153,6 @@ def _plan_together(planner: _Planner, comm: Comm, progress: Progress) -> Outcome
         require_same_names(placed, planner.source)
         require_same_shapes(placed, planner.source)
     together = Outcome().joined(outcomes)
-    if together.alike:
-        compared = comm.allgather(planner.compare(together.alike, progress), "compared")
-        _refuse(compared, comm)
-        together = together.joined(compared)._replace(alike=())
     return together._replace(notes=(*together.notes, *differing_beginnings(together.beginnings, together.notes)))
 
 
@@ -211,23 +233,27 @@ class _Planner:
             rooms, strange = self._rooms(run), tuple(self._strangers(run, work.leads))
         except _EXPECTED as error:
             return Outcome(failures=(Failure.here(None, self._comm, as_reshard_error(error)),))
-        files = run.conversion.source.files
-        begun = Outcome(notes=(*files.notes, *governor.notes, *strange), other_warnings=files.warnings)
+        source = run.conversion.source
+        notes = (*source.files.notes, *governor.notes, *strange)
+        begun = Outcome(notes=notes, other_warnings=source.files.warnings, missing=source.missing)
         planned = begun.joined(outcomes)
         self.outcome = planned._replace(alike=())
         return planned._replace(rooms=rooms)
 
     def compare(self, every: Sequence[Alike], progress: Progress) -> Outcome:
-        """Compare this process's share of the copies that must be the same; a difference refuses the run."""
+        """Compare this process's share of the copies that must be the same, and of a sample; refuse what differs."""
         opened = self._require_opened()
         conversion = opened.run.conversion
         mine = list(dealt(every, self._comm.rank, self._comm.size))
-        if not mine:
-            return Outcome()
         try:
+            drifted = conversion.drifted_tensors(
+                damaged_are_replaced=self._request.verify, process=self._comm.rank, processes=self._comm.size
+            )
+            if not mine:
+                return Outcome(drifted=drifted)
             peak_bytes = comparing_bytes(conversion.limits)
             with opened.governor.lease(peak_bytes, f"copies in {self.source}", progress.waiting):
-                return Outcome(lost=compare(conversion.source, mine, conversion.limits))
+                return Outcome(lost=compare(conversion.source, mine, conversion.limits), drifted=drifted)
         except _EXPECTED as error:
             return Outcome(failures=(Failure.here(None, self._comm, as_reshard_error(error)),))
 

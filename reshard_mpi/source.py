@@ -22,7 +22,7 @@ from reshard_mpi.errors import (
 )
 from reshard_mpi.manifest import Manifest, ShardIdentity, TensorEntry
 from reshard_mpi.placement import Strategy, unsharded
-from reshard_mpi.planning.losses import Lost
+from reshard_mpi.planning.losses import Lost, Missing
 from reshard_mpi.strategy import table
 
 # Tensors whose places are kept, some 600 bytes each; neighbouring targets read from the same shards.
@@ -84,6 +84,15 @@ class SourceCheckpoint:
 
     def __contains__(self, rank: object) -> bool:
         return rank in self.files.by_rank
+
+    @property
+    def missing(self) -> Missing | None:
+        """The ranks that have no shard, if any; None for shards picked by the caller, who need not have them all."""
+        size = self.strategy.world_size
+        if self.files.picked or len(self.files.by_rank) == size:
+            return None
+        ranks = tuple(rank for rank in range(size) if rank not in self.files.by_rank)
+        return Missing(ranks, size, self.files.path)
 
     def manifest(self, rank: int) -> Manifest:
         """Return what the shard of `rank` holds. Raises ShardError or DisagreementError if it is damaged."""

@@ -44,7 +44,9 @@ def verify_pair(request: Request, comm: Comm, progress: Progress, strategies: St
         source = SourceCheckpoint.open(discovery.find_shards(request.source, request.select), read.source)
         held = discovery.find_shards(request.target)
         target = SourceCheckpoint.open(held, None if request.dst_strategy is None else read.target)
-        return Conversion(source, target.strategy, request.unlisted), target
+        conversion = Conversion(source, target.strategy, request.unlisted, replicas=request.replicas)
+        conversion.drifted_tensors(damaged_are_replaced=True, process=comm.rank, processes=comm.size)
+        return conversion, target
 
     conversion, target = _agreed(begin, comm)
     weights = conversion.target_weights(range(conversion.target.world_size))

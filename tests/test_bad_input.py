@@ -305,7 +305,7 @@ def strategies_whose_parameters_do_not_meet(c: Conversion) -> Conversion:
     return c.but(dst_strategy=c.strategy("other", {"other": RawLayout((2,), (0, -1))}))
 
 
-@bad(StrategyError, "no parameter that the target strategy lists is in the checkpoint", "net.v", "w")
+@bad(StrategyError, "no tensor of the checkpoint is in the source strategy", "net.v", "w")
 def strategies_of_another_network_than_the_checkpoint(c: Conversion) -> Conversion:
     return c.but(
         src_strategy=c.strategy("s", {"net.v": RawLayout((2, 2), (-1, 0))}),
