@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from enum import Enum
 from fnmatch import fnmatchcase
@@ -12,13 +13,11 @@ from reshard_mpi.manifest import Manifest
 from reshard_mpi.nesting import regroup_held
 from reshard_mpi.placement import Placement, Shape, Strategy
 from reshard_mpi.planning.parameters import Unlisted, find_or_follow
-from reshard_mpi.planning.samples import Pair
+from reshard_mpi.planning.samples import Pair, kind_of
 from reshard_mpi.units import KIB
 
-# What a rank has for itself (random state, counters) is small, and where it is of floating point a row at most.
+# What a rank has for itself (random state, counters) is small, and where it is of floating point one number.
 _MAX_OWN_BYTES = 64 * KIB
-# So many unlisted tensors that differ may still be each rank's own, even if they are most of the unlisted ones.
-_MAX_OWN_TENSORS = 4
 # Statistics that data-parallel ranks gather each from its own data: batch normalization in MindSpore and torch.
 _STATISTICS = {"moving_mean", "moving_variance", "running_mean", "running_var", "num_batches_tracked"}
 # Of tensors that have drifted apart, so many are named in one line.
@@ -66,7 +65,9 @@ class Compared(NamedTuple):
     @property
     def may_be_own(self) -> bool:
         """Whether it can be a value that each rank has for itself, if no strategy lists it."""
-        return self.may_drift or (self.size_bytes <= _MAX_OWN_BYTES and not (self.floating and len(self.shape) > 1))
+        if self.may_drift:
+            return True
+        return self.size_bytes <= _MAX_OWN_BYTES and not (self.floating and math.prod(self.shape) > 1)
 
 
 def should_be_one_part(placement: Placement | None, pair: Pair, part_shape: Shape) -> bool:
@@ -86,8 +87,8 @@ def judge(
     """Return the names of the tensors whose copies have drifted apart on a pair of ranks.
 
     Raises StrategyError if the strategy cannot be that of the checkpoint: most of the tensors that are held in one way
-    differ where they should be the same, or a few do that have nothing in common; or all of them are the same where
-    they should be different. paths: of the two shards. unlisted: what becomes of tensors that no strategy lists.
+    differ where they should be the same, or a few do that have nothing in common; or a parameter is the same in all
+    layers where it should be different. paths: of the two shards. unlisted: what becomes of tensors in no strategy.
     """
     by_placement: dict[Placement | None, list[Compared]] = {}
     for tensor in compared:
@@ -127,9 +128,14 @@ def _judge_copies(pair: Pair, tensors: Sequence[Compared], placement: Placement,
 
 
 def _judge_parts(pair: Pair, tensors: Sequence[Compared], placement: Placement, where: str) -> None:
-    """Judge tensors of which a pair of ranks should hold different parts."""
-    telling = [tensor for tensor in tensors if tensor.telling]
-    if telling and not any(tensor.differs for tensor in telling):
+    """Judge tensors of which a pair of ranks should hold different parts, all layers of a parameter together."""
+    by_kind: dict[str, list[Compared]] = {}
+    for tensor in tensors:
+        if tensor.telling:
+            by_kind.setdefault(kind_of(tensor.name), []).append(tensor)
+    same = [layers for layers in by_kind.values() if not any(tensor.differs for tensor in layers)]
+    telling = [tensor for layers in same for tensor in layers]
+    if telling:
         raise StrategyError(
             "the source strategy does not fit the checkpoint: parts that should be different are the same",
             expected=f"different parts of {_some(telling)} on ranks {pair.first} and {pair.second}, by"
@@ -143,12 +149,7 @@ def _judge_parts(pair: Pair, tensors: Sequence[Compared], placement: Placement, 
 
 def _judge_unlisted(pair: Pair, tensors: Sequence[Compared], where: str) -> None:
     """Judge tensors that no strategy lists: each rank may have its own, but not if they look like parts of a tensor."""
-    differing = [tensor for tensor in tensors if tensor.differs]
-    suspects = [tensor for tensor in differing if not tensor.may_be_own]
-    floating = [tensor for tensor in tensors if tensor.floating and not tensor.may_drift]
-    differing_floats = [tensor for tensor in floating if tensor.differs]
-    if len(differing_floats) > max(_MAX_OWN_TENSORS, len(floating) // 2):
-        suspects = suspects or differing_floats
+    suspects = [tensor for tensor in tensors if tensor.differs and not tensor.may_be_own]
     if suspects:
         raise StrategyError(
             "tensors that the source strategy does not list are no copies of each other",

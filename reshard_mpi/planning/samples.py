@@ -55,8 +55,8 @@ class _Step(NamedTuple):
 def rank_pairs(strategy: Strategy, present: Collection[int]) -> tuple[Pair, ...]:
     """Return the pairs of `present` ranks to compare, MAX_PAIRS at most: the same for equal arguments.
 
-    Every step along an axis of a mesh, by each divisor of its length, is made in some stage; where there are few
-    stages, in each of them. In a checkpoint of MAX_SHARDS shards every shard is compared with all its neighbours.
+    Every step along an axis of a mesh, by each divisor of its length and to its end, is made in some stage; where there
+    are few stages, in each of them. In a checkpoint of MAX_SHARDS shards every shard is compared with all its neighbours.
     """
     steps = _steps(strategy)
     by_stage: dict[int, list[int]] = {}
@@ -87,8 +87,8 @@ def _steps(strategy: Strategy) -> list[_Step]:
     for mesh in dict.fromkeys(p.mesh for p in placements.values()):
         stride = 1
         for length in reversed(mesh):
-            for distance in range(1, length // 2 + 1):
-                if length % distance == 0:
+            for distance in range(1, length):
+                if length % distance == 0 or distance == length - 1:
                     steps.setdefault(stride * distance, _Step(stride, length, distance))
             stride *= length
     return _spread([steps[rank] for rank in sorted(steps)], MAX_PAIRS)
@@ -145,7 +145,7 @@ class Sampler:
             placements = find_or_follow(self._strategy, name, partial(_same_shape, tensors, name))
             near = next((placement for placement in placements if stage in placement.stages), None)
             way = self._way(near)
-            kinds.setdefault(way, {}).setdefault(_DIGITS.sub("#", name), []).append(Sampled(name, near))
+            kinds.setdefault(way, {}).setdefault(kind_of(name), []).append(Sampled(name, near))
         queues = [_in_turn(list(map(_ends_first, of_way.values()))) for of_way in kinds.values()]
         return tuple(islice(_in_turn([list(queue) for queue in queues]), MAX_TENSORS))
 
@@ -156,6 +156,11 @@ class Sampler:
         if way is None:
             way = self._ways[id(placement)] = self._numbers.setdefault(placement, len(self._numbers))
         return way
+
+
+def kind_of(name: str) -> str:
+    """Return a name without its numbers: the same for a parameter in all layers."""
+    return _DIGITS.sub("#", name)
 
 
 def _same_shape(tensors: Mapping[str, TensorEntry], name: str, base: str) -> bool:
