@@ -18,6 +18,7 @@ from reshard_mpi.engine.sums import sum_shard
 from reshard_mpi.errors import DamageError, ReshardError, SourceError, as_reshard_error
 from reshard_mpi.governor.admission import open_governor
 from reshard_mpi.manifest import Manifest
+from reshard_mpi.paths import require_reachable
 from reshard_mpi.planning.model import RankPlan
 from reshard_mpi.report import Checked, Failure, Outcome, Progress
 from reshard_mpi.request import Request, Strategies
@@ -41,8 +42,8 @@ def verify_pair(request: Request, comm: Comm, progress: Progress, strategies: St
 
     def begin() -> tuple[Conversion, SourceCheckpoint]:
         read = strategies or Strategies.read(request)
-        source = SourceCheckpoint.open(discovery.find_shards(request.source, request.select), read.source)
-        held = discovery.find_shards(request.target)
+        source = SourceCheckpoint.open(_shards(request.source, request.select), read.source)
+        held = _shards(request.target)
         target = SourceCheckpoint.open(held, None if request.dst_strategy is None else read.target)
         return Conversion(source, target.strategy, request.unlisted), target
 
@@ -75,7 +76,7 @@ def verify_alone(request: Request, comm: Comm, progress: Progress, strategies: S
     Damage is in the outcome's failures. Raises, on every process alike, what keeps it from being verified: above all
     that it keeps no sums.
     """
-    files = _agreed(lambda: discovery.find_shards(request.source, request.select), comm)
+    files = _agreed(lambda: _shards(request.source, request.select), comm)
     governor = open_governor(request.allowance, os.environ)
 
     def check(rank: int) -> tuple[Checked, list[ReshardError]]:
@@ -92,6 +93,11 @@ def verify_alone(request: Request, comm: Comm, progress: Progress, strategies: S
         note = f"{len(unknown)} of {len(files.by_rank)} shards keep no sums, that of rank {unknown[0]} the first"
         outcome = outcome._replace(notes=(*outcome.notes, note))
     return outcome
+
+
+def _shards(path: str, select: str | None = None) -> discovery.ShardFiles:
+    require_reachable(path)
+    return discovery.find_shards(path, select)
 
 
 def _agreed(begin: Callable[[], T], comm: Comm) -> T:
