@@ -24,7 +24,7 @@ from reshard_mpi.journal import Unrecorded
 from reshard_mpi.log import log
 from reshard_mpi.paths import require_reachable
 from reshard_mpi.placement import Strategy, unsharded
-from reshard_mpi.plain import plain_files, plain_number, plain_path, plain_path_or_none, plain_text
+from reshard_mpi.plain import plain_files, plain_number, plain_numbers, plain_path, plain_path_or_none, plain_text
 from reshard_mpi.planning.parameters import Unlisted
 from reshard_mpi.planning.ranks import needed_ranks
 from reshard_mpi.planning.replicas import Replicas
@@ -238,7 +238,7 @@ def plan(
 
     memory, and what is logged: as in `transform_checkpoints`. Raises what the transform would refuse.
     """
-    targets = None if ranks is None else [plain_number(rank, "one of ranks") for rank in ranks]
+    targets = None if ranks is None else plain_numbers(ranks, "ranks")
     conversion = _conversion(_found(source, select), src_strategy, dst_strategy, unlisted, strict, replicas)
     governor = open_governor(Allowance.of(memory, None, os.environ), os.environ)
     every = range(conversion.target.world_size)

@@ -96,7 +96,10 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-_JOBS_HELP = "local processes (default: one a core, up to 8 or the number of targets, the more; 1 under a launcher)"
+_JOBS_HELP = (
+    "local processes, no more than there is work for (default: one a core, up to 8 or the number of targets, the more;"
+    " 1 under a launcher)"
+)
 
 
 def _add_conversion(parser: argparse.ArgumentParser) -> None:

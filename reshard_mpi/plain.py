@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from reshard_mpi.errors import UsageError, WrongTypeError
 
@@ -17,6 +17,13 @@ def plain_number(value: object, name: str) -> int:
         return int(operator.index(value))  # type: ignore[arg-type]
     except TypeError:
         raise wrong_type(name, "a whole number", value) from None
+
+
+def plain_numbers(values: object, name: str) -> list[int]:
+    """Return whole numbers as plain ones. Raises WrongTypeError."""
+    if not isinstance(values, Iterable):
+        raise wrong_type(name, "whole numbers, such as [0, 1]", values)
+    return [plain_number(value, f"one of {name}") for value in values]
 
 
 def plain_path(value: object, name: str) -> str:

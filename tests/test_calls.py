@@ -124,6 +124,17 @@ CALLS: dict[str, tuple[Callable[[Conversion], object], type[UsageError], str]] =
         WrongTypeError,
         "process_num",
     ),
+    "ranks that are one": (lambda c: reshard_mpi.plan(c.src, ranks=1), WrongTypeError, "ranks(.|\n)*got: int: 1"),
+    "memory of a float": (
+        lambda c: reshard_mpi.transform_checkpoints(c.src, c.dst, "p", c.src_strategy, memory=1e9),
+        WrongTypeError,
+        "memory(.|\n)*float",
+    ),
+    "half a process at once": (
+        lambda c: reshard_mpi.verify(c.src, max_active=0.5),
+        WrongTypeError,
+        "max_active(.|\n)*float",
+    ),
     "a list of formats": (
         lambda c: reshard_mpi.transform_checkpoints(c.src, c.dst, "p", output_format=["ckpt"]),
         WrongTypeError,

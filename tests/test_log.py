@@ -239,6 +239,15 @@ def test_verify(tmp_path: Path, capsys: Capture, logged: Logged) -> None:
     assert logged.by(lambda: reshard_mpi.verify(c.src, c.dst, c.src_strategy, c.dst_strategy)) == printed(said)
 
 
+def test_verify_says_which_checkpoint_it_has_chosen(tmp_path: Path, capsys: Capture, logged: Logged) -> None:
+    c = make(tmp_path)
+    several_checkpoints(c)
+    transform(c)()
+    said = command_line(capsys, "verify", str(c.src), str(c.dst), *c.arguments()[3:7], "--jobs", "1")
+    assert said.code == 0 and "net-10_5.ckpt chosen" in printed(said)[0][1]
+    assert logged.by(lambda: reshard_mpi.verify(c.src, c.dst, c.src_strategy, c.dst_strategy)) == printed(said)
+
+
 def log_on_a_rank(c: Conversion) -> Told:
     """Transform together with all ranks; return what this one has logged."""
     from mpi4py import MPI as mpi  # noqa: N811
