@@ -89,11 +89,14 @@ def _transform(options: argparse.Namespace) -> int:
     asked = request(options)
     begin = time.monotonic()
     with comm.world(os.environ, explicit_share=bool(options.rank or options.part)) as world:
-        unwritable = world.rank == 0 and options.report and not _can_be_written(Path(options.report))
+        unwritable = world.rank == 0 and options.report and not _can_be_written(options.report, options.target)
         if any(world.allgather(unwritable, "looked where the report goes")):
+            from reshard_mpi.paths import described
+
             raise UsageError(
                 "the report cannot be written",
-                expected="a new file in a folder, or an earlier report; no name of a shard",
+                expected="a new file in a folder, or an earlier report; no name of a shard or of a file of the run",
+                got=described(Path(options.report)),
                 where=options.report,
             )
         progress = _progress(options.progress, world)
@@ -132,12 +135,18 @@ def _run(work: str, request: Request, jobs: int | None, world: comm.Comm, progre
     return Work[work].load()(request, world, progress, None)
 
 
-def _can_be_written(path: Path) -> bool:
+def _can_be_written(path: str, target: str) -> bool:
+    """Tell whether a report may take the name `path`: whatever else is there may be a source or a strategy."""
     from reshard_mpi import formats, report
+    from reshard_mpi.paths import is_replaceable
+    from reshard_mpi.records import COMMIT_RECORD, STATE
 
-    if formats.name_of(path.name) or not path.resolve().parent.is_dir() or path.is_dir():
+    real, commit_record = Path(os.path.realpath(path)), Path(os.path.realpath(target), COMMIT_RECORD)
+    if formats.name_of(path) or real == commit_record or STATE in real.parts or not is_replaceable(real):
         return False
-    return not path.is_file() or report.is_report(path)  # whatever else is there may be a source or a strategy
+    if not os.access(real, os.F_OK):
+        return os.access(real.parent, os.W_OK | os.X_OK) and real.parent.is_dir()
+    return os.access(real, os.R_OK | os.W_OK) and report.is_report(real)
 
 
 def _progress(choice: str, world: comm.Comm) -> Bar | Plain | Silent:

@@ -17,8 +17,9 @@ from typing import NamedTuple
 
 from reshard_mpi import formats
 from reshard_mpi.errors import CoverageError, DamageError, DisagreementError, ReshardError, TargetError, TransformError
-from reshard_mpi.journal import commit_lock, withdraw
+from reshard_mpi.journal import commit_lock, commit_lock_path, withdraw
 from reshard_mpi.ordering import natural_key
+from reshard_mpi.paths import require_replaceable
 from reshard_mpi.planning.agreement import (
     differing_beginnings,
     differing_stages,
@@ -59,6 +60,8 @@ def commit(folder: Path) -> Committed:
     CoverageError if they were made from shards that do not belong together. Then there is no commit record.
     """
     _recorded_run(folder)
+    require_replaceable(folder / COMMIT_RECORD, "the commit record")
+    require_replaceable(commit_lock_path(folder / STATE), "a lock")
     deadline = time.monotonic() + _WAIT_SECONDS
     while True:
         try:
@@ -76,7 +79,7 @@ def commit(folder: Path) -> Committed:
             raise TargetError(
                 "the targets are being written or committed by another process",
                 expected="nobody at work on them",
-                got=f"a lock on {folder / STATE / 'commit.lock'}",
+                got=f"a lock on {commit_lock_path(folder / STATE)}",
                 where=str(folder),
                 remedy="wait for it",
             )

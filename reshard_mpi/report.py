@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TextIO
 
 from reshard_mpi.errors import ReshardError, TransformError
+from reshard_mpi.log import log
 from reshard_mpi.planning.losses import Lost, Missing, merged, warnings_of
 from reshard_mpi.units import format_bytes, format_rate
 
@@ -296,9 +297,7 @@ class Silent:
         pass
 
     def waiting(self, text: str) -> None:
-        import logging
-
-        logging.getLogger("reshard_mpi").warning("%s", text)
+        log(notes=(), warnings=(text,))
 
     def moved(self, count_bytes: int) -> None:
         pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -11,6 +12,7 @@ from reshard_mpi.conversion import Conversion
 from reshard_mpi.division import assign
 from reshard_mpi.errors import ReshardError, TargetError, UsageError
 from reshard_mpi.journal import Journal, Unrecorded
+from reshard_mpi.paths import require_reachable
 from reshard_mpi.placement import Strategy
 from reshard_mpi.planning.parameters import Unlisted
 from reshard_mpi.planning.ranks import check_target_rank
@@ -42,6 +44,7 @@ class Run(NamedTuple):
                 got="no target strategy",
             )
         _check_prefix(request.prefix)
+        require_reachable(request.source)
         files = discovery.find_shards(request.source, request.select)
         source = SourceCheckpoint.open(files, strategies.source, known_damage)
         conversion = Conversion(source, strategies.target, request.unlisted, request.strict, replicas=request.replicas)
@@ -69,7 +72,7 @@ class Run(NamedTuple):
         request = self.request
         return RunIdentity(
             {
-                "source": str(Path(request.source).resolve()),
+                "source": os.path.realpath(request.source),
                 "src_strategy": self.strategies.source_digest,
                 "dst_strategy": self.strategies.target_digest,
                 "select": request.select,
@@ -84,10 +87,13 @@ class Run(NamedTuple):
         )
 
     def _refuse_writing_to_source(self) -> None:
-        target, source = Path(self.request.target).resolve(), Path(self.request.source).resolve()
+        # Links that lead to themselves are for the journal to refuse.
+        target, source = os.path.realpath(self.request.target), os.path.realpath(self.request.source)
         files = (Path(path) for paths in self.conversion.source.files.by_rank.values() for path in paths)
-        sources = {place.resolve() for path in files for place in (path, path.parent)}
-        places = {place.resolve() for rank in self.targets for place in (self.path(rank), self.path(rank).parent)}
+        sources = {os.path.realpath(place) for path in files for place in (path, path.parent)}
+        places = {
+            os.path.realpath(place) for rank in self.targets for place in (self.path(rank), self.path(rank).parent)
+        }
         if target == source or sources & places:
             raise TargetError(
                 "the target is the source",

@@ -8,13 +8,12 @@ so the outcome is the same on every process.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from reshard_mpi.comm import Comm
 from reshard_mpi.commit import commit_if_complete
 from reshard_mpi.comparison import compare, comparing_bytes
-from reshard_mpi.discovery import strangers
 from reshard_mpi.division import Work, divide
 from reshard_mpi.errors import (
     CoverageError,
@@ -39,7 +38,7 @@ from reshard_mpi.planning.losses import named, warnings_of
 from reshard_mpi.planning.model import RankPlan
 from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.planning.summary import Plan, RankSummary
-from reshard_mpi.preflight import Room, Tally, may_share, require_room, require_short_names
+from reshard_mpi.preflight import Room, Tally, may_share, require_room, require_short_names, stranger_notes
 from reshard_mpi.provenance import SourceFile, Sources
 from reshard_mpi.records import Evidence
 from reshard_mpi.report import Failure, Outcome, Progress, Silent, TargetReport
@@ -230,7 +229,7 @@ class _Planner:
         outcomes = [self._plan_target(self._opened, rank, leads=True) for rank in work.leads]
         outcomes += [self._plan_target(self._opened, rank, leads=False) for rank in work.helps]
         try:
-            rooms, strange = self._rooms(run), tuple(self._strangers(run, work.leads))
+            rooms, strange = self._rooms(run), stranger_notes(map(run.path, work.leads))
         except _EXPECTED as error:
             return Outcome(failures=(Failure.here(None, self._comm, as_reshard_error(error)),))
         source = run.conversion.source
@@ -341,13 +340,6 @@ class _Planner:
             return may_share(run.conversion.source.files, run.format, run.path(run.targets[0]))
 
         return self._tally.rooms(self._comm.size, shares)
-
-    def _strangers(self, run: Run, ranks: Sequence[int]) -> Iterator[str]:
-        """Yield a note on shards beside those this process makes: an earlier run with another prefix left them."""
-        found = [file for rank in ranks for file in strangers(run.path(rank))]
-        if found:
-            more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-            yield f"{found[0]}{more} will lie beside the new targets: a shard of another run, which is left as it is"
 
     def _commit(self, made: Outcome) -> tuple[str, ...]:
         run, journal, *_ = self._require_opened()

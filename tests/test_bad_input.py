@@ -539,7 +539,7 @@ def test_wrong_usage_of_the_functions(tmp_path: Path) -> None:
     paths = (c.src, c.dst, "checkpoint_", c.src_strategy, c.dst_strategy)
     before = listing(tmp_path)
     for call in (
-        lambda: reshard_mpi.transform_checkpoints(*paths, 0),
+        lambda: reshard_mpi.transform_checkpoints(*paths, -1),
         lambda: reshard_mpi.transform_checkpoints(*paths, 1, "torch"),
         lambda: reshard_mpi.transform_checkpoints(*paths, unlisted="ignore"),
         lambda: reshard_mpi.transform_checkpoints(c.src, c.dst, "a/b", c.src_strategy, c.dst_strategy),

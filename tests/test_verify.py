@@ -604,6 +604,10 @@ def test_alone_finds_what_is_not_as_it_was_written(tmp_path: Path, capsys: Captu
     spoil(c)
     said = verify(capsys, c, target=False)
     assert said.code == 4 and expected in said.err
+    if what == "commit record is a pipe":  # only a file is ever replaced
+        refused = command_line(capsys, *c.arguments("transform", "--verify", "--resume"))
+        assert refused.code == 3 and "a pipe is in the place of the commit record" in refused.err
+        (c.dst / "reshard.json").unlink()
     if "record" in expected:  # which keeps nobody from going on
         assert command_line(capsys, *c.arguments("transform", "--verify", "--resume")).code == 0
         assert verify(capsys, c, target=False).code == 0 and sums(c) == WHOLE

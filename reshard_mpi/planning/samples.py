@@ -56,7 +56,7 @@ def rank_pairs(strategy: Strategy, present: Collection[int]) -> tuple[Pair, ...]
     """Return the pairs of `present` ranks to compare, MAX_PAIRS at most: the same for equal arguments.
 
     Every step along an axis of a mesh, by each divisor of its length and to its end, is made in some stage; where there
-    are few stages, in each of them. In a checkpoint of MAX_SHARDS shards every shard is compared with all its neighbours.
+    are few stages, in each of them. In a checkpoint of MAX_SHARDS shards each is compared with all its neighbours.
     """
     steps = _steps(strategy)
     by_stage: dict[int, list[int]] = {}
