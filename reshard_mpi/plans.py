@@ -34,11 +34,12 @@ def plan_together(
         require_same_names(placed, files.path)
         require_same_shapes(placed, files.path)
     every = tuple(dict.fromkeys(alike for plan in plans for alike in plan.alike))
+    lost = compare(conversion.source, dealt(every, 0, 1), conversion.limits)
     drifted = conversion.drifted_tensors()
     if conversion.strict:
         require_no_drift(drifted, files.path)
     compared = Outcome(
-        lost=compare(conversion.source, dealt(every, 0, 1), conversion.limits),
+        lost=lost,
         other_warnings=(drift_warning(drifted),) if drifted else (),
     )
     begun = Outcome(notes=(*files.notes, *notes), other_warnings=files.warnings, missing=conversion.source.missing)

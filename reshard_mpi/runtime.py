@@ -34,7 +34,7 @@ from reshard_mpi.planning.agreement import (
 )
 from reshard_mpi.planning.copies import Alike, dealt
 from reshard_mpi.planning.fit import drift_warning, require_no_drift
-from reshard_mpi.planning.losses import named, warnings_of
+from reshard_mpi.planning.losses import Lost, named, warnings_of
 from reshard_mpi.planning.model import RankPlan
 from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.planning.summary import Plan, RankSummary
@@ -244,15 +244,16 @@ class _Planner:
         opened = self._require_opened()
         conversion = opened.run.conversion
         mine = list(dealt(every, self._comm.rank, self._comm.size))
+        lost: tuple[Lost, ...] = ()
         try:
+            if mine:
+                peak_bytes = comparing_bytes(conversion.limits)
+                with opened.governor.lease(peak_bytes, f"copies in {self.source}", progress.waiting):
+                    lost = compare(conversion.source, mine, conversion.limits)
             drifted = conversion.drifted_tensors(
                 damaged_are_replaced=self._request.verify, process=self._comm.rank, processes=self._comm.size
             )
-            if not mine:
-                return Outcome(drifted=drifted)
-            peak_bytes = comparing_bytes(conversion.limits)
-            with opened.governor.lease(peak_bytes, f"copies in {self.source}", progress.waiting):
-                return Outcome(lost=compare(conversion.source, mine, conversion.limits), drifted=drifted)
+            return Outcome(lost=lost, drifted=drifted)
         except _EXPECTED as error:
             return Outcome(failures=(Failure.here(None, self._comm, as_reshard_error(error)),))
 
