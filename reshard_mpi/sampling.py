@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import eq
 from typing import TYPE_CHECKING
 
+from reshard_mpi.box import Box
 from reshard_mpi.dtypes import DType, to_numpy
 from reshard_mpi.errors import LayoutError, ShardError
-from reshard_mpi.manifest import Manifest, TensorEntry
-from reshard_mpi.placement import Placement
+from reshard_mpi.manifest import Manifest
+from reshard_mpi.placement import Shape
 from reshard_mpi.planning.fit import Compared, Likeness, judge, should_be_one_part
 from reshard_mpi.planning.parameters import Unlisted
-from reshard_mpi.planning.samples import Pair, Sampler, places, rank_pairs
+from reshard_mpi.planning.samples import Pair, Sampled, Sampler, places, rank_pairs
 from reshard_mpi.source import SourceCheckpoint
 
 if TYPE_CHECKING:
@@ -47,25 +49,23 @@ def drifted_tensors(
     strategy = source.strategy
     if strategy.world_size == 1:
         return ()
-    pairs = rank_pairs(strategy, source.files.by_rank)[process::processes]
     drifted: dict[str, None] = {}
+    sampler = Sampler(strategy, is_wanted)
     with Files() as files:
         excerpts = _Excerpts(files)
-        sampler = Sampler(strategy, is_wanted)
-        for pair in pairs:
+        for pair in rank_pairs(strategy, source.files.by_rank)[process::processes]:
             first, second = source.find(pair.first), source.find(pair.second)
             if first is None or second is None:
                 continue
-            sampled = sampler.choose(strategy.stage_of(pair.first), first.tensors, second.tensors)
-            compared = [_compare(name, placement, pair, first, second, excerpts) for name, placement in sampled]
-            found = [tensor for tensor in compared if tensor is not None]
-            if any(tensor.one_part and tensor.differs for tensor in found):
-                damage = next((error for rank in pair if (error := source.check_crc(rank)) is not None), None)
+            sampled = sampler.choose(strategy.stage_of(pair.first), first.tensors, second.tensors)[: pair.tensors]
+            compared = list(_compared(sampled, pair, first, second, excerpts))
+            if any(tensor.one_part and tensor.differs for tensor in compared):
+                damage = next((error for rank in pair[:2] if (error := source.check_crc(rank)) is not None), None)
                 if damage is not None and damaged_are_replaced:
                     continue
                 if damage is not None:
                     raise damage
-            drifted.update(dict.fromkeys(judge(pair, found, strategy, (first.path, second.path), unlisted)))
+            drifted.update(dict.fromkeys(judge(pair, compared, strategy, (first.path, second.path), unlisted)))
     return tuple(drifted)
 
 
@@ -74,42 +74,54 @@ class _Excerpts:
 
     def __init__(self, files: Files) -> None:
         self._files = files
-        self._read: dict[tuple[str, str], bytes] = {}
+        self._read: dict[tuple[str, str], list[bytes]] = {}
 
-    def of(self, manifest: Manifest, entry: TensorEntry) -> bytes:
-        """Return the bytes of the tensor's elements in its places, in this machine's byte order."""
+    def of(self, shard: Manifest, name: str, boxes: Sequence[Box]) -> Iterator[bytes]:
+        """Yield the bytes of each of these boxes of the shard's part of a tensor, in this machine's byte order."""
         from reshard_mpi.engine.excerpts import excerpt
 
-        key = (manifest.path, entry.name)
-        if key not in self._read:
-            boxes = places(entry.name, entry.shape)
-            self._read[key] = b"".join(excerpt(self._files, entry, box) for box in boxes)
-        return self._read[key]
+        read = self._read.setdefault((shard.path, name), [])
+        for number, box in enumerate(boxes):
+            if number == len(read):
+                read.append(excerpt(self._files, shard.tensors[name], box))
+            yield read[number]
 
 
-def _compare(
-    name: str, placement: Placement | None, pair: Pair, first: Manifest, second: Manifest, excerpts: _Excerpts
-) -> Compared | None:
-    """Compare what two shards hold of a tensor; None if that cannot be told, as where one is damaged: see planning."""
-    entry, other = first.tensors[name], second.tensors[name]
-    try:
-        one_part = should_be_one_part(placement, pair, entry.shape)
-        if entry.shape != other.shape or entry.dtype != other.dtype:
-            likeness, telling = Likeness.OF_ANOTHER_SHAPE, True
-        else:
-            likeness, telling = _likeness(excerpts.of(first, entry), excerpts.of(second, other), entry.dtype)
-    except (LayoutError, ShardError, OSError):
-        return None
-    floating = "float" in entry.dtype.name or "complex" in entry.dtype.name
-    size_bytes = max(entry.size_bytes, other.size_bytes)
-    return Compared(name, placement, one_part, likeness, telling, floating, entry.shape, size_bytes)
+def _compared(
+    sampled: Iterable[Sampled], pair: Pair, first: Manifest, second: Manifest, excerpts: _Excerpts
+) -> Iterator[Compared]:
+    """Compare tensors in two shards; those that cannot be, as where a shard is damaged, are left to planning."""
+    one_part_of: dict[tuple[int, Shape | None], bool] = {}
+    for name, placement in sampled:
+        entry, other = first.tensors[name], second.tensors[name]
+        # What is placed in one way is held alike, unless the placement is in factors of the shape.
+        key = (id(placement), entry.shape if placement is not None and placement.expanded_shape else None)
+        try:
+            one_part = one_part_of.get(key)
+            if one_part is None:
+                one_part = one_part_of[key] = should_be_one_part(placement, pair, entry.shape)
+            likeness, telling = _likeness(first, second, name, one_part, excerpts)
+        except (LayoutError, ShardError, OSError):
+            continue
+        floating = "float" in entry.dtype.name or "complex" in entry.dtype.name
+        size_bytes = max(entry.size_bytes, other.size_bytes)
+        yield Compared(name, placement, one_part, likeness, telling, floating, entry.shape, size_bytes)
 
 
-def _likeness(content: bytes, other: bytes, dtype: DType) -> tuple[Likeness, bool]:
+def _likeness(
+    first: Manifest, second: Manifest, name: str, one_part: bool, excerpts: _Excerpts
+) -> tuple[Likeness, bool]:
     """Return how alike two parts are, and whether they have enough different values to tell different parts apart."""
-    if content == other:
-        return Likeness.SAME, _is_telling(content, dtype)
-    return Likeness.CLOSE if _is_close(content, other, dtype) else Likeness.DIFFERENT, True
+    entry, other = first.tensors[name], second.tensors[name]
+    if entry.shape != other.shape or entry.dtype != other.dtype:
+        return Likeness.OF_ANOTHER_SHAPE, True
+    boxes = places(name, entry.shape)
+    if all(map(eq, excerpts.of(first, name, boxes), excerpts.of(second, name, boxes))):
+        return Likeness.SAME, one_part or _is_telling(b"".join(excerpts.of(first, name, boxes)), entry.dtype)
+    if not one_part:
+        return Likeness.DIFFERENT, True
+    ours, theirs = (b"".join(excerpts.of(shard, name, boxes)) for shard in (first, second))
+    return Likeness.CLOSE if _is_close(ours, theirs, entry.dtype) else Likeness.DIFFERENT, True
 
 
 def _is_telling(content: bytes, dtype: DType) -> bool:

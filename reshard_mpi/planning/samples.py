@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from itertools import islice
 from typing import NamedTuple, TypeVar
 
@@ -25,8 +25,10 @@ T = TypeVar("T")
 # A run's pairs of shards, and of small checkpoints (so many shards) also the pairs that tell of each shard by itself.
 MAX_PAIRS = 16
 MAX_SHARDS = 8
-# Of a pair, so many tensors are compared, each in three places of so many elements.
+# Of a pair, so many tensors are compared, or so many of a pair that only tells of its shards; each in three places of
+# so many elements.
 MAX_TENSORS = 64
+FEW_TENSORS = 8
 PLACE_ELEMENTS = 32
 # Where the shards of a stage are not all there, or lie damaged, so many are tried as the first of a pair.
 _MAX_TRIED = 64
@@ -34,10 +36,11 @@ _DIGITS = re.compile(r"\d+")
 
 
 class Pair(NamedTuple):
-    """Two ranks of one stage whose shards are compared."""
+    """Two ranks of one stage whose shards are compared, in so many tensors at most."""
 
     first: int
     second: int
+    tensors: int = MAX_TENSORS
 
 
 class _Step(NamedTuple):
@@ -75,7 +78,8 @@ def rank_pairs(strategy: Strategy, present: Collection[int]) -> tuple[Pair, ...]
                 found[_pair(first, step.partner(first))] = None
     if len(present) <= MAX_SHARDS:
         neighbours = ((rank, step.partner(rank)) for step in steps for rank in sorted(present))
-        found.update((_pair(*both), None) for both in neighbours if both[1] in present)
+        further = dict.fromkeys(_pair(*both) for both in neighbours if both[1] in present)
+        found.update((pair._replace(tensors=FEW_TENSORS), None) for pair in further if pair not in found)
     return tuple(found)
 
 
@@ -125,10 +129,10 @@ class Sampler:
     def choose(
         self, stage: int, first: Mapping[str, TensorEntry], second: Mapping[str, TensorEntry]
     ) -> tuple[Sampled, ...]:
-        """Return which of the tensors that two shards of `stage` both hold are compared, MAX_TENSORS at most.
+        """Return the tensors that two shards of `stage` both hold in the order in which they are worth comparing.
 
         Of the tensors that are held in one way and have one name but for the numbers in it: the first, the last, and
-        others as long as there is room. A slip in a pattern splits such names, so either part is looked at.
+        others, MAX_TENSORS in all. A slip in a pattern splits such names, so either part is looked at.
         """
         names = frozenset(first.keys() & second.keys())
         known = self._chosen.get(stage)
@@ -180,15 +184,15 @@ def _in_turn(queues: list[list[Sampled]]) -> Iterator[Sampled]:
         yield from (queue[turn] for queue in queues if turn < len(queue))
 
 
-def places(name: str, shape: Shape) -> Iterator[Box]:
-    """Yield the boxes of a shard's part of a tensor in which it is compared, each one run of its row-major bytes.
+@lru_cache(maxsize=4 * MAX_TENSORS)
+def places(name: str, shape: Shape) -> tuple[Box, ...]:
+    """Return the boxes of a shard's part of a tensor in which it is compared, each one run of its row-major bytes.
 
     The beginning, the end, and a place between them that its name draws; a small one whole. shape: of the part.
     """
     box = Box.whole(shape)
     if box.size <= 3 * PLACE_ELEMENTS:
-        yield box
-        return
+        return (box,)
     dim, below = len(shape), 1  # the dimensions from `dim` on fit a place, whole
     while below * shape[dim - 1] <= PLACE_ELEMENTS:
         dim -= 1
@@ -197,8 +201,10 @@ def places(name: str, shape: Shape) -> Iterator[Box]:
     count = max(1, PLACE_ELEMENTS // below)
     rows = box.size // below
     drawn = zlib.crc32(name.encode("utf-8", "surrogatepass")) % rows
+    found = []
     for row in (0, drawn, rows - 1):
         start = list(unravel(row, shape[:dim]))
         start[cut] = min(start[cut], shape[cut] - count)
         low = (*start, *(0,) * (len(shape) - dim))
-        yield Box(low, (*(at + 1 for at in start[:cut]), start[cut] + count, *shape[dim:]))
+        found.append(Box(low, (*(at + 1 for at in start[:cut]), start[cut] + count, *shape[dim:])))
+    return tuple(found)
