@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -18,7 +18,7 @@ from reshard_mpi.placement import Strategy
 from reshard_mpi.planning.agreement import loose_beginnings, moment_counters
 from reshard_mpi.planning.fit import dead_rules, require_living_rules, require_same_network
 from reshard_mpi.planning.model import Beginning, Limits, Moment, RankPlan
-from reshard_mpi.planning.parameters import Unlisted, find_or_follow
+from reshard_mpi.planning.parameters import Unlisted, find_or_follow, is_dropped
 from reshard_mpi.planning.ranks import check_target_rank
 from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.planning.tensors import SourceTensors
@@ -93,8 +93,8 @@ class Conversion:
             processes=processes,
         )
 
-    def _is_wanted(self, name: str) -> bool:
-        return self.unlisted is not Unlisted.DROP or bool(self.target.find(name))
+    def _is_wanted(self, name: str, present: Container[str]) -> bool:
+        return self.unlisted is not Unlisted.DROP or not is_dropped(self.target, name, present)
 
     def _require_fitting_strategies(self) -> None:
         """Raise StrategyError if a rule of a spec places nothing.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from operator import eq
 from typing import TYPE_CHECKING
 
@@ -31,7 +31,7 @@ _FEW_ELEMENTS = 16
 
 def drifted_tensors(
     source: SourceCheckpoint,
-    is_wanted: Callable[[str], bool],
+    is_wanted: Callable[[str, Container[str]], bool],
     unlisted: Unlisted,
     *,
     damaged_are_replaced: bool,
@@ -40,7 +40,7 @@ def drifted_tensors(
 ) -> tuple[str, ...]:
     """Return the tensors whose copies have drifted apart, as far as a sample shows; one process's share of the pairs.
 
-    is_wanted: tells which tensors the targets have. damaged_are_replaced: shards that do not fit their own checksum are
+    is_wanted: tells which tensors the targets have, out of those present. damaged_are_replaced: shards that do not fit their own checksum are
     not read for the targets. Raises StrategyError if the source's strategy is not that of the checkpoint, ShardError if
     a shard that differs from another does not fit its own checksum. Shards that cannot be read are passed over.
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from enum import StrEnum
 
 from reshard_mpi.errors import StrategyError
@@ -42,6 +42,17 @@ def find_or_follow(strategy: Strategy, name: str, fits: Callable[[str], bool]) -
         if followed and not strategy.is_only_caught(base) and fits(base):
             return followed
     return listed
+
+
+def is_dropped(target: Strategy, name: str, present: Container[str]) -> bool:
+    """Tell whether a target leaves out a tensor when it is to have nothing but what its strategy lists.
+
+    What only a rule for every name (`*`) catches is listed, unless it is named after a parameter that is listed or
+    `present` in the checkpoint: then it is state of that parameter.
+    """
+    if not target.is_only_caught(name):
+        return not target.find(name)
+    return any(base in present or (target.find(base) and not target.is_only_caught(base)) for base in named_after(name))
 
 
 def everywhere(strategy: Strategy) -> Placement:

@@ -9,7 +9,13 @@ from reshard_mpi.errors import LayoutError, UsageError
 from reshard_mpi.layout import Layout, stand_in_shape
 from reshard_mpi.nesting import alignments
 from reshard_mpi.placement import Piece, Placement, Strategy
-from reshard_mpi.planning.parameters import Unlisted, everywhere, find_or_follow, require_common_parameters
+from reshard_mpi.planning.parameters import (
+    Unlisted,
+    everywhere,
+    find_or_follow,
+    is_dropped,
+    require_common_parameters,
+)
 from reshard_mpi.planning.replicas import choose_holders, home_rank
 
 # The needed pieces of one parameter by placement; more than one placement where a nested layout leaves it open.
@@ -46,8 +52,9 @@ def needed_ranks(
     home = home_rank(target_rank, target.world_size, source.world_size)
     demands: dict[Placement, dict[Piece, None]] = {}
     seen = set()
-    for name in dict.fromkeys((*target.parameters, *source.parameters, *names)):
-        pair = _placements(source, target, target_rank, name, unlisted)
+    known = dict.fromkeys((*target.parameters, *source.parameters, *names))
+    for name in known:
+        pair = _placements(source, target, target_rank, name, unlisted, known)
         if pair is None or pair in seen:
             continue
         seen.add(pair)
@@ -66,9 +73,14 @@ def needed_ranks(
     return tuple(sorted(ranks))
 
 
-def wants(source: Strategy, target: Strategy, target_rank: int, name: str, unlisted: Unlisted) -> bool:
-    """Tell whether target rank `target_rank` needs parts of a name that the source strategy places."""
-    return _placements(source, target, target_rank, name, unlisted) is not None
+def wants(
+    source: Strategy, target: Strategy, target_rank: int, name: str, unlisted: Unlisted, present: Container[str]
+) -> bool:
+    """Tell whether target rank `target_rank` needs parts of a name that the source strategy places.
+
+    present: the tensors of the checkpoint, as far as they are known.
+    """
+    return _placements(source, target, target_rank, name, unlisted, present) is not None
 
 
 def _choose_alternative(
@@ -95,15 +107,15 @@ def _choose_alternative(
 
 
 def _placements(
-    source: Strategy, target: Strategy, target_rank: int, name: str, unlisted: Unlisted
+    source: Strategy, target: Strategy, target_rank: int, name: str, unlisted: Unlisted, present: Container[str]
 ) -> tuple[tuple[Placement, ...], Placement] | None:
     """Return where `name` comes from and how the target rank holds it; None if it needs nothing from listed ranks."""
     origins = find_or_follow(source, name, lambda _: True)
-    if not origins:
+    if not origins or (unlisted is Unlisted.DROP and is_dropped(target, name, present)):
         return None
     follow = unlisted is Unlisted.FOLLOW
     placements = find_or_follow(target, name, lambda _: True) if follow else target.find(name)
-    if not placements and unlisted is not Unlisted.DROP and not (follow and any(origin.is_cut for origin in origins)):
+    if not placements and not (follow and any(origin.is_cut for origin in origins)):
         placements = (everywhere(target),)
     stage = target.stage_of(target_rank)
     return next(((origins, placement) for placement in placements if stage in placement.stages), None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from functools import lru_cache, partial
 from itertools import islice
 from typing import NamedTuple, TypeVar
@@ -119,7 +119,7 @@ class Sampled(NamedTuple):
 class Sampler:
     """Chooses the tensors that pairs of shards are compared in, out of those that the targets have."""
 
-    def __init__(self, strategy: Strategy, is_wanted: Callable[[str], bool]) -> None:
+    def __init__(self, strategy: Strategy, is_wanted: Callable[[str, Container[str]], bool]) -> None:
         self._strategy = strategy
         self._is_wanted = is_wanted
         self._ways: dict[int, int] = {}  # by the identity of a placement, a number that equal ones share
@@ -144,7 +144,7 @@ class Sampler:
     def _choose(self, stage: int, tensors: Mapping[str, TensorEntry]) -> tuple[Sampled, ...]:
         kinds: dict[int, dict[str, list[Sampled]]] = {}
         for name, entry in tensors.items():
-            if is_partial_sum(name) or is_moment(name) or not entry.size_bytes or not self._is_wanted(name):
+            if is_partial_sum(name) or is_moment(name) or not entry.size_bytes or not self._is_wanted(name, tensors):
                 continue
             placements = find_or_follow(self._strategy, name, partial(_same_shape, tensors, name))
             near = next((placement for placement in placements if stage in placement.stages), None)

@@ -19,6 +19,7 @@ from reshard_mpi.planning.parameters import (
     Unlisted,
     everywhere,
     find_or_follow,
+    is_dropped,
     named_after,
 )
 from reshard_mpi.planning.ranks import wants
@@ -149,10 +150,10 @@ class ShardPlanner:
                     where=self._target.origin,
                     remedy="add it to the target strategy, or use --unlisted replicate or --unlisted drop",
                 )
+        elif self._unlisted is Unlisted.DROP and is_dropped(self._target, tensor.name, self._tensors):
+            return None
         else:
             placements = self._target.find(tensor.name)
-            if not placements and self._unlisted is Unlisted.DROP:
-                return None
         placements = placements or (everywhere(self._target),)
         placement = next((p for p in placements if self._stage in p.stages), None)
         if placement is None:
@@ -268,7 +269,7 @@ class ShardPlanner:
                 continue
             listed = self._target.parameters.get(name)
             if listed is None:
-                here = wants(self._source, self._target, self._rank, name, self._unlisted)
+                here = wants(self._source, self._target, self._rank, name, self._unlisted, self._tensors)
             else:
                 here = any(self._stage in placement.stages for placement in listed)
             if not here:
