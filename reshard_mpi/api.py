@@ -16,6 +16,7 @@ from reshard_mpi.governor.admission import open_governor
 from reshard_mpi.governor.allowance import Allowance
 from reshard_mpi.inspection import inspect
 from reshard_mpi.journal import Unrecorded
+from reshard_mpi.overlap import refuse_posing
 from reshard_mpi.placement import Strategy, unsharded
 from reshard_mpi.planning.losses import warnings_of
 from reshard_mpi.planning.parameters import Unlisted
@@ -144,10 +145,7 @@ def transform_checkpoint_by_rank(
         unlisted,
         replicas=replicas,
     )
-    if path.resolve() in {
-        Path(shard).resolve() for shards in conversion.source.files.by_rank.values() for shard in shards
-    }:
-        raise TargetError("the target is one of the sources", expected="another file", where=str(path))
+    refuse_posing(conversion.source.files, path)
     for given in (src_strategy_file, dst_strategy_file):
         if given is not None and path.exists() and Path(given).resolve() in (path.resolve(), path.resolve().parent):
             raise TargetError("the target is one of the strategies", expected="another file", where=str(path))

@@ -10,6 +10,7 @@ from reshard_mpi import discovery, formats, strategy
 from reshard_mpi.errors import ReshardError, SourceError, StrategyError
 from reshard_mpi.manifest import Decoded, Manifest, TensorEntry
 from reshard_mpi.placement import Placement, Strategy
+from reshard_mpi.siblings import in_its_rank
 from reshard_mpi.units import format_bytes
 
 
@@ -28,7 +29,7 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
             raise
         return _strategy(at)
     if not Path(at).is_file():
-        return _checkpoint(files)
+        return _checkpoint(in_its_rank(files))
     name = formats.name_of(at)
     assert name is not None  # or find_shards would have raised
     try:

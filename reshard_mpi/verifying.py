@@ -41,8 +41,9 @@ def verify_pair(request: Request, comm: Comm, progress: Progress, strategies: St
 
     def begin() -> tuple[Conversion, SourceCheckpoint]:
         read = strategies or Strategies.read(request)
-        source = SourceCheckpoint.open(discovery.find_shards(request.source, request.select), read.source)
-        held = discovery.find_shards(request.target)
+        files = discovery.find_shards(request.source, request.select)
+        held = discovery.find_shards(request.target, role="target")
+        source = SourceCheckpoint.open(files, read.source)
         target = SourceCheckpoint.open(held, None if request.dst_strategy is None else read.target)
         return Conversion(source, target.strategy, request.unlisted), target
 
