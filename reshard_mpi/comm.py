@@ -208,6 +208,7 @@ def _import_mpi(*, initialize: bool) -> Any:
             "started by an MPI launcher, but MPI cannot be used from Python",
             expected="mpi4py and an MPI library",
             got=str(error).splitlines()[0],
-            remedy="pip install 'reshard-mpi[mpi]', or set MPI4PY_LIBMPI to the library of your MPI",
+            remedy="pip install mpi4py, and an MPI if there is none: the site's, or pip install mpich; where it is"
+            " not found, set MPI4PY_LIBMPI to its library",
         ) from None
     return MPI

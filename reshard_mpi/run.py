@@ -67,6 +67,7 @@ class Run(NamedTuple):
 
     def _identity(self) -> RunIdentity:
         request = self.request
+        strategies = {"src_strategy": request.src_strategy, "dst_strategy": request.dst_strategy}
         return RunIdentity(
             {
                 "source": str(Path(request.source).resolve()),
@@ -80,7 +81,8 @@ class Run(NamedTuple):
                 "crc": request.crc,
                 "sums_in_shards": request.verify and self.format == "hdf5",
                 "target_ranks": self.conversion.target.world_size,
-            }
+            },
+            {name: str(Path(path).resolve()) for name, path in strategies.items() if path is not None},
         )
 
 

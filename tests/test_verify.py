@@ -321,7 +321,7 @@ def test_sources_none_of_which_fits_its_checksum(tmp_path: Path, capsys: Capture
 
 @pytest.mark.parametrize(
     ("kind", "option", "says"),
-    [("ckpt", "--crc", "crc False (now True)"), ("hdf5", "--verify", "sums_in_shards False")],
+    [("ckpt", "--crc", "got: a run with no --crc\n"), ("hdf5", "--verify", "got: a run with no --verify\n")],
 )
 def test_what_changes_the_bytes_makes_another_run(
     tmp_path: Path, capsys: Capture, kind: str, option: str, says: str
