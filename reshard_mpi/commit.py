@@ -52,6 +52,22 @@ class Committed(NamedTuple):
     notes: tuple[str, ...]
 
 
+class Standing(NamedTuple):
+    """How far a run has come: its targets that are complete, and by rank why others are not."""
+
+    identity: RunIdentity
+    complete: tuple[int, ...]
+    incomplete: Mapping[int, str]
+
+
+def standing(folder: Path) -> Standing:
+    """Return how far the run recorded under `folder` has come. Raises TargetError if there is none."""
+    identity = _recorded_run(folder)
+    found = {rank: _look(folder, identity, rank) for rank in range(identity.facts["target_ranks"])}
+    complete = tuple(rank for rank, record in found.items() if isinstance(record, TargetRecord))
+    return Standing(identity, complete, {rank: why for rank, why in found.items() if isinstance(why, str)})
+
+
 def commit(folder: Path) -> Committed:
     """Write the commit record of the run recorded under `folder`.
 

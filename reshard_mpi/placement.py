@@ -192,7 +192,8 @@ class Strategy:
 
     parameters: for each listed name the placements that hold it; more than one where stages that share a parameter
     cut it differently. rules: pairs (glob, placement) for names not listed one by one; the first match wins.
-    All stages have the same number of ranks. Raises LayoutError where they do not.
+    All stages have the same number of ranks. Raises LayoutError where they do not. axes: what the axes of the mesh are
+    called, where one mesh with names serves all placements; it makes no difference to who holds what.
     """
 
     world_size: int
@@ -200,6 +201,7 @@ class Strategy:
     parameters: Mapping[str, tuple[Placement, ...]]
     rules: tuple[tuple[str, Placement], ...] = ()
     origin: str = field(default="", compare=False)
+    axes: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         checked = set()

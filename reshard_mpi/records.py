@@ -62,6 +62,11 @@ class RunIdentity(NamedTuple):
         theirs = [other._setting(name, " as it was then" * (name in same_file)) for name in names]
         return ", ".join(ours), ", ".join(theirs)
 
+    @property
+    def settings(self) -> str:
+        """What the run does, in words: its source, and the options that are given."""
+        return ", ".join(self._setting(name, "") for name, value in self.facts.items() if value)
+
     def _setting(self, name: str, state: str) -> str:
         """Return one setting as the command line has it. state: of a strategy file, what tells it from another."""
         value, option = self.facts.get(name), _OPTIONS.get(name)
@@ -87,10 +92,14 @@ class RunIdentity(NamedTuple):
     def recorded(cls, state: Path) -> RunIdentity | None:
         """Return the run that `run.json` names; None where there is none, or it is damaged."""
         found = read_json(run_path(state)) or {}
-        files = {name: str(found[key]) for name, key in _STRATEGIES.items() if key in found}
-        facts = {name: value for name, value in found.items() if name not in ("digest", *_STRATEGIES.values())}
-        identity = cls(facts, files)
+        identity = cls.of({name: value for name, value in found.items() if name != "digest"})
         return identity if identity.digest == found.get("digest") else None
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> RunIdentity:
+        """Return what `as_json` made."""
+        files = {name: str(values[key]) for name, key in _STRATEGIES.items() if key in values}
+        return cls({name: value for name, value in values.items() if name not in _STRATEGIES.values()}, files)
 
 
 class Evidence(NamedTuple):

@@ -52,7 +52,7 @@ def parse(data: str, where: str) -> Strategy:
         raise wrong("[[parameter]]", "one entry or more", entries, where)
     rules = tuple(_rule(entry, at, mesh, stages, where) for at, entry in enumerate(entries, 1))
     checks.patterns((glob for glob, _ in rules), where)
-    return Strategy(ranks, stages, {}, rules, where)
+    return Strategy(ranks, stages, {}, rules, where, tuple(mesh))
 
 
 def _rule(entry: Any, at: int, mesh: Mesh, stages: int, where: str) -> tuple[str, Placement]:
