@@ -98,7 +98,14 @@ def _real_files(paths: Sequence[Path]) -> list[Path]:
     """Return where links lead to, for each of many files in few folders."""
     folders = _followed({path.parent for path in paths})
     places = (folders[path.parent] / path.name for path in paths)
-    return [place.resolve() if place.is_symlink() else place for place in places]
+    return [place.resolve() if _is_link(place) else place for place in places]
+
+
+def _is_link(path: Path) -> bool:
+    try:
+        return path.is_symlink()
+    except OSError:  # no name that a file could have, which is said of targets later on
+        return False
 
 
 def _rank_of(shard: Path) -> int | None:
