@@ -22,6 +22,7 @@ from reshard_mpi.governor.allowance import Allowance
 from reshard_mpi.inspection import inspect
 from reshard_mpi.journal import Unrecorded
 from reshard_mpi.log import log
+from reshard_mpi.overlap import refuse_posing
 from reshard_mpi.paths import require_reachable
 from reshard_mpi.placement import Strategy, unsharded
 from reshard_mpi.plain import plain_files, plain_number, plain_numbers, plain_path, plain_path_or_none, plain_text
@@ -157,13 +158,12 @@ def transform_checkpoint_by_rank(
         unlisted,
         replicas=replicas,
     )
+    refuse_posing(conversion.source.files, path)
     target = Unrecorded(path.parent)
     require_short_names(target.paths(rank_id, path))
     target.check()
     target.is_done(rank_id, path)
     real = os.path.realpath(path)
-    if real in {os.path.realpath(shard) for shards in conversion.source.files.by_rank.values() for shard in shards}:
-        raise TargetError("the target is one of the sources", expected="another file", where=str(path))
     for given in (src_strategy_file, dst_strategy_file):
         if given is not None and path.exists() and os.path.realpath(given) in (real, os.path.dirname(real)):  # noqa: PTH120
             raise TargetError("the target is one of the strategies", expected="another file", where=str(path))

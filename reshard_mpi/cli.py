@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 from reshard_mpi import comm
 from reshard_mpi.arguments import parser, request, to_verify
 from reshard_mpi.errors import DamageError, ReshardError
-from reshard_mpi.signals import INTERRUPTED, exit_when_terminated
+from reshard_mpi.signals import INTERRUPTED, Terminated, exit_when_terminated, ignore_stops, stopped_by
 from reshard_mpi.threads import ONE_THREAD
 
 if TYPE_CHECKING:
@@ -32,12 +32,16 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     exit_when_terminated()
     for name, value in ONE_THREAD.items():
         os.environ.setdefault(name, value)
-    options = parser().parse_args(arguments)
+    options = argparse.Namespace()
     try:
+        options = parser().parse_args(arguments)
         code = _COMMANDS[options.command](options)
         sys.stdout.flush()
-    except KeyboardInterrupt:
-        code = INTERRUPTED
+    except (KeyboardInterrupt, Terminated) as stop:
+        code = stopped_by(stop) or INTERRUPTED
+        ignore_stops()
+        if comm.speaks(os.environ):
+            _last_words(options)(code)
     except ReshardError as error:
         code = error.exit_code
         _complain(error)
@@ -83,12 +87,29 @@ def _complain(error: ReshardError | str) -> None:
         say(f"reshard-mpi: error: {error}", sys.stderr)
 
 
+def _last_words(options: argparse.Namespace) -> Callable[[int], None]:
+    """Return what says that a signal has stopped the command, and how to go on, when it is given the exit code."""
+
+    def say_stopped(code: int) -> None:
+        from reshard_mpi.report import say
+
+        word = "interrupted" if code == INTERRUPTED else "terminated"
+        resumes = getattr(options, "command", "") == "transform" and not options.overwrite
+        # On a terminal the line may have begun: with progress, or the ^C that it shows. A launcher may stand on one.
+        begun = "\n" if sys.stderr.isatty() or comm.is_launched(os.environ) else ""
+        say(f"{begun}reshard-mpi: {word}{'; --resume goes on' if resumes else ''}", sys.stderr)
+
+    return say_stopped
+
+
 def _transform(options: argparse.Namespace) -> int:
     from reshard_mpi.errors import UsageError
 
     asked = request(options)
     begin = time.monotonic()
-    with comm.world(os.environ, explicit_share=bool(options.rank or options.part)) as world:
+    with comm.world(
+        os.environ, explicit_share=bool(options.rank or options.part), stopped=_last_words(options)
+    ) as world:
         unwritable = world.rank == 0 and options.report and not _can_be_written(options.report, options.target)
         if any(world.allgather(unwritable, "looked where the report goes")):
             from reshard_mpi.paths import described
@@ -182,7 +203,9 @@ def _plan(options: argparse.Namespace) -> int:
                 got="--rank" if asked.part is None else "--part",
             )
         asked = asked._replace(resume=not asked.overwrite)  # as the tasks will do it
-    with comm.world(os.environ, explicit_share=bool(options.rank or options.part)) as world:
+    with comm.world(
+        os.environ, explicit_share=bool(options.rank or options.part), stopped=_last_words(options)
+    ) as world:
         # A batch script is for other hosts than this one.
         planned, outcome = plan_targets(asked._replace(memory=UNLIMITED) if options.sbatch else asked, world)
         if world.rank == 0:
@@ -234,7 +257,7 @@ def _verify(options: argparse.Namespace) -> int:
     from reshard_mpi.report import Silent, say, verified
 
     begin = time.monotonic()
-    with comm.world(os.environ, explicit_share=False) as world:
+    with comm.world(os.environ, explicit_share=False, stopped=_last_words(options)) as world:
         work = "VERIFY_ALONE" if options.target is None else "VERIFY_PAIR"
         progress = _progress("plain", world) if world.rank == 0 else Silent()
         outcome = _run(work, to_verify(options), options.jobs, world, progress)
@@ -267,7 +290,7 @@ def _inspect(options: argparse.Namespace) -> int:
 def _demo(options: argparse.Namespace) -> int:
     from reshard_mpi.demo import run_demo
 
-    with comm.world(os.environ, explicit_share=False) as world:
+    with comm.world(os.environ, explicit_share=False, stopped=_last_words(options)) as world:
         account = run_demo(options.folder, world)
         if world.rank == 0:
             print(account)

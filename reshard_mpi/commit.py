@@ -53,6 +53,22 @@ class Committed(NamedTuple):
     notes: tuple[str, ...]
 
 
+class Standing(NamedTuple):
+    """How far a run has come: its targets that are complete, and by rank why others are not."""
+
+    identity: RunIdentity
+    complete: tuple[int, ...]
+    incomplete: Mapping[int, str]
+
+
+def standing(folder: Path) -> Standing:
+    """Return how far the run recorded under `folder` has come. Raises TargetError if there is none."""
+    identity = _recorded_run(folder)
+    found = {rank: _look(folder, identity, rank) for rank in range(identity.facts["target_ranks"])}
+    complete = tuple(rank for rank, record in found.items() if isinstance(record, TargetRecord))
+    return Standing(identity, complete, {rank: why for rank, why in found.items() if isinstance(why, str)})
+
+
 def commit(folder: Path) -> Committed:
     """Write the commit record of the run recorded under `folder`.
 
@@ -126,7 +142,8 @@ def _commit(folder: Path, identity: RunIdentity, records: Sequence[TargetRecord]
     for record in records:
         if record.announced is not None:  # its writer died before it could say that the file is in place
             publish_text(record_path(folder / STATE, record.rank), record._replace(announced=None).as_text())
-    publish_text(path, _as_text(identity, records, sums))
+    begun = RunIdentity.recorded(folder / STATE)  # whose strategies may have been read from elsewhere since
+    publish_text(path, _as_text(begun if begun and begun.digest == identity.digest else identity, records, sums))
     return Committed(path, len(records), sum(record.size_bytes for record in records), notes)
 
 
@@ -254,7 +271,7 @@ def _as_text(identity: RunIdentity, records: Sequence[TargetRecord], sums: Mappi
 
     A line a target, and one for each file of the source that they were made from.
     """
-    head = {"format": "reshard_mpi commit", "version": 1, "digest": identity.digest, **identity.facts}
+    head = {"format": "reshard_mpi commit", "version": 1, "digest": identity.digest, **identity.as_json()}
     if sums:
         head["sums"] = {name: f"{sums[name]:08x}" for name in sorted(sums)}
     files = {file.path: file.size_bytes for record in records for file in record.evidence.sources.files}

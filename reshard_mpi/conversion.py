@@ -23,6 +23,7 @@ from reshard_mpi.planning.ranks import check_target_rank
 from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.planning.tensors import SourceTensors
 from reshard_mpi.sampling import drifted_tensors
+from reshard_mpi.siblings import LoneShard
 from reshard_mpi.source import SourceCheckpoint
 from reshard_mpi.strategy import table
 from reshard_mpi.units import MIB
@@ -68,6 +69,9 @@ class Conversion:
         except CoverageError as error:
             files, size = self.source.files, self.source.strategy.world_size
             error.where = error.where or f"{files.path}, which has the shards of {len(files.by_rank)} of {size} ranks"
+            lone = LoneShard.of(files)
+            if lone is not None and size > 1 and lone.siblings():
+                error.remedy = f"give {lone.checkpoint}, where the shards of the other ranks are"
             raise
         if not checked:
             return plan

@@ -122,15 +122,18 @@ class Journal:
         require_replaceable(self.folder / COMMIT_RECORD, "the commit record")
         for lock in (self._run_lock(), commit_lock_path(self._state)):
             require_replaceable(lock, "a lock")  # to open a pipe would be to wait for whoever is at its other end
-        other = read_json(run_path(self._state))
-        if other is not None and other.get("digest") != self.identity.digest and not self._overwrite:
-            raise TargetError(
-                "the target folder holds another run",
-                expected="an empty folder, or one this same run has begun",
-                got=f"a run with other settings: {self.identity.difference(other)}",
-                where=str(self.folder),
-                remedy="use another target, or --overwrite to replace that run's targets one by one",
-            )
+        there = read_json(run_path(self._state))
+        if there is None or there.get("digest") == self.identity.digest or self._overwrite:
+            return
+        other = RunIdentity.recorded(self._state)
+        ours, theirs = self.identity.differences(other) if other is not None else ("the same settings", "")
+        raise TargetError(
+            "the target folder holds another run",
+            expected=f"an empty folder, or a run with {ours}",
+            got=f"a run with {theirs}" if theirs else f"a record of a run that cannot be read: {run_path(self._state)}",
+            where=str(self.folder),
+            remedy="use another target, or --overwrite to replace that run's targets one by one",
+        )
 
     def is_done(self, target_rank: int, path: Path) -> bool:
         """Tell whether the target is complete and to be skipped (--resume).

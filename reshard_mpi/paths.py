@@ -6,6 +6,7 @@ Only a regular file is ever replaced by one of ours. A symbolic link counts as w
 from __future__ import annotations
 
 import errno
+import os
 import stat
 from pathlib import Path
 
@@ -19,6 +20,11 @@ _KINDS = (
     (stat.S_ISCHR, "a device"),
     (stat.S_ISBLK, "a device"),
 )
+
+
+def real_path(path: Path | str) -> Path:
+    """Return where symbolic links lead to; of those that lead to themselves, the path as it is."""
+    return Path(os.path.realpath(path))
 
 
 def described(path: Path) -> str:

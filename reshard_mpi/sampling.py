@@ -40,9 +40,10 @@ def drifted_tensors(
 ) -> tuple[str, ...]:
     """Return the tensors whose copies have drifted apart, as far as a sample shows; one process's share of the pairs.
 
-    is_wanted: tells which tensors the targets have, out of those present. damaged_are_replaced: shards that do not fit their own checksum are
-    not read for the targets. Raises StrategyError if the source's strategy is not that of the checkpoint, ShardError if
-    a shard that differs from another does not fit its own checksum. Shards that cannot be read are passed over.
+    is_wanted: tells which tensors the targets have, out of those present. damaged_are_replaced: shards that do not fit
+    their own checksum are not read for the targets. Raises StrategyError if the source's strategy is not that of the
+    checkpoint, ShardError if a shard that differs from another does not fit its own checksum. Shards that cannot be
+    read are passed over.
     """
     from reshard_mpi.engine.files import Files
 

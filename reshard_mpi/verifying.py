@@ -42,8 +42,8 @@ def verify_pair(request: Request, comm: Comm, progress: Progress, strategies: St
 
     def begin() -> tuple[Conversion, SourceCheckpoint]:
         read = strategies or Strategies.read(request)
-        source = SourceCheckpoint.open(_shards(request.source, request.select), read.source)
-        held = _shards(request.target)
+        files, held = _shards(request.source, request.select), _shards(request.target, role="target")
+        source = SourceCheckpoint.open(files, read.source)
         target = SourceCheckpoint.open(held, None if request.dst_strategy is None else read.target)
         conversion = Conversion(source, target.strategy, request.unlisted, replicas=request.replicas)
         conversion.drifted_tensors(damaged_are_replaced=True, process=comm.rank, processes=comm.size)
@@ -97,9 +97,9 @@ def verify_alone(request: Request, comm: Comm, progress: Progress, strategies: S
     return outcome
 
 
-def _shards(path: str, select: str | None = None) -> discovery.ShardFiles:
+def _shards(path: str, select: str | None = None, role: str = "source") -> discovery.ShardFiles:
     require_reachable(path)
-    return discovery.find_shards(path, select)
+    return discovery.find_shards(path, select, role=role)
 
 
 def _agreed(begin: Callable[[], T], comm: Comm) -> T:

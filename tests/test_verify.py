@@ -321,7 +321,7 @@ def test_sources_none_of_which_fits_its_checksum(tmp_path: Path, capsys: Capture
 
 @pytest.mark.parametrize(
     ("kind", "option", "says"),
-    [("ckpt", "--crc", "crc False (now True)"), ("hdf5", "--verify", "sums_in_shards False")],
+    [("ckpt", "--crc", "got: a run with no --crc\n"), ("hdf5", "--verify", "got: a run with no --verify\n")],
 )
 def test_what_changes_the_bytes_makes_another_run(
     tmp_path: Path, capsys: Capture, kind: str, option: str, says: str
@@ -681,3 +681,16 @@ def test_functions(tmp_path: Path) -> None:
             reshard_mpi.verify(c.src, c.dst, *strategies, process_num=process_num)
     with pytest.raises(ShardError, match="its own checksum"):
         reshard_mpi.verify(c.dst)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"), [("nosuch", "the target is not there"), ("empty", "no checkpoint found in the target")]
+)
+def test_a_target_that_is_not_there_is_called_one(tmp_path: Path, capsys: Capture, name: str, says: str) -> None:
+    c = make(tmp_path)
+    (tmp_path / "empty").mkdir()
+    for strategies in (["--src-strategy", str(c.src_strategy)], []):
+        said = command_line(capsys, "verify", str(c.src), str(tmp_path / name), *strategies)
+        assert said.code == 3 and says in said.err and f"where: {tmp_path / name}" in said.err, said
+    said = command_line(capsys, "verify", str(tmp_path / "nosuch"), str(c.dst))
+    assert said.code == 3 and "the source is not there" in said.err

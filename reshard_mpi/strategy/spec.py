@@ -53,7 +53,7 @@ def parse(data: str, where: str) -> Strategy:
     rules = tuple(_rule(entry, at, mesh, stages, where) for at, entry in enumerate(entries, 1))
     checks.patterns((glob for glob, _ in rules), where)
     required = frozenset(glob for (glob, _), entry in zip(rules, entries) if glob != "*" and not entry.get("optional"))
-    return Strategy(ranks, stages, {}, rules, where, required)
+    return Strategy(ranks, stages, {}, rules, where, required_rules=required, axes=tuple(mesh))
 
 
 def _rule(entry: Any, at: int, mesh: Mesh, stages: int, where: str) -> tuple[str, Placement]:
