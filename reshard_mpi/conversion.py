@@ -86,6 +86,7 @@ class Conversion:
 
         Raises what `sampling.drifted_tensors` does. With `replicas` ANY nothing is read.
         """
+        self._require_fitting_strategies()
         if self.replicas is Replicas.ANY:
             return ()
         return drifted_tensors(

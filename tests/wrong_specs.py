@@ -8,15 +8,19 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 import numpy as np
-from checkpoints import write_shard
+from checkpoints import as_read, read_shard, write_shard
 from hypothesis import strategies as st
 from oracle import RawLayout, rank_holds, slice_for_rank
+
+import reshard_mpi
+from reshard_mpi.errors import ReshardError
 
 Tensors = dict[str, np.ndarray]
 
@@ -287,6 +291,26 @@ def write(shards: dict[int, Tensors], folder: Path) -> None:
         path = folder / f"rank_{rank}" / f"checkpoint_{rank}.ckpt"
         path.parent.mkdir(parents=True)
         write_shard(arrays, path)
+
+
+def outcome(slip: Slip) -> str:
+    """Transform by the wrong spec; return "right", "wrong", or "refused"."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write(slip.right.shards(slip.tensors), folder / "src")
+        (folder / "src.toml").write_text(slip.wrong.text())
+        (folder / "dst.toml").write_text(slip.target.text())
+        specs = folder / "src.toml", folder / "dst.toml"
+        try:
+            reshard_mpi.transform_checkpoints(folder / "src", folder / "dst", "c_", *specs)
+        except ReshardError as error:
+            assert error.exit_code == 3, error
+            return "refused"
+        right = all(
+            read_shard(folder / "dst" / f"rank_{rank}" / f"c_{rank}.ckpt") == as_read(arrays)
+            for rank, arrays in slip.target.shards(slip.tensors).items()
+        )
+    return "right" if right else "wrong"
 
 
 def contradictions(spec: Spec, shards: dict[int, Tensors]) -> Iterator[str]:
