@@ -11,7 +11,7 @@ from reshard_mpi.dtypes import DType, to_numpy
 from reshard_mpi.errors import LayoutError, ShardError
 from reshard_mpi.manifest import Manifest
 from reshard_mpi.placement import Shape
-from reshard_mpi.planning.fit import Compared, Likeness, judge, should_be_one_part
+from reshard_mpi.planning.fit import Compared, Likeness, judge, should_be_one_part, stray
 from reshard_mpi.planning.parameters import Unlisted
 from reshard_mpi.planning.samples import Pair, Sampled, Sampler, places, rank_pairs
 from reshard_mpi.source import SourceCheckpoint
@@ -59,6 +59,7 @@ def drifted_tensors(
             if first is None or second is None:
                 continue
             sampled = sampler.choose(strategy.stage_of(pair.first), first.tensors, second.tensors)[: pair.tensors]
+            _require_homes(source, [tensor for tensor in sampled if tensor.home_stage is not None], pair, excerpts)
             compared = list(_compared(sampled, pair, first, second, excerpts))
             if any(tensor.one_part and tensor.differs for tensor in compared):
                 damage = next((error for rank in pair[:2] if (error := source.check_crc(rank)) is not None), None)
@@ -88,12 +89,26 @@ class _Excerpts:
             yield read[number]
 
 
+def _require_homes(source: SourceCheckpoint, strays: Iterable[Sampled], pair: Pair, excerpts: _Excerpts) -> None:
+    """Raise StrategyError for a tensor that a stage has besides those the strategy gives it to, and not the same."""
+    stage_size = source.strategy.stage_size
+    for name, _, home_stage in strays:
+        assert home_stage is not None
+        home_rank = home_stage * stage_size + pair.first % stage_size
+        shard, home = source.find(pair.first), source.find(home_rank) if home_rank in source else None
+        if shard is None or home is None or name not in home.tensors or not shard.tensors[name].shape:
+            continue
+        likeness, _ = _likeness(home, shard, name, True, excerpts)
+        if likeness is not Likeness.SAME:
+            raise stray(name, home_stage, source.strategy, (home.path, shard.path))
+
+
 def _compared(
     sampled: Iterable[Sampled], pair: Pair, first: Manifest, second: Manifest, excerpts: _Excerpts
 ) -> Iterator[Compared]:
     """Compare tensors in two shards; those that cannot be, as where a shard is damaged, are left to planning."""
     one_part_of: dict[tuple[int, Shape | None], bool] = {}
-    for name, placement in sampled:
+    for name, placement, _ in sampled:
         entry, other = first.tensors[name], second.tensors[name]
         # What is placed in one way is held alike, unless the placement is in factors of the shape.
         key = (id(placement), entry.shape if placement is not None and placement.expanded_shape else None)

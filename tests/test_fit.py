@@ -213,6 +213,22 @@ def test_another_network(tmp_path: Path, capsys: Capture) -> None:
     assert said.code == 3 and "places no tensor of the checkpoint" in said.err
 
 
+@pytest.mark.parametrize("same", [True, False])
+def test_a_tensor_that_other_stages_have_too(tmp_path: Path, capsys: Capture, same: bool) -> None:
+    spec = Spec({"dp": 2}, (Rule("a", {}, stages=(0,)), Rule("b", {}, stages=(1,))), stages=2)
+    whole = {name: np.arange(8, dtype=np.float32) + ord(name) for name in "ab"}
+    c = Checkpoint(tmp_path, spec, whole)
+    for rank in (2, 3):
+        c.rewrite(rank, {"a": whole["a"] + (not same)})
+    target = Spec({"n": 2}, (Rule("*", {}),))
+    said = command_line(capsys, *c.arguments(spec, target=target))
+    assert said.code == (0 if same else 3), said
+    if same:
+        c.assert_right(target)
+    else:
+        assert "other stages hold another 'a' too" in said.err and str(c.shard(2)) in said.err
+
+
 # Copies that have drifted apart
 
 

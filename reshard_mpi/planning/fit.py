@@ -162,6 +162,21 @@ def _judge_unlisted(pair: Pair, tensors: Sequence[Compared], where: str) -> None
         )
 
 
+def stray(name: str, home_stage: int, strategy: Strategy, paths: tuple[str, str]) -> StrategyError:
+    """Return the error for a tensor that lies in a stage besides those it should lie in, with other values.
+
+    paths: of a shard of stage `home_stage`, where it should be, and of the one that has other values.
+    """
+    return StrategyError(
+        f"the source strategy does not fit the checkpoint: other stages hold another {name!r} too",
+        expected=f"{name!r} in shards of stage {home_stage} alone, or the same values elsewhere",
+        got=f"other values in {paths[1]}",
+        where=" and ".join([*([strategy.origin] if strategy.origin else []), *paths]),
+        remedy="give the strategy this checkpoint was saved with; if the stages number their layers each from 0, these"
+        " are different tensors of one name, which a checkpoint cannot have",
+    )
+
+
 def drift_warning(names: Sequence[str]) -> str:
     """Return what the user is told of tensors whose copies have drifted apart."""
     shown = ", ".join(map(repr, names[:_MAX_NAMED])) + (", ..." if len(names) > _MAX_NAMED else "")

@@ -110,10 +110,15 @@ def _pair(first: int, second: int) -> Pair:
 
 
 class Sampled(NamedTuple):
-    """A tensor that the shards of a pair are compared in. placement: how its stage holds it; None: in no strategy."""
+    """A tensor that the shards of a pair are compared in.
+
+    placement: how its stage holds it; None: no strategy says so. home_stage: where the strategy only gives it to other
+    stages, one of them.
+    """
 
     name: str
     placement: Placement | None
+    home_stage: int | None = None
 
 
 class Sampler:
@@ -148,8 +153,9 @@ class Sampler:
                 continue
             placements = find_or_follow(self._strategy, name, partial(_same_shape, tensors, name))
             near = next((placement for placement in placements if stage in placement.stages), None)
-            way = self._way(near)
-            kinds.setdefault(way, {}).setdefault(kind_of(name), []).append(Sampled(name, near))
+            home_stage = placements[0].stages[0] if placements and near is None else None
+            of_way = kinds.setdefault(self._way(near), {})
+            of_way.setdefault(kind_of(name), []).append(Sampled(name, near, home_stage))
         queues = [_in_turn(list(map(_ends_first, of_way.values()))) for of_way in kinds.values()]
         return tuple(islice(_in_turn([list(queue) for queue in queues]), MAX_TENSORS))
 
