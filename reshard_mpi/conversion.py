@@ -16,7 +16,7 @@ from reshard_mpi.manifest import Manifest
 from reshard_mpi.opening import ShardOpener
 from reshard_mpi.placement import Strategy
 from reshard_mpi.planning.agreement import loose_beginnings, moment_counters
-from reshard_mpi.planning.fit import dead_rules, require_living_rules, require_same_network
+from reshard_mpi.planning.fit import dead_rules, require_living_rules, require_same_network, unconfirmed_rules
 from reshard_mpi.planning.model import Beginning, Limits, Moment, RankPlan
 from reshard_mpi.planning.parameters import Unlisted, find_or_follow, is_dropped
 from reshard_mpi.planning.ranks import check_target_rank
@@ -78,6 +78,11 @@ class Conversion:
         return self._checked(plan)._replace(
             moments=self._moments(plan, opened.manifests), beginnings=self._beginnings(plan)
         )
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know of source and strategies as they were found."""
+        return (*self.source.files.notes, *unconfirmed_rules(self.source.strategy))
 
     def drifted_tensors(
         self, *, damaged_are_replaced: bool = False, process: int = 0, processes: int = 1

@@ -42,7 +42,7 @@ def plan_together(
         lost=lost,
         other_warnings=(drift_warning(drifted),) if drifted else (),
     )
-    begun = Outcome(notes=(*files.notes, *notes), other_warnings=files.warnings, missing=conversion.source.missing)
+    begun = Outcome(notes=(*conversion.notes, *notes), other_warnings=files.warnings, missing=conversion.source.missing)
     together = begun.joined([*map(_told, plans), compared])
     differing = differing_beginnings(together.beginnings, together.notes)
     return plans, together._replace(notes=(*together.notes, *differing))

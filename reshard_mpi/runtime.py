@@ -233,7 +233,7 @@ class _Planner:
         except _EXPECTED as error:
             return Outcome(failures=(Failure.here(None, self._comm, as_reshard_error(error)),))
         source = run.conversion.source
-        notes = (*source.files.notes, *governor.notes, *strange)
+        notes = (*run.conversion.notes, *governor.notes, *strange)
         begun = Outcome(notes=notes, other_warnings=source.files.warnings, missing=source.missing)
         planned = begun.joined(outcomes)
         self.outcome = planned._replace(alike=())

@@ -144,6 +144,19 @@ def test_any_trusts_a_strategy(tmp_path: Path, capsys: Capture) -> None:
     assert taken[1] == (2, 8)  # half of what one rank has, as the strategy says
 
 
+def test_what_the_checkpoint_cannot_show_is_told(tmp_path: Path, capsys: Capture) -> None:
+    """Where every rank holds another part, two orders of axes are as good as each other."""
+    cut = Rule("layers.*", {0: ("dp",), 1: ("tp",)})
+    c = Checkpoint(tmp_path, Spec(MESH, (cut, Rule("*", WHOLE))))
+    for command in ("plan", "transform"):
+        said = command_line(capsys, *c.arguments(Spec(MESH, (cut, Rule("*", WHOLE))), command=command))
+        assert said.code == 0 and said.err.count("cannot show whether") == 1
+        assert "note: no two ranks hold the same of what 'layers.*' matches" in said.err
+    spec = Spec(MESH, (*RIGHT.rules[:2], RIGHT.rules[3]))
+    said = command_line(capsys, *Checkpoint(tmp_path / "right", spec).arguments(spec, command="plan"))
+    assert said.code == 0 and "cannot show" not in said.err
+
+
 # Rules
 
 

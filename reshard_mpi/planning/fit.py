@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from enum import Enum
 from fnmatch import fnmatchcase
 from typing import NamedTuple
@@ -252,6 +252,21 @@ def require_same_network(strategy: Strategy, manifests: Iterable[Manifest]) -> N
         where=" and ".join([*([strategy.origin] if strategy.origin else []), every[0].path]),
         remedy="check that checkpoint and strategy belong to the same network",
     )
+
+
+def unconfirmed_rules(strategy: Strategy) -> Iterator[str]:
+    """Yield a note if no copies of what rules of a spec cut can show whether it is cut as they say."""
+    alone = [
+        glob
+        for glob, placement in strategy.rules
+        if strategy.required_rules and placement.is_cut and placement.copies == len(placement.stages)
+    ]
+    if alone:
+        shown = ", ".join(map(repr, alone[:3])) + (", ..." if len(alone) > 3 else "")
+        yield (
+            f"no two ranks hold the same of what {shown} {'matches' if len(alone) == 1 else 'match'}, so the checkpoint"
+            f" cannot show whether {strategy.origin} has the right axes and dimensions for it"
+        )
 
 
 def _some(tensors: Sequence[Compared]) -> str:
