@@ -61,7 +61,7 @@ class Conversion:
         ReshardError where the target cannot be made exactly.
         """
         check_target_rank(target_rank, self.target)
-        self._require_fitting_strategies()
+        self.require_fitting_strategies()
         opened = self._shards().open(target_rank)
         require_same_network(self.source.strategy, opened.manifests.values())
         try:
@@ -91,7 +91,7 @@ class Conversion:
 
         Raises what `sampling.drifted_tensors` does. With `replicas` ANY nothing is read.
         """
-        self._require_fitting_strategies()
+        self.require_fitting_strategies()
         if self.replicas is Replicas.ANY:
             return ()
         return drifted_tensors(
@@ -106,7 +106,7 @@ class Conversion:
     def _is_wanted(self, name: str, present: Container[str]) -> bool:
         return self.unlisted is not Unlisted.DROP or not is_dropped(self.target, name, present)
 
-    def _require_fitting_strategies(self) -> None:
+    def require_fitting_strategies(self) -> None:
         """Raise StrategyError if a rule of a spec places nothing.
 
         One shard of every stage tells that; where a stage has none, nothing is told.

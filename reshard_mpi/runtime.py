@@ -216,6 +216,7 @@ class _Planner:
         """Plan this process's part of the targets; failures in what it returns refuse the run."""
         try:
             run = Run.open(self._request, self._strategies, self._known_damage)
+            run.conversion.require_fitting_strategies()
             journal = run.journal()
             for rank in run.targets[-1:]:  # whose number is the longest
                 require_short_names(journal.paths(rank, run.path(rank)))

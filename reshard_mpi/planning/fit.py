@@ -100,12 +100,13 @@ def judge(
             if unlisted is not Unlisted.REPLICATE:
                 _judge_unlisted(pair, tensors, where)
             continue
-        drifted += _judge_copies(pair, [tensor for tensor in tensors if tensor.one_part], placement, where)
-        _judge_parts(pair, [tensor for tensor in tensors if not tensor.one_part], placement, where)
+        words = _words(placement, strategy.axes)
+        drifted += _judge_copies(pair, [tensor for tensor in tensors if tensor.one_part], words, where)
+        _judge_parts(pair, [tensor for tensor in tensors if not tensor.one_part], words, where)
     return tuple(drifted)
 
 
-def _judge_copies(pair: Pair, tensors: Sequence[Compared], placement: Placement, where: str) -> list[str]:
+def _judge_copies(pair: Pair, tensors: Sequence[Compared], placed: str, where: str) -> list[str]:
     """Judge tensors that a pair of ranks should hold alike; return those that have drifted apart."""
     # A shard that contradicts another in a shape or a type is damaged, and dealt with as such if it is needed.
     tensors = [tensor for tensor in tensors if tensor.likeness is not Likeness.OF_ANOTHER_SHAPE]
@@ -117,7 +118,7 @@ def _judge_copies(pair: Pair, tensors: Sequence[Compared], placement: Placement,
     if unlike:
         raise StrategyError(
             "the source strategy does not fit the checkpoint: parts that should be the same differ",
-            expected=f"the same of {_some(counted)} on ranks {pair.first} and {pair.second}, by {_words(placement)}",
+            expected=f"the same of {_some(counted)} on ranks {pair.first} and {pair.second}, by {placed}",
             got=f"other values in {_some(unlike)}",
             where=where,
             remedy="correct the strategy: these are cut over more ranks than it says, its mesh is not that of the"
@@ -127,7 +128,7 @@ def _judge_copies(pair: Pair, tensors: Sequence[Compared], placement: Placement,
     return [tensor.name for tensor in tensors if tensor.differs]
 
 
-def _judge_parts(pair: Pair, tensors: Sequence[Compared], placement: Placement, where: str) -> None:
+def _judge_parts(pair: Pair, tensors: Sequence[Compared], placed: str, where: str) -> None:
     """Judge tensors of which a pair of ranks should hold different parts, all layers of a parameter together."""
     by_kind: dict[str, list[Compared]] = {}
     for tensor in tensors:
@@ -138,8 +139,7 @@ def _judge_parts(pair: Pair, tensors: Sequence[Compared], placement: Placement, 
     if telling:
         raise StrategyError(
             "the source strategy does not fit the checkpoint: parts that should be different are the same",
-            expected=f"different parts of {_some(telling)} on ranks {pair.first} and {pair.second}, by"
-            f" {_words(placement)}",
+            expected=f"different parts of {_some(telling)} on ranks {pair.first} and {pair.second}, by {placed}",
             got="the same values wherever they were compared",
             where=where,
             remedy="correct the strategy: these are cut over fewer ranks than it says, or its mesh is not that of the"
@@ -274,7 +274,14 @@ def _some(tensors: Sequence[Compared]) -> str:
     return f"{len(tensors)} compared tensors ({names})" if len(tensors) > 1 else names
 
 
-def _words(placement: Placement) -> str:
-    cuts = [f"dimension {dim} over axes {list(axes)}" for dim, axes in enumerate(placement.split) if axes]
+def _words(placement: Placement, axes: tuple[str, ...]) -> str:
+    """Return how a placement cuts, in words. axes: the names of the mesh's axes, where they have any."""
+    names = axes if len(axes) == len(placement.mesh) else tuple(map(str, range(len(placement.mesh))))
+    mesh = " ".join(f"{name}={length}" for name, length in zip(axes, placement.mesh)) if axes else list(placement.mesh)
+    cuts = [
+        f"dimension {dim} over {'axes' if len(over) > 1 else 'axis'} {', '.join(names[axis] for axis in over)}"
+        for dim, over in enumerate(placement.split)
+        if over
+    ]
     cuts += [f"dimension 0 in {placement.optimizer} by the optimizer"] if placement.optimizer > 1 else []
-    return f"mesh {list(placement.mesh)} with " + (", ".join(cuts) + " cut" if cuts else "nothing cut")
+    return f"mesh {mesh}, with " + " and ".join(cuts) + " cut" if cuts else f"mesh {mesh}, with nothing cut"
