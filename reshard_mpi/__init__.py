@@ -9,24 +9,56 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from reshard_mpi.api import (
+        convert_checkpoint_by_rank,
+        convert_checkpoints,
         inspect,
         load_rank,
         merge_pipeline_strategys,
         plan,
+        rank_list_for_convert,
         rank_list_for_transform,
         transform_checkpoint_by_rank,
         transform_checkpoints,
         verify,
     )
-    from reshard_mpi.errors import ReshardError
+    from reshard_mpi.errors import (
+        BudgetError,
+        CoverageError,
+        DamageError,
+        DisagreementError,
+        LayoutError,
+        ReshardError,
+        ShardError,
+        SourceError,
+        StrategyError,
+        TargetError,
+        TransformError,
+        UsageError,
+        WrongTypeError,
+    )
 
 __version__ = "0.1.0"
 __all__ = [
+    "BudgetError",
+    "CoverageError",
+    "DamageError",
+    "DisagreementError",
+    "LayoutError",
     "ReshardError",
+    "ShardError",
+    "SourceError",
+    "StrategyError",
+    "TargetError",
+    "TransformError",
+    "UsageError",
+    "WrongTypeError",
+    "convert_checkpoint_by_rank",
+    "convert_checkpoints",
     "inspect",
     "load_rank",
     "merge_pipeline_strategys",
     "plan",
+    "rank_list_for_convert",
     "rank_list_for_transform",
     "transform_checkpoint_by_rank",
     "transform_checkpoints",
@@ -38,14 +70,14 @@ def __getattr__(name: str) -> Any:
     # Imported when first used: `import reshard_mpi` and `reshard-mpi --help` load neither numpy nor h5py.
     if name not in __all__:
         raise AttributeError(f"module 'reshard_mpi' has no attribute {name!r}")
-    if name == "ReshardError":
-        from reshard_mpi.errors import ReshardError
+    if name.endswith("Error"):
+        from reshard_mpi import errors
 
-        return ReshardError
+        return getattr(errors, name)
     from reshard_mpi import api
 
     return getattr(api, name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted({*globals(), *__all__})

@@ -1,4 +1,9 @@
-"""The public functions. None uses MPI unless a communicator is given, so they may be called on one rank or on all."""
+"""The public functions. None uses MPI unless a communicator is given, so they may be called on one rank or on all.
+
+What the command line prints as notes and warnings is logged by the logger "reshard_mpi", each text once: notes at
+level INFO, warnings, and what is waited for, at level WARNING. With a communicator its rank 0 logs; worker processes
+log nothing. Ranks that call a function without one log for themselves.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +21,18 @@ from reshard_mpi.governor.admission import open_governor
 from reshard_mpi.governor.allowance import Allowance
 from reshard_mpi.inspection import inspect
 from reshard_mpi.journal import Unrecorded
+from reshard_mpi.log import log
+from reshard_mpi.overlap import refuse_posing
+from reshard_mpi.paths import require_reachable
 from reshard_mpi.placement import Strategy, unsharded
-from reshard_mpi.planning.losses import warnings_of
+from reshard_mpi.plain import plain_files, plain_number, plain_numbers, plain_path, plain_path_or_none, plain_text
 from reshard_mpi.planning.parameters import Unlisted
 from reshard_mpi.planning.ranks import needed_ranks
 from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.planning.summary import Plan, RankSummary
-from reshard_mpi.plans import plan_together, warn
+from reshard_mpi.plans import plan_together
 from reshard_mpi.pool import Work, run_with_workers
-from reshard_mpi.preflight import Tally, may_share, require_room, require_short_names
+from reshard_mpi.preflight import Tally, may_share, require_room, require_short_names, stranger_notes
 from reshard_mpi.report import Outcome, Silent
 from reshard_mpi.request import Request
 from reshard_mpi.source import SourceCheckpoint
@@ -37,10 +45,13 @@ if TYPE_CHECKING:
 __all__ = [
     "Plan",
     "RankSummary",
+    "convert_checkpoint_by_rank",
+    "convert_checkpoints",
     "inspect",
     "load_rank",
     "merge_pipeline_strategys",
     "plan",
+    "rank_list_for_convert",
     "rank_list_for_transform",
     "transform_checkpoint_by_rank",
     "transform_checkpoints",
@@ -60,7 +71,7 @@ def transform_checkpoints(
     output_format: str = "ckpt",
     *,
     unlisted: str = "follow",
-    replicas: str = "any",
+    replicas: str = "sample",
     memory: str | int | None = None,
     max_active: int | None = None,
     verify: bool = False,
@@ -70,28 +81,32 @@ def transform_checkpoints(
     """Transform the whole checkpoint under `src_checkpoints_dir` (`rank_x` folders) to the target strategy.
 
     Writes `dst_checkpoints_dir/rank_x/<ckpt_prefix>x.<ending>`; files that are there are replaced, each atomically.
-    A strategy of None is one full checkpoint; folders of strategy files are merged. process_num: local processes.
+    A strategy of None is one full checkpoint; folders of strategy files are merged. process_num: local processes; 0 is
+    1, as for MindSpore, and no more are started than have something to do.
     output_format: "ckpt" or "hdf5". unlisted: what becomes of parameters the target strategy does not list:
-    "follow", "replicate" or "drop". replicas: "any" takes what several ranks hold from one of them, "check" compares
-    all of them before, byte by byte. memory: how much of a host's memory all processes of the user may take together:
-    a size such as "64G" or a number of bytes, "unlimited", or None for what RESHARD_MPI_MEMORY says and else for all
-    that is free. max_active: how many of them may transform at once on a host. verify: read sources and targets once
-    more and compare them. crc: end .ckpt files with the checksum that MindSpore checks. comm: an mpi4py communicator
-    whose ranks share the work; all must make the call.
+    "follow", "replicate" or "drop". replicas: what several ranks hold is taken from one of them; "sample" first
+    holds the source strategy against the checkpoint, comparing a few ranks in a few places of a few tensors,
+    "check" compares all copies of what is needed as well, byte by byte, and "any" trusts. memory: how much of a
+    host's memory all processes of the user may take together: a size such as "64G" or a number of bytes,
+    "unlimited", or None for what RESHARD_MPI_MEMORY says and else for all that is free. max_active: how many of
+    them may transform at once on a host. verify: read sources and targets once more and compare them. crc: end
+    .ckpt files with the checksum that MindSpore checks. comm: an mpi4py communicator whose ranks share the work;
+    all must make the call.
 
-    A process waits until there is memory for what it is going to do; the logger "reshard_mpi" is told when that takes
-    long. It is also warned of source files that are missing or damaged, and which ranks' are taken instead.
+    A process waits until there is memory for what it is going to do. The logger "reshard_mpi" is told when that takes
+    long, and warned (WARNING) of source files that are missing or damaged, which ranks' are taken instead, and of
+    listed parameters that were never saved; what else the command line has to say are notes (INFO).
 
     Raises a ReshardError: before anything is written if the source cannot be transformed exactly (a BudgetError if it
     can never fit the memory), and a TransformError if some targets could not be written.
     """
-    formats.by_name(output_format)
+    formats.by_name(plain_text(output_format, "output_format"))
     request = Request(
-        source=os.fspath(src_checkpoints_dir),
-        target=os.fspath(dst_checkpoints_dir),
-        src_strategy=_path(src_strategy_file),
-        dst_strategy=_path(dst_strategy_file),
-        prefix=ckpt_prefix,
+        source=plain_path(src_checkpoints_dir, "src_checkpoints_dir"),
+        target=plain_path(dst_checkpoints_dir, "dst_checkpoints_dir"),
+        src_strategy=plain_path_or_none(src_strategy_file, "src_strategy_file"),
+        dst_strategy=plain_path_or_none(dst_strategy_file, "dst_strategy_file"),
+        prefix=plain_text(ckpt_prefix, "ckpt_prefix"),
         select=None,
         to=output_format,
         ranks=None,
@@ -107,9 +122,7 @@ def transform_checkpoints(
         crc=crc,
         replicas=as_replicas(replicas),
     )
-    outcome = _run(request, process_num, comm)
-    if comm is None or comm.Get_rank() == 0:
-        warn((*warnings_of(outcome.lost), *outcome.other_warnings))
+    outcome = _run(request, plain_number(process_num, "process_num") or 1, comm)
     outcome.raise_failures()
 
 
@@ -121,7 +134,7 @@ def transform_checkpoint_by_rank(
     dst_strategy_file: PathLike | None = None,
     *,
     unlisted: str = "follow",
-    replicas: str = "any",
+    replicas: str = "sample",
     memory: str | int | None = None,
     max_active: int | None = None,
 ) -> None:
@@ -129,39 +142,41 @@ def transform_checkpoint_by_rank(
 
     checkpoint_files_map: source shards by rank; it may hold more ranks than are needed, or other replicas. The ending
     of the file name (.ckpt, .h5, .hdf5) tells the format; its folder is made if it is not there. replicas, memory,
-    max_active: as in `transform_checkpoints`. Raises a ReshardError; then nothing is written.
+    max_active, and what is logged: as in `transform_checkpoints`. Raises a ReshardError; then nothing is written.
     """
-    path = Path(save_checkpoint_file_name)
+    rank_id = plain_number(rank_id, "rank_id")
+    path = Path(plain_path(save_checkpoint_file_name, "save_checkpoint_file_name"))
     name = formats.name_of(path.name)
     if name is None:
         raise UsageError(
             "the file to save has an unknown ending", expected=".ckpt, .h5 or .hdf5", got=path.name, where=str(path)
         )
     conversion = _conversion(
-        discovery.shards_from_map(checkpoint_files_map),
+        _listed(checkpoint_files_map, "checkpoint_files_map"),
         src_strategy_file,
         dst_strategy_file,
         unlisted,
         replicas=replicas,
     )
-    if path.resolve() in {
-        Path(shard).resolve() for shards in conversion.source.files.by_rank.values() for shard in shards
-    }:
-        raise TargetError("the target is one of the sources", expected="another file", where=str(path))
-    for given in (src_strategy_file, dst_strategy_file):
-        if given is not None and path.exists() and Path(given).resolve() in (path.resolve(), path.resolve().parent):
-            raise TargetError("the target is one of the strategies", expected="another file", where=str(path))
-    (rank_plan,) = plan_together(conversion, [rank_id])
+    refuse_posing(conversion.source.files, path)
     target = Unrecorded(path.parent)
     require_short_names(target.paths(rank_id, path))
     target.check()
     target.is_done(rank_id, path)
+    real = os.path.realpath(path)
+    for given in (src_strategy_file, dst_strategy_file):
+        if given is not None and path.exists() and os.path.realpath(given) in (real, os.path.dirname(real)):  # noqa: PTH120
+            raise TargetError("the target is one of the strategies", expected="another file", where=str(path))
+    governor = open_governor(Allowance.of(memory, max_active, os.environ), os.environ)
+    # Where the folder is not that of the rank, shards of other ranks may well lie in it.
+    strange = stranger_notes([path] if path.parent.name == f"rank_{rank_id}" else [])
+    (rank_plan,), told = plan_together(conversion, [rank_id], (*governor.notes, *strange))
     tally = Tally()
     tally.add(path, rank_plan.written_bytes)
     require_room([tally.rooms(1, partial(may_share, conversion.source.files, name, path))])
-    governor = open_governor(Allowance.of(memory, max_active, os.environ), os.environ)
     peak_bytes = rank_plan.peak_bytes(conversion.limits)
     governor.require_possible(peak_bytes, conversion.limits.base_bytes)
+    log(told.notes, told.warnings)
     progress = Silent()
     with (
         governor.lease(peak_bytes, f"target rank {rank_id} at {path}", progress.waiting),
@@ -182,6 +197,7 @@ def rank_list_for_transform(
 
     Raises UsageError if the target has no such rank, StrategyError or LayoutError for what is wrong with the files.
     """
+    rank_id = plain_number(rank_id, "rank_id")
     source, target = _strategies(src_strategy_file, dst_strategy_file)
     source = source or unsharded()
     # Strategies made of rules list no names; a rule's own glob then stands for the parameters it is for.
@@ -190,15 +206,22 @@ def rank_list_for_transform(
     return list(needed_ranks(source, target, rank_id, names=names, available=every, unlisted=as_unlisted(unlisted)))
 
 
+# MindSpore's other names of the same.
+rank_list_for_convert = rank_list_for_transform
+convert_checkpoint_by_rank = transform_checkpoint_by_rank
+convert_checkpoints = transform_checkpoints
+
+
 def merge_pipeline_strategys(src_strategy_dirs: PathLike | Sequence[PathLike], dst_strategy_file: PathLike) -> None:
     """Merge the strategy files of all pipeline stages (a folder, or paths) into one file.
 
     Files of one stage must agree; the stages run from 0. Raises StrategyError.
     """
-    if isinstance(src_strategy_dirs, str | os.PathLike):
-        merge(os.fspath(src_strategy_dirs), os.fspath(dst_strategy_file))
+    out = plain_path(dst_strategy_file, "dst_strategy_file")
+    if isinstance(src_strategy_dirs, Sequence) and not isinstance(src_strategy_dirs, str | bytes):
+        merge([plain_path(path, "one of src_strategy_dirs") for path in src_strategy_dirs], out)
     else:
-        merge([os.fspath(path) for path in src_strategy_dirs], os.fspath(dst_strategy_file))
+        merge(plain_path(src_strategy_dirs, "src_strategy_dirs"), out)
 
 
 def plan(
@@ -210,15 +233,21 @@ def plan(
     select: str | None = None,
     unlisted: str = "follow",
     strict: bool = False,
-    replicas: str = "any",
+    replicas: str = "sample",
+    memory: str | int | None = None,
 ) -> Plan:
     """Return what a transform of `source` would do, writing nothing. ranks: the target ranks (None: all).
 
-    Raises what the transform would refuse.
+    memory, and what is logged: as in `transform_checkpoints`. Raises what the transform would refuse.
     """
-    files = discovery.find_shards(os.fspath(source), select)
-    conversion = _conversion(files, src_strategy, dst_strategy, unlisted, strict, replicas)
-    plans = plan_together(conversion, range(conversion.target.world_size) if ranks is None else ranks)
+    targets = None if ranks is None else plain_numbers(ranks, "ranks")
+    conversion = _conversion(_found(source, select), src_strategy, dst_strategy, unlisted, strict, replicas)
+    governor = open_governor(Allowance.of(memory, None, os.environ), os.environ)
+    every = range(conversion.target.world_size)
+    plans, told = plan_together(conversion, every if targets is None else targets, governor.notes)
+    for rank_plan in plans:
+        governor.require_possible(rank_plan.peak_bytes(conversion.limits), conversion.limits.base_bytes)
+    log(told.notes, told.warnings)
     return Plan(tuple(RankSummary.of(rank_plan, conversion.limits) for rank_plan in plans))
 
 
@@ -230,6 +259,7 @@ def verify(
     *,
     select: str | None = None,
     unlisted: str = "follow",
+    replicas: str = "sample",
     process_num: int = 1,
     memory: str | int | None = None,
     max_active: int | None = None,
@@ -237,15 +267,16 @@ def verify(
 ) -> None:
     """Verify that `target` holds what a transform of `source` would write, or, without it, that `source` fits its sums.
 
-    Formats and layouts may differ. process_num, memory, max_active, comm: as in `transform_checkpoints`. Raises
-    DamageError for the first damage found, naming tensor, file and byte, and how many more there are; another
-    ReshardError if the two cannot be compared, or `source` keeps no sums.
+    Formats and layouts may differ. replicas: "sample" holds the source strategy against the source as
+    `transform_checkpoints` does, "any" trusts it. process_num (1 or more), memory, max_active, comm, and what is
+    logged: as there. Raises DamageError for the first damage found, naming tensor, file and byte, and how many more
+    there are; another ReshardError if the two cannot be compared, or `source` keeps no sums.
     """
     request = Request(
-        source=os.fspath(source),
-        target=os.fspath(source if target is None else target),
-        src_strategy=_path(src_strategy),
-        dst_strategy=_path(dst_strategy),
+        source=plain_path(source, "source"),
+        target=plain_path(source if target is None else target, "target"),
+        src_strategy=plain_path_or_none(src_strategy, "src_strategy"),
+        dst_strategy=plain_path_or_none(dst_strategy, "dst_strategy"),
         prefix="",
         select=select,
         to=None,
@@ -258,9 +289,10 @@ def verify(
         recorded=False,
         memory=memory,
         max_active=max_active,
+        replicas=as_replicas(replicas),
     )
     work = Work.VERIFY_ALONE if target is None else Work.VERIFY_PAIR
-    failures = _run(request, process_num, comm, work).failures
+    failures = _run(request, plain_number(process_num, "process_num"), comm, work).failures
     if failures:
         first = failures[0].named(alone=True)
         if len(failures) > 1:
@@ -276,18 +308,22 @@ def load_rank(
     *,
     select: str | None = None,
     unlisted: str = "follow",
+    replicas: str = "sample",
 ) -> dict[str, np.ndarray[Any, Any] | str]:
     """Return what target rank `rank` holds, resharded at load time: owned C-contiguous arrays, and strings as str.
 
     source: a checkpoint folder or file, or a map from source rank to shard file. bfloat16 and float8 arrays have
-    ml_dtypes types; int4 comes as int8. Nothing is written. Memory: that of the arrays.
+    ml_dtypes types; int4 comes as int8. replicas, and what is logged: as in `transform_checkpoints`. Nothing is
+    written. Memory: that of the arrays.
     """
+    rank = plain_number(rank, "rank")
     if isinstance(source, Mapping):
-        files = discovery.shards_from_map(source)
+        files = _listed(source, "source")
     else:
-        files = discovery.find_shards(os.fspath(source), select)
-    conversion = _conversion(files, src_strategy, dst_strategy, unlisted)
-    (rank_plan,) = plan_together(conversion, [rank])
+        files = _found(source, select)
+    conversion = _conversion(files, src_strategy, dst_strategy, unlisted, replicas=replicas)
+    (rank_plan,), told = plan_together(conversion, [rank])
+    log(told.notes, told.warnings)
     from reshard_mpi.engine.arrays import load_shard
 
     return {**load_shard(rank_plan, limits=conversion.limits), **rank_plan.strings}
@@ -313,17 +349,31 @@ def _run(request: Request, processes: int, communicator: Any, work: Work = Work.
     if processes < 1:
         raise UsageError("process_num is out of range", expected="1 or more", got=str(processes))
     if processes > 1 and communicator is None:
-        return run_with_workers(request, processes, Silent(), work)
-    return work.load()(request, SerialComm() if communicator is None else MPIComm(communicator), Silent(), None)
+        outcome = run_with_workers(request, processes, Silent(), work)
+    else:
+        comm = SerialComm() if communicator is None else MPIComm(communicator)
+        outcome = work.load()(request, comm, Silent(), None)
+    if communicator is None or communicator.Get_rank() == 0:
+        log(outcome.notes, outcome.warnings)
+    return outcome
 
 
-def _path(path: PathLike | None) -> str | None:
-    return None if path is None else os.fspath(path)
+def _found(source: object, select: str | None) -> discovery.ShardFiles:
+    path = plain_path(source, "source")
+    require_reachable(path)
+    return discovery.find_shards(path, select)
+
+
+def _listed(files: object, name: str) -> discovery.ShardFiles:
+    by_rank = plain_files(files, name)
+    for path in by_rank.values():
+        require_reachable(path)
+    return discovery.shards_from_map(by_rank)
 
 
 def _strategies(src_strategy: PathLike | None, dst_strategy: PathLike | None) -> tuple[Strategy | None, Strategy]:
-    source = None if src_strategy is None else strategy.load(os.fspath(src_strategy))
-    target = unsharded() if dst_strategy is None else strategy.load(os.fspath(dst_strategy))
+    source = None if src_strategy is None else strategy.load(plain_path(src_strategy, "the source strategy"))
+    target = unsharded() if dst_strategy is None else strategy.load(plain_path(dst_strategy, "the target strategy"))
     return source, target
 
 
@@ -333,7 +383,7 @@ def _conversion(
     dst_strategy: PathLike | None,
     unlisted: str,
     strict: bool = False,
-    replicas: str = "any",
+    replicas: str = "sample",
 ) -> Conversion:
     source, target = _strategies(src_strategy, dst_strategy)
     if dst_strategy is None and as_unlisted(unlisted) is Unlisted.DROP:

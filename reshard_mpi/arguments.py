@@ -56,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
     transform = command("transform", "reshard the checkpoint SRC into the folder DST")
     _add_conversion(transform)
     transform.add_argument("--jobs", type=_positive, metavar="N", help=_JOBS_HELP)
-    transform.add_argument("--report", metavar="FILE.json", help="write what was done, target by target")
+    transform.add_argument("--report", type=_path, metavar="FILE.json", help="write what was done, target by target")
     transform.add_argument(
         "--progress", choices=("auto", "plain", "none"), default="auto", help="auto: a live line on a terminal"
     )
@@ -70,36 +70,47 @@ def parser() -> argparse.ArgumentParser:
     verify = command(
         "verify", "check that DST holds what SRC does, whatever their layouts; without DST, that SRC fits its own sums"
     )
-    verify.add_argument("source", metavar="SRC", help="a checkpoint")
-    verify.add_argument("target", metavar="DST", nargs="?", help="what transform has made of it")
+    verify.add_argument("source", type=_path, metavar="SRC", help="a checkpoint")
+    verify.add_argument("target", type=_path, metavar="DST", nargs="?", help="what transform has made of it")
     _add_strategies(verify, "sharded (default: as its shards say, else one full checkpoint)")
     verify.add_argument("--select", metavar="GLOB", help="take only files of SRC whose names match")
+    verify.add_argument(
+        "--replicas",
+        choices=("any", "sample"),
+        default="sample",
+        help="sample: hold the source strategy against SRC, as transform does. any: trust it (default: %(default)s)",
+    )
     _add_memory(verify)
     verify.add_argument("--jobs", type=_positive, metavar="N", help=_JOBS_HELP)
     commit = command("commit", "check that all targets in DST are complete, and write DST/reshard.json")
-    commit.add_argument("target", metavar="DST", help="the folder that transform has written to")
+    commit.add_argument("target", type=_path, metavar="DST", help="the folder that transform has written to")
     ranks = command("ranks", "list the source ranks that target rank R needs, one per line")
     ranks.add_argument("rank", type=_rank, metavar="R", help="the target rank")
     _add_strategies(ranks)
     merge = command("merge-strategies", "merge the strategy files of all pipeline stages into one")
-    merge.add_argument("folder", metavar="DIR", help="folder with the strategy files of every stage")
-    merge.add_argument("out", metavar="OUT", help="the merged file (.json: as JSON)")
+    merge.add_argument("folder", type=_path, metavar="DIR", help="folder with the strategy files of every stage")
+    merge.add_argument("out", type=_path, metavar="OUT", help="the merged file (.json: as JSON)")
     governor = command("governor", "show who holds memory on this host now, and who waits for it")
     governor.add_argument("--json", action="store_true", help="print it as JSON")
     inspect = command("inspect", "show what a shard, a checkpoint folder or a strategy holds")
-    inspect.add_argument("path", metavar="PATH")
+    inspect.add_argument("path", type=_path, metavar="PATH")
     inspect.add_argument("--json", action="store_true", help="print it as JSON")
     demo = command("demo", "make a small checkpoint of 8 ranks, reshard it to 4, and check every element")
-    demo.add_argument("folder", metavar="DIR", nargs="?", help="where to leave its files (default: removed again)")
+    demo.add_argument(
+        "folder", type=_path, metavar="DIR", nargs="?", help="where to leave its files (default: removed again)"
+    )
     return top
 
 
-_JOBS_HELP = "local processes (default: one a core, up to 8 or the number of targets, the more; 1 under a launcher)"
+_JOBS_HELP = (
+    "local processes, no more than there is work for (default: one a core, up to 8 or the number of targets, the more;"
+    " 1 under a launcher)"
+)
 
 
 def _add_conversion(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", metavar="SRC", help="rank_* folders, one checkpoint file, or loose files")
-    parser.add_argument("target", metavar="DST", help="folder for rank_<r>/<prefix><r>.<ending>")
+    parser.add_argument("source", type=_path, metavar="SRC", help="rank_* folders, one checkpoint file, or loose files")
+    parser.add_argument("target", type=_path, metavar="DST", help="folder for rank_<r>/<prefix><r>.<ending>")
     _add_strategies(parser)
     parser.add_argument("--prefix", default="checkpoint_", help="of target file names (default: %(default)s)")
     parser.add_argument("--select", metavar="GLOB", help="take only source files whose names match")
@@ -123,14 +134,18 @@ def _add_conversion(parser: argparse.ArgumentParser) -> None:
         " checksums of .ckpt sources are checked as well",
     )
     parser.add_argument("--crc", action="store_true", help="end .ckpt targets with the CRC-32 that MindSpore checks")
-    parser.add_argument("--strict", action="store_true", help="refuse if a listed parameter was never saved")
+    parser.add_argument(
+        "--strict",
+        action="store_true",
+        help="refuse if a listed parameter was never saved, or copies have drifted apart",
+    )
     parser.add_argument(
         "--replicas",
-        choices=("any", "check"),
-        default="any",
-        help="any: take what several ranks hold from one of them. check: compare all of them byte by byte before"
-        " anything is written, and refuse if they differ; that reads every copy of what is needed, once a run (each"
-        " array task is one) (default: %(default)s)",
+        choices=("any", "sample", "check"),
+        default="sample",
+        help="what several ranks hold is taken from one of them. sample: before that, hold the source strategy against"
+        " the checkpoint, comparing a few ranks in a few places of a few tensors. check: compare all copies of what is"
+        " needed as well, byte by byte, once a run (each array task is one). any: trust (default: %(default)s)",
     )
 
 
@@ -145,8 +160,10 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_strategies(parser: argparse.ArgumentParser, target: str = "to be (default: one full checkpoint)") -> None:
-    parser.add_argument("--src-strategy", metavar="F|DIR", help="how SRC is sharded (default: as its shards say)")
-    parser.add_argument("--dst-strategy", metavar="F|DIR", help=f"how DST is {target}")
+    parser.add_argument(
+        "--src-strategy", type=_path, metavar="F|DIR", help="how SRC is sharded (default: as its shards say)"
+    )
+    parser.add_argument("--dst-strategy", type=_path, metavar="F|DIR", help=f"how DST is {target}")
     parser.add_argument(
         "--unlisted",
         choices=("follow", "replicate", "drop"),
@@ -158,6 +175,12 @@ def _add_strategies(parser: argparse.ArgumentParser, target: str = "to be (defau
 
 def _is_number(text: str) -> bool:
     return text.isascii() and text.isdecimal()
+
+
+def _path(text: str) -> str:
+    if not text:  # such as a variable of the shell that is not set; to a system call it is no path either
+        raise argparse.ArgumentTypeError("expected a path, got ''")
+    return text
 
 
 def _positive(text: str) -> int:
@@ -210,6 +233,7 @@ def request(options: argparse.Namespace) -> Request:
 def to_verify(options: argparse.Namespace) -> Request:
     """Return what the arguments of `verify` ask for."""
     from reshard_mpi.planning.parameters import Unlisted
+    from reshard_mpi.planning.replicas import Replicas
     from reshard_mpi.request import Request
 
     return Request(
@@ -229,4 +253,5 @@ def to_verify(options: argparse.Namespace) -> Request:
         recorded=False,
         memory=options.memory,
         max_active=options.max_active,
+        replicas=Replicas(options.replicas),
     )

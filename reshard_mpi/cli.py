@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 from reshard_mpi import comm
 from reshard_mpi.arguments import parser, request, to_verify
 from reshard_mpi.errors import DamageError, ReshardError
-from reshard_mpi.signals import INTERRUPTED, exit_when_terminated
+from reshard_mpi.signals import INTERRUPTED, Terminated, exit_when_terminated, ignore_stops, stopped_by
 from reshard_mpi.threads import ONE_THREAD
 
 if TYPE_CHECKING:
@@ -32,12 +32,16 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     exit_when_terminated()
     for name, value in ONE_THREAD.items():
         os.environ.setdefault(name, value)
-    options = parser().parse_args(arguments)
+    options = argparse.Namespace()
     try:
+        options = parser().parse_args(arguments)
         code = _COMMANDS[options.command](options)
         sys.stdout.flush()
-    except KeyboardInterrupt:
-        code = INTERRUPTED
+    except (KeyboardInterrupt, Terminated) as stop:
+        code = stopped_by(stop) or INTERRUPTED
+        ignore_stops()
+        if comm.speaks(os.environ):
+            _last_words(options)(code)
     except ReshardError as error:
         code = error.exit_code
         _complain(error)
@@ -83,17 +87,37 @@ def _complain(error: ReshardError | str) -> None:
         say(f"reshard-mpi: error: {error}", sys.stderr)
 
 
+def _last_words(options: argparse.Namespace) -> Callable[[int], None]:
+    """Return what says that a signal has stopped the command, and how to go on, when it is given the exit code."""
+
+    def say_stopped(code: int) -> None:
+        from reshard_mpi.report import say
+
+        word = "interrupted" if code == INTERRUPTED else "terminated"
+        resumes = getattr(options, "command", "") == "transform" and not options.overwrite
+        # On a terminal the line may have begun: with progress, or the ^C that it shows. A launcher may stand on one.
+        begun = "\n" if sys.stderr.isatty() or comm.is_launched(os.environ) else ""
+        say(f"{begun}reshard-mpi: {word}{'; --resume goes on' if resumes else ''}", sys.stderr)
+
+    return say_stopped
+
+
 def _transform(options: argparse.Namespace) -> int:
     from reshard_mpi.errors import UsageError
 
     asked = request(options)
     begin = time.monotonic()
-    with comm.world(os.environ, explicit_share=bool(options.rank or options.part)) as world:
-        unwritable = world.rank == 0 and options.report and not _can_be_written(Path(options.report))
+    with comm.world(
+        os.environ, explicit_share=bool(options.rank or options.part), stopped=_last_words(options)
+    ) as world:
+        unwritable = world.rank == 0 and options.report and not _can_be_written(options.report, options.target)
         if any(world.allgather(unwritable, "looked where the report goes")):
+            from reshard_mpi.paths import described
+
             raise UsageError(
                 "the report cannot be written",
-                expected="a new file in a folder, or an earlier report; no name of a shard",
+                expected="a new file in a folder, or an earlier report; no name of a shard or of a file of the run",
+                got=described(Path(options.report)),
                 where=options.report,
             )
         progress = _progress(options.progress, world)
@@ -132,12 +156,18 @@ def _run(work: str, request: Request, jobs: int | None, world: comm.Comm, progre
     return Work[work].load()(request, world, progress, None)
 
 
-def _can_be_written(path: Path) -> bool:
+def _can_be_written(path: str, target: str) -> bool:
+    """Tell whether a report may take the name `path`: whatever else is there may be a source or a strategy."""
     from reshard_mpi import formats, report
+    from reshard_mpi.paths import is_replaceable
+    from reshard_mpi.records import COMMIT_RECORD, STATE
 
-    if formats.name_of(path.name) or not path.resolve().parent.is_dir() or path.is_dir():
+    real, commit_record = Path(os.path.realpath(path)), Path(os.path.realpath(target), COMMIT_RECORD)
+    if formats.name_of(path) or real == commit_record or STATE in real.parts or not is_replaceable(real):
         return False
-    return not path.is_file() or report.is_report(path)  # whatever else is there may be a source or a strategy
+    if not os.access(real, os.F_OK):
+        return os.access(real.parent, os.W_OK | os.X_OK) and real.parent.is_dir()
+    return os.access(real, os.R_OK | os.W_OK) and report.is_report(real)
 
 
 def _progress(choice: str, world: comm.Comm) -> Bar | Plain | Silent:
@@ -173,7 +203,9 @@ def _plan(options: argparse.Namespace) -> int:
                 got="--rank" if asked.part is None else "--part",
             )
         asked = asked._replace(resume=not asked.overwrite)  # as the tasks will do it
-    with comm.world(os.environ, explicit_share=bool(options.rank or options.part)) as world:
+    with comm.world(
+        os.environ, explicit_share=bool(options.rank or options.part), stopped=_last_words(options)
+    ) as world:
         # A batch script is for other hosts than this one.
         planned, outcome = plan_targets(asked._replace(memory=UNLIMITED) if options.sbatch else asked, world)
         if world.rank == 0:
@@ -225,7 +257,7 @@ def _verify(options: argparse.Namespace) -> int:
     from reshard_mpi.report import Silent, say, verified
 
     begin = time.monotonic()
-    with comm.world(os.environ, explicit_share=False) as world:
+    with comm.world(os.environ, explicit_share=False, stopped=_last_words(options)) as world:
         work = "VERIFY_ALONE" if options.target is None else "VERIFY_PAIR"
         progress = _progress("plain", world) if world.rank == 0 else Silent()
         outcome = _run(work, to_verify(options), options.jobs, world, progress)
@@ -258,7 +290,7 @@ def _inspect(options: argparse.Namespace) -> int:
 def _demo(options: argparse.Namespace) -> int:
     from reshard_mpi.demo import run_demo
 
-    with comm.world(os.environ, explicit_share=False) as world:
+    with comm.world(os.environ, explicit_share=False, stopped=_last_words(options)) as world:
         account = run_demo(options.folder, world)
         if world.rank == 0:
             print(account)

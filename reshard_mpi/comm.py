@@ -8,13 +8,15 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from reshard_mpi.errors import ReshardError, UsageError
 from reshard_mpi.hosts import Identity, distinct_names, host_name
+from reshard_mpi.signals import ignore_stops, stopped_by
 
 T = TypeVar("T")
 
@@ -32,6 +34,10 @@ _SPEAK_SECONDS = 0.2
 # With MPICH under srun, an abort waits for a server that may have gone with another rank: then the kernel ends it.
 _ABORT_SECONDS = 2
 _HEAD_START_SECONDS = 1
+# How long a rank that is told to stop waits for the others to be told so too; the tags of the messages in which it says
+# that it is to stop, and that the user has been told.
+_STOP_SECONDS = 2.0
+_STOP_TAG, _TOLD_TAG = 17, 18
 _MAPPED = Path("/proc/self/maps")
 # A launcher may start processes that are each told their share and know nothing of each other.
 _is_by_itself = False
@@ -119,11 +125,14 @@ def speaks(environment: Mapping[str, str]) -> bool:
 
 
 @contextmanager
-def world(environment: Mapping[str, str], *, explicit_share: bool) -> Iterator[Comm]:
+def world(
+    environment: Mapping[str, str], *, explicit_share: bool, stopped: Callable[[int], None] = lambda _: None
+) -> Iterator[Comm]:
     """Yield MPI's world under a launcher, else a process alone; an error nobody handled aborts the whole job.
 
     explicit_share: the user said which targets this process takes, so a launcher that starts unconnected processes
-    is what they want. Raises UsageError if the launcher and the MPI library do not belong together.
+    is what they want. stopped: told the exit code, on one rank, when a signal to stop ends the job.
+    Raises UsageError if the launcher and the MPI library do not belong together.
     """
     communicator = None
     if is_launched(environment):
@@ -147,18 +156,54 @@ def world(environment: Mapping[str, str], *, explicit_share: bool) -> Iterator[C
         raise  # gathered: every rank raises it alike
     except BaseException as error:
         # Without this the other ranks would wait for this one for ever.
-        code = 1
-        if isinstance(error, SystemExit | KeyboardInterrupt):
-            code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 130
-        else:
+        code = stopped_by(error)
+        if code is None:
+            code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
             place = f"process {communicator.Get_rank()} on host {host_name(environment)}"
             sys.stderr.write(f"{traceback.format_exc()}reshard-mpi: {place} ends the job\n")
-        sys.stderr.flush()
-        time.sleep(_SPEAK_SECONDS)
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(_ABORT_SECONDS)
-        communicator.Abort(code)
+        else:
+            _stop(communicator, code, stopped)
+        _abort(communicator, code)
         raise
+
+
+def _stop(communicator: Any, code: int, stopped: Callable[[int], None]) -> None:
+    """End this process, which was told to stop, if all were told so or another rank ends the job; else it has to.
+
+    Where the launcher has passed the signal on, all come here, and nobody has to abort what all leave. Rank 0 hears of
+    all the others; then it says what there is to say and tells them. What else is on its way in MPI stays untouched.
+    """
+    ignore_stops()
+    rank, others = communicator.Get_rank(), set(range(communicator.Get_size())) - {communicator.Get_rank()}
+    if rank > 0:
+        communicator.isend(None, dest=0, tag=_STOP_TAG)
+    is_told = partial(communicator.iprobe, tag=_TOLD_TAG)
+    silent = set(others)
+    deadline = time.monotonic() + _STOP_SECONDS
+    while not is_told() and (silent or rank > 0) and time.monotonic() < deadline:
+        silent -= {other for other in silent if communicator.iprobe(source=other, tag=_STOP_TAG)}
+        time.sleep(_SHORTEST_NAP_SECONDS)
+    if not is_told():
+        stopped(code)
+        time.sleep(_SPEAK_SECONDS)
+        for other in others:
+            communicator.isend(None, dest=other, tag=_TOLD_TAG)
+        deadline = time.monotonic() + _SPEAK_SECONDS
+        while time.monotonic() < deadline and not is_told():  # which also moves on what is being sent
+            time.sleep(_SHORTEST_NAP_SECONDS)
+        if rank > 0 or silent:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what the library says of an abort would bury that
+            return
+    # To finalize MPI would wait for what was left in the middle.
+    os._exit(code)
+
+
+def _abort(communicator: Any, code: int) -> None:
+    sys.stderr.flush()
+    time.sleep(_SPEAK_SECONDS)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(_ABORT_SECONDS)
+    communicator.Abort(code)
 
 
 def _connect(environment: Mapping[str, str]) -> Any:
@@ -208,6 +253,7 @@ def _import_mpi(*, initialize: bool) -> Any:
             "started by an MPI launcher, but MPI cannot be used from Python",
             expected="mpi4py and an MPI library",
             got=str(error).splitlines()[0],
-            remedy="pip install 'reshard-mpi[mpi]', or set MPI4PY_LIBMPI to the library of your MPI",
+            remedy="pip install mpi4py, and an MPI if there is none: the site's, or pip install mpich; where it is"
+            " not found, set MPI4PY_LIBMPI to its library",
         ) from None
     return MPI

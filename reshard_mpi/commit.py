@@ -17,8 +17,9 @@ from typing import NamedTuple
 
 from reshard_mpi import formats
 from reshard_mpi.errors import CoverageError, DamageError, DisagreementError, ReshardError, TargetError, TransformError
-from reshard_mpi.journal import commit_lock, withdraw
+from reshard_mpi.journal import commit_lock, commit_lock_path, withdraw
 from reshard_mpi.ordering import natural_key
+from reshard_mpi.paths import require_replaceable
 from reshard_mpi.planning.agreement import (
     differing_beginnings,
     differing_stages,
@@ -52,6 +53,22 @@ class Committed(NamedTuple):
     notes: tuple[str, ...]
 
 
+class Standing(NamedTuple):
+    """How far a run has come: its targets that are complete, and by rank why others are not."""
+
+    identity: RunIdentity
+    complete: tuple[int, ...]
+    incomplete: Mapping[int, str]
+
+
+def standing(folder: Path) -> Standing:
+    """Return how far the run recorded under `folder` has come. Raises TargetError if there is none."""
+    identity = _recorded_run(folder)
+    found = {rank: _look(folder, identity, rank) for rank in range(identity.facts["target_ranks"])}
+    complete = tuple(rank for rank, record in found.items() if isinstance(record, TargetRecord))
+    return Standing(identity, complete, {rank: why for rank, why in found.items() if isinstance(why, str)})
+
+
 def commit(folder: Path) -> Committed:
     """Write the commit record of the run recorded under `folder`.
 
@@ -59,6 +76,8 @@ def commit(folder: Path) -> Committed:
     CoverageError if they were made from shards that do not belong together. Then there is no commit record.
     """
     _recorded_run(folder)
+    require_replaceable(folder / COMMIT_RECORD, "the commit record")
+    require_replaceable(commit_lock_path(folder / STATE), "a lock")
     deadline = time.monotonic() + _WAIT_SECONDS
     while True:
         try:
@@ -76,7 +95,7 @@ def commit(folder: Path) -> Committed:
             raise TargetError(
                 "the targets are being written or committed by another process",
                 expected="nobody at work on them",
-                got=f"a lock on {folder / STATE / 'commit.lock'}",
+                got=f"a lock on {commit_lock_path(folder / STATE)}",
                 where=str(folder),
                 remedy="wait for it",
             )
@@ -123,7 +142,8 @@ def _commit(folder: Path, identity: RunIdentity, records: Sequence[TargetRecord]
     for record in records:
         if record.announced is not None:  # its writer died before it could say that the file is in place
             publish_text(record_path(folder / STATE, record.rank), record._replace(announced=None).as_text())
-    publish_text(path, _as_text(identity, records, sums))
+    begun = RunIdentity.recorded(folder / STATE)  # whose strategies may have been read from elsewhere since
+    publish_text(path, _as_text(begun if begun and begun.digest == identity.digest else identity, records, sums))
     return Committed(path, len(records), sum(record.size_bytes for record in records), notes)
 
 
@@ -251,7 +271,7 @@ def _as_text(identity: RunIdentity, records: Sequence[TargetRecord], sums: Mappi
 
     A line a target, and one for each file of the source that they were made from.
     """
-    head = {"format": "reshard_mpi commit", "version": 1, "digest": identity.digest, **identity.facts}
+    head = {"format": "reshard_mpi commit", "version": 1, "digest": identity.digest, **identity.as_json()}
     if sums:
         head["sums"] = {name: f"{sums[name]:08x}" for name in sorted(sums)}
     files = {file.path: file.size_bytes for record in records for file in record.evidence.sources.files}

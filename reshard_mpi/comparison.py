@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from operator import attrgetter
 
-from reshard_mpi.errors import DisagreementError
+from reshard_mpi.errors import DisagreementError, StrategyError
 from reshard_mpi.manifest import Manifest, TensorEntry
 from reshard_mpi.planning.copies import Alike
 from reshard_mpi.planning.losses import Lost
@@ -24,7 +24,8 @@ def compare(source: SourceCheckpoint, every: Iterable[Alike], limits: Limits) ->
     """Compare all copies of `every`, those of the same holders one after another; return the holders left out.
 
     Every copy is read once, in blocks of which two are in memory. Shards that cannot be read, and those that lack a
-    tensor, have no copy of it. Raises DisagreementError for the first difference.
+    tensor, have no copy of it. Raises DisagreementError for the first difference, StrategyError if it is in what the
+    source strategy does not list.
     """
     lost: dict[int, Lost] = {}
     for _, group in groupby(every, key=attrgetter("holding")):
@@ -69,7 +70,20 @@ def _compare_holders(source: SourceCheckpoint, group: Sequence[Alike], limits: L
                     found = first_difference(check, limits=limits, files=files)
                     if found is not None:
                         other, element = found
-                        raise difference(source, check, other.source_rank, element)
+                        told = difference(source, check, other.source_rank, element)
+                        raise told if one.listed else _of_unlisted(name, told, source)
+
+
+def _of_unlisted(name: str, told: DisagreementError, source: SourceCheckpoint) -> StrategyError:
+    """Return the error for copies that differ of what only the target strategy cuts: most likely they are no copies."""
+    origin = source.strategy.origin
+    return StrategyError(
+        f"the source strategy does not list {name!r}, whose copies differ, and the target strategy cuts it",
+        expected=f"{told.expected}, or a source strategy that says how it is cut",
+        got=told.got,
+        where=", ".join(filter(None, (origin, told.where))),
+        remedy="list it in the source strategy as the source is cut",
+    )
 
 
 def _batches(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 
 from reshard_mpi.comparison import difference
 from reshard_mpi.errors import CoverageError, DisagreementError, LayoutError
@@ -15,11 +16,14 @@ from reshard_mpi.manifest import Manifest
 from reshard_mpi.opening import ShardOpener
 from reshard_mpi.placement import Strategy
 from reshard_mpi.planning.agreement import loose_beginnings, moment_counters
+from reshard_mpi.planning.fit import dead_rules, require_living_rules, require_same_network, unconfirmed_rules
 from reshard_mpi.planning.model import Beginning, Limits, Moment, RankPlan
-from reshard_mpi.planning.parameters import Unlisted, find_or_follow
+from reshard_mpi.planning.parameters import Unlisted, find_or_follow, is_dropped
 from reshard_mpi.planning.ranks import check_target_rank
 from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.planning.tensors import SourceTensors
+from reshard_mpi.sampling import drifted_tensors
+from reshard_mpi.siblings import LoneShard
 from reshard_mpi.source import SourceCheckpoint
 from reshard_mpi.strategy import table
 from reshard_mpi.units import MIB
@@ -27,6 +31,9 @@ from reshard_mpi.units import MIB
 # The buffer is large enough that what Python does for each filling of it is small beside moving the bytes. The window
 # is the most that is mapped of sources at once. An interpreter with HDF5 and MPI takes 70 MiB.
 LIMITS = Limits(base_bytes=72 * MIB, buffer_bytes=2 * MIB, window_bytes=16 * MIB)
+
+# Before it is said that no shard holds a tensor, so many are looked into: some may be saved without what others hold.
+_MAX_LOOKED_INTO = 64
 
 
 @dataclass(slots=True)
@@ -41,7 +48,8 @@ class Conversion:
     unlisted: Unlisted = Unlisted.FOLLOW
     strict: bool = False
     limits: Limits = LIMITS
-    replicas: Replicas = Replicas.ANY
+    replicas: Replicas = Replicas.SAMPLE
+    _is_fitting: bool = field(default=False)
     _table: str | None = field(default=None)
     _opener: ShardOpener | None = field(default=None)
 
@@ -53,18 +61,69 @@ class Conversion:
         ReshardError where the target cannot be made exactly.
         """
         check_target_rank(target_rank, self.target)
+        self.require_fitting_strategies()
         opened = self._shards().open(target_rank)
+        require_same_network(self.source.strategy, opened.manifests.values())
         try:
             plan = opened.planner.plan(self._strategy_table())
         except CoverageError as error:
             files, size = self.source.files, self.source.strategy.world_size
             error.where = error.where or f"{files.path}, which has the shards of {len(files.by_rank)} of {size} ranks"
+            lone = LoneShard.of(files)
+            if lone is not None and size > 1 and lone.siblings():
+                error.remedy = f"give {lone.checkpoint}, where the shards of the other ranks are"
             raise
         if not checked:
             return plan
         return self._checked(plan)._replace(
             moments=(*plan.moments, *self._moments(plan, opened.manifests)), beginnings=self._beginnings(plan)
         )
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know of source and strategies as they were found."""
+        return (*self.source.files.notes, *unconfirmed_rules(self.source.strategy))
+
+    def drifted_tensors(
+        self, *, damaged_are_replaced: bool = False, process: int = 0, processes: int = 1
+    ) -> tuple[str, ...]:
+        """Return the tensors whose copies have drifted apart, as far as one process's share of a sample shows.
+
+        Raises what `sampling.drifted_tensors` does. With `replicas` ANY nothing is read.
+        """
+        self.require_fitting_strategies()
+        if self.replicas is Replicas.ANY:
+            return ()
+        return drifted_tensors(
+            self.source,
+            self._is_wanted,
+            self.unlisted,
+            damaged_are_replaced=damaged_are_replaced,
+            process=process,
+            processes=processes,
+        )
+
+    def _is_wanted(self, name: str, present: Container[str]) -> bool:
+        return self.unlisted is not Unlisted.DROP or not is_dropped(self.target, name, present)
+
+    def require_fitting_strategies(self) -> None:
+        """Raise StrategyError if a rule of a spec places nothing.
+
+        One shard of every stage tells that; where a stage has none, nothing is told.
+        """
+        source = self.source
+        sides = [(s, side) for s, side in ((source.strategy, "source"), (self.target, "target")) if s.required_rules]
+        if self._is_fitting or not sides:
+            return
+        stage_ranks = source.stage_ranks()
+        if len(stage_ranks) == source.strategy.stages:
+            names = {name: None for rank in stage_ranks.values() for name in source.manifest(rank).tensors}
+            if any(dead_rules(strategy, names) for strategy, _ in sides):
+                others = islice((rank for rank in source.files.by_rank if source.find(rank)), _MAX_LOOKED_INTO)
+                names |= {name: None for rank in others for name in source.manifest(rank).tensors}
+            for strategy, side in sides:
+                require_living_rules(strategy, names, side, source.files.path)
+        self._is_fitting = True
 
     def target_weights(self, targets: Sequence[int]) -> dict[int, int]:
         """Return how large the shards of `targets` will be relative to each other (bytes, or 1 where all are alike)."""

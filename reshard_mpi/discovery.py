@@ -12,6 +12,7 @@ from typing import NamedTuple
 from reshard_mpi import formats
 from reshard_mpi.errors import DisagreementError, ShardError, SourceError, told
 from reshard_mpi.ordering import natural_key
+from reshard_mpi.paths import real_path
 
 _RANK_FOLDER = re.compile(r"rank_(\d+)")
 _STEP = re.compile(r"-(\d+)_(\d+)\.\w+$")
@@ -35,33 +36,34 @@ class ShardFiles(NamedTuple):
     warnings: tuple[str, ...] = ()
 
 
-def find_shards(path: str, select: str | None = None) -> ShardFiles:
+def find_shards(path: str, select: str | None = None, *, role: str = "source") -> ShardFiles:
     """Return the shard files under `path`: `rank_*` folders, one file, or loose files of one full checkpoint.
 
-    select: a glob that file names must match. Raises SourceError where there is nothing or no clear choice.
+    select: a glob that file names must match. role: what errors call the checkpoint, "source" or "target". Raises
+    SourceError where there is nothing or no clear choice.
     """
     at = Path(path)
     if at.is_file():
         name = formats.name_of(path)
         if name is None:
-            raise _nothing(path, f"a file that ends in {_endings()}", at.name)
+            raise _nothing(path, f"a file that ends in {_endings()}", at.name, role)
         if _is_strategy(at):
-            raise _nothing(path, "a checkpoint", "a strategy file")
+            raise _nothing(path, "a checkpoint", "a strategy file", role)
         return _by_own_rank(ShardFiles(path, name, {0: (path,)}))
     if not at.is_dir():
         raise SourceError(
-            "the source is not there",
+            f"the {role} is not there",
             expected="a folder or a checkpoint file",
             got="nothing",
             where=path,
             remedy="check the path, and that this machine sees it",
         )
-    folders = _rank_folders(at)
+    folders = rank_folders(at)
     if folders:
-        return _from_folders(path, folders, select)
-    loose = _shards_in(at, select)
+        return _from_folders(path, folders, select, role)
+    loose = shards_in(at, select)
     if not loose:
-        raise _nothing(path, f"rank_* folders or files that end in {_endings()}{_selected(select)}", "neither")
+        raise _nothing(path, f"rank_* folders or files that end in {_endings()}{_selected(select)}", "neither", role)
     name = _one_format({0: loose}, path)
     return _by_own_rank(ShardFiles(path, name, {0: tuple(str(entry) for entry in loose)}))
 
@@ -88,15 +90,27 @@ def strangers(path: Path) -> list[Path]:
     """Return other shards in the folder of the shard `path`."""
     if not path.parent.is_dir():
         return []
-    return [entry for entry in _shards_in(path.parent, None) if entry.name != path.name]
+    return [entry for entry in shards_in(path.parent, None) if entry.name != path.name]
 
 
-def _rank_folders(at: Path) -> dict[int, Path]:
+def rank_of_folder(name: str) -> int | None:
+    """Return the rank whose folder has this name; None if it is no name of a rank folder."""
+    match = _RANK_FOLDER.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def both_ways(path: Path) -> tuple[Path, Path]:
+    """Return where a path lies as it was named, and where links lead to: a folder may be met by either."""
+    return Path(os.path.abspath(path)), real_path(path)  # noqa: PTH100 - the first is not to follow links
+
+
+def rank_folders(at: Path) -> dict[int, Path]:
+    """Return the `rank_*` folders in the folder `at` by rank. Raises SourceError if two are of one rank."""
     folders: dict[int, Path] = {}
     for entry in sorted(at.iterdir()):
-        match = _RANK_FOLDER.fullmatch(entry.name)
-        if match and entry.is_dir():
-            other = folders.setdefault(int(match[1]), entry)
+        rank = rank_of_folder(entry.name)
+        if rank is not None and entry.is_dir():
+            other = folders.setdefault(rank, entry)
             if other is not entry:
                 raise SourceError(
                     "two folders are of one rank",
@@ -108,11 +122,11 @@ def _rank_folders(at: Path) -> dict[int, Path]:
     return folders
 
 
-def _from_folders(path: str, folders: Mapping[int, Path], select: str | None) -> ShardFiles:
-    candidates = {rank: found for rank, folder in sorted(folders.items()) if (found := _shards_in(folder, select))}
+def _from_folders(path: str, folders: Mapping[int, Path], select: str | None, role: str) -> ShardFiles:
+    candidates = {rank: found for rank, folder in sorted(folders.items()) if (found := shards_in(folder, select))}
     if not candidates:
         wanted = f"files that end in {_endings()}{_selected(select)} in its rank folders"
-        raise _nothing(path, wanted, f"{len(folders)} folders without")
+        raise _nothing(path, wanted, f"{len(folders)} folders without", role)
     name = _one_format(candidates, path)
     chosen, notes = _same_checkpoint(candidates, path)
     _require_one_step(chosen, path)
@@ -138,7 +152,7 @@ def _same_checkpoint(candidates: Mapping[int, list[Path]], path: str) -> tuple[d
     """Choose in each rank folder the file of the newest checkpoint that all of them have."""
     if all(len(entries) == 1 for entries in candidates.values()):
         return {rank: entries[0] for rank, entries in candidates.items()}, ()
-    for key_of in (lambda rank, name: name, _without_rank):
+    for key_of in (lambda rank, name: name, name_without_rank):
         keyed = {rank: {key_of(rank, entry.name): entry for entry in entries} for rank, entries in candidates.items()}
         common = set.intersection(*(set(keys) for keys in keyed.values()))
         if common:
@@ -154,14 +168,16 @@ def _same_checkpoint(candidates: Mapping[int, list[Path]], path: str) -> tuple[d
     )
 
 
-def _without_rank(rank: int, name: str) -> str:
+def name_without_rank(rank: int, name: str) -> str:
+    """Return the name of a shard of `rank` as those of other ranks have it too, its epoch and step left as they are."""
     step = _STEP.search(name)
     at = step.start() if step else name.rindex(".")
     stem, end = name[:at], name[at:]
     return re.sub(rf"(?<!\d){rank}(?!\d)", "<rank>", stem) + end
 
 
-def _shards_in(folder: Path, select: str | None) -> list[Path]:
+def shards_in(folder: Path, select: str | None) -> list[Path]:
+    """Return the shards that lie in `folder` itself, in natural order. select: a glob that their names must match."""
     found = [
         entry
         for entry in folder.iterdir()
@@ -190,7 +206,7 @@ def _one_format(candidates: Mapping[int, Iterable[Path]], path: str) -> str:
         for entry in entries:
             name = formats.name_of(entry.name)
             if name is None:
-                raise _nothing(str(entry), f"a file that ends in {_endings()}", entry.name)
+                raise _nothing(str(entry), f"a file that ends in {_endings()}", entry.name, "source")
             names.setdefault(name, entry)
     if len(names) > 1:
         raise SourceError(
@@ -247,9 +263,9 @@ def _selected(select: str | None) -> str:
     return "" if select is None else f" and match {select!r} (--select)"
 
 
-def _nothing(path: str, expected: str, got: str) -> SourceError:
+def _nothing(path: str, expected: str, got: str, role: str) -> SourceError:
     return SourceError(
-        "no checkpoint found in the source",
+        f"no checkpoint found in the {role}",
         expected=expected,
         got=got,
         where=path,

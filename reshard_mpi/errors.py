@@ -1,4 +1,8 @@
-"""The errors a user can meet. Every one derives from ReshardError and carries the exit code of the command line."""
+"""The errors a user can meet. Every one derives from ReshardError and carries the exit code of the command line.
+
+Those for mistakes that MindSpore 2.10 meets with a ValueError, or a TypeError, are such errors too, so programs that
+catch these go on working. (Where it raises NotADirectoryError, ours is a TargetError.)
+"""
 
 from __future__ import annotations
 
@@ -36,29 +40,33 @@ def _rebuild(kind: type[ReshardError], problem: str, expected: str, got: str, wh
     return kind(problem, expected=expected, got=got, where=where, remedy=remedy)
 
 
-class UsageError(ReshardError):
+class UsageError(ReshardError, ValueError):
     """A wrong call: an unknown value, a rank out of range, options that exclude each other."""
 
     exit_code = 2
 
 
-class SourceError(ReshardError):
+class WrongTypeError(UsageError, TypeError):
+    """A wrong call: an argument of a type that it cannot have."""
+
+
+class SourceError(ReshardError, ValueError):
     """The source checkpoint is not there, is ambiguous, or its shards do not belong together."""
 
 
-class ShardError(ReshardError):
+class ShardError(ReshardError, ValueError):
     """One shard file cannot be read: empty, truncated, damaged, encrypted, or of an unknown kind."""
 
 
-class StrategyError(ReshardError):
+class StrategyError(ReshardError, ValueError):
     """A strategy file or spec cannot be read, or says something impossible."""
 
 
-class LayoutError(ReshardError):
+class LayoutError(ReshardError, ValueError):
     """A placement does not fit its mesh, or a tensor's shape does not fit its placement."""
 
 
-class CoverageError(ReshardError):
+class CoverageError(ReshardError, ValueError):
     """Some part of a target tensor has no source."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -10,25 +11,38 @@ from reshard_mpi import discovery, formats, strategy
 from reshard_mpi.errors import ReshardError, SourceError, StrategyError
 from reshard_mpi.manifest import Decoded, Manifest, TensorEntry
 from reshard_mpi.placement import Placement, Strategy
+from reshard_mpi.records import STATE
+from reshard_mpi.siblings import in_its_rank
+from reshard_mpi.target_state import about_record, as_lines, state_of
 from reshard_mpi.units import format_bytes
 
 
 def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return what lies at `path` as plain values: kind is "shard", "checkpoint" or "strategy".
+    """Return what lies at `path` as plain values.
 
-    Raises SourceError if it is nothing that can be read.
+    kind is "shard", "checkpoint", "strategy", "run" (a target folder without a complete target) or "commit" (its
+    commit record). A checkpoint that a run has made, or is making, says so under "run" and "commit". Raises SourceError
+    if it is nothing that can be read.
     """
     at = os.fspath(path)
     if not Path(at).exists():
         raise SourceError("nothing to inspect", expected="a shard, a checkpoint folder or a strategy", where=at)
+    if Path(at).name == STATE:
+        at = str(Path(at).parent)
+    record = about_record(Path(at))
+    if record is not None:
+        return record
+    state = state_of(Path(at)) if Path(at).is_dir() else {}
     try:
         files = discovery.find_shards(at)
     except SourceError:
+        if state:
+            return {"kind": "run", "path": at, **state}
         if any(Path(at).glob("rank_*")):
             raise
         return _strategy(at)
     if not Path(at).is_file():
-        return _checkpoint(files)
+        return {**_checkpoint(in_its_rank(files)), **state}
     name = formats.name_of(at)
     assert name is not None  # or find_shards would have raised
     try:
@@ -95,15 +109,22 @@ def _strategy(path: str) -> dict[str, Any]:
 
 
 def _strategy_facts(found: Strategy) -> dict[str, Any]:
-    return {
+    facts: dict[str, Any] = {
         "ranks": found.world_size,
         "stages": found.stages,
-        "parameters": {name: [_placement(p) for p in placements] for name, placements in found.parameters.items()},
-        "rules": [{"match": glob, **_placement(placement)} for glob, placement in found.rules],
+        "parameters": {
+            name: [_placement(placement, found) for placement in placements]
+            for name, placements in found.parameters.items()
+        },
+        "rules": [{"match": glob, **_placement(placement, found)} for glob, placement in found.rules],
     }
+    if found.axes:
+        (lengths,) = {placement.mesh for _, placement in found.rules}
+        facts["mesh"] = dict(zip(found.axes, lengths, strict=True))
+    return facts
 
 
-def _placement(placement: Placement) -> dict[str, Any]:
+def _placement(placement: Placement, strategy: Strategy) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "mesh": list(placement.mesh),
         "split": [list(axes) for axes in placement.split],
@@ -112,16 +133,30 @@ def _placement(placement: Placement) -> dict[str, Any]:
     }
     if placement.sizes:
         facts["sizes"] = {str(dim): list(sizes) for dim, sizes in placement.sizes}
+    if strategy.axes:
+        names = strategy.axes
+        split = {str(dim): [names[axis] for axis in axes] for dim, axes in enumerate(placement.split) if axes}
+        facts["axes"] = {"split": split, "optimizer": [names[axis] for axis in _optimizer_axes(placement)]}
     return facts
+
+
+def _optimizer_axes(placement: Placement) -> list[int]:
+    """Return the axes that the optimizer cut of a spec goes over: the last of those that cut no dimension."""
+    axes: list[int] = []
+    for axis in reversed(placement.free_axes):
+        if math.prod(placement.mesh[chosen] for chosen in axes) == placement.optimizer:
+            break
+        if placement.mesh[axis] > 1:
+            axes.insert(0, axis)
+    return axes
 
 
 def as_text(found: dict[str, Any]) -> str:
     """Return what `inspect` found as lines for people."""
     if found["kind"] == "strategy":
-        lines = [f"strategy: {found['ranks']} ranks in {found['stages']} stages, {len(found['parameters'])} parameters"]
-        every = [*found["parameters"].items(), *((rule["match"], [rule]) for rule in found["rules"])]
-        lines += [f"  {name}  {_placement_text(facts)}" for name, placements in every for facts in placements]
-        return "\n".join(lines)
+        return "\n".join(_strategy_lines(found))
+    if found["kind"] in ("run", "commit"):
+        return "\n".join(as_lines(found))
     if found["kind"] == "shard":
         return "\n".join(_shard_lines(found))
     total = format_bytes(found["size_bytes"])
@@ -130,7 +165,7 @@ def as_text(found: dict[str, Any]) -> str:
         for shard in shards:
             size = format_bytes(shard["size_bytes"])
             lines.append(f"  rank {rank}: {len(shard['tensors'])} tensors, {size}  {shard['path']}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *as_lines({name: found[name] for name in ("run", "commit") if name in found})])
 
 
 def _shard_lines(shard: dict[str, Any]) -> list[str]:
@@ -143,6 +178,20 @@ def _shard_lines(shard: dict[str, Any]) -> list[str]:
     return [*lines, *(f"  {name}  {text!r}" for name, text in shard["strings"].items())]
 
 
+def _strategy_lines(found: dict[str, Any]) -> list[str]:
+    count = f"{len(found['parameters'])} parameters" if found["parameters"] or not found["rules"] else ""
+    rules = f"{len(found['rules'])} rules" if found["rules"] else ""
+    listed = ", ".join(filter(None, (count, rules)))
+    lines = [f"strategy: {found['ranks']} ranks in {found['stages']} stages, {listed}"]
+    if "mesh" in found:
+        lines.append(f"  mesh {' '.join(f'{axis}={length}' for axis, length in found['mesh'].items())}")
+    every = [*found["parameters"].items(), *((rule["match"], [rule]) for rule in found["rules"])]
+    placed = ((name, facts) for name, placements in every for facts in placements)
+    if "mesh" in found:
+        return lines + [f"  {name}  {_named_placement_text(facts, found['stages'])}" for name, facts in placed]
+    return lines + [f"  {name}  {_placement_text(facts)}" for name, facts in placed]
+
+
 def _placement_text(facts: dict[str, Any]) -> str:
     text = f"mesh {facts['mesh']} split {facts['split']}"
     if facts["optimizer"] > 1:
@@ -150,3 +199,17 @@ def _placement_text(facts: dict[str, Any]) -> str:
     if facts["stages"] != [0]:
         text += f" stages {facts['stages']}"
     return text + (f" sizes {facts['sizes']}" if "sizes" in facts else "")
+
+
+def _named_placement_text(facts: dict[str, Any], stages: int) -> str:
+    """Return one rule of a spec in the spec's own words. stages: how many the strategy has."""
+    axes, sizes = facts["axes"], facts.get("sizes", {})
+    cuts = " ".join(f"{dim}={'+'.join(names)}" for dim, names in axes["split"].items())
+    held = "" if len(facts["stages"]) == stages else f"stage {' '.join(map(str, facts['stages']))}"
+    parts = [
+        f"split {cuts}" if cuts else "",
+        f"optimizer {'+'.join(axes['optimizer'])}" if axes["optimizer"] else "",
+        " ".join(f"sizes {dim}={lengths}" for dim, lengths in sizes.items()),
+        held,
+    ]
+    return " ".join(filter(None, parts)) or "whole"

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TextIO
 
 from reshard_mpi.errors import TargetError
+from reshard_mpi.paths import described, require_replaceable
 from reshard_mpi.publication import Publication, make_folder, partial_path, publish_text, remove_stale, sync
 from reshard_mpi.records import (
     COMMIT_RECORD,
@@ -48,13 +49,17 @@ def withdraw(folder: Path) -> None:
     sync(folder)
 
 
+def commit_lock_path(state: Path) -> Path:
+    return state / "commit.lock"
+
+
 @contextlib.contextmanager
 def commit_lock(state: Path, kind: int) -> Iterator[None]:
     """Hold the lock that who writes targets shares (LOCK_SH), and who commits has alone (LOCK_EX).
 
     Raises BlockingIOError if `kind` has LOCK_NB and somebody is in the way.
     """
-    with (state / "commit.lock").open("a+") as stream:
+    with commit_lock_path(state).open("a+") as stream:
         fcntl.flock(stream, kind)
         yield
 
@@ -113,15 +118,22 @@ class Journal:
     def check(self) -> None:
         """Raise TargetError if the folder cannot be joined: it cannot be written to, or holds another run."""
         _require_writable(self.folder)
-        other = read_json(run_path(self._state))
-        if other is not None and other.get("digest") != self.identity.digest and not self._overwrite:
-            raise TargetError(
-                "the target folder holds another run",
-                expected="an empty folder, or one this same run has begun",
-                got=f"a run with other settings: {self.identity.difference(other)}",
-                where=str(self.folder),
-                remedy="use another target, or --overwrite to replace that run's targets one by one",
-            )
+        _require_writable(self._state)
+        require_replaceable(self.folder / COMMIT_RECORD, "the commit record")
+        for lock in (self._run_lock(), commit_lock_path(self._state)):
+            require_replaceable(lock, "a lock")  # to open a pipe would be to wait for whoever is at its other end
+        there = read_json(run_path(self._state))
+        if there is None or there.get("digest") == self.identity.digest or self._overwrite:
+            return
+        other = RunIdentity.recorded(self._state)
+        ours, theirs = self.identity.differences(other) if other is not None else ("the same settings", "")
+        raise TargetError(
+            "the target folder holds another run",
+            expected=f"an empty folder, or a run with {ours}",
+            got=f"a run with {theirs}" if theirs else f"a record of a run that cannot be read: {run_path(self._state)}",
+            where=str(self.folder),
+            remedy="use another target, or --overwrite to replace that run's targets one by one",
+        )
 
     def is_done(self, target_rank: int, path: Path) -> bool:
         """Tell whether the target is complete and to be skipped (--resume).
@@ -131,6 +143,7 @@ class Journal:
         made from sources that have changed.
         """
         _require_place(path)
+        require_replaceable(self._lock(target_rank), "a lock")
         self._refuse_locked(target_rank)
         if self._overwrite or not path.exists():
             return False
@@ -160,7 +173,7 @@ class Journal:
         """Create the folder and say which run fills it; joins the run if another process has begun it."""
         make_folder(self._state)
         run = run_path(self._state)
-        with (self._state / "run.lock").open("w") as stream:
+        with self._run_lock().open("w") as stream:
             fcntl.flock(stream, fcntl.LOCK_EX)
             remove_stale(run)
             there = read_json(run)
@@ -218,6 +231,9 @@ class Journal:
         except FileNotFoundError:
             pass  # nobody has ever written it
 
+    def _run_lock(self) -> Path:
+        return self._state / "run.lock"
+
     def _lock(self, target_rank: int) -> Path:
         return self._state / f"rank_{target_rank}.lock"
 
@@ -248,9 +264,9 @@ def _require_writable(folder: Path) -> None:
         nearest = nearest.parent
     if not nearest.is_dir():
         raise TargetError(
-            "the target is not a folder" if nearest == folder else "a file is in the way of the target",
+            "the target is not a folder" if nearest == folder else f"{described(nearest)} is in the way of the target",
             expected="a folder",
-            got="a file",
+            got=described(nearest),
             where=str(nearest),
             remedy="choose another target",
         )
@@ -267,14 +283,7 @@ def _require_writable(folder: Path) -> None:
 def _require_place(path: Path) -> None:
     """Raise TargetError if no file can take the name `path`, whatever is there."""
     _require_writable(path.parent)
-    if path.is_dir() and not path.is_symlink():
-        raise TargetError(
-            "a folder is in the place of a target",
-            expected="a file, or nothing",
-            got="a folder",
-            where=str(path),
-            remedy="remove it, or choose another target",
-        )
+    require_replaceable(path, "a target")
 
 
 def _require_unchanged(target_rank: int, evidence: Evidence | None) -> None:

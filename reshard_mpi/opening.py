@@ -253,7 +253,7 @@ class ShardOpener:
         """Tell whether the target needs names that no opened shard has, which only rules place: holes, most likely."""
         seen = {name for manifest in manifests.values() for name in manifest.tensors}
         return any(
-            wants(self.source.strategy, self.target, target_rank, name, self.unlisted)
+            wants(self.source.strategy, self.target, target_rank, name, self.unlisted, seen)
             for name in self._rule_names()
             if name not in seen
         )

@@ -192,7 +192,9 @@ class Strategy:
 
     parameters: for each listed name the placements that hold it; more than one where stages that share a parameter
     cut it differently. rules: pairs (glob, placement) for names not listed one by one; the first match wins.
-    All stages have the same number of ranks. Raises LayoutError where they do not.
+    required_rules: the globs of rules that must place something in the checkpoint, where people have written them.
+    axes: what the axes of the mesh are called, where one mesh with names serves all placements. Neither makes a
+    difference to who holds what. All stages have the same number of ranks. Raises LayoutError where they do not.
     """
 
     world_size: int
@@ -200,6 +202,8 @@ class Strategy:
     parameters: Mapping[str, tuple[Placement, ...]]
     rules: tuple[tuple[str, Placement], ...] = ()
     origin: str = field(default="", compare=False)
+    required_rules: frozenset[str] = field(default=frozenset(), compare=False)
+    axes: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         checked = set()

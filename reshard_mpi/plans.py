@@ -7,20 +7,24 @@ from collections.abc import Iterable
 from reshard_mpi.comparison import compare
 from reshard_mpi.conversion import Conversion
 from reshard_mpi.planning.agreement import (
+    differing_beginnings,
     differing_stages,
     require_one_moment,
     require_same_names,
     require_same_shapes,
 )
 from reshard_mpi.planning.copies import dealt
-from reshard_mpi.planning.losses import merged, warnings_of
+from reshard_mpi.planning.fit import drift_warning, require_no_drift
 from reshard_mpi.planning.model import RankPlan
+from reshard_mpi.report import Outcome
 
 
-def plan_together(conversion: Conversion, targets: Iterable[int]) -> list[RankPlan]:
-    """Plan targets, check what they must have in common, compare copies, and warn of shards that cannot be used.
+def plan_together(
+    conversion: Conversion, targets: Iterable[int], notes: tuple[str, ...] = ()
+) -> tuple[list[RankPlan], Outcome]:
+    """Plan targets, check what they must have in common and compare copies; return what is to be said of them as well.
 
-    Raises what a run would refuse.
+    notes: what besides is to be said. Raises what a run would refuse.
     """
     plans = [conversion.plan(rank) for rank in targets]
     files = conversion.source.files
@@ -30,16 +34,25 @@ def plan_together(conversion: Conversion, targets: Iterable[int]) -> list[RankPl
         require_same_names(placed, files.path)
         require_same_shapes(placed, files.path)
     every = tuple(dict.fromkeys(alike for plan in plans for alike in plan.alike))
-    lost = [*compare(conversion.source, dealt(every, 0, 1), conversion.limits)]
-    lost += [one for plan in plans for one in plan.lost]
-    own = dict.fromkeys(warning for plan in plans for warning in plan.warnings)
-    warn((*files.warnings, *warnings_of(merged(lost)), *own))
-    return plans
+    lost = compare(conversion.source, dealt(every, 0, 1), conversion.limits)
+    drifted = conversion.drifted_tensors()
+    if conversion.strict:
+        require_no_drift(drifted, files.path)
+    compared = Outcome(
+        lost=lost,
+        other_warnings=(drift_warning(drifted),) if drifted else (),
+    )
+    begun = Outcome(notes=(*conversion.notes, *notes), other_warnings=files.warnings, missing=conversion.source.missing)
+    together = begun.joined([*map(_told, plans), compared])
+    differing = differing_beginnings(together.beginnings, together.notes)
+    return plans, together._replace(notes=(*together.notes, *differing))
 
 
-def warn(warnings: Iterable[str]) -> None:
-    """Tell the log that a caller of the functions may listen to."""
-    for warning in warnings:
-        import logging
-
-        logging.getLogger("reshard_mpi").warning("%s", warning)
+def _told(plan: RankPlan) -> Outcome:
+    return Outcome(
+        absent=plan.absent,
+        notes=plan.notes,
+        beginnings=plan.beginnings,
+        lost=plan.lost,
+        other_warnings=plan.warnings,
+    )

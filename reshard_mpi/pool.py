@@ -26,6 +26,7 @@ from reshard_mpi.errors import ReshardError, TransformError, as_reshard_error
 from reshard_mpi.forks import Channel, Fork, wait_for_any
 from reshard_mpi.governor.admission import open_governor
 from reshard_mpi.hosts import host_name
+from reshard_mpi.jobs import processes_by_default, processes_of_use
 from reshard_mpi.report import Failure, Outcome, Progress, TargetReport
 from reshard_mpi.request import Request, Strategies
 from reshard_mpi.signals import INTERRUPTED, exit_when_terminated
@@ -41,8 +42,6 @@ _THREADS = Path("/proc/self/task")
 _LOOK_AT_MEMORY = "run again; if it was killed from outside, make sure there is memory for it"
 _PROGRESS_SECONDS = 0.1
 _STOP_SECONDS = 10.0
-# So many processes move the bytes of even a single target faster; more would only wait for the same disk.
-_ALWAYS_USEFUL = 8
 
 
 class PipeComm:
@@ -129,18 +128,25 @@ class Work(StrEnum):
 def run_with_workers(request: Request, jobs: int | None, progress: Progress, work: Work = Work.CONVERT) -> Outcome:
     """Do `work` in `jobs` local processes and return what they did together.
 
-    jobs: None for one a core, but no more than are useful. Raises what refused the run. A worker's death is a failure
-    of the target it was making.
+    jobs: None for one a core, but no more than are useful; where it is more than there is work for, a note in the
+    outcome says how many there were. Raises what refused the run. A worker's death is a failure of the target it was
+    making.
     """
     if not _may_fork():
         return _run_elsewhere(request, jobs, progress, work)
-    with _Reading(request) as reading:
+    with _Reading(request, work) as reading:
         # While that process reads the strategies, this one loads all that the workers need.
         work.load()
         open_governor(request.allowance, os.environ)
-        strategies = reading.result()
+        strategies, shards = reading.result()
     targets = len(request.ranks) if request.ranks else strategies.target.world_size
-    size = jobs or min(len(os.sched_getaffinity(0)), max(_ALWAYS_USEFUL, targets))
+    notes: tuple[str, ...] = ()
+    if jobs is None:
+        size = processes_by_default(targets)
+    elif work is Work.CONVERT:
+        size, notes = processes_of_use(jobs, targets, "target", together=True)
+    else:
+        size, notes = processes_of_use(jobs, shards or 1, "shard", together=False)
     workers: list[_Worker] = []
     stopped = True
     # A signal to stop is for when all workers are known, and not for while they are ended.
@@ -159,7 +165,7 @@ def run_with_workers(request: Request, jobs: int | None, progress: Progress, wor
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     if isinstance(result, ReshardError):
         raise result
-    return result
+    return result._replace(notes=(*notes, *result.notes))
 
 
 def parent_main(*descriptors: int) -> None:
@@ -181,16 +187,19 @@ def _may_fork() -> bool:
 
 
 class _Reading:
-    """A process that reads the strategies, ended with the block if it has not come to its end by then."""
+    """A process that reads the strategies, ended with the block if it has not come to its end by then.
 
-    def __init__(self, request: Request) -> None:
+    It also counts the shards that are to be verified, if that is the `work`.
+    """
+
+    def __init__(self, request: Request, work: Work) -> None:
         self._channel, theirs = Channel.pair()
 
-        def work() -> None:
+        def read() -> None:
             self._channel.close()
-            _read_strategies(theirs, request)
+            _read_strategies(theirs, request, work)
 
-        self._process = Fork(work)
+        self._process = Fork(read)
         theirs.close()
 
     def __enter__(self) -> Self:
@@ -202,10 +211,10 @@ class _Reading:
         self._channel.close()
         self._process.wait()
 
-    def result(self) -> Strategies:
-        """Return what has been read. Raises what is wrong with it."""
+    def result(self) -> tuple[Strategies, int]:
+        """Return what has been read, and the number of shards. Raises what is wrong with the strategies."""
         try:
-            found: Strategies | ReshardError = self._channel.receive()
+            found: tuple[Strategies, int] | ReshardError = self._channel.receive()
         except EOFError:
             cause = _cause(self._process.wait())
             problem = "the process that reads the strategies died"
@@ -215,12 +224,23 @@ class _Reading:
         return found
 
 
-def _read_strategies(channel: Channel, request: Request) -> None:
+def _read_strategies(channel: Channel, request: Request, work: Work) -> None:
     with _ends_quietly():
         try:
-            channel.send(Strategies.read(request))
+            channel.send((Strategies.read(request), 0 if work is Work.CONVERT else _count_shards(request, work)))
         except (ReshardError, OSError) as error:
             channel.send(as_reshard_error(error))
+
+
+def _count_shards(request: Request, work: Work) -> int:
+    """Return how many shards there are to verify; 0 where that cannot be told: the workers will say why."""
+    from reshard_mpi import discovery
+
+    path, select = (request.source, request.select) if work is Work.VERIFY_ALONE else (request.target, None)
+    try:
+        return len(discovery.find_shards(path, select).by_rank)
+    except (ReshardError, OSError):
+        return 0
 
 
 def _run_elsewhere(request: Request, jobs: int | None, progress: Progress, work: Work) -> Outcome:

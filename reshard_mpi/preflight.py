@@ -1,4 +1,4 @@
-"""What a run looks at before it creates anything: room on the file system, and names that it takes."""
+"""What a run looks at before it creates anything: room on the file system, names that it takes, other shards there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from reshard_mpi.discovery import ShardFiles
+from reshard_mpi.discovery import ShardFiles, strangers
 from reshard_mpi.errors import TargetError
 from reshard_mpi.publication import stale_bytes
 from reshard_mpi.units import format_bytes
@@ -83,6 +83,15 @@ def require_room(shares: Iterable[Sequence[Room]]) -> None:
             )
 
 
+def stranger_notes(paths: Iterable[Path]) -> tuple[str, ...]:
+    """Return a note on shards that lie beside those that are written to `paths`, if there are any."""
+    found = [file for path in paths for file in strangers(path)]
+    if not found:
+        return ()
+    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    return (f"{found[0]}{more} will lie beside the new targets: a shard of another run, which is left as it is",)
+
+
 def may_share(files: ShardFiles, format_name: str, target: Path) -> bool:
     """Tell whether blocks of `files` can be shared with a file of a format at `target`."""
     return files.format == format_name == _SHARING and _can_share(Path(next(iter(files.by_rank.values()))[0]), target)
@@ -138,7 +147,7 @@ def _longest(folder: Path) -> tuple[int, int]:
 
 def _nearest(folder: Path) -> Path:
     """Return the folder, or the nearest above it that is there already."""
-    while not os.path.lexists(folder):
+    while not os.path.exists(folder):  # noqa: PTH110 - Path.exists raises where a name is too long
         folder = folder.parent
     return folder
 

@@ -57,6 +57,11 @@ def partial_path(path: Path, token: str = "0" * 2 * _TOKEN_BYTES) -> Path:
     return path.with_name(f".{path.name}.{token}{_PARTIAL}")
 
 
+def is_partial(path: Path) -> bool:
+    """Tell whether a file has a name that files have before they are published."""
+    return path.name.startswith(".") and path.name.endswith(_PARTIAL)
+
+
 def publish_text(path: Path, text: str, *, synced: bool = True) -> None:
     """Put a small file in place, whatever was there. synced: as for `Publication.publish`."""
     with Publication(path) as publication:

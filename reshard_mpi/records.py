@@ -21,6 +21,20 @@ from reshard_mpi.provenance import Sources
 
 STATE = ".reshard_mpi"
 COMMIT_RECORD = "reshard.json"
+# The digests of strategies, and by what name records tell where those were read from.
+_STRATEGIES = {"src_strategy": "src_strategy_file", "dst_strategy": "dst_strategy_file"}
+# The settings of a run by the options that make them, or what else they are called.
+_OPTIONS = {
+    "src_strategy": "--src-strategy",
+    "dst_strategy": "--dst-strategy",
+    "select": "--select",
+    "prefix": "--prefix",
+    "unlisted": "--unlisted",
+    "strict": "--strict",
+    "crc": "--crc",
+    "sums_in_shards": "--verify",
+}
+_TOLD = {"source": "SRC", "to": "targets in", "target_ranks": "target ranks:"}
 # No tensor has as many bytes, and sums of as many cannot be put together.
 _MAX_TENSOR_BYTES = 1 << 62
 
@@ -29,31 +43,63 @@ class RunIdentity(NamedTuple):
     """What makes two runs the same: everything that decides the bytes they write.
 
     facts: plain JSON values by name (strategies' digests, source path, selection, prefix, format, options).
+    strategy_files: where the strategies were read from, by the names of their digests in `facts`. Only to be told: a
+    strategy that has been moved is the same.
     """
 
     facts: Mapping[str, Any]
+    strategy_files: Mapping[str, str] = {}
 
     @property
     def digest(self) -> str:
         return hashlib.sha256(json.dumps(self.facts, sort_keys=True).encode()).hexdigest()
 
-    def difference(self, facts: Mapping[str, Any]) -> str:
-        """Return the names and values in which another run differs."""
-        names = sorted(
-            name for name in {*self.facts, *facts} if self.facts.get(name) != facts.get(name) and name != "digest"
-        )
-        return ", ".join(f"{name} {facts.get(name)!r} (now {self.facts.get(name)!r})" for name in names)
+    def differences(self, other: RunIdentity) -> tuple[str, str]:
+        """Return what this run does where `other` does something else, and what `other` does there; in words."""
+        names = sorted(name for name in {*self.facts, *other.facts} if self.facts.get(name) != other.facts.get(name))
+        same_file = {name for name in names if self.strategy_files.get(name) == other.strategy_files.get(name)}
+        ours = [self._setting(name, " as it is now" * (name in same_file)) for name in names]
+        theirs = [other._setting(name, " as it was then" * (name in same_file)) for name in names]
+        return ", ".join(ours), ", ".join(theirs)
+
+    @property
+    def settings(self) -> str:
+        """What the run does, in words: its source, and the options that are given."""
+        return ", ".join(self._setting(name, "") for name, value in self.facts.items() if value)
+
+    def _setting(self, name: str, state: str) -> str:
+        """Return one setting as the command line has it. state: of a strategy file, what tells it from another."""
+        value, option = self.facts.get(name), _OPTIONS.get(name)
+        if option is None:
+            return f"{_TOLD.get(name, name)} {value}"
+        if not value:
+            return f"no {option}"
+        if value is True:
+            return option
+        if name in _STRATEGIES:
+            return f"{option} {self.strategy_files.get(name, 'FILE')}{state}"
+        return f"{option} {value!r}"
 
     def as_text(self) -> str:
         """Return what `run.json` holds."""
-        return json.dumps({**self.facts, "digest": self.digest}, indent=1)
+        return json.dumps({**self.as_json(), "digest": self.digest}, indent=1)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain values by name."""
+        return {**self.facts, **{_STRATEGIES[name]: path for name, path in self.strategy_files.items()}}
 
     @classmethod
     def recorded(cls, state: Path) -> RunIdentity | None:
         """Return the run that `run.json` names; None where there is none, or it is damaged."""
-        facts = read_json(run_path(state)) or {}
-        identity = cls({name: value for name, value in facts.items() if name != "digest"})
-        return identity if identity.digest == facts.get("digest") else None
+        found = read_json(run_path(state)) or {}
+        identity = cls.of({name: value for name, value in found.items() if name != "digest"})
+        return identity if identity.digest == found.get("digest") else None
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> RunIdentity:
+        """Return what `as_json` made."""
+        files = {name: str(values[key]) for name, key in _STRATEGIES.items() if key in values}
+        return cls({name: value for name, value in values.items() if name not in _STRATEGIES.values()}, files)
 
 
 class Evidence(NamedTuple):

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TextIO
 
 from reshard_mpi.errors import ReshardError, TransformError
-from reshard_mpi.planning.losses import Lost, merged, warnings_of
+from reshard_mpi.log import log
+from reshard_mpi.planning.losses import Lost, Missing, merged, warnings_of
 from reshard_mpi.units import format_bytes, format_rate
 
 if TYPE_CHECKING:  # this module is loaded before the engine is, to tell of it
@@ -145,8 +146,10 @@ class Outcome(NamedTuple):
     """What one process did, or all of them together.
 
     alike: copies that must be the same, until they have been compared. lost: source shards that could not be used.
+    missing: the ranks that have none.
     reserved, filled, verified: only passed between the processes that fill a target together. processes: how many
-    there were. rooms: what each needs on file systems, only passed between them before anything is written.
+    there were. rooms: what each needs on file systems, drifted: tensors whose copies have drifted apart; both only
+    passed between them before anything is written.
     """
 
     targets: tuple[TargetReport, ...] = ()
@@ -165,6 +168,8 @@ class Outcome(NamedTuple):
     checked: tuple[Checked, ...] = ()
     processes: int = 0
     rooms: tuple[Room, ...] = ()
+    drifted: tuple[str, ...] = ()
+    missing: Missing | None = None
 
     def joined(self, others: list[Outcome]) -> Outcome:
         """Return this outcome and the `others` as one, targets in the order of their ranks."""
@@ -182,6 +187,7 @@ class Outcome(NamedTuple):
             tuple(dict.fromkeys(warning for one in every for warning in one.other_warnings)),
             checked=tuple(sorted((c for one in every for c in one.checked), key=lambda checked: checked.rank)),
             processes=max(one.processes for one in every),
+            missing=next((one.missing for one in every if one.missing is not None), None),
         )
 
     @property
@@ -190,7 +196,7 @@ class Outcome(NamedTuple):
         absent = self.absent
         names = ", ".join(absent[:3]) + (" ..." if len(absent) > 3 else "")
         missed = (f"{len(absent)} listed parameters are in no source shard: {names}",) if absent else ()
-        return (*warnings_of(self.lost), *self.other_warnings, *missed)
+        return (*warnings_of(self.lost, self.missing), *self.other_warnings, *missed)
 
     def with_verified(self, other: Outcome) -> Outcome:
         """Return this outcome with what `other`, of the same process, says of having verified."""
@@ -291,9 +297,7 @@ class Silent:
         pass
 
     def waiting(self, text: str) -> None:
-        import logging
-
-        logging.getLogger("reshard_mpi").warning("%s", text)
+        log(notes=(), warnings=(text,))
 
     def moved(self, count_bytes: int) -> None:
         pass

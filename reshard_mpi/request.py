@@ -20,7 +20,7 @@ class Request(NamedTuple):
     in the target folder; without one, existing target files are replaced. memory: a size, "unlimited", or None for what
     the environment says. max_active: how many processes may transform at once on a host (None: any number).
     verify: read sources and targets again, compare them, and keep sums. crc: add a checksum to target files.
-    replicas: whether all ranks that hold the same are compared before.
+    replicas: which of the ranks that hold the same are compared before.
     """
 
     source: str
@@ -41,7 +41,7 @@ class Request(NamedTuple):
     max_active: int | None = None
     verify: bool = False
     crc: bool = False
-    replicas: Replicas = Replicas.ANY
+    replicas: Replicas = Replicas.SAMPLE
 
     @property
     def allowance(self) -> Allowance:

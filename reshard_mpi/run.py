@@ -9,8 +9,10 @@ from typing import NamedTuple
 from reshard_mpi import discovery, formats
 from reshard_mpi.conversion import Conversion
 from reshard_mpi.division import assign
-from reshard_mpi.errors import ReshardError, TargetError, UsageError
+from reshard_mpi.errors import ReshardError, UsageError
 from reshard_mpi.journal import Journal, Unrecorded
+from reshard_mpi.overlap import refuse_overlap
+from reshard_mpi.paths import real_path, require_reachable
 from reshard_mpi.placement import Strategy
 from reshard_mpi.planning.parameters import Unlisted
 from reshard_mpi.planning.ranks import check_target_rank
@@ -42,21 +44,21 @@ class Run(NamedTuple):
                 got="no target strategy",
             )
         _check_prefix(request.prefix)
+        require_reachable(request.source)
         files = discovery.find_shards(request.source, request.select)
+        name = request.to or files.format
+        ranks = range(strategies.target.world_size) if request.ranks is None else request.ranks
+        refuse_overlap(files, request.target, [_target_file(request, name, rank) for rank in ranks])
         source = SourceCheckpoint.open(files, strategies.source, known_damage)
         conversion = Conversion(source, strategies.target, request.unlisted, request.strict, replicas=request.replicas)
         targets = _targets(request, strategies.target, conversion)
-        name = request.to or files.format
         if request.crc and name != "ckpt":
             raise UsageError("--crc is for .ckpt targets", expected="--to ckpt", got=f"targets in {name}")
-        run = cls(request, conversion, name, targets, strategies)
-        run._refuse_writing_to_source()
-        return run
+        return cls(request, conversion, name, targets, strategies)
 
     def path(self, target_rank: int) -> Path:
         """Return the final path of one target shard: `rank_<r>/<prefix><r><ending>`."""
-        ending = formats.by_name(self.format).SUFFIXES[0]
-        return Path(self.request.target, f"rank_{target_rank}", f"{self.request.prefix}{target_rank}{ending}")
+        return _target_file(self.request, self.format, target_rank)
 
     def journal(self) -> Journal | Unrecorded:
         """Return what keeps the state of this run in the target folder."""
@@ -67,9 +69,10 @@ class Run(NamedTuple):
 
     def _identity(self) -> RunIdentity:
         request = self.request
+        strategies = {"src_strategy": request.src_strategy, "dst_strategy": request.dst_strategy}
         return RunIdentity(
             {
-                "source": str(Path(request.source).resolve()),
+                "source": str(real_path(request.source)),
                 "src_strategy": self.strategies.source_digest,
                 "dst_strategy": self.strategies.target_digest,
                 "select": request.select,
@@ -80,22 +83,9 @@ class Run(NamedTuple):
                 "crc": request.crc,
                 "sums_in_shards": request.verify and self.format == "hdf5",
                 "target_ranks": self.conversion.target.world_size,
-            }
+            },
+            {name: str(real_path(path)) for name, path in strategies.items() if path is not None},
         )
-
-    def _refuse_writing_to_source(self) -> None:
-        target, source = Path(self.request.target).resolve(), Path(self.request.source).resolve()
-        files = (Path(path) for paths in self.conversion.source.files.by_rank.values() for path in paths)
-        sources = {place.resolve() for path in files for place in (path, path.parent)}
-        places = {place.resolve() for rank in self.targets for place in (self.path(rank), self.path(rank).parent)}
-        if target == source or sources & places:
-            raise TargetError(
-                "the target is the source",
-                expected="another folder",
-                got=self.request.target,
-                where=self.request.source,
-                remedy="choose a target outside the source; a source is never written to",
-            )
 
 
 def _check_prefix(prefix: str) -> None:
@@ -105,6 +95,11 @@ def _check_prefix(prefix: str) -> None:
             expected="text without '/' that does not start with '.', which would hide the files",
             got=repr(prefix),
         )
+
+
+def _target_file(request: Request, format_name: str, target_rank: int) -> Path:
+    ending = formats.by_name(format_name).SUFFIXES[0]
+    return Path(request.target, f"rank_{target_rank}", f"{request.prefix}{target_rank}{ending}")
 
 
 def _targets(request: Request, target: Strategy, conversion: Conversion) -> tuple[int, ...]:

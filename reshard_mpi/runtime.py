@@ -8,13 +8,12 @@ so the outcome is the same on every process.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from reshard_mpi.comm import Comm
 from reshard_mpi.commit import commit_if_complete
 from reshard_mpi.comparison import compare, comparing_bytes
-from reshard_mpi.discovery import strangers
 from reshard_mpi.division import Work, divide
 from reshard_mpi.errors import (
     CoverageError,
@@ -34,10 +33,12 @@ from reshard_mpi.planning.agreement import (
     require_same_shapes,
 )
 from reshard_mpi.planning.copies import Alike, dealt
-from reshard_mpi.planning.losses import named, warnings_of
+from reshard_mpi.planning.fit import drift_warning, require_no_drift
+from reshard_mpi.planning.losses import Lost, named, warnings_of
 from reshard_mpi.planning.model import RankPlan
+from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.planning.summary import Plan, RankSummary
-from reshard_mpi.preflight import Room, Tally, may_share, require_room, require_short_names
+from reshard_mpi.preflight import Room, Tally, may_share, require_room, require_short_names, stranger_notes
 from reshard_mpi.provenance import SourceFile, Sources
 from reshard_mpi.records import Evidence
 from reshard_mpi.report import Failure, Outcome, Progress, Silent, TargetReport
@@ -65,10 +66,16 @@ def convert(request: Request, comm: Comm, progress: Progress, strategies: Strate
     with the same request. Raises, on every process alike, the error that refused the run before anything was written.
     Targets that failed while they were written are in the outcome.
     """
-    planner, planned = _plan_with_sound_sources(request, comm, progress, strategies)
+    planner, planned = _planned(request, comm, progress, strategies)
     _refuse(comm.allgather(planner.begin(), "begun"), comm)
     written = planner.writer(progress).write()
-    told = Outcome(notes=planned.notes, lost=planned.lost, other_warnings=planned.other_warnings, processes=comm.size)
+    told = Outcome(
+        notes=planned.notes,
+        lost=planned.lost,
+        missing=planned.missing,
+        other_warnings=planned.other_warnings,
+        processes=comm.size,
+    )
     outcome = told.joined(comm.allgather(planner.outcome.joined([written]), "written"))
     if not request.recorded:
         return outcome
@@ -83,15 +90,33 @@ def plan_targets(request: Request, comm: Comm) -> tuple[Plan, Outcome]:
 
     Raises, on every process alike, what `convert` would refuse.
     """
-    planner, planned = _plan_with_sound_sources(request, comm, Silent(), None)
+    planner, planned = _planned(request, comm, Silent(), None)
     shares = _gather(comm, planner.summaries, "summed up")
     targets = [target for share in shares for target in share]
     return Plan(tuple(sorted(targets, key=lambda target: target.rank))), planned
 
 
-def _plan_with_sound_sources(
+def _planned(
     request: Request, comm: Comm, progress: Progress, strategies: Strategies | None
 ) -> tuple[_Planner, Outcome]:
+    """Have every process plan its targets and compare what must be the same; raise what refuses the run, on all alike.
+
+    Returns what has planned, and what is to be said of the plans.
+    """
+    planner, planned = _plan_with_sound_sources(request, comm, strategies)
+    if planned.alike or request.replicas is not Replicas.ANY:
+        compared = comm.allgather(planner.compare(planned.alike, progress), "compared")
+        _refuse(compared, comm)
+        planned = planned.joined(compared)._replace(alike=())
+        drifted = tuple(dict.fromkeys(name for outcome in compared for name in outcome.drifted))
+        if request.strict:
+            require_no_drift(drifted, request.source)
+        if drifted:
+            planned = planned._replace(other_warnings=(*planned.other_warnings, drift_warning(drifted)))
+    return planner, planned
+
+
+def _plan_with_sound_sources(request: Request, comm: Comm, strategies: Strategies | None) -> tuple[_Planner, Outcome]:
     """Have every process plan its targets, to verify from shards that fit the checksums they have of their own.
 
     Shards that do not are lost, so what they hold is planned from others; raises, as `_plan_together` does, if no
@@ -101,7 +126,7 @@ def _plan_with_sound_sources(
     damage: dict[int, ReshardError] = {}
     while True:
         planner = _Planner(request, comm, strategies, damage)
-        planned = _plan_together(planner, comm, progress)
+        planned = _plan_together(planner, comm)
         if not request.verify:
             return planner, planned
         read = {rank for ranks in _gather(comm, planner.read_ranks(), "named sources") for rank in ranks}
@@ -113,7 +138,7 @@ def _plan_with_sound_sources(
         damage = damage | {rank: error for damaged in found for rank, error in damaged.items()}
 
 
-def _plan_together(planner: _Planner, comm: Comm, progress: Progress) -> Outcome:
+def _plan_together(planner: _Planner, comm: Comm) -> Outcome:
     """Have every process plan its targets; raise what refuses the run, on every process alike.
 
     Returns what is to be said of the plans together.
@@ -127,10 +152,6 @@ def _plan_together(planner: _Planner, comm: Comm, progress: Progress) -> Outcome
         require_same_names(placed, planner.source)
         require_same_shapes(placed, planner.source)
     together = Outcome().joined(outcomes)
-    if together.alike:
-        compared = comm.allgather(planner.compare(together.alike, progress), "compared")
-        _refuse(compared, comm)
-        together = together.joined(compared)._replace(alike=())
     return together._replace(notes=(*together.notes, *differing_beginnings(together.beginnings, together.notes)))
 
 
@@ -195,6 +216,7 @@ class _Planner:
         """Plan this process's part of the targets; failures in what it returns refuse the run."""
         try:
             run = Run.open(self._request, self._strategies, self._known_damage)
+            run.conversion.require_fitting_strategies()
             journal = run.journal()
             for rank in run.targets[-1:]:  # whose number is the longest
                 require_short_names(journal.paths(rank, run.path(rank)))
@@ -208,26 +230,31 @@ class _Planner:
         outcomes = [self._plan_target(self._opened, rank, leads=True) for rank in work.leads]
         outcomes += [self._plan_target(self._opened, rank, leads=False) for rank in work.helps]
         try:
-            rooms, strange = self._rooms(run), tuple(self._strangers(run, work.leads))
+            rooms, strange = self._rooms(run), stranger_notes(map(run.path, work.leads))
         except _EXPECTED as error:
             return Outcome(failures=(Failure.here(None, self._comm, as_reshard_error(error)),))
-        files = run.conversion.source.files
-        begun = Outcome(notes=(*files.notes, *governor.notes, *strange), other_warnings=files.warnings)
+        source = run.conversion.source
+        notes = (*run.conversion.notes, *governor.notes, *strange)
+        begun = Outcome(notes=notes, other_warnings=source.files.warnings, missing=source.missing)
         planned = begun.joined(outcomes)
         self.outcome = planned._replace(alike=())
         return planned._replace(rooms=rooms)
 
     def compare(self, every: Sequence[Alike], progress: Progress) -> Outcome:
-        """Compare this process's share of the copies that must be the same; a difference refuses the run."""
+        """Compare this process's share of the copies that must be the same, and of a sample; refuse what differs."""
         opened = self._require_opened()
         conversion = opened.run.conversion
         mine = list(dealt(every, self._comm.rank, self._comm.size))
-        if not mine:
-            return Outcome()
+        lost: tuple[Lost, ...] = ()
         try:
-            peak_bytes = comparing_bytes(conversion.limits)
-            with opened.governor.lease(peak_bytes, f"copies in {self.source}", progress.waiting):
-                return Outcome(lost=compare(conversion.source, mine, conversion.limits))
+            if mine:
+                peak_bytes = comparing_bytes(conversion.limits)
+                with opened.governor.lease(peak_bytes, f"copies in {self.source}", progress.waiting):
+                    lost = compare(conversion.source, mine, conversion.limits)
+            drifted = conversion.drifted_tensors(
+                damaged_are_replaced=self._request.verify, process=self._comm.rank, processes=self._comm.size
+            )
+            return Outcome(lost=lost, drifted=drifted)
         except _EXPECTED as error:
             return Outcome(failures=(Failure.here(None, self._comm, as_reshard_error(error)),))
 
@@ -315,13 +342,6 @@ class _Planner:
             return may_share(run.conversion.source.files, run.format, run.path(run.targets[0]))
 
         return self._tally.rooms(self._comm.size, shares)
-
-    def _strangers(self, run: Run, ranks: Sequence[int]) -> Iterator[str]:
-        """Yield a note on shards beside those this process makes: an earlier run with another prefix left them."""
-        found = [file for rank in ranks for file in strangers(run.path(rank))]
-        if found:
-            more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-            yield f"{found[0]}{more} will lie beside the new targets: a shard of another run, which is left as it is"
 
     def _commit(self, made: Outcome) -> tuple[str, ...]:
         run, journal, *_ = self._require_opened()

@@ -17,8 +17,26 @@ TERMINATED = 128 + signal.SIGTERM
 _AGAIN_SECONDS = 0.001
 
 
+class Terminated(SystemExit):
+    """SIGTERM, on its way out."""
+
+
+def ignore_stops() -> None:
+    """From now on signals to stop are not heard: this process is about to end."""
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def stopped_by(error: BaseException) -> int | None:
+    """Return the exit code if it was a signal to stop that raised `error`; None for anything else."""
+    if isinstance(error, Terminated):
+        return TERMINATED
+    return INTERRUPTED if isinstance(error, KeyboardInterrupt) else None
+
+
 def exit_when_terminated() -> None:
-    """From now on SIGTERM raises SystemExit in the main thread; neither it nor an interrupt gets lost."""
+    """From now on SIGTERM raises Terminated in the main thread; neither it nor an interrupt gets lost."""
     signal.signal(signal.SIGTERM, _terminate)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # it is ignored in the background of a shell
         signal.signal(signal.SIGINT, _interrupt)
@@ -29,13 +47,15 @@ def _terminate(signum: int, frame: FrameType | None) -> None:
     if _is_importing(frame):
         _handle_again(_terminate)
     else:
-        sys.exit(TERMINATED)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        raise Terminated(TERMINATED)
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:
     if _is_importing(frame):
         _handle_again(_interrupt)
     else:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         raise KeyboardInterrupt
 
 
@@ -50,7 +70,8 @@ def _is_importing(frame: FrameType | None) -> bool:
 
 def _handle_again(handler: Callable[[int, FrameType | None], None]) -> None:
     signal.signal(signal.SIGALRM, handler)
-    signal.setitimer(signal.ITIMER_REAL, _AGAIN_SECONDS)
+    # Again and again: a signal just before a long call into the system would be handled only after it.
+    signal.setitimer(signal.ITIMER_REAL, _AGAIN_SECONDS, _AGAIN_SECONDS)
 
 
 def _raise_again(unraisable: UnraisableHookArgs) -> None:

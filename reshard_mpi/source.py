@@ -22,7 +22,8 @@ from reshard_mpi.errors import (
 )
 from reshard_mpi.manifest import Manifest, ShardIdentity, TensorEntry
 from reshard_mpi.placement import Strategy, unsharded
-from reshard_mpi.planning.losses import Lost
+from reshard_mpi.planning.losses import Lost, Missing
+from reshard_mpi.siblings import in_its_rank, require_full
 from reshard_mpi.strategy import table
 
 # Tensors whose places are kept, some 600 bytes each; neighbouring targets read from the same shards.
@@ -53,7 +54,9 @@ class SourceCheckpoint:
         Raises SourceError or StrategyError where they do not belong together, and what is wrong with the first shard
         where none can be read, or none tells who else holds what it should.
         """
-        damage = dict(known_damage)
+        if strategy is not None and strategy.world_size > 1:
+            files = in_its_rank(files)
+        damage, said = dict(known_damage), strategy is not None
         first, manifest, described = _first_sound(files, damage)
         if strategy is None:
             strategy = described
@@ -71,6 +74,8 @@ class SourceCheckpoint:
                     remedy="give --src-strategy (src_strategy_file), or --dst-strategy for what is verified",
                 )
             strategy = unsharded(files.path)
+        if strategy.world_size == 1 and manifest.identity is None:
+            files = require_full(files, manifest, said=said)
         outside = [rank for rank in files.by_rank if rank >= strategy.world_size]
         if outside:
             raise SourceError(
@@ -84,6 +89,15 @@ class SourceCheckpoint:
 
     def __contains__(self, rank: object) -> bool:
         return rank in self.files.by_rank
+
+    @property
+    def missing(self) -> Missing | None:
+        """The ranks that have no shard, if any; None for shards picked by the caller, who need not have them all."""
+        size = self.strategy.world_size
+        if self.files.picked or len(self.files.by_rank) == size:
+            return None
+        ranks = tuple(rank for rank in range(size) if rank not in self.files.by_rank)
+        return Missing(ranks, size, self.files.path)
 
     def manifest(self, rank: int) -> Manifest:
         """Return what the shard of `rank` holds. Raises ShardError or DisagreementError if it is damaged."""

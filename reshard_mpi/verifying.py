@@ -16,8 +16,9 @@ from reshard_mpi.conversion import LIMITS, Conversion
 from reshard_mpi.division import assign
 from reshard_mpi.engine.sums import sum_shard
 from reshard_mpi.errors import DamageError, ReshardError, SourceError, as_reshard_error
-from reshard_mpi.governor.admission import open_governor
+from reshard_mpi.governor.admission import Governor, open_governor
 from reshard_mpi.manifest import Manifest
+from reshard_mpi.paths import require_reachable
 from reshard_mpi.planning.model import RankPlan
 from reshard_mpi.report import Checked, Failure, Outcome, Progress
 from reshard_mpi.request import Request, Strategies
@@ -41,10 +42,12 @@ def verify_pair(request: Request, comm: Comm, progress: Progress, strategies: St
 
     def begin() -> tuple[Conversion, SourceCheckpoint]:
         read = strategies or Strategies.read(request)
-        source = SourceCheckpoint.open(discovery.find_shards(request.source, request.select), read.source)
-        held = discovery.find_shards(request.target)
+        files, held = _shards(request.source, request.select), _shards(request.target, role="target")
+        source = SourceCheckpoint.open(files, read.source)
         target = SourceCheckpoint.open(held, None if request.dst_strategy is None else read.target)
-        return Conversion(source, target.strategy, request.unlisted), target
+        conversion = Conversion(source, target.strategy, request.unlisted, replicas=request.replicas)
+        conversion.drifted_tensors(damaged_are_replaced=True, process=comm.rank, processes=comm.size)
+        return conversion, target
 
     conversion, target = _agreed(begin, comm)
     weights = conversion.target_weights(range(conversion.target.world_size))
@@ -66,7 +69,7 @@ def verify_pair(request: Request, comm: Comm, progress: Progress, strategies: St
                 done, damage = _compare(plan, shard)
         return done, damage
 
-    return _each(weights, comm, check)
+    return _besides(_each(weights, comm, check), governor, conversion.source.files, target.files)
 
 
 def verify_alone(request: Request, comm: Comm, progress: Progress, strategies: Strategies | None = None) -> Outcome:
@@ -75,14 +78,14 @@ def verify_alone(request: Request, comm: Comm, progress: Progress, strategies: S
     Damage is in the outcome's failures. Raises, on every process alike, what keeps it from being verified: above all
     that it keeps no sums.
     """
-    files = _agreed(lambda: discovery.find_shards(request.source, request.select), comm)
+    files = _agreed(lambda: _shards(request.source, request.select), comm)
     governor = open_governor(request.allowance, os.environ)
 
     def check(rank: int) -> tuple[Checked, list[ReshardError]]:
         with governor.lease(_peak_bytes(), f"rank {rank} of {request.source}", progress.waiting):
             return check_shard(files, rank, LIMITS)
 
-    outcome = _each(dict.fromkeys(files.by_rank, 1), comm, check)
+    outcome = _besides(_each(dict.fromkeys(files.by_rank, 1), comm, check), governor, files)
     damage = check_together(files, outcome.checked, sound=not outcome.failures)
     outcome = outcome._replace(failures=(*outcome.failures, *(Failure.here(None, comm, error) for error in damage)))
     if not outcome.failures and not any(checked.by for checked in outcome.checked):
@@ -92,6 +95,11 @@ def verify_alone(request: Request, comm: Comm, progress: Progress, strategies: S
         note = f"{len(unknown)} of {len(files.by_rank)} shards keep no sums, that of rank {unknown[0]} the first"
         outcome = outcome._replace(notes=(*outcome.notes, note))
     return outcome
+
+
+def _shards(path: str, select: str | None = None, role: str = "source") -> discovery.ShardFiles:
+    require_reachable(path)
+    return discovery.find_shards(path, select, role=role)
 
 
 def _agreed(begin: Callable[[], T], comm: Comm) -> T:
@@ -126,6 +134,13 @@ def _each(
     own = Outcome(failures=tuple(failures), lost=lost, checked=tuple(checked))
     found = Outcome(processes=comm.size).joined(comm.allgather(own, "verified"))
     return found._replace(failures=tuple(sorted(found.failures, key=lambda failure: failure.rank or 0)))
+
+
+def _besides(outcome: Outcome, governor: Governor, *read: discovery.ShardFiles) -> Outcome:
+    """Return `outcome` with what is to be said of the files that were read, and of the governor."""
+    notes = dict.fromkeys((*(note for files in read for note in files.notes), *governor.notes, *outcome.notes))
+    warnings = dict.fromkeys((*(text for files in read for text in files.warnings), *outcome.other_warnings))
+    return outcome._replace(notes=tuple(notes), other_warnings=tuple(warnings))
 
 
 def _require_same_tensors(plan: RankPlan, shard: Manifest) -> None:

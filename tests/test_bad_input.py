@@ -305,7 +305,7 @@ def strategies_whose_parameters_do_not_meet(c: Conversion) -> Conversion:
     return c.but(dst_strategy=c.strategy("other", {"other": RawLayout((2,), (0, -1))}))
 
 
-@bad(StrategyError, "no parameter that the target strategy lists is in the checkpoint", "net.v", "w")
+@bad(StrategyError, "no tensor of the checkpoint is in the source strategy", "net.v", "w")
 def strategies_of_another_network_than_the_checkpoint(c: Conversion) -> Conversion:
     return c.but(
         src_strategy=c.strategy("s", {"net.v": RawLayout((2, 2), (-1, 0))}),
@@ -539,7 +539,7 @@ def test_wrong_usage_of_the_functions(tmp_path: Path) -> None:
     paths = (c.src, c.dst, "checkpoint_", c.src_strategy, c.dst_strategy)
     before = listing(tmp_path)
     for call in (
-        lambda: reshard_mpi.transform_checkpoints(*paths, 0),
+        lambda: reshard_mpi.transform_checkpoints(*paths, -1),
         lambda: reshard_mpi.transform_checkpoints(*paths, 1, "torch"),
         lambda: reshard_mpi.transform_checkpoints(*paths, unlisted="ignore"),
         lambda: reshard_mpi.transform_checkpoints(c.src, c.dst, "a/b", c.src_strategy, c.dst_strategy),
@@ -668,11 +668,20 @@ def test_a_target_that_holds_another_run(tmp_path: Path, capsys: pytest.CaptureF
     c = make(tmp_path)
     assert command_line(capsys, *c.arguments("transform", "--rank", "0")).code == 0
     before = listing(tmp_path)
-    for other in (["--unlisted", "replicate"], ["--prefix", "x"], ["--to", "hdf5"], ["--resume", "--strict"]):
+    another_strategy = [*c.arguments()[3:5], "--dst-strategy", str(c.src_strategy)]
+    for other, now, then in (
+        (["--unlisted", "replicate"], "--unlisted 'replicate'", "--unlisted 'follow'"),
+        (["--prefix", "x"], "--prefix 'x'", "--prefix 'checkpoint_'"),
+        (["--to", "hdf5"], "targets in hdf5", "targets in ckpt"),
+        (["--resume", "--strict"], "--strict", "no --strict"),
+        (another_strategy, f"--dst-strategy {c.src_strategy}, target ranks: 4", f"--dst-strategy {c.dst_strategy}, "),
+    ):
         for command in ("transform", "plan"):
             said = command_line(capsys, *c.arguments(command, "--rank", "1", *other))
             assert said.code == 3 and "the target folder holds another run" in said.err
             assert all(f"\n  {label}: " in said.err for label in LABELS)
+            assert f"\n  expected: an empty folder, or a run with {now}\n" in said.err, said
+            assert f"\n  got: a run with {then}" in said.err and not re.search("[0-9a-f]{64}", said.err), said
     assert listing(tmp_path) == before
     assert command_line(capsys, *c.arguments("transform", "--rank", "1")).code == 0  # the same run joins
     assert command_line(capsys, *c.arguments("transform", "--prefix", "x", "--overwrite")).code == 0

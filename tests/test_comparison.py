@@ -89,7 +89,9 @@ def test_functions(tmp_path: Path) -> None:
     ):
         with pytest.raises(DisagreementError, match=r"copies of 'w' differ(.|\n)*element \[5, 3\]"):
             call(replicas="check")
-        with pytest.raises(UsageError, match=r"unknown value of replicas\n  expected: any, check\n  got: 'some'"):
+        with pytest.raises(
+            UsageError, match=r"unknown value of replicas\n  expected: any, sample, check\n  got: 'some'"
+        ):
             call(replicas="some")
         assert listing(tmp_path) == before
     for call in (

@@ -14,7 +14,7 @@ from oracle import RawLayout
 from test_lost_shards import assert_right, warnings
 
 import reshard_mpi
-from reshard_mpi.errors import CoverageError, DisagreementError, StrategyError
+from reshard_mpi.errors import CoverageError, StrategyError
 
 Capture = pytest.CaptureFixture[str]
 KINDS = pytest.mark.parametrize("kind", ["ckpt", "hdf5"])
@@ -357,12 +357,13 @@ def test_what_only_the_target_cuts_is_not_made_of_copies_that_differ(
         x = np.array([0, 0, 0, rank == 2], np.float32)
         write_shard({"w": c_part(c, {"w": w}, rank), "x": x}, c.shard(rank))
     said = refused(capsys, c, *options)
-    assert "copies of 'x' differ" in said and "at element [3]: the source strategy does not list it" in said
-    with pytest.raises(DisagreementError, match="copies of 'x' differ"):
+    assert "the source strategy does not list 'x', whose copies differ, and the target strategy cuts it" in said
+    assert "at element [3]: the source strategy does not list it" in said and f"where: {c.src_strategy}, " in said
+    with pytest.raises(StrategyError, match="does not list 'x', whose copies differ"):
         reshard_mpi.load_rank(ranks - 1, c.src, c.src_strategy, c.dst_strategy)
     # A task that makes another target cannot know; the one that needs the element refuses.
     last = command_line(capsys, *c.arguments("transform", *options, "--rank", str(ranks - 1)))
-    assert last.code == 3 and "copies of 'x' differ" in last.err
+    assert last.code == 3 and "does not list 'x', whose copies differ" in last.err
     for rank in range(4):
         write_shard({"w": c_part(c, {"w": w}, rank), "x": np.arange(4, dtype=np.float32)}, c.shard(rank))
     assert command_line(capsys, *c.arguments("transform", *options)).code == 0

@@ -267,8 +267,17 @@ def test_a_job_that_is_stopped(
     command = mpirun_command(mpi, 2, [*COMMAND, *c.arguments()])
     finished = run_command(["sh", "-c", f'echo $$ > {launcher}; exec "$@"', "-", *command], env=env)
     assert finished.returncode != 0 and "wrote" not in finished.stdout, finished
+    words = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+    said = [line for line in finished.stderr.splitlines() if line.startswith("reshard-mpi: ")]
     if whom == "a rank":
         assert finished.returncode == 128 + kind and "Traceback" not in finished.stderr, finished
+        assert said == [f"reshard-mpi: {words[kind]}; --resume goes on"], finished
+    elif mpi.name == "mpich":
+        assert said == [f"reshard-mpi: {words[kind]}; --resume goes on"], finished
+    else:
+        assert len(said) <= 1, finished  # this launcher may pass on nothing more once it has been told to stop
+    if whom == "the launcher" or mpi.name == "mpich":
+        assert "abort(" not in finished.stderr.lower() and "MPI_ABORT" not in finished.stderr, finished
     assert not c.written(1).exists()
     assert_nothing_half_done(c, whole)
     assert_resumed(c, capsys, whole)

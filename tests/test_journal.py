@@ -156,16 +156,37 @@ def test_the_same_facts_are_the_same_run_in_any_order(facts: dict[str, object], 
     random.shuffle(items)
     run = RunIdentity(facts)
     assert RunIdentity(dict(items)).digest == run.digest
-    assert run.difference(dict(items)) == ""
+    assert run.differences(RunIdentity(dict(items))) == ("", "")
     name = next(iter(facts))
     other = RunIdentity({**facts, name: value})
     assert (other.digest == run.digest) == (json.dumps(value) == json.dumps(facts[name]))
 
 
-def test_a_difference_names_what_was_and_is() -> None:
-    now = RunIdentity({"prefix": "net_", "format": "ckpt", "strict": True})
-    was = {"prefix": "checkpoint_", "format": "ckpt", "select": "*", "digest": "0"}
-    assert now.difference(was) == "prefix 'checkpoint_' (now 'net_'), select '*' (now None), strict None (now True)"
+def test_a_difference_names_what_is_and_was() -> None:
+    now = RunIdentity({"prefix": "net_", "to": "ckpt", "strict": True, "target_ranks": 2})
+    was = RunIdentity({"prefix": "checkpoint_", "to": "ckpt", "select": "*", "target_ranks": 4})
+    assert now.differences(was) == (
+        "--prefix 'net_', no --select, --strict, target ranks: 2",
+        "--prefix 'checkpoint_', --select '*', no --strict, target ranks: 4",
+    )
+
+
+def test_a_difference_names_strategies_by_their_files() -> None:
+    runs = [
+        RunIdentity({"dst_strategy": "0a"}, {"dst_strategy": "/tp4.toml"}),
+        RunIdentity({"dst_strategy": "0b"}, {"dst_strategy": "/tp8.toml"}),
+        RunIdentity({"dst_strategy": "0c"}, {"dst_strategy": "/tp4.toml"}),
+        RunIdentity({"dst_strategy": None}),
+    ]
+    first = runs[0]
+    assert first.differences(runs[1]) == ("--dst-strategy /tp4.toml", "--dst-strategy /tp8.toml")
+    assert first.differences(runs[2]) == (
+        "--dst-strategy /tp4.toml as it is now",
+        "--dst-strategy /tp4.toml as it was then",
+    )
+    assert first.differences(runs[3]) == ("--dst-strategy /tp4.toml", "no --dst-strategy")
+    moved = RunIdentity({"dst_strategy": "0a"}, {"dst_strategy": "/elsewhere.toml"})
+    assert moved.digest == first.digest and moved.differences(first) == ("", "")
 
 
 # Joining and refusing
@@ -189,7 +210,8 @@ def test_the_same_run_is_joined_and_another_refused(tmp_path: Path) -> None:
     for call in (other.check, other.begin):
         error = refused(call)
         assert error.problem == "the target folder holds another run"
-        assert error.got == "a run with other settings: prefix 'checkpoint_' (now 'net_')"
+        assert error.expected == "an empty folder, or a run with --prefix 'net_'"
+        assert error.got == "a run with --prefix 'checkpoint_'"
         assert error.where == str(tmp_path)
     journal(tmp_path).check()  # the refused one has changed nothing
 
@@ -207,7 +229,7 @@ def test_overwriting_makes_the_folder_its_own(tmp_path: Path) -> None:
 def test_a_state_that_cannot_be_read_is_another_run(tmp_path: Path, content: str) -> None:
     journal(tmp_path).begin()
     (tmp_path / ".reshard_mpi" / "run.json").write_text(content)
-    refused(journal(tmp_path).check)
+    assert refused(journal(tmp_path).check).got.startswith("a record of a run that cannot be read: ")
     journal(tmp_path, overwrite=True).check()
 
 

@@ -265,8 +265,10 @@ def test_values_that_differ_between_targets_are_told(tmp_path: Path, capsys: Cap
     c = make(tmp_path, kind)
     for rank in range(4):
         c.rewrite(rank, {"vr.w": np.full(4, rank // 2, np.float32)})
+    said = command_line(capsys, *c.arguments("plan"))
+    assert said.code == 3 and "are no copies of each other" in said.err and "'vr.w'" in said.err
     for command, jobs in (("plan", ()), ("transform", ("--jobs", "2"))):
-        said = command_line(capsys, *c.arguments(command, *jobs))
+        said = command_line(capsys, *c.arguments(command, *jobs, "--unlisted", "replicate"))
         assert said.code == 0
         assert said.err.count("'vr.w' differs between ranks 0 and 2: no strategy says how it is cut") == 1
 

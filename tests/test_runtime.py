@@ -404,6 +404,9 @@ def test_a_run_that_is_stopped(tmp_path: Path, capsys: Capture, name: str) -> No
     finished = run(c, "--jobs", jobs, env=doing(tmp_path, f"{do}; time.sleep(30)"))
     assert finished.returncode == code, finished
     assert "Traceback" not in finished.stderr and "wrote" not in finished.stdout
+    word = {130: "interrupted", 143: "terminated"}[code]
+    assert finished.stderr.splitlines()[-1] == f"reshard-mpi: {word}; --resume goes on"
+    assert finished.stderr.count("--resume goes on") == 1
     assert not c.written(1).exists() and not list(c.dst.rglob("*.partial"))
     resume(c, capsys)
     assert_right(c)
@@ -420,7 +423,8 @@ def test_a_run_that_is_stopped_while_strategies_are_read(tmp_path: Path) -> None
     (tmp_path / "stand_in" / "sitecustomize.py").write_text(read)
     begin = time.monotonic()
     finished = run(c, "--jobs", "2", env={"PYTHONPATH": str(tmp_path / "stand_in")})
-    assert finished.returncode == 143 and finished.stderr == "" and time.monotonic() - begin < 15, finished
+    assert finished.returncode == 143 and finished.stderr == "reshard-mpi: terminated; --resume goes on\n"
+    assert time.monotonic() - begin < 15, finished
     assert not c.dst.exists()
 
 

@@ -219,7 +219,7 @@ def test_copies_of_a_parameter_that_differ(tmp_path: Path, capsys: Capture, kind
     c = c.but(target=c.source, dst_strategy=c.src_strategy)
     for rank in range(4):
         c.rewrite(rank, {"b": TENSORS["b"] + rank})
-    said = command_line(capsys, *c.arguments("transform", "--verify"))
+    said = command_line(capsys, *c.arguments("transform", "--verify", "--replicas", "any"))
     assert said.code == 4 and "copies of 'b' differ" in said.err
     assert not (c.dst / "reshard.json").exists()
     said = verify(capsys, c, target=False)
@@ -321,7 +321,7 @@ def test_sources_none_of_which_fits_its_checksum(tmp_path: Path, capsys: Capture
 
 @pytest.mark.parametrize(
     ("kind", "option", "says"),
-    [("ckpt", "--crc", "crc False (now True)"), ("hdf5", "--verify", "sums_in_shards False")],
+    [("ckpt", "--crc", "got: a run with no --crc\n"), ("hdf5", "--verify", "got: a run with no --verify\n")],
 )
 def test_what_changes_the_bytes_makes_another_run(
     tmp_path: Path, capsys: Capture, kind: str, option: str, says: str
@@ -604,6 +604,10 @@ def test_alone_finds_what_is_not_as_it_was_written(tmp_path: Path, capsys: Captu
     spoil(c)
     said = verify(capsys, c, target=False)
     assert said.code == 4 and expected in said.err
+    if what == "commit record is a pipe":  # only a file is ever replaced
+        refused = command_line(capsys, *c.arguments("transform", "--verify", "--resume"))
+        assert refused.code == 3 and "a pipe is in the place of the commit record" in refused.err
+        (c.dst / "reshard.json").unlink()
     if "record" in expected:  # which keeps nobody from going on
         assert command_line(capsys, *c.arguments("transform", "--verify", "--resume")).code == 0
         assert verify(capsys, c, target=False).code == 0 and sums(c) == WHOLE
@@ -677,3 +681,16 @@ def test_functions(tmp_path: Path) -> None:
             reshard_mpi.verify(c.src, c.dst, *strategies, process_num=process_num)
     with pytest.raises(ShardError, match="its own checksum"):
         reshard_mpi.verify(c.dst)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"), [("nosuch", "the target is not there"), ("empty", "no checkpoint found in the target")]
+)
+def test_a_target_that_is_not_there_is_called_one(tmp_path: Path, capsys: Capture, name: str, says: str) -> None:
+    c = make(tmp_path)
+    (tmp_path / "empty").mkdir()
+    for strategies in (["--src-strategy", str(c.src_strategy)], []):
+        said = command_line(capsys, "verify", str(c.src), str(tmp_path / name), *strategies)
+        assert said.code == 3 and says in said.err and f"where: {tmp_path / name}" in said.err, said
+    said = command_line(capsys, "verify", str(tmp_path / "nosuch"), str(c.dst))
+    assert said.code == 3 and "the source is not there" in said.err

@@ -129,8 +129,9 @@ class Files:
         """Map the bytes of `part` for reading; `requested_bytes` of them are going to be used."""
         start = part.offset_bytes - part.offset_bytes % mmap.ALLOCATIONGRANULARITY
         length = part.offset_bytes + part.length_bytes - start
+        source = self._source(part.path)
         try:
-            mapped = mmap.mmap(self._source(part.path), length, access=mmap.ACCESS_READ, offset=start)
+            mapped = mmap.mmap(source, length, access=mmap.ACCESS_READ, offset=start)
         except ValueError:
             raise _became_shorter(part) from None
         except OSError as error:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple, Self
 
 from reshard_mpi.errors import UsageError
+from reshard_mpi.plain import plain_number
 from reshard_mpi.units import parse_bytes
 
 MEMORY_VARIABLE = "RESHARD_MPI_MEMORY"
@@ -31,6 +32,9 @@ class Allowance(NamedTuple):
         where = "--memory"
         if memory is None:
             memory, where = environment.get(MEMORY_VARIABLE) or None, MEMORY_VARIABLE
+        elif not isinstance(memory, str):
+            memory = plain_number(memory, "memory")
+        max_active = None if max_active is None else plain_number(max_active, "max_active")
         if max_active is not None and max_active < 1:
             raise UsageError("no process may work", expected="1 or more", got=str(max_active), where="--max-active")
         if memory == UNLIMITED:

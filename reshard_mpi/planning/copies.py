@@ -17,12 +17,16 @@ Holding = tuple[tuple[Placement, Piece], ...]
 
 
 class Alike(NamedTuple):
-    """`region` of each of the tensors `names`, which all holders of `parts` have. why: what a difference would mean."""
+    """`region` of each of the tensors `names`, which all holders of `parts` have.
+
+    why: what a difference would mean. listed: whether the source strategy says that all of them have it.
+    """
 
     names: tuple[str, ...]
     parts: tuple[Part, ...]
     region: Box
     why: str
+    listed: bool = True
 
     @property
     def holding(self) -> Holding:
@@ -44,12 +48,12 @@ def copies_alike(
 
     wanted: the tensors of a target, and how it holds them. box_of: which box that is.
     """
-    names: dict[tuple[tuple[Layout, ...], Layout, str], list[str]] = {}
+    names: dict[tuple[tuple[Layout, ...], Layout, str, bool], list[str]] = {}
     for tensor, target in wanted:
         if not tensor.listed:
             if not target.placement.is_cut:
                 continue
-            why = "the source strategy does not list it, so every rank should hold all of it: list it if it is cut"
+            why = "the source strategy does not list it, and the target strategy cuts it"
         elif is_partial_sum(tensor.name):
             why = "they are partial sums of a step that is not finished: save at the end of a step"
         elif tensor.is_tied:
@@ -58,9 +62,10 @@ def copies_alike(
             why = "these ranks should hold the same"
         else:
             continue
-        names.setdefault((tensor.layouts, target, why), []).append(tensor.name)
-    for (layouts, target, why), found in names.items():
-        yield from _alike(tuple(found), [parts_meeting(layout, box_of(target)) for layout in layouts], why)
+        names.setdefault((tensor.layouts, target, why, tensor.listed), []).append(tensor.name)
+    for (layouts, target, why, listed), found in names.items():
+        for one in _alike(tuple(found), [parts_meeting(layout, box_of(target)) for layout in layouts], why):
+            yield one._replace(listed=listed)
 
 
 def _alike(names: tuple[str, ...], alternatives: Iterable[tuple[Part, ...]], why: str) -> Iterator[Alike]:

@@ -24,6 +24,18 @@ class Lost(NamedTuple):
         return f"rank {self.rank}: {self.problem}, in {self.where}" if self.problem else f"rank {self.rank}: no shard"
 
 
+class Missing(NamedTuple):
+    """The ranks that a source strategy of `world_size` ranks has and the folder at `where` has not."""
+
+    ranks: tuple[int, ...]
+    world_size: int
+    where: str
+
+    def __str__(self) -> str:
+        present = self.world_size - len(self.ranks)
+        return f"{present} of {self.world_size} ranks are there: no shard of {named(self.ranks)} in {self.where}"
+
+
 def merged(losses: Iterable[Lost]) -> tuple[Lost, ...]:
     """Return what targets say of the same shards as one, by rank."""
     found: dict[Lost, set[int]] = {}
@@ -32,20 +44,19 @@ def merged(losses: Iterable[Lost]) -> tuple[Lost, ...]:
     return tuple(lost._replace(taken_from=tuple(sorted(found[lost]))) for lost in sorted(found))
 
 
-def warnings_of(losses: Iterable[Lost]) -> Iterator[str]:
+def warnings_of(losses: Iterable[Lost], missing: Missing | None = None) -> Iterator[str]:
     """Yield what the user is told of shards that could not be used: a line for all that are missing, one a file else.
 
-    A shard that is missing where nothing of it is needed is not worth one.
+    missing: all ranks that are not there, also those of which nothing is needed; None: only those that are needed.
     """
     every = merged(losses)
-    missing = [lost for lost in every if not lost.problem and lost.taken_from]
-    for where in dict.fromkeys(lost.where for lost in missing):
-        here = [lost for lost in missing if lost.where == where]
-        others = sorted({rank for lost in here for rank in lost.taken_from})
-        yield (
-            f"no shard of {named([lost.rank for lost in here])} in {where}; what should be there was taken from"
-            f" {named(others)} instead"
-        )
+    needed = [lost for lost in every if not lost.problem and lost.taken_from]
+    others = sorted({rank for lost in needed for rank in lost.taken_from})
+    instead = f"; what should be there was taken from {named(others)} instead" if needed else ""
+    if missing is not None:
+        yield f"{missing}{instead}"
+    elif needed:
+        yield f"no shard of {named([lost.rank for lost in needed])} in {needed[0].where}{instead}"
     for lost in every:
         if lost.problem:
             instead = f"; taken from {named(lost.taken_from)} instead" if lost.taken_from else ""

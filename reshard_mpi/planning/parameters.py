@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterator
 from enum import StrEnum
 
 from reshard_mpi.errors import StrategyError
@@ -10,6 +10,7 @@ from reshard_mpi.placement import Placement, Strategy, named_after
 
 # Gradients in mid-accumulation: every data-parallel rank holds its own partial sum, so copies of them may differ.
 _PARTIAL_SUMS = ("accu_grads", "grad_sum")
+_WILDCARDS = frozenset("*?[")
 
 
 class Unlisted(StrEnum):
@@ -34,6 +35,23 @@ def find_or_follow(strategy: Strategy, name: str, fits: Callable[[str], bool]) -
         if followed and not strategy.is_only_caught(base) and fits(base):
             return followed
     return listed
+
+
+def is_dropped(target: Strategy, name: str, present: Container[str]) -> bool:
+    """Tell whether a target leaves out a tensor when it is to have nothing but what its strategy lists.
+
+    What only a rule for every name (`*`) catches is listed, unless it is named after a parameter that is listed or
+    `present` in the checkpoint: then it is state of that parameter.
+    """
+    if not target.is_only_caught(name):
+        return not target.find(name)
+    return any(base in present or (target.find(base) and not target.is_only_caught(base)) for base in named_after(name))
+
+
+def listed_names(strategy: Strategy) -> Iterator[str]:
+    """Yield the names that a strategy lists one by one, also in rules without wildcards."""
+    yield from strategy.parameters
+    yield from (glob for glob, _ in strategy.rules if not _WILDCARDS.intersection(glob))
 
 
 def everywhere(strategy: Strategy) -> Placement:

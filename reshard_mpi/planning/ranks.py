@@ -10,7 +10,13 @@ from reshard_mpi.errors import LayoutError, UsageError
 from reshard_mpi.layout import Layout, stand_in_shape
 from reshard_mpi.nesting import alignments
 from reshard_mpi.placement import Piece, Placement, Strategy
-from reshard_mpi.planning.parameters import Unlisted, everywhere, find_or_follow, require_common_parameters
+from reshard_mpi.planning.parameters import (
+    Unlisted,
+    everywhere,
+    find_or_follow,
+    is_dropped,
+    require_common_parameters,
+)
 from reshard_mpi.planning.replicas import choose_holders, home_rank
 
 # The needed pieces of one parameter by placement; more than one placement where a nested layout leaves it open.
@@ -48,8 +54,9 @@ def needed_ranks(
     demands: dict[Placement, dict[Piece, None]] = {}
     unplaced: dict[tuple[Placement, ...], None] = {}
     seen = set()
-    for name in dict.fromkeys((*target.parameters, *source.parameters, *names)):
-        origins, placements = _placements(source, target, name, unlisted)
+    known = dict.fromkeys((*target.parameters, *source.parameters, *names))
+    for name in known:
+        origins, placements = _placements(source, target, name, unlisted, known)
         if origins and not placements and unlisted is Unlisted.FOLLOW:
             unplaced[origins] = None
         placement = _of_stage(placements, target, target_rank)
@@ -74,12 +81,15 @@ def needed_ranks(
     return tuple(sorted(ranks))
 
 
-def wants(source: Strategy, target: Strategy, target_rank: int, name: str, unlisted: Unlisted) -> bool:
+def wants(
+    source: Strategy, target: Strategy, target_rank: int, name: str, unlisted: Unlisted, present: Container[str]
+) -> bool:
     """Tell whether target rank `target_rank` needs parts of a name that the source strategy places.
 
     Or whether it has to be refused if any shard holds the name: it is sharded, and the target does not place it.
+    present: the tensors of the checkpoint, as far as they are known.
     """
-    origins, placements = _placements(source, target, name, unlisted)
+    origins, placements = _placements(source, target, name, unlisted, present)
     if origins and not placements:
         return unlisted is Unlisted.FOLLOW
     return _of_stage(placements, target, target_rank) is not None
@@ -122,19 +132,19 @@ def _choose_alternative(
 
 
 def _placements(
-    source: Strategy, target: Strategy, name: str, unlisted: Unlisted
+    source: Strategy, target: Strategy, name: str, unlisted: Unlisted, present: Container[str]
 ) -> tuple[tuple[Placement, ...], tuple[Placement, ...]]:
     """Return where `name` comes from and how the target holds it.
 
-    The first is empty where the source strategy does not place it, and then the other is as well. With FOLLOW only the
-    second is empty where the name is sharded and the target does not say how to place it.
+    The first is empty where the source strategy does not place it, or the target drops it, and then the other is as
+    well. With FOLLOW only the second is empty where the name is sharded and the target does not say how to place it.
     """
     origins = find_or_follow(source, name, lambda _: True)
-    if not origins:
+    if not origins or (unlisted is Unlisted.DROP and is_dropped(target, name, present)):
         return (), ()
     follow = unlisted is Unlisted.FOLLOW
     placements = find_or_follow(target, name, lambda _: True) if follow else target.find(name)
-    if not placements and unlisted is not Unlisted.DROP and not (follow and any(origin.is_cut for origin in origins)):
+    if not placements and not (follow and any(origin.is_cut for origin in origins)):
         placements = (everywhere(target),)
     return origins, placements
 

@@ -12,9 +12,11 @@ Choice = dict[tuple[Placement, Piece], int]
 
 
 class Replicas(StrEnum):
-    """What is done about ranks that hold the same: one of them is taken, or all are compared before."""
+    """What is done about ranks that hold the same before one of them is taken: nothing, a sample of them is compared,
+    or all are."""
 
     ANY = "any"
+    SAMPLE = "sample"
     CHECK = "check"
 
 

@@ -21,7 +21,7 @@ from reshard_mpi.planning.copies import copies_alike
 from reshard_mpi.planning.holes import hole, require_never_saved, stage_missing
 from reshard_mpi.planning.losses import Lost, named
 from reshard_mpi.planning.model import Copy, Moment, RankPlan, TensorPlan
-from reshard_mpi.planning.parameters import Unlisted, everywhere, find_or_follow
+from reshard_mpi.planning.parameters import Unlisted, everywhere, find_or_follow, is_dropped, listed_names
 from reshard_mpi.planning.ranks import wants
 from reshard_mpi.planning.replicas import Replicas, choose_holders, home_rank
 from reshard_mpi.planning.tensors import Part, SourceTensor, SourceTensors, parts_meeting
@@ -113,14 +113,13 @@ class ShardPlanner:
 
     def _listed_here(self) -> Iterator[str]:
         """Yield the names not seen that a strategy lists and that the target needs, or would have to refuse."""
-        for name in dict.fromkeys((*self._target.parameters, *self._source.parameters)):
-            if name in self._tensors and (name not in self._source.parameters or self._tensors.resolve(name).listed):
+        for name in dict.fromkeys((*listed_names(self._target), *listed_names(self._source))):
+            if name in self._tensors and (not self._source.find(name) or self._tensors.resolve(name).listed):
                 continue
-            listed = self._target.parameters.get(name)
-            if listed is None:
-                here = wants(self._source, self._target, self._rank, name, self._unlisted)
+            if self._lists(name):
+                here = any(self._stage in placement.stages for placement in self._target.find(name))
             else:
-                here = any(self._stage in placement.stages for placement in listed)
+                here = wants(self._source, self._target, self._rank, name, self._unlisted, self._tensors)
             if here:
                 yield name
 
@@ -166,9 +165,9 @@ class ShardPlanner:
 
     def _target_layout(self, tensor: SourceTensor) -> Layout | None:
         """Return how this target rank holds `tensor`, None if it does not."""
-        placements = self._target_placements(tensor)
-        if not placements and self._unlisted is Unlisted.DROP:
+        if self._unlisted is Unlisted.DROP and is_dropped(self._target, tensor.name, self._tensors):
             return None
+        placements = self._target_placements(tensor)
         is_cut = any(layout.placement.is_cut for layout in tensor.layouts)
         if not placements and self._unlisted is Unlisted.FOLLOW and is_cut:
             raise StrategyError(
@@ -313,8 +312,8 @@ class ShardPlanner:
         """Return the listed parameters this shard should have that were never saved, as opened holders show."""
         absent = []
         for name in self._listed_here():
-            if name in self._tensors:
-                continue
+            if name in self._tensors or not (name in self._target.parameters or name in self._source.parameters):
+                continue  # what only a rule names need not be there
             origins = find_or_follow(self._source, name, lambda _: True)
             stages = {stage for origin in origins for stage in origin.stages}
             if origins and not any(self._source.stage_of(rank) in stages for rank in self._manifests):

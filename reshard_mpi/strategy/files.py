@@ -29,6 +29,7 @@ _BOM = b"\xef\xbb\xbf"
 _CONTROL = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 _TOML_MESH = re.compile(rb"^[ \t]*(\[[ \t]*)?[\"']?mesh\b", re.MULTILINE)
 
+_RANK_FOLDER = re.compile(r"rank_\d+")
 _CHECKPOINT = "a MindSpore checkpoint"
 _ENCRYPTED = {magic.to_bytes(4, order) for magic in (0x7F3A5ED8, 0x7F3A5ED9, 0x7F3A5EDA) for order in ("big", "little")}
 
@@ -102,7 +103,7 @@ def look_all(path: str) -> Iterator[StrategyFile]:
         raise StrategyError(
             "the folder holds no strategy file",
             expected="the strategy files of all stages (.ckpt or .json), or one merged file",
-            got=listed or "an empty folder",
+            got=listed or _only_folders(folder) or "an empty folder",
             where=path,
             remedy=REMEDY,
         )
@@ -198,6 +199,22 @@ def _entries(folder: Path) -> list[Path]:
         return [entry for entry in folder.iterdir() if not entry.name.startswith(".") and entry.is_file()]
     except OSError as error:
         raise _unreadable(folder, error) from None
+
+
+def _only_folders(folder: Path) -> str:
+    """Return what a folder is that holds folders but no files: a checkpoint, most likely; nothing if it is empty."""
+    try:
+        folders = sorted((entry for entry in folder.iterdir() if entry.is_dir()), key=lambda at: natural_key(at.name))
+    except OSError as error:
+        raise _unreadable(folder, error) from None
+    shown = [entry.name for entry in folders if not entry.name.startswith(".")]
+    if not shown:
+        return ""
+    ranks = [entry for entry in folders if _RANK_FOLDER.fullmatch(entry.name)]
+    first = next((file for rank in ranks for file in sorted(_entries(rank))), None)
+    if first is not None and (kind := _something_else(_head(first))):
+        return f"a checkpoint: shards in {len(ranks)} rank folders, such as {first.parent.name}/{first.name} ({kind})"
+    return f"no files, but folders: {', '.join(shown[:5])}{', ...' * (len(shown) > 5)}"
 
 
 def _unreadable(file: Path, error: Exception) -> StrategyError:

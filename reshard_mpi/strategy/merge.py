@@ -11,6 +11,7 @@ from itertools import chain
 from pathlib import Path
 
 from reshard_mpi.errors import StrategyError, TargetError
+from reshard_mpi.paths import described, is_replaceable
 from reshard_mpi.strategy.files import Kind, StrategyFile, decode, distinct, look, look_all, text_of
 from reshard_mpi.strategy.mindspore import (
     StageFile,
@@ -26,14 +27,22 @@ def merge(sources: str | Sequence[str], out: str) -> None:
     """Merge the strategy files of all pipeline stages into `out`, names prefixed `<stage>-`.
 
     sources: a folder, or files; any number of files a stage, which must agree. Written is protobuf; JSON if `out` ends
-    in .json or all sources are JSON. `out` appears complete or not at all, and is replaced where it exists. Raises
+    in .json or all sources are JSON. `out` appears complete or not at all, and is replaced where it is a file. Raises
     StrategyError for sources that do not belong together or are merged already, TargetError where `out` cannot be
-    written.
+    written or is no file.
     """
     paths = [sources] if isinstance(sources, str) else list(sources)
     target = Path(out)
     if not target.name:
         raise TargetError("the merged strategy needs a file name", got=repr(out))
+    if not is_replaceable(target):
+        raise TargetError(
+            "the merged strategy cannot be written",
+            expected="a file in its place, or nothing",
+            got=described(target),
+            where=out,
+            remedy="choose another name",
+        )
     found = chain.from_iterable(_read_sources(path, target) for path in paths)
     kinds: dict[str, Kind] = {}
     stages = by_stage(_of_one_stage(found, kinds), ", ".join(paths[:3]))
@@ -125,6 +134,7 @@ def _convert(stages: Sequence[StageFile], kinds: dict[str, Kind], target: Path) 
 
 
 def _write(target: Path, data: bytes) -> None:
+    target = Path(os.path.realpath(target))  # a link, as /dev/stdout is one, stays; the file it leads to is replaced
     part = target.with_name(f".{target.name}.{uuid.uuid4().hex[:12]}.part")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

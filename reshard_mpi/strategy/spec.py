@@ -52,15 +52,18 @@ def parse(data: str, where: str) -> Strategy:
         raise wrong("[[parameter]]", "one entry or more", entries, where)
     rules = tuple(_rule(entry, at, mesh, stages, where) for at, entry in enumerate(entries, 1))
     checks.patterns((glob for glob, _ in rules), where)
-    return Strategy(ranks, stages, {}, rules, where)
+    required = frozenset(glob for (glob, _), entry in zip(rules, entries) if glob != "*" and not entry.get("optional"))
+    return Strategy(ranks, stages, {}, rules, where, required_rules=required, axes=tuple(mesh))
 
 
 def _rule(entry: Any, at: int, mesh: Mesh, stages: int, where: str) -> tuple[str, Placement]:
     where = f"{where}, [[parameter]] {at}"
     entry = table(entry, "a parameter", where)
-    known_keys(entry, ("match", "split", "optimizer", "stage", "sizes"), "a parameter", where)
+    known_keys(entry, ("match", "split", "optimizer", "stage", "sizes", "optional"), "a parameter", where)
     glob = text(entry.get("match"), "match", where)
     where += f" ({glob!r})"
+    if not isinstance(entry.get("optional", False), bool):
+        raise wrong("optional", "true or false", entry["optional"], where)
     by_dim = {
         _dimension(key, "split", where): _axes(axes, f"split {key}", mesh, where)
         for key, axes in table(entry.get("split", {}), "split", where).items()

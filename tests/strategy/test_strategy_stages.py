@@ -106,6 +106,27 @@ def test_a_folder_without_strategy_says_what_it_holds(tmp_path: Path) -> None:
             refused(str(tmp_path))
 
 
+@pytest.mark.parametrize(("ending", "content"), [("ckpt", CHECKPOINT), ("h5", b"\x89HDF\r\n\x1a\n")])
+def test_a_checkpoint_in_place_of_strategies(tmp_path: Path, ending: str, content: bytes) -> None:
+    kind = {"ckpt": "a MindSpore checkpoint", "h5": "an HDF5 file"}[ending]
+    for rank in (10, 2):
+        (tmp_path / f"rank_{rank}").mkdir()
+        (tmp_path / f"rank_{rank}" / f"net.{ending}").write_bytes(content)
+    for refused in (strategy.load, strategy.digest):
+        with pytest.raises(StrategyError) as error:
+            refused(str(tmp_path))
+        assert error.value.got == f"a checkpoint: shards in 2 rank folders, such as rank_2/net.{ending} ({kind})"
+        assert "give the strategy file" in error.value.remedy
+
+
+def test_a_folder_of_folders_in_place_of_strategies(tmp_path: Path) -> None:
+    for name in (".hidden", "stage_0", "stage_1"):
+        (tmp_path / name).mkdir()
+    with pytest.raises(StrategyError) as error:
+        strategy.load(str(tmp_path))
+    assert error.value.got == "no files, but folders: stage_0, stage_1"
+
+
 def test_files_of_one_stage_that_disagree(tmp_path: Path) -> None:
     write(tmp_path / "a.ckpt", {"w": CUT, "x": CUT}, 0)
     write(tmp_path / "b.ckpt", {"w": WHOLE, "x": CUT}, 0)

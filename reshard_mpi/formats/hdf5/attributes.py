@@ -74,6 +74,8 @@ def read_numbers(handle: Any, name: str, where: str) -> tuple[int, ...]:
         numbers = np.zeros(shape, dtype=np.int64)
         if numbers.size:
             attribute.read(numbers, mtype=h5t.NATIVE_INT64)
+    except ShardError:
+        raise
     except (LookupError, OSError, TypeError, ValueError) as error:
         raise _damaged(name, str(error), where) from error
     found = tuple(numbers.reshape(-1).tolist())

@@ -14,6 +14,7 @@ from struct import Struct
 from struct import error as StructError  # noqa: N812
 from typing import NamedTuple
 
+from reshard_mpi.errors import ReshardError
 from reshard_mpi.formats import files
 from reshard_mpi.formats.hdf5 import headers, schema
 from reshard_mpi.formats.hdf5.headers import Header
@@ -31,6 +32,8 @@ def locate(fd: int, path: str, size_bytes: int) -> Manifest | None:
     """Return what the native shard behind `fd` holds; None if the library must look at it."""
     try:
         return _Shard(fd, path, size_bytes).manifest()
+    except ReshardError:
+        raise
     except _NOT_OURS:
         return None
 
@@ -39,6 +42,8 @@ def stored_sums(fd: int, path: str, size_bytes: int) -> Mapping[str, int] | None
     """Return the sums that the native shard behind `fd` keeps; None if the library must look at it."""
     try:
         return _Shard(fd, path, size_bytes).sums()
+    except ReshardError:
+        raise
     except _NOT_OURS:
         return None
 

@@ -40,6 +40,8 @@ def locate(path: str, size_bytes: int) -> Manifest:
     found = _ask(["locate", str(Path(path).absolute())], path, None)
     try:
         return wire.to_manifest(path, size_bytes, found, read)
+    except ShardError:
+        raise
     except (ValueError, TypeError, KeyError) as error:
         raise _failed(path, f"an answer that cannot be: {error}"[:200]) from error
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from h5py import h5d, h5f, h5g, h5o, h5p
 
-from reshard_mpi.errors import ShardError
+from reshard_mpi.errors import ReshardError, ShardError
 
 
 @contextmanager
@@ -17,6 +17,8 @@ def failures_named(where: str) -> Iterator[None]:
     """Turn what h5py raises on a damaged file into a ShardError that names `where`."""
     try:
         yield
+    except ReshardError:
+        raise
     except (OSError, LookupError, RuntimeError, ValueError, TypeError, ArithmeticError) as error:
         raise ShardError(
             "an HDF5 shard cannot be read: it is damaged, or needs an HDF5 library with other features",

@@ -1,0 +1,287 @@
+"""Whether a strategy fits its checkpoint, by the names of the tensors and by what samples of them show."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from enum import Enum
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from reshard_mpi.errors import DisagreementError, StrategyError
+from reshard_mpi.manifest import Manifest
+from reshard_mpi.nesting import regroup_held
+from reshard_mpi.placement import Placement, Shape, Strategy
+from reshard_mpi.planning.parameters import Unlisted, find_or_follow
+from reshard_mpi.planning.samples import Pair, kind_of
+from reshard_mpi.units import KIB
+
+# What a rank has for itself (random state, counters) is small, and where it is of floating point one number.
+_MAX_OWN_BYTES = 64 * KIB
+# Statistics that data-parallel ranks gather each from its own data: batch normalization in MindSpore and torch.
+_STATISTICS = {"moving_mean", "moving_variance", "running_mean", "running_var", "num_batches_tracked"}
+# Of tensors that have drifted apart, so many are named in one line.
+_MAX_NAMED = 8
+
+
+class Likeness(Enum):
+    """How alike the parts of a tensor are that two shards hold, as far as a sample shows.
+
+    CLOSE: nearly the same values, as copies have that have drifted apart.
+    """
+
+    SAME = "same"
+    CLOSE = "close"
+    DIFFERENT = "different"
+    OF_ANOTHER_SHAPE = "of another shape"
+
+
+class Compared(NamedTuple):
+    """What the shards of a pair hold of one tensor.
+
+    placement: how their stage holds it; None: no strategy says so. one_part: whether they should hold the same part.
+    telling: whether what was compared has enough different values to differ in different parts. floating: the type is
+    one of floating point. shape: of the part on the first rank. size_bytes: of the larger part.
+    """
+
+    name: str
+    placement: Placement | None
+    one_part: bool
+    likeness: Likeness
+    telling: bool
+    floating: bool
+    shape: Shape
+    size_bytes: int
+
+    @property
+    def differs(self) -> bool:
+        return self.likeness is not Likeness.SAME
+
+    @property
+    def may_drift(self) -> bool:
+        """Whether ranks may have values of their own for all that a strategy can say: scalars, and statistics."""
+        return not self.shape or self.name.rpartition(".")[2] in _STATISTICS
+
+    @property
+    def may_be_own(self) -> bool:
+        """Whether it can be a value that each rank has for itself, if no strategy lists it."""
+        if self.may_drift:
+            return True
+        return self.size_bytes <= _MAX_OWN_BYTES and not (self.floating and math.prod(self.shape) > 1)
+
+
+def should_be_one_part(placement: Placement | None, pair: Pair, part_shape: Shape) -> bool:
+    """Tell whether two ranks should hold the same part of a tensor, of which the first has a part of `part_shape`.
+
+    Raises LayoutError if the placement does not fit that.
+    """
+    if placement is None:
+        return True
+    placement = regroup_held(placement, part_shape)
+    return placement.piece(pair.first) == placement.piece(pair.second)
+
+
+def judge(
+    pair: Pair, compared: Iterable[Compared], strategy: Strategy, paths: tuple[str, str], unlisted: Unlisted
+) -> tuple[str, ...]:
+    """Return the names of the tensors whose copies have drifted apart on a pair of ranks.
+
+    Raises StrategyError if the strategy cannot be that of the checkpoint: most of the tensors that are held in one way
+    differ where they should be the same, or a few do that have nothing in common; or a parameter is the same in all
+    layers where it should be different. paths: of the two shards. unlisted: what becomes of tensors in no strategy.
+    """
+    by_placement: dict[Placement | None, list[Compared]] = {}
+    for tensor in compared:
+        by_placement.setdefault(tensor.placement, []).append(tensor)
+    where = " and ".join([*([strategy.origin] if strategy.origin else []), *paths])
+    drifted: list[str] = []
+    for placement, tensors in by_placement.items():
+        if placement is None:
+            if unlisted is not Unlisted.REPLICATE:
+                _judge_unlisted(pair, tensors, where)
+            continue
+        words = _words(placement, strategy.axes)
+        drifted += _judge_copies(pair, [tensor for tensor in tensors if tensor.one_part], words, where)
+        _judge_parts(pair, [tensor for tensor in tensors if not tensor.one_part], words, where)
+    return tuple(drifted)
+
+
+def _judge_copies(pair: Pair, tensors: Sequence[Compared], placed: str, where: str) -> list[str]:
+    """Judge tensors that a pair of ranks should hold alike; return those that have drifted apart."""
+    # A shard that contradicts another in a shape or a type is damaged, and dealt with as such if it is needed.
+    tensors = [tensor for tensor in tensors if tensor.likeness is not Likeness.OF_ANOTHER_SHAPE]
+    counted = [tensor for tensor in tensors if not tensor.may_drift]
+    differing = [tensor for tensor in counted if tensor.differs]
+    unlike = [tensor for tensor in differing if tensor.likeness is Likeness.DIFFERENT]
+    if 2 * len(differing) > len(counted):
+        unlike = differing
+    if unlike:
+        raise StrategyError(
+            "the source strategy does not fit the checkpoint: parts that should be the same differ",
+            expected=f"the same of {_some(counted)} on ranks {pair.first} and {pair.second}, by {placed}",
+            got=f"other values in {_some(unlike)}",
+            where=where,
+            remedy="correct the strategy: these are cut over more ranks than it says, its mesh is not that of the"
+            " checkpoint, or its axes are in another order. If the shards are right, one of them is of another moment"
+            " or rank; --replicas any takes one of the copies, whatever the others hold",
+        )
+    return [tensor.name for tensor in tensors if tensor.differs]
+
+
+def _judge_parts(pair: Pair, tensors: Sequence[Compared], placed: str, where: str) -> None:
+    """Judge tensors of which a pair of ranks should hold different parts, all layers of a parameter together."""
+    by_kind: dict[str, list[Compared]] = {}
+    for tensor in tensors:
+        if tensor.telling:
+            by_kind.setdefault(kind_of(tensor.name), []).append(tensor)
+    same = [layers for layers in by_kind.values() if not any(tensor.differs for tensor in layers)]
+    telling = [tensor for layers in same for tensor in layers]
+    if telling:
+        raise StrategyError(
+            "the source strategy does not fit the checkpoint: parts that should be different are the same",
+            expected=f"different parts of {_some(telling)} on ranks {pair.first} and {pair.second}, by {placed}",
+            got="the same values wherever they were compared",
+            where=where,
+            remedy="correct the strategy: these are cut over fewer ranks than it says, or its mesh is not that of the"
+            " checkpoint. If all parts really have the same values, --replicas any takes the strategy at its word",
+        )
+
+
+def _judge_unlisted(pair: Pair, tensors: Sequence[Compared], where: str) -> None:
+    """Judge tensors that no strategy lists: each rank may have its own, but not if they look like parts of a tensor."""
+    suspects = [tensor for tensor in tensors if tensor.differs and not tensor.may_be_own]
+    if suspects:
+        raise StrategyError(
+            "tensors that the source strategy does not list are no copies of each other",
+            expected="the same on every rank, or small values that each rank has for itself",
+            got=f"other values on rank {pair.second} than on rank {pair.first} in {_some(suspects)},"
+            f" {list(suspects[0].shape)} the first",
+            where=where,
+            remedy="list them in the source strategy with the way they are cut; --unlisted replicate takes one rank's"
+            " values for all",
+        )
+
+
+def stray(name: str, home_stage: int, strategy: Strategy, paths: tuple[str, str]) -> StrategyError:
+    """Return the error for a tensor that lies in a stage besides those it should lie in, with other values.
+
+    paths: of a shard of stage `home_stage`, where it should be, and of the one that has other values.
+    """
+    return StrategyError(
+        f"the source strategy does not fit the checkpoint: other stages hold another {name!r} too",
+        expected=f"{name!r} in shards of stage {home_stage} alone, or the same values elsewhere",
+        got=f"other values in {paths[1]}",
+        where=" and ".join([*([strategy.origin] if strategy.origin else []), *paths]),
+        remedy="give the strategy this checkpoint was saved with; if the stages number their layers each from 0, these"
+        " are different tensors of one name, which a checkpoint cannot have",
+    )
+
+
+def drift_warning(names: Sequence[str]) -> str:
+    """Return what the user is told of tensors whose copies have drifted apart."""
+    shown = ", ".join(map(repr, names[:_MAX_NAMED])) + (", ..." if len(names) > _MAX_NAMED else "")
+    return (
+        f"copies of {shown} differ from rank to rank ({len(names)} found in a sample): each target has what one of the"
+        " ranks holds"
+    )
+
+
+def require_no_drift(names: Sequence[str], where: str) -> None:
+    """Raise DisagreementError if copies of any tensors have drifted apart."""
+    if names:
+        raise DisagreementError(
+            "copies that should be the same have drifted apart",
+            expected="the same on every rank that holds them (--strict)",
+            got=drift_warning(names),
+            where=where,
+            remedy="leave out --strict to take the copies of one rank for each target",
+        )
+
+
+class DeadRule(NamedTuple):
+    """A rule that places nothing: `glob` matches no tensor, or only such as the rule `taken_by` has before it."""
+
+    glob: str
+    taken_by: str
+
+
+def dead_rules(strategy: Strategy, names: Iterable[str]) -> list[DeadRule]:
+    """Return the rules of a spec that should place one of these tensors and place none."""
+    left = dict.fromkeys(names)
+    taken: dict[str, list[str]] = {}
+    dead = []
+    for glob, _ in strategy.rules:
+        matched = [name for name in left if fnmatchcase(name, glob)]
+        taken[glob] = [*taken.get(glob, ()), *matched]
+        for name in matched:
+            del left[name]
+        if not matched and glob in strategy.required_rules:
+            taker = (other for other, theirs in taken.items() if any(fnmatchcase(name, glob) for name in theirs))
+            dead.append(DeadRule(glob, next(taker, "")))
+    return dead
+
+
+def require_living_rules(strategy: Strategy, names: Collection[str], which: str, where: str) -> None:
+    """Raise StrategyError if a rule of a spec places none of the tensors `names`. which: "source" or "target"."""
+    dead = dead_rules(strategy, names)
+    if not dead:
+        return
+    glob, taken_by = dead[0]
+    others = f" (and {len(dead) - 1} more)" if len(dead) > 1 else ""
+    shown = ", ".join(map(repr, list(names)[:3])) + (", ..." if len(names) > 3 else "")
+    raise StrategyError(
+        f"a rule of the {which} strategy places no tensor of the checkpoint",
+        expected="every rule but '*' to match a tensor that no rule before it matches",
+        got=f"{glob!r}{others}, "
+        + (f"whose tensors {taken_by!r} before it takes" if taken_by else f"beside {len(names)} tensors: {shown}"),
+        where=f"{strategy.origin}; tensors of {where}",
+        remedy=f"put it before {taken_by!r}" if taken_by else "correct the pattern, or say optional = true in the rule",
+    )
+
+
+def require_same_network(strategy: Strategy, manifests: Iterable[Manifest]) -> None:
+    """Raise StrategyError if a source strategy lists parameters one by one and the shards hold none of them."""
+    every = list(manifests)
+    names = dict.fromkeys(name for manifest in every for name in manifest.tensors)
+    if strategy.rules or not names or any(find_or_follow(strategy, name, lambda _: True) for name in names):
+        return
+    raise StrategyError(
+        "no tensor of the checkpoint is in the source strategy",
+        expected=", ".join(map(repr, list(strategy.parameters)[:3])),
+        got=", ".join(map(repr, list(names)[:3])),
+        where=" and ".join([*([strategy.origin] if strategy.origin else []), every[0].path]),
+        remedy="check that checkpoint and strategy belong to the same network",
+    )
+
+
+def unconfirmed_rules(strategy: Strategy) -> Iterator[str]:
+    """Yield a note if no copies of what rules of a spec cut can show whether it is cut as they say."""
+    alone = [
+        glob
+        for glob, placement in strategy.rules
+        if strategy.required_rules and placement.is_cut and placement.copies == len(placement.stages)
+    ]
+    if alone:
+        shown = ", ".join(map(repr, alone[:3])) + (", ..." if len(alone) > 3 else "")
+        yield (
+            f"no two ranks hold the same of what {shown} {'matches' if len(alone) == 1 else 'match'}, so the checkpoint"
+            f" cannot show whether {strategy.origin} has the right axes and dimensions for it"
+        )
+
+
+def _some(tensors: Sequence[Compared]) -> str:
+    names = ", ".join(repr(tensor.name) for tensor in tensors[:3]) + (", ..." if len(tensors) > 3 else "")
+    return f"{len(tensors)} compared tensors ({names})" if len(tensors) > 1 else names
+
+
+def _words(placement: Placement, axes: tuple[str, ...]) -> str:
+    """Return how a placement cuts, in words. axes: the names of the mesh's axes, where they have any."""
+    names = axes if len(axes) == len(placement.mesh) else tuple(map(str, range(len(placement.mesh))))
+    mesh = " ".join(f"{name}={length}" for name, length in zip(axes, placement.mesh)) if axes else list(placement.mesh)
+    cuts = [
+        f"dimension {dim} over {'axes' if len(over) > 1 else 'axis'} {', '.join(names[axis] for axis in over)}"
+        for dim, over in enumerate(placement.split)
+        if over
+    ]
+    cuts += [f"dimension 0 in {placement.optimizer} by the optimizer"] if placement.optimizer > 1 else []
+    return f"mesh {mesh}, with " + " and ".join(cuts) + " cut" if cuts else f"mesh {mesh}, with nothing cut"

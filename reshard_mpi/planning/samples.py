@@ -1,0 +1,216 @@
+"""Which shards a sample compares, in which tensors and where, and what a strategy must be told by what is found.
+
+A strategy that does not fit its checkpoint gives itself away: ranks that should hold the same part of a tensor do not,
+or ranks that should hold different parts hold the same. Either shows in the shards of two ranks that are neighbours
+along one axis of a mesh, so a few pairs of shards tell of every axis, however many ranks there are.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
+from functools import lru_cache, partial
+from itertools import islice
+from typing import NamedTuple, TypeVar
+
+from reshard_mpi.box import Box
+from reshard_mpi.manifest import TensorEntry
+from reshard_mpi.placement import Placement, Shape, Strategy, unravel
+from reshard_mpi.planning.agreement import is_moment
+from reshard_mpi.planning.parameters import find_or_follow, is_partial_sum
+
+T = TypeVar("T")
+
+# A run's pairs of shards, and of small checkpoints (so many shards) also the pairs that tell of each shard by itself.
+MAX_PAIRS = 16
+MAX_SHARDS = 8
+# Of a pair, so many tensors are compared, or so many of a pair that only tells of its shards; each in three places of
+# so many elements.
+MAX_TENSORS = 64
+FEW_TENSORS = 8
+PLACE_ELEMENTS = 32
+# Where the shards of a stage are not all there, or lie damaged, so many are tried as the first of a pair.
+_MAX_TRIED = 64
+_DIGITS = re.compile(r"\d+")
+
+
+class Pair(NamedTuple):
+    """Two ranks of one stage whose shards are compared, in so many tensors at most."""
+
+    first: int
+    second: int
+    tensors: int = MAX_TENSORS
+
+
+class _Step(NamedTuple):
+    """A way along one axis of a mesh: `length` coordinates that lie `stride` ranks apart, `distance` of them on."""
+
+    stride: int
+    length: int
+    distance: int
+
+    def partner(self, rank: int) -> int:
+        coordinate = rank // self.stride % self.length
+        return rank + ((coordinate + self.distance) % self.length - coordinate) * self.stride
+
+
+def rank_pairs(strategy: Strategy, present: Collection[int]) -> tuple[Pair, ...]:
+    """Return the pairs of `present` ranks to compare, MAX_PAIRS at most: the same for equal arguments.
+
+    Every step along an axis of a mesh, by each divisor of its length and to its end, is made in some stage; where there
+    are few stages, in each of them. In a checkpoint of MAX_SHARDS shards each is compared with all its neighbours.
+    """
+    steps = _steps(strategy)
+    by_stage: dict[int, list[int]] = {}
+    for rank in sorted(present):
+        by_stage.setdefault(strategy.stage_of(rank), []).append(rank)
+    if not steps or not by_stage:
+        return ()
+    stages = _spread(list(by_stage), MAX_PAIRS)
+    found: dict[Pair, None] = {}
+    for turn in range(len(steps)):
+        for number, stage in enumerate(stages):
+            step = steps[(turn + number) % len(steps)]
+            tried = islice(by_stage[stage], _MAX_TRIED)
+            first = next((rank for rank in tried if step.partner(rank) in present), None)
+            if first is not None and len(found) < MAX_PAIRS:
+                found[_pair(first, step.partner(first))] = None
+    if len(present) <= MAX_SHARDS:
+        neighbours = ((rank, step.partner(rank)) for step in steps for rank in sorted(present))
+        further = dict.fromkeys(_pair(*both) for both in neighbours if both[1] in present)
+        found.update((pair._replace(tensors=FEW_TENSORS), None) for pair in further if pair not in found)
+    return tuple(found)
+
+
+def _steps(strategy: Strategy) -> list[_Step]:
+    """Return the steps along the axes of all meshes; of those that lead from rank 0 to the same rank, one."""
+    placements = {id(p): p for listed in strategy.parameters.values() for p in listed}
+    placements |= {id(p): p for _, p in strategy.rules}
+    steps: dict[int, _Step] = {}
+    for mesh in dict.fromkeys(p.mesh for p in placements.values()):
+        stride = 1
+        for length in reversed(mesh):
+            for distance in range(1, length):
+                if length % distance == 0 or distance == length - 1:
+                    steps.setdefault(stride * distance, _Step(stride, length, distance))
+            stride *= length
+    return _spread([steps[rank] for rank in sorted(steps)], MAX_PAIRS)
+
+
+def _spread(values: list[T], limit: int) -> list[T]:
+    """Return at most `limit` of the values, the first and the last among them."""
+    if len(values) <= limit:
+        return values
+    return [values[number * (len(values) - 1) // (limit - 1)] for number in range(limit)]
+
+
+def _pair(first: int, second: int) -> Pair:
+    return Pair(min(first, second), max(first, second))
+
+
+class Sampled(NamedTuple):
+    """A tensor that the shards of a pair are compared in.
+
+    placement: how its stage holds it; None: no strategy says so. home_stage: where the strategy only gives it to other
+    stages, one of them.
+    """
+
+    name: str
+    placement: Placement | None
+    home_stage: int | None = None
+
+
+class Sampler:
+    """Chooses the tensors that pairs of shards are compared in, out of those that the targets have."""
+
+    def __init__(self, strategy: Strategy, is_wanted: Callable[[str, Container[str]], bool]) -> None:
+        self._strategy = strategy
+        self._is_wanted = is_wanted
+        self._ways: dict[int, int] = {}  # by the identity of a placement, a number that equal ones share
+        self._numbers: dict[Placement, int] = {}
+        self._chosen: dict[int, tuple[frozenset[str], tuple[Sampled, ...]]] = {}
+
+    def choose(
+        self, stage: int, first: Mapping[str, TensorEntry], second: Mapping[str, TensorEntry]
+    ) -> tuple[Sampled, ...]:
+        """Return the tensors that two shards of `stage` both hold in the order in which they are worth comparing.
+
+        Of the tensors that are held in one way and have one name but for the numbers in it: the first, the last, and
+        others, MAX_TENSORS in all. A slip in a pattern splits such names, so either part is looked at.
+        """
+        names = frozenset(first.keys() & second.keys())
+        known = self._chosen.get(stage)
+        if known is None or known[0] != names:
+            known = names, self._choose(stage, {name: entry for name, entry in first.items() if name in names})
+            self._chosen[stage] = known
+        return known[1]
+
+    def _choose(self, stage: int, tensors: Mapping[str, TensorEntry]) -> tuple[Sampled, ...]:
+        kinds: dict[int, dict[str, list[Sampled]]] = {}
+        for name, entry in tensors.items():
+            if is_partial_sum(name) or is_moment(name) or not entry.size_bytes or not self._is_wanted(name, tensors):
+                continue
+            placements = find_or_follow(self._strategy, name, partial(_same_shape, tensors, name))
+            near = next((placement for placement in placements if stage in placement.stages), None)
+            home_stage = placements[0].stages[0] if placements and near is None else None
+            of_way = kinds.setdefault(self._way(near), {})
+            of_way.setdefault(kind_of(name), []).append(Sampled(name, near, home_stage))
+        queues = [_in_turn(list(map(_ends_first, of_way.values()))) for of_way in kinds.values()]
+        return tuple(islice(_in_turn([list(queue) for queue in queues]), MAX_TENSORS))
+
+    def _way(self, placement: Placement | None) -> int:
+        if placement is None:
+            return -1
+        way = self._ways.get(id(placement))
+        if way is None:
+            way = self._ways[id(placement)] = self._numbers.setdefault(placement, len(self._numbers))
+        return way
+
+
+def kind_of(name: str) -> str:
+    """Return a name without its numbers: the same for a parameter in all layers."""
+    return _DIGITS.sub("#", name)
+
+
+def _same_shape(tensors: Mapping[str, TensorEntry], name: str, base: str) -> bool:
+    other, entry = tensors.get(base), tensors[name]
+    return other is None or (other.shape, other.global_shape) == (entry.shape, entry.global_shape)
+
+
+def _ends_first(tensors: list[Sampled]) -> list[Sampled]:
+    """Return the first, the last, and the others in an order that has nothing to do with theirs."""
+    others = sorted(tensors[1:-1], key=lambda tensor: zlib.crc32(tensor.name.encode("utf-8", "surrogatepass")))
+    return [tensors[0], *tensors[-1:], *others] if len(tensors) > 1 else tensors
+
+
+def _in_turn(queues: list[list[Sampled]]) -> Iterator[Sampled]:
+    """Yield the first of every queue, then the second, and so on."""
+    for turn in range(max(map(len, queues), default=0)):
+        yield from (queue[turn] for queue in queues if turn < len(queue))
+
+
+@lru_cache(maxsize=4 * MAX_TENSORS)
+def places(name: str, shape: Shape) -> tuple[Box, ...]:
+    """Return the boxes of a shard's part of a tensor in which it is compared, each one run of its row-major bytes.
+
+    The beginning, the end, and a place between them that its name draws; a small one whole. shape: of the part.
+    """
+    box = Box.whole(shape)
+    if box.size <= 3 * PLACE_ELEMENTS:
+        return (box,)
+    dim, below = len(shape), 1  # the dimensions from `dim` on fit a place, whole
+    while below * shape[dim - 1] <= PLACE_ELEMENTS:
+        dim -= 1
+        below *= shape[dim]
+    cut = dim - 1
+    count = max(1, PLACE_ELEMENTS // below)
+    rows = box.size // below
+    drawn = zlib.crc32(name.encode("utf-8", "surrogatepass")) % rows
+    found = []
+    for row in (0, drawn, rows - 1):
+        start = list(unravel(row, shape[:dim]))
+        start[cut] = min(start[cut], shape[cut] - count)
+        low = (*start, *(0,) * (len(shape) - dim))
+        found.append(Box(low, (*(at + 1 for at in start[:cut]), start[cut] + count, *shape[dim:])))
+    return tuple(found)

@@ -1,0 +1,163 @@
+"""A source checkpoint held against its strategy: a few shards compared in a few places of a few tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from operator import eq
+from typing import TYPE_CHECKING
+
+from reshard_mpi.box import Box
+from reshard_mpi.dtypes import DType, to_numpy
+from reshard_mpi.errors import LayoutError, ShardError
+from reshard_mpi.manifest import Manifest
+from reshard_mpi.placement import Shape
+from reshard_mpi.planning.fit import Compared, Likeness, judge, should_be_one_part, stray
+from reshard_mpi.planning.parameters import Unlisted
+from reshard_mpi.planning.samples import Pair, Sampled, Sampler, places, rank_pairs
+from reshard_mpi.source import SourceCheckpoint
+
+if TYPE_CHECKING:
+    from reshard_mpi.engine.files import Files
+
+# Parts with fewer different elements than these in what is compared may be the same by chance, or be zeros or ones.
+_TELLING_ELEMENTS = 4
+_TELLING_BYTES = 16
+# Copies have drifted apart if their difference has no more than this share of the variance of either; it is 2 for
+# values that have nothing in common. Of few elements much less, since they may come close by chance.
+_CLOSE_SHARE = 0.4
+_CLOSE_SHARE_OF_FEW = 1e-3
+_FEW_ELEMENTS = 16
+
+
+def drifted_tensors(
+    source: SourceCheckpoint,
+    is_wanted: Callable[[str, Container[str]], bool],
+    unlisted: Unlisted,
+    *,
+    damaged_are_replaced: bool,
+    process: int,
+    processes: int,
+) -> tuple[str, ...]:
+    """Return the tensors whose copies have drifted apart, as far as a sample shows; one process's share of the pairs.
+
+    is_wanted: tells which tensors the targets have, out of those present. damaged_are_replaced: shards that do not fit
+    their own checksum are not read for the targets. Raises StrategyError if the source's strategy is not that of the
+    checkpoint, ShardError if a shard that differs from another does not fit its own checksum. Shards that cannot be
+    read are passed over.
+    """
+    from reshard_mpi.engine.files import Files
+
+    strategy = source.strategy
+    if strategy.world_size == 1:
+        return ()
+    drifted: dict[str, None] = {}
+    sampler = Sampler(strategy, is_wanted)
+    with Files() as files:
+        excerpts = _Excerpts(files)
+        for pair in rank_pairs(strategy, source.files.by_rank)[process::processes]:
+            first, second = source.find(pair.first), source.find(pair.second)
+            if first is None or second is None:
+                continue
+            sampled = sampler.choose(strategy.stage_of(pair.first), first.tensors, second.tensors)[: pair.tensors]
+            _require_homes(source, [tensor for tensor in sampled if tensor.home_stage is not None], pair, excerpts)
+            compared = list(_compared(sampled, pair, first, second, excerpts))
+            if any(tensor.one_part and tensor.differs for tensor in compared):
+                damage = next((error for rank in pair[:2] if (error := source.check_crc(rank)) is not None), None)
+                if damage is not None and damaged_are_replaced:
+                    continue
+                if damage is not None:
+                    raise damage
+            drifted.update(dict.fromkeys(judge(pair, compared, strategy, (first.path, second.path), unlisted)))
+    return tuple(drifted)
+
+
+class _Excerpts:
+    """What has been read of shards in a few places, so that a shard that is in many pairs is read once."""
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        self._read: dict[tuple[str, str], list[bytes]] = {}
+
+    def of(self, shard: Manifest, name: str, boxes: Sequence[Box]) -> Iterator[bytes]:
+        """Yield the bytes of each of these boxes of the shard's part of a tensor, in this machine's byte order."""
+        from reshard_mpi.engine.excerpts import excerpt
+
+        read = self._read.setdefault((shard.path, name), [])
+        for number, box in enumerate(boxes):
+            if number == len(read):
+                read.append(excerpt(self._files, shard.tensors[name], box))
+            yield read[number]
+
+
+def _require_homes(source: SourceCheckpoint, strays: Iterable[Sampled], pair: Pair, excerpts: _Excerpts) -> None:
+    """Raise StrategyError for a tensor that a stage has besides those the strategy gives it to, and not the same."""
+    stage_size = source.strategy.stage_size
+    for name, _, home_stage in strays:
+        assert home_stage is not None
+        home_rank = home_stage * stage_size + pair.first % stage_size
+        shard, home = source.find(pair.first), source.find(home_rank) if home_rank in source else None
+        if shard is None or home is None or name not in home.tensors or not shard.tensors[name].shape:
+            continue
+        likeness, _ = _likeness(home, shard, name, True, excerpts)
+        if likeness is not Likeness.SAME:
+            raise stray(name, home_stage, source.strategy, (home.path, shard.path))
+
+
+def _compared(
+    sampled: Iterable[Sampled], pair: Pair, first: Manifest, second: Manifest, excerpts: _Excerpts
+) -> Iterator[Compared]:
+    """Compare tensors in two shards; those that cannot be, as where a shard is damaged, are left to planning."""
+    one_part_of: dict[tuple[int, Shape | None], bool] = {}
+    for name, placement, _ in sampled:
+        entry, other = first.tensors[name], second.tensors[name]
+        # What is placed in one way is held alike, unless the placement is in factors of the shape.
+        key = (id(placement), entry.shape if placement is not None and placement.expanded_shape else None)
+        try:
+            one_part = one_part_of.get(key)
+            if one_part is None:
+                one_part = one_part_of[key] = should_be_one_part(placement, pair, entry.shape)
+            likeness, telling = _likeness(first, second, name, one_part, excerpts)
+        except (LayoutError, ShardError, OSError):
+            continue
+        floating = "float" in entry.dtype.name or "complex" in entry.dtype.name
+        size_bytes = max(entry.size_bytes, other.size_bytes)
+        yield Compared(name, placement, one_part, likeness, telling, floating, entry.shape, size_bytes)
+
+
+def _likeness(
+    first: Manifest, second: Manifest, name: str, one_part: bool, excerpts: _Excerpts
+) -> tuple[Likeness, bool]:
+    """Return how alike two parts are, and whether they have enough different values to tell different parts apart."""
+    entry, other = first.tensors[name], second.tensors[name]
+    if entry.shape != other.shape or entry.dtype != other.dtype:
+        return Likeness.OF_ANOTHER_SHAPE, True
+    boxes = places(name, entry.shape)
+    if all(map(eq, excerpts.of(first, name, boxes), excerpts.of(second, name, boxes))):
+        return Likeness.SAME, one_part or _is_telling(b"".join(excerpts.of(first, name, boxes)), entry.dtype)
+    if not one_part:
+        return Likeness.DIFFERENT, True
+    ours, theirs = (b"".join(excerpts.of(shard, name, boxes)) for shard in (first, second))
+    return Likeness.CLOSE if _is_close(ours, theirs, entry.dtype) else Likeness.DIFFERENT, True
+
+
+def _is_telling(content: bytes, dtype: DType) -> bool:
+    width = dtype.itemsize_bytes
+    elements = {content[start : start + width] for start in range(0, len(content), width)}
+    return len(content) >= _TELLING_BYTES and len(elements) >= _TELLING_ELEMENTS
+
+
+def _is_close(content: bytes, other: bytes, dtype: DType) -> bool:
+    """Tell whether two copies have nearly the same values."""
+    import numpy as np
+
+    kind = to_numpy(dtype)
+    wide = np.complex128 if kind.kind == "c" else np.float64
+    with np.errstate(all="ignore"):
+        ours, theirs = (np.frombuffer(data, kind).astype(wide) for data in (content, other))
+        if not (np.isfinite(ours).all() and np.isfinite(theirs).all()):
+            return False
+        if ours.size == 1:
+            return bool(abs(ours - theirs)[0] <= _CLOSE_SHARE_OF_FEW * abs(ours[0]))
+        share = _CLOSE_SHARE if ours.size >= _FEW_ELEMENTS else _CLOSE_SHARE_OF_FEW
+        difference = float((abs(ours - theirs) ** 2).mean())
+        return bool(difference <= share * min(ours.var(), theirs.var()))
