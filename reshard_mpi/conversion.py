@@ -97,6 +97,7 @@ class Conversion:
         return drifted_tensors(
             self.source,
             self._is_wanted,
+            self._shards().knows,
             self.unlisted,
             damaged_are_replaced=damaged_are_replaced,
             process=process,

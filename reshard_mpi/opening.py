@@ -13,7 +13,7 @@ from reshard_mpi.manifest import Manifest
 from reshard_mpi.placement import Placement, Strategy
 from reshard_mpi.planning.disputes import disputes, witnesses
 from reshard_mpi.planning.losses import Lost
-from reshard_mpi.planning.parameters import Unlisted, find_or_follow
+from reshard_mpi.planning.parameters import Unlisted, find_or_follow, listed_names
 from reshard_mpi.planning.ranks import needed_ranks, wants
 from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.planning.shard import ShardPlanner
@@ -74,7 +74,7 @@ class ShardOpener:
     unlisted: Unlisted
     strict: bool
     replicas: Replicas
-    _names: tuple[str, ...] | None = field(default=None)
+    _names: dict[str, int] | None = field(default=None)
     _never_saved: dict[tuple[int, ...], set[str]] = field(default_factory=dict)
 
     def open(self, target_rank: int) -> Opened:
@@ -115,8 +115,7 @@ class ShardOpener:
             self._add(
                 manifests, (r for r in self._stage_ranks(candidates) if source.stage_of(r) not in seen), candidates
             )
-        if self._wants_unseen(target_rank, manifests):
-            self._add(manifests, self._stage_ranks(candidates), candidates)
+        self._add(manifests, self._holders_of_unseen(target_rank, manifests), candidates)
         try:
             planner = self._planner(target_rank, manifests, lost)
             while found := self._other_holders(planner, manifests, candidates):
@@ -249,14 +248,14 @@ class ShardOpener:
             for name, placements in self.target.parameters.items()
         )
 
-    def _wants_unseen(self, target_rank: int, manifests: dict[int, Manifest]) -> bool:
-        """Tell whether the target needs names that no opened shard has, which only rules place: holes, most likely."""
+    def _holders_of_unseen(self, target_rank: int, manifests: dict[int, Manifest]) -> set[int]:
+        """Return who has the names that the target needs and no opened shard has, as far as only rules place them."""
         seen = {name for manifest in manifests.values() for name in manifest.tensors}
-        return any(
-            wants(self.source.strategy, self.target, target_rank, name, self.unlisted, seen)
-            for name in self._rule_names()
-            if name not in seen
-        )
+        return {
+            rank
+            for name, rank in self._rule_names().items()
+            if name not in seen and wants(self.source.strategy, self.target, target_rank, name, self.unlisted, seen)
+        }
 
     def _require_stages_of_rules(self, target_rank: int) -> None:
         """Raise CoverageError if the target may hold what, by rules, only stages without any sound shard have."""
@@ -278,12 +277,33 @@ class ShardOpener:
                 remedy="restore the shards of that stage",
             )
 
-    def _rule_names(self) -> tuple[str, ...]:
-        """Return the names that shards hold, where the source strategy lists none but goes by rules."""
+    def _rule_names(self) -> dict[str, int]:
+        """Return the names that shards hold, where the source strategy lists none but goes by rules, and who has each.
+
+        If the first and the last shard of a stage do not hold the same, they are saved without redundancy, and all of
+        the stage are looked into.
+        """
         if self._names is None:
-            names: dict[str, None] = {}
+            self._names = {}
             if self.source.strategy.rules and self.source.strategy.world_size > 1:
-                for rank in self.source.stage_ranks().values():
-                    names.update(dict.fromkeys(self.source.manifest(rank).tensors))
-            self._names = tuple(names)
+                for first in self.source.stage_ranks().values():
+                    ranks = [rank for rank in self._ranks_of_stage(first) if rank >= first]
+                    last = next(rank for rank in reversed(ranks) if self.source.find(rank) is not None)
+                    alike = self.source.manifest(first).tensors.keys() == self.source.manifest(last).tensors.keys()
+                    for rank in [first] if alike else ranks:
+                        manifest = self.source.find(rank)
+                        for name in manifest.tensors if manifest is not None else ():
+                            self._names.setdefault(name, rank)
         return self._names
+
+    def knows(self, name: str) -> bool:
+        """Tell whether a tensor that a shard holds is looked for in the shards of all targets, whoever holds it."""
+        return (
+            not self.source.strategy.rules or name in self._rule_names() or name in listed_names(self.source.strategy)
+        )
+
+    def _ranks_of_stage(self, rank: int) -> list[int]:
+        """Return the ranks that are there of the stage of `rank`."""
+        size = self.source.strategy.stage_size
+        start = rank - rank % size
+        return [other for other in range(start, start + size) if other in self.source]

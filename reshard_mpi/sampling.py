@@ -11,7 +11,7 @@ from reshard_mpi.dtypes import DType, to_numpy
 from reshard_mpi.errors import LayoutError, ShardError
 from reshard_mpi.manifest import Manifest
 from reshard_mpi.placement import Shape
-from reshard_mpi.planning.fit import Compared, Likeness, judge, should_be_one_part, stray
+from reshard_mpi.planning.fit import Compared, Likeness, judge, should_be_one_part, stray, unknown_tensor
 from reshard_mpi.planning.parameters import Unlisted
 from reshard_mpi.planning.samples import Pair, Sampled, Sampler, places, rank_pairs
 from reshard_mpi.source import SourceCheckpoint
@@ -32,6 +32,7 @@ _FEW_ELEMENTS = 16
 def drifted_tensors(
     source: SourceCheckpoint,
     is_wanted: Callable[[str, Container[str]], bool],
+    is_known: Callable[[str], bool],
     unlisted: Unlisted,
     *,
     damaged_are_replaced: bool,
@@ -40,10 +41,11 @@ def drifted_tensors(
 ) -> tuple[str, ...]:
     """Return the tensors whose copies have drifted apart, as far as a sample shows; one process's share of the pairs.
 
-    is_wanted: tells which tensors the targets have, out of those present. damaged_are_replaced: shards that do not fit
-    their own checksum are not read for the targets. Raises StrategyError if the source's strategy is not that of the
-    checkpoint, ShardError if a shard that differs from another does not fit its own checksum. Shards that cannot be
-    read are passed over.
+    is_wanted: tells which tensors the targets have, out of those present. is_known: whether a tensor has been looked
+    for. damaged_are_replaced: shards that do not fit their own checksum are not read for the targets. Raises
+    StrategyError if the source's strategy is not that of the checkpoint, CoverageError for a tensor that is not known,
+    ShardError if a shard that differs from another does not fit its own checksum. Shards that cannot be read are passed
+    over.
     """
     from reshard_mpi.engine.files import Files
 
@@ -58,6 +60,10 @@ def drifted_tensors(
             first, second = source.find(pair.first), source.find(pair.second)
             if first is None or second is None:
                 continue
+            for shard, other in ((first, second), (second, first)):
+                unknown = next((n for n in shard.tensors.keys() - other.tensors.keys() if not is_known(n)), None)
+                if unknown is not None and is_wanted(unknown, shard.tensors):
+                    raise unknown_tensor(unknown, strategy, shard.path)
             sampled = sampler.choose(strategy.stage_of(pair.first), first.tensors, second.tensors)[: pair.tensors]
             _require_homes(source, [tensor for tensor in sampled if tensor.home_stage is not None], pair, excerpts)
             compared = list(_compared(sampled, pair, first, second, excerpts))

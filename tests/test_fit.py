@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -194,14 +195,44 @@ def test_optional_is_true_or_false(tmp_path: Path) -> None:
         reshard_mpi.rank_list_for_transform(0, tmp_path / "s.toml", None)
 
 
-def test_shards_that_each_hold_what_others_lack(tmp_path: Path, capsys: Capture) -> None:
-    """Saved without redundancy: the rule's only tensor is on the last of the ranks that should have it."""
-    spec = Spec({"dp": 4}, (Rule("head", {}), Rule("*", {})))
+@pytest.mark.parametrize("rule", ["head", "h*", "*"])
+@pytest.mark.parametrize("holder", [0, 3])
+def test_shards_that_each_hold_what_others_lack(tmp_path: Path, capsys: Capture, rule: str, holder: int) -> None:
+    """Saved without redundancy: `head` is on one of the ranks that should have it, `norm` on another."""
+    spec = Spec({"dp": 4}, (Rule("*", {}),) if rule == "*" else (Rule(rule, {}), Rule("*", {})))
     c = Checkpoint(tmp_path, spec)
-    for rank in range(3):
+    for rank in range(4):
+        for name, at in (("head", holder), ("norm", 3 - holder // 2)):
+            if rank != at:
+                c.shards[rank].pop(name)
+        c.rewrite(rank, {})
+    for options in ([], ["--rank", "0"], ["--rank", "1", "--resume"]):
+        assert command_line(capsys, *c.arguments(spec, *options)).code == 0
+        if options != ["--rank", "0"]:
+            c.assert_right()
+        if options != ["--rank", "1", "--resume"]:
+            shutil.rmtree(c.dst)
+            if options:
+                assert command_line(capsys, *c.arguments(spec, *options)).code == 0
+    loaded = reshard_mpi.load_rank(1, c.src, tmp_path / "src.toml", tmp_path / "dst.toml")
+    assert set(loaded) == set(c.tensors)
+
+
+def test_a_tensor_that_neither_the_first_nor_the_last_shard_holds(tmp_path: Path, capsys: Capture) -> None:
+    spec = Spec({"dp": 4}, (Rule("*", {}),))
+    c = Checkpoint(tmp_path, spec)
+    for rank in (0, 1, 3):
         c.shards[rank].pop("head")
         c.rewrite(rank, {})
-    assert command_line(capsys, *c.arguments(spec)).code == 0
+    for options in ([], ["--rank", "0"], ["--rank", "1"]):
+        said = command_line(capsys, *c.arguments(spec, *options))
+        assert said.code == 3 and "head" in said.err, said
+    arguments = c.arguments(spec, "--rank", "0")
+    assert (
+        "add a rule for this name alone to the source strategy: match = 'head'" in command_line(capsys, *arguments).err
+    )
+    named = Spec({"dp": 4}, (Rule("head", {}), Rule("*", {})))
+    assert command_line(capsys, *c.arguments(named)).code == 0
     c.assert_right()
 
 

@@ -8,7 +8,7 @@ from enum import Enum
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from reshard_mpi.errors import DisagreementError, StrategyError
+from reshard_mpi.errors import CoverageError, DisagreementError, StrategyError
 from reshard_mpi.manifest import Manifest
 from reshard_mpi.nesting import regroup_held
 from reshard_mpi.placement import Placement, Shape, Strategy
@@ -174,6 +174,17 @@ def stray(name: str, home_stage: int, strategy: Strategy, paths: tuple[str, str]
         where=" and ".join([*([strategy.origin] if strategy.origin else []), *paths]),
         remedy="give the strategy this checkpoint was saved with; if the stages number their layers each from 0, these"
         " are different tensors of one name, which a checkpoint cannot have",
+    )
+
+
+def unknown_tensor(name: str, strategy: Strategy, path: str) -> CoverageError:
+    """Return the error for a tensor that a few shards hold, and not those by which the names are known."""
+    return CoverageError(
+        f"{name!r} is in some shards only, and no strategy lists it by its name",
+        expected="every tensor in the first or the last shard of its stage, where the source strategy goes by patterns",
+        got="it in neither of them",
+        where=" and ".join([*([strategy.origin] if strategy.origin else []), path]),
+        remedy=f"add a rule for this name alone to the source strategy: match = {name!r}",
     )
 
 
