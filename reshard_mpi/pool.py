@@ -250,7 +250,7 @@ def _run_elsewhere(request: Request, jobs: int | None, progress: Progress, work:
     ours, theirs = Channel.pair()
     imports = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
     process = subprocess.Popen(
-        [sys.executable, "-c", _START.format(descriptors=theirs.descriptors)],
+        [sys.executable, "-P", "-c", _START.format(descriptors=theirs.descriptors)],
         pass_fds=theirs.descriptors,
         stdin=subprocess.DEVNULL,
         env={**os.environ, **ONE_THREAD, "PYTHONPATH": imports},

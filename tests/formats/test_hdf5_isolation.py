@@ -231,3 +231,17 @@ def test_manifests_survive_pickling(tmp_path: Path) -> None:
     path = make(tmp_path / "w.h5", chunks=(2,))
     again = pickle.loads(pickle.dumps(hdf5.locate(str(path))))
     assert again.tensors["w"].source.read(Box((0,), (1,))).view("f4").tolist() == [0]
+
+
+@pytest.mark.parametrize("command", [["inspect"], ["verify"], ["transform", "--jobs", "2"]])
+def test_modules_beside_a_file_are_not_run(tmp_path: Path, command: list[str]) -> None:
+    """Where a foreign file lies, files may lie that are named as what interpreters of ours import."""
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("w", data=np.arange(64, dtype=np.float32), chunks=(8,))
+    for name in ("resource", "psutil", "numpy", "h5py", "pickle", "reshard_mpi", "struct", "ml_dtypes", "zlib_ng"):
+        (tmp_path / f"{name}.py").write_text("open('it-ran', 'w')\n")
+    where = {"transform": ["a.h5", "out"]}.get(command[0], ["a.h5"])
+    line = [sys.executable, "-P", "-m", "reshard_mpi", command[0], *where, *command[1:]]
+    finished = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert finished.returncode == (3 if command[0] == "verify" else 0), finished  # it keeps no sums to verify by
+    assert not (tmp_path / "it-ran").exists()

@@ -82,7 +82,7 @@ class _Process:
         try:
             self.pid = os.posix_spawn(
                 sys.executable,
-                [sys.executable, "-c", _START],
+                [sys.executable, "-P", "-c", _START],
                 {**environment, **_ENVIRONMENT, "PYTHONPATH": imports},
                 file_actions=[
                     (os.POSIX_SPAWN_DUP2, theirs_in, 0),
