@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from operator import eq
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from reshard_mpi.manifest import Manifest
 from reshard_mpi.placement import Shape
 from reshard_mpi.planning.fit import Compared, Likeness, judge, should_be_one_part
 from reshard_mpi.planning.parameters import Unlisted
-from reshard_mpi.planning.samples import Pair, Sampled, Sampler, places, rank_pairs
+from reshard_mpi.planning.samples import NO_NAMES, Pair, Sampled, Sampler, places, rank_pairs
 from reshard_mpi.source import SourceCheckpoint
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ _TELLING_BYTES = 16
 _CLOSE_SHARE = 0.4
 _CLOSE_SHARE_OF_FEW = 1e-3
 _FEW_ELEMENTS = 16
+# Where two copies have different shapes, so many other shards of the stage are asked which of them is damaged.
+_MAX_WITNESSES = 6
 
 
 def drifted_tensors(
@@ -54,12 +57,13 @@ def drifted_tensors(
     sampler = Sampler(strategy, is_wanted)
     with Files() as files:
         excerpts = _Excerpts(files)
-        for pair in rank_pairs(strategy, source.files.by_rank)[process::processes]:
+        for pair in rank_pairs(strategy, source.files.by_rank, _names_of_stages(source))[process::processes]:
             first, second = source.find(pair.first), source.find(pair.second)
             if first is None or second is None:
                 continue
-            sampled = sampler.choose(strategy.stage_of(pair.first), first.tensors, second.tensors)[: pair.tensors]
+            sampled = sampler.choose(strategy.stage_of(pair.first), first.tensors, second.tensors)
             compared = list(_compared(sampled, pair, first, second, excerpts))
+            compared = [tensor for tensor in compared if not _is_damage(tensor, pair, source)]
             if any(tensor.one_part and tensor.differs for tensor in compared):
                 damage = next((error for rank in pair[:2] if (error := source.check_crc(rank)) is not None), None)
                 if damage is not None and damaged_are_replaced:
@@ -68,6 +72,13 @@ def drifted_tensors(
                     raise damage
             drifted.update(dict.fromkeys(judge(pair, compared, strategy, (first.path, second.path), unlisted)))
     return tuple(drifted)
+
+
+def _names_of_stages(source: SourceCheckpoint) -> Mapping[int, Collection[str]]:
+    """Return the tensors of each stage where rules place them: one shard of every stage has been opened for those."""
+    if source.strategy.stages == 1 or not source.strategy.required_rules:
+        return NO_NAMES
+    return {stage: source.manifest(rank).tensors for stage, rank in source.stage_ranks().items()}
 
 
 class _Excerpts:
@@ -91,8 +102,11 @@ class _Excerpts:
 def _compared(
     sampled: Iterable[Sampled], pair: Pair, first: Manifest, second: Manifest, excerpts: _Excerpts
 ) -> Iterator[Compared]:
-    """Compare tensors in two shards; those that cannot be, as where a shard is damaged, are left to planning."""
+    """Compare tensors in two shards, as many of either sort as the pair is worth: those of which they should hold one
+    part, and others. Those that cannot be compared, as where a shard is damaged, are left to planning.
+    """
     one_part_of: dict[tuple[int, Shape | None], bool] = {}
+    left = {True: pair.tensors, False: pair.tensors}
     for name, placement in sampled:
         entry, other = first.tensors[name], second.tensors[name]
         # What is placed in one way is held alike, unless the placement is in factors of the shape.
@@ -101,12 +115,34 @@ def _compared(
             one_part = one_part_of.get(key)
             if one_part is None:
                 one_part = one_part_of[key] = should_be_one_part(placement, pair, entry.shape)
+            if not left[one_part]:
+                continue
             likeness, telling = _likeness(first, second, name, one_part, excerpts)
         except (LayoutError, ShardError, OSError):
             continue
+        left[one_part] -= 1
         floating = "float" in entry.dtype.name or "complex" in entry.dtype.name
         size_bytes = max(entry.size_bytes, other.size_bytes)
         yield Compared(name, placement, one_part, likeness, telling, floating, entry.shape, size_bytes)
+
+
+def _is_damage(tensor: Compared, pair: Pair, source: SourceCheckpoint) -> bool:
+    """Tell whether a part of another shape than its copy is the odd one out among several shards of its stage.
+
+    Such a shard is dealt with as damaged if it is needed. Where others have the odd shape too, or there are no others,
+    the strategy may well be wrong: the tensor is cut, and unevenly.
+    """
+    if tensor.likeness is not Likeness.OF_ANOTHER_SHAPE or not tensor.one_part or tensor.placement is None:
+        return False
+    if tensor.placement.sizes:
+        return True  # other shards have other shapes, and tell nothing
+    size = source.strategy.stage_size
+    stage = source.strategy.stage_of(pair.first)
+    others = (rank for rank in range(stage * size, (stage + 1) * size) if rank in source and rank not in pair[:2])
+    manifests = [source.find(rank) for rank in (*pair[:2], *islice(others, _MAX_WITNESSES))]
+    entries = [manifest.tensors[tensor.name] for manifest in manifests if manifest and tensor.name in manifest.tensors]
+    holders = [sum((one.shape, one.dtype) == (e.shape, e.dtype) for e in entries) for one in entries[:2]]
+    return min(holders) == 1 and max(holders) > 1
 
 
 def _likeness(
