@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from operator import eq
@@ -10,12 +11,13 @@ from typing import TYPE_CHECKING
 from reshard_mpi.box import Box
 from reshard_mpi.dtypes import DType, to_numpy
 from reshard_mpi.errors import LayoutError, ShardError
-from reshard_mpi.manifest import Manifest
+from reshard_mpi.manifest import Decoded, Manifest, TensorEntry
 from reshard_mpi.placement import Shape
 from reshard_mpi.planning.fit import Compared, Likeness, judge, should_be_one_part
 from reshard_mpi.planning.parameters import Unlisted
 from reshard_mpi.planning.samples import NO_NAMES, Pair, Sampled, Sampler, places, rank_pairs
 from reshard_mpi.source import SourceCheckpoint
+from reshard_mpi.units import MIB
 
 if TYPE_CHECKING:
     from reshard_mpi.engine.files import Files
@@ -28,6 +30,10 @@ _TELLING_BYTES = 16
 _CLOSE_SHARE = 0.4
 _CLOSE_SHARE_OF_FEW = 1e-3
 _FEW_ELEMENTS = 16
+# Of chunks that must be decoded whole so much is read of a pair, but one tensor of each way at least; and of large ones
+# one place of a tensor.
+_MAX_DECODED_BYTES = 4 * MIB
+_LARGE_CHUNK_BYTES = MIB
 # Where two copies have different shapes, so many other shards of the stage are asked which of them is damaged.
 _MAX_WITNESSES = 6
 
@@ -107,6 +113,7 @@ def _compared(
     """
     one_part_of: dict[tuple[int, Shape | None], bool] = {}
     left = {True: pair.tensors, False: pair.tensors}
+    decoded_bytes, ways = 0, set()
     for name, placement in sampled:
         entry, other = first.tensors[name], second.tensors[name]
         # What is placed in one way is held alike, unless the placement is in factors of the shape.
@@ -115,8 +122,10 @@ def _compared(
             one_part = one_part_of.get(key)
             if one_part is None:
                 one_part = one_part_of[key] = should_be_one_part(placement, pair, entry.shape)
-            if not left[one_part]:
+            if not left[one_part] or (decoded_bytes >= _MAX_DECODED_BYTES and (placement, one_part) in ways):
                 continue
+            ways.add((placement, one_part))
+            decoded_bytes += _decoded_bytes(entry) + _decoded_bytes(other)
             likeness, telling = _likeness(first, second, name, one_part, excerpts)
         except (LayoutError, ShardError, OSError):
             continue
@@ -153,12 +162,21 @@ def _likeness(
     if entry.shape != other.shape or entry.dtype != other.dtype:
         return Likeness.OF_ANOTHER_SHAPE, True
     boxes = places(name, entry.shape)
+    if max(map(_decoded_bytes, (entry, other))) > _LARGE_CHUNK_BYTES:
+        boxes = boxes[:1]
     if all(map(eq, excerpts.of(first, name, boxes), excerpts.of(second, name, boxes))):
         return Likeness.SAME, one_part or _is_telling(b"".join(excerpts.of(first, name, boxes)), entry.dtype)
     if not one_part:
         return Likeness.DIFFERENT, True
     ours, theirs = (b"".join(excerpts.of(shard, name, boxes)) for shard in (first, second))
     return Likeness.CLOSE if _is_close(ours, theirs, entry.dtype) else Likeness.DIFFERENT, True
+
+
+def _decoded_bytes(entry: TensorEntry) -> int:
+    """Return how much is decoded to read one place of a tensor; 0 where it lies in the file as it is."""
+    if not isinstance(entry.source, Decoded):
+        return 0
+    return math.prod(entry.source.chunk) * entry.dtype.itemsize_bytes
 
 
 def _is_telling(content: bytes, dtype: DType) -> bool:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 from checkpoints import as_read, read_shard, write_shard
@@ -18,12 +19,18 @@ from test_lost_shards_random import Described
 from wrong_specs import Rule, Slip, Spec, contradictions, outcome, slips, write
 
 import reshard_mpi
+from reshard_mpi import strategy
+from reshard_mpi.box import Box
 from reshard_mpi.conversion import Conversion
+from reshard_mpi.discovery import find_shards
+from reshard_mpi.engine import excerpts
+from reshard_mpi.engine.excerpts import excerpt
 from reshard_mpi.engine.files import Files
 from reshard_mpi.errors import DisagreementError, StrategyError
-from reshard_mpi.manifest import ByteRange, Manifest
-from reshard_mpi.placement import Placement, Strategy
+from reshard_mpi.manifest import ByteRange, Decoded, Manifest, TensorEntry
+from reshard_mpi.placement import Placement, Strategy, unsharded
 from reshard_mpi.planning.samples import MAX_PAIRS, PLACE_ELEMENTS, places, rank_pairs
+from reshard_mpi.source import SourceCheckpoint
 
 Capture = pytest.CaptureFixture[str]
 
@@ -509,11 +516,6 @@ def test_little_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     spec = Spec(MESH, (Rule("layers.*.qkv", ROWS),))
     c = Checkpoint(tmp_path, spec, whole)
     c.arguments(spec)
-    from reshard_mpi import strategy
-    from reshard_mpi.discovery import find_shards
-    from reshard_mpi.placement import unsharded
-    from reshard_mpi.source import SourceCheckpoint
-
     source = SourceCheckpoint.open(find_shards(str(c.src)), strategy.load(str(tmp_path / "src.toml")))
     conversion = Conversion(source, unsharded())
     assert conversion.drifted_tensors() == ()
@@ -525,6 +527,32 @@ def test_little_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         conversion.drifted_tensors(process=process, processes=3)
         assert len(read) - before < len(alone)
     assert {*read} == alone
+
+
+def test_little_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk is decoded whole to read a few elements of it."""
+    spec, noise = Spec({"n": 4}, (Rule("w*", {}), Rule("x*", {0: ("n",)}))), np.random.default_rng(6)
+    names = [f"{way}{layer}" for way in "wx" for layer in range(12)]
+    for rank in range(4):
+        (tmp_path / "src" / f"rank_{rank}").mkdir(parents=True)
+        with h5py.File(tmp_path / "src" / f"rank_{rank}" / f"c_{rank}.h5", "w") as file:
+            for name in names:
+                array = np.zeros(1 << 19, np.float32) if name[0] == "w" else np.full(1 << 19, rank, np.float32)
+                array[:40] = noise.standard_normal(40) if name[0] == "x" else 7
+                file.create_dataset(name, data=array, chunks=array.shape, compression="gzip", compression_opts=1)
+    (tmp_path / "src.toml").write_text(spec.text())
+    decoded: list[tuple[str, str]] = []
+
+    def counting(files: Files, entry: TensorEntry, box: Box) -> bytes:
+        assert isinstance(entry.source, Decoded)
+        decoded.append((entry.source.path, entry.name))
+        return excerpt(files, entry, box)
+
+    monkeypatch.setattr(excerpts, "excerpt", counting)
+    source = SourceCheckpoint.open(find_shards(str(tmp_path / "src")), strategy.load(str(tmp_path / "src.toml")))
+    assert Conversion(source, unsharded()).drifted_tensors() == ()
+    assert {name[0] for _, name in decoded} == {"w", "x"}
+    assert len(decoded) == len({*decoded}) <= 4 * 4  # of each shard a few, and each in one place
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,8 @@ FEW_TENSORS = 8
 PLACE_ELEMENTS = 32
 # Where the shards of a stage are not all there, or lie damaged, so many are tried as the first of a pair.
 _MAX_TRIED = 64
+# A checkpoint has a few meshes, and tensors in a few sets of stages; of more than so many, some are looked at.
+_MAX_WAYS = 256
 _DIGITS = re.compile(r"\d+")
 NO_NAMES: Mapping[int, Collection[str]] = MappingProxyType({})
 
@@ -140,11 +142,8 @@ def _covering(held: Iterable[tuple[Shape, frozenset[int]]], present: Collection[
     held: meshes, and the stages over which what lies so goes. present: the stages that have shards. Those that serve
     the most are yielded first, MAX_PAIRS at most.
     """
-    needs = [
-        (stages, step)
-        for mesh, stages in sorted(held, key=lambda way: (way[0], sorted(way[1])))
-        for step in _steps([mesh])
-    ]
+    ways = _spread(sorted(held, key=lambda way: (way[0], sorted(way[1]))), _MAX_WAYS)
+    needs = [(stages, step) for mesh, stages in ways for step in _steps([mesh])]
     step_to: dict[int, _Step] = {}  # by the rank that it leads to from rank 0
     served_by: dict[tuple[int, int], set[int]] = {}  # the numbers of the needs
     for number, (stages, step) in enumerate(needs):
