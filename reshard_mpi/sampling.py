@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from operator import eq
 from typing import TYPE_CHECKING
 
 from reshard_mpi.box import Box
 from reshard_mpi.dtypes import DType, to_numpy
 from reshard_mpi.errors import LayoutError, ShardError
-from reshard_mpi.manifest import Manifest
+from reshard_mpi.manifest import Decoded, Manifest, TensorEntry
 from reshard_mpi.placement import Shape
 from reshard_mpi.planning.fit import Compared, Likeness, judge, should_be_one_part, stray, unknown_tensor
 from reshard_mpi.planning.parameters import Unlisted
-from reshard_mpi.planning.samples import Pair, Sampled, Sampler, places, rank_pairs
+from reshard_mpi.planning.samples import NO_NAMES, Pair, Sampled, Sampler, places, rank_pairs
 from reshard_mpi.source import SourceCheckpoint
+from reshard_mpi.units import MIB
 
 if TYPE_CHECKING:
     from reshard_mpi.engine.files import Files
@@ -27,6 +30,12 @@ _TELLING_BYTES = 16
 _CLOSE_SHARE = 0.4
 _CLOSE_SHARE_OF_FEW = 1e-3
 _FEW_ELEMENTS = 16
+# Of chunks that must be decoded whole so much is read of a pair, but one tensor of each way at least; and of large ones
+# one place of a tensor.
+_MAX_DECODED_BYTES = 4 * MIB
+_LARGE_CHUNK_BYTES = MIB
+# Where two copies have different shapes, so many other shards of the stage are asked which of them is damaged.
+_MAX_WITNESSES = 6
 
 
 def drifted_tensors(
@@ -56,7 +65,7 @@ def drifted_tensors(
     sampler = Sampler(strategy, is_wanted)
     with Files() as files:
         excerpts = _Excerpts(files)
-        for pair in rank_pairs(strategy, source.files.by_rank)[process::processes]:
+        for pair in rank_pairs(strategy, source.files.by_rank, _names_of_stages(source))[process::processes]:
             first, second = source.find(pair.first), source.find(pair.second)
             if first is None or second is None:
                 continue
@@ -64,9 +73,10 @@ def drifted_tensors(
                 unknown = next((n for n in shard.tensors.keys() - other.tensors.keys() if not is_known(n)), None)
                 if unknown is not None and is_wanted(unknown, shard.tensors):
                     raise unknown_tensor(unknown, strategy, shard.path)
-            sampled = sampler.choose(strategy.stage_of(pair.first), first.tensors, second.tensors)[: pair.tensors]
+            sampled = sampler.choose(strategy.stage_of(pair.first), first.tensors, second.tensors)
             _require_homes(source, [tensor for tensor in sampled if tensor.home_stage is not None], pair, excerpts)
             compared = list(_compared(sampled, pair, first, second, excerpts))
+            compared = [tensor for tensor in compared if not _is_damage(tensor, pair, source)]
             if any(tensor.one_part and tensor.differs for tensor in compared):
                 damage = next((error for rank in pair[:2] if (error := source.check_crc(rank)) is not None), None)
                 if damage is not None and damaged_are_replaced:
@@ -75,6 +85,13 @@ def drifted_tensors(
                     raise damage
             drifted.update(dict.fromkeys(judge(pair, compared, strategy, (first.path, second.path), unlisted)))
     return tuple(drifted)
+
+
+def _names_of_stages(source: SourceCheckpoint) -> Mapping[int, Collection[str]]:
+    """Return the tensors of each stage where rules place them: one shard of every stage has been opened for those."""
+    if source.strategy.stages == 1 or not source.strategy.required_rules:
+        return NO_NAMES
+    return {stage: source.manifest(rank).tensors for stage, rank in source.stage_ranks().items()}
 
 
 class _Excerpts:
@@ -112,8 +129,12 @@ def _require_homes(source: SourceCheckpoint, strays: Iterable[Sampled], pair: Pa
 def _compared(
     sampled: Iterable[Sampled], pair: Pair, first: Manifest, second: Manifest, excerpts: _Excerpts
 ) -> Iterator[Compared]:
-    """Compare tensors in two shards; those that cannot be, as where a shard is damaged, are left to planning."""
+    """Compare tensors in two shards, as many of either sort as the pair is worth: those of which they should hold one
+    part, and others. Those that cannot be compared, as where a shard is damaged, are left to planning.
+    """
     one_part_of: dict[tuple[int, Shape | None], bool] = {}
+    left = {True: pair.tensors, False: pair.tensors}
+    decoded_bytes, ways = 0, set()
     for name, placement, _ in sampled:
         entry, other = first.tensors[name], second.tensors[name]
         # What is placed in one way is held alike, unless the placement is in factors of the shape.
@@ -122,12 +143,36 @@ def _compared(
             one_part = one_part_of.get(key)
             if one_part is None:
                 one_part = one_part_of[key] = should_be_one_part(placement, pair, entry.shape)
+            if not left[one_part] or (decoded_bytes >= _MAX_DECODED_BYTES and (placement, one_part) in ways):
+                continue
+            ways.add((placement, one_part))
+            decoded_bytes += _decoded_bytes(entry) + _decoded_bytes(other)
             likeness, telling = _likeness(first, second, name, one_part, excerpts)
         except (LayoutError, ShardError, OSError):
             continue
+        left[one_part] -= 1
         floating = "float" in entry.dtype.name or "complex" in entry.dtype.name
         size_bytes = max(entry.size_bytes, other.size_bytes)
         yield Compared(name, placement, one_part, likeness, telling, floating, entry.shape, size_bytes)
+
+
+def _is_damage(tensor: Compared, pair: Pair, source: SourceCheckpoint) -> bool:
+    """Tell whether a part of another shape than its copy is the odd one out among several shards of its stage.
+
+    Such a shard is dealt with as damaged if it is needed. Where others have the odd shape too, or there are no others,
+    the strategy may well be wrong: the tensor is cut, and unevenly.
+    """
+    if tensor.likeness is not Likeness.OF_ANOTHER_SHAPE or not tensor.one_part or tensor.placement is None:
+        return False
+    if tensor.placement.sizes:
+        return True  # other shards have other shapes, and tell nothing
+    size = source.strategy.stage_size
+    stage = source.strategy.stage_of(pair.first)
+    others = (rank for rank in range(stage * size, (stage + 1) * size) if rank in source and rank not in pair[:2])
+    manifests = [source.find(rank) for rank in (*pair[:2], *islice(others, _MAX_WITNESSES))]
+    entries = [manifest.tensors[tensor.name] for manifest in manifests if manifest and tensor.name in manifest.tensors]
+    holders = [sum((one.shape, one.dtype) == (e.shape, e.dtype) for e in entries) for one in entries[:2]]
+    return min(holders) == 1 and max(holders) > 1
 
 
 def _likeness(
@@ -138,12 +183,21 @@ def _likeness(
     if entry.shape != other.shape or entry.dtype != other.dtype:
         return Likeness.OF_ANOTHER_SHAPE, True
     boxes = places(name, entry.shape)
+    if max(map(_decoded_bytes, (entry, other))) > _LARGE_CHUNK_BYTES:
+        boxes = boxes[:1]
     if all(map(eq, excerpts.of(first, name, boxes), excerpts.of(second, name, boxes))):
         return Likeness.SAME, one_part or _is_telling(b"".join(excerpts.of(first, name, boxes)), entry.dtype)
     if not one_part:
         return Likeness.DIFFERENT, True
     ours, theirs = (b"".join(excerpts.of(shard, name, boxes)) for shard in (first, second))
     return Likeness.CLOSE if _is_close(ours, theirs, entry.dtype) else Likeness.DIFFERENT, True
+
+
+def _decoded_bytes(entry: TensorEntry) -> int:
+    """Return how much is decoded to read one place of a tensor; 0 where it lies in the file as it is."""
+    if not isinstance(entry.source, Decoded):
+        return 0
+    return math.prod(entry.source.chunk) * entry.dtype.itemsize_bytes
 
 
 def _is_telling(content: bytes, dtype: DType) -> bool:

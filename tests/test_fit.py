@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 from checkpoints import as_read, read_shard, write_shard
@@ -19,12 +20,18 @@ from test_lost_shards_random import Described
 from wrong_specs import Rule, Slip, Spec, contradictions, outcome, slips, write
 
 import reshard_mpi
+from reshard_mpi import strategy
+from reshard_mpi.box import Box
 from reshard_mpi.conversion import Conversion
+from reshard_mpi.discovery import find_shards
+from reshard_mpi.engine import excerpts
+from reshard_mpi.engine.excerpts import excerpt
 from reshard_mpi.engine.files import Files
 from reshard_mpi.errors import DisagreementError, StrategyError
-from reshard_mpi.manifest import ByteRange, Manifest
-from reshard_mpi.placement import Placement, Strategy
+from reshard_mpi.manifest import ByteRange, Decoded, Manifest, TensorEntry
+from reshard_mpi.placement import Placement, Strategy, unsharded
 from reshard_mpi.planning.samples import MAX_PAIRS, PLACE_ELEMENTS, places, rank_pairs
+from reshard_mpi.source import SourceCheckpoint
 
 Capture = pytest.CaptureFixture[str]
 
@@ -354,6 +361,99 @@ def test_a_shard_of_another_shape_is_no_proof_against_the_strategy(tmp_path: Pat
     c.assert_right()
 
 
+def test_one_of_many_that_has_drifted_on_one_rank(tmp_path: Path, capsys: Capture) -> None:
+    """Whichever rank it is: what only tells of a shard looks at few tensors, and of many ways at one of each."""
+    mesh = {"a": 2, "b": 2, "c": 2}
+    ways = [{}, *({dim: (axis,)} for dim in (0, 1) for axis in mesh), *({0: (a,), 1: (b,)} for a, b in ("ab", "bc"))]
+    spec = Spec(mesh, tuple(Rule(f"k{at}.*", way) for at, way in enumerate(ways)))
+    noise = np.random.default_rng(3)
+    whole = {f"k{at}.{x}": noise.standard_normal((8, 8), dtype=np.float32) for at in range(len(ways)) for x in "uvwxyz"}
+    c = Checkpoint(tmp_path, spec, whole)
+    drifted = whole["k0.u"] * np.float32(1.0001)
+    for rank in (3, 6):
+        c.rewrite(rank, {"k0.u": drifted})
+        said = command_line(capsys, *c.arguments(spec, command="plan", target=Spec({"n": 1}, (Rule("*", {}),))))
+        assert said.code == 0, said
+        (told,) = warnings(said.err)
+        assert told.startswith("copies of 'k0.u' differ from rank to rank")
+        c.rewrite(rank, {"k0.u": whole["k0.u"]})
+
+
+@pytest.mark.parametrize("name", ["rng_state", "cuda.rng.3", "np_random", "seed", "Seeds1"])
+def test_random_state_that_a_rule_for_all_catches(tmp_path: Path, capsys: Capture, name: str) -> None:
+    c = Checkpoint(tmp_path)
+    for rank in range(8):
+        c.rewrite(rank, {name: np.random.default_rng(rank).integers(0, 256, 600, np.uint8)})
+    said = command_line(capsys, *c.arguments())
+    assert said.code == 0, said
+    (told,) = warnings(said.err)
+    assert told.startswith(f"copies of '{name}' differ from rank to rank")
+    assert command_line(capsys, *c.arguments(RIGHT, "--overwrite", "--strict")).code == 3
+
+
+@pytest.mark.parametrize("name", ["strange.weight", "grng", "randomize_weight"])
+def test_whole_numbers_of_another_name_are_no_random_state(tmp_path: Path, capsys: Capture, name: str) -> None:
+    c = Checkpoint(tmp_path)
+    for rank in range(8):
+        c.rewrite(rank, {name: np.random.default_rng(rank).integers(0, 256, 600, np.uint8)})
+    said = command_line(capsys, *c.arguments())
+    assert said.code == 3 and f"other values in '{name}'" in said.err
+
+
+@pytest.mark.parametrize("heights", [(3, 1), (3, 1, 3, 1), (5, 4, 3)])
+def test_replicated_but_cut_unevenly(tmp_path: Path, capsys: Capture, heights: tuple[int, ...]) -> None:
+    """Shapes alone tell it; no shard is the odd one out, so none can be called damaged."""
+    spec = Spec({"n": len(heights)}, (Rule("*", {}),))
+    c = Checkpoint(tmp_path, spec, {"norm": np.arange(16, dtype=np.float32)})
+    head = np.random.default_rng(4).standard_normal((5, 2), dtype=np.float32)
+    for rank, height in enumerate(heights):
+        c.rewrite(rank, {"head": head[:height] if height != 1 else head[3:4]})
+    for command in ("plan", "transform"):
+        said = command_line(capsys, *c.arguments(spec, command=command, target=Spec({"n": 1}, (Rule("*", {}),))))
+        assert said.code == 3 and "other shapes in 'head'" in said.err and "src.toml" in said.err, said
+    assert not c.dst.exists()
+
+
+def test_a_shard_of_another_rank(tmp_path: Path, capsys: Capture) -> None:
+    """Two of eight swapped: what tells it is compared even if more ways of cutting are cut over all ranks."""
+    ways = [{0: ("dp", "tp")}, {1: ("dp", "tp")}, {0: ("tp", "dp")}, {1: ("tp", "dp")}]
+    ways += [{0: ("dp",), 1: ("tp",)}, {0: ("tp",), 1: ("dp",)}]
+    over = [({0: ("dp",)}, ("tp",)), ({0: ("tp",)}, ("dp",)), ({1: ("dp",)}, ("tp",)), ({}, ("dp", "tp"))]
+    rules = [Rule(f"x{at}.*", way) for at, way in enumerate(ways)]
+    rules += [Rule(f"y{at}.*", *way) for at, way in enumerate(over)]
+    spec = Spec(MESH, (*rules, Rule("norm", ROWS)))
+    noise = np.random.default_rng(5)
+    whole = {rule.match.replace("*", "w"): noise.standard_normal((8, 8), dtype=np.float32) for rule in rules}
+    whole["norm"] = noise.standard_normal(32, dtype=np.float32)
+    for first, second in ((2, 5), (1, 7), (6, 7)):
+        c = Checkpoint(tmp_path / f"{first}", spec, whole)
+        mine, theirs = dict(c.shards[first]), dict(c.shards[second])
+        c.rewrite(first, theirs)
+        c.rewrite(second, mine)
+        said = command_line(capsys, *c.arguments(spec, target=Spec({"n": 1}, (Rule("*", {}),))))
+        assert said.code == 3 and "'norm'" in said.err, said
+
+
+@pytest.mark.parametrize("stages", [8, 16])
+@pytest.mark.parametrize("name", ["embedding", "head"])
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_what_one_of_many_stages_has(stages: int, name: str, axis: int) -> None:
+    """Embedding and head are in one stage each, so every step is made there; by a listing and by a rule."""
+    mesh, stage = (2, 2, 2), 0 if name == "embedding" else stages - 1
+    layers = {f"layers.{at}.w": (Placement(mesh, ((2,),), stages=(at,)),) for at in range(stages)}
+    ends = {"embedding": (Placement(mesh, stages=(0,)),), "head": (Placement(mesh, stages=(stages - 1,)),)}
+    size = 8 * stages
+    step = 8 * stage, 8 * stage + (4, 2, 1)[axis]
+    pairs = rank_pairs(Strategy(size, stages, {**layers, **ends}), range(size))
+    assert step in {pair[:2] for pair in pairs} and len(pairs) <= MAX_PAIRS
+    everywhere = tuple(range(stages))
+    rules = (("layers.*", Placement(mesh, ((2,),), stages=everywhere)), ("*", Placement(mesh, stages=everywhere)))
+    names_of = {at: [f"layers.{at}.w"] for at in everywhere}
+    names_of[0], names_of[stages - 1] = [*names_of[0], "embedding"], [*names_of[stages - 1], "head"]
+    pairs = rank_pairs(Strategy(size, stages, {}, rules), range(size), names_of)
+    assert step in {pair[:2] for pair in pairs} and len(pairs) <= MAX_PAIRS
+
+
 # What no strategy lists
 
 
@@ -382,6 +482,18 @@ def test_parts_of_tensors_are_no_ranks_own(tmp_path: Path, capsys: Capture, size
     assert "--unlisted replicate takes one rank's" in said.err and not c.dst.exists()
     said = command_line(capsys, *c.arguments(spec, "--unlisted", "replicate"))
     assert said.code == 0 and "x.0" in read_shard(c.dst / "rank_1" / "checkpoint_1.ckpt")
+
+
+@pytest.mark.parametrize("kind", [np.int8, np.uint8, np.int64, np.float32])
+def test_forgotten_tensors_of_two_dimensions(tmp_path: Path, capsys: Capture, kind: type) -> None:
+    """Quantized weights, however small, and columns of one element are parts of a tensor."""
+    spec = Spec(MESH, (Rule("layers.*.qkv", ROWS), Rule("layers.*.out", COLUMNS), Rule("[enh]*", WHOLE)))
+    c = Checkpoint(tmp_path, spec, {name: array for name, array in tensors().items() if name != "embedding"})
+    for rank in range(8):
+        shape = (1, 1) if kind is np.float32 else (4, 8)
+        c.rewrite(rank, {"quantized": np.random.default_rng(rank).integers(0, 100, shape).astype(kind)})
+    said = command_line(capsys, *c.arguments(spec))
+    assert said.code == 3 and "no copies of each other" in said.err and "'quantized'" in said.err
 
 
 # Ranks that are not there
@@ -465,11 +577,6 @@ def test_little_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     spec = Spec(MESH, (Rule("layers.*.qkv", ROWS),))
     c = Checkpoint(tmp_path, spec, whole)
     c.arguments(spec)
-    from reshard_mpi import strategy
-    from reshard_mpi.discovery import find_shards
-    from reshard_mpi.placement import unsharded
-    from reshard_mpi.source import SourceCheckpoint
-
     source = SourceCheckpoint.open(find_shards(str(c.src)), strategy.load(str(tmp_path / "src.toml")))
     conversion = Conversion(source, unsharded())
     assert conversion.drifted_tensors() == ()
@@ -481,6 +588,32 @@ def test_little_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         conversion.drifted_tensors(process=process, processes=3)
         assert len(read) - before < len(alone)
     assert {*read} == alone
+
+
+def test_little_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk is decoded whole to read a few elements of it."""
+    spec, noise = Spec({"n": 4}, (Rule("w*", {}), Rule("x*", {0: ("n",)}))), np.random.default_rng(6)
+    names = [f"{way}{layer}" for way in "wx" for layer in range(12)]
+    for rank in range(4):
+        (tmp_path / "src" / f"rank_{rank}").mkdir(parents=True)
+        with h5py.File(tmp_path / "src" / f"rank_{rank}" / f"c_{rank}.h5", "w") as file:
+            for name in names:
+                array = np.zeros(1 << 19, np.float32) if name[0] == "w" else np.full(1 << 19, rank, np.float32)
+                array[:40] = noise.standard_normal(40) if name[0] == "x" else 7
+                file.create_dataset(name, data=array, chunks=array.shape, compression="gzip", compression_opts=1)
+    (tmp_path / "src.toml").write_text(spec.text())
+    decoded: list[tuple[str, str]] = []
+
+    def counting(files: Files, entry: TensorEntry, box: Box) -> bytes:
+        assert isinstance(entry.source, Decoded)
+        decoded.append((entry.source.path, entry.name))
+        return excerpt(files, entry, box)
+
+    monkeypatch.setattr(excerpts, "excerpt", counting)
+    source = SourceCheckpoint.open(find_shards(str(tmp_path / "src")), strategy.load(str(tmp_path / "src.toml")))
+    assert Conversion(source, unsharded()).drifted_tensors() == ()
+    assert {name[0] for _, name in decoded} == {"w", "x"}
+    assert len(decoded) == len({*decoded}) <= 4 * 4  # of each shard a few, and each in one place
 
 
 @pytest.mark.parametrize(

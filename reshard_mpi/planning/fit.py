@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from enum import Enum
 from fnmatch import fnmatchcase
@@ -13,13 +14,15 @@ from reshard_mpi.manifest import Manifest
 from reshard_mpi.nesting import regroup_held
 from reshard_mpi.placement import Placement, Shape, Strategy
 from reshard_mpi.planning.parameters import Unlisted, find_or_follow
-from reshard_mpi.planning.samples import Pair, kind_of
+from reshard_mpi.planning.samples import MAX_TENSORS, Pair, kind_of
 from reshard_mpi.units import KIB
 
-# What a rank has for itself (random state, counters) is small, and where it is of floating point one number.
+# What a rank has for itself (random state, counters) is small, of one dimension at most, and where it is of floating
+# point one number.
 _MAX_OWN_BYTES = 64 * KIB
 # Statistics that data-parallel ranks gather each from its own data: batch normalization in MindSpore and torch.
 _STATISTICS = {"moving_mean", "moving_variance", "running_mean", "running_var", "num_batches_tracked"}
+_RANDOM_STATE = re.compile(r"(?:^|[^a-z])(?:rng|random|seeds?)(?:[^a-z]|$)", re.IGNORECASE)
 # Of tensors that have drifted apart, so many are named in one line.
 _MAX_NAMED = 8
 
@@ -59,15 +62,24 @@ class Compared(NamedTuple):
 
     @property
     def may_drift(self) -> bool:
-        """Whether ranks may have values of their own for all that a strategy can say: scalars, and statistics."""
-        return not self.shape or self.name.rpartition(".")[2] in _STATISTICS
+        """Whether ranks may have values of their own for all that a strategy can say.
+
+        Scalars, statistics, and the state of random number generators.
+        """
+        if self.likeness is Likeness.OF_ANOTHER_SHAPE:
+            return False
+        if not self.shape or self.name.rpartition(".")[2] in _STATISTICS:
+            return True
+        return not self.floating and self.size_bytes <= _MAX_OWN_BYTES and bool(_RANDOM_STATE.search(self.name))
 
     @property
     def may_be_own(self) -> bool:
         """Whether it can be a value that each rank has for itself, if no strategy lists it."""
         if self.may_drift:
             return True
-        return self.size_bytes <= _MAX_OWN_BYTES and not (self.floating and math.prod(self.shape) > 1)
+        if len(self.shape) > 1 or self.size_bytes > _MAX_OWN_BYTES:
+            return False
+        return not self.floating or math.prod(self.shape) <= 1
 
 
 def should_be_one_part(placement: Placement | None, pair: Pair, part_shape: Shape) -> bool:
@@ -91,8 +103,11 @@ def judge(
     layers where it should be different. paths: of the two shards. unlisted: what becomes of tensors in no strategy.
     """
     by_placement: dict[Placement | None, list[Compared]] = {}
+    all_copies = []
     for tensor in compared:
         by_placement.setdefault(tensor.placement, []).append(tensor)
+        if tensor.one_part and tensor.placement is not None:
+            all_copies.append(tensor)
     where = " and ".join([*([strategy.origin] if strategy.origin else []), *paths])
     drifted: list[str] = []
     for placement, tensors in by_placement.items():
@@ -101,25 +116,32 @@ def judge(
                 _judge_unlisted(pair, tensors, where)
             continue
         words = _words(placement, strategy.axes)
-        drifted += _judge_copies(pair, [tensor for tensor in tensors if tensor.one_part], words, where)
+        copies = [tensor for tensor in tensors if tensor.one_part]
+        # A pair that only tells of its shards has few tensors of a way; one of another moment differs in most of all.
+        drifted += _judge_copies(pair, copies, all_copies if pair.tensors < MAX_TENSORS else copies, words, where)
         _judge_parts(pair, [tensor for tensor in tensors if not tensor.one_part], words, where)
     return tuple(drifted)
 
 
-def _judge_copies(pair: Pair, tensors: Sequence[Compared], placed: str, where: str) -> list[str]:
-    """Judge tensors that a pair of ranks should hold alike; return those that have drifted apart."""
-    # A shard that contradicts another in a shape or a type is damaged, and dealt with as such if it is needed.
-    tensors = [tensor for tensor in tensors if tensor.likeness is not Likeness.OF_ANOTHER_SHAPE]
+def _judge_copies(
+    pair: Pair, tensors: Sequence[Compared], among: Sequence[Compared], placed: str, where: str
+) -> list[str]:
+    """Judge tensors that a pair of ranks should hold alike; return those that have drifted apart.
+
+    among: if most of these differ, they have not drifted.
+    """
     counted = [tensor for tensor in tensors if not tensor.may_drift]
     differing = [tensor for tensor in counted if tensor.differs]
-    unlike = [tensor for tensor in differing if tensor.likeness is Likeness.DIFFERENT]
-    if 2 * len(differing) > len(counted):
+    unlike = [tensor for tensor in differing if tensor.likeness is not Likeness.CLOSE]
+    of_among = [tensor.differs for tensor in among if not tensor.may_drift]
+    if 2 * sum(of_among) > len(of_among):
         unlike = differing
     if unlike:
+        what = "shapes" if any(tensor.likeness is Likeness.OF_ANOTHER_SHAPE for tensor in unlike) else "values"
         raise StrategyError(
             "the source strategy does not fit the checkpoint: parts that should be the same differ",
             expected=f"the same of {_some(counted)} on ranks {pair.first} and {pair.second}, by {placed}",
-            got=f"other values in {_some(unlike)}",
+            got=f"other {what} in {_some(unlike)}",
             where=where,
             remedy="correct the strategy: these are cut over more ranks than it says, its mesh is not that of the"
             " checkpoint, or its axes are in another order. If the shards are right, one of them is of another moment"

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Callable, Collection, Container, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from functools import lru_cache, partial
 from itertools import islice
+from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 from reshard_mpi.box import Box
@@ -32,7 +33,10 @@ FEW_TENSORS = 8
 PLACE_ELEMENTS = 32
 # Where the shards of a stage are not all there, or lie damaged, so many are tried as the first of a pair.
 _MAX_TRIED = 64
+# A checkpoint has a few meshes, and tensors in a few sets of stages; of more than so many, some are looked at.
+_MAX_WAYS = 256
 _DIGITS = re.compile(r"\d+")
+NO_NAMES: Mapping[int, Collection[str]] = MappingProxyType({})
 
 
 class Pair(NamedTuple):
@@ -55,47 +59,107 @@ class _Step(NamedTuple):
         return rank + ((coordinate + self.distance) % self.length - coordinate) * self.stride
 
 
-def rank_pairs(strategy: Strategy, present: Collection[int]) -> tuple[Pair, ...]:
+def rank_pairs(
+    strategy: Strategy, present: Collection[int], names_of: Mapping[int, Collection[str]] = NO_NAMES
+) -> tuple[Pair, ...]:
     """Return the pairs of `present` ranks to compare, MAX_PAIRS at most: the same for equal arguments.
 
-    Every step along an axis of a mesh, by each divisor of its length and to its end, is made in some stage; where there
-    are few stages, in each of them. In a checkpoint of MAX_SHARDS shards each is compared with all its neighbours.
+    Every step along an axis of a mesh, by each divisor of its length and to its end, is made in a stage that holds what
+    is placed over that mesh: for each kind of tensors, so that what one stage alone has is looked at as well. What is
+    left of the pairs goes round the stages. In a checkpoint of MAX_SHARDS shards each is compared with all its
+    neighbours. names_of: the tensors that a stage has, where the strategy has rules.
     """
-    steps = _steps(strategy)
+    steps = _spread(_steps(_meshes(strategy)), MAX_PAIRS)
     by_stage: dict[int, list[int]] = {}
     for rank in sorted(present):
         by_stage.setdefault(strategy.stage_of(rank), []).append(rank)
     if not steps or not by_stage:
         return ()
+    pairs: dict[Pair, None] = {}
+
+    def take(stage: int, step: _Step) -> None:
+        tried = islice(by_stage[stage], _MAX_TRIED)
+        first = next((rank for rank in tried if step.partner(rank) in present), None)
+        if first is not None and len(pairs) < MAX_PAIRS:
+            pairs[_pair(first, step.partner(first))] = None
+
+    for stage, step in _covering(_held_ways(strategy, names_of), by_stage):
+        take(stage, step)
     stages = _spread(list(by_stage), MAX_PAIRS)
-    found: dict[Pair, None] = {}
     for turn in range(len(steps)):
         for number, stage in enumerate(stages):
-            step = steps[(turn + number) % len(steps)]
-            tried = islice(by_stage[stage], _MAX_TRIED)
-            first = next((rank for rank in tried if step.partner(rank) in present), None)
-            if first is not None and len(found) < MAX_PAIRS:
-                found[_pair(first, step.partner(first))] = None
+            take(stage, steps[(turn + number) % len(steps)])
     if len(present) <= MAX_SHARDS:
         neighbours = ((rank, step.partner(rank)) for step in steps for rank in sorted(present))
         further = dict.fromkeys(_pair(*both) for both in neighbours if both[1] in present)
-        found.update((pair._replace(tensors=FEW_TENSORS), None) for pair in further if pair not in found)
-    return tuple(found)
+        pairs.update((pair._replace(tensors=FEW_TENSORS), None) for pair in further if pair not in pairs)
+    return tuple(pairs)
 
 
-def _steps(strategy: Strategy) -> list[_Step]:
-    """Return the steps along the axes of all meshes; of those that lead from rank 0 to the same rank, one."""
+def _meshes(strategy: Strategy) -> dict[Shape, None]:
     placements = {id(p): p for listed in strategy.parameters.values() for p in listed}
     placements |= {id(p): p for _, p in strategy.rules}
+    return dict.fromkeys(p.mesh for p in placements.values())
+
+
+def _steps(meshes: Iterable[Shape]) -> list[_Step]:
+    """Return the steps along the axes of meshes; of those that lead from rank 0 to the same rank, one."""
     steps: dict[int, _Step] = {}
-    for mesh in dict.fromkeys(p.mesh for p in placements.values()):
+    for mesh in meshes:
         stride = 1
         for length in reversed(mesh):
             for distance in range(1, length):
                 if length % distance == 0 or distance == length - 1:
                     steps.setdefault(stride * distance, _Step(stride, length, distance))
             stride *= length
-    return _spread([steps[rank] for rank in sorted(steps)], MAX_PAIRS)
+    return [steps[rank] for rank in sorted(steps)]
+
+
+def _held_ways(strategy: Strategy, names_of: Mapping[int, Collection[str]]) -> set[tuple[Shape, frozenset[int]]]:
+    """Return over which meshes the tensors of one kind and one way of placing them lie, and in which stages."""
+    stages_of: dict[tuple[str, tuple[object, ...]], set[int]] = {}
+    meshes: dict[tuple[object, ...], Shape] = {}
+
+    def add(name: str, placement: Placement, stages: Iterable[int]) -> None:
+        way = (placement.mesh, placement.split, placement.optimizer, placement.sizes)  # in whatever stage
+        meshes[way] = placement.mesh
+        stages_of.setdefault((kind_of(name), way), set()).update(stages)
+
+    for name, listed in strategy.parameters.items():
+        for placement in listed:
+            add(name, placement, placement.stages)
+    for stage, names in names_of.items():
+        for name in names:
+            for placement in strategy.find(name):
+                if stage in placement.stages and name not in strategy.parameters:
+                    add(name, placement, (stage,))
+    return {(meshes[way], frozenset(stages)) for (_, way), stages in stages_of.items()}
+
+
+def _covering(held: Iterable[tuple[Shape, frozenset[int]]], present: Collection[int]) -> Iterator[tuple[int, _Step]]:
+    """Yield stages and steps until all that is held has had every step of its mesh in a stage that holds it.
+
+    held: meshes, and the stages over which what lies so goes. present: the stages that have shards. Those that serve
+    the most are yielded first, MAX_PAIRS at most.
+    """
+    ways = _spread(sorted(held, key=lambda way: (way[0], sorted(way[1]))), _MAX_WAYS)
+    needs = [(stages, step) for mesh, stages in ways for step in _steps([mesh])]
+    step_to: dict[int, _Step] = {}  # by the rank that it leads to from rank 0
+    served_by: dict[tuple[int, int], set[int]] = {}  # the numbers of the needs
+    for number, (stages, step) in enumerate(needs):
+        partner = step.partner(0)
+        step_to.setdefault(partner, step)
+        for stage in _spread(sorted(stages.intersection(present)), MAX_PAIRS):
+            served_by.setdefault((stage, partner), set()).add(number)
+    for _ in range(MAX_PAIRS):
+        best = min(served_by, key=lambda made: (-len(served_by[made]), made), default=None)
+        if best is None or not served_by[best]:
+            return
+        stage, partner = best
+        yield stage, step_to[partner]
+        done = served_by.pop(best)
+        for others in served_by.values():
+            others -= done
 
 
 def _spread(values: list[T], limit: int) -> list[T]:

@@ -242,6 +242,6 @@ def test_modules_beside_a_file_are_not_run(tmp_path: Path, command: list[str]) -
         (tmp_path / f"{name}.py").write_text("open('it-ran', 'w')\n")
     where = {"transform": ["a.h5", "out"]}.get(command[0], ["a.h5"])
     line = [sys.executable, "-P", "-m", "reshard_mpi", command[0], *where, *command[1:]]
-    finished = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    finished = subprocess.run(line, check=False, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert finished.returncode == (3 if command[0] == "verify" else 0), finished  # it keeps no sums to verify by
     assert not (tmp_path / "it-ran").exists()
