@@ -200,10 +200,12 @@ def rank_list_for_transform(
     rank_id = plain_number(rank_id, "rank_id")
     source, target = _strategies(src_strategy_file, dst_strategy_file)
     source = source or unsharded()
-    # Strategies made of rules list no names; a rule's own glob then stands for the parameters it is for.
+    # Strategies made of rules list no names; a rule's own glob then stands for the parameters it is for. Each stage may
+    # have others of these.
     names = [glob for glob, _ in (*source.rules, *target.rules)]
-    every = range(source.world_size)
-    return list(needed_ranks(source, target, rank_id, names=names, available=every, unlisted=as_unlisted(unlisted)))
+    every, choice = range(source.world_size), as_unlisted(unlisted)
+    found = needed_ranks(source, target, rank_id, names=names, available=every, unlisted=choice, from_any_stage=True)
+    return list(found)
 
 
 # MindSpore's other names of the same.

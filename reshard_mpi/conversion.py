@@ -53,6 +53,9 @@ class Conversion:
     _table: str | None = field(default=None)
     _opener: ShardOpener | None = field(default=None)
 
+    def __post_init__(self) -> None:
+        self.source.list_rule_names()
+
     def plan(self, target_rank: int, *, checked: bool = True) -> RankPlan:
         """Return the plan of one target rank, its checks passed.
 

@@ -74,7 +74,6 @@ class ShardOpener:
     unlisted: Unlisted
     strict: bool
     replicas: Replicas
-    _names: dict[str, int] | None = field(default=None)
     _never_saved: dict[tuple[int, ...], set[str]] = field(default_factory=dict)
 
     def open(self, target_rank: int) -> Opened:
@@ -95,7 +94,7 @@ class ShardOpener:
     def _try_to_open(self, target_rank: int, lost: dict[int, Lost]) -> Opened | None:
         """Open the shards that a target needs; None, and an entry in `lost`, if one of them turns out to be lost."""
         source, candidates = self.source.strategy, _Candidates(self.source, lost)
-        names = self._rule_names()
+        names = self.source.rule_names()
         ranks = set(
             needed_ranks(source, self.target, target_rank, names=names, available=candidates, unlisted=self.unlisted)
         )
@@ -252,58 +251,33 @@ class ShardOpener:
         """Return who has the names that the target needs and no opened shard has, as far as only rules place them."""
         seen = {name for manifest in manifests.values() for name in manifest.tensors}
         return {
-            rank
-            for name, rank in self._rule_names().items()
+            next(iter(ranks.values()))
+            for name, ranks in self.source.rule_names().items()
             if name not in seen and wants(self.source.strategy, self.target, target_rank, name, self.unlisted, seen)
         }
 
     def _require_stages_of_rules(self, target_rank: int) -> None:
-        """Raise CoverageError if the target may hold what, by rules, only stages without any sound shard have."""
+        """Raise CoverageError if the target may hold what, by rules, stages without any sound shard have."""
         source = self.source.strategy
         for glob, placement in source.rules:
             there = self.source.stage_ranks()
-            if any(stage in there for stage in placement.stages):
+            missing = [stage for stage in placement.stages if stage not in there]
+            if not missing or glob in self.source.rule_names():  # by this name it may well be in all of its stages
                 continue
             names = [glob, *(name for name in self.target.parameters if fnmatchcase(name, glob))]
             holding = [placement.stages for name in names for placement in self.target.find(name)]
             if holding and not any(self.target.stage_of(target_rank) in stages for stages in holding):
                 continue
-            damaged = (self.source.lost(r) for r in self.source.files.by_rank if source.stage_of(r) in placement.stages)
+            damaged = (self.source.lost(r) for r in self.source.files.by_rank if source.stage_of(r) in missing)
             raise CoverageError(
                 f"no shard that should hold {glob!r} is there",
-                expected=f"a shard of stage {placement.stages[0]} of the source",
+                expected=f"a shard of stage {missing[0]} of the source",
                 got="; ".join([f"shards of stage {', '.join(map(str, there))}", *map(str, islice(damaged, 4))]),
                 where=self.source.files.path,
                 remedy="restore the shards of that stage",
             )
 
-    def _rule_names(self) -> dict[str, int]:
-        """Return the names that shards hold, where the source strategy lists none but goes by rules, and who has each.
-
-        If the first and the last shard of a stage do not hold the same, they are saved without redundancy, and all of
-        the stage are looked into.
-        """
-        if self._names is None:
-            self._names = {}
-            if self.source.strategy.rules and self.source.strategy.world_size > 1:
-                for first in self.source.stage_ranks().values():
-                    ranks = [rank for rank in self._ranks_of_stage(first) if rank >= first]
-                    last = next(rank for rank in reversed(ranks) if self.source.find(rank) is not None)
-                    alike = self.source.manifest(first).tensors.keys() == self.source.manifest(last).tensors.keys()
-                    for rank in [first] if alike else ranks:
-                        manifest = self.source.find(rank)
-                        for name in manifest.tensors if manifest is not None else ():
-                            self._names.setdefault(name, rank)
-        return self._names
-
     def knows(self, name: str) -> bool:
         """Tell whether a tensor that a shard holds is looked for in the shards of all targets, whoever holds it."""
-        return (
-            not self.source.strategy.rules or name in self._rule_names() or name in listed_names(self.source.strategy)
-        )
-
-    def _ranks_of_stage(self, rank: int) -> list[int]:
-        """Return the ranks that are there of the stage of `rank`."""
-        size = self.source.strategy.stage_size
-        start = rank - rank % size
-        return [other for other in range(start, start + size) if other in self.source]
+        strategy = self.source.strategy
+        return not strategy.rules or name in self.source.rule_names() or name in listed_names(strategy)

@@ -12,7 +12,7 @@ The semantics are MindSpore's:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
@@ -235,6 +235,25 @@ class Strategy:
         if listed is not None:
             return listed
         return next(((placement,) for glob, placement in self.rules if fnmatchcase(name, glob)), ())
+
+    def listing(self, stages_of: Mapping[str, Collection[int]]) -> Strategy:
+        """Return the strategy with names that rules place listed one by one, in those of their stages that hold them.
+
+        stages_of: the stages by name. Names that only a rule for every name (`*`) catches and that may follow another
+        are left to the rules.
+        """
+        listed = dict(self.parameters)
+        made: dict[tuple[Placement, tuple[int, ...]], Placement] = {}
+        for name, stages in stages_of.items():
+            follows = self.is_only_caught(name) and any(
+                self.find(base) and not self.is_only_caught(base) for base in named_after(name)
+            )
+            if name in listed or follows:
+                continue
+            for placement in self.find(name):
+                here = tuple(stage for stage in placement.stages if stage in stages) or placement.stages
+                listed[name] = (made.setdefault((placement, here), placement.with_stages(here)),)
+        return replace(self, parameters=listed)
 
     def is_only_caught(self, name: str) -> bool:
         """Tell whether nothing but a rule for every name (`*`) lists parameter `name`."""

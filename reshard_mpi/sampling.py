@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from itertools import islice
 from operator import eq
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ from reshard_mpi.manifest import Decoded, Manifest, TensorEntry
 from reshard_mpi.placement import Shape
 from reshard_mpi.planning.fit import Compared, Likeness, judge, should_be_one_part, stray, unknown_tensor
 from reshard_mpi.planning.parameters import Unlisted
-from reshard_mpi.planning.samples import NO_NAMES, Pair, Sampled, Sampler, places, rank_pairs
+from reshard_mpi.planning.samples import Pair, Sampled, Sampler, places, rank_pairs
 from reshard_mpi.source import SourceCheckpoint
 from reshard_mpi.units import MIB
 
@@ -65,7 +65,7 @@ def drifted_tensors(
     sampler = Sampler(strategy, is_wanted)
     with Files() as files:
         excerpts = _Excerpts(files)
-        for pair in rank_pairs(strategy, source.files.by_rank, _names_of_stages(source))[process::processes]:
+        for pair in rank_pairs(strategy, source.files.by_rank)[process::processes]:
             first, second = source.find(pair.first), source.find(pair.second)
             if first is None or second is None:
                 continue
@@ -85,13 +85,6 @@ def drifted_tensors(
                     raise damage
             drifted.update(dict.fromkeys(judge(pair, compared, strategy, (first.path, second.path), unlisted)))
     return tuple(drifted)
-
-
-def _names_of_stages(source: SourceCheckpoint) -> Mapping[int, Collection[str]]:
-    """Return the tensors of each stage where rules place them: one shard of every stage has been opened for those."""
-    if source.strategy.stages == 1 or not source.strategy.required_rules:
-        return NO_NAMES
-    return {stage: source.manifest(rank).tensors for stage, rank in source.stage_ranks().items()}
 
 
 class _Excerpts:

@@ -43,6 +43,7 @@ class SourceCheckpoint:
     _manifests: OrderedDict[int, Manifest] = field(default_factory=OrderedDict)
     _damage: dict[int, ReshardError] = field(default_factory=dict)
     _stage_ranks: dict[int, int] | None = field(default=None)
+    _rule_names: dict[str, dict[int, int]] | None = field(default=None)
 
     @classmethod
     def open(
@@ -150,6 +151,38 @@ class SourceCheckpoint:
 
     def _kept_tensors(self) -> int:
         return sum(len(manifest.tensors) for manifest in self._manifests.values())
+
+    def rule_names(self) -> Mapping[str, Mapping[int, int]]:
+        """Return the names that shards hold, where the strategy has rules: for each a rank by stage that has it.
+
+        If the first and the last shard of a stage do not hold the same, they are saved without redundancy, and all of
+        the stage are looked into.
+        """
+        if self._rule_names is None:
+            self._rule_names = {}
+            if self.strategy.rules and self.strategy.world_size > 1:
+                for stage, first in self.stage_ranks().items():
+                    for rank in self._telling_ranks(stage, first):
+                        manifest = self.find(rank)
+                        for name in manifest.tensors if manifest is not None else ():
+                            self._rule_names.setdefault(name, {}).setdefault(stage, rank)
+        return self._rule_names
+
+    def list_rule_names(self) -> None:
+        """Have the strategy list the names that its rules place, each in the stages that hold it.
+
+        A rule is for all stages unless it says for which, but most of what it places lies in one of them.
+        """
+        if self.strategy.stages > 1 and self.strategy.rules:
+            self.strategy = self.strategy.listing(self.rule_names())
+
+    def _telling_ranks(self, stage: int, first: int) -> list[int]:
+        """Return the ranks whose shards together tell what a stage has; first: the lowest with a sound shard."""
+        end = (stage + 1) * self.strategy.stage_size
+        ranks = [rank for rank in range(first, end) if rank in self]
+        last = next(rank for rank in reversed(ranks) if self.find(rank) is not None)
+        alike = self.manifest(first).tensors.keys() == self.manifest(last).tensors.keys()
+        return [first] if alike else ranks
 
     def stage_ranks(self) -> dict[int, int]:
         """Return, for each stage that has a sound shard, the lowest rank that has one."""

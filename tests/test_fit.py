@@ -280,6 +280,70 @@ def test_a_tensor_that_other_stages_have_too(tmp_path: Path, capsys: Capture, sa
         assert "other stages hold another 'a' too" in said.err and str(c.shard(2)) in said.err
 
 
+def staged(stages: int, layers: int) -> tuple[Spec, Spec, dict[str, np.ndarray]]:
+    """Return a spec whose rules say nothing of stages, one that does, and tensors: layers in turn, both ends."""
+    noise = np.random.default_rng(3)
+    whole = {f"layers.{at}.w": noise.standard_normal((8, 4), dtype=np.float32) for at in range(layers)}
+    whole |= {f"layers.{at}.bn.moving_mean": np.ones(4, "f4") for at in range(layers)}
+    whole |= {
+        "embedding": noise.standard_normal((8, 4), dtype=np.float32),
+        "head": noise.standard_normal((4, 4), dtype=np.float32),
+    }
+    cut = {0: ("tp",)}
+    said = Spec({"dp": 2, "tp": 2}, (Rule("layers.*.w", cut), Rule("embedding", cut), Rule("*", {})), stages)
+    ends = (Rule("embedding", cut, stages=(0,)), Rule("head", {}, stages=(stages - 1,)))
+    homes = [(f"layers.{at}.", (at * stages // layers,)) for at in range(layers)]
+    rules = [
+        Rule(f"{name}{kind}", split, stages=home) for name, home in homes for kind, split in (("w", cut), ("bn*", {}))
+    ]
+    return said, Spec(said.mesh, (*rules, *ends), stages), whole
+
+
+@pytest.mark.parametrize(("stages", "layers"), [(2, 4), (32, 32)])
+def test_rules_that_say_nothing_of_stages(tmp_path: Path, capsys: Capture, stages: int, layers: int) -> None:
+    """Each tensor lies in one stage, which the spec leaves open; batch statistics have drifted there."""
+    said, right, whole = staged(stages, layers)
+    c = Checkpoint(tmp_path, right, whole)
+    for rank, arrays in c.shards.items():
+        c.rewrite(rank, {name: array + rank for name, array in arrays.items() if name.endswith("moving_mean")})
+    target = Spec({"n": 2}, (Rule("layers.*.w", {0: ("n",)}), Rule("*", {})))
+    arguments = c.arguments(said, target=target)
+    found = command_line(capsys, *arguments)
+    assert found.code == 0, found
+    for name in [name for name in whole if name.endswith("moving_mean")]:
+        c.tensors[name] = c.tensors[name] + next(rank for rank, arrays in c.shards.items() if name in arrays)
+    held = read_shard(c.dst / "rank_0" / "checkpoint_0.ckpt")
+    assert held.keys() == whole.keys()
+    exact = {name for name in whole if not name.endswith("moving_mean")}
+    for rank, arrays in target.shards(c.tensors).items():
+        written = read_shard(c.dst / f"rank_{rank}" / f"checkpoint_{rank}.ckpt")
+        assert {name: written[name] for name in exact} == as_read({name: arrays[name] for name in exact})
+    # By rank, from the shards that the rank list names and no others.
+    for rank in range(2):
+        needed = reshard_mpi.rank_list_for_transform(rank, tmp_path / "src.toml", tmp_path / "dst.toml")
+        out = tmp_path / "alone" / f"rank_{rank}" / f"x_{rank}.ckpt"
+        files = {source: c.shard(source) for source in needed}
+        reshard_mpi.transform_checkpoint_by_rank(rank, files, out, tmp_path / "src.toml", tmp_path / "dst.toml")
+        alone = read_shard(out)
+        assert {name: alone[name] for name in exact} == as_read({n: target.shards(c.tensors)[rank][n] for n in exact})
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+def test_a_stage_without_any_shard_under_rules(tmp_path: Path, capsys: Capture, gone: int) -> None:
+    """What it held is unknown, as the rules do not name it."""
+    said, right, whole = staged(2, 4)
+    c = Checkpoint(tmp_path, right, whole)
+    for rank in range(4 * gone, 4 * gone + 4):
+        shutil.rmtree(c.shard(rank).parent)
+    target = Spec({"n": 1}, (Rule("*", {}),))
+    for command in ("plan", "transform"):
+        found = command_line(capsys, *c.arguments(said, target=target, command=command))
+        assert found.code == 3 and f"a shard of stage {gone} of the source" in found.err, found
+    files = {rank: c.shard(rank) for rank in range(8) if rank // 4 != gone}
+    with pytest.raises(reshard_mpi.CoverageError, match=f"a shard of stage {gone}"):
+        reshard_mpi.load_rank(0, files, tmp_path / "src.toml", tmp_path / "dst.toml")
+
+
 # Copies that have drifted apart
 
 
@@ -448,9 +512,8 @@ def test_what_one_of_many_stages_has(stages: int, name: str, axis: int) -> None:
     assert step in {pair[:2] for pair in pairs} and len(pairs) <= MAX_PAIRS
     everywhere = tuple(range(stages))
     rules = (("layers.*", Placement(mesh, ((2,),), stages=everywhere)), ("*", Placement(mesh, stages=everywhere)))
-    names_of = {at: [f"layers.{at}.w"] for at in everywhere}
-    names_of[0], names_of[stages - 1] = [*names_of[0], "embedding"], [*names_of[stages - 1], "head"]
-    pairs = rank_pairs(Strategy(size, stages, {}, rules), range(size), names_of)
+    stages_of = {**{f"layers.{at}.w": (at,) for at in everywhere}, "embedding": (0,), "head": (stages - 1,)}
+    pairs = rank_pairs(Strategy(size, stages, {}, rules).listing(stages_of), range(size))
     assert step in {pair[:2] for pair in pairs} and len(pairs) <= MAX_PAIRS
 
 

@@ -42,11 +42,13 @@ def needed_ranks(
     names: Iterable[str],
     available: Container[int],
     unlisted: Unlisted,
+    from_any_stage: bool = False,
 ) -> tuple[int, ...]:
     """Return the source ranks that target rank `target_rank` reads, ascending; at least one.
 
     names: parameters known besides the listed ones (strategies made of rules list none). available: the ranks that
-    may be chosen; pieces none of them holds are left for the plan to report, where shapes are known.
+    may be chosen; pieces none of them holds are left for the plan to report, where shapes are known. from_any_stage:
+    what rules place lies in one of their stages, it is not known in which, so all of them are needed.
     """
     check_target_rank(target_rank, target)
     require_common_parameters(source, target)
@@ -64,8 +66,15 @@ def needed_ranks(
         if placement is None or pair in seen:
             continue
         seen.add(pair)
+        alternatives = [origins]
+        if from_any_stage and name not in source.parameters:
+            alternatives = [(origin.with_stages((stage,)),) for origin in origins for stage in origin.stages]
         try:
-            needs = _choose_alternative(origins, placement, target_rank, home, available)
+            needs = [
+                need
+                for of_name in alternatives
+                for need in _choose_alternative(of_name, placement, target_rank, home, available)
+            ]
         except LayoutError as error:
             error.where = f"parameter {name!r}, {source.origin or 'source'} to {target.origin or 'target'}"
             error.remedy = error.remedy or "check that both strategies belong to the same network"

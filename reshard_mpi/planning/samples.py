@@ -12,7 +12,6 @@ import zlib
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from functools import lru_cache, partial
 from itertools import islice
-from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 from reshard_mpi.box import Box
@@ -36,7 +35,6 @@ _MAX_TRIED = 64
 # A checkpoint has a few meshes, and tensors in a few sets of stages; of more than so many, some are looked at.
 _MAX_WAYS = 256
 _DIGITS = re.compile(r"\d+")
-NO_NAMES: Mapping[int, Collection[str]] = MappingProxyType({})
 
 
 class Pair(NamedTuple):
@@ -59,15 +57,13 @@ class _Step(NamedTuple):
         return rank + ((coordinate + self.distance) % self.length - coordinate) * self.stride
 
 
-def rank_pairs(
-    strategy: Strategy, present: Collection[int], names_of: Mapping[int, Collection[str]] = NO_NAMES
-) -> tuple[Pair, ...]:
+def rank_pairs(strategy: Strategy, present: Collection[int]) -> tuple[Pair, ...]:
     """Return the pairs of `present` ranks to compare, MAX_PAIRS at most: the same for equal arguments.
 
     Every step along an axis of a mesh, by each divisor of its length and to its end, is made in a stage that holds what
     is placed over that mesh: for each kind of tensors, so that what one stage alone has is looked at as well. What is
     left of the pairs goes round the stages. In a checkpoint of MAX_SHARDS shards each is compared with all its
-    neighbours. names_of: the tensors that a stage has, where the strategy has rules.
+    neighbours.
     """
     steps = _spread(_steps(_meshes(strategy)), MAX_PAIRS)
     by_stage: dict[int, list[int]] = {}
@@ -83,7 +79,7 @@ def rank_pairs(
         if first is not None and len(pairs) < MAX_PAIRS:
             pairs[_pair(first, step.partner(first))] = None
 
-    for stage, step in _covering(_held_ways(strategy, names_of), by_stage):
+    for stage, step in _covering(_held_ways(strategy), by_stage):
         take(stage, step)
     stages = _spread(list(by_stage), MAX_PAIRS)
     for turn in range(len(steps)):
@@ -115,24 +111,16 @@ def _steps(meshes: Iterable[Shape]) -> list[_Step]:
     return [steps[rank] for rank in sorted(steps)]
 
 
-def _held_ways(strategy: Strategy, names_of: Mapping[int, Collection[str]]) -> set[tuple[Shape, frozenset[int]]]:
+def _held_ways(strategy: Strategy) -> set[tuple[Shape, frozenset[int]]]:
     """Return over which meshes the tensors of one kind and one way of placing them lie, and in which stages."""
     stages_of: dict[tuple[str, tuple[object, ...]], set[int]] = {}
     meshes: dict[tuple[object, ...], Shape] = {}
 
-    def add(name: str, placement: Placement, stages: Iterable[int]) -> None:
-        way = (placement.mesh, placement.split, placement.optimizer, placement.sizes)  # in whatever stage
-        meshes[way] = placement.mesh
-        stages_of.setdefault((kind_of(name), way), set()).update(stages)
-
     for name, listed in strategy.parameters.items():
         for placement in listed:
-            add(name, placement, placement.stages)
-    for stage, names in names_of.items():
-        for name in names:
-            for placement in strategy.find(name):
-                if stage in placement.stages and name not in strategy.parameters:
-                    add(name, placement, (stage,))
+            way = (placement.mesh, placement.split, placement.optimizer, placement.sizes)  # in whatever stage
+            meshes[way] = placement.mesh
+            stages_of.setdefault((kind_of(name), way), set()).update(placement.stages)
     return {(meshes[way], frozenset(stages)) for (_, way), stages in stages_of.items()}
 
 
