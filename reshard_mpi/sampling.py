@@ -114,7 +114,10 @@ def _require_homes(source: SourceCheckpoint, strays: Iterable[Sampled], pair: Pa
         shard, home = source.find(pair.first), source.find(home_rank) if home_rank in source else None
         if shard is None or home is None or name not in home.tensors or not shard.tensors[name].shape:
             continue
-        likeness, _ = _likeness(home, shard, name, True, excerpts)
+        try:
+            likeness, _ = _likeness(home, shard, name, True, excerpts)
+        except (ShardError, OSError):  # for planning to find, if it is needed
+            continue
         if likeness is not Likeness.SAME:
             raise stray(name, home_stage, source.strategy, (home.path, shard.path))
 
