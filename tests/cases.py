@@ -248,6 +248,8 @@ class _Choices:
         if not self.one_in(2):
             return layout
         other = self.layout(layout.stage_size, len(shape))
+        if layout.split_sizes and (other.dev_matrix, _axes(other)) == (layout.dev_matrix, _axes(layout)):
+            return layout  # over the same axes, state is cut as unevenly as its parameter
         if any(length % _cuts(other, dim) for dim, length in enumerate(shape)):
             other = replace(layout, opt_size=0)
         return replace(other, stages=layout.stages)
@@ -275,6 +277,10 @@ def _factorizations(number: int) -> list[tuple[int, ...]]:
     if number == 1:
         return [()]
     return [(first, *rest) for first in _divisors(number)[1:] for rest in _factorizations(number // first)]
+
+
+def _axes(layout: RawLayout) -> list[tuple[int, ...]]:
+    return [entry if isinstance(entry, tuple) else (entry,) for entry in layout.tensor_map]
 
 
 def _slices(layout: RawLayout, dim: int) -> int:

@@ -143,8 +143,9 @@ def test_stages_of_the_target_that_share_a_tensor_have_it_alike(tmp_path: Path, 
     assert "source shards disagree in what targets share: 'w'" in said
     assert str(c.shard(0)) in said and "'w' = float32 [12, 11]" in said
     assert str(c.shard(1)) in said and "'w' = float32 [12, 12]" in said
-    codes = [command_line(capsys, *c.arguments("transform", "--part", f"{at}/2")).code for at in range(2)]
-    assert codes == [0, 3]  # whoever commits sees both
+    for replicas, expected in (("sample", [3, 3]), ("any", [0, 3])):  # whoever commits sees both
+        parts = [["--part", f"{at}/2", "--replicas", replicas] for at in range(2)]
+        assert [command_line(capsys, *c.arguments("transform", *part)).code for part in parts] == expected
 
 
 def test_stages_of_the_target_that_share_state_have_it_alike(tmp_path: Path, capsys: Capture) -> None:
