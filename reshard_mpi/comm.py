@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import signal
 import sys
@@ -39,6 +40,7 @@ _HEAD_START_SECONDS = 1
 _STOP_SECONDS = 2.0
 _STOP_TAG, _TOLD_TAG = 17, 18
 _MAPPED = Path("/proc/self/maps")
+_MPICH_SHARED_MEMORY = "/dev/shm/mpich_shm_"
 # A launcher may start processes that are each told their share and know nothing of each other.
 _is_by_itself = False
 
@@ -194,8 +196,22 @@ def _stop(communicator: Any, code: int, stopped: Callable[[int], None]) -> None:
         if rank > 0 or silent:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what the library says of an abort would bury that
             return
+    _remove_shared_memory()
     # To finalize MPI would wait for what was left in the middle.
     os._exit(code)
+
+
+def _remove_shared_memory() -> None:
+    """Remove the names of the shared memory that MPICH has mapped; others that use it still have it.
+
+    MPICH names it after the launcher's job and step. A SLURM job that is put back starts again as the same step, and
+    would find what this one has left there.
+    """
+    for line in _MAPPED.read_text().splitlines():
+        path = line.rpartition(" ")[2]
+        if path.startswith(_MPICH_SHARED_MEMORY):
+            with contextlib.suppress(OSError):  # another rank was first
+                Path(path).unlink()
 
 
 def _abort(communicator: Any, code: int) -> None:
