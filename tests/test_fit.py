@@ -705,7 +705,7 @@ def test_a_slip_is_refused_or_makes_no_difference(slip: Slip) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=600)
+@settings(max_examples=250)
 @given(slip=slips())
 def test_many_slips(slip: Slip) -> None:
     assert_no_wrong_bytes(slip)
