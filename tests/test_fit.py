@@ -131,6 +131,18 @@ def test_a_wrong_strategy_is_refused_and_named(tmp_path: Path, capsys: Capture, 
     assert listing(c.dst) == before
 
 
+def test_a_layer_that_is_not_cut_as_the_others_are(tmp_path: Path, capsys: Capture) -> None:
+    """Other layers of the same parameter fit the rule: the one that every rank has whole would come out twice."""
+    whole = {name: array for name, array in tensors().items() if name.endswith("qkv") or name == "norm"}
+    truth = Spec(MESH, (Rule("layers.1.qkv", WHOLE), *RIGHT.rules[:1], RIGHT.rules[-1]))
+    c = Checkpoint(tmp_path, truth, whole)
+    said = command_line(capsys, *c.arguments(Spec(MESH, truth.rules[1:])))
+    assert said.code == 3 and "different parts of 'layers.1.qkv' on ranks" in said.err, said
+    assert not c.dst.exists()
+    assert command_line(capsys, *c.arguments(truth)).code == 0
+    c.assert_right()
+
+
 def test_by_all_ranks(tmp_path: Path, mpi: MPI) -> None:
     c = Checkpoint(tmp_path)
     finished = run_command(mpirun_command(mpi, 3, [*COMMAND, *c.arguments(WRONG["mesh swapped"][0])]))

@@ -14,7 +14,7 @@ from reshard_mpi.manifest import Manifest
 from reshard_mpi.nesting import regroup_held
 from reshard_mpi.placement import Placement, Shape, Strategy
 from reshard_mpi.planning.parameters import Unlisted, find_or_follow
-from reshard_mpi.planning.samples import MAX_TENSORS, Pair, kind_of
+from reshard_mpi.planning.samples import MAX_TENSORS, Pair
 from reshard_mpi.units import KIB
 
 # What a rank has for itself (random state, counters) is small, of one dimension at most, and where it is of floating
@@ -99,8 +99,8 @@ def judge(
     """Return the names of the tensors whose copies have drifted apart on a pair of ranks.
 
     Raises StrategyError if the strategy cannot be that of the checkpoint: most of the tensors that are held in one way
-    differ where they should be the same, or a few do that have nothing in common; or a parameter is the same in all
-    layers where it should be different. paths: of the two shards. unlisted: what becomes of tensors in no strategy.
+    differ where they should be the same, or a few do that have nothing in common; or any are the same where they should
+    be different. paths: of the two shards. unlisted: what becomes of tensors in no strategy.
     """
     by_placement: dict[Placement | None, list[Compared]] = {}
     all_copies = []
@@ -151,17 +151,12 @@ def _judge_copies(
 
 
 def _judge_parts(pair: Pair, tensors: Sequence[Compared], placed: str, where: str) -> None:
-    """Judge tensors of which a pair of ranks should hold different parts, all layers of a parameter together."""
-    by_kind: dict[str, list[Compared]] = {}
-    for tensor in tensors:
-        if tensor.telling:
-            by_kind.setdefault(kind_of(tensor.name), []).append(tensor)
-    same = [layers for layers in by_kind.values() if not any(tensor.differs for tensor in layers)]
-    telling = [tensor for layers in same for tensor in layers]
-    if telling:
+    """Judge tensors of which a pair of ranks should hold different parts."""
+    same = [tensor for tensor in tensors if tensor.telling and not tensor.differs]
+    if same:
         raise StrategyError(
             "the source strategy does not fit the checkpoint: parts that should be different are the same",
-            expected=f"different parts of {_some(telling)} on ranks {pair.first} and {pair.second}, by {placed}",
+            expected=f"different parts of {_some(same)} on ranks {pair.first} and {pair.second}, by {placed}",
             got="the same values wherever they were compared",
             where=where,
             remedy="correct the strategy: these are cut over fewer ranks than it says, or its mesh is not that of the"
