@@ -177,6 +177,20 @@ def test_what_the_checkpoint_cannot_show_is_told(tmp_path: Path, capsys: Capture
     assert said.code == 0 and "cannot show" not in said.err
 
 
+def test_what_copies_cannot_show_is_told(tmp_path: Path, capsys: Capture) -> None:
+    """Two axes that cut a tensor may be exchanged: the same ranks hold the same."""
+    mesh = {"dp": 2, "ep": 2, "tp": 2}
+    truth, exchanged = (
+        Spec(mesh, (Rule("layers.*", {0: (rows,), 1: (columns,)}), Rule("*", WHOLE)))
+        for rows, columns in (("ep", "tp"), ("tp", "ep"))
+    )
+    c = Checkpoint(tmp_path, truth)
+    for spec in (truth, exchanged):
+        said = command_line(capsys, *c.arguments(spec, command="plan"))
+        assert said.code == 0 and said.err.count("note: ") == 1, said
+        assert "'layers.*' is cut over several axes, and the checkpoint cannot show which of them cuts" in said.err
+
+
 # Rules
 
 

@@ -283,18 +283,34 @@ def require_same_network(strategy: Strategy, manifests: Iterable[Manifest]) -> N
 
 
 def unconfirmed_rules(strategy: Strategy) -> Iterator[str]:
-    """Yield a note if no copies of what rules of a spec cut can show whether it is cut as they say."""
-    alone = [
-        glob
-        for glob, placement in strategy.rules
-        if strategy.required_rules and placement.is_cut and placement.copies == len(placement.stages)
-    ]
+    """Yield notes on rules of a spec that cut as no comparison of shards can show to be right.
+
+    Shards only show which ranks hold the same. That says nothing where no ranks do, and is the same for every order of
+    the axes that cut a tensor.
+    """
+    cutting = [(glob, placement) for glob, placement in strategy.rules if strategy.required_rules and placement.is_cut]
+    alone = [glob for glob, placement in cutting if placement.copies == len(placement.stages)]
     if alone:
-        shown = ", ".join(map(repr, alone[:3])) + (", ..." if len(alone) > 3 else "")
         yield (
-            f"no two ranks hold the same of what {shown} {'matches' if len(alone) == 1 else 'match'}, so the checkpoint"
-            f" cannot show whether {strategy.origin} has the right axes and dimensions for it"
+            f"no two ranks hold the same of what {_globs(alone)} {'matches' if len(alone) == 1 else 'match'}, so the"
+            f" checkpoint cannot show whether {strategy.origin} has the right axes and dimensions for it"
         )
+    ordered = [glob for glob, placement in cutting if glob not in alone and _count_cutting_axes(placement) > 1]
+    if ordered:
+        yield (
+            f"{_globs(ordered)} {'is' if len(ordered) == 1 else 'are'} cut over several axes, and the checkpoint cannot"
+            f" show which of them cuts which dimension, and in which order: {strategy.origin} is believed"
+        )
+
+
+def _globs(globs: Sequence[str]) -> str:
+    return ", ".join(map(repr, globs[:3])) + (", ..." if len(globs) > 3 else "")
+
+
+def _count_cutting_axes(placement: Placement) -> int:
+    """Return how many axes of the mesh cut a tensor; what the optimizer cuts over counts as one."""
+    axes = [axis for over in placement.split for axis in over if placement.mesh[axis] > 1]
+    return len(axes) + (placement.optimizer > 1)
 
 
 def _some(tensors: Sequence[Compared]) -> str:
