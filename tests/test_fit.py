@@ -222,6 +222,13 @@ def test_a_rule_behind_another(tmp_path: Path, capsys: Capture) -> None:
     assert "what to do: put it before '*'" in said.err
 
 
+def test_a_rule_that_is_there_twice(tmp_path: Path, capsys: Capture) -> None:
+    c = Checkpoint(tmp_path)
+    said = command_line(capsys, *c.arguments(Spec(MESH, (RIGHT.rules[0], *RIGHT.rules))))
+    assert said.code == 3 and "got: 'layers.*.qkv' twice" in said.err, said
+    assert "what to do: remove one of the two rules" in said.err
+
+
 def test_optional_is_true_or_false(tmp_path: Path) -> None:
     (tmp_path / "s.toml").write_text('mesh = { n = 2 }\n[[parameter]]\nmatch = "w"\noptional = "yes"\n')
     with pytest.raises(StrategyError, match="optional has the wrong type"):

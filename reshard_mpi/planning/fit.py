@@ -207,10 +207,9 @@ def unknown_tensor(name: str, strategy: Strategy, path: str) -> CoverageError:
 
 def drift_warning(names: Sequence[str]) -> str:
     """Return what the user is told of tensors whose copies have drifted apart."""
-    shown = ", ".join(map(repr, names[:_MAX_NAMED])) + (", ..." if len(names) > _MAX_NAMED else "")
     return (
-        f"copies of {shown} differ from rank to rank ({len(names)} found in a sample): each target has what one of the"
-        " ranks holds"
+        f"copies of {_quoted(names, _MAX_NAMED)} differ from rank to rank ({len(names)} found in a sample): each target"
+        " has what one of the ranks holds"
     )
 
 
@@ -256,14 +255,18 @@ def require_living_rules(strategy: Strategy, names: Collection[str], which: str,
         return
     glob, taken_by = dead[0]
     others = f" (and {len(dead) - 1} more)" if len(dead) > 1 else ""
-    shown = ", ".join(map(repr, list(names)[:3])) + (", ..." if len(names) > 3 else "")
+    got = f"{glob!r}{others}, beside {len(names)} tensors: {_quoted(list(names))}"
+    remedy = "correct the pattern, or say optional = true in the rule"
+    if taken_by == glob:
+        got, remedy = f"{glob!r} twice{others}", "remove one of the two rules"
+    elif taken_by:
+        got, remedy = f"{glob!r}{others}, whose tensors {taken_by!r} before it takes", f"put it before {taken_by!r}"
     raise StrategyError(
         f"a rule of the {which} strategy places no tensor of the checkpoint",
         expected="every rule but '*' to match a tensor that no rule before it matches",
-        got=f"{glob!r}{others}, "
-        + (f"whose tensors {taken_by!r} before it takes" if taken_by else f"beside {len(names)} tensors: {shown}"),
+        got=got,
         where=f"{strategy.origin}; tensors of {where}",
-        remedy=f"put it before {taken_by!r}" if taken_by else "correct the pattern, or say optional = true in the rule",
+        remedy=remedy,
     )
 
 
@@ -292,19 +295,19 @@ def unconfirmed_rules(strategy: Strategy) -> Iterator[str]:
     alone = [glob for glob, placement in cutting if placement.copies == len(placement.stages)]
     if alone:
         yield (
-            f"no two ranks hold the same of what {_globs(alone)} {'matches' if len(alone) == 1 else 'match'}, so the"
+            f"no two ranks hold the same of what {_quoted(alone)} {'matches' if len(alone) == 1 else 'match'}, so the"
             f" checkpoint cannot show whether {strategy.origin} has the right axes and dimensions for it"
         )
     ordered = [glob for glob, placement in cutting if glob not in alone and _count_cutting_axes(placement) > 1]
     if ordered:
         yield (
-            f"{_globs(ordered)} {'is' if len(ordered) == 1 else 'are'} cut over several axes, and the checkpoint cannot"
-            f" show which of them cuts which dimension, and in which order: {strategy.origin} is believed"
+            f"{_quoted(ordered)} {'is' if len(ordered) == 1 else 'are'} cut over several axes, and the checkpoint"
+            f" cannot show which of them cuts which dimension, and in which order: {strategy.origin} is believed"
         )
 
 
-def _globs(globs: Sequence[str]) -> str:
-    return ", ".join(map(repr, globs[:3])) + (", ..." if len(globs) > 3 else "")
+def _quoted(names: Sequence[str], limit: int = 3) -> str:
+    return ", ".join(map(repr, names[:limit])) + (", ..." if len(names) > limit else "")
 
 
 def _count_cutting_axes(placement: Placement) -> int:
@@ -314,7 +317,7 @@ def _count_cutting_axes(placement: Placement) -> int:
 
 
 def _some(tensors: Sequence[Compared]) -> str:
-    names = ", ".join(repr(tensor.name) for tensor in tensors[:3]) + (", ..." if len(tensors) > 3 else "")
+    names = _quoted([tensor.name for tensor in tensors])
     return f"{len(tensors)} compared tensors ({names})" if len(tensors) > 1 else names
 
 
