@@ -143,6 +143,19 @@ def test_a_layer_that_is_not_cut_as_the_others_are(tmp_path: Path, capsys: Captu
     c.assert_right()
 
 
+def test_partial_sums_that_are_not_cut(tmp_path: Path, capsys: Capture) -> None:
+    """Copies of them may differ from rank to rank, but parts of them are not the same."""
+    sums = {f"accu_grads.{name}": array + 1 for name, array in tensors(1).items() if name.startswith("layers")}
+    truth = Spec(MESH, (Rule("accu_grads.*", WHOLE), *RIGHT.rules))
+    c = Checkpoint(tmp_path, truth, {**tensors(1), **sums})
+    said = command_line(capsys, *c.arguments(Spec(MESH, (Rule("accu_grads.*", ROWS), *RIGHT.rules))))
+    assert said.code == 3 and "different parts of 2 compared tensors ('accu_grads.layers.0." in said.err, said
+    assert command_line(capsys, *c.arguments(truth)).code == 0
+    c.assert_right(
+        Spec({"n": 2}, (Rule("layers.*", {0: ("n",)}), Rule("accu_grads.layers.*", {0: ("n",)}), Rule("*", {})))
+    )
+
+
 def test_by_all_ranks(tmp_path: Path, mpi: MPI) -> None:
     c = Checkpoint(tmp_path)
     finished = run_command(mpirun_command(mpi, 3, [*COMMAND, *c.arguments(WRONG["mesh swapped"][0])]))
