@@ -119,6 +119,7 @@ def _transform(options: argparse.Namespace) -> int:
                 expected="a new file in a folder, or an earlier report; no name of a shard or of a file of the run",
                 got=described(Path(options.report)),
                 where=options.report,
+                remedy="choose another name, in a folder that is there",
             )
         progress = _progress(options.progress, world)
         outcome = _run("CONVERT", asked, options.jobs, world, progress)

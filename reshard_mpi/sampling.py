@@ -14,7 +14,7 @@ from reshard_mpi.errors import LayoutError, ShardError
 from reshard_mpi.manifest import Decoded, Manifest, TensorEntry
 from reshard_mpi.placement import Shape
 from reshard_mpi.planning.fit import Compared, Likeness, judge, should_be_one_part, stray, unknown_tensor
-from reshard_mpi.planning.parameters import Unlisted
+from reshard_mpi.planning.parameters import Unlisted, is_partial_sum
 from reshard_mpi.planning.samples import Pair, Sampled, Sampler, places, rank_pairs
 from reshard_mpi.source import SourceCheckpoint
 from reshard_mpi.units import MIB
@@ -114,6 +114,8 @@ def _require_homes(source: SourceCheckpoint, strays: Iterable[Sampled], pair: Pa
         shard, home = source.find(pair.first), source.find(home_rank) if home_rank in source else None
         if shard is None or home is None or name not in home.tensors or not shard.tensors[name].shape:
             continue
+        if is_partial_sum(name):
+            continue
         try:
             likeness, _ = _likeness(home, shard, name, True, excerpts)
         except (ShardError, OSError):  # for planning to find, if it is needed
@@ -139,6 +141,8 @@ def _compared(
             one_part = one_part_of.get(key)
             if one_part is None:
                 one_part = one_part_of[key] = should_be_one_part(placement, pair, entry.shape)
+            if one_part and is_partial_sum(name):  # all copies of these are compared while planning
+                continue
             if not left[one_part] or (decoded_bytes >= _MAX_DECODED_BYTES and (placement, one_part) in ways):
                 continue
             ways.add((placement, one_part))

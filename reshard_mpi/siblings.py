@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import random
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -27,6 +26,7 @@ from reshard_mpi.errors import ReshardError, SourceError, told
 from reshard_mpi.manifest import Manifest, TensorEntry
 from reshard_mpi.planning.losses import named
 from reshard_mpi.planning.model import Check, Copy, Limits
+from reshard_mpi.planning.samples import kind_of
 from reshard_mpi.units import MIB
 
 # Ranks that differ at all differ in their neighbours: those have other parts of what is cut over the fastest mesh axis,
@@ -39,7 +39,6 @@ _SAMPLES = 4
 _SAMPLE_BYTES = 256
 _SEED = 11
 _LIMITS = Limits(base_bytes=0, buffer_bytes=MIB, window_bytes=MIB)
-_NUMBER = re.compile(r"\d+")
 
 
 class LoneShard(NamedTuple):
@@ -204,7 +203,7 @@ def _one_of_each_kind(tensors: Mapping[str, TensorEntry]) -> Iterator[str]:
     """Yield a name of each kind of tensor, of which there may be one in every layer; the largest first."""
     kinds: dict[str, list[str]] = {}
     for name in tensors:
-        kinds.setdefault(_NUMBER.sub("0", name), []).append(name)
+        kinds.setdefault(kind_of(name), []).append(name)
     drawn = random.Random(_SEED)
     chosen = [drawn.choice(names) for names in kinds.values()]
     yield from sorted(chosen, key=lambda name: -tensors[name].size_bytes)[:_MAX_KINDS]

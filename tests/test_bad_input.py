@@ -587,6 +587,7 @@ def test_a_report_in_the_place_of_something_else(tmp_path: Path, capsys: pytest.
     before = listing(tmp_path)
     said = command_line(capsys, *c.arguments("transform", "--report", str(tmp_path / name)))
     assert said.code == 2 and "the report cannot be written" in said.err and name in said.err
+    assert "what to do: choose another name" in said.err
     assert listing(tmp_path) == before
 
 

@@ -131,6 +131,31 @@ def test_a_wrong_strategy_is_refused_and_named(tmp_path: Path, capsys: Capture, 
     assert listing(c.dst) == before
 
 
+def test_a_layer_that_is_not_cut_as_the_others_are(tmp_path: Path, capsys: Capture) -> None:
+    """Other layers of the same parameter fit the rule: the one that every rank has whole would come out twice."""
+    whole = {name: array for name, array in tensors().items() if name.endswith("qkv") or name == "norm"}
+    truth = Spec(MESH, (Rule("layers.1.qkv", WHOLE), *RIGHT.rules[:1], RIGHT.rules[-1]))
+    c = Checkpoint(tmp_path, truth, whole)
+    said = command_line(capsys, *c.arguments(Spec(MESH, truth.rules[1:])))
+    assert said.code == 3 and "different parts of 'layers.1.qkv' on ranks" in said.err, said
+    assert not c.dst.exists()
+    assert command_line(capsys, *c.arguments(truth)).code == 0
+    c.assert_right()
+
+
+def test_partial_sums_that_are_not_cut(tmp_path: Path, capsys: Capture) -> None:
+    """Copies of them may differ from rank to rank, but parts of them are not the same."""
+    sums = {f"accu_grads.{name}": array + 1 for name, array in tensors(1).items() if name.startswith("layers")}
+    truth = Spec(MESH, (Rule("accu_grads.*", WHOLE), *RIGHT.rules))
+    c = Checkpoint(tmp_path, truth, {**tensors(1), **sums})
+    said = command_line(capsys, *c.arguments(Spec(MESH, (Rule("accu_grads.*", ROWS), *RIGHT.rules))))
+    assert said.code == 3 and "different parts of 2 compared tensors ('accu_grads.layers.0." in said.err, said
+    assert command_line(capsys, *c.arguments(truth)).code == 0
+    c.assert_right(
+        Spec({"n": 2}, (Rule("layers.*", {0: ("n",)}), Rule("accu_grads.layers.*", {0: ("n",)}), Rule("*", {})))
+    )
+
+
 def test_by_all_ranks(tmp_path: Path, mpi: MPI) -> None:
     c = Checkpoint(tmp_path)
     finished = run_command(mpirun_command(mpi, 3, [*COMMAND, *c.arguments(WRONG["mesh swapped"][0])]))
@@ -165,6 +190,20 @@ def test_what_the_checkpoint_cannot_show_is_told(tmp_path: Path, capsys: Capture
     assert said.code == 0 and "cannot show" not in said.err
 
 
+def test_what_copies_cannot_show_is_told(tmp_path: Path, capsys: Capture) -> None:
+    """Two axes that cut a tensor may be exchanged: the same ranks hold the same."""
+    mesh = {"dp": 2, "ep": 2, "tp": 2}
+    truth, exchanged = (
+        Spec(mesh, (Rule("layers.*", {0: (rows,), 1: (columns,)}), Rule("*", WHOLE)))
+        for rows, columns in (("ep", "tp"), ("tp", "ep"))
+    )
+    c = Checkpoint(tmp_path, truth)
+    for spec in (truth, exchanged):
+        said = command_line(capsys, *c.arguments(spec, command="plan"))
+        assert said.code == 0 and said.err.count("note: ") == 1, said
+        assert "'layers.*' is cut over several axes, and the checkpoint cannot show which of them cuts" in said.err
+
+
 # Rules
 
 
@@ -194,6 +233,13 @@ def test_a_rule_behind_another(tmp_path: Path, capsys: Capture) -> None:
     said = command_line(capsys, *c.arguments(Spec(MESH, (RIGHT.rules[-1], *RIGHT.rules[:-1]))))
     assert said.code == 3 and "'layers.*.qkv' (and 2 more), whose tensors '*' before it takes" in said.err, said
     assert "what to do: put it before '*'" in said.err
+
+
+def test_a_rule_that_is_there_twice(tmp_path: Path, capsys: Capture) -> None:
+    c = Checkpoint(tmp_path)
+    said = command_line(capsys, *c.arguments(Spec(MESH, (RIGHT.rules[0], *RIGHT.rules))))
+    assert said.code == 3 and "got: 'layers.*.qkv' twice" in said.err, said
+    assert "what to do: remove one of the two rules" in said.err
 
 
 def test_optional_is_true_or_false(tmp_path: Path) -> None:

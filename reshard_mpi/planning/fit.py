@@ -14,7 +14,7 @@ from reshard_mpi.manifest import Manifest
 from reshard_mpi.nesting import regroup_held
 from reshard_mpi.placement import Placement, Shape, Strategy
 from reshard_mpi.planning.parameters import Unlisted, find_or_follow
-from reshard_mpi.planning.samples import MAX_TENSORS, Pair, kind_of
+from reshard_mpi.planning.samples import MAX_TENSORS, Pair
 from reshard_mpi.units import KIB
 
 # What a rank has for itself (random state, counters) is small, of one dimension at most, and where it is of floating
@@ -99,8 +99,8 @@ def judge(
     """Return the names of the tensors whose copies have drifted apart on a pair of ranks.
 
     Raises StrategyError if the strategy cannot be that of the checkpoint: most of the tensors that are held in one way
-    differ where they should be the same, or a few do that have nothing in common; or a parameter is the same in all
-    layers where it should be different. paths: of the two shards. unlisted: what becomes of tensors in no strategy.
+    differ where they should be the same, or a few do that have nothing in common; or any are the same where they should
+    be different. paths: of the two shards. unlisted: what becomes of tensors in no strategy.
     """
     by_placement: dict[Placement | None, list[Compared]] = {}
     all_copies = []
@@ -151,17 +151,12 @@ def _judge_copies(
 
 
 def _judge_parts(pair: Pair, tensors: Sequence[Compared], placed: str, where: str) -> None:
-    """Judge tensors of which a pair of ranks should hold different parts, all layers of a parameter together."""
-    by_kind: dict[str, list[Compared]] = {}
-    for tensor in tensors:
-        if tensor.telling:
-            by_kind.setdefault(kind_of(tensor.name), []).append(tensor)
-    same = [layers for layers in by_kind.values() if not any(tensor.differs for tensor in layers)]
-    telling = [tensor for layers in same for tensor in layers]
-    if telling:
+    """Judge tensors of which a pair of ranks should hold different parts."""
+    same = [tensor for tensor in tensors if tensor.telling and not tensor.differs]
+    if same:
         raise StrategyError(
             "the source strategy does not fit the checkpoint: parts that should be different are the same",
-            expected=f"different parts of {_some(telling)} on ranks {pair.first} and {pair.second}, by {placed}",
+            expected=f"different parts of {_some(same)} on ranks {pair.first} and {pair.second}, by {placed}",
             got="the same values wherever they were compared",
             where=where,
             remedy="correct the strategy: these are cut over fewer ranks than it says, or its mesh is not that of the"
@@ -212,10 +207,9 @@ def unknown_tensor(name: str, strategy: Strategy, path: str) -> CoverageError:
 
 def drift_warning(names: Sequence[str]) -> str:
     """Return what the user is told of tensors whose copies have drifted apart."""
-    shown = ", ".join(map(repr, names[:_MAX_NAMED])) + (", ..." if len(names) > _MAX_NAMED else "")
     return (
-        f"copies of {shown} differ from rank to rank ({len(names)} found in a sample): each target has what one of the"
-        " ranks holds"
+        f"copies of {_quoted(names, _MAX_NAMED)} differ from rank to rank ({len(names)} found in a sample): each target"
+        " has what one of the ranks holds"
     )
 
 
@@ -261,14 +255,18 @@ def require_living_rules(strategy: Strategy, names: Collection[str], which: str,
         return
     glob, taken_by = dead[0]
     others = f" (and {len(dead) - 1} more)" if len(dead) > 1 else ""
-    shown = ", ".join(map(repr, list(names)[:3])) + (", ..." if len(names) > 3 else "")
+    got = f"{glob!r}{others}, beside {len(names)} tensors: {_quoted(list(names))}"
+    remedy = "correct the pattern, or say optional = true in the rule"
+    if taken_by == glob:
+        got, remedy = f"{glob!r} twice{others}", "remove one of the two rules"
+    elif taken_by:
+        got, remedy = f"{glob!r}{others}, whose tensors {taken_by!r} before it takes", f"put it before {taken_by!r}"
     raise StrategyError(
         f"a rule of the {which} strategy places no tensor of the checkpoint",
         expected="every rule but '*' to match a tensor that no rule before it matches",
-        got=f"{glob!r}{others}, "
-        + (f"whose tensors {taken_by!r} before it takes" if taken_by else f"beside {len(names)} tensors: {shown}"),
+        got=got,
         where=f"{strategy.origin}; tensors of {where}",
-        remedy=f"put it before {taken_by!r}" if taken_by else "correct the pattern, or say optional = true in the rule",
+        remedy=remedy,
     )
 
 
@@ -288,22 +286,38 @@ def require_same_network(strategy: Strategy, manifests: Iterable[Manifest]) -> N
 
 
 def unconfirmed_rules(strategy: Strategy) -> Iterator[str]:
-    """Yield a note if no copies of what rules of a spec cut can show whether it is cut as they say."""
-    alone = [
-        glob
-        for glob, placement in strategy.rules
-        if strategy.required_rules and placement.is_cut and placement.copies == len(placement.stages)
-    ]
+    """Yield notes on rules of a spec that cut as no comparison of shards can show to be right.
+
+    Shards only show which ranks hold the same. That says nothing where no ranks do, and is the same for every order of
+    the axes that cut a tensor.
+    """
+    cutting = [(glob, placement) for glob, placement in strategy.rules if strategy.required_rules and placement.is_cut]
+    alone = [glob for glob, placement in cutting if placement.copies == len(placement.stages)]
     if alone:
-        shown = ", ".join(map(repr, alone[:3])) + (", ..." if len(alone) > 3 else "")
         yield (
-            f"no two ranks hold the same of what {shown} {'matches' if len(alone) == 1 else 'match'}, so the checkpoint"
-            f" cannot show whether {strategy.origin} has the right axes and dimensions for it"
+            f"no two ranks hold the same of what {_quoted(alone)} {'matches' if len(alone) == 1 else 'match'}, so the"
+            f" checkpoint cannot show whether {strategy.origin} has the right axes and dimensions for it"
+        )
+    ordered = [glob for glob, placement in cutting if glob not in alone and _count_cutting_axes(placement) > 1]
+    if ordered:
+        yield (
+            f"{_quoted(ordered)} {'is' if len(ordered) == 1 else 'are'} cut over several axes, and the checkpoint"
+            f" cannot show which of them cuts which dimension, and in which order: {strategy.origin} is believed"
         )
 
 
+def _quoted(names: Sequence[str], limit: int = 3) -> str:
+    return ", ".join(map(repr, names[:limit])) + (", ..." if len(names) > limit else "")
+
+
+def _count_cutting_axes(placement: Placement) -> int:
+    """Return how many axes of the mesh cut a tensor; what the optimizer cuts over counts as one."""
+    axes = [axis for over in placement.split for axis in over if placement.mesh[axis] > 1]
+    return len(axes) + (placement.optimizer > 1)
+
+
 def _some(tensors: Sequence[Compared]) -> str:
-    names = ", ".join(repr(tensor.name) for tensor in tensors[:3]) + (", ..." if len(tensors) > 3 else "")
+    names = _quoted([tensor.name for tensor in tensors])
     return f"{len(tensors)} compared tensors ({names})" if len(tensors) > 1 else names
 
 

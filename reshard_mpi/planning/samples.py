@@ -18,7 +18,7 @@ from reshard_mpi.box import Box
 from reshard_mpi.manifest import TensorEntry
 from reshard_mpi.placement import Placement, Shape, Strategy, unravel
 from reshard_mpi.planning.agreement import is_moment
-from reshard_mpi.planning.parameters import find_or_follow, is_partial_sum
+from reshard_mpi.planning.parameters import find_or_follow
 
 T = TypeVar("T")
 
@@ -201,7 +201,7 @@ class Sampler:
     def _choose(self, stage: int, tensors: Mapping[str, TensorEntry]) -> tuple[Sampled, ...]:
         kinds: dict[int, dict[str, list[Sampled]]] = {}
         for name, entry in tensors.items():
-            if is_partial_sum(name) or is_moment(name) or not entry.size_bytes or not self._is_wanted(name, tensors):
+            if is_moment(name) or not entry.size_bytes or not self._is_wanted(name, tensors):
                 continue
             placements = find_or_follow(self._strategy, name, partial(_same_shape, tensors, name))
             near = next((placement for placement in placements if stage in placement.stages), None)
