@@ -125,6 +125,7 @@ class Conversion:
             if any(dead_rules(strategy, names) for strategy, _ in sides):
                 others = islice((rank for rank in source.files.by_rank if source.find(rank)), _MAX_LOOKED_INTO)
                 names |= {name: None for rank in others for name in source.manifest(rank).tensors}
+                names |= dict.fromkeys(source.rule_names())
             for strategy, side in sides:
                 require_living_rules(strategy, names, side, source.files.path)
         self._is_fitting = True

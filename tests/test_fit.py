@@ -221,6 +221,21 @@ def test_a_rule_that_may_match_nothing(tmp_path: Path, capsys: Capture) -> None:
     c.assert_right()
 
 
+def test_a_rule_for_what_one_of_many_ranks_has_saved(tmp_path: Path, capsys: Capture) -> None:
+    """Shards without redundancy: the names are known from all of them, so no rule is refused for what most lack."""
+    ranks = 70
+    spec = Spec({"dp": ranks}, (Rule("late", {}), Rule("*", {})))
+    c = Checkpoint(tmp_path, spec, {name: np.arange(8, dtype=np.float32) for name in ("w", "late", "last")})
+    for rank in range(ranks):
+        kept = {"w", *(["late"] if rank == ranks - 2 else []), *(["last"] if rank == ranks - 1 else [])}
+        c.shards[rank] = {name: array for name, array in c.shards[rank].items() if name in kept}
+        c.rewrite(rank, {})
+    target = Spec({"n": 1}, (Rule("*", {}),))
+    said = command_line(capsys, *c.arguments(spec, target=target))
+    assert said.code == 0, said
+    c.assert_right(target)
+
+
 def test_a_rule_of_the_target(tmp_path: Path, capsys: Capture) -> None:
     c = Checkpoint(tmp_path)
     target = Spec({"n": 2}, (Rule("layer.*", {0: ("n",)}), Rule("*", {})))
