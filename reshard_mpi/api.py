@@ -249,7 +249,7 @@ def plan(
     plans, told = plan_together(conversion, every if targets is None else targets, governor.notes)
     for rank_plan in plans:
         governor.require_possible(rank_plan.peak_bytes(conversion.limits), conversion.limits.base_bytes)
-    log(told.notes, told.warnings)
+    log((*told.notes, *conversion.shown_rules()), told.warnings)
     return Plan(tuple(RankSummary.of(rank_plan, conversion.limits) for rank_plan in plans))
 
 

@@ -16,7 +16,13 @@ from reshard_mpi.manifest import Manifest
 from reshard_mpi.opening import ShardOpener
 from reshard_mpi.placement import Strategy
 from reshard_mpi.planning.agreement import loose_beginnings, moment_counters
-from reshard_mpi.planning.fit import dead_rules, require_living_rules, require_same_network, unconfirmed_rules
+from reshard_mpi.planning.fit import (
+    dead_rules,
+    require_living_rules,
+    require_same_network,
+    shown_rules,
+    unconfirmed_rules,
+)
 from reshard_mpi.planning.model import Beginning, Limits, Moment, RankPlan
 from reshard_mpi.planning.parameters import Unlisted, find_or_follow, is_dropped
 from reshard_mpi.planning.ranks import check_target_rank
@@ -86,6 +92,14 @@ class Conversion:
     def notes(self) -> tuple[str, ...]:
         """What the user should know of source and strategies as they were found."""
         return (*self.source.files.notes, *unconfirmed_rules(self.source.strategy))
+
+    def shown_rules(self) -> tuple[str, ...]:
+        """Return what rules of a spec make of the source's tensors, a line for each rule that cuts."""
+        shapes = {}
+        for name, ranks in self.source.rule_names().items():
+            rank = next(iter(ranks.values()))
+            shapes[name] = rank, self.source.manifest(rank).tensors[name].shape
+        return tuple(shown_rules(self.source.strategy, shapes))
 
     def drifted_tensors(
         self, *, damaged_are_replaced: bool = False, process: int = 0, processes: int = 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from reshard_mpi.discovery import ShardFiles, both_ways, name_without_rank, rank_of_folder
+from reshard_mpi.discovery import ShardFiles, both_ways, rank_of_folder
 from reshard_mpi.errors import TargetError
 from reshard_mpi.paths import real_path
 
@@ -46,26 +46,20 @@ def refuse_overlap(files: ShardFiles, target: str, target_files: Iterable[Path])
 
 
 def refuse_posing(files: ShardFiles, target_file: Path) -> None:
-    """Raise TargetError if the file would be the shard of a rank of the source, listed or not, by folder and name.
+    """Raise TargetError if the file would lie in a rank folder of the source: it would be read with it the next time.
 
     files: those shards of the source that were listed.
     """
     if real_path(target_file) in _real_shards(files):
         raise TargetError("the target is one of the sources", expected="another file", where=str(target_file))
     roots = {folder.parent for folder in _rank_folders(files)}
-    names = {
-        name_without_rank(rank, Path(path).name)
-        for rank, paths in files.by_rank.items()
-        for path in paths
-        if _rank_of(Path(path)) == rank
-    }
     for path in both_ways(target_file):
         rank = _rank_of(path)
-        if rank is not None and path.parent.parent in roots and name_without_rank(rank, path.name) in names:
+        if rank is not None and path.parent.parent in roots:
             raise TargetError(
                 "the target would be taken for a shard of the source",
-                expected="a file in another folder, or of another name",
-                got=f"the name and the folder of rank {rank} of the source",
+                expected="a file in another folder",
+                got=f"one in the folder of rank {rank} of the source",
                 where=str(target_file),
                 remedy=_OUTSIDE,
             )

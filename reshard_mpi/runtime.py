@@ -93,6 +93,7 @@ def plan_targets(request: Request, comm: Comm) -> tuple[Plan, Outcome]:
     planner, planned = _planned(request, comm, Silent(), None)
     shares = _gather(comm, planner.summaries, "summed up")
     targets = [target for share in shares for target in share]
+    planned = planned._replace(notes=(*planned.notes, *planner.shown_rules()))
     return Plan(tuple(sorted(targets, key=lambda target: target.rank))), planned
 
 
@@ -257,6 +258,10 @@ class _Planner:
             return Outcome(lost=lost, drifted=drifted)
         except _EXPECTED as error:
             return Outcome(failures=(Failure.here(None, self._comm, as_reshard_error(error)),))
+
+    def shown_rules(self) -> tuple[str, ...]:
+        """Return what rules of the source's spec make of its tensors, in words."""
+        return self._require_opened().run.conversion.shown_rules()
 
     def read_ranks(self) -> set[int]:
         """Return the source ranks that this process's targets are taken from."""

@@ -202,6 +202,10 @@ def test_one_target_by_rank_in_place_of_a_source_that_is_not_listed(c: Conversio
 
 def test_one_target_by_rank_under_another_name(c: Conversion) -> None:
     listed = {rank: c.shard(rank) for rank in (0, 1)}
-    for place in (c.src / "rank_0" / "new_0.ckpt", c.src / "out" / "rank_0" / "checkpoint_0.ckpt"):
+    with pytest.raises(TargetError, match="would be taken for a shard of the source"):
+        place = c.src / "rank_0" / "new_0.ckpt"
         reshard_mpi.transform_checkpoint_by_rank(0, listed, place, c.src_strategy, c.dst_strategy)
-        assert read_shard(place) == as_read(expected_rank(c.target, TENSORS, 0))
+    assert not place.exists()
+    place = c.src / "out" / "rank_0" / "checkpoint_0.ckpt"
+    reshard_mpi.transform_checkpoint_by_rank(0, listed, place, c.src_strategy, c.dst_strategy)
+    assert read_shard(place) == as_read(expected_rank(c.target, TENSORS, 0))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from reshard_mpi.errors import CoverageError, DisagreementError, StrategyError
+from reshard_mpi.layout import whole_shape
 from reshard_mpi.manifest import Manifest
 from reshard_mpi.nesting import regroup_held
 from reshard_mpi.placement import Placement, Shape, Strategy
@@ -20,6 +21,7 @@ from reshard_mpi.units import KIB
 # What a rank has for itself (random state, counters) is small, of one dimension at most, and where it is of floating
 # point one number.
 _MAX_OWN_BYTES = 64 * KIB
+_MAX_OWN_TENSORS = 4
 # Statistics that data-parallel ranks gather each from its own data: batch normalization in MindSpore and torch.
 _STATISTICS = {"moving_mean", "moving_variance", "running_mean", "running_var", "num_batches_tracked"}
 _RANDOM_STATE = re.compile(r"(?:^|[^a-z])(?:rng|random|seeds?)(?:[^a-z]|$)", re.IGNORECASE)
@@ -167,6 +169,9 @@ def _judge_parts(pair: Pair, tensors: Sequence[Compared], placed: str, where: st
 def _judge_unlisted(pair: Pair, tensors: Sequence[Compared], where: str) -> None:
     """Judge tensors that no strategy lists: each rank may have its own, but not if they look like parts of a tensor."""
     suspects = [tensor for tensor in tensors if tensor.differs and not tensor.may_be_own]
+    own = [tensor for tensor in tensors if tensor.differs and not tensor.may_drift]
+    if len(own) > _MAX_OWN_TENSORS:
+        suspects = own
     if suspects:
         raise StrategyError(
             "tensors that the source strategy does not list are no copies of each other",
@@ -304,6 +309,23 @@ def unconfirmed_rules(strategy: Strategy) -> Iterator[str]:
             f"{_quoted(ordered)} {'is' if len(ordered) == 1 else 'are'} cut over several axes, and the checkpoint"
             f" cannot show which of them cuts which dimension, and in which order: {strategy.origin} is believed"
         )
+
+
+def shown_rules(strategy: Strategy, shapes: Mapping[str, tuple[int, Shape]]) -> Iterator[str]:
+    """Yield for each rule of a spec that cuts what it makes of one of the tensors, for people to see what is wrong.
+
+    shapes: of the parts of some ranks, with the rank, by name.
+    """
+    for glob, _ in strategy.rules:
+        names = (name for name in shapes if next((g for g, _ in strategy.rules if fnmatchcase(name, g)), "") == glob)
+        name = next(names, None)
+        if name is None or not strategy.required_rules:
+            continue
+        rank, shape = shapes[name]
+        placement = next((p for p in strategy.find(name) if strategy.stage_of(rank) in p.stages), None)
+        if placement is not None and placement.is_cut:
+            whole = whole_shape(placement, rank, shape)
+            yield f"by rule {glob!r}, {name!r} of shape {list(shape)} on a rank is {list(whole)} as a whole"
 
 
 def _quoted(names: Sequence[str], limit: int = 3) -> str:
