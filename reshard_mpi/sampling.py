@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from operator import eq
 from typing import TYPE_CHECKING
@@ -91,17 +92,17 @@ class _Excerpts:
     """What has been read of shards in a few places, so that a shard that is in many pairs is read once."""
 
     def __init__(self, files: Files) -> None:
-        self._files = files
+        from reshard_mpi.engine.excerpts import excerpt
+
+        self._excerpt = partial(excerpt, files)
         self._read: dict[tuple[str, str], list[bytes]] = {}
 
     def of(self, shard: Manifest, name: str, boxes: Sequence[Box]) -> Iterator[bytes]:
         """Yield the bytes of each of these boxes of the shard's part of a tensor, in this machine's byte order."""
-        from reshard_mpi.engine.excerpts import excerpt
-
         read = self._read.setdefault((shard.path, name), [])
         for number, box in enumerate(boxes):
             if number == len(read):
-                read.append(excerpt(self._files, shard.tensors[name], box))
+                read.append(self._excerpt(shard.tensors[name], box))
             yield read[number]
 
 

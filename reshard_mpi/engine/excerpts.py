@@ -15,8 +15,10 @@ def excerpt(files: Files, entry: TensorEntry, box: Box) -> bytes:
     """
     if isinstance(entry.source, Decoded):
         return entry.source.read(box).tobytes()
-    itemsize = entry.dtype.itemsize_bytes
-    offset_bytes = Box.whole(entry.shape).offset_of(box) * itemsize
+    itemsize, offset = entry.dtype.itemsize_bytes, 0
+    for length, first in zip(entry.shape, box.start):
+        offset = offset * length + first
+    offset_bytes = offset * itemsize
     content = bytearray(box.size * itemsize)
     if len(entry.source.ranges) == 1:
         whole = entry.source.ranges[0]
