@@ -27,7 +27,7 @@ MAX_PAIRS = 16
 MAX_SHARDS = 8
 # Of a pair, so many tensors are compared, or so many of a pair that only tells of its shards; each in three places of
 # so many elements.
-MAX_TENSORS = 64
+MAX_TENSORS = 48
 FEW_TENSORS = 8
 PLACE_ELEMENTS = 32
 # Where the shards of a stage are not all there, or lie damaged, so many are tried as the first of a pair.
