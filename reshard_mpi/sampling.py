@@ -16,7 +16,7 @@ from reshard_mpi.manifest import Decoded, Manifest, TensorEntry
 from reshard_mpi.placement import Shape
 from reshard_mpi.planning.fit import Compared, Likeness, judge, should_be_one_part, stray, unknown_tensor
 from reshard_mpi.planning.parameters import Unlisted, is_partial_sum
-from reshard_mpi.planning.samples import Pair, Sampled, Sampler, places, rank_pairs
+from reshard_mpi.planning.samples import Pair, Sampled, Sampler, places, rank_pairs, share
 from reshard_mpi.source import SourceCheckpoint
 from reshard_mpi.units import MIB
 
@@ -66,7 +66,7 @@ def drifted_tensors(
     sampler = Sampler(strategy, is_wanted)
     with Files() as files:
         excerpts = _Excerpts(files)
-        for pair in rank_pairs(strategy, source.files.by_rank)[process::processes]:
+        for pair in share(rank_pairs(strategy, source.files.by_rank), process, processes):
             first, second = source.find(pair.first), source.find(pair.second)
             if first is None or second is None:
                 continue

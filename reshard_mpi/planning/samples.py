@@ -11,7 +11,7 @@ import re
 import zlib
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from functools import lru_cache, partial
-from itertools import islice
+from itertools import accumulate, islice
 from typing import NamedTuple, TypeVar
 
 from reshard_mpi.box import Box
@@ -90,6 +90,16 @@ def rank_pairs(strategy: Strategy, present: Collection[int]) -> tuple[Pair, ...]
         further = dict.fromkeys(_pair(*both) for both in neighbours if both[1] in present)
         pairs.update((pair._replace(tensors=FEW_TENSORS), None) for pair in further if pair not in pairs)
     return tuple(pairs)
+
+
+def share(pairs: Iterable[Pair], process: int, processes: int) -> list[Pair]:
+    """Return the pairs that one process compares: as many tensors as the others, in neighbouring shards.
+
+    It has opened some of these for its own targets.
+    """
+    line = sorted(pairs)
+    ends = list(accumulate(pair.tensors for pair in line))
+    return [pair for pair, end in zip(line, ends) if (end - 1) * processes // ends[-1] == process]
 
 
 def _meshes(strategy: Strategy) -> dict[Shape, None]:
