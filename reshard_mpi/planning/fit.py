@@ -110,7 +110,7 @@ def judge(
         by_placement.setdefault(tensor.placement, []).append(tensor)
         if tensor.one_part and tensor.placement is not None:
             all_copies.append(tensor)
-    where = " and ".join([*([strategy.origin] if strategy.origin else []), *paths])
+    where = _where(strategy, *paths)
     drifted: list[str] = []
     for placement, tensors in by_placement.items():
         if placement is None:
@@ -193,7 +193,7 @@ def stray(name: str, home_stage: int, strategy: Strategy, paths: tuple[str, str]
         f"the source strategy does not fit the checkpoint: other stages hold another {name!r} too",
         expected=f"{name!r} in shards of stage {home_stage} alone, or the same values elsewhere",
         got=f"other values in {paths[1]}",
-        where=" and ".join([*([strategy.origin] if strategy.origin else []), *paths]),
+        where=_where(strategy, *paths),
         remedy="give the strategy this checkpoint was saved with; if the stages number their layers each from 0, these"
         " are different tensors of one name, which a checkpoint cannot have",
     )
@@ -205,7 +205,7 @@ def unknown_tensor(name: str, strategy: Strategy, path: str) -> CoverageError:
         f"{name!r} is in some shards only, and no strategy lists it by its name",
         expected="every tensor in the first or the last shard of its stage, where the source strategy goes by patterns",
         got="it in neither of them",
-        where=" and ".join([*([strategy.origin] if strategy.origin else []), path]),
+        where=_where(strategy, path),
         remedy=f"add a rule for this name alone to the source strategy: match = {name!r}",
     )
 
@@ -285,7 +285,7 @@ def require_same_network(strategy: Strategy, manifests: Iterable[Manifest]) -> N
         "no tensor of the checkpoint is in the source strategy",
         expected=", ".join(map(repr, list(strategy.parameters)[:3])),
         got=", ".join(map(repr, list(names)[:3])),
-        where=" and ".join([*([strategy.origin] if strategy.origin else []), every[0].path]),
+        where=_where(strategy, every[0].path),
         remedy="check that checkpoint and strategy belong to the same network",
     )
 
@@ -326,6 +326,11 @@ def shown_rules(strategy: Strategy, shapes: Mapping[str, tuple[int, Shape]]) -> 
         if placement is not None and placement.is_cut:
             whole = whole_shape(placement, rank, shape)
             yield f"by rule {glob!r}, {name!r} of shape {list(shape)} on a rank is {list(whole)} as a whole"
+
+
+def _where(strategy: Strategy, *paths: str) -> str:
+    """Name the strategy, where it has a file, and the shards that an error is about."""
+    return " and ".join(filter(None, (strategy.origin, *paths)))
 
 
 def _quoted(names: Sequence[str], limit: int = 3) -> str:
