@@ -12,6 +12,7 @@ import numpy as np
 from benchmarks.network import ITEM_BYTES, Resharding, Shapes
 from reshard_mpi import formats
 from reshard_mpi.dtypes import BY_NAME
+from reshard_mpi.formats.protocol import reserve_file, seal_file
 from reshard_mpi.layout import Layout
 from reshard_mpi.manifest import Segments, ShardIdentity, ShardSpec, TensorSpec
 from reshard_mpi.placement import Strategy
@@ -73,7 +74,7 @@ def _write_shard(made: Checkpoint, rank: int, noise: memoryview) -> None:
         for name, shape in made.shapes.items()
     )
     identity = ShardIdentity(rank, strategy.world_size, table.dumps(strategy))
-    place = module.reserve(str(path), ShardSpec(identity, specs, {}))
+    place = reserve_file(module, str(path), ShardSpec(identity, specs, {}))
     with path.open("r+b") as stream:
         for spec in specs:
             # The same for every holder of a box, and not the same for every tensor.
@@ -85,7 +86,7 @@ def _write_shard(made: Checkpoint, rank: int, noise: memoryview) -> None:
                 stream.seek(part.offset_bytes)
                 stream.write(content[: part.length_bytes])
                 content = content[part.length_bytes :]
-    module.seal(str(path))
+    seal_file(module, str(path))
 
 
 def _largest_bytes(network: Shapes) -> int:

@@ -22,6 +22,7 @@ from benchmarks.workplace import workplace
 from reshard_mpi import formats
 from reshard_mpi.box import Box
 from reshard_mpi.dtypes import BY_NAME
+from reshard_mpi.formats.protocol import reserve_file
 from reshard_mpi.manifest import ShardIdentity, ShardSpec, TensorSpec
 
 _BLOCK_BYTES = 1 << 20
@@ -49,7 +50,7 @@ class Piece:
         """Make the shard."""
         module = formats.by_name("ckpt")
         spec = TensorSpec("w", BY_NAME["float32"], self.shape, self.box)
-        shard = module.reserve(str(self.path), ShardSpec(ShardIdentity(0, 1, ""), (spec,), {}))
+        shard = reserve_file(module, str(self.path), ShardSpec(ShardIdentity(0, 1, ""), (spec,), {}))
         noise = os.urandom(_BLOCK_BYTES)
         with self.path.open("r+b") as stream:
             for part in shard.tensors["w"].source.ranges:  # type: ignore[union-attr]

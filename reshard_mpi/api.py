@@ -37,7 +37,7 @@ from reshard_mpi.report import Outcome, Silent
 from reshard_mpi.request import Request
 from reshard_mpi.source import SourceCheckpoint
 from reshard_mpi.strategy.merge import merge
-from reshard_mpi.writing import write_file
+from reshard_mpi.writing import write_whole
 
 if TYPE_CHECKING:
     import numpy as np
@@ -180,10 +180,9 @@ def transform_checkpoint_by_rank(
     progress = Silent()
     with (
         governor.lease(peak_bytes, f"target rank {rank_id} at {path}", progress.waiting),
-        target.writing(rank_id, path) as publication,
+        target.writing(rank_id, path, mode=formats.by_name(name).MODE) as publication,
     ):
-        write_file(rank_plan, name, publication.partial, conversion.limits, progress.moved)
-        publication.publish()
+        write_whole(rank_plan, name, publication, conversion.limits, progress.moved)
 
 
 def rank_list_for_transform(

@@ -2,7 +2,7 @@
 
 Processes that know nothing of each other make the targets of one run. Whoever sees the last of them complete compares
 what their records say and writes `reshard.json`; `reshard-mpi commit` does so too, or says what is missing. Who writes
-a target removes the record first, and the two keep each other out by `journal.commit_lock`.
+a target removes the record first, and the two keep each other out by `commit.lock`, which all who write share.
 """
 
 from __future__ import annotations
@@ -10,14 +10,17 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import os
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from reshard_mpi import formats
 from reshard_mpi.errors import CoverageError, DamageError, DisagreementError, ReshardError, TargetError, TransformError
-from reshard_mpi.journal import commit_lock, commit_lock_path, withdraw
+from reshard_mpi.folders import Folder
+from reshard_mpi.journal import COMMIT_LOCK, withdraw
+from reshard_mpi.locks import holders, open_lock, try_lock
 from reshard_mpi.ordering import natural_key
 from reshard_mpi.paths import require_replaceable
 from reshard_mpi.planning.agreement import (
@@ -77,29 +80,26 @@ def commit(folder: Path) -> Committed:
     """
     _recorded_run(folder)
     require_replaceable(folder / COMMIT_RECORD, "the commit record")
-    require_replaceable(commit_lock_path(folder / STATE), "a lock")
     deadline = time.monotonic() + _WAIT_SECONDS
-    while True:
-        try:
-            with commit_lock(folder / STATE, fcntl.LOCK_EX | fcntl.LOCK_NB):
-                identity = _recorded_run(folder)
-                try:
-                    records = _require_complete(folder, identity, "")
-                except TransformError:
-                    withdraw(folder)
-                    raise
-                return _commit(folder, identity, records, told=())
-        except BlockingIOError:
+    with _Held(folder) as held:
+        while not held.try_lock():
             _require_complete(folder, _recorded_run(folder), "; a process is writing some of them now")
-        if time.monotonic() >= deadline:
-            raise TargetError(
-                "the targets are being written or committed by another process",
-                expected="nobody at work on them",
-                got=f"a lock on {commit_lock_path(folder / STATE)}",
-                where=str(folder),
-                remedy="wait for it",
-            )
-        time.sleep(_NAP_SECONDS)
+            if time.monotonic() >= deadline:
+                raise TargetError(
+                    "the targets are being written or committed by another process",
+                    expected="nobody at work on them",
+                    got=f"a lock on {folder / STATE / COMMIT_LOCK}, held by {holders(held.lock)}",
+                    where=str(folder),
+                    remedy="wait for it",
+                )
+            time.sleep(_NAP_SECONDS)
+        identity = _recorded_run(folder)
+        try:
+            records = _require_complete(folder, identity, "")
+        except TransformError:
+            withdraw(held.folder)
+            raise
+        return _commit(held, identity, records, told=())
 
 
 def commit_if_complete(
@@ -117,34 +117,58 @@ def commit_if_complete(
         return ()
     if not all_made and not _are_all_recorded(folder / STATE, target_ranks):
         return ()
-    with contextlib.suppress(BlockingIOError), commit_lock(folder / STATE, fcntl.LOCK_EX | fcntl.LOCK_NB):
+    with _Held(folder) as held:
+        if not held.try_lock():
+            return ()
         records = []
         for target_rank in range(target_ranks):
             found = _look(folder, identity, target_rank)
             if isinstance(found, str):
                 return ()
             records.append(found)
-        return _commit(folder, identity, records, told).notes
-    return ()
+        return _commit(held, identity, records, told).notes
 
 
-def _commit(folder: Path, identity: RunIdentity, records: Sequence[TargetRecord], told: Collection[str]) -> Committed:
+class _Held:
+    """The target folder and that of its state, held open, and the lock that who commits has alone."""
+
+    def __init__(self, path: Path) -> None:
+        with contextlib.ExitStack() as opened:
+            self.folder = opened.enter_context(Folder.open(path))
+            self.state = opened.enter_context(self.folder.inner(STATE))
+            self.lock = open_lock(self.state, COMMIT_LOCK)
+            opened.callback(os.close, self.lock)
+            self._opened = opened.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
+
+    def try_lock(self) -> bool:
+        return try_lock(self.lock, fcntl.LOCK_EX)
+
+
+def _commit(held: _Held, identity: RunIdentity, records: Sequence[TargetRecord], told: Collection[str]) -> Committed:
     """Compare what targets were made from, and commit them. The lock is held."""
-    path = folder / COMMIT_RECORD
+    folder = held.folder.path
     try:
         notes = (*_compare(folder, identity, records, told), *_strangers(folder, len(records)))
         sums = _sums(identity, records)
     except ReshardError:
-        withdraw(folder)
+        withdraw(held.folder)
         raise
-    remove_stale(path)
-    remove_stale_records(folder / STATE)
+    remove_stale(held.folder, COMMIT_RECORD)
+    remove_stale_records(held.state)
     for record in records:
         if record.announced is not None:  # its writer died before it could say that the file is in place
-            publish_text(record_path(folder / STATE, record.rank), record._replace(announced=None).as_text())
+            confirmed = record._replace(announced=None).as_text()
+            publish_text(held.state, record_path(held.state.path, record.rank).name, confirmed)
     begun = RunIdentity.recorded(folder / STATE)  # whose strategies may have been read from elsewhere since
-    publish_text(path, _as_text(begun if begun and begun.digest == identity.digest else identity, records, sums))
-    return Committed(path, len(records), sum(record.size_bytes for record in records), notes)
+    begun = begun if begun and begun.digest == identity.digest else identity
+    publish_text(held.folder, COMMIT_RECORD, _as_text(begun, records, sums))
+    return Committed(folder / COMMIT_RECORD, len(records), sum(record.size_bytes for record in records), notes)
 
 
 def _sums(identity: RunIdentity, records: Sequence[TargetRecord]) -> dict[str, int]:

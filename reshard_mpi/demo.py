@@ -17,6 +17,7 @@ from reshard_mpi.box import Box
 from reshard_mpi.comm import Comm
 from reshard_mpi.dtypes import BY_NAME
 from reshard_mpi.errors import DisagreementError, ReshardError, TargetError, as_reshard_error
+from reshard_mpi.formats.protocol import reserve_file, seal_file
 from reshard_mpi.layout import Layout
 from reshard_mpi.manifest import Segments, ShardIdentity, ShardSpec, TensorSpec
 from reshard_mpi.placement import Placement, Strategy
@@ -142,14 +143,14 @@ def _write_source(base: Path, tensors: Arrays) -> None:
         specs = tuple(TensorSpec(name, BY_NAME["float32"], array.shape, boxes[name]) for name, array in tensors.items())
         path = base / "src" / f"rank_{rank}" / f"checkpoint_{rank}.ckpt"
         path.parent.mkdir(parents=True)
-        place = module.reserve(str(path), ShardSpec(ShardIdentity(rank, source.world_size, ""), specs, {}))
+        place = reserve_file(module, str(path), ShardSpec(ShardIdentity(rank, source.world_size, ""), specs, {}))
         with path.open("r+b") as stream:
             for name, array in tensors.items():
                 segments = place.tensors[name].source
                 assert isinstance(segments, Segments)
                 stream.seek(segments.ranges[0].offset_bytes)
                 stream.write(_cut(array, boxes[name]).tobytes())
-        module.seal(str(path))
+        seal_file(module, str(path))
 
 
 def _request(base: Path) -> Request:

@@ -16,13 +16,15 @@ import fcntl
 import os
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import TextIO
 
 from reshard_mpi.errors import TargetError
+from reshard_mpi.folders import Folder, make_folders
+from reshard_mpi.locks import Say, holders, open_lock, try_lock, wait_for_lock
 from reshard_mpi.paths import described, require_replaceable
-from reshard_mpi.publication import Publication, make_folder, partial_path, publish_text, remove_stale, sync
+from reshard_mpi.publication import Publication, partial_path, publish_text, remove_stale, require_own_stale
 from reshard_mpi.records import (
     COMMIT_RECORD,
     STATE,
@@ -37,31 +39,17 @@ from reshard_mpi.records import (
 
 # Between attempts to take a lock that others have for an instant, to see whether it is held.
 _NAP_SECONDS = 0.002
+# Who begins a run holds its lock for as long as it takes to write a small file, who commits it for some moments.
+_BEGIN_SECONDS = 3.0
+_COMMIT_SECONDS = 10.0
 _CHANGED = "restore what was there, or make all targets anew from what is there now (--overwrite)"
+_RUN_LOCK, COMMIT_LOCK = "run.lock", "commit.lock"
 
 
-def withdraw(folder: Path) -> None:
+def withdraw(folder: Folder) -> None:
     """Remove the commit record of a target folder, for good: its targets are going to change."""
-    try:
-        (folder / COMMIT_RECORD).unlink()
-    except FileNotFoundError:
-        return
-    sync(folder)
-
-
-def commit_lock_path(state: Path) -> Path:
-    return state / "commit.lock"
-
-
-@contextlib.contextmanager
-def commit_lock(state: Path, kind: int) -> Iterator[None]:
-    """Hold the lock that who writes targets shares (LOCK_SH), and who commits has alone (LOCK_EX).
-
-    Raises BlockingIOError if `kind` has LOCK_NB and somebody is in the way.
-    """
-    with commit_lock_path(state).open("a+") as stream:
-        fcntl.flock(stream, kind)
-        yield
+    if folder.remove(COMMIT_RECORD):
+        folder.sync()
 
 
 class Unrecorded:
@@ -79,30 +67,49 @@ class Unrecorded:
 
     def is_done(self, target_rank: int, path: Path) -> bool:
         """Say no. Raises TargetError if no file can be put in that place."""
-        _require_place(path)
+        _require_place(self._folder, path)
         return False
 
     def is_verified(self, target_rank: int) -> bool:
         return False
 
-    def begin(self) -> None:
+    def begin(self, say: Say = lambda _: None) -> None:
         pass
 
     @contextlib.contextmanager
-    def writing(self, target_rank: int, path: Path, evidence: Evidence | None = None) -> Iterator[Publication]:
-        """Yield what to write the target to and to publish it with; without that it is removed."""
-        make_folder(path.parent)
-        folder = path.parent.parent
-        record = TargetRecord.read(folder / STATE, target_rank)
-        if record is not None and folder / record.file == path:
-            withdraw(folder)
-            record_path(folder / STATE, target_rank).unlink(missing_ok=True)
-        with Publication(path, lambda *_: _require_unchanged(target_rank, evidence)) as publication:
+    def writing(
+        self,
+        target_rank: int,
+        path: Path,
+        evidence: Evidence | None = None,
+        mode: int = 0o666,
+        say: Say = lambda _: None,
+    ) -> Iterator[Publication]:
+        """Yield what to write the target to and to publish it with; without that it is removed.
+
+        mode: its permissions while it is written.
+        """
+        make_folders(self._folder)
+        self._withdraw_record(target_rank, path)
+        announce = partial(_require_unchanged, target_rank, evidence)
+        with (
+            Folder.open(self._folder) as folder,
+            _target_folder(folder, path) as place,
+            Publication(place, path.name, mode, lambda *_: announce()) as publication,
+        ):
             yield publication
 
     def paths(self, target_rank: int, path: Path) -> tuple[Path, ...]:
         """Return the longest paths that are made for a target."""
         return (partial_path(path),)
+
+    def _withdraw_record(self, target_rank: int, path: Path) -> None:
+        folder = path.parent.parent
+        record = TargetRecord.read(folder / STATE, target_rank)
+        if record is not None and folder / record.file == path:
+            with Folder.open(folder) as held, held.inner(STATE) as state:
+                withdraw(held)
+                state.remove(record_path(state.path, target_rank).name)
 
 
 class Journal:
@@ -118,10 +125,13 @@ class Journal:
     def check(self) -> None:
         """Raise TargetError if the folder cannot be joined: it cannot be written to, or holds another run."""
         _require_writable(self.folder)
-        _require_writable(self._state)
+        with self._held() as (_, state):
+            if state is not None:
+                _require_writable(self._state)
+                for lock in (_RUN_LOCK, COMMIT_LOCK):
+                    with contextlib.suppress(FileNotFoundError):
+                        os.close(state.open_file(lock, os.O_RDONLY, "a lock"))
         require_replaceable(self.folder / COMMIT_RECORD, "the commit record")
-        for lock in (self._run_lock(), commit_lock_path(self._state)):
-            require_replaceable(lock, "a lock")  # to open a pipe would be to wait for whoever is at its other end
         there = read_json(run_path(self._state))
         if there is None or there.get("digest") == self.identity.digest or self._overwrite:
             return
@@ -142,8 +152,7 @@ class Journal:
         can be put in that place, or a live process is writing it; DisagreementError if it is to be skipped, but was
         made from sources that have changed.
         """
-        _require_place(path)
-        require_replaceable(self._lock(target_rank), "a lock")
+        _require_place(self.folder, path)
         self._refuse_locked(target_rank)
         if self._overwrite or not path.exists():
             return False
@@ -169,33 +178,48 @@ class Journal:
         record = self._record(target_rank)
         return record is not None and bool(record.sums)
 
-    def begin(self) -> None:
-        """Create the folder and say which run fills it; joins the run if another process has begun it."""
-        make_folder(self._state)
-        run = run_path(self._state)
-        with self._run_lock().open("w") as stream:
-            fcntl.flock(stream, fcntl.LOCK_EX)
-            remove_stale(run)
-            there = read_json(run)
-            if there is None or (self._overwrite and there.get("digest") != self.identity.digest):
-                publish_text(run, self.identity.as_text())
+    def begin(self, say: Say = lambda _: None) -> None:
+        """Create the folder and say which run fills it; joins the run if another process has begun it.
+
+        say: is told who is waited for.
+        """
+        make_folders(self.folder)
+        run, path = run_path(self._state), self._state / _RUN_LOCK
+        with (
+            Folder.open(self.folder) as folder,
+            folder.made_inner(STATE) as state,
+            _opened(open_lock(state, _RUN_LOCK)) as lock,
+        ):
+            if wait_for_lock(lock, fcntl.LOCK_EX, path, say, _BEGIN_SECONDS, self._is_begun):
+                remove_stale(state, run.name)
+                if read_json(run) is None or (self._overwrite and not self._is_begun()):
+                    publish_text(state, run.name, self.identity.as_text())
         self.check()
 
     @contextlib.contextmanager
-    def writing(self, target_rank: int, path: Path, evidence: Evidence) -> Iterator[Publication]:
+    def writing(
+        self, target_rank: int, path: Path, evidence: Evidence, mode: int = 0o666, say: Say = lambda _: None
+    ) -> Iterator[Publication]:
         """Hold the target's lock and yield what to write it to and to publish it with; without that it is removed.
 
-        evidence: what its record is to say. Raises TargetError if a live process is writing the target.
+        evidence: what its record is to say. mode: its permissions while it is written. say: is told who is waited for.
+        Raises TargetError if a live process is writing the target.
         """
-        with self._locked(target_rank), commit_lock(self._state, fcntl.LOCK_SH):
-            withdraw(self.folder)
-            make_folder(path.parent)
-            record = record_path(self._state, target_rank)
-            record.unlink(missing_ok=True)
-            remove_stale(record)
-            remove_stale(path)
-            announce = partial(self._announce, target_rank, path, evidence)
-            with Publication(path, announce, partial(self._confirm, target_rank)) as publication:
+        with (
+            Folder.open(self.folder) as folder,
+            folder.inner(STATE) as state,
+            self._locked(state, target_rank),
+            _commit_lock(state, say),
+            _target_folder(folder, path) as place,
+        ):
+            withdraw(folder)
+            record = record_path(self._state, target_rank).name
+            state.remove(record)
+            remove_stale(state, record)
+            remove_stale(place, path.name)
+            announce = partial(self._announce, state, target_rank, path, evidence)
+            confirm = partial(self._confirm, state, target_rank)
+            with Publication(place, path.name, mode, announce, confirm) as publication:
                 yield publication
 
     def paths(self, target_rank: int, path: Path) -> tuple[Path, ...]:
@@ -203,51 +227,62 @@ class Journal:
         return partial_path(path), partial_path(record_path(self._state, target_rank))
 
     def _announce(
-        self, target_rank: int, path: Path, evidence: Evidence, whole: Path, sums: Sequence[TensorSum]
+        self,
+        state: Folder,
+        target_rank: int,
+        path: Path,
+        evidence: Evidence,
+        whole: os.stat_result,
+        sums: Sequence[TensorSum],
     ) -> None:
-        """Record that the target is complete from the instant on in which `whole` takes its name."""
+        """Record that the target is complete from the instant on in which the `whole` file takes its name."""
         _require_unchanged(target_rank, evidence)
-        file, status = path.relative_to(self.folder).as_posix(), whole.stat()
-        announced = (status.st_ino, status.st_mtime_ns)
-        size_bytes = status.st_size
-        record = TargetRecord(self.identity.digest, target_rank, file, size_bytes, evidence, tuple(sums), announced)
-        publish_text(record_path(self._state, target_rank), record.as_text(), synced=False)  # the next one is
+        file, announced = path.relative_to(self.folder).as_posix(), (whole.st_ino, whole.st_mtime_ns)
+        record = TargetRecord(self.identity.digest, target_rank, file, whole.st_size, evidence, tuple(sums), announced)
+        publish_text(state, record_path(self._state, target_rank).name, record.as_text(), synced=False)  # the next is
 
-    def _confirm(self, target_rank: int) -> None:
+    def _confirm(self, state: Folder, target_rank: int) -> None:
         record = self._record(target_rank)
         if record is not None:
-            publish_text(record_path(self._state, target_rank), record._replace(announced=None).as_text())
+            publish_text(state, record_path(self._state, target_rank).name, record._replace(announced=None).as_text())
+
+    def _is_begun(self) -> bool:
+        """Tell whether the folder says that it is filled by this run."""
+        return (read_json(run_path(self._state)) or {}).get("digest") == self.identity.digest
 
     @contextlib.contextmanager
-    def _locked(self, target_rank: int) -> Iterator[None]:
-        with self._lock(target_rank).open("w") as stream:
-            self._take(stream, fcntl.LOCK_EX, target_rank)
+    def _held(self) -> Iterator[tuple[Folder | None, Folder | None]]:
+        """Open the target folder and that of the state, as far as they are there."""
+        with contextlib.ExitStack() as folders:
+            folder = state = None
+            with contextlib.suppress(FileNotFoundError):
+                folder = folders.enter_context(Folder.open(self.folder))
+                state = folders.enter_context(folder.inner(STATE))
+            yield folder, state
+
+    @contextlib.contextmanager
+    def _locked(self, state: Folder, target_rank: int) -> Iterator[None]:
+        with _opened(open_lock(state, _lock_name(target_rank))) as lock:
+            self._take(lock, fcntl.LOCK_EX, target_rank)
             yield
 
     def _refuse_locked(self, target_rank: int) -> None:
-        try:
-            with self._lock(target_rank).open() as stream:
-                self._take(stream, fcntl.LOCK_SH, target_rank)
-        except FileNotFoundError:
-            pass  # nobody has ever written it
+        with self._held() as (_, state), contextlib.suppress(FileNotFoundError):  # nobody has ever written it
+            if state is not None:
+                with _opened(state.open_file(_lock_name(target_rank), os.O_RDONLY, "a lock")) as lock:
+                    self._take(lock, fcntl.LOCK_SH, target_rank)
 
-    def _run_lock(self) -> Path:
-        return self._state / "run.lock"
-
-    def _lock(self, target_rank: int) -> Path:
-        return self._state / f"rank_{target_rank}.lock"
-
-    def _take(self, stream: TextIO, kind: int, target_rank: int) -> None:
+    def _take(self, lock: int, kind: int, target_rank: int) -> None:
         """Take the lock that who writes a target has alone, and who looks for a writer shares for an instant."""
-        while not _try_lock(stream, kind):
-            if _try_lock(stream, fcntl.LOCK_SH):  # only others that look, as this process now does, are in the way
-                fcntl.flock(stream, fcntl.LOCK_UN)
+        while not try_lock(lock, kind):
+            if try_lock(lock, fcntl.LOCK_SH):  # only others that look, as this process now does, are in the way
+                fcntl.flock(lock, fcntl.LOCK_UN)
                 time.sleep(_NAP_SECONDS * os.urandom(1)[0] / 256)  # not all at once again
                 continue
             raise TargetError(
                 f"target rank {target_rank} is being written by another process",
                 expected="one process for each target",
-                got=f"a lock on {stream.name}",
+                got=f"a lock on {self._state / _lock_name(target_rank)}, held by {holders(lock)}",
                 where=str(self.folder),
                 remedy="wait for it, or give the processes different targets",
             )
@@ -280,21 +315,43 @@ def _require_writable(folder: Path) -> None:
         )
 
 
-def _require_place(path: Path) -> None:
-    """Raise TargetError if no file can take the name `path`, whatever is there."""
+def _require_place(folder: Path, path: Path) -> None:
+    """Raise TargetError if no file can take the name `path` below the target folder, whatever is there."""
+    with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as folders:
+        place = folders.enter_context(Folder.open(folder))
+        if path.parent != folder:
+            place = folders.enter_context(place.inner(path.parent.name))
+        require_own_stale(place, path.name)
     _require_writable(path.parent)
     require_replaceable(path, "a target")
+
+
+def _target_folder(folder: Folder, path: Path) -> AbstractContextManager[Folder]:
+    """Return the folder of the target `path`, made if it is not there: one in the target folder, or that itself."""
+    return contextlib.nullcontext(folder) if path.parent == folder.path else folder.made_inner(path.parent.name)
+
+
+def _lock_name(target_rank: int) -> str:
+    return f"rank_{target_rank}.lock"
+
+
+@contextlib.contextmanager
+def _commit_lock(state: Folder, say: Say) -> Iterator[None]:
+    """Hold, with others who write targets, the lock that who commits has alone."""
+    with _opened(open_lock(state, COMMIT_LOCK)) as lock:
+        wait_for_lock(lock, fcntl.LOCK_SH, state.path / COMMIT_LOCK, say, _COMMIT_SECONDS)
+        yield
+
+
+@contextlib.contextmanager
+def _opened(descriptor: int) -> Iterator[int]:
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def _require_unchanged(target_rank: int, evidence: Evidence | None) -> None:
     if evidence is not None:
         problem = f"sources of target rank {target_rank} were changed while it was written"
         evidence.sources.require_unchanged(problem, "make sure that nothing writes to the source, and run again")
-
-
-def _try_lock(stream: TextIO, kind: int) -> bool:
-    try:
-        fcntl.flock(stream, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

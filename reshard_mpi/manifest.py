@@ -102,8 +102,9 @@ class TensorSpec(NamedTuple):
 
 
 class ShardSpec(NamedTuple):
-    """A shard that is to be written, tensors in file order."""
+    """A shard that is to be written, tensors in file order. with_sums: it is to keep a sum of each of them."""
 
     identity: ShardIdentity
     tensors: tuple[TensorSpec, ...]
     strings: Mapping[str, str]
+    with_sums: bool = False

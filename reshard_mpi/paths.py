@@ -14,6 +14,7 @@ from reshard_mpi.errors import SourceError, TargetError
 
 _KINDS = (
     (stat.S_ISREG, "a file"),
+    (stat.S_ISLNK, "a symbolic link"),
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a pipe"),
     (stat.S_ISSOCK, "a socket"),
@@ -35,6 +36,11 @@ def described(path: Path) -> str:
         return "a symbolic link that leads nowhere" if path.is_symlink() else "nothing"
     except OSError as error:
         return "a symbolic link that leads to itself" if error.errno == errno.ELOOP else str(error.strerror)
+    return kind_of(mode)
+
+
+def kind_of(mode: int) -> str:
+    """Say what has the mode `mode`."""
     return next(name for is_kind, name in _KINDS if is_kind(mode))
 
 

@@ -6,6 +6,7 @@ made from. `reshard.json` stands in the target folder itself only while all targ
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -269,9 +270,13 @@ def read_json(path: Path) -> dict[str, Any] | None:
         return None
     except (ValueError, RecursionError, IsADirectoryError):
         return {}
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        return {}
     return value if isinstance(value, dict) else {}
 
 
 def _open_without_waiting(path: str, flags: int) -> int:
-    """Open a file; of a pipe in its place, do not wait for a writer."""
-    return os.open(path, flags | os.O_NONBLOCK)
+    """Open a file; of a pipe in its place, do not wait for a writer, and do not follow a link."""
+    return os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW)

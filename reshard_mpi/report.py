@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TextIO
 
 from reshard_mpi.errors import ReshardError, TransformError
+from reshard_mpi.folders import FileIdentity
 from reshard_mpi.log import log
 from reshard_mpi.planning.losses import Lost, Missing, merged, warnings_of
 from reshard_mpi.units import format_bytes, format_rate
@@ -62,15 +63,16 @@ class TargetReport(NamedTuple):
 class Reserved(NamedTuple):
     """A target that several processes fill: it is there, but for its payloads, in the file that `manifest` names.
 
-    Every process is told of all of them, and needs few, so they come packed.
+    Every process is told of all of them, and needs few, so they come packed. identity: of that file.
     """
 
     rank: int
     packed: bytes
+    identity: FileIdentity
 
     @classmethod
-    def of(cls, rank: int, manifest: Manifest) -> Reserved:
-        return cls(rank, zlib.compress(pickle.dumps(manifest), level=1))
+    def of(cls, rank: int, manifest: Manifest, identity: FileIdentity) -> Reserved:
+        return cls(rank, zlib.compress(pickle.dumps(manifest), level=1), identity)
 
     def manifest(self) -> Manifest:
         """Return where everything has its place."""

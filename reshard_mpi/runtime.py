@@ -67,7 +67,7 @@ def convert(request: Request, comm: Comm, progress: Progress, strategies: Strate
     Targets that failed while they were written are in the outcome.
     """
     planner, planned = _planned(request, comm, progress, strategies)
-    _refuse(comm.allgather(planner.begin(), "begun"), comm)
+    _refuse(comm.allgather(planner.begin(progress), "begun"), comm)
     written = planner.writer(progress).write()
     told = Outcome(
         notes=planned.notes,
@@ -276,12 +276,12 @@ class _Planner:
             return Outcome(failures=(Failure.here(None, self._comm, as_reshard_error(error)),))
         return {rank: error for rank, error in found if error is not None}
 
-    def begin(self) -> Outcome:
+    def begin(self, progress: Progress) -> Outcome:
         """Make the target folder ready, if this process has anything to write; failures refuse the run."""
         opened = self._require_opened()
         try:
             if self._due:
-                opened.journal.begin()
+                opened.journal.begin(progress.waiting)
         except _EXPECTED as error:
             return Outcome(failures=(Failure.here(None, self._comm, as_reshard_error(error)),))
         return Outcome()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 from reshard_mpi.engine.files import Files
@@ -54,16 +53,6 @@ def where_it_differs(plan: RankPlan, target: Manifest, name: str, limits: Limits
         where=target.path,
         remedy="make sure nothing writes to source or target; look for failing memory",
     )
-
-
-def forget_cached(path: str) -> None:
-    """Have what is read of a file next come from the disk, as far as the file system knows the difference."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
 
 
 def _content(copy: Copy, element: Sequence[int]) -> str:

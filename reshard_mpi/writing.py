@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
 from reshard_mpi import formats
 from reshard_mpi.comm import Comm
 from reshard_mpi.division import Share, Work
-from reshard_mpi.engine.files import OnBytes
+from reshard_mpi.engine.files import OnBytes, forget_cached
 from reshard_mpi.engine.transfer import Span, write_shard
-from reshard_mpi.errors import ReshardError, TransformError, as_reshard_error
+from reshard_mpi.errors import ReshardError, ShardError, TransformError, as_reshard_error, told
+from reshard_mpi.formats.protocol import Format
 from reshard_mpi.governor.admission import Governor
 from reshard_mpi.journal import Journal, Unrecorded
 from reshard_mpi.manifest import Manifest
 from reshard_mpi.planning.model import Limits, RankPlan
-from reshard_mpi.publication import Publication
+from reshard_mpi.publication import Publication, opened_partial
 from reshard_mpi.records import Evidence, TensorSum
 from reshard_mpi.report import Failure, Filled, Outcome, Progress, Reserved, TargetReport, Verified
 from reshard_mpi.run import Run
@@ -32,6 +34,7 @@ class _Led(NamedTuple):
 
     plan: RankPlan
     publication: Publication
+    manifest: Manifest
     begin: float
     waited_seconds: float
 
@@ -99,13 +102,13 @@ class Writer:
         plan = self._plan_of(rank)
         with self._lease(plan) as waited_seconds:
             self._progress.started(rank, plan.written_bytes)
-            with self._journal.writing(rank, self._run.path(rank), self._due[rank]) as publication:
-                manifest = self._format.reserve(str(publication.partial), plan.shard)
-                filled = _fill(plan, manifest, None, self._limits, self._progress.moved)
+            with self._writing(rank) as publication:
+                manifest = self._reserved(publication, plan)
+                filled = _fill(plan, manifest, publication.descriptor, None, self._limits, self._progress.moved)
                 sums: tuple[TensorSum, ...] = ()
                 if self._run.request.verify:
-                    sums = _verified(plan, manifest, None, self._limits)
-                self._seal(publication, sums)
+                    sums = _verified(plan, manifest, publication.descriptor, None, self._limits)
+                self._seal(publication, manifest, sums)
         return self._finished(plan, begin, waited_seconds, [filled])
 
     def _reserve(self, publications: ExitStack) -> Outcome:
@@ -115,11 +118,10 @@ class Writer:
             begin = time.monotonic()
             plan = self._plan_of(rank)
             with self._lease(plan) as waited_seconds:
-                writing = self._journal.writing(rank, self._run.path(rank), self._due[rank])
-                publication = publications.enter_context(writing)
-                manifest = self._format.reserve(str(publication.partial), plan.shard)
-            self._led[rank] = _Led(plan, publication, begin, waited_seconds)
-            return Outcome(reserved=(Reserved.of(rank, manifest),))
+                publication = publications.enter_context(self._writing(rank))
+                manifest = self._reserved(publication, plan)
+            self._led[rank] = _Led(plan, publication, manifest, begin, waited_seconds)
+            return Outcome(reserved=(Reserved.of(rank, manifest, publication.identity),))
 
         shared = {share.target for share in self._work.shares}
         ranks = [rank for rank in self._work.leads if rank in shared and rank in self._due]
@@ -139,11 +141,11 @@ class Writer:
 
                 def fill(rank: int, reserved: Reserved = reserved, share: Share = share) -> Outcome:
                     manifest = reserved.manifest()
-                    span = share.range_of(Path(manifest.path).stat().st_size)
                     plan = self._led[rank].plan if rank in self._led else self._plan_of(rank)
-                    with self._lease(plan) as waited_seconds:
+                    with self._lease(plan) as waited_seconds, self._opened(rank, reserved) as descriptor:
+                        span = share.range_of(os.fstat(descriptor).st_size)
                         self._progress.started(rank, span[1] - span[0])
-                        filled = _fill(plan, manifest, span, self._limits, self._progress.moved)
+                        filled = _fill(plan, manifest, descriptor, span, self._limits, self._progress.moved)
                     return Outcome(filled=(filled._replace(waited_seconds=waited_seconds),))
 
                 outcomes.append(self._attempt(share.target, fill))
@@ -158,14 +160,14 @@ class Writer:
         outcomes = []
         for share in self._work.shares:
             reserved = reservations.get(share.target)
-            if reserved is not None and not self._parts_of(share.target, parts)[1]:
+            if reserved is not None and not self._parts_of(share.target, parts, verified=False)[1]:
 
                 def verify(rank: int, reserved: Reserved = reserved, share: Share = share) -> Outcome:
                     manifest = reserved.manifest()
-                    span = share.range_of(Path(manifest.path).stat().st_size)
                     plan = self._led[rank].plan if rank in self._led else self._plan_of(rank)
-                    with self._lease(plan) as waited_seconds:
-                        sums = _verified(plan, manifest, span, self._limits)
+                    with self._lease(plan) as waited_seconds, self._opened(rank, reserved) as descriptor:
+                        span = share.range_of(os.fstat(descriptor).st_size)
+                        sums = _verified(plan, manifest, descriptor, span, self._limits)
                     return Outcome(verified=(Verified(rank, sums, waited_seconds),))
 
                 outcomes.append(self._attempt(share.target, verify))
@@ -174,10 +176,26 @@ class Writer:
             verified=tuple(verified for outcome in outcomes for verified in outcome.verified),
         )
 
-    def _seal(self, publication: Publication, sums: Sequence[TensorSum]) -> None:
-        """Finish a target and put it in place."""
-        path = str(publication.partial)
-        self._format.seal(path, {one.name: one.value for one in sums}, crc=self._run.request.crc)
+    def _writing(self, rank: int) -> AbstractContextManager[Publication]:
+        path, say = self._run.path(rank), self._progress.waiting
+        return self._journal.writing(rank, path, self._due[rank], self._format.MODE, say)
+
+    def _reserved(self, publication: Publication, plan: RankPlan) -> Manifest:
+        """Write all of a target but its payloads."""
+        shard = plan.shard._replace(with_sums=self._run.request.verify)
+        return self._format.reserve(publication.descriptor, str(publication.partial), shard)
+
+    def _opened(self, rank: int, reserved: Reserved) -> AbstractContextManager[int]:
+        """Open the file of a target that this process, or another one, has reserved."""
+        if rank in self._led:
+            return nullcontext(self._led[rank].publication.descriptor)
+        return opened_partial(self._run.path(rank), Path(reserved.manifest().path).name, reserved.identity)
+
+    def _seal(self, publication: Publication, manifest: Manifest, sums: Sequence[TensorSum]) -> None:
+        """Finish a target and put it in place, if what lies on the disk is what was meant."""
+        sums_by_name = {one.name: one.value for one in sums}
+        self._format.seal(publication.descriptor, manifest.path, sums_by_name, crc=self._run.request.crc)
+        _require_as_meant(self._format, publication, manifest, sums_by_name)
         publication.publish(sums)
 
     def _publish(self, parts: Sequence[Outcome]) -> Outcome:
@@ -185,20 +203,23 @@ class Writer:
 
         def publish(rank: int) -> Outcome:
             led = self._led[rank]
-            filled, failures = self._parts_of(rank, parts)
+            filled, failures = self._parts_of(rank, parts, verified=self._run.request.verify)
             if failures:
                 return Outcome(failures=failures)
             found = [verified for part in parts for verified in part.verified if verified.rank == rank]
-            self._seal(led.publication, _joined(found, led.plan))
+            self._seal(led.publication, led.manifest, _joined(found, led.plan))
             waited_seconds = led.waited_seconds + max((one.waited_seconds for one in found), default=0.0)
             return self._finished(led.plan, led.begin, waited_seconds, filled)
 
         return Outcome().joined([self._attempt(rank, publish) for rank in self._led])
 
-    def _parts_of(self, rank: int, parts: Sequence[Outcome]) -> tuple[list[Filled], tuple[Failure, ...]]:
+    def _parts_of(
+        self, rank: int, parts: Sequence[Outcome], *, verified: bool
+    ) -> tuple[list[Filled], tuple[Failure, ...]]:
         """Return what every process that shares the target `rank` has filled, and the failures of those that have not.
 
-        parts: what every process says of its own work; in place of one that died, what became of it.
+        parts: what every process says of its own work; in place of one that died, what became of it. verified: a part
+        must have been verified as well.
         """
         found: list[Filled] = []
         failures: list[Failure] = []
@@ -206,12 +227,13 @@ class Writer:
             if rank not in {share.target for share in work.shares}:
                 continue
             own = [filled for filled in part.filled if filled.rank == rank]
-            if own and not any(failure.rank == rank for failure in part.failures):
+            is_whole = own and (not verified or any(found.rank == rank for found in part.verified))
+            if is_whole and not any(failure.rank == rank for failure in part.failures):
                 found += own
                 continue
             of_rank = [failure for failure in part.failures if failure.rank == rank]
             of_process = [failure._replace(rank=rank) for failure in part.failures]
-            error = TransformError("a process did not fill its part", expected="a whole target")
+            error = TransformError("a process did not do its part", expected="all of the target filled and verified")
             unknown = Failure(rank, process, self._comm.hosts[process], error)
             failures.append([*of_rank, *of_process, unknown][0])
         return found, tuple(failures)
@@ -247,19 +269,46 @@ class Writer:
         return Outcome((report,))
 
 
-def write_file(plan: RankPlan, format_name: str, path: Path, limits: Limits, on_bytes: OnBytes) -> Filled:
-    """Write the shard of `plan` to the new file `path`: reserve, move, seal."""
-    module = formats.by_name(format_name)
-    filled = _fill(plan, module.reserve(str(path), plan.shard), None, limits, on_bytes)
-    module.seal(str(path))
-    return filled
+def write_whole(plan: RankPlan, format_name: str, publication: Publication, limits: Limits, on_bytes: OnBytes) -> None:
+    """Write the shard of `plan` and put it in place: reserve, move, seal, look at it."""
+    module, fd, path = formats.by_name(format_name), publication.descriptor, str(publication.partial)
+    manifest = module.reserve(fd, path, plan.shard)
+    _fill(plan, manifest, fd, None, limits, on_bytes)
+    module.seal(fd, path)
+    _require_as_meant(module, publication, manifest, {})
+    publication.publish()
 
 
-def _verified(plan: RankPlan, manifest: Manifest, span: Span | None, limits: Limits) -> tuple[TensorSum, ...]:
+def _require_as_meant(module: Format, publication: Publication, manifest: Manifest, sums: Mapping[str, int]) -> None:
+    """Raise TransformError if the structure of a sealed target is not, on the disk, what was meant."""
+    forget_cached(publication.descriptor)
+    try:
+        found, found_sums = module.locate(manifest.path), module.stored_sums(manifest.path) if sums else sums
+    except ShardError as error:
+        raise _not_as_meant(manifest.path, told(error)) from error
+    if found != manifest or list(found.tensors) != list(manifest.tensors):
+        raise _not_as_meant(manifest.path, "another structure")
+    if found_sums and found_sums != sums:
+        raise _not_as_meant(manifest.path, "other sums")
+
+
+def _not_as_meant(path: str, got: str) -> TransformError:
+    return TransformError(
+        "what was written is not what lies in the file",
+        expected="the structure that was meant",
+        got=got,
+        where=path,
+        remedy="look for a failing disk or memory, and run the same command with --resume",
+    )
+
+
+def _verified(
+    plan: RankPlan, manifest: Manifest, descriptor: int, span: Span | None, limits: Limits
+) -> tuple[TensorSum, ...]:
     """Return the sums of what has been filled. Raises DamageError if it is not what the sources hold."""
-    from reshard_mpi.verification import forget_cached, sums_as_planned
+    from reshard_mpi.verification import sums_as_planned
 
-    forget_cached(manifest.path)
+    forget_cached(descriptor)
     return sums_as_planned(plan, manifest, span, limits)
 
 
@@ -271,7 +320,9 @@ def _joined(parts: Sequence[Verified], plan: RankPlan) -> tuple[TensorSum, ...]:
     return joined_sums((part.sums for part in parts), [tensor.spec.name for tensor in plan.tensors])
 
 
-def _fill(plan: RankPlan, manifest: Manifest, span: Span | None, limits: Limits, on_bytes: OnBytes) -> Filled:
+def _fill(
+    plan: RankPlan, manifest: Manifest, descriptor: int, span: Span | None, limits: Limits, on_bytes: OnBytes
+) -> Filled:
     begin = time.monotonic()
-    traffic = write_shard(plan, manifest, span=span, limits=limits, on_bytes=on_bytes)
+    traffic = write_shard(plan, manifest, descriptor, span=span, limits=limits, on_bytes=on_bytes)
     return Filled(plan.target_rank, traffic.requested_bytes, traffic.mapped_bytes, time.monotonic() - begin, 0.0)

@@ -10,7 +10,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ import reshard_mpi
 from reshard_mpi import commit as committing
 from reshard_mpi.commit import commit, commit_if_complete
 from reshard_mpi.errors import ReshardError, TargetError
-from reshard_mpi.journal import Journal, commit_lock
+from reshard_mpi.journal import Journal
 from reshard_mpi.planning.model import Held
 from reshard_mpi.records import Evidence, RunIdentity, TargetRecord
 from reshard_mpi.report import Outcome
@@ -228,15 +229,15 @@ def test_a_target_that_was_about_to_be_replaced_is_not_committed(
 ) -> None:
     c = make(tmp_path)
     assert run(capsys, c)[0] == 0
-    replace = Path.replace
+    rename = os.rename
 
-    def refuse(file: Path, path: Path) -> Path:
-        if path == c.written(1):
+    def refuse(file: str, name: str, **folders: int) -> None:
+        if name == c.written(1).name:
             raise OSError(5, "Input/output error")
-        return replace(file, path)
+        rename(file, name, **folders)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "replace", refuse)
+        patched.setattr(os, "rename", refuse)
         assert run(capsys, c, "--overwrite")[0] == 4
     said = command_line(capsys, "commit", str(c.dst))
     assert said.code == 4 and "target rank 1 was about to be put in the place of rank_1/" in said.err, said
@@ -400,10 +401,17 @@ def test_one_that_replaces_a_target_without_a_journal_withdraws_it(tmp_path: Pat
     assert record(c).exists()
 
 
+@contextmanager
+def commit_lock(folder: Path, kind: int) -> Iterator[None]:
+    with (folder / ".reshard_mpi" / "commit.lock").open("a") as stream:
+        fcntl.flock(stream, kind)
+        yield
+
+
 def test_nobody_commits_while_another_writes(tmp_path: Path) -> None:
     commit_two(tmp_path)
     (tmp_path / "reshard.json").unlink()
-    with commit_lock(tmp_path / ".reshard_mpi", fcntl.LOCK_SH):
+    with commit_lock(tmp_path, fcntl.LOCK_SH):
         assert commit_if_complete(tmp_path, identity(2), all_made=True, any_written=True, told=()) == ()
         assert not (tmp_path / "reshard.json").exists()
     commit_if_complete(tmp_path, identity(2), all_made=True, any_written=True, told=())
@@ -412,7 +420,7 @@ def test_nobody_commits_while_another_writes(tmp_path: Path) -> None:
 
 def test_commit_waits_for_one_who_is_about_to_be_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commit_two(tmp_path)
-    with commit_lock(tmp_path / ".reshard_mpi", fcntl.LOCK_SH):
+    with commit_lock(tmp_path, fcntl.LOCK_SH):
         monkeypatch.setattr(committing, "_WAIT_SECONDS", 0.1)
         with pytest.raises(ReshardError, match="being written or committed by another process"):
             commit(tmp_path)
@@ -427,7 +435,7 @@ def test_commit_waits_for_one_who_is_about_to_be_done(tmp_path: Path, monkeypatc
 
 def test_who_writes_waits_for_one_who_commits(tmp_path: Path) -> None:
     commit_two(tmp_path)
-    with commit_lock(tmp_path / ".reshard_mpi", fcntl.LOCK_EX):
+    with commit_lock(tmp_path, fcntl.LOCK_EX):
         thread = threading.Thread(target=write, args=(tmp_path, 2, 0))
         thread.start()
         thread.join(0.2)

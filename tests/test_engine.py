@@ -7,6 +7,7 @@ import itertools
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from reshard_mpi.dtypes import BY_NAME, DType
 from reshard_mpi.engine import files as engine_files
 from reshard_mpi.engine import transfer
 from reshard_mpi.engine.arrays import first_difference, load_shard
-from reshard_mpi.engine.files import ByteRuns, Files
+from reshard_mpi.engine.files import ByteRuns, Files, Traffic
 from reshard_mpi.engine.transfer import write_shard
 from reshard_mpi.errors import ShardError
 from reshard_mpi.manifest import ByteRange, Decoded, Manifest, Segments, ShardIdentity, TensorEntry, TensorSpec
@@ -122,6 +123,14 @@ def _cut(array: np.ndarray, box: Box) -> np.ndarray:
     return np.array(array[tuple(slice(low, high) for low, high in zip(box.start, box.stop))], order="C")
 
 
+def write(plan: RankPlan, target: Manifest, **settings: Any) -> Traffic:
+    descriptor = os.open(target.path, os.O_WRONLY | os.O_CREAT)
+    try:
+        return write_shard(plan, target, descriptor, **settings)
+    finally:
+        os.close(descriptor)
+
+
 def _written(manifest: Manifest) -> bytes:
     data = Path(manifest.path).read_bytes()
     return b"".join(data[r.offset_bytes : r.offset_bytes + r.length_bytes] for r in manifest.tensors["w"].source.ranges)
@@ -174,7 +183,7 @@ def test_every_path_moves_the_same_bytes(
         cuts = sorted(data.draw(st.lists(st.integers(0, size_bytes), max_size=3)))
         spans = [*itertools.pairwise([0, *cuts, size_bytes])] if cuts else [None]
         traffic = [
-            write_shard(plan, target, span=span, limits=limits, on_bytes=moved.append)
+            write(plan, target, span=span, limits=limits, on_bytes=moved.append)
             for span in data.draw(st.permutations(spans))
         ]
         assert _written(target) == expected.tobytes()
@@ -219,7 +228,7 @@ def test_source_that_became_shorter_is_named(tmp_path: Path, gap: int) -> None:
     path.write_bytes(bytes(100 - gap - 1))
     part = ByteRange(str(path), 0, 100)
     (tmp_path / "target").write_bytes(bytes(100))
-    with Files() as opened:
+    with (tmp_path / "target").open("r+b") as target, Files(target=target.fileno()) as opened:
         with pytest.raises(ShardError, match="became shorter") as read:
             opened.read_into(part, memoryview(bytearray(100)))
         with pytest.raises(ShardError, match="became shorter"), opened.window(part, 100):
@@ -314,5 +323,5 @@ def test_only_what_a_process_fills_is_read_ahead(
     seen = []
     monkeypatch.setattr(Files, "advise", lambda _, part: seen.append(Path(part.path).name))
     limits = Limits(base_bytes=0, buffer_bytes=4096, window_bytes=4096)
-    write_shard(plan, Manifest(str(target), "none", places), span=span, limits=limits, on_bytes=lambda _: None)
+    write(plan, Manifest(str(target), "none", places), span=span, limits=limits, on_bytes=lambda _: None)
     assert seen == advised

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from hypothesis import strategies as st
 
 from reshard_mpi import journal as journals
 from reshard_mpi.errors import TargetError
+from reshard_mpi.folders import Folder
 from reshard_mpi.journal import Journal, Unrecorded
 from reshard_mpi.planning.model import Beginning, Held, Moment
 from reshard_mpi.publication import Publication, remove_stale_records
@@ -59,6 +61,12 @@ def write(state: Journal | Unrecorded, path: Path, content: bytes = b"whole", ra
         publication.publish()
 
 
+@contextmanager
+def published(path: Path) -> Iterator[Publication]:
+    with Folder.open(path.parent) as folder, Publication(folder, path.name) as publication:
+        yield publication
+
+
 def files(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
@@ -75,7 +83,7 @@ def refused(call: Callable[[], object]) -> TargetError:
 
 def test_a_published_file_is_whole_or_not_there(tmp_path: Path) -> None:
     path = tmp_path / "net.ckpt"
-    with Publication(path) as publication:
+    with published(path) as publication:
         partial = publication.partial
         assert partial.parent == path.parent and partial.name.startswith(".")
         partial.write_bytes(b"half")
@@ -95,7 +103,7 @@ def test_what_fails_leaves_everything_as_it_was(
     path = tmp_path / "net.ckpt"
     if before is not None:
         path.write_bytes(before)
-    with pytest.raises(error), Publication(path) as publication:
+    with pytest.raises(error), published(path) as publication:
         publication.partial.write_bytes(b"half")
         raise error
     assert files(tmp_path) == (set() if before is None else {"net.ckpt"})
@@ -103,7 +111,7 @@ def test_what_fails_leaves_everything_as_it_was(
 
 
 def test_what_is_not_published_is_removed(tmp_path: Path) -> None:
-    with Publication(tmp_path / "net.ckpt") as publication:
+    with published(tmp_path / "net.ckpt") as publication:
         publication.partial.write_bytes(b"half")
     assert files(tmp_path) == set()
 
@@ -116,7 +124,7 @@ def test_bytes_are_on_the_disk_before_the_name_is(tmp_path: Path, monkeypatch: p
         synced.append((Path(f"/proc/self/fd/{descriptor}").readlink(), path.exists()))
 
     monkeypatch.setattr(os, "fsync", sync)
-    with Publication(path) as publication:
+    with published(path) as publication:
         publication.partial.write_bytes(b"whole")
         publication.publish()
     assert synced == [(publication.partial, False), (tmp_path, True)]
@@ -127,7 +135,7 @@ def test_a_disk_that_fails_at_the_end_leaves_no_name(tmp_path: Path, monkeypatch
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space"), Publication(tmp_path / "net.ckpt") as publication:
+    with pytest.raises(OSError, match="No space"), published(tmp_path / "net.ckpt") as publication:
         publication.partial.write_bytes(b"whole")
         publication.publish()
     assert files(tmp_path) == set()
@@ -363,7 +371,8 @@ def test_a_target_is_complete_from_the_instant_on_in_which_it_has_its_name(tmp_p
         record = TargetRecord.read(state, 0)
         assert (record is None) == (count == 1)
         assert record is None or (record.announced is None) == (count == 4)
-    remove_stale_records(state)
+    with Folder.open(state) as folder:
+        remove_stale_records(folder)
     assert {path.name for path in state.iterdir()} == {
         "commit.lock",
         "rank_0.json",
@@ -376,14 +385,14 @@ def test_a_target_is_complete_from_the_instant_on_in_which_it_has_its_name(tmp_p
 def test_a_target_that_could_not_get_its_name_is_not_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "rank_0" / "net.ckpt"
     write(journal(tmp_path), path, b"older")
-    replace = Path.replace
+    rename = os.rename
 
-    def refuse(file: Path, target: Path) -> Path:
-        if target == path:
+    def refuse(file: str, target: str, **folders: int) -> None:
+        if target == path.name:
             raise OSError(5, "Input/output error")
-        return replace(file, target)
+        rename(file, target, **folders)
 
-    monkeypatch.setattr(Path, "replace", refuse)
+    monkeypatch.setattr(os, "rename", refuse)
     with pytest.raises(OSError, match="Input/output"):
         write(journal(tmp_path, overwrite=True), path, b"newer")
     assert path.read_bytes() == b"older" and not journal(tmp_path, resume=True).is_done(0, path)
@@ -398,19 +407,19 @@ def test_a_copy_of_a_folder_is_as_complete_as_it_was(tmp_path: Path) -> None:
 def test_what_was_written_lasts_before_it_is_said_to_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is synced and renamed, in order: no name lasts without its bytes, none that is told of is lost."""
     events: list[str] = []
-    sync, replace = os.fsync, Path.replace
+    sync, rename = os.fsync, os.rename
 
     def note(descriptor: int) -> None:
         at = Path(f"/proc/self/fd/{descriptor}").readlink()
         events.append(f"sync {at.name.replace(tmp_path.name, 'top')}")
         sync(descriptor)
 
-    def note_name(file: Path, target: Path) -> Path:
-        events.append(f"name {target.name}")
-        return replace(file, target)
+    def note_name(file: str, target: str, **folders: int) -> None:
+        events.append(f"name {target}")
+        rename(file, target, **folders)
 
     monkeypatch.setattr(os, "fsync", note)
-    monkeypatch.setattr(Path, "replace", note_name)
+    monkeypatch.setattr(os, "rename", note_name)
     write(journal(tmp_path / "new"), tmp_path / "new" / "rank_0" / "net.ckpt")
     events = [re.sub(r"^sync \.(.*)\.\w+\.partial$", r"sync \1", event) for event in events]
     assert events == [
@@ -440,8 +449,8 @@ def test_one_at_a_time_names_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """Or one would clear what another is just writing, and two could each name it."""
     looked: list[Path] = []
 
-    def look(path: Path) -> None:
-        looked.append(path)
+    def look(folder: Folder, name: str) -> None:
+        looked.append(folder.path / name)
         with (tmp_path / ".reshard_mpi" / "run.lock").open() as other, pytest.raises(BlockingIOError):
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
 

@@ -19,6 +19,8 @@ from processes import measure_peak
 from reshard_mpi import formats
 from reshard_mpi.box import Box
 from reshard_mpi.dtypes import BY_NAME
+from reshard_mpi.folders import FileIdentity
+from reshard_mpi.formats.protocol import reserve_file, seal_file
 from reshard_mpi.layout import Layout
 from reshard_mpi.manifest import ByteRange, Manifest, Segments, ShardIdentity, ShardSpec, TensorEntry, TensorSpec
 from reshard_mpi.placement import Placement, Strategy
@@ -39,14 +41,17 @@ from pathlib import Path
 from reshard_mpi import discovery, strategy
 from reshard_mpi.conversion import Conversion
 from reshard_mpi.planning.model import Limits
-from reshard_mpi.writing import write_file
+from reshard_mpi.folders import Folder
+from reshard_mpi.publication import Publication
+from reshard_mpi.writing import write_whole
 from reshard_mpi.source import SourceCheckpoint
 
 source, target, src_strategy, dst_strategy = sys.argv[1:]
 checkpoint = SourceCheckpoint.open(discovery.find_shards(source), strategy.load(src_strategy))
 limits = Limits(base_bytes=0, buffer_bytes=1 << 31, window_bytes=1 << 31)
 conversion = Conversion(checkpoint, strategy.load(dst_strategy), limits=limits)
-write_file(conversion.plan(1), "ckpt", Path(target), limits, lambda _: None)
+with Folder.open(Path(target).parent) as folder, Publication(folder, Path(target).name) as publication:
+    write_whole(conversion.plan(1), "ckpt", publication, limits, lambda _: None)
 """
 
 
@@ -104,7 +109,7 @@ def test_what_every_process_is_told_of_targets_filled_together() -> None:
         return TensorEntry(f"layers.{at}.weight", BY_NAME["bfloat16"], box.shape, source, box, (4096, 4096))
 
     manifest = Manifest("/dst/rank_1/.partial", "hdf5", {entry(at).name: entry(at) for at in range(10_000)}, {})
-    told = pickle.dumps([Reserved.of(1, manifest)] * 2)
+    told = pickle.dumps([Reserved.of(1, manifest, FileIdentity(1, 2))] * 2)
     tracemalloc.start()
     first, _ = pickle.loads(told)
     held_bytes, _ = tracemalloc.get_traced_memory()
@@ -124,7 +129,9 @@ def _write_source(base: Path, kind: str) -> Path:
         path = base / "src" / f"rank_{rank}" / f"w{module.SUFFIXES[0]}"
         path.parent.mkdir(parents=True)
         identity = ShardIdentity(rank, 8, table.dumps(SOURCE))
-        place = module.reserve(str(path), ShardSpec(identity, (TensorSpec("w", BY_NAME["float32"], SHAPE, box),), {}))
+        place = reserve_file(
+            module, str(path), ShardSpec(identity, (TensorSpec("w", BY_NAME["float32"], SHAPE, box),), {})
+        )
         pattern = _elements(0, 64, box).tobytes()
         with path.open("r+b") as stream:
             done = 0
@@ -136,7 +143,7 @@ def _write_source(base: Path, kind: str) -> Path:
                     count = min(left, len(pattern) - start)
                     stream.write(pattern[start : start + count])
                     done, left = done + count, left - count
-        module.seal(str(path))
+        seal_file(module, str(path))
     return base
 
 

@@ -13,6 +13,7 @@ from test_slurm import rank_environment
 
 from reshard_mpi import formats
 from reshard_mpi.dtypes import BY_NAME
+from reshard_mpi.formats.protocol import reserve_file, seal_file
 from reshard_mpi.layout import Layout
 from reshard_mpi.manifest import ShardIdentity, ShardSpec, TensorSpec
 from reshard_mpi.placement import Placement, Strategy
@@ -138,5 +139,5 @@ def write_source(folder: Path, kind: str) -> None:
         path = folder / "src" / f"rank_{rank}" / f"w{module.SUFFIXES[0]}"
         path.parent.mkdir(parents=True)
         identity = ShardIdentity(rank, SOURCE.world_size, table.dumps(SOURCE))
-        module.reserve(str(path), ShardSpec(identity, (TensorSpec("w", BY_NAME["float32"], SHAPE, box),), {}))
-        module.seal(str(path))
+        reserve_file(module, str(path), ShardSpec(identity, (TensorSpec("w", BY_NAME["float32"], SHAPE, box),), {}))
+        seal_file(module, str(path))

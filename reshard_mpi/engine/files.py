@@ -57,14 +57,15 @@ class ByteRuns(NamedTuple):
 
 
 class Files:
-    """Descriptors of source and target files, opened on first use and closed together.
+    """Descriptors of source files, opened on first use and closed together, and that of the target, if there is one.
 
-    on_bytes: called with the number of target bytes just written.
+    on_bytes: called with the number of target bytes just written. target: open for writing; whoever opened it closes
+    it.
     """
 
-    def __init__(self, on_bytes: OnBytes = lambda _: None) -> None:
+    def __init__(self, on_bytes: OnBytes = lambda _: None, target: int = -1) -> None:
         self._sources: OrderedDict[str, int] = OrderedDict()
-        self._targets: dict[str, int] = {}
+        self._target = target
         self._kernel_copies = True
         self._on_bytes = on_bytes
         self.traffic = Traffic()
@@ -75,10 +76,9 @@ class Files:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for descriptor in (*self._sources.values(), *self._targets.values()):
+        for descriptor in self._sources.values():
             os.close(descriptor)
         self._sources.clear()
-        self._targets.clear()
 
     def read_into(self, part: ByteRange, buffer: memoryview) -> None:
         """Fill `buffer` with the bytes of `part`. Raises ShardError if they cannot be read."""
@@ -142,12 +142,11 @@ class Files:
             yield inner
 
     def write(self, part: ByteRange, buffer: memoryview) -> None:
-        """Write `buffer` to the bytes of `part`."""
-        descriptor = self._target(part.path)
+        """Write `buffer` to the bytes of `part`, a range of the target."""
         done = 0
         while done < part.length_bytes:
             try:
-                done += os.pwrite(descriptor, buffer[done:], part.offset_bytes + done)
+                done += os.pwrite(self._target, buffer[done:], part.offset_bytes + done)
             except OSError as error:
                 raise _about(error, part.path) from None
         self._wrote(part.length_bytes)
@@ -167,7 +166,7 @@ class Files:
 
     def _copy_in_kernel(self, runs: ByteRuns) -> int:
         """Copy runs and return how many bytes of them; not all once the file systems turn out not to do it."""
-        source, target, length = self._source(runs.source), self._target(runs.target), runs.length_bytes
+        source, target, length = self._source(runs.source), self._target, runs.length_bytes
         at, to, copied, told = runs.source_offset, runs.target_offset, 0, 0
         try:
             for _ in range(runs.repeats):
@@ -215,16 +214,16 @@ class Files:
                 os.close(self._sources.popitem(last=False)[1])
         return descriptor
 
-    def _target(self, path: str) -> int:
-        descriptor = self._targets.get(path)
-        if descriptor is None:
-            descriptor = self._targets[path] = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-        return descriptor
-
 
 def _about(error: OSError, path: str, other: str | None = None) -> OSError:
     """Return an error of the file system that says which file it is about; calls by descriptor do not."""
     return OSError(error.errno, error.strerror, path, None, other)
+
+
+def forget_cached(descriptor: int) -> None:
+    """Have what is read of a file next come from the disk, as far as the file system knows the difference."""
+    os.fsync(descriptor)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def unreadable(path: str, error: OSError) -> ShardError:

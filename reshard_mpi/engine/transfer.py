@@ -38,14 +38,16 @@ Span = tuple[int, int]
 Fill = Callable[[Copy, Box, Box, memoryview], None]
 
 
-def write_shard(plan: RankPlan, target: Manifest, *, span: Span | None, limits: Limits, on_bytes: OnBytes) -> Traffic:
+def write_shard(
+    plan: RankPlan, target: Manifest, descriptor: int, *, span: Span | None, limits: Limits, on_bytes: OnBytes
+) -> Traffic:
     """Write every tensor of `plan` to the ranges that `target` reserved, and return what was moved.
 
-    span: only what lies between these bytes of the target file, which others fill elsewhere at the same time; None: all
-    of it. on_bytes: called with the number of target bytes just written.
+    descriptor: of the target file, open for writing. span: only what lies between these bytes of it, while others fill
+    the rest; None: all of it. on_bytes: called with the number of target bytes just written.
     """
     buffer = memoryview(bytearray(limits.buffer_bytes))
-    with Files(on_bytes) as files:
+    with Files(on_bytes, descriptor) as files:
         scatter = Scatter(files)
         for part, following in pairwise(chain(_parts_within(plan, target, span), (None,))):
             assert part is not None

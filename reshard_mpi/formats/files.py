@@ -59,11 +59,6 @@ def opened(path: str) -> Iterator[tuple[int, int]]:
         os.close(fd)
 
 
-def refuse_existing(path: str) -> TargetError:
-    """Return the error for a target file that is there already."""
-    return TargetError("a target file exists already", expected="no file", where=path)
-
-
 def write_all(fd: int, data: bytes, offset_bytes: int) -> None:
     """Write all of `data` at `offset_bytes`; one write may take less than it is given."""
     left = memoryview(data)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Protocol
 
+from reshard_mpi.folders import create_file
 from reshard_mpi.manifest import Manifest, ShardSpec
 
 NO_SUMS: Mapping[str, int] = {}
@@ -13,7 +16,8 @@ NO_SUMS: Mapping[str, int] = {}
 class Format(Protocol):
     """Says where the bytes of a shard live; never plans or moves payload bytes.
 
-    NAME is the format's name in options and reports, SUFFIXES the file name endings that mark it.
+    NAME is the format's name in options and reports, SUFFIXES the file name endings that mark it. MODE: the permissions
+    that a file has while it is written, before the user's mask.
     """
 
     @property
@@ -22,20 +26,26 @@ class Format(Protocol):
     @property
     def SUFFIXES(self) -> tuple[str, ...]: ...  # noqa: N802
 
+    @property
+    def MODE(self) -> int: ...  # noqa: N802
+
     def locate(self, path: str) -> Manifest:
         """Read the structure of the shard at `path`. Raises ShardError if it is not a sound shard of this format."""
 
-    def reserve(self, path: str, spec: ShardSpec) -> Manifest:
-        """Create the file `path`, which must not exist, with everything but payloads, at its final length.
+    def reserve(self, fd: int, path: str, spec: ShardSpec) -> Manifest:
+        """Write everything but payloads to an empty file, and give it its final length.
 
-        The manifest returned tells where each payload is to be written; every tensor of it has Segments.
+        fd: the file, open for reading and writing. path: what it is called. The manifest returned tells where each
+        payload is to be written; every tensor of it has Segments. Raises TargetError for what cannot be stored, OSError
+        if it cannot be written.
         """
 
-    def seal(self, path: str, sums: Mapping[str, int] = NO_SUMS, *, crc: bool = False) -> None:
+    def seal(self, fd: int, path: str, sums: Mapping[str, int] = NO_SUMS, *, crc: bool = False) -> None:
         """Finish the file after its payloads are in place (permissions; whatever depends on the payload).
 
-        sums: of its tensors, in file order (see `checksum`), to be kept in it where the format has a place for them;
-        none if they are not known. crc: add a checksum of the whole file. Raises UsageError if the format has none.
+        sums: of its tensors, in file order (see `checksum`), to be kept in it where the format has a place for them and
+        it was reserved with one; none if they are not known. crc: add a checksum of the whole file. Raises UsageError
+        if the format has none, OSError if it cannot be written.
         """
 
     def stored_sums(self, path: str) -> Mapping[str, int]:
@@ -43,3 +53,27 @@ class Format(Protocol):
 
     def check_crc(self, path: str) -> bool:
         """Tell whether the file has a checksum of all of it. Raises ShardError if it does not fit."""
+
+
+def reserve_file(module: Format, path: str, spec: ShardSpec) -> Manifest:
+    """Make the new file `path` with everything of a shard but payloads; if that fails, no file is left.
+
+    Raises as `Format.reserve` does, and TargetError if there is such a file.
+    """
+    fd = create_file(path, module.MODE)
+    try:
+        return module.reserve(fd, path, spec)
+    except BaseException:
+        Path(path).unlink()
+        raise
+    finally:
+        os.close(fd)
+
+
+def seal_file(module: Format, path: str, sums: Mapping[str, int] = NO_SUMS, *, crc: bool = False) -> None:
+    """Finish the file `path` after its payloads are in place, as `Format.seal` does."""
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        module.seal(fd, path, sums, crc=crc)
+    finally:
+        os.close(fd)

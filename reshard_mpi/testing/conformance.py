@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from reshard_mpi.box import Box
 from reshard_mpi.dtypes import BY_NAME, DType
 from reshard_mpi.errors import ReshardError, ShardError
-from reshard_mpi.formats.protocol import Format
+from reshard_mpi.formats.protocol import Format, reserve_file
 from reshard_mpi.manifest import Manifest, ShardIdentity, ShardSpec, TensorSpec
 from reshard_mpi.testing import samples, strategies
 from reshard_mpi.testing.samples import Contents, SampleTensor
@@ -126,7 +126,7 @@ class FormatConformance:
 
     def test_ranges_are_disjoint_and_in_the_file(self, tmp_path: Path) -> None:
         path = self._path(tmp_path)
-        manifest = self.module.reserve(str(path), samples.spec_of(_some_contents()))
+        manifest = reserve_file(self.module, str(path), samples.spec_of(_some_contents()))
         ranges = samples.all_ranges(manifest)
         assert all(first[1] <= second[0] for first, second in itertools.pairwise(ranges))
         assert ranges[0][0] >= 0 and ranges[-1][1] <= path.stat().st_size
@@ -134,7 +134,7 @@ class FormatConformance:
     def test_payloads_do_not_touch_the_structure(self, tmp_path: Path) -> None:
         contents = _some_contents()
         path = self._path(tmp_path)
-        before = self.module.reserve(str(path), samples.spec_of(contents))
+        before = reserve_file(self.module, str(path), samples.spec_of(contents))
         size_bytes = path.stat().st_size
         full = [SampleTensor(t.name, t.dtype, t.shape, b"\xff" * len(t.content)) for t in contents.tensors.values()]
         samples.fill(before, Contents.of(full))
@@ -145,7 +145,7 @@ class FormatConformance:
     def test_a_huge_tensor_costs_nothing_to_reserve_and_locate(self, tmp_path: Path) -> None:
         path = self._path(tmp_path)
         huge = TensorSpec("w", BY_NAME["bfloat16"], (1 << 20, 1 << 14), Box.whole((1 << 20, 1 << 14)))
-        self.module.reserve(str(path), ShardSpec(ShardIdentity(0, 1, ""), (huge,), {}))
+        reserve_file(self.module, str(path), ShardSpec(ShardIdentity(0, 1, ""), (huge,), {}))
         assert self.module.locate(str(path)).tensors["w"].size_bytes == 32 << 30
         assert path.stat().st_blocks * 512 < 8 << 20
 
@@ -153,14 +153,14 @@ class FormatConformance:
         path = self._path(tmp_path)
         path.write_bytes(b"precious")
         with pytest.raises((FileExistsError, ReshardError)):
-            self.module.reserve(str(path), samples.spec_of(_some_contents()))
+            reserve_file(self.module, str(path), samples.spec_of(_some_contents()))
         assert path.read_bytes() == b"precious"
 
     @pytest.mark.parametrize("name", ["", "\ud800", "n" * 100_000], ids=["empty", "no Unicode", "too long"])
     def test_a_name_that_cannot_be_kept_is_refused(self, tmp_path: Path, name: str) -> None:
         tensor = TensorSpec(name, BY_NAME["int8"], (1,), Box.whole((1,)))
         with pytest.raises(ReshardError):
-            self.module.reserve(str(self._path(tmp_path)), ShardSpec(ShardIdentity(0, 1, ""), (tensor,), {}))
+            reserve_file(self.module, str(self._path(tmp_path)), ShardSpec(ShardIdentity(0, 1, ""), (tensor,), {}))
         assert not list(tmp_path.iterdir())
 
     def test_a_name_given_twice_is_refused(self, tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ class FormatConformance:
             ShardSpec(spec.identity, spec.tensors, {name: "text"}),
         ):
             with pytest.raises(ReshardError):
-                self.module.reserve(str(self._path(tmp_path)), twice)
+                reserve_file(self.module, str(self._path(tmp_path)), twice)
         assert not list(tmp_path.iterdir())
 
     # Files that are no sound shards

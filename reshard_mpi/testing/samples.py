@@ -13,7 +13,7 @@ import numpy as np
 
 from reshard_mpi.box import Box
 from reshard_mpi.dtypes import DType
-from reshard_mpi.formats.protocol import Format
+from reshard_mpi.formats.protocol import Format, reserve_file, seal_file
 from reshard_mpi.manifest import Manifest, Segments, ShardIdentity, ShardSpec, TensorEntry, TensorSpec
 
 
@@ -89,9 +89,9 @@ def fill(manifest: Manifest, contents: Contents) -> None:
 
 def write(module: Format, path: str, contents: Contents, identity: ShardIdentity | None = None) -> Manifest:
     """Write a whole shard through the format: reserve, payloads, seal."""
-    manifest = module.reserve(path, spec_of(contents, identity))
+    manifest = reserve_file(module, path, spec_of(contents, identity))
     fill(manifest, contents)
-    module.seal(path)
+    seal_file(module, path)
     return manifest
 
 

@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from typing import Any
 
 _BY_PATH = ("open", "os.rename", "os.remove", "os.link", "os.mkdir", "os.rmdir", "os.truncate")
+# At which argument the descriptors begin that paths are relative to; opening relative to one is watched itself.
+_FOLDERS = {"os.rename": 2, "os.remove": 1, "os.mkdir": 2, "os.rmdir": 1}
 _BY_DESCRIPTOR = ("pwrite", "preadv", "copy_file_range", "fsync")
 _open, _write, _seek, _close, _unlink = os.open, os.write, os.lseek, os.close, os.unlink
 
@@ -53,6 +55,16 @@ def _path_of(descriptor: Any) -> str:
     return os.readlink(f"/proc/self/fd/{descriptor}") if isinstance(descriptor, int) else ""
 
 
+def _joined(path: str, folder: int) -> str:
+    return path if folder < 0 or os.path.isabs(path) else os.path.join(_path_of(folder), path)
+
+
+def _open_below(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+    if dir_fd is not None:
+        _event("open", _joined(os.fspath(path), dir_fd))
+    return _open(path, flags, mode, dir_fd=dir_fd)
+
+
 def _watched(name: str) -> Callable[..., Any]:
     call = getattr(os, name)
 
@@ -65,7 +77,9 @@ def _watched(name: str) -> Callable[..., Any]:
 
 def _hook(event: str, arguments: tuple[Any, ...]) -> None:
     if event in _BY_PATH:
-        _event(event, *(os.fspath(argument) for argument in arguments[:2] if isinstance(argument, str | os.PathLike)))
+        paths = [os.fspath(argument) for argument in arguments[:2] if isinstance(argument, str | os.PathLike)]
+        folders = arguments[_FOLDERS[event] :][: len(paths)] if event in _FOLDERS else (-1,) * len(paths)
+        _event(event, *(_joined(path, folder) for path, folder in zip(paths, folders)))
     elif event == "fcntl.flock":
         _event(event, _path_of(arguments[0]))
 
@@ -81,6 +95,7 @@ if not any("hdf5.child" in word for word in sys.orig_argv):
     os.register_at_fork(after_in_child=_register)
     for _name in _BY_DESCRIPTOR:
         setattr(os, _name, _watched(_name))
+    os.open = _open_below
     sys.addaudithook(_hook)
 if "FAULT_CUT" in os.environ:
     from reshard_mpi import division

@@ -14,6 +14,7 @@ from reshard_mpi.dtypes import BY_NAME
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import ckpt, files
 from reshard_mpi.formats.ckpt import writing
+from reshard_mpi.formats.protocol import reserve_file, seal_file
 from reshard_mpi.testing import samples
 from reshard_mpi.testing.samples import Contents, SampleTensor, payload
 
@@ -224,7 +225,7 @@ def test_large_tensors_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 
 def test_modes(tmp_path: Path) -> None:
     path = tmp_path / "shard.ckpt"
-    ckpt.reserve(str(path), samples.spec_of(Contents({})))
+    reserve_file(ckpt, str(path), samples.spec_of(Contents({})))
     assert path.stat().st_mode & 0o777 == 0o600
-    ckpt.seal(str(path))
+    seal_file(ckpt, str(path))
     assert path.stat().st_mode & 0o777 == 0o400

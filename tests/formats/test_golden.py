@@ -7,6 +7,7 @@ from pathlib import Path
 from reshard_mpi.box import Box
 from reshard_mpi.dtypes import BY_NAME
 from reshard_mpi.formats import ckpt, hdf5
+from reshard_mpi.formats.protocol import reserve_file, seal_file
 from reshard_mpi.manifest import ShardIdentity, ShardSpec, TensorSpec
 from reshard_mpi.testing import samples
 from reshard_mpi.testing.samples import Contents, SampleTensor
@@ -70,6 +71,6 @@ def test_native_hdf5_version_1() -> None:
 
 def test_native_hdf5_is_still_written_so(tmp_path: Path) -> None:
     path = tmp_path / "shard.h5"
-    samples.fill(hdf5.reserve(str(path), native_spec()), contents())
-    hdf5.seal(str(path))
+    samples.fill(reserve_file(hdf5, str(path), native_spec()), contents())
+    seal_file(hdf5, str(path))
     assert path.read_bytes() == (GOLDEN / "native_v1.h5").read_bytes()

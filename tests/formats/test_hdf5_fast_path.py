@@ -19,6 +19,7 @@ from reshard_mpi.dtypes import BY_NAME, DType
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import hdf5
 from reshard_mpi.formats.hdf5 import checksums, direct, reading, superblock
+from reshard_mpi.formats.protocol import reserve_file, seal_file
 from reshard_mpi.manifest import Manifest, ShardIdentity, ShardSpec, TensorSpec
 from reshard_mpi.testing import samples, strategies
 from reshard_mpi.testing.samples import Contents, SampleTensor
@@ -63,7 +64,7 @@ def test_any_number_of_tensors(tmp_path: Path, count: int) -> None:
     box = Box.whole((70_000,))
     names = [f"model.layers.{n}.{'attention.' * (n % 40)}w" for n in range(count)]
     tensors = tuple(TensorSpec(name, BY_NAME["int8"], box.shape, box) for name in names)
-    hdf5.reserve(str(path), ShardSpec(ShardIdentity(2, 3, "x"), tensors, {"note": "text"}))
+    reserve_file(hdf5, str(path), ShardSpec(ShardIdentity(2, 3, "x"), tensors, {"note": "text"}))
     found = read_directly(path)
     assert found is not None and list(found.tensors) == names
     assert found == located_by_library(path)
@@ -76,16 +77,16 @@ def test_any_type_and_shape(tmp_path: Path, dtype: DType, shape: tuple[int, ...]
     whole = tuple(length + 3 for length in shape)
     box = Box(tuple(1 for _ in shape), tuple(length + 1 for length in shape))
     tensors = tuple(TensorSpec(name, dtype, whole, box) for name in ("w", "a/b/c", ".", "a//b"))
-    hdf5.reserve(str(path), ShardSpec(ShardIdentity(0, 1, ""), tensors, {}))
+    reserve_file(hdf5, str(path), ShardSpec(ShardIdentity(0, 1, ""), tensors, {}))
     assert read_directly(path) == located_by_library(path)
 
 
 def test_sums_are_read_both_ways(tmp_path: Path) -> None:
     path = tmp_path / "shard.h5"
-    samples.write(hdf5, str(path), CONTENTS)
+    reserve_file(hdf5, str(path), samples.spec_of(CONTENTS)._replace(with_sums=True))
     before = hdf5.locate(str(path))
     sums = {name: 7 + at for at, name in enumerate(CONTENTS.tensors)}
-    hdf5.seal(str(path), sums)
+    seal_file(hdf5, str(path), sums)
     with path.open("rb") as file:
         assert direct.stored_sums(file.fileno(), str(path), path.stat().st_size) == sums
     assert reading.stored_sums(str(path)) == sums

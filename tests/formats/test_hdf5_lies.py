@@ -16,6 +16,7 @@ from reshard_mpi.dtypes import BY_NAME
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import files, hdf5
 from reshard_mpi.formats.hdf5 import checksums, direct, structure
+from reshard_mpi.formats.protocol import reserve_file
 from reshard_mpi.manifest import ShardIdentity, ShardSpec, TensorSpec
 from reshard_mpi.testing import samples
 from reshard_mpi.testing.samples import Contents, SampleTensor
@@ -325,7 +326,7 @@ def test_a_shape_that_is_huge_beside_a_zero(tmp_path: Path) -> None:
     path = tmp_path / "shard.h5"
     box = Box.whole((0, 1 << 62))
     spec = ShardSpec(ShardIdentity(0, 1, ""), (TensorSpec("w", BY_NAME["float32"], box.shape, box),), {})
-    hdf5.reserve(str(path), spec)
+    reserve_file(hdf5, str(path), spec)
     with path.open("rb") as file:
         assert direct.locate(file.fileno(), str(path), path.stat().st_size) is None
     with pytest.raises(ShardError, match="impossibly large"):

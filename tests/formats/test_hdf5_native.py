@@ -12,6 +12,7 @@ from reshard_mpi.box import Box
 from reshard_mpi.dtypes import BY_NAME, to_numpy
 from reshard_mpi.errors import TargetError
 from reshard_mpi.formats import files, hdf5
+from reshard_mpi.formats.protocol import reserve_file
 from reshard_mpi.manifest import ShardIdentity, ShardSpec, TensorSpec
 from reshard_mpi.testing import samples
 from reshard_mpi.testing.samples import Contents, SampleTensor
@@ -46,7 +47,7 @@ def test_a_shard_describes_itself(tmp_path: Path) -> None:
     boxes = {"w": Box((6, 0, 2), (8, 5, 3)), "all": Box.whole((4,)), "step": Box.whole(()), "none": Box((2, 0), (4, 0))}
     shapes = {"w": (8, 5, 6), "all": (4,), "step": (), "none": (4, 0)}
     tensors = tuple(TensorSpec(name, BY_NAME["bfloat16"], shapes[name], box) for name, box in boxes.items())
-    reserved = hdf5.reserve(str(path), ShardSpec(identity, tensors, {"note": "x"}))
+    reserved = reserve_file(hdf5, str(path), ShardSpec(identity, tensors, {"note": "x"}))
     located = hdf5.locate(str(path))
     assert located == reserved
     assert located.identity == identity
@@ -62,7 +63,7 @@ def test_large_payloads_are_aligned_and_small_ones_are_not(tmp_path: Path) -> No
     path = tmp_path / "shard.h5"
     sizes = [100, 65535, 65536, 70000, 3, 1 << 20]
     tensors = tuple(TensorSpec(str(n), BY_NAME["int8"], (n,), Box.whole((n,))) for n in sizes)
-    manifest = hdf5.reserve(str(path), ShardSpec(ShardIdentity(0, 1, ""), tensors, {}))
+    manifest = reserve_file(hdf5, str(path), ShardSpec(ShardIdentity(0, 1, ""), tensors, {}))
     offsets = [entry.source.ranges[0].offset_bytes for entry in manifest.tensors.values()]
     assert all(offset % 4096 == 0 for size, offset in zip(sizes, offsets) if size >= 65536)
     assert path.stat().st_size < sum(sizes) + 4 * 4096 + 64 * 1024
@@ -71,7 +72,7 @@ def test_large_payloads_are_aligned_and_small_ones_are_not(tmp_path: Path) -> No
 def test_nothing_is_written_for_payloads(tmp_path: Path) -> None:
     path = tmp_path / "shard.h5"
     tensor = TensorSpec("w", BY_NAME["float32"], (1 << 24,), Box.whole((1 << 24,)))
-    hdf5.reserve(str(path), ShardSpec(ShardIdentity(0, 1, ""), (tensor,), {}))
+    reserve_file(hdf5, str(path), ShardSpec(ShardIdentity(0, 1, ""), (tensor,), {}))
     assert path.stat().st_size > 64 << 20
     assert path.stat().st_blocks * 512 < 1 << 20
 
@@ -90,10 +91,10 @@ def test_what_cannot_be_read_back_is_not_written(tmp_path: Path, monkeypatch: py
     path = tmp_path / "shard.h5"
     long_text = {"note": "x" * (files.MAX_STRING_BYTES + 1)}
     with pytest.raises(TargetError, match="too long"):
-        hdf5.reserve(str(path), ShardSpec(ShardIdentity(0, 1, ""), (), long_text))
+        reserve_file(hdf5, str(path), ShardSpec(ShardIdentity(0, 1, ""), (), long_text))
     with pytest.raises(TargetError, match="Unicode"):
-        hdf5.reserve(str(path), ShardSpec(ShardIdentity(0, 1, "\ud800"), (), {}))
+        reserve_file(hdf5, str(path), ShardSpec(ShardIdentity(0, 1, "\ud800"), (), {}))
     monkeypatch.setattr(files, "MAX_TEXT_BYTES", 10)
     with pytest.raises(TargetError, match="too long"):
-        hdf5.reserve(str(path), ShardSpec(ShardIdentity(0, 1, "x" * 20), (), {}))
+        reserve_file(hdf5, str(path), ShardSpec(ShardIdentity(0, 1, "x" * 20), (), {}))
     assert not path.exists()

@@ -17,6 +17,8 @@ from reshard_mpi.formats.ckpt.reading import NAME, locate
 from reshard_mpi.formats.ckpt.sealing import check_crc, seal, stored_sums
 from reshard_mpi.formats.ckpt.writing import reserve
 
-__all__ = ["NAME", "SUFFIXES", "check_crc", "locate", "reserve", "seal", "stored_sums"]
+__all__ = ["MODE", "NAME", "SUFFIXES", "check_crc", "locate", "reserve", "seal", "stored_sums"]
 
 SUFFIXES = (".ckpt",)
+# Nobody else's, as MindSpore's own.
+MODE = 0o600

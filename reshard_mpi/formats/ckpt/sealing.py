@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import files
@@ -19,14 +18,16 @@ _BLOCK_BYTES = 2 * MIB
 _NUMBER_BYTES = CRC_BYTES - len(CRC_MARK)
 
 
-def seal(path: str, sums: Mapping[str, int] = NO_SUMS, *, crc: bool = False) -> None:
+def seal(fd: int, path: str, sums: Mapping[str, int] = NO_SUMS, *, crc: bool = False) -> None:
     """Make the file read-only for its owner, the mode MindSpore gives its checkpoints. crc: append the CRC-32 first.
 
     There is no place in it for the sums of tensors.
     """
     if crc:
-        _append(path)
-    Path(path).chmod(0o400)
+        size_bytes = os.fstat(fd).st_size
+        trailer = CRC_MARK + _sum(fd, path, size_bytes).to_bytes(_NUMBER_BYTES, "big")
+        files.write_all(fd, trailer, size_bytes)
+    os.fchmod(fd, 0o400)
 
 
 def stored_sums(path: str) -> Mapping[str, int]:
@@ -52,16 +53,6 @@ def check_crc(path: str) -> bool:
                 remedy="copy it again, or use another replica",
             )
         return True
-
-
-def _append(path: str) -> None:
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        size_bytes = os.fstat(fd).st_size
-        trailer = CRC_MARK + _sum(fd, path, size_bytes).to_bytes(_NUMBER_BYTES, "big")
-        files.write_all(fd, trailer, size_bytes)
-    finally:
-        os.close(fd)
 
 
 def _sum(fd: int, path: str, size_bytes: int) -> int:

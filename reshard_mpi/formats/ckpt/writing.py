@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from reshard_mpi.errors import TargetError
 from reshard_mpi.formats import files
@@ -15,11 +14,11 @@ from reshard_mpi.manifest import ByteRange, Manifest, Segments, ShardSpec, Tenso
 CUT_BYTES = 512 << 20
 
 
-def reserve(path: str, spec: ShardSpec) -> Manifest:
-    """Create the checkpoint `path` with all but the payloads, byte for byte as MindSpore's synchronous save would.
+def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
+    """Write the checkpoint `path` without its payloads, byte for byte as MindSpore's synchronous save would.
 
-    Tensors come first, in the order of `spec`, then strings. Raises TargetError if the file exists or a name cannot
-    be stored, OSError if it cannot be written; then no file is left.
+    Tensors come first, in the order of `spec`, then strings. fd: the empty file. Raises TargetError if a name cannot
+    be stored, OSError if it cannot be written.
     """
     files.check_names(path, [tensor.name for tensor in spec.tensors] + list(spec.strings))
     tensors: dict[str, TensorEntry] = {}
@@ -45,7 +44,9 @@ def reserve(path: str, spec: ShardSpec) -> Manifest:
         # A file of 0 bytes cannot be told from a failed copy: a shard of nothing is the checksum of nothing.
         headers.append((0, EMPTY_CHECKPOINT))
         at = len(EMPTY_CHECKPOINT)
-    _create(path, headers, at)
+    os.ftruncate(fd, at)
+    for offset_bytes, header in headers:
+        files.write_all(fd, header, offset_bytes)
     return Manifest(path, NAME, tensors, dict(spec.strings))
 
 
@@ -68,19 +69,3 @@ def _string_content(path: str, name: str, text: str) -> bytes:
             where=path,
         )
     return content
-
-
-def _create(path: str, headers: list[tuple[int, bytes]], size_bytes: int) -> None:
-    try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    except FileExistsError as error:
-        raise files.refuse_existing(path) from error
-    try:
-        os.ftruncate(fd, size_bytes)
-        for at, header in headers:
-            files.write_all(fd, header, at)
-    except BaseException:
-        Path(path).unlink()
-        raise
-    finally:
-        os.close(fd)

@@ -12,30 +12,19 @@ with zeros in place of what this shard does not hold.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from reshard_mpi.formats.hdf5.locating import check_crc, locate, stored_sums
 from reshard_mpi.formats.hdf5.schema import NAME
-from reshard_mpi.formats.protocol import NO_SUMS
+from reshard_mpi.formats.hdf5.sealing import seal
 from reshard_mpi.manifest import Manifest, ShardSpec
 
-__all__ = ["NAME", "SUFFIXES", "check_crc", "locate", "reserve", "seal", "stored_sums"]
+__all__ = ["MODE", "NAME", "SUFFIXES", "check_crc", "locate", "reserve", "seal", "stored_sums"]
 
 SUFFIXES = (".h5", ".hdf5")
+MODE = 0o666
 
 
-# The library is loaded only to write.
+def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
+    """Write the native shard `path` without its payloads (see `writing`)."""
+    from reshard_mpi.formats.hdf5 import writing  # the library is loaded only for this
 
-
-def reserve(path: str, spec: ShardSpec) -> Manifest:
-    """Create the native shard `path` with all but the payloads (see `writing`)."""
-    from reshard_mpi.formats.hdf5 import writing
-
-    return writing.reserve(path, spec)
-
-
-def seal(path: str, sums: Mapping[str, int] = NO_SUMS, *, crc: bool = False) -> None:
-    """Add the sums of all tensors, if they are known (see `sealing`)."""
-    from reshard_mpi.formats.hdf5 import sealing
-
-    sealing.seal(path, sums, crc=crc)
+    return writing.reserve(fd, path, spec)

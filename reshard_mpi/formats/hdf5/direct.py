@@ -14,7 +14,7 @@ from struct import Struct
 from struct import error as StructError  # noqa: N812
 from typing import NamedTuple
 
-from reshard_mpi.errors import ReshardError
+from reshard_mpi.errors import ReshardError, ShardError
 from reshard_mpi.formats import files
 from reshard_mpi.formats.hdf5 import headers, schema
 from reshard_mpi.formats.hdf5.headers import Header
@@ -46,6 +46,17 @@ def stored_sums(fd: int, path: str, size_bytes: int) -> Mapping[str, int] | None
         raise
     except _NOT_OURS:
         return None
+
+
+def place_of_sums(fd: int, path: str, size_bytes: int) -> int:
+    """Return at which byte the sums of a native shard begin, which this program has just written with a place for them.
+
+    Raises ShardError if that is not what lies there now.
+    """
+    try:
+        return _Shard(fd, path, size_bytes).place_of_sums()
+    except _NOT_OURS as error:
+        raise ShardError("a shard is not what was written a moment ago", where=path) from error
 
 
 class _Described(NamedTuple):
@@ -90,6 +101,15 @@ class _Shard:
         if len(content) != 4 * len(described.names):
             raise Unusual
         return {name: number for name, (number,) in zip(described.names, _SUM.iter_unpack(content))}
+
+    def place_of_sums(self) -> int:
+        described = self._describe()
+        messages = self._messages(described.reserved[schema.SUMS])
+        at, length_bytes = headers.content(messages, self._size_bytes, "uint32")
+        self._structure.verify()
+        if length_bytes != _SUM.size * len(described.names):
+            raise Unusual
+        return at
 
     def _describe(self) -> _Described:
         links, attributes = self._group(self._messages(self._structure.root()))

@@ -1,11 +1,15 @@
-"""Creating a native HDF5 shard with everything in it but the payloads."""
+"""Writing a native HDF5 shard with everything in it but the payloads.
+
+The library makes the structure in memory and never writes to the file itself: it takes an error of writing that passes,
+while it closes a file, for none.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +19,7 @@ from reshard_mpi.errors import TargetError
 from reshard_mpi.formats import files
 from reshard_mpi.formats.hdf5 import attributes, elements, schema
 from reshard_mpi.formats.hdf5.schema import Route
+from reshard_mpi.formats.hdf5.scratch import Scratch
 from reshard_mpi.manifest import ByteRange, Manifest, Segments, ShardSpec, TensorEntry, TensorSpec
 
 # File systems share blocks between offsets that are multiples of 4096; smaller payloads are not worth the gaps.
@@ -22,47 +27,58 @@ _ALIGNED_FROM_BYTES = 65536
 _ALIGNMENT_BYTES = 4096
 # Structure is written in blocks of this size: the default of 2 KiB spreads it all over the file.
 _STRUCTURE_BLOCK_BYTES = 16384
+_COPIED_BYTES = 1 << 20
+# More than the library writes for a tensor: names of any length, groups that it lies in, blocks that are not full.
+_MOST_BYTES = 4096
 # How the library tells that the file system refused, where it does not do so by an OSError.
 _SYSTEM_ERROR = re.compile(r"errno = (\d+)")
 
 
-def reserve(path: str, spec: ShardSpec) -> Manifest:
-    """Create the native shard `path` with all but the payloads. The same `spec` gives the same bytes anywhere.
+def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
+    """Write the native shard `path` without its payloads. The same `spec` gives the same bytes anywhere.
 
-    Raises TargetError if the file exists or a name or string cannot be stored, OSError if it cannot be written; then
-    no file is left.
+    fd: the empty file. Raises TargetError if a name or string cannot be stored, OSError if it cannot be written.
     """
     names = [tensor.name for tensor in spec.tensors]
     files.check_names(path, names + list(spec.strings))
     strategy, contents = _texts(path, names, spec)
-    _create_empty(path)
-    try:
-        file = _create(path)
+    with Scratch(_MOST_BYTES * (len(names) + 1) + 2 * len(strategy) + 2 * len(contents)) as scratch:
         try:
-            top = h5g.open(file, b"/")
-            attributes.write_text(top, "format", schema.FORMAT)
-            attributes.write_number(top, "version", schema.VERSION)
-            attributes.write_number(top, "rank", spec.identity.rank)
-            attributes.write_number(top, "world_size", spec.identity.world_size)
-            writer = _Writer(top)
-            writer.group((schema.RESERVED, schema.ESCAPED))
-            writer.text(schema.STRATEGY, strategy)
-            writer.text(schema.CONTENTS, contents)
-            routes = schema.routes(names)
-            kinds = {dtype: elements.create(dtype) for dtype in {tensor.dtype for tensor in spec.tensors}}
-            tensors = {
-                tensor.name: _reserve_tensor(path, writer, routes[tensor.name], kinds[tensor.dtype], tensor)
-                for tensor in spec.tensors
-            }
-        finally:
-            file.close()
-    except BaseException as error:
-        Path(path).unlink()
-        number = isinstance(error, RuntimeError) and _SYSTEM_ERROR.search(str(error))
-        if number:
-            raise OSError(int(number[1]), os.strerror(int(number[1])), path) from error
-        raise
+            file = _create(scratch.path)
+            scratch.forget_name()
+            try:
+                tensors = _write_structure(file, path, spec, strategy, contents)
+            finally:
+                file.close()
+        except RuntimeError as error:
+            number = _SYSTEM_ERROR.search(str(error))
+            if number:
+                raise OSError(int(number[1]), os.strerror(int(number[1])), scratch.path) from error
+            raise
+        _copy(scratch.descriptor, fd)
     return Manifest(path, schema.NAME, tensors, dict(spec.strings), spec.identity)
+
+
+def _write_structure(file: Any, path: str, spec: ShardSpec, strategy: bytes, contents: bytes) -> dict[str, TensorEntry]:
+    """Create everything of a shard in a new file; return its tensors, as they are going to lie at `path`."""
+    names = [tensor.name for tensor in spec.tensors]
+    top = h5g.open(file, b"/")
+    attributes.write_text(top, "format", schema.FORMAT)
+    attributes.write_number(top, "version", schema.VERSION)
+    attributes.write_number(top, "rank", spec.identity.rank)
+    attributes.write_number(top, "world_size", spec.identity.world_size)
+    writer = _Writer(top)
+    writer.group((schema.RESERVED, schema.ESCAPED))
+    writer.text(schema.STRATEGY, strategy)
+    writer.text(schema.CONTENTS, contents)
+    if spec.with_sums:
+        writer.dataset((schema.RESERVED, schema.SUMS), h5t.STD_U32LE, (len(names),))
+    routes = schema.routes(names)
+    kinds = {dtype: elements.create(dtype) for dtype in {tensor.dtype for tensor in spec.tensors}}
+    return {
+        tensor.name: _reserve_tensor(path, writer, routes[tensor.name], kinds[tensor.dtype], tensor)
+        for tensor in spec.tensors
+    }
 
 
 class _Writer:
@@ -141,11 +157,20 @@ def _texts(path: str, names: list[str], spec: ShardSpec) -> tuple[bytes, bytes]:
     return texts
 
 
-def _create_empty(path: str) -> None:
-    try:
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
-    except FileExistsError as error:
-        raise files.refuse_existing(path) from error
+def _copy(scratch: int, fd: int) -> None:
+    """Write what has been written to a scratch file to the same places of another, and give that its length."""
+    size_bytes = os.fstat(scratch).st_size
+    os.ftruncate(fd, size_bytes)
+    end = 0
+    while True:
+        try:
+            start = os.lseek(scratch, end, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno != errno.ENXIO:
+                raise
+            return  # nothing more
+        end = min(os.lseek(scratch, start, os.SEEK_HOLE), start + _COPIED_BYTES)
+        files.write_all(fd, os.pread(scratch, end - start, start), start)
 
 
 def _create(path: str) -> Any:
