@@ -35,8 +35,8 @@ division.CUT_BYTES = 16  # so that the small files here are filled by several pr
 
 fill = writing._fill
 
-def stand_in(plan, manifest, span, limits, on_bytes):
-    filled = fill(plan, manifest, span, limits, on_bytes)
+def stand_in(plan, manifest, descriptor, span, limits, on_bytes):
+    filled = fill(plan, manifest, descriptor, span, limits, on_bytes)
     if {when}:
         {do}
     return filled
@@ -49,10 +49,10 @@ from reshard_mpi.formats import ckpt
 
 reserve = ckpt.reserve
 
-def refuse(path, spec):
+def refuse(fd, path, spec):
     if "/rank_3/" in path:
         raise OSError(28, "No space left on device", path)
-    return reserve(path, spec)
+    return reserve(fd, path, spec)
 ckpt.reserve = refuse
 """
 

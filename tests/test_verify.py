@@ -22,7 +22,7 @@ from processes import run_command
 from test_runtime import doing, four_targets
 
 import reshard_mpi
-from reshard_mpi import formats, verification, verifying
+from reshard_mpi import formats, verifying, writing
 from reshard_mpi.errors import DamageError, ShardError, SourceError, UsageError
 from reshard_mpi.formats.ckpt import sealing
 
@@ -342,9 +342,13 @@ def test_a_file_that_shrinks_while_its_checksum_is_made(tmp_path: Path) -> None:
 def test_targets_are_read_back_from_the_disk(c: Conversion, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     """As far as that can be had: what the memory has of them is given up before."""
     forgotten: list[str] = []
-    monkeypatch.setattr(verification, "forget_cached", forgotten.append)
+
+    def forget(descriptor: int) -> None:
+        forgotten.append(Path(f"/proc/self/fd/{descriptor}").readlink().parent.name)
+
+    monkeypatch.setattr(writing, "forget_cached", forget)
     assert command_line(capsys, *c.arguments("transform", "--verify")).code == 0
-    assert {Path(path).parent.name for path in forgotten} == {f"rank_{rank}" for rank in range(4)}
+    assert sorted(forgotten) == [f"rank_{rank}" for rank in range(4) for _ in ("payload", "structure")]
 
 
 def test_crc_is_for_ckpt(tmp_path: Path, capsys: Capture) -> None:

@@ -27,6 +27,7 @@ _ALIGNED_FROM_BYTES = 65536
 _ALIGNMENT_BYTES = 4096
 # Structure is written in blocks of this size: the default of 2 KiB spreads it all over the file.
 _STRUCTURE_BLOCK_BYTES = 16384
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _COPIED_BYTES = 1 << 20
 # More than the library writes for a tensor: names of any length, groups that it lies in, blocks that are not full.
 _MOST_BYTES = 4096
@@ -50,11 +51,8 @@ def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
                 tensors = _write_structure(file, path, spec, strategy, contents)
             finally:
                 file.close()
-        except RuntimeError as error:
-            number = _SYSTEM_ERROR.search(str(error))
-            if number:
-                raise OSError(int(number[1]), os.strerror(int(number[1])), scratch.path) from error
-            raise
+        except (OSError, RuntimeError, ValueError, KeyError) as error:  # as the library says it
+            raise _refused(error, scratch.path, path) from error
         _copy(scratch.descriptor, fd)
     return Manifest(path, schema.NAME, tensors, dict(spec.strings), spec.identity)
 
@@ -155,6 +153,18 @@ def _texts(path: str, names: list[str], spec: ShardSpec) -> tuple[bytes, bytes]:
             where=path,
         )
     return texts
+
+
+def _refused(error: Exception, scratch: str, path: str) -> Exception:
+    """Return what kept the library from making the structure of the shard `path`."""
+    if isinstance(error, OSError) and error.errno is not None:
+        number = error.errno
+    else:
+        said = _SYSTEM_ERROR.search(str(error))
+        if said is None:
+            return TargetError("the structure of a shard could not be made", got=str(error)[:200], where=path)
+        number = int(said[1])
+    return OSError(number, os.strerror(number), scratch if number in _FULL else path)
 
 
 def _copy(scratch: int, fd: int) -> None:
