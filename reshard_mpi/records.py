@@ -238,7 +238,7 @@ class CommitRecord(NamedTuple):
     @classmethod
     def read(cls, folder: Path) -> CommitRecord | None:
         """Return the commit record of a folder; None where there is none, or it is damaged."""
-        facts = read_json(folder / COMMIT_RECORD) or {}
+        facts = read_json(folder / COMMIT_RECORD, follow_link=True) or {}
         try:
             digest = str(facts["digest"])
             files = {int(target["rank"]): str(target["file"]) for target in facts["targets"]}
@@ -261,10 +261,18 @@ def record_path(state: Path, target_rank: int) -> Path:
     return state / f"rank_{target_rank}.json"
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the JSON object in a file: None if there is no such file, nothing if it holds anything else."""
+def read_json(path: Path, *, follow_link: bool = False) -> dict[str, Any] | None:
+    """Return the JSON object in a file: None if there is no such file, nothing if it holds anything else.
+
+    follow_link: for checkpoints that are folders of links. Else a link is no record.
+    """
+
+    def opened(path: str, flags: int) -> int:
+        # Of a pipe in its place, do not wait for a writer.
+        return os.open(path, flags | os.O_NONBLOCK | (0 if follow_link else os.O_NOFOLLOW))
+
     try:
-        with open(path, opener=_open_without_waiting) as stream:
+        with open(path, opener=opened) as stream:
             value = json.load(stream) if stat.S_ISREG(os.fstat(stream.fileno()).st_mode) else {}
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -275,8 +283,3 @@ def read_json(path: Path) -> dict[str, Any] | None:
             raise
         return {}
     return value if isinstance(value, dict) else {}
-
-
-def _open_without_waiting(path: str, flags: int) -> int:
-    """Open a file; of a pipe in its place, do not wait for a writer, and do not follow a link."""
-    return os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW)

@@ -80,7 +80,7 @@ def _run(folder: Path) -> dict[str, Any]:
 
 def _commit(folder: Path) -> dict[str, Any]:
     record = CommitRecord.read(folder)
-    facts = read_json(folder / COMMIT_RECORD) or {}
+    facts = read_json(folder / COMMIT_RECORD, follow_link=True) or {}
     if record is None:
         raise SourceError(
             "the commit record is damaged",
