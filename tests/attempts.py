@@ -43,6 +43,7 @@ TENSORS = {
 }
 _CUT = ("long", "longer", "middle", "short")
 KINDS = ("ckpt", "hdf5")
+Listing = dict[str, bytes | None]
 
 _FUNCTION = """
 import sys
@@ -90,12 +91,20 @@ def _transform(*given: str) -> Callable[[Conversion, tuple[str, ...]], list[Sequ
     return lambda c, options: [[*COMMAND, *c.arguments("transform", "--progress", "none", *given, *options)]]
 
 
-def _array(c: Conversion, options: tuple[str, ...]) -> list[Sequence[str]]:
-    """Tasks of an array, as `launch/slurm_array.sbatch` starts them."""
-    tasks = range(2)
-    shares = [("--part", f"{task}/2", "--resume") for task in tasks]
-    left = tuple(option for option in options if option != "--resume")
-    return [[*COMMAND, *c.arguments("transform", "--progress", "none", *share, *left)] for share in shares]
+def jobs_of(number: int) -> Launch:
+    """Return the launch of so many local processes."""
+    return Launch(f"jobs-{number}", _transform("--jobs", str(number)))
+
+
+def array_of(parts: int) -> Launch:
+    """Return the launch of so many array tasks, one after the other, as `launch/slurm_array.sbatch` starts them."""
+
+    def commands(c: Conversion, options: tuple[str, ...]) -> list[Sequence[str]]:
+        further = tuple(option for option in options if option != "--resume")
+        shares = [("--part", f"{task}/{parts}", "--resume") for task in range(parts)]
+        return [[*COMMAND, *c.arguments("transform", "--progress", "none", *share, *further)] for share in shares]
+
+    return Launch(f"array-{parts}", commands)
 
 
 def _function(how: str) -> Callable[[Conversion, tuple[str, ...]], list[Sequence[str]]]:
@@ -108,22 +117,22 @@ def _function(how: str) -> Callable[[Conversion, tuple[str, ...]], list[Sequence
 
 
 ALONE = Launch("alone", _transform("--jobs", "1"))
-JOBS = Launch("jobs", _transform("--jobs", "2"))
-ARRAY = Launch("array", _array)
+JOBS = jobs_of(2)
+ARRAY = array_of(2)
 FUNCTION = Launch("function", _function("1"), is_recorded=False)
 FUNCTION_2 = Launch("function-2", _function("2"), is_recorded=False)
 BY_RANK = Launch("by-rank", _function("by_rank"), is_recorded=False, verifies=False)
 LAUNCHES = (ALONE, JOBS, ARRAY, FUNCTION, FUNCTION_2, BY_RANK)
 
 
-def ranks_of(mpi: MPI) -> Launch:
-    """Return the launch of two ranks."""
+def ranks_of(mpi: MPI, ranks: int = 2) -> Launch:
+    """Return the launch of so many ranks."""
 
     def commands(c: Conversion, options: tuple[str, ...]) -> list[Sequence[str]]:
         arguments = c.arguments("transform", "--progress", "none", *options)
-        return [mpirun_command(mpi, 2, [*COMMAND, *arguments])]
+        return [mpirun_command(mpi, ranks, [*COMMAND, *arguments])]
 
-    return Launch(mpi.name, commands)
+    return Launch(mpi.name if ranks == 2 else f"{mpi.name}-{ranks}", commands)
 
 
 def conversion(folder: Path, kind: str, names: Collection[str] = tuple(TENSORS)) -> Conversion:
@@ -145,14 +154,20 @@ def _side(ranks: int, cut: tuple[int, ...], bias: tuple[int, ...], names: Collec
 class Attempt:
     """What became of a run to which a fault happened, of its commands and of the calls they made.
 
-    violations: how it broke the rule.
+    wrong: what is not what it was said to be, then or when it was resumed. unclean: what was said or left behind
+    otherwise than the rule has it.
     """
 
     fault: Fault
     finished: tuple[Finished, ...]
     calls: tuple[Call, ...]
-    compared_files: int
-    violations: tuple[str, ...]
+    compared_files: int = 0
+    wrong: tuple[str, ...] = ()
+    unclean: tuple[str, ...] = ()
+
+    @property
+    def violations(self) -> tuple[str, ...]:
+        return self.wrong + self.unclean
 
     @property
     def codes(self) -> tuple[int, ...]:
@@ -197,39 +212,23 @@ class Bench:
         try:
             finished, calls = self._run(c, fault)
         except pytest.fail.Exception as failure:  # it hangs, or leaves processes behind
-            return Attempt(fault, (), tuple(self._injector.calls()), 0, (str(failure),))
-        violations = [*self._violations(c, fault, finished, calls), *self._when_resumed(c)]
+            return Attempt(fault, (), tuple(self._injector.calls()), unclean=(str(failure),))
+        killed = fault.do.startswith("kill") and any(call.is_harmed for call in calls)
+        left_undone = killed or any(call.is_harmed and call.name == "unlink" for call in calls)
+        succeeded = not any(one.returncode for one in finished)
+        wrong = wrong_in(c, self._whole, succeeded=succeeded)
+        unclean = [text for one in finished for text in badly_said(one, killed=killed)]
+        if not succeeded and not left_undone:
+            unclean += [f"left behind: {path.relative_to(c.dst)}" for path in c.dst.rglob("*.partial")]
+        wrong += self._when_resumed(c)
         compared = len(list(c.dst.glob("rank_*/*")))
-        return Attempt(fault, tuple(finished), tuple(calls), compared, tuple(violations))
+        return Attempt(fault, tuple(finished), tuple(calls), compared, tuple(wrong), tuple(unclean))
 
     def _run(self, c: Conversion, fault: Fault, *options: str) -> tuple[list[Finished], list[Call]]:
         env = self._injector.environment(fault, [c.dst])
         commands = self.launch.commands(c, (*self.options, *options))
         finished = [run_command(command, env=env) for command in commands]
         return finished, self._injector.calls()
-
-    def _violations(self, c: Conversion, fault: Fault, finished: list[Finished], calls: list[Call]) -> list[str]:
-        killed = fault.do == "kill" and any(call.is_harmed for call in calls)
-        found = [f"{word}: {_end_of(one.stderr)}" for one in finished for word in _HARD_ENDS if word in one.stderr]
-        for one in finished:
-            if one.returncode and not killed:
-                said = len(re.findall("^reshard-mpi: error: ", one.stderr, re.MULTILINE))
-                if one.returncode not in _FAILURES:
-                    found.append(f"exit code {one.returncode}: {_end_of(one.stderr)}")
-                elif said != 1:
-                    found.append(f"{said} error messages: {_end_of(one.stderr)}")
-        there = listing(c.dst)
-        shards = {name: content for name, content in there.items() if _is_final(name)}
-        found += [f"{name} is not whole" for name, content in shards.items() if self._whole.get(name) != content]
-        ok = not any(one.returncode for one in finished)
-        if ok:
-            found += [f"exit 0, but {text}" for text in _differences(there, self._whole)]
-        elif not killed and not any(call.is_harmed and call.name == "unlink" for call in calls):
-            found += [f"left behind: {name}" for name in there if name.endswith(".partial")]
-        if "reshard.json" in there and _differences(there, self._whole, "rank_"):
-            found.append("committed, though targets are missing or wrong")
-        wrong = [name for name in shards if _sums(there, name) not in ([], _sums(self._whole, name))]
-        return found + [f"the record of {name} has wrong sums" for name in wrong]
 
     def _when_resumed(self, c: Conversion) -> list[str]:
         """Go on without a fault, and say what is wrong then."""
@@ -249,6 +248,34 @@ class Bench:
             code, err = in_fork(["verify", str(c.dst), "--jobs", "1"])
             found += [f"verify of what was resumed: exit {code}: {_end_of(err)}"] if code else []
         return found
+
+
+def wrong_in(c: Conversion, whole: Listing, *, succeeded: bool) -> list[str]:
+    """Return what in the target folder of `c` is not what an undisturbed run makes, though it is said to be complete.
+
+    succeeded: all commands of the run said so of all of it.
+    """
+    there = listing(c.dst)
+    shards = [name for name in there if _is_final(name)]
+    found = [f"{name} is not whole" for name in shards if whole.get(name) != there[name]]
+    found += [f"exit 0, but {text}" for text in _differences(there, whole)] if succeeded else []
+    if "reshard.json" in there and _differences(there, whole, "rank_"):
+        found.append("committed, though targets are missing or wrong")
+    wrong = [name for name in shards if _sums(there, name) not in ([], _sums(whole, name))]
+    return found + [f"the record of {name} has wrong sums" for name in wrong]
+
+
+def badly_said(finished: Finished, *, killed: bool) -> list[str]:
+    """Return what is wrong with how a command has ended. killed: one of its processes was."""
+    err, code = finished.stderr, finished.returncode
+    found = [f"{word}: {_end_of(err)}" for word in _HARD_ENDS if word in err]
+    if code and not killed:
+        said = len(re.findall("^reshard-mpi: error: ", err, re.MULTILINE))
+        if code not in _FAILURES:
+            found.append(f"exit code {code}: {_end_of(err)}")
+        elif said != 1:
+            found.append(f"{said} error messages: {_end_of(err)}")
+    return found
 
 
 def in_fork(arguments: Sequence[str], timeout_seconds: int = 60) -> tuple[int, str]:
@@ -274,7 +301,7 @@ def in_fork(arguments: Sequence[str], timeout_seconds: int = 60) -> tuple[int, s
         return code, errors.read().decode(errors="replace")
 
 
-def _sums(there: dict[str, bytes | None], shard: str) -> list[object]:
+def _sums(there: Listing, shard: str) -> list[object]:
     """Return the sums that the record of a shard has; nothing if there is no record."""
     content = there.get(f".reshard_mpi/{Path(shard).parent.name}.json")
     sums = [] if content is None else json.loads(content)["sums"]
@@ -286,7 +313,7 @@ def _is_final(name: str) -> bool:
     return name.startswith("rank_") and "/" in name and "/." not in name
 
 
-def _differences(found: dict[str, bytes | None], expected: dict[str, bytes | None], beginning: str = "") -> list[str]:
+def _differences(found: Listing, expected: Listing, beginning: str = "") -> list[str]:
     names = [name for name in sorted({*found, *expected}) if name.startswith(beginning)]
     return [
         f"{name} {'is missing' if name not in found else 'is too much' if name not in expected else 'differs'}"

@@ -20,12 +20,12 @@ from reshard_mpi.threads import ONE_THREAD
 _SOURCE = Path(__file__).parent / "faults" / "calls.c"
 _CAPACITY = 1 << 15
 # As `struct control` and `struct entry` of the source say.
-_CONTROL = struct.Struct("=QQiiiiQ512s512si")
+_CONTROL = struct.Struct("=QQiiiiQ512s512si1028x")
 _ENTRY = struct.Struct("=24sii224s")
 _ENTRIES_AT = 4096
-_COUNT, _FAIL, _SHORTEN, _KILL, _STOP = range(5)
+_COUNT, _FAIL, _SHORTEN, _KILL, _STOP, _KILL_ALL = range(6)
 # What can be done to a call besides failing it.
-_ACTIONS = {"short": _SHORTEN, "kill": _KILL, "stop": _STOP}
+_ACTIONS = {"short": _SHORTEN, "kill": _KILL, "stop": _STOP, "kill all": _KILL_ALL}
 # Calls that only read are not counted unless they are asked for.
 READING = ("open", "read", "pread", "preadv", "mmap", "close_reader")
 _WHO = ("", "maker", "others")
@@ -46,11 +46,12 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What is to happen at the call number `at`, from 1 on: the name of an error, "short", "kill" or "stop".
+    """What is to happen at the call number `at`, from 1 on: an error's name, "short", "kill", "kill all" or "stop".
 
-    short: half is written. is_lasting: to that call and all later ones; with ENOSPC and EDQUOT only to those that need
-    room. names: only these calls count; none: all but those that read. path: only for files whose path has this in it.
-    who: only those of the "maker", a process that has created such a file, or of the "others"; nothing: of all.
+    short: half is written. kill all: every process of the run, the launcher too. is_lasting: to that call and all later
+    ones; with ENOSPC and EDQUOT only to those that need room. names: only these calls count; none: all but those that
+    read. path: only for files whose path has this in it. who: only those of the "maker", a process that has created
+    such a file, or of the "others"; nothing: of all.
     """
 
     at: int

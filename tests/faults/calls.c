@@ -13,6 +13,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/fs.h>
+#include <pthread.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdint.h>
@@ -31,8 +32,9 @@
 
 #define MAX_PATH 4096
 #define MAX_FOLDERS 8
+#define MAX_PROCESSES 256
 
-enum action { COUNT, FAIL, SHORTEN, KILL, STOP };
+enum action { COUNT, FAIL, SHORTEN, KILL, STOP, KILL_ALL };
 
 /* When a call cannot fail for want of room, it does not while a full disk lasts; alone it fails with EIO instead. */
 enum needs { NOTHING, ROOM, LOCK };
@@ -51,6 +53,8 @@ struct control {
     char names[512];    /* only these calls count: ",write,rename,"; nothing: all but those that only read */
     char path[512];     /* only files whose path has this in it */
     int32_t who;        /* enum who */
+    int32_t process_count;
+    int32_t processes[MAX_PROCESSES]; /* that have loaded this, launchers too, or were forked from one that has */
 };
 
 struct entry {
@@ -66,6 +70,43 @@ static const char *folders[MAX_FOLDERS];
 static size_t folder_lengths[MAX_FOLDERS];
 static int folder_count;
 static int is_maker;
+
+static size_t append_number(char *to, int number) {
+    char digits[12];
+    size_t count = 0, done = 0;
+    do digits[count++] = (char)('0' + number % 10);
+    while ((number /= 10) > 0);
+    while (count > 0) to[done++] = digits[--count];
+    to[done] = 0;
+    return done;
+}
+
+static void enroll(void) {
+    int32_t number = __atomic_fetch_add(&control->process_count, 1, __ATOMIC_SEQ_CST);
+    if (number < MAX_PROCESSES) control->processes[number] = (int32_t)syscall(SYS_getpid);
+}
+
+/* Return whether a process was started with this control file: its number may be another's by now. */
+static int is_of_this_run(int32_t process) {
+    static char environment[1 << 17];
+    char name[40] = "/proc/";
+    strcpy(name + 6 + append_number(name + 6, process), "/environ");
+    int fd = (int)syscall(SYS_openat, AT_FDCWD, name, O_RDONLY);
+    size_t size = 0;
+    for (long count; fd >= 0 && size < sizeof environment; size += (size_t)count)
+        if ((count = syscall(SYS_read, fd, environment + size, sizeof environment - size)) <= 0) break;
+    if (fd >= 0) syscall(SYS_close, fd);
+    const char *own = getenv("FAULT_CALLS");
+    return memmem(environment, size, own, strlen(own) + 1) != NULL;
+}
+
+static void kill_others(void) {
+    int32_t own = (int32_t)syscall(SYS_getpid);
+    for (int32_t number = 0; number < control->process_count && number < MAX_PROCESSES; number++) {
+        int32_t process = control->processes[number];
+        if (process > 0 && process != own && is_of_this_run(process)) syscall(SYS_kill, process, SIGKILL);
+    }
+}
 
 __attribute__((constructor)) static void begin(void) {
     const char *path = getenv("FAULT_CALLS");
@@ -85,6 +126,8 @@ __attribute__((constructor)) static void begin(void) {
     if (mapped == MAP_FAILED) return;
     entries = (struct entry *)((char *)mapped + 4096);
     control = mapped;
+    enroll();
+    pthread_atfork(NULL, NULL, enroll);
 }
 
 /* Return whether a path lies in one of the folders, or is one. */
@@ -94,16 +137,6 @@ static int is_watched(const char *path) {
         if (strncmp(path, folders[at], length) == 0 && (path[length] == '/' || path[length] == 0)) return 1;
     }
     return 0;
-}
-
-static size_t append_number(char *to, int number) {
-    char digits[12];
-    size_t count = 0, done = 0;
-    do digits[count++] = (char)('0' + number % 10);
-    while ((number /= 10) > 0);
-    while (count > 0) to[done++] = digits[--count];
-    to[done] = 0;
-    return done;
 }
 
 /* Put into `to` what the link `name` of /proc/self leads to; nothing where there is none. */
@@ -169,10 +202,13 @@ static enum action counted(const char *name, const char *path, enum needs needs,
     }
     if (!is_turn || action == COUNT) return COUNT;
     __atomic_add_fetch(&control->harmed, 1, __ATOMIC_SEQ_CST);
-    if (action == KILL || action == STOP) {
-        syscall(SYS_kill, syscall(SYS_getpid), action == KILL ? SIGKILL : SIGSTOP);
-        while (action == KILL) sleep(1);
+    if (action == STOP) {
+        syscall(SYS_kill, syscall(SYS_getpid), SIGSTOP);
         return COUNT;
+    }
+    if (action == KILL || action == KILL_ALL) {
+        if (action == KILL_ALL) kill_others();
+        for (;;) syscall(SYS_kill, syscall(SYS_getpid), SIGKILL);
     }
     *error = error_for(needs);
     return action;

@@ -3,7 +3,8 @@
 A small conversion is started in each way there is, to each format. The calls of an undisturbed run are counted; then
 there is a run for each of them and each kind of harm, which must keep the rule of `tests/attempts.py`, and is resumed.
 Runs for hours in full; --every and --sample take some of the calls, spread evenly or drawn. At the end: calls tried,
-exits, files compared, and how many runs broke the rule, each with the command that repeats it. Exit code 1 if any did.
+exits, files compared, runs that left something wrong, and those that broke the rule otherwise, each with what repeats
+it. Exit code 1 if any did.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class Figures:
     harmed_runs: int = 0
     compared_files: int = 0
     exits: Counter[int] = field(default_factory=Counter)
+    wrong: int = 0
     broken: list[str] = field(default_factory=list)
 
     def add(self, attempt: Attempt, repeat: str) -> None:
@@ -55,6 +57,7 @@ class Figures:
         self.harmed_runs += bool(attempt.harmed)
         self.compared_files += attempt.compared_files
         self.exits.update(attempt.codes)
+        self.wrong += bool(attempt.wrong)
         if attempt.violations:
             self.broken.append(f"{attempt}\n    {repeat}")
             print(f"BROKEN {self.broken[-1]}", flush=True)
@@ -63,7 +66,8 @@ class Figures:
         exits = ", ".join(f"{number} x {code}" for code, number in sorted(self.exits.items()))
         return (
             f"calls of undisturbed runs: {self.calls}; runs with a fault: {self.runs}, {self.harmed_runs} of them met"
-            f" it; exits: {exits}; files compared: {self.compared_files}; wrong: {len(self.broken)}"
+            f" it; exits: {exits}; files compared: {self.compared_files}; wrong: {self.wrong}; otherwise"
+            f" not as the rule has it: {len(self.broken) - self.wrong}"
         )
 
 
