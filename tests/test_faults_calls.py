@@ -91,8 +91,10 @@ def test_every_call_for_a_shards_structure(tmp_path: Path, kind: str, do: str, i
     """Those for the shard of rank 0."""
     bench = Bench(tmp_path, kind, ALONE, verify=True, names=("short", "global_step"))
     numbers = [n for n, call in enumerate(bench.calls, 1) if "/rank_0/." in call.path and call.name in STRUCTURE]
+    if is_lasting:  # what comes after a call fails with it
+        numbers = numbers[::3]
     attempts = [bench.attempt(Fault(number, do, is_lasting)) for number in numbers]
-    assert len(attempts) >= 5 and all(attempt.harmed for attempt in attempts)
+    assert len(attempts) >= 3 and all(attempt.harmed for attempt in attempts)
     broken = [str(attempt) for attempt in attempts if attempt.violations]
     assert not broken, f"{len(broken)} of {len(attempts)}:\n" + "\n".join(broken)
 
@@ -109,7 +111,7 @@ def test_killed_while_verifying_together(tmp_path: Path, kind: str, who: str, na
     reading = Fault(0, "kill", names=(*READING, "fsync"), path="rank_2/.", who=who)
     points = while_verifying(bench, reading)
     if who == "maker":  # nobody else publishes what it leads
-        points = points[:1] + points[-1:]
+        points = points[:: len(points) - 1]
     attempts = [bench.attempt(reading.at_call(number)) for number in points]
     assert all(attempt.harmed and attempt.codes == (4,) for attempt in attempts), "\n".join(map(str, attempts))
     broken = [str(attempt) for attempt in attempts if attempt.violations]

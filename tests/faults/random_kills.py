@@ -3,9 +3,9 @@
 Each run has a random pair of strategies with random tensors, random formats, with --verify or without, and is started
 in a random way: alone, by local processes, by MPI ranks, as tasks of an array. One process of it, or all, are killed
 before a call that writes, renames, removes or makes durable, or that reads; it is resumed in a random way, which may be
-killed too. What has the name of a target is whole at any time; in the end all is to the last byte what an undisturbed run
-makes, its tensors are what the oracle says, and `verify` finds them sound. Prints figures; exit code 1 if anything was
-wrong.
+killed too. What has the name of a target is whole at any time; in the end all is to the last byte what an undisturbed
+run makes, its tensors are what the oracle says, and `verify` finds them sound. Prints figures; exit code 1 if anything
+was wrong.
 """
 
 from __future__ import annotations
