@@ -2,7 +2,8 @@
 
 FAULT_FOLDERS: calls for files below these count. FAULT_COUNTER: a file that grows by a byte for each of them, in any
 process of a run. FAULT_AT: before that many are done, FAULT_DO is. FAULT_ON, FAULT_PATH: or before every call of this
-name for a file whose path has this in it. FAULT_CUT: targets are divided among processes at such small multiples.
+name for a file whose path has this in it. FAULT_CUT: targets are divided among processes at such small multiples; that
+can be all that is asked for.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ _FOLDERS = {"os.rename": 2, "os.remove": 1, "os.mkdir": 2, "os.rmdir": 1}
 _BY_DESCRIPTOR = ("pwrite", "preadv", "copy_file_range", "fsync")
 _open, _write, _seek, _close, _unlink = os.open, os.write, os.lseek, os.close, os.unlink
 
-_folders = tuple(os.environ["FAULT_FOLDERS"].split(os.pathsep))
-_counter = os.environ["FAULT_COUNTER"]
+_folders = tuple(os.environ.get("FAULT_FOLDERS", "").split(os.pathsep))
+_counter = os.environ.get("FAULT_COUNTER", "")
 _at = int(os.environ.get("FAULT_AT", "0"))
 _on, _path = os.environ.get("FAULT_ON", ""), os.environ.get("FAULT_PATH", "")
 _do = compile(os.environ.get("FAULT_DO", "pass"), "FAULT_DO", "exec")
@@ -90,7 +91,7 @@ def _register() -> None:
 
 
 # The process that reads foreign HDF5 may not write at all, not even what is counted here; it ends with its parent.
-if not any("hdf5.child" in word for word in sys.orig_argv):
+if _counter and not any("hdf5.child" in word for word in sys.orig_argv):
     _register()
     os.register_at_fork(after_in_child=_register)
     for _name in _BY_DESCRIPTOR:

@@ -1,0 +1,180 @@
+"""Calls of libc that fail in the middle of a run, in every way to start one: right, or refused in one message.
+
+`attempts.py` has the rule. Here is a sample of calls; `faults/every_call.py` goes over all. Where processes work at the
+same time the order of their calls differs from run to run, and the rule holds for whichever call it is.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from attempts import ALONE, ARRAY, BY_RANK, FUNCTION, FUNCTION_2, JOBS, KINDS, Bench, Launch, ranks_of
+from conversions import COMMAND
+from injector import NO_FAULT, READING, Call, Fault, Injector, needs_compiler
+from launch import MPI
+from processes import run_command
+
+pytestmark = [needs_compiler, pytest.mark.slow]
+
+# What is done to one call after the other, over and over: an error or less than was asked for, once or from then on.
+HARM = (
+    ("EIO", False),
+    ("ENOSPC", True),
+    ("EDQUOT", False),
+    ("EIO", True),
+    ("ENOSPC", False),
+    ("short", True),
+    ("EDQUOT", True),
+)
+
+
+def sample(calls: list[Call], count: int) -> list[int]:
+    """Return numbers of calls, spread evenly, with the first and the last.
+
+    Of the calls of one name for one file in a row, as where a tensor is copied, only the first and the last are taken.
+    """
+    ends = [
+        number
+        for number, call in enumerate(calls, 1)
+        if not _alike(calls, number - 2, number - 1) or not _alike(calls, number - 1, number)
+    ]
+    if count >= len(ends):
+        return ends
+    return [ends[round(at * (len(ends) - 1) / (count - 1))] for at in range(count)]
+
+
+def _alike(calls: list[Call], left: int, right: int) -> bool:
+    if left < 0 or right >= len(calls):
+        return False
+    return (calls[left].name, calls[left].path) == (calls[right].name, calls[right].path)
+
+
+def assert_the_rule_holds(bench: Bench, count: int, *, skip: int = 0) -> None:
+    """Harm `count` calls of the run, in turn as `HARM` has it, from its entry `skip` on."""
+    attempts = []
+    for turn, number in enumerate(sample(bench.calls, count)):
+        do, is_lasting = HARM[(turn + skip) % len(HARM)]
+        attempts.append(bench.attempt(Fault(number, do, is_lasting)))
+    assert any(attempt.harmed for attempt in attempts)
+    broken = [str(attempt) for attempt in attempts if attempt.violations]
+    assert not broken, f"{len(broken)} of {len(attempts)}:\n" + "\n".join(broken)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("skip", [0, 3])
+def test_alone(tmp_path: Path, kind: str, skip: int) -> None:
+    assert_the_rule_holds(Bench(tmp_path, kind, ALONE, verify=skip > 0), 14, skip=skip)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("launch", [JOBS, ARRAY, FUNCTION, FUNCTION_2, BY_RANK], ids=str)
+def test_other_launches(tmp_path: Path, kind: str, launch: Launch) -> None:
+    assert_the_rule_holds(Bench(tmp_path, kind, launch, verify=launch is JOBS), 5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks(tmp_path: Path, kind: str, mpi: MPI) -> None:
+    assert_the_rule_holds(Bench(tmp_path, kind, ranks_of(mpi), verify=kind == "hdf5"), 4)
+
+
+# What makes the structure of a file, and what is said when that is closed: where errors were once swallowed.
+STRUCTURE = ("pwrite", "ftruncate", "fsync", "close")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("do", "is_lasting"), [("EIO", False), ("ENOSPC", True)])
+def test_every_call_for_a_shards_structure(tmp_path: Path, kind: str, do: str, is_lasting: bool) -> None:
+    """Those for the shard of rank 0."""
+    bench = Bench(tmp_path, kind, ALONE, verify=True, names=("short", "global_step"))
+    numbers = [n for n, call in enumerate(bench.calls, 1) if "/rank_0/." in call.path and call.name in STRUCTURE]
+    if is_lasting:  # what comes after a call fails with it
+        numbers = numbers[::3]
+    attempts = [bench.attempt(Fault(number, do, is_lasting)) for number in numbers]
+    assert len(attempts) >= 3 and all(attempt.harmed for attempt in attempts)
+    broken = [str(attempt) for attempt in attempts if attempt.violations]
+    assert not broken, f"{len(broken)} of {len(attempts)}:\n" + "\n".join(broken)
+
+
+# One of the processes that fill a target together is lost while they verify it
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("who", ["maker", "others"])
+@pytest.mark.parametrize("names", [("longer",), ("bias", "longer", "middle")], ids=["one tensor", "several"])
+def test_killed_while_verifying_together(tmp_path: Path, kind: str, who: str, names: tuple[str, ...]) -> None:
+    """Before each call that reads the target: it is not published, and made anew when the run is resumed."""
+    bench = Bench(tmp_path, kind, JOBS, verify=True, names=names)
+    reading = Fault(0, "kill", names=(*READING, "fsync"), path="rank_2/.", who=who)
+    points = while_verifying(bench, reading)
+    if who == "maker":  # nobody else publishes what it leads
+        points = points[:: len(points) - 1]
+    attempts = [bench.attempt(reading.at_call(number)) for number in points]
+    assert all(attempt.harmed and attempt.codes == (4,) for attempt in attempts), "\n".join(map(str, attempts))
+    broken = [str(attempt) for attempt in attempts if attempt.violations]
+    assert not broken, f"{len(broken)} of {len(attempts)}:\n" + "\n".join(broken)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("who", ["maker", "others"])
+def test_cannot_read_what_was_filled_together(tmp_path: Path, kind: str, who: str) -> None:
+    bench = Bench(tmp_path, kind, JOBS, verify=True, names=("longer",))
+    attempt = bench.attempt(Fault(1, "EIO", names=("preadv",), path="rank_2/.", who=who))
+    assert attempt.harmed and attempt.codes == (4,), attempt
+    assert not attempt.violations, attempt
+
+
+def while_verifying(bench: Bench, reading: Fault) -> range:
+    """Return the numbers of the calls that verify: the target is opened and synced, opened and read, and closed."""
+    calls = bench.attempt(reading).calls
+    synced = next(number for number, call in enumerate(calls, 1) if call.name == "fsync")
+    closed = [number for number, call in enumerate(calls, 1) if call.name == "close_reader" and number > synced]
+    return range(synced - 1, closed[1] + 1)
+
+
+# The injector itself
+
+
+WRITES_HDF5 = """
+import sys, h5py
+with h5py.File(sys.argv[1], "w") as file:
+    file["x"] = range(1000)
+"""
+
+
+def test_it_sees_what_the_hdf5_library_writes(tmp_path: Path) -> None:
+    injector = Injector(tmp_path / "calls")
+    folder = tmp_path / "here"
+    folder.mkdir()
+    command = [sys.executable, "-c", WRITES_HDF5, str(folder / "a.h5")]
+    run_command(command, env=injector.environment(NO_FAULT, [folder]), check=True)
+    names = [call.name for call in injector.calls()]
+    assert names[0] == "create" and names[-1] == "close" and names.count("pwrite") > 2, names
+    fault = Fault(1, "ENOSPC", names=("pwrite",))
+    finished = run_command(command, env=injector.environment(fault, [folder]))
+    assert finished.returncode and "No space left on device" in finished.stderr
+    assert [call.name for call in injector.calls() if call.is_harmed] == ["pwrite"] and injector.harmed == 1
+    run_command(command, env=injector.environment(fault, [tmp_path / "elsewhere"]), check=True)
+    assert injector.calls() == []
+
+
+@pytest.mark.skipif(shutil.which("strace") is None, reason="there is no strace")
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_sees_what_the_kernel_sees(tmp_path: Path, kind: str) -> None:
+    bench = Bench(tmp_path / "bench", kind, JOBS, verify=True)
+    traced = {"pwrite64": "pwrite", "copy_file_range": "copy_file_range", "fsync": "fsync", "rename": "rename"}
+    traced |= {"ftruncate": "ftruncate", "unlink": "unlink", "write": "write"}
+    c = bench.conversion.but(dst=tmp_path / "traced")
+    command = [*COMMAND, *c.arguments("transform", "--jobs", "2", "--verify", "--progress", "none")]
+    trace = tmp_path / "trace"
+    tracing = ["strace", "-f", "-y", "-qq", "-o", trace, "-e", f"trace={','.join(traced)}"]
+    finished = subprocess.run([*tracing, *command], check=False, timeout=120)
+    if finished.returncode == 1 and not c.dst.exists():
+        pytest.skip("nothing can be traced here")
+    lines = [line for line in trace.read_text().splitlines() if str(c.dst) in line and "resumed>" not in line]
+    for name, counts_as in traced.items():
+        seen = sum(f" {name}(" in line for line in lines)
+        assert seen == sum(call.name == counts_as for call in bench.calls) > 0, name
