@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from reshard_mpi import discovery, formats, strategy
 from reshard_mpi.comm import MPIComm, SerialComm
 from reshard_mpi.conversion import Conversion
-from reshard_mpi.errors import TargetError, UsageError
+from reshard_mpi.errors import TargetError, UsageError, only_known_errors
 from reshard_mpi.governor.admission import open_governor
 from reshard_mpi.governor.allowance import Allowance
 from reshard_mpi.inspection import inspect
@@ -61,6 +61,7 @@ __all__ = [
 PathLike = str | os.PathLike[str]
 
 
+@only_known_errors()
 def transform_checkpoints(
     src_checkpoints_dir: PathLike,
     dst_checkpoints_dir: PathLike,
@@ -126,6 +127,7 @@ def transform_checkpoints(
     outcome.raise_failures()
 
 
+@only_known_errors()
 def transform_checkpoint_by_rank(
     rank_id: int,
     checkpoint_files_map: Mapping[int, PathLike],
@@ -185,6 +187,7 @@ def transform_checkpoint_by_rank(
         write_whole(rank_plan, name, publication, conversion.limits, progress.moved)
 
 
+@only_known_errors()
 def rank_list_for_transform(
     rank_id: int,
     src_strategy_file: PathLike | None = None,
@@ -213,6 +216,7 @@ convert_checkpoint_by_rank = transform_checkpoint_by_rank
 convert_checkpoints = transform_checkpoints
 
 
+@only_known_errors()
 def merge_pipeline_strategys(src_strategy_dirs: PathLike | Sequence[PathLike], dst_strategy_file: PathLike) -> None:
     """Merge the strategy files of all pipeline stages (a folder, or paths) into one file.
 
@@ -225,6 +229,7 @@ def merge_pipeline_strategys(src_strategy_dirs: PathLike | Sequence[PathLike], d
         merge(plain_path(src_strategy_dirs, "src_strategy_dirs"), out)
 
 
+@only_known_errors()
 def plan(
     source: PathLike,
     src_strategy: PathLike | None = None,
@@ -252,6 +257,7 @@ def plan(
     return Plan(tuple(RankSummary.of(rank_plan, conversion.limits) for rank_plan in plans))
 
 
+@only_known_errors()
 def verify(
     source: PathLike,
     target: PathLike | None = None,
@@ -301,6 +307,7 @@ def verify(
         raise first
 
 
+@only_known_errors()
 def load_rank(
     rank: int,
     source: PathLike | Mapping[int, PathLike],

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import os
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import NamedTuple, Self
 
 from reshard_mpi import formats
 from reshard_mpi.errors import CoverageError, DamageError, DisagreementError, ReshardError, TargetError, TransformError
-from reshard_mpi.folders import Folder
+from reshard_mpi.folders import Folder, close
 from reshard_mpi.journal import COMMIT_LOCK, withdraw
 from reshard_mpi.locks import holders, open_lock, try_lock
 from reshard_mpi.ordering import natural_key
@@ -137,7 +136,7 @@ class _Held:
             self.folder = opened.enter_context(Folder.open(path))
             self.state = opened.enter_context(self.folder.inner(STATE))
             self.lock = open_lock(self.state, COMMIT_LOCK)
-            opened.callback(os.close, self.lock)
+            opened.callback(close, self.lock)
             self._opened = opened.pop_all()
 
     def __enter__(self) -> Self:

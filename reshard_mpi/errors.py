@@ -6,6 +6,8 @@ catch these go on working. (Where it raises NotADirectoryError, ours is a Target
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
@@ -94,6 +96,15 @@ class BudgetError(ReshardError):
     """What is to be done can never fit the memory that is allowed."""
 
     exit_code = 5
+
+
+@contextmanager
+def only_known_errors() -> Iterator[None]:
+    """Raise what the file system refuses, and a lack of memory, as errors that a user can act on."""
+    try:
+        yield
+    except (OSError, MemoryError) as error:
+        raise as_reshard_error(error) from error
 
 
 def told(error: Exception) -> str:

@@ -7,6 +7,7 @@ folder that the user has named, and folders and locks of other users are refused
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
@@ -50,7 +51,7 @@ class Folder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._descriptor)
+        close(self._descriptor)
 
     def inner(self, name: str) -> Folder:
         """Open a folder in this one.
@@ -64,7 +65,7 @@ class Folder:
         try:
             found.require_own(os.fstat(found._descriptor), found.path)
         except BaseException:
-            os.close(found._descriptor)
+            close(found._descriptor)
             raise
         return found
 
@@ -97,7 +98,7 @@ class Folder:
                 raise _in_the_way(self.path / name, kind_of(status.st_mode), purpose)
             self.require_own(status, self.path / name)
         except BaseException:
-            os.close(descriptor)
+            close(descriptor)
             raise
         return descriptor
 
@@ -157,10 +158,12 @@ class Folder:
         except (OSError, TargetError):
             return None
         try:
-            os.unlink(name, dir_fd=self._descriptor)
+            self.remove(name)
             return os.fstat(descriptor).st_uid
+        except OSError:
+            return None
         finally:
-            os.close(descriptor)
+            close(descriptor)
 
     def _refused(self, name: str, purpose: str, error: OSError) -> Exception:
         if error.errno not in _IN_THE_WAY:
@@ -181,6 +184,12 @@ def create_file(path: str, mode: int, folder: int | None = None, called: Path | 
         raise TargetError("a target file exists already", expected="no file", where=str(called or path)) from error
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(called or path)) from error
+
+
+def close(descriptor: int) -> None:
+    """Close what nothing has been written to, or what has been synced since: what that says is of no account."""
+    with contextlib.suppress(OSError):
+        os.close(descriptor)
 
 
 def make_folders(folder: Path) -> None:

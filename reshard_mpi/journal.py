@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from reshard_mpi.errors import TargetError
-from reshard_mpi.folders import Folder, make_folders
+from reshard_mpi.folders import Folder, close, make_folders
 from reshard_mpi.locks import Say, holders, open_lock, try_lock, wait_for_lock
 from reshard_mpi.paths import described, require_replaceable
 from reshard_mpi.publication import Publication, partial_path, publish_text, remove_stale, require_own_stale
@@ -130,7 +130,7 @@ class Journal:
                 _require_writable(self._state)
                 for lock in (_RUN_LOCK, COMMIT_LOCK):
                     with contextlib.suppress(FileNotFoundError):
-                        os.close(state.open_file(lock, os.O_RDONLY, "a lock"))
+                        close(state.open_file(lock, os.O_RDONLY, "a lock"))
         require_replaceable(self.folder / COMMIT_RECORD, "the commit record")
         there = read_json(run_path(self._state))
         if there is None or there.get("digest") == self.identity.digest or self._overwrite:
@@ -348,7 +348,7 @@ def _opened(descriptor: int) -> Iterator[int]:
     try:
         yield descriptor
     finally:
-        os.close(descriptor)
+        close(descriptor)
 
 
 def _require_unchanged(target_rank: int, evidence: Evidence | None) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from reshard_mpi.folders import FileIdentity, Folder, replaced
+from reshard_mpi.folders import FileIdentity, Folder, close, replaced
 
 if TYPE_CHECKING:
     from reshard_mpi.records import TensorSum
@@ -56,12 +56,10 @@ class Publication:
         return self
 
     def __exit__(self, *_: object) -> None:
-        try:
+        with contextlib.suppress(OSError):  # what stays is removed when the file is written again
             if not self._is_published:
                 self._folder.remove(self._partial_name)
-        finally:
-            with contextlib.suppress(OSError):  # what was to be kept is on the disk
-                os.close(self.descriptor)
+        close(self.descriptor)  # what was to be kept is on the disk
 
     def publish(self, sums: Sequence[TensorSum] = (), *, synced: bool = True) -> None:
         """Put the file in place, whatever was there. synced: False where it need not outlive a loss of power."""
