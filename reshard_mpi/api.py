@@ -172,7 +172,7 @@ def transform_checkpoint_by_rank(
     strange = stranger_notes([path] if path.parent.name == f"rank_{rank_id}" else [])
     (rank_plan,), told = plan_together(conversion, [rank_id], (*governor.notes, *strange))
     tally = Tally()
-    tally.add(path, rank_plan.written_bytes)
+    tally.add(path, formats.by_name(name).size_at_most_bytes(rank_plan.shard))
     require_room([tally.rooms(1, partial(may_share, conversion.source.files, name, path))])
     peak_bytes = rank_plan.peak_bytes(conversion.limits)
     governor.require_possible(peak_bytes, conversion.limits.base_bytes)

@@ -237,6 +237,7 @@ def request(options: argparse.Namespace) -> Request:
         verify=options.verify,
         crc=options.crc,
         replicas=Replicas(options.replicas),
+        report=getattr(options, "report", None),
     )
 
 

@@ -25,6 +25,12 @@ class Format(Protocol):
     def locate(self, path: str) -> Manifest:
         """Read the structure of the shard at `path`. Raises ShardError if it is not a sound shard of this format."""
 
+    def size_at_most_bytes(self, spec: ShardSpec, *, sums: bool = False, crc: bool = False) -> int:
+        """Return what the shard of `spec` can take at most, structure and gaps included: never less than it will.
+
+        sums, crc: sealed with the sums of its tensors, or with a checksum of the whole file. Loads no library.
+        """
+
     def reserve(self, path: str, spec: ShardSpec) -> Manifest:
         """Create the file `path`, which must not exist, with everything but payloads, at its final length.
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from reshard_mpi.errors import TargetError
 from reshard_mpi.formats import files
 from reshard_mpi.formats.ckpt.reading import NAME
-from reshard_mpi.formats.ckpt.values import EMPTY_CHECKPOINT, STRING_TYPE, encode_header
+from reshard_mpi.formats.ckpt.values import CRC_BYTES, EMPTY_CHECKPOINT, STRING_TYPE, encode_header
 from reshard_mpi.manifest import ByteRange, Manifest, Segments, ShardSpec, TensorEntry
 
 # MindSpore's synchronous save cuts at exactly this many bytes (`SLICE_SIZE`), and protobuf ends at 2 GiB.
@@ -47,6 +47,24 @@ def reserve(path: str, spec: ShardSpec) -> Manifest:
         at = len(EMPTY_CHECKPOINT)
     _create(path, headers, at)
     return Manifest(path, NAME, tensors, dict(spec.strings))
+
+
+def size_at_most_bytes(spec: ShardSpec, *, sums: bool = False, crc: bool = False) -> int:
+    """Return what the checkpoint of `spec` takes, with its headers; crc: and the checksum of it all."""
+    size_bytes = CRC_BYTES if crc else 0
+    for tensor in spec.tensors:
+        for length_bytes in _cuts(tensor.size_bytes):
+            header = encode_header(_encodable(tensor.name), tensor.box.shape, tensor.dtype.mindspore, length_bytes)
+            size_bytes += len(header) + length_bytes
+    for name, text in spec.strings.items():
+        content_bytes = 4 * max(1, len(text))
+        size_bytes += len(encode_header(_encodable(name), (0,), STRING_TYPE, content_bytes)) + content_bytes
+    return size_bytes if spec.tensors or spec.strings else size_bytes + len(EMPTY_CHECKPOINT)
+
+
+def _encodable(name: str) -> str:
+    """Return a name as it is, or, of one that `reserve` will refuse, what can be encoded."""
+    return name.encode(errors="replace").decode()
 
 
 def _cuts(size_bytes: int) -> list[int]:

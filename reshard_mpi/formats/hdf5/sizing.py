@@ -1,0 +1,89 @@
+"""How large a native shard can become: what the HDF5 library makes besides payloads, told without the library.
+
+The library allocates as it goes, and what it leaves unused depends on the order of things. The numbers here are
+measured upper bounds for files as `writing` makes them; `tests/test_room.py` holds them against real ones.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from reshard_mpi.formats.hdf5 import schema
+from reshard_mpi.manifest import ShardSpec
+
+# From this size on payloads are aligned; file systems share blocks between offsets that are multiples of 4096, and
+# smaller payloads are not worth the gaps.
+ALIGNED_FROM_BYTES = 65536
+ALIGNMENT_BYTES = 4096
+# Structure is written in blocks of this size: the default of 2 KiB spreads it all over the file.
+STRUCTURE_BLOCK_BYTES = 16384
+
+# The superblock, the root, the reserved groups and texts, and blocks of structure and of small payloads that are not
+# full: begun by `reserve`, and once more when sums are added.
+_FILE_BYTES = 4 * STRUCTURE_BLOCK_BYTES
+# The header of a dataset with its attributes, and its place in the index of its group; each dimension is in three of
+# its messages.
+_TENSOR_BYTES = 380
+_DIMENSION_BYTES = 36
+# A group, and what it takes more when its links no longer fit its header: they go to a heap, with a tree as its index.
+_GROUP_BYTES = 320
+_LINKS_IN_HEADER = 8
+_HEAP_AND_TREE_BYTES = 2560
+# A long name may begin a new block of the heap, up to twice as large as needed.
+_LONG_NAME_BYTES = 256
+# The attribute that keeps a name which no link can have.
+_NAME_ATTRIBUTE_BYTES = 80
+_SUM_BYTES = 4
+
+
+def size_at_most_bytes(spec: ShardSpec, *, sums: bool = False, crc: bool = False) -> int:
+    """Return what the shard of `spec` can take at most, with its structure; sums: also with the sums of its tensors."""
+    names = [tensor.name for tensor in spec.tensors]
+    routes = schema.routes(names)
+    structure_bytes = _FILE_BYTES + _text_bytes(spec, names)
+    links: Counter[schema.Route] = Counter()
+    folders: set[schema.Route] = {(schema.RESERVED,), (schema.RESERVED, schema.ESCAPED)}
+    payload_bytes = misaligning = aligned = 0
+    for tensor in spec.tensors:
+        route = routes[tensor.name]
+        structure_bytes += _TENSOR_BYTES + _DIMENSION_BYTES * len(tensor.box.shape) + _link_bytes(route[-1])
+        if route[0] == schema.RESERVED:
+            structure_bytes += _NAME_ATTRIBUTE_BYTES + _encoded_bytes(tensor.name)
+        folders.update(route[:depth] for depth in range(1, len(route)))
+        links[route[:-1]] += 1
+        size_bytes = tensor.size_bytes
+        payload_bytes += size_bytes
+        aligned += size_bytes >= ALIGNED_FROM_BYTES
+        misaligning += bool(size_bytes % ALIGNMENT_BYTES)
+    for folder in folders:
+        structure_bytes += _GROUP_BYTES + _link_bytes(folder[-1])
+        links[folder[:-1]] += 1
+    structure_bytes += _HEAP_AND_TREE_BYTES * sum(count > _LINKS_IN_HEADER for count in links.values())
+    if sums:
+        structure_bytes += _SUM_BYTES * len(names)
+    # A payload is moved up where something before it has an odd end.
+    gaps = min(aligned, misaligning + structure_bytes // STRUCTURE_BLOCK_BYTES)
+    return payload_bytes + structure_bytes + gaps * (ALIGNMENT_BYTES - 1)
+
+
+def _text_bytes(spec: ShardSpec, names: list[str]) -> int:
+    """Return the room of the placement table and the list of contents."""
+    strategy = spec.identity.strategy.encode(errors="surrogatepass")
+    # In JSON a control character becomes six, a quotation mark two.
+    strings = sum(map(_quoted_bytes, (*names, *spec.strings, *spec.strings.values())))
+    return len(strategy) + strings
+
+
+def _quoted_bytes(text: str) -> int:
+    plain = text.isprintable() and '"' not in text and "\\" not in text
+    return _encoded_bytes(text) * (1 if plain else 6) + 3
+
+
+def _link_bytes(name: str) -> int:
+    """Return the room of a link of that name, in a heap or a header."""
+    length_bytes = _encoded_bytes(name)
+    return length_bytes + length_bytes // 4 + (length_bytes if length_bytes > _LONG_NAME_BYTES else 0)
+
+
+def _encoded_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))
