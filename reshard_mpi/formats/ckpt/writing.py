@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import lru_cache
 from pathlib import Path
 
 from reshard_mpi.errors import TargetError
@@ -54,17 +55,25 @@ def size_at_most_bytes(spec: ShardSpec, *, sums: bool = False, crc: bool = False
     size_bytes = CRC_BYTES if crc else 0
     for tensor in spec.tensors:
         for length_bytes in _cuts(tensor.size_bytes):
-            header = encode_header(_encodable(tensor.name), tensor.box.shape, tensor.dtype.mindspore, length_bytes)
-            size_bytes += len(header) + length_bytes
+            header_bytes = _header_bytes(
+                _tag_bytes(tensor.name), tensor.box.shape, tensor.dtype.mindspore, length_bytes
+            )
+            size_bytes += header_bytes + length_bytes
     for name, text in spec.strings.items():
         content_bytes = 4 * max(1, len(text))
-        size_bytes += len(encode_header(_encodable(name), (0,), STRING_TYPE, content_bytes)) + content_bytes
+        size_bytes += _header_bytes(_tag_bytes(name), (0,), STRING_TYPE, content_bytes) + content_bytes
     return size_bytes if spec.tensors or spec.strings else size_bytes + len(EMPTY_CHECKPOINT)
 
 
-def _encodable(name: str) -> str:
-    """Return a name as it is, or, of one that `reserve` will refuse, what can be encoded."""
-    return name.encode(errors="replace").decode()
+def _tag_bytes(name: str) -> int:
+    """Return the length of a name; also of one that `reserve` will refuse."""
+    return len(name) if name.isascii() else len(name.encode(errors="replace"))
+
+
+# Most tensors of a shard have one of a few shapes, and a name of one of a few lengths.
+@lru_cache(maxsize=1024)
+def _header_bytes(tag_bytes: int, dims: tuple[int, ...], type_name: str, content_bytes: int) -> int:
+    return len(encode_header("x" * tag_bytes, dims, type_name, content_bytes))
 
 
 def _cuts(size_bytes: int) -> list[int]:

@@ -7,6 +7,7 @@ measured upper bounds for files as `writing` makes them; `tests/test_room.py` ho
 from __future__ import annotations
 
 from collections import Counter
+from functools import lru_cache
 
 from reshard_mpi.formats.hdf5 import schema
 from reshard_mpi.manifest import ShardSpec
@@ -38,40 +39,39 @@ _SUM_BYTES = 4
 
 def size_at_most_bytes(spec: ShardSpec, *, sums: bool = False, crc: bool = False) -> int:
     """Return what the shard of `spec` can take at most, with its structure; sums: also with the sums of its tensors."""
-    names = [tensor.name for tensor in spec.tensors]
-    routes = schema.routes(names)
-    structure_bytes = _FILE_BYTES + _text_bytes(spec, names)
-    links: Counter[schema.Route] = Counter()
-    folders: set[schema.Route] = {(schema.RESERVED,), (schema.RESERVED, schema.ESCAPED)}
-    payload_bytes = misaligning = aligned = 0
+    structure_bytes = _FILE_BYTES + len(spec.identity.strategy.encode(errors="surrogatepass"))
+    structure_bytes += sum(map(_quoted_bytes, (*spec.strings, *spec.strings.values())))
+    structure_bytes += _names_bytes(tuple(tensor.name for tensor in spec.tensors))
+    payload_bytes = dimensions = misaligning = aligned = 0
     for tensor in spec.tensors:
-        route = routes[tensor.name]
-        structure_bytes += _TENSOR_BYTES + _DIMENSION_BYTES * len(tensor.box.shape) + _link_bytes(route[-1])
-        if route[0] == schema.RESERVED:
-            structure_bytes += _NAME_ATTRIBUTE_BYTES + _encoded_bytes(tensor.name)
-        folders.update(route[:depth] for depth in range(1, len(route)))
-        links[route[:-1]] += 1
         size_bytes = tensor.size_bytes
         payload_bytes += size_bytes
+        dimensions += len(tensor.global_shape)
         aligned += size_bytes >= ALIGNED_FROM_BYTES
         misaligning += bool(size_bytes % ALIGNMENT_BYTES)
-    for folder in folders:
-        structure_bytes += _GROUP_BYTES + _link_bytes(folder[-1])
-        links[folder[:-1]] += 1
-    structure_bytes += _HEAP_AND_TREE_BYTES * sum(count > _LINKS_IN_HEADER for count in links.values())
-    if sums:
-        structure_bytes += _SUM_BYTES * len(names)
+    structure_bytes += (_TENSOR_BYTES + (_SUM_BYTES if sums else 0)) * len(spec.tensors) + _DIMENSION_BYTES * dimensions
     # A payload is moved up where something before it has an odd end.
     gaps = min(aligned, misaligning + structure_bytes // STRUCTURE_BLOCK_BYTES)
     return payload_bytes + structure_bytes + gaps * (ALIGNMENT_BYTES - 1)
 
 
-def _text_bytes(spec: ShardSpec, names: list[str]) -> int:
-    """Return the room of the placement table and the list of contents."""
-    strategy = spec.identity.strategy.encode(errors="surrogatepass")
-    # In JSON a control character becomes six, a quotation mark two.
-    strings = sum(map(_quoted_bytes, (*names, *spec.strings, *spec.strings.values())))
-    return len(strategy) + strings
+# The targets of a stage hold tensors of the same names.
+@lru_cache(maxsize=2)
+def _names_bytes(names: tuple[str, ...]) -> int:
+    """Return the room of names: in the list of contents, as links of groups, and as attributes where they are none."""
+    size_bytes = sum(map(_quoted_bytes, names))
+    links: Counter[schema.Route] = Counter()
+    groups: set[schema.Route] = {(schema.RESERVED,), (schema.RESERVED, schema.ESCAPED)}
+    for name, route in schema.routes(names).items():
+        size_bytes += _link_bytes(route[-1])
+        if route[0] == schema.RESERVED:
+            size_bytes += _NAME_ATTRIBUTE_BYTES + _encoded_bytes(name)
+        groups.update(route[:depth] for depth in range(1, len(route)))
+        links[route[:-1]] += 1
+    for group in groups:
+        size_bytes += _GROUP_BYTES + _link_bytes(group[-1])
+        links[group[:-1]] += 1
+    return size_bytes + _HEAP_AND_TREE_BYTES * sum(count > _LINKS_IN_HEADER for count in links.values())
 
 
 def _quoted_bytes(text: str) -> int:
