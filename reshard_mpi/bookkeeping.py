@@ -37,8 +37,8 @@ class Needs:
         self._held: set[str] = set()
         self._summed: set[str] = set()
 
-    def add(self, plan: RankPlan, evidence: Evidence, format_name: str, path: Path) -> None:
-        """Add the target of `plan`, and its record."""
+    def add(self, plan: RankPlan, evidence: Evidence, format_name: str, path: Path, left_bytes: int) -> None:
+        """Add the target of `plan`, and its record. left_bytes: what the dead have left of it."""
         request = self._request
         self._read_ranks[str(path)] = plan.read_ranks
         if request.recorded:
@@ -50,7 +50,8 @@ class Needs:
                 self._held.add(evidence.held.digest)
                 self._summed.update(tensor.spec.name for tensor in plan.tensors)
         module = formats.by_name(format_name)
-        self._tally.add(path, module.size_at_most_bytes(plan.shard, sums=request.verify, crc=request.crc))
+        size_bytes = module.size_at_most_bytes(plan.shard, sums=request.verify, crc=request.crc)
+        self._tally.add(path, size_bytes, left_bytes=left_bytes)
 
     def rooms(self, reported: int, processes: int, shares: Callable[[], bool]) -> tuple[Room, ...]:
         """Return what is needed, as `Tally.rooms` does.

@@ -21,8 +21,20 @@ from pathlib import Path
 from typing import TextIO
 
 from reshard_mpi.errors import TargetError
+from reshard_mpi.hosts import host_name
 from reshard_mpi.paths import described, require_replaceable
-from reshard_mpi.publication import Publication, make_folder, partial_path, publish_text, remove_stale, sync
+from reshard_mpi.publication import (
+    Publication,
+    dead_bytes,
+    make_folder,
+    partial_path,
+    publish_text,
+    remove_dead,
+    remove_stale,
+    shown_alive,
+    stale_bytes,
+    sync,
+)
 from reshard_mpi.records import (
     COMMIT_RECORD,
     STATE,
@@ -97,8 +109,17 @@ class Unrecorded:
         if record is not None and folder / record.file == path:
             withdraw(folder)
             record_path(folder / STATE, target_rank).unlink(missing_ok=True)
-        with Publication(path, lambda *_: _require_unchanged(target_rank, evidence)) as publication:
+        host = host_name(os.environ)
+        remove_dead(path, host)
+        with (
+            shown_alive(path, host) as token,
+            Publication(path, lambda *_: _require_unchanged(target_rank, evidence), token=token) as publication,
+        ):
             yield publication
+
+    def left_bytes(self, path: Path) -> int:
+        """Return what is free again when a target is begun: what the dead have left of it."""
+        return dead_bytes(path, host_name(os.environ))
 
     def paths(self, target_rank: int, path: Path) -> tuple[Path, ...]:
         """Return the longest paths that are made for a target."""
@@ -197,6 +218,10 @@ class Journal:
             announce = partial(self._announce, target_rank, path, evidence)
             with Publication(path, announce, partial(self._confirm, target_rank)) as publication:
                 yield publication
+
+    def left_bytes(self, path: Path) -> int:
+        """Return what is free again when a target is begun: what the dead have left of it."""
+        return stale_bytes(path)
 
     def paths(self, target_rank: int, path: Path) -> tuple[Path, ...]:
         """Return the longest paths that are made for a target."""

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from reshard_mpi.discovery import ShardFiles, strangers
 from reshard_mpi.errors import TargetError
-from reshard_mpi.publication import stale_bytes
 from reshard_mpi.units import format_bytes
 
 # To share blocks of two files (`struct file_clone_range`): the source's descriptor, its offset, a length, an offset.
@@ -48,14 +47,14 @@ class Tally:
         self._peak_bytes: defaultdict[str, int] = defaultdict(int)
         self._record_bytes: defaultdict[str, int] = defaultdict(int)
 
-    def add(self, path: Path, size_bytes: int) -> None:
+    def add(self, path: Path, size_bytes: int, *, left_bytes: int) -> None:
         """Add a target. What lies in its place is free again once it is replaced, what the dead left of it before.
 
-        size_bytes: what the file takes at most, with its structure.
+        size_bytes: what the file takes at most, with its structure. left_bytes: what the dead have left.
         """
         mount = _mount_of(path.parent)
         folder_bytes = 0 if path.parent.exists() else _BLOCK_BYTES
-        held_bytes = self._held_bytes[mount] - stale_bytes(path) + on_disk_bytes(size_bytes, mount) + folder_bytes
+        held_bytes = self._held_bytes[mount] - left_bytes + on_disk_bytes(size_bytes, mount) + folder_bytes
         self._peak_bytes[mount] = max(self._peak_bytes[mount], held_bytes)
         self._held_bytes[mount] = held_bytes - _replaced_bytes(path)
 

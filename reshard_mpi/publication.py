@@ -1,9 +1,18 @@
-"""Files that take their names whole and for good: written beside, synced, renamed."""
+"""Files that take their names whole and for good: written beside, synced, renamed.
+
+Who is killed leaves what it has written so far. Where one process at a time may write a file, the next one removes that
+(`remove_stale`). Where several may, each holds a lock beside its partial file as long as it lives (`shown_alive`), and
+what the dead left is told by it (`remove_dead`). Locks may not reach other hosts, so the dead are looked for on their
+own: a name has a digest of the host that it was made on.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import glob
 import os
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -14,7 +23,10 @@ if TYPE_CHECKING:
     Before = Callable[[Path, Sequence[TensorSum]], None]
 
 _PARTIAL = ".partial"
+# Beside a partial file, with the same token: locked by its writer, and empty.
+_ALIVE = ".writer"
 _TOKEN_BYTES = 6
+_HOST_BYTES = 2
 # What `st_blocks` counts in, whatever the blocks of the file system.
 _BLOCK_BYTES = 512
 
@@ -23,11 +35,19 @@ class Publication:
     """A file that is written beside its final path and takes that name, synced, when `publish` is called.
 
     Left without that, for whatever reason, it is removed. before: called with the whole file, and the sums of what it
-    holds where they are given, before it takes its name. then: called when it is in place.
+    holds where they are given, before it takes its name. then: called when it is in place. token: what tells its
+    partial file from others', if that has been chosen.
     """
 
-    def __init__(self, path: Path, before: Before = lambda *_: None, then: Callable[[], None] = lambda: None) -> None:
-        self.partial = partial_path(path, os.urandom(_TOKEN_BYTES).hex())
+    def __init__(
+        self,
+        path: Path,
+        before: Before = lambda *_: None,
+        then: Callable[[], None] = lambda: None,
+        *,
+        token: str | None = None,
+    ) -> None:
+        self.partial = partial_path(path, token or os.urandom(_TOKEN_BYTES).hex())
         self._path = path
         self._before = before
         self._then = then
@@ -77,7 +97,85 @@ def remove_stale(path: Path) -> None:
 
 def stale_bytes(path: Path) -> int:
     """Return what `remove_stale` would make free."""
-    return sum(stale.stat().st_blocks for stale in _stale(path)) * _BLOCK_BYTES
+    return sum(map(_blocks_bytes, _stale(path)))
+
+
+@contextlib.contextmanager
+def shown_alive(path: Path, host: str) -> Iterator[str]:
+    """Yield a token for a partial file of `path`, with the lock held that shows others that its writer lives.
+
+    host: the name of this host. The partial file must be gone at the end, or have taken its name.
+    """
+    while True:
+        token = _host_digest(host) + os.urandom(_TOKEN_BYTES - _HOST_BYTES).hex()
+        lock = _lock_of(path, token)
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            # Before it was locked, it may have been taken for one of the dead.
+            if _try_lock(descriptor) is not False and os.fstat(descriptor).st_nlink:
+                try:
+                    yield token
+                    return
+                finally:
+                    lock.unlink(missing_ok=True)
+        finally:
+            os.close(descriptor)
+
+
+def remove_dead(path: Path, host: str) -> None:
+    """Remove what writers of `path` on this host that died have left; others may be writing it."""
+    for lock in _locks_of_the_dead(path, host):
+        _partial_of(lock).unlink(missing_ok=True)
+        lock.unlink(missing_ok=True)
+
+
+def dead_bytes(path: Path, host: str) -> int:
+    """Return what `remove_dead` would make free."""
+    return sum(_blocks_bytes(_partial_of(lock)) for lock in _locks_of_the_dead(path, host))
+
+
+def _locks_of_the_dead(path: Path, host: str) -> Iterator[Path]:
+    """Yield the locks that nobody holds, each of them held for the moment."""
+    for lock in path.parent.glob(f".{glob.escape(path.name)}.{_host_digest(host)}*{_ALIVE}"):
+        try:
+            descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:
+            continue  # it is gone, or no file of ours
+        try:
+            if _try_lock(descriptor) and os.fstat(descriptor).st_nlink:
+                yield lock
+        finally:
+            os.close(descriptor)
+
+
+def _try_lock(descriptor: int) -> bool | None:
+    """Take a lock if nobody has it, and tell whether that is so; None where the file system has no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _host_digest(host: str) -> str:
+    return f"{zlib.crc32(host.encode(errors='replace')) & 0xFFFF:04x}"
+
+
+def _lock_of(path: Path, token: str) -> Path:
+    return path.with_name(f".{path.name}.{token}{_ALIVE}")
+
+
+def _partial_of(lock: Path) -> Path:
+    return lock.with_name(lock.name.removesuffix(_ALIVE) + _PARTIAL)
+
+
+def _blocks_bytes(path: Path) -> int:
+    try:
+        return path.lstat().st_blocks * _BLOCK_BYTES
+    except OSError:
+        return 0
 
 
 def remove_stale_records(state: Path) -> None:
@@ -87,7 +185,8 @@ def remove_stale_records(state: Path) -> None:
 
 
 def _stale(path: Path) -> Iterator[Path]:
-    return path.parent.glob(f".{glob.escape(path.name)}.*{_PARTIAL}")
+    for ending in (_PARTIAL, _ALIVE):
+        yield from path.parent.glob(f".{glob.escape(path.name)}.*{ending}")
 
 
 def make_folder(folder: Path) -> None:

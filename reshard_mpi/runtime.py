@@ -314,7 +314,7 @@ class _Planner:
             opened.governor.require_possible(plan.peak_bytes(limits), limits.base_bytes)
             evidence = Evidence.of(plan, self._sources(run, plan))
             if leads:
-                self._needs.add(plan, evidence, run.format, path)
+                self._needs.add(plan, evidence, run.format, path, opened.journal.left_bytes(path))
         except _EXPECTED as error:
             return Outcome(failures=(Failure.here(rank, self._comm, as_reshard_error(error)),))
         self._due[rank] = evidence

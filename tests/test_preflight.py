@@ -19,6 +19,7 @@ from processes import run_command
 import reshard_mpi
 from reshard_mpi import preflight
 from reshard_mpi.preflight import Room, Tally, require_room
+from reshard_mpi.publication import stale_bytes
 
 Capture = pytest.CaptureFixture[str]
 
@@ -166,17 +167,17 @@ def test_room_of_files_that_are_replaced(tmp_path: Path, monkeypatch: pytest.Mon
         (tmp_path / name).write_bytes(bytes(block))
     tally = Tally()
     for name in ("a", "b"):
-        tally.add(tmp_path / name, block)
+        tally.add(tmp_path / name, block, left_bytes=0)
     assert [room.needed_bytes for room in tally.rooms(1, bool)] == [block]
-    tally.add(tmp_path / "c", 10 * block)
+    tally.add(tmp_path / "c", 10 * block, left_bytes=0)
     assert [room.needed_bytes for room in tally.rooms(1, bool)] == [10 * block]
     (tmp_path / ".d.0123.partial").write_bytes(bytes(3 * block))
-    tally.add(tmp_path / "d", 3 * block)
+    tally.add(tmp_path / "d", 3 * block, left_bytes=stale_bytes(tmp_path / "d"))
     assert [room.needed_bytes for room in tally.rooms(1, bool)] == [10 * block]
     os.link(tmp_path / "b", tmp_path / "other")  # so it keeps its room
     tally = Tally()
-    tally.add(tmp_path / "b", block)
-    tally.add(tmp_path / "e", block)
+    tally.add(tmp_path / "b", block, left_bytes=0)
+    tally.add(tmp_path / "e", block, left_bytes=0)
     assert [room.needed_bytes for room in tally.rooms(1, bool)] == [2 * block]
 
 
