@@ -3,11 +3,15 @@
 The functions named as MindSpore's take the same arguments and keep the same file conventions.
 """
 
-from __future__ import annotations
+# First, so that nothing else is taken from a folder that happens to be the working folder.
+from reshard_mpi.imports import keep_out_the_working_folder as _keep_out_the_working_folder
 
-from typing import TYPE_CHECKING, Any
+_keep_out_the_working_folder()
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from reshard_mpi.api import (
         convert_checkpoint_by_rank,
         convert_checkpoints,
@@ -66,7 +70,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     # Imported when first used: `import reshard_mpi` and `reshard-mpi --help` load neither numpy nor h5py.
     if name not in __all__:
         raise AttributeError(f"module 'reshard_mpi' has no attribute {name!r}")

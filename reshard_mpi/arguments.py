@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from reshard_mpi import comm
+from reshard_mpi.streams import show
 
 if TYPE_CHECKING:
     from reshard_mpi.request import Request
 
 _EXIT_CODES = """\
-exit codes: 0 done; 1 a bug; 2 wrong usage; 3 bad input, refused before anything was written; 4 some targets failed or
-are missing, and are named (the others are complete), or verify has found damage; 5 it can never fit the memory that is
-allowed, refused before anything was written; 130 interrupted; 143 terminated"""
+exit codes: 0 done; 1 a bug; 2 wrong usage; 3 bad input, refused before anything was written, or no place for what is
+printed; 4 some targets failed or are missing, and are named (the others are complete), verify has found damage, or only
+the report could not be written; 5 it can never fit the memory that is allowed, refused before anything was written;
+130 interrupted; 143 terminated"""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -25,8 +28,15 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if comm.launched_rank(os.environ) == 0:
             self.print_usage(sys.stderr)
-            print(f"{self.prog}: error: {message}", file=sys.stderr)
+            with contextlib.suppress(OSError):  # the exit code says it too
+                print(f"{self.prog}: error: {message}", file=sys.stderr)
         sys.exit(2)
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        if file is sys.stdout:  # help and version; argparse itself is silent where they cannot be written
+            show(message.removesuffix("\n"))
+        else:
+            super()._print_message(message, file)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -227,6 +237,7 @@ def request(options: argparse.Namespace) -> Request:
         verify=options.verify,
         crc=options.crc,
         replicas=Replicas(options.replicas),
+        report=getattr(options, "report", None),
     )
 
 

@@ -6,7 +6,6 @@ Each command imports what it needs.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import json
 import os
@@ -20,6 +19,7 @@ from reshard_mpi import comm
 from reshard_mpi.arguments import parser, request, to_verify
 from reshard_mpi.errors import DamageError, ReshardError
 from reshard_mpi.signals import INTERRUPTED, Terminated, exit_when_terminated, ignore_stops, stopped_by
+from reshard_mpi.streams import flush_standard_streams, open_standard_streams, show, tell_done
 from reshard_mpi.threads import ONE_THREAD
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     try:
         options = parser().parse_args(arguments)
         code = _COMMANDS[options.command](options)
-        sys.stdout.flush()
     except (KeyboardInterrupt, Terminated) as stop:
         code = stopped_by(stop) or INTERRUPTED
         ignore_stops()
@@ -45,9 +44,6 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except ReshardError as error:
         code = error.exit_code
         _complain(error)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # whoever read our output has enough
-        code = 0
     except OSError as error:
         code = ReshardError.exit_code
         _complain(f"{error.strerror or error}: {error.filename}" if error.filename else str(error))
@@ -61,23 +57,14 @@ def command() -> NoReturn:
     MPI has things to do when a process ends, and so is left to.
     """
     gc.disable()
-    _open_standard_streams()
+    open_standard_streams()
     try:
         main()
     except SystemExit as end:
+        flush_standard_streams()
         if "mpi4py.MPI" in sys.modules:
             raise
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError):  # whoever cares has been told
-                stream.flush()
         os._exit(end.code if isinstance(end.code, int) else 1)
-
-
-def _open_standard_streams() -> None:
-    """Have streams that are closed lead nowhere: the next file to be opened, a target, would come in their places."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
 
 
 def _complain(error: ReshardError | str) -> None:
@@ -125,17 +112,40 @@ def _transform(options: argparse.Namespace) -> int:
         outcome = _run("CONVERT", asked, options.jobs, world, progress)
         progress.close()
         seconds = time.monotonic() - begin
-        from reshard_mpi.report import summary, write_report
+        from reshard_mpi.report import summary
 
+        unreported = None
         if world.rank == 0:
             _tell(outcome)
-            if options.report:
-                facts = {"source": options.source, "target": options.target, "processes": outcome.processes}
-                write_report(options.report, facts, outcome, seconds)
+            unreported = _report(options, outcome, seconds) if options.report else None
+            if unreported is not None and outcome.failures:
+                _complain(unreported)
         outcome.raise_failures()
         if world.rank == 0:
-            print(summary(outcome, seconds))
+            tell_done(summary(outcome, seconds))
+        if unreported is not None:
+            raise unreported
     return 0
+
+
+def _report(options: argparse.Namespace, outcome: Outcome, seconds: float) -> ReshardError | None:
+    """Write the report that was asked for; return what is to be said if the file system refuses it."""
+    from reshard_mpi.errors import TransformError
+    from reshard_mpi.report import write_report
+
+    facts = {"source": options.source, "target": options.target, "processes": outcome.processes}
+    try:
+        write_report(options.report, facts, outcome, seconds)
+    except OSError as error:
+        complete = "" if outcome.failures else "; all targets of this run are complete"
+        return TransformError(
+            f"the report could not be written{complete}",
+            expected="a folder that takes it",
+            got=error.strerror or str(error),
+            where=options.report,
+            remedy="make room, or choose another place; --resume --report writes it without making targets again",
+        )
+    return None
 
 
 def _run(work: str, request: Request, jobs: int | None, world: comm.Comm, progress: Progress) -> Outcome:
@@ -211,15 +221,15 @@ def _plan(options: argparse.Namespace) -> int:
         planned, outcome = plan_targets(asked._replace(memory=UNLIMITED) if options.sbatch else asked, world)
         if world.rank == 0:
             if options.json:
-                print(json.dumps(planned.as_json(), indent=1))
+                show(json.dumps(planned.as_json(), indent=1))
             elif options.sbatch:
                 from reshard_mpi.sbatch import batch_script
 
                 script = batch_script(asked, planned, len(planned.targets) + len(outcome.targets))
-                sys.stdout.buffer.write(os.fsencode(script))  # paths in it may be of any bytes
+                show(os.fsencode(script))  # paths in it may be of any bytes
                 _tell(outcome)
             else:
-                print(planned.as_table())
+                show(planned.as_table())
                 _tell(outcome)
     return 0
 
@@ -233,17 +243,16 @@ def _commit(options: argparse.Namespace) -> int:
     for note in done.notes:
         say(f"note: {note}", sys.stderr)
     targets = "target" if done.targets == 1 else "targets"
-    print(f"committed {done.targets} {targets}, {format_bytes(done.size_bytes)}: {done.path}")
+    tell_done(f"committed {done.targets} {targets}, {format_bytes(done.size_bytes)}: {done.path}")
     return 0
 
 
 def _ranks(options: argparse.Namespace) -> int:
     from reshard_mpi.api import rank_list_for_transform
 
-    for rank in rank_list_for_transform(
-        options.rank, options.src_strategy, options.dst_strategy, unlisted=options.unlisted
-    ):
-        print(rank)
+    ranks = rank_list_for_transform(options.rank, options.src_strategy, options.dst_strategy, unlisted=options.unlisted)
+    if ranks:
+        show("\n".join(map(str, ranks)))
     return 0
 
 
@@ -267,7 +276,7 @@ def _verify(options: argparse.Namespace) -> int:
             for failure in outcome.failures:
                 say(f"damage: {failure.named(alone=True)}", sys.stderr)
             if not outcome.failures:
-                print(verified(outcome, time.monotonic() - begin))
+                show(verified(outcome, time.monotonic() - begin))
     return DamageError.exit_code if outcome.failures else 0
 
 
@@ -276,7 +285,7 @@ def _governor(options: argparse.Namespace) -> int:
     from reshard_mpi.governor.state import host_state
 
     state = host_state(Allowance.of(None, None, os.environ), os.environ)
-    print(json.dumps(state.as_json(), indent=1) if options.json else state.as_text())
+    show(json.dumps(state.as_json(), indent=1) if options.json else state.as_text())
     return 0
 
 
@@ -284,7 +293,7 @@ def _inspect(options: argparse.Namespace) -> int:
     from reshard_mpi.inspection import as_text, inspect
 
     found = inspect(options.path)
-    print(json.dumps(found, indent=1) if options.json else as_text(found))
+    show(json.dumps(found, indent=1) if options.json else as_text(found))
     return 0
 
 
@@ -294,7 +303,7 @@ def _demo(options: argparse.Namespace) -> int:
     with comm.world(os.environ, explicit_share=False, stopped=_last_words(options)) as world:
         account = run_demo(options.folder, world)
         if world.rank == 0:
-            print(account)
+            tell_done(account)
     return 0
 
 

@@ -127,6 +127,13 @@ class Folder:
             return False
         return True
 
+    def blocks(self, name: str) -> int:
+        """Return how many blocks of 512 bytes a file takes; 0 if it is gone."""
+        try:
+            return os.stat(name, dir_fd=self._descriptor, follow_symlinks=False).st_blocks
+        except FileNotFoundError:
+            return 0
+
     def names(self) -> list[str]:
         return os.listdir(self._descriptor)  # noqa: PTH208
 

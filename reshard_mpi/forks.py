@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import select
@@ -77,7 +78,8 @@ class Fork:
     def __init__(self, work: Callable[[], None]) -> None:
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
-                stream.flush()
+                with contextlib.suppress(OSError):  # it is not for a fork to fail because nobody listens
+                    stream.flush()
         self._exit_code: int | None = None
         # A signal that came just after the fork would have the new process go on as if it were this one.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)

@@ -22,9 +22,19 @@ from pathlib import Path
 
 from reshard_mpi.errors import TargetError
 from reshard_mpi.folders import Folder, close, make_folders
+from reshard_mpi.hosts import host_name
 from reshard_mpi.locks import Say, holders, open_lock, try_lock, wait_for_lock
 from reshard_mpi.paths import described, require_replaceable
-from reshard_mpi.publication import Publication, partial_path, publish_text, remove_stale, require_own_stale
+from reshard_mpi.publication import (
+    Publication,
+    dead_bytes,
+    partial_path,
+    publish_text,
+    remove_dead,
+    remove_stale,
+    require_own_stale,
+    stale_bytes,
+)
 from reshard_mpi.records import (
     COMMIT_RECORD,
     STATE,
@@ -95,9 +105,16 @@ class Unrecorded:
         with (
             Folder.open(self._folder) as folder,
             _target_folder(folder, path) as place,
-            Publication(place, path.name, mode, lambda *_: announce()) as publication,
         ):
-            yield publication
+            host = host_name(os.environ)
+            remove_dead(place, path.name, host)
+            with Publication(place, path.name, mode, lambda *_: announce(), host=host) as publication:
+                yield publication
+
+    def left_bytes(self, path: Path) -> int:
+        """Return what is free again when a target is begun: what the dead have left of it."""
+        with _place_of(self._folder, path) as place:
+            return 0 if place is None else dead_bytes(place, path.name, host_name(os.environ))
 
     def paths(self, target_rank: int, path: Path) -> tuple[Path, ...]:
         """Return the longest paths that are made for a target."""
@@ -222,6 +239,11 @@ class Journal:
             with Publication(place, path.name, mode, announce, confirm) as publication:
                 yield publication
 
+    def left_bytes(self, path: Path) -> int:
+        """Return what is free again when a target is begun: what the dead have left of it."""
+        with _place_of(self.folder, path) as place:
+            return 0 if place is None else stale_bytes(place, path.name)
+
     def paths(self, target_rank: int, path: Path) -> tuple[Path, ...]:
         """Return the longest paths that are made for a target."""
         return partial_path(path), partial_path(record_path(self._state, target_rank))
@@ -317,13 +339,22 @@ def _require_writable(folder: Path) -> None:
 
 def _require_place(folder: Path, path: Path) -> None:
     """Raise TargetError if no file can take the name `path` below the target folder, whatever is there."""
-    with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as folders:
-        place = folders.enter_context(Folder.open(folder))
-        if path.parent != folder:
-            place = folders.enter_context(place.inner(path.parent.name))
-        require_own_stale(place, path.name)
+    with _place_of(folder, path) as place:
+        if place is not None:
+            require_own_stale(place, path.name)
     _require_writable(path.parent)
     require_replaceable(path, "a target")
+
+
+@contextlib.contextmanager
+def _place_of(folder: Path, path: Path) -> Iterator[Folder | None]:
+    """Open the folder of the target `path`; None where it is not there."""
+    with contextlib.ExitStack() as folders:
+        place = None
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            target = folders.enter_context(Folder.open(folder))
+            place = target if path.parent == folder else folders.enter_context(target.inner(path.parent.name))
+        yield place
 
 
 def _target_folder(folder: Folder, path: Path) -> AbstractContextManager[Folder]:

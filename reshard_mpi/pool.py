@@ -26,6 +26,7 @@ from reshard_mpi.errors import ReshardError, TransformError, as_reshard_error
 from reshard_mpi.forks import Channel, Fork, wait_for_any
 from reshard_mpi.governor.admission import open_governor
 from reshard_mpi.hosts import host_name
+from reshard_mpi.imports import fresh_interpreter, import_environment
 from reshard_mpi.jobs import processes_by_default, processes_of_use
 from reshard_mpi.report import Failure, Outcome, Progress, TargetReport
 from reshard_mpi.request import Request, Strategies
@@ -248,12 +249,11 @@ def _run_elsewhere(request: Request, jobs: int | None, progress: Progress, work:
     import subprocess
 
     ours, theirs = Channel.pair()
-    imports = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
     process = subprocess.Popen(
-        [sys.executable, "-P", "-c", _START.format(descriptors=theirs.descriptors)],
+        fresh_interpreter(_START.format(descriptors=theirs.descriptors)),
         pass_fds=theirs.descriptors,
         stdin=subprocess.DEVNULL,
-        env={**os.environ, **ONE_THREAD, "PYTHONPATH": imports},
+        env={**os.environ, **ONE_THREAD, **import_environment()},
         process_group=0,  # an interrupt from the terminal is for the caller, which ends the others itself
     )
     theirs.close()

@@ -13,12 +13,17 @@ from typing import NamedTuple
 
 from reshard_mpi.discovery import ShardFiles, strangers
 from reshard_mpi.errors import TargetError
-from reshard_mpi.publication import stale_bytes
 from reshard_mpi.units import format_bytes
 
 # To share blocks of two files (`struct file_clone_range`): the source's descriptor, its offset, a length, an offset.
 _CLONE_RANGE = 0x4020940D
 _BLOCK_BYTES = 4096
+# Where the pieces of a file are a file system keeps in blocks, from so large a file on: ext4 has 340 in one, and those
+# of a file that several processes fill may well have less than a MiB.
+_LISTED_FROM_BYTES = 1 << 20
+_LISTED_BYTES = 64 << 20
+# Names of a file, of a lock and of what they were written as, in the folder that they lie in.
+_DIRECTORY_ENTRY_BYTES = 512
 # The format that aligns tensors so that file systems can share their blocks.
 _SHARING = "hdf5"
 
@@ -40,13 +45,26 @@ class Tally:
     def __init__(self) -> None:
         self._held_bytes: defaultdict[str, int] = defaultdict(int)
         self._peak_bytes: defaultdict[str, int] = defaultdict(int)
+        self._record_bytes: defaultdict[str, int] = defaultdict(int)
 
-    def add(self, path: Path, size_bytes: int) -> None:
-        """Add a target. What lies in its place is free again once it is replaced, what the dead left of it before."""
+    def add(self, path: Path, size_bytes: int, *, left_bytes: int) -> None:
+        """Add a target. What lies in its place is free again once it is replaced, what the dead left of it before.
+
+        size_bytes: what the file takes at most, with its structure. left_bytes: what the dead have left.
+        """
         mount = _mount_of(path.parent)
-        held_bytes = self._held_bytes[mount] - stale_bytes(path) + size_bytes
+        folder_bytes = 0 if path.parent.exists() else _BLOCK_BYTES
+        held_bytes = self._held_bytes[mount] - left_bytes + on_disk_bytes(size_bytes, mount) + folder_bytes
         self._peak_bytes[mount] = max(self._peak_bytes[mount], held_bytes)
         self._held_bytes[mount] = held_bytes - _replaced_bytes(path)
+
+    def add_record(self, path: Path, size_bytes: int) -> None:
+        """Add a small file that the run keeps, and may write anew: for an instant both are there."""
+        mount = _mount_of(path.parent)
+        record_bytes = on_disk_bytes(size_bytes + _DIRECTORY_ENTRY_BYTES, mount)
+        self._record_bytes[mount] = max(self._record_bytes[mount], record_bytes)
+        self._held_bytes[mount] += record_bytes
+        self._peak_bytes[mount] = max(self._peak_bytes[mount], self._held_bytes[mount])
 
     def rooms(self, processes: int, shares: Callable[[], bool]) -> tuple[Room, ...]:
         """Return what has been added up; nothing where file systems may share blocks, which takes no room.
@@ -54,11 +72,20 @@ class Tally:
         processes: how many there are in the run, each of which may need as much. shares: tells whether that may be so;
         asked only if it matters. Raises OSError where a file system does not say what is free.
         """
-        found = ((mount, needed_bytes, _free_bytes(mount)) for mount, needed_bytes in self._peak_bytes.items())
+        needed = ((mount, peak + self._record_bytes[mount]) for mount, peak in self._peak_bytes.items())
+        found = ((mount, needed_bytes, _free_bytes(mount)) for mount, needed_bytes in needed)
         rooms = tuple(Room(mount, needed, free) for mount, needed, free in found if free is not None)
         if any(room.needed_bytes * processes > room.free_bytes for room in rooms) and shares():
             return ()
         return rooms
+
+
+def on_disk_bytes(size_bytes: int, mount: str) -> int:
+    """Return what a file of so many bytes takes of a file system at most: whole blocks, and the list of these."""
+    block_bytes = max(_BLOCK_BYTES, os.statvfs(mount).f_frsize)
+    blocks = -(-size_bytes // block_bytes)
+    lists = -(-size_bytes // _LISTED_BYTES) if size_bytes >= _LISTED_FROM_BYTES else 0
+    return (blocks + lists) * block_bytes
 
 
 def require_room(shares: Iterable[Sequence[Room]]) -> None:

@@ -1,15 +1,24 @@
-"""Files that take their names whole and for good: written beside, synced, renamed."""
+"""Files that take their names whole and for good: written beside, synced, renamed.
+
+Who is killed leaves what it has written so far. Where one process at a time may write a file, the next one removes it
+(`remove_stale`). Where several may, each holds a lock on its partial file as long as it lives, and by that is told what
+the dead have left (`remove_dead`). Locks may not reach other hosts, so the dead are looked for on their own: a name has
+a digest of the host that it was made on.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import glob
+import fcntl
 import os
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from reshard_mpi.errors import TargetError
 from reshard_mpi.folders import FileIdentity, Folder, close, replaced
+from reshard_mpi.locks import try_lock
 
 if TYPE_CHECKING:
     from reshard_mpi.records import TensorSum
@@ -28,7 +37,7 @@ class Publication:
     Left without that, for whatever reason, it is removed. partial: what it is called until then; descriptor: it is
     open, for reading and writing, as long as the block lasts. mode: its permissions, before the user's mask. before:
     called with what the whole file is, and the sums of what it holds where they are given, before it takes its name.
-    then: called when it is in place.
+    then: called when it is in place. host: the name of this host, where others may write the same file at once.
     """
 
     def __init__(
@@ -38,15 +47,15 @@ class Publication:
         mode: int = 0o666,
         before: Before = lambda *_: None,
         then: Callable[[], None] = lambda: None,
+        host: str = "",
     ) -> None:
         self._folder = folder
         self._name = name
-        self._partial_name = partial_name(name, os.urandom(_TOKEN_BYTES).hex())
         self._before = before
         self._then = then
         self._is_published = False
+        self._partial_name, self.descriptor = _created(folder, name, mode, host)
         self.partial = folder.path / self._partial_name
-        self.descriptor = folder.create(self._partial_name, mode)
 
     @property
     def identity(self) -> FileIdentity:
@@ -127,10 +136,20 @@ def remove_stale(folder: Folder, name: str) -> None:
         folder.remove(stale)
 
 
-def stale_bytes(path: Path) -> int:
-    """Return what `remove_stale` would make free of the file at `path`."""
-    found = path.parent.glob(f".{glob.escape(path.name)}.*{_PARTIAL}")
-    return sum(stale.lstat().st_blocks for stale in found) * _BLOCK_BYTES
+def stale_bytes(folder: Folder, name: str) -> int:
+    """Return what `remove_stale` would make free."""
+    return sum(folder.blocks(stale) for stale in _stale(folder, name)) * _BLOCK_BYTES
+
+
+def remove_dead(folder: Folder, name: str, host: str) -> None:
+    """Remove what writers of the file `name` on this host that died have left; others may be writing it."""
+    for dead in _dead(folder, name, host):
+        folder.remove(dead)
+
+
+def dead_bytes(folder: Folder, name: str, host: str) -> int:
+    """Return what `remove_dead` would make free."""
+    return sum(folder.blocks(dead) for dead in _dead(folder, name, host)) * _BLOCK_BYTES
 
 
 def remove_stale_records(state: Folder) -> None:
@@ -138,6 +157,54 @@ def remove_stale_records(state: Folder) -> None:
     for name in state.names():
         if name.startswith(".rank_") and ".json." in name and name.endswith(_PARTIAL):
             state.remove(name)
+
+
+def _created(folder: Folder, name: str, mode: int, host: str) -> tuple[str, int]:
+    """Make a partial file; return what it is called, and its descriptor. host: it is locked, if that is given."""
+    while True:
+        head = _host_digest(host) if host else ""
+        partial = partial_name(name, head + os.urandom(_TOKEN_BYTES - len(head) // 2).hex())
+        descriptor = folder.create(partial, mode)
+        # Before it was locked, it may have been taken for what one of the dead has left.
+        if not host or (_try_lock(descriptor) is not False and folder.is_called(partial, descriptor)):
+            return partial, descriptor
+        close(descriptor)
+
+
+def _dead(folder: Folder, name: str, host: str) -> Iterator[str]:
+    """Yield the partial files that nobody holds a lock on, each of them locked for the moment."""
+    beginning = f".{name}.{_host_digest(host)}"
+    for found in folder.names():
+        if not (found.startswith(beginning) and found.endswith(_PARTIAL)):
+            continue
+        try:
+            descriptor = _opened_to_lock(folder, found)
+        except (OSError, TargetError):
+            continue  # it is gone, or no file of ours
+        try:
+            if _try_lock(descriptor) and folder.is_called(found, descriptor):
+                yield found
+        finally:
+            close(descriptor)
+
+
+def _opened_to_lock(folder: Folder, name: str) -> int:
+    try:
+        return folder.open_file(name, os.O_RDWR, "a partial file")  # as some network file systems want it for a lock
+    except PermissionError:  # it has been sealed
+        return folder.open_file(name, os.O_RDONLY, "a partial file")
+
+
+def _try_lock(descriptor: int) -> bool | None:
+    """Take a lock if nobody has it, and tell whether that is so; None where the file system has no locks."""
+    try:
+        return try_lock(descriptor, fcntl.LOCK_EX)
+    except OSError:
+        return None
+
+
+def _host_digest(host: str) -> str:
+    return f"{zlib.crc32(host.encode(errors='replace')) & 0xFFFF:04x}"
 
 
 def _stale(folder: Folder, name: str) -> Iterator[str]:

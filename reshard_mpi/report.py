@@ -239,9 +239,14 @@ def is_report(path: Path) -> bool:
 
 
 def write_report(path: str, facts: Mapping[str, Any], outcome: Outcome, seconds: float) -> None:
-    """Write the report of a whole run as JSON."""
+    """Write the report of a whole run as JSON. Raises OSError if it cannot be written; then there is none."""
     report = {"version": 1, **facts, "seconds": seconds, **outcome.as_json()}
-    Path(path).write_text(json.dumps(report, indent=1) + "\n")
+    try:
+        Path(path).write_text(json.dumps(report, indent=1) + "\n")
+    except OSError:
+        with contextlib.suppress(OSError):
+            Path(path).unlink()
+        raise
 
 
 def summary(outcome: Outcome, seconds: float) -> str:

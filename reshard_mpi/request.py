@@ -20,7 +20,7 @@ class Request(NamedTuple):
     in the target folder; without one, existing target files are replaced. memory: a size, "unlimited", or None for what
     the environment says. max_active: how many processes may transform at once on a host (None: any number).
     verify: read sources and targets again, compare them, and keep sums. crc: add a checksum to target files.
-    replicas: which of the ranks that hold the same are compared before.
+    replicas: which of the ranks that hold the same are compared before. report: where a report will be written.
     """
 
     source: str
@@ -42,6 +42,7 @@ class Request(NamedTuple):
     verify: bool = False
     crc: bool = False
     replicas: Replicas = Replicas.SAMPLE
+    report: str | None = None
 
     @property
     def allowance(self) -> Allowance:

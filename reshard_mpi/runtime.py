@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
+from reshard_mpi.bookkeeping import Needs
 from reshard_mpi.comm import Comm
 from reshard_mpi.commit import commit_if_complete
 from reshard_mpi.comparison import compare, comparing_bytes
@@ -38,7 +39,7 @@ from reshard_mpi.planning.losses import Lost, named, warnings_of
 from reshard_mpi.planning.model import RankPlan
 from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.planning.summary import Plan, RankSummary
-from reshard_mpi.preflight import Room, Tally, may_share, require_room, require_short_names, stranger_notes
+from reshard_mpi.preflight import Room, may_share, require_room, require_short_names, stranger_notes
 from reshard_mpi.provenance import SourceFile, Sources
 from reshard_mpi.records import Evidence
 from reshard_mpi.report import Failure, Outcome, Progress, Silent, TargetReport
@@ -208,7 +209,7 @@ class _Planner:
         self._opened: _Opened | None = None
         self._due: dict[int, Evidence] = {}
         self._seen: dict[str, SourceFile] = {}
-        self._tally = Tally()
+        self._needs = Needs(request)
         self._plans: dict[int, RankPlan] = {}
         self._kept_copies = 0
         self._placed: dict[str, tuple[int, int, dict[str, str]]] = {}
@@ -313,7 +314,7 @@ class _Planner:
             opened.governor.require_possible(plan.peak_bytes(limits), limits.base_bytes)
             evidence = Evidence.of(plan, self._sources(run, plan))
             if leads:
-                self._tally.add(path, plan.written_bytes)
+                self._needs.add(plan, evidence, run.format, path, opened.journal.left_bytes(path))
         except _EXPECTED as error:
             return Outcome(failures=(Failure.here(rank, self._comm, as_reshard_error(error)),))
         self._due[rank] = evidence
@@ -346,7 +347,8 @@ class _Planner:
         def shares() -> bool:
             return may_share(run.conversion.source.files, run.format, run.path(run.targets[0]))
 
-        return self._tally.rooms(self._comm.size, shares)
+        reported = len(run.targets) if self._comm.rank == 0 else 0
+        return self._needs.rooms(reported, self._comm.size, shares)
 
     def _commit(self, made: Outcome) -> tuple[str, ...]:
         run, journal, *_ = self._require_opened()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import inspect
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -16,16 +17,22 @@ from hypothesis import HealthCheck, settings
 from launch import MPI, MPI_NAMES, RankRun, find_mpi, run_ranks
 from slurm import Cluster, running_cluster
 
+TESTS_FOLDER = str(Path(__file__).parent)
 RANKS_FOLDER = Path(__file__).parent / "ranks"
 
 # Cases build whole checkpoints, so one example may well take longer than hypothesis likes. A continuous integration
 # run draws the same examples every time: it judges the change, while developers' runs look for what is still hidden.
 settings.register_profile("developer", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.register_profile("ci", settings.get_profile("developer"), derandomize=True)
-settings.load_profile("ci" if os.environ.get("CI") else "developer")
+_PROFILE = "ci" if os.environ.get("CI") else "developer"
+# The quick part of the suite looks at a few examples of each property.
+settings.register_profile("quick", settings.get_profile(_PROFILE), max_examples=20)
+settings.load_profile(_PROFILE)
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.markexpr == "not slow":
+        settings.load_profile("quick")
     # A shell that starts the tests in the background has them, and all that they start, ignore interrupts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -35,7 +42,22 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if collection_path == RANKS_FOLDER and not config.getoption("--with-mpi") else None
 
 
+# What takes a cluster, an MPI, or MindSpore itself.
+_SLOW_FIXTURES = {"mpi", "mpirun", "slurm", "mindspore"}
+# Modules of which every test makes many conversions, in one process or in many.
+_SLOW_MODULES = {
+    *("test_benchmarks", "test_faults_kills", "test_hosts", "test_launch", "test_launch_scripts", "test_mindformers"),
+    *("test_inside_ranks", "test_lost_shards_random", "test_memory", "test_random_pairs", "test_readme", "test_slurm"),
+    *("test_slurm_memory", "test_spoiled_random", "test_tutorial"),
+}
+# What starts a process, or has one started, by the names of the functions.
+_STARTERS = {"run_command", "measure_peak", "run_ranks", "Popen", "mpirun_command"}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if _is_slow(item):
+            item.add_marker(pytest.mark.slow)
     # What must not run twice at a time runs in one process; first, so that the others run beside it.
     items.sort(key=lambda item: _one_at_a_time(item) or "z")
     for item in items:
@@ -46,6 +68,35 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("mindspore"):
                 item.add_marker(pytest.mark.skip(reason="MindSpore is not installed"))
+
+
+def _is_slow(item: pytest.Item) -> bool:
+    """Tell whether a test is left out of the quick part, besides those that are marked in their places.
+
+    A test that starts processes takes a second or so; one of many such, told apart by parameters, would take a minute
+    with the others.
+    """
+    if _SLOW_FIXTURES & set(getattr(item, "fixturenames", ())) or item.get_closest_marker("mindspore"):
+        return True
+    if item.path.stem in _SLOW_MODULES:
+        return True
+    callspec = getattr(item, "callspec", None)
+    if callspec is None:
+        return False
+    # A variant that is made by local processes has one that is made by one alone.
+    return "jobs" in callspec.id.split("-") or _starts_processes(getattr(item, "function", None))
+
+
+@functools.cache
+def _starts_processes(function: object) -> bool:
+    """Tell whether a function of the tests names one that starts a process, or one of the tests that does."""
+    code = getattr(inspect.unwrap(function) if callable(function) else function, "__code__", None)
+    if code is None or not code.co_filename.startswith(TESTS_FOLDER):
+        return False
+    names = set(code.co_names)
+    known = getattr(function, "__globals__", {})
+    called = (known[name] for name in names if inspect.isfunction(known.get(name)))
+    return bool(_STARTERS & names) or any(other is not function and _starts_processes(other) for other in called)
 
 
 def _one_at_a_time(item: pytest.Item) -> str | None:

@@ -94,6 +94,7 @@ DIVISIONS: dict[str, list[list[str]]] = {
 }
 
 
+@pytest.mark.slow
 @KINDS
 @pytest.mark.parametrize("division", DIVISIONS)
 def test_it_is_the_same_however_the_run_is_divided(tmp_path: Path, capsys: Capture, kind: str, division: str) -> None:
@@ -520,6 +521,7 @@ def test_a_run_that_has_failed_at_what_another_has_made(
     assert json.loads((c.dst / "reshard.json").read_text())["target_ranks"] == 2
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_instant(tmp_path: Path, capsys: Capture) -> None:
     """A committed checkpoint is made anew, killed before the n-th thing that it does to the folder, and resumed."""
     c = make(tmp_path)
@@ -590,6 +592,7 @@ def test_ranks_of_one_job_that_complete_what_does_not_belong_together(
     assert c.written(3).exists() and not record(c).exists()
 
 
+@pytest.mark.slow
 @KINDS
 def test_array_tasks_at_once(tmp_path: Path, kind: str) -> None:
     c = four(tmp_path, kind)

@@ -144,6 +144,7 @@ LIMITS = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=400)
 @given(
     data=st.data(),

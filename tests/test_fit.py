@@ -416,6 +416,7 @@ def drifting(c: Checkpoint, name: str, change: float) -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "change"), [("head", 1e-3), ("bn.moving_mean", 5.0), ("bn.running_var", 5.0)])
 def test_a_few_copies_that_have_drifted(tmp_path: Path, capsys: Capture, name: str, change: float) -> None:
     c = Checkpoint(
@@ -787,6 +788,7 @@ def test_places_are_runs_of_the_tensor(shape: tuple[int, ...]) -> None:
 # Slips drawn at random
 
 
+@pytest.mark.slow
 @settings(max_examples=120)
 @given(slip=slips())
 def test_a_slip_is_refused_or_makes_no_difference(slip: Slip) -> None:

@@ -91,6 +91,7 @@ def test_200_processes_contend(tmp_path: Path) -> None:
     assert locked_seconds[180] <= 0.005
 
 
+@pytest.mark.slow
 def test_only_the_head_of_the_line_looks_again_and_again(state: Path) -> None:
     holders = []
     with ended(first := Holder(state, LEASE, memory="64M").expect("holds")):

@@ -200,6 +200,7 @@ def test_one_target(spoiled: Conversion, capsys: Capture, logged: Logged) -> Non
     assert loaded == [one for one in printed(said) if not any(part in one[1] for part in besides)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spoil", [a_damaged_shard, values_of_two_targets_that_differ])
 def test_worker_processes_leave_it_to_their_parent(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], logged: Logged, spoil: Callable[[Conversion], None]
@@ -212,6 +213,7 @@ def test_worker_processes_leave_it_to_their_parent(
     assert capfd.readouterr().err.count("rank 0") <= 1  # what pytest itself may show of the log
 
 
+@pytest.mark.slow
 def test_more_processes_than_there_is_work_for(tmp_path: Path, capsys: Capture, logged: Logged) -> None:
     c = make(tmp_path)
     said = command_line(capsys, *c.arguments("transform", "--jobs", str(MANY)))

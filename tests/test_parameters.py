@@ -259,6 +259,7 @@ def test_unlisted_values_that_differ_are_told(tmp_path: Path, capsys: Capture) -
     assert len(notes) == 2 and all("'random_state'" in note for note in notes)
 
 
+@pytest.mark.slow
 @KINDS
 def test_values_that_differ_between_targets_are_told(tmp_path: Path, capsys: Capture, kind: str) -> None:
     """Each target opens two shards that agree, but not with those of the other: a row statistic cut by data rank."""
@@ -299,6 +300,7 @@ def test_shards_of_different_moments_in_one_target(tmp_path: Path, name: str, un
     assert not c.dst.exists()
 
 
+@pytest.mark.slow
 @KINDS
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_shards_of_different_moments_in_different_targets(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from collections.abc import Iterator
 from functools import partial
@@ -17,7 +18,9 @@ from processes import run_command
 
 import reshard_mpi
 from reshard_mpi import preflight
+from reshard_mpi.folders import Folder
 from reshard_mpi.preflight import Room, Tally, require_room
+from reshard_mpi.publication import stale_bytes
 
 Capture = pytest.CaptureFixture[str]
 
@@ -59,13 +62,21 @@ def planned(c: Conversion) -> list[int]:
     return [target.written_bytes for target in plan.targets]
 
 
+def needed_of(refusal: str) -> int:
+    """Return how much room a refused run says it needs."""
+    said = re.search(r"\((\d+) bytes\) free for what this run is to write", refusal)
+    assert said is not None, refusal
+    return int(said[1])
+
+
 # Room
 
 
 @pytest.mark.parametrize("command", ["transform", "plan"])
 def test_no_room(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     c = make(tmp_path)
-    needed = sum(planned(c))
+    say_free(monkeypatch, sum(planned(c)))  # the payloads alone
+    needed = needed_of(command_line(capsys, *c.arguments(command)).err)
     say_free(monkeypatch, needed - 1)
     before = listing(tmp_path)
     said = command_line(capsys, *c.arguments(command))
@@ -96,6 +107,10 @@ def test_no_room_for_one_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         path = c.dst / "rank_0" / name
         reshard_mpi.transform_checkpoint_by_rank(0, shards, path, c.src_strategy, c.dst_strategy)
 
+    say_free(monkeypatch, needed)  # the payloads alone
+    with pytest.raises(reshard_mpi.errors.TargetError, match="no room") as refused:
+        transform("net.ckpt")
+    needed = needed_of(str(refused.value))
     say_free(monkeypatch, needed - 1)
     with pytest.raises(reshard_mpi.errors.TargetError, match="no room"):
         transform("net.ckpt")
@@ -110,9 +125,14 @@ def test_only_what_is_still_to_be_made_needs_room(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     c = make(tmp_path)
-    first, second = planned(c)
+    say_free(monkeypatch, 0)
+    both = needed_of(command_line(capsys, *c.arguments()).err)
+    first = needed_of(command_line(capsys, *c.arguments("transform", "--rank", "0")).err)
     say_free(monkeypatch, first)
     assert command_line(capsys, *c.arguments("transform", "--rank", "0")).code == 0
+    say_free(monkeypatch, 0)
+    second = needed_of(command_line(capsys, *c.arguments("transform", "--resume")).err)
+    assert sum(planned(c)) < both < first + second  # each of them counts the commit record, and what is written twice
     say_free(monkeypatch, second - 1)
     assert command_line(capsys, *c.arguments("transform", "--resume")).code == 3
     say_free(monkeypatch, second)
@@ -124,8 +144,8 @@ def test_only_what_is_still_to_be_made_needs_room(
 @pytest.mark.parametrize("jobs", ["2", "3"])
 def test_processes_of_a_run_need_what_they_need_together(tmp_path: Path, jobs: str) -> None:
     c = four(tmp_path)
-    needed = sum(planned(c))
     arguments = [*COMMAND, *c.arguments("transform", "--jobs", jobs)]
+    needed = needed_of(run_command(arguments, env=free(tmp_path, sum(planned(c)))).stderr)
     finished = run_command(arguments, env=free(tmp_path, needed - 1))
     assert finished.returncode == 3 and f"({needed} bytes)" in finished.stderr and not c.dst.exists(), finished
     assert run_command(arguments, env=free(tmp_path, needed)).returncode == 0
@@ -148,17 +168,18 @@ def test_room_of_files_that_are_replaced(tmp_path: Path, monkeypatch: pytest.Mon
         (tmp_path / name).write_bytes(bytes(block))
     tally = Tally()
     for name in ("a", "b"):
-        tally.add(tmp_path / name, block)
+        tally.add(tmp_path / name, block, left_bytes=0)
     assert [room.needed_bytes for room in tally.rooms(1, bool)] == [block]
-    tally.add(tmp_path / "c", 10 * block)
+    tally.add(tmp_path / "c", 10 * block, left_bytes=0)
     assert [room.needed_bytes for room in tally.rooms(1, bool)] == [10 * block]
     (tmp_path / ".d.0123.partial").write_bytes(bytes(3 * block))
-    tally.add(tmp_path / "d", 3 * block)
+    with Folder.open(tmp_path) as folder:
+        tally.add(tmp_path / "d", 3 * block, left_bytes=stale_bytes(folder, "d"))
     assert [room.needed_bytes for room in tally.rooms(1, bool)] == [10 * block]
     os.link(tmp_path / "b", tmp_path / "other")  # so it keeps its room
     tally = Tally()
-    tally.add(tmp_path / "b", block)
-    tally.add(tmp_path / "e", block)
+    tally.add(tmp_path / "b", block, left_bytes=0)
+    tally.add(tmp_path / "e", block, left_bytes=0)
     assert [room.needed_bytes for room in tally.rooms(1, bool)] == [2 * block]
 
 

@@ -106,6 +106,7 @@ def test_never_more_ranks_than_by_the_plain_rule(case: Case, data: st.DataObject
     assert len(chosen) <= len(plain_choice(demands, home))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("missing", [False, True], ids=["all there", "some shards missing"])
 def test_as_few_ranks_as_possible(missing: bool) -> None:
     """The fewest is a hitting set, hard in general: at most 1 file in 200 is read without need over some 900 targets.

@@ -32,6 +32,12 @@ class Format(Protocol):
     def locate(self, path: str) -> Manifest:
         """Read the structure of the shard at `path`. Raises ShardError if it is not a sound shard of this format."""
 
+    def size_at_most_bytes(self, spec: ShardSpec, *, crc: bool = False) -> int:
+        """Return what the shard of `spec` can take at most, structure and gaps included: never less than it will.
+
+        crc: sealed with a checksum of the whole file. Loads no library.
+        """
+
     def reserve(self, fd: int, path: str, spec: ShardSpec) -> Manifest:
         """Write everything but payloads to an empty file, and give it its final length.
 

@@ -87,6 +87,13 @@ class FormatConformance:
             _assert_same(samples.contents_of(located), contents)
             assert [e.source for e in located.tensors.values()] == [e.source for e in written.tensors.values()]
 
+    @_inherited
+    @given(contents=strategies.contents())
+    def test_says_how_large_it_becomes(self, contents: Contents) -> None:
+        with self._scratch() as path:
+            samples.write(self.module, str(path), contents)
+            assert path.stat().st_size <= self.module.size_at_most_bytes(samples.spec_of(contents))
+
     def test_odd_names(self, tmp_path: Path) -> None:
         tensors = [SampleTensor.random(name, BY_NAME["float32"], (2, 2)) for name in ODD_NAMES]
         # A name that is also the folder of another.

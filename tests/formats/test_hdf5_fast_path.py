@@ -150,6 +150,7 @@ def with_checksum(content: bytearray, start: int, end: int) -> bytearray:
     return content
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("turn", [0, 3])
 def test_any_byte_of_a_header_changed(tmp_path: Path, turn: int) -> None:
     path = tmp_path / "shard.h5"

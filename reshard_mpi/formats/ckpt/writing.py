@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from functools import lru_cache
 
 from reshard_mpi.errors import TargetError
 from reshard_mpi.formats import files
 from reshard_mpi.formats.ckpt.reading import NAME
-from reshard_mpi.formats.ckpt.values import EMPTY_CHECKPOINT, STRING_TYPE, encode_header
+from reshard_mpi.formats.ckpt.values import CRC_BYTES, EMPTY_CHECKPOINT, STRING_TYPE, encode_header
 from reshard_mpi.manifest import ByteRange, Manifest, Segments, ShardSpec, TensorEntry
 
 # MindSpore's synchronous save cuts at exactly this many bytes (`SLICE_SIZE`), and protobuf ends at 2 GiB.
@@ -48,6 +49,32 @@ def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
     for offset_bytes, header in headers:
         files.write_all(fd, header, offset_bytes)
     return Manifest(path, NAME, tensors, dict(spec.strings))
+
+
+def size_at_most_bytes(spec: ShardSpec, *, crc: bool = False) -> int:
+    """Return what the checkpoint of `spec` takes, with its headers; crc: and the checksum of it all."""
+    size_bytes = CRC_BYTES if crc else 0
+    for tensor in spec.tensors:
+        for length_bytes in _cuts(tensor.size_bytes):
+            header_bytes = _header_bytes(
+                _tag_bytes(tensor.name), tensor.box.shape, tensor.dtype.mindspore, length_bytes
+            )
+            size_bytes += header_bytes + length_bytes
+    for name, text in spec.strings.items():
+        content_bytes = 4 * max(1, len(text))
+        size_bytes += _header_bytes(_tag_bytes(name), (0,), STRING_TYPE, content_bytes) + content_bytes
+    return size_bytes if spec.tensors or spec.strings else size_bytes + len(EMPTY_CHECKPOINT)
+
+
+def _tag_bytes(name: str) -> int:
+    """Return the length of a name; also of one that `reserve` will refuse."""
+    return len(name) if name.isascii() else len(name.encode(errors="replace"))
+
+
+# Most tensors of a shard have one of a few shapes, and a name of one of a few lengths.
+@lru_cache(maxsize=1024)
+def _header_bytes(tag_bytes: int, dims: tuple[int, ...], type_name: str, content_bytes: int) -> int:
+    return len(encode_header("x" * tag_bytes, dims, type_name, content_bytes))
 
 
 def _cuts(size_bytes: int) -> list[int]:

@@ -15,9 +15,10 @@ from __future__ import annotations
 from reshard_mpi.formats.hdf5.locating import check_crc, locate, stored_sums
 from reshard_mpi.formats.hdf5.schema import NAME
 from reshard_mpi.formats.hdf5.sealing import seal
+from reshard_mpi.formats.hdf5.sizing import size_at_most_bytes
 from reshard_mpi.manifest import Manifest, ShardSpec
 
-__all__ = ["MODE", "NAME", "SUFFIXES", "check_crc", "locate", "reserve", "seal", "stored_sums"]
+__all__ = ["MODE", "NAME", "SUFFIXES", "check_crc", "locate", "reserve", "seal", "size_at_most_bytes", "stored_sums"]
 
 SUFFIXES = (".h5", ".hdf5")
 MODE = 0o666

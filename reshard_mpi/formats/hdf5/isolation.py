@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats.hdf5 import wire
+from reshard_mpi.imports import fresh_interpreter, import_environment
 from reshard_mpi.threads import ONE_THREAD
 
 if TYPE_CHECKING:
@@ -77,13 +78,12 @@ class _Process:
     def __init__(self) -> None:
         theirs_in, self.requests = os.pipe()
         self.replies, theirs_out = os.pipe()
-        imports = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
         environment = {name: text for name, text in os.environ.items() if not name.startswith(_NOT_PASSED_ON)}
         try:
             self.pid = os.posix_spawn(
                 sys.executable,
-                [sys.executable, "-P", "-c", _START],
-                {**environment, **_ENVIRONMENT, "PYTHONPATH": imports},
+                fresh_interpreter(_START),
+                {**environment, **_ENVIRONMENT, **import_environment()},
                 file_actions=[
                     (os.POSIX_SPAWN_DUP2, theirs_in, 0),
                     (os.POSIX_SPAWN_DUP2, theirs_out, 1),

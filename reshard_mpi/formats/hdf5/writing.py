@@ -17,16 +17,11 @@ from h5py import h5d, h5f, h5g, h5p, h5s, h5t
 
 from reshard_mpi.errors import TargetError
 from reshard_mpi.formats import files
-from reshard_mpi.formats.hdf5 import attributes, elements, schema
+from reshard_mpi.formats.hdf5 import attributes, elements, schema, sizing
 from reshard_mpi.formats.hdf5.schema import Route
 from reshard_mpi.formats.hdf5.scratch import Scratch
 from reshard_mpi.manifest import ByteRange, Manifest, Segments, ShardSpec, TensorEntry, TensorSpec
 
-# File systems share blocks between offsets that are multiples of 4096; smaller payloads are not worth the gaps.
-_ALIGNED_FROM_BYTES = 65536
-_ALIGNMENT_BYTES = 4096
-# Structure is written in blocks of this size: the default of 2 KiB spreads it all over the file.
-_STRUCTURE_BLOCK_BYTES = 16384
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _COPIED_BYTES = 1 << 20
 # More than the library writes for a tensor: names of any length, groups that it lies in, blocks that are not full.
@@ -189,8 +184,8 @@ def _create(path: str) -> Any:
     access.set_fclose_degree(h5f.CLOSE_STRONG)
     # One version of the structure, whatever library writes it; this one has checksums, and any HDF5 since 1.8 reads it.
     access.set_libver_bounds(h5f.LIBVER_V18, h5f.LIBVER_V18)
-    access.set_alignment(_ALIGNED_FROM_BYTES, _ALIGNMENT_BYTES)
-    access.set_meta_block_size(_STRUCTURE_BLOCK_BYTES)
+    access.set_alignment(sizing.ALIGNED_FROM_BYTES, sizing.ALIGNMENT_BYTES)
+    access.set_meta_block_size(sizing.STRUCTURE_BLOCK_BYTES)
     creation = h5p.create(h5p.FILE_CREATE)
     creation.set_obj_track_times(False)
     return h5f.create(os.fsencode(path), h5f.ACC_TRUNC, creation, access)

@@ -1,0 +1,91 @@
+"""How large a native shard can become: what the HDF5 library makes besides payloads, told without the library.
+
+The library allocates as it goes, and what it leaves unused depends on the order of things. The numbers here are
+measured upper bounds for files as `writing` makes them; `tests/test_room.py` holds them against real ones.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import lru_cache
+
+from reshard_mpi.formats.hdf5 import schema
+from reshard_mpi.manifest import ShardSpec
+
+# From this size on payloads are aligned; file systems share blocks between offsets that are multiples of 4096, and
+# smaller payloads are not worth the gaps.
+ALIGNED_FROM_BYTES = 65536
+ALIGNMENT_BYTES = 4096
+# Structure is written in blocks of this size: the default of 2 KiB spreads it all over the file.
+STRUCTURE_BLOCK_BYTES = 16384
+
+# The superblock, the root, the reserved groups and texts, and blocks of structure and of small payloads that are not
+# full.
+_FILE_BYTES = 4 * STRUCTURE_BLOCK_BYTES
+# The header of a dataset with its attributes, and its place in the index of its group; each dimension is in three of
+# its messages.
+_TENSOR_BYTES = 380
+_DIMENSION_BYTES = 36
+# A group, and what it takes more when its links no longer fit its header: they go to a heap, with a tree as its index.
+_GROUP_BYTES = 320
+_LINKS_IN_HEADER = 8
+_HEAP_AND_TREE_BYTES = 2560
+# A long name may begin a new block of the heap, up to twice as large as needed.
+_LONG_NAME_BYTES = 256
+# The attribute that keeps a name which no link can have.
+_NAME_ATTRIBUTE_BYTES = 80
+_SUM_BYTES = 4
+
+
+def size_at_most_bytes(spec: ShardSpec, *, crc: bool = False) -> int:
+    """Return what the shard of `spec` can take at most, with its structure."""
+    structure_bytes = _FILE_BYTES + len(spec.identity.strategy.encode(errors="surrogatepass"))
+    structure_bytes += sum(map(_quoted_bytes, (*spec.strings, *spec.strings.values())))
+    structure_bytes += _names_bytes(tuple(tensor.name for tensor in spec.tensors))
+    payload_bytes = dimensions = misaligning = aligned = 0
+    for tensor in spec.tensors:
+        size_bytes = tensor.size_bytes
+        payload_bytes += size_bytes
+        dimensions += len(tensor.global_shape)
+        aligned += size_bytes >= ALIGNED_FROM_BYTES
+        misaligning += bool(size_bytes % ALIGNMENT_BYTES)
+    structure_bytes += (_TENSOR_BYTES + (_SUM_BYTES if spec.with_sums else 0)) * len(
+        spec.tensors
+    ) + _DIMENSION_BYTES * dimensions
+    # A payload is moved up where something before it has an odd end.
+    gaps = min(aligned, misaligning + structure_bytes // STRUCTURE_BLOCK_BYTES)
+    return payload_bytes + structure_bytes + gaps * (ALIGNMENT_BYTES - 1)
+
+
+# The targets of a stage hold tensors of the same names.
+@lru_cache(maxsize=2)
+def _names_bytes(names: tuple[str, ...]) -> int:
+    """Return the room of names: in the list of contents, as links of groups, and as attributes where they are none."""
+    size_bytes = sum(map(_quoted_bytes, names))
+    links: Counter[schema.Route] = Counter()
+    groups: set[schema.Route] = {(schema.RESERVED,), (schema.RESERVED, schema.ESCAPED)}
+    for name, route in schema.routes(names).items():
+        size_bytes += _link_bytes(route[-1])
+        if route[0] == schema.RESERVED:
+            size_bytes += _NAME_ATTRIBUTE_BYTES + _encoded_bytes(name)
+        groups.update(route[:depth] for depth in range(1, len(route)))
+        links[route[:-1]] += 1
+    for group in groups:
+        size_bytes += _GROUP_BYTES + _link_bytes(group[-1])
+        links[group[:-1]] += 1
+    return size_bytes + _HEAP_AND_TREE_BYTES * sum(count > _LINKS_IN_HEADER for count in links.values())
+
+
+def _quoted_bytes(text: str) -> int:
+    plain = text.isprintable() and '"' not in text and "\\" not in text
+    return _encoded_bytes(text) * (1 if plain else 6) + 3
+
+
+def _link_bytes(name: str) -> int:
+    """Return the room of a link of that name, in a heap or a header."""
+    length_bytes = _encoded_bytes(name)
+    return length_bytes + length_bytes // 4 + (length_bytes if length_bytes > _LONG_NAME_BYTES else 0)
+
+
+def _encoded_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))
