@@ -7,12 +7,11 @@ same time the order of their calls differs from run to run, and the rule holds f
 from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from attempts import ALONE, ARRAY, BY_RANK, FUNCTION, FUNCTION_2, JOBS, KINDS, Bench, Launch, ranks_of
+from attempts import ALONE, ARRAY, BY_RANK, FUNCTION, FUNCTION_2, JOBS, KINDS, Bench, Launch, conversion, ranks_of
 from conversions import COMMAND
 from injector import NO_FAULT, READING, Call, Fault, Injector, needs_compiler
 from launch import MPI
@@ -188,20 +187,19 @@ def test_it_sees_what_the_hdf5_library_writes(tmp_path: Path) -> None:
 @pytest.mark.skipif(shutil.which("strace") is None, reason="there is no strace")
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_sees_what_the_kernel_sees(tmp_path: Path, kind: str) -> None:
-    bench = Bench(tmp_path / "bench", kind, JOBS, verify=True)
+    c, injector = conversion(tmp_path, kind), Injector(tmp_path / "calls")
+    command = [*COMMAND, *c.arguments("transform", "--jobs", "2", "--verify", "--progress", "none")]
     traced = {"pwrite64": "pwrite", "copy_file_range": "copy_file_range", "fsync": "fsync", "rename": "rename"}
     traced |= {"ftruncate": "ftruncate", "unlink": "unlink", "write": "write"}
-    c = bench.conversion.but(dst=tmp_path / "traced")
-    command = [*COMMAND, *c.arguments("transform", "--jobs", "2", "--verify", "--progress", "none")]
     trace = tmp_path / "trace"
-    tracing = ["strace", "-f", "-y", "-qq", "-o", trace, "-e", f"trace={','.join(traced)}"]
-    finished = subprocess.run([*tracing, *command], check=False, timeout=120)
+    tracing = ["strace", "-f", "-y", "-qq", "-o", str(trace), "-e", f"trace={','.join(traced)}"]
+    finished = run_command([*tracing, *command], env=injector.environment(NO_FAULT, [c.dst]))
     if finished.returncode == 1 and not c.dst.exists():
         pytest.skip("nothing can be traced here")
     lines = [line for line in trace.read_text().splitlines() if str(c.dst) in line and "resumed>" not in line]
     for name, counts_as in traced.items():
         seen = sum(f" {name}(" in line for line in lines)
-        assert seen == sum(call.name == counts_as for call in bench.calls) > 0, name
+        assert seen == sum(call.name == counts_as for call in injector.calls()) > 0, name
 
 
 # The long forms
