@@ -89,7 +89,7 @@ SHARED = [
 ]
 
 
-@pytest.mark.parametrize("fault", SHARED, ids=str)
+@pytest.mark.parametrize("fault", SHARED, ids=["what is left of it", "its lock", "the commit lock"])
 def test_only_the_target_that_is_filled_together_fails(tmp_path: Path, fault: Fault) -> None:
     """Also where what is left of it cannot be removed, or its lock not be closed."""
     attempt = Bench(tmp_path, "ckpt", JOBS).attempt(fault)
@@ -127,6 +127,7 @@ def test_every_call_for_a_shards_structure(tmp_path: Path, kind: str, do: str, i
         ("ckpt", "others", ("bias", "longer", "middle")),  # some are in one part alone
         ("hdf5", "maker", ("longer",)),
     ],
+    ids=["ckpt, parts of one tensor", "hdf5, parts of one tensor", "several tensors", "who leads"],
 )
 def test_killed_while_verifying_together(tmp_path: Path, kind: str, who: str, names: tuple[str, ...]) -> None:
     """Before each call that reads the target: it is not published, and made anew when the run is resumed."""
