@@ -15,10 +15,11 @@ from unittest import mock
 
 from reshard_mpi import formats, strategy
 from reshard_mpi.box import Box
+from reshard_mpi.commit_record import CommitRecord
 from reshard_mpi.errors import ReshardError
 from reshard_mpi.formats.hdf5 import checksums, direct
 from reshard_mpi.manifest import Decoded, Manifest
-from reshard_mpi.records import COMMIT_RECORD, CommitRecord, RunIdentity, TargetRecord, record_path, run_path
+from reshard_mpi.records import COMMIT_RECORD, RunIdentity, TargetRecord, record_path, run_path
 from reshard_mpi.strategy import table
 
 CORPUS = Path(__file__).parent / "corpus"
