@@ -8,6 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from reshard_mpi import comm
+from reshard_mpi.escaping import one_line
 
 if TYPE_CHECKING:
     from reshard_mpi.request import Request
@@ -25,7 +26,7 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if comm.launched_rank(os.environ) == 0:
             self.print_usage(sys.stderr)
-            print(f"{self.prog}: error: {message}", file=sys.stderr)
+            print(f"{self.prog}: error: {one_line(message)}", file=sys.stderr)
         sys.exit(2)
 
 

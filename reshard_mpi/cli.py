@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 from reshard_mpi import comm
 from reshard_mpi.arguments import parser, request, to_verify
 from reshard_mpi.errors import DamageError, ReshardError
+from reshard_mpi.escaping import lines, one_line
 from reshard_mpi.signals import INTERRUPTED, Terminated, exit_when_terminated, ignore_stops, stopped_by
 from reshard_mpi.threads import ONE_THREAD
 
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         code = 0
     except OSError as error:
         code = ReshardError.exit_code
-        _complain(f"{error.strerror or error}: {error.filename}" if error.filename else str(error))
+        _complain(one_line(f"{error.strerror or error}: {error.filename}" if error.filename else str(error)))
     sys.exit(code)
 
 
@@ -78,6 +79,7 @@ def _open_standard_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # where it is less than Unicode
 
 
 def _complain(error: ReshardError | str) -> None:
@@ -185,9 +187,9 @@ def _tell(outcome: Outcome) -> None:
     from reshard_mpi.report import say
 
     for note in outcome.notes:
-        say(f"note: {note}", sys.stderr)
+        say(f"note: {one_line(note)}", sys.stderr)
     for warning in outcome.warnings:
-        say(f"warning: {warning}", sys.stderr)
+        say(f"warning: {one_line(warning)}", sys.stderr)
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -231,9 +233,9 @@ def _commit(options: argparse.Namespace) -> int:
 
     done = commit(Path(options.target))
     for note in done.notes:
-        say(f"note: {note}", sys.stderr)
+        say(f"note: {one_line(note)}", sys.stderr)
     targets = "target" if done.targets == 1 else "targets"
-    print(f"committed {done.targets} {targets}, {format_bytes(done.size_bytes)}: {done.path}")
+    print(f"committed {done.targets} {targets}, {format_bytes(done.size_bytes)}: {one_line(str(done.path))}")
     return 0
 
 
@@ -294,7 +296,7 @@ def _demo(options: argparse.Namespace) -> int:
     with comm.world(os.environ, explicit_share=False, stopped=_last_words(options)) as world:
         account = run_demo(options.folder, world)
         if world.rank == 0:
-            print(account)
+            print(lines(account))
     return 0
 
 
