@@ -21,6 +21,7 @@ from reshard_mpi.arguments import parser, request, to_verify
 from reshard_mpi.errors import DamageError, ReshardError
 from reshard_mpi.escaping import lines, one_line
 from reshard_mpi.signals import INTERRUPTED, Terminated, exit_when_terminated, ignore_stops, stopped_by
+from reshard_mpi.stack import require_stack
 from reshard_mpi.threads import ONE_THREAD
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         os.environ.setdefault(name, value)
     options = argparse.Namespace()
     try:
+        require_stack()
         options = parser().parse_args(arguments)
         code = _COMMANDS[options.command](options)
         sys.stdout.flush()
