@@ -9,6 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from reshard_mpi import comm
+from reshard_mpi.escaping import one_line
 from reshard_mpi.streams import show
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class _Parser(argparse.ArgumentParser):
         if comm.launched_rank(os.environ) == 0:
             self.print_usage(sys.stderr)
             with contextlib.suppress(OSError):  # the exit code says it too
-                print(f"{self.prog}: error: {message}", file=sys.stderr)
+                print(f"{self.prog}: error: {one_line(message)}", file=sys.stderr)
         sys.exit(2)
 
     def _print_message(self, message: str, file: Any = None) -> None:

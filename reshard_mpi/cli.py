@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, NoReturn
 from reshard_mpi import comm
 from reshard_mpi.arguments import parser, request, to_verify
 from reshard_mpi.errors import DamageError, ReshardError
+from reshard_mpi.escaping import lines, one_line
 from reshard_mpi.signals import INTERRUPTED, Terminated, exit_when_terminated, ignore_stops, stopped_by
+from reshard_mpi.stack import require_stack
 from reshard_mpi.streams import flush_standard_streams, open_standard_streams, show, tell_done
 from reshard_mpi.threads import ONE_THREAD
 
@@ -34,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         os.environ.setdefault(name, value)
     options = argparse.Namespace()
     try:
+        require_stack()
         options = parser().parse_args(arguments)
         code = _COMMANDS[options.command](options)
     except (KeyboardInterrupt, Terminated) as stop:
@@ -46,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         _complain(error)
     except OSError as error:
         code = ReshardError.exit_code
-        _complain(f"{error.strerror or error}: {error.filename}" if error.filename else str(error))
+        _complain(one_line(f"{error.strerror or error}: {error.filename}" if error.filename else str(error)))
     sys.exit(code)
 
 
@@ -195,9 +198,9 @@ def _tell(outcome: Outcome) -> None:
     from reshard_mpi.report import say
 
     for note in outcome.notes:
-        say(f"note: {note}", sys.stderr)
+        say(f"note: {one_line(note)}", sys.stderr)
     for warning in outcome.warnings:
-        say(f"warning: {warning}", sys.stderr)
+        say(f"warning: {one_line(warning)}", sys.stderr)
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -241,9 +244,9 @@ def _commit(options: argparse.Namespace) -> int:
 
     done = commit(Path(options.target))
     for note in done.notes:
-        say(f"note: {note}", sys.stderr)
+        say(f"note: {one_line(note)}", sys.stderr)
     targets = "target" if done.targets == 1 else "targets"
-    tell_done(f"committed {done.targets} {targets}, {format_bytes(done.size_bytes)}: {done.path}")
+    tell_done(f"committed {done.targets} {targets}, {format_bytes(done.size_bytes)}: {one_line(str(done.path))}")
     return 0
 
 
@@ -303,7 +306,7 @@ def _demo(options: argparse.Namespace) -> int:
     with comm.world(os.environ, explicit_share=False, stopped=_last_words(options)) as world:
         account = run_demo(options.folder, world)
         if world.rank == 0:
-            tell_done(account)
+            tell_done(lines(account))
     return 0
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from reshard_mpi.errors import ReshardError, UsageError
+from reshard_mpi.escaping import lines
 from reshard_mpi.hosts import Identity, distinct_names, host_name
 from reshard_mpi.signals import ignore_stops, stopped_by
 
@@ -162,7 +163,7 @@ def world(
         if code is None:
             code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
             place = f"process {communicator.Get_rank()} on host {host_name(environment)}"
-            sys.stderr.write(f"{traceback.format_exc()}reshard-mpi: {place} ends the job\n")
+            sys.stderr.write(lines(f"{traceback.format_exc()}reshard-mpi: {place} ends the job\n"))
         else:
             _stop(communicator, code, stopped)
         _abort(communicator, code)

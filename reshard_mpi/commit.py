@@ -11,11 +11,13 @@ import contextlib
 import fcntl
 import json
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple, Self
 
 from reshard_mpi import formats
+from reshard_mpi.commit_record import COMMIT_ROOM, CommitRecord
 from reshard_mpi.errors import CoverageError, DamageError, DisagreementError, ReshardError, TargetError, TransformError
 from reshard_mpi.folders import Folder, close
 from reshard_mpi.journal import COMMIT_LOCK, withdraw
@@ -33,16 +35,18 @@ from reshard_mpi.publication import publish_text, remove_stale, remove_stale_rec
 from reshard_mpi.records import (
     COMMIT_RECORD,
     STATE,
-    CommitRecord,
     RunIdentity,
     TargetRecord,
     record_path,
+    recorded_ranks,
     run_path,
+    written,
 )
 
 # To commit takes moments: somebody who is longer in the way is stopped, or one of many who write all the time.
 _WAIT_SECONDS = 10.0
 _NAP_SECONDS = 0.05
+_NOT_WRITTEN = "has not been written"
 _ANEW = "make the targets anew from them with --overwrite"
 
 
@@ -56,17 +60,30 @@ class Committed(NamedTuple):
 
 
 class Standing(NamedTuple):
-    """How far a run has come: its targets that are complete, and by rank why others are not."""
+    """How far a run has come: its targets that are complete, and by rank why others are not that have a record."""
 
     identity: RunIdentity
     complete: tuple[int, ...]
-    incomplete: Mapping[int, str]
+    problems: Mapping[int, str]
+
+    @property
+    def target_ranks(self) -> int:
+        """How many targets the run has."""
+        ranks: int = self.identity.facts["target_ranks"]
+        return ranks
+
+    @property
+    def incomplete(self) -> Iterator[tuple[int, str]]:
+        """Every target that is not complete, and why: there may be millions."""
+        complete = set(self.complete)
+        every = (rank for rank in range(self.target_ranks) if rank not in complete)
+        return ((rank, self.problems.get(rank, _NOT_WRITTEN)) for rank in every)
 
 
 def standing(folder: Path) -> Standing:
     """Return how far the run recorded under `folder` has come. Raises TargetError if there is none."""
     identity = _recorded_run(folder)
-    found = {rank: _look(folder, identity, rank) for rank in range(identity.facts["target_ranks"])}
+    found = _recorded_targets(folder, identity)
     complete = tuple(rank for rank, record in found.items() if isinstance(record, TargetRecord))
     return Standing(identity, complete, {rank: why for rank, why in found.items() if isinstance(why, str)})
 
@@ -217,7 +234,7 @@ def _compare(
         raise CoverageError(
             f"the targets of stage {stage} do not hold the same parameters",
             expected="all ranks of a stage alike",
-            got=f"differences between target ranks {_ranges(names)}",
+            got=f"differences between target ranks {_ranges(_runs(sorted(names)))}",
             where=str(folder),
             remedy=_ANEW,
         )
@@ -226,34 +243,39 @@ def _compare(
 
 def _strangers(folder: Path, target_ranks: int) -> Iterator[str]:
     """Yield a note on targets of a run that had more of them; this one has replaced the others (--overwrite)."""
-    names = (path.name for path in (folder / STATE).iterdir())
-    numbers = (name.removeprefix("rank_").removesuffix(".json") for name in names if name.endswith(".json"))
-    ranks = [int(number) for number in numbers if number.isdecimal() and int(number) >= target_ranks]
+    ranks = [rank for rank in recorded_ranks(folder / STATE) if rank >= target_ranks]
     if ranks:
-        yield f"{folder} also holds target ranks {_ranges(ranks)} of an earlier run, which are not committed"
+        yield f"{folder} also holds target ranks {_ranges(_runs(ranks))} of an earlier run, which are not committed"
 
 
 def _require_complete(folder: Path, identity: RunIdentity, besides: str) -> list[TargetRecord]:
     """Return the records of all targets. Raises TransformError, which names those that are not complete."""
-    target_ranks = range(identity.facts["target_ranks"])
-    found = {target_rank: _look(folder, identity, target_rank) for target_rank in target_ranks}
-    problems = {target_rank: problem for target_rank, problem in found.items() if isinstance(problem, str)}
-    if problems:
-        ranks, first = _ranges(problems), next(iter(problems))
+    target_ranks: int = identity.facts["target_ranks"]
+    found = _recorded_targets(folder, identity)
+    records = [record for record in found.values() if isinstance(record, TargetRecord)]
+    if len(records) < target_ranks:
+        missing = _ranges(_gaps([record.rank for record in records], target_ranks))
+        first = next(rank for rank in range(target_ranks) if not isinstance(found.get(rank), TargetRecord))
         raise TransformError(
-            f"{len(problems)} of {len(target_ranks)} targets are not complete: {ranks}",
+            f"{target_ranks - len(records)} of {target_ranks} targets are not complete: {missing}",
             expected="all of them written by this run, as their records say",
-            got=f"target rank {first} {problems[first]}{besides}",
+            got=f"target rank {first} {found.get(first, _NOT_WRITTEN)}{besides}",
             where=str(folder),
             remedy="run the same transform again with --resume, or the array tasks that make these targets"
-            f" (sbatch --array={ranks}, where a task is a target), then commit again",
+            f" (sbatch --array={missing}, where a task is a target), then commit again",
         )
-    return [record for record in found.values() if not isinstance(record, str)]
+    return records
+
+
+def _recorded_targets(folder: Path, identity: RunIdentity) -> dict[int, TargetRecord | str]:
+    """Return the records of the targets that have one, or why these are not complete, in the order of their ranks."""
+    ranks = (rank for rank in recorded_ranks(folder / STATE) if rank < identity.facts["target_ranks"])
+    return {rank: _look(folder, identity, rank) for rank in ranks}
 
 
 def _recorded_run(folder: Path) -> RunIdentity:
     identity = RunIdentity.recorded(folder / STATE)
-    if identity is None or not isinstance(identity.facts.get("target_ranks"), int):
+    if identity is None or not identity.facts.keys() >= {"source", "to", "target_ranks"}:
         there = run_path(folder / STATE).exists()
         raise TargetError(
             "the folder holds no run to commit",
@@ -277,9 +299,11 @@ def _look(folder: Path, identity: RunIdentity, target_rank: int) -> TargetRecord
     """Return the record of a target, or why it is not complete."""
     record = TargetRecord.read(folder / STATE, target_rank)
     if record is None:
-        return "has not been written"
+        return _NOT_WRITTEN
     if record.digest != identity.digest:
         return "is of another run"
+    if "prefix" in identity.facts and not _is_file_of(identity, record):
+        return f"has a record of another file, {record.file}"
     try:
         status = (folder / record.file).stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -287,6 +311,12 @@ def _look(folder: Path, identity: RunIdentity, target_rank: int) -> TargetRecord
     if status.st_size != record.size_bytes:
         return f"has {status.st_size} bytes in {record.file}, not the {record.size_bytes} that were written"
     return record if record.is_about(status) else f"was about to be put in the place of {record.file}"
+
+
+def _is_file_of(identity: RunIdentity, record: TargetRecord) -> bool:
+    name = Path(record.file).name
+    is_named = name.startswith(f"{identity.facts['prefix']}{record.rank}.")
+    return is_named and formats.name_of(name) == identity.facts["to"]
 
 
 def _as_text(identity: RunIdentity, records: Sequence[TargetRecord], sums: Mapping[str, int]) -> str:
@@ -314,18 +344,27 @@ def _as_text(identity: RunIdentity, records: Sequence[TargetRecord], sums: Mappi
         f' "{name}": [\n  ' + ",\n  ".join(lines) + "\n ]"
         for name, lines in (("sources", sources), ("targets", targets))
     )
-    return ",\n".join([json.dumps(head, indent=1).removesuffix("\n}"), *lists]) + "\n}\n"
+    text = ",\n".join([json.dumps(head, indent=1).removesuffix("\n}"), *lists]) + "\n}\n"
+    return written(text, COMMIT_ROOM, "the commit")
 
 
-def _ranges(ranks: Collection[int]) -> str:
-    """Return ascending ranks as sbatch's --array takes them: `1,4-7`."""
-    return ",".join(f"{first}-{last}" if first < last else f"{first}" for first, last in _runs(sorted(ranks)))
+def _ranges(runs: Iterable[tuple[int, int]]) -> str:
+    """Return runs of ranks, first and last, as sbatch's --array takes them: `1,4-7`."""
+    return ",".join(f"{first}-{last}" if first < last else f"{first}" for first, last in runs)
 
 
 def _runs(ranks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield the first and the last of every run of ascending ranks."""
     first = None
     for at, rank in enumerate(ranks):
         first = rank if first is None else first
         if at + 1 == len(ranks) or ranks[at + 1] != rank + 1:
             yield first, rank
             first = None
+
+
+def _gaps(ranks: Sequence[int], count: int) -> Iterator[tuple[int, int]]:
+    """Yield the first and the last of every run of ranks below `count` that are not among these, which ascend."""
+    for before, after in pairwise((-1, *ranks, count)):
+        if before + 1 < after:
+            yield before + 1, after - 1

@@ -144,11 +144,19 @@ class Conversion:
                 require_living_rules(strategy, names, side, source.files.path)
         self._is_fitting = True
 
+    @property
+    def has_even_targets(self) -> bool:
+        """Whether the shards of all targets will be equally large."""
+        return self.target.stages == 1 and not self._has_uneven_slices()
+
+    def _has_uneven_slices(self) -> bool:
+        return any(p.sizes for placements in self.target.parameters.values() for p in placements)
+
     def target_weights(self, targets: Sequence[int]) -> dict[int, int]:
         """Return how large the shards of `targets` will be relative to each other (bytes, or 1 where all are alike)."""
-        uneven = any(p.sizes for placements in self.target.parameters.values() for p in placements)
-        if self.target.stages == 1 and not uneven:
+        if self.has_even_targets:
             return dict.fromkeys(targets, 1)
+        uneven = self._has_uneven_slices()
         itemsizes = self._itemsizes_by_layout()
         weights: dict[int, int] = {}
         by_stage: dict[int, int] = {}

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar
 
+from reshard_mpi.escaping import lines, one_line
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -17,7 +19,8 @@ if TYPE_CHECKING:
 class ReshardError(Exception):
     """A problem a user can act on, told as: what is wrong, expected, got, where, what to do.
 
-    Instances survive pickling, so an error raised on one rank can be shown on every rank.
+    As text it has a line for each of these, with all that is not printable escaped. Instances survive pickling, so an
+    error raised on one rank can be shown on every rank.
     """
 
     exit_code: ClassVar[int] = 3
@@ -31,8 +34,10 @@ class ReshardError(Exception):
         super().__init__(problem)
 
     def __str__(self) -> str:
+        # Of several targets the first to fail is told in its own lines, in which nothing is left to be escaped.
+        problem = lines(self.problem) if isinstance(self, TransformError) else one_line(self.problem)
         parts = (("expected", self.expected), ("got", self.got), ("where", self.where), ("what to do", self.remedy))
-        return "\n".join([self.problem, *(f"  {label}: {text}" for label, text in parts if text)])
+        return "\n".join([problem, *(f"  {label}: {one_line(text)}" for label, text in parts if text)])
 
     def __reduce__(self) -> tuple[object, ...]:
         return _rebuild, (type(self), self.problem, self.expected, self.got, self.where, self.remedy)

@@ -9,6 +9,7 @@ from typing import Any
 
 from reshard_mpi import discovery, formats, strategy
 from reshard_mpi.errors import ReshardError, SourceError, StrategyError
+from reshard_mpi.escaping import one_line
 from reshard_mpi.manifest import Decoded, Manifest, TensorEntry
 from reshard_mpi.placement import Placement, Strategy
 from reshard_mpi.records import STATE
@@ -153,19 +154,23 @@ def _optimizer_axes(placement: Placement) -> list[int]:
 
 def as_text(found: dict[str, Any]) -> str:
     """Return what `inspect` found as lines for people."""
+    return "\n".join(map(one_line, _lines(found)))
+
+
+def _lines(found: dict[str, Any]) -> list[str]:
     if found["kind"] == "strategy":
-        return "\n".join(_strategy_lines(found))
+        return _strategy_lines(found)
     if found["kind"] in ("run", "commit"):
-        return "\n".join(as_lines(found))
+        return as_lines(found)
     if found["kind"] == "shard":
-        return "\n".join(_shard_lines(found))
+        return _shard_lines(found)
     total = format_bytes(found["size_bytes"])
     lines = [f"checkpoint: {found['ranks']} ranks, {found['format']}, {total} of tensors", *found["notes"]]
     for rank, shards in found["shards"].items():
         for shard in shards:
             size = format_bytes(shard["size_bytes"])
             lines.append(f"  rank {rank}: {len(shard['tensors'])} tensors, {size}  {shard['path']}")
-    return "\n".join([*lines, *as_lines({name: found[name] for name in ("run", "commit") if name in found})])
+    return [*lines, *as_lines({name: found[name] for name in ("run", "commit") if name in found})]
 
 
 def _shard_lines(shard: dict[str, Any]) -> list[str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from reshard_mpi.escaping import one_line
+
 
 def log(notes: Iterable[str], warnings: Iterable[str]) -> None:
     """Log what the command line prints after `note: ` at level INFO, what it prints after `warning: ` at WARNING."""
@@ -11,6 +13,6 @@ def log(notes: Iterable[str], warnings: Iterable[str]) -> None:
 
     logger = logging.getLogger("reshard_mpi")
     for note in notes:
-        logger.info("%s", note)
+        logger.info("%s", one_line(note))
     for warning in warnings:
-        logger.warning("%s", warning)
+        logger.warning("%s", one_line(warning))

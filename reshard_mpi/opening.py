@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from itertools import chain, islice
 from typing import NamedTuple
 
 from reshard_mpi.errors import CoverageError, DisagreementError, LayoutError, StrategyError
 from reshard_mpi.manifest import Manifest
+from reshard_mpi.patterns import Pattern
 from reshard_mpi.placement import Placement, Strategy
 from reshard_mpi.planning.disputes import disputes, witnesses
 from reshard_mpi.planning.losses import Lost
@@ -264,7 +264,7 @@ class ShardOpener:
             missing = [stage for stage in placement.stages if stage not in there]
             if not missing or glob in self.source.rule_names():  # by this name it may well be in all of its stages
                 continue
-            names = [glob, *(name for name in self.target.parameters if fnmatchcase(name, glob))]
+            names = [glob, *filter(Pattern(glob).matches, self.target.parameters)]
             holding = [placement.stages for name in names for placement in self.target.find(name)]
             if holding and not any(self.target.stage_of(target_rank) in stages for stages in holding):
                 continue

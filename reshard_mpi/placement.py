@@ -14,11 +14,14 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 
 from reshard_mpi.errors import LayoutError
+from reshard_mpi.patterns import Patterns, ends_of
 
 Shape = tuple[int, ...]
+
+# What is known of names is kept for so many of them.
+_MAX_KNOWN = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +189,17 @@ def replicated(ranks: int) -> Placement:
     return Placement((ranks,))
 
 
+class _Known:
+    """What has been found out of names by the rules of a strategy: the same is asked many times."""
+
+    __slots__ = ("followed", "patterns", "rules")
+
+    def __init__(self) -> None:
+        self.patterns: Patterns | None = None
+        self.rules: dict[str, int | None] = {}
+        self.followed: dict[str, tuple[str, ...]] = {}
+
+
 @dataclass(frozen=True, slots=True)
 class Strategy:
     """The placements of a whole checkpoint: what all its strategy files say together.
@@ -204,6 +218,7 @@ class Strategy:
     origin: str = field(default="", compare=False)
     required_rules: frozenset[str] = field(default=frozenset(), compare=False)
     axes: tuple[str, ...] = field(default=(), compare=False)
+    _known: _Known = field(default_factory=_Known, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         checked = set()
@@ -234,7 +249,43 @@ class Strategy:
         listed = self.parameters.get(name)
         if listed is not None:
             return listed
-        return next(((placement,) for glob, placement in self.rules if fnmatchcase(name, glob)), ())
+        rule = self.rule_of(name)
+        return () if rule is None else (self.rules[rule][1],)
+
+    def rule_of(self, name: str) -> int | None:
+        """Return the number of the first rule that matches `name`, listed or not; None if none does."""
+        if not self.rules:
+            return None
+        known = self._known.rules
+        if name not in known:
+            if len(known) >= _MAX_KNOWN:
+                known.clear()
+            known[name] = self._patterns().first(name)
+        return known[name]
+
+    def followed(self, name: str) -> tuple[str, ...]:
+        """Return what `name` may be named after (see `named_after`) and more than a rule for every name lists."""
+        known = self._known.followed
+        if name not in known:
+            if len(known) >= _MAX_KNOWN:
+                known.clear()
+            known[name] = tuple(self._followed(name))
+        return known[name]
+
+    def _followed(self, name: str) -> Iterator[str]:
+        if self.find(name) and not self.is_only_caught(name):
+            yield from (base for base in named_after(name) if self.find(base) and not self.is_only_caught(base))
+            return
+        ends = set(self._patterns().ends(name)) if self.rules else set()
+        if self.parameters:
+            ends.update(end for end in ends_of(name) if name[end:] in self.parameters)
+        yield from (name[end:] for end in sorted(ends))
+
+    def _patterns(self) -> Patterns:
+        known = self._known
+        if known.patterns is None:
+            known.patterns = Patterns([glob for glob, _ in self.rules])
+        return known.patterns
 
     def listing(self, stages_of: Mapping[str, Collection[int]]) -> Strategy:
         """Return the strategy with names that rules place listed one by one, in those of their stages that hold them.
@@ -245,9 +296,7 @@ class Strategy:
         listed = dict(self.parameters)
         made: dict[tuple[Placement, tuple[int, ...]], Placement] = {}
         for name, stages in stages_of.items():
-            follows = self.is_only_caught(name) and any(
-                self.find(base) and not self.is_only_caught(base) for base in named_after(name)
-            )
+            follows = self.is_only_caught(name) and bool(self.followed(name))
             if name in listed or follows:
                 continue
             for placement in self.find(name):
@@ -259,7 +308,8 @@ class Strategy:
         """Tell whether nothing but a rule for every name (`*`) lists parameter `name`."""
         if name in self.parameters:
             return False
-        return next((glob for glob, _ in self.rules if fnmatchcase(name, glob)), "") == "*"
+        rule = self.rule_of(name)
+        return rule is not None and self.rules[rule][0] == "*"
 
 
 def unsharded(origin: str = "") -> Strategy:
@@ -269,10 +319,7 @@ def unsharded(origin: str = "") -> Strategy:
 
 def named_after(name: str) -> Iterator[str]:
     """Yield what `name` may be named after (`adam.moment1.w` -> `moment1.w`, `w`), the longest first."""
-    at = name.find(".")
-    while at >= 0:
-        yield name[at + 1 :]
-        at = name.find(".", at + 1)
+    return (name[end:] for end in ends_of(name))
 
 
 def unravel(number: int, lengths: tuple[int, ...]) -> tuple[int, ...]:

@@ -12,11 +12,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from reshard_mpi import checked
 from reshard_mpi.errors import DisagreementError
 
 _MANY = 3
-# What file systems keep of times: 292 years.
-_MAX_NS = 1 << 63
+# Kernels keep whole seconds in 64 bits. Which of these a file system keeps is its own affair, and it may keep any.
+MAX_NS = (1 << 63) * 10**9
 
 
 class SourceFile(NamedTuple):
@@ -28,7 +29,11 @@ class SourceFile(NamedTuple):
 
     def __str__(self) -> str:
         seconds, rest = divmod(self.modified_ns, 10**9)
-        return f"{self.size_bytes} bytes of {time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(seconds))}.{rest:09d} UTC"
+        try:
+            day = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(seconds))
+        except (OverflowError, ValueError, OSError):  # a year that is no number of 32 bits
+            return f"{self.size_bytes} bytes of {seconds}.{rest:09d} seconds after 1970"
+        return f"{self.size_bytes} bytes of {day}.{rest:09d} UTC"
 
 
 class Sources(NamedTuple):
@@ -53,13 +58,13 @@ class Sources(NamedTuple):
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> Sources:
-        """Return what `as_json` made. Raises KeyError, TypeError, ValueError, OverflowError if it is something else."""
-        files = tuple(SourceFile(str(path), int(size), int(modified)) for path, size, modified in facts["files"])
-        if any("\0" in path for path in (str(facts["folder"]), *(file.path for file in files))):
-            raise ValueError("a path that is none")
-        if any(abs(file.modified_ns) > _MAX_NS for file in files):
-            raise ValueError("a time that is none")
-        return cls(str(facts["folder"]), files)
+        """Return what `as_json` made. Raises KeyError, TypeError or ValueError if it is something else."""
+        files = tuple(
+            SourceFile(checked.path_below(path), checked.number(size), checked.number(modified, -MAX_NS, MAX_NS))
+            for path, size, modified in checked.each(facts["files"], tuple)
+        )
+        folder = facts["folder"]
+        return cls(checked.path(folder) if folder or files else "", files)
 
     def as_json(self) -> dict[str, Any]:
         """Return plain values."""

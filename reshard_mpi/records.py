@@ -10,15 +10,19 @@ import errno
 import hashlib
 import json
 import os
+import re
 import stat
-from collections.abc import Mapping, Sequence
-from pathlib import Path, PurePosixPath
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from reshard_mpi import checked, formats
 from reshard_mpi.box import Box
 from reshard_mpi.dtypes import BY_NAME
+from reshard_mpi.errors import TargetError
 from reshard_mpi.planning.model import Beginning, Held, Moment, RankPlan
-from reshard_mpi.provenance import Sources
+from reshard_mpi.provenance import MAX_NS, Sources
+from reshard_mpi.units import format_bytes
 
 STATE = ".reshard_mpi"
 COMMIT_RECORD = "reshard.json"
@@ -35,9 +39,37 @@ _OPTIONS = {
     "crc": "--crc",
     "sums_in_shards": "--verify",
 }
+# The settings of a run as they can be.
+SETTINGS: dict[str, Callable[[Any], Any]] = {
+    "source": checked.path,
+    "src_strategy": checked.optional(checked.digest),
+    "dst_strategy": checked.optional(checked.digest),
+    "select": checked.optional(checked.text),
+    "prefix": lambda value: checked.text(value, 255),
+    "to": lambda value: checked.one_of(value, formats.NAMES),
+    "unlisted": checked.text,
+    "strict": checked.flag,
+    "crc": checked.flag,
+    "sums_in_shards": checked.flag,
+    "target_ranks": lambda value: checked.number(value, 1, _MAX_RANKS),
+    "src_strategy_file": checked.path,
+    "dst_strategy_file": checked.path,
+}
 _TOLD = {"source": "SRC", "to": "targets in", "target_ranks": "target ranks:"}
 # No tensor has as many bytes, and sums of as many cannot be put together.
 _MAX_TENSOR_BYTES = 1 << 62
+# As many as a strategy can have.
+_MAX_RANKS = 1 << 24
+_MAX_RANK = _MAX_RANKS - 1
+_MAX_DIMENSIONS = 64
+# What records may take. That of a run has a dozen settings. That of a target has 150 bytes for each tensor it has sums
+# of, and 80 for each file it was made from: 10 MiB with all the tensors that a shard can have.
+RUN_ROOM = checked.Room(1 << 20, 16 << 20)
+TARGET_ROOM = checked.Room(64 << 20, 384 << 20)
+_RECORD = re.compile(r"rank_(0|[1-9][0-9]{0,7})\.json")
+_SUM_DIGITS = 8
+# What a record raises that nobody of ours has written.
+DAMAGE = (LookupError, TypeError, ValueError, OverflowError)
 
 
 class RunIdentity(NamedTuple):
@@ -92,8 +124,13 @@ class RunIdentity(NamedTuple):
     @classmethod
     def recorded(cls, state: Path) -> RunIdentity | None:
         """Return the run that `run.json` names; None where there is none, or it is damaged."""
-        found = read_json(run_path(state)) or {}
-        identity = cls.of({name: value for name, value in found.items() if name != "digest"})
+        found = read_json(run_path(state), RUN_ROOM) or {}
+        try:
+            identity = cls.of(
+                checked.settings({name: value for name, value in found.items() if name != "digest"}, SETTINGS)
+            )
+        except DAMAGE:
+            return None
         return identity if identity.digest == found.get("digest") else None
 
     @classmethod
@@ -138,15 +175,23 @@ class TensorSum(NamedTuple):
 
     @classmethod
     def of(cls, facts: Sequence[Any]) -> TensorSum:
-        """Return what a record says of a tensor. Raises KeyError, TypeError or ValueError if that cannot be."""
+        """Return what a record says of a tensor. Raises TypeError or ValueError if that cannot be."""
         name, dtype, whole, start, shape, value, loose = facts
-        stop = tuple(low + length for low, length in zip(start, shape, strict=True))
-        one = cls(str(name), str(dtype), tuple(whole), tuple(start), tuple(shape), int(value, 16), bool(loose))
-        if not all(isinstance(number, int) for number in (*whole, *start, *shape)):
-            raise TypeError("a place in a tensor that is no number")
+        one = cls(
+            checked.text(name),
+            checked.one_of(dtype, BY_NAME),
+            checked.each(whole, checked.number),
+            checked.each(start, checked.number),
+            checked.each(shape, checked.number),
+            checked_sum(value),
+            checked.flag(loose),
+        )
+        stop = tuple(low + length for low, length in zip(one.start, one.shape, strict=True))
         box = Box.whole(one.global_shape)
-        if not box.contains(Box(one.start, stop)) or box.size * BY_NAME[dtype].itemsize_bytes > _MAX_TENSOR_BYTES:
+        if box.ndim > _MAX_DIMENSIONS or not box.contains(Box(one.start, stop)):
             raise ValueError("a place that is in no tensor")
+        if box.size * BY_NAME[dtype].itemsize_bytes > _MAX_TENSOR_BYTES:
+            raise ValueError("a tensor that cannot be")
         return one
 
 
@@ -190,62 +235,48 @@ class TargetRecord(NamedTuple):
         }
         if self.announced is not None:
             facts["announced"] = self.announced
-        return json.dumps(facts)
+        return written(json.dumps(facts), TARGET_ROOM, f"target rank {self.rank}")
 
     @classmethod
     def read(cls, state: Path, target_rank: int) -> TargetRecord | None:
         """Return the record of a target; None where there is none, or it is damaged."""
-        facts = read_json(record_path(state, target_rank)) or {}
-        announced = facts.get("announced")
+        found = read_json(record_path(state, target_rank), TARGET_ROOM)
         try:
-            held = facts["held"]
-            record = cls(
-                str(facts["digest"]),
-                int(facts["rank"]),
-                str(facts["file"]),
-                int(facts["size_bytes"]),
-                Evidence(
-                    tuple(map(int, facts["read_ranks"])),
-                    Held(int(held["stage"]), str(held["digest"]), int(held["rank"])),
-                    tuple(Moment(str(one["name"]), str(one["value"]), str(one["path"])) for one in facts["moments"]),
-                    tuple(
-                        Beginning(str(one["name"]), str(one["digest"]), int(one["rank"])) for one in facts["beginnings"]
-                    ),
-                    Sources.of(facts["sources"]),
-                    str(facts["texts"]),
-                ),
-                tuple(map(TensorSum.of, facts["sums"])),
-                None if announced is None else (int(announced[0]), int(announced[1])),
-            )
-        except (LookupError, TypeError, ValueError, OverflowError):
+            record = cls._of(found or {})
+        except DAMAGE:
             return None
-        path = PurePosixPath(record.file)
-        outside = path.is_absolute() or ".." in path.parts or "\0" in record.file
-        return None if outside or record.rank != target_rank else record
-
-
-class CommitRecord(NamedTuple):
-    """What `reshard.json` says of the checkpoint in its folder.
-
-    digest: of the run that made it. files: of the targets, by rank. sums: CRC-32 of whole tensors, in hexadecimal; none
-    if they are not known.
-    """
-
-    digest: str
-    files: Mapping[int, str]
-    sums: Mapping[str, str]
+        return record if record.rank == target_rank else None
 
     @classmethod
-    def read(cls, folder: Path) -> CommitRecord | None:
-        """Return the commit record of a folder; None where there is none, or it is damaged."""
-        facts = read_json(folder / COMMIT_RECORD, follow_link=True) or {}
-        try:
-            digest = str(facts["digest"])
-            files = {int(target["rank"]): str(target["file"]) for target in facts["targets"]}
-            sums = {str(name): str(value) for name, value in facts.get("sums", {}).items()}
-        except (LookupError, AttributeError, TypeError, ValueError, OverflowError):
-            return None
-        return cls(digest, files, sums)
+    def _of(cls, facts: Mapping[str, Any]) -> TargetRecord:
+        """Return what `as_text` wrote. Raises LookupError, TypeError or ValueError if it is something else."""
+        rank, held, announced = checked_rank(facts["rank"]), facts["held"], facts.get("announced")
+        evidence = Evidence(
+            checked.each(facts["read_ranks"], checked_rank),
+            Held(checked_rank(held["stage"]), checked.digest(held["digest"]), checked_rank(held["rank"])),
+            tuple(
+                Moment(*(checked.text(moment[name]) for name in Moment._fields))
+                for moment in checked.each(facts["moments"], checked.table)
+            ),
+            tuple(
+                Beginning(checked.text(start["name"]), checked.digest(start["digest"]), checked_rank(start["rank"]))
+                for start in checked.each(facts["beginnings"], checked.table)
+            ),
+            Sources.of(facts["sources"]),
+            checked.digest(facts["texts"]),
+        )
+        sums = checked.each(facts["sums"], TensorSum.of)
+        if len({one.name for one in sums}) < len(sums):
+            raise ValueError("two sums of one tensor")
+        return cls(
+            checked.digest(facts["digest"]),
+            rank,
+            checked_file(facts["file"], rank),
+            checked.number(facts["size_bytes"]),
+            evidence,
+            sums,
+            None if announced is None else _announced(announced),
+        )
 
 
 def digest_of_texts(strings: Mapping[str, str]) -> str:
@@ -261,10 +292,20 @@ def record_path(state: Path, target_rank: int) -> Path:
     return state / f"rank_{target_rank}.json"
 
 
-def read_json(path: Path, *, follow_link: bool = False) -> dict[str, Any] | None:
+def recorded_ranks(state: Path) -> list[int]:
+    """Return the target ranks that there are records of, ascending."""
+    try:
+        names = [entry.name for entry in state.iterdir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted(int(match[1]) for match in map(_RECORD.fullmatch, names) if match)
+
+
+def read_json(path: Path, room: checked.Room = RUN_ROOM, *, follow_link: bool = False) -> dict[str, Any] | None:
     """Return the JSON object in a file: None if there is no such file, nothing if it holds anything else.
 
-    follow_link: for checkpoints that are folders of links. Else a link is no record.
+    room: what it may take; a file that takes more is damaged. follow_link: for checkpoints that are folders of links;
+    else a link is no record.
     """
 
     def opened(path: str, flags: int) -> int:
@@ -272,8 +313,8 @@ def read_json(path: Path, *, follow_link: bool = False) -> dict[str, Any] | None
         return os.open(path, flags | os.O_NONBLOCK | (0 if follow_link else os.O_NOFOLLOW))
 
     try:
-        with open(path, opener=opened) as stream:
-            value = json.load(stream) if stat.S_ISREG(os.fstat(stream.fileno()).st_mode) else {}
+        with open(path, "rb", opener=opened) as stream:
+            return checked.parse(stream, room) if stat.S_ISREG(os.fstat(stream.fileno()).st_mode) else {}
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, RecursionError, IsADirectoryError):
@@ -282,4 +323,39 @@ def read_json(path: Path, *, follow_link: bool = False) -> dict[str, Any] | None
         if error.errno != errno.ELOOP:
             raise
         return {}
-    return value if isinstance(value, dict) else {}
+
+
+def written(text: str, room: checked.Room, what: str) -> str:
+    """Return the text of a record, which can be read again. Raises TargetError if it would be too large for that."""
+    if checked.parsed_bytes(text.encode()) > room.parsed_bytes or len(text) > room.file_bytes:
+        raise TargetError(
+            f"the record of {what} would be too large",
+            expected=f"at most {format_bytes(room.file_bytes)}",
+            got=format_bytes(len(text)),
+            remedy="leave tensors out of the checkpoint, or --verify",
+        )
+    return text
+
+
+def checked_rank(value: Any) -> int:
+    return checked.number(value, 0, _MAX_RANK)
+
+
+def checked_sum(value: Any) -> int:
+    """Return the sum that eight hexadecimal digits say."""
+    if len(checked.digest(value)) != _SUM_DIGITS:
+        raise ValueError("no sum")
+    return int(value, 16)
+
+
+def checked_file(value: Any, rank: int) -> str:
+    """Return the path of a target's file in the target folder: it lies in the folder of its rank."""
+    folder, _, name = checked.path_below(value).partition("/")
+    if folder != f"rank_{rank}" or not name or "/" in name or name == ".":
+        raise ValueError("the file of another target")
+    return str(value)
+
+
+def _announced(value: Any) -> tuple[int, int]:
+    inode, modified_ns = value
+    return checked.number(inode, 0, 2 * checked.MAX_NUMBER + 1), checked.number(modified_ns, -MAX_NS, MAX_NS)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TextIO
 
 from reshard_mpi.errors import ReshardError, TransformError
+from reshard_mpi.escaping import one_line
 from reshard_mpi.folders import FileIdentity
 from reshard_mpi.log import log
 from reshard_mpi.planning.losses import Lost, Missing, merged, warnings_of
@@ -331,7 +332,7 @@ class Plain:
         pass
 
     def waiting(self, text: str) -> None:
-        say(text, self._stream)
+        say(one_line(text), self._stream)
 
     def moved(self, count_bytes: int) -> None:
         self._moved_bytes += count_bytes
@@ -369,7 +370,7 @@ class Bar:
         pass
 
     def waiting(self, text: str) -> None:
-        say(f"\r{text:<78}", self._stream)
+        say(f"\r{one_line(text):<78}", self._stream)
 
     def moved(self, count_bytes: int) -> None:
         self._moved_bytes += count_bytes

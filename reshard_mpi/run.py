@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +19,9 @@ from reshard_mpi.planning.ranks import check_target_rank
 from reshard_mpi.records import RunIdentity
 from reshard_mpi.request import Request, Strategies
 from reshard_mpi.source import SourceCheckpoint
+
+# Planning takes a millisecond and a KiB for each, and no cluster has as many ranks.
+MAX_TARGETS = 1 << 16
 
 
 class Run(NamedTuple):
@@ -47,11 +50,14 @@ class Run(NamedTuple):
         require_reachable(request.source)
         files = discovery.find_shards(request.source, request.select)
         name = request.to or files.format
-        ranks = range(strategies.target.world_size) if request.ranks is None else request.ranks
-        refuse_overlap(files, request.target, [_target_file(request, name, rank) for rank in ranks])
+        ranks = request.ranks if request.ranks is not None else range(strategies.target.world_size)
+        if request.part is None:
+            _refuse_overlap(request, files, name, ranks, strategies.target)
         source = SourceCheckpoint.open(files, strategies.source, known_damage)
         conversion = Conversion(source, strategies.target, request.unlisted, request.strict, replicas=request.replicas)
         targets = _targets(request, strategies.target, conversion)
+        if request.part is not None:  # of millions, so that only its own are looked at
+            _refuse_overlap(request, files, name, targets, strategies.target)
         if request.crc and name != "ckpt":
             raise UsageError("--crc is for .ckpt targets", expected="--to ckpt", got=f"targets in {name}")
         return cls(request, conversion, name, targets, strategies)
@@ -88,6 +94,22 @@ class Run(NamedTuple):
         )
 
 
+def _refuse_overlap(
+    request: Request, files: discovery.ShardFiles, format_name: str, ranks: Sequence[int], target: Strategy
+) -> None:
+    """Raise TargetError for targets that overlap with the source, UsageError if they are too many to be looked at."""
+    if len(ranks) > MAX_TARGETS:
+        parts = -(-target.world_size // MAX_TARGETS)
+        raise UsageError(
+            "there are too many targets for one run",
+            expected=f"at most {MAX_TARGETS}",
+            got=str(len(ranks)),
+            where=request.dst_strategy or "",
+            remedy=f"make them in {parts} parts or more (--part I/N), or some of them (--rank)",
+        )
+    refuse_overlap(files, request.target, [_target_file(request, format_name, rank) for rank in ranks])
+
+
 def _check_prefix(prefix: str) -> None:
     if "/" in prefix or "\0" in prefix or prefix.startswith("."):
         raise UsageError(
@@ -107,10 +129,12 @@ def _targets(request: Request, target: Strategy, conversion: Conversion) -> tupl
         for rank in request.ranks:
             check_target_rank(rank, target)
         return tuple(sorted(set(request.ranks)))
-    every = tuple(range(target.world_size))
+    every = range(target.world_size)
     if request.part is None:
-        return every
+        return tuple(every)
     share, shares = request.part
     if shares >= len(every):
-        return every[share : share + 1]
+        return tuple(every[share : share + 1])
+    if conversion.has_even_targets:
+        return tuple(every[share::shares])  # as `assign` deals out what is alike
     return tuple(sorted(assign(conversion.target_weights(every), range(shares))[share]))

@@ -5,7 +5,9 @@ It is text. What it runs is the same `reshard-mpi transform`, with all that the 
 
 from __future__ import annotations
 
+import os
 import shlex
+import string
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +25,8 @@ _IDLE_BYTES = 64 * MIB
 _RATE_BYTES_PER_SECOND = 20 * MIB
 # Interpreter, libraries, strategies and headers of shards, all from a file system that is busy.
 _START_MINUTES = 10
+# What stands for itself between $' and '.
+_PLAIN = {ord(char): char for char in string.ascii_letters + string.digits + "-+._/ ~=,:@%"}
 
 
 class Option(NamedTuple):
@@ -59,7 +63,7 @@ def batch_script(request: Request, plan: Plan, target_ranks: int) -> str:
     mem_mib = -(-(peak_bytes + _BESIDES_BYTES) // MIB)
     task_bytes = _task_bytes(plan, target_ranks, tasks)
     minutes = _START_MINUTES + -(-task_bytes // (_RATE_BYTES_PER_SECOND * 60))
-    commit = shlex.quote(f"reshard-mpi commit {_path(request.target)}")
+    commit = _word(f"reshard-mpi commit {_path(request.target)}")
     lines = [
         f"Made by reshard-mpi plan --sbatch. {target_ranks} {'target' if target_ranks == 1 else 'targets'}, of which"
         f" {len(plan.targets)} with {format_bytes(plan.written_bytes)} were still to be made.",
@@ -116,7 +120,7 @@ def _command(request: Request, tasks: int) -> str:
         if value is True:
             lines.append(option.flag)
         elif value is not None and value is not False:
-            text = _path(value) if option.is_path else shlex.quote(str(value))
+            text = _path(value) if option.is_path else _word(str(value))
             lines.append(f"{option.flag}={text}")
     again = [] if request.overwrite else ["--resume"]
     lines.append(" ".join([f'--part "$SLURM_ARRAY_TASK_ID/{tasks}"', *again, "--jobs 1"]))
@@ -125,4 +129,12 @@ def _command(request: Request, tasks: int) -> str:
 
 def _path(path: str) -> str:
     """Return a path as a word of the shell; absolute, since a job may run elsewhere."""
-    return shlex.quote(str(Path(path).absolute()))
+    return _word(str(Path(path).absolute()))
+
+
+def _word(text: str) -> str:
+    """Return a word of bash. One with what is not printable is told by its bytes, since people look at the script."""
+    if text.isprintable():
+        return shlex.quote(text)
+    shown = (_PLAIN.get(byte) or f"\\x{byte:02x}" for byte in os.fsencode(text))
+    return f"$'{''.join(shown)}'"

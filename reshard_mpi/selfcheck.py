@@ -8,6 +8,7 @@ from pathlib import Path
 
 from reshard_mpi import formats
 from reshard_mpi.box import Box
+from reshard_mpi.commit_record import CommitRecord
 from reshard_mpi.discovery import ShardFiles
 from reshard_mpi.engine.sums import sum_tensors
 from reshard_mpi.errors import DamageError, ReshardError
@@ -16,7 +17,6 @@ from reshard_mpi.planning.model import Limits
 from reshard_mpi.records import (
     COMMIT_RECORD,
     STATE,
-    CommitRecord,
     TargetRecord,
     TensorSum,
     digest_of_texts,

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from reshard_mpi.commit import standing
+from reshard_mpi.commit_record import CommitRecord
 from reshard_mpi.errors import SourceError, TargetError
 from reshard_mpi.publication import is_partial
-from reshard_mpi.records import COMMIT_RECORD, STATE, CommitRecord, RunIdentity, read_json, run_path
+from reshard_mpi.records import COMMIT_RECORD, STATE, run_path
 from reshard_mpi.units import format_bytes
 
 _NAMED = 20
+# Of ranks that are not complete. A run may have a million of them.
+_LISTED = 1 << 16
 
 
 def state_of(folder: Path) -> dict[str, Any]:
@@ -68,19 +72,19 @@ def _run(folder: Path) -> dict[str, Any]:
     except TargetError as error:
         return {"problem": error.got}
     partial = sorted(str(path.relative_to(folder)) for path in folder.glob("rank_*/.*") if is_partial(path))
+    incomplete = dict(islice(found.incomplete, _LISTED))
     return {
         "settings": found.identity.as_json(),
         "in_words": found.identity.settings,
-        "target_ranks": len(found.complete) + len(found.incomplete),
+        "target_ranks": found.target_ranks,
         "complete": list(found.complete),
-        "incomplete": {str(rank): why for rank, why in found.incomplete.items()},
+        "incomplete": {str(rank): why for rank, why in incomplete.items()},
         "partial": partial,
     }
 
 
 def _commit(folder: Path) -> dict[str, Any]:
     record = CommitRecord.read(folder)
-    facts = read_json(folder / COMMIT_RECORD, follow_link=True) or {}
     if record is None:
         raise SourceError(
             "the commit record is damaged",
@@ -88,18 +92,20 @@ def _commit(folder: Path) -> dict[str, Any]:
             where=str(folder / COMMIT_RECORD),
             remedy="reshard-mpi commit writes it anew, if the records of the run are there",
         )
-    sizes = {int(target["rank"]): target.get("size_bytes") for target in facts["targets"]}
     targets = [
-        {"rank": rank, "file": file, "size_bytes": sizes.get(rank), "got_bytes": _size_bytes(folder / file)}
+        {
+            "rank": rank,
+            "file": file,
+            "size_bytes": record.sizes_bytes.get(rank),
+            "got_bytes": _size_bytes(folder / file),
+        }
         for rank, file in record.files.items()
     ]
-    listed = ("targets", "sources", "sums", "digest", "format", "version")
-    settings = {name: value for name, value in facts.items() if name not in listed}
     return {
-        "settings": settings,
-        "in_words": RunIdentity.of(settings).settings,
+        "settings": record.run.as_json(),
+        "in_words": record.run.settings,
         "targets": targets,
-        "sources": facts.get("sources", []),
+        "sources": [{"file": file, "size_bytes": size_bytes} for file, size_bytes in record.sources],
         "sums": dict(record.sums),
     }
 
@@ -116,7 +122,8 @@ def _run_lines(run: dict[str, Any], *, committed: bool) -> list[str]:
         return [f"run: {run['problem']}"]
     end = "committed" if committed else "not committed"
     lines = [f"run: {len(run['complete'])} of {run['target_ranks']} targets complete, {end}", f"  {run['in_words']}"]
-    lines += _some([f"  target rank {rank} {why}" for rank, why in run["incomplete"].items()])
+    incomplete = run["target_ranks"] - len(run["complete"])
+    lines += _some([f"  target rank {rank} {why}" for rank, why in run["incomplete"].items()], incomplete)
     return lines + _some([f"  {path}: being written, or left by a writer that died" for path in run["partial"]])
 
 
@@ -144,6 +151,7 @@ def _state(target: dict[str, Any]) -> str:
     return f", {format_bytes(got)}"
 
 
-def _some(lines: list[str]) -> list[str]:
-    """Return lines, if they are many the first of them and how many more there are."""
-    return lines if len(lines) <= _NAMED else [*lines[:_NAMED], f"  and {len(lines) - _NAMED} more"]
+def _some(lines: list[str], count: int | None = None) -> list[str]:
+    """Return lines, if they are many the first of them and how many more there are. count: where not all are given."""
+    count = len(lines) if count is None else count
+    return lines if count <= _NAMED else [*lines[:_NAMED], f"  and {count - _NAMED} more"]

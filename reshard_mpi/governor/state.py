@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from reshard_mpi.escaping import one_line
 from reshard_mpi.governor.admission import leased_bytes
 from reshard_mpi.governor.allowance import Allowance
 from reshard_mpi.governor.ledger import Ledger, Occupant
@@ -67,7 +68,7 @@ class HostState(NamedTuple):
         lines = [line for scope in self.scopes for line in _lines(scope, time.time())]
         if self.place.private:
             lines.append(f"Only processes that see {self.place.folder} are listed: {self.place.private}.")
-        return "\n".join(lines)
+        return "\n".join(map(one_line, lines))
 
 
 def host_state(allowance: Allowance, environment: Mapping[str, str]) -> HostState:

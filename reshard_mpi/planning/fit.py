@@ -6,13 +6,13 @@ import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
-from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from reshard_mpi.errors import CoverageError, DisagreementError, StrategyError
 from reshard_mpi.layout import whole_shape
 from reshard_mpi.manifest import Manifest
 from reshard_mpi.nesting import regroup_held
+from reshard_mpi.patterns import Pattern
 from reshard_mpi.placement import Placement, Shape, Strategy
 from reshard_mpi.planning.parameters import Unlisted, find_or_follow
 from reshard_mpi.planning.samples import MAX_TENSORS, Pair
@@ -239,17 +239,18 @@ class DeadRule(NamedTuple):
 
 def dead_rules(strategy: Strategy, names: Iterable[str]) -> list[DeadRule]:
     """Return the rules of a spec that should place one of these tensors and place none."""
-    left = dict.fromkeys(names)
-    taken: dict[str, list[str]] = {}
+    by_rule: dict[int, list[str]] = {}
+    for name in dict.fromkeys(names):
+        rule = strategy.rule_of(name)
+        if rule is not None:
+            by_rule.setdefault(rule, []).append(name)
     dead = []
-    for glob, _ in strategy.rules:
-        matched = [name for name in left if fnmatchcase(name, glob)]
-        taken[glob] = [*taken.get(glob, ()), *matched]
-        for name in matched:
-            del left[name]
-        if not matched and glob in strategy.required_rules:
-            taker = (other for other, theirs in taken.items() if any(fnmatchcase(name, glob) for name in theirs))
-            dead.append(DeadRule(glob, next(taker, "")))
+    for rule, (glob, _) in enumerate(strategy.rules):
+        if rule not in by_rule and glob in strategy.required_rules:
+            matches = Pattern(glob).matches
+            takers = (before for before in range(rule) if any(map(matches, by_rule.get(before, ()))))
+            taker = next(takers, None)
+            dead.append(DeadRule(glob, "" if taker is None else strategy.rules[taker][0]))
     return dead
 
 
@@ -316,11 +317,15 @@ def shown_rules(strategy: Strategy, shapes: Mapping[str, tuple[int, Shape]]) -> 
 
     shapes: of the parts of some ranks, with the rank, by name.
     """
-    for glob, _ in strategy.rules:
-        names = (name for name in shapes if next((g for g, _ in strategy.rules if fnmatchcase(name, g)), "") == glob)
-        name = next(names, None)
-        if name is None or not strategy.required_rules:
-            continue
+    if not strategy.required_rules:
+        return
+    shown: dict[int, str] = {}
+    for name in shapes:
+        rule = strategy.rule_of(name)
+        if rule is not None:
+            shown.setdefault(rule, name)
+    for rule, name in sorted(shown.items()):
+        glob = strategy.rules[rule][0]
         rank, shape = shapes[name]
         placement = next((p for p in strategy.find(name) if strategy.stage_of(rank) in p.stages), None)
         if placement is not None and placement.is_cut:

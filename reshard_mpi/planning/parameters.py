@@ -30,11 +30,8 @@ def find_or_follow(strategy: Strategy, name: str, fits: Callable[[str], bool]) -
     listed = strategy.find(name)
     if listed and not strategy.is_only_caught(name):
         return listed
-    for base in named_after(name):
-        followed = strategy.find(base)
-        if followed and not strategy.is_only_caught(base) and fits(base):
-            return followed
-    return listed
+    base = next(filter(fits, strategy.followed(name)), None)
+    return listed if base is None else strategy.find(base)
 
 
 def is_dropped(target: Strategy, name: str, present: Container[str]) -> bool:
@@ -45,7 +42,7 @@ def is_dropped(target: Strategy, name: str, present: Container[str]) -> bool:
     """
     if not target.is_only_caught(name):
         return not target.find(name)
-    return any(base in present or (target.find(base) and not target.is_only_caught(base)) for base in named_after(name))
+    return bool(target.followed(name)) or any(base in present for base in named_after(name))
 
 
 def listed_names(strategy: Strategy) -> Iterator[str]:

@@ -14,7 +14,7 @@ import tempfile
 
 import atheris
 
-with atheris.instrument_imports(include=["reshard_mpi", "tomllib", "json"]):
+with atheris.instrument_imports(include=["reshard_mpi", "tomllib", "json", "fnmatch"]):
     # What is imported while something runs would not be followed.
     import parsers
 

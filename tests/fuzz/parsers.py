@@ -6,20 +6,27 @@ raises, and whatever it returns that is not sound, is a defect.
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from unittest import mock
 
 from reshard_mpi import formats, strategy
 from reshard_mpi.box import Box
+from reshard_mpi.commit import commit
+from reshard_mpi.commit_record import CommitRecord
 from reshard_mpi.errors import ReshardError
+from reshard_mpi.escaping import one_line
 from reshard_mpi.formats.hdf5 import checksums, direct
 from reshard_mpi.manifest import Decoded, Manifest
-from reshard_mpi.records import COMMIT_RECORD, CommitRecord, RunIdentity, TargetRecord, record_path, run_path
+from reshard_mpi.placement import Strategy, named_after, replicated
+from reshard_mpi.records import COMMIT_RECORD, STATE, RunIdentity, TargetRecord, record_path, run_path
 from reshard_mpi.strategy import table
+from reshard_mpi.target_state import as_lines, state_of
 
 CORPUS = Path(__file__).parent / "corpus"
 # Elements of what must be decoded that are looked at: enough for the files of a corpus.
@@ -54,6 +61,17 @@ def strategy_file(suffix: str, data: bytes) -> None:
         assert table.loads(table.dumps(found), "again") == found
 
 
+def patterns(data: bytes) -> None:
+    """Match the first line with the others as patterns, and what it may be named after."""
+    name, *globs = data.decode("utf-8", "surrogateescape").split("\n")
+    globs = [glob for glob in globs if glob]
+    strategy = Strategy(1, 1, {}, tuple((glob, replicated(1)) for glob in globs))
+    assert strategy.rule_of(name) == next((at for at, glob in enumerate(globs) if fnmatchcase(name, glob)), None)
+    for base in named_after(name):
+        first = next((glob for glob in globs if fnmatchcase(base, glob)), "*")
+        assert (base in strategy.followed(name)) == (first != "*")
+
+
 def placement_table(data: bytes) -> None:
     """Read the table of a native shard as `source` does."""
     with suppress(ReshardError):
@@ -62,16 +80,25 @@ def placement_table(data: bytes) -> None:
 
 
 def records(data: bytes) -> None:
-    """Read the records that a run keeps in its target folder."""
-    with tempfile.TemporaryDirectory() as folder:
-        for path in (run_path(Path(folder)), record_path(Path(folder), 0), Path(folder, COMMIT_RECORD)):
+    """Read the records that a run keeps in its target folder, and tell of them as `inspect` and `commit` do."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / STATE).mkdir()
+        for path in (run_path(folder / STATE), record_path(folder / STATE, 0), folder / COMMIT_RECORD):
             path.write_bytes(data)
-        with suppress(ReshardError):
-            RunIdentity.recorded(Path(folder))
-        with suppress(ReshardError):
-            TargetRecord.read(Path(folder), 0)
-        with suppress(ReshardError):
-            CommitRecord.read(Path(folder))
+        record = TargetRecord.read(folder / STATE, 0)
+        if record is not None:
+            assert json.loads(record.as_text()).items() <= json.loads(data).items()
+        committed = CommitRecord.read(folder)
+        if committed is not None:
+            assert list(committed.files) and set(committed.files) == set(range(len(committed.files)))
+        run = RunIdentity.recorded(folder / STATE)
+        if run is not None:
+            assert json.loads(run.as_text()) == json.loads(data)
+            with suppress(ReshardError):
+                commit(folder)
+        for line in as_lines(state_of(folder)):
+            assert one_line(line).isprintable()
 
 
 # A parser's corpus is the folder of its name, without `_unchecked`.
@@ -84,6 +111,7 @@ PARSERS: dict[str, Callable[[bytes], None]] = {
     "strategy_json": partial(strategy_file, ".json"),
     "strategy_toml": partial(strategy_file, ".toml"),
     "placement_table": placement_table,
+    "patterns": patterns,
     "records": records,
 }
 

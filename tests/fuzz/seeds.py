@@ -148,6 +148,18 @@ def records(path: Path) -> Iterator[None]:
     target = {"rank": 0, "file": record.file, "size_bytes": 77, "read_ranks": [0]}
     path.write_text(json.dumps({"digest": identity.digest, "sums": {"w": "00000001"}, "targets": [target]}))
     yield
+    files = [{"file": "rank_0/a.ckpt", "size_bytes": 99}]
+    whole = {"format": "reshard_mpi commit", "version": 1, "digest": identity.digest, **identity.as_json()}
+    path.write_text(json.dumps({**whole, "sums": {"w": "00000001"}, "sources": files, "targets": [target]}))
+    yield
+    path.write_text(record._replace(announced=None, sums=()).as_text())
+    yield
+
+
+def name_patterns(path: Path) -> Iterator[None]:
+    for lines in (["adam.layers.1.w", "layers.*.w", "*"], ["a.b[.c", "?.[!a]*", "b[*", "*.c", "c"]):
+        path.write_text("\n".join(lines))
+        yield
 
 
 MAKERS = {
@@ -158,6 +170,7 @@ MAKERS = {
     "strategy_json": jsons,
     "strategy_toml": tomls,
     "placement_table": tables,
+    "patterns": name_patterns,
     "records": records,
 }
 

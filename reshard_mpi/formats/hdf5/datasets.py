@@ -231,8 +231,12 @@ def _open(path: str, stamp: Stamp, route: Route) -> Any:
     shape_of(handle, properties, path)
     if properties.get_layout() != h5d.CHUNKED:
         return handle
-    # Else a chunk that is larger than what HDF5 keeps is decoded again for every part of it.
+    # Else a chunk that is larger than what HDF5 keeps is decoded again for every part of it. A dataset that is open
+    # already is not opened with a cache of another size, so it is closed before. Large chunks are kept of one alone.
     chunk_bytes = handle.get_type().get_size() * math.prod(properties.get_chunk())
+    del handle
+    if chunk_bytes > _CHUNK_CACHE_BYTES:
+        _open.cache_clear()
     access = h5p.create(h5p.DATASET_ACCESS)
     access.set_chunk_cache(521, min(max(chunk_bytes, _CHUNK_CACHE_BYTES), MAX_CHUNK_BYTES), 0.75)
     return library.follow(_open_file(path, stamp), route, access)

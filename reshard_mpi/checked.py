@@ -1,0 +1,144 @@
+"""Plain values out of a record that this program keeps, each checked as it is read: anybody may have written there.
+
+Every check returns the value with its type known, or raises ValueError: the record is damaged then.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Collection, Mapping
+from pathlib import PurePosixPath
+from typing import Any, BinaryIO, NamedTuple, NoReturn, TypeVar
+
+T = TypeVar("T")
+
+# What the marks of JSON cost when it is parsed, as objects of Python.
+_MARK_BYTES = {b"{": 200, b"[": 72, b",": 24}
+# As file systems have them; sizes and places beyond this are none.
+_MAX_PATH_BYTES = 4095
+_MAX_PART_BYTES = 255
+MAX_NUMBER = (1 << 63) - 1
+MAX_TEXT_LENGTH = 1 << 20
+_HEXADECIMAL = frozenset("0123456789abcdef")
+
+
+class Room(NamedTuple):
+    """What a record may take: bytes of its file, and of the memory that its values need."""
+
+    file_bytes: int
+    parsed_bytes: int
+
+
+def parse(stream: BinaryIO, room: Room) -> dict[str, Any]:
+    """Return the JSON object in a file.
+
+    Raises ValueError or RecursionError for anything else: more than there is `room` for, a name twice, no number. What
+    is too large is not read, and what would take too much memory is not parsed.
+    """
+    data = stream.read(room.file_bytes + 1) if os.fstat(stream.fileno()).st_size <= room.file_bytes else b""
+    if not 0 < len(data) <= room.file_bytes or parsed_bytes(data) > room.parsed_bytes:
+        raise ValueError("too large, or empty")
+    # We write nothing but ASCII; other characters would take up to four times as much room.
+    return table(json.loads(data.decode("ascii"), object_pairs_hook=_unique, parse_constant=_refuse))
+
+
+def parsed_bytes(data: bytes) -> int:
+    """Return how much memory the values of a JSON text will take, as far as its marks tell."""
+    return sum(size_bytes * data.count(mark) for mark, size_bytes in _MARK_BYTES.items())
+
+
+def number(value: Any, low: int = 0, high: int = MAX_NUMBER) -> int:
+    """Return a whole number from `low` to `high`; True and 1.0 are none."""
+    if type(value) is not int or not low <= value <= high:
+        raise ValueError("no such number")
+    return value
+
+
+def text(value: Any, longest: int = MAX_TEXT_LENGTH) -> str:
+    """Return a string that is not longer than `longest`."""
+    if type(value) is not str or len(value) > longest:
+        raise ValueError("no such text")
+    return value
+
+
+def flag(value: Any) -> bool:
+    if type(value) is not bool:
+        raise ValueError("neither true nor false")
+    return value
+
+
+def one_of(value: Any, names: Collection[str]) -> str:
+    """Return one of `names`."""
+    if text(value) not in names:
+        raise ValueError("no such name")
+    return str(value)
+
+
+def digest(value: Any) -> str:
+    """Return a string of hexadecimal digits."""
+    if not _HEXADECIMAL.issuperset(text(value, 128)):
+        raise ValueError("no digest")
+    return str(value)
+
+
+def path(value: Any) -> str:
+    """Return a path that can be looked up."""
+    parts = os.fsencode(text(value)).split(b"/")  # UnicodeEncodeError, a ValueError: half of a pair of surrogates
+    if not value or "\0" in value or max(map(len, parts)) > _MAX_PART_BYTES or len(value) > _MAX_PATH_BYTES:
+        raise ValueError("no path")
+    return str(value)
+
+
+def path_below(value: Any) -> str:
+    """Return a path that leads nowhere but to what lies in a folder."""
+    below = PurePosixPath(path(value))
+    if below.is_absolute() or ".." in below.parts:
+        raise ValueError("a path that leads elsewhere")
+    return str(value)
+
+
+def each(value: Any, check: Callable[[Any], T]) -> tuple[T, ...]:
+    """Return the values of a list, each as `check` has it."""
+    if type(value) is not list:
+        raise ValueError("no list")
+    return tuple(map(check, value))
+
+
+def table(value: Any) -> dict[str, Any]:
+    """Return names with values."""
+    if type(value) is not dict:
+        raise ValueError("no names with values")
+    return value
+
+
+def optional(check: Callable[[Any], T]) -> Callable[[Any], T | None]:
+    """Return what checks a value that may be missing."""
+    return lambda value: None if value is None else check(value)
+
+
+def settings(values: Mapping[str, Any], checks: Mapping[str, Callable[[Any], Any]]) -> dict[str, Any]:
+    """Return `values`, those checked that are named in `checks`, others found to be no more than one value each."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        check: Callable[[Any], Any] = checks.get(name, single)
+        found[text(name)] = check(value)
+    return found
+
+
+def single(value: Any) -> str | int | bool | None:
+    """Return a value of a setting that this version does not know."""
+    if value is None or type(value) is bool:
+        return value
+    return number(value, -MAX_NUMBER) if type(value) is int else text(value)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise ValueError("a name that is there twice")
+    return made
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no number")

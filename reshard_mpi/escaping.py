@@ -1,0 +1,20 @@
+"""Text for people, in which nothing acts on a terminal or passes for something else, wherever its parts come from.
+
+Names of tensors, files and parameters may hold anything. Control characters (those of one byte above 127 as well) move
+the cursor, change titles and colours, and forge lines; marks of direction turn names round; half of a surrogate pair
+cannot be written at all. All that Python calls not printable is shown as Python writes it: `\\x1b`, `\\u202e`.
+"""
+
+from __future__ import annotations
+
+
+def one_line(text: str) -> str:
+    """Return `text` with everything escaped that is not printable, line breaks too."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+
+
+def lines(text: str) -> str:
+    """Return `text` with everything escaped that is not printable but its line breaks, which are ours."""
+    return "\n".join(map(one_line, text.split("\n")))

@@ -1,0 +1,27 @@
+"""The room on the stack that this process may use."""
+
+from __future__ import annotations
+
+import resource
+
+from reshard_mpi.errors import UsageError
+from reshard_mpi.units import KIB, MIB, format_bytes
+
+# Python 3.11 is brought down by 128 KiB and lists in lists in a file, before it counts how deep they are; below 96 KiB
+# it does not come as far as this program.
+MIN_STACK_BYTES = MIB
+
+
+def require_stack() -> None:
+    """Have at least the room that Python needs; raises UsageError where the user may not have that."""
+    allowed_bytes, most_bytes = resource.getrlimit(resource.RLIMIT_STACK)
+    if allowed_bytes == resource.RLIM_INFINITY or allowed_bytes >= MIN_STACK_BYTES:
+        return
+    if most_bytes != resource.RLIM_INFINITY and most_bytes < MIN_STACK_BYTES:
+        raise UsageError(
+            "the limit on the size of the stack is too low for Python",
+            expected=f"{format_bytes(MIN_STACK_BYTES)} or more",
+            got=format_bytes(most_bytes),
+            remedy=f"ulimit -s {8 * MIB // KIB}, as is usual, in a shell in which it has not been lowered for good",
+        )
+    resource.setrlimit(resource.RLIMIT_STACK, (MIN_STACK_BYTES, most_bytes))

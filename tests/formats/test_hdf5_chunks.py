@@ -1,0 +1,42 @@
+"""A chunk is decoded once, however large it is and however little of it is asked for at a time."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import h5py
+import numpy as np
+
+from reshard_mpi.box import Box
+from reshard_mpi.dtypes import BY_NAME
+from reshard_mpi.formats.hdf5 import datasets
+from reshard_mpi.formats.hdf5.datasets import Stamp
+
+MIB = 1 << 20
+LENGTH = 3 * MIB
+
+
+def make(path: Path, count: int) -> Stamp:
+    with h5py.File(path, "w") as file:
+        for at in range(count):
+            content = np.arange(LENGTH, dtype=np.uint32) + at
+            file.create_dataset(f"w{at}", data=content, chunks=(LENGTH,), compression="gzip", compression_opts=1)
+    return Stamp.of(os.stat(path))  # noqa: PTH116
+
+
+def test_the_library_keeps_the_chunk_that_it_has_decoded(tmp_path: Path) -> None:
+    """Opened beside another handle of the same dataset it would keep 1 MiB, and decode it again for every part."""
+    path = tmp_path / "a.h5"
+    stamp = make(path, 2)
+    try:
+        for at in range(2):
+            for start in range(0, LENGTH, MIB):
+                box = Box((start,), (start + 5,))
+                found = datasets.read(str(path), stamp, (f"w{at}",), BY_NAME["uint32"], False, box)
+                assert found.tolist() == [start + at + number for number in range(5)]
+            _, kept_bytes, _ = datasets._open(str(path), stamp, (f"w{at}",)).get_access_plist().get_chunk_cache()
+            assert kept_bytes >= 4 * LENGTH
+            assert datasets._open.cache_info().currsize == 1, "chunks of several datasets are more than is allowed"
+    finally:
+        datasets.forget()
