@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,10 +31,17 @@ class Run(NamedTuple):
     strategies: Strategies
 
     @classmethod
-    def open(cls, request: Request, strategies: Strategies | None, known_damage: Mapping[int, ReshardError]) -> Run:
+    def open(
+        cls,
+        request: Request,
+        strategies: Strategies | None,
+        known_damage: Mapping[int, ReshardError],
+        before_shards: Callable[[str], None],
+    ) -> Run:
         """Find the shards, and read the strategies where they are not given.
 
-        known_damage: what is known to be wrong with source shards. Raises a ReshardError for what is wrong with them.
+        known_damage: what is known to be wrong with source shards. before_shards: is told the format of the shards
+        before any is read. Raises a ReshardError for what is wrong with them.
         """
         strategies = strategies or Strategies.read(request)
         if request.unlisted is Unlisted.DROP and request.dst_strategy is None:
@@ -49,6 +56,7 @@ class Run(NamedTuple):
         name = request.to or files.format
         ranks = range(strategies.target.world_size) if request.ranks is None else request.ranks
         refuse_overlap(files, request.target, [_target_file(request, name, rank) for rank in ranks])
+        before_shards(files.format)
         source = SourceCheckpoint.open(files, strategies.source, known_damage)
         conversion = Conversion(source, strategies.target, request.unlisted, request.strict, replicas=request.replicas)
         targets = _targets(request, strategies.target, conversion)

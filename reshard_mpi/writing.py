@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,9 +14,9 @@ from reshard_mpi.division import Share, Work
 from reshard_mpi.engine.files import OnBytes
 from reshard_mpi.engine.transfer import Span, write_shard
 from reshard_mpi.errors import ReshardError, TransformError, as_reshard_error
-from reshard_mpi.governor.admission import Governor
 from reshard_mpi.journal import Journal, Unrecorded
 from reshard_mpi.manifest import Manifest
+from reshard_mpi.memory import RunMemory
 from reshard_mpi.planning.model import Limits, RankPlan
 from reshard_mpi.publication import Publication
 from reshard_mpi.records import Evidence, TensorSum
@@ -27,10 +27,21 @@ from reshard_mpi.run import Run
 _EXPECTED = (ReshardError, OSError, MemoryError)
 
 
+class Plans(NamedTuple):
+    """What is to be written.
+
+    of: the plan of a target. peak_bytes: what that is projected to take. due: the targets that are to be written at
+    all, and what their records are to say.
+    """
+
+    of: Callable[[int], RankPlan]
+    peak_bytes: Mapping[int, int]
+    due: Mapping[int, Evidence]
+
+
 class _Led(NamedTuple):
     """A target that others help to fill, between its reservation and its publication."""
 
-    plan: RankPlan
     publication: Publication
     begin: float
     waited_seconds: float
@@ -39,9 +50,8 @@ class _Led(NamedTuple):
 class Writer:
     """What one process of a run does to write its part of the targets.
 
-    works: the work of every process of `comm`. plan_of: the plan of a target. due: the targets that are to be written
-    at all, and what their records are to say. governor: grants the memory for what is done for a target; none is held
-    while others are waited for.
+    works: the work of every process of `comm`. memory: asked for what is done for a target; while others are waited
+    for, whoever is in line gets it.
     """
 
     def __init__(
@@ -50,9 +60,8 @@ class Writer:
         journal: Journal | Unrecorded,
         works: Sequence[Work],
         comm: Comm,
-        plan_of: Callable[[int], RankPlan],
-        due: Mapping[int, Evidence],
-        governor: Governor,
+        plans: Plans,
+        memory: RunMemory,
         progress: Progress,
     ) -> None:
         self._run = run
@@ -60,9 +69,9 @@ class Writer:
         self._works = works
         self._comm = comm
         self._work = works[comm.rank]
-        self._plan_of = plan_of
-        self._due = due
-        self._governor = governor
+        self._plans = plans
+        self._due = plans.due
+        self._memory = memory
         self._progress = progress
         self._limits = run.conversion.limits
         self._format = formats.by_name(run.format)
@@ -92,20 +101,20 @@ class Writer:
         for rank in self._work.alone:
             if rank in self._due:
                 outcome = outcome.joined([self._attempt(rank, self._write_target)])
+                self._memory.turn()
         return outcome
 
     def _write_target(self, rank: int) -> Outcome:
         begin = time.monotonic()
-        plan = self._plan_of(rank)
-        with self._lease(plan) as waited_seconds:
-            self._progress.started(rank, plan.written_bytes)
-            with self._journal.writing(rank, self._run.path(rank), self._due[rank]) as publication:
-                manifest = self._format.reserve(str(publication.partial), plan.shard)
-                filled = _fill(plan, manifest, None, self._limits, self._progress.moved)
-                sums: tuple[TensorSum, ...] = ()
-                if self._run.request.verify:
-                    sums = _verified(plan, manifest, None, self._limits)
-                self._seal(publication, sums)
+        plan, waited_seconds = self._plan(rank)
+        self._progress.started(rank, plan.written_bytes)
+        with self._journal.writing(rank, self._run.path(rank), self._due[rank]) as publication:
+            manifest = self._format.reserve(str(publication.partial), plan.shard)
+            filled = _fill(plan, manifest, None, self._limits, self._progress.moved)
+            sums: tuple[TensorSum, ...] = ()
+            if self._run.request.verify:
+                sums = _verified(plan, manifest, None, self._limits)
+            self._seal(publication, sums)
         return self._finished(plan, begin, waited_seconds, [filled])
 
     def _reserve(self, publications: ExitStack) -> Outcome:
@@ -113,12 +122,11 @@ class Writer:
 
         def reserve(rank: int) -> Outcome:
             begin = time.monotonic()
-            plan = self._plan_of(rank)
-            with self._lease(plan) as waited_seconds:
-                writing = self._journal.writing(rank, self._run.path(rank), self._due[rank])
-                publication = publications.enter_context(writing)
-                manifest = self._format.reserve(str(publication.partial), plan.shard)
-            self._led[rank] = _Led(plan, publication, begin, waited_seconds)
+            plan, waited_seconds = self._plan(rank)
+            writing = self._journal.writing(rank, self._run.path(rank), self._due[rank])
+            publication = publications.enter_context(writing)
+            manifest = self._format.reserve(str(publication.partial), plan.shard)
+            self._led[rank] = _Led(publication, begin, waited_seconds)
             return Outcome(reserved=(Reserved.of(rank, manifest),))
 
         shared = {share.target for share in self._work.shares}
@@ -140,10 +148,9 @@ class Writer:
                 def fill(rank: int, reserved: Reserved = reserved, share: Share = share) -> Outcome:
                     manifest = reserved.manifest()
                     span = share.range_of(Path(manifest.path).stat().st_size)
-                    plan = self._led[rank].plan if rank in self._led else self._plan_of(rank)
-                    with self._lease(plan) as waited_seconds:
-                        self._progress.started(rank, span[1] - span[0])
-                        filled = _fill(plan, manifest, span, self._limits, self._progress.moved)
+                    plan, waited_seconds = self._plan(rank)
+                    self._progress.started(rank, span[1] - span[0])
+                    filled = _fill(plan, manifest, span, self._limits, self._progress.moved)
                     return Outcome(filled=(filled._replace(waited_seconds=waited_seconds),))
 
                 outcomes.append(self._attempt(share.target, fill))
@@ -163,9 +170,8 @@ class Writer:
                 def verify(rank: int, reserved: Reserved = reserved, share: Share = share) -> Outcome:
                     manifest = reserved.manifest()
                     span = share.range_of(Path(manifest.path).stat().st_size)
-                    plan = self._led[rank].plan if rank in self._led else self._plan_of(rank)
-                    with self._lease(plan) as waited_seconds:
-                        sums = _verified(plan, manifest, span, self._limits)
+                    plan, waited_seconds = self._plan(rank)
+                    sums = _verified(plan, manifest, span, self._limits)
                     return Outcome(verified=(Verified(rank, sums, waited_seconds),))
 
                 outcomes.append(self._attempt(share.target, verify))
@@ -189,9 +195,10 @@ class Writer:
             if failures:
                 return Outcome(failures=failures)
             found = [verified for part in parts for verified in part.verified if verified.rank == rank]
-            self._seal(led.publication, _joined(found, led.plan))
-            waited_seconds = led.waited_seconds + max((one.waited_seconds for one in found), default=0.0)
-            return self._finished(led.plan, led.begin, waited_seconds, filled)
+            plan, waited_seconds = self._plan(rank)
+            self._seal(led.publication, _joined(found, plan))
+            waited_seconds += led.waited_seconds + max((one.waited_seconds for one in found), default=0.0)
+            return self._finished(plan, led.begin, waited_seconds, filled)
 
         return Outcome().joined([self._attempt(rank, publish) for rank in self._led])
 
@@ -216,10 +223,11 @@ class Writer:
             failures.append([*of_rank, *of_process, unknown][0])
         return found, tuple(failures)
 
-    def _lease(self, plan: RankPlan) -> AbstractContextManager[float]:
-        """Wait for the memory that moving the bytes of `plan` may take, and hold it; yields the seconds waited."""
-        purpose = f"target rank {plan.target_rank} of {self._run.request.target}"
-        return self._governor.lease(plan.peak_bytes(self._limits), purpose, self._progress.waiting)
+    def _plan(self, rank: int) -> tuple[RankPlan, float]:
+        """Have the memory that the target `rank` takes; return its plan, and the seconds waited."""
+        purpose = f"target rank {rank} of {self._run.request.target}"
+        self._memory.to_move(self._plans.peak_bytes[rank], purpose)
+        return self._plans.of(rank), self._memory.take_waited_seconds()
 
     def _attempt(self, rank: int, do: Callable[[int], Outcome]) -> Outcome:
         try:
@@ -239,7 +247,7 @@ class Writer:
             seconds=time.monotonic() - begin,
             engine_seconds=max(part.seconds for part in filled),
             waited_seconds=waited_seconds + max(part.waited_seconds for part in filled),
-            leased_bytes=plan.peak_bytes(self._limits),
+            leased_bytes=self._plans.peak_bytes[plan.target_rank],
             process=self._comm.rank,
             processes=len(filled),
         )

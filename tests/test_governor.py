@@ -27,7 +27,7 @@ from reshard_mpi.governor.admission import HostGovernor, Unlimited, open_governo
 from reshard_mpi.governor.allowance import Allowance
 from reshard_mpi.governor.ledger import Ledger
 from reshard_mpi.governor.place import Place
-from reshard_mpi.governor.scopes import anonymous_bytes
+from reshard_mpi.governor.usage import anonymous_bytes
 from reshard_mpi.units import parse_bytes
 
 Capture = pytest.CaptureFixture[str]

@@ -7,9 +7,9 @@ import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from reshard_mpi.governor.admission import leased_bytes
 from reshard_mpi.governor.allowance import Allowance
-from reshard_mpi.governor.ledger import Ledger, Occupant
+from reshard_mpi.governor.claims import Occupant, leased_bytes
+from reshard_mpi.governor.ledger import Ledger
 from reshard_mpi.governor.place import Place, find_place
 from reshard_mpi.governor.scopes import find_scopes
 from reshard_mpi.units import format_bytes
