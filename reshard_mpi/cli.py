@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 from reshard_mpi import comm
 from reshard_mpi.arguments import parser, request, to_verify
 from reshard_mpi.errors import DamageError, ReshardError
+from reshard_mpi.governor.allotment import finish
 from reshard_mpi.signals import INTERRUPTED, Terminated, exit_when_terminated, ignore_stops, stopped_by
 from reshard_mpi.threads import ONE_THREAD
 
@@ -67,6 +68,7 @@ def command() -> NoReturn:
     except SystemExit as end:
         if "mpi4py.MPI" in sys.modules:
             raise
+        finish()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError):  # whoever cares has been told
                 stream.flush()

@@ -25,7 +25,7 @@ from reshard_mpi.comm import MEANWHILE_SECONDS, Comm, SerialComm
 from reshard_mpi.errors import ReshardError, TransformError, as_reshard_error
 from reshard_mpi.forks import Channel, Fork, wait_for_any
 from reshard_mpi.governor.admission import Governor
-from reshard_mpi.governor.allotment import register_worker
+from reshard_mpi.governor.allotment import finish, register_worker
 from reshard_mpi.hosts import host_name
 from reshard_mpi.jobs import processes_by_default, processes_of_use
 from reshard_mpi.memory import RunMemory
@@ -340,6 +340,7 @@ def _work(
             result: Outcome | ReshardError = work.load()(request, comm, progress, strategies)
         except ReshardError as error:
             result = error
+        finish()
         channel.send(("result", result))
 
 

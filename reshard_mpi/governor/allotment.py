@@ -65,6 +65,13 @@ def register_worker(governor: Governor) -> None:
         started(Start(os.getpid(), governor, governor.register(WORKER_BYTES, "a worker"), None))
 
 
+def finish() -> None:
+    """Give back what this process has started with: it is about to end."""
+    start = own_start()
+    if start is not None:
+        start.lease.give_back()
+
+
 class Allotment:
     """What this process may use, until it is closed.
 
