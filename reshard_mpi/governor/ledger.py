@@ -167,9 +167,9 @@ class Ledger:
         found = [self._occupant(number, _WAITING) or self._occupant(number, _LEASE) for number in numbers]
         return sorted(filter(None, found), key=lambda occupant: not occupant.holds)
 
-    def lock_holders(self) -> list[int]:
+    def lock_holders(self) -> tuple[int, ...]:
         """Return who is changing the line just now, or has been stopped while doing it."""
-        return lock.holders_of(self._folder)
+        return tuple(lock.holders_of(self._folder))
 
     def is_waited_for(self) -> bool:
         """Tell whether anybody is in line who could be admitted."""
