@@ -252,9 +252,9 @@ def plan(
         allotted.to_open((src_strategy, dst_strategy), purpose, files.format)
         conversion = _conversion(files, src_strategy, dst_strategy, unlisted, strict, replicas)
         allotted.on_giving_way(conversion.forget)
-        projection = allotted.to_plan(conversion, files.format, purpose)
-        every = range(conversion.target.world_size)
-        plans, told = plan_together(conversion, every if targets is None else targets, notes)
+        every = range(conversion.target.world_size) if targets is None else targets
+        projection = allotted.to_plan(conversion, files.format, purpose, targets=len(every))
+        plans, told = plan_together(conversion, every, notes)
         for rank_plan in plans:
             allotted.require_possible(rank_plan)
         log((*told.notes, *conversion.shown_rules()), told.warnings)

@@ -72,14 +72,16 @@ class RunMemory:
         target_format: str,
         purpose: str,
         *,
+        targets: int = 1,
         verify: bool = False,
         also_read: SourceCheckpoint | None = None,
     ) -> Projection:
         """Have the memory to read the shards of a conversion and to plan its targets; return what is projected.
 
-        verify: what is written is compared with its sources. also_read: a checkpoint that is only compared with them.
+        targets: how many are planned at the most. verify: what is written is compared with its sources. also_read: a
+        checkpoint that is only compared with them.
         """
-        self._projection = Projection.of(conversion, target_format, verify=verify, also_read=also_read)
+        self._projection = Projection.of(conversion, target_format, targets=targets, verify=verify, also_read=also_read)
         self._need(self._projection.planning_bytes, purpose)
         return self._projection
 

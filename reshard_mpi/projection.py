@@ -31,10 +31,12 @@ _MANIFEST_BYTES = {"ckpt": KIB // 2, "hdf5": KIB}
 _READING_BYTES = {"ckpt": KIB // 2, "hdf5": 3 * KIB // 2}
 _FOREIGN_BYTES = 3 * KIB
 _PLANNED_BYTES = 3 * KIB // 4
-_WRITTEN_BYTES = {"ckpt": KIB // 4, "hdf5": 13 * KIB // 4}
+_WRITTEN_BYTES = {"ckpt": KIB // 4, "hdf5": 5 * KIB // 2}
+# What HDF5's library keeps of structure while it writes: of each tensor, and at the most.
+_CACHED_BYTES, _CACHE_BYTES = 8 * KIB, 20 * MIB
 _SUM_BYTES = KIB
 # A tensor, with its sums, of a shard that is checked.
-_CHECKED_BYTES = 2 * KIB
+_CHECKED_BYTES = {"ckpt": 2 * KIB, "hdf5": 7 * KIB}
 # What a process keeps of plans, in tensors and as many copies.
 MAX_KEPT_PLANS = 4
 MAX_KEPT_COPIES = 20_000
@@ -53,11 +55,13 @@ def opening_bytes(strategies: Iterable[str | os.PathLike[str] | None], source_fo
     )
 
 
-def checking_bytes(source_format: str, shard_bytes: int, tensors: int) -> int:
-    """Project what a process needs that checks a shard of so many bytes and tensors against the sums that it keeps."""
-    moved_bytes = min(LIMITS.buffer_bytes + LIMITS.window_bytes, shard_bytes)
-    child_bytes = _CHILD_BYTES if source_format == "hdf5" else 0
-    return _interpreter_bytes() + child_bytes + moved_bytes + tensors * _CHECKED_BYTES
+def checking_bytes(source_format: str, tensors: int, *, is_native: bool) -> int:
+    """Project what a process needs that checks a shard of so many tensors against the sums that it keeps.
+
+    is_native: what can be read without the library of the format, in this process, is read so.
+    """
+    child_bytes = 0 if is_native or source_format == "ckpt" else _CHILD_BYTES + LIMITS.window_bytes
+    return _interpreter_bytes() + child_bytes + LIMITS.buffer_bytes + tensors * _CHECKED_BYTES[source_format]
 
 
 class Projection(NamedTuple):
@@ -75,22 +79,20 @@ class Projection(NamedTuple):
         conversion: Conversion,
         target_format: str,
         *,
+        targets: int = 1,
         verify: bool = False,
         also_read: SourceCheckpoint | None = None,
     ) -> Projection:
         """Project from what is known of a conversion as soon as one of its shards has been read.
 
-        verify: what is written is compared with its sources. also_read: nothing is written, and this is compared.
+        targets: how many are planned at the most. verify: what is written is compared with its sources. also_read:
+        nothing is written, and this is compared.
         """
         source, target = conversion.source, conversion.target
         kind = source.files.format
         per_shard, is_foreign = source.most_tensors, not source.is_native
         known = min(MAX_KEPT_TENSORS + per_shard, per_shard * len(source.files.by_rank))
-        kept = (
-            min(MAX_KEPT_COPIES, per_shard * min(MAX_KEPT_PLANS, target.world_size))
-            if per_shard <= MAX_KEPT_COPIES
-            else 0
-        )
+        kept = min(MAX_KEPT_COPIES, per_shard * min(MAX_KEPT_PLANS, targets)) if per_shard <= MAX_KEPT_COPIES else 0
         parameters = max(len(source.strategy.parameters), len(target.parameters))
         base_bytes = _interpreter_bytes() + parameters * _PARAMETER_BYTES
         base_bytes += known * _MANIFEST_BYTES[kind] + (kept + per_shard) * _PLANNED_BYTES
@@ -104,7 +106,7 @@ class Projection(NamedTuple):
                 base_bytes += _CHILD_BYTES + also_read.most_tensors * _FOREIGN_BYTES
             return cls(planning_bytes, LIMITS._replace(base_bytes=base_bytes, tensor_bytes=_SUM_BYTES))
         if target_format == "hdf5":
-            base_bytes += _HDF5_BYTES
+            base_bytes += _HDF5_BYTES + min(per_shard * _CACHED_BYTES, _CACHE_BYTES)
         tensor_bytes = _WRITTEN_BYTES[target_format] + (_SUM_BYTES if verify else 0)
         return cls(planning_bytes, LIMITS._replace(base_bytes=base_bytes, tensor_bytes=tensor_bytes))
 

@@ -236,7 +236,8 @@ class _Planner:
             before_shards = partial(self._memory.to_open, files, self._purpose)
             run = Run.open(request, self._strategies, self._known_damage, before_shards)
             self._memory.on_giving_way(run.conversion.forget, self._forget)
-            self._memory.to_plan(run.conversion, run.format, self._purpose, verify=request.verify)
+            targets = len(run.targets)
+            self._memory.to_plan(run.conversion, run.format, self._purpose, targets=targets, verify=request.verify)
             run.conversion.require_fitting_strategies()
             journal = run.journal()
             for rank in run.targets[-1:]:  # whose number is the longest
@@ -277,7 +278,11 @@ class _Planner:
         lost: tuple[Lost, ...] = ()
         try:
             projection = self._memory.to_plan(
-                conversion, opened.run.format, f"copies in {self.source}", verify=self._request.verify
+                conversion,
+                opened.run.format,
+                f"copies in {self.source}",
+                targets=len(opened.run.targets),
+                verify=self._request.verify,
             )
             if mine:
                 self._memory.to_move(comparing_bytes(projection.limits), f"copies in {self.source}")

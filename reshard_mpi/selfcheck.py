@@ -29,11 +29,11 @@ from reshard_mpi.verification import tensor_sum
 
 
 def check_shard(
-    files: ShardFiles, rank: int, limits: Limits, before_sums: Callable[[int], None]
+    files: ShardFiles, rank: int, limits: Limits, before_sums: Callable[[int, bool], None]
 ) -> tuple[Checked, list[ReshardError]]:
     """Check what one rank holds against the checksum, the sums and the record that there are of it.
 
-    before_sums: is told how many tensors a file has before they are summed.
+    before_sums: is told how many tensors a file has, and whether it describes itself, before they are summed.
     """
     module, folder = formats.by_name(files.format), Path(files.path)
     record = TargetRecord.read(folder / STATE, rank)
@@ -47,7 +47,7 @@ def check_shard(
         damage.append(DamageError("the record of a shard is damaged", where=where, remedy=remedy))
     for path in files.by_rank[rank]:
         shard = module.locate(path)
-        before_sums(len(shard.tensors))
+        before_sums(len(shard.tensors), shard.identity is not None)
         if shard.identity is not None:
             world_size = shard.identity.world_size
             damage += _elsewhere(shard.identity.rank, rank, path)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import TypeVar
 
 from reshard_mpi import discovery
@@ -107,12 +106,11 @@ def _verify_alone(request: Request, comm: Comm, memory: RunMemory) -> Outcome:
     files, governor = _agreed(begin, comm)
 
     def check(rank: int) -> tuple[Checked, list[ReshardError]]:
-        size_bytes = max(Path(path).stat().st_size for path in files.by_rank[rank])
+        def before_sums(tensors: int, is_native: bool) -> None:
+            peak_bytes = checking_bytes(files.format, tensors, is_native=is_native)
+            memory.to_move(peak_bytes, f"rank {rank} of {request.source}")
 
-        def before_sums(tensors: int) -> None:
-            memory.to_move(checking_bytes(files.format, size_bytes, tensors), f"rank {rank} of {request.source}")
-
-        before_sums(0)
+        before_sums(0, False)
         return check_shard(files, rank, LIMITS, before_sums)
 
     outcome = _besides(_each(dict.fromkeys(files.by_rank, 1), comm, check), governor, files)

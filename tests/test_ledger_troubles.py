@@ -137,7 +137,7 @@ def test_who_waits_says_for_whom(state: Path) -> None:
             assert f"on pid {first.pid} (stopped, for " in said and "1 lease holds 64.00 MiB" in said
             in_line(state, second)
             with ended(third := Holder(state, LEASE, memory="64M")):
-                assert f"on pid {second.pid} (sleeping, for " in third.read()
+                assert f"on pid {second.pid} (" in third.read()
 
 
 @contextlib.contextmanager
