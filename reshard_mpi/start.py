@@ -71,9 +71,10 @@ def begin(arguments: Sequence[str]) -> None:
 
     def over(size_bytes: int) -> None:
         if size_bytes > before.need_bytes:
-            _start_over(lease, _Before(size_bytes, waited_seconds, lease.numbers))
+            numbers = {key: number + 1 for key, number in lease.numbers.items()}  # the next to that place
+            _start_over(lease, _Before(size_bytes, waited_seconds, numbers))
 
-    allotment.started(Start(os.getpid(), governor, lease, over, waited_seconds))
+    allotment.started(Start(os.getpid(), governor, lease, over, waited_seconds, before.need_bytes))
 
 
 class _Before(NamedTuple):

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,10 +24,6 @@ class Group:
 
     folder: Path
     version: int
-
-    def join(self) -> None:
-        """Have this process, and all that it starts, be in the group."""
-        (self.folder / "cgroup.procs").write_text(str(os.getpid()))
 
     @property
     def kills(self) -> int:
@@ -84,6 +80,3 @@ def group_of(version: int, limit_bytes: int) -> Iterator[Group]:
         yield group
     finally:
         group.empty()
-
-
-Join = Callable[[], None]

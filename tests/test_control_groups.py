@@ -41,7 +41,8 @@ def start(group: Group, folder: Path, command: Sequence[str | Path], said: Path)
     with said.open("wb") as stream:
         environment = {**os.environ, "RESHARD_MPI_STATE_DIR": str(folder / "state")}
         environment.pop("RESHARD_MPI_MEMORY", None)
-        return subprocess.Popen(command, preexec_fn=group.join, stdout=stream, stderr=stream, env=environment)
+        inside = ["sh", "-c", 'echo $$ > "$0" && exec "$@"', group.folder / "cgroup.procs", *command]
+        return subprocess.Popen(inside, stdout=stream, stderr=stream, env=environment)
 
 
 def written(folder: Path) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import subprocess
 import threading
 import time
@@ -273,6 +274,85 @@ def test_processes_that_fill_a_target_together_hold_nothing_while_they_wait(
     (target,) = json.loads((tmp_path / "r.json").read_text())["targets"]
     assert target["processes"] == jobs
     assert read_shard(c.written(0)) == as_read(expected_rank(c.target, TENSORS, 0))
+
+
+# Only one process of a run at a time has room for what this makes it project.
+LARGE = PROJECTED.format(peak_bytes=150 * MIB)
+TOGETHER = {"w": RawLayout((1,), (-1, -1)), "b": RawLayout((1,), (-1,))}
+EACH = {"w": RawLayout((4,), (0, -1)), "b": RawLayout((4,), (0,))}
+
+
+def with_large_targets(folder: Path) -> dict[str, str]:
+    (folder / "stand_in").mkdir(exist_ok=True)
+    (folder / "stand_in" / "sitecustomize.py").write_text(LARGE)
+    return {"PYTHONPATH": os.pathsep.join([str(folder / "stand_in"), os.environ.get("PYTHONPATH", "")]).rstrip(":")}
+
+
+@pytest.mark.parametrize(("ranks", "layouts"), [(1, TOGETHER), (4, EACH)])
+@pytest.mark.parametrize("options", [(), ("--verify",), ("--max-active", "1")])
+def test_workers_of_a_run_that_have_room_only_one_after_the_other(
+    tmp_path: Path, state: Path, ranks: int, layouts: dict[str, RawLayout], options: tuple[str, ...]
+) -> None:
+    """Who waits for the others with a plan in its hands lets go of it, or those would wait for ever."""
+    c = of_ranks(tmp_path, layouts, ranks)
+    arguments = c.arguments("transform", "--jobs", "8", "--memory", "200M", *options)
+    finished = run_command([*COMMAND, *arguments], env=with_large_targets(tmp_path))
+    assert finished.returncode == 0, finished
+    for rank in range(ranks):
+        assert read_shard(c.written(rank)) == as_read(expected_rank(c.target, TENSORS, rank))
+    assert list(state.glob("*/*")) == []
+
+
+@pytest.mark.parametrize(("ranks", "layouts"), [(1, TOGETHER), (4, EACH)])
+def test_ranks_of_a_run_that_have_room_only_one_after_the_other(
+    mpi: MPI, tmp_path: Path, state: Path, ranks: int, layouts: dict[str, RawLayout]
+) -> None:
+    """What the ranks take for being there is more than is allowed, and they cannot wait for each other's end."""
+    c = of_ranks(tmp_path, layouts, ranks)
+    arguments = c.arguments("transform", "--memory", "200M", "--verify")[:-2]  # without --jobs 1
+    finished = run_command(mpirun_command(mpi, 4, [*COMMAND, *arguments]), env=with_large_targets(tmp_path))
+    assert finished.returncode == 0, finished
+    for rank in range(ranks):
+        assert read_shard(c.written(rank)) == as_read(expected_rank(c.target, TENSORS, rank))
+
+
+def test_no_more_workers_than_there_can_be_memory_for(tmp_path: Path, state: Path) -> None:
+    c = of_ranks(tmp_path, EACH, 4)
+    finished = run_command([*COMMAND, *c.arguments("transform", "--jobs", "4", "--memory", "140M")])
+    assert finished.returncode == 0 and "note: 2 of 4 processes were started" in finished.stderr, finished
+
+
+def test_a_process_that_cannot_grow_starts_over_and_keeps_its_place(tmp_path: Path, state: Path) -> None:
+    """It waits bare for all that it needs, and others that came after it do not come before it."""
+    c = of_ranks(tmp_path, EACH, 4)
+    with ended(first := Holder(state, 100 * MIB, memory="200M").expect("holds")):
+        command = [*COMMAND, *c.arguments("transform", "--rank", "0", "--memory", "200M")]
+        environment = {**os.environ, **with_large_targets(tmp_path)}
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, env=environment, text=True)
+        assert process.stderr is not None
+        line = process.stderr.readline()
+        assert "150.00 MiB wanted" in line and "reshard-mpi transform" in line
+        assert anonymous_bytes(process.pid) < 12 * MIB  # it has loaded nothing but what waits
+        with ended(later := Holder(state, 100 * MIB, memory="200M")):
+            assert later.read().startswith("waits: ")
+            first.let_go()
+            _, said = process.communicate(timeout=60)
+            later.expect("holds").let_go()
+    assert process.returncode == 0, said
+    assert read_shard(c.written(0)) == as_read(expected_rank(c.target, TENSORS, 0))
+
+
+def test_a_process_that_waits_at_its_start_can_be_stopped(tmp_path: Path, state: Path) -> None:
+    c = make(tmp_path)
+    with ended(Holder(state, 190 * MIB, memory="200M").expect("holds")):
+        command = [*COMMAND, *c.arguments("transform", "--memory", "200M")]
+        for number, code, word in ((signal.SIGTERM, 143, "terminated"), (signal.SIGINT, 130, "interrupted")):
+            process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+            assert process.stderr is not None and "waiting for memory" in process.stderr.readline()
+            process.send_signal(number)
+            _, said = process.communicate(timeout=60)
+            assert process.returncode == code and said == f"reshard-mpi: {word}; --resume goes on\n"
+    assert not c.dst.exists()
 
 
 def test_no_more_at_once_than_allowed(tmp_path: Path, state: Path) -> None:

@@ -35,7 +35,8 @@ _LEAST_BYTES = MIB
 class Start(NamedTuple):
     """The lease with which a process of this program has started, and how it starts over, if it can.
 
-    over: replaces this process by one that waits for so much (the argument); None if that is not possible any more.
+    over: replaces this process by one that waits for so much (the argument); None if that is not possible. least_bytes:
+    what this one is known to need by what came before it.
     """
 
     pid: int
@@ -43,6 +44,7 @@ class Start(NamedTuple):
     lease: Lease
     over: Callable[[int], None] | None
     waited_seconds: float = 0.0
+    least_bytes: int = 0
 
 
 _start: Start | None = None
@@ -83,6 +85,7 @@ class Allotment:
         self.on_giving_way: list[Callable[[], None]] = []
         self.waited_seconds = start.waited_seconds if start is not None else 0.0
         self._say = say
+        self._turns = 0
         self._floor_bytes = floor_bytes
         self._floor = floor
         self._start = start
@@ -129,6 +132,8 @@ class Allotment:
         if self._lease is None:
             self._wait(wanted_bytes, purpose)
             return True
+        if self._start is not None:
+            wanted_bytes = max(wanted_bytes, self._start.least_bytes)
         if self._lease.size_bytes >= wanted_bytes:
             if self._lease.size_bytes > wanted_bytes:
                 self._lease.restate(wanted_bytes, is_floor=False)
@@ -181,6 +186,14 @@ class Allotment:
             self._floor.restate(self._floor_bytes, is_floor=True)
 
     def _wait(self, size_bytes: int, purpose: str) -> None:
-        used_before_bytes = self._used_before_bytes
-        self._lease = self.governor.take(size_bytes, purpose, self._say, used_before_bytes=used_before_bytes)
+        # Behind those that were there before this process, and before those that came later. No number is used twice.
+        self._turns += 1
+        floor = self._floor.numbers if self._floor is not None else {}
+        self._lease = self.governor.take(
+            size_bytes,
+            purpose,
+            self._say,
+            numbers={key: number + self._turns for key, number in floor.items()},
+            used_before_bytes=self._used_before_bytes,
+        )
         self.waited_seconds += self._lease.waited_seconds
