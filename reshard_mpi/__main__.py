@@ -1,6 +1,6 @@
 """`python -m reshard_mpi`: the command line."""
 
-from reshard_mpi.cli import command
+from reshard_mpi.start import command
 
 if __name__ == "__main__":
     command()

@@ -17,11 +17,11 @@ from reshard_mpi import discovery, formats, strategy
 from reshard_mpi.comm import MPIComm, SerialComm
 from reshard_mpi.conversion import Conversion
 from reshard_mpi.errors import TargetError, UsageError, only_known_errors
-from reshard_mpi.governor.admission import open_governor
 from reshard_mpi.governor.allowance import Allowance
 from reshard_mpi.inspection import inspect
 from reshard_mpi.journal import Unrecorded
 from reshard_mpi.log import log
+from reshard_mpi.memory import RunMemory
 from reshard_mpi.overlap import refuse_posing
 from reshard_mpi.paths import require_reachable
 from reshard_mpi.placement import Strategy, unsharded
@@ -153,39 +153,44 @@ def transform_checkpoint_by_rank(
         raise UsageError(
             "the file to save has an unknown ending", expected=".ckpt, .h5 or .hdf5", got=path.name, where=str(path)
         )
-    conversion = _conversion(
-        _listed(checkpoint_files_map, "checkpoint_files_map"),
-        src_strategy_file,
-        dst_strategy_file,
-        unlisted,
-        replicas=replicas,
-    )
+    files = _listed(checkpoint_files_map, "checkpoint_files_map")
+    with RunMemory(lambda: Allowance.of(memory, max_active, os.environ), SerialComm(), Silent().waiting) as allotted:
+        purpose = f"target rank {rank_id} at {path}"
+        notes = allotted.open().notes
+        allotted.to_open((src_strategy_file, dst_strategy_file), purpose, files.format)
+        conversion = _conversion(files, src_strategy_file, dst_strategy_file, unlisted, replicas=replicas)
+        target = _require_free(path, rank_id, conversion, (src_strategy_file, dst_strategy_file))
+        # Where the folder is not that of the rank, shards of other ranks may well lie in it.
+        strange = stranger_notes([path] if path.parent.name == f"rank_{rank_id}" else [])
+        allotted.on_giving_way(conversion.forget)
+        allotted.to_plan(conversion, name, purpose)
+        (rank_plan,), told = plan_together(conversion, [rank_id], (*notes, *strange))
+        tally = Tally()
+        size_bytes, left_bytes = formats.by_name(name).size_at_most_bytes(rank_plan.shard), target.left_bytes(path)
+        tally.add(path, size_bytes, left_bytes=left_bytes)
+        require_room([tally.rooms(1, partial(may_share, conversion.source.files, name, path))])
+        peak_bytes = allotted.require_possible(rank_plan)
+        log(told.notes, told.warnings)
+        while not allotted.to_move(peak_bytes, purpose):
+            rank_plan = conversion.plan(rank_id, checked=False)
+        with target.writing(rank_id, path, mode=formats.by_name(name).MODE) as publication:
+            write_whole(rank_plan, name, publication, conversion.limits, Silent().moved)
+
+
+def _require_free(
+    path: Path, rank_id: int, conversion: Conversion, strategies: Iterable[PathLike | None]
+) -> Unrecorded:
+    """Return what the shard of a target is written by. Raises a ReshardError if it cannot be written to `path`."""
     refuse_posing(conversion.source.files, path)
     target = Unrecorded(path.parent)
     require_short_names(target.paths(rank_id, path))
     target.check()
     target.is_done(rank_id, path)
     real = os.path.realpath(path)
-    for given in (src_strategy_file, dst_strategy_file):
+    for given in strategies:
         if given is not None and path.exists() and os.path.realpath(given) in (real, os.path.dirname(real)):  # noqa: PTH120
             raise TargetError("the target is one of the strategies", expected="another file", where=str(path))
-    governor = open_governor(Allowance.of(memory, max_active, os.environ), os.environ)
-    # Where the folder is not that of the rank, shards of other ranks may well lie in it.
-    strange = stranger_notes([path] if path.parent.name == f"rank_{rank_id}" else [])
-    (rank_plan,), told = plan_together(conversion, [rank_id], (*governor.notes, *strange))
-    tally = Tally()
-    size_bytes = formats.by_name(name).size_at_most_bytes(rank_plan.shard)
-    tally.add(path, size_bytes, left_bytes=target.left_bytes(path))
-    require_room([tally.rooms(1, partial(may_share, conversion.source.files, name, path))])
-    peak_bytes = rank_plan.peak_bytes(conversion.limits)
-    governor.require_possible(peak_bytes, conversion.limits.base_bytes)
-    log(told.notes, told.warnings)
-    progress = Silent()
-    with (
-        governor.lease(peak_bytes, f"target rank {rank_id} at {path}", progress.waiting),
-        target.writing(rank_id, path, mode=formats.by_name(name).MODE) as publication,
-    ):
-        write_whole(rank_plan, name, publication, conversion.limits, progress.moved)
+    return target
 
 
 @only_known_errors()
@@ -248,14 +253,20 @@ def plan(
     memory, and what is logged: as in `transform_checkpoints`. Raises what the transform would refuse.
     """
     targets = None if ranks is None else plain_numbers(ranks, "ranks")
-    conversion = _conversion(_found(source, select), src_strategy, dst_strategy, unlisted, strict, replicas)
-    governor = open_governor(Allowance.of(memory, None, os.environ), os.environ)
-    every = range(conversion.target.world_size)
-    plans, told = plan_together(conversion, every if targets is None else targets, governor.notes)
-    for rank_plan in plans:
-        governor.require_possible(rank_plan.peak_bytes(conversion.limits), conversion.limits.base_bytes)
-    log((*told.notes, *conversion.shown_rules()), told.warnings)
-    return Plan(tuple(RankSummary.of(rank_plan, conversion.limits) for rank_plan in plans))
+    files = _found(source, select)
+    with RunMemory(lambda: Allowance.of(memory, None, os.environ), SerialComm(), Silent().waiting) as allotted:
+        purpose = f"planning from {files.path}"
+        notes = allotted.open().notes
+        allotted.to_open((src_strategy, dst_strategy), purpose, files.format)
+        conversion = _conversion(files, src_strategy, dst_strategy, unlisted, strict, replicas)
+        allotted.on_giving_way(conversion.forget)
+        every = range(conversion.target.world_size) if targets is None else targets
+        projection = allotted.to_plan(conversion, files.format, purpose, targets=len(every))
+        plans, told = plan_together(conversion, every, notes)
+        for rank_plan in plans:
+            allotted.require_possible(rank_plan)
+        log((*told.notes, *conversion.shown_rules()), told.warnings)
+        return Plan(tuple(RankSummary.of(rank_plan, projection.peak_bytes(rank_plan)) for rank_plan in plans))
 
 
 @only_known_errors()

@@ -19,6 +19,7 @@ from reshard_mpi import comm
 from reshard_mpi.arguments import parser, request, to_verify
 from reshard_mpi.errors import DamageError, ReshardError
 from reshard_mpi.escaping import lines, one_line
+from reshard_mpi.governor.allotment import finish
 from reshard_mpi.signals import INTERRUPTED, Terminated, exit_when_terminated, ignore_stops, stopped_by
 from reshard_mpi.stack import require_stack
 from reshard_mpi.streams import flush_standard_streams, open_standard_streams, show, tell_done
@@ -67,6 +68,7 @@ def command() -> NoReturn:
         flush_standard_streams()
         if "mpi4py.MPI" in sys.modules:
             raise
+        finish()
         os._exit(end.code if isinstance(end.code, int) else 1)
 
 

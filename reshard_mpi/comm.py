@@ -31,6 +31,8 @@ _RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
 _NAP_SHARE = 0.05
 _SHORTEST_NAP_SECONDS = 0.0002
 _LONGEST_NAP_SECONDS = 0.02
+# How often they do something else meanwhile.
+MEANWHILE_SECONDS = 0.1
 # Launchers do not pass on what they have not yet read of a process when it aborts its job.
 _SPEAK_SECONDS = 0.2
 # With MPICH under srun, an abort waits for a server that may have gone with another rank: then the kernel ends it.
@@ -61,6 +63,10 @@ class Comm(Protocol):
     @property
     def hosts(self) -> Sequence[str]: ...
 
+    def meanwhile(self, do: Callable[[], None]) -> None:
+        """Have this process `do` something now and then while it waits for the others."""
+        ...
+
     def allgather(self, value: T, step: str) -> list[T]:
         """Return the values of all processes, by rank, to each. step: what the processes have just done.
 
@@ -78,6 +84,9 @@ class SerialComm:
     def __init__(self) -> None:
         self.hosts = (host_name(os.environ),)
 
+    def meanwhile(self, do: Callable[[], None]) -> None:
+        pass  # it waits for nobody
+
     def allgather(self, value: T, step: str) -> list[T]:
         return [value]
 
@@ -87,10 +96,14 @@ class MPIComm:
 
     def __init__(self, communicator: Any) -> None:
         self._communicator = communicator
+        self._do: Callable[[], None] = _nothing
         self.rank: int = communicator.Get_rank()
         self.size: int = communicator.Get_size()
         # Asking MPI which ranks share memory gives every one of them a host of its own under some launchers.
         self.hosts: Sequence[str] = distinct_names(self.allgather(Identity.local(os.environ), "named its host"))
+
+    def meanwhile(self, do: Callable[[], None]) -> None:
+        self._do = do
 
     def allgather(self, value: T, step: str) -> list[T]:
         self._wait_for_all()
@@ -99,10 +112,18 @@ class MPIComm:
 
     def _wait_for_all(self) -> None:
         arrived = self._communicator.Ibarrier()
-        begin = time.monotonic()
+        begin = done = time.monotonic()
         while not arrived.Test():
-            waited_seconds = time.monotonic() - begin
+            now = time.monotonic()
+            waited_seconds = now - begin
+            if now - done >= MEANWHILE_SECONDS:
+                self._do()
+                done = time.monotonic()
             time.sleep(min(max(_SHORTEST_NAP_SECONDS, waited_seconds * _NAP_SHARE), _LONGEST_NAP_SECONDS))
+
+
+def _nothing() -> None:
+    pass
 
 
 def launched_size(environment: Mapping[str, str]) -> int:

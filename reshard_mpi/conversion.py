@@ -35,8 +35,8 @@ from reshard_mpi.strategy import table
 from reshard_mpi.units import MIB
 
 # The buffer is large enough that what Python does for each filling of it is small beside moving the bytes. The window
-# is the most that is mapped of sources at once. An interpreter with HDF5 and MPI takes 70 MiB.
-LIMITS = Limits(base_bytes=72 * MIB, buffer_bytes=2 * MIB, window_bytes=16 * MIB)
+# is the most that is mapped of sources at once. `projection` knows how large the process is beside these.
+LIMITS = Limits(base_bytes=0, buffer_bytes=2 * MIB, window_bytes=16 * MIB)
 
 # Before it is said that no shard holds a tensor, so many are looked into: some may be saved without what others hold.
 _MAX_LOOKED_INTO = 64
@@ -123,6 +123,11 @@ class Conversion:
 
     def _is_wanted(self, name: str, present: Container[str]) -> bool:
         return self.unlisted is not Unlisted.DROP or not is_dropped(self.target, name, present)
+
+    def forget(self) -> None:
+        """Let go of what has been read of shards; it is read again when it is needed."""
+        self.source.forget()
+        self._opener = None
 
     def require_fitting_strategies(self) -> None:
         """Raise StrategyError if a rule of a spec places nothing.

@@ -48,6 +48,12 @@ class Channel:
         """Wait for a value and return it. Raises EOFError if the other end is closed, or was in the middle of one."""
         return pickle.loads(self._read(int.from_bytes(self._read(_LENGTH_BYTES), "little")))
 
+    def is_ready(self, seconds: float) -> bool:
+        """Tell whether before so many seconds there is something to receive, or the other end is closed."""
+        poll = select.poll()
+        poll.register(self._reading, select.POLLIN)
+        return bool(poll.poll(seconds * 1000))
+
     def close(self) -> None:
         """Close this end; the other one learns of it."""
         os.close(self._reading)

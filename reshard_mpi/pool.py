@@ -21,13 +21,15 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from reshard_mpi.comm import Comm
+from reshard_mpi.comm import MEANWHILE_SECONDS, Comm, SerialComm
 from reshard_mpi.errors import ReshardError, TransformError, as_reshard_error
 from reshard_mpi.forks import Channel, Fork, wait_for_any
-from reshard_mpi.governor.admission import open_governor
+from reshard_mpi.governor.admission import Governor
+from reshard_mpi.governor.allotment import finish, register_worker
 from reshard_mpi.hosts import host_name
 from reshard_mpi.imports import fresh_interpreter, import_environment
 from reshard_mpi.jobs import processes_by_default, processes_of_use
+from reshard_mpi.memory import RunMemory
 from reshard_mpi.report import Failure, Outcome, Progress, TargetReport
 from reshard_mpi.request import Request, Strategies
 from reshard_mpi.signals import INTERRUPTED, exit_when_terminated
@@ -50,12 +52,18 @@ class PipeComm:
 
     def __init__(self, channel: Channel, rank: int, size: int) -> None:
         self._channel = channel
+        self._do: Callable[[], None] | None = None
         self.rank = rank
         self.size = size
         self.hosts = (host_name(os.environ),) * size
 
+    def meanwhile(self, do: Callable[[], None]) -> None:
+        self._do = do
+
     def allgather(self, value: T, step: str) -> list[T]:
         self._channel.send(("gather", value))
+        while self._do is not None and not self._channel.is_ready(MEANWHILE_SECONDS):
+            self._do()
         values: list[T] = self._channel.receive()
         return values
 
@@ -135,10 +143,16 @@ def run_with_workers(request: Request, jobs: int | None, progress: Progress, wor
     """
     if not _may_fork():
         return _run_elsewhere(request, jobs, progress, work)
+    with RunMemory(lambda: request.allowance, SerialComm(), progress.waiting) as memory:
+        return _run_here(request, jobs, progress, work, memory)
+
+
+def _run_here(request: Request, jobs: int | None, progress: Progress, work: Work, memory: RunMemory) -> Outcome:
+    """Be the parent of the workers."""
+    memory.to_open((request.src_strategy, request.dst_strategy), f"reading the strategies of {request.source}")
     with _Reading(request, work) as reading:
         # While that process reads the strategies, this one loads all that the workers need.
         work.load()
-        open_governor(request.allowance, os.environ)
         strategies, shards = reading.result()
     targets = len(request.ranks) if request.ranks else strategies.target.world_size
     notes: tuple[str, ...] = ()
@@ -148,6 +162,9 @@ def run_with_workers(request: Request, jobs: int | None, progress: Progress, wor
         size, notes = processes_of_use(jobs, targets, "target", together=True)
     else:
         size, notes = processes_of_use(jobs, shards or 1, "shard", together=False)
+    useful, size = size, memory.share_out(size, least=1)
+    if size < useful and jobs is not None:
+        notes = (*notes, f"{size} of {useful} processes were started: there can be no memory for more at once")
     workers: list[_Worker] = []
     stopped = True
     # A signal to stop is for when all workers are known, and not for while they are ended.
@@ -155,9 +172,9 @@ def run_with_workers(request: Request, jobs: int | None, progress: Progress, wor
     try:
         try:
             for rank in range(size):
-                workers.append(_start(workers, work, request, strategies, rank, size, mask))
+                workers.append(_start(workers, work, request, strategies, rank, size, mask, memory.open()))
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            result = _serve(workers, progress)
+            result = _serve(workers, progress, memory)
             stopped = False
         finally:
             signal.pthread_sigmask(signal.SIG_BLOCK, _TO_STOP)
@@ -289,29 +306,41 @@ def _start(
     rank: int,
     size: int,
     mask: Iterable[int],
+    governor: Governor,
 ) -> _Worker:
     """Start a worker, in which the signals of `mask` are held back."""
     ours, theirs = Channel.pair()
 
-    def be_worker() -> None:
+    def be_child() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for other in (ours, *(worker.channel for worker in others)):
             other.close()  # or its holder would not learn that the parent has closed it
-        _work(theirs, work, request, strategies, rank, size)
+        _work(theirs, work, request, strategies, rank, size, governor)
 
-    process = Fork(be_worker)
+    process = Fork(be_child)
     theirs.close()
     return _Worker(rank, process, ours)
 
 
-def _work(channel: Channel, work: Work, request: Request, strategies: Strategies, rank: int, size: int) -> None:
+def _work(
+    channel: Channel,
+    work: Work,
+    request: Request,
+    strategies: Strategies,
+    rank: int,
+    size: int,
+    governor: Governor,
+) -> None:
     """Be a worker."""
     with _ends_quietly():
         try:
             comm, progress = PipeComm(channel, rank, size), PipeProgress(channel)
+            register_worker(governor)
+            channel.send(("there", None))
             result: Outcome | ReshardError = work.load()(request, comm, progress, strategies)
         except ReshardError as error:
             result = error
+        finish()
         channel.send(("result", result))
 
 
@@ -327,7 +356,7 @@ def _ends_quietly() -> Iterator[None]:
         sys.exit(1)  # the parent is gone, and with it whoever wanted to know
 
 
-def _serve(workers: list[_Worker], progress: Progress) -> Outcome | ReshardError:
+def _serve(workers: list[_Worker], progress: Progress, memory: RunMemory) -> Outcome | ReshardError:
     """Pass gathered values around until every worker has said its result or is lost; return what they say alike."""
     result: Outcome | ReshardError | None = None
     lost = Outcome()
@@ -346,6 +375,8 @@ def _serve(workers: list[_Worker], progress: Progress) -> Outcome | ReshardError
             if kind == "result":
                 open_workers.remove(worker)
                 result = value
+            elif kind == "there":
+                memory.worker_is_there()
             elif kind == "gather":
                 worker.gathering, worker.value, worker.target = True, value, None
             else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,10 +34,17 @@ class Run(NamedTuple):
     strategies: Strategies
 
     @classmethod
-    def open(cls, request: Request, strategies: Strategies | None, known_damage: Mapping[int, ReshardError]) -> Run:
+    def open(
+        cls,
+        request: Request,
+        strategies: Strategies | None,
+        known_damage: Mapping[int, ReshardError],
+        before_shards: Callable[[str], None],
+    ) -> Run:
         """Find the shards, and read the strategies where they are not given.
 
-        known_damage: what is known to be wrong with source shards. Raises a ReshardError for what is wrong with them.
+        known_damage: what is known to be wrong with source shards. before_shards: is told the format of the shards
+        before any is read. Raises a ReshardError for what is wrong with them.
         """
         strategies = strategies or Strategies.read(request)
         if request.unlisted is Unlisted.DROP and request.dst_strategy is None:
@@ -53,6 +60,7 @@ class Run(NamedTuple):
         ranks = request.ranks if request.ranks is not None else range(strategies.target.world_size)
         if request.part is None:
             _refuse_overlap(request, files, name, ranks, strategies.target)
+        before_shards(files.format)
         source = SourceCheckpoint.open(files, strategies.source, known_damage)
         conversion = Conversion(source, strategies.target, request.unlisted, request.strict, replicas=request.replicas)
         targets = _targets(request, strategies.target, conversion)

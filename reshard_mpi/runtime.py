@@ -7,8 +7,8 @@ so the outcome is the same on every process.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 from reshard_mpi.bookkeeping import Needs
@@ -24,8 +24,8 @@ from reshard_mpi.errors import (
     TransformError,
     as_reshard_error,
 )
-from reshard_mpi.governor.admission import Governor, open_governor
 from reshard_mpi.journal import Journal, Unrecorded
+from reshard_mpi.memory import RunMemory
 from reshard_mpi.planning.agreement import (
     differing_beginnings,
     differing_stages,
@@ -40,19 +40,16 @@ from reshard_mpi.planning.model import RankPlan
 from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.planning.summary import Plan, RankSummary
 from reshard_mpi.preflight import Room, may_share, require_room, require_short_names, stranger_notes
+from reshard_mpi.projection import MAX_KEPT_COPIES, MAX_KEPT_PLANS
 from reshard_mpi.provenance import SourceFile, Sources
 from reshard_mpi.records import Evidence
-from reshard_mpi.report import Failure, Outcome, Progress, Silent, TargetReport
+from reshard_mpi.report import Failure, Outcome, Plain, Progress, Silent, TargetReport
 from reshard_mpi.request import Request, Strategies
 from reshard_mpi.run import Run
-from reshard_mpi.writing import Writer
+from reshard_mpi.writing import Plans, Writer
 
 T = TypeVar("T")
 
-# Plans kept from the refusal phase to the writing phase, and the copies in them; beyond, planning again costs less than
-# the memory would.
-_MAX_KEPT_PLANS = 4
-_MAX_KEPT_COPIES = 20_000
 _NOT_VERIFIED = (
     "targets that were complete already were not verified when they were made: reshard-mpi verify SRC DST does it now"
 )
@@ -67,7 +64,14 @@ def convert(request: Request, comm: Comm, progress: Progress, strategies: Strate
     with the same request. Raises, on every process alike, the error that refused the run before anything was written.
     Targets that failed while they were written are in the outcome.
     """
-    planner, planned = _planned(request, comm, progress, strategies)
+    with RunMemory(lambda: request.allowance, comm, progress.waiting) as memory:
+        return _convert(request, comm, progress, strategies, memory)
+
+
+def _convert(
+    request: Request, comm: Comm, progress: Progress, strategies: Strategies | None, memory: RunMemory
+) -> Outcome:
+    planner, planned = _planned(request, comm, progress, strategies, memory)
     _refuse(comm.allgather(planner.begin(progress), "begun"), comm)
     written = planner.writer(progress).write()
     told = Outcome(
@@ -91,7 +95,12 @@ def plan_targets(request: Request, comm: Comm) -> tuple[Plan, Outcome]:
 
     Raises, on every process alike, what `convert` would refuse.
     """
-    planner, planned = _planned(request, comm, Silent(), None)
+    with RunMemory(lambda: request.allowance, comm, Plain().waiting) as memory:
+        return _plan_targets(request, comm, memory)
+
+
+def _plan_targets(request: Request, comm: Comm, memory: RunMemory) -> tuple[Plan, Outcome]:
+    planner, planned = _planned(request, comm, Silent(), None, memory)
     shares = _gather(comm, planner.summaries, "summed up")
     targets = [target for share in shares for target in share]
     planned = planned._replace(notes=(*planned.notes, *planner.shown_rules()))
@@ -99,15 +108,15 @@ def plan_targets(request: Request, comm: Comm) -> tuple[Plan, Outcome]:
 
 
 def _planned(
-    request: Request, comm: Comm, progress: Progress, strategies: Strategies | None
+    request: Request, comm: Comm, progress: Progress, strategies: Strategies | None, memory: RunMemory
 ) -> tuple[_Planner, Outcome]:
     """Have every process plan its targets and compare what must be the same; raise what refuses the run, on all alike.
 
     Returns what has planned, and what is to be said of the plans.
     """
-    planner, planned = _plan_with_sound_sources(request, comm, strategies)
+    planner, planned = _plan_with_sound_sources(request, comm, strategies, memory)
     if planned.alike or request.replicas is not Replicas.ANY:
-        compared = comm.allgather(planner.compare(planned.alike, progress), "compared")
+        compared = comm.allgather(planner.compare(planned.alike), "compared")
         _refuse(compared, comm)
         planned = planned.joined(compared)._replace(alike=())
         drifted = tuple(dict.fromkeys(name for outcome in compared for name in outcome.drifted))
@@ -118,7 +127,9 @@ def _planned(
     return planner, planned
 
 
-def _plan_with_sound_sources(request: Request, comm: Comm, strategies: Strategies | None) -> tuple[_Planner, Outcome]:
+def _plan_with_sound_sources(
+    request: Request, comm: Comm, strategies: Strategies | None, memory: RunMemory
+) -> tuple[_Planner, Outcome]:
     """Have every process plan its targets, to verify from shards that fit the checksums they have of their own.
 
     Shards that do not are lost, so what they hold is planned from others; raises, as `_plan_together` does, if no
@@ -127,7 +138,7 @@ def _plan_with_sound_sources(request: Request, comm: Comm, strategies: Strategie
     checked: set[int] = set()
     damage: dict[int, ReshardError] = {}
     while True:
-        planner = _Planner(request, comm, strategies, damage)
+        planner = _Planner(request, comm, strategies, damage, memory)
         planned = _plan_together(planner, comm)
         if not request.verify:
             return planner, planned
@@ -181,12 +192,11 @@ def _refuse(outcomes: Sequence[Outcome], comm: Comm) -> None:
 
 
 class _Opened(NamedTuple):
-    """What planning begins with: the run, its journal, the work of every process, and what grants memory for it."""
+    """What planning begins with: the run, its journal, and the work of every process."""
 
     run: Run
     journal: Journal | Unrecorded
     works: list[Work]
-    governor: Governor
 
 
 class _Planner:
@@ -198,6 +208,7 @@ class _Planner:
         comm: Comm,
         strategies: Strategies | None,
         known_damage: Mapping[int, ReshardError],
+        memory: RunMemory,
     ) -> None:
         self.source = request.source
         self.summaries: list[RankSummary] = []
@@ -205,9 +216,11 @@ class _Planner:
         self._request = request
         self._strategies = strategies
         self._known_damage = known_damage
+        self._memory = memory
         self._comm = comm
         self._opened: _Opened | None = None
         self._due: dict[int, Evidence] = {}
+        self._peak_bytes: dict[int, int] = {}
         self._seen: dict[str, SourceFile] = {}
         self._needs = Needs(request)
         self._plans: dict[int, RankPlan] = {}
@@ -217,17 +230,24 @@ class _Planner:
     def plan(self) -> Outcome:
         """Plan this process's part of the targets; failures in what it returns refuse the run."""
         try:
-            run = Run.open(self._request, self._strategies, self._known_damage)
+            request = self._request
+            governor = self._memory.open()
+            files = (request.src_strategy, request.dst_strategy) if self._strategies is None else ()
+            self._memory.to_open(files, self._purpose)
+            before_shards = partial(self._memory.to_open, files, self._purpose)
+            run = Run.open(request, self._strategies, self._known_damage, before_shards)
+            self._memory.on_giving_way(run.conversion.forget, self._forget)
+            targets = len(run.targets)
+            self._memory.to_plan(run.conversion, run.format, self._purpose, targets=targets, verify=request.verify)
             run.conversion.require_fitting_strategies()
             journal = run.journal()
             for rank in run.targets[-1:]:  # whose number is the longest
                 require_short_names(journal.paths(rank, run.path(rank)))
             journal.check()
             works = divide(run.conversion.target_weights(run.targets), self._comm.hosts)
-            governor = open_governor(self._request.allowance, os.environ)
         except _EXPECTED as error:
             return Outcome(failures=(Failure.here(None, self._comm, as_reshard_error(error)),))
-        self._opened = _Opened(run, journal, works, governor)
+        self._opened = _Opened(run, journal, works)
         work = works[self._comm.rank]
         outcomes = [self._plan_target(self._opened, rank, leads=True) for rank in work.leads]
         outcomes += [self._plan_target(self._opened, rank, leads=False) for rank in work.helps]
@@ -242,17 +262,32 @@ class _Planner:
         self.outcome = planned._replace(alike=())
         return planned._replace(rooms=rooms)
 
-    def compare(self, every: Sequence[Alike], progress: Progress) -> Outcome:
+    @property
+    def _purpose(self) -> str:
+        return f"planning {self._request.target} from {self.source}"
+
+    def _forget(self) -> None:
+        """Let go of the plans; they are made again when they are needed."""
+        self._plans.clear()
+        self._kept_copies = 0
+
+    def compare(self, every: Sequence[Alike]) -> Outcome:
         """Compare this process's share of the copies that must be the same, and of a sample; refuse what differs."""
         opened = self._require_opened()
         conversion = opened.run.conversion
         mine = list(dealt(every, self._comm.rank, self._comm.size))
         lost: tuple[Lost, ...] = ()
         try:
+            projection = self._memory.to_plan(
+                conversion,
+                opened.run.format,
+                f"copies in {self.source}",
+                targets=len(opened.run.targets),
+                verify=self._request.verify,
+            )
             if mine:
-                peak_bytes = comparing_bytes(conversion.limits)
-                with opened.governor.lease(peak_bytes, f"copies in {self.source}", progress.waiting):
-                    lost = compare(conversion.source, mine, conversion.limits)
+                self._memory.to_move(comparing_bytes(projection.limits), f"copies in {self.source}")
+                lost = compare(conversion.source, mine, conversion.limits)
             drifted = conversion.drifted_tensors(
                 damaged_are_replaced=self._request.verify, process=self._comm.rank, processes=self._comm.size
             )
@@ -282,6 +317,11 @@ class _Planner:
         opened = self._require_opened()
         try:
             if self._due:
+                # A process alone asks for all that it will need: once something is written it cannot start over.
+                most_bytes = max(self._peak_bytes.values())
+                if self._comm.size == 1:
+                    self._memory.to_move(most_bytes, f"targets of {self._request.target}")
+                self._memory.settle()
                 opened.journal.begin(progress.waiting)
         except _EXPECTED as error:
             return Outcome(failures=(Failure.here(None, self._comm, as_reshard_error(error)),))
@@ -290,8 +330,8 @@ class _Planner:
     def writer(self, progress: Progress) -> Writer:
         """Return what writes that has been planned."""
         opened = self._require_opened()
-        plan_of, due = self._plan_of, self._due
-        return Writer(opened.run, opened.journal, opened.works, self._comm, plan_of, due, opened.governor, progress)
+        plans = Plans(self._plan_of, self._peak_bytes, self._due)
+        return Writer(opened.run, opened.journal, opened.works, self._comm, plans, self._memory, progress)
 
     def commit(self, made: Outcome) -> Outcome:
         """Commit what all processes have made, if that completes the run; return what is to be said of it."""
@@ -310,18 +350,17 @@ class _Planner:
             if opened.journal.is_done(rank, path):
                 return self._skipped(opened, rank) if leads else Outcome()
             plan = run.conversion.plan(rank, checked=leads)
-            limits = run.conversion.limits
-            opened.governor.require_possible(plan.peak_bytes(limits), limits.base_bytes)
+            peak_bytes = self._memory.require_possible(plan)
             evidence = Evidence.of(plan, self._sources(run, plan))
             if leads:
                 self._needs.add(plan, evidence, run.format, path, opened.journal.left_bytes(path))
         except _EXPECTED as error:
             return Outcome(failures=(Failure.here(rank, self._comm, as_reshard_error(error)),))
-        self._due[rank] = evidence
+        self._due[rank], self._peak_bytes[rank] = evidence, peak_bytes
         self._keep(plan)
         if not leads:
             return Outcome()
-        self.summaries.append(RankSummary.of(plan, limits))
+        self.summaries.append(RankSummary.of(plan, peak_bytes))
         if evidence.held.digest not in self._placed:
             self._placed[evidence.held.digest] = (plan.stage, rank, plan.placed)
         return Outcome(
@@ -375,13 +414,13 @@ class _Planner:
     def _keep(self, plan: RankPlan) -> None:
         """Keep a plan for when the target is written, if that takes little memory."""
         copies = sum(len(tensor.copies) for tensor in plan.tensors)
-        if len(self._plans) < _MAX_KEPT_PLANS and self._kept_copies + copies <= _MAX_KEPT_COPIES:
+        if len(self._plans) < MAX_KEPT_PLANS and self._kept_copies + copies <= MAX_KEPT_COPIES:
             self._plans[plan.target_rank] = plan
             self._kept_copies += copies
 
     def _plan_of(self, rank: int) -> RankPlan:
-        """Return a plan that has been kept, once, or make it again."""
-        kept = self._plans.pop(rank, None)
+        """Return a plan that has been kept, or make it again."""
+        kept = self._plans.get(rank)
         if kept is not None:
             return kept
         plan = self._require_opened().run.conversion.plan(rank, checked=False)

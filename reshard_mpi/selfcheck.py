@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from reshard_mpi import formats
@@ -28,8 +28,13 @@ from reshard_mpi.sums import sums_of_wholes
 from reshard_mpi.verification import tensor_sum
 
 
-def check_shard(files: ShardFiles, rank: int, limits: Limits) -> tuple[Checked, list[ReshardError]]:
-    """Check what one rank holds against the checksum, the sums and the record that there are of it."""
+def check_shard(
+    files: ShardFiles, rank: int, limits: Limits, before_sums: Callable[[int, bool], None]
+) -> tuple[Checked, list[ReshardError]]:
+    """Check what one rank holds against the checksum, the sums and the record that there are of it.
+
+    before_sums: is told how many tensors a file has, and whether it describes itself, before they are summed.
+    """
     module, folder = formats.by_name(files.format), Path(files.path)
     record = TargetRecord.read(folder / STATE, rank)
     damage: list[ReshardError] = []
@@ -42,6 +47,7 @@ def check_shard(files: ShardFiles, rank: int, limits: Limits) -> tuple[Checked, 
         damage.append(DamageError("the record of a shard is damaged", where=where, remedy=remedy))
     for path in files.by_rank[rank]:
         shard = module.locate(path)
+        before_sums(len(shard.tensors), shard.identity is not None)
         if shard.identity is not None:
             world_size = shard.identity.world_size
             damage += _elsewhere(shard.identity.rank, rank, path)

@@ -27,7 +27,7 @@ from reshard_mpi.siblings import in_its_rank, require_full
 from reshard_mpi.strategy import table
 
 # Tensors whose places are kept, some 600 bytes each; neighbouring targets read from the same shards.
-_MAX_KEPT_TENSORS = 50_000
+MAX_KEPT_TENSORS = 50_000
 NO_DAMAGE: Mapping[int, ReshardError] = MappingProxyType({})
 # What is wrong with one shard alone, so that others may be read in its place.
 _DAMAGE = (ShardError, DisagreementError, OSError)
@@ -43,6 +43,8 @@ class SourceCheckpoint:
     _manifests: OrderedDict[int, Manifest] = field(default_factory=OrderedDict)
     _damage: dict[int, ReshardError] = field(default_factory=dict)
     _stage_ranks: dict[int, int] | None = field(default=None)
+    _most_tensors: int = field(default=0)
+    _has_foreign: bool = field(default=False)
     _rule_names: dict[str, dict[int, int]] | None = field(default=None)
 
     @classmethod
@@ -113,7 +115,7 @@ class SourceCheckpoint:
             self._damage[rank] = as_reshard_error(error, Path(self.files.by_rank[rank][0]))
             raise self._damage[rank] from None
         self._manifests[rank] = manifest
-        while len(self._manifests) > 1 and self._kept_tensors() > _MAX_KEPT_TENSORS:
+        while len(self._manifests) > 1 and self._kept_tensors() > MAX_KEPT_TENSORS:
             self._manifests.popitem(last=False)
         return manifest
 
@@ -147,7 +149,25 @@ class SourceCheckpoint:
         manifest = self._unchecked.pop(rank, None) or _locate(self.files, rank)
         if manifest.identity is not None:
             require_rank(manifest.identity, rank, self.strategy.world_size, manifest.path)
+        self._most_tensors = max(self._most_tensors, len(manifest.tensors))
+        self._has_foreign = self._has_foreign or manifest.identity is None
         return manifest
+
+    @property
+    def most_tensors(self) -> int:
+        """How many tensors the largest shard holds of those that have been read."""
+        return max([self._most_tensors, *(len(manifest.tensors) for manifest in self._unchecked.values())])
+
+    @property
+    def is_native(self) -> bool:
+        """Whether the shards that have been read describe themselves."""
+        return not self._has_foreign and all(manifest.identity for manifest in self._unchecked.values())
+
+    def forget(self) -> None:
+        """Let go of the structure of all shards; it is read again when it is asked for."""
+        self._most_tensors, self._has_foreign = self.most_tensors, not self.is_native
+        self._manifests.clear()
+        self._unchecked.clear()
 
     def _kept_tensors(self) -> int:
         return sum(len(manifest.tensors) for manifest in self._manifests.values())

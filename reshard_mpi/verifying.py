@@ -5,7 +5,6 @@ Every process takes a share of the shards. Damage is told tensor by tensor; one 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import TypeVar
@@ -16,10 +15,12 @@ from reshard_mpi.conversion import LIMITS, Conversion
 from reshard_mpi.division import assign
 from reshard_mpi.engine.sums import sum_shard
 from reshard_mpi.errors import DamageError, ReshardError, SourceError, as_reshard_error
-from reshard_mpi.governor.admission import Governor, open_governor
+from reshard_mpi.governor.admission import Governor
 from reshard_mpi.manifest import Manifest
+from reshard_mpi.memory import RunMemory
 from reshard_mpi.paths import require_reachable
 from reshard_mpi.planning.model import RankPlan
+from reshard_mpi.projection import checking_bytes
 from reshard_mpi.report import Checked, Failure, Outcome, Progress
 from reshard_mpi.request import Request, Strategies
 from reshard_mpi.selfcheck import check_shard, check_together
@@ -40,33 +41,49 @@ def verify_pair(request: Request, comm: Comm, progress: Progress, strategies: St
     Damage is in the outcome's failures. Raises, on every process alike, what keeps the two from being compared.
     """
 
-    def begin() -> tuple[Conversion, SourceCheckpoint]:
+    with RunMemory(lambda: request.allowance, comm, progress.waiting) as memory:
+        return _verify_pair(request, comm, strategies, memory)
+
+
+def _verify_pair(request: Request, comm: Comm, strategies: Strategies | None, memory: RunMemory) -> Outcome:
+    purpose = f"verifying {request.target}"
+
+    def begin() -> tuple[Conversion, SourceCheckpoint, Governor]:
+        governor = memory.open()
+        named = (request.src_strategy, request.dst_strategy) if strategies is None else ()
+        memory.to_open(named, purpose)
         read = strategies or Strategies.read(request)
         files, held = _shards(request.source, request.select), _shards(request.target, role="target")
+        memory.to_open(named, purpose, "hdf5" if "hdf5" in (files.format, held.format) else files.format)
         source = SourceCheckpoint.open(files, read.source)
         target = SourceCheckpoint.open(held, None if request.dst_strategy is None else read.target)
         conversion = Conversion(source, target.strategy, request.unlisted, replicas=request.replicas)
+        memory.on_giving_way(conversion.forget, target.forget)
+        memory.to_plan(conversion, held.format, purpose, also_read=target)
         conversion.drifted_tensors(damaged_are_replaced=True, process=comm.rank, processes=comm.size)
-        return conversion, target
+        return conversion, target, governor
 
-    conversion, target = _agreed(begin, comm)
+    conversion, target, governor = _agreed(begin, comm)
     weights = conversion.target_weights(range(conversion.target.world_size))
-    governor = open_governor(request.allowance, os.environ)
 
     def check(rank: int) -> tuple[Checked, list[ReshardError]]:
+        what = f"target rank {rank} of {request.target}"
+        memory.to_plan(conversion, target.files.format, what, also_read=target)
         plan = conversion.plan(rank, checked=False)
         if rank not in target:
             raise DamageError("a shard is missing", expected=f"one of target rank {rank}", where=target.files.path)
+        peak_bytes = memory.require_possible(plan)
+        while not memory.to_move(peak_bytes, what):
+            plan = conversion.plan(rank, checked=False)
         shard = target.manifest(rank)
         _require_same_tensors(plan, shard)
-        with governor.lease(plan.peak_bytes(LIMITS), f"target rank {rank} of {request.target}", progress.waiting):
+        done, damage = _compare(plan, shard)
+        unfit: dict[int, ReshardError] = {}
+        while damage and (found := _unfit(conversion.source, plan, unfit)):
+            unfit |= found
+            sound = SourceCheckpoint.open(conversion.source.files, conversion.source.strategy, unfit)
+            plan = replace(conversion, source=sound, _opener=None).plan(rank, checked=False)
             done, damage = _compare(plan, shard)
-            unfit: dict[int, ReshardError] = {}
-            while damage and (found := _unfit(conversion.source, plan, unfit)):
-                unfit |= found
-                sound = SourceCheckpoint.open(conversion.source.files, conversion.source.strategy, unfit)
-                plan = replace(conversion, source=sound, _opener=None).plan(rank, checked=False)
-                done, damage = _compare(plan, shard)
         return done, damage
 
     return _besides(_each(weights, comm, check), governor, conversion.source.files, target.files)
@@ -78,12 +95,23 @@ def verify_alone(request: Request, comm: Comm, progress: Progress, strategies: S
     Damage is in the outcome's failures. Raises, on every process alike, what keeps it from being verified: above all
     that it keeps no sums.
     """
-    files = _agreed(lambda: _shards(request.source, request.select), comm)
-    governor = open_governor(request.allowance, os.environ)
+    with RunMemory(lambda: request.allowance, comm, progress.waiting) as memory:
+        return _verify_alone(request, comm, memory)
+
+
+def _verify_alone(request: Request, comm: Comm, memory: RunMemory) -> Outcome:
+    def begin() -> tuple[discovery.ShardFiles, Governor]:
+        return _shards(request.source, request.select), memory.open()
+
+    files, governor = _agreed(begin, comm)
 
     def check(rank: int) -> tuple[Checked, list[ReshardError]]:
-        with governor.lease(_peak_bytes(), f"rank {rank} of {request.source}", progress.waiting):
-            return check_shard(files, rank, LIMITS)
+        def before_sums(tensors: int, is_native: bool) -> None:
+            peak_bytes = checking_bytes(files.format, tensors, is_native=is_native)
+            memory.to_move(peak_bytes, f"rank {rank} of {request.source}")
+
+        before_sums(0, False)
+        return check_shard(files, rank, LIMITS, before_sums)
 
     outcome = _besides(_each(dict.fromkeys(files.by_rank, 1), comm, check), governor, files)
     damage = check_together(files, outcome.checked, sound=not outcome.failures)
@@ -203,7 +231,3 @@ def _no_sums(path: str) -> SourceError:
         where=path,
         remedy="give its source as well: reshard-mpi verify SRC DST",
     )
-
-
-def _peak_bytes() -> int:
-    return LIMITS.base_bytes + LIMITS.buffer_bytes + LIMITS.window_bytes

@@ -16,9 +16,9 @@ from reshard_mpi.engine.files import OnBytes, forget_cached
 from reshard_mpi.engine.transfer import Span, write_shard
 from reshard_mpi.errors import ReshardError, ShardError, TransformError, as_reshard_error, told
 from reshard_mpi.formats.protocol import Format
-from reshard_mpi.governor.admission import Governor
 from reshard_mpi.journal import Journal, Unrecorded
 from reshard_mpi.manifest import Manifest
+from reshard_mpi.memory import RunMemory
 from reshard_mpi.planning.model import Limits, RankPlan
 from reshard_mpi.publication import Publication, opened_partial
 from reshard_mpi.records import Evidence, TensorSum
@@ -29,12 +29,23 @@ from reshard_mpi.run import Run
 _EXPECTED = (ReshardError, OSError, MemoryError)
 
 
+class Plans(NamedTuple):
+    """What is to be written.
+
+    of: the plan of a target. peak_bytes: what that is projected to take. due: the targets that are to be written at
+    all, and what their records are to say.
+    """
+
+    of: Callable[[int], RankPlan]
+    peak_bytes: Mapping[int, int]
+    due: Mapping[int, Evidence]
+
+
 class _Led(NamedTuple):
     """A target that others help to fill, between its reservation and its publication."""
 
-    plan: RankPlan
     publication: Publication
-    manifest: Manifest
+    reserved: Reserved
     begin: float
     waited_seconds: float
 
@@ -42,9 +53,8 @@ class _Led(NamedTuple):
 class Writer:
     """What one process of a run does to write its part of the targets.
 
-    works: the work of every process of `comm`. plan_of: the plan of a target. due: the targets that are to be written
-    at all, and what their records are to say. governor: grants the memory for what is done for a target; none is held
-    while others are waited for.
+    works: the work of every process of `comm`. memory: asked for what is done for a target; while others are waited
+    for, whoever is in line gets it.
     """
 
     def __init__(
@@ -53,9 +63,8 @@ class Writer:
         journal: Journal | Unrecorded,
         works: Sequence[Work],
         comm: Comm,
-        plan_of: Callable[[int], RankPlan],
-        due: Mapping[int, Evidence],
-        governor: Governor,
+        plans: Plans,
+        memory: RunMemory,
         progress: Progress,
     ) -> None:
         self._run = run
@@ -63,9 +72,9 @@ class Writer:
         self._works = works
         self._comm = comm
         self._work = works[comm.rank]
-        self._plan_of = plan_of
-        self._due = due
-        self._governor = governor
+        self._plans = plans
+        self._due = plans.due
+        self._memory = memory
         self._progress = progress
         self._limits = run.conversion.limits
         self._format = formats.by_name(run.format)
@@ -95,20 +104,20 @@ class Writer:
         for rank in self._work.alone:
             if rank in self._due:
                 outcome = outcome.joined([self._attempt(rank, self._write_target)])
+                self._memory.turn()
         return outcome
 
     def _write_target(self, rank: int) -> Outcome:
         begin = time.monotonic()
-        plan = self._plan_of(rank)
-        with self._lease(plan) as waited_seconds:
-            self._progress.started(rank, plan.written_bytes)
-            with self._writing(rank) as publication:
-                manifest = self._reserved(publication, plan)
-                filled = _fill(plan, manifest, publication.descriptor, None, self._limits, self._progress.moved)
-                sums: tuple[TensorSum, ...] = ()
-                if self._run.request.verify:
-                    sums = _verified(plan, manifest, publication.descriptor, None, self._limits)
-                self._seal(publication, manifest, sums)
+        plan, waited_seconds = self._plan(rank)
+        self._progress.started(rank, plan.written_bytes)
+        with self._writing(rank) as publication:
+            manifest = self._reserved(publication, plan)
+            filled = _fill(plan, manifest, publication.descriptor, None, self._limits, self._progress.moved)
+            sums: tuple[TensorSum, ...] = ()
+            if self._run.request.verify:
+                sums = _verified(plan, manifest, publication.descriptor, None, self._limits)
+            self._seal(publication, manifest, sums)
         return self._finished(plan, begin, waited_seconds, [filled])
 
     def _reserve(self, publications: ExitStack) -> Outcome:
@@ -116,12 +125,12 @@ class Writer:
 
         def reserve(rank: int) -> Outcome:
             begin = time.monotonic()
-            plan = self._plan_of(rank)
-            with self._lease(plan) as waited_seconds:
-                publication = publications.enter_context(self._writing(rank))
-                manifest = self._reserved(publication, plan)
-            self._led[rank] = _Led(plan, publication, manifest, begin, waited_seconds)
-            return Outcome(reserved=(Reserved.of(rank, manifest, publication.identity),))
+            plan, waited_seconds = self._plan(rank)
+            publication = publications.enter_context(self._writing(rank))
+            manifest = self._reserved(publication, plan)
+            reserved = Reserved.of(rank, manifest, publication.identity)
+            self._led[rank] = _Led(publication, reserved, begin, waited_seconds)
+            return Outcome(reserved=(reserved,))
 
         shared = {share.target for share in self._work.shares}
         ranks = [rank for rank in self._work.leads if rank in shared and rank in self._due]
@@ -141,8 +150,8 @@ class Writer:
 
                 def fill(rank: int, reserved: Reserved = reserved, share: Share = share) -> Outcome:
                     manifest = reserved.manifest()
-                    plan = self._led[rank].plan if rank in self._led else self._plan_of(rank)
-                    with self._lease(plan) as waited_seconds, self._opened(rank, reserved) as descriptor:
+                    plan, waited_seconds = self._plan(rank)
+                    with self._opened(rank, reserved) as descriptor:
                         span = share.range_of(os.fstat(descriptor).st_size)
                         self._progress.started(rank, span[1] - span[0])
                         filled = _fill(plan, manifest, descriptor, span, self._limits, self._progress.moved)
@@ -164,8 +173,8 @@ class Writer:
 
                 def verify(rank: int, reserved: Reserved = reserved, share: Share = share) -> Outcome:
                     manifest = reserved.manifest()
-                    plan = self._led[rank].plan if rank in self._led else self._plan_of(rank)
-                    with self._lease(plan) as waited_seconds, self._opened(rank, reserved) as descriptor:
+                    plan, waited_seconds = self._plan(rank)
+                    with self._opened(rank, reserved) as descriptor:
                         span = share.range_of(os.fstat(descriptor).st_size)
                         sums = _verified(plan, manifest, descriptor, span, self._limits)
                     return Outcome(verified=(Verified(rank, sums, waited_seconds),))
@@ -207,9 +216,10 @@ class Writer:
             if failures:
                 return Outcome(failures=failures)
             found = [verified for part in parts for verified in part.verified if verified.rank == rank]
-            self._seal(led.publication, led.manifest, _joined(found, led.plan))
-            waited_seconds = led.waited_seconds + max((one.waited_seconds for one in found), default=0.0)
-            return self._finished(led.plan, led.begin, waited_seconds, filled)
+            plan, waited_seconds = self._plan(rank)
+            self._seal(led.publication, led.reserved.manifest(), _joined(found, plan))
+            waited_seconds += led.waited_seconds + max((one.waited_seconds for one in found), default=0.0)
+            return self._finished(plan, led.begin, waited_seconds, filled)
 
         return Outcome().joined([self._attempt(rank, publish) for rank in self._led])
 
@@ -238,10 +248,11 @@ class Writer:
             failures.append([*of_rank, *of_process, unknown][0])
         return found, tuple(failures)
 
-    def _lease(self, plan: RankPlan) -> AbstractContextManager[float]:
-        """Wait for the memory that moving the bytes of `plan` may take, and hold it; yields the seconds waited."""
-        purpose = f"target rank {plan.target_rank} of {self._run.request.target}"
-        return self._governor.lease(plan.peak_bytes(self._limits), purpose, self._progress.waiting)
+    def _plan(self, rank: int) -> tuple[RankPlan, float]:
+        """Have the memory that the target `rank` takes; return its plan, and the seconds waited."""
+        purpose = f"target rank {rank} of {self._run.request.target}"
+        self._memory.to_move(self._plans.peak_bytes[rank], purpose)
+        return self._plans.of(rank), self._memory.take_waited_seconds()
 
     def _attempt(self, rank: int, do: Callable[[int], Outcome]) -> Outcome:
         try:
@@ -261,7 +272,7 @@ class Writer:
             seconds=time.monotonic() - begin,
             engine_seconds=max(part.seconds for part in filled),
             waited_seconds=waited_seconds + max(part.waited_seconds for part in filled),
-            leased_bytes=plan.peak_bytes(self._limits),
+            leased_bytes=self._plans.peak_bytes[plan.target_rank],
             process=self._comm.rank,
             processes=len(filled),
         )

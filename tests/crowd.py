@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from reshard_mpi.forks import Channel, Fork
-from reshard_mpi.governor.ledger import Claim, Ledger, own_pid_namespace
+from reshard_mpi.governor.claims import Claim, Notices, Occupant, own_pid_namespace
+from reshard_mpi.governor.ledger import Ledger
 
 # So long a lease is held, so that several are held at once.
 _HELD_SECONDS = 0.002
@@ -28,8 +29,8 @@ class WatchedLedger(Ledger):
     longest_seconds = 0.0
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        with super()._locked():
+    def _locked(self, notices: Notices | None = None) -> Iterator[None]:
+        with super()._locked(notices):
             begin = time.thread_time()
             try:
                 yield
@@ -43,8 +44,11 @@ class NoNotices:
     def left_seconds(self) -> float:
         return 3600.0
 
-    def tell(self, ahead: int, lacking: str | None) -> None:
+    def tell(self, ahead: int, lacking: str | None, whom: Sequence[Occupant]) -> None:
         raise AssertionError("too early")
+
+    def tell_locked(self, pids: Sequence[int]) -> None:
+        raise AssertionError(f"{pids} keep the lock")
 
 
 def claim(size_bytes: int) -> Claim:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Self
 
-from reshard_mpi.governor import admission
+from reshard_mpi.governor import admission, ledger
 from reshard_mpi.governor.admission import open_governor
 from reshard_mpi.governor.allowance import Allowance
 
@@ -99,6 +99,7 @@ def until(condition: object, what: str) -> None:
 
 def main(memory: str, max_active: str, size_bytes: str, used_bytes: str) -> None:
     admission._FIRST_NOTICE_SECONDS = 0.0
+    ledger.WATCH_SECONDS = float(os.environ.get("HOLDER_WATCHES", ledger.WATCH_SECONDS))
     governor = open_governor(Allowance.of(memory, int(max_active) or None, {}), os.environ)
     with governor.lease(int(size_bytes), f"process {os.getpid()}", lambda text: say(f"waits: {text}")):
         memory_in_use = b"\1" * int(used_bytes)

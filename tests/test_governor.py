@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import subprocess
 import threading
 import time
@@ -27,7 +28,7 @@ from reshard_mpi.governor.admission import HostGovernor, Unlimited, open_governo
 from reshard_mpi.governor.allowance import Allowance
 from reshard_mpi.governor.ledger import Ledger
 from reshard_mpi.governor.place import Place
-from reshard_mpi.governor.scopes import anonymous_bytes
+from reshard_mpi.governor.usage import anonymous_bytes
 from reshard_mpi.units import parse_bytes
 
 Capture = pytest.CaptureFixture[str]
@@ -51,9 +52,13 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "state"
 
 
-def held(state: Path) -> list[int]:
+def held(state: Path) -> dict[int, int]:
+    """Return how many bytes every process holds, all at one moment: nobody is admitted while the lock is held."""
     ledger = Ledger(state / os.uname().nodename / "host")
-    return [occupant.claim.pid for occupant in ledger.occupants() if occupant.holds]
+    if not (state / os.uname().nodename).exists():
+        return {}
+    with ledger._locked():
+        return {occupant.claim.pid: occupant.claim.size_bytes for occupant in ledger.occupants() if occupant.holds}
 
 
 def of_ranks(folder: Path, layouts: dict[str, RawLayout], ranks: int) -> Conversion:
@@ -93,12 +98,16 @@ class Crowd:
         return {rank: pid for rank, pid in ranks.items() if not (self.folder / "gate" / f"go_{rank}").exists()}
 
     def at_work(self, count: int, state: Path) -> dict[int, int]:
-        """Wait until so many are inside; at no moment more than four hold a lease, and all that are inside do."""
+        """Wait until so many are inside, and hold what they project; at no moment more is held than there is.
+
+        Those that are not inside hold less, as long as they have not planned.
+        """
         deadline = time.monotonic() + TIMEOUT_SECONDS
         while True:
             inside, holding = self.inside(), held(state)
-            assert len(holding) <= 4
-            if len(inside) == count and set(inside.values()) <= set(holding):
+            assert sum(holding.values()) <= 256 * MIB
+            assert len([size_bytes for size_bytes in holding.values() if size_bytes >= 64 * MIB]) <= 4
+            if len(inside) == count and all(holding.get(pid) == 64 * MIB for pid in inside.values()):
                 return inside
             assert all(process.poll() in (None, 0) for process in self.processes), self.processes
             assert time.monotonic() < deadline, f"{len(inside)} are inside, {len(holding)} hold a lease"
@@ -158,32 +167,32 @@ def test_the_same_without_the_governor_takes_more(tmp_path: Path) -> None:
 @pytest.mark.parametrize("options", [("--jobs", "1"), ("--jobs", "2"), ("--rank", "1")])
 def test_what_can_never_fit_is_refused(tmp_path: Path, capsys: Capture, options: tuple[str, ...]) -> None:
     c = make(tmp_path)
-    said = command_line(capsys, *c.arguments("transform", "--memory", "50M", *options))
+    said = command_line(capsys, *c.arguments("transform", "--memory", "40M", *options))
     assert said.code == 5 and said.out == ""
-    assert "can never fit" in said.err and "50.00 MiB or less" in said.err
-    assert "projected 90." in said.err and "72.00 MiB are reserved" in said.err and "--memory" in said.err
+    assert "can never fit" in said.err and "40.00 MiB or less" in said.err
+    assert "projected 43." in said.err and "43.00 MiB are reserved" in said.err and "--memory" in said.err
     assert not c.dst.exists()
 
 
 def test_plan_says_so_too(tmp_path: Path, capsys: Capture) -> None:
     c = make(tmp_path)
-    assert command_line(capsys, *c.arguments("plan", "--memory", "50M")).code == 5
+    assert command_line(capsys, *c.arguments("plan", "--memory", "40M")).code == 5
     assert command_line(capsys, *c.arguments("plan", "--memory", "1G")).code == 0
 
 
-def test_a_plan_makes_no_place_for_leases_and_a_batch_script_is_for_other_hosts(
+def test_a_plan_leaves_no_lease_and_a_batch_script_is_for_other_hosts(
     tmp_path: Path, capsys: Capture, state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     c = make(tmp_path)
     assert command_line(capsys, *c.arguments("plan")).code == 0
-    assert not state.exists()
-    monkeypatch.setenv("RESHARD_MPI_MEMORY", "50M")
+    assert list(state.glob("*/*")) == []
+    monkeypatch.setenv("RESHARD_MPI_MEMORY", "40M")
     assert command_line(capsys, *c.arguments("plan", "--sbatch")).code == 0
 
 
 def test_what_can_never_fit_is_refused_on_all_ranks(mpi: MPI, tmp_path: Path) -> None:
     c = make(tmp_path)
-    arguments = c.arguments("transform", "--memory", "50M")
+    arguments = c.arguments("transform", "--memory", "40M")
     finished = run_command(mpirun_command(mpi, 2, [*COMMAND, *arguments]))
     assert finished.returncode == 5, finished
     assert finished.stderr.count("can never fit") == 1
@@ -194,11 +203,11 @@ def test_the_functions_refuse_it_too(tmp_path: Path) -> None:
     c = make(tmp_path)
     assert c.src_strategy is not None and c.dst_strategy is not None
     with pytest.raises(BudgetError):
-        reshard_mpi.transform_checkpoints(c.src, c.dst, "p", c.src_strategy, c.dst_strategy, memory="50M")
+        reshard_mpi.transform_checkpoints(c.src, c.dst, "p", c.src_strategy, c.dst_strategy, memory="40M")
     files = {rank: c.shard(rank) for rank in range(4)}
     with pytest.raises(BudgetError):
         reshard_mpi.transform_checkpoint_by_rank(
-            0, files, c.dst / "x.ckpt", c.src_strategy, c.dst_strategy, memory=50 * MIB
+            0, files, c.dst / "x.ckpt", c.src_strategy, c.dst_strategy, memory=40 * MIB
         )
     assert not c.dst.exists()
 
@@ -234,20 +243,21 @@ def test_sizes() -> None:
 
 def test_who_waits_says_so_and_the_report_too(tmp_path: Path, state: Path) -> None:
     c = make(tmp_path)
-    with ended(first := Holder(state, 100 * MIB, memory="150M").expect("holds")):
+    with ended(first := Holder(state, 120 * MIB, memory="150M").expect("holds")):
         command = [*COMMAND, *c.arguments("transform", "--memory", "150M", "--report", str(tmp_path / "r.json"))]
         process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
         assert process.stderr is not None
         line = process.stderr.readline()
-        assert "target rank 0 of" in line and "waiting for memory" in line
-        assert "1 lease holds 100.00 MiB of the 150.00 MiB that this host" in line
+        assert "reshard-mpi transform" in line and "waiting for memory" in line
+        assert f"on pid {first.pid} (sleeping, for " in line
+        assert "1 lease holds 120.00 MiB of the 150.00 MiB that this host" in line
         assert listing(c.dst / "rank_0") == {}
         first.let_go()
         _, said = process.communicate(timeout=60)
     assert process.returncode == 0 and "s of it waiting" in said
     targets = json.loads((tmp_path / "r.json").read_text())["targets"]
     assert targets[0]["waited_seconds"] >= 1 > targets[1]["waited_seconds"]
-    assert targets[0]["leased_bytes"] > 80 * MIB
+    assert targets[0]["leased_bytes"] > 40 * MIB
 
 
 @pytest.mark.parametrize("jobs", [2, 3])
@@ -264,6 +274,85 @@ def test_processes_that_fill_a_target_together_hold_nothing_while_they_wait(
     (target,) = json.loads((tmp_path / "r.json").read_text())["targets"]
     assert target["processes"] == jobs
     assert read_shard(c.written(0)) == as_read(expected_rank(c.target, TENSORS, 0))
+
+
+# Only one process of a run at a time has room for what this makes it project.
+LARGE = PROJECTED.format(peak_bytes=150 * MIB)
+TOGETHER = {"w": RawLayout((1,), (-1, -1)), "b": RawLayout((1,), (-1,))}
+EACH = {"w": RawLayout((4,), (0, -1)), "b": RawLayout((4,), (0,))}
+
+
+def with_large_targets(folder: Path) -> dict[str, str]:
+    (folder / "stand_in").mkdir(exist_ok=True)
+    (folder / "stand_in" / "sitecustomize.py").write_text(LARGE)
+    return {"PYTHONPATH": os.pathsep.join([str(folder / "stand_in"), os.environ.get("PYTHONPATH", "")]).rstrip(":")}
+
+
+@pytest.mark.parametrize(("ranks", "layouts"), [(1, TOGETHER), (4, EACH)])
+@pytest.mark.parametrize("options", [(), ("--verify",), ("--max-active", "1")])
+def test_workers_of_a_run_that_have_room_only_one_after_the_other(
+    tmp_path: Path, state: Path, ranks: int, layouts: dict[str, RawLayout], options: tuple[str, ...]
+) -> None:
+    """Who waits for the others with a plan in its hands lets go of it, or those would wait for ever."""
+    c = of_ranks(tmp_path, layouts, ranks)
+    arguments = c.arguments("transform", "--jobs", "8", "--memory", "200M", *options)
+    finished = run_command([*COMMAND, *arguments], env=with_large_targets(tmp_path))
+    assert finished.returncode == 0, finished
+    for rank in range(ranks):
+        assert read_shard(c.written(rank)) == as_read(expected_rank(c.target, TENSORS, rank))
+    assert list(state.glob("*/*")) == []
+
+
+@pytest.mark.parametrize(("ranks", "layouts"), [(1, TOGETHER), (4, EACH)])
+def test_ranks_of_a_run_that_have_room_only_one_after_the_other(
+    mpi: MPI, tmp_path: Path, state: Path, ranks: int, layouts: dict[str, RawLayout]
+) -> None:
+    """What the ranks take for being there is more than is allowed, and they cannot wait for each other's end."""
+    c = of_ranks(tmp_path, layouts, ranks)
+    arguments = c.arguments("transform", "--memory", "200M", "--verify")[:-2]  # without --jobs 1
+    finished = run_command(mpirun_command(mpi, 4, [*COMMAND, *arguments]), env=with_large_targets(tmp_path))
+    assert finished.returncode == 0, finished
+    for rank in range(ranks):
+        assert read_shard(c.written(rank)) == as_read(expected_rank(c.target, TENSORS, rank))
+
+
+def test_no_more_workers_than_there_can_be_memory_for(tmp_path: Path, state: Path) -> None:
+    c = of_ranks(tmp_path, EACH, 4)
+    finished = run_command([*COMMAND, *c.arguments("transform", "--jobs", "4", "--memory", "140M")])
+    assert finished.returncode == 0 and "note: 2 of 4 processes were started" in finished.stderr, finished
+
+
+def test_a_process_that_cannot_grow_starts_over_and_keeps_its_place(tmp_path: Path, state: Path) -> None:
+    """It waits bare for all that it needs, and others that came after it do not come before it."""
+    c = of_ranks(tmp_path, EACH, 4)
+    with ended(first := Holder(state, 100 * MIB, memory="200M").expect("holds")):
+        command = [*COMMAND, *c.arguments("transform", "--rank", "0", "--memory", "200M")]
+        environment = {**os.environ, **with_large_targets(tmp_path)}
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, env=environment, text=True)
+        assert process.stderr is not None
+        line = process.stderr.readline()
+        assert "150.00 MiB wanted" in line and "reshard-mpi transform" in line
+        assert anonymous_bytes(process.pid) < 12 * MIB  # it has loaded nothing but what waits
+        with ended(later := Holder(state, 100 * MIB, memory="200M")):
+            assert later.read().startswith("waits: ")
+            first.let_go()
+            _, said = process.communicate(timeout=60)
+            later.expect("holds").let_go()
+    assert process.returncode == 0, said
+    assert read_shard(c.written(0)) == as_read(expected_rank(c.target, TENSORS, 0))
+
+
+def test_a_process_that_waits_at_its_start_can_be_stopped(tmp_path: Path, state: Path) -> None:
+    c = make(tmp_path)
+    with ended(Holder(state, 190 * MIB, memory="200M").expect("holds")):
+        command = [*COMMAND, *c.arguments("transform", "--memory", "200M")]
+        for number, code, word in ((signal.SIGTERM, 143, "terminated"), (signal.SIGINT, 130, "interrupted")):
+            process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+            assert process.stderr is not None and "waiting for memory" in process.stderr.readline()
+            process.send_signal(number)
+            _, said = process.communicate(timeout=60)
+            assert process.returncode == code and said == f"reshard-mpi: {word}; --resume goes on\n"
+    assert not c.dst.exists()
 
 
 def test_no_more_at_once_than_allowed(tmp_path: Path, state: Path) -> None:
@@ -386,7 +475,7 @@ def test_callers_of_the_functions_hear_of_waiting(
     tmp_path: Path, state: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     c = make(tmp_path)
-    with ended(first := Holder(state, 100 * MIB, memory="150M").expect("holds")):
+    with ended(first := Holder(state, 120 * MIB, memory="150M").expect("holds")):
 
         def work() -> None:
             reshard_mpi.transform_checkpoints(c.src, c.dst, "p", c.src_strategy, c.dst_strategy, memory="150M")

@@ -19,7 +19,8 @@ from processes import run_command
 
 from reshard_mpi.governor.admission import open_governor
 from reshard_mpi.governor.allowance import Allowance
-from reshard_mpi.governor.ledger import Ledger, Occupant
+from reshard_mpi.governor.claims import Occupant
+from reshard_mpi.governor.ledger import Ledger
 
 LEASE = 64 * MIB
 

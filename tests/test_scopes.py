@@ -11,15 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from reshard_mpi.governor.scopes import (
-    HostScope,
-    SlurmJob,
-    anonymous_bytes,
-    control_groups,
-    find_scopes,
-    resident_bytes,
-    slurm_job,
-)
+from reshard_mpi.governor import usage
+from reshard_mpi.governor.scopes import HostScope, SlurmJob, control_groups, find_scopes, slurm_job
+from reshard_mpi.governor.usage import anonymous_bytes, resident_bytes
 from reshard_mpi.units import MIB
 
 # As the kernel says it of a process in a SLURM step, with version 2 and with version 1.
@@ -134,7 +128,8 @@ def test_of_this_machine() -> None:
 
 def test_host_is_what_is_free_and_what_holders_use_or_what_the_user_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     own = os.getpid()
-    monkeypatch.setattr(psutil, "virtual_memory", type("", (), {"available": 1000, "total": 1 << 40}))
+    monkeypatch.setattr(usage, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(usage, "total_bytes", lambda: 1 << 40)
     assert HostScope.of(None, None).allowed_bytes({}) == 1000
     used_bytes = HostScope.of(None, None).allowed_bytes({own: 1 << 40}) - 1000
     assert used_bytes == pytest.approx(anonymous_bytes(own), abs=8 * MIB) and used_bytes > MIB
@@ -146,7 +141,8 @@ def test_host_is_what_is_free_and_what_holders_use_or_what_the_user_allows(monke
 def test_what_a_process_uses_beyond_its_lease_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """As what a program held already that calls the functions of this package: no lease stands for it."""
     own = os.getpid()
-    monkeypatch.setattr(psutil, "virtual_memory", type("", (), {"available": 1000, "total": 1 << 40}))
+    monkeypatch.setattr(usage, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(usage, "total_bytes", lambda: 1 << 40)
     assert HostScope.of(None, None).allowed_bytes({own: MIB}) == 1000 + MIB
     job = SlurmJob(f"test-{own}", None, 100 * MIB)
     assert job.allowed_bytes({own: MIB}) == 101 * MIB
@@ -207,7 +203,7 @@ def test_use_of_a_slurm_job() -> None:
 
 @pytest.mark.skipif(shutil.which("unshare") is None or os.geteuid() != 0, reason="unshare, as root")
 def test_pid_namespaces_have_names_of_their_own() -> None:
-    code = "from reshard_mpi.governor.ledger import own_pid_namespace as n; print(n())"
+    code = "from reshard_mpi.governor.claims import own_pid_namespace as n; print(n())"
     names = {
         subprocess.run([*prefix, sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
         for prefix in ([], ["unshare", "--pid", "--fork", "--mount-proc"])

@@ -4,17 +4,18 @@ A lease must fit every scope its holder lies in. Of each scope it is known how m
 leases use is added to what is free, since their leases stand for it. What they use beyond them is in use like any other
 memory.
 
-Sources: psutil for the host; Linux kernel documentation, admin-guide/cgroup-v2 and cgroup-v1/memory; sbatch(1) and
+Sources: proc(5) for the host; Linux kernel documentation, admin-guide/cgroup-v2 and cgroup-v1/memory; sbatch(1) and
 srun(1), output environment variables.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from reshard_mpi.governor import usage
+from reshard_mpi.governor.usage import anonymous_bytes, resident_bytes
 from reshard_mpi.units import MIB
 
 
@@ -56,9 +57,7 @@ class HostScope(NamedTuple):
     @classmethod
     def of(cls, memory_bytes: int | None, most_held: int | None) -> HostScope:
         """Return this machine. memory_bytes, most_held: what the user allows, None for all there is."""
-        import psutil
-
-        return cls(psutil.virtual_memory().total, memory_bytes, most_held)
+        return cls(usage.total_bytes(), memory_bytes, most_held)
 
     @property
     def name(self) -> str:
@@ -69,9 +68,7 @@ class HostScope(NamedTuple):
         return self.total_bytes if self.memory_bytes is None else min(self.total_bytes, self.memory_bytes)
 
     def allowed_bytes(self, leased_bytes: Mapping[int, int]) -> int:
-        import psutil
-
-        there_bytes = psutil.virtual_memory().available + _used_bytes(leased_bytes, anonymous_bytes)
+        there_bytes = usage.available_bytes() + _used_bytes(leased_bytes, anonymous_bytes)
         return there_bytes if self.memory_bytes is None else min(there_bytes, self.memory_bytes)
 
 
@@ -113,15 +110,12 @@ class SlurmJob(NamedTuple):
         return f"SLURM job {self.job}"
 
     def allowed_bytes(self, leased_bytes: Mapping[int, int]) -> int:
-        import psutil
-
-        used_bytes = 0
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                environment = process.environ()
-                if environment.get("SLURM_JOB_ID") == self.job and environment.get("SLURMD_NODENAME") == self.node:
-                    used_bytes += process.memory_info().rss
+        used_bytes = usage.resident_bytes_where(self._has)
         return self.ceiling_bytes - used_bytes + _used_bytes(leased_bytes, resident_bytes)
+
+    def _has(self, environment: Mapping[str, str]) -> bool:
+        """Tell whether a process of such an environment is one of the job's on this node."""
+        return environment.get("SLURM_JOB_ID") == self.job and environment.get("SLURMD_NODENAME") == self.node
 
 
 class _Hierarchy(NamedTuple):
@@ -236,27 +230,12 @@ def slurm_job(environment: Mapping[str, str]) -> SlurmJob | None:
 
 
 def _used_bytes(leased_bytes: Mapping[int, int], used_by: Callable[[int], int]) -> int:
-    """Return how much of its leases every process uses already, all together."""
-    return sum(min(used_by(pid), size_bytes) for pid, size_bytes in leased_bytes.items())
+    """Return how much of its leases every process uses already, all together.
 
-
-def anonymous_bytes(pid: int) -> int:
-    """Return the memory of a process that could not be had again by dropping file cache; 0 if it has ended."""
-    import psutil
-
-    try:
-        memory = psutil.Process(pid).memory_info()
-    except psutil.Error:
-        return 0
-    return max(0, memory.rss - memory.shared)
-
-
-def resident_bytes(pid: int) -> int:
-    """Return the resident memory of a process, mapped files included; 0 if it has ended."""
-    import psutil
-
-    try:
-        resident: int = psutil.Process(pid).memory_info().rss
-    except psutil.Error:
-        return 0
-    return resident
+    What its children use is counted with it, as far as they have no leases of their own.
+    """
+    used_bytes = 0
+    for pid, size_bytes in leased_bytes.items():
+        children = (child for child in usage.children_of(pid) if child not in leased_bytes)
+        used_bytes += min(used_by(pid) + sum(map(used_by, children)), size_bytes)
+    return used_bytes

@@ -8,21 +8,27 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from reshard_mpi.escaping import one_line
-from reshard_mpi.governor.admission import leased_bytes
 from reshard_mpi.governor.allowance import Allowance
-from reshard_mpi.governor.ledger import Ledger, Occupant
+from reshard_mpi.governor.claims import Occupant, leased_bytes
+from reshard_mpi.governor.ledger import Ledger
 from reshard_mpi.governor.place import Place, find_place
 from reshard_mpi.governor.scopes import find_scopes
+from reshard_mpi.governor.usage import is_stopped, state_of
 from reshard_mpi.units import format_bytes
 
 
 class ScopeState(NamedTuple):
-    """One scope. allowed_bytes: what its leases may hold together now; None for a scope that this process is not in."""
+    """One scope.
+
+    allowed_bytes: what its leases may hold together now; None for a scope that this process is not in. locked_by: the
+    processes that change its line just now, or have been stopped while they did.
+    """
 
     name: str
     ceiling_bytes: int
     allowed_bytes: int | None
     occupants: tuple[Occupant, ...]
+    locked_by: tuple[int, ...] = ()
 
     @property
     def leases(self) -> tuple[Occupant, ...]:
@@ -56,6 +62,7 @@ class HostState(NamedTuple):
                     "ceiling_bytes": _number(scope.ceiling_bytes),
                     "allowed_bytes": scope.allowed_bytes,
                     "held_bytes": scope.held_bytes,
+                    "locked_by": [{"pid": pid, "state": state_of(pid)} for pid in scope.locked_by],
                     "leases": [_as_json(occupant) for occupant in scope.leases],
                     "waiting": [_as_json(occupant) for occupant in scope.waiting],
                 }
@@ -76,15 +83,17 @@ def host_state(allowance: Allowance, environment: Mapping[str, str]) -> HostStat
     place = find_place(environment)
     scopes = {}
     for scope in reversed(find_scopes(environment, allowance.memory_bytes, allowance.max_active)):
-        occupants = tuple(Ledger(place.folder / scope.key).occupants())
+        ledger = Ledger(place.folder / scope.key)
+        occupants = tuple(ledger.occupants())
         leased = leased_bytes(occupant.claim for occupant in occupants if occupant.holds)
         allowed_bytes = max(0, scope.allowed_bytes(leased))
-        scopes[scope.key] = ScopeState(scope.name, scope.ceiling_bytes, allowed_bytes, occupants)
+        scopes[scope.key] = ScopeState(scope.name, scope.ceiling_bytes, allowed_bytes, occupants, ledger.lock_holders())
     for folder in sorted(place.folder.iterdir()) if place.folder.is_dir() else ():
-        occupants = tuple(Ledger(folder).occupants()) if folder.name not in scopes else ()
+        ledger = Ledger(folder)
+        occupants = tuple(ledger.occupants()) if folder.name not in scopes else ()
         if occupants:
             claim = occupants[0].claim
-            scopes[folder.name] = ScopeState(claim.scope, claim.ceiling_bytes, None, occupants)
+            scopes[folder.name] = ScopeState(claim.scope, claim.ceiling_bytes, None, occupants, ledger.lock_holders())
     return HostState(place, tuple(scopes.values()))
 
 
@@ -96,8 +105,14 @@ def _lines(scope: ScopeState, now: float) -> list[str]:
     rows = [("", *_cells(occupant, scope, now)) for occupant in scope.leases]
     rows += [(f"{place}.", *_cells(occupant, scope, now)) for place, occupant in enumerate(scope.waiting, 1)]
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(4)]
+    locked = [
+        f"  pid {pid} ({state_of(pid)}) keeps its line locked: nobody comes or goes until it is continued or ended"
+        for pid in scope.locked_by
+        if is_stopped(pid)
+    ]
     return [
         head,
+        *locked,
         *("  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths)) + f"  {row[4]}" for row in rows),
     ]
 
@@ -108,7 +123,8 @@ def _cells(occupant: Occupant, scope: ScopeState, now: float) -> tuple[str, str,
     if claim.ceiling_bytes < scope.ceiling_bytes:  # its user allows it less
         what += f" within {format_bytes(claim.ceiling_bytes)}"
     seconds = f"{max(0.0, now - occupant.since):.0f} s"
-    return f"pid {claim.pid}", what, seconds, claim.purpose
+    stopped = "stopped: " if claim.is_stopped else ""
+    return f"pid {claim.pid}", what, seconds, f"{stopped}{claim.purpose}"
 
 
 def _as_json(occupant: Occupant) -> dict[str, Any]:
@@ -118,6 +134,8 @@ def _as_json(occupant: Occupant) -> dict[str, Any]:
         "size_bytes": claim.size_bytes,
         "ceiling_bytes": _number(claim.ceiling_bytes),
         "purpose": claim.purpose,
+        "state": claim.state or None,
+        "is_floor": claim.is_floor,
         "since": occupant.since,
     }
 

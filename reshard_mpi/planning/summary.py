@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from reshard_mpi.planning.losses import warnings_of
-from reshard_mpi.planning.model import Limits, RankPlan
+from reshard_mpi.planning.model import RankPlan
 from reshard_mpi.units import format_bytes
 
 
@@ -28,7 +28,7 @@ class RankSummary(NamedTuple):
     warnings: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, plan: RankPlan, limits: Limits) -> RankSummary:
+    def of(cls, plan: RankPlan, peak_bytes: int) -> RankSummary:
         return cls(
             rank=plan.target_rank,
             read_ranks=plan.read_ranks,
@@ -36,7 +36,7 @@ class RankSummary(NamedTuple):
             copies=sum(len(tensor.copies) for tensor in plan.tensors),
             written_bytes=plan.written_bytes,
             needed_bytes=plan.needed_bytes,
-            peak_bytes=plan.peak_bytes(limits),
+            peak_bytes=peak_bytes,
             absent=plan.absent,
             notes=plan.notes,
             warnings=(*warnings_of(plan.lost), *plan.warnings),
