@@ -17,6 +17,7 @@ from reshard_mpi import discovery, formats, strategy
 from reshard_mpi.box import Box
 from reshard_mpi.conversion import Conversion
 from reshard_mpi.dtypes import BY_NAME
+from reshard_mpi.formats.protocol import reserve_file, seal_file
 from reshard_mpi.layout import Layout
 from reshard_mpi.manifest import ShardIdentity, ShardSpec, TensorSpec
 from reshard_mpi.placement import Placement, Strategy
@@ -81,7 +82,9 @@ def _write_shard(
         *(TensorSpec(name, BY_NAME["float32"], shape, box) for name in names),
         TensorSpec("global_step", BY_NAME["int32"], (), Box((), ())),
     )
-    place = module.reserve(str(path), ShardSpec(ShardIdentity(rank, RANKS, table.dumps(_described(names))), specs, {}))
+    place = reserve_file(
+        module, str(path), ShardSpec(ShardIdentity(rank, RANKS, table.dumps(_described(names))), specs, {})
+    )
     with path.open("r+b") as stream:
         for entry in (place.tensors[name] for name in names):
             done = 0
@@ -89,7 +92,7 @@ def _write_shard(
                 stream.seek(part.offset_bytes)
                 stream.write(elements.tobytes()[done : done + part.length_bytes])
                 done += part.length_bytes
-    module.seal(str(path))
+    seal_file(module, str(path))
 
 
 def _described(names: Sequence[str]) -> Strategy:
