@@ -20,6 +20,7 @@ from reshard_mpi.signals import INTERRUPTED, Terminated, exit_when_terminated, i
 _COMMANDS = ("transform", "plan", "verify")
 # How a process that starts over tells the next one what it knows.
 _AGAIN = "RESHARD_MPI_START_OVER"
+_MAX_QUOTED = 120
 # What MPI takes besides, as measured with MPICH and Open MPI.
 _MPI_BYTES = 18 << 20
 
@@ -56,7 +57,8 @@ def begin(arguments: Sequence[str]) -> None:
         governor = open_governor(allowance, os.environ)
     except (ReshardError, ValueError):
         return
-    purpose = f"reshard-mpi {arguments[0]}"
+    words = " ".join(("reshard-mpi", *arguments))[:_MAX_QUOTED]
+    purpose = "".join(letter if letter.isprintable() else "?" for letter in words)
     if comm.launched_size(os.environ) > 1:
         # All ranks of a job are there already, and MPI goes on only with all of them: none can wait.
         allotment.started(Start(os.getpid(), governor, governor.register(BASE_BYTES + _MPI_BYTES, purpose), None))

@@ -188,6 +188,8 @@ def test_a_plan_leaves_no_lease_and_a_batch_script_is_for_other_hosts(
     assert list(state.glob("*/*")) == []
     monkeypatch.setenv("RESHARD_MPI_MEMORY", "40M")
     assert command_line(capsys, *c.arguments("plan", "--sbatch")).code == 0
+    assert run_command([*COMMAND, *c.arguments("plan", "--sbatch")]).returncode == 0
+    assert run_command([*COMMAND, *c.arguments("plan")]).returncode == 5
 
 
 def test_what_can_never_fit_is_refused_on_all_ranks(mpi: MPI, tmp_path: Path) -> None:

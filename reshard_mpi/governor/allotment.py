@@ -135,7 +135,8 @@ class Allotment:
         if self._start is not None:
             wanted_bytes = max(wanted_bytes, self._start.least_bytes)
         if self._lease.size_bytes >= wanted_bytes:
-            if self._lease.size_bytes > wanted_bytes:
+            # Once it cannot start over, a process keeps what it may need again.
+            if self._lease.size_bytes > wanted_bytes and (self._start is None or self._may_start_over):
                 self._lease.restate(wanted_bytes, is_floor=False)
             return True
         if self._lease.grow(wanted_bytes):
