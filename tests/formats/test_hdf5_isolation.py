@@ -42,6 +42,7 @@ def misbehave(path):
         files = [os.open(path, os.O_RDONLY) for _ in range(3)]
     if what == "write": os.write(os.open(path, os.O_WRONLY), b"x" * 100)
     if what == "lie": os.write(1, (1 << 20).to_bytes(8, "little") + b"{" * (1 << 20))
+    if what == "flood": os.write(1, (1 << 40).to_bytes(8, "little") + b"{" * (1 << 16))
     if what == "outside":
         tensor = ["w", "int8", [9], [[[1 << 40, 9]], False], None, None]
         wire.send(1, ["manifest", [[tensor], {}, None]])
@@ -82,6 +83,7 @@ def make(path: Path, **options: object) -> Path:
         ("leave", "exit code 7"),
         ("loop", "processor time"),
         ("lie", "an answer that cannot be"),
+        ("flood", "an answer that cannot be: a value of 1099511627776 bytes"),
         ("outside", "an answer that cannot be: a place outside the file"),
         ("open", "Too many open files"),
         ("write", "File too large"),

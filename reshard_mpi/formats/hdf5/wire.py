@@ -18,6 +18,8 @@ from reshard_mpi.formats.hdf5 import schema
 from reshard_mpi.manifest import ByteRange, Decoded, Manifest, Segments, ShardIdentity, TensorEntry
 
 _LENGTH_BYTES = 8
+# The tensors of a shard and its strings: as many as are read, with the longest names, as JSON.
+_MAX_VALUE_BYTES = 512 << 20
 
 # Reads a box of a dataset: path, stamp, route, name of the element type, whether the byte order is another, box.
 Read = Callable[..., Any]
@@ -32,10 +34,13 @@ def send(fd: int, value: Any, payload: memoryview | None = None) -> None:
 
 
 def receive(fd: int) -> Any:
-    """Wait for a JSON value and return it. Raises EOFError if nobody is there."""
+    """Wait for a JSON value and return it. Raises EOFError if nobody is there, ValueError if it is too long."""
     head = bytearray(_LENGTH_BYTES)
     receive_into(fd, memoryview(head))
-    text = bytearray(int.from_bytes(head, "little"))
+    length_bytes = int.from_bytes(head, "little")
+    if length_bytes > _MAX_VALUE_BYTES:
+        raise ValueError(f"a value of {length_bytes} bytes")
+    text = bytearray(length_bytes)
     receive_into(fd, memoryview(text))
     return json.loads(text)
 
