@@ -212,8 +212,11 @@ class _Reading:
 
     def __init__(self, request: Request, work: Work) -> None:
         self._channel, theirs = Channel.pair()
+        # A signal to stop is for when it is sure that the process will be ended.
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, _TO_STOP)
 
         def read() -> None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
             self._channel.close()
             _read_strategies(theirs, request, work)
 
@@ -221,6 +224,11 @@ class _Reading:
         theirs.close()
 
     def __enter__(self) -> Self:
+        try:
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+        except BaseException as error:
+            self.__exit__(type(error))
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

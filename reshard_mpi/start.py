@@ -11,6 +11,7 @@ from typing import NamedTuple, NoReturn
 
 from reshard_mpi import comm
 from reshard_mpi.errors import ReshardError
+from reshard_mpi.escaping import one_line
 from reshard_mpi.governor import allotment
 from reshard_mpi.governor.admission import Lease, open_governor
 from reshard_mpi.governor.allotment import BASE_BYTES, Start
@@ -120,5 +121,5 @@ def _option(arguments: Sequence[str], name: str) -> str | None:
 def _say(text: str) -> None:
     if sys.stderr is not None:
         with contextlib.suppress(OSError):
-            sys.stderr.write(f"{text}\n")
+            sys.stderr.write(f"{one_line(text)}\n")
             sys.stderr.flush()
