@@ -21,6 +21,7 @@ from reshard_mpi.arguments import parser, request, to_verify
 from reshard_mpi.errors import DamageError, ReshardError
 from reshard_mpi.governor.allotment import finish
 from reshard_mpi.signals import INTERRUPTED, Terminated, exit_when_terminated, ignore_stops, stopped_by
+from reshard_mpi.start import begin_command
 from reshard_mpi.threads import ONE_THREAD
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ def command() -> NoReturn:
     """
     gc.disable()
     _open_standard_streams()
+    begin_command()
     try:
         main()
     except SystemExit as end:

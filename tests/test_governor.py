@@ -477,7 +477,7 @@ def test_callers_of_the_functions_hear_of_waiting(
     tmp_path: Path, state: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     c = make(tmp_path)
-    with ended(first := Holder(state, 120 * MIB, memory="150M").expect("holds")):
+    with ended(first := Holder(state, 140 * MIB, memory="150M").expect("holds")):
 
         def work() -> None:
             reshard_mpi.transform_checkpoints(c.src, c.dst, "p", c.src_strategy, c.dst_strategy, memory="150M")
