@@ -22,6 +22,7 @@ from reshard_mpi.escaping import lines, one_line
 from reshard_mpi.governor.allotment import finish
 from reshard_mpi.signals import INTERRUPTED, Terminated, exit_when_terminated, ignore_stops, stopped_by
 from reshard_mpi.stack import require_stack
+from reshard_mpi.start import begin_command
 from reshard_mpi.streams import flush_standard_streams, open_standard_streams, show, tell_done
 from reshard_mpi.threads import ONE_THREAD
 
@@ -62,6 +63,7 @@ def command() -> NoReturn:
     """
     gc.disable()
     open_standard_streams()
+    begin_command()
     try:
         main()
     except SystemExit as end:

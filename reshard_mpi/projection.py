@@ -21,7 +21,7 @@ from reshard_mpi.units import KIB, MIB
 INTERPRETER_BYTES = 43 * MIB
 _MPI_BYTES = 18 * MIB
 _HDF5_BYTES = 15 * MIB
-_CHILD_BYTES = 56 * MIB
+_CHILD_BYTES = 78 * MIB
 # What is read of a strategy file, for each of its bytes, at the most while it is parsed.
 _PARSING_SHARE = 11
 # A parameter of a strategy; of the larger of the two, for both.

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 from reshard_mpi import comm
 from reshard_mpi.errors import ReshardError
@@ -22,12 +22,17 @@ _COMMANDS = ("transform", "plan", "verify")
 # How a process that starts over tells the next one what it knows.
 _AGAIN = "RESHARD_MPI_START_OVER"
 _MAX_QUOTED = 120
+_has_begun = False
 # What MPI takes besides, as measured with MPICH and Open MPI.
 _MPI_BYTES = 18 << 20
 
 
-def command() -> NoReturn:
-    """Be the process of the command line."""
+def begin_command() -> None:
+    """Begin to be the process of the command line: wait for the memory to load it. Once; again it does nothing."""
+    global _has_begun  # noqa: PLW0603 - a fact of the process
+    if _has_begun:
+        return
+    _has_begun = True
     arguments = sys.argv[1:]
     exit_when_terminated()
     try:
@@ -39,9 +44,6 @@ def command() -> NoReturn:
         word = "interrupted" if code == INTERRUPTED else "terminated"
         _say(f"reshard-mpi: {word}{'; --resume goes on' if resumes else ''}")
         os._exit(code)
-    from reshard_mpi import cli
-
-    cli.command()
 
 
 def begin(arguments: Sequence[str]) -> None:

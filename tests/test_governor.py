@@ -305,7 +305,7 @@ def test_workers_of_a_run_that_have_room_only_one_after_the_other(
     assert list(state.glob("*/*")) == []
 
 
-@pytest.mark.parametrize(("ranks", "layouts"), [(1, TOGETHER), (4, EACH)])
+@pytest.mark.parametrize(("ranks", "layouts"), [pytest.param(1, TOGETHER, marks=pytest.mark.slow), (4, EACH)])
 def test_ranks_of_a_run_that_have_room_only_one_after_the_other(
     mpi: MPI, tmp_path: Path, state: Path, ranks: int, layouts: dict[str, RawLayout]
 ) -> None:
@@ -477,7 +477,7 @@ def test_callers_of_the_functions_hear_of_waiting(
     tmp_path: Path, state: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     c = make(tmp_path)
-    with ended(first := Holder(state, 120 * MIB, memory="150M").expect("holds")):
+    with ended(first := Holder(state, 140 * MIB, memory="150M").expect("holds")):
 
         def work() -> None:
             reshard_mpi.transform_checkpoints(c.src, c.dst, "p", c.src_strategy, c.dst_strategy, memory="150M")

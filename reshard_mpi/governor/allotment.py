@@ -28,6 +28,8 @@ from reshard_mpi.units import MIB
 BASE_BYTES = 43 * MIB
 # The same, forked from a process that has loaded it.
 WORKER_BYTES = 34 * MIB
+# A program that calls the functions has at least so much of that already.
+_CALLER_BYTES = 22 * MIB
 # The least that is asked for beyond a floor.
 _LEAST_BYTES = MIB
 
@@ -91,6 +93,7 @@ class Allotment:
         self._start = start
         self._lease = start.lease if start is not None else None
         self._used_before_bytes = 0 if start is not None or floor_bytes else resident_bytes(os.getpid())
+        self._there_bytes = min(self._used_before_bytes, _CALLER_BYTES)
         self._may_start_over = start is not None and start.over is not None
 
     @classmethod
@@ -128,7 +131,7 @@ class Allotment:
 
         Tells whether nothing had to be let go of for that. If it had to, that has to be done again.
         """
-        wanted_bytes = max(peak_bytes - self._floor_bytes, _LEAST_BYTES)
+        wanted_bytes = self._beyond_floor(peak_bytes)
         if self._lease is None:
             self._wait(wanted_bytes, purpose)
             return True
@@ -144,7 +147,7 @@ class Allotment:
         if self._may_start_over and self._start is not None and self._start.over is not None:
             self._start.over(wanted_bytes)
         self._let_go()
-        self._wait(max(peak_bytes - self._floor_bytes, _LEAST_BYTES), purpose)
+        self._wait(self._beyond_floor(peak_bytes), purpose)
         return False
 
     def be_floor(self) -> None:
@@ -171,6 +174,9 @@ class Allotment:
         """Return how long was waited since this was asked last."""
         waited_seconds, self.waited_seconds = self.waited_seconds, 0.0
         return waited_seconds
+
+    def _beyond_floor(self, peak_bytes: int) -> int:
+        return max(peak_bytes - self._floor_bytes - self._there_bytes, _LEAST_BYTES)
 
     def _let_go(self) -> None:
         for let_go in self.on_giving_way:
