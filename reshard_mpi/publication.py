@@ -53,15 +53,27 @@ class Publication:
         self._name = name
         self._before = before
         self._then = then
+        self._mode = mode
+        self._host = host
         self._is_published = False
-        self._partial_name, self.descriptor = _created(folder, name, mode, host)
-        self.partial = folder.path / self._partial_name
+
+    @property
+    def partial(self) -> Path:
+        return self._folder.path / self._partial_name
 
     @property
     def identity(self) -> FileIdentity:
         return FileIdentity.of(self.descriptor)
 
     def __enter__(self) -> Self:
+        try:
+            self._create()
+        except TargetError:
+            raise
+        except BaseException:  # as where this process is told to stop
+            with contextlib.suppress(OSError):
+                self._folder.remove(self._partial_name)
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -69,6 +81,19 @@ class Publication:
             if not self._is_published:
                 self._folder.remove(self._partial_name)
         close(self.descriptor)  # what was to be kept is on the disk
+
+    def _create(self) -> None:
+        """Make the partial file, locked where others may write the same file."""
+        while True:
+            head = _host_digest(self._host) if self._host else ""
+            self._partial_name = partial_name(self._name, head + os.urandom(_TOKEN_BYTES - len(head) // 2).hex())
+            self.descriptor = self._folder.create(self._partial_name, self._mode)
+            # Before it was locked, it may have been taken for what one of the dead has left.
+            if not self._host or (
+                _try_lock(self.descriptor) is not False and self._folder.is_called(self._partial_name, self.descriptor)
+            ):
+                return
+            close(self.descriptor)
 
     def publish(self, sums: Sequence[TensorSum] = (), *, synced: bool = True) -> None:
         """Put the file in place, whatever was there. synced: False where it need not outlive a loss of power."""
@@ -157,18 +182,6 @@ def remove_stale_records(state: Folder) -> None:
     for name in state.names():
         if name.startswith(".rank_") and ".json." in name and name.endswith(_PARTIAL):
             state.remove(name)
-
-
-def _created(folder: Folder, name: str, mode: int, host: str) -> tuple[str, int]:
-    """Make a partial file; return what it is called, and its descriptor. host: it is locked, if that is given."""
-    while True:
-        head = _host_digest(host) if host else ""
-        partial = partial_name(name, head + os.urandom(_TOKEN_BYTES - len(head) // 2).hex())
-        descriptor = folder.create(partial, mode)
-        # Before it was locked, it may have been taken for what one of the dead has left.
-        if not host or (_try_lock(descriptor) is not False and folder.is_called(partial, descriptor)):
-            return partial, descriptor
-        close(descriptor)
 
 
 def _dead(folder: Folder, name: str, host: str) -> Iterator[str]:

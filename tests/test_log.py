@@ -214,8 +214,11 @@ def test_worker_processes_leave_it_to_their_parent(
 
 
 @pytest.mark.slow
-def test_more_processes_than_there_is_work_for(tmp_path: Path, capsys: Capture, logged: Logged) -> None:
+def test_more_processes_than_there_is_work_for(
+    tmp_path: Path, capsys: Capture, logged: Logged, monkeypatch: pytest.MonkeyPatch
+) -> None:
     c = make(tmp_path)
+    monkeypatch.setenv("RESHARD_MPI_MEMORY", "unlimited")  # so many may have to wait for memory, and say so
     said = command_line(capsys, *c.arguments("transform", "--jobs", str(MANY)))
     assert said.code == 0
     ((level, text),) = printed(said)
