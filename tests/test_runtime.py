@@ -403,7 +403,7 @@ def test_a_run_that_is_stopped(tmp_path: Path, capsys: Capture, name: str) -> No
     c = four_targets(tmp_path)
     finished = run(c, "--jobs", jobs, env=doing(tmp_path, f"{do}; time.sleep(30)"))
     assert finished.returncode == code, finished
-        assert "Traceback" not in finished.stderr and "wrote" not in finished.stdout, finished.stderr
+    assert "Traceback" not in finished.stderr and "wrote" not in finished.stdout, finished.stderr
     word = {130: "interrupted", 143: "terminated"}[code]
     assert finished.stderr.splitlines()[-1] == f"reshard-mpi: {word}; --resume goes on"
     assert finished.stderr.count("--resume goes on") == 1
