@@ -16,10 +16,12 @@ from reshard_mpi.governor.allowance import Allowance
 from reshard_mpi.planning.model import RankPlan
 from reshard_mpi.projection import INTERPRETER_BYTES, Projection, opening_bytes
 from reshard_mpi.source import SourceCheckpoint
-from reshard_mpi.units import MIB
+from reshard_mpi.units import KIB, MIB
 
 # What at least one of several workers needs besides for being there, so that any of them comes to an end.
 _WORK_BYTES = 24 * MIB
+# What a worker does not give back any more of what it has read and planned of a tensor.
+_PLANNED_BYTES = 5 * KIB
 
 
 class RunMemory:
@@ -113,15 +115,16 @@ class RunMemory:
         if self._allotment is not None:
             self._allotment.stay()
 
-    def share_out(self, jobs: int, *, least: int) -> int:
+    def share_out(self, jobs: int, parameters: int, *, least: int) -> int:
         """Have the memory to fork workers; return how many, `jobs` or as many as can ever be there at once.
 
-        From now on this process stays as it is. least: so many are there in any case.
+        From now on this process stays as it is. parameters: how many the strategies have, so many tensors each of them
+        is going to plan. least: so many workers are there in any case.
         """
         governor = self.open()
         assert self._allotment is not None
         room_bytes = governor.ceiling_bytes - INTERPRETER_BYTES - _WORK_BYTES
-        size = max(least, min(jobs, room_bytes // WORKER_BYTES))
+        size = max(least, min(jobs, room_bytes // (WORKER_BYTES + parameters * _PLANNED_BYTES)))
         self._allotment.need(INTERPRETER_BYTES + size * WORKER_BYTES, "starting workers")
         self._allotment.be_floor()
         return size

@@ -162,7 +162,8 @@ def _run_here(request: Request, jobs: int | None, progress: Progress, work: Work
         size, notes = processes_of_use(jobs, targets, "target", together=True)
     else:
         size, notes = processes_of_use(jobs, shards or 1, "shard", together=False)
-    useful, size = size, memory.share_out(size, least=1)
+    parameters = max(len(strategies.target.parameters), len(strategies.source.parameters) if strategies.source else 0)
+    useful, size = size, memory.share_out(size, parameters, least=1)
     if size < useful and jobs is not None:
         notes = (*notes, f"{size} of {useful} processes were started: there can be no memory for more at once")
     workers: list[_Worker] = []

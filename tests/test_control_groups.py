@@ -53,7 +53,7 @@ def written(folder: Path) -> int:
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize(
     ("kind", "tensors", "count", "limit_mib"),
-    [("ckpt", 17, 48, 512), ("hdf5", 17, 16, 320), ("ckpt", 10_000, 8, 256), ("hdf5", 5_000, 6, 320)],
+    [("ckpt", 17, 48, 512), ("hdf5", 17, 16, 320), ("ckpt", 4_000, 6, 192), ("hdf5", 2_000, 5, 256)],
 )
 def test_no_task_is_killed(tmp_path: Path, kind: str, tensors: int, count: int, limit_mib: int, version: int) -> None:
     with group_of(version, limit_mib * MIB) as group:
@@ -68,8 +68,8 @@ def test_no_task_is_killed(tmp_path: Path, kind: str, tensors: int, count: int, 
 @pytest.mark.slow
 @pytest.mark.parametrize("version", [1, 2])
 def test_the_same_without_the_governor_is_killed(tmp_path: Path, version: int) -> None:
-    with group_of(version, 256 * MIB) as group:
-        made = Checkpoint.write(tmp_path / "made", "ckpt", 10_000, SMALL)
+    with group_of(version, 192 * MIB) as group:
+        made = Checkpoint.write(tmp_path / "made", "ckpt", 4_000, SMALL)
         ended = tasks(group, tmp_path, made, 8, "--memory", "unlimited")
         assert -9 in {code for code, _ in ended} and group.kills > 0
 
@@ -80,7 +80,7 @@ def test_the_same_without_the_governor_is_killed(tmp_path: Path, version: int) -
 def test_workers_of_one_run(tmp_path: Path, version: int, jobs: int) -> None:
     """They wait for each other, so none may keep memory that another one waits for."""
     with group_of(version, 256 * MIB) as group:
-        made = Checkpoint.write(tmp_path / "made", "ckpt", 5_000, SMALL)
+        made = Checkpoint.write(tmp_path / "made", "ckpt", 1_500, SMALL)
         command = [*COMMAND, made.src, tmp_path / "out_0", *made.options(), "--jobs", str(jobs), "--verify"]
         code = start(group, tmp_path, command, tmp_path / "said").wait(TIMEOUT_SECONDS)
         assert (code, group.kills) == (0, 0), (tmp_path / "said").read_text()

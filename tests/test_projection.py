@@ -119,8 +119,8 @@ CASES = [
     ("ckpt", "ckpt", 3, LARGE),
     ("hdf5", "hdf5", 3, LARGE),
     ("ckpt", "hdf5", 2_000, SMALL),
-    ("ckpt", "ckpt", 10_000, SMALL),
-    ("hdf5", "hdf5", 10_000, SMALL),
+    ("ckpt", "ckpt", 4_000, SMALL),
+    ("hdf5", "hdf5", 4_000, SMALL),
 ]
 # What sums need numpy is not known before; it is counted in any case.
 MOST_OF_SUMS = 1.9

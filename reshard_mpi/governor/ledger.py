@@ -60,16 +60,16 @@ class Position:
     def leave_line(self) -> None:
         """Wake the next in line, also where a fork of this process has the pipe open."""
         if self.line is not None:
+            line, self.line = self.line, None
             with contextlib.suppress(OSError):
-                os.write(self.line, b".")
-            os.close(self.line)
-            self.line = None
+                os.write(line, b".")
+            os.close(line)
 
     def close(self) -> None:
         self.leave_line()
         if self.descriptor is not None:
-            lock.unlock(self.descriptor)
-            self.descriptor = None
+            descriptor, self.descriptor = self.descriptor, None
+            lock.unlock(descriptor)
 
 
 class Ledger:
@@ -345,9 +345,10 @@ class Ledger:
         new.unlink(missing_ok=True)
         descriptor = self._write(new, claim)
         new.rename(self._path(position.number, _LEASE))
-        if position.descriptor is not None:
-            lock.unlock(position.descriptor)
-        position.descriptor, position.claim = descriptor, claim
+        # Before the old one is closed: a signal may end this anywhere.
+        old, position.descriptor, position.claim = position.descriptor, descriptor, claim
+        if old is not None:
+            lock.unlock(old)
 
     def _remove_folder(self) -> None:
         """Remove what nobody is in: scopes come and go with jobs. Who waits for its lock begins again."""
