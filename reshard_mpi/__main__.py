@@ -1,13 +1,17 @@
-"""`python -m reshard_mpi` and `reshard-mpi`: the command line."""
+"""`python -m reshard_mpi` and `reshard-mpi`: the command line.
 
-from __future__ import annotations
-
-from typing import NoReturn
+Under `python -m` what is imported here is imported by the program, for which Python looks in the working folder first.
+So nothing is, but what lies in this package.
+"""
 
 from reshard_mpi.start import begin_command
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import NoReturn
 
-def command() -> NoReturn:
+
+def command() -> "NoReturn":
     """Be the process of the command line, which is loaded when there is memory for it."""
     begin_command()
     from reshard_mpi import cli
