@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import time
@@ -11,10 +10,10 @@ from pathlib import Path
 
 from reshard_mpi.errors import TargetError
 from reshard_mpi.folders import Folder
+from reshard_mpi.processes import holders_of_lock, state_of
 
 _NAP_SECONDS = 0.02
 _NOTICE_SECONDS = 1.0
-_STATES = {"T": "stopped", "t": "stopped by a debugger", "D": "waiting for a disk", "Z": "ended"}
 
 Say = Callable[[str], None]
 
@@ -71,23 +70,5 @@ def wait_for_lock(
 
 def holders(descriptor: int) -> str:
     """Say who holds the lock on a file, as far as can be seen from this host."""
-    inode = os.fstat(descriptor).st_ino
-    pids = []
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/locks").read_text().splitlines():
-            # 1: FLOCK  ADVISORY  WRITE 4711 fd:01:131 0 EOF
-            fields = line.split()
-            if len(fields) == 8 and fields[1] == "FLOCK" and fields[5].rpartition(":")[2] == str(inode):
-                pids.append(int(fields[4]))
-    seen = map(_described, (pid for pid in pids if pid > 0))
+    seen = (f"process {pid} ({state_of(pid)})" for pid in holders_of_lock(descriptor))
     return ", ".join(seen) or "a process that cannot be seen from here, as on another host"
-
-
-def _described(pid: int) -> str:
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return f"process {pid}"
-    # The name may hold anything, parentheses included.
-    state = text.rpartition(")")[2].split()[0]
-    return f"process {pid}" + (f" ({_STATES[state]})" if state in _STATES else "")

@@ -22,7 +22,7 @@ from reshard_mpi.errors import ReshardError
 from reshard_mpi.governor.admission import HostGovernor
 from reshard_mpi.governor.ledger import Ledger
 from reshard_mpi.governor.place import Place
-from reshard_mpi.governor.usage import state_of
+from reshard_mpi.processes import state_of
 
 Capture = pytest.CaptureFixture[str]
 

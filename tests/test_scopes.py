@@ -14,6 +14,7 @@ import pytest
 from reshard_mpi.governor import usage
 from reshard_mpi.governor.scopes import HostScope, SlurmJob, control_groups, find_scopes, slurm_job
 from reshard_mpi.governor.usage import anonymous_bytes, resident_bytes
+from reshard_mpi.processes import children_of
 from reshard_mpi.units import MIB
 
 # As the kernel says it of a process in a SLURM step, with version 2 and with version 1.
@@ -24,7 +25,7 @@ CPU_MOUNT = "37 32 0:32 / /sys/fs/cgroup/cpu rw,nosuid shared:15 - cgroup cgroup
 
 def used_by_us() -> int:
     """Return what this process uses, with those that it has started, as to read HDF5 files of others."""
-    return sum(map(anonymous_bytes, (os.getpid(), *usage.children_of(os.getpid()))))
+    return sum(map(anonymous_bytes, (os.getpid(), *children_of(os.getpid()))))
 
 
 def tree(root: Path, membership: str, mounts: list[str], files: dict[str, str]) -> Path:

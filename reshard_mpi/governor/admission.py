@@ -19,7 +19,7 @@ from reshard_mpi.governor.claims import Claim, Occupant, leased_bytes, own_pid_n
 from reshard_mpi.governor.ledger import Ledger, Position
 from reshard_mpi.governor.place import Place, find_place, make_place, no_place
 from reshard_mpi.governor.scopes import Scope, find_scopes
-from reshard_mpi.governor.usage import state_of
+from reshard_mpi.processes import state_of
 from reshard_mpi.units import format_bytes
 
 T = TypeVar("T")

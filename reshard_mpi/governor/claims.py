@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
+from reshard_mpi import processes
 from reshard_mpi.governor import usage
 
 
@@ -52,12 +53,12 @@ class Claim(NamedTuple):
     @property
     def is_stopped(self) -> bool:
         """Whether the process is known to be stopped."""
-        return self.is_here and usage.is_stopped(self.pid)
+        return self.is_here and processes.is_stopped(self.pid)
 
     @property
     def state(self) -> str:
         """What the process does, in a word or a few; empty where that cannot be seen."""
-        return usage.state_of(self.pid) if self.is_here else ""
+        return processes.state_of(self.pid) if self.is_here else ""
 
 
 class Occupant(NamedTuple):

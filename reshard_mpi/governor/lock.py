@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from reshard_mpi.errors import ReshardError
-from reshard_mpi.governor.usage import holders_of_lock
+from reshard_mpi.processes import holders_of_lock
 
 LOCK = "lock"
 _PRIVATE = 0o600

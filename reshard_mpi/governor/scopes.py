@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 
 from reshard_mpi.governor import usage
 from reshard_mpi.governor.usage import anonymous_bytes, resident_bytes
+from reshard_mpi.processes import children_of
 from reshard_mpi.units import MIB
 
 
@@ -236,6 +237,6 @@ def _used_bytes(leased_bytes: Mapping[int, int], used_by: Callable[[int], int]) 
     """
     used_bytes = 0
     for pid, size_bytes in leased_bytes.items():
-        children = (child for child in usage.children_of(pid) if child not in leased_bytes)
+        children = (child for child in children_of(pid) if child not in leased_bytes)
         used_bytes += min(used_by(pid) + sum(map(used_by, children)), size_bytes)
     return used_bytes

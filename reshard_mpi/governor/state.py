@@ -13,7 +13,7 @@ from reshard_mpi.governor.claims import Occupant, leased_bytes
 from reshard_mpi.governor.ledger import Ledger
 from reshard_mpi.governor.place import Place, find_place
 from reshard_mpi.governor.scopes import find_scopes
-from reshard_mpi.governor.usage import is_stopped, state_of
+from reshard_mpi.processes import is_stopped, state_of
 from reshard_mpi.units import format_bytes
 
 
