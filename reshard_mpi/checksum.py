@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from zlib_ng.zlib_ng import crc32, crc32_combine
 
-from reshard_mpi.box import Box, Runs, common_runs
+from reshard_mpi.box import Box, Runs, common_runs, run_length
 
 if TYPE_CHECKING:
     import numpy as np
@@ -59,6 +59,12 @@ def sum_of_whole(parts: Iterable[int], size_bytes: int) -> int:
     for part in parts:
         state ^= part ^ zeros
     return state
+
+
+def has_short_runs(box: Box, whole: Box, itemsize_bytes: int) -> bool:
+    """Tell whether a part lies in its whole in runs so short that numpy is loaded to sum it."""
+    length = run_length(box, box, whole)
+    return length < box.size and length * itemsize_bytes < _SHORT_BYTES
 
 
 def sum_of_zeros(size_bytes: int) -> int:

@@ -34,8 +34,8 @@ def compare(source: SourceCheckpoint, every: Iterable[Alike], limits: Limits) ->
 
 
 def comparing_bytes(limits: Limits) -> int:
-    """Project the peak resident memory of comparing: the process, two blocks, a window, records."""
-    return limits.base_bytes + limits.buffer_bytes + limits.window_bytes + 2 * _MAX_TENSORS_AT_ONCE * KIB
+    """Project what comparing takes besides what is there: two blocks, a window, records."""
+    return limits.buffer_bytes + limits.window_bytes + 2 * _MAX_TENSORS_AT_ONCE * KIB
 
 
 def difference(source: SourceCheckpoint, check: Check, other_rank: int, element: Sequence[int]) -> DisagreementError:

@@ -36,7 +36,7 @@ from reshard_mpi.units import MIB
 
 # The buffer is large enough that what Python does for each filling of it is small beside moving the bytes. The window
 # is the most that is mapped of sources at once. `projection` knows how large the process is beside these.
-LIMITS = Limits(base_bytes=0, buffer_bytes=2 * MIB, window_bytes=16 * MIB)
+LIMITS = Limits(buffer_bytes=2 * MIB, window_bytes=16 * MIB)
 
 # Before it is said that no shard holds a tensor, so many are looked into: some may be saved without what others hold.
 _MAX_LOOKED_INTO = 64

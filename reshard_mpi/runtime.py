@@ -286,7 +286,8 @@ class _Planner:
                 verify=self._request.verify,
             )
             if mine:
-                self._memory.to_move(comparing_bytes(projection.limits), f"copies in {self.source}")
+                peak_bytes = projection.base_bytes + comparing_bytes(conversion.limits)
+                self._memory.to_move(peak_bytes, f"copies in {self.source}")
                 lost = compare(conversion.source, mine, conversion.limits)
             drifted = conversion.drifted_tensors(
                 damaged_are_replaced=self._request.verify, process=self._comm.rank, processes=self._comm.size

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Protocol
 
 from reshard_mpi import formats
 from reshard_mpi.box import Box
 from reshard_mpi.commit_record import CommitRecord
 from reshard_mpi.discovery import ShardFiles
-from reshard_mpi.engine.sums import sum_tensors
+from reshard_mpi.engine.sums import sum_tensors, takes_numpy
 from reshard_mpi.errors import DamageError, ReshardError
 from reshard_mpi.manifest import Manifest, Segments, TensorEntry, TensorSpec
 from reshard_mpi.planning.model import Limits
@@ -28,13 +29,19 @@ from reshard_mpi.sums import sums_of_wholes
 from reshard_mpi.verification import tensor_sum
 
 
-def check_shard(
-    files: ShardFiles, rank: int, limits: Limits, before_sums: Callable[[int, bool], None]
-) -> tuple[Checked, list[ReshardError]]:
-    """Check what one rank holds against the checksum, the sums and the record that there are of it.
+class BeforeSums(Protocol):
+    """Is told, before the tensors of a file are summed, how many there are and what that takes.
 
-    before_sums: is told how many tensors a file has, and whether it describes itself, before they are summed.
+    is_native: the file describes itself. with_numpy: numpy is loaded for the sums.
     """
+
+    def __call__(self, tensors: int, *, is_native: bool, with_numpy: bool) -> None: ...
+
+
+def check_shard(
+    files: ShardFiles, rank: int, limits: Limits, before_sums: BeforeSums
+) -> tuple[Checked, list[ReshardError]]:
+    """Check what one rank holds against the checksum, the sums and the record that there are of it."""
     module, folder = formats.by_name(files.format), Path(files.path)
     record = TargetRecord.read(folder / STATE, rank)
     damage: list[ReshardError] = []
@@ -47,7 +54,11 @@ def check_shard(
         damage.append(DamageError("the record of a shard is damaged", where=where, remedy=remedy))
     for path in files.by_rank[rank]:
         shard = module.locate(path)
-        before_sums(len(shard.tensors), shard.identity is not None)
+        is_recorded = record is not None and _is_of(record, folder, path)
+        recorded = {one.name: one for one in record.sums} if record is not None and is_recorded else {}
+        listed = table.loads(shard.identity.strategy, shard.path).parameters if shard.identity is not None else ()
+        with_numpy = any(takes_numpy(spec, shard.tensors[spec.name]) for spec, _ in _placed(shard, recorded, listed))
+        before_sums(len(shard.tensors), is_native=shard.identity is not None, with_numpy=with_numpy)
         if shard.identity is not None:
             world_size = shard.identity.world_size
             damage += _elsewhere(shard.identity.rank, rank, path)
@@ -56,13 +67,11 @@ def check_shard(
         stored = module.stored_sums(path)
         if stored:
             by["its own sums"] = None
-        recorded: dict[str, TensorSum] = {}
-        if record is not None and _is_of(record, folder, path):
-            recorded = {one.name: one for one in record.sums}
+        if record is not None and is_recorded:
             damage += _against_record(shard, record, recorded)
         if recorded:
             by["the record of its run"] = None
-        placed = _placed(shard, recorded)
+        placed = dict(_placed(shard, recorded, listed))
         specs = [spec for spec in placed if spec.name in stored or spec.name in recorded]
         for summed in sum_tensors(specs, shard, limits=limits):
             name = summed.tensor.name
@@ -161,22 +170,21 @@ def _fits(one: TensorSum, entry: TensorEntry) -> bool:
     return (one.dtype, one.shape) == (entry.dtype.name, entry.shape)
 
 
-def _placed(shard: Manifest, recorded: Mapping[str, TensorSum]) -> dict[TensorSpec, bool]:
-    """Return the tensors of a shard whose place in the whole is known, from itself or from its record if that fits.
+def _placed(
+    shard: Manifest, recorded: Mapping[str, TensorSum], listed: Container[str]
+) -> Iterator[tuple[TensorSpec, bool]]:
+    """Yield the tensors of a shard whose place in the whole is known, from itself or from its record if that fits.
 
-    Of each: whether it is loose, for all that is known.
+    listed: what the strategy in the shard places. Of each tensor: whether it is loose, for all that is known.
     """
-    listed = () if shard.identity is None else table.loads(shard.identity.strategy, shard.path).parameters
-    found: dict[TensorSpec, bool] = {}
     for name, entry in shard.tensors.items():
         one = recorded.get(name)
         loose = name not in listed if one is None else one.loose
         if entry.box is not None and entry.global_shape is not None:
-            found[TensorSpec(name, entry.dtype, entry.global_shape, entry.box)] = loose
+            yield TensorSpec(name, entry.dtype, entry.global_shape, entry.box), loose
         elif one is not None and _fits(one, entry):
             stop = tuple(low + length for low, length in zip(one.start, entry.shape))
-            found[TensorSpec(name, entry.dtype, one.global_shape, Box(one.start, stop))] = loose
-    return found
+            yield TensorSpec(name, entry.dtype, one.global_shape, Box(one.start, stop)), loose
 
 
 def _damaged(shard: Manifest, name: str, expected: int, found: int) -> DamageError:

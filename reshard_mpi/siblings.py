@@ -38,7 +38,7 @@ _MAX_KINDS = 96
 _SAMPLES = 4
 _SAMPLE_BYTES = 256
 _SEED = 11
-_LIMITS = Limits(base_bytes=0, buffer_bytes=MIB, window_bytes=MIB)
+_LIMITS = Limits(buffer_bytes=MIB, window_bytes=MIB)
 
 
 class LoneShard(NamedTuple):

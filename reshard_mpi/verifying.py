@@ -106,11 +106,11 @@ def _verify_alone(request: Request, comm: Comm, memory: RunMemory) -> Outcome:
     files, governor = _agreed(begin, comm)
 
     def check(rank: int) -> tuple[Checked, list[ReshardError]]:
-        def before_sums(tensors: int, is_native: bool) -> None:
-            peak_bytes = checking_bytes(files.format, tensors, is_native=is_native)
+        def before_sums(tensors: int, *, is_native: bool, with_numpy: bool) -> None:
+            peak_bytes = checking_bytes(files.format, tensors, is_native=is_native, with_numpy=with_numpy)
             memory.to_move(peak_bytes, f"rank {rank} of {request.source}")
 
-        before_sums(0, False)
+        before_sums(0, is_native=False, with_numpy=True)  # where there is room for it, there is for the structure
         return check_shard(files, rank, LIMITS, before_sums)
 
     outcome = _besides(_each(dict.fromkeys(files.by_rank, 1), comm, check), governor, files)

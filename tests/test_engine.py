@@ -138,7 +138,6 @@ def _written(manifest: Manifest) -> bytes:
 
 LIMITS = st.builds(
     Limits,
-    base_bytes=st.just(0),
     buffer_bytes=st.sampled_from([16, 64, 4096]),
     window_bytes=st.sampled_from([1, 64, 4096]),
 )
@@ -287,7 +286,7 @@ def test_compressed_source_that_cannot_be_read_is_named() -> None:
         frozenset(),
     )
     with pytest.raises(ShardError, match=r"cannot be read\n  got: .*inflate(.|\n)*where: rank_3"):
-        load_shard(plan, limits=Limits(0, 1 << 10, 1 << 10))
+        load_shard(plan, limits=Limits(1 << 10, 1 << 10))
 
 
 def test_more_sources_than_may_be_open_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,6 +322,6 @@ def test_only_what_a_process_fills_is_read_ahead(
     plan = RankPlan(0, 0, NOWHERE, tuple(tensors), {}, (), (), (), (), frozenset())
     seen = []
     monkeypatch.setattr(Files, "advise", lambda _, part: seen.append(Path(part.path).name))
-    limits = Limits(base_bytes=0, buffer_bytes=4096, window_bytes=4096)
+    limits = Limits(buffer_bytes=4096, window_bytes=4096)
     write(plan, Manifest(str(target), "none", places), span=span, limits=limits, on_bytes=lambda _: None)
     assert seen == advised

@@ -48,7 +48,7 @@ from reshard_mpi.source import SourceCheckpoint
 
 source, target, src_strategy, dst_strategy = sys.argv[1:]
 checkpoint = SourceCheckpoint.open(discovery.find_shards(source), strategy.load(src_strategy))
-limits = Limits(base_bytes=0, buffer_bytes=1 << 31, window_bytes=1 << 31)
+limits = Limits(buffer_bytes=1 << 31, window_bytes=1 << 31)
 conversion = Conversion(checkpoint, strategy.load(dst_strategy), limits=limits)
 with Folder.open(Path(target).parent) as folder, Publication(folder, Path(target).name) as publication:
     write_whole(conversion.plan(1), "ckpt", publication, limits, lambda _: None)

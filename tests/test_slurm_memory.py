@@ -64,7 +64,7 @@ files.Files.window = window
 # The same, with nothing to bound what is mapped at once.
 _UNBOUNDED = """
 def unbounded(plan, manifest, descriptor, span, limits, on_bytes):
-    limits = Limits(base_bytes=0, buffer_bytes=1 << 31, window_bytes=1 << 31)
+    limits = Limits(buffer_bytes=1 << 31, window_bytes=1 << 31)
     return fill(plan, manifest, descriptor, span, limits, on_bytes)
 
 writing._fill = unbounded

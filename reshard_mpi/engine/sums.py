@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from reshard_mpi.box import Box
-from reshard_mpi.checksum import PartSum
+from reshard_mpi.checksum import PartSum, has_short_runs
 from reshard_mpi.engine.files import Files
 from reshard_mpi.engine.stream import Stream
 from reshard_mpi.manifest import ByteRange, Manifest, Segments, TensorEntry, TensorSpec
@@ -50,6 +50,12 @@ def sum_tensors(tensors: Iterable[TensorSpec], shard: Manifest, *, limits: Limit
             blocks = spec.box.blocks(max(1, len(buffer) // spec.dtype.itemsize_bytes))
             own = _own(spec, shard.tensors[spec.name])
             yield Summed(spec, None, _sum(files, spec, (own,), blocks, buffer, limits))
+
+
+def takes_numpy(spec: TensorSpec, entry: TensorEntry) -> bool:
+    """Tell whether numpy is loaded to sum a tensor of a shard."""
+    is_as_stored = isinstance(entry.source, Segments) and not entry.source.swapped
+    return not is_as_stored or has_short_runs(spec.box, Box.whole(spec.global_shape), spec.dtype.itemsize_bytes)
 
 
 def copies_and_target(tensor: TensorPlan, target: Manifest) -> Iterator[tuple[Copy, Copy]]:

@@ -53,14 +53,19 @@ def write_shard(
             assert part is not None
             if following is not None and following.span[0] == 0:
                 _read_ahead(files, following.tensor, target.tensors[following.tensor.spec.name])
-            tensor, box = part.tensor, part.tensor.spec.box
-            if all(_in_long_runs(copy, box) for copy in tensor.copies):
+            tensor = part.tensor
+            if _is_copied(tensor):
                 _copy_runs(files, tensor, part.place, part.span, buffer)
-            elif all(_in_source_order(copy, box) for copy in tensor.copies):
+            elif _is_scattered(tensor):
                 _fill_blocks(files, tensor, part.place, part.span, buffer, scatter.fill)
             else:
                 _fill_blocks(files, tensor, part.place, part.span, buffer, _gathering(files, limits))
         return files.traffic
+
+
+def is_gathered(tensor: TensorPlan) -> bool:
+    """Tell whether a tensor is written through windows of its sources, with numpy."""
+    return not _is_copied(tensor) and not _is_scattered(tensor)
 
 
 class _Part(NamedTuple):
@@ -113,6 +118,14 @@ def _gathering(files: Files, limits: Limits) -> Fill:
         gather_into(files, copy, region, block, buffer, limits)
 
     return fill
+
+
+def _is_copied(tensor: TensorPlan) -> bool:
+    return all(_in_long_runs(copy, tensor.spec.box) for copy in tensor.copies)
+
+
+def _is_scattered(tensor: TensorPlan) -> bool:
+    return all(_in_source_order(copy, tensor.spec.box) for copy in tensor.copies)
 
 
 def _in_long_runs(copy: Copy, target: Box) -> bool:

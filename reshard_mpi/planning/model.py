@@ -3,36 +3,24 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from reshard_mpi.box import Box
-from reshard_mpi.manifest import Decoded, ShardIdentity, ShardSpec, TensorEntry, TensorSpec
+from reshard_mpi.manifest import ShardIdentity, ShardSpec, TensorEntry, TensorSpec
 from reshard_mpi.planning.copies import Alike
 from reshard_mpi.planning.losses import Lost
-from reshard_mpi.units import KIB
-
-# What the records of one of a target tensor's copies take beyond the first: measured with 10,000 tensors, 0.45 KiB.
-_COPY_BYTES = KIB // 2
-# A window begins and ends with a page, and with it the kernel maps what it has of the file around.
-_AROUND_BYTES = 256 * KIB
-# A chunk in this process and on its way; stored, decoded, between filters and cached in the one that has the library.
-_DECODINGS = 6
 
 
 class Limits(NamedTuple):
     """How much memory moving bytes may take, in one process.
 
-    base_bytes: an interpreter with its libraries, and what it has read and planned. buffer_bytes: the buffer in which a
-    run of target bytes is put together. window_bytes: how much of source files is mapped at any moment. tensor_bytes:
-    what a tensor takes that is written, in this program and in the library of its format.
+    buffer_bytes: the buffer in which a run of target bytes is put together. window_bytes: how much of source files is
+    mapped at any moment.
     """
 
-    base_bytes: int
     buffer_bytes: int
     window_bytes: int
-    tensor_bytes: int = 0
 
 
 class Copy(NamedTuple):
@@ -152,21 +140,6 @@ class RankPlan(NamedTuple):
     def needed_bytes(self) -> int:
         """Payload bytes taken from the sources."""
         return sum(copy.size_bytes for tensor in self.tensors for copy in tensor.copies)
-
-    def peak_bytes(self, limits: Limits) -> int:
-        """Project the peak resident memory: the process, its buffer and windows, records, the largest decoding."""
-        decoded_bytes = buffer_bytes = source_bytes = 0
-        records_bytes = limits.tensor_bytes * len(self.tensors)
-        for tensor in self.tensors:
-            buffer_bytes = max(buffer_bytes, tensor.spec.size_bytes)
-            records_bytes += _COPY_BYTES * (len(tensor.copies) - 1)
-            for copy in tensor.copies:
-                source_bytes = max(source_bytes, copy.source.size_bytes)
-                if isinstance(copy.source.source, Decoded):
-                    chunk_bytes = copy.source.dtype.itemsize_bytes * math.prod(copy.source.source.chunk)
-                    decoded_bytes = max(decoded_bytes, chunk_bytes)
-        moved_bytes = min(limits.buffer_bytes, buffer_bytes) + min(limits.window_bytes, source_bytes + _AROUND_BYTES)
-        return limits.base_bytes + moved_bytes + records_bytes + _DECODINGS * decoded_bytes
 
 
 def _name(spec: TensorSpec) -> str:
