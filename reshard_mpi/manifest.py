@@ -37,12 +37,15 @@ class Decoded:
 
     read: returns a box of the tensor, in the tensor's own coordinates, as a C-contiguous array of raw elements
     (unsigned integers or void of the element's size, in this machine's byte order). chunk: the shape in which the
-    library decodes, so the least that a read costs in memory.
+    library decodes. decoding_bytes: what one chunk takes of memory besides the box that is read. kept_bytes: what the
+    library keeps of it while it decodes the next.
     """
 
     path: str
     read: Callable[[Box], np.ndarray[Any, Any]] = field(compare=False, repr=False)
     chunk: tuple[int, ...]
+    decoding_bytes: int
+    kept_bytes: int
 
 
 class TensorEntry(NamedTuple):
@@ -86,6 +89,12 @@ class Manifest(NamedTuple):
     tensors: Mapping[str, TensorEntry]
     strings: Mapping[str, str] = {}
     identity: ShardIdentity | None = None
+
+    @property
+    def decoding_bytes(self) -> int:
+        """The most memory that decoding one of the tensors takes."""
+        sources = (entry.source for entry in self.tensors.values())
+        return max((source.decoding_bytes for source in sources if isinstance(source, Decoded)), default=0)
 
 
 class TensorSpec(NamedTuple):

@@ -5,7 +5,6 @@ All figures are of resident memory, measured (`tests/test_projection.py`) and ro
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from collections.abc import Iterable
@@ -16,6 +15,7 @@ from reshard_mpi.conversion import LIMITS, Conversion
 from reshard_mpi.engine.transfer import is_gathered
 from reshard_mpi.manifest import Decoded
 from reshard_mpi.planning.model import RankPlan
+from reshard_mpi.selfcheck import Summing
 from reshard_mpi.source import MAX_KEPT_TENSORS, SourceCheckpoint
 from reshard_mpi.units import KIB, MIB
 
@@ -25,7 +25,7 @@ INTERPRETER_BYTES = 43 * MIB
 _SUMMING_BYTES = 27 * MIB
 _MPI_BYTES = 18 * MIB
 _HDF5_BYTES = 15 * MIB
-_CHILD_BYTES = 78 * MIB
+_CHILD_BYTES = 60 * MIB
 # What is read of a strategy file, for each of its bytes, at the most while it is parsed.
 _PARSING_SHARE = 11
 # A parameter of a strategy; of the larger of the two, for both.
@@ -43,8 +43,6 @@ _SUM_BYTES = KIB
 _COPY_BYTES = KIB // 2
 # A window begins and ends with a page, and with it the kernel maps what it has of the file around.
 _AROUND_BYTES = 256 * KIB
-# A chunk in this process and on its way; stored, decoded, between filters and cached in the one that has the library.
-_DECODINGS = 6
 # A tensor, with its sums, of a shard that is checked.
 _CHECKED_BYTES = {"ckpt": 2 * KIB, "hdf5": 7 * KIB}
 # What a process keeps of plans, in tensors and as many copies.
@@ -66,15 +64,13 @@ def opening_bytes(strategies: Iterable[str | os.PathLike[str] | None], source_fo
     )
 
 
-def checking_bytes(source_format: str, tensors: int, *, is_native: bool, with_numpy: bool) -> int:
-    """Project what a process needs that checks a shard of so many tensors against the sums that it keeps.
-
-    is_native: what can be read without the library of the format, in this process, is read so. with_numpy: numpy is
-    loaded for that.
-    """
-    child_bytes = 0 if is_native or source_format == "ckpt" else _CHILD_BYTES + LIMITS.window_bytes
-    own_bytes = (INTERPRETER_BYTES if with_numpy else _SUMMING_BYTES) + _loaded_bytes()
-    return own_bytes + child_bytes + LIMITS.buffer_bytes + tensors * _CHECKED_BYTES[source_format]
+def checking_bytes(source_format: str, summing: Summing) -> int:
+    """Project what a process needs that checks a shard against the sums that it keeps."""
+    child_bytes = 0
+    if source_format == "hdf5" and not summing.is_native:
+        child_bytes = _CHILD_BYTES + summing.tensors * _FOREIGN_BYTES + LIMITS.buffer_bytes + summing.decoding_bytes
+    own_bytes = (INTERPRETER_BYTES if summing.with_numpy else _SUMMING_BYTES) + _loaded_bytes()
+    return own_bytes + child_bytes + LIMITS.buffer_bytes + summing.tensors * _CHECKED_BYTES[source_format]
 
 
 class Projection(NamedTuple):
@@ -82,13 +78,15 @@ class Projection(NamedTuple):
 
     planning_bytes: at the most while it plans. base_bytes: an interpreter with its libraries, and what it has read and
     planned. tensor_bytes: a tensor that is written, in this program and in the library of its format. compares: what is
-    in the target is read beside its sources, all of them through windows.
+    in the target is read beside its sources, all of them through windows. decoding_bytes: what it takes to decode a
+    tensor of that; of the sources it is known with their tensors.
     """
 
     planning_bytes: int
     base_bytes: int
     tensor_bytes: int
     compares: bool
+    decoding_bytes: int = 0
 
     @classmethod
     def of(
@@ -107,21 +105,23 @@ class Projection(NamedTuple):
         """
         source, target = conversion.source, conversion.target
         kind = source.files.format
-        per_shard, is_foreign = source.most_tensors, not source.is_native
+        per_shard = source.extent.tensors
         known = min(MAX_KEPT_TENSORS + per_shard, per_shard * len(source.files.by_rank))
         kept = min(MAX_KEPT_COPIES, per_shard * min(MAX_KEPT_PLANS, targets)) if per_shard <= MAX_KEPT_COPIES else 0
         parameters = max(len(source.strategy.parameters), len(target.parameters))
         base_bytes = INTERPRETER_BYTES + _loaded_bytes() + parameters * _PARAMETER_BYTES
         base_bytes += known * _MANIFEST_BYTES[kind] + (kept + per_shard) * _PLANNED_BYTES
-        if kind == "hdf5" and is_foreign:
+        if kind == "hdf5" and not source.extent.is_native:
             base_bytes += _CHILD_BYTES + per_shard * _FOREIGN_BYTES
-        planning_bytes = base_bytes + per_shard * _READING_BYTES[kind]
+        planning_bytes = base_bytes + max(per_shard * _READING_BYTES[kind], source.extent.decoding_bytes)
         if also_read is not None:
-            held = min(MAX_KEPT_TENSORS + also_read.most_tensors, also_read.most_tensors * len(also_read.files.by_rank))
-            base_bytes += held * _MANIFEST_BYTES[target_format]
-            if target_format == "hdf5" and not also_read.is_native:
-                base_bytes += _CHILD_BYTES + also_read.most_tensors * _FOREIGN_BYTES
-            return cls(planning_bytes, base_bytes, _SUM_BYTES, compares=True)
+            extent, shards = also_read.extent, len(also_read.files.by_rank)
+            known = min(MAX_KEPT_TENSORS + extent.tensors, extent.tensors * shards)
+            base_bytes += known * _MANIFEST_BYTES[target_format]
+            if target_format == "hdf5" and not extent.is_native:
+                base_bytes += _CHILD_BYTES if source.extent.is_native else 0  # it serves both
+                base_bytes += extent.tensors * _FOREIGN_BYTES
+            return cls(planning_bytes, base_bytes, _SUM_BYTES, compares=True, decoding_bytes=extent.decoding_bytes)
         if target_format == "hdf5":
             base_bytes += _HDF5_BYTES + min(per_shard * _CACHED_BYTES, _CACHE_BYTES)
         tensor_bytes = _WRITTEN_BYTES[target_format] + (_SUM_BYTES if verify else 0)
@@ -129,18 +129,22 @@ class Projection(NamedTuple):
 
     def peak_bytes(self, plan: RankPlan) -> int:
         """Project the most that a process needs which plans and writes this target."""
-        decoded_bytes = buffer_bytes = window_bytes = 0
+        decoding_bytes, buffer_bytes, window_bytes = self.decoding_bytes, 0, 0
         records_bytes = self.tensor_bytes * len(plan.tensors)
         for tensor in plan.tensors:
             buffer_bytes = max(buffer_bytes, tensor.spec.size_bytes)
             records_bytes += _COPY_BYTES * (len(tensor.copies) - 1)
-            if self.compares or is_gathered(tensor):
-                window_bytes = max(window_bytes, *(copy.source.size_bytes + _AROUND_BYTES for copy in tensor.copies), 0)
+            through_windows = self.compares or is_gathered(tensor)
             for source in (copy.source for copy in tensor.copies):
                 if isinstance(source.source, Decoded):
-                    decoded_bytes = max(decoded_bytes, source.dtype.itemsize_bytes * math.prod(source.source.chunk))
+                    read_bytes = 2 * min(LIMITS.buffer_bytes, source.size_bytes)  # there and here
+                    decoding_bytes = max(
+                        decoding_bytes, source.source.decoding_bytes + source.source.kept_bytes + read_bytes
+                    )
+                elif through_windows:
+                    window_bytes = max(window_bytes, source.size_bytes + _AROUND_BYTES)
         moved_bytes = min(LIMITS.buffer_bytes, buffer_bytes) + min(LIMITS.window_bytes, window_bytes)
-        return max(self.planning_bytes, self.base_bytes + moved_bytes + records_bytes + _DECODINGS * decoded_bytes)
+        return max(self.planning_bytes, self.base_bytes + moved_bytes + records_bytes + decoding_bytes)
 
 
 def _loaded_bytes() -> int:

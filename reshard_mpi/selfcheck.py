@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple
 
 from reshard_mpi import formats
 from reshard_mpi.box import Box
@@ -29,19 +29,26 @@ from reshard_mpi.sums import sums_of_wholes
 from reshard_mpi.verification import tensor_sum
 
 
-class BeforeSums(Protocol):
-    """Is told, before the tensors of a file are summed, how many there are and what that takes.
+class Summing(NamedTuple):
+    """What it takes to sum the tensors of a shard.
 
-    is_native: the file describes itself. with_numpy: numpy is loaded for the sums.
+    is_native: the shard describes itself, so what is in it is read in this process. decoding_bytes: of memory, for the
+    tensor that takes most. with_numpy: numpy is loaded for it.
     """
 
-    def __call__(self, tensors: int, *, is_native: bool, with_numpy: bool) -> None: ...
+    tensors: int
+    is_native: bool
+    decoding_bytes: int
+    with_numpy: bool
 
 
 def check_shard(
-    files: ShardFiles, rank: int, limits: Limits, before_sums: BeforeSums
+    files: ShardFiles, rank: int, limits: Limits, before_sums: Callable[[Summing], None]
 ) -> tuple[Checked, list[ReshardError]]:
-    """Check what one rank holds against the checksum, the sums and the record that there are of it."""
+    """Check what one rank holds against the checksum, the sums and the record that there are of it.
+
+    before_sums: is told of each file what it takes to sum it, before that is done.
+    """
     module, folder = formats.by_name(files.format), Path(files.path)
     record = TargetRecord.read(folder / STATE, rank)
     damage: list[ReshardError] = []
@@ -58,7 +65,7 @@ def check_shard(
         recorded = {one.name: one for one in record.sums} if record is not None and is_recorded else {}
         listed = table.loads(shard.identity.strategy, shard.path).parameters if shard.identity is not None else ()
         with_numpy = any(takes_numpy(spec, shard.tensors[spec.name]) for spec, _ in _placed(shard, recorded, listed))
-        before_sums(len(shard.tensors), is_native=shard.identity is not None, with_numpy=with_numpy)
+        before_sums(Summing(len(shard.tensors), shard.identity is not None, shard.decoding_bytes, with_numpy))
         if shard.identity is not None:
             world_size = shard.identity.world_size
             damage += _elsewhere(shard.identity.rank, rank, path)

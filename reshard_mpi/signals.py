@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import signal
 import sys
 from types import FrameType
@@ -41,6 +42,15 @@ def exit_when_terminated() -> None:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # it is ignored in the background of a shell
         signal.signal(signal.SIGINT, _interrupt)
     sys.unraisablehook = _raise_again
+    atexit.register(_stop_handling)
+
+
+def _stop_handling() -> None:
+    """Leave signals to the system: while Python ends it takes handlers away, and what is still to come would kill."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _terminate(signum: int, frame: FrameType | None) -> None:

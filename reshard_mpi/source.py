@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 from reshard_mpi import formats
 from reshard_mpi.discovery import ShardFiles
@@ -33,6 +35,24 @@ NO_DAMAGE: Mapping[int, ReshardError] = MappingProxyType({})
 _DAMAGE = (ShardError, DisagreementError, OSError)
 
 
+class Extent(NamedTuple):
+    """What the largest of several shards take, as far as they have been read.
+
+    tensors: how many one of them holds. decoding_bytes: of memory, to decode one. is_native: all describe themselves.
+    """
+
+    tensors: int = 0
+    decoding_bytes: int = 0
+    is_native: bool = True
+
+    def including(self, shard: Manifest) -> Extent:
+        return Extent(
+            max(self.tensors, len(shard.tensors)),
+            max(self.decoding_bytes, shard.decoding_bytes),
+            self.is_native and shard.identity is not None,
+        )
+
+
 @dataclass(slots=True)
 class SourceCheckpoint:
     """Shard files with the strategy they are sharded by; manifests are read when asked for."""
@@ -43,8 +63,7 @@ class SourceCheckpoint:
     _manifests: OrderedDict[int, Manifest] = field(default_factory=OrderedDict)
     _damage: dict[int, ReshardError] = field(default_factory=dict)
     _stage_ranks: dict[int, int] | None = field(default=None)
-    _most_tensors: int = field(default=0)
-    _has_foreign: bool = field(default=False)
+    _extent: Extent = field(default=Extent())
     _rule_names: dict[str, dict[int, int]] | None = field(default=None)
 
     @classmethod
@@ -149,23 +168,17 @@ class SourceCheckpoint:
         manifest = self._unchecked.pop(rank, None) or _locate(self.files, rank)
         if manifest.identity is not None:
             require_rank(manifest.identity, rank, self.strategy.world_size, manifest.path)
-        self._most_tensors = max(self._most_tensors, len(manifest.tensors))
-        self._has_foreign = self._has_foreign or manifest.identity is None
+        self._extent = self._extent.including(manifest)
         return manifest
 
     @property
-    def most_tensors(self) -> int:
-        """How many tensors the largest shard holds of those that have been read."""
-        return max([self._most_tensors, *(len(manifest.tensors) for manifest in self._unchecked.values())])
-
-    @property
-    def is_native(self) -> bool:
-        """Whether the shards that have been read describe themselves."""
-        return not self._has_foreign and all(manifest.identity for manifest in self._unchecked.values())
+    def extent(self) -> Extent:
+        """What the largest of the shards take that have been read."""
+        return reduce(Extent.including, self._unchecked.values(), self._extent)
 
     def forget(self) -> None:
         """Let go of the structure of all shards; it is read again when it is asked for."""
-        self._most_tensors, self._has_foreign = self.most_tensors, not self.is_native
+        self._extent = self.extent
         self._manifests.clear()
         self._unchecked.clear()
 

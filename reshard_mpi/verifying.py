@@ -23,7 +23,7 @@ from reshard_mpi.planning.model import RankPlan
 from reshard_mpi.projection import checking_bytes
 from reshard_mpi.report import Checked, Failure, Outcome, Progress
 from reshard_mpi.request import Request, Strategies
-from reshard_mpi.selfcheck import check_shard, check_together
+from reshard_mpi.selfcheck import Summing, check_shard, check_together
 from reshard_mpi.source import SourceCheckpoint
 from reshard_mpi.verification import where_it_differs
 
@@ -33,6 +33,8 @@ _EXPECTED = (ReshardError, OSError, MemoryError)
 # So many damaged tensors of one shard are located; that there are more is said.
 _MAX_LOCATED = 20
 _MAX_QUOTED = 200
+# Where there is room to sum a shard of any kind there is for its structure.
+_BEFORE_LOCATING = Summing(0, is_native=False, decoding_bytes=0, with_numpy=True)
 
 
 def verify_pair(request: Request, comm: Comm, progress: Progress, strategies: Strategies | None = None) -> Outcome:
@@ -106,11 +108,10 @@ def _verify_alone(request: Request, comm: Comm, memory: RunMemory) -> Outcome:
     files, governor = _agreed(begin, comm)
 
     def check(rank: int) -> tuple[Checked, list[ReshardError]]:
-        def before_sums(tensors: int, *, is_native: bool, with_numpy: bool) -> None:
-            peak_bytes = checking_bytes(files.format, tensors, is_native=is_native, with_numpy=with_numpy)
-            memory.to_move(peak_bytes, f"rank {rank} of {request.source}")
+        def before_sums(summing: Summing) -> None:
+            memory.to_move(checking_bytes(files.format, summing), f"rank {rank} of {request.source}")
 
-        before_sums(0, is_native=False, with_numpy=True)  # where there is room for it, there is for the structure
+        before_sums(_BEFORE_LOCATING)
         return check_shard(files, rank, LIMITS, before_sums)
 
     outcome = _besides(_each(dict.fromkeys(files.by_rank, 1), comm, check), governor, files)

@@ -100,7 +100,7 @@ def _source(draw: st.DrawFn, path: Path, dtype: DType, held: np.ndarray) -> Tens
     if kind == "decoded":
         raw = np.frombuffer(content, held.dtype).reshape(held.shape)
         chunk = tuple(draw(st.integers(1, 4)) for _ in held.shape)
-        return TensorEntry("w", dtype, held.shape, Decoded(str(path), lambda box: _cut(raw, box), chunk))
+        return TensorEntry("w", dtype, held.shape, Decoded(str(path), lambda box: _cut(raw, box), chunk, 0, 0))
     if kind == "swapped":
         content = (
             np.frombuffer(content, f"V{dtype.part_bytes}")
@@ -272,7 +272,7 @@ def test_compressed_source_that_cannot_be_read_is_named() -> None:
         raise OSError("Can't read data (inflate() failed)")
 
     whole = Box((0,), (4,))
-    source = TensorEntry("w", BY_NAME["uint8"], (4,), Decoded("rank_3", read, (4,)))
+    source = TensorEntry("w", BY_NAME["uint8"], (4,), Decoded("rank_3", read, (4,), 0, 0))
     plan = RankPlan(
         0,
         0,

@@ -78,7 +78,7 @@ def in_array(name: str, array: np.ndarray) -> TensorEntry:
         part = array[tuple(slice(low, high) for low, high in zip(box.start, box.stop))]
         return np.ascontiguousarray(part).reshape(box.shape).view(raw_dtype(dtype))
 
-    return TensorEntry(name, dtype, array.shape, Decoded("nowhere", read, array.shape))
+    return TensorEntry(name, dtype, array.shape, Decoded("nowhere", read, array.shape, 0, 0))
 
 
 @st.composite

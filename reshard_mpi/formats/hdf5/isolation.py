@@ -28,8 +28,13 @@ if TYPE_CHECKING:
 
 _START = "from reshard_mpi.formats.hdf5.child import main; main(0, 1)"
 # What the process is given besides this one's environment: no filters or drivers from outside the library, one thread,
-# and, where HDF5 was built with MPI, no part in a job that it is not a rank of.
-_ENVIRONMENT = {**ONE_THREAD, "HDF5_PLUGIN_PRELOAD": "::", "MPI4PY_RC_INITIALIZE": "0"}
+# and, where HDF5 was built with MPI, no part in a job that it is not a rank of; chunks it has decoded go back at once.
+_ENVIRONMENT = {
+    **ONE_THREAD,
+    "HDF5_PLUGIN_PRELOAD": "::",
+    "MPI4PY_RC_INITIALIZE": "0",
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 20),
+}
 _NOT_PASSED_ON = "HDF5_"
 # Processor time is limited in the process itself; this is for a file system that does not answer.
 _PATIENCE_SECONDS = 600.0

@@ -82,7 +82,8 @@ def _from_entry(entry: TensorEntry) -> list[Any]:
         source = [places, entry.source.swapped]
     else:
         _, stamp, route, _, swapped = entry.source.read.args  # type: ignore[attr-defined]
-        source = [stamp, route, swapped, entry.source.chunk]
+        content = entry.source
+        source = [stamp, route, swapped, content.chunk, content.decoding_bytes, content.kept_bytes]
     start = entry.box.start if entry.box is not None else None
     return [entry.name, entry.dtype.name, entry.shape, source, start, entry.global_shape]
 
@@ -116,9 +117,9 @@ def _to_source(path: str, size_bytes: int, dtype_name: str, source: list[Any], r
         if any(offset < 0 or length < 0 or offset + length > size_bytes for offset, length in places):
             raise ValueError("a place outside the file")
         return Segments(tuple(ByteRange(path, offset, length) for offset, length in places), swapped)
-    stamp, route, swapped, chunk = source
+    stamp, route, swapped, chunk, decoding_bytes, kept_bytes = source
     decode = partial(read, path, tuple(stamp), tuple(route), dtype_name, swapped, tuple(chunk))
-    return Decoded(path, decode, tuple(chunk))
+    return Decoded(path, decode, tuple(chunk), int(decoding_bytes), int(kept_bytes))
 
 
 def from_error(error: ShardError) -> list[str]:
