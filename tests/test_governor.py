@@ -42,7 +42,28 @@ HOLD = """
         while not (folder / f"go_{{plan.target_rank}}").exists():
             time.sleep(0.005)
 """
-PROJECTED = "\nfrom reshard_mpi.planning.model import RankPlan\nRankPlan.peak_bytes = lambda *_: {peak_bytes}\n"
+# What is projected is changed when that module is loaded: a process that waits at its start has not loaded it.
+PROJECTED = """
+import importlib.util, sys
+def change(module):
+    module.Projection.peak_bytes = lambda *_: {peak_bytes}
+class Projecting:
+    def find_spec(self, name, path=None, target=None):
+        if name != "reshard_mpi.projection":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        load = spec.loader.exec_module
+        def load_and_change(module):
+            load(module)
+            change(module)
+        spec.loader.exec_module = load_and_change
+        return spec
+if "reshard_mpi.projection" in sys.modules:
+    change(sys.modules["reshard_mpi.projection"])
+else:
+    sys.meta_path.insert(0, Projecting())
+"""
 
 
 @pytest.fixture

@@ -142,7 +142,7 @@ FOLDER = (
 )
 
 
-@pytest.mark.parametrize("jobs", ["1", "2", "7"])
+@pytest.mark.parametrize("jobs", ["1", "3"])
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize("kind", ["ckpt", "hdf5"])
 @pytest.mark.parametrize("what", ["partial", "folder"])
