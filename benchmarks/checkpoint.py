@@ -11,13 +11,13 @@ import numpy as np
 
 from benchmarks.network import ITEM_BYTES, Resharding, Shapes
 from reshard_mpi import formats
-from reshard_mpi.dtypes import BY_NAME
+from reshard_mpi.formats.dtypes import BY_NAME
+from reshard_mpi.formats.manifest import Segments, ShardIdentity, ShardSpec, TensorSpec
 from reshard_mpi.formats.protocol import reserve_file, seal_file
-from reshard_mpi.layout import Layout
-from reshard_mpi.manifest import Segments, ShardIdentity, ShardSpec, TensorSpec
-from reshard_mpi.placement import Strategy
-from reshard_mpi.strategy import mindspore, table
-from reshard_mpi.strategy.stages import to_stage_files
+from reshard_mpi.sharding.layout import Layout
+from reshard_mpi.sharding.placement import Strategy
+from reshard_mpi.sharding.strategy import mindspore, table
+from reshard_mpi.sharding.strategy.stages import to_stage_files
 
 _FLOAT = BY_NAME["float32"]
 _SHIFT_BYTES = 1 << 20

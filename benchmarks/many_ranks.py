@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from reshard_mpi.dtypes import BY_NAME
-from reshard_mpi.layout import Layout
-from reshard_mpi.manifest import ByteRange, Manifest, Segments, TensorEntry
-from reshard_mpi.placement import Placement, Shape, Strategy
+from reshard_mpi.formats.dtypes import BY_NAME
+from reshard_mpi.formats.manifest import ByteRange, Manifest, Segments, TensorEntry
+from reshard_mpi.sharding.layout import Layout
+from reshard_mpi.sharding.placement import Placement, Shape, Strategy
 
 _TENSOR_PARALLEL = 8
 _MOST_OPTIMIZER_PIECES = 64

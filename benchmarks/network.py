@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from reshard_mpi.placement import Placement, Strategy
+from reshard_mpi.sharding.placement import Placement, Strategy
 
 Shapes = dict[str, tuple[int, ...]]
 

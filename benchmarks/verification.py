@@ -20,10 +20,10 @@ from benchmarks.rows import Clock, Question, alone, answer, largest_process
 from benchmarks.targets import SMALL_MB
 from benchmarks.workplace import workplace
 from reshard_mpi import formats
-from reshard_mpi.box import Box
-from reshard_mpi.dtypes import BY_NAME
+from reshard_mpi.formats.dtypes import BY_NAME
+from reshard_mpi.formats.manifest import ShardIdentity, ShardSpec, TensorSpec
 from reshard_mpi.formats.protocol import reserve_file
-from reshard_mpi.manifest import ShardIdentity, ShardSpec, TensorSpec
+from reshard_mpi.sharding.box import Box
 
 _BLOCK_BYTES = 1 << 20
 # Pieces of a float32 tensor: whole rows, and columns that make runs of 512 bytes. With the transform at 735 MB they

@@ -4,7 +4,7 @@ The functions named as MindSpore's take the same arguments and keep the same fil
 """
 
 # First, so that nothing else is taken from a folder that happens to be the working folder.
-from reshard_mpi.imports import keep_out_the_working_folder as _keep_out_the_working_folder
+from reshard_mpi.processes.imports import keep_out_the_working_folder as _keep_out_the_working_folder
 
 _keep_out_the_working_folder()
 

@@ -4,7 +4,7 @@ Under `python -m` what is imported here is imported by the program, for which Py
 So nothing is, but what lies in this package.
 """
 
-from reshard_mpi.start import begin_command
+from reshard_mpi.cli.start import begin_command
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 def command() -> "NoReturn":
     """Be the process of the command line, which is loaded when there is memory for it."""
     begin_command()
-    from reshard_mpi import cli
+    from reshard_mpi.cli import commands
 
-    cli.command()
+    commands.command()
 
 
 if __name__ == "__main__":

@@ -13,31 +13,42 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reshard_mpi import discovery, formats, strategy
-from reshard_mpi.comm import MPIComm, SerialComm
-from reshard_mpi.conversion import Conversion
+from reshard_mpi import formats
+from reshard_mpi.checkpoints import discovery
+from reshard_mpi.checkpoints.inspection import inspect
+from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.errors import TargetError, UsageError, only_known_errors
-from reshard_mpi.governor.allowance import Allowance
-from reshard_mpi.inspection import inspect
-from reshard_mpi.journal import Unrecorded
-from reshard_mpi.log import log
-from reshard_mpi.memory import RunMemory
-from reshard_mpi.overlap import refuse_posing
-from reshard_mpi.paths import require_reachable
-from reshard_mpi.placement import Strategy, unsharded
-from reshard_mpi.plain import plain_files, plain_number, plain_numbers, plain_path, plain_path_or_none, plain_text
+from reshard_mpi.filesystem.paths import require_reachable
+from reshard_mpi.journal.targets import Unrecorded
 from reshard_mpi.planning.parameters import Unlisted
 from reshard_mpi.planning.ranks import needed_ranks
 from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.planning.summary import Plan, RankSummary
-from reshard_mpi.plans import plan_together
-from reshard_mpi.pool import Work, run_with_workers
-from reshard_mpi.preflight import Tally, may_share, require_room, require_short_names, stranger_notes
-from reshard_mpi.report import Outcome, Silent
-from reshard_mpi.request import Request
-from reshard_mpi.source import SourceCheckpoint
-from reshard_mpi.strategy.merge import merge
-from reshard_mpi.writing import write_whole
+from reshard_mpi.processes.comm import MPIComm, SerialComm
+from reshard_mpi.processes.governor.allowance import Allowance
+from reshard_mpi.runs.conversion import Conversion
+from reshard_mpi.runs.log import log
+from reshard_mpi.runs.memory import RunMemory
+from reshard_mpi.runs.overlap import refuse_posing
+from reshard_mpi.runs.plain import (
+    plain_files,
+    plain_number,
+    plain_number_or_none,
+    plain_numbers,
+    plain_path,
+    plain_path_or_none,
+    plain_size,
+    plain_text,
+)
+from reshard_mpi.runs.plans import plan_together
+from reshard_mpi.runs.preflight import Tally, may_share, require_room, require_short_names, stranger_notes
+from reshard_mpi.runs.report import Outcome, Silent
+from reshard_mpi.runs.request import Request
+from reshard_mpi.runs.workers import Work, run_with_workers
+from reshard_mpi.runs.write import write_whole
+from reshard_mpi.sharding import strategy
+from reshard_mpi.sharding.placement import Strategy, unsharded
+from reshard_mpi.sharding.strategy.merge import merge
 
 if TYPE_CHECKING:
     import numpy as np
@@ -117,8 +128,8 @@ def transform_checkpoints(
         unlisted=as_unlisted(unlisted),
         strict=False,
         recorded=False,
-        memory=memory,
-        max_active=max_active,
+        memory=plain_size(memory, "memory"),
+        max_active=plain_number_or_none(max_active, "max_active"),
         verify=verify,
         crc=crc,
         replicas=as_replicas(replicas),
@@ -154,7 +165,8 @@ def transform_checkpoint_by_rank(
             "the file to save has an unknown ending", expected=".ckpt, .h5 or .hdf5", got=path.name, where=str(path)
         )
     files = _listed(checkpoint_files_map, "checkpoint_files_map")
-    with RunMemory(lambda: Allowance.of(memory, max_active, os.environ), SerialComm(), Silent().waiting) as allotted:
+    allowed = plain_size(memory, "memory"), plain_number_or_none(max_active, "max_active")
+    with RunMemory(lambda: Allowance.of(*allowed, os.environ), SerialComm(), Silent().waiting) as allotted:
         purpose = f"target rank {rank_id} at {path}"
         notes = allotted.open().notes
         allotted.to_open((src_strategy_file, dst_strategy_file), purpose, files.format)
@@ -254,7 +266,8 @@ def plan(
     """
     targets = None if ranks is None else plain_numbers(ranks, "ranks")
     files = _found(source, select)
-    with RunMemory(lambda: Allowance.of(memory, None, os.environ), SerialComm(), Silent().waiting) as allotted:
+    allowed = plain_size(memory, "memory")
+    with RunMemory(lambda: Allowance.of(allowed, None, os.environ), SerialComm(), Silent().waiting) as allotted:
         purpose = f"planning from {files.path}"
         notes = allotted.open().notes
         allotted.to_open((src_strategy, dst_strategy), purpose, files.format)
@@ -306,8 +319,8 @@ def verify(
         unlisted=as_unlisted(unlisted),
         strict=False,
         recorded=False,
-        memory=memory,
-        max_active=max_active,
+        memory=plain_size(memory, "memory"),
+        max_active=plain_number_or_none(max_active, "max_active"),
         replicas=as_replicas(replicas),
     )
     work = Work.VERIFY_ALONE if target is None else Work.VERIFY_PAIR

@@ -28,7 +28,7 @@ from launch import MPI, mpirun_command
 from oracle import RawLayout
 from processes import Finished, run_command
 
-from reshard_mpi import cli
+from reshard_mpi.cli import commands
 
 # Columns cut in two become rows cut in three. By the lengths of what lies together: copied by the kernel, read straight
 # to their places, gathered from a window; and what every rank has. Three targets on two processes: one is filled by
@@ -290,7 +290,7 @@ def in_fork(arguments: Sequence[str], timeout_seconds: int = 60) -> tuple[int, s
                 os.dup2(errors.fileno(), 2)
                 sys.stdout, sys.stderr = (open(fd, "w", closefd=False) for fd in (1, 2))  # noqa: SIM115
                 try:
-                    cli.main(arguments)
+                    commands.main(arguments)
                 except SystemExit as end:
                     code = end.code if isinstance(end.code, int) else 98
                 sys.stderr.flush()

@@ -14,8 +14,8 @@ import numpy as np
 from cases import Side
 from oracle import RawLayout, optimizer_step, rank_holds, slice_for_rank
 
-from reshard_mpi.dtypes import BY_NAME
-from reshard_mpi.strategy import mindspore
+from reshard_mpi.formats.dtypes import BY_NAME
+from reshard_mpi.sharding.strategy import mindspore
 from reshard_mpi.testing.samples import Contents, SampleTensor
 
 Arrays = dict[str, np.ndarray]

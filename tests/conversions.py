@@ -15,7 +15,7 @@ from cases import Side
 from checkpoints import ENDINGS, Arrays, expected_rank, write_shard, write_shards, write_strategy
 from oracle import RawLayout
 
-from reshard_mpi import cli
+from reshard_mpi.cli import commands
 
 COMMAND = [sys.executable, "-m", "reshard_mpi"]
 
@@ -117,7 +117,7 @@ def command_line(capsys: pytest.CaptureFixture[str], *arguments: str) -> Said:
     """Run the command line in this process."""
     handlers, hook = {kind: signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)}, sys.unraisablehook
     try:
-        cli.main(arguments)
+        commands.main(arguments)
     except SystemExit as end:
         assert isinstance(end.code, int)
         return Said(end.code, *capsys.readouterr())

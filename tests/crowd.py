@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from reshard_mpi.forks import Channel, Fork
-from reshard_mpi.governor.claims import Claim, Notices, Occupant, own_pid_namespace
-from reshard_mpi.governor.ledger import Ledger
+from reshard_mpi.processes.forks import Channel, Fork
+from reshard_mpi.processes.governor.claims import Claim, Notices, Occupant, own_pid_namespace
+from reshard_mpi.processes.governor.ledger import Ledger
 
 # So long a lease is held, so that several are held at once.
 _HELD_SECONDS = 0.002

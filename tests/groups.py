@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard_mpi.governor import scopes
+from reshard_mpi.processes.governor import scopes
 
 _TOPS = {1: Path("/sys/fs/cgroup/memory"), 2: Path("/sys/fs/cgroup")}
 

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Self
 
-from reshard_mpi.governor import admission, ledger
-from reshard_mpi.governor.admission import open_governor
-from reshard_mpi.governor.allowance import Allowance
+from reshard_mpi.processes.governor import admission, ledger
+from reshard_mpi.processes.governor.admission import open_governor
+from reshard_mpi.processes.governor.allowance import Allowance
 
 MIB = 1 << 20
 TIMEOUT_SECONDS = 60.0

@@ -13,11 +13,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from reshard_mpi import formats, strategy
-from reshard_mpi.box import Box
+from reshard_mpi import formats
 from reshard_mpi.errors import ReshardError
-from reshard_mpi.manifest import Decoded
-from reshard_mpi.strategy import table
+from reshard_mpi.formats.manifest import Decoded
+from reshard_mpi.sharding import strategy
+from reshard_mpi.sharding.box import Box
+from reshard_mpi.sharding.strategy import table
 
 # Beyond what is measured: more than this is a failure of another kind, before it is one of the machine.
 _ROOM_BYTES = 256 << 20

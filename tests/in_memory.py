@@ -9,9 +9,9 @@ import numpy as np
 from cases import Side
 from oracle import RawLayout, rank_holds, slice_for_rank
 
-from reshard_mpi.dtypes import BY_NAME
-from reshard_mpi.manifest import ByteRange, Manifest, Segments, TensorEntry
-from reshard_mpi.placement import Placement, Strategy
+from reshard_mpi.formats.dtypes import BY_NAME
+from reshard_mpi.formats.manifest import ByteRange, Manifest, Segments, TensorEntry
+from reshard_mpi.sharding.placement import Placement, Strategy
 
 
 def placement_of(layout: RawLayout) -> Placement:

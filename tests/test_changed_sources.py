@@ -12,7 +12,7 @@ from checkpoints import as_read, expected_rank, read_shard
 from conversions import TENSORS, Conversion, command_line, listing, make
 
 import reshard_mpi
-from reshard_mpi import writing
+from reshard_mpi.runs import write
 
 Capture = pytest.CaptureFixture[str]
 
@@ -108,7 +108,7 @@ def test_a_source_that_is_saved_over_while_it_is_read(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, journal: bool
 ) -> None:
     c = make(tmp_path)
-    fill = writing._fill
+    fill = write._fill
 
     def save_over(plan, *arguments):
         filled = fill(plan, *arguments)
@@ -117,7 +117,7 @@ def test_a_source_that_is_saved_over_while_it_is_read(
         return filled
 
     with monkeypatch.context() as patched:
-        patched.setattr(writing, "_fill", save_over)
+        patched.setattr(write, "_fill", save_over)
         if journal:
             code, said = transform(capsys, c)
             assert code == 4 and "1 of 2 targets failed" in said

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard_mpi.box import Box
-from reshard_mpi.checksum import PartSum, sum_of_whole, sum_of_zeros
+from reshard_mpi.engine.crc import PartSum, sum_of_whole, sum_of_zeros
+from reshard_mpi.sharding.box import Box
 
 
 def parts_of(shape: tuple[int, ...], cuts: list[list[int]]) -> list[Box]:

@@ -402,7 +402,7 @@ HEAVY = {"numpy", "h5py", "google", "mpi4py", "ml_dtypes", "psutil"}
 def modules_after(*arguments: str, env: dict[str, str] | None = None) -> set[str]:
     """Run the command line in a fresh interpreter and return the top names of all modules it has loaded."""
     code = (
-        "import sys\nfrom reshard_mpi.cli import main\ntry:\n    main(sys.argv[1:])\nfinally:\n"
+        "import sys\nfrom reshard_mpi.cli.commands import main\ntry:\n    main(sys.argv[1:])\nfinally:\n"
         "    print(*sorted({name.partition('.')[0] for name in sys.modules}), file=sys.stderr)"
     )
     finished = run_command([sys.executable, "-c", code, *arguments], check=True, env=env)

@@ -12,7 +12,7 @@ from conversions import COMMAND, Conversion, listing, make
 from launch import MPI, MPI_NAMES, find_mpi, mpirun_command
 from processes import Finished, run_command
 
-from reshard_mpi import comm
+from reshard_mpi.processes import comm
 
 # What tells the last of four processes who started it.
 LAUNCHERS = {

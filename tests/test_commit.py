@@ -23,14 +23,14 @@ from oracle import RawLayout
 from processes import clean_environment, run_command
 
 import reshard_mpi
-from reshard_mpi import commit as committing
-from reshard_mpi.commit import commit, commit_if_complete
 from reshard_mpi.errors import ReshardError, TargetError
-from reshard_mpi.journal import Journal
+from reshard_mpi.journal import commit as committing
+from reshard_mpi.journal.commit import commit, commit_if_complete
+from reshard_mpi.journal.records import Evidence, RunIdentity, TargetRecord
+from reshard_mpi.journal.targets import Journal
 from reshard_mpi.planning.model import Held
-from reshard_mpi.records import Evidence, RunIdentity, TargetRecord
-from reshard_mpi.report import Outcome
-from reshard_mpi.writing import Writer
+from reshard_mpi.runs.report import Outcome
+from reshard_mpi.runs.write import Writer
 
 Capture = pytest.CaptureFixture[str]
 FOUR = {"w": RawLayout((4,), (0, -1)), "b": RawLayout((2, 2), (1,))}

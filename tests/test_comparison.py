@@ -15,11 +15,11 @@ from oracle import RawLayout
 from processes import run_command
 
 import reshard_mpi
-from reshard_mpi import comparison
-from reshard_mpi.box import Box
+from reshard_mpi.checkpoints import comparison
 from reshard_mpi.engine import arrays
 from reshard_mpi.errors import DisagreementError, UsageError
 from reshard_mpi.planning.model import Copy
+from reshard_mpi.sharding.box import Box
 
 Capture = pytest.CaptureFixture[str]
 KINDS = pytest.mark.parametrize("kind", ["ckpt", "hdf5"])
@@ -178,7 +178,7 @@ def test_processes_share_what_is_to_be_compared(tmp_path: Path) -> None:
     """What each of 3 workers reads to compare goes to a file of its own."""
     c = eight(make(tmp_path))
     patch = (
-        "import os, sys; from reshard_mpi import cli; from reshard_mpi.engine import arrays\n"
+        "import os, sys; from reshard_mpi.cli import commands as cli; from reshard_mpi.engine import arrays\n"
         "gather = arrays.gather\n"
         "def told(files, copy, region, *rest):\n"
         f"    with open({str(tmp_path)!r} + f'/read.{{os.getpid()}}', 'a') as log:\n"

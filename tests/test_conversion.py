@@ -12,11 +12,11 @@ from checkpoints import write_shards
 from in_memory import strategy_of
 from oracle import RawLayout
 
-from reshard_mpi.conversion import Conversion
-from reshard_mpi.discovery import find_shards
+from reshard_mpi.checkpoints.discovery import find_shards
+from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.errors import CoverageError
-from reshard_mpi.placement import Placement, Strategy, unsharded
-from reshard_mpi.source import SourceCheckpoint
+from reshard_mpi.runs.conversion import Conversion
+from reshard_mpi.sharding.placement import Placement, Strategy, unsharded
 
 TENSORS = {"w": np.zeros((12, 4), np.float32), "v": np.zeros(6, np.float16), "scale.w": np.zeros((), np.float32)}
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from conversions import Conversion, command_line, listing, make
 
-from reshard_mpi.provenance import SourceFile, Sources
+from reshard_mpi.journal.provenance import SourceFile, Sources
 
 Capture = pytest.CaptureFixture[str]
 YEAR = 31_556_952 * 10**9

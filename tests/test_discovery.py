@@ -9,7 +9,7 @@ from checkpoints import write_strategy
 from conversions import make
 
 import reshard_mpi
-from reshard_mpi.discovery import ShardFiles, find_shards, shards_from_map
+from reshard_mpi.checkpoints.discovery import ShardFiles, find_shards, shards_from_map
 from reshard_mpi.errors import DisagreementError, ReshardError, SourceError
 
 

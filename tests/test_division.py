@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard_mpi.division import CUT_BYTES, Share, Work, assign, divide
+from reshard_mpi.runs.division import CUT_BYTES, Share, Work, assign, divide
 
 WEIGHTS = st.dictionaries(st.integers(0, 99), st.integers(0, 50), max_size=20)
 HOSTS = st.lists(st.integers(0, 3), min_size=1, max_size=9)

@@ -14,16 +14,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reshard_mpi.box import Box
-from reshard_mpi.dtypes import BY_NAME, DType
 from reshard_mpi.engine import files as engine_files
 from reshard_mpi.engine import transfer
 from reshard_mpi.engine.arrays import first_difference, load_shard
 from reshard_mpi.engine.files import ByteRuns, Files, Traffic
 from reshard_mpi.engine.transfer import write_shard
 from reshard_mpi.errors import ShardError
-from reshard_mpi.manifest import ByteRange, Decoded, Manifest, Segments, ShardIdentity, TensorEntry, TensorSpec
+from reshard_mpi.formats.dtypes import BY_NAME, DType
+from reshard_mpi.formats.manifest import ByteRange, Decoded, Manifest, Segments, ShardIdentity, TensorEntry, TensorSpec
 from reshard_mpi.planning.model import Check, Copy, Limits, RankPlan, TensorPlan
+from reshard_mpi.sharding.box import Box
 
 DTYPES = ("uint8", "float16", "float32", "complex64", "complex128")
 NOWHERE = ShardIdentity(0, 1, "")

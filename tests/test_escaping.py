@@ -20,7 +20,7 @@ from processes import run_command
 import reshard_mpi
 from reshard_mpi.errors import ReshardError, TransformError
 from reshard_mpi.escaping import lines, one_line
-from reshard_mpi.report import Bar, Plain
+from reshard_mpi.runs.report import Bar, Plain
 
 Capture = pytest.CaptureFixture[str]
 # Colours, a title, a line that is forged, a carriage return, one byte that opens a sequence, turned text, no spaces.

@@ -20,18 +20,18 @@ from test_lost_shards_random import Described
 from wrong_specs import Rule, Slip, Spec, contradictions, outcome, slips, write
 
 import reshard_mpi
-from reshard_mpi import strategy
-from reshard_mpi.box import Box
-from reshard_mpi.conversion import Conversion
-from reshard_mpi.discovery import find_shards
+from reshard_mpi.checkpoints.discovery import find_shards
+from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.engine import excerpts
 from reshard_mpi.engine.excerpts import excerpt
 from reshard_mpi.engine.files import Files
 from reshard_mpi.errors import DisagreementError, StrategyError
-from reshard_mpi.manifest import ByteRange, Decoded, Manifest, TensorEntry
-from reshard_mpi.placement import Placement, Strategy, unsharded
+from reshard_mpi.formats.manifest import ByteRange, Decoded, Manifest, TensorEntry
 from reshard_mpi.planning.samples import MAX_PAIRS, PLACE_ELEMENTS, places, rank_pairs
-from reshard_mpi.source import SourceCheckpoint
+from reshard_mpi.runs.conversion import Conversion
+from reshard_mpi.sharding import strategy
+from reshard_mpi.sharding.box import Box
+from reshard_mpi.sharding.placement import Placement, Strategy, unsharded
 
 Capture = pytest.CaptureFixture[str]
 

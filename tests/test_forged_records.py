@@ -16,11 +16,10 @@ from forging import MISSING, TEXTS, VALUES, Keys, as_text, forged, path_of, plac
 from processes import measure_peak
 
 import reshard_mpi
-from reshard_mpi.commit_record import COMMIT_ROOM, CommitRecord
+from reshard_mpi.checkpoints.inspection import inspect
 from reshard_mpi.errors import ReshardError
-from reshard_mpi.inspection import inspect
-from reshard_mpi.planning.model import Held
-from reshard_mpi.records import (
+from reshard_mpi.journal.commit_record import COMMIT_ROOM, CommitRecord
+from reshard_mpi.journal.records import (
     RUN_ROOM,
     TARGET_ROOM,
     Evidence,
@@ -30,6 +29,7 @@ from reshard_mpi.records import (
     read_json,
     written,
 )
+from reshard_mpi.planning.model import Held
 
 Capture = pytest.CaptureFixture[str]
 RECORDS = ("run.json", "rank_0.json", "reshard.json")
@@ -46,10 +46,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Conversion:
 
 
 def reshard_mpi_transform(c: Conversion) -> None:
-    from reshard_mpi import cli
+    from reshard_mpi.cli import commands
 
     with pytest.raises(SystemExit) as end:
-        cli.main(c.arguments("transform", "--verify", "--progress", "none"))
+        commands.main(c.arguments("transform", "--verify", "--progress", "none"))
     assert end.value.code == 0
 
 

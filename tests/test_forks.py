@@ -10,8 +10,8 @@ from processes import run_command
 # A signal that comes to a new process as soon as there is one.
 SIGNALLED = """
 import os, signal
-from reshard_mpi.forks import Fork
-from reshard_mpi.signals import exit_when_terminated
+from reshard_mpi.processes.forks import Fork
+from reshard_mpi.processes.signals import exit_when_terminated
 
 exit_when_terminated()
 real = os.fork

@@ -24,11 +24,11 @@ from test_runtime import doing
 
 import reshard_mpi
 from reshard_mpi.errors import BudgetError, ReshardError, UsageError
-from reshard_mpi.governor.admission import HostGovernor, Unlimited, open_governor
-from reshard_mpi.governor.allowance import Allowance
-from reshard_mpi.governor.ledger import Ledger
-from reshard_mpi.governor.place import Place
-from reshard_mpi.governor.usage import anonymous_bytes
+from reshard_mpi.processes.governor.admission import HostGovernor, Unlimited, open_governor
+from reshard_mpi.processes.governor.allowance import Allowance
+from reshard_mpi.processes.governor.ledger import Ledger
+from reshard_mpi.processes.governor.place import Place
+from reshard_mpi.processes.governor.usage import anonymous_bytes
 from reshard_mpi.units import parse_bytes
 
 Capture = pytest.CaptureFixture[str]
@@ -49,7 +49,7 @@ def change(module):
     module.Projection.peak_bytes = lambda *_: {peak_bytes}
 class Projecting:
     def find_spec(self, name, path=None, target=None):
-        if name != "reshard_mpi.projection":
+        if name != "reshard_mpi.runs.projection":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
@@ -59,8 +59,8 @@ class Projecting:
             change(module)
         spec.loader.exec_module = load_and_change
         return spec
-if "reshard_mpi.projection" in sys.modules:
-    change(sys.modules["reshard_mpi.projection"])
+if "reshard_mpi.runs.projection" in sys.modules:
+    change(sys.modules["reshard_mpi.runs.projection"])
 else:
     sys.meta_path.insert(0, Projecting())
 """

@@ -19,11 +19,11 @@ import pytest
 from processes import run_command
 from test_hostile_bombs import elsewhere, read_by_child
 
-from reshard_mpi.dtypes import BY_NAME
 from reshard_mpi.formats import hdf5
-from reshard_mpi.manifest import ShardIdentity
-from reshard_mpi.placement import unsharded
-from reshard_mpi.strategy import table
+from reshard_mpi.formats.dtypes import BY_NAME
+from reshard_mpi.formats.manifest import ShardIdentity
+from reshard_mpi.sharding.placement import unsharded
+from reshard_mpi.sharding.strategy import table
 from reshard_mpi.testing import samples
 from reshard_mpi.testing.samples import Contents, SampleTensor
 

@@ -19,9 +19,9 @@ from test_inside_ranks import PYTEST, RANKS
 from test_runtime import Capture, assert_right, doing, four_targets, resume
 
 import reshard_mpi
-from reshard_mpi import hosts as host_names
-from reshard_mpi.comm import SerialComm
-from reshard_mpi.hosts import HOST_VARIABLE, Identity, distinct_names
+from reshard_mpi.processes import hosts as host_names
+from reshard_mpi.processes.comm import SerialComm
+from reshard_mpi.processes.hosts import HOST_VARIABLE, Identity, distinct_names
 
 # The hosts of the ranks, by rank.
 NAMES = ["node-a", "node-a", "node-b", "node-b"]
@@ -142,7 +142,7 @@ def test_a_bug_on_one_rank_ends_the_job(tmp_path: Path, hosts: Hosts) -> None:
 def test_what_is_wrong_on_one_host_only_is_refused_with_its_name(tmp_path: Path, hosts: Hosts) -> None:
     c = four_targets(tmp_path)
     missing = (
-        "import os\nfrom reshard_mpi import discovery\n\nfind = discovery.find_shards\n\n"
+        "import os\nfrom reshard_mpi.checkpoints import discovery\n\nfind = discovery.find_shards\n\n"
         "def stand_in(source, select):\n    return find(source + '/missing'[: 8 * (os.uname().nodename == 'node-b')],"
         " select)\n\ndiscovery.find_shards = stand_in\n"
     )

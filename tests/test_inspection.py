@@ -76,7 +76,7 @@ def test_a_spec_is_shown_in_its_own_words(tmp_path: Path, capsys: Capture) -> No
 
 
 def test_the_names_of_axes_make_no_other_strategy(tmp_path: Path) -> None:
-    from reshard_mpi import strategy
+    from reshard_mpi.sharding import strategy
 
     for name, axes in (("a", ("dp", "tp")), ("b", ("x", "y"))):
         (tmp_path / f"{name}.toml").write_text(SPEC.replace("dp", axes[0]).replace("tp", axes[1]))

@@ -20,13 +20,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard_mpi import journal as journals
 from reshard_mpi.errors import TargetError
-from reshard_mpi.folders import Folder
-from reshard_mpi.journal import Journal, Unrecorded
+from reshard_mpi.filesystem.folders import Folder
+from reshard_mpi.journal import targets
+from reshard_mpi.journal.publication import Publication, remove_stale_records
+from reshard_mpi.journal.records import Evidence, RunIdentity, TargetRecord
+from reshard_mpi.journal.targets import Journal, Unrecorded
 from reshard_mpi.planning.model import Beginning, Held, Moment
-from reshard_mpi.publication import Publication, remove_stale_records
-from reshard_mpi.records import Evidence, RunIdentity, TargetRecord
 
 EVIDENCE = Evidence(
     (0, 1), Held(0, "d1", 0), (Moment("global_step", "7", "/data/src/0"),), (Beginning("seed", "d2", 1),)
@@ -37,9 +37,9 @@ FACTS = {"source": "/data/src", "prefix": "checkpoint_", "format": "ckpt"}
 HOLDER = """
 import sys, time
 from pathlib import Path
-from reshard_mpi.journal import Journal
+from reshard_mpi.journal.targets import Journal
 from reshard_mpi.planning.model import Held
-from reshard_mpi.records import Evidence, RunIdentity
+from reshard_mpi.journal.records import Evidence, RunIdentity
 folder = Path(sys.argv[1])
 journal = Journal(folder, RunIdentity({"source": "here"}), resume=False, overwrite=False)
 journal.begin()
@@ -254,8 +254,8 @@ def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
 def test_of_many_that_begin_at_once_one_names_the_run(tmp_path: Path) -> None:
     """Every process begins the same folder with settings of its own: exactly one of them may go on."""
     program = (
-        "import sys; from pathlib import Path; from reshard_mpi.journal import Journal;"
-        "from reshard_mpi.records import RunIdentity;"
+        "import sys; from pathlib import Path; from reshard_mpi.journal.targets import Journal;"
+        "from reshard_mpi.journal.records import RunIdentity;"
         "j = Journal(Path(sys.argv[1]), RunIdentity({'n': sys.argv[2]}), resume=False, overwrite=False);"
         "print('ready', flush=True); sys.stdin.readline(); j.begin()"
     )
@@ -454,7 +454,7 @@ def test_one_at_a_time_names_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
         with (tmp_path / ".reshard_mpi" / "run.lock").open() as other, pytest.raises(BlockingIOError):
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
-    monkeypatch.setattr(journals, "remove_stale", look)
+    monkeypatch.setattr(targets, "remove_stale", look)
     journal(tmp_path).begin()
     assert looked == [tmp_path / ".reshard_mpi" / "run.json"]
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from in_memory import placement_of
 from oracle import RawLayout, rank_holds, slice_for_rank
 
-from reshard_mpi.box import Box
 from reshard_mpi.errors import LayoutError
-from reshard_mpi.layout import Layout, stand_in_shape, whole_shape
-from reshard_mpi.placement import Piece, Placement, Strategy, unsharded
+from reshard_mpi.sharding.box import Box
+from reshard_mpi.sharding.layout import Layout, stand_in_shape, whole_shape
+from reshard_mpi.sharding.placement import Piece, Placement, Strategy, unsharded
 
 
 class Held:

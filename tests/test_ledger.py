@@ -17,10 +17,10 @@ from crowd import NoNotices, claim
 from holders import MIB, TIMEOUT_SECONDS, Holder, ended, until
 from processes import run_command
 
-from reshard_mpi.governor.admission import open_governor
-from reshard_mpi.governor.allowance import Allowance
-from reshard_mpi.governor.claims import Occupant
-from reshard_mpi.governor.ledger import Ledger
+from reshard_mpi.processes.governor.admission import open_governor
+from reshard_mpi.processes.governor.allowance import Allowance
+from reshard_mpi.processes.governor.claims import Occupant
+from reshard_mpi.processes.governor.ledger import Ledger
 
 LEASE = 64 * MIB
 

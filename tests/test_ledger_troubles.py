@@ -19,10 +19,10 @@ from holders import MIB, Holder, ended, until
 from test_ledger import LEASE, in_line, ledger, occupants, pids
 
 from reshard_mpi.errors import ReshardError
-from reshard_mpi.governor.admission import HostGovernor
-from reshard_mpi.governor.ledger import Ledger
-from reshard_mpi.governor.place import Place
-from reshard_mpi.processes import state_of
+from reshard_mpi.processes.governor.admission import HostGovernor
+from reshard_mpi.processes.governor.ledger import Ledger
+from reshard_mpi.processes.governor.place import Place
+from reshard_mpi.processes.kernel import state_of
 
 Capture = pytest.CaptureFixture[str]
 
@@ -143,7 +143,7 @@ def test_who_waits_says_for_whom(state: Path) -> None:
 @contextlib.contextmanager
 def stopped_with_the_lock(folder: Path) -> Iterator[int]:
     """A process that has been stopped while it changed the line; gives its id."""
-    code = "import os, signal, sys; from pathlib import Path; from reshard_mpi.governor import lock"
+    code = "import os, signal, sys; from pathlib import Path; from reshard_mpi.processes.governor import lock"
     code += "\nwith lock.locked(Path(sys.argv[1]), None): os.kill(os.getpid(), signal.SIGSTOP)"
     with subprocess.Popen([sys.executable, "-c", code, folder]) as process:
         try:

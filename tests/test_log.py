@@ -17,7 +17,7 @@ from oracle import RawLayout
 
 import reshard_mpi
 from reshard_mpi.formats import ckpt
-from reshard_mpi.governor import admission
+from reshard_mpi.processes.governor import admission
 from reshard_mpi.testing.samples import Contents, SampleTensor
 
 Capture = pytest.CaptureFixture[str]

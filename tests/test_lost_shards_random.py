@@ -18,14 +18,14 @@ from in_memory import entry, manifest, manifests_of, needed_holders, strategy_of
 from test_planning import check_every_element
 
 import reshard_mpi
-from reshard_mpi.conversion import Conversion
-from reshard_mpi.discovery import ShardFiles
+from reshard_mpi.checkpoints.discovery import ShardFiles
+from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.errors import CoverageError, ReshardError, ShardError
-from reshard_mpi.manifest import Manifest
-from reshard_mpi.placement import Placement, Strategy
+from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.planning.losses import Lost
 from reshard_mpi.planning.model import RankPlan
-from reshard_mpi.source import SourceCheckpoint
+from reshard_mpi.runs.conversion import Conversion
+from reshard_mpi.sharding.placement import Placement, Strategy
 
 # What of each shard becomes: mostly nothing, since a piece has few holders.
 FATES = st.sampled_from(["sound", "sound", "missing", "damaged"])

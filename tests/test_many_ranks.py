@@ -11,7 +11,7 @@ from checkpoints import write_shard
 from conversions import COMMAND, command_line
 from processes import measure_peak
 
-from reshard_mpi.run import MAX_TARGETS
+from reshard_mpi.runs.prepared import MAX_TARGETS
 
 Capture = pytest.CaptureFixture[str]
 MIB = 1 << 20
@@ -43,10 +43,10 @@ def conversion(tmp_path: Path) -> list[str]:
 def test_some_of_a_million_targets(
     monkeypatch: pytest.MonkeyPatch, capsys: Capture, conversion: list[str], some: list[str], ranks: list[int]
 ) -> None:
-    from reshard_mpi import run
+    from reshard_mpi.runs import prepared
 
     looked_at: list[Path] = []
-    monkeypatch.setattr(run, "refuse_overlap", lambda files, target, paths: looked_at.extend(paths))
+    monkeypatch.setattr(prepared, "refuse_overlap", lambda files, target, paths: looked_at.extend(paths))
     said = command_line(capsys, "plan", *conversion, *some, "--json")
     assert said.code == 0 and [target["rank"] for target in json.loads(said.out)["targets"]] == ranks
     assert len(looked_at) == len(ranks)

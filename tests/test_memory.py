@@ -17,16 +17,24 @@ import pytest
 from processes import measure_peak
 
 from reshard_mpi import formats
-from reshard_mpi.box import Box
-from reshard_mpi.dtypes import BY_NAME
-from reshard_mpi.folders import FileIdentity
+from reshard_mpi.filesystem.folders import FileIdentity
+from reshard_mpi.formats.dtypes import BY_NAME
+from reshard_mpi.formats.manifest import (
+    ByteRange,
+    Manifest,
+    Segments,
+    ShardIdentity,
+    ShardSpec,
+    TensorEntry,
+    TensorSpec,
+)
 from reshard_mpi.formats.protocol import reserve_file, seal_file
-from reshard_mpi.layout import Layout
-from reshard_mpi.manifest import ByteRange, Manifest, Segments, ShardIdentity, ShardSpec, TensorEntry, TensorSpec
-from reshard_mpi.placement import Placement, Strategy
-from reshard_mpi.report import Reserved
-from reshard_mpi.strategy import mindspore, table
-from reshard_mpi.strategy.stages import to_stage_files
+from reshard_mpi.runs.report import Reserved
+from reshard_mpi.sharding.box import Box
+from reshard_mpi.sharding.layout import Layout
+from reshard_mpi.sharding.placement import Placement, Strategy
+from reshard_mpi.sharding.strategy import mindspore, table
+from reshard_mpi.sharding.strategy.stages import to_stage_files
 from reshard_mpi.units import GIB, MIB
 
 BOUND_BYTES = 200 * MIB
@@ -38,13 +46,14 @@ TARGET = Strategy(6, 1, {"w": (Placement((6,), ((), (0,))),)})
 _UNBOUNDED = """
 import sys
 from pathlib import Path
-from reshard_mpi import discovery, strategy
-from reshard_mpi.conversion import Conversion
+from reshard_mpi.checkpoints import discovery
+from reshard_mpi.sharding import strategy
+from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.planning.model import Limits
-from reshard_mpi.folders import Folder
-from reshard_mpi.publication import Publication
-from reshard_mpi.writing import write_whole
-from reshard_mpi.source import SourceCheckpoint
+from reshard_mpi.filesystem.folders import Folder
+from reshard_mpi.journal.publication import Publication
+from reshard_mpi.runs.write import write_whole
+from reshard_mpi.checkpoints.source import SourceCheckpoint
 
 source, target, src_strategy, dst_strategy = sys.argv[1:]
 checkpoint = SourceCheckpoint.open(discovery.find_shards(source), strategy.load(src_strategy))

@@ -20,7 +20,7 @@ from oracle import RawLayout
 from processes import run_command
 
 import reshard_mpi
-from reshard_mpi import strategy
+from reshard_mpi.sharding import strategy
 
 DATA = Path(os.environ.get("RESHARD_MPI_SHARED_DATA", Path(__file__).parents[2] / "shared" / "data"))
 REAL = DATA / "mindformers_gpt2"

@@ -13,11 +13,11 @@ from in_memory import placement_of
 from oracle import RawLayout, optimizer_step, rank_holds, slice_for_rank
 
 from reshard_mpi.errors import LayoutError
-from reshard_mpi.layout import Layout, stand_in_shape, whole_shape
-from reshard_mpi.nesting import alignments, regroup
-from reshard_mpi.placement import Placement
-from reshard_mpi.strategy import mindspore
-from reshard_mpi.strategy.stages import to_placement
+from reshard_mpi.sharding.layout import Layout, stand_in_shape, whole_shape
+from reshard_mpi.sharding.nesting import alignments, regroup
+from reshard_mpi.sharding.placement import Placement
+from reshard_mpi.sharding.strategy import mindspore
+from reshard_mpi.sharding.strategy.stages import to_placement
 
 
 def expanded(raw: RawLayout, shape: tuple[int, ...]) -> Placement:

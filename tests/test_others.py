@@ -124,16 +124,16 @@ def test_what_the_user_names_may_be_links(tmp_path: Path, capsys: Capture) -> No
 
 SWAP = """
 import os
-from reshard_mpi import writing
+from reshard_mpi.runs import write
 
-fill = writing._fill
+fill = write._fill
 
 def swap(plan, manifest, descriptor, *more):
     {before}
     filled = fill(plan, manifest, descriptor, *more)
     {after}
     return filled
-writing._fill = swap
+write._fill = swap
 """
 PARTIAL = "os.unlink(manifest.path); os.symlink({private!r}, manifest.path)"
 FOLDER = (

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard_mpi.patterns import Pattern, Patterns
-from reshard_mpi.placement import Strategy, named_after, replicated
 from reshard_mpi.planning.fit import dead_rules, shown_rules
 from reshard_mpi.planning.parameters import find_or_follow
+from reshard_mpi.sharding.patterns import Pattern, Patterns
+from reshard_mpi.sharding.placement import Strategy, named_after, replicated
 
 NAMES = st.text("ab.\n[", max_size=12)
 GLOBS = st.one_of(

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from reshard_mpi.errors import ReshardError
-from reshard_mpi.governor import place
-from reshard_mpi.governor.place import find_place, make_place, why_private
+from reshard_mpi.processes.governor import place
+from reshard_mpi.processes.governor.place import find_place, make_place, why_private
 
 TMPFS = "25 24 0:23 / /dev/shm rw,relatime - tmpfs tmpfs rw"
 

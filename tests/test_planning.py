@@ -13,11 +13,8 @@ from hypothesis import strategies as st
 from in_memory import entry, manifest, manifests_of, strategy_of
 from oracle import rank_holds, slice_for_rank
 
-from reshard_mpi.box import Box
 from reshard_mpi.errors import CoverageError, DisagreementError, LayoutError, ReshardError, StrategyError
-from reshard_mpi.layout import Layout
-from reshard_mpi.manifest import Manifest, TensorEntry
-from reshard_mpi.placement import Placement, Strategy, named_after
+from reshard_mpi.formats.manifest import Manifest, TensorEntry
 from reshard_mpi.planning.copies import Alike, dealt
 from reshard_mpi.planning.disputes import Claim, Dispute
 from reshard_mpi.planning.losses import Lost
@@ -31,6 +28,9 @@ from reshard_mpi.planning.parameters import (
 from reshard_mpi.planning.ranks import needed_ranks
 from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.planning.shard import ShardPlanner
+from reshard_mpi.sharding.box import Box
+from reshard_mpi.sharding.layout import Layout
+from reshard_mpi.sharding.placement import Placement, Strategy, named_after
 
 ROWS, COLUMNS, WHOLE = Placement((2,), ((0,), ())), Placement((2,), ((), (0,))), Placement((2,))
 LINE = Placement((2,), ((0,),))

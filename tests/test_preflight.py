@@ -17,10 +17,10 @@ from oracle import RawLayout
 from processes import run_command
 
 import reshard_mpi
-from reshard_mpi import preflight
-from reshard_mpi.folders import Folder
-from reshard_mpi.preflight import Room, Tally, require_room
-from reshard_mpi.publication import stale_bytes
+from reshard_mpi.filesystem.folders import Folder
+from reshard_mpi.journal.publication import stale_bytes
+from reshard_mpi.runs import preflight
+from reshard_mpi.runs.preflight import Room, Tally, require_room
 
 Capture = pytest.CaptureFixture[str]
 

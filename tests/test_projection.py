@@ -13,19 +13,21 @@ import numpy as np
 import pytest
 from processes import Measured, measure_peak, run_command
 
-from reshard_mpi import discovery, formats, strategy
-from reshard_mpi.box import Box
-from reshard_mpi.conversion import Conversion
-from reshard_mpi.dtypes import BY_NAME
+from reshard_mpi import formats
+from reshard_mpi.checkpoints import discovery
+from reshard_mpi.checkpoints.source import SourceCheckpoint
+from reshard_mpi.formats.dtypes import BY_NAME
+from reshard_mpi.formats.manifest import ShardIdentity, ShardSpec, TensorSpec
 from reshard_mpi.formats.protocol import reserve_file, seal_file
-from reshard_mpi.layout import Layout
-from reshard_mpi.manifest import ShardIdentity, ShardSpec, TensorSpec
-from reshard_mpi.placement import Placement, Strategy
-from reshard_mpi.projection import Projection, checking_bytes
-from reshard_mpi.selfcheck import Summing
-from reshard_mpi.source import SourceCheckpoint
-from reshard_mpi.strategy import mindspore, table
-from reshard_mpi.strategy.stages import to_stage_files
+from reshard_mpi.runs.conversion import Conversion
+from reshard_mpi.runs.projection import Projection, checking_bytes
+from reshard_mpi.runs.selfcheck import Summing
+from reshard_mpi.sharding import strategy
+from reshard_mpi.sharding.box import Box
+from reshard_mpi.sharding.layout import Layout
+from reshard_mpi.sharding.placement import Placement, Strategy
+from reshard_mpi.sharding.strategy import mindspore, table
+from reshard_mpi.sharding.strategy.stages import to_stage_files
 from reshard_mpi.units import MIB
 
 # What is projected is at most so much more than what is measured.
@@ -178,7 +180,7 @@ def test_verify(tmp_path: Path, kind: str, tensors: int, shape: tuple[int, int])
 WITH_CHILD = """
 import sys
 from pathlib import Path
-from reshard_mpi.cli import main
+from reshard_mpi.cli.commands import main
 from reshard_mpi.formats.hdf5 import isolation
 try:
     main(sys.argv[1:])

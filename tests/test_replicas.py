@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from in_memory import fewest, needed_holders, strategy_of
 
 from reshard_mpi.errors import UsageError
-from reshard_mpi.layout import Layout, stand_in_shape
-from reshard_mpi.placement import Piece, Placement, Strategy
 from reshard_mpi.planning.parameters import Unlisted
 from reshard_mpi.planning.ranks import needed_ranks
 from reshard_mpi.planning.replicas import Demands, choose_holders, home_rank
+from reshard_mpi.sharding.layout import Layout, stand_in_shape
+from reshard_mpi.sharding.placement import Piece, Placement, Strategy
 
 # Everything is listed and has elements, so what a target needs follows from the strategies.
 LISTED = cases(unlisted=False, empty=False)

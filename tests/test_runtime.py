@@ -21,7 +21,7 @@ from oracle import RawLayout
 from processes import Finished, run_command
 
 import reshard_mpi
-from reshard_mpi.threads import ONE_THREAD
+from reshard_mpi.processes.threads import ONE_THREAD
 
 Capture = pytest.CaptureFixture[str]
 TARGETS = {"w": RawLayout((4,), (0, -1)), "b": RawLayout((2, 2), (1,))}
@@ -29,18 +29,18 @@ TARGETS = {"w": RawLayout((4,), (0, -1)), "b": RawLayout((2, 2), (1,))}
 # Stands in for the writing of a shard, in every process of a run; `{do}` is done once the partial file is complete.
 STAND_IN = """
 import os, signal, time
-from reshard_mpi import division, writing
+from reshard_mpi.runs import division, write
 
 division.CUT_BYTES = 16  # so that the small files here are filled by several processes
 
-fill = writing._fill
+fill = write._fill
 
 def stand_in(plan, manifest, descriptor, span, limits, on_bytes):
     filled = fill(plan, manifest, descriptor, span, limits, on_bytes)
     if {when}:
         {do}
     return filled
-writing._fill = stand_in
+write._fill = stand_in
 """
 
 
@@ -416,7 +416,7 @@ def test_a_run_that_is_stopped_while_strategies_are_read(tmp_path: Path) -> None
     c = four_targets(tmp_path)
     (tmp_path / "stand_in").mkdir()
     read = (
-        "import os, signal, time\nfrom reshard_mpi.request import Strategies\n\n"
+        "import os, signal, time\nfrom reshard_mpi.runs.request import Strategies\n\n"
         "def read(request):\n    os.kill(os.getppid(), signal.SIGTERM)\n    time.sleep(30)\n\n"
         "Strategies.read = read\n"
     )

@@ -19,11 +19,11 @@ from conversions import COMMAND, DST_LAYOUTS, Conversion, command_line, listing,
 from oracle import RawLayout
 from processes import Finished, run_command
 
-from reshard_mpi import arguments
+from reshard_mpi.cli import arguments
+from reshard_mpi.cli.sbatch import NOT_PASSED_ON, PASSED_ON, batch_script
 from reshard_mpi.planning.parameters import Unlisted
 from reshard_mpi.planning.summary import Plan, RankSummary
-from reshard_mpi.request import Request
-from reshard_mpi.sbatch import NOT_PASSED_ON, PASSED_ON, batch_script
+from reshard_mpi.runs.request import Request
 from reshard_mpi.units import MIB
 
 Capture = pytest.CaptureFixture[str]

@@ -11,10 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from reshard_mpi.governor import usage
-from reshard_mpi.governor.scopes import HostScope, SlurmJob, control_groups, find_scopes, slurm_job
-from reshard_mpi.governor.usage import anonymous_bytes, resident_bytes
-from reshard_mpi.processes import children_of
+from reshard_mpi.processes.governor import usage
+from reshard_mpi.processes.governor.scopes import HostScope, SlurmJob, control_groups, find_scopes, slurm_job
+from reshard_mpi.processes.governor.usage import anonymous_bytes, resident_bytes
+from reshard_mpi.processes.kernel import children_of
 from reshard_mpi.units import MIB
 
 # As the kernel says it of a process in a SLURM step, with version 2 and with version 1.
@@ -209,7 +209,7 @@ def test_use_of_a_slurm_job() -> None:
 
 @pytest.mark.skipif(shutil.which("unshare") is None or os.geteuid() != 0, reason="unshare, as root")
 def test_pid_namespaces_have_names_of_their_own() -> None:
-    code = "from reshard_mpi.governor.claims import own_pid_namespace as n; print(n())"
+    code = "from reshard_mpi.processes.governor.claims import own_pid_namespace as n; print(n())"
     names = {
         subprocess.run([*prefix, sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
         for prefix in ([], ["unshare", "--pid", "--fork", "--mount-proc"])

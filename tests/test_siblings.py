@@ -13,7 +13,7 @@ from checkpoints import as_read, read_shard, write_shard
 from conversions import TENSORS, Conversion, command_line, listing, make
 
 import reshard_mpi
-from reshard_mpi import siblings
+from reshard_mpi.checkpoints import siblings
 from reshard_mpi.errors import SourceError
 from reshard_mpi.planning.model import Check
 

@@ -25,7 +25,7 @@ except BaseException as error:
 """
 PROGRAM = """
 import sys, time
-from reshard_mpi.signals import exit_when_terminated
+from reshard_mpi.processes.signals import exit_when_terminated
 exit_when_terminated()
 try:
     import module_of_c
@@ -47,7 +47,7 @@ def test_a_signal_while_a_module_is_loaded(tmp_path: Path, kind: signal.Signals,
 def test_an_interrupt_that_is_ignored_stays_so() -> None:
     program = (
         "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN);"
-        "from reshard_mpi.signals import exit_when_terminated; exit_when_terminated();"
+        "from reshard_mpi.processes.signals import exit_when_terminated; exit_when_terminated();"
         "assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN"
     )
     run_command([sys.executable, "-c", program], check=True)
@@ -119,7 +119,7 @@ def test_what_cannot_be_resumed_does_not_promise_it(
     ready = tmp_path / "ready"
     (tmp_path / "stand_in").mkdir()
     (tmp_path / "stand_in" / "sitecustomize.py").write_text(
-        "import time\nfrom reshard_mpi import discovery\n\n"
+        "import time\nfrom reshard_mpi.checkpoints import discovery\n\n"
         f"def find(*_, **__):\n    open({str(ready)!r}, 'w').close()\n    time.sleep(60)\n\n"
         "discovery.find_shards = find\n"
     )

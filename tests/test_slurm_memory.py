@@ -12,14 +12,14 @@ from test_launch_scripts import LAUNCH
 from test_slurm import rank_environment
 
 from reshard_mpi import formats
-from reshard_mpi.dtypes import BY_NAME
+from reshard_mpi.formats.dtypes import BY_NAME
+from reshard_mpi.formats.manifest import ShardIdentity, ShardSpec, TensorSpec
 from reshard_mpi.formats.protocol import reserve_file, seal_file
-from reshard_mpi.layout import Layout
-from reshard_mpi.manifest import ShardIdentity, ShardSpec, TensorSpec
-from reshard_mpi.placement import Placement, Strategy
-from reshard_mpi.strategy import mindspore, table
-from reshard_mpi.strategy.stages import to_stage_files
-from reshard_mpi.threads import ONE_THREAD
+from reshard_mpi.processes.threads import ONE_THREAD
+from reshard_mpi.sharding.layout import Layout
+from reshard_mpi.sharding.placement import Placement, Strategy
+from reshard_mpi.sharding.strategy import mindspore, table
+from reshard_mpi.sharding.strategy.stages import to_stage_files
 from reshard_mpi.units import GIB, MIB
 
 RANKS = 4
@@ -35,11 +35,11 @@ LITTLE_MIB = 300  # not enough for what four ranks need, but for two
 _HOLD = """
 import contextlib, os, time
 from pathlib import Path
-from reshard_mpi import writing
+from reshard_mpi.runs import write
 from reshard_mpi.engine import files
 from reshard_mpi.planning.model import Limits
 
-map_window, fill, turns = files.Files.window, writing._fill, []
+map_window, fill, turns = files.Files.window, write._fill, []
 
 @contextlib.contextmanager
 def window(self, part, requested_bytes):
@@ -67,7 +67,7 @@ def unbounded(plan, manifest, descriptor, span, limits, on_bytes):
     limits = Limits(buffer_bytes=1 << 31, window_bytes=1 << 31)
     return fill(plan, manifest, descriptor, span, limits, on_bytes)
 
-writing._fill = unbounded
+write._fill = unbounded
 """
 
 

@@ -15,18 +15,18 @@ from hypothesis import strategies as st
 from in_memory import strategy_of
 from oracle import rank_holds, slice_for_rank
 
-from reshard_mpi.box import Box
-from reshard_mpi.conversion import Conversion
-from reshard_mpi.discovery import ShardFiles
-from reshard_mpi.dtypes import BY_NAME
+from reshard_mpi.checkpoints.discovery import ShardFiles
+from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.engine.arrays import load_shard
 from reshard_mpi.engine.gather import raw_dtype
 from reshard_mpi.errors import ReshardError
-from reshard_mpi.manifest import Decoded, Manifest, TensorEntry
+from reshard_mpi.formats.dtypes import BY_NAME
+from reshard_mpi.formats.manifest import Decoded, Manifest, TensorEntry
 from reshard_mpi.planning.model import RankPlan
 from reshard_mpi.planning.replicas import Replicas
-from reshard_mpi.plans import plan_together
-from reshard_mpi.source import SourceCheckpoint
+from reshard_mpi.runs.conversion import Conversion
+from reshard_mpi.runs.plans import plan_together
+from reshard_mpi.sharding.box import Box
 
 # What changes the structure of a shard, so that what others say of the tensor contradicts it.
 STRUCTURE = ("shape", "longer", "type", "rank", "dropped", "renamed", "added", "string")

@@ -12,8 +12,9 @@ from conversions import COMMAND, TENSORS, Conversion, make
 from launch import MPI, mpirun_command
 from processes import Finished, run_command
 
-from reshard_mpi import cli, report
-from reshard_mpi.records import COMMIT_RECORD
+from reshard_mpi.cli import commands
+from reshard_mpi.journal.records import COMMIT_RECORD
+from reshard_mpi.runs import report
 
 NO_SPACE = "No space left on device"
 # Every write to it fails as on a full disk.
@@ -145,7 +146,7 @@ def test_a_report_that_cannot_be_written(
 ) -> None:
     path = failing(monkeypatch, conversion, what)
     with pytest.raises(SystemExit) as end:
-        cli.main(conversion.arguments("transform", "--report", str(path)))
+        commands.main(conversion.arguments("transform", "--report", str(path)))
     said = capsys.readouterr()
     assert end.value.code == 4 and said.out.startswith("wrote 2 shards, "), said
     error = said.err[said.err.index("reshard-mpi: error: ") :]
@@ -157,7 +158,7 @@ def test_a_report_that_cannot_be_written(
     monkeypatch.undo()
     path.parent.mkdir(exist_ok=True)
     with pytest.raises(SystemExit) as end:
-        cli.main(conversion.arguments("transform", "--resume", "--report", str(path)))
+        commands.main(conversion.arguments("transform", "--resume", "--report", str(path)))
     assert end.value.code == 0
     assert [target["skipped"] for target in json.loads(path.read_text())["targets"]] == [True, True]
 
@@ -167,9 +168,9 @@ def test_neither_targets_nor_a_report(
 ) -> None:
     """What failed is told first of all, and the report is no longer said to be the only thing missing."""
     path = failing(monkeypatch, conversion, "full")
-    monkeypatch.setattr("reshard_mpi.writing.Writer._seal", _refuse)
+    monkeypatch.setattr("reshard_mpi.runs.write.Writer._seal", _refuse)
     with pytest.raises(SystemExit) as end:
-        cli.main(conversion.arguments("transform", "--report", str(path)))
+        commands.main(conversion.arguments("transform", "--report", str(path)))
     said = capsys.readouterr().err
     assert end.value.code == 4 and "the report could not be written\n" in said and "2 of 2 targets failed" in said
 

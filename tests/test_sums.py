@@ -7,11 +7,11 @@ import zlib
 import numpy as np
 import pytest
 
-from reshard_mpi.box import Box
-from reshard_mpi.checksum import PartSum
+from reshard_mpi.engine.crc import PartSum
 from reshard_mpi.errors import DamageError
-from reshard_mpi.records import TensorSum
-from reshard_mpi.sums import joined_sums, sums_of_wholes
+from reshard_mpi.journal.records import TensorSum
+from reshard_mpi.journal.sums import joined_sums, sums_of_wholes
+from reshard_mpi.sharding.box import Box
 
 WHOLE = np.random.default_rng(0).integers(0, 1 << 16, (6, 4), np.uint16)
 

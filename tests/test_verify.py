@@ -22,9 +22,11 @@ from processes import run_command
 from test_runtime import doing, four_targets
 
 import reshard_mpi
-from reshard_mpi import formats, verifying, writing
+from reshard_mpi import formats
 from reshard_mpi.errors import DamageError, ShardError, SourceError, UsageError
 from reshard_mpi.formats.ckpt import sealing
+from reshard_mpi.runs import verify as verifying
+from reshard_mpi.runs import write
 
 Capture = pytest.CaptureFixture[str]
 KINDS = ("ckpt", "hdf5")
@@ -346,7 +348,7 @@ def test_targets_are_read_back_from_the_disk(c: Conversion, capsys: Capture, mon
     def forget(descriptor: int) -> None:
         forgotten.append(Path(f"/proc/self/fd/{descriptor}").readlink().parent.name)
 
-    monkeypatch.setattr(writing, "forget_cached", forget)
+    monkeypatch.setattr(write, "forget_cached", forget)
     assert command_line(capsys, *c.arguments("transform", "--verify")).code == 0
     assert sorted(forgotten) == [f"rank_{rank}" for rank in range(4) for _ in ("payload", "structure")]
 

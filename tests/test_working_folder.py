@@ -21,7 +21,7 @@ from launch import MPI, mpirun_command
 from processes import Finished, run_command
 
 import reshard_mpi
-from reshard_mpi import imports
+from reshard_mpi.processes import imports
 
 SCRIPT = Path(sys.executable).with_name("reshard-mpi")
 _IMPORTED = re.compile(r"^\s*(?:import|from)\s+(\w+)", re.MULTILINE)
@@ -201,7 +201,7 @@ def test_callers_import_their_own_modules(tmp_path: Path) -> None:
     )
     program = (
         "import logging, reshard_mpi\n"
-        "from reshard_mpi.log import log\n"
+        "from reshard_mpi.runs.log import log\n"
         "from my_handler import Handler\n"
         "logging.getLogger('reshard_mpi').addHandler(Handler())\n"
         "log((), ['something'])\n"
@@ -255,7 +255,7 @@ def test_an_installation_in_the_working_folder(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_working_folder_that_is_gone(tmp_path: Path) -> None:
-    program = "import os; os.rmdir(os.getcwd()); import reshard_mpi.api; from reshard_mpi import imports; "
+    program = "import os; os.rmdir(os.getcwd()); import reshard_mpi.api; from reshard_mpi.processes import imports; "
     program += "print(imports.import_environment()['PYTHONPATH'] != '')"
     (tmp_path / "gone").mkdir()
     finished = run_command([sys.executable, "-c", program], cwd=tmp_path / "gone")
@@ -269,7 +269,7 @@ def test_a_checkout_as_the_working_folder(tmp_path: Path) -> None:
     start = (
         "import sys\n"
         "sys.path.insert(0, '')\n"
-        "from reshard_mpi import api, imports\n"
+        "from reshard_mpi import api\nfrom reshard_mpi.processes import imports\n"
         "program = 'from reshard_mpi import api; import psutil; print(api.__file__, psutil.__file__)'\n"
         "del sys.path[0]\n"
         "import os, subprocess\n"

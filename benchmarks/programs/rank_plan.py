@@ -8,11 +8,11 @@ import sys
 import time
 
 from benchmarks.many_ranks import manifest
-from reshard_mpi import strategy
-from reshard_mpi.conversion import Conversion
-from reshard_mpi.discovery import ShardFiles
-from reshard_mpi.manifest import Manifest
-from reshard_mpi.source import SourceCheckpoint
+from reshard_mpi.checkpoints.discovery import ShardFiles
+from reshard_mpi.checkpoints.source import SourceCheckpoint
+from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.runs.conversion import Conversion
+from reshard_mpi.sharding import strategy
 
 
 class _Described(SourceCheckpoint):

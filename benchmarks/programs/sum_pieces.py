@@ -10,10 +10,10 @@ import sys
 import time
 
 from reshard_mpi import formats
-from reshard_mpi.box import Box
-from reshard_mpi.conversion import LIMITS
 from reshard_mpi.engine.sums import sum_tensors
-from reshard_mpi.manifest import TensorSpec
+from reshard_mpi.formats.manifest import TensorSpec
+from reshard_mpi.runs.conversion import LIMITS
+from reshard_mpi.sharding.box import Box
 
 
 def main(path: str, place: str) -> None:

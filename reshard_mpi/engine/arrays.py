@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from reshard_mpi.dtypes import to_numpy
 from reshard_mpi.engine.files import Files
 from reshard_mpi.engine.gather import Array, gather, raw_dtype
+from reshard_mpi.formats.dtypes import to_numpy
 from reshard_mpi.planning.model import Check, Copy, Limits, RankPlan
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from reshard_mpi.box import Box
 from reshard_mpi.engine.files import Files
 from reshard_mpi.engine.stream import Stream
-from reshard_mpi.manifest import ByteRange, Decoded, TensorEntry
+from reshard_mpi.formats.manifest import ByteRange, Decoded, TensorEntry
+from reshard_mpi.sharding.box import Box
 
 
 def excerpt(files: Files, entry: TensorEntry, box: Box) -> bytes:

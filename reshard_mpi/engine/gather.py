@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from reshard_mpi.box import Box
-from reshard_mpi.dtypes import DType
 from reshard_mpi.engine.files import Files, unreadable
 from reshard_mpi.engine.stream import Stream
-from reshard_mpi.manifest import ByteRange, Decoded
+from reshard_mpi.formats.dtypes import DType
+from reshard_mpi.formats.manifest import ByteRange, Decoded
 from reshard_mpi.planning.model import Copy, Limits
+from reshard_mpi.sharding.box import Box
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from reshard_mpi.box import Box, Runs, common_runs
 from reshard_mpi.engine.files import Files
 from reshard_mpi.engine.stream import Stream
-from reshard_mpi.manifest import Segments
+from reshard_mpi.formats.manifest import Segments
 from reshard_mpi.planning.model import Copy
+from reshard_mpi.sharding.box import Box, Runs, common_runs
 
 # The blocks of a tensor, and tensors of one shape, have their runs at the same places: the last few are kept.
 _KEPT_PLACES = 8

@@ -6,9 +6,9 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from itertools import accumulate
 
-from reshard_mpi.box import Runs
 from reshard_mpi.engine.files import ByteRuns
-from reshard_mpi.manifest import ByteRange, Segments
+from reshard_mpi.formats.manifest import ByteRange, Segments
+from reshard_mpi.sharding.box import Runs
 
 
 class Stream:

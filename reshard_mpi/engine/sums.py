@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from reshard_mpi.box import Box
-from reshard_mpi.checksum import PartSum, has_short_runs
+from reshard_mpi.engine.crc import PartSum, has_short_runs
 from reshard_mpi.engine.files import Files
 from reshard_mpi.engine.stream import Stream
-from reshard_mpi.manifest import ByteRange, Manifest, Segments, TensorEntry, TensorSpec
+from reshard_mpi.formats.manifest import ByteRange, Manifest, Segments, TensorEntry, TensorSpec
 from reshard_mpi.planning.model import Copy, Limits, RankPlan, TensorPlan
+from reshard_mpi.sharding.box import Box
 
 # From one byte of a file to another.
 Span = tuple[int, int]

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 from itertools import chain, pairwise
 from typing import NamedTuple
 
-from reshard_mpi.box import Box, common_runs, run_length
 from reshard_mpi.engine.files import Files, OnBytes, Traffic
 from reshard_mpi.engine.scatter import Scatter
 from reshard_mpi.engine.stream import Stream, byte_runs
-from reshard_mpi.manifest import Decoded, Manifest, Segments, TensorEntry
+from reshard_mpi.formats.manifest import Decoded, Manifest, Segments, TensorEntry
 from reshard_mpi.planning.model import Copy, Limits, RankPlan, TensorPlan
+from reshard_mpi.sharding.box import Box, common_runs, run_length
 from reshard_mpi.units import KIB, MIB
 
 # Shorter runs cost more in system calls than gathering them through the buffer does, unless there are just a few.

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from reshard_mpi.folders import create_file
-from reshard_mpi.manifest import Manifest, ShardSpec
+from reshard_mpi.filesystem.folders import create_file
+from reshard_mpi.formats.manifest import Manifest, ShardSpec
 
 NO_SUMS: Mapping[str, int] = {}
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 
-from reshard_mpi.box import Box
 from reshard_mpi.errors import CoverageError, DisagreementError
-from reshard_mpi.manifest import Manifest, TensorSpec
+from reshard_mpi.formats.manifest import Manifest, TensorSpec
 from reshard_mpi.planning.model import Beginning, Check, Copy, Held, Moment, RankPlan, TensorPlan
 from reshard_mpi.planning.tensors import SourceTensor
+from reshard_mpi.sharding.box import Box
 from reshard_mpi.units import KIB
 
 # Small enough to read from every opened shard for nothing; of larger tensors as much tells shards apart.

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from reshard_mpi.box import Box
-from reshard_mpi.layout import Layout
-from reshard_mpi.placement import Piece, Placement
 from reshard_mpi.planning.parameters import is_partial_sum
 from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.planning.tensors import Part, SourceTensor, parts_meeting
+from reshard_mpi.sharding.box import Box
+from reshard_mpi.sharding.layout import Layout
+from reshard_mpi.sharding.placement import Piece, Placement
 
 # Who holds the same parts: the same ranks.
 Holding = tuple[tuple[Placement, Piece], ...]

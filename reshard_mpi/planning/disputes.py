@@ -8,12 +8,12 @@ from functools import lru_cache
 from itertools import islice
 from typing import NamedTuple
 
-from reshard_mpi.box import Box
 from reshard_mpi.errors import LayoutError
-from reshard_mpi.layout import Layout, whole_shape
-from reshard_mpi.manifest import Manifest
-from reshard_mpi.placement import Placement, Shape, Strategy
+from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.planning.parameters import find_or_follow
+from reshard_mpi.sharding.box import Box
+from reshard_mpi.sharding.layout import Layout, whole_shape
+from reshard_mpi.sharding.placement import Placement, Shape, Strategy
 
 # What another shard may have under the name of a tensor.
 _STRING = "a string"

@@ -9,13 +9,13 @@ from enum import Enum
 from typing import NamedTuple
 
 from reshard_mpi.errors import CoverageError, DisagreementError, StrategyError
-from reshard_mpi.layout import whole_shape
-from reshard_mpi.manifest import Manifest
-from reshard_mpi.nesting import regroup_held
-from reshard_mpi.patterns import Pattern
-from reshard_mpi.placement import Placement, Shape, Strategy
+from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.planning.parameters import Unlisted, find_or_follow
 from reshard_mpi.planning.samples import MAX_TENSORS, Pair
+from reshard_mpi.sharding.layout import whole_shape
+from reshard_mpi.sharding.nesting import regroup_held
+from reshard_mpi.sharding.patterns import Pattern
+from reshard_mpi.sharding.placement import Placement, Shape, Strategy
 from reshard_mpi.units import KIB
 
 # What a rank has for itself (random state, counters) is small, of one dimension at most, and where it is of floating

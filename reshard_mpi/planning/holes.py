@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from reshard_mpi.errors import CoverageError
-from reshard_mpi.manifest import Manifest
-from reshard_mpi.placement import Placement, Strategy, named_after
+from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.planning.losses import Lost
 from reshard_mpi.planning.tensors import Part, SourceTensor
+from reshard_mpi.sharding.placement import Placement, Strategy, named_after
 
 # Of shards that cannot be used, so many are described in one message.
 _MAX_TOLD = 4

@@ -6,10 +6,10 @@ import hashlib
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from reshard_mpi.box import Box
-from reshard_mpi.manifest import ShardIdentity, ShardSpec, TensorEntry, TensorSpec
+from reshard_mpi.formats.manifest import ShardIdentity, ShardSpec, TensorEntry, TensorSpec
 from reshard_mpi.planning.copies import Alike
 from reshard_mpi.planning.losses import Lost
+from reshard_mpi.sharding.box import Box
 
 
 class Limits(NamedTuple):

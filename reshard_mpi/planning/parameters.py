@@ -6,7 +6,7 @@ from collections.abc import Callable, Container, Iterator
 from enum import StrEnum
 
 from reshard_mpi.errors import StrategyError
-from reshard_mpi.placement import Placement, Strategy, named_after
+from reshard_mpi.sharding.placement import Placement, Strategy, named_after
 
 # Gradients in mid-accumulation: every data-parallel rank holds its own partial sum, so copies of them may differ.
 _PARTIAL_SUMS = ("accu_grads", "grad_sum")

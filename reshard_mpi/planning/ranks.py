@@ -7,9 +7,6 @@ from functools import lru_cache
 from itertools import chain, islice
 
 from reshard_mpi.errors import LayoutError, UsageError
-from reshard_mpi.layout import Layout, stand_in_shape
-from reshard_mpi.nesting import alignments
-from reshard_mpi.placement import Piece, Placement, Strategy
 from reshard_mpi.planning.parameters import (
     Unlisted,
     everywhere,
@@ -18,6 +15,9 @@ from reshard_mpi.planning.parameters import (
     require_common_parameters,
 )
 from reshard_mpi.planning.replicas import choose_holders, home_rank
+from reshard_mpi.sharding.layout import Layout, stand_in_shape
+from reshard_mpi.sharding.nesting import alignments
+from reshard_mpi.sharding.placement import Piece, Placement, Strategy
 
 # The needed pieces of one parameter by placement; more than one placement where a nested layout leaves it open.
 Needs = tuple[tuple[Placement, tuple[Piece, ...]], ...]

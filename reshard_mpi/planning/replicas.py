@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Container, Mapping
 from enum import StrEnum
 
-from reshard_mpi.placement import Piece, Placement
+from reshard_mpi.sharding.placement import Piece, Placement
 
 Demands = Mapping[Placement, Collection[Piece]]
 Choice = dict[tuple[Placement, Piece], int]

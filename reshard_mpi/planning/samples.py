@@ -14,11 +14,11 @@ from functools import lru_cache, partial
 from itertools import accumulate, islice
 from typing import NamedTuple, TypeVar
 
-from reshard_mpi.box import Box
-from reshard_mpi.manifest import TensorEntry
-from reshard_mpi.placement import Placement, Shape, Strategy, unravel
+from reshard_mpi.formats.manifest import TensorEntry
 from reshard_mpi.planning.agreement import is_moment
 from reshard_mpi.planning.parameters import find_or_follow
+from reshard_mpi.sharding.box import Box
+from reshard_mpi.sharding.placement import Placement, Shape, Strategy, unravel
 
 T = TypeVar("T")
 

@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from itertools import repeat
 
-from reshard_mpi.box import Box
 from reshard_mpi.errors import CoverageError, LayoutError, StrategyError
-from reshard_mpi.layout import Layout
-from reshard_mpi.manifest import Manifest, ShardIdentity, TensorSpec
-from reshard_mpi.placement import Piece, Placement, Strategy, named_after
+from reshard_mpi.formats.manifest import Manifest, ShardIdentity, TensorSpec
 from reshard_mpi.planning.agreement import (
     agreement_checks,
     common_strings,
@@ -25,6 +22,9 @@ from reshard_mpi.planning.parameters import Unlisted, everywhere, find_or_follow
 from reshard_mpi.planning.ranks import wants
 from reshard_mpi.planning.replicas import Replicas, choose_holders, home_rank
 from reshard_mpi.planning.tensors import Part, SourceTensor, SourceTensors, parts_meeting
+from reshard_mpi.sharding.box import Box
+from reshard_mpi.sharding.layout import Layout
+from reshard_mpi.sharding.placement import Piece, Placement, Strategy, named_after
 
 # How source and target hold a tensor.
 _Way = tuple[tuple[Layout, ...], Layout]

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from reshard_mpi.box import Box
-from reshard_mpi.dtypes import DType
 from reshard_mpi.errors import DisagreementError, LayoutError
-from reshard_mpi.layout import Layout, whole_shape
-from reshard_mpi.manifest import Manifest, TensorEntry
-from reshard_mpi.placement import Piece, Placement, Shape, Strategy
+from reshard_mpi.formats.dtypes import DType
+from reshard_mpi.formats.manifest import Manifest, TensorEntry
 from reshard_mpi.planning.parameters import everywhere, find_or_follow
+from reshard_mpi.sharding.box import Box
+from reshard_mpi.sharding.layout import Layout, whole_shape
+from reshard_mpi.sharding.placement import Piece, Placement, Shape, Strategy
 
 
 class Part(NamedTuple):

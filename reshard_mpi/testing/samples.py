@@ -11,10 +11,10 @@ from random import Random
 
 import numpy as np
 
-from reshard_mpi.box import Box
-from reshard_mpi.dtypes import DType
+from reshard_mpi.formats.dtypes import DType
+from reshard_mpi.formats.manifest import Manifest, Segments, ShardIdentity, ShardSpec, TensorEntry, TensorSpec
 from reshard_mpi.formats.protocol import Format, reserve_file, seal_file
-from reshard_mpi.manifest import Manifest, Segments, ShardIdentity, ShardSpec, TensorEntry, TensorSpec
+from reshard_mpi.sharding.box import Box
 
 
 @dataclass(frozen=True, slots=True)

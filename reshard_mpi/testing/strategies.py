@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from reshard_mpi.dtypes import BY_NAME, DType
+from reshard_mpi.formats.dtypes import BY_NAME, DType
 from reshard_mpi.testing.samples import Contents, SampleTensor
 
 # Names and parts of names that formats have trouble with.

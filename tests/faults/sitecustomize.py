@@ -99,7 +99,7 @@ if _counter and not any("hdf5.child" in word for word in sys.orig_argv):
     os.open = _open_below
     sys.addaudithook(_hook)
 if "FAULT_CUT" in os.environ:
-    from reshard_mpi import division
+    from reshard_mpi.runs import division
 
     division.CUT_BYTES = int(os.environ["FAULT_CUT"])
 if _on == "mapped":

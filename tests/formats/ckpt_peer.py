@@ -7,7 +7,7 @@ from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
-from reshard_mpi.dtypes import BY_MINDSPORE_NAME
+from reshard_mpi.formats.dtypes import BY_MINDSPORE_NAME
 from reshard_mpi.testing.samples import Contents, SampleTensor
 
 _FIELD = descriptor_pb2.FieldDescriptorProto

@@ -10,7 +10,7 @@ from urllib.parse import unquote
 import h5py
 import numpy as np
 
-from reshard_mpi.dtypes import BY_NAME
+from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.testing.samples import Contents, SampleTensor
 
 _BYTES = {"int4": "i1", "hifloat8": "u1", "float8_e4m3fn": "u1", "float8_e5m2": "u1"}

@@ -11,11 +11,11 @@ import ckpt_peer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard_mpi.dtypes import BY_NAME
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats.ckpt import values as module
 from reshard_mpi.formats.ckpt.values import Value
 from reshard_mpi.formats.ckpt.wire import Reader
+from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.testing import strategies
 from reshard_mpi.testing.samples import Contents, SampleTensor
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import ckpt_peer
 import pytest
 
-from reshard_mpi.dtypes import BY_NAME
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import ckpt, files
 from reshard_mpi.formats.ckpt import writing
+from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.protocol import reserve_file, seal_file
 from reshard_mpi.testing import samples
 from reshard_mpi.testing.samples import Contents, SampleTensor, payload

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from reshard_mpi.dtypes import BY_NAME, to_numpy
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import ckpt
+from reshard_mpi.formats.dtypes import BY_NAME, to_numpy
 from reshard_mpi.testing import samples
 from reshard_mpi.testing.samples import Contents, SampleTensor
 

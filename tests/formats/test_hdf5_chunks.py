@@ -8,10 +8,10 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from reshard_mpi.box import Box
-from reshard_mpi.dtypes import BY_NAME
+from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.hdf5 import datasets
 from reshard_mpi.formats.hdf5.datasets import Stamp
+from reshard_mpi.sharding.box import Box
 
 MIB = 1 << 20
 LENGTH = 3 * MIB

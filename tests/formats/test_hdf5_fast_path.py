@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard_mpi.box import Box
-from reshard_mpi.dtypes import BY_NAME, DType
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import hdf5
+from reshard_mpi.formats.dtypes import BY_NAME, DType
 from reshard_mpi.formats.hdf5 import checksums, direct, reading, superblock
+from reshard_mpi.formats.manifest import Manifest, ShardIdentity, ShardSpec, TensorSpec
 from reshard_mpi.formats.protocol import reserve_file, seal_file
-from reshard_mpi.manifest import Manifest, ShardIdentity, ShardSpec, TensorSpec
+from reshard_mpi.sharding.box import Box
 from reshard_mpi.testing import samples, strategies
 from reshard_mpi.testing.samples import Contents, SampleTensor
 

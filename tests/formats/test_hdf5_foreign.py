@@ -11,10 +11,10 @@ import hdf5_peer
 import numpy as np
 import pytest
 
-from reshard_mpi.box import Box
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import hdf5
-from reshard_mpi.manifest import Decoded, Segments
+from reshard_mpi.formats.manifest import Decoded, Segments
+from reshard_mpi.sharding.box import Box
 from reshard_mpi.testing.samples import payload
 
 NUMBERS = np.arange(24, dtype=np.float32).reshape(4, 6)

@@ -13,9 +13,9 @@ import hdf5_peer
 import numpy as np
 import pytest
 
-from reshard_mpi.dtypes import BY_NAME
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import files, hdf5
+from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.testing import samples
 from reshard_mpi.testing.samples import Contents, SampleTensor
 

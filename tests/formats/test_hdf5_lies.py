@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from reshard_mpi.box import Box
-from reshard_mpi.dtypes import BY_NAME
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import files, hdf5
+from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.hdf5 import checksums, direct, structure
+from reshard_mpi.formats.manifest import ShardIdentity, ShardSpec, TensorSpec
 from reshard_mpi.formats.protocol import reserve_file
-from reshard_mpi.manifest import ShardIdentity, ShardSpec, TensorSpec
+from reshard_mpi.sharding.box import Box
 from reshard_mpi.testing import samples
 from reshard_mpi.testing.samples import Contents, SampleTensor
 

@@ -15,18 +15,19 @@ from functools import partial
 from pathlib import Path
 from unittest import mock
 
-from reshard_mpi import formats, strategy
-from reshard_mpi.box import Box
-from reshard_mpi.commit import commit
-from reshard_mpi.commit_record import CommitRecord
+from reshard_mpi import formats
 from reshard_mpi.errors import ReshardError
 from reshard_mpi.escaping import one_line
 from reshard_mpi.formats.hdf5 import checksums, direct
-from reshard_mpi.manifest import Decoded, Manifest
-from reshard_mpi.placement import Strategy, named_after, replicated
-from reshard_mpi.records import COMMIT_RECORD, STATE, RunIdentity, TargetRecord, record_path, run_path
-from reshard_mpi.strategy import table
-from reshard_mpi.target_state import as_lines, state_of
+from reshard_mpi.formats.manifest import Decoded, Manifest
+from reshard_mpi.journal.commit import commit
+from reshard_mpi.journal.commit_record import CommitRecord
+from reshard_mpi.journal.records import COMMIT_RECORD, STATE, RunIdentity, TargetRecord, record_path, run_path
+from reshard_mpi.journal.state import as_lines, state_of
+from reshard_mpi.sharding import strategy
+from reshard_mpi.sharding.box import Box
+from reshard_mpi.sharding.placement import Strategy, named_after, replicated
+from reshard_mpi.sharding.strategy import table
 
 CORPUS = Path(__file__).parent / "corpus"
 # Elements of what must be decoded that are looked at: enough for the files of a corpus.

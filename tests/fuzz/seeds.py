@@ -18,14 +18,14 @@ import hdf5_peer
 import numpy as np
 import parsers
 
-from reshard_mpi.dtypes import BY_NAME
 from reshard_mpi.formats import ckpt, hdf5
-from reshard_mpi.manifest import ShardIdentity
+from reshard_mpi.formats.dtypes import BY_NAME
+from reshard_mpi.formats.manifest import ShardIdentity
+from reshard_mpi.journal.provenance import SourceFile, Sources
+from reshard_mpi.journal.records import Evidence, RunIdentity, TargetRecord, TensorSum, digest_of_texts
 from reshard_mpi.planning.model import Beginning, Held, Moment
-from reshard_mpi.provenance import SourceFile, Sources
-from reshard_mpi.records import Evidence, RunIdentity, TargetRecord, TensorSum, digest_of_texts
-from reshard_mpi.strategy import mindspore, spec, stages, table
-from reshard_mpi.strategy.mindspore import RawLayout, StageFile, StrategyItem
+from reshard_mpi.sharding.strategy import mindspore, spec, stages, table
+from reshard_mpi.sharding.strategy.mindspore import RawLayout, StageFile, StrategyItem
 from reshard_mpi.testing import samples
 from reshard_mpi.testing.samples import Contents, SampleTensor
 

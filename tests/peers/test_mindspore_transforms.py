@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from oracle import RawLayout
 
 import reshard_mpi
-from reshard_mpi import strategy
+from reshard_mpi.sharding import strategy
 
 pytest.importorskip("mindspore")
 import mindspore as ms

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard_mpi.hosts import HOST_VARIABLE
+from reshard_mpi.processes.hosts import HOST_VARIABLE
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def world():
 
 @pytest.mark.mpi(min_size=2)
 def test_every_rank_knows_the_host_of_every_other(world):
-    from reshard_mpi.comm import MPIComm
+    from reshard_mpi.processes.comm import MPIComm
 
     comm = MPIComm(world)
     assert (comm.rank, comm.size) == (world.rank, world.size)
@@ -28,7 +28,7 @@ def test_every_rank_knows_the_host_of_every_other(world):
 
 @pytest.mark.mpi(min_size=2)
 def test_a_host_is_called_what_the_variable_says(world, monkeypatch):
-    from reshard_mpi.comm import MPIComm
+    from reshard_mpi.processes.comm import MPIComm
 
     monkeypatch.setenv(HOST_VARIABLE, f"node{world.rank % 2}")
     assert list(MPIComm(world).hosts) == [f"node{rank % 2}" for rank in range(world.size)]
@@ -36,8 +36,8 @@ def test_a_host_is_called_what_the_variable_says(world, monkeypatch):
 
 @pytest.mark.mpi(min_size=2)
 def test_two_machines_of_one_name_are_two_hosts(world, monkeypatch):
-    from reshard_mpi import hosts
-    from reshard_mpi.comm import MPIComm
+    from reshard_mpi.processes import hosts
+    from reshard_mpi.processes.comm import MPIComm
 
     monkeypatch.setenv(HOST_VARIABLE, "localhost")
     with tempfile.TemporaryDirectory() as folder:  # the folders of pytest are not made for several ranks at once

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from reshard_mpi import strategy
-from reshard_mpi.placement import Placement
-from reshard_mpi.strategy.mindspore import encode_protobuf
-from reshard_mpi.strategy.protobuf import decode_protobuf
-from reshard_mpi.strategy.stages import to_strategy
-from reshard_mpi.strategy.table import dumps, loads
+from reshard_mpi.sharding import strategy
+from reshard_mpi.sharding.placement import Placement
+from reshard_mpi.sharding.strategy.mindspore import encode_protobuf
+from reshard_mpi.sharding.strategy.protobuf import decode_protobuf
+from reshard_mpi.sharding.strategy.stages import to_strategy
+from reshard_mpi.sharding.strategy.table import dumps, loads
 
 DATA = Path(os.environ.get("RESHARD_MPI_SHARED_DATA", Path(__file__).parents[3] / "shared" / "data"))
 FOLDER = DATA / "mindformers_gpt2"

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from reshard_mpi import strategy
-from reshard_mpi.strategy.merge import merge
-from reshard_mpi.strategy.mindspore import RawLayout, StageFile, StrategyItem, encode_json, encode_protobuf
+from reshard_mpi.sharding import strategy
+from reshard_mpi.sharding.strategy.merge import merge
+from reshard_mpi.sharding.strategy.mindspore import RawLayout, StageFile, StrategyItem, encode_json, encode_protobuf
 
 pytestmark = pytest.mark.mindspore
 
@@ -111,7 +111,7 @@ def test_it_lists_ranks_from_merged_files_we_write(tmp_path: Path) -> None:
 def test_one_process_may_import_both_in_any_order(tmp_path: Path, order: str) -> None:
     (tmp_path / "s.ckpt").write_bytes(encode_protobuf(StageFile(LAYOUTS, (StrategyItem("MatMul", 0),))))
     path = str(tmp_path / "s.ckpt")
-    ours = f"from reshard_mpi import strategy\nassert strategy.load({path!r}).world_size == 8"
+    ours = f"from reshard_mpi.sharding import strategy\nassert strategy.load({path!r}).world_size == 8"
     theirs = f"import mindspore\nassert len(mindspore.build_searched_strategy({path!r})) == {len(LAYOUTS)}"
     code = "\n".join([theirs, ours] if order == "first" else [ours, theirs])
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from reshard_mpi.errors import LayoutError
-from reshard_mpi.layout import Layout, stand_in_shape, whole_shape
-from reshard_mpi.placement import Placement
+from reshard_mpi.sharding.layout import Layout, stand_in_shape, whole_shape
+from reshard_mpi.sharding.placement import Placement
 
 OPEN = Placement((2, 4), ((), (1,)), optimizer=2, open_ended=True)
 CLOSED = Placement((2, 4), ((), (1,), ()), optimizer=2)

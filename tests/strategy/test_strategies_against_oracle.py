@@ -11,9 +11,9 @@ from hypothesis import assume, given
 from oracle import RawLayout as OracleLayout
 from oracle import slice_for_rank
 
-from reshard_mpi.layout import Layout
-from reshard_mpi.placement import Strategy
-from reshard_mpi.strategy.mindspore import (
+from reshard_mpi.sharding.layout import Layout
+from reshard_mpi.sharding.placement import Strategy
+from reshard_mpi.sharding.strategy.mindspore import (
     RawLayout,
     StageFile,
     StrategyItem,
@@ -21,8 +21,8 @@ from reshard_mpi.strategy.mindspore import (
     encode_json,
     encode_protobuf,
 )
-from reshard_mpi.strategy.protobuf import decode_protobuf
-from reshard_mpi.strategy.stages import to_strategy
+from reshard_mpi.sharding.strategy.protobuf import decode_protobuf
+from reshard_mpi.sharding.strategy.stages import to_strategy
 
 
 def raw(layout: OracleLayout, shape: tuple[int, ...]) -> RawLayout:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from reshard_mpi import strategy
 from reshard_mpi.errors import StrategyError, TargetError
-from reshard_mpi.strategy.merge import merge
-from reshard_mpi.strategy.messages import messages
-from reshard_mpi.strategy.mindspore import RawLayout, StageFile, StrategyItem, encode_json, encode_protobuf
+from reshard_mpi.sharding import strategy
+from reshard_mpi.sharding.strategy.merge import merge
+from reshard_mpi.sharding.strategy.messages import messages
+from reshard_mpi.sharding.strategy.mindspore import RawLayout, StageFile, StrategyItem, encode_json, encode_protobuf
 
 CUT = RawLayout((2, 2), ((0,), (-1,)), 2, 2, (512, 16), field=7)
 NESTED = RawLayout((2, 2), ((1, 0), (-1,)))

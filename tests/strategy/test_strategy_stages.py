@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from strategy_examples import one_layout
 
-from reshard_mpi import strategy
 from reshard_mpi.errors import LayoutError, StrategyError
-from reshard_mpi.placement import Placement
-from reshard_mpi.strategy.mindspore import RawLayout, StageFile, StrategyItem, encode_json, encode_protobuf
-from reshard_mpi.strategy.stages import to_strategy
+from reshard_mpi.sharding import strategy
+from reshard_mpi.sharding.placement import Placement
+from reshard_mpi.sharding.strategy.mindspore import RawLayout, StageFile, StrategyItem, encode_json, encode_protobuf
+from reshard_mpi.sharding.strategy.stages import to_strategy
 
 CUT = RawLayout((2,), ((0,),))
 WHOLE = RawLayout((2,), ((-1,),))
@@ -191,7 +191,7 @@ def test_the_protobuf_library_is_not_loaded_for_json(tmp_path: Path) -> None:
 
     write(tmp_path / "a.json", {"w": CUT}, 0, "json")
     code = (
-        f"import sys\nfrom reshard_mpi import strategy\nstrategy.load({json.dumps(str(tmp_path))})\n"
+        f"import sys\nfrom reshard_mpi.sharding import strategy\nstrategy.load({json.dumps(str(tmp_path))})\n"
         "print({'google.protobuf', 'numpy'} & set(sys.modules))"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

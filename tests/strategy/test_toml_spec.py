@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from reshard_mpi import strategy
-from reshard_mpi.box import Box
 from reshard_mpi.errors import LayoutError, ReshardError, StrategyError
-from reshard_mpi.layout import Layout
-from reshard_mpi.placement import Placement
-from reshard_mpi.strategy.spec import parse
+from reshard_mpi.sharding import strategy
+from reshard_mpi.sharding.box import Box
+from reshard_mpi.sharding.layout import Layout
+from reshard_mpi.sharding.placement import Placement
+from reshard_mpi.sharding.strategy.toml import parse
 
 MESH = "mesh = { dp = 2, tp = 4 }\n"
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from reshard_mpi.dtypes import BY_MINDSPORE_NAME
 from reshard_mpi.formats import files
 from reshard_mpi.formats.ckpt.values import STRING_TYPE, Value, values
 from reshard_mpi.formats.ckpt.wire import Reader
-from reshard_mpi.manifest import Manifest, Segments, TensorEntry
+from reshard_mpi.formats.dtypes import BY_MINDSPORE_NAME
+from reshard_mpi.formats.manifest import Manifest, Segments, TensorEntry
 
 NAME = "ckpt"
 # First four bytes of a file saved with enc_key, as a little-endian number (seen in files of MindSpore 2.10).

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from reshard_mpi.formats import files
 from reshard_mpi.formats.ckpt.wire import LENGTH, VARINT, Field, Reader, decode_varint, encode_length, encode_varint
-from reshard_mpi.manifest import ByteRange
+from reshard_mpi.formats.manifest import ByteRange
 
 # What `save_checkpoint(crc_check=True)` appends: this mark and a CRC-32 in ten bytes.
 CRC_MARK = b"crc_num"

@@ -9,7 +9,7 @@ from reshard_mpi.errors import TargetError
 from reshard_mpi.formats import files
 from reshard_mpi.formats.ckpt.reading import NAME
 from reshard_mpi.formats.ckpt.values import CRC_BYTES, EMPTY_CHECKPOINT, STRING_TYPE, encode_header
-from reshard_mpi.manifest import ByteRange, Manifest, Segments, ShardSpec, TensorEntry
+from reshard_mpi.formats.manifest import ByteRange, Manifest, Segments, ShardSpec, TensorEntry
 
 # MindSpore's synchronous save cuts at exactly this many bytes (`SLICE_SIZE`), and protobuf ends at 2 GiB.
 CUT_BYTES = 512 << 20

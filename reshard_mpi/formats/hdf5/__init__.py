@@ -16,7 +16,7 @@ from reshard_mpi.formats.hdf5.locating import check_crc, locate, stored_sums
 from reshard_mpi.formats.hdf5.schema import NAME
 from reshard_mpi.formats.hdf5.sealing import seal
 from reshard_mpi.formats.hdf5.sizing import size_at_most_bytes
-from reshard_mpi.manifest import Manifest, ShardSpec
+from reshard_mpi.formats.manifest import Manifest, ShardSpec
 
 __all__ = ["MODE", "NAME", "SUFFIXES", "check_crc", "locate", "reserve", "seal", "size_at_most_bytes", "stored_sums"]
 

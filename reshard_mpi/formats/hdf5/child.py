@@ -21,10 +21,10 @@ from typing import Any
 # What is imported only now would need a descriptor.
 import numpy as np
 
-from reshard_mpi.box import Box
-from reshard_mpi.dtypes import BY_NAME
 from reshard_mpi.errors import ShardError
+from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.hdf5 import datasets, reading, wire
+from reshard_mpi.sharding.box import Box
 
 # The records of a shard with as many tensors as are read, their JSON, and the library's cache of structure.
 _LOCATE_BYTES = 256 << 20

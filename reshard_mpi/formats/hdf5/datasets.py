@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from h5py import h5d, h5p, h5s, h5t, h5z
 
-from reshard_mpi.box import Box
-from reshard_mpi.dtypes import BY_NAME, DType
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import files
+from reshard_mpi.formats.dtypes import BY_NAME, DType
 from reshard_mpi.formats.hdf5 import elements, library
 from reshard_mpi.formats.hdf5.schema import Route
-from reshard_mpi.manifest import ByteRange, Decoded, Segments
+from reshard_mpi.formats.manifest import ByteRange, Decoded, Segments
+from reshard_mpi.sharding.box import Box
 
 _RAW = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "V16"}
 _MAX_PAYLOAD_BYTES = 1 << 63

@@ -20,7 +20,7 @@ from reshard_mpi.formats.hdf5 import headers, schema
 from reshard_mpi.formats.hdf5.headers import Header
 from reshard_mpi.formats.hdf5.schema import Route
 from reshard_mpi.formats.hdf5.structure import LINK_INFO, Message, Structure, Unusual
-from reshard_mpi.manifest import ByteRange, Manifest, Segments, ShardIdentity, TensorEntry
+from reshard_mpi.formats.manifest import ByteRange, Manifest, Segments, ShardIdentity, TensorEntry
 
 # What JSON and text raise that is not what was written.
 _NOT_OURS = (Unusual, StructError, ValueError, RecursionError, KeyError, TypeError)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from h5py import h5t
 
-from reshard_mpi.dtypes import BY_NAME, DType
+from reshard_mpi.formats.dtypes import BY_NAME, DType
 
 _STORED_AS = {"int4": "int8", "hifloat8": "uint8", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
 # (size in bytes, (sign, exponent, exponent size, mantissa, mantissa size), exponent bias) of an HDF5 float type.

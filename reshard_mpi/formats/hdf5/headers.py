@@ -13,11 +13,11 @@ from functools import lru_cache
 from struct import Struct
 from typing import NamedTuple
 
-from reshard_mpi.box import Box
-from reshard_mpi.dtypes import BY_NAME, DType
 from reshard_mpi.formats import files
+from reshard_mpi.formats.dtypes import BY_NAME, DType
 from reshard_mpi.formats.hdf5 import structure
 from reshard_mpi.formats.hdf5.structure import Message, Unusual
+from reshard_mpi.sharding.box import Box
 
 _PLACE = Struct("<QQ")
 _SCALAR_SPACE = b"\x02\x00\x00\x00"

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats.hdf5 import wire
-from reshard_mpi.imports import fresh_interpreter, import_environment
-from reshard_mpi.threads import ONE_THREAD
+from reshard_mpi.processes.imports import fresh_interpreter, import_environment
+from reshard_mpi.processes.threads import ONE_THREAD
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from reshard_mpi.box import Box
-    from reshard_mpi.manifest import Manifest
+    from reshard_mpi.formats.manifest import Manifest
+    from reshard_mpi.sharding.box import Box
 
 _START = "from reshard_mpi.formats.hdf5.child import main; main(0, 1)"
 # What the process is given besides this one's environment: no filters or drivers from outside the library, one thread,
@@ -66,7 +66,7 @@ def read(
     """Return the elements of a box of a dataset, as `manifest.Decoded` has it."""
     import numpy as np
 
-    from reshard_mpi.dtypes import BY_NAME
+    from reshard_mpi.formats.dtypes import BY_NAME
 
     itemsize = BY_NAME[dtype_name].itemsize_bytes
     out = np.empty(box.shape, dtype=np.dtype(f"u{itemsize}") if itemsize <= 8 else np.dtype((np.void, itemsize)))

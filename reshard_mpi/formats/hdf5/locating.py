@@ -7,7 +7,7 @@ from types import ModuleType
 
 from reshard_mpi.formats import files
 from reshard_mpi.formats.hdf5 import direct, superblock
-from reshard_mpi.manifest import Manifest
+from reshard_mpi.formats.manifest import Manifest
 
 
 def locate(path: str) -> Manifest:

@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from h5py import h5d, h5s, h5t
 
-from reshard_mpi.box import Box
-from reshard_mpi.dtypes import BY_NAME, DType
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import files
+from reshard_mpi.formats.dtypes import BY_NAME, DType
 from reshard_mpi.formats.hdf5 import attributes, elements, schema
 from reshard_mpi.formats.hdf5.datasets import shape_of
 from reshard_mpi.formats.hdf5.walking import Node, Walk
-from reshard_mpi.manifest import ShardIdentity
+from reshard_mpi.formats.manifest import ShardIdentity
+from reshard_mpi.sharding.box import Box
 
 
 class Description(NamedTuple):

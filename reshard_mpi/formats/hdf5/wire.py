@@ -11,11 +11,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from reshard_mpi.box import Box
-from reshard_mpi.dtypes import BY_NAME
 from reshard_mpi.errors import ShardError
+from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.hdf5 import schema
-from reshard_mpi.manifest import ByteRange, Decoded, Manifest, Segments, ShardIdentity, TensorEntry
+from reshard_mpi.formats.manifest import ByteRange, Decoded, Manifest, Segments, ShardIdentity, TensorEntry
+from reshard_mpi.sharding.box import Box
 
 _LENGTH_BYTES = 8
 # The tensors of a shard and its strings: as many as are read, with the longest names, as JSON.

@@ -20,7 +20,7 @@ from reshard_mpi.formats import files
 from reshard_mpi.formats.hdf5 import attributes, elements, schema, sizing
 from reshard_mpi.formats.hdf5.schema import Route
 from reshard_mpi.formats.hdf5.scratch import Scratch
-from reshard_mpi.manifest import ByteRange, Manifest, Segments, ShardSpec, TensorEntry, TensorSpec
+from reshard_mpi.formats.manifest import ByteRange, Manifest, Segments, ShardSpec, TensorEntry, TensorSpec
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _COPIED_BYTES = 1 << 20

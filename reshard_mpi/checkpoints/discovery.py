@@ -1,0 +1,273 @@
+"""Which files of a folder are the shards of a checkpoint, and of which rank."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import NamedTuple
+
+from reshard_mpi import formats
+from reshard_mpi.errors import DisagreementError, ShardError, SourceError, told
+from reshard_mpi.filesystem.paths import real_path
+from reshard_mpi.ordering import natural_key
+
+_RANK_FOLDER = re.compile(r"rank_(\d+)")
+_STEP = re.compile(r"-(\d+)_(\d+)\.\w+$")
+# A strategy file kept beside the shards may end in .ckpt too; it begins with the number field `current_stage`, a
+# checkpoint with a nested message (facts of the two protobuf schemas).
+_STRATEGY_FIRST_BYTE = b"\x08"
+
+
+class ShardFiles(NamedTuple):
+    """The files of a checkpoint by rank, all of one format; several of a rank together hold its tensors.
+
+    notes: what was chosen where there was a choice. picked: the caller named them one by one; no others are missed.
+    warnings: files that could not be told to be of any rank.
+    """
+
+    path: str
+    format: str
+    by_rank: Mapping[int, tuple[str, ...]]
+    notes: tuple[str, ...] = ()
+    picked: bool = False
+    warnings: tuple[str, ...] = ()
+
+
+def find_shards(path: str, select: str | None = None, *, role: str = "source") -> ShardFiles:
+    """Return the shard files under `path`: `rank_*` folders, one file, or loose files of one full checkpoint.
+
+    select: a glob that file names must match. role: what errors call the checkpoint, "source" or "target". Raises
+    SourceError where there is nothing or no clear choice.
+    """
+    at = Path(path)
+    if at.is_file():
+        name = formats.name_of(path)
+        if name is None:
+            raise _nothing(path, f"a file that ends in {_endings()}", at.name, role)
+        if _is_strategy(at):
+            raise _nothing(path, "a checkpoint", "a strategy file", role)
+        return _by_own_rank(ShardFiles(path, name, {0: (path,)}))
+    if not at.is_dir():
+        raise SourceError(
+            f"the {role} is not there",
+            expected="a folder or a checkpoint file",
+            got="nothing",
+            where=path,
+            remedy="check the path, and that this machine sees it",
+        )
+    folders = rank_folders(at)
+    if folders:
+        return _from_folders(path, folders, select, role)
+    loose = shards_in(at, select)
+    if not loose:
+        raise _nothing(path, f"rank_* folders or files that end in {_endings()}{_selected(select)}", "neither", role)
+    name = _one_format({0: loose}, path)
+    return _by_own_rank(ShardFiles(path, name, {0: tuple(str(entry) for entry in loose)}))
+
+
+def shards_from_map(files: Mapping[int, str | os.PathLike[str]]) -> ShardFiles:
+    """Return the shard files of an explicit map from rank to path. Raises SourceError if one is missing."""
+    if not files:
+        raise SourceError("the map of checkpoint files is empty", expected="at least one rank", got="{}")
+    paths = {int(rank): Path(path) for rank, path in files.items()}
+    for rank, path in paths.items():
+        if rank < 0:
+            raise SourceError("the map of checkpoint files has no such rank", expected="0 or more", got=str(rank))
+        if not path.is_file():
+            raise SourceError(
+                "a shard file is not there", expected=f"the shard of rank {rank}", got="nothing", where=str(path)
+            )
+    folder = str(next(iter(paths.values())).parent)
+    name = _one_format({rank: [path] for rank, path in paths.items()}, folder)
+    _require_one_step(paths, folder)
+    return ShardFiles(folder, name, {rank: (str(path),) for rank, path in sorted(paths.items())}, picked=True)
+
+
+def strangers(path: Path) -> list[Path]:
+    """Return other shards in the folder of the shard `path`."""
+    if not path.parent.is_dir():
+        return []
+    return [entry for entry in shards_in(path.parent, None) if entry.name != path.name]
+
+
+def rank_of_folder(name: str) -> int | None:
+    """Return the rank whose folder has this name; None if it is no name of a rank folder."""
+    match = _RANK_FOLDER.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def both_ways(path: Path) -> tuple[Path, Path]:
+    """Return where a path lies as it was named, and where links lead to: a folder may be met by either."""
+    return Path(os.path.abspath(path)), real_path(path)  # noqa: PTH100 - the first is not to follow links
+
+
+def rank_folders(at: Path) -> dict[int, Path]:
+    """Return the `rank_*` folders in the folder `at` by rank. Raises SourceError if two are of one rank."""
+    folders: dict[int, Path] = {}
+    for entry in sorted(at.iterdir()):
+        rank = rank_of_folder(entry.name)
+        if rank is not None and entry.is_dir():
+            other = folders.setdefault(rank, entry)
+            if other is not entry:
+                raise SourceError(
+                    "two folders are of one rank",
+                    expected="one folder a rank",
+                    got=f"{other.name} and {entry.name}",
+                    where=str(at),
+                    remedy="remove the one that does not belong to the checkpoint",
+                )
+    return folders
+
+
+def _from_folders(path: str, folders: Mapping[int, Path], select: str | None, role: str) -> ShardFiles:
+    candidates = {rank: found for rank, folder in sorted(folders.items()) if (found := shards_in(folder, select))}
+    if not candidates:
+        wanted = f"files that end in {_endings()}{_selected(select)} in its rank folders"
+        raise _nothing(path, wanted, f"{len(folders)} folders without", role)
+    name = _one_format(candidates, path)
+    chosen, notes = _same_checkpoint(candidates, path)
+    _require_one_step(chosen, path)
+    return ShardFiles(path, name, {rank: (str(entry),) for rank, entry in chosen.items()}, notes)
+
+
+def _require_one_step(chosen: Mapping[int, Path], path: str) -> None:
+    steps = {rank: match.groups() for rank, entry in chosen.items() if (match := _STEP.search(entry.name))}
+    if all(int(step) == rank for rank, (_, step) in steps.items()):
+        return  # names that end in the rank, such as ours with the prefix `net-3_`
+    if len(set(steps.values())) > 1:
+        (rank_a, step_a), (rank_b, step_b) = _two_different(steps)
+        raise DisagreementError(
+            "the shards are of different moments",
+            expected=f"epoch {step_a[0]} step {step_a[1]}, as {chosen[rank_a].name} of rank {rank_a}",
+            got=f"epoch {step_b[0]} step {step_b[1]}: {chosen[rank_b].name} of rank {rank_b}",
+            where=path,
+            remedy="restore the missing shards, or choose one moment with --select",
+        )
+
+
+def _same_checkpoint(candidates: Mapping[int, list[Path]], path: str) -> tuple[dict[int, Path], tuple[str, ...]]:
+    """Choose in each rank folder the file of the newest checkpoint that all of them have."""
+    if all(len(entries) == 1 for entries in candidates.values()):
+        return {rank: entries[0] for rank, entries in candidates.items()}, ()
+    for key_of in (lambda rank, name: name, name_without_rank):
+        keyed = {rank: {key_of(rank, entry.name): entry for entry in entries} for rank, entries in candidates.items()}
+        common = set.intersection(*(set(keys) for keys in keyed.values()))
+        if common:
+            newest = max(common, key=natural_key)
+            note = f"several checkpoints in {path}: {newest} chosen, the newest by name that all ranks have"
+            return {rank: keys[newest] for rank, keys in keyed.items()}, (note,)
+    raise SourceError(
+        "no checkpoint that all rank folders have",
+        expected="one file of the same name (or the same but for the rank) in every rank folder",
+        got="; ".join(f"rank_{rank}: {entries[-1].name}" for rank, entries in list(candidates.items())[:4]),
+        where=path,
+        remedy="choose one with --select",
+    )
+
+
+def name_without_rank(rank: int, name: str) -> str:
+    """Return the name of a shard of `rank` as those of other ranks have it too, its epoch and step left as they are."""
+    step = _STEP.search(name)
+    at = step.start() if step else name.rindex(".")
+    stem, end = name[:at], name[at:]
+    return re.sub(rf"(?<!\d){rank}(?!\d)", "<rank>", stem) + end
+
+
+def shards_in(folder: Path, select: str | None) -> list[Path]:
+    """Return the shards that lie in `folder` itself, in natural order. select: a glob that their names must match."""
+    found = [
+        entry
+        for entry in folder.iterdir()
+        if formats.name_of(entry.name)
+        and not entry.name.startswith(".")
+        and (select is None or fnmatchcase(entry.name, select))
+        and entry.is_file()
+        and not _is_strategy(entry)
+    ]
+    return sorted(found, key=lambda entry: natural_key(entry.name))
+
+
+def _is_strategy(entry: Path) -> bool:
+    if entry.suffix != ".ckpt":
+        return False
+    try:
+        with entry.open("rb") as stream:
+            return stream.read(1) == _STRATEGY_FIRST_BYTE
+    except OSError:
+        return False  # what it is cannot be seen: as a shard it is missed, unless others hold the same
+
+
+def _one_format(candidates: Mapping[int, Iterable[Path]], path: str) -> str:
+    names: dict[str, Path] = {}
+    for entries in candidates.values():
+        for entry in entries:
+            name = formats.name_of(entry.name)
+            if name is None:
+                raise _nothing(str(entry), f"a file that ends in {_endings()}", entry.name, "source")
+            names.setdefault(name, entry)
+    if len(names) > 1:
+        raise SourceError(
+            "shards of two formats lie together",
+            expected="one format",
+            got=" and ".join(f"{name} ({entry.name} in {entry.parent.name})" for name, entry in names.items()),
+            where=path,
+            remedy="choose one with --select, such as --select '*.ckpt'",
+        )
+    return next(iter(names))
+
+
+def _by_own_rank(files: ShardFiles) -> ShardFiles:
+    """Sort loose files by the ranks they say they have; those that say nothing make up one full checkpoint."""
+    if files.format != "hdf5":
+        return files
+    ranks: dict[int, str] = {}
+    warnings = []
+    for path in files.by_rank[0]:
+        try:
+            identity = formats.by_name(files.format).locate(path).identity
+        except (ShardError, OSError) as error:
+            warnings.append(f"whose shard {path} is cannot be told, so it is left out: {told(error)}")
+            continue
+        if identity is None:
+            return files
+        if identity.rank in ranks:
+            raise SourceError(
+                "two shards say they are the same rank",
+                expected="one shard a rank",
+                got=f"rank {identity.rank} in {ranks[identity.rank]} and {path}",
+                where=files.path,
+            )
+        ranks[identity.rank] = path
+    if not ranks:
+        return files
+    return ShardFiles(
+        files.path, files.format, {rank: (ranks[rank],) for rank in sorted(ranks)}, warnings=tuple(warnings)
+    )
+
+
+def _two_different(
+    steps: Mapping[int, tuple[str, ...]],
+) -> tuple[tuple[int, tuple[str, ...]], tuple[int, tuple[str, ...]]]:
+    first = next(iter(steps.items()))
+    return first, next(item for item in steps.items() if item[1] != first[1])
+
+
+def _endings() -> str:
+    return ", ".join((".ckpt", ".h5", ".hdf5"))
+
+
+def _selected(select: str | None) -> str:
+    return "" if select is None else f" and match {select!r} (--select)"
+
+
+def _nothing(path: str, expected: str, got: str, role: str) -> SourceError:
+    return SourceError(
+        f"no checkpoint found in the {role}",
+        expected=expected,
+        got=got,
+        where=path,
+        remedy="give the folder that holds rank_0, rank_1 and so on, or a checkpoint file",
+    )

@@ -1,0 +1,224 @@
+"""A source checkpoint held against its strategy: a few shards compared in a few places of a few tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import islice
+from operator import eq
+from typing import TYPE_CHECKING
+
+from reshard_mpi.checkpoints.source import SourceCheckpoint
+from reshard_mpi.errors import LayoutError, ShardError
+from reshard_mpi.formats.dtypes import DType, to_numpy
+from reshard_mpi.formats.manifest import Decoded, Manifest, TensorEntry
+from reshard_mpi.planning.fit import Compared, Likeness, judge, should_be_one_part, stray, unknown_tensor
+from reshard_mpi.planning.parameters import Unlisted, is_partial_sum
+from reshard_mpi.planning.samples import Pair, Sampled, Sampler, places, rank_pairs, share
+from reshard_mpi.sharding.box import Box
+from reshard_mpi.sharding.placement import Shape
+from reshard_mpi.units import MIB
+
+if TYPE_CHECKING:
+    from reshard_mpi.engine.files import Files
+
+# Parts with fewer different elements than these in what is compared may be the same by chance, or be zeros or ones.
+_TELLING_ELEMENTS = 4
+_TELLING_BYTES = 16
+# Copies have drifted apart if their difference has no more than this share of the variance of either; it is 2 for
+# values that have nothing in common. Of few elements much less, since they may come close by chance.
+_CLOSE_SHARE = 0.4
+_CLOSE_SHARE_OF_FEW = 1e-3
+_FEW_ELEMENTS = 16
+# Of chunks that must be decoded whole so much is read of a pair, but one tensor of each way at least; and of large ones
+# one place of a tensor.
+_MAX_DECODED_BYTES = 4 * MIB
+_LARGE_CHUNK_BYTES = MIB
+# Where two copies have different shapes, so many other shards of the stage are asked which of them is damaged.
+_MAX_WITNESSES = 6
+
+
+def drifted_tensors(
+    source: SourceCheckpoint,
+    is_wanted: Callable[[str, Container[str]], bool],
+    is_known: Callable[[str], bool],
+    unlisted: Unlisted,
+    *,
+    damaged_are_replaced: bool,
+    process: int,
+    processes: int,
+) -> tuple[str, ...]:
+    """Return the tensors whose copies have drifted apart, as far as a sample shows; one process's share of the pairs.
+
+    is_wanted: tells which tensors the targets have, out of those present. is_known: whether a tensor has been looked
+    for. damaged_are_replaced: shards that do not fit their own checksum are not read for the targets. Raises
+    StrategyError if the source's strategy is not that of the checkpoint, CoverageError for a tensor that is not known,
+    ShardError if a shard that differs from another does not fit its own checksum. Shards that cannot be read are passed
+    over.
+    """
+    from reshard_mpi.engine.files import Files
+
+    strategy = source.strategy
+    if strategy.world_size == 1:
+        return ()
+    drifted: dict[str, None] = {}
+    sampler = Sampler(strategy, is_wanted)
+    with Files() as files:
+        excerpts = _Excerpts(files)
+        for pair in share(rank_pairs(strategy, source.files.by_rank), process, processes):
+            first, second = source.find(pair.first), source.find(pair.second)
+            if first is None or second is None:
+                continue
+            for shard, other in ((first, second), (second, first)):
+                unknown = next((n for n in shard.tensors.keys() - other.tensors.keys() if not is_known(n)), None)
+                if unknown is not None and is_wanted(unknown, shard.tensors):
+                    raise unknown_tensor(unknown, strategy, shard.path)
+            sampled = sampler.choose(strategy.stage_of(pair.first), first.tensors, second.tensors)
+            _require_homes(source, [tensor for tensor in sampled if tensor.home_stage is not None], pair, excerpts)
+            compared = list(_compared(sampled, pair, first, second, excerpts))
+            compared = [tensor for tensor in compared if not _is_damage(tensor, pair, source)]
+            if any(tensor.one_part and tensor.differs for tensor in compared):
+                damage = next((error for rank in pair[:2] if (error := source.check_crc(rank)) is not None), None)
+                if damage is not None and damaged_are_replaced:
+                    continue
+                if damage is not None:
+                    raise damage
+            drifted.update(dict.fromkeys(judge(pair, compared, strategy, (first.path, second.path), unlisted)))
+    return tuple(drifted)
+
+
+class _Excerpts:
+    """What has been read of shards in a few places, so that a shard that is in many pairs is read once."""
+
+    def __init__(self, files: Files) -> None:
+        from reshard_mpi.engine.excerpts import excerpt
+
+        self._excerpt = partial(excerpt, files)
+        self._read: dict[tuple[str, str], list[bytes]] = {}
+
+    def of(self, shard: Manifest, name: str, boxes: Sequence[Box]) -> Iterator[bytes]:
+        """Yield the bytes of each of these boxes of the shard's part of a tensor, in this machine's byte order."""
+        read = self._read.setdefault((shard.path, name), [])
+        for number, box in enumerate(boxes):
+            if number == len(read):
+                read.append(self._excerpt(shard.tensors[name], box))
+            yield read[number]
+
+
+def _require_homes(source: SourceCheckpoint, strays: Iterable[Sampled], pair: Pair, excerpts: _Excerpts) -> None:
+    """Raise StrategyError for a tensor that a stage has besides those the strategy gives it to, and not the same."""
+    stage_size = source.strategy.stage_size
+    for name, _, home_stage in strays:
+        assert home_stage is not None
+        home_rank = home_stage * stage_size + pair.first % stage_size
+        shard, home = source.find(pair.first), source.find(home_rank) if home_rank in source else None
+        if shard is None or home is None or name not in home.tensors or not shard.tensors[name].shape:
+            continue
+        if is_partial_sum(name):
+            continue
+        try:
+            likeness, _ = _likeness(home, shard, name, True, excerpts)
+        except (ShardError, OSError):  # for planning to find, if it is needed
+            continue
+        if likeness is not Likeness.SAME:
+            raise stray(name, home_stage, source.strategy, (home.path, shard.path))
+
+
+def _compared(
+    sampled: Iterable[Sampled], pair: Pair, first: Manifest, second: Manifest, excerpts: _Excerpts
+) -> Iterator[Compared]:
+    """Compare tensors in two shards, as many of either sort as the pair is worth: those of which they should hold one
+    part, and others. Those that cannot be compared, as where a shard is damaged, are left to planning.
+    """
+    one_part_of: dict[tuple[int, Shape | None], bool] = {}
+    left = {True: pair.tensors, False: pair.tensors}
+    decoded_bytes, ways = 0, set()
+    for name, placement, _ in sampled:
+        entry, other = first.tensors[name], second.tensors[name]
+        # What is placed in one way is held alike, unless the placement is in factors of the shape.
+        key = (id(placement), entry.shape if placement is not None and placement.expanded_shape else None)
+        try:
+            one_part = one_part_of.get(key)
+            if one_part is None:
+                one_part = one_part_of[key] = should_be_one_part(placement, pair, entry.shape)
+            if one_part and is_partial_sum(name):  # all copies of these are compared while planning
+                continue
+            if not left[one_part] or (decoded_bytes >= _MAX_DECODED_BYTES and (placement, one_part) in ways):
+                continue
+            ways.add((placement, one_part))
+            decoded_bytes += _decoded_bytes(entry) + _decoded_bytes(other)
+            likeness, telling = _likeness(first, second, name, one_part, excerpts)
+        except (LayoutError, ShardError, OSError):
+            continue
+        left[one_part] -= 1
+        floating = "float" in entry.dtype.name or "complex" in entry.dtype.name
+        size_bytes = max(entry.size_bytes, other.size_bytes)
+        yield Compared(name, placement, one_part, likeness, telling, floating, entry.shape, size_bytes)
+
+
+def _is_damage(tensor: Compared, pair: Pair, source: SourceCheckpoint) -> bool:
+    """Tell whether a part of another shape than its copy is the odd one out among several shards of its stage.
+
+    Such a shard is dealt with as damaged if it is needed. Where others have the odd shape too, or there are no others,
+    the strategy may well be wrong: the tensor is cut, and unevenly.
+    """
+    if tensor.likeness is not Likeness.OF_ANOTHER_SHAPE or not tensor.one_part or tensor.placement is None:
+        return False
+    if tensor.placement.sizes:
+        return True  # other shards have other shapes, and tell nothing
+    size = source.strategy.stage_size
+    stage = source.strategy.stage_of(pair.first)
+    others = (rank for rank in range(stage * size, (stage + 1) * size) if rank in source and rank not in pair[:2])
+    manifests = [source.find(rank) for rank in (*pair[:2], *islice(others, _MAX_WITNESSES))]
+    entries = [manifest.tensors[tensor.name] for manifest in manifests if manifest and tensor.name in manifest.tensors]
+    holders = [sum((one.shape, one.dtype) == (e.shape, e.dtype) for e in entries) for one in entries[:2]]
+    return min(holders) == 1 and max(holders) > 1
+
+
+def _likeness(
+    first: Manifest, second: Manifest, name: str, one_part: bool, excerpts: _Excerpts
+) -> tuple[Likeness, bool]:
+    """Return how alike two parts are, and whether they have enough different values to tell different parts apart."""
+    entry, other = first.tensors[name], second.tensors[name]
+    if entry.shape != other.shape or entry.dtype != other.dtype:
+        return Likeness.OF_ANOTHER_SHAPE, True
+    boxes = places(name, entry.shape)
+    if max(map(_decoded_bytes, (entry, other))) > _LARGE_CHUNK_BYTES:
+        boxes = boxes[:1]
+    if all(map(eq, excerpts.of(first, name, boxes), excerpts.of(second, name, boxes))):
+        return Likeness.SAME, one_part or _is_telling(b"".join(excerpts.of(first, name, boxes)), entry.dtype)
+    if not one_part:
+        return Likeness.DIFFERENT, True
+    ours, theirs = (b"".join(excerpts.of(shard, name, boxes)) for shard in (first, second))
+    return Likeness.CLOSE if _is_close(ours, theirs, entry.dtype) else Likeness.DIFFERENT, True
+
+
+def _decoded_bytes(entry: TensorEntry) -> int:
+    """Return how much is decoded to read one place of a tensor; 0 where it lies in the file as it is."""
+    if not isinstance(entry.source, Decoded):
+        return 0
+    return math.prod(entry.source.chunk) * entry.dtype.itemsize_bytes
+
+
+def _is_telling(content: bytes, dtype: DType) -> bool:
+    width = dtype.itemsize_bytes
+    elements = {content[start : start + width] for start in range(0, len(content), width)}
+    return len(content) >= _TELLING_BYTES and len(elements) >= _TELLING_ELEMENTS
+
+
+def _is_close(content: bytes, other: bytes, dtype: DType) -> bool:
+    """Tell whether two copies have nearly the same values."""
+    import numpy as np
+
+    kind = to_numpy(dtype)
+    wide = np.complex128 if kind.kind == "c" else np.float64
+    with np.errstate(all="ignore"):
+        ours, theirs = (np.frombuffer(data, kind).astype(wide) for data in (content, other))
+        if not (np.isfinite(ours).all() and np.isfinite(theirs).all()):
+            return False
+        if ours.size == 1:
+            return bool(abs(ours - theirs)[0] <= _CLOSE_SHARE_OF_FEW * abs(ours[0]))
+        share = _CLOSE_SHARE if ours.size >= _FEW_ELEMENTS else _CLOSE_SHARE_OF_FEW
+        difference = float((abs(ours - theirs) ** 2).mean())
+        return bool(difference <= share * min(ours.var(), theirs.var()))

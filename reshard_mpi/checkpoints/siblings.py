@@ -1,0 +1,222 @@
+"""One shard given as a checkpoint, while shards of other ranks lie beside it: all of it, or a part of theirs?
+
+Of a data parallel run every rank has all of the checkpoint; of any other run one shard is only a part. Nothing in a
+shard tells which, so it is compared with those in the rank folders beside its own.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from reshard_mpi import formats
+from reshard_mpi.checkpoints.discovery import (
+    ShardFiles,
+    both_ways,
+    name_without_rank,
+    rank_folders,
+    rank_of_folder,
+    shards_in,
+)
+from reshard_mpi.errors import ReshardError, SourceError, told
+from reshard_mpi.formats.manifest import Manifest, TensorEntry
+from reshard_mpi.planning.losses import named
+from reshard_mpi.planning.model import Check, Copy, Limits
+from reshard_mpi.planning.samples import kind_of
+from reshard_mpi.sharding.box import Box
+from reshard_mpi.units import MIB
+
+# Ranks that differ at all differ in their neighbours: those have other parts of what is cut over the fastest mesh axis,
+# the last one mostly of what is cut over any.
+_MAX_SIBLINGS = 4
+# Of each shard not more than 96 KiB are read. Tensors whose names are alike but for numbers are cut alike, so one of
+# each kind is enough: a model has some dozens of kinds.
+_MAX_KINDS = 96
+_SAMPLES = 4
+_SAMPLE_BYTES = 256
+_SEED = 11
+_LIMITS = Limits(buffer_bytes=MIB, window_bytes=MIB)
+
+
+class LoneShard(NamedTuple):
+    """The only rank of a checkpoint that was given, whose files lie in `folder`, a rank folder."""
+
+    rank: int
+    folder: Path
+
+    @classmethod
+    def candidates(cls, files: ShardFiles) -> list[LoneShard]:
+        """Return the one rank of `files` by the folder that was named, then by the one that links lead to.
+
+        Nothing if there are several ranks; neither counts if it is no rank folder.
+        """
+        if len(files.by_rank) != 1:
+            return []
+        ((path, *_),) = files.by_rank.values()
+        folders = [way.parent for way in both_ways(Path(path))]
+        return [cls(rank, folder) for folder in folders if (rank := rank_of_folder(folder.name)) is not None]
+
+    @classmethod
+    def of(cls, files: ShardFiles) -> LoneShard | None:
+        """Return the one rank of `files`, with others beside it if there are any; None if it is in no rank folder."""
+        candidates = cls.candidates(files)
+        return next((lone for lone in candidates if lone.siblings()), candidates[0] if candidates else None)
+
+    @property
+    def checkpoint(self) -> Path:
+        """The folder that holds the rank folders."""
+        return self.folder.parent
+
+    def siblings(self) -> dict[int, list[Path]]:
+        """Return the shards in the rank folders beside this one, by rank."""
+        try:
+            folders = rank_folders(self.checkpoint)
+        except (OSError, SourceError):
+            return {}
+        return {rank: found for rank, folder in folders.items() if rank != self.rank and (found := _shards(folder))}
+
+
+def in_its_rank(files: ShardFiles) -> ShardFiles:
+    """Return `files`, with a file or rank folder that was given by itself taken for the rank of that folder."""
+    candidates = LoneShard.candidates(files)
+    if not candidates or files.picked:
+        return files
+    (paths,) = files.by_rank.values()
+    if Path(files.path) not in (Path(paths[0]), Path(paths[0]).parent):
+        return files  # found in the rank folders of a checkpoint, so its rank is known
+    return files._replace(by_rank={candidates[0].rank: paths})
+
+
+def require_full(files: ShardFiles, manifest: Manifest, *, said: bool) -> ShardFiles:
+    """Return `files`, one full checkpoint, with a note if that took a comparison to find out.
+
+    manifest: what the files hold. said: the user said that it is sharded over one rank. Raises SourceError, which names
+    the folder to give, if shards of other ranks lie beside it and hold something else, or none of them can be compared.
+    """
+    lone = LoneShard.of(files)
+    if lone is None:
+        return files
+    siblings = lone.siblings()
+    if not siblings and (said or lone.rank == 0):
+        return files
+    compared: list[int] = []
+    problems: list[str] = []
+    for rank in _nearest_and_last(lone.rank, siblings):
+        try:
+            other = _counterpart(files, lone.rank, rank, siblings[rank])
+            difference = _difference(manifest, other)
+        except (ReshardError, OSError) as error:
+            problems.append(f"that of rank {rank} cannot be compared ({told(error)})")
+            continue
+        if difference:
+            raise _refusal(files, lone, f"that of rank {rank}, beside it, {difference}")
+        compared.append(rank)
+    if not compared:
+        raise _refusal(files, lone, "; ".join(problems) or "none of other ranks to compare it with")
+    beside = f"the shards beside it (compared with {named(compared)})"
+    note = f"{files.path} is taken for a full checkpoint: it holds the same as {beside}"
+    return files._replace(notes=(*files.notes, note))
+
+
+def _refusal(files: ShardFiles, lone: LoneShard, got: str) -> SourceError:
+    return SourceError(
+        "the shard of one rank is no full checkpoint",
+        expected="the folder of all rank folders, or a shard that holds the same as those of the other ranks",
+        got=f"the shard of rank {lone.rank} alone; {got}",
+        where=files.path,
+        remedy=f"give {lone.checkpoint}, and the strategy it is sharded by",
+    )
+
+
+def _shards(folder: Path) -> list[Path]:
+    try:
+        return shards_in(folder, None)
+    except OSError:
+        return []
+
+
+def _nearest_and_last(rank: int, siblings: Mapping[int, object]) -> list[int]:
+    """Return a handful of ranks: those next to `rank`, and the last one."""
+    near = sorted(siblings, key=lambda other: (abs(other - rank), other))
+    return list(dict.fromkeys([*near[: _MAX_SIBLINGS - 1], *sorted(siblings)[-1:]]))
+
+
+def _counterpart(files: ShardFiles, rank: int, other_rank: int, candidates: list[Path]) -> Manifest:
+    """Return what the files of another rank hold that are called as those of `files` are, which are of `rank`.
+
+    Raises SourceError if there are several files of other names.
+    """
+    (paths,) = files.by_rank.values()
+    chosen = [_namesake(Path(path).name, rank, other_rank, candidates) for path in paths]
+    if None in chosen:
+        if len(paths) > 1 or len(candidates) > 1:
+            got = ", ".join(path.name for path in candidates[:3])
+            raise SourceError("no shard of the same name", expected=Path(paths[0]).name, got=got)
+        chosen = [candidates[0]]
+    manifests = [_locate(path) for path in chosen if path is not None]
+    tensors = {name: entry for manifest in manifests for name, entry in manifest.tensors.items()}
+    return manifests[0]._replace(tensors=tensors)
+
+
+def _namesake(name: str, rank: int, other_rank: int, candidates: list[Path]) -> Path | None:
+    alike = name_without_rank(rank, name)
+    return next(
+        (path for path in candidates if path.name == name),
+        next((path for path in candidates if name_without_rank(other_rank, path.name) == alike), None),
+    )
+
+
+def _locate(path: Path) -> Manifest:
+    name = formats.name_of(path.name)
+    assert name is not None  # it was listed as a shard
+    return formats.by_name(name).locate(str(path))
+
+
+def _difference(shard: Manifest, other: Manifest) -> str:
+    """Return in what another rank's shard differs, as the end of a sentence; nothing if no difference is seen."""
+    ours, theirs = shard.tensors, other.tensors
+    if ours.keys() != theirs.keys():
+        name = min(ours.keys() ^ theirs.keys())
+        return f"{'lacks' if name in ours else 'also holds'} {name!r}"
+    for name, entry in ours.items():
+        if (entry.dtype, entry.shape) != (theirs[name].dtype, theirs[name].shape):
+            return f"holds {name!r} as {_type(theirs[name])}, not {_type(entry)}"
+    from reshard_mpi.engine.arrays import first_difference
+    from reshard_mpi.engine.files import Files
+
+    with Files() as files:
+        for name in _one_of_each_kind(ours):
+            for check in _samples(ours[name], theirs[name]):
+                if first_difference(check, limits=_LIMITS, files=files) is not None:
+                    return f"holds other values of {name!r}"
+    return ""
+
+
+def _type(entry: TensorEntry) -> str:
+    return f"{entry.dtype.name} {list(entry.shape)}"
+
+
+def _one_of_each_kind(tensors: Mapping[str, TensorEntry]) -> Iterator[str]:
+    """Yield a name of each kind of tensor, of which there may be one in every layer; the largest first."""
+    kinds: dict[str, list[str]] = {}
+    for name in tensors:
+        kinds.setdefault(kind_of(name), []).append(name)
+    drawn = random.Random(_SEED)
+    chosen = [drawn.choice(names) for names in kinds.values()]
+    yield from sorted(chosen, key=lambda name: -tensors[name].size_bytes)[:_MAX_KINDS]
+
+
+def _samples(ours: TensorEntry, theirs: TensorEntry) -> Iterator[Check]:
+    """Yield pairs of pieces to compare: the beginning, the end, and what lies at places in between drawn by lot."""
+    whole = Box.whole(ours.shape)
+    count = math.prod(ours.shape)
+    length = min(count, max(1, _SAMPLE_BYTES // ours.dtype.itemsize_bytes))
+    drawn = random.Random(_SEED)
+    places = {0, count - length, *(drawn.randint(0, count - length) for _ in range(_SAMPLES - 2))}
+    for first in sorted(places):
+        for region in whole.blocks(max(1, length), first, first + length):
+            copies = (Copy(0, ours, whole, region), Copy(1, theirs, whole, region))
+            yield Check(ours.name, copies, refuse=True, why="")

@@ -1,0 +1,297 @@
+"""The source checkpoint: its shards by rank, and the strategy they are sharded by."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import reduce
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
+
+from reshard_mpi import formats
+from reshard_mpi.checkpoints.discovery import ShardFiles
+from reshard_mpi.checkpoints.siblings import in_its_rank, require_full
+from reshard_mpi.errors import (
+    DisagreementError,
+    LayoutError,
+    ReshardError,
+    ShardError,
+    SourceError,
+    StrategyError,
+    as_reshard_error,
+    told,
+)
+from reshard_mpi.formats.manifest import Manifest, ShardIdentity, TensorEntry
+from reshard_mpi.planning.losses import Lost, Missing
+from reshard_mpi.sharding.placement import Strategy, unsharded
+from reshard_mpi.sharding.strategy import table
+
+# Tensors whose places are kept, some 600 bytes each; neighbouring targets read from the same shards.
+MAX_KEPT_TENSORS = 50_000
+NO_DAMAGE: Mapping[int, ReshardError] = MappingProxyType({})
+# What is wrong with one shard alone, so that others may be read in its place.
+_DAMAGE = (ShardError, DisagreementError, OSError)
+
+
+class Extent(NamedTuple):
+    """What the largest of several shards take, as far as they have been read.
+
+    tensors: how many one of them holds. decoding_bytes: of memory, to decode one. is_native: all describe themselves.
+    """
+
+    tensors: int = 0
+    decoding_bytes: int = 0
+    is_native: bool = True
+
+    def including(self, shard: Manifest) -> Extent:
+        return Extent(
+            max(self.tensors, len(shard.tensors)),
+            max(self.decoding_bytes, shard.decoding_bytes),
+            self.is_native and shard.identity is not None,
+        )
+
+
+@dataclass(slots=True)
+class SourceCheckpoint:
+    """Shard files with the strategy they are sharded by; manifests are read when asked for."""
+
+    files: ShardFiles
+    strategy: Strategy
+    _unchecked: dict[int, Manifest] = field(default_factory=dict)
+    _manifests: OrderedDict[int, Manifest] = field(default_factory=OrderedDict)
+    _damage: dict[int, ReshardError] = field(default_factory=dict)
+    _stage_ranks: dict[int, int] | None = field(default=None)
+    _extent: Extent = field(default=Extent())
+    _rule_names: dict[str, dict[int, int]] | None = field(default=None)
+
+    @classmethod
+    def open(
+        cls, files: ShardFiles, strategy: Strategy | None, known_damage: Mapping[int, ReshardError] = NO_DAMAGE
+    ) -> SourceCheckpoint:
+        """Join files and strategy; without a strategy the shards describe themselves or are one full checkpoint.
+
+        known_damage: what is known to be wrong with the shards of some ranks, though their structure may be sound.
+        Raises SourceError or StrategyError where they do not belong together, and what is wrong with the first shard
+        where none can be read, or none tells who else holds what it should.
+        """
+        if strategy is not None and strategy.world_size > 1:
+            files = in_its_rank(files)
+        damage, said = dict(known_damage), strategy is not None
+        first, manifest, described = _first_sound(files, damage)
+        if strategy is None:
+            strategy = described
+        elif described is not None:
+            _require_agreement(strategy, described, manifest.path)
+        if strategy is None:
+            if damage:
+                raise damage[min(damage)]
+            if len(files.by_rank) > 1 or first != 0:
+                raise SourceError(
+                    "the shards do not say how they are sharded",
+                    expected="a source strategy for a checkpoint of several ranks",
+                    got=f"{len(files.by_rank)} rank folders without one",
+                    where=files.path,
+                    remedy="give --src-strategy (src_strategy_file), or --dst-strategy for what is verified",
+                )
+            strategy = unsharded(files.path)
+        if strategy.world_size == 1 and manifest.identity is None:
+            files = require_full(files, manifest, said=said)
+        outside = [rank for rank in files.by_rank if rank >= strategy.world_size]
+        if outside:
+            raise SourceError(
+                "the checkpoint has ranks its strategy does not know",
+                expected=f"ranks 0 to {strategy.world_size - 1}, the mesh of {strategy.origin or 'the strategy'}",
+                got=f"rank {outside[0]}" + (f" and {len(outside) - 1} more" if len(outside) > 1 else ""),
+                where=files.path,
+                remedy="give the strategy this checkpoint was saved with",
+            )
+        return cls(files, strategy, {first: manifest}, _damage=damage)
+
+    def __contains__(self, rank: object) -> bool:
+        return rank in self.files.by_rank
+
+    @property
+    def missing(self) -> Missing | None:
+        """The ranks that have no shard, if any; None for shards picked by the caller, who need not have them all."""
+        size = self.strategy.world_size
+        if self.files.picked or len(self.files.by_rank) == size:
+            return None
+        ranks = tuple(rank for rank in range(size) if rank not in self.files.by_rank)
+        return Missing(ranks, size, self.files.path)
+
+    def manifest(self, rank: int) -> Manifest:
+        """Return what the shard of `rank` holds. Raises ShardError or DisagreementError if it is damaged."""
+        if rank in self._manifests:
+            self._manifests.move_to_end(rank)
+            return self._manifests[rank]
+        if rank in self._damage:
+            raise self._damage[rank].with_traceback(None)
+        try:
+            manifest = self._located(rank)
+        except _DAMAGE as error:
+            self._damage[rank] = as_reshard_error(error, Path(self.files.by_rank[rank][0]))
+            raise self._damage[rank] from None
+        self._manifests[rank] = manifest
+        while len(self._manifests) > 1 and self._kept_tensors() > MAX_KEPT_TENSORS:
+            self._manifests.popitem(last=False)
+        return manifest
+
+    def find(self, rank: int) -> Manifest | None:
+        """Return what the shard of `rank`, which is there, holds; None if it is damaged: `lost` says how."""
+        try:
+            return self.manifest(rank)
+        except ReshardError:
+            if rank not in self._damage:
+                raise
+            return None
+
+    def lost(self, rank: int) -> Lost:
+        """Say what keeps the shard of `rank` from being read: it is missing, or `find` has found it damaged."""
+        error = self._damage.get(rank)
+        if error is None:
+            return Lost(rank, self.files.path, "")
+        return Lost(rank, error.where or self.files.by_rank[rank][0], told(error))
+
+    def check_crc(self, rank: int) -> ReshardError | None:
+        """Read the files of `rank` that have a checksum of their own; return what is wrong with them, if anything."""
+        module = formats.by_name(self.files.format)
+        for path in self.files.by_rank[rank]:
+            try:
+                module.check_crc(path)
+            except _DAMAGE as error:
+                return as_reshard_error(error, Path(path))
+        return None
+
+    def _located(self, rank: int) -> Manifest:
+        manifest = self._unchecked.pop(rank, None) or _locate(self.files, rank)
+        if manifest.identity is not None:
+            require_rank(manifest.identity, rank, self.strategy.world_size, manifest.path)
+        self._extent = self._extent.including(manifest)
+        return manifest
+
+    @property
+    def extent(self) -> Extent:
+        """What the largest of the shards take that have been read."""
+        return reduce(Extent.including, self._unchecked.values(), self._extent)
+
+    def forget(self) -> None:
+        """Let go of the structure of all shards; it is read again when it is asked for."""
+        self._extent = self.extent
+        self._manifests.clear()
+        self._unchecked.clear()
+
+    def _kept_tensors(self) -> int:
+        return sum(len(manifest.tensors) for manifest in self._manifests.values())
+
+    def rule_names(self) -> Mapping[str, Mapping[int, int]]:
+        """Return the names that shards hold, where the strategy has rules: for each a rank by stage that has it.
+
+        If the first and the last shard of a stage do not hold the same, they are saved without redundancy, and all of
+        the stage are looked into.
+        """
+        if self._rule_names is None:
+            self._rule_names = {}
+            if self.strategy.rules and self.strategy.world_size > 1:
+                for stage, first in self.stage_ranks().items():
+                    for rank in self._telling_ranks(stage, first):
+                        manifest = self.find(rank)
+                        for name in manifest.tensors if manifest is not None else ():
+                            self._rule_names.setdefault(name, {}).setdefault(stage, rank)
+        return self._rule_names
+
+    def list_rule_names(self) -> None:
+        """Have the strategy list the names that its rules place, each in the stages that hold it.
+
+        A rule is for all stages unless it says for which, but most of what it places lies in one of them.
+        """
+        if self.strategy.stages > 1 and self.strategy.rules:
+            self.strategy = self.strategy.listing(self.rule_names())
+
+    def _telling_ranks(self, stage: int, first: int) -> list[int]:
+        """Return the ranks whose shards together tell what a stage has; first: the lowest with a sound shard."""
+        end = (stage + 1) * self.strategy.stage_size
+        ranks = [rank for rank in range(first, end) if rank in self]
+        last = next(rank for rank in reversed(ranks) if self.find(rank) is not None)
+        alike = self.manifest(first).tensors.keys() == self.manifest(last).tensors.keys()
+        return [first] if alike else ranks
+
+    def stage_ranks(self) -> dict[int, int]:
+        """Return, for each stage that has a sound shard, the lowest rank that has one."""
+        if self._stage_ranks is None:
+            found: dict[int, int] = {}
+            for rank in sorted(self.files.by_rank):
+                stage = self.strategy.stage_of(rank)
+                if stage not in found and self.find(rank) is not None:
+                    found[stage] = rank
+            self._stage_ranks = found
+        return self._stage_ranks
+
+
+def require_rank(identity: ShardIdentity, rank: int, world_size: int, path: str) -> None:
+    """Raise DisagreementError if the shard at `path` is not that of `rank` in a checkpoint of `world_size` ranks."""
+    if (identity.rank, identity.world_size) != (rank, world_size):
+        raise DisagreementError(
+            "a shard says it belongs elsewhere",
+            expected=f"rank {rank} of {world_size}",
+            got=f"rank {identity.rank} of {identity.world_size}",
+            where=path,
+            remedy="put every shard into the folder of its own rank",
+        )
+
+
+def _first_sound(files: ShardFiles, damage: dict[int, ReshardError]) -> tuple[int, Manifest, Strategy | None]:
+    """Return the first shard that can be read, its rank, and the strategy it describes.
+
+    damage: takes what is wrong with those before it; those that it has are passed over. Raises what is wrong with the
+    first one if none can be read.
+    """
+    for rank in sorted(files.by_rank.keys() - damage.keys()):
+        try:
+            manifest = _locate(files, rank)
+            return rank, manifest, _described(manifest)
+        except (*_DAMAGE, StrategyError, LayoutError) as error:
+            damage[rank] = as_reshard_error(error, Path(files.by_rank[rank][0]))
+    raise damage[min(damage)]
+
+
+def _locate(files: ShardFiles, rank: int) -> Manifest:
+    """Read the manifest of one rank, joined where its tensors lie in several files."""
+    module = formats.by_name(files.format)
+    manifests = [module.locate(path) for path in files.by_rank[rank]]
+    if len(manifests) == 1:
+        return manifests[0]
+    tensors: dict[str, TensorEntry] = {}
+    holder: dict[str, str] = {}
+    for manifest in manifests:
+        for name, entry in manifest.tensors.items():
+            if name in tensors:
+                raise SourceError(
+                    f"two of the loose files hold {name!r}",
+                    expected="files of one full checkpoint, each tensor in one of them",
+                    got=f"it is in {holder[name]} and {manifest.path}",
+                    where=files.path,
+                    remedy="choose files with --select, or put the shards of several ranks into rank_* folders",
+                )
+            tensors[name], holder[name] = entry, manifest.path
+    strings = {name: text for manifest in manifests for name, text in manifest.strings.items()}
+    return Manifest(files.path, files.format, tensors, strings)
+
+
+def _described(manifest: Manifest) -> Strategy | None:
+    if manifest.identity is None:
+        return None
+    return table.loads(manifest.identity.strategy, manifest.path)
+
+
+def _require_agreement(given: Strategy, described: Strategy, path: str) -> None:
+    differing = [name for name in described.parameters if given.find(name) != described.parameters[name]]
+    if given.world_size != described.world_size or (differing and not given.rules):
+        raise StrategyError(
+            "the strategy contradicts what the shards say of themselves",
+            expected=f"{described.world_size} ranks, as the shards say",
+            got=f"{given.world_size} ranks" + (f", another placement of {differing[0]!r}" if differing else ""),
+            where=f"{given.origin} and {path}",
+            remedy="leave it out: these shards describe themselves",
+        )

@@ -1,0 +1,269 @@
+"""The arguments of the command line `reshard-mpi`. Light: this is all that `--help` loads."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from reshard_mpi.cli.streams import show
+from reshard_mpi.escaping import one_line
+from reshard_mpi.processes import comm
+
+if TYPE_CHECKING:
+    from reshard_mpi.runs.request import Request
+
+_EXIT_CODES = """\
+exit codes: 0 done; 1 a bug; 2 wrong usage; 3 bad input, refused before anything was written, or no place for what is
+printed; 4 some targets failed or are missing, and are named (the others are complete), verify has found damage, or only
+the report could not be written; 5 it can never fit the memory that is allowed, refused before anything was written;
+130 interrupted; 143 terminated"""
+
+
+class _Parser(argparse.ArgumentParser):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False)  # a shortened option would change its meaning with the next one
+
+    def error(self, message: str) -> NoReturn:
+        if comm.launched_rank(os.environ) == 0:
+            self.print_usage(sys.stderr)
+            with contextlib.suppress(OSError):  # the exit code says it too
+                print(f"{self.prog}: error: {one_line(message)}", file=sys.stderr)
+        sys.exit(2)
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        if file is sys.stdout:  # help and version; argparse itself is silent where they cannot be written
+            show(message.removesuffix("\n"))
+        else:
+            super()._print_message(message, file)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line; what it returns has the name of the `command`."""
+    top = _Parser(
+        prog="reshard-mpi",
+        description="Rewrite a checkpoint of M ranks as one of N ranks, bit-exactly and in bounded memory.",
+        epilog=_EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    from reshard_mpi import __version__
+
+    top.add_argument("--version", action="version", version=f"reshard-mpi {__version__}")
+    commands = top.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
+
+    def command(name: str, text: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(
+            name,
+            help=text,
+            description=text[0].upper() + text[1:] + ".",
+            epilog=_EXIT_CODES,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        added.set_defaults(command=name)
+        return added
+
+    transform = command("transform", "reshard the checkpoint SRC into the folder DST")
+    _add_conversion(transform)
+    transform.add_argument("--jobs", type=_positive, metavar="N", help=_JOBS_HELP)
+    transform.add_argument("--report", type=_path, metavar="FILE.json", help="write what was done, target by target")
+    transform.add_argument(
+        "--progress", choices=("auto", "plain", "none"), default="auto", help="auto: a live line on a terminal"
+    )
+    plan = command("plan", "show what transform would do, writing nothing")
+    _add_conversion(plan)
+    shown = plan.add_mutually_exclusive_group()
+    shown.add_argument("--json", action="store_true", help="print it as JSON")
+    shown.add_argument(
+        "--sbatch", action="store_true", help="print a SLURM array script that does it, memory and time from the plan"
+    )
+    verify = command(
+        "verify", "check that DST holds what SRC does, whatever their layouts; without DST, that SRC fits its own sums"
+    )
+    verify.add_argument("source", type=_path, metavar="SRC", help="a checkpoint")
+    verify.add_argument("target", type=_path, metavar="DST", nargs="?", help="what transform has made of it")
+    _add_strategies(verify, "sharded (default: as its shards say, else one full checkpoint)")
+    verify.add_argument("--select", metavar="GLOB", help="take only files of SRC whose names match")
+    verify.add_argument(
+        "--replicas",
+        choices=("any", "sample"),
+        default="sample",
+        help="sample: hold the source strategy against SRC, as transform does. any: trust it (default: %(default)s)",
+    )
+    _add_memory(verify)
+    verify.add_argument("--jobs", type=_positive, metavar="N", help=_JOBS_HELP)
+    commit = command("commit", "check that all targets in DST are complete, and write DST/reshard.json")
+    commit.add_argument("target", type=_path, metavar="DST", help="the folder that transform has written to")
+    ranks = command("ranks", "list the source ranks that target rank R needs, one per line")
+    ranks.add_argument("rank", type=_rank, metavar="R", help="the target rank")
+    _add_strategies(ranks)
+    merge = command("merge-strategies", "merge the strategy files of all pipeline stages into one")
+    merge.add_argument("folder", type=_path, metavar="DIR", help="folder with the strategy files of every stage")
+    merge.add_argument("out", type=_path, metavar="OUT", help="the merged file (.json: as JSON)")
+    governor = command("governor", "show who holds memory on this host now, and who waits for it")
+    governor.add_argument("--json", action="store_true", help="print it as JSON")
+    inspect = command("inspect", "show what a shard, a checkpoint folder or a strategy holds")
+    inspect.add_argument("path", type=_path, metavar="PATH")
+    inspect.add_argument("--json", action="store_true", help="print it as JSON")
+    demo = command("demo", "make a small checkpoint of 8 ranks, reshard it to 4, and check every element")
+    demo.add_argument(
+        "folder", type=_path, metavar="DIR", nargs="?", help="where to leave its files (default: removed again)"
+    )
+    return top
+
+
+_JOBS_HELP = (
+    "local processes, no more than there is work for (default: one a core, up to 8 or the number of targets, the more;"
+    " 1 under a launcher)"
+)
+
+
+def _add_conversion(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", type=_path, metavar="SRC", help="rank_* folders, one checkpoint file, or loose files")
+    parser.add_argument("target", type=_path, metavar="DST", help="folder for rank_<r>/<prefix><r>.<ending>")
+    _add_strategies(parser)
+    parser.add_argument("--prefix", default="checkpoint_", help="of target file names (default: %(default)s)")
+    parser.add_argument("--select", metavar="GLOB", help="take only source files whose names match")
+    parser.add_argument("--to", choices=("ckpt", "hdf5"), help="target format (default: the source's)")
+    share = parser.add_mutually_exclusive_group()
+    share.add_argument("--rank", type=_rank, action="append", metavar="R", help="make this target only (repeatable)")
+    share.add_argument(
+        "--part",
+        type=_part,
+        metavar="I/N",
+        help="make the I-th (from 0) of N shares of the targets; with as many shares as targets or more, target I",
+    )
+    _add_memory(parser)
+    again = parser.add_mutually_exclusive_group()
+    again.add_argument("--resume", action="store_true", help="skip targets this same run has completed")
+    again.add_argument("--overwrite", action="store_true", help="replace targets that are there, one by one")
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="read sources and targets once more, compare them, and keep sums of all tensors; the"
+        " checksums of .ckpt sources are checked as well",
+    )
+    parser.add_argument("--crc", action="store_true", help="end .ckpt targets with the CRC-32 that MindSpore checks")
+    parser.add_argument(
+        "--strict",
+        action="store_true",
+        help="refuse if a listed parameter was never saved, or copies have drifted apart",
+    )
+    parser.add_argument(
+        "--replicas",
+        choices=("any", "sample", "check"),
+        default="sample",
+        help="what several ranks hold is taken from one of them. sample: before that, hold the source strategy against"
+        " the checkpoint, comparing a few ranks in a few places of a few tensors. check: compare all copies of what is"
+        " needed as well, byte by byte, once a run (each array task is one). any: trust (default: %(default)s)",
+    )
+
+
+def _add_memory(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--memory",
+        metavar="SIZE|unlimited",
+        help="what all processes of this user on a host may take together, as 64G (default: RESHARD_MPI_MEMORY, else"
+        " what is free); processes that find no room wait. unlimited: none waits",
+    )
+    parser.add_argument("--max-active", type=_positive, metavar="N", help="how many may work at once on a host")
+
+
+def _add_strategies(parser: argparse.ArgumentParser, target: str = "to be (default: one full checkpoint)") -> None:
+    parser.add_argument(
+        "--src-strategy", type=_path, metavar="F|DIR", help="how SRC is sharded (default: as its shards say)"
+    )
+    parser.add_argument("--dst-strategy", type=_path, metavar="F|DIR", help=f"how DST is {target}")
+    parser.add_argument(
+        "--unlisted",
+        choices=("follow", "replicate", "drop"),
+        default="follow",
+        help="parameters DST's strategy does not list: follow the one they are named after (moments.w: w), hold them"
+        " whole on every rank, or leave them out (default: %(default)s)",
+    )
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal()
+
+
+def _path(text: str) -> str:
+    if not text:  # such as a variable of the shell that is not set; to a system call it is no path either
+        raise argparse.ArgumentTypeError("expected a path, got ''")
+    return text
+
+
+def _positive(text: str) -> int:
+    if not _is_number(text) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 or more, got {text!r}")
+    return int(text)
+
+
+def _rank(text: str) -> int:
+    if not _is_number(text):
+        raise argparse.ArgumentTypeError(f"expected a rank, 0 or more, got {text!r}")
+    return int(text)
+
+
+def _part(text: str) -> tuple[int, int]:
+    share, slash, shares = text.partition("/")
+    if not (slash and _is_number(share) and _is_number(shares) and int(share) < int(shares)):
+        raise argparse.ArgumentTypeError(f"expected I/N with I from 0 to N-1, got {text!r}")
+    return int(share), int(shares)
+
+
+def request(options: argparse.Namespace) -> Request:
+    """Return what the arguments of `transform` or `plan` ask for."""
+    from reshard_mpi.planning.parameters import Unlisted
+    from reshard_mpi.planning.replicas import Replicas
+    from reshard_mpi.runs.request import Request
+
+    return Request(
+        source=options.source,
+        target=options.target,
+        src_strategy=options.src_strategy,
+        dst_strategy=options.dst_strategy,
+        prefix=options.prefix,
+        select=options.select,
+        to=options.to,
+        ranks=tuple(options.rank) if options.rank else None,
+        part=options.part,
+        resume=options.resume,
+        overwrite=options.overwrite,
+        unlisted=Unlisted(options.unlisted),
+        strict=options.strict,
+        memory=options.memory,
+        max_active=options.max_active,
+        verify=options.verify,
+        crc=options.crc,
+        replicas=Replicas(options.replicas),
+        report=getattr(options, "report", None),
+    )
+
+
+def to_verify(options: argparse.Namespace) -> Request:
+    """Return what the arguments of `verify` ask for."""
+    from reshard_mpi.planning.parameters import Unlisted
+    from reshard_mpi.planning.replicas import Replicas
+    from reshard_mpi.runs.request import Request
+
+    return Request(
+        source=options.source,
+        target=options.target or options.source,
+        src_strategy=options.src_strategy,
+        dst_strategy=options.dst_strategy,
+        prefix="",
+        select=options.select,
+        to=None,
+        ranks=None,
+        part=None,
+        resume=False,
+        overwrite=False,
+        unlisted=Unlisted(options.unlisted),
+        strict=False,
+        recorded=False,
+        memory=options.memory,
+        max_active=options.max_active,
+        replicas=Replicas(options.replicas),
+    )

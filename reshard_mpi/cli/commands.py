@@ -1,0 +1,328 @@
+"""The command line `reshard-mpi`: the same under mpirun, in an array task, or alone.
+
+Each command imports what it needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from reshard_mpi.cli.arguments import parser, request, to_verify
+from reshard_mpi.cli.start import begin_command
+from reshard_mpi.cli.streams import flush_standard_streams, open_standard_streams, show, tell_done
+from reshard_mpi.errors import DamageError, ReshardError
+from reshard_mpi.escaping import lines, one_line
+from reshard_mpi.processes import comm
+from reshard_mpi.processes.governor.allotment import finish
+from reshard_mpi.processes.signals import INTERRUPTED, Terminated, exit_when_terminated, ignore_stops, stopped_by
+from reshard_mpi.processes.stack import require_stack
+from reshard_mpi.processes.threads import ONE_THREAD
+
+if TYPE_CHECKING:
+    from reshard_mpi.runs.report import Bar, Outcome, Plain, Progress, Silent
+    from reshard_mpi.runs.request import Request
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and exit with its code."""
+    exit_when_terminated()
+    for name, value in ONE_THREAD.items():
+        os.environ.setdefault(name, value)
+    options = argparse.Namespace()
+    try:
+        require_stack()
+        options = parser().parse_args(arguments)
+        code = _COMMANDS[options.command](options)
+    except (KeyboardInterrupt, Terminated) as stop:
+        code = stopped_by(stop) or INTERRUPTED
+        ignore_stops()
+        if comm.speaks(os.environ):
+            _last_words(options)(code)
+    except ReshardError as error:
+        code = error.exit_code
+        _complain(error)
+    except OSError as error:
+        code = ReshardError.exit_code
+        _complain(one_line(f"{error.strerror or error}: {error.filename}" if error.filename else str(error)))
+    sys.exit(code)
+
+
+def command() -> NoReturn:
+    """Be the process of the command line: as `main`, but the interpreter is not taken apart at the end.
+
+    That would take longer than a small conversion, as would looking for garbage: hardly anything made here is cyclic.
+    MPI has things to do when a process ends, and so is left to.
+    """
+    gc.disable()
+    open_standard_streams()
+    begin_command()
+    try:
+        main()
+    except SystemExit as end:
+        flush_standard_streams()
+        if "mpi4py.MPI" in sys.modules:
+            raise
+        finish()
+        os._exit(end.code if isinstance(end.code, int) else 1)
+
+
+def _complain(error: ReshardError | str) -> None:
+    if comm.speaks(os.environ):
+        from reshard_mpi.runs.report import say
+
+        say(f"reshard-mpi: error: {error}", sys.stderr)
+
+
+def _last_words(options: argparse.Namespace) -> Callable[[int], None]:
+    """Return what says that a signal has stopped the command, and how to go on, when it is given the exit code."""
+
+    def say_stopped(code: int) -> None:
+        from reshard_mpi.runs.report import say
+
+        word = "interrupted" if code == INTERRUPTED else "terminated"
+        resumes = getattr(options, "command", "") == "transform" and not options.overwrite
+        # On a terminal the line may have begun: with progress, or the ^C that it shows. A launcher may stand on one.
+        begun = "\n" if sys.stderr.isatty() or comm.is_launched(os.environ) else ""
+        say(f"{begun}reshard-mpi: {word}{'; --resume goes on' if resumes else ''}", sys.stderr)
+
+    return say_stopped
+
+
+def _transform(options: argparse.Namespace) -> int:
+    from reshard_mpi.errors import UsageError
+
+    asked = request(options)
+    begin = time.monotonic()
+    with comm.world(
+        os.environ, explicit_share=bool(options.rank or options.part), stopped=_last_words(options)
+    ) as world:
+        unwritable = world.rank == 0 and options.report and not _can_be_written(options.report, options.target)
+        if any(world.allgather(unwritable, "looked where the report goes")):
+            from reshard_mpi.filesystem.paths import described
+
+            raise UsageError(
+                "the report cannot be written",
+                expected="a new file in a folder, or an earlier report; no name of a shard or of a file of the run",
+                got=described(Path(options.report)),
+                where=options.report,
+                remedy="choose another name, in a folder that is there",
+            )
+        progress = _progress(options.progress, world)
+        outcome = _run("CONVERT", asked, options.jobs, world, progress)
+        progress.close()
+        seconds = time.monotonic() - begin
+        from reshard_mpi.runs.report import summary
+
+        unreported = None
+        if world.rank == 0:
+            _tell(outcome)
+            unreported = _report(options, outcome, seconds) if options.report else None
+            if unreported is not None and outcome.failures:
+                _complain(unreported)
+        outcome.raise_failures()
+        if world.rank == 0:
+            tell_done(summary(outcome, seconds))
+        if unreported is not None:
+            raise unreported
+    return 0
+
+
+def _report(options: argparse.Namespace, outcome: Outcome, seconds: float) -> ReshardError | None:
+    """Write the report that was asked for; return what is to be said if the file system refuses it."""
+    from reshard_mpi.errors import TransformError
+    from reshard_mpi.runs.report import write_report
+
+    facts = {"source": options.source, "target": options.target, "processes": outcome.processes}
+    try:
+        write_report(options.report, facts, outcome, seconds)
+    except OSError as error:
+        complete = "" if outcome.failures else "; all targets of this run are complete"
+        return TransformError(
+            f"the report could not be written{complete}",
+            expected="a folder that takes it",
+            got=error.strerror or str(error),
+            where=options.report,
+            remedy="make room, or choose another place; --resume --report writes it without making targets again",
+        )
+    return None
+
+
+def _run(work: str, request: Request, jobs: int | None, world: comm.Comm, progress: Progress) -> Outcome:
+    """Do what `pool.Work` calls `work`, with MPI or local processes or alone."""
+    from reshard_mpi.errors import UsageError
+    from reshard_mpi.runs.workers import Work, run_with_workers
+
+    if world.size > 1 and (jobs or 1) > 1:
+        raise UsageError(
+            "--jobs does not go with an MPI run",
+            expected="mpirun -n N alone",
+            got=f"--jobs {jobs}",
+            remedy="start more MPI ranks instead",
+        )
+    if world.size == 1 and (jobs is not None or not comm.is_launched(os.environ)):
+        cores = len(os.sched_getaffinity(0))
+        if (jobs or cores) > 1:
+            return run_with_workers(request, jobs, progress, Work[work])
+    return Work[work].load()(request, world, progress, None)
+
+
+def _can_be_written(path: str, target: str) -> bool:
+    """Tell whether a report may take the name `path`: whatever else is there may be a source or a strategy."""
+    from reshard_mpi import formats
+    from reshard_mpi.filesystem.paths import is_replaceable
+    from reshard_mpi.journal.records import COMMIT_RECORD, STATE
+    from reshard_mpi.runs import report
+
+    real, commit_record = Path(os.path.realpath(path)), Path(os.path.realpath(target), COMMIT_RECORD)
+    if formats.name_of(path) or real == commit_record or STATE in real.parts or not is_replaceable(real):
+        return False
+    if not os.access(real, os.F_OK):
+        return os.access(real.parent, os.W_OK | os.X_OK) and real.parent.is_dir()
+    return os.access(real, os.R_OK | os.W_OK) and report.is_report(real)
+
+
+def _progress(choice: str, world: comm.Comm) -> Bar | Plain | Silent:
+    from reshard_mpi.runs.report import Bar, Plain, Silent
+
+    if choice == "none":
+        return Silent()
+    if choice == "auto" and world.size == 1 and sys.stderr.isatty():
+        return Bar()
+    return Plain()
+
+
+def _tell(outcome: Outcome) -> None:
+    from reshard_mpi.runs.report import say
+
+    for note in outcome.notes:
+        say(f"note: {one_line(note)}", sys.stderr)
+    for warning in outcome.warnings:
+        say(f"warning: {one_line(warning)}", sys.stderr)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from reshard_mpi.errors import UsageError
+    from reshard_mpi.processes.governor.allowance import UNLIMITED
+    from reshard_mpi.runs.transform import plan_targets
+
+    asked = request(options)
+    if options.sbatch:
+        if asked.ranks is not None or asked.part is not None:
+            raise UsageError(
+                "--sbatch goes with all targets",
+                expected="neither --rank nor --part: the script gives every task its part",
+                got="--rank" if asked.part is None else "--part",
+            )
+        asked = asked._replace(resume=not asked.overwrite)  # as the tasks will do it
+    with comm.world(
+        os.environ, explicit_share=bool(options.rank or options.part), stopped=_last_words(options)
+    ) as world:
+        # A batch script is for other hosts than this one.
+        planned, outcome = plan_targets(asked._replace(memory=UNLIMITED) if options.sbatch else asked, world)
+        if world.rank == 0:
+            if options.json:
+                show(json.dumps(planned.as_json(), indent=1))
+            elif options.sbatch:
+                from reshard_mpi.cli.sbatch import batch_script
+
+                script = batch_script(asked, planned, len(planned.targets) + len(outcome.targets))
+                show(os.fsencode(script))  # paths in it may be of any bytes
+                _tell(outcome)
+            else:
+                show(planned.as_table())
+                _tell(outcome)
+    return 0
+
+
+def _commit(options: argparse.Namespace) -> int:
+    from reshard_mpi.journal.commit import commit
+    from reshard_mpi.runs.report import say
+    from reshard_mpi.units import format_bytes
+
+    done = commit(Path(options.target))
+    for note in done.notes:
+        say(f"note: {one_line(note)}", sys.stderr)
+    targets = "target" if done.targets == 1 else "targets"
+    tell_done(f"committed {done.targets} {targets}, {format_bytes(done.size_bytes)}: {one_line(str(done.path))}")
+    return 0
+
+
+def _ranks(options: argparse.Namespace) -> int:
+    from reshard_mpi.api import rank_list_for_transform
+
+    ranks = rank_list_for_transform(options.rank, options.src_strategy, options.dst_strategy, unlisted=options.unlisted)
+    if ranks:
+        show("\n".join(map(str, ranks)))
+    return 0
+
+
+def _merge(options: argparse.Namespace) -> int:
+    from reshard_mpi.sharding.strategy.merge import merge
+
+    merge(options.folder, options.out)
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from reshard_mpi.runs.report import Silent, say, verified
+
+    begin = time.monotonic()
+    with comm.world(os.environ, explicit_share=False, stopped=_last_words(options)) as world:
+        work = "VERIFY_ALONE" if options.target is None else "VERIFY_PAIR"
+        progress = _progress("plain", world) if world.rank == 0 else Silent()
+        outcome = _run(work, to_verify(options), options.jobs, world, progress)
+        if world.rank == 0:
+            _tell(outcome)
+            for failure in outcome.failures:
+                say(f"damage: {failure.named(alone=True)}", sys.stderr)
+            if not outcome.failures:
+                show(verified(outcome, time.monotonic() - begin))
+    return DamageError.exit_code if outcome.failures else 0
+
+
+def _governor(options: argparse.Namespace) -> int:
+    from reshard_mpi.processes.governor.allowance import Allowance
+    from reshard_mpi.processes.governor.state import host_state
+
+    state = host_state(Allowance.of(None, None, os.environ), os.environ)
+    show(json.dumps(state.as_json(), indent=1) if options.json else state.as_text())
+    return 0
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from reshard_mpi.checkpoints.inspection import as_text, inspect
+
+    found = inspect(options.path)
+    show(json.dumps(found, indent=1) if options.json else as_text(found))
+    return 0
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from reshard_mpi.cli.demo import run_demo
+
+    with comm.world(os.environ, explicit_share=False, stopped=_last_words(options)) as world:
+        account = run_demo(options.folder, world)
+        if world.rank == 0:
+            tell_done(lines(account))
+    return 0
+
+
+_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "transform": _transform,
+    "plan": _plan,
+    "commit": _commit,
+    "ranks": _ranks,
+    "merge-strategies": _merge,
+    "governor": _governor,
+    "verify": _verify,
+    "inspect": _inspect,
+    "demo": _demo,
+}

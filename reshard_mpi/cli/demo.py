@@ -1,0 +1,222 @@
+"""The network of MindSpore's tutorial, made, resharded from 8 ranks to 4, and checked element by element."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from reshard_mpi import formats
+from reshard_mpi.errors import DisagreementError, ReshardError, TargetError, as_reshard_error
+from reshard_mpi.formats.dtypes import BY_NAME
+from reshard_mpi.formats.manifest import Segments, ShardIdentity, ShardSpec, TensorSpec
+from reshard_mpi.formats.protocol import reserve_file, seal_file
+from reshard_mpi.planning.parameters import Unlisted
+from reshard_mpi.processes.comm import Comm
+from reshard_mpi.runs.report import Outcome, Silent
+from reshard_mpi.runs.request import Request
+from reshard_mpi.runs.transform import convert
+from reshard_mpi.sharding.box import Box
+from reshard_mpi.sharding.layout import Layout
+from reshard_mpi.sharding.placement import Placement, Strategy
+from reshard_mpi.sharding.strategy.mindspore import encode_protobuf
+from reshard_mpi.sharding.strategy.stages import to_stage_files
+from reshard_mpi.units import format_bytes, format_rate
+
+Array = np.ndarray[Any, np.dtype[np.float32]]
+Arrays = Mapping[str, Array]
+
+_SHAPES = {
+    "layer1.weight": (784, 512),
+    "layer1.bias": (512,),
+    "layer2.weight": (512, 512),
+    "layer2.bias": (512,),
+    "layer3.weight": (512, 10),
+    "layer3.bias": (10,),
+}
+# MatMul is input (rows, in) x weight (in, out). Cut ((2,1),(1,2)) on 8 ranks: rows by 2, out by 2, the rest repeats.
+_SOURCE = {"layer1.weight": Placement((2, 2, 2), ((), (2,)))}
+_SOURCE_OTHERS = Placement((8,))
+# 4 ranks, optimizer sharding: what ranks would hold alike is cut once more along dimension 0, if that divides.
+# layer1 ((1,4),(4,1)): in by 4. layer3 ((2,2),(2,1)): rows by 2, in by 2.
+_TARGET = {
+    "layer1.weight": Placement((4,), ((0,), ())),
+    "layer1.bias": Placement((4,), ((),), optimizer=4),
+    "layer2.weight": Placement((4,), ((), ()), optimizer=4),
+    "layer2.bias": Placement((4,), ((),), optimizer=4),
+    "layer3.weight": Placement((2, 2), ((1,), ()), optimizer=2),
+    "layer3.bias": Placement((4,), ((),)),
+}
+
+
+def run_demo(folder: str | None, comm: Comm) -> str:
+    """Make, reshard and check; return an account of it. The processes of `comm` share the targets.
+
+    folder: where to leave the files; None for a temporary one.
+    Raises TargetError if `folder` has a demo already, DisagreementError if any element is not where it should be.
+    """
+    with _shared_folder(folder, comm) as base:
+        tensors = _tensors()
+        failed = _try_to_write_source(base, tensors) if comm.rank == 0 else None
+        for error in comm.allgather(failed, "wrote the source"):
+            if error is not None:
+                raise error
+        begin = time.monotonic()
+        outcome = convert(_request(base), comm, Silent())
+        seconds = time.monotonic() - begin
+        outcome.raise_failures()
+        problems = comm.allgather(_check(outcome, tensors, comm), "checked")
+        for problem in problems:
+            if problem:
+                raise DisagreementError("the demo's result is wrong", expected="every slice bit-exact", got=problem)
+        return _account(base, outcome, seconds, comm, kept=folder is not None)
+
+
+@contextmanager
+def _shared_folder(folder: str | None, comm: Comm) -> Iterator[Path]:
+    """Yield one folder for all processes; a temporary one is removed again by the first of them."""
+    made = None
+    if comm.rank == 0:
+        made = folder or tempfile.mkdtemp(prefix="reshard-mpi-demo-")
+    base = Path(comm.allgather(made, "chose a folder")[0] or "")
+    present = comm.allgather(folder is not None and any((base / name).exists() for name in ("src", "dst")), "looked")
+    if any(present):
+        raise TargetError(
+            "the folder has a demo already", expected="a new folder", got="src or dst in it", where=str(base)
+        )
+    try:
+        yield base
+        comm.allgather(None, "finished")
+    finally:
+        if folder is None and comm.rank == 0:
+            shutil.rmtree(base, ignore_errors=True)
+
+
+def _strategies() -> tuple[Strategy, Strategy]:
+    source = {name: _SOURCE.get(name, _replicated(shape)) for name, shape in _SHAPES.items()}
+    both = []
+    for ranks, placements in ((8, source), (4, _TARGET)):
+        named = {name: (placement,) for name, placement in placements.items()}
+        momentum = {f"moments.{name}": placement for name, placement in named.items()}
+        both.append(Strategy(ranks, 1, {**named, **momentum}))
+    return both[0], both[1]
+
+
+def _replicated(shape: tuple[int, ...]) -> Placement:
+    return Placement(_SOURCE_OTHERS.mesh, ((),) * len(shape))
+
+
+def _tensors() -> Arrays:
+    """Return the whole tensors, the same on every process."""
+    random = np.random.default_rng(2)
+    return {
+        prefix + name: random.standard_normal(shape, np.float32)
+        for prefix in ("", "moments.")
+        for name, shape in _SHAPES.items()
+    }
+
+
+def _try_to_write_source(base: Path, tensors: Arrays) -> ReshardError | None:
+    """Write the source; return, for all processes to raise it, what the file system refused."""
+    try:
+        _write_source(base, tensors)
+    except OSError as error:
+        return as_reshard_error(error, base)
+    return None
+
+
+def _write_source(base: Path, tensors: Arrays) -> None:
+    source, target = _strategies()
+    base.mkdir(parents=True, exist_ok=True)
+    shapes = {name: array.shape for name, array in tensors.items()}
+    for name, strategy in (("src_strategy.ckpt", source), ("dst_strategy.ckpt", target)):
+        (base / name).write_bytes(encode_protobuf(to_stage_files(strategy, shapes)[0]))
+    module = formats.by_name("ckpt")
+    for rank in range(source.world_size):
+        boxes = {name: Layout(source.find(name)[0], array.shape).box(rank) for name, array in tensors.items()}
+        specs = tuple(TensorSpec(name, BY_NAME["float32"], array.shape, boxes[name]) for name, array in tensors.items())
+        path = base / "src" / f"rank_{rank}" / f"checkpoint_{rank}.ckpt"
+        path.parent.mkdir(parents=True)
+        place = reserve_file(module, str(path), ShardSpec(ShardIdentity(rank, source.world_size, ""), specs, {}))
+        with path.open("r+b") as stream:
+            for name, array in tensors.items():
+                segments = place.tensors[name].source
+                assert isinstance(segments, Segments)
+                stream.seek(segments.ranges[0].offset_bytes)
+                stream.write(_cut(array, boxes[name]).tobytes())
+        seal_file(module, str(path))
+
+
+def _request(base: Path) -> Request:
+    return Request(
+        source=str(base / "src"),
+        target=str(base / "dst"),
+        src_strategy=str(base / "src_strategy.ckpt"),
+        dst_strategy=str(base / "dst_strategy.ckpt"),
+        prefix="checkpoint_",
+        select=None,
+        to=None,
+        ranks=None,
+        part=None,
+        resume=False,
+        overwrite=False,
+        unlisted=Unlisted.FOLLOW,
+        strict=True,
+    )
+
+
+def _check(outcome: Outcome, tensors: Arrays, comm: Comm) -> str:
+    """Compare this process's share of the written shards with the whole tensors; return what is wrong."""
+    for report in outcome.targets[comm.rank :: comm.size]:
+        data = Path(report.path).read_bytes()
+        manifest = formats.by_name("ckpt").locate(report.path)
+        if set(manifest.tensors) != set(tensors):
+            return f"rank {report.rank} holds {sorted(manifest.tensors)}"
+        for name, entry in manifest.tensors.items():
+            assert isinstance(entry.source, Segments)
+            held = b"".join(data[r.offset_bytes : r.offset_bytes + r.length_bytes] for r in entry.source.ranges)
+            if held != _expected(name.removeprefix("moments."), tensors[name], report.rank).tobytes():
+                return f"{name!r} of target rank {report.rank} in {report.path}"
+    return ""
+
+
+def _expected(name: str, whole: Array, rank: int) -> Array:
+    """Return what target rank `rank` must hold, cut by hand so that the check shares nothing with what it checks."""
+    if name == "layer3.bias":
+        return whole
+    if name == "layer3.weight":  # in by 2 over the ranks' last bit, then the optimizer by 2 over their first
+        half, quarter = whole.shape[0] // 2, whole.shape[0] // 4
+        start = rank % 2 * half + rank // 2 * quarter
+        return whole[start : start + quarter]
+    height = whole.shape[0] // 4
+    return whole[rank * height : (rank + 1) * height]
+
+
+def _cut(array: Array, box: Box) -> Array:
+    return array[tuple(slice(low, high) for low, high in zip(box.start, box.stop))]
+
+
+def _account(base: Path, outcome: Outcome, seconds: float, comm: Comm, *, kept: bool) -> str:
+    written_bytes = sum(target.written_bytes for target in outcome.targets)
+    slices = len(outcome.targets) * 2 * len(_SHAPES)
+    processes = "1 process" if comm.size == 1 else f"{comm.size} MPI processes"
+    lines = [
+        "demo: a 3-layer network with momentum, saved by 8 ranks (layer1 cut ((2,1),(1,2)), no optimizer sharding),",
+        "      resharded for 4 ranks (layer1 ((1,4),(4,1)), layer3 ((2,2),(2,1)), optimizer sharding on)",
+        *(
+            f"  target {target.rank}: {format_bytes(target.written_bytes)} from source ranks"
+            f" {', '.join(map(str, target.read_ranks))}"
+            for target in outcome.targets
+        ),
+        f"{processes} wrote {format_bytes(written_bytes)} in {seconds:.3f} s ({format_rate(written_bytes, seconds)});"
+        f" all {slices} slices are bit-exact",
+    ]
+    if kept:
+        lines.append(f"its files: {base}/src, {base}/dst, {base}/src_strategy.ckpt, {base}/dst_strategy.ckpt")
+    return "\n".join(lines)

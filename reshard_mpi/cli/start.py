@@ -1,0 +1,127 @@
+"""The start of the command line: a process waits for memory before it has loaded anything, and so while it is small."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from reshard_mpi.errors import ReshardError
+from reshard_mpi.escaping import one_line
+from reshard_mpi.processes import comm
+from reshard_mpi.processes.governor import allotment
+from reshard_mpi.processes.governor.admission import Lease, open_governor
+from reshard_mpi.processes.governor.allotment import BASE_BYTES, Start
+from reshard_mpi.processes.governor.allowance import Allowance
+from reshard_mpi.processes.signals import INTERRUPTED, Terminated, exit_when_terminated, ignore_stops, stopped_by
+
+_COMMANDS = ("transform", "plan", "verify")
+# How a process that starts over tells the next one what it knows.
+_AGAIN = "RESHARD_MPI_START_OVER"
+_MAX_QUOTED = 120
+_has_begun = False
+# What MPI takes besides, as measured with MPICH and Open MPI.
+_MPI_BYTES = 18 << 20
+
+
+def begin_command() -> None:
+    """Begin to be the process of the command line: wait for the memory to load it. Once; again it does nothing."""
+    global _has_begun  # noqa: PLW0603 - a fact of the process
+    if _has_begun:
+        return
+    _has_begun = True
+    arguments = sys.argv[1:]
+    exit_when_terminated()
+    try:
+        begin(arguments)
+    except (KeyboardInterrupt, Terminated) as stop:
+        code = stopped_by(stop) or INTERRUPTED
+        ignore_stops()
+        resumes = arguments[0] == "transform" and "--overwrite" not in arguments
+        word = "interrupted" if code == INTERRUPTED else "terminated"
+        _say(f"reshard-mpi: {word}{'; --resume goes on' if resumes else ''}")
+        os._exit(code)
+
+
+def begin(arguments: Sequence[str]) -> None:
+    """Take the first lease of this process, if the command line that begins so is for work that needs memory.
+
+    Whatever is wrong with the arguments is left for the command line to say.
+    """
+    again = os.environ.pop(_AGAIN, "")
+    if not arguments or arguments[0] not in _COMMANDS or {"-h", "--help"} & set(arguments):
+        return
+    memory, most_held = _option(arguments, "--memory"), _option(arguments, "--max-active")
+    try:
+        allowance = Allowance.of(memory, int(most_held) if most_held else None, os.environ)
+        governor = open_governor(allowance, os.environ)
+    except (ReshardError, ValueError):
+        return
+    words = " ".join(("reshard-mpi", *arguments))[:_MAX_QUOTED]
+    purpose = "".join(letter if letter.isprintable() else "?" for letter in words)
+    if comm.launched_size(os.environ) > 1:
+        # All ranks of a job are there already, and MPI goes on only with all of them: none can wait.
+        allotment.started(Start(os.getpid(), governor, governor.register(BASE_BYTES + _MPI_BYTES, purpose), None))
+        return
+    before = _Before.loads(again)
+    size_bytes = min(max(BASE_BYTES, before.need_bytes), governor.ceiling_bytes)
+    try:
+        lease = governor.take(size_bytes, purpose, _say, numbers=before.numbers)
+    except ReshardError:
+        return  # it will be met again
+    waited_seconds = before.waited_seconds + lease.waited_seconds
+
+    def over(size_bytes: int) -> None:
+        if size_bytes > before.need_bytes:
+            numbers = {key: number + 1 for key, number in lease.numbers.items()}  # the next to that place
+            _start_over(lease, _Before(size_bytes, waited_seconds, numbers))
+
+    allotment.started(Start(os.getpid(), governor, lease, over, waited_seconds, before.need_bytes))
+
+
+class _Before(NamedTuple):
+    """What a process that starts over tells the next one: what it needs, how long it has waited, its places in line."""
+
+    need_bytes: int = 0
+    waited_seconds: float = 0.0
+    numbers: dict[str, int] = {}  # noqa: RUF012 - never changed
+
+    @classmethod
+    def loads(cls, text: str) -> _Before:
+        try:
+            need_bytes, waited_seconds, numbers = json.loads(text)
+            return cls(int(need_bytes), float(waited_seconds), {key: int(number) for key, number in numbers.items()})
+        except (ValueError, TypeError, AttributeError):
+            return cls()
+
+
+def _start_over(lease: Lease, before: _Before) -> None:
+    """Replace this process by one that has loaded nothing yet; return if that cannot be done."""
+    lease.give_back()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    with contextlib.suppress(OSError):
+        command = [sys.executable, *sys.orig_argv[1:]]
+        os.execve(sys.executable, command, {**os.environ, _AGAIN: json.dumps(before)})
+
+
+def _option(arguments: Sequence[str], name: str) -> str | None:
+    """Return the value of an option, the last one given; None if there is none."""
+    found = None
+    for argument, following in zip(arguments, [*arguments[1:], ""]):
+        if argument == name:
+            found = following
+        elif argument.startswith(f"{name}="):
+            found = argument.partition("=")[2]
+    return found
+
+
+def _say(text: str) -> None:
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError):
+            sys.stderr.write(f"{one_line(text)}\n")
+            sys.stderr.flush()

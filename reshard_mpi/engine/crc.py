@@ -1,0 +1,166 @@
+"""CRC-32 of whole tensors, put together from the parts that ranks hold: in any order, without gathering the tensor.
+
+A part's sum is the CRC-32 of the whole tensor's row-major bytes with zeros in place of all that the part does not hold.
+CRC-32 is affine over bits, so the sums of disjoint parts, each with the sum of the zeros taken away, add up (by
+exclusive or) to that of the whole: `zlib.crc32(whole.tobytes())`. So neither layout nor format matters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from zlib_ng.zlib_ng import crc32, crc32_combine
+
+from reshard_mpi.sharding.box import Box, Runs, common_runs, run_length
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Sums = np.ndarray[Any, np.dtype[np.uint32]]
+
+_ONES = 0xFFFFFFFF
+# Of shorter runs the sums of all are made at once, byte after byte, by numpy; longer ones one by one by the library.
+_SHORT_BYTES = 48
+# A tensor's parts have their runs at a few different distances; the tables of one take 40 KiB.
+_KEPT_STEPS = 64
+
+
+class PartSum:
+    """The sum of one part of a tensor, while it is being read.
+
+    whole: the box of the whole tensor. The blocks that are added must be disjoint.
+    """
+
+    def __init__(self, whole: Box, itemsize_bytes: int) -> None:
+        self._whole = whole
+        self._itemsize = itemsize_bytes
+        self._size_bytes = whole.size * itemsize_bytes
+        self._state = 0
+
+    @property
+    def value(self) -> int:
+        """The sum of what has been added so far."""
+        return self._state ^ sum_of_zeros(self._size_bytes)
+
+    def add(self, block: Box, data: memoryview) -> None:
+        """Add the elements of `block`, whose row-major bytes are `data`."""
+        for runs in common_runs(block, block, self._whole):
+            state = _sum_of_runs(data, runs, self._itemsize)
+            end = runs.target_offset + (runs.repeats - 1) * runs.target_step + runs.length
+            self._state ^= _shifted(state, self._size_bytes - end * self._itemsize)
+
+
+def sum_of_whole(parts: Iterable[int], size_bytes: int) -> int:
+    """Return the CRC-32 of a tensor of so many bytes from the sums of disjoint parts that make it up."""
+    zeros = sum_of_zeros(size_bytes)
+    state = zeros
+    for part in parts:
+        state ^= part ^ zeros
+    return state
+
+
+def has_short_runs(box: Box, whole: Box, itemsize_bytes: int) -> bool:
+    """Tell whether a part lies in its whole in runs so short that numpy is loaded to sum it."""
+    length = run_length(box, box, whole)
+    return length < box.size and length * itemsize_bytes < _SHORT_BYTES
+
+
+def sum_of_zeros(size_bytes: int) -> int:
+    """Return the CRC-32 of so many zero bytes."""
+    return _shifted(_ONES, size_bytes) ^ _ONES
+
+
+def _shifted(state: int, count_bytes: int) -> int:
+    """Return what becomes of a remainder when so many zero bytes follow."""
+    return crc32_combine(state, 0, count_bytes)
+
+
+def _remainder(data: memoryview) -> int:
+    """Return the remainder of `data` alone: CRC-32 without its inversions, which is linear."""
+    return crc32(data, _ONES) ^ _ONES
+
+
+def _sum_of_runs(data: memoryview, runs: Runs, itemsize: int) -> int:
+    """Return the remainder of all runs, with zeros between them as far as they are apart in the whole."""
+    first, length, step = runs.source_offset * itemsize, runs.length * itemsize, runs.source_step * itemsize
+    apart = runs.target_step * itemsize
+    if runs.repeats == 1:
+        return _remainder(data[first : first + length])
+    if length == step == apart:
+        return _remainder(data[first : first + length * runs.repeats])
+    if length < _SHORT_BYTES:
+        import numpy as np
+
+        rows = np.frombuffer(data, np.uint8, (runs.repeats - 1) * step + length, first)
+        return _joined(
+            _short_remainders(np.lib.stride_tricks.as_strided(rows, (runs.repeats, length), (step, 1))), apart
+        )
+    low, second, third, high = _gap(apart - length)
+    crc = _ONES
+    for end in range(first + length, first + length + runs.repeats * step, step):
+        crc = low[crc & 0xFF] ^ second[crc >> 8 & 0xFF] ^ third[crc >> 16 & 0xFF] ^ high[crc >> 24]
+        crc = crc32(data[end - length : end], crc)
+    return crc ^ _ONES
+
+
+@lru_cache(_KEPT_STEPS)
+def _gap(count_bytes: int) -> tuple[list[int], ...]:
+    """Return, for each byte of a CRC-32 so far, what it adds to the CRC-32 after so many more zero bytes."""
+    tables = [_combined([_shifted(1 << bit, count_bytes) for bit in range(at, at + 8)]) for at in range(0, 32, 8)]
+    inversions = _shifted(_ONES, count_bytes) ^ _ONES
+    return (*tables[:3], [value ^ inversions for value in tables[3]])
+
+
+def _combined(bits: list[int]) -> list[int]:
+    """Return the exclusive or of those of eight values that each number below 256 has bits for."""
+    table = [0]
+    for value in bits:
+        table += [value ^ other for other in table]
+    return table
+
+
+def _short_remainders(rows: np.ndarray[Any, np.dtype[np.uint8]]) -> Sums:
+    import numpy as np
+
+    table = _byte_table()
+    states = np.zeros(len(rows), np.uint32)
+    for column in np.ascontiguousarray(rows.T):
+        states = table[(states ^ column) & 0xFF] ^ (states >> np.uint32(8))
+    return states
+
+
+def _joined(remainders: Sums, apart_bytes: int) -> int:
+    """Return the remainder of pieces of equal length that begin at even distances, from those of each."""
+    import numpy as np
+
+    while len(remainders) > 1:
+        if len(remainders) % 2:
+            remainders = np.concatenate((np.zeros(1, np.uint32), remainders))  # nothing before the first
+        low, second, third, high = _tables(apart_bytes)
+        left = remainders[0::2]
+        remainders = (
+            low[left & 0xFF] ^ second[left >> 8 & 0xFF] ^ third[left >> 16 & 0xFF] ^ high[left >> 24]
+        ) ^ remainders[1::2]
+        apart_bytes *= 2
+    return int(remainders[0])
+
+
+@lru_cache(_KEPT_STEPS)
+def _tables(count_bytes: int) -> list[Sums]:
+    """Return, for each byte of a remainder, what it becomes when so many zero bytes follow."""
+    import numpy as np
+
+    return [
+        np.array(_combined([_shifted(1 << bit, count_bytes) for bit in range(at, at + 8)]), np.uint32)
+        for at in range(0, 32, 8)
+    ]
+
+
+@lru_cache(1)
+def _byte_table() -> Sums:
+    """Return what a byte becomes by itself."""
+    import numpy as np
+
+    return np.array(_combined([_shifted(1 << bit, 1) for bit in range(8)]), np.uint32)

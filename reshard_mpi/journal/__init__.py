@@ -1,0 +1,1 @@
+"""What a target folder remembers of its runs: records, locks, publication, the commit."""

@@ -1,0 +1,370 @@
+"""The commit record of a target folder: that all targets of a run are complete and were made from one checkpoint.
+
+Processes that know nothing of each other make the targets of one run. Whoever sees the last of them complete compares
+what their records say and writes `reshard.json`; `reshard-mpi commit` does so too, or says what is missing. Who writes
+a target removes the record first, and the two keep each other out by `commit.lock`, which all who write share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple, Self
+
+from reshard_mpi import formats
+from reshard_mpi.errors import CoverageError, DamageError, DisagreementError, ReshardError, TargetError, TransformError
+from reshard_mpi.filesystem.folders import Folder, close
+from reshard_mpi.filesystem.locks import holders, open_lock, try_lock
+from reshard_mpi.filesystem.paths import require_replaceable
+from reshard_mpi.journal.commit_record import COMMIT_ROOM, CommitRecord
+from reshard_mpi.journal.provenance import require_one_state, require_same_sources
+from reshard_mpi.journal.publication import publish_text, remove_stale, remove_stale_records
+from reshard_mpi.journal.records import (
+    COMMIT_RECORD,
+    STATE,
+    RunIdentity,
+    TargetRecord,
+    record_path,
+    recorded_ranks,
+    run_path,
+    written,
+)
+from reshard_mpi.journal.targets import COMMIT_LOCK, withdraw
+from reshard_mpi.ordering import natural_key
+from reshard_mpi.planning.agreement import (
+    differing_beginnings,
+    differing_stages,
+    require_one_moment,
+    require_same_names,
+)
+
+# To commit takes moments: somebody who is longer in the way is stopped, or one of many who write all the time.
+_WAIT_SECONDS = 10.0
+_NAP_SECONDS = 0.05
+_NOT_WRITTEN = "has not been written"
+_ANEW = "make the targets anew from them with --overwrite"
+
+
+class Committed(NamedTuple):
+    """What a commit record has been written for. notes: what the user should be told of it."""
+
+    path: Path
+    targets: int
+    size_bytes: int
+    notes: tuple[str, ...]
+
+
+class Standing(NamedTuple):
+    """How far a run has come: its targets that are complete, and by rank why others are not that have a record."""
+
+    identity: RunIdentity
+    complete: tuple[int, ...]
+    problems: Mapping[int, str]
+
+    @property
+    def target_ranks(self) -> int:
+        """How many targets the run has."""
+        ranks: int = self.identity.facts["target_ranks"]
+        return ranks
+
+    @property
+    def incomplete(self) -> Iterator[tuple[int, str]]:
+        """Every target that is not complete, and why: there may be millions."""
+        complete = set(self.complete)
+        every = (rank for rank in range(self.target_ranks) if rank not in complete)
+        return ((rank, self.problems.get(rank, _NOT_WRITTEN)) for rank in every)
+
+
+def standing(folder: Path) -> Standing:
+    """Return how far the run recorded under `folder` has come. Raises TargetError if there is none."""
+    identity = _recorded_run(folder)
+    found = _recorded_targets(folder, identity)
+    complete = tuple(rank for rank, record in found.items() if isinstance(record, TargetRecord))
+    return Standing(identity, complete, {rank: why for rank, why in found.items() if isinstance(why, str)})
+
+
+def commit(folder: Path) -> Committed:
+    """Write the commit record of the run recorded under `folder`.
+
+    Raises TargetError if there is no run, TransformError if targets of it are not complete, DisagreementError or
+    CoverageError if they were made from shards that do not belong together. Then there is no commit record.
+    """
+    _recorded_run(folder)
+    require_replaceable(folder / COMMIT_RECORD, "the commit record")
+    deadline = time.monotonic() + _WAIT_SECONDS
+    with _Held(folder) as held:
+        while not held.try_lock():
+            _require_complete(folder, _recorded_run(folder), "; a process is writing some of them now")
+            if time.monotonic() >= deadline:
+                raise TargetError(
+                    "the targets are being written or committed by another process",
+                    expected="nobody at work on them",
+                    got=f"a lock on {folder / STATE / COMMIT_LOCK}, held by {holders(held.lock)}",
+                    where=str(folder),
+                    remedy="wait for it",
+                )
+            time.sleep(_NAP_SECONDS)
+        identity = _recorded_run(folder)
+        try:
+            records = _require_complete(folder, identity, "")
+        except TransformError:
+            withdraw(held.folder)
+            raise
+        return _commit(held, identity, records, told=())
+
+
+def commit_if_complete(
+    folder: Path, identity: RunIdentity, *, all_made: bool, any_written: bool, told: Collection[str]
+) -> tuple[str, ...]:
+    """Write the commit record if all targets of the run are complete; return notes on them besides those `told`.
+
+    all_made: all are known to be. any_written: some have just been written; otherwise a commit record that is there
+    will do. Where somebody writes a target, nothing is done: they come here when they have done so.
+    Raises DisagreementError or CoverageError as `commit` does.
+    """
+    target_ranks = identity.facts["target_ranks"]
+    record = None if any_written else CommitRecord.read(folder)
+    if record is not None and record.digest == identity.digest:
+        return ()
+    if not all_made and not _are_all_recorded(folder / STATE, target_ranks):
+        return ()
+    with _Held(folder) as held:
+        if not held.try_lock():
+            return ()
+        records = []
+        for target_rank in range(target_ranks):
+            found = _look(folder, identity, target_rank)
+            if isinstance(found, str):
+                return ()
+            records.append(found)
+        return _commit(held, identity, records, told).notes
+
+
+class _Held:
+    """The target folder and that of its state, held open, and the lock that who commits has alone."""
+
+    def __init__(self, path: Path) -> None:
+        with contextlib.ExitStack() as opened:
+            self.folder = opened.enter_context(Folder.open(path))
+            self.state = opened.enter_context(self.folder.inner(STATE))
+            self.lock = open_lock(self.state, COMMIT_LOCK)
+            opened.callback(close, self.lock)
+            self._opened = opened.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
+
+    def try_lock(self) -> bool:
+        return try_lock(self.lock, fcntl.LOCK_EX)
+
+
+def _commit(held: _Held, identity: RunIdentity, records: Sequence[TargetRecord], told: Collection[str]) -> Committed:
+    """Compare what targets were made from, and commit them. The lock is held."""
+    folder = held.folder.path
+    try:
+        notes = (*_compare(folder, identity, records, told), *_strangers(folder, len(records)))
+        sums = _sums(identity, records)
+    except ReshardError:
+        withdraw(held.folder)
+        raise
+    remove_stale(held.folder, COMMIT_RECORD)
+    remove_stale_records(held.state)
+    for record in records:
+        if record.announced is not None:  # its writer died before it could say that the file is in place
+            confirmed = record._replace(announced=None).as_text()
+            publish_text(held.state, record_path(held.state.path, record.rank).name, confirmed)
+    begun = RunIdentity.recorded(folder / STATE)  # whose strategies may have been read from elsewhere since
+    begun = begun if begun and begun.digest == identity.digest else identity
+    publish_text(held.folder, COMMIT_RECORD, _as_text(begun, records, sums))
+    return Committed(folder / COMMIT_RECORD, len(records), sum(record.size_bytes for record in records), notes)
+
+
+def _sums(identity: RunIdentity, records: Sequence[TargetRecord]) -> dict[str, int]:
+    """Return the CRC-32 of every whole tensor; none if a target has not been verified.
+
+    Raises DamageError if targets that hold the same have different sums, or if the source was committed with others.
+    """
+    if not all(record.sums for record in records):
+        return {}
+    from reshard_mpi.journal.sums import sums_of_wholes
+
+    sums = dict(sums_of_wholes({record.rank: record.sums for record in records}))
+    source = CommitRecord.read(Path(identity.facts["source"]))
+    read = {file.path for record in records for file in record.evidence.sources.files}
+    if source is None or not read <= set(source.files.values()):
+        return sums  # it is not of these shards: others have been saved beside those that were committed
+    for name, value in sums.items():
+        if source.sums.get(name, f"{value:08x}") != f"{value:08x}":
+            raise DamageError(
+                f"{name!r} is not what the source was committed with",
+                expected=f"CRC-32 {source.sums[name]}, as its {COMMIT_RECORD} says",
+                got=f"{value:08x}",
+                where=identity.facts["source"],
+                remedy="the source has changed since: reshard-mpi verify it, and restore it from a copy",
+            )
+    return sums
+
+
+def _compare(
+    folder: Path, identity: RunIdentity, records: Sequence[TargetRecord], told: Collection[str]
+) -> tuple[str, ...]:
+    """Raise what the shards that different targets opened contradict each other in; return notes on what may differ."""
+    try:
+        require_one_moment(moment for record in records for moment in record.evidence.moments)
+    except DisagreementError as error:
+        error.remedy += f", and {_ANEW}"
+        raise
+    require_same_sources({record.rank: record.evidence.sources for record in records}, _ANEW)
+    written_ns = {record.rank: (folder / record.file).stat().st_mtime_ns for record in records}
+    require_one_state({record.rank: (record.evidence.sources, written_ns[record.rank]) for record in records}, _ANEW)
+    for stage in differing_stages(record.evidence.held for record in records):
+        mine = [record for record in records if record.evidence.held.stage == stage]
+        differing = list({record.evidence.held.digest: record for record in reversed(mine)}.values())
+        locate = formats.by_name(identity.facts["to"]).locate
+        names = {record.rank: locate(str(folder / record.file)).tensors for record in differing}
+        require_same_names(names, identity.facts["source"])
+        raise CoverageError(
+            f"the targets of stage {stage} do not hold the same parameters",
+            expected="all ranks of a stage alike",
+            got=f"differences between target ranks {_ranges(_runs(sorted(names)))}",
+            where=str(folder),
+            remedy=_ANEW,
+        )
+    return tuple(differing_beginnings((start for record in records for start in record.evidence.beginnings), told))
+
+
+def _strangers(folder: Path, target_ranks: int) -> Iterator[str]:
+    """Yield a note on targets of a run that had more of them; this one has replaced the others (--overwrite)."""
+    ranks = [rank for rank in recorded_ranks(folder / STATE) if rank >= target_ranks]
+    if ranks:
+        yield f"{folder} also holds target ranks {_ranges(_runs(ranks))} of an earlier run, which are not committed"
+
+
+def _require_complete(folder: Path, identity: RunIdentity, besides: str) -> list[TargetRecord]:
+    """Return the records of all targets. Raises TransformError, which names those that are not complete."""
+    target_ranks: int = identity.facts["target_ranks"]
+    found = _recorded_targets(folder, identity)
+    records = [record for record in found.values() if isinstance(record, TargetRecord)]
+    if len(records) < target_ranks:
+        missing = _ranges(_gaps([record.rank for record in records], target_ranks))
+        first = next(rank for rank in range(target_ranks) if not isinstance(found.get(rank), TargetRecord))
+        raise TransformError(
+            f"{target_ranks - len(records)} of {target_ranks} targets are not complete: {missing}",
+            expected="all of them written by this run, as their records say",
+            got=f"target rank {first} {found.get(first, _NOT_WRITTEN)}{besides}",
+            where=str(folder),
+            remedy="run the same transform again with --resume, or the array tasks that make these targets"
+            f" (sbatch --array={missing}, where a task is a target), then commit again",
+        )
+    return records
+
+
+def _recorded_targets(folder: Path, identity: RunIdentity) -> dict[int, TargetRecord | str]:
+    """Return the records of the targets that have one, or why these are not complete, in the order of their ranks."""
+    ranks = (rank for rank in recorded_ranks(folder / STATE) if rank < identity.facts["target_ranks"])
+    return {rank: _look(folder, identity, rank) for rank in ranks}
+
+
+def _recorded_run(folder: Path) -> RunIdentity:
+    identity = RunIdentity.recorded(folder / STATE)
+    if identity is None or not identity.facts.keys() >= {"source", "to", "target_ranks"}:
+        there = run_path(folder / STATE).exists()
+        raise TargetError(
+            "the folder holds no run to commit",
+            expected="a folder that reshard-mpi transform has written to",
+            got="a record of a run that is damaged, or of another version" if there else "no record of a run",
+            where=str(folder),
+            remedy="transform again with --overwrite" if there else "give the DST of the transform",
+        )
+    return identity
+
+
+def _are_all_recorded(state: Path, target_ranks: int) -> bool:
+    try:
+        names = {path.name for path in state.iterdir()}
+    except FileNotFoundError:
+        return False
+    return all(record_path(state, rank).name in names for rank in range(target_ranks))
+
+
+def _look(folder: Path, identity: RunIdentity, target_rank: int) -> TargetRecord | str:
+    """Return the record of a target, or why it is not complete."""
+    record = TargetRecord.read(folder / STATE, target_rank)
+    if record is None:
+        return _NOT_WRITTEN
+    if record.digest != identity.digest:
+        return "is of another run"
+    if "prefix" in identity.facts and not _is_file_of(identity, record):
+        return f"has a record of another file, {record.file}"
+    try:
+        status = (folder / record.file).stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return f"has lost its file {record.file}"
+    if status.st_size != record.size_bytes:
+        return f"has {status.st_size} bytes in {record.file}, not the {record.size_bytes} that were written"
+    return record if record.is_about(status) else f"was about to be put in the place of {record.file}"
+
+
+def _is_file_of(identity: RunIdentity, record: TargetRecord) -> bool:
+    name = Path(record.file).name
+    is_named = name.startswith(f"{identity.facts['prefix']}{record.rank}.")
+    return is_named and formats.name_of(name) == identity.facts["to"]
+
+
+def _as_text(identity: RunIdentity, records: Sequence[TargetRecord], sums: Mapping[str, int]) -> str:
+    """Return the commit record: nothing in it depends on who made which target, or when.
+
+    A line a target, and one for each file of the source that they were made from.
+    """
+    head = {"format": "reshard_mpi commit", "version": 1, "digest": identity.digest, **identity.as_json()}
+    if sums:
+        head["sums"] = {name: f"{sums[name]:08x}" for name in sorted(sums)}
+    files = {file.path: file.size_bytes for record in records for file in record.evidence.sources.files}
+    sources = (json.dumps({"file": path, "size_bytes": files[path]}) for path in sorted(files, key=natural_key))
+    targets = (
+        json.dumps(
+            {
+                "rank": record.rank,
+                "file": record.file,
+                "size_bytes": record.size_bytes,
+                "read_ranks": record.evidence.read_ranks,
+            }
+        )
+        for record in records
+    )
+    lists = (
+        f' "{name}": [\n  ' + ",\n  ".join(lines) + "\n ]"
+        for name, lines in (("sources", sources), ("targets", targets))
+    )
+    text = ",\n".join([json.dumps(head, indent=1).removesuffix("\n}"), *lists]) + "\n}\n"
+    return written(text, COMMIT_ROOM, "the commit")
+
+
+def _ranges(runs: Iterable[tuple[int, int]]) -> str:
+    """Return runs of ranks, first and last, as sbatch's --array takes them: `1,4-7`."""
+    return ",".join(f"{first}-{last}" if first < last else f"{first}" for first, last in runs)
+
+
+def _runs(ranks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield the first and the last of every run of ascending ranks."""
+    first = None
+    for at, rank in enumerate(ranks):
+        first = rank if first is None else first
+        if at + 1 == len(ranks) or ranks[at + 1] != rank + 1:
+            yield first, rank
+            first = None
+
+
+def _gaps(ranks: Sequence[int], count: int) -> Iterator[tuple[int, int]]:
+    """Yield the first and the last of every run of ranks below `count` that are not among these, which ascend."""
+    for before, after in pairwise((-1, *ranks, count)):
+        if before + 1 < after:
+            yield before + 1, after - 1

@@ -1,0 +1,129 @@
+"""The files a target is made from, as they were when they were looked at: a change between two looks is noticed.
+
+Size and time of modification tell a file from another that has taken its place. Structure does not: a checkpoint of
+another step has the same.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from reshard_mpi.errors import DisagreementError
+from reshard_mpi.journal import fields
+
+_MANY = 3
+# Kernels keep whole seconds in 64 bits. Which of these a file system keeps is its own affair, and it may keep any.
+MAX_NS = (1 << 63) * 10**9
+
+
+class SourceFile(NamedTuple):
+    """One file of a source. path: relative to its folder. modified_ns: nanoseconds since 1970."""
+
+    path: str
+    size_bytes: int
+    modified_ns: int
+
+    def __str__(self) -> str:
+        seconds, rest = divmod(self.modified_ns, 10**9)
+        try:
+            day = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(seconds))
+        except (OverflowError, ValueError, OSError):  # a year that is no number of 32 bits
+            return f"{self.size_bytes} bytes of {seconds}.{rest:09d} seconds after 1970"
+        return f"{self.size_bytes} bytes of {day}.{rest:09d} UTC"
+
+
+class Sources(NamedTuple):
+    """Files of the source under `folder`, in the order of their ranks."""
+
+    folder: str = ""
+    files: tuple[SourceFile, ...] = ()
+
+    @classmethod
+    def look(cls, source: str, paths: Iterable[str], seen: dict[str, SourceFile]) -> Sources:
+        """Look at files of `source`, a folder or one file. Raises OSError where one is gone.
+
+        seen: what they were when they were looked at before, which is what they stay known as; kept by the caller.
+        """
+        folder = Path(source) if Path(source).is_dir() else Path(source).parent
+        files = []
+        for path in paths:
+            if path not in seen:
+                seen[path] = _look(folder, os.path.relpath(path, folder))
+            files.append(seen[path])
+        return cls(str(folder.resolve()), tuple(files))
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any]) -> Sources:
+        """Return what `as_json` made. Raises KeyError, TypeError or ValueError if it is something else."""
+        files = tuple(
+            SourceFile(fields.path_below(path), fields.number(size), fields.number(modified, -MAX_NS, MAX_NS))
+            for path, size, modified in fields.each(facts["files"], tuple)
+        )
+        folder = facts["folder"]
+        return cls(fields.path(folder) if folder or files else "", files)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain values."""
+        return {"folder": self.folder, "files": [list(file) for file in self.files]}
+
+    def require_unchanged(self, problem: str, remedy: str) -> None:
+        """Raise DisagreementError, which says `problem`, if a file is another now. One that is gone is no other."""
+        changed = list(self._changed())
+        if changed:
+            was, now = changed[0]
+            more = f", and {len(changed) - 1} more: " if len(changed) > 1 else ""
+            others = ", ".join(file.path for file, _ in changed[1 : _MANY + 1]) + " ..." * (len(changed) > _MANY + 1)
+            raise DisagreementError(
+                problem,
+                expected=f"{was.path} of {was}",
+                got=f"{now}{more}{others if more else ''}",
+                where=self.folder,
+                remedy=remedy,
+            )
+
+    def _changed(self) -> Iterator[tuple[SourceFile, SourceFile]]:
+        for was in self.files:
+            try:
+                now = _look(Path(self.folder), was.path)
+            except FileNotFoundError:
+                continue
+            if now != was:
+                yield was, now
+
+
+def require_same_sources(sources: Mapping[int, Sources], remedy: str) -> None:
+    """Raise DisagreementError, which names a file and two targets, if targets were made from different states of it."""
+    first: dict[str, tuple[int, SourceFile]] = {}
+    for target_rank, seen in sources.items():
+        for file in seen.files:
+            other, was = first.setdefault(file.path, (target_rank, file))
+            if was != file:
+                raise DisagreementError(
+                    f"a source was changed between the targets of ranks {other} and {target_rank}",
+                    expected=f"{file.path} of {was}, as target rank {other} was made from",
+                    got=f"{file} for target rank {target_rank}",
+                    where=seen.folder,
+                    remedy=remedy,
+                )
+
+
+def require_one_state(made: Mapping[int, tuple[Sources, int]], remedy: str) -> None:
+    """Raise DisagreementError if the source was changed when some targets had been made and others had not.
+
+    made: the sources of each target, and when its file was written (nanoseconds since 1970). What has changed since all
+    of them were made is no concern.
+    """
+    last_ns = max((file.modified_ns for sources, _ in made.values() for file in sources.files), default=0)
+    for target_rank, (sources, written_ns) in made.items():
+        if written_ns < last_ns:
+            problem = f"other targets were made from what was saved after target rank {target_rank} was made"
+            sources.require_unchanged(problem, remedy)
+
+
+def _look(folder: Path, path: str) -> SourceFile:
+    status = (folder / path).stat()
+    return SourceFile(path, status.st_size, status.st_mtime_ns)

@@ -1,0 +1,362 @@
+"""What the small files that a run keeps in its target folder say: which run it is, and which targets are complete.
+
+`.reshard_mpi/run.json` names the run, `.reshard_mpi/rank_<r>.json` records that target r is complete and what it was
+made from. `reshard.json` stands in the target folder itself only while all targets are complete: see `commit`.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import stat
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from reshard_mpi import formats
+from reshard_mpi.errors import TargetError
+from reshard_mpi.formats.dtypes import BY_NAME
+from reshard_mpi.journal import fields
+from reshard_mpi.journal.provenance import MAX_NS, Sources
+from reshard_mpi.planning.model import Beginning, Held, Moment, RankPlan
+from reshard_mpi.sharding.box import Box
+from reshard_mpi.units import format_bytes
+
+STATE = ".reshard_mpi"
+COMMIT_RECORD = "reshard.json"
+# The digests of strategies, and by what name records tell where those were read from.
+_STRATEGIES = {"src_strategy": "src_strategy_file", "dst_strategy": "dst_strategy_file"}
+# The settings of a run by the options that make them, or what else they are called.
+_OPTIONS = {
+    "src_strategy": "--src-strategy",
+    "dst_strategy": "--dst-strategy",
+    "select": "--select",
+    "prefix": "--prefix",
+    "unlisted": "--unlisted",
+    "strict": "--strict",
+    "crc": "--crc",
+    "sums_in_shards": "--verify",
+}
+# The settings of a run as they can be.
+SETTINGS: dict[str, Callable[[Any], Any]] = {
+    "source": fields.path,
+    "src_strategy": fields.optional(fields.digest),
+    "dst_strategy": fields.optional(fields.digest),
+    "select": fields.optional(fields.text),
+    "prefix": lambda value: fields.text(value, 255),
+    "to": lambda value: fields.one_of(value, formats.NAMES),
+    "unlisted": fields.text,
+    "strict": fields.flag,
+    "crc": fields.flag,
+    "sums_in_shards": fields.flag,
+    "target_ranks": lambda value: fields.number(value, 1, _MAX_RANKS),
+    "src_strategy_file": fields.path,
+    "dst_strategy_file": fields.path,
+}
+_TOLD = {"source": "SRC", "to": "targets in", "target_ranks": "target ranks:"}
+# No tensor has as many bytes, and sums of as many cannot be put together.
+_MAX_TENSOR_BYTES = 1 << 62
+# As many as a strategy can have.
+_MAX_RANKS = 1 << 24
+_MAX_RANK = _MAX_RANKS - 1
+_MAX_DIMENSIONS = 64
+# What records may take. That of a run has a dozen settings. That of a target has 150 bytes for each tensor it has sums
+# of, and 80 for each file it was made from: 10 MiB with all the tensors that a shard can have.
+RUN_ROOM = fields.Room(1 << 20, 16 << 20)
+TARGET_ROOM = fields.Room(64 << 20, 384 << 20)
+_RECORD = re.compile(r"rank_(0|[1-9][0-9]{0,7})\.json")
+_SUM_DIGITS = 8
+# What a record raises that nobody of ours has written.
+DAMAGE = (LookupError, TypeError, ValueError, OverflowError)
+
+
+class RunIdentity(NamedTuple):
+    """What makes two runs the same: everything that decides the bytes they write.
+
+    facts: plain JSON values by name (strategies' digests, source path, selection, prefix, format, options).
+    strategy_files: where the strategies were read from, by the names of their digests in `facts`. Only to be told: a
+    strategy that has been moved is the same.
+    """
+
+    facts: Mapping[str, Any]
+    strategy_files: Mapping[str, str] = {}
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(json.dumps(self.facts, sort_keys=True).encode()).hexdigest()
+
+    def differences(self, other: RunIdentity) -> tuple[str, str]:
+        """Return what this run does where `other` does something else, and what `other` does there; in words."""
+        names = sorted(name for name in {*self.facts, *other.facts} if self.facts.get(name) != other.facts.get(name))
+        same_file = {name for name in names if self.strategy_files.get(name) == other.strategy_files.get(name)}
+        ours = [self._setting(name, " as it is now" * (name in same_file)) for name in names]
+        theirs = [other._setting(name, " as it was then" * (name in same_file)) for name in names]
+        return ", ".join(ours), ", ".join(theirs)
+
+    @property
+    def settings(self) -> str:
+        """What the run does, in words: its source, and the options that are given."""
+        return ", ".join(self._setting(name, "") for name, value in self.facts.items() if value)
+
+    def _setting(self, name: str, state: str) -> str:
+        """Return one setting as the command line has it. state: of a strategy file, what tells it from another."""
+        value, option = self.facts.get(name), _OPTIONS.get(name)
+        if option is None:
+            return f"{_TOLD.get(name, name)} {value}"
+        if not value:
+            return f"no {option}"
+        if value is True:
+            return option
+        if name in _STRATEGIES:
+            return f"{option} {self.strategy_files.get(name, 'FILE')}{state}"
+        return f"{option} {value!r}"
+
+    def as_text(self) -> str:
+        """Return what `run.json` holds."""
+        return json.dumps({**self.as_json(), "digest": self.digest}, indent=1)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain values by name."""
+        return {**self.facts, **{_STRATEGIES[name]: path for name, path in self.strategy_files.items()}}
+
+    @classmethod
+    def recorded(cls, state: Path) -> RunIdentity | None:
+        """Return the run that `run.json` names; None where there is none, or it is damaged."""
+        found = read_json(run_path(state), RUN_ROOM) or {}
+        try:
+            identity = cls.of(
+                fields.settings({name: value for name, value in found.items() if name != "digest"}, SETTINGS)
+            )
+        except DAMAGE:
+            return None
+        return identity if identity.digest == found.get("digest") else None
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> RunIdentity:
+        """Return what `as_json` made."""
+        files = {name: str(values[key]) for name, key in _STRATEGIES.items() if key in values}
+        return cls({name: value for name, value in values.items() if name not in _STRATEGIES.values()}, files)
+
+
+class Evidence(NamedTuple):
+    """What one target was made from, to be compared with what other processes made other targets from.
+
+    read_ranks: the source ranks its tensors come from. sources: the files of these, as they were when it was planned.
+    texts: digest of the strings it holds. The rest is as its plan has it.
+    """
+
+    read_ranks: tuple[int, ...]
+    held: Held
+    moments: tuple[Moment, ...]
+    beginnings: tuple[Beginning, ...]
+    sources: Sources = Sources()
+    texts: str = ""
+
+    @classmethod
+    def of(cls, plan: RankPlan, sources: Sources) -> Evidence:
+        return cls(plan.read_ranks, plan.held, plan.moments, plan.beginnings, sources, digest_of_texts(plan.strings))
+
+
+class TensorSum(NamedTuple):
+    """The sum of what a shard holds of a tensor (see `checksum`): `shape` elements from `start` on of all of it.
+
+    loose: no strategy places the tensor, so each rank may have its own.
+    """
+
+    name: str
+    dtype: str
+    global_shape: tuple[int, ...]
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    value: int
+    loose: bool
+
+    @classmethod
+    def of(cls, facts: Sequence[Any]) -> TensorSum:
+        """Return what a record says of a tensor. Raises TypeError or ValueError if that cannot be."""
+        name, dtype, whole, start, shape, value, loose = facts
+        one = cls(
+            fields.text(name),
+            fields.one_of(dtype, BY_NAME),
+            fields.each(whole, fields.number),
+            fields.each(start, fields.number),
+            fields.each(shape, fields.number),
+            checked_sum(value),
+            fields.flag(loose),
+        )
+        stop = tuple(low + length for low, length in zip(one.start, one.shape, strict=True))
+        box = Box.whole(one.global_shape)
+        if box.ndim > _MAX_DIMENSIONS or not box.contains(Box(one.start, stop)):
+            raise ValueError("a place that is in no tensor")
+        if box.size * BY_NAME[dtype].itemsize_bytes > _MAX_TENSOR_BYTES:
+            raise ValueError("a tensor that cannot be")
+        return one
+
+
+class TargetRecord(NamedTuple):
+    """That a target is complete. digest: of the run that made it. file: its path in the target folder.
+
+    sums: of its tensors, in file order; none if it was not verified.
+    announced: the inode and time of modification of that file, in a record that is written just before the file takes
+    its name. So it is true from that instant on, and not before, whenever the writer dies. None: the file is in place.
+    """
+
+    digest: str
+    rank: int
+    file: str
+    size_bytes: int
+    evidence: Evidence
+    sums: tuple[TensorSum, ...] = ()
+    announced: tuple[int, int] | None = None
+
+    def is_about(self, status: os.stat_result) -> bool:
+        """Tell whether what lies in the place of the target is what was written there. Else it is not complete."""
+        if status.st_size != self.size_bytes:
+            return False
+        return self.announced is None or self.announced == (status.st_ino, status.st_mtime_ns)
+
+    def as_text(self) -> str:
+        """Return what `rank_<r>.json` holds."""
+        evidence = self.evidence
+        facts = {
+            "digest": self.digest,
+            "rank": self.rank,
+            "file": self.file,
+            "size_bytes": self.size_bytes,
+            "read_ranks": evidence.read_ranks,
+            "held": evidence.held._asdict(),
+            "moments": [moment._asdict() for moment in evidence.moments],
+            "beginnings": [beginning._asdict() for beginning in evidence.beginnings],
+            "sums": [(*one[:5], f"{one.value:08x}", one.loose) for one in self.sums],
+            "sources": evidence.sources.as_json(),
+            "texts": evidence.texts,
+        }
+        if self.announced is not None:
+            facts["announced"] = self.announced
+        return written(json.dumps(facts), TARGET_ROOM, f"target rank {self.rank}")
+
+    @classmethod
+    def read(cls, state: Path, target_rank: int) -> TargetRecord | None:
+        """Return the record of a target; None where there is none, or it is damaged."""
+        found = read_json(record_path(state, target_rank), TARGET_ROOM)
+        try:
+            record = cls._of(found or {})
+        except DAMAGE:
+            return None
+        return record if record.rank == target_rank else None
+
+    @classmethod
+    def _of(cls, facts: Mapping[str, Any]) -> TargetRecord:
+        """Return what `as_text` wrote. Raises LookupError, TypeError or ValueError if it is something else."""
+        rank, held, announced = checked_rank(facts["rank"]), facts["held"], facts.get("announced")
+        evidence = Evidence(
+            fields.each(facts["read_ranks"], checked_rank),
+            Held(checked_rank(held["stage"]), fields.digest(held["digest"]), checked_rank(held["rank"])),
+            tuple(
+                Moment(*(fields.text(moment[name]) for name in Moment._fields))
+                for moment in fields.each(facts["moments"], fields.table)
+            ),
+            tuple(
+                Beginning(fields.text(start["name"]), fields.digest(start["digest"]), checked_rank(start["rank"]))
+                for start in fields.each(facts["beginnings"], fields.table)
+            ),
+            Sources.of(facts["sources"]),
+            fields.digest(facts["texts"]),
+        )
+        sums = fields.each(facts["sums"], TensorSum.of)
+        if len({one.name for one in sums}) < len(sums):
+            raise ValueError("two sums of one tensor")
+        return cls(
+            fields.digest(facts["digest"]),
+            rank,
+            checked_file(facts["file"], rank),
+            fields.number(facts["size_bytes"]),
+            evidence,
+            sums,
+            None if announced is None else _announced(announced),
+        )
+
+
+def digest_of_texts(strings: Mapping[str, str]) -> str:
+    """Return what tells the strings of a shard from others."""
+    return hashlib.sha256(json.dumps(strings, sort_keys=True).encode()).hexdigest()
+
+
+def run_path(state: Path) -> Path:
+    return state / "run.json"
+
+
+def record_path(state: Path, target_rank: int) -> Path:
+    return state / f"rank_{target_rank}.json"
+
+
+def recorded_ranks(state: Path) -> list[int]:
+    """Return the target ranks that there are records of, ascending."""
+    try:
+        names = [entry.name for entry in state.iterdir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted(int(match[1]) for match in map(_RECORD.fullmatch, names) if match)
+
+
+def read_json(path: Path, room: fields.Room = RUN_ROOM, *, follow_link: bool = False) -> dict[str, Any] | None:
+    """Return the JSON object in a file: None if there is no such file, nothing if it holds anything else.
+
+    room: what it may take; a file that takes more is damaged. follow_link: for checkpoints that are folders of links;
+    else a link is no record.
+    """
+
+    def opened(path: str, flags: int) -> int:
+        # Of a pipe in its place, do not wait for a writer.
+        return os.open(path, flags | os.O_NONBLOCK | (0 if follow_link else os.O_NOFOLLOW))
+
+    try:
+        with open(path, "rb", opener=opened) as stream:
+            return fields.parse(stream, room) if stat.S_ISREG(os.fstat(stream.fileno()).st_mode) else {}
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (ValueError, RecursionError, IsADirectoryError):
+        return {}
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        return {}
+
+
+def written(text: str, room: fields.Room, what: str) -> str:
+    """Return the text of a record, which can be read again. Raises TargetError if it would be too large for that."""
+    if fields.parsed_bytes(text.encode()) > room.parsed_bytes or len(text) > room.file_bytes:
+        raise TargetError(
+            f"the record of {what} would be too large",
+            expected=f"at most {format_bytes(room.file_bytes)}",
+            got=format_bytes(len(text)),
+            remedy="leave tensors out of the checkpoint, or --verify",
+        )
+    return text
+
+
+def checked_rank(value: Any) -> int:
+    return fields.number(value, 0, _MAX_RANK)
+
+
+def checked_sum(value: Any) -> int:
+    """Return the sum that eight hexadecimal digits say."""
+    if len(fields.digest(value)) != _SUM_DIGITS:
+        raise ValueError("no sum")
+    return int(value, 16)
+
+
+def checked_file(value: Any, rank: int) -> str:
+    """Return the path of a target's file in the target folder: it lies in the folder of its rank."""
+    folder, _, name = fields.path_below(value).partition("/")
+    if folder != f"rank_{rank}" or not name or "/" in name or name == ".":
+        raise ValueError("the file of another target")
+    return str(value)
+
+
+def _announced(value: Any) -> tuple[int, int]:
+    inode, modified_ns = value
+    return fields.number(inode, 0, 2 * fields.MAX_NUMBER + 1), fields.number(modified_ns, -MAX_NS, MAX_NS)

@@ -1,0 +1,157 @@
+"""What a target folder says of the run that fills it, for people and scripts to read: see `records`."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from reshard_mpi.errors import SourceError, TargetError
+from reshard_mpi.journal.commit import standing
+from reshard_mpi.journal.commit_record import CommitRecord
+from reshard_mpi.journal.publication import is_partial
+from reshard_mpi.journal.records import COMMIT_RECORD, STATE, run_path
+from reshard_mpi.units import format_bytes
+
+_NAMED = 20
+# Of ranks that are not complete. A run may have a million of them.
+_LISTED = 1 << 16
+
+
+def state_of(folder: Path) -> dict[str, Any]:
+    """Return what is known of the run that fills `folder`, and of its commit, by these names; nothing if nothing is."""
+    facts: dict[str, Any] = {}
+    if run_path(folder / STATE).exists():
+        facts["run"] = _run(folder)
+    if (folder / COMMIT_RECORD).exists():
+        try:
+            facts["commit"] = _commit(folder)
+        except SourceError as error:
+            facts["commit"] = {"problem": error.problem}
+    return facts
+
+
+def about_record(path: Path) -> dict[str, Any] | None:
+    """Return what the commit record at `path` says; None if it is no file of a run's state.
+
+    Raises SourceError for other such files, which says where to look instead.
+    """
+    if is_partial(path):
+        raise SourceError(
+            "the file is not complete",
+            expected="a shard under its own name",
+            got="what a process is writing, or has left behind where it died",
+            where=str(path),
+            remedy=f"inspect {path.parent.parent}, the target folder, to see what is complete",
+        )
+    if path.parent.name == STATE:
+        raise SourceError(
+            "the file is for a run to keep its state in",
+            expected="a target folder, a shard or a strategy",
+            got=f"a file in {STATE}",
+            where=str(path),
+            remedy=f"inspect {path.parent.parent}, the target folder",
+        )
+    if path.name != COMMIT_RECORD or not path.is_file():
+        return None
+    return {"kind": "commit", "path": str(path), **_commit(path.parent)}
+
+
+def as_lines(facts: dict[str, Any]) -> list[str]:
+    """Return what `state_of` or `about_record` found as lines for people."""
+    lines = []
+    if "run" in facts:
+        lines += _run_lines(facts["run"], committed="targets" in facts.get("commit", {}))
+    commit = facts if facts.get("kind") == "commit" else facts.get("commit")
+    return lines + (_commit_lines(commit) if commit is not None else [])
+
+
+def _run(folder: Path) -> dict[str, Any]:
+    try:
+        found = standing(folder)
+    except TargetError as error:
+        return {"problem": error.got}
+    partial = sorted(str(path.relative_to(folder)) for path in folder.glob("rank_*/.*") if is_partial(path))
+    incomplete = dict(islice(found.incomplete, _LISTED))
+    return {
+        "settings": found.identity.as_json(),
+        "in_words": found.identity.settings,
+        "target_ranks": found.target_ranks,
+        "complete": list(found.complete),
+        "incomplete": {str(rank): why for rank, why in incomplete.items()},
+        "partial": partial,
+    }
+
+
+def _commit(folder: Path) -> dict[str, Any]:
+    record = CommitRecord.read(folder)
+    if record is None:
+        raise SourceError(
+            "the commit record is damaged",
+            expected=f"what a run writes to {COMMIT_RECORD}",
+            where=str(folder / COMMIT_RECORD),
+            remedy="reshard-mpi commit writes it anew, if the records of the run are there",
+        )
+    targets = [
+        {
+            "rank": rank,
+            "file": file,
+            "size_bytes": record.sizes_bytes.get(rank),
+            "got_bytes": _size_bytes(folder / file),
+        }
+        for rank, file in record.files.items()
+    ]
+    return {
+        "settings": record.run.as_json(),
+        "in_words": record.run.settings,
+        "targets": targets,
+        "sources": [{"file": file, "size_bytes": size_bytes} for file, size_bytes in record.sources],
+        "sums": dict(record.sums),
+    }
+
+
+def _size_bytes(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
+
+
+def _run_lines(run: dict[str, Any], *, committed: bool) -> list[str]:
+    if "problem" in run:
+        return [f"run: {run['problem']}"]
+    end = "committed" if committed else "not committed"
+    lines = [f"run: {len(run['complete'])} of {run['target_ranks']} targets complete, {end}", f"  {run['in_words']}"]
+    incomplete = run["target_ranks"] - len(run["complete"])
+    lines += _some([f"  target rank {rank} {why}" for rank, why in run["incomplete"].items()], incomplete)
+    return lines + _some([f"  {path}: being written, or left by a writer that died" for path in run["partial"]])
+
+
+def _commit_lines(commit: dict[str, Any]) -> list[str]:
+    if "problem" in commit:
+        return [f"commit: {commit['problem']}"]
+    bad = [target for target in commit["targets"] if target["got_bytes"] != target["size_bytes"]]
+    sums = f", CRC-32 of {len(commit['sums'])} tensors" if commit["sums"] else ""
+    count = len(commit["targets"])
+    lines = [f"commit: {count} targets{sums}; {count - len(bad)} of them there as committed"]
+    if "kind" in commit:
+        lines.append(f"  {commit['in_words']}")
+        lines += _some([f"  rank {target['rank']}: {target['file']}{_state(target)}" for target in commit["targets"]])
+    else:
+        lines += _some([f"  rank {target['rank']}: {target['file']}{_state(target)}" for target in bad])
+    return lines
+
+
+def _state(target: dict[str, Any]) -> str:
+    size, got = target["size_bytes"], target["got_bytes"]
+    if got is None:
+        return " is not there"
+    if got != size:
+        return f" has {got} bytes, not the {size} that were committed"
+    return f", {format_bytes(got)}"
+
+
+def _some(lines: list[str], count: int | None = None) -> list[str]:
+    """Return lines, if they are many the first of them and how many more there are. count: where not all are given."""
+    count = len(lines) if count is None else count
+    return lines if count <= _NAMED else [*lines[:_NAMED], f"  and {count - _NAMED} more"]

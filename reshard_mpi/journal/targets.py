@@ -1,0 +1,388 @@
+"""What is safe to write and what is done: locks, partial files, publishing by rename, records.
+
+Under the target folder, `.reshard_mpi/run.json` names the run that fills it, `rank_<r>.lock` is locked while target r
+is written (the kernel drops it when the writer dies) and `rank_<r>.json` records that target r is complete. All who
+write share `commit.lock`, and who commits has it alone, so that no commit record is made of what is just changing.
+
+A record is written twice. The first one is there before the target takes its name and says which file that will be
+(`TargetRecord.announced`), so that a target that was finished is known by it though its writer died in that instant.
+The second says the same of whatever is in place, for folders that are copied and file systems that number files anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+
+from reshard_mpi.errors import TargetError
+from reshard_mpi.filesystem.folders import Folder, close, make_folders
+from reshard_mpi.filesystem.locks import Say, holders, open_lock, try_lock, wait_for_lock
+from reshard_mpi.filesystem.paths import described, require_replaceable
+from reshard_mpi.journal.publication import (
+    Publication,
+    dead_bytes,
+    partial_path,
+    publish_text,
+    remove_dead,
+    remove_stale,
+    require_own_stale,
+    stale_bytes,
+)
+from reshard_mpi.journal.records import (
+    COMMIT_RECORD,
+    STATE,
+    Evidence,
+    RunIdentity,
+    TargetRecord,
+    TensorSum,
+    read_json,
+    record_path,
+    run_path,
+)
+from reshard_mpi.processes.hosts import host_name
+
+# Between attempts to take a lock that others have for an instant, to see whether it is held.
+_NAP_SECONDS = 0.002
+# Who begins a run holds its lock for as long as it takes to write a small file, who commits it for some moments.
+_BEGIN_SECONDS = 3.0
+_COMMIT_SECONDS = 10.0
+_CHANGED = "restore what was there, or make all targets anew from what is there now (--overwrite)"
+_RUN_LOCK, COMMIT_LOCK = "run.lock", "commit.lock"
+
+
+def withdraw(folder: Folder) -> None:
+    """Remove the commit record of a target folder, for good: its targets are going to change."""
+    if folder.remove(COMMIT_RECORD):
+        folder.sync()
+
+
+class Unrecorded:
+    """Keeps no state: targets are published whole, whatever was there, so identical concurrent runs are harmless.
+
+    What the state of another run says of a target that is replaced is withdrawn.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def check(self) -> None:
+        """Raise TargetError if the folder cannot be written to."""
+        _require_writable(self._folder)
+
+    def is_done(self, target_rank: int, path: Path) -> bool:
+        """Say no. Raises TargetError if no file can be put in that place."""
+        _require_place(self._folder, path)
+        return False
+
+    def is_verified(self, target_rank: int) -> bool:
+        return False
+
+    def begin(self, say: Say = lambda _: None) -> None:
+        pass
+
+    @contextlib.contextmanager
+    def writing(
+        self,
+        target_rank: int,
+        path: Path,
+        evidence: Evidence | None = None,
+        mode: int = 0o666,
+        say: Say = lambda _: None,
+    ) -> Iterator[Publication]:
+        """Yield what to write the target to and to publish it with; without that it is removed.
+
+        mode: its permissions while it is written.
+        """
+        make_folders(self._folder)
+        self._withdraw_record(target_rank, path)
+        announce = partial(_require_unchanged, target_rank, evidence)
+        with (
+            Folder.open(self._folder) as folder,
+            _target_folder(folder, path) as place,
+        ):
+            host = host_name(os.environ)
+            remove_dead(place, path.name, host)
+            with Publication(place, path.name, mode, lambda *_: announce(), host=host) as publication:
+                yield publication
+
+    def left_bytes(self, path: Path) -> int:
+        """Return what is free again when a target is begun: what the dead have left of it."""
+        with _place_of(self._folder, path) as place:
+            return 0 if place is None else dead_bytes(place, path.name, host_name(os.environ))
+
+    def paths(self, target_rank: int, path: Path) -> tuple[Path, ...]:
+        """Return the longest paths that are made for a target."""
+        return (partial_path(path),)
+
+    def _withdraw_record(self, target_rank: int, path: Path) -> None:
+        folder = path.parent.parent
+        record = TargetRecord.read(folder / STATE, target_rank)
+        if record is not None and folder / record.file == path:
+            with Folder.open(folder) as held, held.inner(STATE) as state:
+                withdraw(held)
+                state.remove(record_path(state.path, target_rank).name)
+
+
+class Journal:
+    """The state of one run in one target folder. Nothing is created before `begin`."""
+
+    def __init__(self, folder: Path, identity: RunIdentity, *, resume: bool, overwrite: bool) -> None:
+        self.folder = folder
+        self.identity = identity
+        self._state = folder / STATE
+        self._resume = resume
+        self._overwrite = overwrite
+
+    def check(self) -> None:
+        """Raise TargetError if the folder cannot be joined: it cannot be written to, or holds another run."""
+        _require_writable(self.folder)
+        with self._held() as (_, state):
+            if state is not None:
+                _require_writable(self._state)
+                for lock in (_RUN_LOCK, COMMIT_LOCK):
+                    with contextlib.suppress(FileNotFoundError):
+                        close(state.open_file(lock, os.O_RDONLY, "a lock"))
+        require_replaceable(self.folder / COMMIT_RECORD, "the commit record")
+        there = read_json(run_path(self._state))
+        if there is None or there.get("digest") == self.identity.digest or self._overwrite:
+            return
+        other = RunIdentity.recorded(self._state)
+        ours, theirs = self.identity.differences(other) if other is not None else ("the same settings", "")
+        raise TargetError(
+            "the target folder holds another run",
+            expected=f"an empty folder, or a run with {ours}",
+            got=f"a run with {theirs}" if theirs else f"a record of a run that cannot be read: {run_path(self._state)}",
+            where=str(self.folder),
+            remedy="use another target, or --overwrite to replace that run's targets one by one",
+        )
+
+    def is_done(self, target_rank: int, path: Path) -> bool:
+        """Tell whether the target is complete and to be skipped (--resume).
+
+        Raises TargetError if its file is there and neither --resume nor --overwrite says what to do with it, if no file
+        can be put in that place, or a live process is writing it; DisagreementError if it is to be skipped, but was
+        made from sources that have changed.
+        """
+        _require_place(self.folder, path)
+        self._refuse_locked(target_rank)
+        if self._overwrite or not path.exists():
+            return False
+        record = self._record(target_rank)
+        status = path.stat()
+        complete = record is not None and record.is_about(status)
+        if self._resume:
+            if complete and record is not None:
+                problem = f"target rank {target_rank} was made from sources that have changed since"
+                record.evidence.sources.require_unchanged(problem, _CHANGED)
+            return complete
+        origin = "complete by the record of this run" if complete else "of another origin"
+        raise TargetError(
+            f"target rank {target_rank} is there already",
+            expected="no file of that name",
+            got=f"{status.st_size} bytes, {origin}",
+            where=str(path),
+            remedy="--resume skips what is complete, --overwrite replaces it",
+        )
+
+    def is_verified(self, target_rank: int) -> bool:
+        """Tell whether a target that is done was compared with its sources when it was made."""
+        record = self._record(target_rank)
+        return record is not None and bool(record.sums)
+
+    def begin(self, say: Say = lambda _: None) -> None:
+        """Create the folder and say which run fills it; joins the run if another process has begun it.
+
+        say: is told who is waited for.
+        """
+        make_folders(self.folder)
+        run, path = run_path(self._state), self._state / _RUN_LOCK
+        with (
+            Folder.open(self.folder) as folder,
+            folder.made_inner(STATE) as state,
+            _opened(open_lock(state, _RUN_LOCK)) as lock,
+        ):
+            if wait_for_lock(lock, fcntl.LOCK_EX, path, say, _BEGIN_SECONDS, self._is_begun):
+                remove_stale(state, run.name)
+                if read_json(run) is None or (self._overwrite and not self._is_begun()):
+                    publish_text(state, run.name, self.identity.as_text())
+        self.check()
+
+    @contextlib.contextmanager
+    def writing(
+        self, target_rank: int, path: Path, evidence: Evidence, mode: int = 0o666, say: Say = lambda _: None
+    ) -> Iterator[Publication]:
+        """Hold the target's lock and yield what to write it to and to publish it with; without that it is removed.
+
+        evidence: what its record is to say. mode: its permissions while it is written. say: is told who is waited for.
+        Raises TargetError if a live process is writing the target.
+        """
+        with (
+            Folder.open(self.folder) as folder,
+            folder.inner(STATE) as state,
+            self._locked(state, target_rank),
+            _commit_lock(state, say),
+            _target_folder(folder, path) as place,
+        ):
+            withdraw(folder)
+            record = record_path(self._state, target_rank).name
+            state.remove(record)
+            remove_stale(state, record)
+            remove_stale(place, path.name)
+            announce = partial(self._announce, state, target_rank, path, evidence)
+            confirm = partial(self._confirm, state, target_rank)
+            with Publication(place, path.name, mode, announce, confirm) as publication:
+                yield publication
+
+    def left_bytes(self, path: Path) -> int:
+        """Return what is free again when a target is begun: what the dead have left of it."""
+        with _place_of(self.folder, path) as place:
+            return 0 if place is None else stale_bytes(place, path.name)
+
+    def paths(self, target_rank: int, path: Path) -> tuple[Path, ...]:
+        """Return the longest paths that are made for a target."""
+        return partial_path(path), partial_path(record_path(self._state, target_rank))
+
+    def _announce(
+        self,
+        state: Folder,
+        target_rank: int,
+        path: Path,
+        evidence: Evidence,
+        whole: os.stat_result,
+        sums: Sequence[TensorSum],
+    ) -> None:
+        """Record that the target is complete from the instant on in which the `whole` file takes its name."""
+        _require_unchanged(target_rank, evidence)
+        file, announced = path.relative_to(self.folder).as_posix(), (whole.st_ino, whole.st_mtime_ns)
+        record = TargetRecord(self.identity.digest, target_rank, file, whole.st_size, evidence, tuple(sums), announced)
+        publish_text(state, record_path(self._state, target_rank).name, record.as_text(), synced=False)  # the next is
+
+    def _confirm(self, state: Folder, target_rank: int) -> None:
+        record = self._record(target_rank)
+        if record is not None:
+            publish_text(state, record_path(self._state, target_rank).name, record._replace(announced=None).as_text())
+
+    def _is_begun(self) -> bool:
+        """Tell whether the folder says that it is filled by this run."""
+        return (read_json(run_path(self._state)) or {}).get("digest") == self.identity.digest
+
+    @contextlib.contextmanager
+    def _held(self) -> Iterator[tuple[Folder | None, Folder | None]]:
+        """Open the target folder and that of the state, as far as they are there."""
+        with contextlib.ExitStack() as folders:
+            folder = state = None
+            with contextlib.suppress(FileNotFoundError):
+                folder = folders.enter_context(Folder.open(self.folder))
+                state = folders.enter_context(folder.inner(STATE))
+            yield folder, state
+
+    @contextlib.contextmanager
+    def _locked(self, state: Folder, target_rank: int) -> Iterator[None]:
+        with _opened(open_lock(state, _lock_name(target_rank))) as lock:
+            self._take(lock, fcntl.LOCK_EX, target_rank)
+            yield
+
+    def _refuse_locked(self, target_rank: int) -> None:
+        with self._held() as (_, state), contextlib.suppress(FileNotFoundError):  # nobody has ever written it
+            if state is not None:
+                with _opened(state.open_file(_lock_name(target_rank), os.O_RDONLY, "a lock")) as lock:
+                    self._take(lock, fcntl.LOCK_SH, target_rank)
+
+    def _take(self, lock: int, kind: int, target_rank: int) -> None:
+        """Take the lock that who writes a target has alone, and who looks for a writer shares for an instant."""
+        while not try_lock(lock, kind):
+            if try_lock(lock, fcntl.LOCK_SH):  # only others that look, as this process now does, are in the way
+                fcntl.flock(lock, fcntl.LOCK_UN)
+                time.sleep(_NAP_SECONDS * os.urandom(1)[0] / 256)  # not all at once again
+                continue
+            raise TargetError(
+                f"target rank {target_rank} is being written by another process",
+                expected="one process for each target",
+                got=f"a lock on {self._state / _lock_name(target_rank)}, held by {holders(lock)}",
+                where=str(self.folder),
+                remedy="wait for it, or give the processes different targets",
+            )
+
+    def _record(self, target_rank: int) -> TargetRecord | None:
+        record = TargetRecord.read(self._state, target_rank)
+        return record if record is not None and record.digest == self.identity.digest else None
+
+
+def _require_writable(folder: Path) -> None:
+    """Raise TargetError if `folder` is there but cannot be written to, or cannot be made where it is not."""
+    nearest = folder
+    while not os.path.lexists(nearest):
+        nearest = nearest.parent
+    if not nearest.is_dir():
+        raise TargetError(
+            "the target is not a folder" if nearest == folder else f"{described(nearest)} is in the way of the target",
+            expected="a folder",
+            got=described(nearest),
+            where=str(nearest),
+            remedy="choose another target",
+        )
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise TargetError(
+            "the target cannot be written",
+            expected="the right to make files",
+            got="a folder that is read-only to this user",
+            where=str(nearest),
+            remedy="choose another target, or change its permissions",
+        )
+
+
+def _require_place(folder: Path, path: Path) -> None:
+    """Raise TargetError if no file can take the name `path` below the target folder, whatever is there."""
+    with _place_of(folder, path) as place:
+        if place is not None:
+            require_own_stale(place, path.name)
+    _require_writable(path.parent)
+    require_replaceable(path, "a target")
+
+
+@contextlib.contextmanager
+def _place_of(folder: Path, path: Path) -> Iterator[Folder | None]:
+    """Open the folder of the target `path`; None where it is not there."""
+    with contextlib.ExitStack() as folders:
+        place = None
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            target = folders.enter_context(Folder.open(folder))
+            place = target if path.parent == folder else folders.enter_context(target.inner(path.parent.name))
+        yield place
+
+
+def _target_folder(folder: Folder, path: Path) -> AbstractContextManager[Folder]:
+    """Return the folder of the target `path`, made if it is not there: one in the target folder, or that itself."""
+    return contextlib.nullcontext(folder) if path.parent == folder.path else folder.made_inner(path.parent.name)
+
+
+def _lock_name(target_rank: int) -> str:
+    return f"rank_{target_rank}.lock"
+
+
+@contextlib.contextmanager
+def _commit_lock(state: Folder, say: Say) -> Iterator[None]:
+    """Hold, with others who write targets, the lock that who commits has alone."""
+    with _opened(open_lock(state, COMMIT_LOCK)) as lock:
+        wait_for_lock(lock, fcntl.LOCK_SH, state.path / COMMIT_LOCK, say, _COMMIT_SECONDS)
+        yield
+
+
+@contextlib.contextmanager
+def _opened(descriptor: int) -> Iterator[int]:
+    try:
+        yield descriptor
+    finally:
+        close(descriptor)
+
+
+def _require_unchanged(target_rank: int, evidence: Evidence | None) -> None:
+    if evidence is not None:
+        problem = f"sources of target rank {target_rank} were changed while it was written"
+        evidence.sources.require_unchanged(problem, "make sure that nothing writes to the source, and run again")

@@ -1,0 +1,297 @@
+"""How the processes of one run talk: alone, or over MPI. The only module that imports mpi4py, and only when needed."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from reshard_mpi.errors import ReshardError, UsageError
+from reshard_mpi.escaping import lines
+from reshard_mpi.processes.hosts import Identity, distinct_names, host_name
+from reshard_mpi.processes.signals import ignore_stops, stopped_by
+
+T = TypeVar("T")
+
+# Variables by which launchers tell a process its rank and the number of processes, most specific first: MPICH and
+# other PMI launchers, Open MPI, and srun (whose job-wide SLURM_NTASKS every batch shell has, so it is no sign).
+_SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+_RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
+# Waiting ranks sleep between looking whether the others have arrived, for a small share of what they have waited so
+# far: they neither spin nor come late.
+_NAP_SHARE = 0.05
+_SHORTEST_NAP_SECONDS = 0.0002
+_LONGEST_NAP_SECONDS = 0.02
+# How often they do something else meanwhile.
+MEANWHILE_SECONDS = 0.1
+# Launchers do not pass on what they have not yet read of a process when it aborts its job.
+_SPEAK_SECONDS = 0.2
+# With MPICH under srun, an abort waits for a server that may have gone with another rank: then the kernel ends it.
+_ABORT_SECONDS = 2
+_HEAD_START_SECONDS = 1
+# How long a rank that is told to stop waits for the others to be told so too; the tags of the messages in which it says
+# that it is to stop, and that the user has been told.
+_STOP_SECONDS = 2.0
+_STOP_TAG, _TOLD_TAG = 17, 18
+_MAPPED = Path("/proc/self/maps")
+_MPICH_SHARED_MEMORY = "/dev/shm/mpich_shm_"
+# A launcher may start processes that are each told their share and know nothing of each other.
+_is_by_itself = False
+
+
+class Comm(Protocol):
+    """A group of processes that run the same program.
+
+    hosts: for every process, by rank, the name of its host, which no other host of the group has.
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def hosts(self) -> Sequence[str]: ...
+
+    def meanwhile(self, do: Callable[[], None]) -> None:
+        """Have this process `do` something now and then while it waits for the others."""
+        ...
+
+    def allgather(self, value: T, step: str) -> list[T]:
+        """Return the values of all processes, by rank, to each. step: what the processes have just done.
+
+        In place of the value of a process that is lost there may be the `Outcome` that says so.
+        """
+        ...
+
+
+class SerialComm:
+    """One process alone."""
+
+    rank = 0
+    size = 1
+
+    def __init__(self) -> None:
+        self.hosts = (host_name(os.environ),)
+
+    def meanwhile(self, do: Callable[[], None]) -> None:
+        pass  # it waits for nobody
+
+    def allgather(self, value: T, step: str) -> list[T]:
+        return [value]
+
+
+class MPIComm:
+    """The processes of an MPI communicator (an mpi4py `Comm`). Waiting sleeps instead of spinning."""
+
+    def __init__(self, communicator: Any) -> None:
+        self._communicator = communicator
+        self._do: Callable[[], None] = _nothing
+        self.rank: int = communicator.Get_rank()
+        self.size: int = communicator.Get_size()
+        # Asking MPI which ranks share memory gives every one of them a host of its own under some launchers.
+        self.hosts: Sequence[str] = distinct_names(self.allgather(Identity.local(os.environ), "named its host"))
+
+    def meanwhile(self, do: Callable[[], None]) -> None:
+        self._do = do
+
+    def allgather(self, value: T, step: str) -> list[T]:
+        self._wait_for_all()
+        values: list[T] = self._communicator.allgather(value)
+        return values
+
+    def _wait_for_all(self) -> None:
+        arrived = self._communicator.Ibarrier()
+        begin = done = time.monotonic()
+        while not arrived.Test():
+            now = time.monotonic()
+            waited_seconds = now - begin
+            if now - done >= MEANWHILE_SECONDS:
+                self._do()
+                done = time.monotonic()
+            time.sleep(min(max(_SHORTEST_NAP_SECONDS, waited_seconds * _NAP_SHARE), _LONGEST_NAP_SECONDS))
+
+
+def _nothing() -> None:
+    pass
+
+
+def launched_size(environment: Mapping[str, str]) -> int:
+    """Return how many processes, at least, the launcher says it started; 1 where there is no launcher."""
+    sizes = [int(environment[name]) for name in _SIZE_VARIABLES if environment.get(name, "").isdigit()]
+    return max([*sizes, launched_rank(environment) + 1])
+
+
+def launched_rank(environment: Mapping[str, str]) -> int:
+    """Return the rank the launcher says this process has; 0 where there is no launcher."""
+    ranks = (environment.get(name, "") for name in _RANK_VARIABLES)
+    return next((int(rank) for rank in ranks if rank.isdigit()), 0)
+
+
+def is_launched(environment: Mapping[str, str]) -> bool:
+    """Tell whether an MPI launcher started this process."""
+    return launched_size(environment) > 1 or any(name in environment for name in _RANK_VARIABLES)
+
+
+def speaks(environment: Mapping[str, str]) -> bool:
+    """Tell whether it falls to this process to say what went wrong: where all fail alike, once is enough."""
+    return _is_by_itself or launched_rank(environment) == 0
+
+
+@contextmanager
+def world(
+    environment: Mapping[str, str], *, explicit_share: bool, stopped: Callable[[int], None] = lambda _: None
+) -> Iterator[Comm]:
+    """Yield MPI's world under a launcher, else a process alone; an error nobody handled aborts the whole job.
+
+    explicit_share: the user said which targets this process takes, so a launcher that starts unconnected processes
+    is what they want. stopped: told the exit code, on one rank, when a signal to stop ends the job.
+    Raises UsageError if the launcher and the MPI library do not belong together.
+    """
+    communicator = None
+    if is_launched(environment):
+        try:
+            communicator = _connect(environment)
+        except UsageError:
+            # Launchers that speak PMIx end all processes when the first has failed. It may not be the one to tell
+            # it, so each tells it; mostly only rank 0 comes to.
+            ends_others = "PMIX_RANK" in environment
+            global _is_by_itself  # noqa: PLW0603 - a fact of the process, as its world is
+            _is_by_itself = explicit_share or ends_others
+            if not explicit_share:
+                time.sleep(_HEAD_START_SECONDS if ends_others and launched_rank(environment) > 0 else 0)
+                raise
+    if communicator is None or communicator.Get_size() == 1:
+        yield SerialComm()
+        return
+    try:
+        yield MPIComm(communicator)
+    except ReshardError:
+        raise  # gathered: every rank raises it alike
+    except BaseException as error:
+        # Without this the other ranks would wait for this one for ever.
+        code = stopped_by(error)
+        if code is None:
+            code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
+            place = f"process {communicator.Get_rank()} on host {host_name(environment)}"
+            sys.stderr.write(lines(f"{traceback.format_exc()}reshard-mpi: {place} ends the job\n"))
+        else:
+            _stop(communicator, code, stopped)
+        _abort(communicator, code)
+        raise
+
+
+def _stop(communicator: Any, code: int, stopped: Callable[[int], None]) -> None:
+    """End this process, which was told to stop, if all were told so or another rank ends the job; else it has to.
+
+    Where the launcher has passed the signal on, all come here, and nobody has to abort what all leave. Rank 0 hears of
+    all the others; then it says what there is to say and tells them. What else is on its way in MPI stays untouched.
+    """
+    ignore_stops()
+    rank, others = communicator.Get_rank(), set(range(communicator.Get_size())) - {communicator.Get_rank()}
+    if rank > 0:
+        communicator.isend(None, dest=0, tag=_STOP_TAG)
+    is_told = partial(communicator.iprobe, tag=_TOLD_TAG)
+    silent = set(others)
+    deadline = time.monotonic() + _STOP_SECONDS
+    while not is_told() and (silent or rank > 0) and time.monotonic() < deadline:
+        silent -= {other for other in silent if communicator.iprobe(source=other, tag=_STOP_TAG)}
+        time.sleep(_SHORTEST_NAP_SECONDS)
+    if not is_told():
+        stopped(code)
+        time.sleep(_SPEAK_SECONDS)
+        for other in others:
+            communicator.isend(None, dest=other, tag=_TOLD_TAG)
+        deadline = time.monotonic() + _SPEAK_SECONDS
+        while time.monotonic() < deadline and not is_told():  # which also moves on what is being sent
+            time.sleep(_SHORTEST_NAP_SECONDS)
+        if rank > 0 or silent:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what the library says of an abort would bury that
+            return
+    _remove_shared_memory()
+    # To finalize MPI would wait for what was left in the middle.
+    os._exit(code)
+
+
+def _remove_shared_memory() -> None:
+    """Remove the names of the shared memory that MPICH has mapped; others that use it still have it.
+
+    MPICH names it after the launcher's job and step. A SLURM job that is put back starts again as the same step, and
+    would find what this one has left there.
+    """
+    for line in _MAPPED.read_text().splitlines():
+        path = line.rpartition(" ")[2]
+        if path.startswith(_MPICH_SHARED_MEMORY):
+            with contextlib.suppress(OSError):  # another rank was first
+                Path(path).unlink()
+
+
+def _abort(communicator: Any, code: int) -> None:
+    sys.stderr.flush()
+    time.sleep(_SPEAK_SECONDS)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(_ABORT_SECONDS)
+    communicator.Abort(code)
+
+
+def _connect(environment: Mapping[str, str]) -> Any:
+    """Return MPI's world. Raises UsageError if there is none, or not the one that the launcher started."""
+    # Initialized only when that has been found to be possible: MPICH ends the process where it is not.
+    checked = "mpi4py.MPI" not in sys.modules and "PMIX_RANK" in environment and "PMI_RANK" not in environment
+    mpi = _import_mpi(initialize=not checked)
+    launched = launched_size(environment)
+    if checked:
+        if mpi.get_vendor()[0] == "MPICH" and not _has_pmix():
+            raise _mismatch(mpi, launched, "an MPICH that does not understand this launcher (PMIx)")
+        mpi.Init_thread()
+        atexit.register(mpi.Finalize)
+    if mpi.COMM_WORLD.Get_size() == 1 and launched > 1:
+        raise _mismatch(mpi, launched, "a world of 1")
+    return mpi.COMM_WORLD
+
+
+def _mismatch(mpi: Any, launched: int, got: str) -> UsageError:
+    return UsageError(
+        "the launcher does not match the MPI library: every process sees itself alone",
+        expected=f"a world of {launched} processes, as the launcher says" if launched > 1 else "the same MPI in both",
+        got=f"{got} ({mpi.Get_library_version().splitlines()[0].strip()})",
+        remedy="start with the mpirun of that MPI (srun: try --mpi=pmix or --mpi=pmi2), set MPI4PY_LIBMPI to the"
+        " library of this launcher, or give each process its share with --part I/N",
+    )
+
+
+def _has_pmix() -> bool:
+    """Tell whether the MPI library that is loaded can talk to launchers by PMIx."""
+    import ctypes
+
+    mapped = {line.split(maxsplit=5)[-1] for line in _MAPPED.read_text().splitlines()}
+    libraries = [path for path in mapped if Path(path).name.startswith("libmpi")]
+    return any(hasattr(ctypes.CDLL(path), "PMIx_Init") for path in libraries)
+
+
+def _import_mpi(*, initialize: bool) -> Any:
+    try:
+        import mpi4py
+
+        if not initialize:
+            mpi4py.rc.initialize = False
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise UsageError(
+            "started by an MPI launcher, but MPI cannot be used from Python",
+            expected="mpi4py and an MPI library",
+            got=str(error).splitlines()[0],
+            remedy="pip install mpi4py, and an MPI if there is none: the site's, or pip install mpich; where it is"
+            " not found, set MPI4PY_LIBMPI to its library",
+        ) from None
+    return MPI

@@ -1,0 +1,135 @@
+"""Where the ledgers of a user on a host lie: a folder that nobody else can look into or has put there."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from reshard_mpi.errors import ReshardError
+from reshard_mpi.processes.hosts import host_name
+
+STATE_VARIABLE = "RESHARD_MPI_STATE_DIR"
+# Shared by all processes of a host, unless a job has been given its own; what follows is for systems without the first.
+_SHARED = (Path("/dev/shm"), Path("/tmp"))
+_TEMPORARY = ("/dev/shm", "/tmp", "/var/tmp")
+_MOUNTS = Path("/proc/self/mountinfo")
+_NO_NAME = re.compile(r"[^A-Za-z0-9._-]|^\.+")
+# How systemd and pam_namespace call folders that they give to one service or user only.
+_PRIVATE_NAMES = ("systemd-private-", ".inst")
+
+
+class Place(NamedTuple):
+    """The folder for the ledgers of one host. private: why other processes of the host may not see it, or nothing."""
+
+    folder: Path
+    private: str
+
+
+def find_place(environment: Mapping[str, str]) -> Place:
+    """Return this user's place on this host; it is made when it is needed.
+
+    Raises ReshardError if what is there is not a folder of this user's, closed to all others, since then somebody else
+    could have put it there; or if it is not there and cannot be made.
+    """
+    base = _base(environment)
+    place = Place(
+        base / _NO_NAME.sub("_", host_name(environment)),
+        why_private(base, _read_mounts(), environment.get("SLURM_JOB_ID")),
+    )
+    for folder in (base, place.folder):
+        if os.path.lexists(folder):
+            _require_own(folder)
+    nearest = next(folder for folder in place.folder.parents if os.path.lexists(folder))
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        number = errno.EACCES if nearest.is_dir() else errno.ENOTDIR
+        raise no_place(place.folder, OSError(number, os.strerror(number)))
+    return place
+
+
+def make_place(place: Place) -> None:
+    """Make the place if it is not there, or no more. Raises ReshardError as `find_place` does."""
+    place.folder.parent.parent.mkdir(parents=True, exist_ok=True)
+    for folder in (place.folder.parent, place.folder):
+        _make_own(folder)
+
+
+def no_place(folder: Path, error: OSError) -> ReshardError:
+    """Return what says that nothing can be kept in `folder`."""
+    return ReshardError(
+        "there is no place to keep what memory processes use",
+        expected="room for small files, and the right to make them",
+        got=error.strerror or str(error),
+        where=str(folder),
+        remedy=f"name a folder on this host in {STATE_VARIABLE}, or use --memory unlimited",
+    )
+
+
+def _base(environment: Mapping[str, str]) -> Path:
+    named = environment.get(STATE_VARIABLE)
+    if named:
+        return Path(named).absolute()
+    shared = next((folder for folder in _SHARED if folder.is_dir() and os.access(folder, os.W_OK)), _SHARED[-1])
+    return shared / f"reshard_mpi-{os.geteuid()}"
+
+
+def _make_own(folder: Path) -> None:
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except FileExistsError:
+        pass  # not a folder, or a link that leads nowhere: told below
+    except OSError as error:
+        raise no_place(folder, error) from None
+    _require_own(folder)
+
+
+def _require_own(folder: Path) -> None:
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode):
+        got = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "a file"
+    elif status.st_uid != os.geteuid():
+        got = f"a folder of user {status.st_uid}"
+    elif status.st_mode & 0o077:
+        got = f"a folder that others may use (mode {stat.S_IMODE(status.st_mode):04o})"
+    else:
+        return
+    raise ReshardError(
+        "what memory processes use cannot be kept in a place that is not this user's alone",
+        expected=f"a folder of user {os.geteuid()}, mode 0700",
+        got=got,
+        where=str(folder),
+        remedy=f"remove it, or name another folder on this host in {STATE_VARIABLE}",
+    )
+
+
+def _read_mounts() -> list[str]:
+    try:
+        return _MOUNTS.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def why_private(folder: Path, mounts: Iterable[str], job: str | None) -> str:
+    """Return why `folder` may be seen by some processes of the host only; nothing if nothing speaks for that.
+
+    mounts: lines of /proc/self/mountinfo. SLURM's job_container/tmpfs gives a job folders of its own in the places of
+    /tmp and /dev/shm, named after the job where they come from; systemd and pam_namespace do the like.
+    """
+    for line in mounts:
+        root, mount_point = line.split()[3:5]
+        if mount_point == "/":
+            continue
+        names = Path(root).parts
+        # A job that has its own /tmp has its own /dev/shm, which has no name.
+        shared = any(folder.is_relative_to(place) for place in _SHARED)
+        if job and shared and mount_point in _TEMPORARY and any(name.lstrip(".") == job for name in names):
+            return f"job {job} has folders of its own in the place of {mount_point} and the like"
+        if folder.is_relative_to(mount_point) and any(
+            name.startswith(_PRIVATE_NAMES[0]) or name.endswith(_PRIVATE_NAMES[1]) for name in names
+        ):
+            return f"{mount_point} is {root} of its file system"
+    return ""

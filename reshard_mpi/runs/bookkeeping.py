@@ -1,0 +1,104 @@
+"""What one process of a run is going to write, and how large that becomes: targets, records, commit record, report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
+
+from reshard_mpi import formats
+from reshard_mpi.journal.records import COMMIT_RECORD, STATE, Evidence, TargetRecord, record_path
+from reshard_mpi.planning.model import RankPlan
+from reshard_mpi.runs.preflight import Room, Tally
+from reshard_mpi.runs.request import Request
+
+# A number in JSON with what parts it from the next.
+_NUMBER_BYTES = 24
+# The name of an element type, a sum, a flag, and what parts them.
+_SUM_BYTES = 48
+# The identity of a run, with paths and options; keys of a record; a digest.
+_IDENTITY_BYTES = 16384
+_LINE_BYTES = 256
+# Numbers and names of fields that the report has of a target; a rank that it was read from, on a line of its own.
+_REPORTED_TARGET_BYTES = 640
+_REPORTED_RANK_BYTES = 16
+# What the report has of a run besides: warnings and notes are few.
+_REPORT_BYTES = 65536
+
+
+class Needs:
+    """Adds up the room that one process needs for what `request` asks of it."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._tally = Tally()
+        self._read_ranks: dict[str, tuple[int, ...]] = {}
+        self._sources: set[str] = set()
+        self._held: set[str] = set()
+        self._summed: set[str] = set()
+
+    def add(self, plan: RankPlan, evidence: Evidence, format_name: str, path: Path, left_bytes: int) -> None:
+        """Add the target of `plan`, and its record. left_bytes: what the dead have left of it."""
+        request = self._request
+        self._read_ranks[str(path)] = plan.read_ranks
+        if request.recorded:
+            file = str(path.relative_to(request.target))
+            record_bytes = record_at_most_bytes(plan, evidence, file, sums=request.verify)
+            self._tally.add_record(record_path(Path(request.target, STATE), plan.target_rank), record_bytes)
+            self._sources.update(source.path for source in evidence.sources.files)
+            if request.verify and evidence.held.digest not in self._held:
+                self._held.add(evidence.held.digest)
+                self._summed.update(tensor.spec.name for tensor in plan.tensors)
+        module = formats.by_name(format_name)
+        size_bytes = module.size_at_most_bytes(plan.shard._replace(with_sums=request.verify), crc=request.crc)
+        self._tally.add(path, size_bytes, left_bytes=left_bytes)
+
+    def rooms(self, reported: int, processes: int, shares: Callable[[], bool]) -> tuple[Room, ...]:
+        """Return what is needed, as `Tally.rooms` does.
+
+        reported: how many targets the report will have that this process writes, if one was asked for.
+        """
+        request = self._request
+        if request.recorded and self._read_ranks:
+            commit_bytes = commit_record_at_most_bytes(self._read_ranks.items(), self._sources, self._summed)
+            self._tally.add_record(Path(request.target, COMMIT_RECORD), commit_bytes)
+        if request.report is not None and reported:
+            longest_path = max(self._read_ranks, key=len, default="")
+            most_ranks = max(map(len, self._read_ranks.values()), default=0)
+            self._tally.add_record(Path(request.report), report_at_most_bytes(reported, longest_path, most_ranks))
+        return self._tally.rooms(processes, shares)
+
+
+def record_at_most_bytes(plan: RankPlan, evidence: Evidence, file: str, *, sums: bool) -> int:
+    """Return what the record of a target can take; sums: with the sums of its tensors."""
+    record = TargetRecord("0" * 64, plan.target_rank, file, 0, evidence, announced=(0, 0))
+    size_bytes = len(record.as_text()) + 4 * _NUMBER_BYTES
+    if sums:
+        for tensor in plan.tensors:
+            dimensions = len(tensor.spec.global_shape)
+            size_bytes += _text_bytes(tensor.spec.name) + 3 * dimensions * _NUMBER_BYTES + _SUM_BYTES
+    return size_bytes
+
+
+def commit_record_at_most_bytes(
+    targets: Iterable[tuple[str, Sequence[int]]], sources: Iterable[str], summed: Collection[str]
+) -> int:
+    """Return what of the commit record is of these targets (paths, and ranks they are read from), sources and tensors.
+
+    summed: the names of tensors whose sums it has.
+    """
+    size_bytes = _IDENTITY_BYTES
+    size_bytes += sum(_LINE_BYTES + _text_bytes(file) + _NUMBER_BYTES * len(ranks) for file, ranks in targets)
+    size_bytes += sum(_LINE_BYTES + _text_bytes(path) for path in sources)
+    return size_bytes + sum(_text_bytes(name) + _SUM_BYTES for name in summed)
+
+
+def report_at_most_bytes(targets: int, longest_path: str, most_ranks: int) -> int:
+    """Return what a report of so many targets takes, each read from no more than `most_ranks` source ranks."""
+    target_bytes = _REPORTED_TARGET_BYTES + _text_bytes(longest_path) + _REPORTED_RANK_BYTES * most_ranks
+    return _REPORT_BYTES + targets * target_bytes
+
+
+def _text_bytes(text: str) -> int:
+    """Return what a text takes in JSON, where other than ASCII characters are written as numbers."""
+    return len(json.dumps(text)) + 2

@@ -1,0 +1,247 @@
+"""One source checkpoint and one target strategy: the plans of the target's ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+
+from reshard_mpi.checkpoints.comparison import difference
+from reshard_mpi.checkpoints.sampling import drifted_tensors
+from reshard_mpi.checkpoints.shards import ShardOpener
+from reshard_mpi.checkpoints.siblings import LoneShard
+from reshard_mpi.checkpoints.source import SourceCheckpoint
+from reshard_mpi.errors import CoverageError, DisagreementError, LayoutError
+from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.planning.agreement import loose_beginnings, moment_counters
+from reshard_mpi.planning.fit import (
+    dead_rules,
+    require_living_rules,
+    require_same_network,
+    shown_rules,
+    unconfirmed_rules,
+)
+from reshard_mpi.planning.model import Beginning, Limits, Moment, RankPlan
+from reshard_mpi.planning.parameters import Unlisted, find_or_follow, is_dropped
+from reshard_mpi.planning.ranks import check_target_rank
+from reshard_mpi.planning.replicas import Replicas
+from reshard_mpi.planning.tensors import SourceTensors
+from reshard_mpi.sharding.layout import Layout
+from reshard_mpi.sharding.placement import Strategy
+from reshard_mpi.sharding.strategy import table
+from reshard_mpi.units import MIB
+
+# The buffer is large enough that what Python does for each filling of it is small beside moving the bytes. The window
+# is the most that is mapped of sources at once. `projection` knows how large the process is beside these.
+LIMITS = Limits(buffer_bytes=2 * MIB, window_bytes=16 * MIB)
+
+# Before it is said that no shard holds a tensor, so many are looked into: some may be saved without what others hold.
+_MAX_LOOKED_INTO = 64
+
+
+@dataclass(slots=True)
+class Conversion:
+    """Plans target ranks and checks, before anything is written, what must hold of the source.
+
+    unlisted, strict, replicas: as the command line's options of these names.
+    """
+
+    source: SourceCheckpoint
+    target: Strategy
+    unlisted: Unlisted = Unlisted.FOLLOW
+    strict: bool = False
+    limits: Limits = LIMITS
+    replicas: Replicas = Replicas.SAMPLE
+    _is_fitting: bool = field(default=False)
+    _table: str | None = field(default=None)
+    _opener: ShardOpener | None = field(default=None)
+
+    def __post_init__(self) -> None:
+        self.source.list_rule_names()
+
+    def plan(self, target_rank: int, *, checked: bool = True) -> RankPlan:
+        """Return the plan of one target rank, its checks passed.
+
+        checked: False leaves out what reads tensors of the source: another process, or an earlier call, has done that.
+        What the plan says must be `alike` is left to `comparison.compare`, since targets share it. Raises a
+        ReshardError where the target cannot be made exactly.
+        """
+        check_target_rank(target_rank, self.target)
+        self.require_fitting_strategies()
+        opened = self._shards().open(target_rank)
+        require_same_network(self.source.strategy, opened.manifests.values())
+        try:
+            plan = opened.planner.plan(self._strategy_table())
+        except CoverageError as error:
+            files, size = self.source.files, self.source.strategy.world_size
+            error.where = error.where or f"{files.path}, which has the shards of {len(files.by_rank)} of {size} ranks"
+            lone = LoneShard.of(files)
+            if lone is not None and size > 1 and lone.siblings():
+                error.remedy = f"give {lone.checkpoint}, where the shards of the other ranks are"
+            raise
+        if not checked:
+            return plan
+        return self._checked(plan)._replace(
+            moments=(*plan.moments, *self._moments(plan, opened.manifests)), beginnings=self._beginnings(plan)
+        )
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know of source and strategies as they were found."""
+        return (*self.source.files.notes, *unconfirmed_rules(self.source.strategy))
+
+    def shown_rules(self) -> tuple[str, ...]:
+        """Return what rules of a spec make of the source's tensors, a line for each rule that cuts."""
+        shapes = {}
+        for name, ranks in self.source.rule_names().items():
+            rank = next(iter(ranks.values()))
+            shapes[name] = rank, self.source.manifest(rank).tensors[name].shape
+        return tuple(shown_rules(self.source.strategy, shapes))
+
+    def drifted_tensors(
+        self, *, damaged_are_replaced: bool = False, process: int = 0, processes: int = 1
+    ) -> tuple[str, ...]:
+        """Return the tensors whose copies have drifted apart, as far as one process's share of a sample shows.
+
+        Raises what `sampling.drifted_tensors` does. With `replicas` ANY nothing is read.
+        """
+        self.require_fitting_strategies()
+        if self.replicas is Replicas.ANY:
+            return ()
+        return drifted_tensors(
+            self.source,
+            self._is_wanted,
+            self._shards().knows,
+            self.unlisted,
+            damaged_are_replaced=damaged_are_replaced,
+            process=process,
+            processes=processes,
+        )
+
+    def _is_wanted(self, name: str, present: Container[str]) -> bool:
+        return self.unlisted is not Unlisted.DROP or not is_dropped(self.target, name, present)
+
+    def forget(self) -> None:
+        """Let go of what has been read of shards; it is read again when it is needed."""
+        self.source.forget()
+        self._opener = None
+
+    def require_fitting_strategies(self) -> None:
+        """Raise StrategyError if a rule of a spec places nothing.
+
+        One shard of every stage tells that; where a stage has none, nothing is told.
+        """
+        source = self.source
+        sides = [(s, side) for s, side in ((source.strategy, "source"), (self.target, "target")) if s.required_rules]
+        if self._is_fitting or not sides:
+            return
+        stage_ranks = source.stage_ranks()
+        if len(stage_ranks) == source.strategy.stages:
+            names = {name: None for rank in stage_ranks.values() for name in source.manifest(rank).tensors}
+            if any(dead_rules(strategy, names) for strategy, _ in sides):
+                others = islice((rank for rank in source.files.by_rank if source.find(rank)), _MAX_LOOKED_INTO)
+                names |= {name: None for rank in others for name in source.manifest(rank).tensors}
+                names |= dict.fromkeys(source.rule_names())
+            for strategy, side in sides:
+                require_living_rules(strategy, names, side, source.files.path)
+        self._is_fitting = True
+
+    @property
+    def has_even_targets(self) -> bool:
+        """Whether the shards of all targets will be equally large."""
+        return self.target.stages == 1 and not self._has_uneven_slices()
+
+    def _has_uneven_slices(self) -> bool:
+        return any(p.sizes for placements in self.target.parameters.values() for p in placements)
+
+    def target_weights(self, targets: Sequence[int]) -> dict[int, int]:
+        """Return how large the shards of `targets` will be relative to each other (bytes, or 1 where all are alike)."""
+        if self.has_even_targets:
+            return dict.fromkeys(targets, 1)
+        uneven = self._has_uneven_slices()
+        itemsizes = self._itemsizes_by_layout()
+        weights: dict[int, int] = {}
+        by_stage: dict[int, int] = {}
+        for target_rank in targets:
+            stage = self.target.stage_of(target_rank)
+            if uneven or stage not in by_stage:
+                by_stage[stage] = sum(
+                    itemsize * layout.box(target_rank).size
+                    for layout, itemsize in itemsizes.items()
+                    if stage in layout.placement.stages
+                )
+            weights[target_rank] = by_stage[stage]
+        return weights
+
+    def _shards(self) -> ShardOpener:
+        if self._opener is None:
+            self._opener = ShardOpener(self.source, self.target, self.unlisted, self.strict, self.replicas)
+        return self._opener
+
+    def _moments(self, plan: RankPlan, manifests: Mapping[int, Manifest]) -> tuple[Moment, ...]:
+        counters = tuple(moment_counters(manifests))
+        if not counters:
+            return ()
+        from reshard_mpi.engine.arrays import load_shard
+
+        values = load_shard(plan._replace(tensors=tuple(counter for _, counter in counters)), limits=self.limits)
+        named = ((counter.spec.name, path) for path, counter in counters)
+        return tuple(Moment(name, str(values[name].tolist()), path) for name, path in named)
+
+    def _beginnings(self, plan: RankPlan) -> tuple[Beginning, ...]:
+        if self.source.strategy.world_size in (1, self.target.world_size):
+            return ()  # nothing else to take, or each rank keeps its own
+        starts = tuple(loose_beginnings(plan))
+        if not starts:
+            return ()
+        from reshard_mpi.engine.arrays import load_shard
+
+        values = load_shard(plan._replace(tensors=starts), limits=self.limits)
+        return tuple(
+            Beginning(name, hashlib.sha256(values[name].tobytes()).hexdigest(), start.copies[0].source_rank)
+            for start in starts
+            for name in (start.spec.name,)
+        )
+
+    def _checked(self, plan: RankPlan) -> RankPlan:
+        """Run the plan's checks; a difference that matters refuses the target, another becomes a note."""
+        if not plan.checks:
+            return plan
+        from reshard_mpi.engine.arrays import first_difference
+
+        notes = []
+        for check in plan.checks:
+            found = first_difference(check, limits=self.limits)
+            if found is None:
+                continue
+            first, (other, index) = check.copies[0], found
+            if check.refuse:
+                raise difference(self.source, check, other.source_rank, index)
+            notes.append(
+                f"{check.name!r} differs between ranks {first.source_rank} and {other.source_rank}: {check.why}"
+            )
+        return plan._replace(notes=(*plan.notes, *notes))
+
+    def _itemsizes_by_layout(self) -> dict[Layout, int]:
+        """Return how the target holds the tensors that the first shard of each stage shows, with their element sizes.
+
+        Tensors with the same layout are added up. What does not fit is left out: planning refuses it by name.
+        """
+        first = {rank: self.source.manifest(rank) for rank in self.source.stage_ranks().values()}
+        shown = SourceTensors(self.source.strategy, first)
+        found: dict[Layout, int] = {}
+        for name in shown.names:
+            with contextlib.suppress(LayoutError, DisagreementError):
+                tensor = shown.resolve(name)
+                for placement in find_or_follow(self.target, name, partial(shown.same_shape, name)):
+                    layout = shown.layout(placement, tensor.shape)
+                    found[layout] = found.get(layout, 0) + tensor.dtype.itemsize_bytes
+        return found
+
+    def _strategy_table(self) -> str:
+        if self._table is None:
+            self._table = table.dumps(self.target)
+        return self._table

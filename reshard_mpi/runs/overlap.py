@@ -1,0 +1,113 @@
+"""Targets that would be written to the source, or be taken for a part of it when it is read the next time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from reshard_mpi.checkpoints.discovery import ShardFiles, both_ways, rank_of_folder
+from reshard_mpi.errors import TargetError
+from reshard_mpi.filesystem.paths import real_path
+
+_OUTSIDE = "choose a target outside the source; a source is never written to"
+
+
+def refuse_overlap(files: ShardFiles, target: str, target_files: Iterable[Path]) -> None:
+    """Raise TargetError if targets are the source, in one of its rank folders, or have it in one of theirs.
+
+    files: of the source. target: the folder of all targets. target_files: their final paths.
+    """
+    targets = list(target_files)
+    folders = set(_followed({path.parent for path in targets}).values())
+    sources = set(_real_shards(files)) | set(_followed(_folders(files)).values())
+    if real_path(target) == real_path(files.path) or sources & {*folders, *_real_files(targets)}:
+        raise TargetError(
+            "the target is the source", expected="another folder", got=target, where=files.path, remedy=_OUTSIDE
+        )
+    roots = {folder.parent for folder in _rank_folders(files)} | set(both_ways(Path(files.path)))
+    if any(_lies_in_rank_folder(place, roots) for place in (*both_ways(Path(target)), *folders)):
+        raise TargetError(
+            "the target lies in a rank folder of the source",
+            expected="a folder that is not read with the source",
+            got=target,
+            where=files.path,
+            remedy=_OUTSIDE,
+        )
+    if any(
+        _lies_in_rank_folder(place, set(both_ways(Path(target)))) for place in (*both_ways(Path(files.path)), *sources)
+    ):
+        raise TargetError(
+            "the source lies in a rank folder of the target",
+            expected="a target folder without the source in it",
+            got=target,
+            where=files.path,
+            remedy="choose a target beside the source; what it is made of must not lie among its shards",
+        )
+
+
+def refuse_posing(files: ShardFiles, target_file: Path) -> None:
+    """Raise TargetError if the file would lie in a rank folder of the source: it would be read with it the next time.
+
+    files: those shards of the source that were listed.
+    """
+    if real_path(target_file) in _real_shards(files):
+        raise TargetError("the target is one of the sources", expected="another file", where=str(target_file))
+    roots = {folder.parent for folder in _rank_folders(files)}
+    for path in both_ways(target_file):
+        rank = _rank_of(path)
+        if rank is not None and path.parent.parent in roots:
+            raise TargetError(
+                "the target would be taken for a shard of the source",
+                expected="a file in another folder",
+                got=f"one in the folder of rank {rank} of the source",
+                where=str(target_file),
+                remedy=_OUTSIDE,
+            )
+
+
+def _shards(files: ShardFiles) -> list[Path]:
+    return [Path(path) for paths in files.by_rank.values() for path in paths]
+
+
+def _folders(files: ShardFiles) -> set[Path]:
+    return {shard.parent for shard in _shards(files)}
+
+
+def _real_shards(files: ShardFiles) -> list[Path]:
+    return _real_files(_shards(files))
+
+
+def _rank_folders(files: ShardFiles) -> list[Path]:
+    """Return the rank folders that shards lie in, as they were named and as links lead to them."""
+    ways = [way for folder in _folders(files) for way in both_ways(folder)]
+    ways += [shard.parent for shard in _real_shards(files)]
+    return [way for way in dict.fromkeys(ways) if rank_of_folder(way.name) is not None]
+
+
+def _followed(folders: Iterable[Path]) -> dict[Path, Path]:
+    """Return where links lead to, for each of the folders."""
+    return {folder: real_path(folder) for folder in folders}
+
+
+def _real_files(paths: Sequence[Path]) -> list[Path]:
+    """Return where links lead to, for each of many files in few folders."""
+    folders = _followed({path.parent for path in paths})
+    places = (folders[path.parent] / path.name for path in paths)
+    return [real_path(place) if _is_link(place) else place for place in places]
+
+
+def _is_link(path: Path) -> bool:
+    try:
+        return path.is_symlink()
+    except OSError:  # no name that a file could have, which is said of targets later on
+        return False
+
+
+def _rank_of(shard: Path) -> int | None:
+    return rank_of_folder(both_ways(shard)[0].parent.name)
+
+
+def _lies_in_rank_folder(path: Path, roots: set[Path]) -> bool:
+    """Tell whether `path` is, or lies in, a rank folder of one of `roots`."""
+    below = (path, *path.parents)
+    return any(folder.parent in roots and rank_of_folder(folder.name) is not None for folder in below)

@@ -1,0 +1,71 @@
+"""Arguments of the public functions as plain values: what numpy, pathlib and others make is taken as what it means."""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Iterable, Mapping
+
+from reshard_mpi.errors import UsageError, WrongTypeError
+
+_MAX_QUOTED = 80
+
+
+def plain_number(value: object, name: str) -> int:
+    """Return a whole number of any type as a plain one; True is 1, as for MindSpore. Raises WrongTypeError."""
+    try:
+        return int(operator.index(value))  # type: ignore[arg-type]
+    except TypeError:
+        raise wrong_type(name, "a whole number", value) from None
+
+
+def plain_number_or_none(value: object, name: str) -> int | None:
+    return None if value is None else plain_number(value, name)
+
+
+def plain_size(value: object, name: str) -> str | int | None:
+    """Return a size, which may be a text or left out, as a plain value. Raises WrongTypeError."""
+    return value if value is None or isinstance(value, str) else plain_number(value, name)
+
+
+def plain_numbers(values: object, name: str) -> list[int]:
+    """Return whole numbers as plain ones. Raises WrongTypeError."""
+    if not isinstance(values, Iterable):
+        raise wrong_type(name, "whole numbers, such as [0, 1]", values)
+    return [plain_number(value, f"one of {name}") for value in values]
+
+
+def plain_path(value: object, name: str) -> str:
+    """Return a path as text. Raises UsageError if it cannot be one."""
+    path = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(path, str):
+        raise wrong_type(name, "a str or a pathlib.Path", value)
+    if not path or "\0" in path:
+        raise UsageError(f"{name} can be no path", expected="text without NUL bytes", got=repr(path))
+    return path
+
+
+def plain_path_or_none(value: object, name: str) -> str | None:
+    return None if value is None else plain_path(value, name)
+
+
+def plain_files(files: object, name: str) -> dict[int, str]:
+    """Return a map from rank to shard file. Raises UsageError if it is none."""
+    if not isinstance(files, Mapping):
+        raise wrong_type(name, "a dict from rank to checkpoint file", files)
+    ranks = {rank: plain_number(rank, f"a rank in {name}") for rank in files}
+    return {ranks[rank]: plain_path(path, f"the file of rank {ranks[rank]} in {name}") for rank, path in files.items()}
+
+
+def plain_text(value: object, name: str) -> str:
+    """Return a text. Raises WrongTypeError if it is none."""
+    if not isinstance(value, str):
+        raise wrong_type(name, "a str", value)
+    return value
+
+
+def wrong_type(name: str, expected: str, value: object) -> WrongTypeError:
+    """Return the error for an argument `name` of a type that it cannot have."""
+    text = repr(value)
+    got = f"{type(value).__name__}: {text[:_MAX_QUOTED]}{'...' * (len(text) > _MAX_QUOTED)}"
+    return WrongTypeError(f"{name} is of a wrong type", expected=expected, got=got)

@@ -1,0 +1,58 @@
+"""The plans of several targets in one process, for the functions that need no run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from reshard_mpi.checkpoints.comparison import compare
+from reshard_mpi.planning.agreement import (
+    differing_beginnings,
+    differing_stages,
+    require_one_moment,
+    require_same_names,
+    require_same_shapes,
+)
+from reshard_mpi.planning.copies import dealt
+from reshard_mpi.planning.fit import drift_warning, require_no_drift
+from reshard_mpi.planning.model import RankPlan
+from reshard_mpi.runs.conversion import Conversion
+from reshard_mpi.runs.report import Outcome
+
+
+def plan_together(
+    conversion: Conversion, targets: Iterable[int], notes: tuple[str, ...] = ()
+) -> tuple[list[RankPlan], Outcome]:
+    """Plan targets, check what they must have in common and compare copies; return what is to be said of them as well.
+
+    notes: what besides is to be said. Raises what a run would refuse.
+    """
+    plans = [conversion.plan(rank) for rank in targets]
+    files = conversion.source.files
+    require_one_moment(moment for plan in plans for moment in plan.moments)
+    for stage in differing_stages(plan.held for plan in plans):
+        placed = {plan.target_rank: plan.placed for plan in plans if plan.stage == stage}
+        require_same_names(placed, files.path)
+        require_same_shapes(placed, files.path)
+    every = tuple(dict.fromkeys(alike for plan in plans for alike in plan.alike))
+    lost = compare(conversion.source, dealt(every, 0, 1), conversion.limits)
+    drifted = conversion.drifted_tensors()
+    if conversion.strict:
+        require_no_drift(drifted, files.path)
+    compared = Outcome(
+        lost=lost,
+        other_warnings=(drift_warning(drifted),) if drifted else (),
+    )
+    begun = Outcome(notes=(*conversion.notes, *notes), other_warnings=files.warnings, missing=conversion.source.missing)
+    together = begun.joined([*map(_told, plans), compared])
+    differing = differing_beginnings(together.beginnings, together.notes)
+    return plans, together._replace(notes=(*together.notes, *differing))
+
+
+def _told(plan: RankPlan) -> Outcome:
+    return Outcome(
+        absent=plan.absent,
+        notes=plan.notes,
+        beginnings=plan.beginnings,
+        lost=plan.lost,
+        other_warnings=plan.warnings,
+    )

@@ -1,0 +1,202 @@
+"""What a run looks at before it creates anything: room on the file system, names that it takes, other shards there."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+from reshard_mpi.checkpoints.discovery import ShardFiles, strangers
+from reshard_mpi.errors import TargetError
+from reshard_mpi.units import format_bytes
+
+# To share blocks of two files (`struct file_clone_range`): the source's descriptor, its offset, a length, an offset.
+_CLONE_RANGE = 0x4020940D
+_BLOCK_BYTES = 4096
+# Where the pieces of a file are a file system keeps in blocks, from so large a file on: ext4 has 340 in one, and those
+# of a file that several processes fill may well have less than a MiB.
+_LISTED_FROM_BYTES = 1 << 20
+_LISTED_BYTES = 64 << 20
+# Names of a file, of a lock and of what they were written as, in the folder that they lie in.
+_DIRECTORY_ENTRY_BYTES = 512
+# The format that aligns tensors so that file systems can share their blocks.
+_SHARING = "hdf5"
+
+
+class Room(NamedTuple):
+    """What one process of a run takes of a file system at most, and what is free there.
+
+    mount: the folder where that file system begins, which is how the processes of a run tell several of them apart.
+    """
+
+    mount: str
+    needed_bytes: int
+    free_bytes: int
+
+
+class Tally:
+    """Adds up what one process is going to write, target after target, by file system."""
+
+    def __init__(self) -> None:
+        self._held_bytes: defaultdict[str, int] = defaultdict(int)
+        self._peak_bytes: defaultdict[str, int] = defaultdict(int)
+        self._record_bytes: defaultdict[str, int] = defaultdict(int)
+
+    def add(self, path: Path, size_bytes: int, *, left_bytes: int) -> None:
+        """Add a target. What lies in its place is free again once it is replaced, what the dead left of it before.
+
+        size_bytes: what the file takes at most, with its structure. left_bytes: what the dead have left.
+        """
+        mount = _mount_of(path.parent)
+        folder_bytes = 0 if path.parent.exists() else _BLOCK_BYTES
+        held_bytes = self._held_bytes[mount] - left_bytes + on_disk_bytes(size_bytes, mount) + folder_bytes
+        self._peak_bytes[mount] = max(self._peak_bytes[mount], held_bytes)
+        self._held_bytes[mount] = held_bytes - _replaced_bytes(path)
+
+    def add_record(self, path: Path, size_bytes: int) -> None:
+        """Add a small file that the run keeps, and may write anew: for an instant both are there."""
+        mount = _mount_of(path.parent)
+        record_bytes = on_disk_bytes(size_bytes + _DIRECTORY_ENTRY_BYTES, mount)
+        self._record_bytes[mount] = max(self._record_bytes[mount], record_bytes)
+        self._held_bytes[mount] += record_bytes
+        self._peak_bytes[mount] = max(self._peak_bytes[mount], self._held_bytes[mount])
+
+    def rooms(self, processes: int, shares: Callable[[], bool]) -> tuple[Room, ...]:
+        """Return what has been added up; nothing where file systems may share blocks, which takes no room.
+
+        processes: how many there are in the run, each of which may need as much. shares: tells whether that may be so;
+        asked only if it matters. Raises OSError where a file system does not say what is free.
+        """
+        needed = ((mount, peak + self._record_bytes[mount]) for mount, peak in self._peak_bytes.items())
+        found = ((mount, needed_bytes, _free_bytes(mount)) for mount, needed_bytes in needed)
+        rooms = tuple(Room(mount, needed, free) for mount, needed, free in found if free is not None)
+        if any(room.needed_bytes * processes > room.free_bytes for room in rooms) and shares():
+            return ()
+        return rooms
+
+
+def on_disk_bytes(size_bytes: int, mount: str) -> int:
+    """Return what a file of so many bytes takes of a file system at most: whole blocks, and the list of these."""
+    block_bytes = max(_BLOCK_BYTES, os.statvfs(mount).f_frsize)
+    blocks = -(-size_bytes // block_bytes)
+    lists = -(-size_bytes // _LISTED_BYTES) if size_bytes >= _LISTED_FROM_BYTES else 0
+    return (blocks + lists) * block_bytes
+
+
+def require_room(shares: Iterable[Sequence[Room]]) -> None:
+    """Raise TargetError if what the processes of a run need together does not fit a file system.
+
+    shares: what each of them needs. All that is known of the same `shares` is the same on every process.
+    """
+    needed_bytes: defaultdict[str, int] = defaultdict(int)
+    free_bytes: dict[str, int] = {}
+    for share in shares:
+        for room in share:
+            needed_bytes[room.mount] += room.needed_bytes
+            free_bytes[room.mount] = min(room.free_bytes, free_bytes.get(room.mount, room.free_bytes))
+    for mount, needed in needed_bytes.items():
+        if needed > free_bytes[mount]:
+            raise TargetError(
+                "there is no room for the targets",
+                expected=f"{format_bytes(needed)} ({needed} bytes) free for what this run is to write",
+                got=f"{format_bytes(free_bytes[mount])} ({free_bytes[mount]} bytes)",
+                where=f"the file system at {mount}",
+                remedy="make room, choose a target elsewhere, or make fewer targets at a time (--rank, --part)",
+            )
+
+
+def stranger_notes(paths: Iterable[Path]) -> tuple[str, ...]:
+    """Return a note on shards that lie beside those that are written to `paths`, if there are any."""
+    found = [file for path in paths for file in strangers(path)]
+    if not found:
+        return ()
+    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    return (f"{found[0]}{more} will lie beside the new targets: a shard of another run, which is left as it is",)
+
+
+def may_share(files: ShardFiles, format_name: str, target: Path) -> bool:
+    """Tell whether blocks of `files` can be shared with a file of a format at `target`."""
+    return files.format == format_name == _SHARING and _can_share(Path(next(iter(files.by_rank.values()))[0]), target)
+
+
+def _can_share(source: Path, target: Path) -> bool:
+    """Tell whether the file system shares blocks, by having it do so with a file without a name."""
+    try:
+        trial = os.open(_nearest(target.parent), os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return False
+    try:
+        with source.open("rb") as stream:
+            fcntl.ioctl(trial, _CLONE_RANGE, struct.pack("=qQQQ", stream.fileno(), 0, _BLOCK_BYTES, 0))
+    except OSError:
+        return False
+    finally:
+        os.close(trial)
+    return True
+
+
+def require_short_names(paths: Iterable[Path]) -> None:
+    """Raise TargetError if a path, or a name in it, is longer than the file system takes."""
+    for path in paths:
+        most_name_bytes, most_path_bytes = _longest(_nearest(path.parent))
+        name = max(path.parts, key=_length)
+        if _length(name) > most_name_bytes:
+            raise TargetError(
+                "a file name of the target would be too long",
+                expected=f"at most {most_name_bytes} bytes",
+                got=f"{_length(name)} bytes: {name[:80]}{'...' * (len(name) > 80)}",
+                where=str(path.parent),
+                remedy="take a shorter --prefix" if name == path.name else "take a target with a shorter name",
+            )
+        if _length(str(path)) >= most_path_bytes:  # it ends in a byte of its own
+            raise TargetError(
+                "a path in the target would be too long",
+                expected=f"less than {most_path_bytes} bytes",
+                got=f"{_length(str(path))} bytes: .../{path.parent.name}/{path.name}",
+                where=str(path.parent),
+                remedy="take a target with a shorter path, or go there and take a relative one",
+            )
+
+
+def _length(text: str) -> int:
+    return len(os.fsencode(text))
+
+
+@lru_cache(maxsize=16)
+def _longest(folder: Path) -> tuple[int, int]:
+    return os.pathconf(folder, "PC_NAME_MAX"), os.pathconf(folder, "PC_PATH_MAX")
+
+
+def _nearest(folder: Path) -> Path:
+    """Return the folder, or the nearest above it that is there already."""
+    while not os.path.exists(folder):  # noqa: PTH110 - Path.exists raises where a name is too long
+        folder = folder.parent
+    return folder
+
+
+def _mount_of(folder: Path) -> str:
+    folder = _nearest(folder).resolve()
+    device = folder.stat().st_dev
+    while folder.parent != folder and folder.parent.stat().st_dev == device:
+        folder = folder.parent
+    return str(folder)
+
+
+def _free_bytes(mount: str) -> int | None:
+    """Return what this user may take; None where the file system does not count."""
+    status = os.statvfs(mount)
+    free_blocks = status.f_bfree if os.geteuid() == 0 else status.f_bavail
+    return free_blocks * status.f_frsize if status.f_blocks else None
+
+
+def _replaced_bytes(path: Path) -> int:
+    try:
+        status = path.lstat()
+    except OSError:
+        return 0
+    return status.st_blocks * 512 if status.st_nlink == 1 else 0

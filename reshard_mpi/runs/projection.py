@@ -1,0 +1,163 @@
+"""How much memory a process of a run is going to use: projected before it does, from what is known by then.
+
+All figures are of resident memory, measured (`tests/test_projection.py`) and rounded up.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from reshard_mpi.checkpoints.source import MAX_KEPT_TENSORS, SourceCheckpoint
+from reshard_mpi.engine.transfer import is_gathered
+from reshard_mpi.formats.manifest import Decoded
+from reshard_mpi.planning.model import RankPlan
+from reshard_mpi.runs.conversion import LIMITS, Conversion
+from reshard_mpi.runs.selfcheck import Summing
+from reshard_mpi.units import KIB, MIB
+
+# An interpreter with what plans and moves bytes; with what sums them, as long as that takes no numpy; what is added by
+# MPI; by HDF5's library; by another interpreter that has that library, for files of other making.
+INTERPRETER_BYTES = 43 * MIB
+_SUMMING_BYTES = 27 * MIB
+_MPI_BYTES = 18 * MIB
+_HDF5_BYTES = 15 * MIB
+_CHILD_BYTES = 60 * MIB
+# What is read of a strategy file, for each of its bytes, at the most while it is parsed.
+_PARSING_SHARE = 11
+# A parameter of a strategy; of the larger of the two, for both.
+_PARAMETER_BYTES = KIB
+# A tensor of a shard whose structure is known; while that is read; in a plan; while it is written; its sum.
+_MANIFEST_BYTES = {"ckpt": KIB // 2, "hdf5": KIB}
+_READING_BYTES = {"ckpt": KIB // 2, "hdf5": 3 * KIB // 2}
+_FOREIGN_BYTES = 3 * KIB
+_PLANNED_BYTES = 3 * KIB // 4
+_WRITTEN_BYTES = {"ckpt": KIB // 4, "hdf5": 5 * KIB // 2}
+# What HDF5's library keeps of structure while it writes: of each tensor, and at the most.
+_CACHED_BYTES, _CACHE_BYTES = 8 * KIB, 20 * MIB
+_SUM_BYTES = KIB
+# The records of a target tensor's copy beyond the first: measured with 10,000 tensors, 0.45 KiB.
+_COPY_BYTES = KIB // 2
+# A window begins and ends with a page, and with it the kernel maps what it has of the file around.
+_AROUND_BYTES = 256 * KIB
+# A tensor, with its sums, of a shard that is checked.
+_CHECKED_BYTES = {"ckpt": 2 * KIB, "hdf5": 7 * KIB}
+# What a process keeps of plans, in tensors and as many copies.
+MAX_KEPT_PLANS = 4
+MAX_KEPT_COPIES = 20_000
+
+
+def opening_bytes(strategies: Iterable[str | os.PathLike[str] | None], source_format: str | None = None) -> int:
+    """Project what a process needs that reads strategy files, and then the structure of the first shard.
+
+    What planning loads later is as large as the structure of 10,000 tensors. source_format: None until it is known.
+    """
+    shard_bytes = _CHILD_BYTES if source_format == "hdf5" else 0
+    return (
+        INTERPRETER_BYTES
+        + _loaded_bytes()
+        + shard_bytes
+        + _PARSING_SHARE * sum(_size_bytes(path) for path in strategies if path is not None)
+    )
+
+
+def checking_bytes(source_format: str, summing: Summing) -> int:
+    """Project what a process needs that checks a shard against the sums that it keeps."""
+    child_bytes = 0
+    if source_format == "hdf5" and not summing.is_native:
+        child_bytes = _CHILD_BYTES + summing.tensors * _FOREIGN_BYTES + LIMITS.buffer_bytes + summing.decoding_bytes
+    own_bytes = (INTERPRETER_BYTES if summing.with_numpy else _SUMMING_BYTES) + _loaded_bytes()
+    return own_bytes + child_bytes + LIMITS.buffer_bytes + summing.tensors * _CHECKED_BYTES[source_format]
+
+
+class Projection(NamedTuple):
+    """What a conversion takes in one process.
+
+    planning_bytes: at the most while it plans. base_bytes: an interpreter with its libraries, and what it has read and
+    planned. tensor_bytes: a tensor that is written, in this program and in the library of its format. compares: what is
+    in the target is read beside its sources, all of them through windows. decoding_bytes: what it takes to decode a
+    tensor of that; of the sources it is known with their tensors.
+    """
+
+    planning_bytes: int
+    base_bytes: int
+    tensor_bytes: int
+    compares: bool
+    decoding_bytes: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        conversion: Conversion,
+        target_format: str,
+        *,
+        targets: int = 1,
+        verify: bool = False,
+        also_read: SourceCheckpoint | None = None,
+    ) -> Projection:
+        """Project from what is known of a conversion as soon as one of its shards has been read.
+
+        targets: how many are planned at the most. verify: what is written is compared with its sources. also_read:
+        nothing is written, and this is compared.
+        """
+        source, target = conversion.source, conversion.target
+        kind = source.files.format
+        per_shard = source.extent.tensors
+        known = min(MAX_KEPT_TENSORS + per_shard, per_shard * len(source.files.by_rank))
+        kept = min(MAX_KEPT_COPIES, per_shard * min(MAX_KEPT_PLANS, targets)) if per_shard <= MAX_KEPT_COPIES else 0
+        parameters = max(len(source.strategy.parameters), len(target.parameters))
+        base_bytes = INTERPRETER_BYTES + _loaded_bytes() + parameters * _PARAMETER_BYTES
+        base_bytes += known * _MANIFEST_BYTES[kind] + (kept + per_shard) * _PLANNED_BYTES
+        if kind == "hdf5" and not source.extent.is_native:
+            base_bytes += _CHILD_BYTES + per_shard * _FOREIGN_BYTES
+        planning_bytes = base_bytes + max(per_shard * _READING_BYTES[kind], source.extent.decoding_bytes)
+        if also_read is not None:
+            extent, shards = also_read.extent, len(also_read.files.by_rank)
+            known = min(MAX_KEPT_TENSORS + extent.tensors, extent.tensors * shards)
+            base_bytes += known * _MANIFEST_BYTES[target_format]
+            if target_format == "hdf5" and not extent.is_native:
+                base_bytes += _CHILD_BYTES if source.extent.is_native else 0  # it serves both
+                base_bytes += extent.tensors * _FOREIGN_BYTES
+            return cls(planning_bytes, base_bytes, _SUM_BYTES, compares=True, decoding_bytes=extent.decoding_bytes)
+        if target_format == "hdf5":
+            base_bytes += _HDF5_BYTES + min(per_shard * _CACHED_BYTES, _CACHE_BYTES)
+        tensor_bytes = _WRITTEN_BYTES[target_format] + (_SUM_BYTES if verify else 0)
+        return cls(planning_bytes, base_bytes, tensor_bytes, compares=verify)
+
+    def peak_bytes(self, plan: RankPlan) -> int:
+        """Project the most that a process needs which plans and writes this target."""
+        decoding_bytes, buffer_bytes, window_bytes = self.decoding_bytes, 0, 0
+        records_bytes = self.tensor_bytes * len(plan.tensors)
+        for tensor in plan.tensors:
+            buffer_bytes = max(buffer_bytes, tensor.spec.size_bytes)
+            records_bytes += _COPY_BYTES * (len(tensor.copies) - 1)
+            through_windows = self.compares or is_gathered(tensor)
+            for source in (copy.source for copy in tensor.copies):
+                if isinstance(source.source, Decoded):
+                    read_bytes = 2 * min(LIMITS.buffer_bytes, source.size_bytes)  # there and here
+                    decoding_bytes = max(
+                        decoding_bytes, source.source.decoding_bytes + source.source.kept_bytes + read_bytes
+                    )
+                elif through_windows:
+                    window_bytes = max(window_bytes, source.size_bytes + _AROUND_BYTES)
+        moved_bytes = min(LIMITS.buffer_bytes, buffer_bytes) + min(LIMITS.window_bytes, window_bytes)
+        return max(self.planning_bytes, self.base_bytes + moved_bytes + records_bytes + decoding_bytes)
+
+
+def _loaded_bytes() -> int:
+    """What this process has loaded besides an interpreter with this program."""
+    return _MPI_BYTES if "mpi4py.MPI" in sys.modules else 0
+
+
+def _size_bytes(path: str | os.PathLike[str]) -> int:
+    """Return how large a file is, or all files of a folder; 0 for what is not there."""
+    try:
+        with os.scandir(path) as entries:
+            return sum(entry.stat().st_size for entry in entries if entry.is_file())
+    except NotADirectoryError:
+        return Path(path).stat().st_size
+    except OSError:
+        return 0

@@ -1,0 +1,73 @@
+"""What a user asks for, and the strategies that this names. Light: it is there before anything else is."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+from reshard_mpi.planning.parameters import Unlisted
+from reshard_mpi.planning.replicas import Replicas
+from reshard_mpi.processes.governor.allowance import Allowance
+from reshard_mpi.sharding import strategy
+from reshard_mpi.sharding.placement import Strategy, unsharded
+
+
+class Request(NamedTuple):
+    """What is to be converted, as the options of `reshard-mpi transform` say it.
+
+    src_strategy, dst_strategy: files or folders; None as the options left out. ranks: the targets to make (None: all).
+    part: (i, n) for the i-th of n shares of them. to: a format's name, None for the source's. recorded: keep a journal
+    in the target folder; without one, existing target files are replaced. memory: a size, "unlimited", or None for what
+    the environment says. max_active: how many processes may transform at once on a host (None: any number).
+    verify: read sources and targets again, compare them, and keep sums. crc: add a checksum to target files.
+    replicas: which of the ranks that hold the same are compared before. report: where a report will be written.
+    """
+
+    source: str
+    target: str
+    src_strategy: str | None
+    dst_strategy: str | None
+    prefix: str
+    select: str | None
+    to: str | None
+    ranks: tuple[int, ...] | None
+    part: tuple[int, int] | None
+    resume: bool
+    overwrite: bool
+    unlisted: Unlisted
+    strict: bool
+    recorded: bool = True
+    memory: str | int | None = None
+    max_active: int | None = None
+    verify: bool = False
+    crc: bool = False
+    replicas: Replicas = Replicas.SAMPLE
+    report: str | None = None
+
+    @property
+    def allowance(self) -> Allowance:
+        """How much of a host's memory may be taken. Raises UsageError if `memory` is no size."""
+        return Allowance.of(self.memory, self.max_active, os.environ)
+
+
+class Strategies(NamedTuple):
+    """How both sides of a conversion are sharded, as the request's files say. source: None if the shards must say it.
+
+    The digests tell whether the files are those of another run; None for a side without files.
+    """
+
+    source: Strategy | None
+    target: Strategy
+    source_digest: str | None
+    target_digest: str | None
+
+    @classmethod
+    def read(cls, request: Request) -> Strategies:
+        """Read the files that `request` names. Raises StrategyError or LayoutError for what is wrong with them."""
+        source, target = request.src_strategy, request.dst_strategy
+        return cls(
+            strategy.load(source) if source else None,
+            strategy.load(target) if target else unsharded(),
+            strategy.digest(source) if source else None,
+            strategy.digest(target) if target else None,
+        )

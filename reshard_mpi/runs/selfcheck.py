@@ -1,0 +1,209 @@
+"""What shards are found to be by what is kept of them: their own checksums and sums, and the records of their run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from reshard_mpi import formats
+from reshard_mpi.checkpoints.discovery import ShardFiles
+from reshard_mpi.engine.sums import sum_tensors, takes_numpy
+from reshard_mpi.errors import DamageError, ReshardError
+from reshard_mpi.formats.manifest import Manifest, Segments, TensorEntry, TensorSpec
+from reshard_mpi.journal.commit_record import CommitRecord
+from reshard_mpi.journal.records import (
+    COMMIT_RECORD,
+    STATE,
+    TargetRecord,
+    TensorSum,
+    digest_of_texts,
+    record_path,
+)
+from reshard_mpi.journal.sums import sums_of_wholes
+from reshard_mpi.planning.model import Limits
+from reshard_mpi.runs.report import Checked
+from reshard_mpi.runs.verification import tensor_sum
+from reshard_mpi.sharding.box import Box
+from reshard_mpi.sharding.strategy import table
+
+
+class Summing(NamedTuple):
+    """What it takes to sum the tensors of a shard.
+
+    is_native: the shard describes itself, so what is in it is read in this process. decoding_bytes: of memory, for the
+    tensor that takes most. with_numpy: numpy is loaded for it.
+    """
+
+    tensors: int
+    is_native: bool
+    decoding_bytes: int
+    with_numpy: bool
+
+
+def check_shard(
+    files: ShardFiles, rank: int, limits: Limits, before_sums: Callable[[Summing], None]
+) -> tuple[Checked, list[ReshardError]]:
+    """Check what one rank holds against the checksum, the sums and the record that there are of it.
+
+    before_sums: is told of each file what it takes to sum it, before that is done.
+    """
+    module, folder = formats.by_name(files.format), Path(files.path)
+    record = TargetRecord.read(folder / STATE, rank)
+    damage: list[ReshardError] = []
+    by: dict[str, None] = {}
+    found: list[TensorSum] = []
+    tensors = read_bytes = world_size = 0
+    if record is None and os.path.lexists(record_path(folder / STATE, rank)):
+        remedy = "reshard-mpi verify SRC DST, if there is a source; transform with --resume makes the target anew"
+        where = str(record_path(folder / STATE, rank))
+        damage.append(DamageError("the record of a shard is damaged", where=where, remedy=remedy))
+    for path in files.by_rank[rank]:
+        shard = module.locate(path)
+        is_recorded = record is not None and _is_of(record, folder, path)
+        recorded = {one.name: one for one in record.sums} if record is not None and is_recorded else {}
+        listed = table.loads(shard.identity.strategy, shard.path).parameters if shard.identity is not None else ()
+        with_numpy = any(takes_numpy(spec, shard.tensors[spec.name]) for spec, _ in _placed(shard, recorded, listed))
+        before_sums(Summing(len(shard.tensors), shard.identity is not None, shard.decoding_bytes, with_numpy))
+        if shard.identity is not None:
+            world_size = shard.identity.world_size
+            damage += _elsewhere(shard.identity.rank, rank, path)
+        if module.check_crc(path):
+            by["its checksum"] = None
+        stored = module.stored_sums(path)
+        if stored:
+            by["its own sums"] = None
+        if record is not None and is_recorded:
+            damage += _against_record(shard, record, recorded)
+        if recorded:
+            by["the record of its run"] = None
+        placed = dict(_placed(shard, recorded, listed))
+        specs = [spec for spec in placed if spec.name in stored or spec.name in recorded]
+        for summed in sum_tensors(specs, shard, limits=limits):
+            name = summed.tensor.name
+            found.append(tensor_sum(summed.tensor, summed.found, loose=placed[summed.tensor]))
+            tensors += 1
+            read_bytes += summed.tensor.size_bytes
+            written = {stored[name]} if name in stored else set()
+            written |= {recorded[name].value} if name in recorded else set()
+            damage += [_damaged(shard, name, value, summed.found) for value in written - {summed.found}]
+    path = files.by_rank[rank][0]
+    return Checked(rank, path, tensors, read_bytes, tuple(by), tuple(found), world_size=world_size), damage
+
+
+def check_together(files: ShardFiles, found: Iterable[Checked], *, sound: bool) -> Iterator[DamageError]:
+    """Yield what is wrong with all the shards together: copies differ, some are missing, wholes are not as committed.
+
+    sound: each of them has been found so by itself.
+    """
+    checked = tuple(found)
+    sums: dict[str, int] = {}
+    try:
+        sums.update(sums_of_wholes({one.rank: one.sums for one in checked if sound}))
+    except DamageError as error:
+        error.where = files.path
+        yield error
+    folder = Path(files.path)
+    record = CommitRecord.read(folder)
+    if record is None and os.path.lexists(folder / COMMIT_RECORD):
+        remedy = "reshard-mpi commit writes it anew, if the records of the run are there"
+        yield DamageError("the commit record is damaged", where=str(folder / COMMIT_RECORD), remedy=remedy)
+    paths = [Path(path) for at in files.by_rank.values() for path in at]
+    if record is None or not {folder / file for file in record.files.values()}.issuperset(paths):
+        if all(path.parent.parent == folder for path in paths):  # not a file or the folder of a rank by itself
+            yield from _missing(files, max((one.world_size for one in checked), default=0), "the others say")
+        return
+    yield from _missing(files, len(record.files), f"{COMMIT_RECORD} says")
+    for name, value in record.sums.items():
+        if name in sums and value != f"{sums[name]:08x}":
+            yield DamageError(
+                f"{name!r} is not what was committed",
+                expected=f"CRC-32 {value}, as {COMMIT_RECORD} says",
+                got=f"{sums[name]:08x}",
+                where=files.path,
+                remedy="restore the checkpoint from a copy",
+            )
+
+
+def _missing(files: ShardFiles, world_size: int, who_says: str) -> Iterator[DamageError]:
+    count = world_size - sum(rank < world_size for rank in files.by_rank)
+    if count > 0:
+        first = next(rank for rank in range(world_size) if rank not in files.by_rank)
+        yield DamageError(
+            f"{count} shards are missing, that of rank {first} the first" if count > 1 else "a shard is missing",
+            expected=f"those of {world_size} ranks, as {who_says}",
+            got="all others" if count > 1 else f"all but that of rank {first}",
+            where=files.path,
+            remedy="restore them; reshard-mpi transform with --resume makes them anew, if there is a source",
+        )
+
+
+def _elsewhere(own: int, rank: int, path: str) -> Iterator[DamageError]:
+    if own != rank:
+        remedy = "put every shard into the folder of its own rank"
+        where = path
+        yield DamageError(
+            "a shard says it belongs elsewhere", expected=f"rank {rank}", got=f"rank {own}", where=where, remedy=remedy
+        )
+
+
+def _is_of(record: TargetRecord, folder: Path, path: str) -> bool:
+    """Tell whether a record is of the file at `path`, and not of one that was about to take its place."""
+    return folder / record.file == Path(path) and (record.announced is None or record.is_about(Path(path).stat()))
+
+
+def _against_record(shard: Manifest, record: TargetRecord, recorded: Mapping[str, TensorSum]) -> Iterator[DamageError]:
+    """Yield what a shard is not that its record says it is, besides the bytes of its tensors."""
+    size_bytes = Path(shard.path).stat().st_size
+    if size_bytes != record.size_bytes:
+        expected, got = f"{record.size_bytes} bytes, as it was written", f"{size_bytes}"
+        yield DamageError("a shard has another size", expected=expected, got=got, where=shard.path)
+    if digest_of_texts(shard.strings) != record.evidence.texts:
+        yield DamageError("the texts of a shard are not what was written", where=shard.path, remedy="restore the file")
+    for name in dict.fromkeys((*recorded, *shard.tensors)) if recorded else ():
+        one, entry = recorded.get(name), shard.tensors.get(name)
+        if one is None or entry is None or not _fits(one, entry):
+            yield DamageError(
+                f"{name!r} is not what was written",
+                expected="no such tensor" if one is None else f"{one.dtype} of shape {list(one.shape)}",
+                got="no such tensor" if entry is None else f"{entry.dtype.name} of shape {list(entry.shape)}",
+                where=shard.path,
+                remedy="restore the file",
+            )
+
+
+def _fits(one: TensorSum, entry: TensorEntry) -> bool:
+    return (one.dtype, one.shape) == (entry.dtype.name, entry.shape)
+
+
+def _placed(
+    shard: Manifest, recorded: Mapping[str, TensorSum], listed: Container[str]
+) -> Iterator[tuple[TensorSpec, bool]]:
+    """Yield the tensors of a shard whose place in the whole is known, from itself or from its record if that fits.
+
+    listed: what the strategy in the shard places. Of each tensor: whether it is loose, for all that is known.
+    """
+    for name, entry in shard.tensors.items():
+        one = recorded.get(name)
+        loose = name not in listed if one is None else one.loose
+        if entry.box is not None and entry.global_shape is not None:
+            yield TensorSpec(name, entry.dtype, entry.global_shape, entry.box), loose
+        elif one is not None and _fits(one, entry):
+            stop = tuple(low + length for low, length in zip(one.start, entry.shape))
+            yield TensorSpec(name, entry.dtype, one.global_shape, Box(one.start, stop)), loose
+
+
+def _damaged(shard: Manifest, name: str, expected: int, found: int) -> DamageError:
+    source = shard.tensors[name].source
+    place = ""
+    if isinstance(source, Segments) and source.ranges:
+        first, last = source.ranges[0], source.ranges[-1]
+        place = f", bytes {first.offset_bytes} to {last.offset_bytes + last.length_bytes}"
+    return DamageError(
+        f"{name!r} is damaged",
+        expected=f"the sum {expected:08x}, as it was written",
+        got=f"{found:08x}",
+        where=f"{shard.path}{place}",
+        remedy="restore the file; reshard-mpi verify SRC DST says which byte, if there is a source",
+    )

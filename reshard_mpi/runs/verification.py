@@ -1,0 +1,66 @@
+"""Comparing what shards hold with what they were made from: by sums, and byte by byte where those differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from reshard_mpi.engine.files import Files
+from reshard_mpi.engine.sums import Span, copies_and_target, place_of, sum_shard
+from reshard_mpi.errors import DamageError
+from reshard_mpi.formats.manifest import Manifest, TensorSpec
+from reshard_mpi.journal.records import TensorSum
+from reshard_mpi.planning.model import Check, Copy, Limits, RankPlan
+
+
+def sums_as_planned(plan: RankPlan, target: Manifest, span: Span | None, limits: Limits) -> tuple[TensorSum, ...]:
+    """Return the sums of what the shard at `target` holds, each found to be that of its sources.
+
+    span: only of elements that begin between these bytes of the file. Raises DamageError for the first tensor that
+    differs, naming the element and its place in the files.
+    """
+    found = []
+    for summed in sum_shard(plan, target, span=span, limits=limits):
+        if summed.expected != summed.found:
+            raise where_it_differs(plan, target, summed.tensor.name, limits)
+        found.append(tensor_sum(summed.tensor, summed.found, loose=summed.tensor.name in plan.loose))
+    return tuple(found)
+
+
+def tensor_sum(spec: TensorSpec, value: int, *, loose: bool) -> TensorSum:
+    return TensorSum(spec.name, spec.dtype.name, spec.global_shape, spec.box.start, spec.box.shape, value, loose)
+
+
+def where_it_differs(plan: RankPlan, target: Manifest, name: str, limits: Limits) -> DamageError:
+    """Return the error for a tensor of the shard at `target` that is not what its sources hold."""
+    from reshard_mpi.engine.arrays import first_difference
+
+    tensor = next(tensor for tensor in plan.tensors if tensor.spec.name == name)
+    for source, own in copies_and_target(tensor, target):
+        found = first_difference(Check(name, (source, own), refuse=True, why=""), limits=limits)
+        if found is not None:
+            _, element = found
+            return DamageError(
+                f"{name!r} differs from its source at element {list(element)}",
+                expected=_content(source, element),
+                got=_content(own, element),
+                where=target.path,
+                remedy="make the target anew with --overwrite; if it differs again, look for a failing disk or memory",
+            )
+    return DamageError(
+        f"{name!r} was read as something else a moment ago",
+        expected="the same bytes whenever they are read",
+        got="sums that differed, and bytes that do not",
+        where=target.path,
+        remedy="make sure nothing writes to source or target; look for failing memory",
+    )
+
+
+def _content(copy: Copy, element: Sequence[int]) -> str:
+    """Say what an element is, in hexadecimal as it lies in the file, and where."""
+    place = place_of(copy, element)
+    if place is None:
+        return "another value, compressed" if copy.source_rank < 0 else f"what rank {copy.source_rank} has, compressed"
+    data = bytearray(place.length_bytes)
+    with Files() as files:
+        files.read_into(place, memoryview(data))
+    return f"{data.hex()} at byte {place.offset_bytes} of {place.path}"

@@ -1,0 +1,234 @@
+"""Runs that verify a checkpoint: against the one it was made from, or against the sums that it keeps itself.
+
+Every process takes a share of the shards. Damage is told tensor by tensor; one damaged shard does not stop the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from typing import TypeVar
+
+from reshard_mpi.checkpoints import discovery
+from reshard_mpi.checkpoints.source import SourceCheckpoint
+from reshard_mpi.engine.sums import sum_shard
+from reshard_mpi.errors import DamageError, ReshardError, SourceError, as_reshard_error
+from reshard_mpi.filesystem.paths import require_reachable
+from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.planning.model import RankPlan
+from reshard_mpi.processes.comm import Comm
+from reshard_mpi.processes.governor.admission import Governor
+from reshard_mpi.runs.conversion import LIMITS, Conversion
+from reshard_mpi.runs.division import assign
+from reshard_mpi.runs.memory import RunMemory
+from reshard_mpi.runs.projection import checking_bytes
+from reshard_mpi.runs.report import Checked, Failure, Outcome, Progress
+from reshard_mpi.runs.request import Request, Strategies
+from reshard_mpi.runs.selfcheck import Summing, check_shard, check_together
+from reshard_mpi.runs.verification import where_it_differs
+
+T = TypeVar("T")
+
+_EXPECTED = (ReshardError, OSError, MemoryError)
+# So many damaged tensors of one shard are located; that there are more is said.
+_MAX_LOCATED = 20
+_MAX_QUOTED = 200
+# Where there is room to sum a shard of any kind there is for its structure.
+_BEFORE_LOCATING = Summing(0, is_native=False, decoding_bytes=0, with_numpy=True)
+
+
+def verify_pair(request: Request, comm: Comm, progress: Progress, strategies: Strategies | None = None) -> Outcome:
+    """Verify that the checkpoint `request.target` holds what a transform of `request.source` to it would write.
+
+    Damage is in the outcome's failures. Raises, on every process alike, what keeps the two from being compared.
+    """
+
+    with RunMemory(lambda: request.allowance, comm, progress.waiting) as memory:
+        return _verify_pair(request, comm, strategies, memory)
+
+
+def _verify_pair(request: Request, comm: Comm, strategies: Strategies | None, memory: RunMemory) -> Outcome:
+    purpose = f"verifying {request.target}"
+
+    def begin() -> tuple[Conversion, SourceCheckpoint, Governor]:
+        governor = memory.open()
+        named = (request.src_strategy, request.dst_strategy) if strategies is None else ()
+        memory.to_open(named, purpose)
+        read = strategies or Strategies.read(request)
+        files, held = _shards(request.source, request.select), _shards(request.target, role="target")
+        memory.to_open(named, purpose, "hdf5" if "hdf5" in (files.format, held.format) else files.format)
+        source = SourceCheckpoint.open(files, read.source)
+        target = SourceCheckpoint.open(held, None if request.dst_strategy is None else read.target)
+        conversion = Conversion(source, target.strategy, request.unlisted, replicas=request.replicas)
+        memory.on_giving_way(conversion.forget, target.forget)
+        memory.to_plan(conversion, held.format, purpose, also_read=target)
+        conversion.drifted_tensors(damaged_are_replaced=True, process=comm.rank, processes=comm.size)
+        return conversion, target, governor
+
+    conversion, target, governor = _agreed(begin, comm)
+    weights = conversion.target_weights(range(conversion.target.world_size))
+
+    def check(rank: int) -> tuple[Checked, list[ReshardError]]:
+        what = f"target rank {rank} of {request.target}"
+        memory.to_plan(conversion, target.files.format, what, also_read=target)
+        plan = conversion.plan(rank, checked=False)
+        if rank not in target:
+            raise DamageError("a shard is missing", expected=f"one of target rank {rank}", where=target.files.path)
+        peak_bytes = memory.require_possible(plan)
+        while not memory.to_move(peak_bytes, what):
+            plan = conversion.plan(rank, checked=False)
+        shard = target.manifest(rank)
+        _require_same_tensors(plan, shard)
+        done, damage = _compare(plan, shard)
+        unfit: dict[int, ReshardError] = {}
+        while damage and (found := _unfit(conversion.source, plan, unfit)):
+            unfit |= found
+            sound = SourceCheckpoint.open(conversion.source.files, conversion.source.strategy, unfit)
+            plan = replace(conversion, source=sound, _opener=None).plan(rank, checked=False)
+            done, damage = _compare(plan, shard)
+        return done, damage
+
+    return _besides(_each(weights, comm, check), governor, conversion.source.files, target.files)
+
+
+def verify_alone(request: Request, comm: Comm, progress: Progress, strategies: Strategies | None = None) -> Outcome:
+    """Verify the checkpoint `request.source` against the sums that it keeps.
+
+    Damage is in the outcome's failures. Raises, on every process alike, what keeps it from being verified: above all
+    that it keeps no sums.
+    """
+    with RunMemory(lambda: request.allowance, comm, progress.waiting) as memory:
+        return _verify_alone(request, comm, memory)
+
+
+def _verify_alone(request: Request, comm: Comm, memory: RunMemory) -> Outcome:
+    def begin() -> tuple[discovery.ShardFiles, Governor]:
+        return _shards(request.source, request.select), memory.open()
+
+    files, governor = _agreed(begin, comm)
+
+    def check(rank: int) -> tuple[Checked, list[ReshardError]]:
+        def before_sums(summing: Summing) -> None:
+            memory.to_move(checking_bytes(files.format, summing), f"rank {rank} of {request.source}")
+
+        before_sums(_BEFORE_LOCATING)
+        return check_shard(files, rank, LIMITS, before_sums)
+
+    outcome = _besides(_each(dict.fromkeys(files.by_rank, 1), comm, check), governor, files)
+    damage = check_together(files, outcome.checked, sound=not outcome.failures)
+    outcome = outcome._replace(failures=(*outcome.failures, *(Failure.here(None, comm, error) for error in damage)))
+    if not outcome.failures and not any(checked.by for checked in outcome.checked):
+        raise _no_sums(files.path)
+    unknown = [checked.rank for checked in outcome.checked if not checked.by]
+    if unknown:
+        note = f"{len(unknown)} of {len(files.by_rank)} shards keep no sums, that of rank {unknown[0]} the first"
+        outcome = outcome._replace(notes=(*outcome.notes, note))
+    return outcome
+
+
+def _shards(path: str, select: str | None = None, role: str = "source") -> discovery.ShardFiles:
+    require_reachable(path)
+    return discovery.find_shards(path, select, role=role)
+
+
+def _agreed(begin: Callable[[], T], comm: Comm) -> T:
+    """Return what `begin` does; raise, on all processes alike, what went wrong with it on one of them."""
+    done: list[T] = []
+    failures: tuple[Failure, ...] = ()
+    try:
+        done.append(begin())
+    except _EXPECTED as error:
+        failures = (Failure.here(None, comm, as_reshard_error(error)),)
+    for outcome in comm.allgather(Outcome(failures=failures), "begun"):
+        for failure in outcome.failures:
+            raise failure.named(alone=True)
+    return done[0]
+
+
+def _each(
+    weights: Mapping[int, int], comm: Comm, check: Callable[[int], tuple[Checked, list[ReshardError]]]
+) -> Outcome:
+    """Check this process's share of the ranks; return what all processes have found."""
+    checked: list[Checked] = []
+    failures: list[Failure] = []
+    for rank in assign(weights, range(comm.size))[comm.rank]:
+        try:
+            done, damage = check(rank)
+        except _EXPECTED as error:
+            failures.append(Failure.here(rank, comm, as_reshard_error(error)))
+            continue
+        failures += [Failure.here(rank, comm, error) for error in damage]
+        checked.append(done)
+    lost = tuple(lost for done in checked for lost in done.lost)
+    own = Outcome(failures=tuple(failures), lost=lost, checked=tuple(checked))
+    found = Outcome(processes=comm.size).joined(comm.allgather(own, "verified"))
+    return found._replace(failures=tuple(sorted(found.failures, key=lambda failure: failure.rank or 0)))
+
+
+def _besides(outcome: Outcome, governor: Governor, *read: discovery.ShardFiles) -> Outcome:
+    """Return `outcome` with what is to be said of the files that were read, and of the governor."""
+    notes = dict.fromkeys((*(note for files in read for note in files.notes), *governor.notes, *outcome.notes))
+    warnings = dict.fromkeys((*(text for files in read for text in files.warnings), *outcome.other_warnings))
+    return outcome._replace(notes=tuple(notes), other_warnings=tuple(warnings))
+
+
+def _require_same_tensors(plan: RankPlan, shard: Manifest) -> None:
+    """Raise DamageError if the shard does not hold the tensors that are planned, of these types and shapes."""
+    planned = {spec.name: (spec.dtype, spec.box.shape) for spec in plan.shard.tensors}
+    held = {name: (entry.dtype, entry.shape) for name, entry in shard.tensors.items()}
+    for name in [*planned, *(name for name in held if name not in planned)]:
+        if planned.get(name) != held.get(name):
+            raise DamageError(
+                f"{name!r} is not what the source holds",
+                expected=_described(planned.get(name)),
+                got=_described(held.get(name)),
+                where=shard.path,
+                remedy="give the strategies and the --unlisted it was made with, or make it anew with --overwrite",
+            )
+
+
+def _unfit(source: SourceCheckpoint, plan: RankPlan, known: Collection[int]) -> dict[int, ReshardError]:
+    """Return what is wrong with source shards of `plan`, besides those `known`, that do not fit their own checksum."""
+    found = ((rank, source.check_crc(rank)) for rank in plan.read_ranks if rank not in known)
+    return {rank: error for rank, error in found if error is not None}
+
+
+def _described(tensor: tuple[object, ...] | None) -> str:
+    if tensor is None:
+        return "no such tensor"
+    dtype, shape = tensor
+    return f"{getattr(dtype, 'name', dtype)} of shape {shape}"
+
+
+def _quoted(text: str | None) -> str:
+    if text is None:
+        return "no such text"
+    return repr(text) if len(text) <= _MAX_QUOTED else f"{text[:_MAX_QUOTED]!r}..."
+
+
+def _compare(plan: RankPlan, shard: Manifest) -> tuple[Checked, list[ReshardError]]:
+    damage: list[ReshardError] = []
+    for name in sorted(plan.strings.keys() | shard.strings.keys()):
+        expected, got = (strings.get(name) for strings in (plan.strings, shard.strings))
+        if expected != got:
+            problem = f"{name!r} is not the text that the source holds"
+            damage.append(DamageError(problem, expected=_quoted(expected), got=_quoted(got), where=shard.path))
+    for summed in sum_shard(plan, shard, span=None, limits=LIMITS):
+        if summed.expected != summed.found:
+            if len(damage) == _MAX_LOCATED:
+                damage.append(DamageError("more tensors of this shard differ", where=shard.path))
+                break
+            damage.append(where_it_differs(plan, shard, summed.tensor.name, LIMITS))
+    read_bytes = plan.written_bytes
+    by = ("the source",) if not damage else ()
+    return Checked(plan.target_rank, shard.path, len(plan.tensors), read_bytes, by, lost=plan.lost), damage
+
+
+def _no_sums(path: str) -> SourceError:
+    return SourceError(
+        "the checkpoint keeps no sums to verify it against",
+        expected="HDF5 shards or records made by transform --verify, or .ckpt files with a checksum (--crc)",
+        got="none of them",
+        where=path,
+        remedy="give its source as well: reshard-mpi verify SRC DST",
+    )

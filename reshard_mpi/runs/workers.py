@@ -1,0 +1,447 @@
+"""Local processes: workers that run as the processes of one run, and the parent that connects them.
+
+Workers are forked from a fresh interpreter that has loaded what moves bytes and nothing else: no MPI, no HDF5, no
+threads. So what is loaded is loaded once, however many workers there are. The command line is such an interpreter; a
+caller of the Python functions may be anything, so there one is started. A worker that dies is reported with the target
+it was writing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import pickle
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from reshard_mpi.errors import ReshardError, TransformError, as_reshard_error
+from reshard_mpi.processes.comm import MEANWHILE_SECONDS, Comm, SerialComm
+from reshard_mpi.processes.forks import Channel, Fork, wait_for_any
+from reshard_mpi.processes.governor.admission import Governor
+from reshard_mpi.processes.governor.allotment import finish, register_worker
+from reshard_mpi.processes.hosts import host_name
+from reshard_mpi.processes.imports import fresh_interpreter, import_environment
+from reshard_mpi.processes.jobs import processes_by_default, processes_of_use
+from reshard_mpi.processes.signals import INTERRUPTED, exit_when_terminated
+from reshard_mpi.processes.threads import ONE_THREAD
+from reshard_mpi.runs.memory import RunMemory
+from reshard_mpi.runs.report import Failure, Outcome, Progress, TargetReport
+from reshard_mpi.runs.request import Request, Strategies
+
+T = TypeVar("T")
+
+_START = "from reshard_mpi.runs.workers import parent_main; parent_main(*{descriptors})"
+# What must not be there when a process is forked: libraries whose state does not survive it.
+_NOT_TO_FORK = ("h5py", "mpi4py.MPI")
+_TO_STOP = (signal.SIGINT, signal.SIGTERM)
+_THREADS = Path("/proc/self/task")
+_LOOK_AT_MEMORY = "run again; if it was killed from outside, make sure there is memory for it"
+_PROGRESS_SECONDS = 0.1
+_STOP_SECONDS = 10.0
+
+
+class PipeComm:
+    """A worker's side: values go through the parent."""
+
+    def __init__(self, channel: Channel, rank: int, size: int) -> None:
+        self._channel = channel
+        self._do: Callable[[], None] | None = None
+        self.rank = rank
+        self.size = size
+        self.hosts = (host_name(os.environ),) * size
+
+    def meanwhile(self, do: Callable[[], None]) -> None:
+        self._do = do
+
+    def allgather(self, value: T, step: str) -> list[T]:
+        self._channel.send(("gather", value))
+        while self._do is not None and not self._channel.is_ready(MEANWHILE_SECONDS):
+            self._do()
+        values: list[T] = self._channel.receive()
+        return values
+
+
+class PipeProgress:
+    """Tells the parent what a worker does, not more often than is worth it."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._moved_bytes = 0
+        self._next = 0.0
+
+    def assigned(self, ranks: tuple[int, ...]) -> None:
+        self._channel.send(("assigned", (ranks,)))
+
+    def started(self, rank: int, written_bytes: int) -> None:
+        self._channel.send(("started", (rank, written_bytes)))
+
+    def waiting(self, text: str) -> None:
+        self._channel.send(("waiting", (text,)))
+
+    def moved(self, count_bytes: int) -> None:
+        self._moved_bytes += count_bytes
+        if time.monotonic() >= self._next:
+            self._flush()
+
+    def finished(self, report: TargetReport) -> None:
+        self._flush()
+        self._channel.send(("finished", (report,)))
+
+    def close(self) -> None:
+        pass
+
+    def _flush(self) -> None:
+        self._next = time.monotonic() + _PROGRESS_SECONDS
+        self._channel.send(("moved", (self._moved_bytes,)))
+        self._moved_bytes = 0
+
+
+@dataclass(slots=True)
+class _Worker:
+    """A worker and what is known of it: the targets it has still to make, the one it is at, those it has made."""
+
+    rank: int
+    process: Fork
+    channel: Channel
+    to_make: tuple[int, ...] = ()
+    target: int | None = None
+    made: tuple[TargetReport, ...] = ()
+    alive: bool = True
+    gathering: bool = False
+    value: Any = None
+    lost: Outcome = field(default_factory=Outcome)
+
+
+class Work(StrEnum):
+    """What workers do together: functions of a request, a communicator, a progress, and the strategies."""
+
+    CONVERT = "runtime:convert"
+    VERIFY_PAIR = "verifying:verify_pair"
+    VERIFY_ALONE = "verifying:verify_alone"
+
+    def load(self) -> Callable[[Request, Comm, Progress, Strategies | None], Outcome]:
+        """Return the function, with all that it needs loaded."""
+        module, _, name = self.partition(":")
+        found: Callable[[Request, Comm, Progress, Strategies | None], Outcome]
+        found = getattr(importlib.import_module(f"reshard_mpi.{module}"), name)
+        return found
+
+
+def run_with_workers(request: Request, jobs: int | None, progress: Progress, work: Work = Work.CONVERT) -> Outcome:
+    """Do `work` in `jobs` local processes and return what they did together.
+
+    jobs: None for one a core, but no more than are useful; where it is more than there is work for, a note in the
+    outcome says how many there were. Raises what refused the run. A worker's death is a failure of the target it was
+    making.
+    """
+    if not _may_fork():
+        return _run_elsewhere(request, jobs, progress, work)
+    with RunMemory(lambda: request.allowance, SerialComm(), progress.waiting) as memory:
+        return _run_here(request, jobs, progress, work, memory)
+
+
+def _run_here(request: Request, jobs: int | None, progress: Progress, work: Work, memory: RunMemory) -> Outcome:
+    """Be the parent of the workers."""
+    memory.to_open((request.src_strategy, request.dst_strategy), f"reading the strategies of {request.source}")
+    with _Reading(request, work) as reading:
+        # While that process reads the strategies, this one loads all that the workers need.
+        work.load()
+        strategies, shards = reading.result()
+    targets = len(request.ranks) if request.ranks else strategies.target.world_size
+    notes: tuple[str, ...] = ()
+    if jobs is None:
+        size = processes_by_default(targets)
+    elif work is Work.CONVERT:
+        size, notes = processes_of_use(jobs, targets, "target", together=True)
+    else:
+        size, notes = processes_of_use(jobs, shards or 1, "shard", together=False)
+    parameters = max(len(strategies.target.parameters), len(strategies.source.parameters) if strategies.source else 0)
+    useful, size = size, memory.share_out(size, parameters, least=1)
+    if size < useful and jobs is not None:
+        notes = (*notes, f"{size} of {useful} processes were started: there can be no memory for more at once")
+    workers: list[_Worker] = []
+    stopped = True
+    # A signal to stop is for when all workers are known, and not for while they are ended.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _TO_STOP)
+    try:
+        try:
+            for rank in range(size):
+                workers.append(_start(workers, work, request, strategies, rank, size, mask, memory.open()))
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            result = _serve(workers, progress, memory)
+            stopped = False
+        finally:
+            signal.pthread_sigmask(signal.SIG_BLOCK, _TO_STOP)
+    finally:
+        _join(workers, stopped=stopped)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    if isinstance(result, ReshardError):
+        raise result
+    return result._replace(notes=(*notes, *result.notes))
+
+
+def parent_main(*descriptors: int) -> None:
+    """Be the parent of workers for a process that must not fork; it is at the other end of the channel."""
+    exit_when_terminated()
+    channel = Channel(*descriptors)
+    with _ends_quietly():
+        request, jobs, work = channel.receive()
+        try:
+            result: Outcome | ReshardError = run_with_workers(request, jobs, PipeProgress(channel), work)
+        except ReshardError as error:
+            result = error
+        channel.send(("result", result))
+
+
+def _may_fork() -> bool:
+    """Tell whether nothing in this process would be broken in a fork of it."""
+    return len(list(_THREADS.iterdir())) == 1 and not any(name in sys.modules for name in _NOT_TO_FORK)
+
+
+class _Reading:
+    """A process that reads the strategies, ended with the block if it has not come to its end by then.
+
+    It also counts the shards that are to be verified, if that is the `work`.
+    """
+
+    def __init__(self, request: Request, work: Work) -> None:
+        self._channel, theirs = Channel.pair()
+        # A signal to stop is for when it is sure that the process will be ended.
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, _TO_STOP)
+
+        def read() -> None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+            self._channel.close()
+            _read_strategies(theirs, request, work)
+
+        self._process = Fork(read)
+        theirs.close()
+
+    def __enter__(self) -> Self:
+        try:
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+        except BaseException as error:
+            self.__exit__(type(error))
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._process.kill()  # it has nothing to tidy up
+        self._channel.close()
+        self._process.wait()
+
+    def result(self) -> tuple[Strategies, int]:
+        """Return what has been read, and the number of shards. Raises what is wrong with the strategies."""
+        try:
+            found: tuple[Strategies, int] | ReshardError = self._channel.receive()
+        except EOFError:
+            cause = _cause(self._process.wait())
+            problem = "the process that reads the strategies died"
+            raise TransformError(problem, expected="what they say", got=cause, remedy=_LOOK_AT_MEMORY) from None
+        if isinstance(found, ReshardError):
+            raise found
+        return found
+
+
+def _read_strategies(channel: Channel, request: Request, work: Work) -> None:
+    with _ends_quietly():
+        try:
+            channel.send((Strategies.read(request), 0 if work is Work.CONVERT else _count_shards(request, work)))
+        except (ReshardError, OSError) as error:
+            channel.send(as_reshard_error(error))
+
+
+def _count_shards(request: Request, work: Work) -> int:
+    """Return how many shards there are to verify; 0 where that cannot be told: the workers will say why."""
+    from reshard_mpi.checkpoints import discovery
+
+    path, select = (request.source, request.select) if work is Work.VERIFY_ALONE else (request.target, None)
+    try:
+        return len(discovery.find_shards(path, select).by_rank)
+    except (ReshardError, OSError):
+        return 0
+
+
+def _run_elsewhere(request: Request, jobs: int | None, progress: Progress, work: Work) -> Outcome:
+    """Have a fresh interpreter be the parent of the workers."""
+    import subprocess
+
+    ours, theirs = Channel.pair()
+    process = subprocess.Popen(
+        fresh_interpreter(_START.format(descriptors=theirs.descriptors)),
+        pass_fds=theirs.descriptors,
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, **ONE_THREAD, **import_environment()},
+        process_group=0,  # an interrupt from the terminal is for the caller, which ends the others itself
+    )
+    theirs.close()
+    try:
+        ours.send((request, jobs, work))
+        while True:
+            kind, value = ours.receive()
+            if kind == "result":
+                break
+            _tell(progress, kind, value)
+    except (EOFError, ConnectionResetError, BrokenPipeError):
+        problem, cause = "the parent of the worker processes died", _cause(process.wait())
+        raise TransformError(problem, expected="a result", got=cause, remedy=_LOOK_AT_MEMORY) from None
+    finally:
+        ours.close()
+        process.terminate()
+        try:
+            process.wait(2 * _STOP_SECONDS)  # it may have to wait for workers, and then to kill them
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    if isinstance(value, ReshardError):
+        raise value
+    outcome: Outcome = value
+    return outcome
+
+
+def _start(
+    others: list[_Worker],
+    work: Work,
+    request: Request,
+    strategies: Strategies,
+    rank: int,
+    size: int,
+    mask: Iterable[int],
+    governor: Governor,
+) -> _Worker:
+    """Start a worker, in which the signals of `mask` are held back."""
+    ours, theirs = Channel.pair()
+
+    def be_child() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for other in (ours, *(worker.channel for worker in others)):
+            other.close()  # or its holder would not learn that the parent has closed it
+        _work(theirs, work, request, strategies, rank, size, governor)
+
+    process = Fork(be_child)
+    theirs.close()
+    return _Worker(rank, process, ours)
+
+
+def _work(
+    channel: Channel,
+    work: Work,
+    request: Request,
+    strategies: Strategies,
+    rank: int,
+    size: int,
+    governor: Governor,
+) -> None:
+    """Be a worker."""
+    with _ends_quietly():
+        try:
+            comm, progress = PipeComm(channel, rank, size), PipeProgress(channel)
+            register_worker(governor)
+            channel.send(("there", None))
+            result: Outcome | ReshardError = work.load()(request, comm, progress, strategies)
+        except ReshardError as error:
+            result = error
+        finish()
+        channel.send(("result", result))
+
+
+@contextlib.contextmanager
+def _ends_quietly() -> Iterator[None]:
+    """End this process without a word where there is nothing to say or nobody left to hear it."""
+    os.setpgid(0, 0)  # an interrupt from the terminal is for the parent, which ends the others itself
+    try:
+        yield
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    except (BrokenPipeError, EOFError, ConnectionResetError):
+        sys.exit(1)  # the parent is gone, and with it whoever wanted to know
+
+
+def _serve(workers: list[_Worker], progress: Progress, memory: RunMemory) -> Outcome | ReshardError:
+    """Pass gathered values around until every worker has said its result or is lost; return what they say alike."""
+    result: Outcome | ReshardError | None = None
+    lost = Outcome()
+    open_workers = list(workers)
+    while open_workers:
+        for ready in wait_for_any(worker.channel for worker in open_workers):
+            worker = next(worker for worker in open_workers if worker.channel is ready)
+            try:
+                kind, value = worker.channel.receive()
+            except (EOFError, ConnectionResetError, pickle.UnpicklingError):
+                open_workers.remove(worker)
+                worker.alive = False
+                worker.lost = _death(worker)
+                lost = lost.joined([worker.lost])
+                continue
+            if kind == "result":
+                open_workers.remove(worker)
+                result = value
+            elif kind == "there":
+                memory.worker_is_there()
+            elif kind == "gather":
+                worker.gathering, worker.value, worker.target = True, value, None
+            else:
+                _note(worker, kind, value)
+                _tell(progress, kind, value)
+        waiting = [worker for worker in open_workers if worker.gathering]
+        if waiting and len(waiting) == len(open_workers):
+            values = [worker.value if worker.alive else worker.lost for worker in workers]
+            for worker in waiting:
+                worker.gathering = False
+                with contextlib.suppress(BrokenPipeError):
+                    worker.channel.send(values)
+    return result if result is not None else lost._replace(processes=len(workers))
+
+
+def _tell(progress: Progress, kind: str, arguments: tuple[Any, ...]) -> None:
+    getattr(progress, kind)(*arguments)
+
+
+def _note(worker: _Worker, kind: str, arguments: tuple[Any, ...]) -> None:
+    if kind == "assigned":
+        (worker.to_make,) = arguments
+    elif kind == "started":
+        worker.target = arguments[0]
+    elif kind == "finished":
+        worker.target = None
+        worker.made += arguments
+
+
+def _death(worker: _Worker) -> Outcome:
+    """Return what a worker that died has made, and failures for what it has not."""
+    code = worker.process.wait()
+    hint = {
+        -signal.SIGKILL: "killed from outside, as the kernel does when memory runs out: try fewer --jobs",
+        -signal.SIGBUS: "a source file became shorter while it was read: make sure nothing writes to the source",
+    }.get(code, "")
+    at = "between targets" if worker.target is None else f"while it wrote target rank {worker.target}"
+    error = TransformError("a worker process died", expected="a result", got=f"{_cause(code)} {at}", remedy=hint)
+    made = {report.rank for report in worker.made}
+    left = sorted({*worker.to_make} - made, key=lambda rank: (rank != worker.target, rank))
+    host = host_name(os.environ)
+    return Outcome(worker.made, tuple(Failure(rank, worker.rank, host, error) for rank in left or (None,)))
+
+
+def _cause(exit_code: int) -> str:
+    return f"signal {signal.Signals(-exit_code).name}" if exit_code < 0 else f"exit code {exit_code}"
+
+
+def _join(workers: list[_Worker], *, stopped: bool) -> None:
+    """Wait for the end of the workers; ask for it first if the run is `stopped`."""
+    deadline = time.monotonic() + _STOP_SECONDS
+    for worker in workers:
+        if stopped:
+            worker.process.terminate()
+        worker.channel.close()
+    for worker in workers:
+        if not worker.process.ends_within(max(0.0, deadline - time.monotonic())):
+            worker.process.kill()
+            worker.process.wait()

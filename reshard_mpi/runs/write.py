@@ -1,0 +1,339 @@
+"""The second phase of a run: targets are written, each whole or not at all, alone or several processes together."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from pathlib import Path
+from typing import NamedTuple
+
+from reshard_mpi import formats
+from reshard_mpi.engine.files import OnBytes, forget_cached
+from reshard_mpi.engine.transfer import Span, write_shard
+from reshard_mpi.errors import ReshardError, ShardError, TransformError, as_reshard_error, told
+from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.formats.protocol import Format
+from reshard_mpi.journal.publication import Publication, opened_partial
+from reshard_mpi.journal.records import Evidence, TensorSum
+from reshard_mpi.journal.targets import Journal, Unrecorded
+from reshard_mpi.planning.model import Limits, RankPlan
+from reshard_mpi.processes.comm import Comm
+from reshard_mpi.runs.division import Share, Work
+from reshard_mpi.runs.memory import RunMemory
+from reshard_mpi.runs.prepared import Run
+from reshard_mpi.runs.report import Failure, Filled, Outcome, Progress, Reserved, TargetReport, Verified
+
+# What may go wrong with one target and leave the others whole; anything else is a bug.
+_EXPECTED = (ReshardError, OSError, MemoryError)
+
+
+class Plans(NamedTuple):
+    """What is to be written.
+
+    of: the plan of a target. peak_bytes: what that is projected to take. due: the targets that are to be written at
+    all, and what their records are to say.
+    """
+
+    of: Callable[[int], RankPlan]
+    peak_bytes: Mapping[int, int]
+    due: Mapping[int, Evidence]
+
+
+class _Led(NamedTuple):
+    """A target that others help to fill, between its reservation and its publication."""
+
+    publication: Publication
+    reserved: Reserved
+    begin: float
+    waited_seconds: float
+
+
+class Writer:
+    """What one process of a run does to write its part of the targets.
+
+    works: the work of every process of `comm`. memory: asked for what is done for a target; while others are waited
+    for, whoever is in line gets it.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        journal: Journal | Unrecorded,
+        works: Sequence[Work],
+        comm: Comm,
+        plans: Plans,
+        memory: RunMemory,
+        progress: Progress,
+    ) -> None:
+        self._run = run
+        self._journal = journal
+        self._works = works
+        self._comm = comm
+        self._work = works[comm.rank]
+        self._plans = plans
+        self._due = plans.due
+        self._memory = memory
+        self._progress = progress
+        self._limits = run.conversion.limits
+        self._format = formats.by_name(run.format)
+        self._led: dict[int, _Led] = {}
+
+    def write(self) -> Outcome:
+        """Write what falls to this process and return what it has led; failures do not stop the others.
+
+        Shared targets are filled last, so that processes that have finished wait as little as can be for others.
+        """
+        self._progress.assigned(tuple(rank for rank in self._work.leads if rank in self._due))
+        if not any(work.shares for work in self._works):
+            return self._write_alone()
+        with ExitStack() as publications:
+            begun = self._reserve(publications)
+            together = self._comm.allgather(begun, "reserved")
+            alone = self._write_alone()
+            parts = self._comm.allgather(self._fill(together), "filled")
+            if self._run.request.verify:
+                verified = self._comm.allgather(self._verify(together, parts), "verified")
+                parts = [part.with_verified(found) for part, found in zip(parts, verified)]
+            shared = self._publish(parts)
+        return Outcome(failures=begun.failures).joined([alone, shared])
+
+    def _write_alone(self) -> Outcome:
+        outcome = Outcome()
+        for rank in self._work.alone:
+            if rank in self._due:
+                outcome = outcome.joined([self._attempt(rank, self._write_target)])
+                self._memory.turn()
+        return outcome
+
+    def _write_target(self, rank: int) -> Outcome:
+        begin = time.monotonic()
+        plan, waited_seconds = self._plan(rank)
+        self._progress.started(rank, plan.written_bytes)
+        with self._writing(rank) as publication:
+            manifest = self._reserved(publication, plan)
+            filled = _fill(plan, manifest, publication.descriptor, None, self._limits, self._progress.moved)
+            sums: tuple[TensorSum, ...] = ()
+            if self._run.request.verify:
+                sums = _verified(plan, manifest, publication.descriptor, None, self._limits)
+            self._seal(publication, manifest, sums)
+        return self._finished(plan, begin, waited_seconds, [filled])
+
+    def _reserve(self, publications: ExitStack) -> Outcome:
+        """Make the files of the shared targets that this process leads."""
+
+        def reserve(rank: int) -> Outcome:
+            begin = time.monotonic()
+            plan, waited_seconds = self._plan(rank)
+            publication = publications.enter_context(self._writing(rank))
+            manifest = self._reserved(publication, plan)
+            reserved = Reserved.of(rank, manifest, publication.identity)
+            self._led[rank] = _Led(publication, reserved, begin, waited_seconds)
+            return Outcome(reserved=(reserved,))
+
+        shared = {share.target for share in self._work.shares}
+        ranks = [rank for rank in self._work.leads if rank in shared and rank in self._due]
+        outcomes = [self._attempt(rank, reserve) for rank in ranks]
+        return Outcome(
+            failures=tuple(failure for outcome in outcomes for failure in outcome.failures),
+            reserved=tuple(reserved for outcome in outcomes for reserved in outcome.reserved),
+        )
+
+    def _fill(self, begun: Sequence[Outcome]) -> Outcome:
+        """Fill this process's shares of the targets that have been reserved."""
+        reservations = {reserved.rank: reserved for outcome in begun for reserved in outcome.reserved}
+        outcomes = []
+        for share in self._work.shares:
+            reserved = reservations.get(share.target)
+            if reserved is not None:
+
+                def fill(rank: int, reserved: Reserved = reserved, share: Share = share) -> Outcome:
+                    manifest = reserved.manifest()
+                    plan, waited_seconds = self._plan(rank)
+                    with self._opened(rank, reserved) as descriptor:
+                        span = share.range_of(os.fstat(descriptor).st_size)
+                        self._progress.started(rank, span[1] - span[0])
+                        filled = _fill(plan, manifest, descriptor, span, self._limits, self._progress.moved)
+                    return Outcome(filled=(filled._replace(waited_seconds=waited_seconds),))
+
+                outcomes.append(self._attempt(share.target, fill))
+        return Outcome(
+            failures=tuple(failure for outcome in outcomes for failure in outcome.failures),
+            filled=tuple(filled for outcome in outcomes for filled in outcome.filled),
+        )
+
+    def _verify(self, begun: Sequence[Outcome], parts: Sequence[Outcome]) -> Outcome:
+        """Compare this process's shares of the targets that have been filled with their sources."""
+        reservations = {reserved.rank: reserved for outcome in begun for reserved in outcome.reserved}
+        outcomes = []
+        for share in self._work.shares:
+            reserved = reservations.get(share.target)
+            if reserved is not None and not self._parts_of(share.target, parts, verified=False)[1]:
+
+                def verify(rank: int, reserved: Reserved = reserved, share: Share = share) -> Outcome:
+                    manifest = reserved.manifest()
+                    plan, waited_seconds = self._plan(rank)
+                    with self._opened(rank, reserved) as descriptor:
+                        span = share.range_of(os.fstat(descriptor).st_size)
+                        sums = _verified(plan, manifest, descriptor, span, self._limits)
+                    return Outcome(verified=(Verified(rank, sums, waited_seconds),))
+
+                outcomes.append(self._attempt(share.target, verify))
+        return Outcome(
+            failures=tuple(failure for outcome in outcomes for failure in outcome.failures),
+            verified=tuple(verified for outcome in outcomes for verified in outcome.verified),
+        )
+
+    def _writing(self, rank: int) -> AbstractContextManager[Publication]:
+        path, say = self._run.path(rank), self._progress.waiting
+        return self._journal.writing(rank, path, self._due[rank], self._format.MODE, say)
+
+    def _reserved(self, publication: Publication, plan: RankPlan) -> Manifest:
+        """Write all of a target but its payloads."""
+        shard = plan.shard._replace(with_sums=self._run.request.verify)
+        return self._format.reserve(publication.descriptor, str(publication.partial), shard)
+
+    def _opened(self, rank: int, reserved: Reserved) -> AbstractContextManager[int]:
+        """Open the file of a target that this process, or another one, has reserved."""
+        if rank in self._led:
+            return nullcontext(self._led[rank].publication.descriptor)
+        return opened_partial(self._run.path(rank), Path(reserved.manifest().path).name, reserved.identity)
+
+    def _seal(self, publication: Publication, manifest: Manifest, sums: Sequence[TensorSum]) -> None:
+        """Finish a target and put it in place, if what lies on the disk is what was meant."""
+        sums_by_name = {one.name: one.value for one in sums}
+        self._format.seal(publication.descriptor, manifest.path, sums_by_name, crc=self._run.request.crc)
+        _require_as_meant(self._format, publication, manifest, sums_by_name)
+        publication.publish(sums)
+
+    def _publish(self, parts: Sequence[Outcome]) -> Outcome:
+        """Put the shared targets that this process leads in place, where every other one has done its part."""
+
+        def publish(rank: int) -> Outcome:
+            led = self._led[rank]
+            filled, failures = self._parts_of(rank, parts, verified=self._run.request.verify)
+            if failures:
+                return Outcome(failures=failures)
+            found = [verified for part in parts for verified in part.verified if verified.rank == rank]
+            plan, waited_seconds = self._plan(rank)
+            self._seal(led.publication, led.reserved.manifest(), _joined(found, plan))
+            waited_seconds += led.waited_seconds + max((one.waited_seconds for one in found), default=0.0)
+            return self._finished(plan, led.begin, waited_seconds, filled)
+
+        return Outcome().joined([self._attempt(rank, publish) for rank in self._led])
+
+    def _parts_of(
+        self, rank: int, parts: Sequence[Outcome], *, verified: bool
+    ) -> tuple[list[Filled], tuple[Failure, ...]]:
+        """Return what every process that shares the target `rank` has filled, and the failures of those that have not.
+
+        parts: what every process says of its own work; in place of one that died, what became of it. verified: a part
+        must have been verified as well.
+        """
+        found: list[Filled] = []
+        failures: list[Failure] = []
+        for process, (work, part) in enumerate(zip(self._works, parts)):
+            if rank not in {share.target for share in work.shares}:
+                continue
+            own = [filled for filled in part.filled if filled.rank == rank]
+            is_whole = own and (not verified or any(found.rank == rank for found in part.verified))
+            if is_whole and not any(failure.rank == rank for failure in part.failures):
+                found += own
+                continue
+            of_rank = [failure for failure in part.failures if failure.rank == rank]
+            of_process = [failure._replace(rank=rank) for failure in part.failures]
+            error = TransformError("a process did not do its part", expected="all of the target filled and verified")
+            unknown = Failure(rank, process, self._comm.hosts[process], error)
+            failures.append([*of_rank, *of_process, unknown][0])
+        return found, tuple(failures)
+
+    def _plan(self, rank: int) -> tuple[RankPlan, float]:
+        """Have the memory that the target `rank` takes; return its plan, and the seconds waited."""
+        purpose = f"target rank {rank} of {self._run.request.target}"
+        self._memory.to_move(self._plans.peak_bytes[rank], purpose)
+        return self._plans.of(rank), self._memory.take_waited_seconds()
+
+    def _attempt(self, rank: int, do: Callable[[int], Outcome]) -> Outcome:
+        try:
+            return do(rank)
+        except _EXPECTED as error:
+            return Outcome(failures=(Failure.here(rank, self._comm, as_reshard_error(error, self._run.path(rank))),))
+
+    def _finished(self, plan: RankPlan, begin: float, waited_seconds: float, filled: Sequence[Filled]) -> Outcome:
+        report = TargetReport(
+            rank=plan.target_rank,
+            path=str(self._run.path(plan.target_rank)),
+            read_ranks=plan.read_ranks,
+            written_bytes=plan.written_bytes,
+            needed_bytes=plan.needed_bytes,
+            requested_bytes=sum(part.requested_bytes for part in filled),
+            mapped_bytes=sum(part.mapped_bytes for part in filled),
+            seconds=time.monotonic() - begin,
+            engine_seconds=max(part.seconds for part in filled),
+            waited_seconds=waited_seconds + max(part.waited_seconds for part in filled),
+            leased_bytes=self._plans.peak_bytes[plan.target_rank],
+            process=self._comm.rank,
+            processes=len(filled),
+        )
+        self._progress.finished(report)
+        return Outcome((report,))
+
+
+def write_whole(plan: RankPlan, format_name: str, publication: Publication, limits: Limits, on_bytes: OnBytes) -> None:
+    """Write the shard of `plan` and put it in place: reserve, move, seal, look at it."""
+    module, fd, path = formats.by_name(format_name), publication.descriptor, str(publication.partial)
+    manifest = module.reserve(fd, path, plan.shard)
+    _fill(plan, manifest, fd, None, limits, on_bytes)
+    module.seal(fd, path)
+    _require_as_meant(module, publication, manifest, {})
+    publication.publish()
+
+
+def _require_as_meant(module: Format, publication: Publication, manifest: Manifest, sums: Mapping[str, int]) -> None:
+    """Raise TransformError if the structure of a sealed target is not, on the disk, what was meant."""
+    forget_cached(publication.descriptor)
+    try:
+        found, found_sums = module.locate(manifest.path), module.stored_sums(manifest.path) if sums else sums
+    except ShardError as error:
+        raise _not_as_meant(manifest.path, told(error)) from error
+    if found != manifest or list(found.tensors) != list(manifest.tensors):
+        raise _not_as_meant(manifest.path, "another structure")
+    if found_sums and found_sums != sums:
+        raise _not_as_meant(manifest.path, "other sums")
+
+
+def _not_as_meant(path: str, got: str) -> TransformError:
+    return TransformError(
+        "what was written is not what lies in the file",
+        expected="the structure that was meant",
+        got=got,
+        where=path,
+        remedy="look for a failing disk or memory, and run the same command with --resume",
+    )
+
+
+def _verified(
+    plan: RankPlan, manifest: Manifest, descriptor: int, span: Span | None, limits: Limits
+) -> tuple[TensorSum, ...]:
+    """Return the sums of what has been filled. Raises DamageError if it is not what the sources hold."""
+    from reshard_mpi.runs.verification import sums_as_planned
+
+    forget_cached(descriptor)
+    return sums_as_planned(plan, manifest, span, limits)
+
+
+def _joined(parts: Sequence[Verified], plan: RankPlan) -> tuple[TensorSum, ...]:
+    if not parts:
+        return ()
+    from reshard_mpi.journal.sums import joined_sums
+
+    return joined_sums((part.sums for part in parts), [tensor.spec.name for tensor in plan.tensors])
+
+
+def _fill(
+    plan: RankPlan, manifest: Manifest, descriptor: int, span: Span | None, limits: Limits, on_bytes: OnBytes
+) -> Filled:
+    begin = time.monotonic()
+    traffic = write_shard(plan, manifest, descriptor, span=span, limits=limits, on_bytes=on_bytes)
+    return Filled(plan.target_rank, traffic.requested_bytes, traffic.mapped_bytes, time.monotonic() - begin, 0.0)

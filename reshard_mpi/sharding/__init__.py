@@ -1,0 +1,1 @@
+"""Who holds which part of a tensor: boxes, placements, layouts, strategy files."""

@@ -1,0 +1,339 @@
+"""Which rank holds which piece of a tensor, without its shape: all that a strategy file says.
+
+The semantics are MindSpore's:
+
+- local rank r of a stage has the coordinates of a row-major walk over `mesh`, last axis fastest;
+- every tensor dimension is cut evenly (or at given sizes) over the mesh axes that `split` names, the major one first;
+- ranks with the same slice are counted in row-major order of the mesh axes not in use, and an optimizer cut into k
+  pieces gives the one at position p piece p mod k of dimension 0 of that slice;
+- global rank = stage x ranks of a stage + local rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from reshard_mpi.errors import LayoutError
+from reshard_mpi.sharding.patterns import Patterns, ends_of
+
+Shape = tuple[int, ...]
+
+# What is known of names is kept for so many of them.
+_MAX_KNOWN = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One distinct part of a tensor: the slice index in every dimension, and the optimizer piece within that slice."""
+
+    index: tuple[int, ...]
+    part: int
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """How one parameter is cut over the ranks of its stages.
+
+    mesh: ranks along each mesh axis of one stage. split: for each tensor dimension the mesh axes (counted from the
+    left) that cut it, major first; an empty `split` cuts nothing, whatever the number of dimensions. optimizer: into
+    how many pieces dimension 0 of each slice is cut once more. sizes: pairs (dimension, slice sizes) for dimensions
+    cut unevenly. stages: the pipeline stages that hold it. expanded_shape: set where `split` may list more dimensions
+    than the tensor has, each of them a factor of a real one (MindSpore's JSON of nested maps): the whole tensor's
+    shape in those factors. open_ended: the tensor may have further dimensions, not cut (a rule that fits many tensors).
+
+    Raises LayoutError if an axis is outside the mesh or used twice, or the optimizer cut has no ranks to go over.
+    """
+
+    mesh: tuple[int, ...]
+    split: tuple[tuple[int, ...], ...] = ()
+    optimizer: int = 1
+    sizes: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    stages: tuple[int, ...] = (0,)
+    expanded_shape: Shape | None = None
+    open_ended: bool = False
+
+    def __post_init__(self) -> None:
+        if any(length < 1 for length in self.mesh):
+            raise LayoutError("a mesh axis has no ranks", expected="every axis 1 or more", got=f"mesh {self.mesh}")
+        used = [axis for axes in self.split for axis in axes]
+        for axis in used:
+            if not 0 <= axis < len(self.mesh):
+                raise LayoutError(
+                    "a tensor dimension is mapped outside the mesh",
+                    expected=f"mesh axes 0 to {len(self.mesh) - 1} of mesh {self.mesh} (counted from the left)",
+                    got=f"axis {axis}",
+                )
+        if len(set(used)) != len(used):
+            raise LayoutError(
+                "a mesh axis cuts two dimensions", expected="each mesh axis used once", got=f"mesh axes {self.split}"
+            )
+        if self.optimizer < 1 or self.holders_per_slice % self.optimizer:
+            raise LayoutError(
+                "the optimizer cut does not fit the ranks that share a slice",
+                expected=f"a divisor of {self.holders_per_slice} (mesh {self.mesh} without the axes in use)",
+                got=str(self.optimizer),
+            )
+        for dim, sizes in self.sizes:
+            if dim >= len(self.split) or len(sizes) != self.slices(dim):
+                slices = self.slices(dim) if dim < len(self.split) else 0
+                raise LayoutError(
+                    f"the sizes given for dimension {dim} do not fit its cut",
+                    expected=f"{slices} sizes",
+                    got=f"{len(sizes)} sizes {list(sizes)}",
+                )
+
+    @property
+    def dimensions(self) -> str:
+        """How many dimensions the tensor has, in words."""
+        count = len(self.split)
+        return f"{count} dimension{'' if count == 1 else 's'}{' or more' if self.open_ended else ''}"
+
+    @property
+    def stage_size(self) -> int:
+        """Ranks of one stage."""
+        return math.prod(self.mesh)
+
+    @property
+    def free_axes(self) -> tuple[int, ...]:
+        """Mesh axes that cut no dimension."""
+        used = {axis for axes in self.split for axis in axes}
+        return tuple(axis for axis in range(len(self.mesh)) if axis not in used)
+
+    @property
+    def holders_per_slice(self) -> int:
+        """Ranks of a stage that share one slice, before the optimizer cut."""
+        return math.prod(self.mesh[axis] for axis in self.free_axes)
+
+    @property
+    def copies(self) -> int:
+        """How many ranks hold the same piece, over all stages."""
+        return self.holders_per_slice // self.optimizer * len(self.stages)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether any rank holds less than the whole tensor."""
+        return self.optimizer > 1 or any(self.slices(dim) > 1 for dim in range(len(self.split)))
+
+    def slices(self, dim: int) -> int:
+        """Into how many slices dimension `dim` is cut, before the optimizer cut."""
+        return math.prod(self.mesh[axis] for axis in self.split[dim]) if dim < len(self.split) else 1
+
+    def cuts(self, dim: int) -> int:
+        """Into how many parts dimension `dim` is cut in all."""
+        return self.slices(dim) * (self.optimizer if dim == 0 else 1)
+
+    def total(self, dim: int) -> int | None:
+        """The length of dimension `dim`, where the placement itself tells it."""
+        return next((sum(sizes) for at, sizes in self.sizes if at == dim), None)
+
+    def piece(self, rank: int) -> Piece:
+        """Return which part of the tensor global rank `rank` holds."""
+        coordinates = unravel(rank % self.stage_size, self.mesh)
+        index = []
+        for axes in self.split:
+            at = 0
+            for axis in axes:
+                at = at * self.mesh[axis] + coordinates[axis]
+            index.append(at)
+        position = 0
+        if self.optimizer > 1:
+            for axis in self.free_axes:
+                position = position * self.mesh[axis] + coordinates[axis]
+        return Piece(tuple(index), position % self.optimizer)
+
+    def holder(self, piece: Piece, home: int) -> int:
+        """Return the global rank that holds `piece` and lies nearest to rank `home` in the mesh.
+
+        Of the copies it is the one with the coordinates of `home` along the free axes, so parameters cut alike and
+        parameters cut over other axes are looked for in the same files.
+        """
+        stage = home // self.stage_size
+        if stage not in self.stages:
+            stage = self.stages[0]
+        coordinates = list(unravel(home % self.stage_size, self.mesh))
+        self._set_index(coordinates, piece)
+        if self.optimizer > 1:
+            free = self.free_axes
+            lengths = tuple(self.mesh[axis] for axis in free)
+            position = ravel(tuple(coordinates[axis] for axis in free), lengths)
+            position += piece.part - position % self.optimizer
+            for axis, at in zip(free, unravel(position, lengths)):
+                coordinates[axis] = at
+        return stage * self.stage_size + ravel(tuple(coordinates), self.mesh)
+
+    def holders(self, piece: Piece) -> Iterator[int]:
+        """Yield every global rank that holds `piece`, in ascending order within each stage."""
+        free = self.free_axes
+        lengths = tuple(self.mesh[axis] for axis in free)
+        coordinates = [0] * len(self.mesh)
+        self._set_index(coordinates, piece)
+        for stage in self.stages:
+            for position in range(piece.part, math.prod(lengths), self.optimizer):
+                for axis, at in zip(free, unravel(position, lengths)):
+                    coordinates[axis] = at
+                yield stage * self.stage_size + ravel(tuple(coordinates), self.mesh)
+
+    def _set_index(self, coordinates: list[int], piece: Piece) -> None:
+        for axes, at in zip(self.split, piece.index):
+            for axis in reversed(axes):
+                at, coordinates[axis] = divmod(at, self.mesh[axis])
+
+    def with_stages(self, stages: tuple[int, ...]) -> Placement:
+        return replace(self, stages=stages)
+
+
+def replicated(ranks: int) -> Placement:
+    """Return the placement of a tensor that every one of `ranks` ranks holds whole."""
+    return Placement((ranks,))
+
+
+class _Known:
+    """What has been found out of names by the rules of a strategy: the same is asked many times."""
+
+    __slots__ = ("followed", "patterns", "rules")
+
+    def __init__(self) -> None:
+        self.patterns: Patterns | None = None
+        self.rules: dict[str, int | None] = {}
+        self.followed: dict[str, tuple[str, ...]] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """The placements of a whole checkpoint: what all its strategy files say together.
+
+    parameters: for each listed name the placements that hold it; more than one where stages that share a parameter
+    cut it differently. rules: pairs (glob, placement) for names not listed one by one; the first match wins.
+    required_rules: the globs of rules that must place something in the checkpoint, where people have written them.
+    axes: what the axes of the mesh are called, where one mesh with names serves all placements. Neither makes a
+    difference to who holds what. All stages have the same number of ranks. Raises LayoutError where they do not.
+    """
+
+    world_size: int
+    stages: int
+    parameters: Mapping[str, tuple[Placement, ...]]
+    rules: tuple[tuple[str, Placement], ...] = ()
+    origin: str = field(default="", compare=False)
+    required_rules: frozenset[str] = field(default=frozenset(), compare=False)
+    axes: tuple[str, ...] = field(default=(), compare=False)
+    _known: _Known = field(default_factory=_Known, init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        checked = set()
+        for name, placements in (*self.parameters.items(), *((glob, (rule,)) for glob, rule in self.rules)):
+            for placement in placements:
+                if placement in checked:
+                    continue
+                checked.add(placement)
+                if placement.stage_size * self.stages != self.world_size:
+                    raise LayoutError(
+                        "the mesh does not fit the number of ranks",
+                        expected=f"{self.world_size // self.stages} ranks a stage"
+                        f" ({self.world_size} ranks, {self.stages} stages)",
+                        got=f"mesh {placement.mesh} for parameter {name!r}",
+                        where=self.origin,
+                        remedy="give every parameter of one strategy the same device number",
+                    )
+
+    @property
+    def stage_size(self) -> int:
+        return self.world_size // self.stages
+
+    def stage_of(self, rank: int) -> int:
+        return rank // self.stage_size
+
+    def find(self, name: str) -> tuple[Placement, ...]:
+        """Return the placements of parameter `name`; empty where the strategy does not list it."""
+        listed = self.parameters.get(name)
+        if listed is not None:
+            return listed
+        rule = self.rule_of(name)
+        return () if rule is None else (self.rules[rule][1],)
+
+    def rule_of(self, name: str) -> int | None:
+        """Return the number of the first rule that matches `name`, listed or not; None if none does."""
+        if not self.rules:
+            return None
+        known = self._known.rules
+        if name not in known:
+            if len(known) >= _MAX_KNOWN:
+                known.clear()
+            known[name] = self._patterns().first(name)
+        return known[name]
+
+    def followed(self, name: str) -> tuple[str, ...]:
+        """Return what `name` may be named after (see `named_after`) and more than a rule for every name lists."""
+        known = self._known.followed
+        if name not in known:
+            if len(known) >= _MAX_KNOWN:
+                known.clear()
+            known[name] = tuple(self._followed(name))
+        return known[name]
+
+    def _followed(self, name: str) -> Iterator[str]:
+        if self.find(name) and not self.is_only_caught(name):
+            yield from (base for base in named_after(name) if self.find(base) and not self.is_only_caught(base))
+            return
+        ends = set(self._patterns().ends(name)) if self.rules else set()
+        if self.parameters:
+            ends.update(end for end in ends_of(name) if name[end:] in self.parameters)
+        yield from (name[end:] for end in sorted(ends))
+
+    def _patterns(self) -> Patterns:
+        known = self._known
+        if known.patterns is None:
+            known.patterns = Patterns([glob for glob, _ in self.rules])
+        return known.patterns
+
+    def listing(self, stages_of: Mapping[str, Collection[int]]) -> Strategy:
+        """Return the strategy with names that rules place listed one by one, in those of their stages that hold them.
+
+        stages_of: the stages by name. Names that only a rule for every name (`*`) catches and that may follow another
+        are left to the rules.
+        """
+        listed = dict(self.parameters)
+        made: dict[tuple[Placement, tuple[int, ...]], Placement] = {}
+        for name, stages in stages_of.items():
+            follows = self.is_only_caught(name) and bool(self.followed(name))
+            if name in listed or follows:
+                continue
+            for placement in self.find(name):
+                here = tuple(stage for stage in placement.stages if stage in stages) or placement.stages
+                listed[name] = (made.setdefault((placement, here), placement.with_stages(here)),)
+        return replace(self, parameters=listed)
+
+    def is_only_caught(self, name: str) -> bool:
+        """Tell whether nothing but a rule for every name (`*`) lists parameter `name`."""
+        if name in self.parameters:
+            return False
+        rule = self.rule_of(name)
+        return rule is not None and self.rules[rule][0] == "*"
+
+
+def unsharded(origin: str = "") -> Strategy:
+    """Return the strategy of one full checkpoint: one rank that holds every tensor whole."""
+    return Strategy(1, 1, {}, (("*", replicated(1)),), origin)
+
+
+def named_after(name: str) -> Iterator[str]:
+    """Yield what `name` may be named after (`adam.moment1.w` -> `moment1.w`, `w`), the longest first."""
+    return (name[end:] for end in ends_of(name))
+
+
+def unravel(number: int, lengths: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the row-major coordinates of element `number` in an array of shape `lengths`."""
+    coordinates = []
+    for length in reversed(lengths):
+        number, at = divmod(number, length)
+        coordinates.append(at)
+    return tuple(reversed(coordinates))
+
+
+def ravel(coordinates: tuple[int, ...], lengths: tuple[int, ...]) -> int:
+    """Return the row-major number of the element at `coordinates` in an array of shape `lengths`."""
+    number = 0
+    for at, length in zip(coordinates, lengths):
+        number = number * length + at
+    return number

@@ -1,0 +1,118 @@
+"""Checks of plain values out of JSON and TOML: each returns the value with its type known, or raises StrategyError."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from reshard_mpi.errors import StrategyError
+from reshard_mpi.sharding.strategy.limits import (
+    MAX_NAME_LENGTH,
+    MAX_PARSED_BYTES,
+    MAX_PARSED_TIMES,
+    MAX_PATTERNS_LENGTH,
+    MAX_RULES,
+)
+
+
+def wrong(what: str, expected: str, got: Any, where: str, remedy: str = "") -> StrategyError:
+    """Return the error for a value of the wrong type or size."""
+    return StrategyError(
+        f"{what} has the wrong type or value", expected=expected, got=shown(got), where=where, remedy=remedy
+    )
+
+
+def shown(value: Any) -> str:
+    """Return a short text of any value."""
+    if value is None:
+        return "nothing"
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # a whole number of thousands of digits, or lists in lists in lists
+        text = "too large to show"
+    return f"{type(value).__name__} {text[:80]}{'...' if len(text) > 80 else ''}"
+
+
+def integer(value: Any, what: str, low: int, high: int, where: str) -> int:
+    """Return a whole number from `low` to `high`; True and 1.0 are none."""
+    if type(value) is not int or not low <= value <= high:
+        raise wrong(what, f"a whole number from {low} to {high}", value, where)
+    return value
+
+
+def integers(value: Any, what: str, low: int, high: int, where: str) -> tuple[int, ...]:
+    """Return a list of whole numbers from `low` to `high` as a tuple."""
+    if not isinstance(value, list):
+        raise wrong(what, "a list of whole numbers", value, where)
+    for number in value:  # spelt out: a file may hold a hundred thousand of these lists
+        if type(number) is not int or not low <= number <= high:
+            raise wrong(what, f"whole numbers from {low} to {high}", number, where)
+    return tuple(value)
+
+
+def array(value: Any, what: str, where: str, limit: int = 1 << 31) -> list[Any]:
+    """Return a list of at most `limit` values."""
+    if not isinstance(value, list) or len(value) > limit:
+        raise wrong(what, f"a list of at most {limit} values", value, where)
+    return value
+
+
+def rules(value: Any, what: str, where: str) -> list[Any]:
+    """Return a list of rules that is not too long to be tried one by one on every name."""
+    return array(value, what, where, MAX_RULES)
+
+
+def patterns(globs: Iterable[str], where: str) -> None:
+    """Refuse patterns that take too long to compile."""
+    length = sum(map(len, globs))
+    if length > MAX_PATTERNS_LENGTH:
+        raise StrategyError(
+            "the patterns of the rules are too long together",
+            expected=f"{MAX_PATTERNS_LENGTH} characters at most",
+            got=str(length),
+            where=where,
+        )
+
+
+def parsed_size(parsed_bytes: int, file_bytes: int, where: str) -> None:
+    """Refuse a file that says little and would take much memory when it is parsed."""
+    if parsed_bytes > max(MAX_PARSED_BYTES, MAX_PARSED_TIMES * file_bytes):
+        raise StrategyError(
+            "the file would take too much memory",
+            expected=f"what a strategy takes: {MAX_PARSED_TIMES} times its size",
+            got=f"{parsed_bytes} bytes or more, for {file_bytes} bytes",
+            where=where,
+        )
+
+
+def table(value: Any, what: str, where: str) -> dict[str, Any]:
+    """Return an object of JSON, a table of TOML."""
+    if not isinstance(value, dict):
+        raise wrong(what, "names with values", value, where)
+    return value
+
+
+def text(value: Any, what: str, where: str) -> str:
+    """Return a string that can be written as UTF-8, is not empty and not longer than a name."""
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_NAME_LENGTH or not _is_unicode(value):
+        raise wrong(what, f"text in UTF-8, 1 to {MAX_NAME_LENGTH} characters", value, where)
+    return value
+
+
+def _is_unicode(value: str) -> bool:
+    if value.isascii():
+        return True
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can spell
+        return False
+    return True
+
+
+def known_keys(value: dict[str, Any], allowed: Collection[str], what: str, where: str) -> None:
+    """Refuse keys that mean nothing: most likely a slip of the pen that would change the result."""
+    for key in value:
+        if key not in allowed:
+            raise StrategyError(
+                f"{what} has an unknown key", expected="one of " + ", ".join(allowed), got=key[:80], where=where
+            )

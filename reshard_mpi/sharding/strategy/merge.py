@@ -1,0 +1,150 @@
+"""Strategies of pipeline stages put together into one file, as MindSpore's `merge_pipeline_strategys` does."""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from itertools import chain
+from pathlib import Path
+
+from reshard_mpi.errors import StrategyError, TargetError
+from reshard_mpi.filesystem.paths import described, is_replaceable
+from reshard_mpi.sharding.strategy.files import Kind, StrategyFile, decode, distinct, look, look_all, text_of
+from reshard_mpi.sharding.strategy.mindspore import (
+    StageFile,
+    encode_json,
+    encode_protobuf,
+    parse_json,
+    place,
+)
+from reshard_mpi.sharding.strategy.stages import by_stage, merged_stages, to_placement
+
+
+def merge(sources: str | Sequence[str], out: str) -> None:
+    """Merge the strategy files of all pipeline stages into `out`, names prefixed `<stage>-`.
+
+    sources: a folder, or files; any number of files a stage, which must agree. Written is protobuf; JSON if `out` ends
+    in .json or all sources are JSON. `out` appears complete or not at all, and is replaced where it is a file. Raises
+    StrategyError for sources that do not belong together or are merged already, TargetError where `out` cannot be
+    written or is no file.
+    """
+    paths = [sources] if isinstance(sources, str) else list(sources)
+    target = Path(out)
+    if not target.name:
+        raise TargetError("the merged strategy needs a file name", got=repr(out))
+    if not is_replaceable(target):
+        raise TargetError(
+            "the merged strategy cannot be written",
+            expected="a file in its place, or nothing",
+            got=described(target),
+            where=out,
+            remedy="choose another name",
+        )
+    found = chain.from_iterable(_read_sources(path, target) for path in paths)
+    kinds: dict[str, Kind] = {}
+    stages = by_stage(_of_one_stage(found, kinds), ", ".join(paths[:3]))
+    chosen = {kinds[stage.path] for stage in stages}
+    if chosen == {Kind.JSON}:
+        data = _merge_json(stages)
+    elif chosen == {Kind.PROTOBUF} and target.suffix != ".json":
+        data = _merge_protobuf(stages)
+    else:
+        data = _convert(stages, kinds, target)
+    _write(target, data)
+
+
+def _read_sources(path: str, target: Path) -> Iterator[StrategyFile]:
+    # The result of an earlier merge into the same folder is no source of this one.
+    return (file for file in look_all(path) if not (target.exists() and file.path.samefile(target)))
+
+
+def _of_one_stage(files: Iterable[StrategyFile], kinds: dict[str, Kind]) -> Iterator[StageFile]:
+    for file in distinct(files):
+        path = str(file.path)
+        if file.kind is Kind.TOML:
+            raise StrategyError("a TOML spec cannot be merged", expected="MindSpore strategy files", where=path)
+        stage = decode(file)
+        if merged_stages(stage) is not None:
+            raise StrategyError(
+                "the strategy is merged already",
+                expected="files of one stage each",
+                got=f"names such as {next(iter(stage.layouts))!r}",
+                where=path,
+                remedy="use it as it is, or take it out of the folder",
+            )
+        if stage.stage is None:
+            raise StrategyError(
+                "a strategy file does not say which stage it is of",
+                expected="at least one strategy item, which tells the stage",
+                got="none",
+                where=path,
+            )
+        kinds[path] = file.kind
+        yield stage
+
+
+def _merge_protobuf(stages: Sequence[StageFile]) -> bytes:
+    """Put messages together as they are, so that fields this program does not know stay."""
+    from reshard_mpi.sharding.strategy.protobuf import parse_protobuf
+
+    merged = parse_protobuf(b"\x08\x01", "")
+    for at, stage in enumerate(stages):
+        strategy_map = parse_protobuf(look(stage.path).read(), stage.path)
+        for item in strategy_map.parallel_layout_item:
+            item.param_name = f"{at}-{item.param_name}"
+        merged.parallel_strategy_item.extend(strategy_map.parallel_strategy_item)
+        merged.parallel_layout_item.extend(strategy_map.parallel_layout_item)
+    data: bytes = merged.SerializeToString()
+    return data
+
+
+def _merge_json(stages: Sequence[StageFile]) -> bytes:
+    items: dict[str, object] = {}
+    layouts: dict[str, object] = {}
+    for at, stage in enumerate(stages):
+        content = parse_json(text_of(look(stage.path)), stage.path)
+        items.update(content["parallel_strategy_item"])
+        layouts.update({f"{at}-{name}": layout for name, layout in content["parallel_layout_item"].items()})
+    merged = {"current_stage": 1, "parallel_strategy_item": items, "parallel_layout_item": layouts}
+    return json.dumps(merged).encode()
+
+
+def _convert(stages: Sequence[StageFile], kinds: dict[str, Kind], target: Path) -> bytes:
+    merged = StageFile(
+        {f"{at}-{name}": layout for at, stage in enumerate(stages) for name, layout in stage.layouts.items()},
+        tuple(item for stage in stages for item in stage.items),
+        str(target),
+    )
+    if target.suffix == ".json":
+        return encode_json(merged)
+    for stage in stages:
+        for name, layout in stage.layouts.items():
+            where = place(stage.path, name)
+            if kinds[stage.path] is Kind.JSON and to_placement(layout, where).expanded_shape is not None:
+                raise StrategyError(
+                    "a layout of a JSON file may be a nested one written out, which protobuf could not tell apart",
+                    got=f"tensor_map {[list(axes) for axes in layout.tensor_map]}, tensor_shape {layout.tensor_shape}",
+                    where=where,
+                    remedy="give the output a name that ends in .json, or give all stages as protobuf files",
+                )
+    return encode_protobuf(merged)
+
+
+def _write(target: Path, data: bytes) -> None:
+    target = Path(os.path.realpath(target))  # a link, as /dev/stdout is one, stays; the file it leads to is replaced
+    part = target.with_name(f".{target.name}.{uuid.uuid4().hex[:12]}.part")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with part.open("xb") as opened:
+            opened.write(data)
+            opened.flush()
+            os.fsync(opened.fileno())
+        part.replace(target)
+    except OSError as error:
+        raise TargetError("the merged strategy cannot be written", got=str(error), where=str(target)) from None
+    finally:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)

@@ -1,0 +1,139 @@
+"""The TOML spec: a mesh with named axes and rules that place parameters by name, for people without MindSpore files."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Mapping
+from typing import Any
+
+from reshard_mpi.errors import LayoutError, StrategyError
+from reshard_mpi.sharding.placement import Placement, Strategy
+from reshard_mpi.sharding.strategy import checks
+from reshard_mpi.sharding.strategy.checks import array, integer, integers, known_keys, table, text, wrong
+from reshard_mpi.sharding.strategy.limits import (
+    MAX_AXES,
+    MAX_DIMENSIONS,
+    MAX_LENGTH,
+    MAX_RANKS,
+    MAX_SPEC_BYTES,
+    MAX_STAGES,
+)
+from reshard_mpi.sharding.strategy.stages import located
+
+# What the marks of TOML cost when it is parsed; a key's dots are looked at for each of its parts anew.
+_MARK_BYTES = {".": 700, "[": 700, "{": 700, "=": 600}
+_MAX_DOTS = 64
+
+Mesh = Mapping[str, int]
+
+
+def parse(data: str, where: str) -> Strategy:
+    """Read a spec. Raises StrategyError or LayoutError, with `where` in it, for what it cannot mean."""
+    if len(data) > MAX_SPEC_BYTES:
+        raise StrategyError("the spec is too large", expected=f"at most {MAX_SPEC_BYTES} bytes", where=where)
+    if any(line.count(".") > _MAX_DOTS for line in data.split("\n")):
+        raise StrategyError("a line of the spec has too many dots", expected=f"at most {_MAX_DOTS}", where=where)
+    checks.parsed_size(sum(cost * data.count(mark) for mark, cost in _MARK_BYTES.items()), 0, where)
+    try:
+        content = tomllib.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise StrategyError(
+            "this is neither protobuf nor JSON nor TOML",
+            expected="a MindSpore strategy (protobuf or JSON) or a TOML spec",
+            got=f"text that TOML refuses: {str(error)[:200]}",
+            where=where,
+        ) from None
+    known_keys(content, ("mesh", "stages", "parameter"), "the spec", where)
+    axes = table(content.get("mesh"), "mesh", where)
+    mesh = {
+        text(axis, "a mesh axis", where): integer(size, f"mesh axis {axis!r}", 1, MAX_RANKS, where)
+        for axis, size in axes.items()
+    }
+    stages = integer(content.get("stages", 1), "stages", 1, MAX_STAGES, where)
+    ranks = math.prod(mesh.values()) * stages
+    if not 1 <= len(mesh) <= MAX_AXES or ranks > MAX_RANKS:
+        raise wrong("mesh", f"1 to {MAX_AXES} axes and at most {MAX_RANKS} ranks in all", axes, where)
+    entries = checks.rules(content.get("parameter"), "[[parameter]]", where)
+    if not entries:
+        raise wrong("[[parameter]]", "one entry or more", entries, where)
+    rules = tuple(_rule(entry, at, mesh, stages, where) for at, entry in enumerate(entries, 1))
+    checks.patterns((glob for glob, _ in rules), where)
+    required = frozenset(glob for (glob, _), entry in zip(rules, entries) if glob != "*" and not entry.get("optional"))
+    return Strategy(ranks, stages, {}, rules, where, required_rules=required, axes=tuple(mesh))
+
+
+def _rule(entry: Any, at: int, mesh: Mesh, stages: int, where: str) -> tuple[str, Placement]:
+    where = f"{where}, [[parameter]] {at}"
+    entry = table(entry, "a parameter", where)
+    known_keys(entry, ("match", "split", "optimizer", "stage", "sizes", "optional"), "a parameter", where)
+    glob = text(entry.get("match"), "match", where)
+    where += f" ({glob!r})"
+    if not isinstance(entry.get("optional", False), bool):
+        raise wrong("optional", "true or false", entry["optional"], where)
+    by_dim = {
+        _dimension(key, "split", where): _axes(axes, f"split {key}", mesh, where)
+        for key, axes in table(entry.get("split", {}), "split", where).items()
+    }
+    split = tuple(by_dim.get(dim, ()) for dim in range(max(by_dim, default=-1) + 1))
+    sizes = {
+        _dimension(key, "sizes", where): integers(listed, f"sizes {key}", 0, MAX_LENGTH, where)
+        for key, listed in table(entry.get("sizes", {}), "sizes", where).items()
+    }
+    try:
+        placement = Placement(
+            tuple(mesh.values()),
+            split,
+            sizes=tuple(sorted(sizes.items())),
+            stages=_stages(entry.get("stage"), stages, where),
+            open_ended=True,
+        )
+        cut = _axes(entry.get("optimizer", []), "optimizer", mesh, where)
+        pieces = _optimizer(cut, placement, tuple(mesh), where)
+        return glob, Placement(placement.mesh, split, pieces, placement.sizes, placement.stages, open_ended=True)
+    except LayoutError as error:
+        raise located(error, where) from None
+
+
+def _dimension(key: str, what: str, where: str) -> int:
+    if not (key.isascii() and key.isdecimal() and len(key) < 4 and int(key) < MAX_DIMENSIONS):
+        raise wrong(f"a key of {what}", "the number of a dimension, from 0", key, where)
+    return int(key)
+
+
+def _axes(value: Any, what: str, mesh: Mesh, where: str) -> tuple[int, ...]:
+    names = list(mesh)
+    listed = array(value, what, where, MAX_AXES)
+    for axis in listed:
+        if axis not in names:
+            raise wrong(what, f"mesh axes ({', '.join(names)})", axis, where)
+    return tuple(names.index(axis) for axis in listed)
+
+
+def _stages(value: Any, stages: int, where: str) -> tuple[int, ...]:
+    if value is None:
+        return tuple(range(stages))
+    listed = integers(value if isinstance(value, list) else [value], "stage", 0, stages - 1, where)
+    if not listed or len(set(listed)) != len(listed):
+        raise wrong("stage", "a stage, or a list of different ones", value, where)
+    return tuple(sorted(listed))
+
+
+def _optimizer(cut: tuple[int, ...], placement: Placement, names: tuple[str, ...], where: str) -> int:
+    """Return the number of optimizer pieces that a cut of dimension 0 over the axes `cut` makes.
+
+    Pieces go round over the ranks that share a slice, so the axes are the last ones of those that cut nothing; axes of
+    one rank make no difference.
+    """
+    wanted = [axis for axis in cut if placement.mesh[axis] > 1]
+    free = [axis for axis in placement.free_axes if placement.mesh[axis] > 1]
+    if wanted != free[len(free) - len(wanted) :]:
+        named = ", ".join(names[axis] for axis in free)
+        raise StrategyError(
+            "the optimizer cut cannot go over these axes",
+            expected=f"the last ones, in mesh order, of the axes that cut no dimension ({named or 'there are none'})",
+            got=", ".join(names[axis] for axis in cut),
+            where=where,
+            remedy="name all axes that cut no dimension, or only the last of them",
+        )
+    return math.prod(placement.mesh[axis] for axis in wanted)
