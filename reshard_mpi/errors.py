@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar
 
-from reshard_mpi.escaping import lines, one_line
+from reshard_mpi.text import lines, one_line
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -13,7 +13,7 @@ from launch import MPI, mpirun_command
 from oracle import RawLayout
 from processes import Finished, run_command
 
-from reshard_mpi.processes.threads import ONE_THREAD
+from reshard_mpi.processes.jobs import ONE_THREAD
 
 Capture = pytest.CaptureFixture[str]
 TARGETS = {"w": RawLayout((4,), (0, -1)), "b": RawLayout((2, 2), (1,))}

@@ -19,8 +19,8 @@ from processes import run_command
 
 import reshard_mpi
 from reshard_mpi.errors import ReshardError, TransformError
-from reshard_mpi.escaping import lines, one_line
 from reshard_mpi.runs.report import Bar, Plain
+from reshard_mpi.text import lines, one_line
 
 Capture = pytest.CaptureFixture[str]
 # Colours, a title, a line that is forged, a carriage return, one byte that opens a sequence, turned text, no spaces.

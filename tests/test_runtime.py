@@ -21,7 +21,7 @@ from oracle import RawLayout
 from processes import Finished, run_command
 
 import reshard_mpi
-from reshard_mpi.processes.threads import ONE_THREAD
+from reshard_mpi.processes.jobs import ONE_THREAD
 
 Capture = pytest.CaptureFixture[str]
 TARGETS = {"w": RawLayout((4,), (0, -1)), "b": RawLayout((2, 2), (1,))}

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from reshard_mpi import formats
 from reshard_mpi.errors import DisagreementError, ShardError, SourceError, told
 from reshard_mpi.filesystem.paths import real_path
-from reshard_mpi.ordering import natural_key
+from reshard_mpi.text import natural_key
 
 _RANK_FOLDER = re.compile(r"rank_(\d+)")
 _STEP = re.compile(r"-(\d+)_(\d+)\.\w+$")

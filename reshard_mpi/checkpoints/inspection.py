@@ -11,12 +11,12 @@ from reshard_mpi import formats
 from reshard_mpi.checkpoints import discovery
 from reshard_mpi.checkpoints.siblings import in_its_rank
 from reshard_mpi.errors import ReshardError, SourceError, StrategyError
-from reshard_mpi.escaping import one_line
 from reshard_mpi.formats.manifest import Decoded, Manifest, TensorEntry
 from reshard_mpi.journal.records import STATE
 from reshard_mpi.journal.state import about_record, as_lines, state_of
 from reshard_mpi.sharding import strategy
 from reshard_mpi.sharding.placement import Placement, Strategy
+from reshard_mpi.text import one_line
 from reshard_mpi.units import format_bytes
 
 

@@ -9,8 +9,8 @@ import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from reshard_mpi.cli.streams import show
-from reshard_mpi.escaping import one_line
 from reshard_mpi.processes import comm
+from reshard_mpi.text import one_line
 
 if TYPE_CHECKING:
     from reshard_mpi.runs.request import Request

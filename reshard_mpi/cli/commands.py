@@ -19,12 +19,12 @@ from reshard_mpi.cli.arguments import parser, request, to_verify
 from reshard_mpi.cli.start import begin_command
 from reshard_mpi.cli.streams import flush_standard_streams, open_standard_streams, show, tell_done
 from reshard_mpi.errors import DamageError, ReshardError
-from reshard_mpi.escaping import lines, one_line
 from reshard_mpi.processes import comm
 from reshard_mpi.processes.governor.allotment import finish
+from reshard_mpi.processes.jobs import ONE_THREAD
 from reshard_mpi.processes.signals import INTERRUPTED, Terminated, exit_when_terminated, ignore_stops, stopped_by
 from reshard_mpi.processes.stack import require_stack
-from reshard_mpi.processes.threads import ONE_THREAD
+from reshard_mpi.text import lines, one_line
 
 if TYPE_CHECKING:
     from reshard_mpi.runs.report import Bar, Outcome, Plain, Progress, Silent

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from reshard_mpi.errors import ReshardError
-from reshard_mpi.escaping import one_line
 from reshard_mpi.processes import comm
 from reshard_mpi.processes.governor import allotment
 from reshard_mpi.processes.governor.admission import Lease, open_governor
 from reshard_mpi.processes.governor.allotment import BASE_BYTES, Start
 from reshard_mpi.processes.governor.allowance import Allowance
 from reshard_mpi.processes.signals import INTERRUPTED, Terminated, exit_when_terminated, ignore_stops, stopped_by
+from reshard_mpi.text import one_line
 
 _COMMANDS = ("transform", "plan", "verify")
 # How a process that starts over tells the next one what it knows.

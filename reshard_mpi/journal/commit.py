@@ -35,13 +35,13 @@ from reshard_mpi.journal.records import (
     written,
 )
 from reshard_mpi.journal.targets import COMMIT_LOCK, withdraw
-from reshard_mpi.ordering import natural_key
 from reshard_mpi.planning.agreement import (
     differing_beginnings,
     differing_stages,
     require_one_moment,
     require_same_names,
 )
+from reshard_mpi.text import natural_key
 
 # To commit takes moments: somebody who is longer in the way is stopped, or one of many who write all the time.
 _WAIT_SECONDS = 10.0

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from reshard_mpi.errors import ReshardError, UsageError
-from reshard_mpi.escaping import lines
 from reshard_mpi.processes.hosts import Identity, distinct_names, host_name
 from reshard_mpi.processes.signals import ignore_stops, stopped_by
+from reshard_mpi.text import lines
 
 T = TypeVar("T")
 

@@ -1,10 +1,13 @@
-"""How many local processes are of use."""
+"""How many local processes are of use, each with one thread."""
 
 from __future__ import annotations
 
 import os
 import resource
+from collections.abc import Mapping
 
+# Keeps libraries from starting threads: processes share the cores already.
+ONE_THREAD: Mapping[str, str] = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 # So many processes move the bytes of even a single target faster; more would only wait for the same disk.
 _ALWAYS_USEFUL = 8
 # Where a file system is slow to answer more processes than cores may help; beyond this they only take memory.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from reshard_mpi.escaping import one_line
+from reshard_mpi.text import one_line
 
 
 def log(notes: Iterable[str], warnings: Iterable[str]) -> None:

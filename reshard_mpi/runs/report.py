@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TextIO
 
 from reshard_mpi.errors import ReshardError, TransformError
-from reshard_mpi.escaping import one_line
 from reshard_mpi.filesystem.folders import FileIdentity
 from reshard_mpi.planning.losses import Lost, Missing, merged, warnings_of
 from reshard_mpi.runs.log import log
+from reshard_mpi.text import one_line
 from reshard_mpi.units import format_bytes, format_rate
 
 if TYPE_CHECKING:  # this module is loaded before the engine is, to tell of it

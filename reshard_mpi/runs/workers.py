@@ -28,9 +28,8 @@ from reshard_mpi.processes.governor.admission import Governor
 from reshard_mpi.processes.governor.allotment import finish, register_worker
 from reshard_mpi.processes.hosts import host_name
 from reshard_mpi.processes.imports import fresh_interpreter, import_environment
-from reshard_mpi.processes.jobs import processes_by_default, processes_of_use
+from reshard_mpi.processes.jobs import ONE_THREAD, processes_by_default, processes_of_use
 from reshard_mpi.processes.signals import INTERRUPTED, exit_when_terminated
-from reshard_mpi.processes.threads import ONE_THREAD
 from reshard_mpi.runs.memory import RunMemory
 from reshard_mpi.runs.report import Failure, Outcome, Progress, TargetReport
 from reshard_mpi.runs.request import Request, Strategies

@@ -17,7 +17,6 @@ from unittest import mock
 
 from reshard_mpi import formats
 from reshard_mpi.errors import ReshardError
-from reshard_mpi.escaping import one_line
 from reshard_mpi.formats.hdf5 import checksums, direct
 from reshard_mpi.formats.manifest import Decoded, Manifest
 from reshard_mpi.journal.commit import commit
@@ -28,6 +27,7 @@ from reshard_mpi.sharding import strategy
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import Strategy, named_after, replicated
 from reshard_mpi.sharding.strategy import table
+from reshard_mpi.text import one_line
 
 CORPUS = Path(__file__).parent / "corpus"
 # Elements of what must be decoded that are looked at: enough for the files of a corpus.

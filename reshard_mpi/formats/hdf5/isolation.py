@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats.hdf5 import wire
 from reshard_mpi.processes.imports import fresh_interpreter, import_environment
-from reshard_mpi.processes.threads import ONE_THREAD
+from reshard_mpi.processes.jobs import ONE_THREAD
 
 if TYPE_CHECKING:
     import numpy as np

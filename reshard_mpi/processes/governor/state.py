@@ -7,13 +7,13 @@ import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from reshard_mpi.escaping import one_line
 from reshard_mpi.processes.governor.allowance import Allowance
 from reshard_mpi.processes.governor.claims import Occupant, leased_bytes
 from reshard_mpi.processes.governor.ledger import Ledger
 from reshard_mpi.processes.governor.place import Place, find_place
 from reshard_mpi.processes.governor.scopes import find_scopes
 from reshard_mpi.processes.kernel import is_stopped, state_of
+from reshard_mpi.text import one_line
 from reshard_mpi.units import format_bytes
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from reshard_mpi.errors import StrategyError
-from reshard_mpi.ordering import natural_key
 from reshard_mpi.sharding.strategy.limits import MAX_FILE_BYTES, MAX_SPEC_BYTES
 from reshard_mpi.sharding.strategy.mindspore import REMEDY, StageFile, decode_json
+from reshard_mpi.text import natural_key
 from reshard_mpi.units import format_bytes
 
 _HEAD_BYTES = 4096
