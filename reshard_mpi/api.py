@@ -27,8 +27,8 @@ from reshard_mpi.planning.summary import Plan, RankSummary
 from reshard_mpi.processes.comm import MPIComm, SerialComm
 from reshard_mpi.processes.governor.allowance import Allowance
 from reshard_mpi.runs.conversion import Conversion
-from reshard_mpi.runs.log import log
 from reshard_mpi.runs.memory import RunMemory
+from reshard_mpi.runs.outcome import Outcome
 from reshard_mpi.runs.overlap import refuse_posing
 from reshard_mpi.runs.plain import (
     plain_files,
@@ -42,7 +42,7 @@ from reshard_mpi.runs.plain import (
 )
 from reshard_mpi.runs.plans import plan_together
 from reshard_mpi.runs.preflight import Tally, may_share, require_room, require_short_names, stranger_notes
-from reshard_mpi.runs.report import Outcome, Silent
+from reshard_mpi.runs.progress import Silent, log
 from reshard_mpi.runs.request import Request
 from reshard_mpi.runs.workers import Work, run_with_workers
 from reshard_mpi.runs.write import write_whole

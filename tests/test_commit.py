@@ -29,7 +29,7 @@ from reshard_mpi.journal.commit import commit, commit_if_complete
 from reshard_mpi.journal.records import Evidence, RunIdentity, TargetRecord
 from reshard_mpi.journal.targets import Journal
 from reshard_mpi.planning.model import Held
-from reshard_mpi.runs.report import Outcome
+from reshard_mpi.runs.outcome import Outcome
 from reshard_mpi.runs.write import Writer
 
 Capture = pytest.CaptureFixture[str]

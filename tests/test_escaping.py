@@ -19,7 +19,7 @@ from processes import run_command
 
 import reshard_mpi
 from reshard_mpi.errors import ReshardError, TransformError
-from reshard_mpi.runs.report import Bar, Plain
+from reshard_mpi.runs.progress import Bar, Plain
 from reshard_mpi.text import lines, one_line
 
 Capture = pytest.CaptureFixture[str]

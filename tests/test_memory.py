@@ -29,7 +29,7 @@ from reshard_mpi.formats.manifest import (
     TensorSpec,
 )
 from reshard_mpi.formats.protocol import reserve_file, seal_file
-from reshard_mpi.runs.report import Reserved
+from reshard_mpi.runs.outcome import Reserved
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Placement, Strategy

@@ -12,9 +12,8 @@ from conversions import COMMAND, TENSORS, Conversion, make
 from launch import MPI, mpirun_command
 from processes import Finished, run_command
 
-from reshard_mpi.cli import commands
+from reshard_mpi.cli import commands, report
 from reshard_mpi.journal.records import COMMIT_RECORD
-from reshard_mpi.runs import report
 
 NO_SPACE = "No space left on device"
 # Every write to it fails as on a full disk.

@@ -201,7 +201,7 @@ def test_callers_import_their_own_modules(tmp_path: Path) -> None:
     )
     program = (
         "import logging, reshard_mpi\n"
-        "from reshard_mpi.runs.log import log\n"
+        "from reshard_mpi.runs.progress import log\n"
         "from my_handler import Handler\n"
         "logging.getLogger('reshard_mpi').addHandler(Handler())\n"
         "log((), ['something'])\n"

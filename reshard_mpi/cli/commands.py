@@ -27,7 +27,8 @@ from reshard_mpi.processes.stack import require_stack
 from reshard_mpi.text import lines, one_line
 
 if TYPE_CHECKING:
-    from reshard_mpi.runs.report import Bar, Outcome, Plain, Progress, Silent
+    from reshard_mpi.runs.outcome import Outcome
+    from reshard_mpi.runs.progress import Bar, Plain, Progress, Silent
     from reshard_mpi.runs.request import Request
 
 
@@ -76,7 +77,7 @@ def command() -> NoReturn:
 
 def _complain(error: ReshardError | str) -> None:
     if comm.speaks(os.environ):
-        from reshard_mpi.runs.report import say
+        from reshard_mpi.runs.progress import say
 
         say(f"reshard-mpi: error: {error}", sys.stderr)
 
@@ -85,7 +86,7 @@ def _last_words(options: argparse.Namespace) -> Callable[[int], None]:
     """Return what says that a signal has stopped the command, and how to go on, when it is given the exit code."""
 
     def say_stopped(code: int) -> None:
-        from reshard_mpi.runs.report import say
+        from reshard_mpi.runs.progress import say
 
         word = "interrupted" if code == INTERRUPTED else "terminated"
         resumes = getattr(options, "command", "") == "transform" and not options.overwrite
@@ -119,7 +120,7 @@ def _transform(options: argparse.Namespace) -> int:
         outcome = _run("CONVERT", asked, options.jobs, world, progress)
         progress.close()
         seconds = time.monotonic() - begin
-        from reshard_mpi.runs.report import summary
+        from reshard_mpi.cli.report import summary
 
         unreported = None
         if world.rank == 0:
@@ -137,8 +138,8 @@ def _transform(options: argparse.Namespace) -> int:
 
 def _report(options: argparse.Namespace, outcome: Outcome, seconds: float) -> ReshardError | None:
     """Write the report that was asked for; return what is to be said if the file system refuses it."""
+    from reshard_mpi.cli.report import write_report
     from reshard_mpi.errors import TransformError
-    from reshard_mpi.runs.report import write_report
 
     facts = {"source": options.source, "target": options.target, "processes": outcome.processes}
     try:
@@ -177,9 +178,9 @@ def _run(work: str, request: Request, jobs: int | None, world: comm.Comm, progre
 def _can_be_written(path: str, target: str) -> bool:
     """Tell whether a report may take the name `path`: whatever else is there may be a source or a strategy."""
     from reshard_mpi import formats
+    from reshard_mpi.cli import report
     from reshard_mpi.filesystem.paths import is_replaceable
     from reshard_mpi.journal.records import COMMIT_RECORD, STATE
-    from reshard_mpi.runs import report
 
     real, commit_record = Path(os.path.realpath(path)), Path(os.path.realpath(target), COMMIT_RECORD)
     if formats.name_of(path) or real == commit_record or STATE in real.parts or not is_replaceable(real):
@@ -190,7 +191,7 @@ def _can_be_written(path: str, target: str) -> bool:
 
 
 def _progress(choice: str, world: comm.Comm) -> Bar | Plain | Silent:
-    from reshard_mpi.runs.report import Bar, Plain, Silent
+    from reshard_mpi.runs.progress import Bar, Plain, Silent
 
     if choice == "none":
         return Silent()
@@ -200,7 +201,7 @@ def _progress(choice: str, world: comm.Comm) -> Bar | Plain | Silent:
 
 
 def _tell(outcome: Outcome) -> None:
-    from reshard_mpi.runs.report import say
+    from reshard_mpi.runs.progress import say
 
     for note in outcome.notes:
         say(f"note: {one_line(note)}", sys.stderr)
@@ -244,7 +245,7 @@ def _plan(options: argparse.Namespace) -> int:
 
 def _commit(options: argparse.Namespace) -> int:
     from reshard_mpi.journal.commit import commit
-    from reshard_mpi.runs.report import say
+    from reshard_mpi.runs.progress import say
     from reshard_mpi.units import format_bytes
 
     done = commit(Path(options.target))
@@ -272,7 +273,8 @@ def _merge(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from reshard_mpi.runs.report import Silent, say, verified
+    from reshard_mpi.cli.report import verified
+    from reshard_mpi.runs.progress import Silent, say
 
     begin = time.monotonic()
     with comm.world(os.environ, explicit_share=False, stopped=_last_words(options)) as world:

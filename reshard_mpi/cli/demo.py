@@ -19,7 +19,8 @@ from reshard_mpi.formats.manifest import Segments, ShardIdentity, ShardSpec, Ten
 from reshard_mpi.formats.protocol import reserve_file, seal_file
 from reshard_mpi.planning.parameters import Unlisted
 from reshard_mpi.processes.comm import Comm
-from reshard_mpi.runs.report import Outcome, Silent
+from reshard_mpi.runs.outcome import Outcome
+from reshard_mpi.runs.progress import Silent
 from reshard_mpi.runs.request import Request
 from reshard_mpi.runs.transform import convert
 from reshard_mpi.sharding.box import Box

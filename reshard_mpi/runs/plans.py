@@ -16,7 +16,7 @@ from reshard_mpi.planning.copies import dealt
 from reshard_mpi.planning.fit import drift_warning, require_no_drift
 from reshard_mpi.planning.model import RankPlan
 from reshard_mpi.runs.conversion import Conversion
-from reshard_mpi.runs.report import Outcome
+from reshard_mpi.runs.outcome import Outcome
 
 
 def plan_together(

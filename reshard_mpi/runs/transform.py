@@ -41,10 +41,11 @@ from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.bookkeeping import Needs
 from reshard_mpi.runs.division import Work, divide
 from reshard_mpi.runs.memory import RunMemory
+from reshard_mpi.runs.outcome import Failure, Outcome, TargetReport
 from reshard_mpi.runs.preflight import Room, may_share, require_room, require_short_names, stranger_notes
 from reshard_mpi.runs.prepared import Run
+from reshard_mpi.runs.progress import Plain, Progress, Silent
 from reshard_mpi.runs.projection import MAX_KEPT_COPIES, MAX_KEPT_PLANS
-from reshard_mpi.runs.report import Failure, Outcome, Plain, Progress, Silent, TargetReport
 from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.write import Plans, Writer
 

@@ -21,8 +21,9 @@ from reshard_mpi.processes.governor.admission import Governor
 from reshard_mpi.runs.conversion import LIMITS, Conversion
 from reshard_mpi.runs.division import assign
 from reshard_mpi.runs.memory import RunMemory
+from reshard_mpi.runs.outcome import Checked, Failure, Outcome
+from reshard_mpi.runs.progress import Progress
 from reshard_mpi.runs.projection import checking_bytes
-from reshard_mpi.runs.report import Checked, Failure, Outcome, Progress
 from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.selfcheck import Summing, check_shard, check_together
 from reshard_mpi.runs.verification import where_it_differs

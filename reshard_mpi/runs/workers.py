@@ -31,7 +31,8 @@ from reshard_mpi.processes.imports import fresh_interpreter, import_environment
 from reshard_mpi.processes.jobs import ONE_THREAD, processes_by_default, processes_of_use
 from reshard_mpi.processes.signals import INTERRUPTED, exit_when_terminated
 from reshard_mpi.runs.memory import RunMemory
-from reshard_mpi.runs.report import Failure, Outcome, Progress, TargetReport
+from reshard_mpi.runs.outcome import Failure, Outcome, TargetReport
+from reshard_mpi.runs.progress import Progress
 from reshard_mpi.runs.request import Request, Strategies
 
 T = TypeVar("T")

@@ -22,8 +22,9 @@ from reshard_mpi.planning.model import Limits, RankPlan
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.division import Share, Work
 from reshard_mpi.runs.memory import RunMemory
+from reshard_mpi.runs.outcome import Failure, Filled, Outcome, Reserved, TargetReport, Verified
 from reshard_mpi.runs.prepared import Run
-from reshard_mpi.runs.report import Failure, Filled, Outcome, Progress, Reserved, TargetReport, Verified
+from reshard_mpi.runs.progress import Progress
 
 # What may go wrong with one target and leave the others whole; anything else is a bug.
 _EXPECTED = (ReshardError, OSError, MemoryError)

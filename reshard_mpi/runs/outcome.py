@@ -1,24 +1,15 @@
-"""What a run says: progress lines while it works, the outcome of every target, and a report file."""
+"""What a run comes to: its targets, what went wrong, and what is to be said of its source."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import json
 import pickle
-import sys
-import time
 import zlib
-from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard_mpi.errors import ReshardError, TransformError
 from reshard_mpi.filesystem.folders import FileIdentity
 from reshard_mpi.planning.losses import Lost, Missing, merged, warnings_of
-from reshard_mpi.runs.log import log
-from reshard_mpi.text import one_line
-from reshard_mpi.units import format_bytes, format_rate
 
 if TYPE_CHECKING:  # this module is loaded before the engine is, to tell of it
     from reshard_mpi.formats.manifest import Manifest
@@ -27,14 +18,6 @@ if TYPE_CHECKING:  # this module is loaded before the engine is, to tell of it
     from reshard_mpi.planning.model import Beginning, Held, Moment
     from reshard_mpi.processes.comm import Comm
     from reshard_mpi.runs.preflight import Room
-
-# Often enough to see that it lives, seldom enough to cost nothing.
-_REFRESH_SECONDS = 0.2
-_PLAIN_SECONDS = 10.0
-# Waiting for memory that is worth mentioning.
-_WORTH_SECONDS = 1.0
-# Every report file begins so.
-_BEGINNING = b'{\n "version": 1,\n "source": '
 
 
 class TargetReport(NamedTuple):
@@ -230,165 +213,3 @@ class Outcome(NamedTuple):
             "notes": list(self.notes),
             "warnings": list(self.warnings),
         }
-
-
-def is_report(path: Path) -> bool:
-    """Tell whether the file at `path` is what `write_report` wrote, or empty."""
-    with path.open("rb") as stream:
-        head = stream.read(len(_BEGINNING))
-    return head in (_BEGINNING, b"")
-
-
-def write_report(path: str, facts: Mapping[str, Any], outcome: Outcome, seconds: float) -> None:
-    """Write the report of a whole run as JSON. Raises OSError if it cannot be written; then there is none."""
-    report = {"version": 1, **facts, "seconds": seconds, **outcome.as_json()}
-    try:
-        Path(path).write_text(json.dumps(report, indent=1) + "\n")
-    except OSError:
-        with contextlib.suppress(OSError):
-            Path(path).unlink()
-        raise
-
-
-def summary(outcome: Outcome, seconds: float) -> str:
-    """Return the closing line of a run."""
-    done = [target for target in outcome.targets if not target.skipped]
-    written_bytes = sum(target.written_bytes for target in done)
-    skipped = len(outcome.targets) - len(done)
-    text = (
-        f"wrote {len(done)} {'shard' if len(done) == 1 else 'shards'}, {format_bytes(written_bytes)} in {seconds:.2f} s"
-    )
-    text += f" ({format_rate(written_bytes, seconds)})"
-    return text + (f"; {skipped} {'was' if skipped == 1 else 'were'} complete already" if skipped else "")
-
-
-def verified(outcome: Outcome, seconds: float) -> str:
-    """Return the closing line of a run that has found no damage."""
-    shards = [checked for checked in outcome.checked if checked.by]
-    tensors = sum(checked.tensors for checked in shards)
-    read_bytes = sum(checked.read_bytes for checked in shards)
-    by = ", ".join(dict.fromkeys(way for checked in shards for way in checked.by))
-    count = f"{len(shards)} {'shard' if len(shards) == 1 else 'shards'}"
-    rate = f"{format_bytes(read_bytes)} in {seconds:.2f} s ({format_rate(read_bytes, seconds)})"
-    return f"verified {count}, {tensors} tensors, {rate} by {by}: sound"
-
-
-def say(text: str, stream: TextIO, end: str = "\n") -> None:
-    """Print at once what a run can do without: nothing is to fail because nobody listens any more."""
-    with contextlib.suppress(OSError):
-        print(text, end=end, file=stream, flush=True)
-
-
-class Progress(Protocol):
-    """Is told what happens while targets are written; first, once by every process, which ones it is to write."""
-
-    def assigned(self, ranks: tuple[int, ...]) -> None: ...
-
-    def started(self, rank: int, written_bytes: int) -> None: ...
-
-    def waiting(self, text: str) -> None: ...
-
-    def moved(self, count_bytes: int) -> None: ...
-
-    def finished(self, report: TargetReport) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class Silent:
-    """Says nothing, but to the log that a caller of the functions may listen to."""
-
-    def assigned(self, ranks: tuple[int, ...]) -> None:
-        pass
-
-    def started(self, rank: int, written_bytes: int) -> None:
-        pass
-
-    def waiting(self, text: str) -> None:
-        log(notes=(), warnings=(text,))
-
-    def moved(self, count_bytes: int) -> None:
-        pass
-
-    def finished(self, report: TargetReport) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class Plain:
-    """A line for every finished target, and now and then one for the bytes moved so far."""
-
-    def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = stream or sys.stderr
-        self._moved_bytes = 0
-        self._next = time.monotonic() + _PLAIN_SECONDS
-
-    def assigned(self, ranks: tuple[int, ...]) -> None:
-        pass
-
-    def started(self, rank: int, written_bytes: int) -> None:
-        pass
-
-    def waiting(self, text: str) -> None:
-        say(one_line(text), self._stream)
-
-    def moved(self, count_bytes: int) -> None:
-        self._moved_bytes += count_bytes
-        if time.monotonic() >= self._next:
-            self._next = time.monotonic() + _PLAIN_SECONDS
-            say(f"{format_bytes(self._moved_bytes)} written so far", self._stream)
-
-    def finished(self, report: TargetReport) -> None:
-        sources = len(report.read_ranks)
-        waited = f", {report.waited_seconds:.2f} s of it waiting" if report.waited_seconds >= _WORTH_SECONDS else ""
-        say(
-            f"target {report.rank}: {format_bytes(report.written_bytes)} from {sources} source"
-            f" {'rank' if sources == 1 else 'ranks'} in {report.seconds:.2f} s{waited}",
-            self._stream,
-        )
-
-    def close(self) -> None:
-        pass
-
-
-class Bar:
-    """One line on a terminal that is written anew as bytes move."""
-
-    def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = stream or sys.stderr
-        self._begin = time.monotonic()
-        self._next = 0.0
-        self._moved_bytes = 0
-        self._assigned = self._done = 0
-
-    def assigned(self, ranks: tuple[int, ...]) -> None:
-        self._assigned += len(ranks)
-
-    def started(self, rank: int, written_bytes: int) -> None:
-        pass
-
-    def waiting(self, text: str) -> None:
-        say(f"\r{one_line(text):<78}", self._stream)
-
-    def moved(self, count_bytes: int) -> None:
-        self._moved_bytes += count_bytes
-        if time.monotonic() >= self._next:
-            self._draw()
-
-    def finished(self, report: TargetReport) -> None:
-        self._done += 1
-        self._draw()
-
-    def _draw(self) -> None:
-        now = time.monotonic()
-        self._next = now + _REFRESH_SECONDS
-        rate = format_rate(self._moved_bytes, now - self._begin)
-        text = f"{self._done} of {self._assigned} targets, {format_bytes(self._moved_bytes)}, {rate}"
-        say(f"\r{text:<78}", self._stream, end="")
-
-    def close(self) -> None:
-        """End the line."""
-        if self._assigned:
-            say("", self._stream)
