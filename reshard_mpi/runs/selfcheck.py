@@ -23,8 +23,8 @@ from reshard_mpi.journal.records import (
 )
 from reshard_mpi.journal.sums import sums_of_wholes
 from reshard_mpi.planning.model import Limits
+from reshard_mpi.runs.differences import tensor_sum
 from reshard_mpi.runs.outcome import Checked
-from reshard_mpi.runs.verification import tensor_sum
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strategy import table
 

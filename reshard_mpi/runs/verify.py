@@ -19,6 +19,7 @@ from reshard_mpi.planning.model import RankPlan
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.processes.governor.admission import Governor
 from reshard_mpi.runs.conversion import LIMITS, Conversion
+from reshard_mpi.runs.differences import where_it_differs
 from reshard_mpi.runs.division import assign
 from reshard_mpi.runs.memory import RunMemory
 from reshard_mpi.runs.outcome import Checked, Failure, Outcome
@@ -26,7 +27,6 @@ from reshard_mpi.runs.progress import Progress
 from reshard_mpi.runs.projection import checking_bytes
 from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.selfcheck import Summing, check_shard, check_together
-from reshard_mpi.runs.verification import where_it_differs
 
 T = TypeVar("T")
 

@@ -318,7 +318,7 @@ def _verified(
     plan: RankPlan, manifest: Manifest, descriptor: int, span: Span | None, limits: Limits
 ) -> tuple[TensorSum, ...]:
     """Return the sums of what has been filled. Raises DamageError if it is not what the sources hold."""
-    from reshard_mpi.runs.verification import sums_as_planned
+    from reshard_mpi.runs.differences import sums_as_planned
 
     forget_cached(descriptor)
     return sums_as_planned(plan, manifest, span, limits)
