@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from reshard_mpi.engine import files as engine_files
 from reshard_mpi.engine import transfer
-from reshard_mpi.engine.arrays import first_difference, load_shard
+from reshard_mpi.engine.arrays import load_shard
 from reshard_mpi.engine.files import ByteRuns, Files, Traffic
+from reshard_mpi.engine.regions import first_difference
 from reshard_mpi.engine.transfer import write_shard
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats.dtypes import BY_NAME, DType

@@ -52,8 +52,8 @@ def difference(source: SourceCheckpoint, check: Check, other_rank: int, element:
 
 def _compare_holders(source: SourceCheckpoint, group: Sequence[Alike], limits: Limits, lost: dict[int, Lost]) -> None:
     """Compare what the same ranks hold. lost: takes those that cannot be read."""
-    from reshard_mpi.engine.arrays import first_difference
     from reshard_mpi.engine.files import Files
+    from reshard_mpi.engine.regions import first_difference
 
     first: dict[tuple[int, str], Copy] = {}  # the first copy of each, by its place in the group and its name
     for batch in _batches(source, group[0].parts, lost):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cmath
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import partial
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.errors import LayoutError, ShardError
-from reshard_mpi.formats.dtypes import DType, to_numpy
+from reshard_mpi.formats.dtypes import DType, numbers
 from reshard_mpi.formats.manifest import Decoded, Manifest, TensorEntry
 from reshard_mpi.planning.fit import Compared, Likeness, judge, should_be_one_part, stray, unknown_tensor
 from reshard_mpi.planning.parameters import Unlisted, is_partial_sum
@@ -209,16 +210,19 @@ def _is_telling(content: bytes, dtype: DType) -> bool:
 
 def _is_close(content: bytes, other: bytes, dtype: DType) -> bool:
     """Tell whether two copies have nearly the same values."""
-    import numpy as np
+    ours, theirs = numbers(content, dtype), numbers(other, dtype)
+    if not all(map(cmath.isfinite, (*ours, *theirs))):
+        return False
+    if len(ours) == 1:
+        return bool(abs(ours[0] - theirs[0]) <= _CLOSE_SHARE_OF_FEW * abs(ours[0]))
+    share = _CLOSE_SHARE if len(ours) >= _FEW_ELEMENTS else _CLOSE_SHARE_OF_FEW
+    return _mean_square([own - its for own, its in zip(ours, theirs)]) <= share * min(map(_variance, (ours, theirs)))
 
-    kind = to_numpy(dtype)
-    wide = np.complex128 if kind.kind == "c" else np.float64
-    with np.errstate(all="ignore"):
-        ours, theirs = (np.frombuffer(data, kind).astype(wide) for data in (content, other))
-        if not (np.isfinite(ours).all() and np.isfinite(theirs).all()):
-            return False
-        if ours.size == 1:
-            return bool(abs(ours - theirs)[0] <= _CLOSE_SHARE_OF_FEW * abs(ours[0]))
-        share = _CLOSE_SHARE if ours.size >= _FEW_ELEMENTS else _CLOSE_SHARE_OF_FEW
-        difference = float((abs(ours - theirs) ** 2).mean())
-        return bool(difference <= share * min(ours.var(), theirs.var()))
+
+def _variance(values: Sequence[complex]) -> float:
+    mean = sum(values) / len(values)
+    return _mean_square([value - mean for value in values])
+
+
+def _mean_square(values: Sequence[complex]) -> float:
+    return sum(value.real * value.real + value.imag * value.imag for value in values) / len(values)

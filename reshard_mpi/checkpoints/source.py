@@ -39,17 +39,20 @@ class Extent(NamedTuple):
     """What the largest of several shards take, as far as they have been read.
 
     tensors: how many one of them holds. decoding_bytes: of memory, to decode one. is_native: all describe themselves.
+    is_as_stored: elements are read as they lie in the files, without numpy.
     """
 
     tensors: int = 0
     decoding_bytes: int = 0
     is_native: bool = True
+    is_as_stored: bool = True
 
     def including(self, shard: Manifest) -> Extent:
         return Extent(
             max(self.tensors, len(shard.tensors)),
             max(self.decoding_bytes, shard.decoding_bytes),
             self.is_native and shard.identity is not None,
+            self.is_as_stored and shard.is_as_stored,
         )
 
 

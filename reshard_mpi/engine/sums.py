@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from reshard_mpi.engine.crc import PartSum, has_short_runs
 from reshard_mpi.engine.files import Files
+from reshard_mpi.engine.regions import read_region
 from reshard_mpi.engine.stream import Stream
 from reshard_mpi.formats.manifest import ByteRange, Manifest, Segments, TensorEntry, TensorSpec
 from reshard_mpi.planning.model import Copy, Limits, RankPlan, TensorPlan
@@ -97,22 +98,6 @@ def _sum(
             region = copy.region.intersect(block)
             if region is not None:
                 held = buffer[: region.size * itemsize]
-                _read(files, copy, region, held, limits)
+                read_region(files, copy, region, held, limits)
                 summed.add(region, held)
     return summed.value
-
-
-def _read(files: Files, copy: Copy, region: Box, held: memoryview, limits: Limits) -> None:
-    """Fill `held` with the row-major bytes of `region`."""
-    source = copy.source.source
-    if isinstance(source, Segments) and not source.swapped and copy.source_box.span_of(region) == region.size:
-        at = 0
-        for part in Stream(source).parts(
-            copy.source_box.offset_of(region) * copy.source.dtype.itemsize_bytes, len(held)
-        ):
-            files.read_into(part, held[at : at + part.length_bytes])
-            at += part.length_bytes
-        return
-    from reshard_mpi.engine.gather import gather_into
-
-    gather_into(files, copy, region, region, held, limits)

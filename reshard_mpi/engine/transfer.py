@@ -1,16 +1,18 @@
 """Executes the plan of one target: fills the shard file that a format has reserved for it.
 
 What is one run, or a few, or long ones, the kernel copies. Short runs of a source that has them one after another are
-read straight to their places in a buffer. Only the rest is gathered by numpy, which is imported when it comes to that.
+read straight to their places in a buffer. The rest is brought there region by region: see `regions`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain, pairwise
 from typing import NamedTuple
 
 from reshard_mpi.engine.files import Files, OnBytes, Traffic
+from reshard_mpi.engine.regions import fill, takes_numpy
 from reshard_mpi.engine.scatter import Scatter
 from reshard_mpi.engine.stream import Stream, byte_runs
 from reshard_mpi.formats.manifest import Decoded, Manifest, Segments, TensorEntry
@@ -59,13 +61,16 @@ def write_shard(
             elif _is_scattered(tensor):
                 _fill_blocks(files, tensor, part.place, part.span, buffer, scatter.fill)
             else:
-                _fill_blocks(files, tensor, part.place, part.span, buffer, _gathering(files, limits))
+                bring = partial(_bring, files, limits)
+                _fill_blocks(files, tensor, part.place, part.span, buffer, bring)
         return files.traffic
 
 
-def is_gathered(tensor: TensorPlan) -> bool:
-    """Tell whether a tensor is written through windows of its sources, with numpy."""
-    return not _is_copied(tensor) and not _is_scattered(tensor)
+def is_gathered(tensor: TensorPlan, limits: Limits) -> bool:
+    """Tell whether a tensor may be written through windows of its sources, with numpy."""
+    if _is_copied(tensor) or _is_scattered(tensor):
+        return False
+    return any(takes_numpy(copy, copy.region, tensor.spec.box, limits.buffer_bytes) for copy in tensor.copies)
 
 
 class _Part(NamedTuple):
@@ -111,13 +116,8 @@ def _is_aligned(content: Segments | Decoded) -> bool:
     return isinstance(content, Segments) and all(part.offset_bytes % _BLOCK_BYTES == 0 for part in content.ranges)
 
 
-def _gathering(files: Files, limits: Limits) -> Fill:
-    from reshard_mpi.engine.gather import gather_into
-
-    def fill(copy: Copy, region: Box, block: Box, buffer: memoryview) -> None:
-        gather_into(files, copy, region, block, buffer, limits)
-
-    return fill
+def _bring(files: Files, limits: Limits, copy: Copy, region: Box, block: Box, buffer: memoryview) -> None:
+    fill(files, copy, region, block, buffer, limits)
 
 
 def _is_copied(tensor: TensorPlan) -> bool:
@@ -173,7 +173,7 @@ def _alternate(tensor: TensorPlan) -> bool:
     return any(offset + length > following for (offset, length), (following, _) in pairwise(spans))
 
 
-def _fill_blocks(files: Files, tensor: TensorPlan, place: Stream, span: Span, buffer: memoryview, fill: Fill) -> None:
+def _fill_blocks(files: Files, tensor: TensorPlan, place: Stream, span: Span, buffer: memoryview, bring: Fill) -> None:
     """Put together, block by block, what of the tensor lies in `span`, bytes of its row-major order."""
     box, itemsize = tensor.spec.box, tensor.spec.dtype.itemsize_bytes
     for block in box.blocks(max(1, len(buffer) // itemsize), *_elements(span, itemsize)):
@@ -181,7 +181,7 @@ def _fill_blocks(files: Files, tensor: TensorPlan, place: Stream, span: Span, bu
         for copy in tensor.copies:
             region = copy.region.intersect(block)
             if region is not None:
-                fill(copy, region, block, buffer[:length])
+                bring(copy, region, block, buffer[:length])
         done, end = max(span[0] - at, 0), min(span[1] - at, length)
         for target in place.parts(at + done, end - done):
             files.write(target, buffer[done : done + target.length_bytes])

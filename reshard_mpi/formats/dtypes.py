@@ -5,6 +5,7 @@ Bytes are moved, never converted, so a type is little more than a size; numpy is
 
 from __future__ import annotations
 
+import struct
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -55,6 +56,51 @@ _ALL = (
 )
 BY_NAME = {dtype.name: dtype for dtype in _ALL}
 BY_MINDSPORE_NAME = {dtype.mindspore: dtype for dtype in _ALL}
+
+# How the standard library reads these; for the others see `numbers`.
+_CODES = {
+    "int8": "b",
+    "uint8": "B",
+    "int16": "h",
+    "uint16": "H",
+    "int32": "i",
+    "uint32": "I",
+    "int64": "q",
+    "uint64": "Q",
+    "float16": "e",
+    "float32": "f",
+    "float64": "d",
+    "bool": "?",
+    "int4": "b",
+    "hifloat8": "B",
+}
+_E4M3_NAN = 0x7F
+
+
+def numbers(content: bytes, dtype: DType) -> list[Any]:
+    """Return the values of elements in this machine's byte order, as `to_numpy` shows them, without numpy."""
+    if dtype.part_bytes < dtype.itemsize_bytes:
+        parts = numbers(content, BY_NAME["float32" if dtype.part_bytes == 4 else "float64"])
+        return [complex(real, imaginary) for real, imaginary in zip(parts[::2], parts[1::2])]
+    if dtype.name == "bfloat16":  # the upper half of a float32
+        count = len(content) // 2
+        wide = struct.pack(f"={count}I", *(bits << 16 for bits in struct.unpack(f"={count}H", content)))
+        return list(struct.unpack(f"={count}f", wide))
+    if dtype.name == "float8_e5m2":  # the upper half of a float16
+        halves = struct.pack(f"={len(content)}H", *(bits << 8 for bits in content))
+        return list(struct.unpack(f"={len(content)}e", halves))
+    if dtype.name == "float8_e4m3fn":
+        return [_e4m3(bits) for bits in content]
+    return list(struct.unpack(f"={len(content) // dtype.itemsize_bytes}{_CODES[dtype.name]}", content))
+
+
+def _e4m3(bits: int) -> float:
+    """Return an 8-bit float of 4 bits of exponent (bias 7) and 3 of mantissa, which has NaN and no infinity."""
+    sign, exponent, mantissa = -1.0 if bits & 0x80 else 1.0, bits >> 3 & 0xF, bits & 7
+    if bits & _E4M3_NAN == _E4M3_NAN:
+        return float("nan")
+    return sign * (mantissa * 2.0**-9 if exponent == 0 else (8 + mantissa) * 2.0 ** (exponent - 10))
+
 
 # Types numpy has no number for come from ml_dtypes, or stay raw bytes where even that has none.
 _FROM_ML_DTYPES = {"bfloat16", "float8_e4m3fn", "float8_e5m2"}

@@ -91,6 +91,12 @@ class Manifest(NamedTuple):
     identity: ShardIdentity | None = None
 
     @property
+    def is_as_stored(self) -> bool:
+        """Whether all elements lie in the file as they are on this machine."""
+        sources = (entry.source for entry in self.tensors.values())
+        return all(isinstance(source, Segments) and not source.swapped for source in sources)
+
+    @property
     def decoding_bytes(self) -> int:
         """The most memory that decoding one of the tensors takes."""
         sources = (entry.source for entry in self.tensors.values())

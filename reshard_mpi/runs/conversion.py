@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -14,7 +14,10 @@ from reshard_mpi.checkpoints.sampling import drifted_tensors
 from reshard_mpi.checkpoints.shards import ShardOpener
 from reshard_mpi.checkpoints.siblings import LoneShard
 from reshard_mpi.checkpoints.source import SourceCheckpoint
+from reshard_mpi.engine.files import Files
+from reshard_mpi.engine.regions import first_difference, read_region, takes_numpy
 from reshard_mpi.errors import CoverageError, DisagreementError, LayoutError
+from reshard_mpi.formats.dtypes import numbers
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.planning.agreement import loose_beginnings, moment_counters
 from reshard_mpi.planning.fit import (
@@ -24,7 +27,7 @@ from reshard_mpi.planning.fit import (
     shown_rules,
     unconfirmed_rules,
 )
-from reshard_mpi.planning.model import Beginning, Limits, Moment, RankPlan
+from reshard_mpi.planning.model import Beginning, Limits, Moment, RankPlan, TensorPlan
 from reshard_mpi.planning.parameters import Unlisted, find_or_follow, is_dropped
 from reshard_mpi.planning.ranks import check_target_rank
 from reshard_mpi.planning.replicas import Replicas
@@ -46,7 +49,8 @@ _MAX_LOOKED_INTO = 64
 class Conversion:
     """Plans target ranks and checks, before anything is written, what must hold of the source.
 
-    unlisted, strict, replicas: as the command line's options of these names.
+    unlisted, strict, replicas: as the command line's options of these names. before_gathering: called before copies are
+    compared in a way that takes more memory than planning does.
     """
 
     source: SourceCheckpoint
@@ -55,6 +59,7 @@ class Conversion:
     strict: bool = False
     limits: Limits = LIMITS
     replicas: Replicas = Replicas.SAMPLE
+    before_gathering: Callable[[], object] = lambda: None
     _is_fitting: bool = field(default=False)
     _table: str | None = field(default=None)
     _opener: ShardOpener | None = field(default=None)
@@ -185,11 +190,18 @@ class Conversion:
         counters = tuple(moment_counters(manifests))
         if not counters:
             return ()
-        from reshard_mpi.engine.arrays import load_shard
+        with Files() as files:
+            return tuple(Moment(counter.spec.name, self._shown(counter, files), path) for path, counter in counters)
 
-        values = load_shard(plan._replace(tensors=tuple(counter for _, counter in counters)), limits=self.limits)
-        named = ((counter.spec.name, path) for path, counter in counters)
-        return tuple(Moment(name, str(values[name].tolist()), path) for name, path in named)
+    def _shown(self, counter: TensorPlan, files: Files) -> str:
+        values = numbers(self._content(counter, files), counter.spec.dtype)
+        return str(values if counter.spec.global_shape else values[0])
+
+    def _content(self, tensor: TensorPlan, files: Files) -> bytes:
+        """Return the bytes of a small tensor that is taken from one source."""
+        content = bytearray(tensor.spec.size_bytes)
+        read_region(files, tensor.copies[0], tensor.spec.box, memoryview(content), self.limits)
+        return bytes(content)
 
     def _beginnings(self, plan: RankPlan) -> tuple[Beginning, ...]:
         if self.source.strategy.world_size in (1, self.target.world_size):
@@ -197,23 +209,24 @@ class Conversion:
         starts = tuple(loose_beginnings(plan))
         if not starts:
             return ()
-        from reshard_mpi.engine.arrays import load_shard
-
-        values = load_shard(plan._replace(tensors=starts), limits=self.limits)
-        return tuple(
-            Beginning(name, hashlib.sha256(values[name].tobytes()).hexdigest(), start.copies[0].source_rank)
-            for start in starts
-            for name in (start.spec.name,)
-        )
+        with Files() as files:
+            return tuple(
+                Beginning(
+                    start.spec.name,
+                    hashlib.sha256(self._content(start, files)).hexdigest(),
+                    start.copies[0].source_rank,
+                )
+                for start in starts
+            )
 
     def _checked(self, plan: RankPlan) -> RankPlan:
         """Run the plan's checks; a difference that matters refuses the target, another becomes a note."""
         if not plan.checks:
             return plan
-        from reshard_mpi.engine.arrays import first_difference
-
         notes = []
         for check in plan.checks:
+            if any(takes_numpy(copy, copy.region, copy.region, self.limits.buffer_bytes) for copy in check.copies):
+                self.before_gathering()
             found = first_difference(check, limits=self.limits)
             if found is None:
                 continue

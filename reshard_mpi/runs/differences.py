@@ -32,7 +32,7 @@ def tensor_sum(spec: TensorSpec, value: int, *, loose: bool) -> TensorSum:
 
 def where_it_differs(plan: RankPlan, target: Manifest, name: str, limits: Limits) -> DamageError:
     """Return the error for a tensor of the shard at `target` that is not what its sources hold."""
-    from reshard_mpi.engine.arrays import first_difference
+    from reshard_mpi.engine.regions import first_difference
 
     tensor = next(tensor for tensor in plan.tensors if tensor.spec.name == name)
     for source, own in copies_and_target(tensor, target):

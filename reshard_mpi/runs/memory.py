@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Iterable
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -85,6 +86,7 @@ class RunMemory:
         """
         self._projection = Projection.of(conversion, target_format, targets=targets, verify=verify, also_read=also_read)
         self._need(self._projection.planning_bytes, purpose)
+        conversion.before_gathering = partial(self._need, self._projection.gathering_bytes, purpose)
         return self._projection
 
     @property

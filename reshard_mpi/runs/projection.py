@@ -7,22 +7,25 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from reshard_mpi.checkpoints.source import MAX_KEPT_TENSORS, SourceCheckpoint
+from reshard_mpi.engine.crc import has_short_runs
+from reshard_mpi.engine.regions import takes_numpy
 from reshard_mpi.engine.transfer import is_gathered
 from reshard_mpi.formats.manifest import Decoded
-from reshard_mpi.planning.model import RankPlan
+from reshard_mpi.planning.model import RankPlan, TensorPlan
 from reshard_mpi.runs.conversion import LIMITS, Conversion
 from reshard_mpi.runs.selfcheck import Summing
+from reshard_mpi.sharding.box import Box
 from reshard_mpi.units import KIB, MIB
 
-# An interpreter with what plans and moves bytes; with what sums them, as long as that takes no numpy; what is added by
-# MPI; by HDF5's library; by another interpreter that has that library, for files of other making.
-INTERPRETER_BYTES = 43 * MIB
-_SUMMING_BYTES = 27 * MIB
+# An interpreter with what plans and moves bytes; what is added by numpy; by MPI; by HDF5's library; by another
+# interpreter that has that library, for files of other making.
+INTERPRETER_BYTES = 31 * MIB
+_NUMPY_BYTES = 13 * MIB
 _MPI_BYTES = 18 * MIB
 _HDF5_BYTES = 15 * MIB
 _CHILD_BYTES = 60 * MIB
@@ -55,7 +58,7 @@ def opening_bytes(strategies: Iterable[str | os.PathLike[str] | None], source_fo
 
     What planning loads later is as large as the structure of 10,000 tensors. source_format: None until it is known.
     """
-    shard_bytes = _CHILD_BYTES if source_format == "hdf5" else 0
+    shard_bytes = _CHILD_BYTES + _NUMPY_BYTES if source_format == "hdf5" else 0
     return (
         INTERPRETER_BYTES
         + _loaded_bytes()
@@ -69,7 +72,7 @@ def checking_bytes(source_format: str, summing: Summing) -> int:
     child_bytes = 0
     if source_format == "hdf5" and not summing.is_native:
         child_bytes = _CHILD_BYTES + summing.tensors * _FOREIGN_BYTES + LIMITS.buffer_bytes + summing.decoding_bytes
-    own_bytes = (INTERPRETER_BYTES if summing.with_numpy else _SUMMING_BYTES) + _loaded_bytes()
+    own_bytes = INTERPRETER_BYTES + _loaded_bytes() + (_NUMPY_BYTES if summing.with_numpy else 0)
     return own_bytes + child_bytes + LIMITS.buffer_bytes + summing.tensors * _CHECKED_BYTES[source_format]
 
 
@@ -79,13 +82,14 @@ class Projection(NamedTuple):
     planning_bytes: at the most while it plans. base_bytes: an interpreter with its libraries, and what it has read and
     planned. tensor_bytes: a tensor that is written, in this program and in the library of its format. compares: what is
     in the target is read beside its sources, all of them through windows. decoding_bytes: what it takes to decode a
-    tensor of that; of the sources it is known with their tensors.
+    tensor of that; of the sources it is known with their tensors. has_numpy: it is in base_bytes already.
     """
 
     planning_bytes: int
     base_bytes: int
     tensor_bytes: int
     compares: bool
+    has_numpy: bool
     decoding_bytes: int = 0
 
     @classmethod
@@ -105,11 +109,12 @@ class Projection(NamedTuple):
         """
         source, target = conversion.source, conversion.target
         kind = source.files.format
-        per_shard = source.extent.tensors
+        per_shard, has_numpy = source.extent.tensors, not source.extent.is_as_stored
         known = min(MAX_KEPT_TENSORS + per_shard, per_shard * len(source.files.by_rank))
         kept = min(MAX_KEPT_COPIES, per_shard * min(MAX_KEPT_PLANS, targets)) if per_shard <= MAX_KEPT_COPIES else 0
         parameters = max(len(source.strategy.parameters), len(target.parameters))
-        base_bytes = INTERPRETER_BYTES + _loaded_bytes() + parameters * _PARAMETER_BYTES
+        base_bytes = INTERPRETER_BYTES + _loaded_bytes() + (_NUMPY_BYTES if has_numpy else 0)
+        base_bytes += parameters * _PARAMETER_BYTES
         base_bytes += known * _MANIFEST_BYTES[kind] + (kept + per_shard) * _PLANNED_BYTES
         if kind == "hdf5" and not source.extent.is_native:
             base_bytes += _CHILD_BYTES + per_shard * _FOREIGN_BYTES
@@ -121,20 +126,31 @@ class Projection(NamedTuple):
             if target_format == "hdf5" and not extent.is_native:
                 base_bytes += _CHILD_BYTES if source.extent.is_native else 0  # it serves both
                 base_bytes += extent.tensors * _FOREIGN_BYTES
-            return cls(planning_bytes, base_bytes, _SUM_BYTES, compares=True, decoding_bytes=extent.decoding_bytes)
+            if not extent.is_as_stored and not has_numpy:
+                base_bytes, has_numpy = base_bytes + _NUMPY_BYTES, True
+            return cls(planning_bytes, base_bytes, _SUM_BYTES, True, has_numpy, extent.decoding_bytes)
         if target_format == "hdf5":
+            base_bytes += 0 if has_numpy else _NUMPY_BYTES
+            has_numpy = True
             base_bytes += _HDF5_BYTES + min(per_shard * _CACHED_BYTES, _CACHE_BYTES)
         tensor_bytes = _WRITTEN_BYTES[target_format] + (_SUM_BYTES if verify else 0)
-        return cls(planning_bytes, base_bytes, tensor_bytes, compares=verify)
+        return cls(planning_bytes, base_bytes, tensor_bytes, verify, has_numpy)
+
+    @property
+    def gathering_bytes(self) -> int:
+        """At the most while it compares copies that lie in many runs in their shards."""
+        numpy_bytes = 0 if self.has_numpy else _NUMPY_BYTES
+        return self.planning_bytes + numpy_bytes + LIMITS.buffer_bytes + LIMITS.window_bytes
 
     def peak_bytes(self, plan: RankPlan) -> int:
         """Project the most that a process needs which plans and writes this target."""
-        decoding_bytes, buffer_bytes, window_bytes = self.decoding_bytes, 0, 0
+        decoding_bytes, buffer_bytes, window_bytes, has_numpy = self.decoding_bytes, 0, 0, self.has_numpy
         records_bytes = self.tensor_bytes * len(plan.tensors)
         for tensor in plan.tensors:
             buffer_bytes = max(buffer_bytes, tensor.spec.size_bytes)
             records_bytes += _COPY_BYTES * (len(tensor.copies) - 1)
-            through_windows = self.compares or is_gathered(tensor)
+            through_windows = is_gathered(tensor, LIMITS) or (self.compares and _is_gathered_to_compare(tensor))
+            has_numpy = has_numpy or through_windows or (self.compares and _is_in_short_runs(tensor))
             for source in (copy.source for copy in tensor.copies):
                 if isinstance(source.source, Decoded):
                     read_bytes = 2 * min(LIMITS.buffer_bytes, source.size_bytes)  # there and here
@@ -144,7 +160,21 @@ class Projection(NamedTuple):
                 elif through_windows:
                     window_bytes = max(window_bytes, source.size_bytes + _AROUND_BYTES)
         moved_bytes = min(LIMITS.buffer_bytes, buffer_bytes) + min(LIMITS.window_bytes, window_bytes)
+        moved_bytes += _NUMPY_BYTES if has_numpy and not self.has_numpy else 0
         return max(self.planning_bytes, self.base_bytes + moved_bytes + records_bytes + decoding_bytes)
+
+
+def _is_gathered_to_compare(tensor: TensorPlan) -> bool:
+    return any(takes_numpy(copy, copy.region, copy.region, LIMITS.buffer_bytes) for copy in tensor.copies)
+
+
+def _is_in_short_runs(tensor: TensorPlan) -> bool:
+    whole, itemsize_bytes = Box.whole(tensor.spec.global_shape), tensor.spec.dtype.itemsize_bytes
+    return any(has_short_runs(box, whole, itemsize_bytes) for box in (tensor.spec.box, *_regions(tensor)))
+
+
+def _regions(tensor: TensorPlan) -> Iterator[Box]:
+    return (copy.region for copy in tensor.copies)
 
 
 def _loaded_bytes() -> int:

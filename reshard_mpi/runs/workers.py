@@ -122,9 +122,9 @@ class _Worker:
 class Work(StrEnum):
     """What workers do together: functions of a request, a communicator, a progress, and the strategies."""
 
-    CONVERT = "runtime:convert"
-    VERIFY_PAIR = "verifying:verify_pair"
-    VERIFY_ALONE = "verifying:verify_alone"
+    CONVERT = "runs.transform:convert"
+    VERIFY_PAIR = "runs.verify:verify_pair"
+    VERIFY_ALONE = "runs.verify:verify_alone"
 
     def load(self) -> Callable[[Request, Comm, Progress, Strategies | None], Outcome]:
         """Return the function, with all that it needs loaded."""
