@@ -14,8 +14,8 @@ from types import ModuleType
 
 import pytest
 from hypothesis import HealthCheck, settings
-from launch import MPI, MPI_NAMES, RankRun, find_mpi, run_ranks
-from slurm import Cluster, running_cluster
+from support.launch import MPI, MPI_NAMES, RankRun, find_mpi, run_ranks
+from support.slurm import Cluster, running_cluster
 
 TESTS_FOLDER = str(Path(__file__).parent)
 RANKS_FOLDER = Path(__file__).parent / "ranks"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import Finished, clean_environment, run_command
+from support.processes import Finished, clean_environment, run_command
 
 sys.path.append(str(Path(__file__).parent.parent))  # benchmarks are part of the checkout, not of what is installed
 

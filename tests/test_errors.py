@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conversions import Conversion, make
-from processes import run_command
+from support.conversions import Conversion, make
+from support.processes import run_command
 
 import reshard_mpi
 from reshard_mpi import api, errors

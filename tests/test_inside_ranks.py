@@ -1,13 +1,7 @@
 """Starts pytest on several ranks, for the tests in `ranks/`."""
 
-import sys
-from pathlib import Path
-
-from launch import mpirun_command
-from processes import run_command
-
-RANKS = Path(__file__).parent / "ranks"
-PYTEST = [sys.executable, "-m", "mpi4py", "-m", "pytest", "--with-mpi", "-n0", "--color=no", "-pno:cacheprovider"]
+from support.launch import PYTEST, RANKS, mpirun_command
+from support.processes import run_command
 
 
 def test_tests_inside_ranks_pass(mpi):

@@ -1,10 +1,10 @@
 """Fails every call of a run that writes, renames, removes or makes durable: `python tests/faults/every_call.py`.
 
 A small conversion is started in each way there is, to each format. The calls of an undisturbed run are counted; then
-there is a run for each of them and each kind of harm, which must keep the rule of `tests/attempts.py`, and is resumed.
-Runs for hours in full; --every and --sample take some of the calls, spread evenly or drawn. At the end: calls tried,
-exits, files compared, runs that left something wrong, and those that broke the rule otherwise, each with what repeats
-it. Exit code 1 if any did.
+there is a run for each of them and each kind of harm, which must keep the rule of `support/attempts.py`, and is
+resumed. Runs for hours in full; --every and --sample take some of the calls, spread evenly or drawn. At the end: calls
+tried, exits, files compared, runs that left something wrong, and those that broke the rule otherwise, each with what
+repeats it. Exit code 1 if any did.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 _TESTS = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(_TESTS), str(_TESTS / "formats")]
+sys.path.insert(0, str(_TESTS))
 
-from attempts import KINDS, LAUNCHES, Attempt, Bench, Launch, ranks_of  # noqa: E402
-from injector import Fault, compiler, counts  # noqa: E402
-from launch import MPI_NAMES, find_mpi  # noqa: E402
+from support.attempts import KINDS, LAUNCHES, Attempt, Bench, Launch, ranks_of  # noqa: E402
+from support.injector import Fault, compiler, counts  # noqa: E402
+from support.launch import MPI_NAMES, find_mpi  # noqa: E402
 
 # What a call can be made to do, and whether it makes sense for that to last.
 HARM = {

@@ -25,15 +25,15 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 _TESTS = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(_TESTS), str(_TESTS / "formats")]
+sys.path.insert(0, str(_TESTS))
 
-from attempts import ALONE, KINDS, Launch, array_of, badly_said, in_fork, jobs_of, ranks_of, wrong_in  # noqa: E402
-from cases import Case, cases  # noqa: E402
-from checkpoints import as_read, expected_rank, read_shard, write_shards, write_strategy  # noqa: E402
-from conversions import Conversion, listing  # noqa: E402
-from injector import NO_FAULT, READING, Call, Fault, Injector, compiler  # noqa: E402
-from launch import MPI_NAMES, find_mpi  # noqa: E402
-from processes import Finished, run_command  # noqa: E402
+from support.attempts import ALONE, KINDS, Launch, array_of, badly_said, in_fork, jobs_of, ranks_of, wrong_in  # noqa: E402
+from support.cases import Case, cases  # noqa: E402
+from support.checkpoints import as_read, expected_rank, read_shard, write_shards, write_strategy  # noqa: E402
+from support.conversions import Conversion, listing  # noqa: E402
+from support.injector import NO_FAULT, READING, Call, Fault, Injector, compiler  # noqa: E402
+from support.launch import MPI_NAMES, find_mpi  # noqa: E402
+from support.processes import Finished, run_command  # noqa: E402
 
 _MAX_KILLS = 3
 # The sources are small: so they are filled by several processes all the same.

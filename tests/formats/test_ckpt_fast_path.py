@@ -7,9 +7,9 @@ import tempfile
 from pathlib import Path
 from unittest import mock
 
-import ckpt_peer
 from hypothesis import given
 from hypothesis import strategies as st
+from support import ckpt_peer
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats.ckpt import values as module

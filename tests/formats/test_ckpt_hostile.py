@@ -7,8 +7,8 @@ import re
 import struct
 from pathlib import Path
 
-import ckpt_peer
 import pytest
+from support import ckpt_peer
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import ckpt, files

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import ckpt_peer
-import hdf5_peer
+from support import ckpt_peer, hdf5_peer
 
 from reshard_mpi.formats import ckpt, hdf5
 from reshard_mpi.testing.conformance import FormatConformance

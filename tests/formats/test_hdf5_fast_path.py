@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import h5py
-import hdf5_peer
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support import hdf5_peer
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import hdf5

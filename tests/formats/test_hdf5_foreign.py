@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import h5py
-import hdf5_peer
 import numpy as np
 import pytest
+from support import hdf5_peer
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import hdf5

@@ -3,7 +3,7 @@
 Needs atheris (`pip install atheris`), which neither the package nor its tests need. PARSER is a name of
 `parsers.PARSERS`. New inputs go to the first FOLDER, where there is none to a temporary one; `tests/fuzz/corpus/PARSER`
 is always read. An input that does harm is written to `./crash-...` and the script ends; when the defect is mended, the
-input belongs into the corpus, which `tests/test_hostile_fuzz.py` replays. Useful options: -max_total_time=600,
+input belongs into the corpus, which `tests/formats/test_hostile_fuzz.py` replays. Useful options: -max_total_time=600,
 -timeout=5 (seconds an input may take), -rss_limit_mb=1024, -max_len=20000.
 """
 

@@ -1,6 +1,6 @@
 """Makes the sound files of the corpus, of every kind that a parser reads.
 
-To be run as `PYTHONPATH=tests/formats python tests/fuzz/seeds.py`.
+To be run as `PYTHONPATH=tests python tests/fuzz/seeds.py`.
 
 They are small, since fuzzing changes few bytes at a time. Beside them the corpus holds inputs that fuzzing has found.
 """
@@ -12,11 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import ckpt_peer
 import h5py
-import hdf5_peer
 import numpy as np
 import parsers
+from support import ckpt_peer, hdf5_peer
 
 from reshard_mpi.formats import ckpt, hdf5
 from reshard_mpi.formats.dtypes import BY_NAME

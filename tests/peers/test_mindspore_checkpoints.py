@@ -8,10 +8,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import Side
-from checkpoints import as_read, expected_rank, read_shard, write_strategy
-from oracle import RawLayout
-from test_mindformers import SIDES, weights, write_merged
+from support.cases import Side
+from support.checkpoints import as_read, expected_rank, read_shard, write_strategy
+from support.mindformers import SIDES, weights, write_merged
+from support.oracle import RawLayout
 
 import reshard_mpi
 

@@ -17,11 +17,11 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import DTYPES, WORLD_SIZES, Case, Side, cases
-from checkpoints import as_read, expected_rank, read_shard, write_strategy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from oracle import RawLayout
+from support.cases import DTYPES, WORLD_SIZES, Case, Side, cases
+from support.checkpoints import as_read, expected_rank, read_shard, write_strategy
+from support.oracle import RawLayout
 
 import reshard_mpi
 from reshard_mpi.sharding import strategy

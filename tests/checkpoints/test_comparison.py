@@ -1,0 +1,239 @@
+"""`--replicas check`: all ranks that hold the same are compared, each copy once a run, before anything is written."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.checkpoints import as_read, expected_rank, read_shard, write_strategy
+from support.conversions import COMMAND, TENSORS, Conversion, command_line, listing, make, shards, side
+from support.launch import MPI, mpirun_command
+from support.oracle import RawLayout
+from support.processes import run_command
+
+import reshard_mpi
+from reshard_mpi.checkpoints import comparison
+from reshard_mpi.engine import regions
+from reshard_mpi.errors import DisagreementError, UsageError
+from reshard_mpi.planning.model import Copy
+from reshard_mpi.sharding.box import Box
+
+Capture = pytest.CaptureFixture[str]
+KINDS = pytest.mark.parametrize("kind", ["ckpt", "hdf5"])
+CHECK = ("--replicas", "check")
+
+
+def differing(c: Conversion, rank: int = 3) -> None:
+    """Have one element of the second half of `w` be another on a rank."""
+    w = c.arrays(rank)["w"].copy()
+    w[5, 1] += 1
+    c.rewrite(rank, {"w": w})
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, int, Box]]:
+    """Counts what is read to be compared: tensor, rank, and region."""
+    found: Counter[tuple[str, int, Box]] = Counter()
+    read_region = regions.read_region
+
+    def counting(files: object, copy: Copy, region: Box, *rest: object) -> None:
+        found[copy.source.name, copy.source_rank, region] += 1
+        read_region(files, copy, region, *rest)
+
+    monkeypatch.setattr(regions, "read_region", counting)
+    return found
+
+
+@KINDS
+@pytest.mark.parametrize("way", ["plan", "alone", "jobs"])
+def test_a_difference_is_refused_by_name(tmp_path: Path, capsys: Capture, kind: str, way: str) -> None:
+    c = make(tmp_path, kind)
+    differing(c)
+    before = listing(tmp_path)
+    options = {"plan": ["plan"], "alone": ["transform"], "jobs": ["transform", "--jobs", "3"]}[way]
+    said = command_line(capsys, *c.arguments(*options, *CHECK))
+    assert said.code == 3 and said.out == "", said
+    assert "copies of 'w' differ\n  expected: the same bytes on ranks 1 and 3\n" in said.err
+    assert "got: a difference at element [5, 3]: these ranks should hold the same\n" in said.err
+    assert f"where: {c.shard(1)} and {c.shard(3)}\n  what to do: " in said.err
+    assert listing(tmp_path) == before
+    assert command_line(capsys, *c.arguments("transform", "--replicas", "any")).code == 0
+
+
+@KINDS
+def test_copies_that_agree(tmp_path: Path, capsys: Capture, kind: str) -> None:
+    c = make(tmp_path, kind)
+    assert command_line(capsys, *c.arguments()).code == 0
+    checked = c.but(dst=tmp_path / "checked")
+    assert command_line(capsys, *checked.arguments("transform", *CHECK)).code == 0
+    assert shards(checked.dst) == shards(c.dst)
+    # It is no other run, since the same bytes are written.
+    said = command_line(capsys, *c.arguments("transform", "--resume", *CHECK))
+    assert said.code == 0 and "2 were complete already" in said.out
+
+
+def test_functions(tmp_path: Path) -> None:
+    c = make(tmp_path)
+    differing(c)
+    paths = (c.src, c.dst, "checkpoint_", c.src_strategy, c.dst_strategy)
+    files = {rank: c.shard(rank) for rank in range(4)}
+    before = listing(tmp_path)
+    for call in (
+        lambda **chosen: reshard_mpi.transform_checkpoints(*paths, **chosen),
+        lambda **chosen: reshard_mpi.transform_checkpoints(*paths, 2, **chosen),
+        lambda **chosen: reshard_mpi.transform_checkpoint_by_rank(1, files, tmp_path / "o.ckpt", *paths[3:], **chosen),
+        lambda **chosen: reshard_mpi.plan(paths[0], *paths[3:], **chosen),
+    ):
+        with pytest.raises(DisagreementError, match=r"copies of 'w' differ(.|\n)*element \[5, 3\]"):
+            call(replicas="check")
+        with pytest.raises(
+            UsageError, match=r"unknown value of replicas\n  expected: any, sample, check\n  got: 'some'"
+        ):
+            call(replicas="some")
+        assert listing(tmp_path) == before
+    for call in (
+        lambda: reshard_mpi.plan(paths[0], *paths[3:]),
+        lambda: reshard_mpi.transform_checkpoint_by_rank(1, files, tmp_path / "o.ckpt", *paths[3:]),
+        lambda: reshard_mpi.transform_checkpoints(*paths),
+    ):
+        call()
+
+
+def test_only_what_is_needed_is_compared(tmp_path: Path, capsys: Capture) -> None:
+    """A difference in what only target 1 needs: rows 4 to 7."""
+    c = make(tmp_path)
+    differing(c)
+    assert command_line(capsys, *c.arguments("transform", *CHECK, "--rank", "0")).code == 0
+    assert command_line(capsys, *c.arguments("transform", *CHECK, "--rank", "1")).code == 3
+
+
+@pytest.mark.parametrize("name", ["accu_grads.w", "grad_sum.w"])
+def test_partial_sums_are_compared_whatever_is_asked(tmp_path: Path, capsys: Capture, name: str) -> None:
+    c = make(tmp_path)
+    for rank in range(4):
+        c.rewrite(rank, {name: c.arrays(rank)["w"] + (rank == 2)})
+    for options in ((), CHECK):
+        said = command_line(capsys, *c.arguments("transform", *options))
+        assert said.code == 3 and f"copies of '{name}' differ" in said.err and "partial sums" in said.err
+
+
+@KINDS
+@pytest.mark.parametrize(
+    ("array", "says"),
+    [
+        (np.zeros((8, 2), np.float64), "got: float64 of shape [8, 2]"),
+        (np.zeros((8, 3), np.float32), "got: float32 of shape [8, 3]"),
+    ],
+    ids=["type", "shape"],
+)
+def test_a_copy_of_another_kind_is_refused(
+    tmp_path: Path, capsys: Capture, kind: str, array: np.ndarray, says: str
+) -> None:
+    """Rank 2 is read by nobody here, so only comparing can see it."""
+    c = make(tmp_path, kind)
+    c.rewrite(2, {"w": array})
+    assert command_line(capsys, *c.arguments("plan", "--rank", "0")).code == 0
+    said = command_line(capsys, *c.arguments("plan", *CHECK, "--rank", "0"))
+    assert said.code == 3 and "copies of 'w' differ in shape or type" in said.err and says in said.err
+    assert f"where: {c.shard(2)}\n" in said.err
+
+
+def test_shards_that_cannot_be_compared_are_told(tmp_path: Path, capsys: Capture) -> None:
+    c = make(tmp_path)
+    c.shard(2).write_bytes(b"")
+    c.rewrite(3, {"w": None})  # saved without redundancy: nothing to be told
+    said = command_line(capsys, *c.arguments("transform", *CHECK, "--rank", "0"))
+    assert said.code == 0 and said.err.count("warning: ") == 1
+    assert f"warning: the shard of rank 2 cannot be used, {c.shard(2)}: a shard is empty" in said.err
+    assert read_shard(c.written(0)) == as_read(expected_rank(c.target, TENSORS, 0))
+
+
+# Cost
+
+
+def copies_of(c: Conversion) -> set[tuple[str, int]]:
+    return {(name, rank) for name in ("w", "b", "moments.w") for rank in range(4)}
+
+
+def eight(c: Conversion) -> Conversion:
+    """Return a conversion to 8 targets in 2 groups that hold the same: columns for every second rank."""
+    target = side(8, {"w": RawLayout((4, 2), (-1, 0)), "b": RawLayout((4, 2), (-1,))})
+    return c.but(target=target, dst_strategy=write_strategy(target, c.folder / "eight"))
+
+
+def test_targets_that_share_pieces_have_them_compared_once(
+    tmp_path: Path, capsys: Capture, read: Counter[tuple[str, int, Box]]
+) -> None:
+    c = eight(make(tmp_path))
+    assert command_line(capsys, *c.arguments("plan", *CHECK)).code == 0
+    compared = {key: count for key, count in read.items() if key[0] != "global_step"}
+    assert {(name, rank) for name, rank, _ in compared} == copies_of(c)
+    assert set(compared.values()) == {1}
+
+
+def test_processes_share_what_is_to_be_compared(tmp_path: Path) -> None:
+    """What each of 3 workers reads to compare goes to a file of its own."""
+    c = eight(make(tmp_path))
+    patch = (
+        "import os, sys; from reshard_mpi.cli import commands as cli; from reshard_mpi.engine import regions\n"
+        "read = regions.read_region\n"
+        "def told(files, copy, region, *rest):\n"
+        f"    with open({str(tmp_path)!r} + f'/read.{{os.getpid()}}', 'a') as log:\n"
+        "        print(copy.source.name, copy.source_rank, file=log)\n"
+        "    read(files, copy, region, *rest)\n"
+        "regions.read_region = told\n"
+    )
+    import sys
+
+    script = tmp_path / "patched.py"
+    script.write_text(patch + "cli.main(sys.argv[1:])\n")
+    done = run_command([sys.executable, str(script), *c.arguments("transform", "--jobs", "3", *CHECK)])
+    assert done.returncode == 0, done
+    logs = [Counter(log.read_text().splitlines()) for log in tmp_path.glob("read.*")]
+    found = sum(logs, Counter[str]())
+    compared = {line: count for line, count in found.items() if not line.startswith("global_step")}
+    assert compared == {f"{name} {rank}": 1 for name, rank in copies_of(c)}
+    busy = [log for log in logs if any(line in compared for line in log)]
+    assert len(busy) > 1
+
+
+def test_ranks_of_an_mpi_run_refuse_alike(tmp_path: Path, mpi: MPI) -> None:
+    c = eight(make(tmp_path))
+    differing(c)
+    before = listing(tmp_path)
+    command = mpirun_command(mpi, 3, [*COMMAND, *c.arguments("transform", "--jobs", "1", *CHECK)])
+    finished = run_command(command, timeout_seconds=60)
+    assert finished.returncode == 3, finished
+    assert finished.stderr.count("copies of 'w' differ") == 1 and "element [5, 3]" in finished.stderr
+    assert listing(tmp_path) == before
+
+
+@pytest.mark.parametrize("most", [1, 8, 10_000])
+@pytest.mark.parametrize("differs", [False, True])
+def test_many_holders_are_compared_some_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: Counter[tuple[str, int, Box]], most: int, differs: bool
+) -> None:
+    """As many shards as may be in memory; the first holder is read again for each batch, the others never."""
+    monkeypatch.setattr(comparison, "_MAX_TENSORS_AT_ONCE", most)
+    held: list[int] = []
+    batches = comparison._batches
+
+    def counting(*arguments: object) -> Iterator[list[object]]:
+        for batch in batches(*arguments):  # type: ignore[arg-type]
+            held.append(len(batch))
+            yield batch
+
+    monkeypatch.setattr(comparison, "_batches", counting)
+    c = make(tmp_path)
+    if differs:
+        c.rewrite(3, {"b": np.append(c.arrays(3)["b"][:-1], 99)})
+        with pytest.raises(DisagreementError, match=r"'b' differ(.|\n)*ranks 0 and 3(.|\n)*element \[7\]"):
+            reshard_mpi.plan(c.src, c.src_strategy, c.dst_strategy, replicas="check")
+        return
+    reshard_mpi.plan(c.src, c.src_strategy, c.dst_strategy, replicas="check")
+    assert max(held) == {1: 1, 8: 2, 10_000: 4}[most]
+    times = Counter({(name, rank): count for (name, rank, _), count in read.items() if name == "b"})
+    assert times == {("b", 0): {1: 3, 8: 2, 10_000: 1}[most], ("b", 1): 1, ("b", 2): 1, ("b", 3): 1}

@@ -1,0 +1,217 @@
+"""Which files of a folder are the shards of a checkpoint, and of which rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.checkpoints import write_strategy
+from support.conversions import make
+
+import reshard_mpi
+from reshard_mpi.checkpoints.discovery import ShardFiles, find_shards, shards_from_map
+from reshard_mpi.errors import DisagreementError, ReshardError, SourceError
+
+
+def lay(folder: Path, *names: str) -> Path:
+    """Make files of these names, with a byte that no strategy begins with."""
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"\n")
+    return folder
+
+
+def found(folder: Path, select: str | None = None) -> dict[int, list[str]]:
+    """Return the chosen files by rank, relative to the folder."""
+    shards = find_shards(str(folder), select)
+    assert shards.path == str(folder)
+    return {rank: [str(Path(path).relative_to(folder)) for path in paths] for rank, paths in shards.by_rank.items()}
+
+
+def refusal(kind: type[ReshardError], folder: Path, select: str | None = None) -> ReshardError:
+    with pytest.raises(kind) as refused:
+        find_shards(str(folder), select)
+    assert refused.value.expected and refused.value.got
+    assert refused.value.where.startswith(str(folder))
+    return refused.value
+
+
+# Rank folders
+
+
+def test_rank_folders_are_taken_by_their_numbers(tmp_path: Path) -> None:
+    lay(tmp_path, *(f"rank_{rank}/net.ckpt" for rank in (10, 9, 0)))
+    assert found(tmp_path) == {0: ["rank_0/net.ckpt"], 9: ["rank_9/net.ckpt"], 10: ["rank_10/net.ckpt"]}
+    assert list(found(tmp_path)) == [0, 9, 10]
+    assert find_shards(str(tmp_path)).notes == ()
+
+
+@pytest.mark.parametrize(("ending", "name"), [("ckpt", "ckpt"), ("h5", "hdf5"), ("hdf5", "hdf5")])
+def test_the_ending_tells_the_format(tmp_path: Path, ending: str, name: str) -> None:
+    lay(tmp_path, f"rank_0/net.{ending}", f"rank_1/net.{ending}")
+    assert find_shards(str(tmp_path)).format == name
+
+
+def test_what_else_lies_in_the_folders_does_not_count(tmp_path: Path) -> None:
+    lay(tmp_path, "rank_0/checkpoint-3_1875.ckpt", "rank_1/checkpoint-3_1875.ckpt")
+    lay(tmp_path, "rank_0/checkpoint-graph.meta", "rank_0/notes.txt", "rank_0/.checkpoint.ckpt", "rank_0/.x.partial")
+    lay(tmp_path, "loose.ckpt", "rank_two/net.ckpt", "rank_3x/net.ckpt", "my_rank_4/net.ckpt")
+    lay(tmp_path, "rank_5/folder.ckpt/net.txt")
+    (tmp_path / "rank_6").mkdir()
+    (tmp_path / "rank_7").write_bytes(b"\n")
+    write_strategy(make(tmp_path / "other").source, tmp_path / "rank_0" / "strategy.ckpt")
+    assert found(tmp_path) == {rank: [f"rank_{rank}/checkpoint-3_1875.ckpt"] for rank in (0, 1)}
+
+
+def test_folders_without_shards_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "rank_0").mkdir()
+    (tmp_path / "rank_1").mkdir()
+    assert refusal(SourceError, tmp_path).got == "2 folders without"
+
+
+def test_one_rank_in_two_folders_is_refused(tmp_path: Path) -> None:
+    lay(tmp_path, "rank_1/net.ckpt", "rank_01/net.ckpt")
+    error = refusal(SourceError, tmp_path)
+    assert error.problem == "two folders are of one rank"
+    assert error.got == "rank_01 and rank_1"
+
+
+# Several checkpoints in a folder
+
+
+def test_the_newest_is_chosen_by_natural_order_and_said(tmp_path: Path) -> None:
+    lay(tmp_path, *(f"rank_{rank}/net-{step}.ckpt" for rank in (0, 1) for step in ("9_5", "10_5", "2_100")))
+    assert found(tmp_path) == {rank: [f"rank_{rank}/net-10_5.ckpt"] for rank in (0, 1)}
+    (note,) = find_shards(str(tmp_path)).notes
+    assert "net-10_5.ckpt chosen, the newest by name that all ranks have" in note
+
+
+def test_the_newest_is_one_that_all_ranks_have(tmp_path: Path) -> None:
+    lay(tmp_path, "rank_0/net-1_5.ckpt", "rank_0/net-2_5.ckpt", "rank_0/net-3_5.ckpt")
+    lay(tmp_path, "rank_1/net-1_5.ckpt", "rank_1/net-2_5.ckpt")
+    assert found(tmp_path) == {rank: [f"rank_{rank}/net-2_5.ckpt"] for rank in (0, 1)}
+
+
+def test_file_names_may_hold_the_rank(tmp_path: Path) -> None:
+    lay(tmp_path, *(f"rank_{rank}/net_rank_{rank}-{step}.ckpt" for rank in (1, 11) for step in ("1_11", "2_11")))
+    assert found(tmp_path) == {rank: [f"rank_{rank}/net_rank_{rank}-2_11.ckpt"] for rank in (1, 11)}
+
+
+def test_a_choice_that_is_none_is_refused(tmp_path: Path) -> None:
+    lay(tmp_path, "rank_0/a.ckpt", "rank_0/b.ckpt", "rank_1/c.ckpt", "rank_1/d.ckpt")
+    error = refusal(SourceError, tmp_path)
+    assert error.got == "rank_0: b.ckpt; rank_1: d.ckpt"
+    assert "--select" in error.remedy
+
+
+def test_shards_of_different_moments_are_refused(tmp_path: Path) -> None:
+    lay(tmp_path, "rank_0/net-3_5.ckpt", "rank_1/net-3_5.ckpt", "rank_2/net-4_5.ckpt")
+    error = refusal(DisagreementError, tmp_path)
+    assert error.expected == "epoch 3 step 5, as net-3_5.ckpt of rank 0"
+    assert error.got == "epoch 4 step 5: net-4_5.ckpt of rank 2"
+
+
+def test_names_of_odd_digits_have_an_order_too(tmp_path: Path) -> None:
+    lay(tmp_path, *(f"rank_{rank}/net1²{step}.ckpt" for rank in (0, 1) for step in (9, 10)))
+    assert found(tmp_path) == {rank: [f"rank_{rank}/net1²10.ckpt"] for rank in (0, 1)}
+
+
+def test_names_that_end_in_the_rank_are_of_one_moment(tmp_path: Path) -> None:
+    names = {rank: [f"rank_{rank}/net-3_{rank}.ckpt"] for rank in (0, 1)}
+    lay(tmp_path, *(name for found_names in names.values() for name in found_names))
+    assert found(tmp_path) == names
+
+
+# Selection
+
+
+def test_select_chooses_among_names(tmp_path: Path) -> None:
+    lay(tmp_path, *(f"rank_{rank}/{name}" for rank in (0, 1) for name in ("a-1_1.ckpt", "a-2_1.ckpt", "b-1_1.h5")))
+    assert found(tmp_path, "*-1_1.ckpt") == {rank: [f"rank_{rank}/a-1_1.ckpt"] for rank in (0, 1)}
+    assert find_shards(str(tmp_path), "*.h5").format == "hdf5"
+    error = refusal(SourceError, tmp_path, "c*")
+    assert error.expected == "files that end in .ckpt, .h5, .hdf5 and match 'c*' (--select) in its rank folders"
+
+
+@pytest.mark.parametrize(
+    "names", [("rank_0/a.ckpt", "rank_0/a.h5"), ("rank_0/a.ckpt", "rank_1/a.hdf5"), ("a.h5", "b.ckpt")]
+)
+def test_two_formats_are_refused(tmp_path: Path, names: tuple[str, ...]) -> None:
+    lay(tmp_path, *names)
+    error = refusal(SourceError, tmp_path)
+    assert error.problem == "shards of two formats lie together"
+    assert all(Path(name).name in error.got for name in names)
+    assert "--select" in error.remedy
+
+
+# Loose files
+
+
+def test_one_file_is_a_full_checkpoint(tmp_path: Path) -> None:
+    path = str(lay(tmp_path, "net.ckpt") / "net.ckpt")
+    assert find_shards(path) == ShardFiles(path, "ckpt", {0: (path,)})
+
+
+def test_loose_files_are_one_full_checkpoint_together(tmp_path: Path) -> None:
+    lay(tmp_path, "net_10.ckpt", "net_9.ckpt", "notes.txt")
+    assert found(tmp_path) == {0: ["net_9.ckpt", "net_10.ckpt"]}
+
+
+def test_loose_shards_that_describe_themselves_have_their_own_ranks(tmp_path: Path) -> None:
+    conversion = make(tmp_path, "hdf5")
+    strategies = conversion.src_strategy, conversion.dst_strategy
+    reshard_mpi.transform_checkpoints(conversion.src, conversion.dst, "checkpoint_", *strategies, 1, "hdf5")
+    loose = tmp_path / "loose"
+    loose.mkdir()
+    for rank, name in ((0, "z.h5"), (1, "a.h5")):
+        conversion.written(rank).rename(loose / name)
+    assert found(loose) == {0: ["z.h5"], 1: ["a.h5"]}
+    assert find_shards(str(loose / "a.h5")).by_rank == {1: (str(loose / "a.h5"),)}
+    (loose / "copy.h5").write_bytes((loose / "a.h5").read_bytes())
+    error = refusal(SourceError, loose)
+    assert error.problem == "two shards say they are the same rank"
+    assert "rank 1 in " in error.got
+
+
+@pytest.mark.parametrize(
+    ("name", "got"), [("net.txt", "net.txt"), ("strategy.ckpt", "a strategy file")], ids=["ending", "strategy"]
+)
+def test_a_file_that_is_no_checkpoint_is_refused(tmp_path: Path, name: str, got: str) -> None:
+    (tmp_path / name).write_bytes(b"\x08\x00")
+    assert refusal(SourceError, tmp_path / name).got == got
+
+
+def test_nothing_is_refused(tmp_path: Path) -> None:
+    assert refusal(SourceError, tmp_path).got == "neither"
+    assert refusal(SourceError, tmp_path / "gone").problem == "the source is not there"
+
+
+# A map of files
+
+
+def test_a_map_of_files_is_taken_as_it_is(tmp_path: Path) -> None:
+    lay(tmp_path, "b.ckpt", "a.ckpt")
+    shards = shards_from_map({3: tmp_path / "b.ckpt", 1: str(tmp_path / "a.ckpt")})
+    by_rank = {1: (str(tmp_path / "a.ckpt"),), 3: (str(tmp_path / "b.ckpt"),)}
+    assert shards == ShardFiles(str(tmp_path), "ckpt", by_rank, picked=True)
+
+
+def test_maps_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    lay(tmp_path, "a.ckpt", "a.h5", "a.txt")
+    for files, problem in (
+        ({}, "the map of checkpoint files is empty"),
+        ({0: tmp_path / "gone.ckpt"}, "a shard file is not there"),
+        ({0: tmp_path / "a.ckpt", 1: tmp_path / "a.h5"}, "shards of two formats lie together"),
+        ({0: tmp_path / "a.txt"}, "no checkpoint found in the source"),
+        ({-1: tmp_path / "a.ckpt"}, "the map of checkpoint files has no such rank"),
+    ):
+        with pytest.raises(SourceError) as refused:
+            shards_from_map(files)
+        assert refused.value.problem == problem
+
+
+def test_a_map_of_different_moments_is_refused(tmp_path: Path) -> None:
+    lay(tmp_path, "net-1_5.ckpt", "net-2_5.ckpt")
+    with pytest.raises(DisagreementError, match="different moments"):
+        shards_from_map({rank: tmp_path / f"net-{rank + 1}_5.ckpt" for rank in (0, 1)})

@@ -1,0 +1,171 @@
+"""What `inspect` shows of specs, of target folders that are not complete, and of the records of runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.conversions import Conversion, command_line, four_targets, make
+
+Capture = pytest.CaptureFixture[str]
+SPEC = """
+stages = 2
+[mesh]
+dp = 2
+tp = 4
+
+[[parameter]]
+match = "embedding"
+split = { 0 = ["dp", "tp"] }
+stage = 0
+
+[[parameter]]
+match = "*.weight"
+split = { 1 = ["tp"] }
+optimizer = ["dp"]
+
+[[parameter]]
+match = "*.uneven"
+split = { 0 = ["dp"] }
+sizes = { 0 = [3, 5] }
+
+[[parameter]]
+match = "*"
+"""
+
+
+@pytest.fixture
+def c(tmp_path: Path) -> Conversion:
+    return four_targets(tmp_path)
+
+
+def text(capsys: Capture, path: Path) -> list[str]:
+    said = command_line(capsys, "inspect", str(path))
+    assert said.code == 0, said
+    return said.out.splitlines()
+
+
+def as_json(capsys: Capture, path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(command_line(capsys, "inspect", "--json", str(path)).out)
+    return found
+
+
+def test_a_spec_is_shown_in_its_own_words(tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / "spec.toml"
+    path.write_text(SPEC)
+    assert text(capsys, path) == [
+        "strategy: 16 ranks in 2 stages, 4 rules",
+        "  mesh dp=2 tp=4",
+        "  embedding  split 0=dp+tp stage 0",
+        "  *.weight  split 1=tp optimizer dp",
+        "  *.uneven  split 0=dp sizes 0=[3, 5]",
+        "  *  whole",
+    ]
+    found = as_json(capsys, path)
+    assert found["mesh"] == {"dp": 2, "tp": 4}
+    assert [rule["axes"] for rule in found["rules"]] == [
+        {"split": {"0": ["dp", "tp"]}, "optimizer": []},
+        {"split": {"1": ["tp"]}, "optimizer": ["dp"]},
+        {"split": {"0": ["dp"]}, "optimizer": []},
+        {"split": {}, "optimizer": []},
+    ]
+    assert [rule["match"] for rule in found["rules"]] == ["embedding", "*.weight", "*.uneven", "*"]
+
+
+def test_the_names_of_axes_make_no_other_strategy(tmp_path: Path) -> None:
+    from reshard_mpi.sharding import strategy
+
+    for name, axes in (("a", ("dp", "tp")), ("b", ("x", "y"))):
+        (tmp_path / f"{name}.toml").write_text(SPEC.replace("dp", axes[0]).replace("tp", axes[1]))
+    a, b = (strategy.load(str(tmp_path / f"{name}.toml")) for name in "ab")
+    assert (a.axes, b.axes) == (("dp", "tp"), ("x", "y")) and a == b
+
+
+def test_a_target_folder_that_is_not_complete(c: Conversion, capsys: Capture) -> None:
+    assert command_line(capsys, *c.arguments("transform", "--rank", "0", "--rank", "2", "--prefix", "net_")).code == 0
+    (c.dst / "rank_1").mkdir()
+    partial = c.dst / "rank_1" / ".net_1.ckpt.0123456789ab.partial"
+    partial.write_bytes(b"half")
+    (c.dst / "rank_2" / "net_2.ckpt").unlink()
+    for path in (c.dst, c.dst / ".reshard_mpi"):
+        lines = text(capsys, path)
+        assert lines[0].startswith("checkpoint: 1 ranks, ckpt")
+        assert lines[-6:] == [
+            "run: 1 of 4 targets complete, not committed",
+            f"  SRC {c.src}, --src-strategy {c.src_strategy}, --dst-strategy {c.dst_strategy}, --prefix 'net_',"
+            " targets in ckpt, --unlisted 'follow', target ranks: 4",
+            "  target rank 1 has not been written",
+            "  target rank 2 has lost its file rank_2/net_2.ckpt",
+            "  target rank 3 has not been written",
+            "  rank_1/.net_1.ckpt.0123456789ab.partial: being written, or left by a writer that died",
+        ]
+    run = as_json(capsys, c.dst)["run"]
+    assert run["complete"] == [0] and set(run["incomplete"]) == {"1", "2", "3"}
+    assert run["partial"] == [str(partial.relative_to(c.dst))] and run["settings"]["source"] == str(c.src)
+    said = command_line(capsys, "inspect", str(partial))
+    assert said.code == 3 and "the file is not complete" in said.err and f"inspect {c.dst}," in said.err
+
+
+def test_a_target_folder_without_any_complete_target(c: Conversion, capsys: Capture) -> None:
+    assert command_line(capsys, *c.arguments("transform", "--rank", "3")).code == 0
+    c.written(3).unlink()
+    assert text(capsys, c.dst)[0] == "run: 0 of 4 targets complete, not committed"
+    assert as_json(capsys, c.dst)["kind"] == "run"
+
+
+def test_a_target_folder_that_is_complete(c: Conversion, capsys: Capture) -> None:
+    assert command_line(capsys, *c.arguments("transform", "--verify")).code == 0
+    lines = text(capsys, c.dst)
+    assert "run: 4 of 4 targets complete, committed" in lines
+    assert lines[-1] == "commit: 4 targets, CRC-32 of 4 tensors; 4 of them there as committed"
+    found = as_json(capsys, c.dst)
+    assert found["kind"] == "checkpoint" and found["run"]["complete"] == [0, 1, 2, 3]
+    assert set(found["commit"]["sums"]) == {"w", "b", "moments.w", "global_step"}
+
+
+def test_a_commit_record(c: Conversion, capsys: Capture) -> None:
+    assert command_line(capsys, *c.arguments()).code == 0
+    c.written(1).unlink()
+    c.written(2).write_bytes(b"short")
+    size = c.written(0).stat().st_size
+    lines = text(capsys, c.dst / "reshard.json")
+    assert lines[0] == "commit: 4 targets; 2 of them there as committed"
+    assert lines[1].startswith(f"  SRC {c.src}, --src-strategy {c.src_strategy}, ")
+    assert lines[2:] == [
+        f"  rank 0: rank_0/checkpoint_0.ckpt, {size} B",
+        "  rank 1: rank_1/checkpoint_1.ckpt is not there",
+        f"  rank 2: rank_2/checkpoint_2.ckpt has 5 bytes, not the {size} that were committed",
+        f"  rank 3: rank_3/checkpoint_3.ckpt, {size} B",
+    ]
+    found = as_json(capsys, c.dst / "reshard.json")
+    assert found["kind"] == "commit" and found["settings"]["prefix"] == "checkpoint_"
+    assert [target["got_bytes"] for target in found["targets"]] == [size, None, 5, size]
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"digest": "0", "targets": [{}]}'])
+def test_a_commit_record_that_is_damaged(c: Conversion, capsys: Capture, content: str) -> None:
+    assert command_line(capsys, *c.arguments()).code == 0
+    (c.dst / "reshard.json").write_text(content)
+    said = command_line(capsys, "inspect", str(c.dst / "reshard.json"))
+    assert said.code == 3 and "the commit record is damaged" in said.err
+    assert text(capsys, c.dst)[-1] == "commit: the commit record is damaged"
+    assert "run: 4 of 4 targets complete, not committed" in text(capsys, c.dst)
+
+
+def test_a_run_record_that_is_damaged(c: Conversion, capsys: Capture) -> None:
+    assert command_line(capsys, *c.arguments()).code == 0
+    (c.dst / ".reshard_mpi" / "run.json").write_text("{}")
+    assert "run: a record of a run that is damaged, or of another version" in text(capsys, c.dst)
+
+
+@pytest.mark.parametrize("name", ["run.json", "rank_0.json", "rank_0.lock"])
+def test_a_file_of_the_state_of_a_run(c: Conversion, capsys: Capture, name: str) -> None:
+    assert command_line(capsys, *c.arguments()).code == 0
+    said = command_line(capsys, "inspect", str(c.dst / ".reshard_mpi" / name))
+    assert said.code == 3 and f"what to do: inspect {c.dst}, the target folder" in said.err
+
+
+def test_a_checkpoint_of_no_run_says_nothing_of_one(tmp_path: Path, capsys: Capture) -> None:
+    assert not {"run", "commit"} & set(as_json(capsys, make(tmp_path).src))

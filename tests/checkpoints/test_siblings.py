@@ -1,0 +1,251 @@
+"""One shard given as a checkpoint while those of other ranks lie beside it: taken only if they hold the same."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from support.checkpoints import as_read, read_shard, write_shard
+from support.conversions import TENSORS, Conversion, command_line, listing, make
+
+import reshard_mpi
+from reshard_mpi.checkpoints import siblings
+from reshard_mpi.errors import SourceError
+from reshard_mpi.planning.model import Check
+
+Capture = pytest.CaptureFixture[str]
+REFUSED = "the shard of one rank is no full checkpoint"
+
+
+@pytest.fixture(params=["ckpt", "hdf5"])
+def c(tmp_path: Path, request: pytest.FixtureRequest) -> Conversion:
+    return make(tmp_path, request.param).but(src_strategy=None)
+
+
+@pytest.fixture
+def alike(c: Conversion) -> Conversion:
+    """A checkpoint of data parallel ranks: each has all of it."""
+    for rank in range(4):
+        c.shard(rank).unlink()
+        write_shard(TENSORS, c.shard(rank))
+    return c
+
+
+def refused(capsys: Capture, c: Conversion, got: str = "") -> None:
+    """Check that every way to use the source is refused, with the folder named that is to be given."""
+    before = listing(c.folder)
+    said = command_line(capsys, *c.arguments())
+    assert said.code == 3 and REFUSED in said.err and got in said.err, said
+    assert f"what to do: give {c.folder / 'src'}, and the strategy" in said.err, said
+    calls = (
+        lambda: reshard_mpi.plan(c.src, None, c.dst_strategy),
+        lambda: reshard_mpi.load_rank(0, c.src, None, c.dst_strategy),
+        lambda: reshard_mpi.transform_checkpoints(c.src, c.dst, "net", None, c.dst_strategy),
+        lambda: reshard_mpi.verify(c.folder / "src", c.src, c.folder / "src_strategy"),
+    )
+    for call in calls:
+        with pytest.raises(SourceError, match=REFUSED):
+            call()
+    assert listing(c.folder) == before
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_slice_is_refused(c: Conversion, capsys: Capture, rank: int) -> None:
+    for source in (c.shard(rank), c.shard(rank).parent):
+        refused(capsys, c.but(src=source), f"the shard of rank {rank} alone; that of rank")
+
+
+def test_a_slice_is_refused_through_links(c: Conversion, capsys: Capture) -> None:
+    file, folder = c.folder / f"file{c.shard(1).suffix}", c.folder / "folder"
+    file.symlink_to(c.shard(1))
+    folder.symlink_to(c.shard(1).parent)
+    for source in (file, folder):
+        refused(capsys, c.but(src=source))
+
+
+def test_a_slice_is_refused_where_one_stands(c: Conversion, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(c.shard(1).parent)
+    for source in (Path(), Path(c.shard(1).name)):
+        refused(capsys, c.but(src=source))
+
+
+def test_a_slice_in_a_map_is_refused(c: Conversion) -> None:
+    out = c.folder / "out.ckpt"
+    with pytest.raises(SourceError, match=REFUSED):
+        reshard_mpi.transform_checkpoint_by_rank(0, {0: c.shard(2)}, out, dst_strategy_file=c.dst_strategy)
+    assert not out.exists()
+
+
+def test_a_selected_shard_is_refused(c: Conversion, capsys: Capture) -> None:
+    said = command_line(capsys, *c.arguments("transform", "--select", "checkpoint_0.*"))
+    assert said.code == 3 and REFUSED in said.err
+
+
+def test_a_rank_of_none_is_refused_without_the_others(c: Conversion, capsys: Capture) -> None:
+    c.remove(0, 1, 2)
+    said = command_line(capsys, *c.but(src=c.shard(3)).arguments())
+    assert said.code == 3 and REFUSED in said.err and "none of other ranks to compare it with" in said.err
+
+
+def test_a_shard_of_rank_0_by_itself_is_a_checkpoint(alike: Conversion, capsys: Capture) -> None:
+    alike.remove(1, 2, 3)
+    said = command_line(capsys, *alike.but(src=alike.shard(0), dst_strategy=None).arguments())
+    assert said.code == 0 and "note" not in said.err
+    assert read_shard(alike.written(0)) == as_read(TENSORS)
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_what_all_ranks_have_alike_is_a_checkpoint(alike: Conversion, capsys: Capture, rank: int) -> None:
+    for number, source in enumerate((alike.shard(rank), alike.shard(rank).parent)):
+        c = alike.but(src=source, dst=alike.folder / f"dst_{number}", dst_strategy=None)
+        said = command_line(capsys, *c.arguments())
+        assert said.code == 0 and f"note: {source} is taken for a full checkpoint" in said.err, said
+        assert read_shard(c.written(0)) == as_read(TENSORS)
+
+
+def lacks(arrays: dict[str, np.ndarray]) -> None:
+    del arrays["b"]
+
+
+def holds_more(arrays: dict[str, np.ndarray]) -> None:
+    arrays["more"] = np.zeros(1, np.int8)
+
+
+def another_type(arrays: dict[str, np.ndarray]) -> None:
+    arrays["b"] = arrays["b"].astype(np.int32)
+
+
+def another_shape(arrays: dict[str, np.ndarray]) -> None:
+    arrays["w"] = arrays["w"].reshape(4, 8)
+
+
+def another_end(arrays: dict[str, np.ndarray]) -> None:
+    arrays["w"] = arrays["w"].copy()
+    arrays["w"].reshape(-1)[-1] += 1
+
+
+DIFFERENCES = {
+    lacks: "that of rank 2, beside it, lacks 'b'",
+    holds_more: "that of rank 2, beside it, also holds 'more'",
+    another_type: "holds 'b' as int32 [8], not int64 [8]",
+    another_shape: "holds 'w' as float32 [4, 8], not float32 [8, 4]",
+    another_end: "holds other values of 'w'",
+}
+
+
+@pytest.mark.parametrize("change", DIFFERENCES)
+def test_a_sibling_that_differs(alike: Conversion, capsys: Capture, change: object) -> None:
+    arrays = dict(TENSORS)
+    change(arrays)  # type: ignore[operator]
+    alike.shard(2).unlink()
+    write_shard(arrays, alike.shard(2))
+    refused(capsys, alike.but(src=alike.shard(1)), DIFFERENCES[change])  # type: ignore[index]
+
+
+def test_a_sibling_that_cannot_be_read_proves_nothing(alike: Conversion, capsys: Capture) -> None:
+    for rank in (0, 2):
+        alike.shard(rank).write_bytes(b"")
+    c = alike.but(src=alike.shard(1), dst_strategy=None)
+    said = command_line(capsys, *c.arguments())
+    assert said.code == 0 and "(compared with rank 3)" in said.err
+    alike.shard(3).write_bytes(b"")
+    refused(capsys, alike.but(src=alike.shard(1)), "that of rank 0 cannot be compared (a shard is empty")
+
+
+def test_folders_of_ranks_without_shards_say_nothing(alike: Conversion, capsys: Capture) -> None:
+    for rank in (1, 2, 3):
+        alike.shard(rank).unlink()
+    said = command_line(capsys, *alike.but(dst_strategy=None).arguments())
+    assert said.code == 0 and "note" not in said.err
+
+
+def test_only_the_shard_of_the_same_name_is_compared(alike: Conversion, capsys: Capture) -> None:
+    for rank in range(4):
+        write_shard({"w": np.zeros(rank + 1)}, alike.shard(rank).with_stem("earlier"))
+    c = alike.but(src=alike.shard(1), dst_strategy=None)
+    assert command_line(capsys, *c.arguments()).code == 0
+    refused(capsys, alike.but(src=alike.shard(1).with_stem("earlier")), "holds 'w' as")
+    for rank in (0, 2, 3):
+        alike.shard(rank).rename(alike.shard(rank).with_stem("later"))
+    refused(capsys, alike.but(src=alike.shard(1)), "cannot be compared (no shard of the same name")
+
+
+def test_loose_files_of_a_rank(alike: Conversion, capsys: Capture) -> None:
+    halves = [{"w": TENSORS["w"]}, {"b": TENSORS["b"]}]
+    for rank in range(4):
+        alike.shard(rank).unlink()
+        for number, half in enumerate(halves):
+            write_shard(half, alike.shard(rank).with_stem(f"part_{number}"))
+    c = alike.but(src=alike.shard(2).parent, dst_strategy=None)
+    assert command_line(capsys, *c.arguments()).code == 0
+    assert read_shard(c.written(0)) == as_read(halves[0] | halves[1])
+    write_shard({"b": TENSORS["b"] + 1}, alike.shard(3).with_stem("part_1"))
+    refused(capsys, alike.but(src=alike.shard(2).parent), "holds other values of 'b'")
+
+
+def test_a_handful_of_siblings_is_looked_at() -> None:
+    every = dict.fromkeys(rank for rank in range(100) if rank != 40)
+    assert siblings._nearest_and_last(40, every) == [39, 41, 38, 99]
+    assert siblings._nearest_and_last(0, {1: None, 2: None}) == [1, 2]
+
+
+def test_little_of_a_shard_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays = {f"layers.{layer}.w": np.full((512, 1024), layer, np.float32) for layer in range(3)}
+    arrays |= {f"{chr(97 + at % 26)}{chr(97 + at // 26)}": np.zeros(1024, np.int8) for at in range(200)}
+    for rank in range(2):
+        (tmp_path / f"rank_{rank}").mkdir()
+        write_shard(arrays, tmp_path / f"rank_{rank}" / "net.ckpt")
+    compared: list[Check] = []
+    samples = siblings._samples
+
+    def kept(ours: object, theirs: object) -> list[Check]:
+        found = list(samples(ours, theirs))  # type: ignore[arg-type]
+        compared.extend(found)
+        return found
+
+    monkeypatch.setattr(siblings, "_samples", kept)
+    reshard_mpi.plan(tmp_path / "rank_1")
+    assert 20_000 < sum(check.copies[0].size_bytes for check in compared) <= 96 * 1024
+    of_w = [check.copies[0].region for check in compared if check.name.startswith("layers.")]
+    assert len({check.name for check in compared if check.name.startswith("layers.")}) == 1
+    assert (of_w[0].start, of_w[-1].stop) == ((0, 0), (512, 1024)) and len(of_w) == 4
+
+
+# A source strategy of several ranks, and shards that describe themselves.
+
+
+def test_with_a_strategy_the_folder_tells_the_rank(c: Conversion, capsys: Capture) -> None:
+    strategy = make(c.folder / "other", c.kind).src_strategy
+    said = command_line(capsys, *c.but(src=c.shard(3).parent, src_strategy=strategy).arguments())
+    assert said.code == 3 and "expected: box [0:4, 0:2] on one of ranks 0, 2" in said.err, said
+    assert f"what to do: give {c.src}, where the shards of the other ranks are" in said.err
+    assert not c.dst.exists()
+
+
+def test_a_shard_that_describes_itself(c: Conversion, capsys: Capture) -> None:
+    strategy = make(c.folder / "other", c.kind).src_strategy
+    native = c.but(dst=c.folder / "native", src_strategy=strategy, dst_strategy=strategy)
+    assert command_line(capsys, *native.arguments("transform", "--to", "hdf5")).code == 0
+    shard = native.but(kind="hdf5").written(3)
+    for source in (shard, shard.parent):
+        said = command_line(capsys, *c.but(src=source).arguments())
+        assert said.code == 3 and f"what to do: give {native.dst}, where the shards" in said.err, said
+    assert not c.dst.exists()
+    with h5py.File(shard) as file:
+        assert (file.attrs["rank"], file.attrs["world_size"]) == (3, 4)
+
+
+def test_one_shard_can_still_be_inspected(c: Conversion, capsys: Capture) -> None:
+    for source in (c.shard(3), c.shard(3).parent):
+        assert command_line(capsys, "inspect", os.fspath(source)).code == 0
+    assert list(reshard_mpi.inspect(c.shard(3).parent)["shards"]) == [3]
+
+
+def test_the_checkpoint_moved_elsewhere_is_what_the_user_says(c: Conversion, capsys: Capture) -> None:
+    shutil.copytree(c.shard(3).parent, c.folder / "mine")
+    assert command_line(capsys, *c.but(src=c.folder / "mine", dst_strategy=None).arguments()).code == 0
+    assert read_shard(c.written(0)) == as_read(c.arrays(3))

@@ -1,0 +1,451 @@
+"""The commands, as their help describes them."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.cases import Side
+from support.checkpoints import ENDINGS, as_read, expected_rank, read_shard, write_strategy
+from support.conversions import COMMAND, DST_LAYOUTS, TENSORS, Conversion, command_line, listing, make, shards
+from support.oracle import RawLayout
+from support.processes import run_command
+from support.stand_ins import refusing
+
+import reshard_mpi
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def conversion(tmp_path: Path) -> Conversion:
+    return make(tmp_path)
+
+
+def assert_right(conversion: Conversion, ranks: tuple[int, ...] = (0, 1)) -> None:
+    """Check that exactly these targets are there, and hold what the oracle says."""
+    written = {rank: conversion.written(rank) for rank in ranks}
+    assert set(conversion.dst.glob("rank_*/*")) == set(written.values())
+    for rank, path in written.items():
+        assert read_shard(path) == as_read(expected_rank(conversion.target, TENSORS, rank))
+
+
+# transform
+
+
+@pytest.mark.parametrize("kind", ["ckpt", "hdf5"])
+def test_transform(tmp_path: Path, capsys: Capture, kind: str) -> None:
+    conversion = make(tmp_path, kind)
+    before = listing(conversion.src)
+    said = command_line(capsys, *conversion.arguments())
+    assert said.code == 0
+    assert re.fullmatch(r"wrote 2 shards, \d+ B in \d+\.\d\d s \(.*/s\)\n", said.out)
+    assert re.fullmatch(r"(target [01]: \d+ B from 2 source ranks in \d+\.\d\d s\n){2}", said.err)
+    assert_right(conversion)
+    assert listing(conversion.src) == before
+
+
+@pytest.mark.parametrize("kinds", [("ckpt", "hdf5"), ("hdf5", "ckpt")])
+def test_to(tmp_path: Path, capsys: Capture, kinds: tuple[str, str]) -> None:
+    conversion = make(tmp_path, kinds[0])
+    assert command_line(capsys, *conversion.arguments("transform", "--to", kinds[1])).code == 0
+    assert_right(conversion.but(kind=kinds[1]))
+
+
+def test_no_target_strategy_makes_one_full_checkpoint(conversion: Conversion, capsys: Capture) -> None:
+    assert command_line(capsys, *conversion.but(dst_strategy=None).arguments()).code == 0
+    assert read_shard(conversion.written(0)) == as_read(TENSORS)
+    assert len(list(conversion.dst.glob("rank_*"))) == 1
+
+
+def test_native_shards_need_no_source_strategy(conversion: Conversion, capsys: Capture) -> None:
+    assert command_line(capsys, *conversion.arguments("transform", "--to", "hdf5")).code == 0
+    back = conversion.but(
+        src=conversion.dst, dst=conversion.folder / "back", src_strategy=None, dst_strategy=conversion.src_strategy
+    )
+    assert command_line(capsys, *back.arguments("transform", "--to", "ckpt")).code == 0
+    for rank in range(4):
+        assert read_shard(back.written(rank)) == as_read(conversion.arrays(rank))
+
+
+def test_source_of_one_file_and_of_loose_files(conversion: Conversion, capsys: Capture) -> None:
+    whole = conversion.folder / "whole"
+    assert command_line(capsys, *conversion.but(dst_strategy=None, dst=whole).arguments()).code == 0
+    file = whole / "rank_0" / "checkpoint_0.ckpt"
+    for at, source in enumerate((file, file.parent)):
+        again = conversion.but(src=source, src_strategy=None, dst=conversion.folder / f"dst_{at}")
+        assert command_line(capsys, *again.arguments()).code == 0
+        assert_right(again)
+
+
+def test_prefix(conversion: Conversion, capsys: Capture) -> None:
+    assert command_line(capsys, *conversion.arguments("transform", "--prefix", "net")).code == 0
+    assert {path.name for path in conversion.dst.glob("rank_*/*")} == {"net0.ckpt", "net1.ckpt"}
+
+
+def test_rank(conversion: Conversion, capsys: Capture) -> None:
+    assert command_line(capsys, *conversion.arguments("transform", "--rank", "1")).code == 0
+    assert_right(conversion, (1,))
+    assert command_line(capsys, *conversion.arguments("transform", "--rank", "0", "--rank", "0")).code == 0
+    assert_right(conversion)
+
+
+def test_ranks_together(conversion: Conversion, capsys: Capture) -> None:
+    assert command_line(capsys, *conversion.arguments("transform", "--rank", "1", "--rank", "0")).code == 0
+    assert_right(conversion)
+
+
+def test_part(conversion: Conversion, capsys: Capture) -> None:
+    assert command_line(capsys, *conversion.arguments("transform", "--part", "1/2")).code == 0
+    assert_right(conversion, (1,))
+    assert command_line(capsys, *conversion.arguments("transform", "--part", "0/2")).code == 0
+    assert_right(conversion)
+    said = command_line(capsys, *conversion.arguments("transform", "--part", "5/6"))  # more parts than targets
+    assert said.code == 0 and "wrote 0 shards" in said.out
+
+
+def test_resume_makes_what_is_missing(conversion: Conversion, capsys: Capture) -> None:
+    assert command_line(capsys, *conversion.arguments("transform", "--rank", "0")).code == 0
+    kept = conversion.written(0).stat()
+    said = command_line(capsys, *conversion.arguments("transform", "--resume"))
+    assert said.code == 0 and "wrote 1 shard," in said.out and "1 was complete already" in said.out
+    assert_right(conversion)
+    assert conversion.written(0).stat().st_mtime_ns == kept.st_mtime_ns
+
+
+def test_resume_redoes_what_is_not_complete(conversion: Conversion, capsys: Capture) -> None:
+    assert command_line(capsys, *conversion.arguments()).code == 0
+    whole = conversion.written(0).read_bytes()
+    conversion.written(0).unlink()
+    conversion.written(0).write_bytes(whole[:-1])
+    left = conversion.written(1).with_name(".checkpoint_1.ckpt.0123.partial")
+    left.write_bytes(b"left by a run that died")
+    conversion.written(1).unlink()
+    assert command_line(capsys, *conversion.arguments("transform", "--resume")).code == 0
+    assert_right(conversion)
+    assert not left.exists()
+
+
+def test_overwrite_replaces_targets_not_folders(conversion: Conversion, capsys: Capture) -> None:
+    assert command_line(capsys, *conversion.arguments("transform", "--unlisted", "drop")).code == 0
+    (conversion.dst / "rank_0" / "notes.txt").write_text("mine")
+    assert command_line(capsys, *conversion.arguments("transform", "--overwrite")).code == 0
+    assert (conversion.dst / "rank_0" / "notes.txt").read_text() == "mine"
+    (conversion.dst / "rank_0" / "notes.txt").unlink()
+    assert_right(conversion)
+
+
+def test_rank_folders_may_be_there(conversion: Conversion, capsys: Capture) -> None:
+    (conversion.dst / "rank_0").mkdir(parents=True)
+    assert command_line(capsys, *conversion.arguments()).code == 0
+    assert_right(conversion)
+
+
+def test_jobs(conversion: Conversion, capsys: Capture) -> None:
+    said = command_line(
+        capsys, *conversion.arguments("transform", "--jobs", "5", "--report", str(conversion.folder / "r"))
+    )
+    assert said.code == 0
+    assert_right(conversion)
+    report = json.loads((conversion.folder / "r").read_text())
+    assert report["processes"] == 5
+    # Each of the two targets is filled by three of them, so one has a part of both.
+    assert [target["processes"] for target in report["targets"]] == [3, 3]
+    assert [target["process"] for target in report["targets"]] == [0, 2]
+
+
+def test_report(conversion: Conversion, capsys: Capture) -> None:
+    path = conversion.folder / "report.json"
+    layouts = {**DST_LAYOUTS, "never.saved": RawLayout((2,), (0,))}
+    conversion = conversion.but(dst_strategy=conversion.strategy("more", layouts))
+    assert command_line(capsys, *conversion.arguments("transform", "--rank", "1")).code == 0
+    assert command_line(capsys, *conversion.arguments("transform", "--resume", "--report", str(path))).code == 0
+    report = json.loads(path.read_text())
+    assert set(report) == {
+        *("version", "source", "target", "processes", "seconds", "targets", "failures", "absent", "notes", "warnings"),
+    }
+    assert (report["version"], report["processes"], report["failures"]) == (1, 1, [])
+    assert (report["source"], report["target"]) == (str(conversion.src), str(conversion.dst))
+    assert report["absent"] == ["never.saved"]
+    again = conversion.arguments("transform", "--overwrite", "--report", str(path))
+    assert command_line(capsys, *again).code == 0  # an earlier report is replaced
+    assert not any(target["skipped"] for target in json.loads(path.read_text())["targets"])
+    first, second = report["targets"]
+    assert (first["rank"], first["skipped"], second["rank"], second["skipped"]) == (0, False, 1, True)
+    held = sum(array.nbytes for array in expected_rank(conversion.target, TENSORS, 0).values())
+    assert first["written_bytes"] == first["needed_bytes"] == first["requested_bytes"] == held
+    assert first["read_ranks"] == [0, 1]
+    assert first["path"] == str(conversion.written(0))
+
+
+def test_progress_none(conversion: Conversion, capsys: Capture) -> None:
+    said = command_line(capsys, *conversion.arguments("transform", "--progress", "none"))
+    assert said.code == 0 and said.err == "" and said.out.startswith("wrote 2 shards")
+
+
+def test_progress_on_a_terminal(conversion: Conversion, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    said = command_line(capsys, *conversion.arguments())
+    assert said.code == 0 and said.err.startswith("\r") and said.err.endswith("\n")
+    assert said.err.split("\r")[-1].startswith("2 of 2 targets, ")
+
+
+# Which checkpoint of a folder
+
+
+@pytest.mark.parametrize("kind", ["ckpt", "hdf5"])
+def test_newest_checkpoint_by_natural_order(tmp_path: Path, capsys: Capture, kind: str) -> None:
+    conversion = make(tmp_path, kind)
+    for rank in range(4):
+        new = conversion.shard(rank).with_name(f"net-10_5.{ENDINGS[kind]}")
+        conversion.shard(rank).rename(new)
+        for older in ("net-9_5", "net-10_4"):
+            conversion.rewrite(rank, {"w": np.zeros((8, 2), np.float32)})
+            conversion.shard(rank).rename(new.with_name(f"{older}.{ENDINGS[kind]}"))
+        (new.parent / "checkpoint-graph.meta").write_bytes(b"not a shard")
+        (new.parent / "strategy.ckpt").write_bytes(b"\x08\x01 not one either")
+    said = command_line(capsys, *conversion.arguments())
+    assert said.code == 0 and f"net-10_5.{ENDINGS[kind]} chosen" in said.err
+    assert_right(conversion)
+
+
+def test_newest_checkpoint_that_all_ranks_have(conversion: Conversion, capsys: Capture) -> None:
+    for rank in range(4):
+        conversion.shard(rank).rename(conversion.shard(rank).with_name("net-9_5.ckpt"))
+    conversion.rewrite(0, {"w": np.zeros((8, 2), np.float32)})
+    conversion.shard(0).rename(conversion.shard(0).with_name("net-10_5.ckpt"))
+    said = command_line(capsys, *conversion.arguments())
+    assert said.code == 0 and "net-9_5.ckpt chosen" in said.err
+    assert_right(conversion)
+
+
+def test_newest_checkpoint_of_names_with_ranks(conversion: Conversion, capsys: Capture) -> None:
+    for rank in range(4):
+        conversion.shard(rank).rename(conversion.shard(rank).with_name(f"rank_{rank}_net-10_5.ckpt"))
+        conversion.rewrite(rank, {"w": np.zeros((8, 2), np.float32)})
+        conversion.shard(rank).rename(conversion.shard(rank).with_name(f"rank_{rank}_net-9_5.ckpt"))
+    assert command_line(capsys, *conversion.arguments()).code == 0
+    assert_right(conversion)
+
+
+def test_select(conversion: Conversion, capsys: Capture) -> None:
+    for rank in range(4):
+        conversion.shard(rank).rename(conversion.shard(rank).with_name("net-9_5.ckpt"))
+        conversion.rewrite(rank, {"w": np.zeros((8, 2), np.float32)})
+        conversion.shard(rank).rename(conversion.shard(rank).with_name("net-10_5.ckpt"))
+    assert command_line(capsys, *conversion.arguments("transform", "--select", "*-9_*")).code == 0
+    assert_right(conversion)
+    said = command_line(capsys, *conversion.but(dst=conversion.folder / "x").arguments("transform", "--select", "*.pt"))
+    assert said.code == 3 and "--select" in said.err
+
+
+# plan
+
+
+def test_plan(conversion: Conversion, capsys: Capture) -> None:
+    before = listing(conversion.folder)
+    said = command_line(capsys, *conversion.arguments("plan"))
+    assert said.code == 0 and said.err == ""
+    head, first, second, total = said.out.splitlines()
+    assert re.split(r"  +", head.strip()) == ["target", "tensors", "writes", "reads", "peak memory", "source ranks"]
+    assert first.split()[:2] == ["0", "4"] and first.endswith("0 1") and second.endswith("2 3")
+    assert re.fullmatch(r"2 targets, 392 B; each process needs at most \d+\.\d\d MiB of memory", total)
+    assert listing(conversion.folder) == before
+
+
+def test_plan_json(conversion: Conversion, capsys: Capture) -> None:
+    said = command_line(capsys, *conversion.arguments("plan", "--json", "--rank", "1"))
+    planned = json.loads(said.out)
+    assert said.code == 0 and planned["version"] == 1
+    (target,) = planned["targets"]
+    assert (target["rank"], target["read_ranks"], target["tensors"]) == (1, [2, 3], 4)
+    assert planned["written_bytes"] == target["written_bytes"] == target["needed_bytes"] == 196
+    assert target["peak_bytes"] == planned["peak_bytes"] < 200 << 20
+    assert (target["absent"], target["notes"]) == ([], [])
+
+
+def test_plan_says_what_transform_says(conversion: Conversion, capsys: Capture) -> None:
+    conversion.rewrite(1, {"seed": np.array(3)})
+    conversion.rewrite(0, {"seed": np.array(4)})
+    layouts = {**DST_LAYOUTS, "never.saved": RawLayout((2,), (0,))}
+    conversion = conversion.but(dst_strategy=conversion.strategy("more", layouts))
+    planned = command_line(capsys, *conversion.arguments("plan"))
+    done = command_line(capsys, *conversion.arguments("transform", "--progress", "none"))
+    assert planned.code == done.code == 0
+    assert planned.err == done.err and "never.saved" in done.err and "'seed' differs" in done.err
+
+
+# ranks
+
+
+def test_ranks(conversion: Conversion, capsys: Capture) -> None:
+    strategies = ["--src-strategy", str(conversion.src_strategy), "--dst-strategy", str(conversion.dst_strategy)]
+    assert command_line(capsys, "ranks", "0", *strategies).out == "0\n1\n"
+    assert command_line(capsys, "ranks", "1", *strategies).out == "2\n3\n"
+    assert command_line(capsys, "ranks", "0", *strategies[:2]).out == "0\n1\n"  # one full checkpoint
+    assert command_line(capsys, "ranks", "3", "--dst-strategy", str(conversion.src_strategy)).out == "0\n"
+
+
+# merge-strategies
+
+
+@pytest.mark.parametrize("name", ["merged.ckpt", "merged.json", "new/merged.ckpt"])
+def test_merge_strategies(tmp_path: Path, capsys: Capture, name: str) -> None:
+    stages = {"w": RawLayout((2,), (0, -1), stages=(0,)), "v": RawLayout((2,), (-1, 0), stages=(1,))}
+    folder = write_strategy(Side(4, 2, stages), tmp_path / "stages", shapes=dict.fromkeys(stages, (4, 4)))
+    out = tmp_path / name
+    said = command_line(capsys, "merge-strategies", str(folder), str(out))
+    assert said.code == 0
+    shown = json.loads(command_line(capsys, "inspect", "--json", str(out)).out)
+    assert (shown["kind"], shown["ranks"], shown["stages"]) == ("strategy", 4, 2)
+    assert shown["parameters"] == json.loads(command_line(capsys, "inspect", "--json", str(folder)).out)["parameters"]
+
+
+# inspect
+
+
+def test_inspect_a_shard(conversion: Conversion, capsys: Capture) -> None:
+    said = command_line(capsys, "inspect", str(conversion.shard(1)))
+    assert said.code == 0
+    assert said.out.splitlines()[0] == "ckpt shard: 4 tensors, 196 B"
+    assert "  w  float32 [8, 2]  64 B" in said.out.splitlines()
+    shown = json.loads(command_line(capsys, "inspect", "--json", str(conversion.shard(1))).out)
+    assert (shown["kind"], shown["format"], shown["path"]) == ("shard", "ckpt", str(conversion.shard(1)))
+    offset, length = shown["tensors"]["b"]["ranges"][0]
+    assert conversion.shard(1).read_bytes()[offset : offset + length] == TENSORS["b"].tobytes()
+
+
+def test_inspect_a_native_shard(conversion: Conversion, capsys: Capture) -> None:
+    assert command_line(capsys, *conversion.arguments("transform", "--to", "hdf5")).code == 0
+    said = command_line(capsys, "inspect", str(conversion.but(kind="hdf5").written(1)))
+    assert said.out.splitlines()[0] == "hdf5 shard, rank 1 of 2: 4 tensors, 196 B"
+    assert "  w  float32 [4, 4]  64 B  at [4, 0] of [8, 4]" in said.out.splitlines()
+
+
+def test_inspect_a_checkpoint(conversion: Conversion, capsys: Capture) -> None:
+    said = command_line(capsys, "inspect", str(conversion.src))
+    assert said.out.splitlines()[0] == "checkpoint: 4 ranks, ckpt, 784 B of tensors"
+    assert f"  rank 3: 4 tensors, 196 B  {conversion.shard(3)}" in said.out.splitlines()
+    shown = json.loads(command_line(capsys, "inspect", "--json", str(conversion.src)).out)
+    assert (shown["kind"], shown["ranks"], set(shown["shards"])) == ("checkpoint", 4, {"0", "1", "2", "3"})
+
+
+def test_inspect_a_strategy(conversion: Conversion, capsys: Capture) -> None:
+    said = command_line(capsys, "inspect", str(conversion.src_strategy))
+    assert said.out.splitlines()[0] == "strategy: 4 ranks in 1 stages, 2 parameters"
+    assert "  w  mesh [2, 2] split [[], [1]]" in said.out.splitlines()
+    shown = json.loads(command_line(capsys, "inspect", "--json", str(conversion.src_strategy)).out)
+    expected = {"mesh": [2, 2], "split": [[], [1]], "optimizer": 1, "stages": [0]}
+    assert shown["kind"] == "strategy" and shown["parameters"]["w"] == [expected]
+
+
+# demo
+
+
+def test_demo(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    said = command_line(capsys, "demo")
+    assert said.code == 0 and "all 48 slices are bit-exact" in said.out and "MiB/s" in said.out
+    assert not listing(tmp_path)
+
+
+def test_demo_in_a_folder(tmp_path: Path, capsys: Capture) -> None:
+    base = tmp_path / "new"
+    said = command_line(capsys, "demo", str(base))
+    assert said.code == 0
+    for path in ("src", "dst", "src_strategy.ckpt", "dst_strategy.ckpt"):
+        assert f"{base}/{path}" in said.out and (base / path).exists()
+    again = ["transform", str(base / "src"), str(base / "again"), "--src-strategy", str(base / "src_strategy.ckpt")]
+    again += ["--dst-strategy", str(base / "dst_strategy.ckpt"), "--jobs", "1"]
+    assert command_line(capsys, *again).code == 0
+    assert shards(base / "again") == shards(base / "dst")
+
+
+# help and what it costs
+
+
+def test_version(capsys: Capture) -> None:
+    assert command_line(capsys, "--version").out == f"reshard-mpi {version('reshard-mpi')}\n"
+
+
+def test_help_names_every_command_and_option(capsys: Capture) -> None:
+    text = command_line(capsys, "--help").out
+    commands = re.findall(r"^    ([a-z-]+)(?: {2,}|\n)", text, re.MULTILINE)
+    assert commands == [
+        "transform",
+        "plan",
+        "verify",
+        "commit",
+        "ranks",
+        "merge-strategies",
+        "governor",
+        "inspect",
+        "demo",
+    ]
+    for command in commands:
+        text = command_line(capsys, command, "--help").out
+        assert text.startswith(f"usage: reshard-mpi {command} ")
+        assert all(f"{code} " in text for code in (0, 1, 2, 3, 4, 5, 130, 143))
+        usage, _, described = text.partition("\n\n")
+        assert set(re.findall(r"--[a-z-]+", usage)) <= set(re.findall(r"^  .*?(--[a-z-]+)", described, re.MULTILINE))
+
+
+HEAVY = {"numpy", "h5py", "google", "mpi4py", "ml_dtypes", "psutil"}
+
+
+def modules_after(*arguments: str, env: dict[str, str] | None = None) -> set[str]:
+    """Run the command line in a fresh interpreter and return the top names of all modules it has loaded."""
+    code = (
+        "import sys\nfrom reshard_mpi.cli.commands import main\ntry:\n    main(sys.argv[1:])\nfinally:\n"
+        "    print(*sorted({name.partition('.')[0] for name in sys.modules}), file=sys.stderr)"
+    )
+    finished = run_command([sys.executable, "-c", code, *arguments], check=True, env=env)
+    return set(finished.stderr.splitlines()[-1].split())
+
+
+def test_help_is_light() -> None:
+    assert not modules_after("--help") & HEAVY
+    assert not modules_after("transform", "--help") & HEAVY
+    code = "import sys, reshard_mpi; print(*sys.modules)"
+    assert not set(run_command([sys.executable, "-c", code], check=True).stdout.split()) & HEAVY
+
+
+def test_a_ckpt_job_loads_neither_hdf5_nor_mpi(conversion: Conversion) -> None:
+    assert not modules_after(*conversion.arguments()) & {"h5py", "mpi4py"}
+    assert not modules_after("inspect", str(conversion.shard(0))) & {"h5py", "mpi4py"}
+
+
+def test_module_and_script_are_the_same_command() -> None:
+    finished = run_command([*COMMAND, "--version"], check=True)
+    assert finished.stdout == f"reshard-mpi {reshard_mpi.__version__}\n"
+    script = Path(sys.executable).with_name("reshard-mpi")
+    if script.exists():
+        assert run_command([script, "--version"], check=True).stdout == finished.stdout
+
+
+def test_output_that_nobody_reads(conversion: Conversion) -> None:
+    command = " ".join([*COMMAND, "inspect", str(conversion.shard(0))])
+    finished = run_command(["bash", "-c", f"set -o pipefail; {command} | true"])
+    assert finished.returncode == 0 and finished.stderr == "", finished
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+@pytest.mark.parametrize("to", ["2>&1 | true", "2>/dev/full", ">&- 2>&-", "<&- >&-"])
+def test_a_transform_that_nobody_listens_to(conversion: Conversion, jobs: str, to: str) -> None:
+    command = " ".join([*COMMAND, *conversion.arguments("transform", "--jobs", jobs)])
+    finished = run_command(["bash", "-c", f"set -o pipefail; {command} {to}"])
+    assert finished.returncode == 0, finished
+    assert_right(conversion)
+
+
+def test_failures_that_nobody_listens_to(conversion: Conversion, tmp_path: Path) -> None:
+    env = refusing(tmp_path)
+    for jobs in ("1", "2"):
+        command = " ".join([*COMMAND, *conversion.arguments("transform", "--resume", "--jobs", jobs)])
+        assert run_command(["bash", "-c", f"set -o pipefail; {command} 2>&1 | true"], env=env).returncode == 4

@@ -1,0 +1,301 @@
+"""`plan --sbatch`: a batch script that is right as text, and does what a serial run does when it is run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.cases import Side
+from support.checkpoints import as_read, expected_rank, read_shard, write_shards, write_strategy
+from support.conversions import COMMAND, DST_LAYOUTS, Conversion, command_line, listing, make, shards
+from support.oracle import RawLayout
+from support.processes import Finished, run_command
+
+from reshard_mpi.cli import arguments
+from reshard_mpi.cli.sbatch import NOT_PASSED_ON, PASSED_ON, batch_script
+from reshard_mpi.planning.parameters import Unlisted
+from reshard_mpi.planning.summary import Plan, RankSummary
+from reshard_mpi.runs.request import Request
+from reshard_mpi.units import MIB
+
+Capture = pytest.CaptureFixture[str]
+
+
+def staged(folder: Path, kind: str = "ckpt") -> Conversion:
+    """Write a checkpoint of 2 ranks to be made one of 3 stages, the last of which holds the most."""
+    tensors = {
+        "a": np.arange(4, dtype=np.float32),
+        "b": np.arange(64, dtype=np.float32).reshape(8, 8),
+        "c": np.arange(1024, dtype=np.float32).reshape(32, 32),
+    }
+    source = Side(2, 1, {name: RawLayout((2,), (0,) + (-1,) * (array.ndim - 1)) for name, array in tensors.items()})
+    cut = {"a": (0,), "b": (0, -1), "c": (-1, 0)}
+    target = Side(6, 3, {name: RawLayout((2,), cut[name], stages=(at,)) for at, name in enumerate(tensors)})
+    write_shards(source, tensors, folder / "src", kind)
+    src_strategy, dst_strategy = write_strategy(source, folder / "s"), write_strategy(target, folder / "d")
+    c = Conversion(folder, kind, source, target, folder / "src", folder / "dst", src_strategy, dst_strategy)
+    (folder / "tensors").mkdir()
+    for name, array in tensors.items():
+        np.save(folder / "tensors" / name, array)
+    return c
+
+
+def expected(c: Conversion, rank: int) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    tensors = {path.stem: np.load(path) for path in (c.folder / "tensors").iterdir()}
+    return as_read(expected_rank(c.target, tensors, rank))
+
+
+def script_of(capsys: Capture, c: Conversion, *options: str) -> str:
+    said = command_line(capsys, *c.arguments("plan", "--sbatch", *options))
+    assert said.code == 0, said
+    return said.out
+
+
+def settings(script: str) -> dict[str, str]:
+    """Return what #SBATCH lines say, as far as sbatch reads: to the first command."""
+    found = {}
+    for line in script.splitlines():
+        if not line.startswith("#") and line.strip():
+            break
+        if line.startswith("#SBATCH "):
+            name, _, value = line.removeprefix("#SBATCH --").partition("=")
+            found[name] = value
+    return found
+
+
+def run_script(folder: Path, script: str, task: int, *, program: str | None = None) -> Finished:
+    """Run a task of the script, elsewhere, with `program` (Python) or else the real thing as `reshard-mpi`."""
+    (folder / "bin").mkdir(exist_ok=True)
+    (folder / "elsewhere").mkdir(exist_ok=True)
+    stub = folder / "bin" / "reshard-mpi"
+    words = COMMAND if program is None else [sys.executable, "-c", program]
+    stub.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
+    stub.chmod(0o755)
+    (folder / "job.sbatch").write_bytes(os.fsencode(script))
+    env = {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "SLURM_ARRAY_TASK_ID": str(task)}
+    return run_command(["bash", str(folder / "job.sbatch")], env=env, cwd=folder / "elsewhere")
+
+
+def words_of(folder: Path, script: str, task: int = 0) -> list[str]:
+    """Return the words that the script starts reshard-mpi with."""
+    say = "import os, sys; open('words', 'wb').write(b'\\0'.join(map(os.fsencode, sys.argv[1:])))"
+    finished = run_script(folder, script, task, program=say)
+    assert finished.returncode == 0 and finished.stderr == "", finished
+    return os.fsdecode((folder / "elsewhere" / "words").read_bytes()).split("\0")
+
+
+def options_of(words: list[str]) -> dict[str, object]:
+    return {name: value for name, value in vars(arguments.parser().parse_args(words)).items() if name != "command"}
+
+
+# As text
+
+
+def test_settings(tmp_path: Path, capsys: Capture) -> None:
+    c = make(tmp_path)
+    script = script_of(capsys, c)
+    planned = json.loads(command_line(capsys, *c.arguments("plan", "--json")).out)
+    assert script.startswith("#!/bin/bash\n")
+    assert settings(script) == {
+        "job-name": "reshard",
+        "array": "0-1",
+        "cpus-per-task": "1",
+        "mem": f"{-(-planned['peak_bytes'] // MIB) + 64}M",
+        "time": "00:11:00",
+        "requeue": "",
+        "open-mode": "append",
+        "output": "reshard_%A_%a.log",
+    }
+    assert script.count("\nexec ") == 1 and script.endswith('--part "$SLURM_ARRAY_TASK_ID/2" --resume --jobs 1\n')
+    assert f"--wrap 'reshard-mpi commit {c.dst}'\n" in script
+    assert "2 targets, of which 2 with 392 B were still to be made." in script
+    assert not list(tmp_path.glob("dst"))
+
+
+@pytest.mark.parametrize("options", [[], ["--overwrite"]])
+def test_it_is_clean_for_bash_and_shellcheck(tmp_path: Path, capsys: Capture, options: list[str]) -> None:
+    c = make(tmp_path)
+    odd = tmp_path / 'it\'s a "checkpoint" # 1'
+    c.src.rename(odd)
+    path = tmp_path / "job.sbatch"
+    path.write_text(script_of(capsys, c.but(src=odd, dst=odd / "dst"), *options))
+    assert run_command(["bash", "-n", str(path)]).returncode == 0
+    if shutil.which("shellcheck") is None:
+        pytest.skip("shellcheck is not installed")
+    finished = run_command(["shellcheck", str(path)])
+    assert finished.returncode == 0, finished
+
+
+def test_odd_paths_arrive_as_they_are(tmp_path: Path) -> None:
+    c = make(tmp_path)
+    odd = os.fsdecode(b'it\'s "$HOME" `touch hacked` \\ a\ntouch hacked\n#\xff')
+    c.src.rename(tmp_path / odd)
+    words = ["plan", odd, f"../{tmp_path.name}/-{odd}", "--sbatch", f"--prefix=-{odd[-3:]} ", "--select", "*"]
+    words += ["--src-strategy", str(c.src_strategy), "--dst-strategy", f"./{c.dst_strategy.relative_to(tmp_path)}"]
+    assert run_command(["bash", "-c", shlex.join([*COMMAND, *words]) + " > out"], cwd=tmp_path).returncode == 0
+    found = words_of(tmp_path, os.fsdecode((tmp_path / "out").read_bytes()))
+    assert found[:3] == ["transform", f"{tmp_path}/{odd}", f"{tmp_path}/../{tmp_path.name}/-{odd}"]
+    assert f"--prefix=-{odd[-3:]} " in found and "--select=*" in found
+    assert f"--dst-strategy={c.dst_strategy}" in found
+    assert not list(tmp_path.rglob("hacked"))
+
+
+# What is passed on
+
+
+def flags(command: str) -> set[str]:
+    """Return the options of a command, as its parser knows them."""
+    (commands,) = (action for action in arguments.parser()._actions if isinstance(action, argparse._SubParsersAction))
+    return {flag for action in commands.choices[command]._actions for flag in action.option_strings} - {"-h", "--help"}
+
+
+def test_no_option_of_transform_is_forgotten() -> None:
+    passed_on = {option.flag for option in PASSED_ON}
+    assert flags("transform") == passed_on | {*NOT_PASSED_ON}
+    assert passed_on <= flags("plan")
+    of_the_script = {"source", "target", "ranks", "part", "resume", "recorded", "report"}
+    assert {*Request._fields} == {option.field for option in PASSED_ON} | of_the_script
+
+
+# Besides the strategies, which are always given here.
+GIVEN = (
+    *("--prefix=net ", "--select=check*", "--to=hdf5", "--unlisted=replicate", "--strict", "--overwrite"),
+    *("--memory=64G", "--max-active=3", "--verify", "--crc", "--replicas=check"),
+)
+
+
+@pytest.mark.parametrize("given", GIVEN)
+def test_an_option_is_passed_on(tmp_path: Path, capsys: Capture, given: str) -> None:
+    c = make(tmp_path)
+    again = [] if given == "--overwrite" else ["--resume"]
+    found = options_of(words_of(tmp_path, script_of(capsys, c, given)))
+    assert found == options_of(c.arguments("transform", given, *again, "--part", "0/2"))
+
+
+def test_every_option_that_is_passed_on_is_tried() -> None:
+    tried = {given.partition("=")[0] for given in GIVEN} | {"--src-strategy", "--dst-strategy"}
+    assert tried == {option.flag for option in PASSED_ON}
+
+
+@pytest.mark.parametrize("options", [["--rank", "0"], ["--part", "0/2"], ["--json"], ["--resume", "--overwrite"]])
+def test_wrong_usage(tmp_path: Path, capsys: Capture, options: list[str]) -> None:
+    c = make(tmp_path)
+    said = command_line(capsys, *c.arguments("plan", "--sbatch", *options))
+    assert said.code == 2 and said.out == "" and options[0] in said.err
+
+
+def test_notes_do_not_get_into_the_script(tmp_path: Path, capsys: Capture) -> None:
+    c = make(tmp_path)
+    c = c.but(dst_strategy=c.strategy("more", {**DST_LAYOUTS, "never.saved": RawLayout((2,), (0,))}))
+    said = command_line(capsys, *c.arguments("plan", "--sbatch"))
+    assert said.code == 0 and "never.saved" in said.err and "never.saved" not in said.out
+    c.shard(3).write_bytes(b"")
+    said = command_line(capsys, *c.arguments("plan", "--sbatch"))
+    assert said.code == 0 and "rank 3 cannot be used" in said.err and "rank 3" not in said.out
+    c.shard(1).write_bytes(b"")
+    said = command_line(capsys, *c.arguments("plan", "--sbatch"))
+    assert said.code == 3 and said.out == ""
+
+
+def test_what_is_complete_is_not_counted(tmp_path: Path, capsys: Capture) -> None:
+    c = make(tmp_path)
+    for made, left in ((["--rank", "1"], 1), (["--resume"], 0)):
+        assert command_line(capsys, *c.arguments("transform", *made)).code == 0
+        script = script_of(capsys, c)
+        assert f"2 targets, of which {left} with {196 * left} B were still to be made." in script
+        assert settings(script)["array"] == "0-1"
+    assert settings(script)["mem"] == "128M"
+    script = script_of(capsys, c, "--overwrite")
+    assert "of which 2 with" in script and "--resume" not in script and "is skipped" not in script
+    assert command_line(capsys, *c.arguments("plan", "--sbatch", "--unlisted", "drop")).code == 3  # another run
+
+
+def plan_of(sizes: list[int], peak_bytes: int) -> Plan:
+    return Plan(tuple(RankSummary(at, (0,), 1, 1, size, size, peak_bytes, (), ()) for at, size in enumerate(sizes)))
+
+
+REQUEST = Request("s", "d", None, None, "net", None, None, None, None, True, False, Unlisted.FOLLOW, False)
+
+
+def test_as_many_tasks_as_targets_up_to_what_slurm_takes() -> None:
+    script = batch_script(REQUEST, plan_of([1] * 1000, 100 * MIB + 1), 1000)
+    assert settings(script)["array"] == "0-999" and "Task R makes target rank R." in script
+    assert settings(script)["mem"] == "165M"
+    script = batch_script(REQUEST, plan_of([1] * 1001, 100 * MIB), 1001)
+    assert settings(script)["array"] == "0-999" and '--part "$SLURM_ARRAY_TASK_ID/1000"' in script
+    assert "There are 1000 tasks, since SLURM by default takes no more than 1001" in script
+    assert settings(script)["mem"] == "164M"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "time"),
+    [
+        ([1], "00:11:00"),
+        ([1200 * MIB, 5], "00:11:00"),
+        ([1200 * MIB + 1, 5], "00:12:00"),
+        ([200 * 1200 * MIB], "03:30:00"),
+        ([20_000 * 1200 * MIB], "333:30:00"),
+        ([1200 * MIB] * 2500, "00:14:00"),  # 2.5 and the largest: a task may have 3
+    ],
+)
+def test_time(sizes: list[int], time: str) -> None:
+    assert settings(batch_script(REQUEST, plan_of(sizes, MIB), len(sizes)))["time"] == time
+
+
+# As it runs
+
+
+def test_part_i_of_as_many_parts_as_targets_is_target_rank_i(tmp_path: Path, capsys: Capture) -> None:
+    """However much each of them holds: the last stage's targets are the largest."""
+    c = staged(tmp_path)
+    for parts, order in ((6, (3, 0, 5, 1, 4, 2)), (9, (8, 2, 7, 5))):
+        dst = c.but(dst=tmp_path / f"dst_{parts}")
+        for part in order:
+            said = command_line(capsys, *dst.arguments("transform", "--part", f"{part}/{parts}"))
+            assert said.code == 0
+            assert said.out.startswith(f"wrote {int(part < 6)} shard")
+            if part < 6:
+                assert read_shard(dst.written(part)) == expected(c, part)
+        assert len(list(dst.dst.glob("rank_*/*"))) == sum(part < 6 for part in order)
+
+
+@pytest.mark.parametrize("kind", ["ckpt", "hdf5"])
+def test_its_tasks_do_what_a_serial_run_does(tmp_path: Path, capsys: Capture, kind: str) -> None:
+    c = staged(tmp_path, kind)
+    c = c.but(dst=tmp_path / 'it\'s "out"')
+    whole = c.but(dst=tmp_path / "whole")
+    assert command_line(capsys, *whole.arguments()).code == 0
+    script = script_of(capsys, c)
+    assert settings(script)["array"] == "0-5"
+    for task in (5, 0, 3, 1, 2):
+        assert run_script(tmp_path, script, task).returncode == 0
+        assert c.written(task).exists()
+    commit = commit_command(script)
+    assert commit_by(commit, tmp_path).returncode == 4
+    assert run_script(tmp_path, script, 4).returncode == 0
+    assert run_script(tmp_path, script, 4).returncode == 0  # requeued
+    finished = commit_by(commit, tmp_path)
+    assert finished.returncode == 0 and finished.stdout.startswith("committed 6 targets"), finished
+    assert shards(c.dst) == shards(whole.dst)
+    assert (c.dst / "reshard.json").read_bytes() == (whole.dst / "reshard.json").read_bytes()
+    assert not listing(tmp_path / "elsewhere")
+
+
+def commit_command(script: str) -> str:
+    """Return the command of the dependent task: what the shell makes of the last words of the line that submits it."""
+    (line,) = re.findall(r"^# +(sbatch --dependency=.*)$", script, re.MULTILINE)
+    words = shlex.split(line)
+    assert words[:3] == ["sbatch", "--dependency=afterok:$job", "--kill-on-invalid-dep=yes"] and words[3] == "--wrap"
+    return words[4]
+
+
+def commit_by(command: str, folder: Path) -> Finished:
+    return run_command(["bash", "-c", command], env={"PATH": f"{folder / 'bin'}:{os.environ['PATH']}"})

@@ -1,0 +1,178 @@
+"""Commands whose output, or whose report, the system does not take: the exit code says what became of the work."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+from support.checkpoints import as_read, expected_rank, read_shard
+from support.conversions import COMMAND, TENSORS, Conversion, make
+from support.launch import MPI, mpirun_command
+from support.processes import Finished, run_command
+
+from reshard_mpi.cli import commands, report
+from reshard_mpi.journal.records import COMMIT_RECORD
+
+NO_SPACE = "No space left on device"
+# Every write to it fails as on a full disk.
+FULL = ">/dev/full"
+
+
+@pytest.fixture
+def conversion(tmp_path: Path) -> Conversion:
+    return make(tmp_path)
+
+
+def shell(command: list[str], redirections: str) -> Finished:
+    return run_command(["bash", "-c", f"set -o pipefail; {shlex.join(command)} {redirections}"])
+
+
+def assert_complete(conversion: Conversion) -> None:
+    assert (conversion.dst / COMMIT_RECORD).exists()
+    for rank in (0, 1):
+        assert read_shard(conversion.written(rank)) == as_read(expected_rank(conversion.target, TENSORS, rank))
+
+
+# What only tells of what has been done
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_a_transform_whose_summary_cannot_be_written(conversion: Conversion, jobs: str) -> None:
+    command = [*COMMAND, *conversion.arguments("transform", "--progress", "none", "--jobs", jobs)]
+    finished = shell(command, FULL)
+    assert finished.returncode == 0, finished
+    warning = f"warning: standard output cannot be written ({NO_SPACE}); what is done stands: wrote 2 shards, "
+    assert finished.stderr.startswith(warning) and finished.stderr.count("\n") == 1, finished
+    assert_complete(conversion)
+    assert shell([*command, "--resume"], f"{FULL} 2>&1").returncode == 0
+
+
+def test_a_commit_and_a_demo_whose_account_cannot_be_written(conversion: Conversion, tmp_path: Path) -> None:
+    for rank in ("0", "1"):
+        shell([*COMMAND, *conversion.arguments("transform", "--rank", rank)], "")
+    for command, account in (
+        (["commit", str(conversion.dst)], "committed 2 targets"),
+        (["demo", str(tmp_path / "demo")], "demo: "),
+    ):
+        finished = shell([*COMMAND, *command], FULL)
+        assert finished.returncode == 0 and f"what is done stands: {account}" in finished.stderr, finished
+    assert_complete(conversion)
+
+
+def test_ranks_whose_summary_cannot_be_written(conversion: Conversion, mpi: MPI) -> None:
+    """Nor is it tried again when the interpreter ends, with an exit code of its own."""
+    ranks = shlex.join([*COMMAND, *conversion.arguments()])
+    for stream in ("1", "2"):
+        command = mpirun_command(mpi, 2, ["bash", "-c", f"{ranks} --overwrite {stream}>/dev/full"])
+        assert run_command(command).returncode == 0
+        assert_complete(conversion)
+
+
+# What a command is for
+
+
+def products(conversion: Conversion) -> dict[str, list[str]]:
+    strategies = ["--src-strategy", str(conversion.src_strategy), "--dst-strategy", str(conversion.dst_strategy)]
+    return {
+        "plan": conversion.arguments("plan"),
+        "plan --json": conversion.arguments("plan", "--json"),
+        "plan --sbatch": conversion.arguments("plan", "--sbatch"),
+        "verify": [
+            "verify",
+            str(conversion.src),
+            str(conversion.src),
+            *strategies[:2],
+            "--dst-strategy",
+            strategies[1],
+        ],
+        "ranks": ["ranks", "0", *strategies],
+        "governor": ["governor"],
+        "inspect": ["inspect", str(conversion.src)],
+        "inspect --json": ["inspect", "--json", str(conversion.src)],
+        "--help": ["--help"],
+        "transform --help": ["transform", "--help"],
+        "--version": ["--version"],
+    }
+
+
+@pytest.mark.parametrize(
+    "name", ["plan", "plan --sbatch", "verify", "ranks", "governor", "inspect", "transform --help", "--version"]
+)
+def test_output_that_cannot_be_written(conversion: Conversion, name: str) -> None:
+    command = [*COMMAND, *products(conversion)[name]]
+    finished = shell(command, FULL)
+    assert finished.returncode == 3, finished
+    assert finished.stderr.startswith("reshard-mpi: error: the output cannot be written\n  expected: "), finished
+    assert f"got: {NO_SPACE}" in finished.stderr and "where: standard output" in finished.stderr
+    assert "Traceback" not in finished.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("redirections", ["| true", ">&-", "2>/dev/full", "2>&-", ">&- 2>&- <&-"])
+def test_output_that_nobody_wants(conversion: Conversion, redirections: str) -> None:
+    for command in products(conversion).values():
+        finished = shell([*COMMAND, *command], redirections)
+        assert finished.returncode == 0 and finished.stderr == "", finished
+
+
+def test_wrong_usage_that_cannot_be_told() -> None:
+    assert shell([*COMMAND, "transform"], "2>/dev/full").returncode == 2
+    assert shell([*COMMAND, "inspect", "/nothing"], ">/dev/full 2>/dev/full").returncode == 3
+
+
+# The report
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, conversion: Conversion, what: str) -> Path:
+    """Return a path for a report, which goes to a full disk, or whose folder is gone when it is written."""
+    path = conversion.folder / "reports" / "report.json"
+    path.parent.mkdir()
+    written = report.write_report
+
+    def write(*arguments: object) -> None:
+        path.parent.rmdir() if what == "gone" else path.symlink_to("/dev/full")
+        written(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(report, "write_report", write)
+    return path
+
+
+@pytest.mark.parametrize(("what", "got"), [("gone", "No such file or directory"), ("full", NO_SPACE)])
+def test_a_report_that_cannot_be_written(
+    conversion: Conversion, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, what: str, got: str
+) -> None:
+    path = failing(monkeypatch, conversion, what)
+    with pytest.raises(SystemExit) as end:
+        commands.main(conversion.arguments("transform", "--report", str(path)))
+    said = capsys.readouterr()
+    assert end.value.code == 4 and said.out.startswith("wrote 2 shards, "), said
+    error = said.err[said.err.index("reshard-mpi: error: ") :]
+    problem = "the report could not be written; all targets of this run are complete"
+    assert error.startswith(f"reshard-mpi: error: {problem}\n  expected: "), said
+    assert f"got: {got}" in error and f"where: {path}" in error and "--resume --report" in error
+    assert not path.is_symlink()  # nothing that is no report is left
+    assert_complete(conversion)
+    monkeypatch.undo()
+    path.parent.mkdir(exist_ok=True)
+    with pytest.raises(SystemExit) as end:
+        commands.main(conversion.arguments("transform", "--resume", "--report", str(path)))
+    assert end.value.code == 0
+    assert [target["skipped"] for target in json.loads(path.read_text())["targets"]] == [True, True]
+
+
+def test_neither_targets_nor_a_report(
+    conversion: Conversion, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What failed is told first of all, and the report is no longer said to be the only thing missing."""
+    path = failing(monkeypatch, conversion, "full")
+    monkeypatch.setattr("reshard_mpi.runs.write.Writer._seal", _refuse)
+    with pytest.raises(SystemExit) as end:
+        commands.main(conversion.arguments("transform", "--report", str(path)))
+    said = capsys.readouterr().err
+    assert end.value.code == 4 and "the report could not be written\n" in said and "2 of 2 targets failed" in said
+
+
+def _refuse(*_: object) -> None:
+    raise OSError(28, NO_SPACE)

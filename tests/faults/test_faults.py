@@ -1,0 +1,283 @@
+"""Faults in the middle of a run: the exit code, one message that names what it hit, the others whole, resumed the same.
+
+Elsewhere: what is refused before anything is written (test_bad_input.py: damaged structure, another run's folder, two
+steps in one checkpoint), signals to a run alone or with --jobs and files that may not grow (test_runtime.py), sources
+that change (test_changed_sources.py), kills (test_faults_kills.py).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.cases import Side
+from support.checkpoints import write_shards, write_strategy
+from support.conversions import COMMAND, Conversion, command_line, listing, shards
+from support.harm import Capture, assert_nothing_half_done, assert_resumed, fault, transform
+from support.launch import MPI, mpirun_command
+from support.oracle import RawLayout
+from support.processes import Finished, clean_environment, run_command
+
+# Of columns cut in two, in rows of three lengths: copied by the kernel, read to their places, gathered from a window.
+TENSORS = {
+    "long": np.arange(1 << 18, dtype=np.float32).reshape(4, -1),
+    "middle": np.arange(1 << 14, dtype=np.float32).reshape(32, -1),
+    "short": np.arange(1 << 11, dtype=np.float32).reshape(64, -1),
+}
+SOURCE = Side(2, 1, dict.fromkeys(TENSORS, RawLayout((2,), (-1, 0))))
+TARGET = Side(4, 1, dict.fromkeys(TENSORS, RawLayout((4,), (0, -1))))
+JOBS = pytest.mark.parametrize("jobs", ["1", "2"])
+# Done once, however often it comes to that.
+ONCE = "os.path.exists({mark!r}) or (os.mkdir({mark!r}), {do})"
+
+
+def conversion(folder: Path) -> Conversion:
+    write_shards(SOURCE, TENSORS, folder / "src", "ckpt")
+    strategies = [write_strategy(side, folder / name) for side, name in ((SOURCE, "s"), (TARGET, "d"))]
+    return Conversion(folder, "ckpt", SOURCE, TARGET, folder / "src", folder / "dst", *strategies)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Conversion:
+    """A run that nothing happened to."""
+    c = conversion(tmp_path_factory.mktemp("whole"))
+    run_command([*COMMAND, *c.arguments()], check=True)
+    return c
+
+
+@pytest.fixture
+def c(whole: Conversion, tmp_path: Path) -> Conversion:
+    """The same run, into another folder."""
+    return whole.but(folder=tmp_path, dst=tmp_path / "dst")
+
+
+@pytest.fixture
+def own(c: Conversion) -> Iterator[Conversion]:
+    """The same run, of sources that may be spoiled: they are restored as they were."""
+    with_times = c.folder / "kept"
+    shutil.copytree(c.src, with_times)
+    yield c
+    shutil.copytree(with_times, c.src, dirs_exist_ok=True)
+
+
+def restore(c: Conversion) -> None:
+    shutil.copytree(c.folder / "kept", c.src, dirs_exist_ok=True)
+
+
+def assert_failed(finished: Finished, c: Conversion, whole: Conversion, *ranks: int) -> None:
+    """Check that these targets failed, and nothing else: one message says so, no other target is missing."""
+    assert finished.returncode == 4, finished
+    named = rf"error: {len(ranks)} of 4 targets failed; the first: target rank {ranks[0]}\b"
+    assert len(re.findall(named, finished.stderr)) == 1, finished
+    assert f"got: failed: {', '.join(map(str, ranks))}; complete: {4 - len(ranks)}" in finished.stderr, finished
+    assert "Traceback" not in finished.stderr and "wrote" not in finished.stdout, finished
+    assert set(c.dst.glob("rank_*/*")) == {c.written(rank) for rank in range(4) if rank not in ranks}
+    assert_nothing_half_done(c, whole)
+
+
+# Input and output
+
+ERRORS = {
+    "pwrite": ("rank_1/.", "{dst}/rank_1/"),
+    "fsync": ("rank_1/.", "{dst}/rank_1/"),
+    "os.rename": ("rank_1/.", "{dst}/rank_1/"),
+}
+
+
+@JOBS
+@pytest.mark.parametrize("call", ERRORS)
+def test_an_error_of_writing(c: Conversion, whole: Conversion, capsys: Capture, call: str, jobs: str) -> None:
+    path, named = ERRORS[call]
+    env = fault(c, c.folder / "counter", "raise OSError(5, 'Input/output error')", on=call, path=path)
+    finished = transform(c, env, "--jobs", jobs)
+    assert_failed(finished, c, whole, 1)
+    where = re.search("where: (.*)", finished.stderr)
+    assert where and re.match(named.format(src=c.src, dst=c.dst), where[1]), finished
+    assert "Input/output error" in finished.stderr
+    assert_resumed(c, capsys, whole)
+
+
+@JOBS
+def test_an_error_of_the_kernels_copying(c: Conversion, whole: Conversion, jobs: str) -> None:
+    """It does not say which file it is about; reading and writing one after the other would, and here go well."""
+    error = "raise OSError(5, 'Input/output error')"
+    env = fault(c, c.folder / "counter", error, on="copy_file_range", path="dst/rank_1/.")
+    finished = transform(c, env, "--jobs", jobs)
+    assert finished.returncode == 0, finished
+    assert shards(c.dst) == shards(whole.dst)
+
+
+@JOBS
+def test_an_error_of_reading(c: Conversion, whole: Conversion, capsys: Capture, jobs: str) -> None:
+    env = fault(c, c.folder / "counter", "raise OSError(5, 'Input/output error')", on="preadv", path="src/rank_1/")
+    finished = transform(c, env, "--jobs", jobs)
+    assert_failed(finished, c, whole, 0, 1, 2, 3)
+    assert f"where: {c.shard(1)}\n" in finished.stderr, finished
+    assert_resumed(c, capsys, whole)
+
+
+def test_a_disk_that_is_full_in_the_middle(
+    whole: Conversion, small_disk: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    c = whole.but(folder=tmp_path, dst=small_disk / "dst")
+    fill = f"os.close(os.posix_fallocate(d := os.open({str(small_disk / 'fill')!r}, 66), 0, 700 << 10) or d)"
+    fill = ONCE.format(mark=str(tmp_path / "filled"), do=fill)
+    finished = transform(c, fault(c, tmp_path / "counter", fill, on="copy_file_range", path="dst/rank_1/."))
+    assert finished.returncode == 4 and "No space left on device" in finished.stderr, finished
+    assert re.search(rf"where: .*{c.dst}/rank_\d/", finished.stderr)
+    assert_nothing_half_done(c, whole)
+    assert not list(c.dst.rglob("*.partial")) and c.written(0).exists()
+    (small_disk / "fill").unlink()
+    assert_resumed(c, capsys, whole)
+
+
+def test_a_disk_that_is_too_small(whole: Conversion, small_disk: Path, capsys: Capture) -> None:
+    (small_disk / "fill").write_bytes(bytes(700 << 10))
+    said = command_line(capsys, *whole.but(dst=small_disk / "dst").arguments())
+    assert said.code == 3 and "there is no room" in said.err and f"the file system at {small_disk}\n" in said.err
+    assert set(listing(small_disk)) == {"fill"}
+
+
+def test_a_disk_that_is_read_only(whole: Conversion, small_disk: Path, capsys: Capture) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True, timeout=60)
+    said = command_line(capsys, *whole.but(dst=small_disk / "dst").arguments())
+    assert said.code == 3 and "the target cannot be written" in said.err and str(small_disk) in said.err
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system with room for a run, and little more."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1400k", "none", folder], check=False, timeout=60)
+    if mounted.returncode:
+        pytest.skip("nothing can be mounted here")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", folder], check=True, timeout=60)
+
+
+# Sources
+
+
+@pytest.mark.parametrize(
+    ("do", "says"),
+    [("os.remove({path!r})", "No such file"), ("os.truncate({path!r}, 100)", "a source file became shorter")],
+)
+def test_a_source_that_goes_in_the_middle(
+    own: Conversion, whole: Conversion, capsys: Capture, do: str, says: str
+) -> None:
+    spoil = ONCE.format(mark=str(own.folder / "mark"), do=do.format(path=str(own.shard(1))))
+    env = fault(own, own.folder / "counter", spoil, on="os.rename", path="dst/rank_0/checkpoint_0.ckpt")
+    finished = transform(own, env, "--jobs", "1")
+    assert_failed(finished, own, whole, 1, 2, 3)
+    assert says in finished.stderr and str(own.shard(1)) in finished.stderr, finished
+    restore(own)
+    assert_resumed(own, capsys, whole)
+
+
+def test_a_source_that_shrinks_while_it_is_mapped(own: Conversion, whole: Conversion, capsys: Capture) -> None:
+    """The kernel kills the worker that looks there; the parent says which target that was, and why."""
+    env = fault(own, own.folder / "counter", "os.truncate(path, 0)", on="mapped", path="src/rank_1/")
+    whole_targets = {"FAULT_CUT": str(1 << 20)}  # so one worker alone is at this one
+    finished = transform(own, {**env, **whole_targets}, "--jobs", "2", "--rank", "0")
+    assert finished.returncode == 4, finished
+    assert re.search(r"1 of 1 targets failed; the first: target rank 0 \(process [01] on host", finished.stderr), (
+        finished
+    )
+    assert (
+        "a worker process died" in finished.stderr and "signal SIGBUS while it wrote target rank 0" in finished.stderr
+    )
+    assert "a source file became shorter" in finished.stderr and "Traceback" not in finished.stderr
+    restore(own)
+    assert_resumed(own, capsys, whole)
+
+
+def test_a_source_that_shrinks_while_it_is_mapped_alone(own: Conversion, whole: Conversion, capsys: Capture) -> None:
+    env = fault(own, own.folder / "counter", "os.truncate(path, 0)", on="mapped", path="src/rank_1/")
+    assert transform(own, env, "--jobs", "1").returncode == -signal.SIGBUS
+    assert_nothing_half_done(own, whole)
+    restore(own)
+    assert_resumed(own, capsys, whole)
+
+
+def test_a_source_that_shrinks_while_ranks_have_it_mapped(
+    own: Conversion, whole: Conversion, capsys: Capture, mpi: MPI
+) -> None:
+    env = fault(own, own.folder / "counter", "os.truncate(path, 0)", on="mapped", path="src/rank_1/")
+    finished = transform(own, env, mpi=mpi, ranks=2)
+    assert finished.returncode != 0 and re.search("Bus error|signal 7", finished.stdout + finished.stderr), finished
+    assert_nothing_half_done(own, whole)
+    restore(own)
+    assert_resumed(own, capsys, whole)
+
+
+# Processes
+
+
+def test_two_runs_at_once(c: Conversion, whole: Conversion, capsys: Capture) -> None:
+    """The second is refused by name while the first is at its second target, and joins it when that is done."""
+    there, go = c.folder / "there", c.folder / "go"
+    os.mkfifo(go)
+    wait = ONCE.format(mark=str(there), do=f"os.close(os.open({str(go)!r}, os.O_WRONLY))")
+    env = {**clean_environment(), **fault(c, c.folder / "counter", wait, on="pwrite", path="dst/rank_1/.")}
+    with subprocess.Popen([*COMMAND, *c.arguments()], env=env, stdout=subprocess.DEVNULL) as first:
+        try:
+            while not there.exists():
+                assert first.poll() is None
+                time.sleep(0.01)
+            before = listing(c.dst)
+            for again in ("--resume", "--overwrite"):
+                said = command_line(capsys, *c.arguments("transform", again))
+                assert said.code == 3 and "target rank 1 is being written by another process" in said.err, said
+                assert listing(c.dst) == before
+            go.read_bytes()
+            assert first.wait(60) == 0
+        finally:
+            first.kill()
+    assert_resumed(c, capsys, whole)
+
+
+def test_one_rank_without_memory(c: Conversion, whole: Conversion, capsys: Capture, mpi: MPI) -> None:
+    env = fault(c, c.folder / "counter", "raise MemoryError", on="pwrite", path="dst/rank_1/.")
+    finished = transform(c, env, mpi=mpi)
+    assert_failed(finished, c, whole, 1)
+    assert finished.stderr.count("out of memory") == 1 and "fewer processes" in finished.stderr
+    assert_resumed(c, capsys, whole)
+
+
+@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("whom", ["a rank", "the launcher"])
+def test_a_job_that_is_stopped(
+    c: Conversion, whole: Conversion, capsys: Capture, mpi: MPI, kind: signal.Signals, whom: str
+) -> None:
+    launcher = c.folder / "launcher"
+    whose = "os.getpid()" if whom == "a rank" else f"int(open({str(launcher)!r}).read())"
+    stop = f"os.kill({whose}, {int(kind)}); import time; time.sleep(30)"
+    env = fault(c, c.folder / "counter", stop, on="pwrite", path="dst/rank_1/.")
+    command = mpirun_command(mpi, 2, [*COMMAND, *c.arguments()])
+    finished = run_command(["sh", "-c", f'echo $$ > {launcher}; exec "$@"', "-", *command], env=env)
+    assert finished.returncode != 0 and "wrote" not in finished.stdout, finished
+    words = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+    said = [line for line in finished.stderr.splitlines() if line.startswith("reshard-mpi: ")]
+    if whom == "a rank":
+        assert finished.returncode == 128 + kind and "Traceback" not in finished.stderr, finished
+        assert said == [f"reshard-mpi: {words[kind]}; --resume goes on"], finished
+    elif mpi.name == "mpich":
+        assert said == [f"reshard-mpi: {words[kind]}; --resume goes on"], finished
+    else:
+        assert len(said) <= 1, finished  # this launcher may pass on nothing more once it has been told to stop
+    if whom == "the launcher" or mpi.name == "mpich":
+        assert "abort(" not in finished.stderr.lower() and "MPI_ABORT" not in finished.stderr, finished
+    assert not c.written(1).exists()
+    assert_nothing_half_done(c, whole)
+    assert_resumed(c, capsys, whole)

@@ -1,0 +1,83 @@
+"""Runs that are killed at any instant: resumed, they are to the last byte what an undisturbed run makes.
+
+An instant is what lies before the n-th call that the processes of a run make for its files. Which ones are taken is
+drawn from a fixed seed; an odd one kills one process, an even one all of them. There are 50 in all: 30 of a process
+alone, 12 of local processes, 8 of ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import runpy
+import signal
+from pathlib import Path
+
+import pytest
+from support.conversions import Conversion, command_line, four_targets
+from support.harm import KILL, KILL_ALL, Capture, assert_nothing_half_done, assert_resumed, fault, transform
+from support.launch import MPI
+
+
+@pytest.fixture(scope="module", params=["ckpt", "hdf5"])
+def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Conversion:
+    """A run that nothing happened to."""
+    c = four_targets(tmp_path_factory.mktemp("whole"), request.param)
+    counter = c.folder / "counter"
+    assert transform(c, fault(c, counter)).returncode == 0
+    assert counter.stat().st_size > 100
+    return c
+
+
+def recovered(
+    whole: Conversion, folder: Path, capsys: Capture, kills: int, *options: str, mpi: MPI | None = None
+) -> int:
+    """Kill runs at `kills` instants and resume them; return how many were hit."""
+    undisturbed = whole.but(dst=folder / "undisturbed")
+    assert transform(undisturbed, fault(undisturbed, folder / "counter"), *options, mpi=mpi).returncode == 0
+    instants = random.Random(5).sample(range(1, (folder / "counter").stat().st_size + 1), kills)
+    hit = 0
+    for at in instants:
+        c = whole.but(dst=folder / f"killed_{at}")
+        finished = transform(
+            c, fault(c, folder / f"counter_{at}", KILL if at % 2 else KILL_ALL, at=at), *options, mpi=mpi
+        )
+        hit += finished.returncode != 0
+        assert_nothing_half_done(c, whole)
+        assert_resumed(c, capsys, whole)
+    return hit
+
+
+def test_alone(whole: Conversion, tmp_path: Path, capsys: Capture) -> None:
+    """In forks of this process: no time is spent on starting an interpreter."""
+    undisturbed = whole.but(dst=tmp_path / "undisturbed")
+    assert in_fork(undisturbed, fault(undisturbed, tmp_path / "counter"), capsys) == 0
+    instants = random.Random(5).sample(range(1, (tmp_path / "counter").stat().st_size + 1), 15)
+    for at in instants:
+        c = whole.but(dst=tmp_path / f"killed_{at}")
+        assert in_fork(c, fault(c, tmp_path / f"counter_{at}", KILL, at=at), capsys) == signal.SIGKILL
+        assert_nothing_half_done(c, whole)
+        assert_resumed(c, capsys, whole)
+
+
+def in_fork(c: Conversion, env: dict[str, str], capsys: Capture) -> int:
+    """Run the command line in a fork of this process with that environment; return how it ended."""
+    process = os.fork()
+    if process == 0:
+        code = 1
+        try:
+            os.environ.update(env)
+            runpy.run_path(str(Path(__file__).with_name("sitecustomize.py")))
+            code = command_line(capsys, *c.arguments("transform", "--progress", "none")).code
+        finally:
+            os._exit(code)
+    return os.waitpid(process, 0)[1]
+
+
+@pytest.mark.parametrize("jobs", ["2", "3"])
+def test_jobs(whole: Conversion, tmp_path: Path, capsys: Capture, jobs: str) -> None:
+    assert recovered(whole, tmp_path, capsys, 3, "--jobs", jobs) > 0  # how often they look differs a little
+
+
+def test_ranks(whole: Conversion, tmp_path: Path, capsys: Capture, mpi: MPI) -> None:
+    assert recovered(whole, tmp_path, capsys, 2, mpi=mpi) > 0

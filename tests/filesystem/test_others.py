@@ -1,0 +1,267 @@
+"""Others who may write to the target folder: nothing of theirs, or outside it, is opened, cut short or replaced.
+
+What is promised to whom is in the README ("Folders that others may write to").
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from support.checkpoints import as_read, expected_rank, read_shard
+from support.conversions import COMMAND, TENSORS, Conversion, command_line, listing, make
+from support.processes import run_command
+
+import reshard_mpi
+from reshard_mpi.errors import TargetError
+
+Capture = pytest.CaptureFixture[str]
+PRECIOUS = b"somebody else's bytes"
+SOMEBODY = 4711
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of another user")
+
+
+def elsewhere(folder: Path) -> Path:
+    """Return a folder that has nothing to do with the run, with a checkpoint of somebody in it."""
+    for name in ("rank_0", ".reshard_mpi"):
+        (folder / "elsewhere" / name).mkdir(parents=True)
+    for name in ("private", "rank_0/checkpoint_0.ckpt", ".reshard_mpi/run.json", ".reshard_mpi/rank_0.json"):
+        (folder / "elsewhere" / name).write_bytes(PRECIOUS)
+    return folder / "elsewhere"
+
+
+def assert_right(c: Conversion) -> None:
+    for rank in range(c.target.world_size):
+        assert read_shard(c.written(rank)) == as_read(expected_rank(c.target, TENSORS, rank))
+
+
+def link(path: Path, to: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.symlink_to(to)
+
+
+# Links in the places of what is made
+
+LINKED = {
+    "run.lock": (".reshard_mpi/run.lock", "private"),
+    "commit.lock": (".reshard_mpi/commit.lock", "private"),
+    "a target's lock": (".reshard_mpi/rank_0.lock", "private"),
+    "a lock that leads nowhere": (".reshard_mpi/rank_0.lock", "not there"),
+    "the state": (".reshard_mpi", ".reshard_mpi"),
+    "a rank folder": ("rank_0", "rank_0"),
+    "a rank folder that leads nowhere": ("rank_0", "not there"),
+}
+
+
+@pytest.mark.parametrize("where", LINKED)
+def test_a_link_in_the_place_of_what_is_made_is_refused_by_name(tmp_path: Path, capsys: Capture, where: str) -> None:
+    c, private = make(tmp_path), elsewhere(tmp_path)
+    name, to = LINKED[where]
+    link(c.dst / name, private / to)
+    before = listing(private)
+    for options in ((), ("--overwrite",), ("--resume",), ("--jobs", "2"), ("--overwrite", "--jobs", "7")):
+        said = command_line(capsys, *c.arguments("transform", *options))
+        assert said.code == 3 and "a symbolic link is in the place of" in said.err, said
+        assert str(c.dst / name) in said.err and "Traceback" not in said.err
+    assert listing(private) == before
+
+
+@pytest.mark.parametrize("name", ["rank_0", "rank_0/checkpoint_0.ckpt"])
+def test_the_functions_follow_no_link_either(tmp_path: Path, name: str) -> None:
+    c, private = make(tmp_path), elsewhere(tmp_path)
+    link(c.dst / name, private / name)
+    before = listing(private)
+    paths = (c.src, c.dst, "checkpoint_", c.src_strategy, c.dst_strategy)
+    if name == "rank_0":
+        with pytest.raises(TargetError, match="a symbolic link is in the place of"):
+            reshard_mpi.transform_checkpoints(*paths)
+    else:  # whose place the new file takes
+        reshard_mpi.transform_checkpoints(*paths)
+        assert not (c.dst / name).is_symlink()
+        assert_right(c)
+    assert listing(private) == before
+
+
+def test_a_record_that_is_a_link_is_none(tmp_path: Path, capsys: Capture) -> None:
+    """Neither believed nor written through."""
+    c = make(tmp_path)
+    assert command_line(capsys, *c.arguments()).code == 0
+    record = c.dst / ".reshard_mpi" / "rank_1.json"
+    kept = shutil.move(record, tmp_path / "kept.json")
+    record.symlink_to(kept)
+    before = Path(kept).read_bytes()
+    assert "target rank 1 has not been written" in command_line(capsys, "inspect", str(c.dst)).out
+    said = command_line(capsys, *c.arguments("transform", "--resume"))
+    assert said.code == 0 and not record.is_symlink() and Path(kept).read_bytes() == before
+    assert_right(c)
+
+
+def test_what_the_user_names_may_be_links(tmp_path: Path, capsys: Capture) -> None:
+    """The target folder, as one on a scratch file system, and sources, as a folder of links to a hub's cache."""
+    c = make(tmp_path)
+    (tmp_path / "scratch").mkdir()
+    c.dst.symlink_to(tmp_path / "scratch", target_is_directory=True)
+    (tmp_path / "linked").mkdir()
+    for folder in c.src.iterdir():
+        (tmp_path / "linked" / folder.name).symlink_to(folder)
+    c = c.but(src=tmp_path / "linked")
+    assert command_line(capsys, *c.arguments("transform", "--verify", "--jobs", "7")).code == 0
+    assert_right(c)
+    farm = tmp_path / "farm"
+    subprocess.run(["cp", "-rs", tmp_path / "scratch", farm], check=True)
+    assert command_line(capsys, *c.but(dst=farm).arguments("verify")).code == 0
+
+
+# Swapped while they are written
+
+SWAP = """
+import os
+from reshard_mpi.runs import write
+
+fill = write._fill
+
+def swap(plan, manifest, descriptor, *more):
+    {before}
+    filled = fill(plan, manifest, descriptor, *more)
+    {after}
+    return filled
+write._fill = swap
+"""
+PARTIAL = "os.unlink(manifest.path); os.symlink({private!r}, manifest.path)"
+FOLDER = (
+    "folder = os.path.dirname(manifest.path); os.rename(folder, folder + '.away');"
+    " os.symlink({elsewhere!r} + '/rank_0', folder)"
+)
+
+
+@pytest.mark.parametrize("jobs", ["1", "3"])
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("kind", ["ckpt", "hdf5"])
+@pytest.mark.parametrize("what", ["partial", "folder"])
+@pytest.mark.slow
+def test_nothing_is_written_where_a_swapped_link_leads(
+    tmp_path: Path, capsys: Capture, jobs: str, moment: str, kind: str, what: str
+) -> None:
+    c, private = make(tmp_path, kind), elsewhere(tmp_path)
+    do = {"partial": PARTIAL, "folder": FOLDER}[what].format(private=str(private / "private"), elsewhere=str(private))
+    done = str(tmp_path / "done")
+    do = f"if plan.target_rank == 0 and not os.path.exists({done!r}): os.mkdir({done!r}); {do}"
+    (tmp_path / "stand_in").mkdir()
+    steps = {"before": "pass", "after": "pass", moment: do}
+    (tmp_path / "stand_in" / "sitecustomize.py").write_text(SWAP.format(**steps))
+    before = listing(private)
+    environment = {"PYTHONPATH": str(tmp_path / "stand_in")}
+    finished = run_command([*COMMAND, *c.arguments("transform", "--jobs", jobs)], env=environment)
+    assert (tmp_path / "done").exists() and "Traceback" not in finished.stderr, finished
+    assert listing(private) == before
+    if what == "partial":
+        assert finished.returncode == 4 and "failed: 0;" in finished.stderr, finished
+        assert not c.written(0).exists()
+    # A folder that is taken away while it is held open gets its file all the same, and is not found again.
+    for name in ("rank_0", "rank_0.away"):
+        if (c.dst / name).is_symlink():
+            (c.dst / name).unlink()
+    assert command_line(capsys, *c.arguments("transform", "--resume")).code == 0
+    assert_right(c)
+
+
+# Of another user
+
+
+@as_root
+@pytest.mark.parametrize("name", [".reshard_mpi", "rank_0", ".reshard_mpi/run.lock", ".reshard_mpi/rank_0.lock"])
+def test_what_another_user_has_made_is_refused_by_name(tmp_path: Path, capsys: Capture, name: str) -> None:
+    c = make(tmp_path)
+    path = c.dst / name
+    path.parent.mkdir(parents=True)
+    path.touch() if path.suffix == ".lock" else path.mkdir(mode=0o777)
+    os.chown(path, SOMEBODY, SOMEBODY)
+    said = command_line(capsys, *c.arguments())
+    kind = "a file" if path.suffix == ".lock" else "a folder"
+    assert said.code == 3 and f"{kind} of another user is in the way" in said.err, said
+    assert f"user {SOMEBODY}" in said.err and str(path) in said.err
+    assert [file for file in c.dst.rglob("*") if file not in (path, path.parent)] == []
+
+
+@as_root
+def test_a_partial_file_of_another_user_stays(tmp_path: Path, capsys: Capture) -> None:
+    c = make(tmp_path)
+    partial = c.written(1).with_name(f".{c.written(1).name}.0123456789ab.partial")
+    partial.parent.mkdir(parents=True)
+    partial.write_bytes(PRECIOUS)
+    os.chown(partial, SOMEBODY, SOMEBODY)
+    said = command_line(capsys, *c.arguments())
+    assert said.code == 3 and "a file of another user is in the way" in said.err and str(partial) in said.err
+    assert partial.read_bytes() == PRECIOUS and not c.written(0).exists()
+
+
+@as_root
+def test_the_target_folder_may_be_of_another_user(tmp_path: Path, capsys: Capture) -> None:
+    c = make(tmp_path)
+    c.dst.mkdir(mode=0o2775)
+    os.chown(c.dst, SOMEBODY, SOMEBODY)
+    assert command_line(capsys, *c.arguments()).code == 0
+    assert_right(c)
+
+
+# Locks
+
+
+@contextmanager
+def lock_held(path: Path, kind: int = fcntl.LOCK_EX) -> Iterator[int]:
+    """Have another process hold a lock, and give its number."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    held = (
+        f"import fcntl, sys, time\nfile = open(sys.argv[1], 'a')\nfcntl.flock(file, {kind})\n"
+        "print('held', flush=True)\ntime.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", held, str(path)], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == b"held\n"
+            yield process.pid
+        finally:
+            process.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["run.lock", "commit.lock", "rank_0.lock"])
+def test_a_lock_that_others_hold_is_named_and_not_waited_for_without_end(
+    tmp_path: Path, capsys: Capture, name: str
+) -> None:
+    c = make(tmp_path)
+    path = c.dst / ".reshard_mpi" / name
+    with lock_held(path) as pid:
+        said = command_line(capsys, *c.arguments())
+    assert said.code in (3, 4) and f"held by process {pid}" in said.err and str(path) in said.err, said
+    assert not list(c.dst.glob("rank_*/*"))
+    assert command_line(capsys, *c.arguments("transform", "--resume")).code == 0
+    assert_right(c)
+
+
+def test_a_stopped_holder_is_said_to_be_stopped(tmp_path: Path, capsys: Capture) -> None:
+    c = make(tmp_path)
+    with lock_held(c.dst / ".reshard_mpi" / "run.lock") as pid:
+        os.kill(pid, signal.SIGSTOP)
+        said = command_line(capsys, *c.arguments())
+    assert said.code == 3 and f"process {pid} (stopped)" in said.err, said
+
+
+@pytest.mark.parametrize("name", ["run.lock", "commit.lock", "rank_0.lock", "rank_0.json", "run.json"])
+def test_a_pipe_is_never_waited_for(tmp_path: Path, name: str) -> None:
+    c = make(tmp_path)
+    (c.dst / ".reshard_mpi").mkdir(parents=True)
+    os.mkfifo(c.dst / ".reshard_mpi" / name)
+    finished = run_command([*COMMAND, *c.arguments()], timeout_seconds=30)
+    if name == "rank_0.json":  # which is none, and is replaced
+        assert finished.returncode == 0, finished
+        assert_right(c)
+    else:
+        assert finished.returncode == 3 and str(c.dst) in finished.stderr, finished

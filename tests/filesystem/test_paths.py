@@ -1,0 +1,221 @@
+"""Paths that cannot be: each is refused by name before work begins, and only files are ever replaced."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.conversions import Conversion, Said, command_line, listing, make
+
+import reshard_mpi
+from reshard_mpi.errors import ReshardError, SourceError, StrategyError, TargetError
+
+Capture = pytest.CaptureFixture[str]
+
+
+def bind(path: Path) -> None:
+    where = Path.cwd()
+    os.chdir(path.parent)  # the path of a socket must be short
+    try:
+        socket.socket(socket.AF_UNIX).bind(path.name)
+    finally:
+        os.chdir(where)
+
+
+def device(path: Path) -> None:
+    """Make a device where that is allowed, else a link to one."""
+    try:
+        os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 7))
+    except PermissionError:
+        path.symlink_to("/dev/full")
+
+
+OBSTACLES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "pipe": (os.mkfifo, "a pipe"),
+    "socket": (bind, "a socket"),
+    "device": (device, "a device"),
+    "link to a device": (lambda path: path.symlink_to("/dev/full"), "a device"),
+    "folder": (Path.mkdir, "a folder"),
+    "link to a folder": (lambda path: path.symlink_to(path.parent, target_is_directory=True), "a folder"),
+    "link to itself": (lambda path: path.symlink_to(path.name), "a symbolic link that leads to itself"),
+}
+
+
+def refused_by(error: type[ReshardError], call: Callable[[], object]) -> Said:
+    with pytest.raises(error) as caught:
+        call()
+    return Said(error.exit_code, "", str(caught.value))
+
+
+def a_target(c: Conversion, capsys: Capture) -> tuple[Path, Callable[[], Said]]:
+    return c.written(1), lambda: command_line(capsys, *c.arguments("transform", "--overwrite"))
+
+
+def a_target_of_the_function(c: Conversion, capsys: Capture) -> tuple[Path, Callable[[], Said]]:
+    paths = (c.src, c.dst, "checkpoint_", c.src_strategy, c.dst_strategy)
+    return c.written(1), lambda: refused_by(TargetError, lambda: reshard_mpi.transform_checkpoints(*paths))
+
+
+def a_target_by_rank(c: Conversion, capsys: Capture) -> tuple[Path, Callable[[], Said]]:
+    files = {rank: c.shard(rank) for rank in range(4)}
+    path = c.dst / "out.ckpt"
+    call = reshard_mpi.transform_checkpoint_by_rank
+    return path, lambda: refused_by(TargetError, lambda: call(0, files, path, c.src_strategy, c.dst_strategy))
+
+
+def a_report(c: Conversion, capsys: Capture) -> tuple[Path, Callable[[], Said]]:
+    path = c.dst / "report.json"
+    return path, lambda: command_line(capsys, *c.arguments("transform", "--report", str(path)))
+
+
+def a_commit_record(c: Conversion, capsys: Capture) -> tuple[Path, Callable[[], Said]]:
+    return c.dst / "reshard.json", lambda: command_line(capsys, *c.arguments("transform", "--jobs", "2"))
+
+
+def a_lock(c: Conversion, capsys: Capture) -> tuple[Path, Callable[[], Said]]:
+    return c.dst / ".reshard_mpi" / "rank_0.lock", lambda: command_line(capsys, *c.arguments())
+
+
+def a_merged_strategy(c: Conversion, capsys: Capture) -> tuple[Path, Callable[[], Said]]:
+    assert c.src_strategy is not None
+    path = c.dst / "merged"
+    return path, lambda: command_line(capsys, "merge-strategies", str(c.src_strategy), str(path))
+
+
+OUTPUTS = [
+    a_target,
+    a_target_of_the_function,
+    a_target_by_rank,
+    a_report,
+    a_commit_record,
+    a_lock,
+    a_merged_strategy,
+]
+
+
+@pytest.mark.parametrize("obstacle", OBSTACLES)
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_only_files_are_replaced(
+    tmp_path: Path,
+    capsys: Capture,
+    output: Callable[[Conversion, Capture], tuple[Path, Callable[[], Said]]],
+    obstacle: str,
+) -> None:
+    c = make(tmp_path)
+    path, run = output(c, capsys)
+    path.parent.mkdir(parents=True)
+    put, name = OBSTACLES[obstacle]
+    put(path)
+    if output is a_lock and path.is_symlink():
+        name = "a symbolic link"  # wherever it leads to
+    before, put_there = sorted(tmp_path.rglob("*")), path.lstat()
+    said = run()
+    assert said.code == (2 if output is a_report else 3) and said.out == "", said
+    assert name in said.err and str(path) in said.err and "Traceback" not in said.err, said
+    assert sorted(tmp_path.rglob("*")) == before
+    assert (path.lstat().st_mode, path.lstat().st_ino) == (put_there.st_mode, put_there.st_ino)
+
+
+def test_a_commit_record_is_written_over_a_file_only(tmp_path: Path, capsys: Capture) -> None:
+    """Also by the command that does nothing else."""
+    c = make(tmp_path)
+    assert command_line(capsys, *c.arguments()).code == 0
+    (c.dst / "reshard.json").unlink()
+    os.mkfifo(c.dst / "reshard.json")
+    said = command_line(capsys, "commit", str(c.dst))
+    assert said.code == 3 and "a pipe is in the place of the commit record" in said.err
+    assert stat.S_ISFIFO((c.dst / "reshard.json").stat().st_mode)
+
+
+def test_a_link_in_the_place_of_a_merged_strategy_stays(tmp_path: Path, capsys: Capture) -> None:
+    c = make(tmp_path)
+    (tmp_path / "link").symlink_to("merged")
+    for _ in range(2):
+        assert command_line(capsys, "merge-strategies", str(c.src_strategy), str(tmp_path / "link")).code == 0
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "merged").is_file()
+    assert list(tmp_path.glob(".*")) == []
+
+
+@pytest.mark.parametrize("name", ["reshard.json", ".reshard_mpi/report.json"])
+def test_a_report_in_the_place_of_what_the_run_keeps(tmp_path: Path, capsys: Capture, name: str) -> None:
+    c = make(tmp_path)
+    (c.dst / ".reshard_mpi").mkdir(parents=True)
+    before = listing(tmp_path)
+    said = command_line(capsys, *c.arguments("transform", "--report", str(c.dst / name)))
+    assert said.code == 2 and "the report cannot be written" in said.err and name in said.err
+    assert listing(tmp_path) == before
+
+
+LONG = "n" * 300
+
+
+@pytest.mark.parametrize("name", ["loop", "loop/more", LONG, "file/more"])
+def test_paths_that_lead_nowhere(tmp_path: Path, capsys: Capture, name: str) -> None:
+    c = make(tmp_path)
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "file").touch()
+    before = sorted(tmp_path.rglob("*"))
+    path = tmp_path / name
+    arguments = {
+        "source": c.but(src=path).arguments(),
+        "source strategy": c.but(src_strategy=path).arguments(),
+        "target strategy": c.but(dst_strategy=path).arguments("plan"),
+        "target": c.but(dst=path).arguments("transform", "--jobs", "2"),
+        "plan of a target": c.but(dst=path).arguments("plan"),
+        "verified": ["verify", str(path)],
+        "verified target": ["verify", str(c.src), str(path), "--src-strategy", str(c.src_strategy)],
+        "report": c.arguments("transform", "--report", str(path)),
+        "strategies to merge": ["merge-strategies", str(path), str(tmp_path / "out")],
+        "merged strategy": ["merge-strategies", str(c.src_strategy), str(path)],
+        "committed": ["commit", str(path)],
+        "inspected": ["inspect", str(path)],
+    }
+    for what, given in arguments.items():
+        said = command_line(capsys, *given)
+        assert said.code == (2 if what == "report" else 3) and said.out == "", (what, said)
+        assert said.err.startswith("reshard-mpi: error: ") and name.split("/", maxsplit=1)[0][:80] in said.err, (
+            what,
+            said,
+        )
+    strategies = (c.src_strategy, c.dst_strategy)
+    files = {rank: c.shard(rank) for rank in range(4)}
+    by_rank = reshard_mpi.transform_checkpoint_by_rank
+    calls: list[tuple[type[ReshardError], Callable[[], object]]] = [
+        (SourceError, lambda: reshard_mpi.plan(path, *strategies)),
+        (SourceError, lambda: reshard_mpi.load_rank(0, path, *strategies)),
+        (SourceError, lambda: reshard_mpi.load_rank(0, {0: path}, *strategies)),
+        (SourceError, lambda: reshard_mpi.verify(path)),
+        (SourceError, lambda: by_rank(0, {**files, 1: path}, tmp_path / "out.ckpt", *strategies)),
+        (TargetError, lambda: by_rank(0, files, path / "out.ckpt", *strategies)),
+        (TargetError, lambda: by_rank(0, files, path.with_name(path.name + ".ckpt") / "a.ckpt", *strategies)),
+        (StrategyError, lambda: reshard_mpi.rank_list_for_transform(0, path)),
+    ]
+    for error, call in calls[: 6 if name != LONG else None]:
+        with pytest.raises(error, match="where: "):
+            call()
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("option", ["--src-strategy", "--dst-strategy", "--report", "DST", "SRC"])
+def test_an_empty_path_is_none(tmp_path: Path, capsys: Capture, option: str) -> None:
+    """As of a variable of the shell that is not set: without a target strategy one full checkpoint would be made."""
+    c = make(tmp_path)
+    given = c.arguments("transform")
+    if option in ("SRC", "DST"):
+        given[1 + (option == "DST")] = ""
+    else:
+        given += [option, ""]
+    said = command_line(capsys, *given)
+    assert said.code == 2 and f"{option}: expected a path, got ''" in said.err and not c.dst.exists()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_report_that_may_not_be_written(tmp_path: Path, capsys: Capture) -> None:
+    c = make(tmp_path)
+    (tmp_path / "closed").mkdir(mode=0o500)
+    said = command_line(capsys, *c.arguments("transform", "--report", str(tmp_path / "closed" / "report.json")))
+    assert said.code == 2 and "the report cannot be written" in said.err and not c.dst.exists()

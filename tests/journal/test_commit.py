@@ -1,0 +1,618 @@
+"""The commit record: there if and only if all targets of a run are complete and belong together."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.checkpoints import write_strategy
+from support.conversions import COMMAND, TENSORS, Conversion, command_line, make, shards, side
+from support.launch import MPI, mpirun_command
+from support.oracle import RawLayout
+from support.processes import clean_environment, run_command
+
+import reshard_mpi
+from reshard_mpi.errors import ReshardError, TargetError
+from reshard_mpi.journal import commit as committing
+from reshard_mpi.journal.commit import commit, commit_if_complete
+from reshard_mpi.journal.records import Evidence, RunIdentity, TargetRecord
+from reshard_mpi.journal.targets import Journal
+from reshard_mpi.planning.model import Held
+from reshard_mpi.runs.outcome import Outcome
+from reshard_mpi.runs.write import Writer
+
+Capture = pytest.CaptureFixture[str]
+FOUR = {"w": RawLayout((4,), (0, -1)), "b": RawLayout((2, 2), (1,))}
+KINDS = pytest.mark.parametrize("kind", ["ckpt", "hdf5"])
+
+
+def four(folder: Path, kind: str = "ckpt") -> Conversion:
+    c = make(folder, kind)
+    target = side(4, FOUR)
+    return c.but(target=target, dst_strategy=write_strategy(target, folder / "four"))
+
+
+def record(c: Conversion) -> Path:
+    return c.dst / "reshard.json"
+
+
+def run(capsys: Capture, c: Conversion, *options: str) -> tuple[int, str]:
+    """Transform in this process; return the exit code and what is said of it."""
+    said = command_line(capsys, *c.arguments("transform", "--progress", "none", *options))
+    return said.code, said.err
+
+
+# What it says
+
+
+@KINDS
+def test_it_says_what_was_made_of_what(tmp_path: Path, capsys: Capture, kind: str) -> None:
+    c = make(tmp_path, kind)
+    assert run(capsys, c)[0] == 0
+    found = json.loads(record(c).read_text())
+    run_facts = json.loads((c.dst / ".reshard_mpi" / "run.json").read_text())
+    assert (found["format"], found["version"]) == ("reshard_mpi commit", 1)
+    assert (found["source"], found["prefix"], found["to"]) == (str(c.src), "checkpoint_", kind)
+    assert found["target_ranks"] == 2 and len(found["src_strategy"]) == len(found["dst_strategy"]) == 64
+    assert {name: found[name] for name in run_facts} == run_facts
+    assert found["targets"] == [
+        {
+            "rank": rank,
+            "file": str(c.written(rank).relative_to(c.dst)),
+            "size_bytes": c.written(rank).stat().st_size,
+            "read_ranks": [2 * rank, 2 * rank + 1],
+        }
+        for rank in range(2)
+    ]
+    assert found["sources"] == [
+        {"file": str(c.shard(rank).relative_to(c.src)), "size_bytes": c.shard(rank).stat().st_size} for rank in range(4)
+    ]
+    lines = 3 + len(run_facts) + len(found["sources"]) + 3 + len(found["targets"]) + 2
+    assert record(c).read_text().count("\n") == lines  # a line a file
+
+
+DIVISIONS: dict[str, list[list[str]]] = {
+    "one worker for two": [["--jobs", "2"]],
+    "targets filled together": [["--jobs", "5"]],
+    "ranks": [["--rank", "3"], ["--rank", "0", "--rank", "2"], ["--rank", "1"]],
+    "parts": [["--part", f"{part}/4"] for part in (2, 0, 3, 1)],
+    "few parts": [["--part", "1/2"], ["--part", "0/2", "--jobs", "2"]],
+    "more parts than targets": [["--part", f"{part}/6"] for part in range(6)],
+    "resumed": [["--rank", "2"], ["--resume"]],
+    "made anew": [[], ["--overwrite"], ["--overwrite", "--rank", "1"], ["--resume"]],
+}
+
+
+@pytest.mark.slow
+@KINDS
+@pytest.mark.parametrize("division", DIVISIONS)
+def test_it_is_the_same_however_the_run_is_divided(tmp_path: Path, capsys: Capture, kind: str, division: str) -> None:
+    c = four(tmp_path, kind)
+    whole = c.but(dst=tmp_path / "whole")
+    assert run(capsys, whole)[0] == 0
+    for options in DIVISIONS[division]:
+        assert run(capsys, c, *options) == (0, "")
+    assert shards(c.dst) == shards(whole.dst)
+    assert record(c).read_bytes() == record(whole).read_bytes()
+
+
+def test_an_array_makes_it_with_its_last_task_only(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And does not read what other tasks have recorded before all of them have."""
+    c = four(tmp_path)
+    read: list[int] = []
+    original = TargetRecord.read
+    monkeypatch.setattr(TargetRecord, "read", lambda state, rank: (read.append(rank), original(state, rank))[1])
+    for part in (3, 1, 0):
+        assert run(capsys, c, "--part", f"{part}/4", "--resume")[0] == 0
+        assert not record(c).exists()
+        assert set(read) <= {part}
+        read.clear()
+    assert run(capsys, c, "--part", "2/4", "--resume")[0] == 0
+    assert record(c).exists() and set(read) == {0, 1, 2, 3}
+    read.clear()
+    assert run(capsys, c, "--part", "2/4", "--resume")[0] == 0
+    assert set(read) <= {2}  # the record is there: nothing to do
+
+
+def test_the_functions_make_none(tmp_path: Path) -> None:
+    c = make(tmp_path)
+    reshard_mpi.transform_checkpoints(c.src, c.dst, "checkpoint_", c.src_strategy, c.dst_strategy)
+    assert sorted(path.name for path in c.dst.iterdir()) == ["rank_0", "rank_1"]
+
+
+def test_resume_with_nothing_left(tmp_path: Path, capsys: Capture) -> None:
+    c = make(tmp_path)
+    assert run(capsys, c)[0] == 0
+    before = record(c).stat()
+    assert run(capsys, c, "--resume")[0] == 0
+    assert record(c).stat().st_ino == before.st_ino
+    for spoil in (record(c).unlink, lambda: record(c).write_text('{"digest": "of another run"}')):
+        text = record(c).read_text()
+        spoil()
+        assert run(capsys, c, "--resume")[0] == 0
+        assert record(c).read_text() == text
+
+
+def test_it_cannot_be_written(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    c = make(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(committing, "publish_text", full)
+        code, said = run(capsys, c)
+    assert code == 4 and "are complete, but the commit record could not be written" in said and "No space" in said
+    assert run(capsys, c, "--resume") == (0, "")
+    assert record(c).exists()
+
+
+# commit
+
+
+def test_commit(tmp_path: Path, capsys: Capture) -> None:
+    c = make(tmp_path)
+    assert run(capsys, c)[0] == 0
+    text = record(c).read_text()
+    size = sum(c.written(rank).stat().st_size for rank in range(2))
+    for _ in range(2):
+        (c.dst / ".reshard.json.0123.partial").write_text("left by one that died")
+        said = command_line(capsys, "commit", str(c.dst))
+        assert (said.code, said.err) == (0, "")
+        assert said.out == f"committed 2 targets, {size} B: {record(c)}\n"
+        assert record(c).read_text() == text
+        assert not list(c.dst.glob(".*.partial"))
+        record(c).unlink()
+
+
+SPOILS: dict[str, tuple[Callable[[Conversion], object], str]] = {
+    "no record": (lambda c: state(c, "rank_1.json").unlink(), "has not been written"),
+    "damaged record": (lambda c: state(c, "rank_1.json").write_text("{"), "has not been written"),
+    "strange record": (lambda c: state(c, "rank_1.json").write_text('{"digest": []}'), "has not been written"),
+    "record of another": (
+        lambda c: state(c, "rank_1.json").write_text(state(c, "rank_0.json").read_text()),
+        "has not been written",
+    ),
+    "record of what is elsewhere": (
+        lambda c: state(c, "rank_1.json").write_text(
+            state(c, "rank_1.json").read_text().replace("rank_1/", "../dst/rank_1/")
+        ),
+        "has not been written",
+    ),
+    "another run": (
+        lambda c: state(c, "rank_1.json").write_text(
+            state(c, "rank_1.json").read_text().replace('"digest": "', '"digest": "0', 1)
+        ),
+        "is of another run",
+    ),
+    "no file": (lambda c: c.written(1).unlink(), "has lost its file rank_1/checkpoint_1.ckpt"),
+    "no folder": (lambda c: (c.written(1).unlink(), c.written(1).parent.rmdir()), "has lost its file"),
+    "another size": (
+        lambda c: os.truncate(c.written(1), 5),
+        "has 5 bytes in rank_1/checkpoint_1.ckpt, not the",
+    ),
+}
+
+
+def state(c: Conversion, name: str) -> Path:
+    return c.dst / ".reshard_mpi" / name
+
+
+@pytest.mark.parametrize("spoiled", SPOILS)
+def test_commit_says_what_is_missing(tmp_path: Path, capsys: Capture, spoiled: str) -> None:
+    c = four(tmp_path)
+    assert run(capsys, c)[0] == 0
+    text = record(c).read_text()
+    spoil, got = SPOILS[spoiled]
+    spoil(c)
+    said = command_line(capsys, "commit", str(c.dst))
+    assert said.code == 4 and "1 of 4 targets are not complete: 1\n" in said.err and said.out == ""
+    assert f"target rank 1 {got}" in said.err and "--resume" in said.err and "sbatch --array=1," in said.err
+    assert not record(c).exists()  # it was not true any more
+    assert run(capsys, c, "--resume")[0] == 0
+    assert record(c).read_text() == text
+
+
+def test_a_target_that_was_about_to_be_replaced_is_not_committed(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    c = make(tmp_path)
+    assert run(capsys, c)[0] == 0
+    rename = os.rename
+
+    def refuse(file: str, name: str, **folders: int) -> None:
+        if name == c.written(1).name:
+            raise OSError(5, "Input/output error")
+        rename(file, name, **folders)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "rename", refuse)
+        assert run(capsys, c, "--overwrite")[0] == 4
+    said = command_line(capsys, "commit", str(c.dst))
+    assert said.code == 4 and "target rank 1 was about to be put in the place of rank_1/" in said.err, said
+    assert not record(c).exists()
+    assert run(capsys, c, "--resume")[0] == 0 and record(c).exists()
+
+
+def test_missing_ranks_are_said_as_sbatch_takes_them(tmp_path: Path, capsys: Capture) -> None:
+    c = make(tmp_path)
+    target = side(8, {"w": RawLayout((8,), (0, -1)), "b": RawLayout((8,), (0,))})
+    c = c.but(target=target, dst_strategy=write_strategy(target, tmp_path / "eight"))
+    assert run(capsys, c, "--rank", "1", "--rank", "6")[0] == 0
+    said = command_line(capsys, "commit", str(c.dst))
+    assert said.code == 4 and "6 of 8 targets are not complete: 0,2-5,7\n" in said.err
+
+
+@pytest.mark.parametrize(
+    ("make_folder", "got"),
+    [
+        (lambda folder: None, "no record of a run"),
+        (lambda folder: folder.mkdir(), "no record of a run"),
+        (lambda folder: folder.write_text(""), "no record of a run"),
+        (lambda folder: run_file(folder).write_text("{}"), "damaged, or of another version"),
+        (lambda folder: run_file(folder).write_text('{"a": 1, "digest": "0"}'), "damaged, or of another version"),
+        (
+            lambda folder: run_file(folder).write_text(RunIdentity({"source": "x"}).as_text()),
+            "damaged, or of another version",
+        ),
+    ],
+    ids=["nothing", "empty folder", "file", "empty record", "edited record", "record of an earlier version"],
+)
+def test_commit_of_what_holds_no_run(
+    tmp_path: Path, capsys: Capture, make_folder: Callable[[Path], object], got: str
+) -> None:
+    make_folder(tmp_path / "dst")
+    said = command_line(capsys, "commit", str(tmp_path / "dst"))
+    assert said.code == 3 and "holds no run to commit" in said.err and got in said.err
+    assert not (tmp_path / "dst").is_dir() or not list(tmp_path.rglob("*.lock"))
+
+
+def run_file(folder: Path) -> Path:
+    (folder / ".reshard_mpi").mkdir(parents=True)
+    return folder / ".reshard_mpi" / "run.json"
+
+
+# Shards that do not belong together
+
+
+@KINDS
+@pytest.mark.parametrize("last", [["--part", "1/2"], ["--rank", "1"], ["--resume"], ["--resume", "--jobs", "3"]])
+def test_targets_of_different_moments(tmp_path: Path, capsys: Capture, kind: str, last: list[str]) -> None:
+    c = make(tmp_path, kind)
+    for rank in (2, 3):  # target 0 reads 0 and 1, target 1 reads these
+        c.rewrite(rank, {"global_step": np.array(8, np.int32)})
+    assert run(capsys, c, "--part", "0/2") == (0, "")
+    code, said = run(capsys, c, *last)
+    assert code == 3 and "different moments" in said, said
+    assert "'global_step' = 7" in said and "'global_step' = 8" in said and "--overwrite" in said
+    assert c.written(0).exists() and c.written(1).exists() and not record(c).exists()
+    said = command_line(capsys, "commit", str(c.dst)).err
+    assert "different moments" in said and command_line(capsys, "commit", str(c.dst)).code == 3
+    assert not record(c).exists()
+
+
+def test_targets_made_anew_one_by_one_from_later_shards(tmp_path: Path, capsys: Capture) -> None:
+    """Until the last one is replaced they do not belong together, which is nobody's failure."""
+    c = make(tmp_path)
+    assert run(capsys, c)[0] == 0
+    text = record(c).read_text()
+    for rank in range(4):
+        c.rewrite(rank, {"global_step": np.array(8, np.int32)})
+    code, said = run(capsys, c, "--part", "0/2", "--overwrite")
+    assert code == 0 and "note: not committed yet" in said and "different moments" in said
+    assert not record(c).exists()
+    assert run(capsys, c, "--part", "1/2", "--overwrite") == (0, "")
+    assert record(c).read_text() == text
+
+
+def test_targets_of_an_earlier_run_with_more_of_them(tmp_path: Path, capsys: Capture) -> None:
+    c = four(tmp_path)
+    assert run(capsys, c)[0] == 0
+    fewer = c.but(dst_strategy=tmp_path / "dst_strategy" / "strategy_0.ckpt")
+    code, said = run(capsys, fewer, "--overwrite", "--rank", "0")
+    assert (code, said) == (0, "") and not record(c).exists()
+    code, said = run(capsys, fewer, "--overwrite", "--rank", "1")
+    assert (
+        code == 0 and said == f"note: {c.dst} also holds target ranks 2-3 of an earlier run, which are not committed\n"
+    )
+    assert [target["rank"] for target in json.loads(record(c).read_text())["targets"]] == [0, 1]
+
+
+@KINDS
+def test_targets_that_do_not_hold_the_same_parameters(tmp_path: Path, capsys: Capture, kind: str) -> None:
+    c = make(tmp_path, kind)
+    for rank in (0, 1):
+        c.rewrite(rank, {"moments.w": None})
+    assert run(capsys, c, "--part", "1/2")[0] == 0
+    code, said = run(capsys, c, "--part", "0/2")
+    assert code == 3 and "target rank 0 holds 'moments.w', but those for rank 1 do" in said, said
+    assert "restore the shards" in said and not record(c).exists()
+    assert command_line(capsys, "commit", str(c.dst)).code == 3
+
+
+def test_loose_tensors_that_differ(tmp_path: Path, capsys: Capture) -> None:
+    c = make(tmp_path)
+    for rank in range(4):
+        c.rewrite(rank, {"seed": np.array(rank // 2)})
+    assert run(capsys, c, "--part", "0/2") == (0, "")
+    code, said = run(capsys, c, "--part", "1/2")
+    assert code == 0 and said.count("note: 'seed' differs between ranks 0 and 2") == 1
+    assert record(c).exists()
+    said = command_line(capsys, "commit", str(c.dst)).err
+    assert said.count("note: 'seed' differs between ranks 0 and 2") == 1
+    whole = c.but(dst=tmp_path / "whole")
+    code, said = run(capsys, whole)
+    assert said.count("'seed' differs") == 1
+    assert record(whole).read_bytes() == record(c).read_bytes()
+
+
+# Never beside targets that are changing
+
+EVIDENCE = Evidence((), Held(0, "", 0), (), ())
+
+
+def identity(target_ranks: int) -> RunIdentity:
+    return RunIdentity({"source": "here", "to": "ckpt", "target_ranks": target_ranks})
+
+
+def write(folder: Path, ranks: int, rank: int) -> None:
+    journal = Journal(folder, identity(ranks), resume=False, overwrite=True)
+    journal.begin()
+    with journal.writing(rank, folder / f"rank_{rank}" / f"net_{rank}.ckpt", EVIDENCE) as publication:
+        assert not (folder / "reshard.json").exists()
+        publication.partial.write_bytes(b"whole")
+        publication.publish()
+
+
+def commit_two(folder: Path) -> None:
+    for rank in range(2):
+        write(folder, 2, rank)
+    assert commit(folder).targets == 2
+    assert (folder / "reshard.json").exists()
+
+
+def test_a_target_that_is_written_withdraws_it(tmp_path: Path) -> None:
+    commit_two(tmp_path)
+    write(tmp_path, 2, 0)
+    assert not (tmp_path / "reshard.json").exists()
+
+
+def test_one_that_replaces_a_target_without_a_journal_withdraws_it(tmp_path: Path, capsys: Capture) -> None:
+    c = make(tmp_path)
+    arguments = (c.src, c.dst, "checkpoint_", c.src_strategy, c.dst_strategy)
+    assert run(capsys, c)[0] == 0
+    reshard_mpi.transform_checkpoints(*arguments, output_format="hdf5")  # files of other names
+    assert record(c).exists()
+    reshard_mpi.transform_checkpoints(*arguments, unlisted="drop")
+    assert not record(c).exists()
+    assert command_line(capsys, "commit", str(c.dst)).code == 4
+    assert run(capsys, c, "--resume")[0] == 0
+    assert record(c).exists()
+
+
+@contextmanager
+def commit_lock(folder: Path, kind: int) -> Iterator[None]:
+    with (folder / ".reshard_mpi" / "commit.lock").open("a") as stream:
+        fcntl.flock(stream, kind)
+        yield
+
+
+def test_nobody_commits_while_another_writes(tmp_path: Path) -> None:
+    commit_two(tmp_path)
+    (tmp_path / "reshard.json").unlink()
+    with commit_lock(tmp_path, fcntl.LOCK_SH):
+        assert commit_if_complete(tmp_path, identity(2), all_made=True, any_written=True, told=()) == ()
+        assert not (tmp_path / "reshard.json").exists()
+    commit_if_complete(tmp_path, identity(2), all_made=True, any_written=True, told=())
+    assert (tmp_path / "reshard.json").exists()
+
+
+def test_commit_waits_for_one_who_is_about_to_be_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit_two(tmp_path)
+    with commit_lock(tmp_path, fcntl.LOCK_SH):
+        monkeypatch.setattr(committing, "_WAIT_SECONDS", 0.1)
+        with pytest.raises(ReshardError, match="being written or committed by another process"):
+            commit(tmp_path)
+        monkeypatch.setattr(committing, "_WAIT_SECONDS", 60.0)
+        thread = threading.Thread(target=commit, args=(tmp_path,))
+        thread.start()
+        thread.join(0.2)
+        assert thread.is_alive()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+def test_who_writes_waits_for_one_who_commits(tmp_path: Path) -> None:
+    commit_two(tmp_path)
+    with commit_lock(tmp_path, fcntl.LOCK_EX):
+        thread = threading.Thread(target=write, args=(tmp_path, 2, 0))
+        thread.start()
+        thread.join(0.2)
+        assert thread.is_alive() and (tmp_path / "reshard.json").exists()
+    thread.join(60)
+    assert not thread.is_alive() and not (tmp_path / "reshard.json").exists()
+
+
+def in_fork(do: Callable[[], object]) -> int:
+    """Start a process that does `do` and ends; return its id."""
+    process = os.fork()
+    if process == 0:
+        code = 1
+        try:
+            do()
+            code = 0
+        finally:
+            os._exit(code)
+    return process
+
+
+def test_commit_while_a_target_is_written(tmp_path: Path, capsys: Capture) -> None:
+    commit_two(tmp_path)
+    begun, begin = os.pipe()
+
+    def hold() -> None:
+        journal = Journal(tmp_path, identity(2), resume=False, overwrite=True)
+        with journal.writing(1, tmp_path / "rank_1" / "net_1.ckpt", EVIDENCE):
+            os.write(begin, b"1")
+            time.sleep(600)
+
+    process = in_fork(hold)
+    try:
+        os.read(begun, 1)
+        said = command_line(capsys, "commit", str(tmp_path))
+    finally:
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+        os.close(begun)
+        os.close(begin)
+    assert said.code == 4 and "1 of 2 targets are not complete: 1\n" in said.err and "is writing" in said.err
+
+
+@pytest.mark.parametrize("turn", range(30))
+def test_of_tasks_that_end_at_one_moment_one_commits(tmp_path: Path, turn: int) -> None:
+    ranks = 4
+    begin, go = os.pipe()
+
+    def task(rank: int) -> None:
+        os.close(go)
+        os.read(begin, 1)  # all at once, when the other end is closed
+        write(tmp_path, ranks, rank)
+        commit_if_complete(tmp_path, identity(ranks), all_made=False, any_written=True, told=())
+
+    processes = [in_fork(lambda rank=rank: task(rank)) for rank in range(ranks)]
+    os.close(begin)
+    os.close(go)
+    assert [os.waitpid(process, 0)[1] for process in processes] == [0] * ranks
+    assert (tmp_path / "reshard.json").exists()
+
+
+EVENTS = ("open", "os.remove", "os.rename", "os.link", "os.mkdir", "fcntl.flock")
+
+
+def test_a_run_that_has_failed_at_what_another_has_made(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever comes last commits, whatever it has made itself: the other could not, since targets were missing."""
+    c = make(tmp_path)
+    write_target = Writer._write_target
+
+    def write(self: Writer, rank: int) -> Outcome:
+        if rank == 0:
+            run_command([*COMMAND, *c.arguments("transform", "--rank", "0")], check=True)
+            assert not (c.dst / "reshard.json").exists()
+            raise TargetError("target rank 0 is being written by another process")
+        return write_target(self, rank)
+
+    monkeypatch.setattr(Writer, "_write_target", write)
+    said = command_line(capsys, *c.arguments())
+    assert said.code == 4 and "target rank 0 is being written" in said.err
+    assert json.loads((c.dst / "reshard.json").read_text())["target_ranks"] == 2
+
+
+@pytest.mark.slow
+def test_a_kill_at_any_instant(tmp_path: Path, capsys: Capture) -> None:
+    """A committed checkpoint is made anew, killed before the n-th thing that it does to the folder, and resumed."""
+    c = make(tmp_path)
+    assert run(capsys, c)[0] == 0
+    text, content = record(c).read_bytes(), shards(c.dst)
+    arguments = [str(argument) for argument in c.arguments("transform", "--progress", "none", "--overwrite")]
+
+    def killed_before(count: int) -> int:
+        def transform() -> None:
+            left = count
+
+            def hook(event: str, values: tuple[object, ...]) -> None:
+                nonlocal left
+                if event in EVENTS and (event == "fcntl.flock" or str(c.dst) in str(values[0])):
+                    left -= 1
+                    if left == 0:
+                        os.kill(os.getpid(), signal.SIGKILL)
+
+            sys.addaudithook(hook)
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, 1)
+            os.dup2(null, 2)
+            assert command_line(capsys, *arguments).code == 0
+
+        return os.waitpid(in_fork(transform), 0)[1]
+
+    count = withdrawn = 0
+    while True:
+        count += 1
+        ended = killed_before(count)
+        if record(c).exists():
+            assert shards(c.dst) == content and record(c).read_bytes() == text
+            for rank in range(2):
+                assert TargetRecord.read(c.dst / ".reshard_mpi", rank) is not None
+        withdrawn += not record(c).exists()
+        if ended == 0:
+            break
+        assert ended == signal.SIGKILL
+        code, said = run(capsys, c, "--resume")
+        assert code == 0, said
+        assert shards(c.dst) == content and record(c).read_bytes() == text
+        assert {path.name for path in c.dst.iterdir()} == {".reshard_mpi", "rank_0", "rank_1", "reshard.json"}
+    assert count > 30 and withdrawn > 15
+
+
+# Processes that run together
+
+
+@pytest.mark.parametrize("ranks", [2, 5])
+def test_ranks_of_one_job(tmp_path: Path, capsys: Capture, mpi: MPI, ranks: int) -> None:
+    c = four(tmp_path)
+    whole = c.but(dst=tmp_path / "whole")
+    assert run(capsys, whole)[0] == 0
+    finished = run_command(mpirun_command(mpi, ranks, [*COMMAND, *c.arguments()]))
+    assert finished.returncode == 0, finished
+    assert record(c).read_bytes() == record(whole).read_bytes()
+
+
+def test_ranks_of_one_job_that_complete_what_does_not_belong_together(
+    tmp_path: Path, capsys: Capture, mpi: MPI
+) -> None:
+    c = four(tmp_path)
+    assert run(capsys, c, "--rank", "0", "--rank", "1")[0] == 0
+    for rank in (2, 3):  # which only the other targets are made from
+        c.rewrite(rank, {"global_step": np.array(8, np.int32)})
+    finished = run_command(mpirun_command(mpi, 2, [*COMMAND, *c.arguments("transform", "--resume")]))
+    assert finished.returncode == 3 and finished.stderr.count("different moments") == 1, finished
+    assert c.written(3).exists() and not record(c).exists()
+
+
+@pytest.mark.slow
+@KINDS
+def test_array_tasks_at_once(tmp_path: Path, kind: str) -> None:
+    c = four(tmp_path, kind)
+    tasks = [
+        subprocess.Popen([*COMMAND, *c.arguments("transform", "--part", f"{part}/4")], env=clean_environment())
+        for part in range(4)
+    ]
+    assert [task.wait(60) for task in tasks] == [0] * 4
+    assert [target["rank"] for target in json.loads(record(c).read_text())["targets"]] == [0, 1, 2, 3]
+
+
+def test_nothing_is_made_of_a_part_of_nothing(tmp_path: Path, capsys: Capture) -> None:
+    c = make(tmp_path)
+    assert run(capsys, c, "--part", "2/3") == (0, "")
+    assert not c.dst.exists()
+
+
+def test_a_committed_checkpoint_is_a_source_like_any_other(tmp_path: Path, capsys: Capture) -> None:
+    c = make(tmp_path)
+    assert run(capsys, c)[0] == 0
+    back = c.but(src=c.dst, dst=tmp_path / "back", src_strategy=c.dst_strategy, dst_strategy=None)
+    assert run(capsys, back) == (0, "")
+    assert reshard_mpi.load_rank(0, back.dst)["w"].tobytes() == TENSORS["w"].tobytes()

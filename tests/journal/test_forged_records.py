@@ -1,0 +1,282 @@
+"""Records that nobody of ours has written: damaged, so that they are good for nothing; never a hang or a traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.conversions import Conversion, command_line, make, shards
+from support.forging import MISSING, TEXTS, VALUES, Keys, as_text, forged, path_of, places
+from support.processes import measure_peak
+
+import reshard_mpi
+from reshard_mpi.checkpoints.inspection import inspect
+from reshard_mpi.errors import ReshardError
+from reshard_mpi.journal.commit_record import COMMIT_ROOM, CommitRecord
+from reshard_mpi.journal.records import (
+    RUN_ROOM,
+    TARGET_ROOM,
+    Evidence,
+    RunIdentity,
+    TargetRecord,
+    TensorSum,
+    read_json,
+    written,
+)
+from reshard_mpi.planning.model import Held
+
+Capture = pytest.CaptureFixture[str]
+RECORDS = ("run.json", "rank_0.json", "reshard.json")
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Conversion:
+    """A conversion that is complete, verified and committed."""
+    c = make(tmp_path_factory.mktemp("whole"))
+    assert c.src_strategy is not None and c.dst_strategy is not None
+    reshard_mpi_transform(c)
+    return c
+
+
+def reshard_mpi_transform(c: Conversion) -> None:
+    from reshard_mpi.cli import commands
+
+    with pytest.raises(SystemExit) as end:
+        commands.main(c.arguments("transform", "--verify", "--progress", "none"))
+    assert end.value.code == 0
+
+
+@pytest.fixture
+def c(whole: Conversion) -> Iterator[Conversion]:
+    """The complete conversion, as it was."""
+    kept = whole.folder / "kept"
+    if not kept.exists():
+        shutil.copytree(whole.dst, kept)
+    shutil.rmtree(whole.dst)
+    shutil.copytree(kept, whole.dst)
+    yield whole
+
+
+def facts_of(c: Conversion, name: str) -> dict[str, Any]:
+    facts: dict[str, Any] = json.loads(path_of(c.dst, name).read_text())
+    return facts
+
+
+def read(c: Conversion, name: str) -> RunIdentity | TargetRecord | CommitRecord | None:
+    state = c.dst / ".reshard_mpi"
+    if name == "run.json":
+        return RunIdentity.recorded(state)
+    return TargetRecord.read(state, 0) if name == "rank_0.json" else CommitRecord.read(c.dst)
+
+
+def shown(record: RunIdentity | TargetRecord | CommitRecord) -> dict[str, Any]:
+    """Return what a record that has been read says, as its file does."""
+    if isinstance(record, CommitRecord):
+        sizes = record.sizes_bytes
+        return {
+            **record.run.as_json(),
+            "digest": record.digest,
+            "sums": dict(record.sums),
+            "sources": [{"file": file, "size_bytes": size} for file, size in record.sources],
+            "targets": [
+                {"rank": rank, "file": file, **({"size_bytes": sizes[rank]} if rank in sizes else {})}
+                for rank, file in record.files.items()
+            ],
+        }
+    found: dict[str, Any] = json.loads(record.as_text())
+    return found
+
+
+def without(facts: dict[str, Any]) -> dict[str, Any]:
+    """Return the facts of a commit record that are read."""
+    targets = [{name: one[name] for name in one if name != "read_ranks"} for one in facts["targets"]]
+    rest = {name: facts[name] for name in facts if name not in ("format", "version", "targets")}
+    return {"sums": {}, "sources": [], **rest, "targets": targets}
+
+
+def test_what_is_read_is_what_is_written(c: Conversion) -> None:
+    """Nothing that a record says is taken for anything else, and what it leaves out is not made up."""
+    for name in RECORDS:
+        facts = facts_of(c, name)
+        for place in places(facts):
+            for kind, value in VALUES.items():
+                made = forged(facts, place, value)
+                path_of(c.dst, name).write_text(as_text(name, made))
+                record = read(c, name)
+                if record is None:
+                    continue
+                said = json.loads(as_text(name, made))
+                assert shown(record) == (without(said) if name == "reshard.json" else said), (place, kind)
+
+
+@pytest.mark.parametrize("kind", TEXTS)
+def test_whole_files_that_are_no_records(c: Conversion, kind: str) -> None:
+    for name in RECORDS:
+        path = path_of(c.dst, name)
+        path.write_bytes(TEXTS[kind](path.read_text()))
+        assert read(c, name) is None
+
+
+IMPOSSIBLE: dict[str, tuple[str, Keys, Any]] = {
+    "a million million million targets": ("run.json", ("target_ranks",), 10**18),
+    "more targets than any strategy has": ("run.json", ("target_ranks",), (1 << 24) + 1),
+    "no targets": ("run.json", ("target_ranks",), 0),
+    "less than no targets": ("run.json", ("target_ranks",), -1),
+    "true targets": ("run.json", ("target_ranks",), True),
+    "no source": ("run.json", ("source",), MISSING),
+    "a source that is none": ("run.json", ("source",), None),
+    "a format that is none": ("run.json", ("to",), "../ckpt"),
+    "the file of another rank": ("rank_0.json", ("file",), "rank_1/checkpoint_1.ckpt"),
+    "another file of its rank": ("rank_0.json", ("file",), "rank_0/other_0.ckpt"),
+    "a file outside": ("rank_0.json", ("file",), "/etc/hostname"),
+    "a file above": ("rank_0.json", ("file",), "rank_0/../../src/rank_0/checkpoint_0.ckpt"),
+    "another rank": ("rank_0.json", ("rank",), 1),
+    "source ranks in a text": ("rank_0.json", ("read_ranks",), "01"),
+    "a time beyond all": ("rank_0.json", ("sources", "files", 0, 2), 10**30),
+    "a sum of no digits": ("rank_0.json", ("sums", 0, 5), "+1"),
+    "a tensor beyond all": ("rank_0.json", ("sums", 0, 2, 0), 1 << 62),
+    "two sums of one tensor": ("rank_0.json", ("sums", 0, 0), "b"),
+}
+
+
+@pytest.mark.parametrize("case", IMPOSSIBLE)
+def test_a_record_that_cannot_be(c: Conversion, capsys: Capture, case: str) -> None:
+    """Whoever commits names it or calls its target not written; --resume makes that anew."""
+    name, place, value = IMPOSSIBLE[case]
+    before = shards(c.dst)
+    facts = facts_of(c, name)
+    if case == "two sums of one tensor":
+        facts["sums"][1][0] = "b"
+    path_of(c.dst, name).write_text(as_text(name, forged(facts, place, value)))
+    said = command_line(capsys, "commit", str(c.dst))
+    expected = "a record of a run that is damaged" if name == "run.json" else "1 of 2 targets are not complete: 0\n"
+    assert said.code == (3 if name == "run.json" else 4) and expected in said.err, said
+    assert said.err.count("error:") == 1
+    said = command_line(capsys, *c.arguments("transform", "--resume", "--verify", "--progress", "none"))
+    if name == "run.json":
+        assert said.code == 3 and "holds another run" in said.err
+    elif case == "another file of its rank":  # nobody but who commits compares it with the run
+        assert said.code in (0, 4)
+    else:
+        assert said.code == 0 and "wrote 1 shard" in said.out
+    assert shards(c.dst) == before
+
+
+def test_many_targets_of_which_none_is_there(c: Conversion, capsys: Capture) -> None:
+    """As many as a strategy can have: told in no time, and not one by one."""
+    path = path_of(c.dst, "run.json")
+    path.write_text(as_text("run.json", forged(facts_of(c, "run.json"), ("target_ranks",), 1 << 24)))
+    said = command_line(capsys, "commit", str(c.dst))
+    assert said.code == 4 and "16777216 of 16777216 targets are not complete: 0-16777215\n" in said.err
+    lines = command_line(capsys, "inspect", str(c.dst)).out.splitlines()
+    assert "run: 0 of 16777216 targets complete, not committed" in lines and "  and 16777196 more" in lines
+    found = inspect(c.dst)["run"]
+    assert found["target_ranks"] == 1 << 24 and len(found["incomplete"]) == 1 << 16
+    assert found["incomplete"]["0"] == "is of another run" and found["incomplete"]["9"] == "has not been written"
+
+
+COMMANDS = (
+    ("transform", "--resume", "--progress", "none"),
+    ("transform", "--verify", "--resume", "--progress", "none"),
+    ("plan", "--resume"),
+    ("transform", "--progress", "none"),
+    ("commit",),
+    ("verify",),
+    ("inspect",),
+    ("inspect", "--json"),
+)
+
+
+def assert_harmless(c: Conversion, capsys: Capture) -> None:
+    """Run every command that reads records: one clear message, or the same shards."""
+    before = shards(c.dst)
+    for command, *options in COMMANDS:
+        alone = [command, str(c.dst), *options]
+        said = command_line(capsys, *(c.arguments(command, *options) if command in ("transform", "plan") else alone))
+        assert said.code in (0, 3, 4), said
+        assert said.err.count("error:") == (said.code != 0 and command != "verify"), said
+        assert shards(c.dst) == before
+        if options == ["--json"] and said.code == 0:
+            json.loads(said.out)
+    try:
+        inspect(c.dst)
+        inspect(c.dst / "reshard.json")
+    except ReshardError:
+        pass
+    reshard_mpi.transform_checkpoints(str(c.src), str(c.dst), "checkpoint_", str(c.src_strategy), str(c.dst_strategy))
+    assert shards(c.dst) == before
+
+
+QUICK = [
+    ("run.json", ("target_ranks",), "10^18"),
+    ("rank_0.json", ("file",), "half of a surrogate pair"),
+    ("rank_0.json", ("sources", "files", 0, 0), "half of a surrogate pair"),
+    ("rank_0.json", ("sources", "folder"), "a long text"),
+    ("reshard.json", ("targets", 0, "rank"), "10^18"),
+]
+
+
+@pytest.mark.parametrize(("name", "place", "kind"), QUICK, ids=str)
+def test_every_command(c: Conversion, capsys: Capture, name: str, place: Keys, kind: str) -> None:
+    path_of(c.dst, name).write_text(as_text(name, forged(facts_of(c, name), place, VALUES[kind])))
+    assert_harmless(c, capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECORDS)
+@pytest.mark.parametrize("kind", [*VALUES, *TEXTS])
+def test_every_command_with_every_value(c: Conversion, capsys: Capture, name: str, kind: str) -> None:
+    facts, path = facts_of(c, name), path_of(c.dst, name)
+    if kind in TEXTS:
+        text = TEXTS[kind](path.read_text())
+    else:
+        place = random.Random(f"{name} {kind}").choice(list(places(facts)))
+        text = as_text(name, forged(facts, place, VALUES[kind])).encode()
+    path.write_bytes(text)
+    assert_harmless(c, capsys)
+
+
+# How large
+
+
+def test_a_record_without_end_is_not_read(c: Conversion) -> None:
+    """4 GiB that take no room on the disk: every command says so, or does without, in little memory."""
+    for name in RECORDS:
+        os.truncate(path_of(c.dst, name), 4 << 30)
+        assert read_json(path_of(c.dst, name)) == {}
+    assert inspect(c.dst)["commit"] == {"problem": "the commit record is damaged"}
+    found = measure_peak(["reshard-mpi", "inspect", str(c.dst)])
+    assert found.returncode == 0 and found.peak_rss_bytes < 100 * MIB
+
+
+@pytest.mark.parametrize("filling", [b"[],", b"{},"])
+def test_a_record_that_would_take_much_memory_is_not_parsed(tmp_path: Path, filling: bytes) -> None:
+    """Lists and names without content take twenty times their own bytes."""
+    path = tmp_path / "run.json"
+    path.write_bytes(b'{"a": [' + filling * (RUN_ROOM.file_bytes // len(filling) - 10) + b"1]}")
+    assert path.stat().st_size <= RUN_ROOM.file_bytes and read_json(path, RUN_ROOM) == {}
+
+
+def test_there_is_room_for_what_is_real() -> None:
+    """20,000 tensors with sums for one target; a commit of 16,384 targets and 640,000 tensors."""
+    names = [f"network.layers.{at // 20}.block_{at % 20}.attention.projection.weight" for at in range(20_001)]
+    sums = tuple(TensorSum(name, "bfloat16", (8192, 8192), (0, 4096), (8192, 512), 1 << 31, False) for name in names)
+    record = TargetRecord("0" * 64, 0, "rank_0/c_0.ckpt", 1 << 40, Evidence((0,), Held(0, "0" * 64, 0), (), ()), sums)
+    text = record.as_text()
+    assert len(text) * 4 < TARGET_ROOM.file_bytes
+    line = '{"rank": 16383, "file": "rank_16383/checkpoint_16383.ckpt", "size_bytes": 1099511627776, "read_ranks": '
+    line += str(list(range(10_000, 10_064))) + "},\n  "
+    commit = line * 16384 + f' "{names[-1]}": "01234567",\n' * 640_000
+    assert written(commit, COMMIT_ROOM, "a commit") == commit
+
+
+def test_a_record_that_could_not_be_read_again_is_not_written() -> None:
+    with pytest.raises(ReshardError, match="the record of target rank 0 would be too large"):
+        written("x" * (RUN_ROOM.file_bytes + 1), RUN_ROOM, "target rank 0")

@@ -1,0 +1,808 @@
+"""A strategy is held against the checkpoint: what the shards contradict is refused before anything is written."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from support.checkpoints import as_read, read_shard, write_shard
+from support.conversions import COMMAND, command_line, listing, warnings
+from support.in_memory import Described
+from support.launch import MPI, mpirun_command
+from support.processes import run_command
+from support.wrong_specs import Rule, Slip, Spec, contradictions, outcome, slips, write
+
+import reshard_mpi
+from reshard_mpi.checkpoints.discovery import find_shards
+from reshard_mpi.checkpoints.source import SourceCheckpoint
+from reshard_mpi.engine import excerpts
+from reshard_mpi.engine.excerpts import excerpt
+from reshard_mpi.engine.files import Files
+from reshard_mpi.errors import DisagreementError, StrategyError
+from reshard_mpi.formats.manifest import ByteRange, Decoded, Manifest, TensorEntry
+from reshard_mpi.planning.samples import MAX_PAIRS, PLACE_ELEMENTS, places, rank_pairs
+from reshard_mpi.runs.conversion import Conversion
+from reshard_mpi.sharding import strategy
+from reshard_mpi.sharding.box import Box
+from reshard_mpi.sharding.placement import Placement, Strategy, unsharded
+
+Capture = pytest.CaptureFixture[str]
+
+MESH = {"dp": 2, "tp": 4}
+COLUMNS, ROWS, WHOLE = {1: ("tp",)}, {0: ("tp",)}, {}
+RIGHT = Spec(
+    MESH,
+    (
+        Rule("layers.*.qkv", ROWS),
+        Rule("layers.*.out", COLUMNS),
+        Rule("embedding", ROWS, optimizer=("dp",)),
+        Rule("*", WHOLE),
+    ),
+)
+TARGET = Spec({"n": 2}, (Rule("layers.*", {0: ("n",)}), Rule("*", {})))
+
+
+def tensors(layers: int = 3) -> dict[str, np.ndarray]:
+    noise = np.random.default_rng(0)
+    shapes: dict[str, tuple[int, ...]] = {"embedding": (32, 8), "norm": (16,), "head": (8, 8)}
+    for layer in range(layers):
+        shapes |= {f"layers.{layer}.qkv": (16, 8), f"layers.{layer}.out": (8, 16)}
+    return {name: noise.standard_normal(shape, dtype=np.float32) for name, shape in shapes.items()}
+
+
+class Checkpoint:
+    """Shards by a right spec, in a folder, and runs by another one."""
+
+    def __init__(self, folder: Path, spec: Spec = RIGHT, whole: Mapping[str, np.ndarray] | None = None) -> None:
+        self.folder, self.src, self.dst = folder, folder / "src", folder / "dst"
+        self.tensors = dict(tensors() if whole is None else whole)
+        self.shards = spec.shards(self.tensors)
+        write(self.shards, self.src)
+
+    def shard(self, rank: int) -> Path:
+        return self.src / f"rank_{rank}" / f"checkpoint_{rank}.ckpt"
+
+    def rewrite(self, rank: int, changes: Mapping[str, np.ndarray]) -> None:
+        self.shards[rank] |= changes
+        write_shard(self.shards[rank], self.shard(rank))
+
+    def arguments(
+        self, spec: Spec = RIGHT, *options: str, command: str = "transform", target: Spec = TARGET
+    ) -> list[str]:
+        for name, side in (("src.toml", spec), ("dst.toml", target)):
+            (self.folder / name).write_text(side.text())
+        strategies = ["--src-strategy", str(self.folder / "src.toml"), "--dst-strategy", str(self.folder / "dst.toml")]
+        jobs = ["--jobs", "1"] if command == "transform" and "--jobs" not in options else []
+        return [command, str(self.src), str(self.dst), *strategies, *options, *jobs]
+
+    def assert_right(self, target: Spec = TARGET) -> None:
+        for rank, arrays in target.shards(self.tensors).items():
+            assert read_shard(self.dst / f"rank_{rank}" / f"checkpoint_{rank}.ckpt") == as_read(arrays)
+
+
+def but(spec: Spec, at: int, **changes: object) -> Spec:
+    """Return a spec with one rule changed."""
+    rule = Rule(**{**{name: getattr(spec.rules[at], name) for name in Rule.__slots__}, **changes})  # type: ignore[arg-type]
+    return Spec(spec.mesh, (*spec.rules[:at], rule, *spec.rules[at + 1 :]), spec.stages)
+
+
+WRONG = {
+    "a letter too few": (but(RIGHT, 0, match="layers.*.qk"), "'layers.*.qk'", "optional = true"),
+    "replicated, but cut": (but(RIGHT, 0, split={}), "the same of .*'layers.0.qkv'", "other values"),
+    "caught by the rule for all": (Spec(MESH, RIGHT.rules[1:]), "'layers.0.qkv'", "other values"),
+    "some layers of a parameter": (but(RIGHT, 0, match="layers.[01].qkv"), "'layers.2.qkv'", "other values"),
+    "mesh swapped": (Spec({"tp": 4, "dp": 2}, RIGHT.rules), "mesh tp=4 dp=2", "other values"),
+    "another mesh": (Spec({"dp": 4, "tp": 2}, RIGHT.rules), "mesh dp=4 tp=2", "other values"),
+    "too few ways": (but(RIGHT, 2, optimizer=()), "'embedding'", "other values"),
+    "too many ways": (but(RIGHT, 1, split={1: ("dp", "tp")}), "different parts of .*'layers.0.out'", "the same values"),
+    "too many ways by the optimizer": (but(RIGHT, 0, optimizer=("dp",)), "different parts", "the same values"),
+    "unlisted": (Spec(MESH, RIGHT.rules[1:3]), "does not list", "'layers.0.qkv'"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+@pytest.mark.parametrize("way", ["transform", "jobs", "plan", "part", "function", "verify"])
+def test_a_wrong_strategy_is_refused_and_named(tmp_path: Path, capsys: Capture, what: str, way: str) -> None:
+    c = Checkpoint(tmp_path)
+    spec, *said = WRONG[what]
+    if way == "verify":
+        assert command_line(capsys, *c.arguments()).code == 0
+    before = listing(c.dst)
+    if way == "function":
+        _, source, target, _, src, _, dst, *_ = c.arguments(spec)
+        with pytest.raises(StrategyError) as caught:
+            reshard_mpi.transform_checkpoints(source, target, "checkpoint_", src, dst)
+        text = str(caught.value)
+    else:
+        options = {"jobs": ["--jobs", "3"], "part": ["--part", "1/2"]}.get(way, [])
+        command = way if way in ("plan", "verify") else "transform"
+        found = command_line(capsys, *c.arguments(spec, *options, command=command))
+        assert found.code == 3 and found.out == "", found
+        text = found.err
+    for pattern in (*said, r"src\.toml"):
+        assert pytest.importorskip("re").search(pattern, text), text
+    assert listing(c.dst) == before
+
+
+def test_a_layer_that_is_not_cut_as_the_others_are(tmp_path: Path, capsys: Capture) -> None:
+    """Other layers of the same parameter fit the rule: the one that every rank has whole would come out twice."""
+    whole = {name: array for name, array in tensors().items() if name.endswith("qkv") or name == "norm"}
+    truth = Spec(MESH, (Rule("layers.1.qkv", WHOLE), *RIGHT.rules[:1], RIGHT.rules[-1]))
+    c = Checkpoint(tmp_path, truth, whole)
+    said = command_line(capsys, *c.arguments(Spec(MESH, truth.rules[1:])))
+    assert said.code == 3 and "different parts of 'layers.1.qkv' on ranks" in said.err, said
+    assert not c.dst.exists()
+    assert command_line(capsys, *c.arguments(truth)).code == 0
+    c.assert_right()
+
+
+def test_partial_sums_that_are_not_cut(tmp_path: Path, capsys: Capture) -> None:
+    """Copies of them may differ from rank to rank, but parts of them are not the same."""
+    sums = {f"accu_grads.{name}": array + 1 for name, array in tensors(1).items() if name.startswith("layers")}
+    truth = Spec(MESH, (Rule("accu_grads.*", WHOLE), *RIGHT.rules))
+    c = Checkpoint(tmp_path, truth, {**tensors(1), **sums})
+    said = command_line(capsys, *c.arguments(Spec(MESH, (Rule("accu_grads.*", ROWS), *RIGHT.rules))))
+    assert said.code == 3 and "different parts of 2 compared tensors ('accu_grads.layers.0." in said.err, said
+    assert command_line(capsys, *c.arguments(truth)).code == 0
+    c.assert_right(
+        Spec({"n": 2}, (Rule("layers.*", {0: ("n",)}), Rule("accu_grads.layers.*", {0: ("n",)}), Rule("*", {})))
+    )
+
+
+def test_by_all_ranks(tmp_path: Path, mpi: MPI) -> None:
+    c = Checkpoint(tmp_path)
+    finished = run_command(mpirun_command(mpi, 3, [*COMMAND, *c.arguments(WRONG["mesh swapped"][0])]))
+    assert finished.returncode == 3 and finished.stderr.count("does not fit the checkpoint") == 1, finished
+    assert not c.dst.exists()
+
+
+def test_the_right_one(tmp_path: Path, capsys: Capture) -> None:
+    c = Checkpoint(tmp_path)
+    said = command_line(capsys, *c.arguments(RIGHT, "--strict"))
+    assert said.code == 0 and warnings(said.err) == []
+    c.assert_right()
+
+
+def test_any_trusts_a_strategy(tmp_path: Path, capsys: Capture) -> None:
+    c = Checkpoint(tmp_path)
+    assert command_line(capsys, *c.arguments(WRONG["replicated, but cut"][0], "--replicas", "any")).code == 0
+    taken = read_shard(c.dst / "rank_0" / "checkpoint_0.ckpt")["layers.0.qkv"]
+    assert taken[1] == (2, 8)  # half of what one rank has, as the strategy says
+
+
+def test_what_the_checkpoint_cannot_show_is_told(tmp_path: Path, capsys: Capture) -> None:
+    """Where every rank holds another part, two orders of axes are as good as each other."""
+    cut = Rule("layers.*", {0: ("dp",), 1: ("tp",)})
+    c = Checkpoint(tmp_path, Spec(MESH, (cut, Rule("*", WHOLE))))
+    for command in ("plan", "transform"):
+        said = command_line(capsys, *c.arguments(Spec(MESH, (cut, Rule("*", WHOLE))), command=command))
+        assert said.code == 0 and said.err.count("cannot show whether") == 1
+        assert "note: no two ranks hold the same of what 'layers.*' matches" in said.err
+    spec = Spec(MESH, (*RIGHT.rules[:2], RIGHT.rules[3]))
+    said = command_line(capsys, *Checkpoint(tmp_path / "right", spec).arguments(spec, command="plan"))
+    assert said.code == 0 and "cannot show" not in said.err
+
+
+def test_what_copies_cannot_show_is_told(tmp_path: Path, capsys: Capture) -> None:
+    """Two axes that cut a tensor may be exchanged: the same ranks hold the same."""
+    mesh = {"dp": 2, "ep": 2, "tp": 2}
+    truth, exchanged = (
+        Spec(mesh, (Rule("layers.*", {0: (rows,), 1: (columns,)}), Rule("*", WHOLE)))
+        for rows, columns in (("ep", "tp"), ("tp", "ep"))
+    )
+    c = Checkpoint(tmp_path, truth)
+    for spec in (truth, exchanged):
+        said = command_line(capsys, *c.arguments(spec, command="plan"))
+        assert said.code == 0 and said.err.replace("note: by rule", "").count("note: ") == 1, said
+        assert "'layers.*' is cut over several axes, and the checkpoint cannot show which of them cuts" in said.err
+
+
+# Rules
+
+
+def test_a_rule_that_may_match_nothing(tmp_path: Path, capsys: Capture) -> None:
+    c = Checkpoint(tmp_path)
+    extra = Rule("adam_m.*", ROWS)
+    spec = Spec(MESH, (extra, *RIGHT.rules))
+    said = command_line(capsys, *c.arguments(spec))
+    assert said.code == 3 and "a rule of the source strategy places no tensor" in said.err
+    assert "'adam_m.*', beside 9 tensors: " in said.err and not c.dst.exists()
+    arguments = c.arguments(spec)
+    text = (tmp_path / "src.toml").read_text()
+    (tmp_path / "src.toml").write_text(text.replace('match = "adam_m.*"', 'match = "adam_m.*"\noptional = true'))
+    assert command_line(capsys, *arguments).code == 0
+    c.assert_right()
+
+
+def test_a_rule_for_what_one_of_many_ranks_has_saved(tmp_path: Path, capsys: Capture) -> None:
+    """Shards without redundancy: the names are known from all of them, so no rule is refused for what most lack."""
+    ranks = 70
+    spec = Spec({"dp": ranks}, (Rule("late", {}), Rule("*", {})))
+    c = Checkpoint(tmp_path, spec, {name: np.arange(8, dtype=np.float32) for name in ("w", "late", "last")})
+    for rank in range(ranks):
+        kept = {"w", *(["late"] if rank == ranks - 2 else []), *(["last"] if rank == ranks - 1 else [])}
+        c.shards[rank] = {name: array for name, array in c.shards[rank].items() if name in kept}
+        c.rewrite(rank, {})
+    target = Spec({"n": 1}, (Rule("*", {}),))
+    said = command_line(capsys, *c.arguments(spec, target=target))
+    assert said.code == 0, said
+    c.assert_right(target)
+
+
+def test_a_rule_of_the_target(tmp_path: Path, capsys: Capture) -> None:
+    c = Checkpoint(tmp_path)
+    target = Spec({"n": 2}, (Rule("layer.*", {0: ("n",)}), Rule("*", {})))
+    said = command_line(capsys, *c.arguments(target=target))
+    assert said.code == 3 and "a rule of the target strategy places no tensor" in said.err and "dst.toml" in said.err
+
+
+def test_a_rule_behind_another(tmp_path: Path, capsys: Capture) -> None:
+    c = Checkpoint(tmp_path)
+    said = command_line(capsys, *c.arguments(Spec(MESH, (RIGHT.rules[-1], *RIGHT.rules[:-1]))))
+    assert said.code == 3 and "'layers.*.qkv' (and 2 more), whose tensors '*' before it takes" in said.err, said
+    assert "what to do: put it before '*'" in said.err
+
+
+def test_a_rule_that_is_there_twice(tmp_path: Path, capsys: Capture) -> None:
+    c = Checkpoint(tmp_path)
+    said = command_line(capsys, *c.arguments(Spec(MESH, (RIGHT.rules[0], *RIGHT.rules))))
+    assert said.code == 3 and "got: 'layers.*.qkv' twice" in said.err, said
+    assert "what to do: remove one of the two rules" in said.err
+
+
+def test_optional_is_true_or_false(tmp_path: Path) -> None:
+    (tmp_path / "s.toml").write_text('mesh = { n = 2 }\n[[parameter]]\nmatch = "w"\noptional = "yes"\n')
+    with pytest.raises(StrategyError, match="optional has the wrong type"):
+        reshard_mpi.rank_list_for_transform(0, tmp_path / "s.toml", None)
+
+
+@pytest.mark.parametrize("rule", ["head", "h*", "*"])
+@pytest.mark.parametrize("holder", [0, 3])
+def test_shards_that_each_hold_what_others_lack(tmp_path: Path, capsys: Capture, rule: str, holder: int) -> None:
+    """Saved without redundancy: `head` is on one of the ranks that should have it, `norm` on another."""
+    spec = Spec({"dp": 4}, (Rule("*", {}),) if rule == "*" else (Rule(rule, {}), Rule("*", {})))
+    c = Checkpoint(tmp_path, spec)
+    for rank in range(4):
+        for name, at in (("head", holder), ("norm", 3 - holder // 2)):
+            if rank != at:
+                c.shards[rank].pop(name)
+        c.rewrite(rank, {})
+    for options in ([], ["--rank", "0"], ["--rank", "1", "--resume"]):
+        assert command_line(capsys, *c.arguments(spec, *options)).code == 0
+        if options != ["--rank", "0"]:
+            c.assert_right()
+        if options != ["--rank", "1", "--resume"]:
+            shutil.rmtree(c.dst)
+            if options:
+                assert command_line(capsys, *c.arguments(spec, *options)).code == 0
+    loaded = reshard_mpi.load_rank(1, c.src, tmp_path / "src.toml", tmp_path / "dst.toml")
+    assert set(loaded) == set(c.tensors)
+
+
+def test_a_tensor_that_neither_the_first_nor_the_last_shard_holds(tmp_path: Path, capsys: Capture) -> None:
+    spec = Spec({"dp": 4}, (Rule("*", {}),))
+    c = Checkpoint(tmp_path, spec)
+    for rank in (0, 1, 3):
+        c.shards[rank].pop("head")
+        c.rewrite(rank, {})
+    for options in ([], ["--rank", "0"], ["--rank", "1"]):
+        said = command_line(capsys, *c.arguments(spec, *options))
+        assert said.code == 3 and "head" in said.err, said
+    arguments = c.arguments(spec, "--rank", "0")
+    assert (
+        "add a rule for this name alone to the source strategy: match = 'head'" in command_line(capsys, *arguments).err
+    )
+    named = Spec({"dp": 4}, (Rule("head", {}), Rule("*", {})))
+    assert command_line(capsys, *c.arguments(named)).code == 0
+    c.assert_right()
+
+
+def test_a_task_that_sees_one_stage_only(tmp_path: Path) -> None:
+    """It cannot know whether a rule is for the stages that it was not given."""
+    spec = Spec({"tp": 2}, (Rule("a", {0: ("tp",)}, stages=(0,)), Rule("b", {0: ("tp",)}, stages=(1,))), stages=2)
+    target = Spec({"n": 1}, spec.rules, stages=2)
+    target = Spec({"n": 1}, (Rule("a", {}, stages=(0,)), Rule("b", {}, stages=(1,))), stages=2)
+    whole = {name: np.arange(8, dtype=np.float32) + ord(name) for name in "ab"}
+    c = Checkpoint(tmp_path, spec, whole)
+    c.arguments(spec, target=target)
+    files = {rank: c.shard(rank) for rank in (0, 1)}
+    out = tmp_path / "out" / "rank_0" / "x_0.ckpt"
+    reshard_mpi.transform_checkpoint_by_rank(0, files, out, tmp_path / "src.toml", tmp_path / "dst.toml")
+    assert read_shard(out) == as_read({"a": whole["a"]})
+
+
+def test_another_network(tmp_path: Path, capsys: Capture) -> None:
+    c = Checkpoint(tmp_path)
+    net = Spec(MESH, tuple(Rule(f"net.{rule.match}", rule.split) for rule in RIGHT.rules))
+    said = command_line(capsys, *c.arguments(net))
+    assert said.code == 3 and "places no tensor of the checkpoint" in said.err
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_tensor_that_other_stages_have_too(tmp_path: Path, capsys: Capture, same: bool) -> None:
+    spec = Spec({"dp": 2}, (Rule("a", {}, stages=(0,)), Rule("b", {}, stages=(1,))), stages=2)
+    whole = {name: np.arange(8, dtype=np.float32) + ord(name) for name in "ab"}
+    c = Checkpoint(tmp_path, spec, whole)
+    for rank in (2, 3):
+        c.rewrite(rank, {"a": whole["a"] + (not same)})
+    target = Spec({"n": 2}, (Rule("*", {}),))
+    said = command_line(capsys, *c.arguments(spec, target=target))
+    assert said.code == (0 if same else 3), said
+    if same:
+        c.assert_right(target)
+    else:
+        assert "other stages hold another 'a' too" in said.err and str(c.shard(2)) in said.err
+
+
+def staged(stages: int, layers: int) -> tuple[Spec, Spec, dict[str, np.ndarray]]:
+    """Return a spec whose rules say nothing of stages, one that does, and tensors: layers in turn, both ends."""
+    noise = np.random.default_rng(3)
+    whole = {f"layers.{at}.w": noise.standard_normal((8, 4), dtype=np.float32) for at in range(layers)}
+    whole |= {f"layers.{at}.bn.moving_mean": np.ones(4, "f4") for at in range(layers)}
+    whole |= {
+        "embedding": noise.standard_normal((8, 4), dtype=np.float32),
+        "head": noise.standard_normal((4, 4), dtype=np.float32),
+    }
+    cut = {0: ("tp",)}
+    said = Spec({"dp": 2, "tp": 2}, (Rule("layers.*.w", cut), Rule("embedding", cut), Rule("*", {})), stages)
+    ends = (Rule("embedding", cut, stages=(0,)), Rule("head", {}, stages=(stages - 1,)))
+    homes = [(f"layers.{at}.", (at * stages // layers,)) for at in range(layers)]
+    rules = [
+        Rule(f"{name}{kind}", split, stages=home) for name, home in homes for kind, split in (("w", cut), ("bn*", {}))
+    ]
+    return said, Spec(said.mesh, (*rules, *ends), stages), whole
+
+
+@pytest.mark.parametrize(("stages", "layers"), [(2, 4), (32, 32)])
+def test_rules_that_say_nothing_of_stages(tmp_path: Path, capsys: Capture, stages: int, layers: int) -> None:
+    """Each tensor lies in one stage, which the spec leaves open; batch statistics have drifted there."""
+    said, right, whole = staged(stages, layers)
+    c = Checkpoint(tmp_path, right, whole)
+    for rank, arrays in c.shards.items():
+        c.rewrite(rank, {name: array + rank for name, array in arrays.items() if name.endswith("moving_mean")})
+    target = Spec({"n": 2}, (Rule("layers.*.w", {0: ("n",)}), Rule("*", {})))
+    arguments = c.arguments(said, target=target)
+    found = command_line(capsys, *arguments)
+    assert found.code == 0, found
+    for name in [name for name in whole if name.endswith("moving_mean")]:
+        c.tensors[name] = c.tensors[name] + next(rank for rank, arrays in c.shards.items() if name in arrays)
+    held = read_shard(c.dst / "rank_0" / "checkpoint_0.ckpt")
+    assert held.keys() == whole.keys()
+    exact = {name for name in whole if not name.endswith("moving_mean")}
+    for rank, arrays in target.shards(c.tensors).items():
+        written = read_shard(c.dst / f"rank_{rank}" / f"checkpoint_{rank}.ckpt")
+        assert {name: written[name] for name in exact} == as_read({name: arrays[name] for name in exact})
+    # By rank, from the shards that the rank list names and no others.
+    for rank in range(2):
+        needed = reshard_mpi.rank_list_for_transform(rank, tmp_path / "src.toml", tmp_path / "dst.toml")
+        out = tmp_path / "alone" / f"rank_{rank}" / f"x_{rank}.ckpt"
+        files = {source: c.shard(source) for source in needed}
+        reshard_mpi.transform_checkpoint_by_rank(rank, files, out, tmp_path / "src.toml", tmp_path / "dst.toml")
+        alone = read_shard(out)
+        assert {name: alone[name] for name in exact} == as_read({n: target.shards(c.tensors)[rank][n] for n in exact})
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+def test_a_stage_without_any_shard_under_rules(tmp_path: Path, capsys: Capture, gone: int) -> None:
+    """What it held is unknown, as the rules do not name it."""
+    said, right, whole = staged(2, 4)
+    c = Checkpoint(tmp_path, right, whole)
+    for rank in range(4 * gone, 4 * gone + 4):
+        shutil.rmtree(c.shard(rank).parent)
+    target = Spec({"n": 1}, (Rule("*", {}),))
+    for command in ("plan", "transform"):
+        found = command_line(capsys, *c.arguments(said, target=target, command=command))
+        assert found.code == 3 and f"a shard of stage {gone} of the source" in found.err, found
+    files = {rank: c.shard(rank) for rank in range(8) if rank // 4 != gone}
+    with pytest.raises(reshard_mpi.CoverageError, match=f"a shard of stage {gone}"):
+        reshard_mpi.load_rank(0, files, tmp_path / "src.toml", tmp_path / "dst.toml")
+
+
+# Copies that have drifted apart
+
+
+def drifting(c: Checkpoint, name: str, change: float) -> None:
+    for rank in range(8):
+        whole = c.tensors[name]
+        c.rewrite(
+            rank, {name: (whole + rank * change * np.sin(np.arange(whole.size).reshape(whole.shape))).astype("f4")}
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "change"), [("head", 1e-3), ("bn.moving_mean", 5.0), ("bn.running_var", 5.0)])
+def test_a_few_copies_that_have_drifted(tmp_path: Path, capsys: Capture, name: str, change: float) -> None:
+    c = Checkpoint(
+        tmp_path, whole={**tensors(), "bn.moving_mean": np.ones(8, "f4"), "bn.running_var": np.ones(8, "f4")}
+    )
+    drifting(c, name, change)
+    for options in ([], ["--jobs", "3"]):
+        said = command_line(capsys, *c.arguments(RIGHT, "--overwrite", *options))
+        assert said.code == 0, said
+        (told,) = warnings(said.err)
+        assert told.startswith(f"copies of '{name}' differ from rank to rank")
+    before = listing(c.dst)
+    said = command_line(capsys, *c.arguments(RIGHT, "--overwrite", "--strict"))
+    assert said.code == 3 and f"'{name}'" in said.err and "have drifted apart" in said.err
+    assert listing(c.dst) == before
+    assert warnings(command_line(capsys, *c.arguments(RIGHT, "--overwrite", "--replicas", "any")).err) == []
+
+
+def test_drift_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    c = Checkpoint(tmp_path)
+    drifting(c, "head", 1e-3)
+    c.arguments()
+    with caplog.at_level(logging.WARNING, "reshard_mpi"):
+        reshard_mpi.load_rank(1, c.src, tmp_path / "src.toml", tmp_path / "dst.toml")
+    assert [record.getMessage()[:24] for record in caplog.records] == ["copies of 'head' differ "]
+    with pytest.raises(DisagreementError, match="have drifted apart"):
+        reshard_mpi.plan(c.src, tmp_path / "src.toml", tmp_path / "dst.toml", strict=True)
+
+
+def test_a_few_copies_that_have_nothing_in_common(tmp_path: Path, capsys: Capture) -> None:
+    """One tensor of a rule's many that is cut in truth: it is no drift, though most of the others agree."""
+    c = Checkpoint(tmp_path, whole={**tensors(), **{f"norms.{layer}": np.ones(4, "f4") for layer in range(20)}})
+    noise = np.random.default_rng(1)
+    for rank in range(8):
+        c.rewrite(rank, {"head": noise.standard_normal((8, 8), dtype=np.float32)})
+    said = command_line(capsys, *c.arguments())
+    assert said.code == 3 and "other values in 'head'" in said.err
+
+
+def test_copies_most_of_which_have_drifted(tmp_path: Path, capsys: Capture) -> None:
+    c = Checkpoint(tmp_path)
+    for name in ("head", "norm"):
+        drifting(c, name, 1e-3)
+    said = command_line(capsys, *c.arguments())
+    assert said.code == 3 and "does not fit the checkpoint" in said.err and "--replicas any" in said.err
+
+
+def test_parts_that_are_the_same_by_nature(tmp_path: Path, capsys: Capture) -> None:
+    """Zeros and ones tell nothing of how they are cut."""
+    whole = tensors()
+    moments = {f"moments.{name}": np.zeros_like(array) for name, array in whole.items() if name.startswith("layers")}
+    c = Checkpoint(tmp_path, RIGHT, whole)
+    for rank, arrays in c.shards.items():
+        c.rewrite(
+            rank, {f"moments.{name}": np.zeros_like(a) for name, a in arrays.items() if f"moments.{name}" in moments}
+        )
+    c.tensors |= moments
+    spec = Spec(MESH, RIGHT.rules)
+    assert command_line(capsys, *c.arguments(spec)).code == 0
+
+
+def test_a_shard_of_another_shape_is_no_proof_against_the_strategy(tmp_path: Path, capsys: Capture) -> None:
+    spec = but(RIGHT, 2, optimizer=())  # or nobody else had what rank 5 has of the embedding
+    c = Checkpoint(tmp_path, spec)
+    c.rewrite(5, {"layers.0.qkv": np.zeros((3, 8), "f4")})
+    said = command_line(capsys, *c.arguments(spec))
+    assert said.code == 0 and "the source strategy" not in said.err
+    c.assert_right()
+
+
+def test_one_of_many_that_has_drifted_on_one_rank(tmp_path: Path, capsys: Capture) -> None:
+    """Whichever rank it is: what only tells of a shard looks at few tensors, and of many ways at one of each."""
+    mesh = {"a": 2, "b": 2, "c": 2}
+    ways = [{}, *({dim: (axis,)} for dim in (0, 1) for axis in mesh), *({0: (a,), 1: (b,)} for a, b in ("ab", "bc"))]
+    spec = Spec(mesh, tuple(Rule(f"k{at}.*", way) for at, way in enumerate(ways)))
+    noise = np.random.default_rng(3)
+    whole = {f"k{at}.{x}": noise.standard_normal((8, 8), dtype=np.float32) for at in range(len(ways)) for x in "uvwxyz"}
+    c = Checkpoint(tmp_path, spec, whole)
+    drifted = whole["k0.u"] * np.float32(1.0001)
+    for rank in (3, 6):
+        c.rewrite(rank, {"k0.u": drifted})
+        said = command_line(capsys, *c.arguments(spec, command="plan", target=Spec({"n": 1}, (Rule("*", {}),))))
+        assert said.code == 0, said
+        (told,) = warnings(said.err)
+        assert told.startswith("copies of 'k0.u' differ from rank to rank")
+        c.rewrite(rank, {"k0.u": whole["k0.u"]})
+
+
+@pytest.mark.parametrize("name", ["rng_state", "cuda.rng.3", "np_random", "seed", "Seeds1"])
+def test_random_state_that_a_rule_for_all_catches(tmp_path: Path, capsys: Capture, name: str) -> None:
+    c = Checkpoint(tmp_path)
+    for rank in range(8):
+        c.rewrite(rank, {name: np.random.default_rng(rank).integers(0, 256, 600, np.uint8)})
+    said = command_line(capsys, *c.arguments())
+    assert said.code == 0, said
+    (told,) = warnings(said.err)
+    assert told.startswith(f"copies of '{name}' differ from rank to rank")
+    assert command_line(capsys, *c.arguments(RIGHT, "--overwrite", "--strict")).code == 3
+
+
+@pytest.mark.parametrize("name", ["strange.weight", "grng", "randomize_weight"])
+def test_whole_numbers_of_another_name_are_no_random_state(tmp_path: Path, capsys: Capture, name: str) -> None:
+    c = Checkpoint(tmp_path)
+    for rank in range(8):
+        c.rewrite(rank, {name: np.random.default_rng(rank).integers(0, 256, 600, np.uint8)})
+    said = command_line(capsys, *c.arguments())
+    assert said.code == 3 and f"other values in '{name}'" in said.err
+
+
+@pytest.mark.parametrize("heights", [(3, 1), (3, 1, 3, 1), (5, 4, 3)])
+def test_replicated_but_cut_unevenly(tmp_path: Path, capsys: Capture, heights: tuple[int, ...]) -> None:
+    """Shapes alone tell it; no shard is the odd one out, so none can be called damaged."""
+    spec = Spec({"n": len(heights)}, (Rule("*", {}),))
+    c = Checkpoint(tmp_path, spec, {"norm": np.arange(16, dtype=np.float32)})
+    head = np.random.default_rng(4).standard_normal((5, 2), dtype=np.float32)
+    for rank, height in enumerate(heights):
+        c.rewrite(rank, {"head": head[:height] if height != 1 else head[3:4]})
+    for command in ("plan", "transform"):
+        said = command_line(capsys, *c.arguments(spec, command=command, target=Spec({"n": 1}, (Rule("*", {}),))))
+        assert said.code == 3 and "other shapes in 'head'" in said.err and "src.toml" in said.err, said
+    assert not c.dst.exists()
+
+
+def test_a_shard_of_another_rank(tmp_path: Path, capsys: Capture) -> None:
+    """Two of eight swapped: what tells it is compared even if more ways of cutting are cut over all ranks."""
+    ways = [{0: ("dp", "tp")}, {1: ("dp", "tp")}, {0: ("tp", "dp")}, {1: ("tp", "dp")}]
+    ways += [{0: ("dp",), 1: ("tp",)}, {0: ("tp",), 1: ("dp",)}]
+    over = [({0: ("dp",)}, ("tp",)), ({0: ("tp",)}, ("dp",)), ({1: ("dp",)}, ("tp",)), ({}, ("dp", "tp"))]
+    rules = [Rule(f"x{at}.*", way) for at, way in enumerate(ways)]
+    rules += [Rule(f"y{at}.*", *way) for at, way in enumerate(over)]
+    spec = Spec(MESH, (*rules, Rule("norm", ROWS)))
+    noise = np.random.default_rng(5)
+    whole = {rule.match.replace("*", "w"): noise.standard_normal((8, 8), dtype=np.float32) for rule in rules}
+    whole["norm"] = noise.standard_normal(32, dtype=np.float32)
+    for first, second in ((2, 5), (1, 7), (6, 7)):
+        c = Checkpoint(tmp_path / f"{first}", spec, whole)
+        mine, theirs = dict(c.shards[first]), dict(c.shards[second])
+        c.rewrite(first, theirs)
+        c.rewrite(second, mine)
+        said = command_line(capsys, *c.arguments(spec, target=Spec({"n": 1}, (Rule("*", {}),))))
+        assert said.code == 3 and "'norm'" in said.err, said
+
+
+@pytest.mark.parametrize("stages", [8, 16])
+@pytest.mark.parametrize("name", ["embedding", "head"])
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_what_one_of_many_stages_has(stages: int, name: str, axis: int) -> None:
+    """Embedding and head are in one stage each, so every step is made there; by a listing and by a rule."""
+    mesh, stage = (2, 2, 2), 0 if name == "embedding" else stages - 1
+    layers = {f"layers.{at}.w": (Placement(mesh, ((2,),), stages=(at,)),) for at in range(stages)}
+    ends = {"embedding": (Placement(mesh, stages=(0,)),), "head": (Placement(mesh, stages=(stages - 1,)),)}
+    size = 8 * stages
+    step = 8 * stage, 8 * stage + (4, 2, 1)[axis]
+    pairs = rank_pairs(Strategy(size, stages, {**layers, **ends}), range(size))
+    assert step in {pair[:2] for pair in pairs} and len(pairs) <= MAX_PAIRS
+    everywhere = tuple(range(stages))
+    rules = (("layers.*", Placement(mesh, ((2,),), stages=everywhere)), ("*", Placement(mesh, stages=everywhere)))
+    stages_of = {**{f"layers.{at}.w": (at,) for at in everywhere}, "embedding": (0,), "head": (stages - 1,)}
+    pairs = rank_pairs(Strategy(size, stages, {}, rules).listing(stages_of), range(size))
+    assert step in {pair[:2] for pair in pairs} and len(pairs) <= MAX_PAIRS
+
+
+# What no strategy lists
+
+
+def test_random_state_is_each_ranks_own(tmp_path: Path, capsys: Capture) -> None:
+    spec = Spec(MESH, (Rule("layers.*.qkv", ROWS), Rule("layers.*.out", COLUMNS), Rule("[enh]*", WHOLE)))
+    whole = {name: array for name, array in tensors().items() if name != "embedding"}
+    c = Checkpoint(tmp_path, spec, whole)
+    for rank in range(8):
+        c.rewrite(rank, {"rng": np.full(600, rank, np.uint8), "scale": np.array(rank, "f4")})
+    said = command_line(capsys, *c.arguments(spec))
+    assert said.code == 0 and "note: 'rng' differs between ranks" in said.err, said
+
+
+def test_a_rank_has_few_values_of_its_own(tmp_path: Path, capsys: Capture) -> None:
+    """Whole numbers, small and of one dimension; but 16 of them are parts of tensors that the strategy forgot."""
+    spec = Spec(MESH, (Rule("layers.*.qkv", ROWS), Rule("layers.*.out", COLUMNS), Rule("[enh]*", WHOLE)))
+    whole = {name: array for name, array in tensors().items() if name != "embedding"}
+    c = Checkpoint(tmp_path, spec, whole)
+    for rank in range(8):
+        c.rewrite(rank, {f"x.{number}": np.arange(8, dtype=np.int32) + rank for number in range(16)})
+    said = command_line(capsys, *c.arguments(spec))
+    assert said.code == 3 and "16 compared tensors ('x." in said.err, said
+    assert command_line(capsys, *c.arguments(spec, "--unlisted", "replicate")).code == 0
+
+
+def test_plan_shows_what_rules_make_of_tensors(
+    tmp_path: Path, capsys: Capture, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Which dimension is cut, no copies can show; but people see a shape that is not theirs."""
+    c = Checkpoint(tmp_path)
+    wrong = but(RIGHT, 0, split=COLUMNS)
+    for spec, shape in ((RIGHT, [16, 8]), (wrong, [4, 32])):
+        said = command_line(capsys, *c.arguments(spec, command="plan"))
+        line = f"by rule 'layers.*.qkv', 'layers.0.qkv' of shape [4, 8] on a rank is {shape} as a whole"
+        assert said.code == 0 and said.err.count(f"note: {line}\n") == 1
+        with caplog.at_level(logging.INFO, "reshard_mpi"):
+            reshard_mpi.plan(c.src, tmp_path / "src.toml", tmp_path / "dst.toml")
+        assert line in [record.getMessage() for record in caplog.records]
+        caplog.clear()
+
+
+@pytest.mark.parametrize("size", [1, 40_000])
+def test_parts_of_tensors_are_no_ranks_own(tmp_path: Path, capsys: Capture, size: int) -> None:
+    """16 sharded tensors that the strategy forgot; large state of whole numbers as well."""
+    spec = Spec(MESH, (Rule("layers.*.qkv", ROWS), Rule("layers.*.out", COLUMNS), Rule("[enh]*", WHOLE)))
+    whole = {name: array for name, array in tensors().items() if name != "embedding"}
+    c = Checkpoint(tmp_path, spec, whole)
+    noise = np.random.default_rng(2)
+    for rank in range(8):
+        forgotten = {f"x.{at}": noise.standard_normal((2, 2), dtype=np.float32) for at in range(16)}
+        c.rewrite(rank, forgotten if size == 1 else {"x.0": noise.integers(0, 9, size)})
+    said = command_line(capsys, *c.arguments(spec))
+    assert said.code == 3 and "no copies of each other" in said.err and "'x.0'" in said.err
+    assert "--unlisted replicate takes one rank's" in said.err and not c.dst.exists()
+    said = command_line(capsys, *c.arguments(spec, "--unlisted", "replicate"))
+    assert said.code == 0 and "x.0" in read_shard(c.dst / "rank_1" / "checkpoint_1.ckpt")
+
+
+@pytest.mark.parametrize("kind", [np.int8, np.uint8, np.int64, np.float32])
+def test_forgotten_tensors_of_two_dimensions(tmp_path: Path, capsys: Capture, kind: type) -> None:
+    """Quantized weights, however small, and columns of one element are parts of a tensor."""
+    spec = Spec(MESH, (Rule("layers.*.qkv", ROWS), Rule("layers.*.out", COLUMNS), Rule("[enh]*", WHOLE)))
+    c = Checkpoint(tmp_path, spec, {name: array for name, array in tensors().items() if name != "embedding"})
+    for rank in range(8):
+        shape = (1, 1) if kind is np.float32 else (4, 8)
+        c.rewrite(rank, {"quantized": np.random.default_rng(rank).integers(0, 100, shape).astype(kind)})
+    said = command_line(capsys, *c.arguments(spec))
+    assert said.code == 3 and "no copies of each other" in said.err and "'quantized'" in said.err
+
+
+# Ranks that are not there
+
+
+def test_more_ranks_than_there_are(tmp_path: Path, capsys: Capture) -> None:
+    c = Checkpoint(tmp_path)
+    more = Spec({"dp": 4, "tp": 4}, (*RIGHT.rules[:2], *RIGHT.rules[3:]))
+    c = Checkpoint(tmp_path / "more", Spec(MESH, more.rules))
+    said = command_line(capsys, *c.arguments(more))
+    assert said.code == 0
+    (told,) = warnings(said.err)
+    assert told.startswith("8 of 16 ranks are there: no shard of ranks 8, 9, 10, 11, 12, 13, 14, 15 in ")
+    c.assert_right()
+    fewer = Spec({"tp": 14}, (Rule("layers.*", {0: ("tp",)}), Rule("*", {})))
+    said = command_line(capsys, *c.arguments(fewer, "--overwrite"))
+    assert said.code == 3 and "no source holds a part of" in said.err
+
+
+# --unlisted drop
+
+
+def test_state_that_only_the_rule_for_all_catches_is_dropped(tmp_path: Path, capsys: Capture) -> None:
+    """As in the README's own example: weights alone, by a spec that ends in a rule for all."""
+    whole = tensors()
+    state = {f"{kind}.{name}": -array for name, array in whole.items() for kind in ("adam_m", "adam_v")}
+    spec = Spec(MESH, RIGHT.rules)
+    c = Checkpoint(tmp_path, spec, whole)
+    for rank, arrays in c.shards.items():
+        c.rewrite(rank, {f"{kind}.{name}": -array for name, array in arrays.items() for kind in ("adam_m", "adam_v")})
+    for command in ("plan", "transform"):
+        said = command_line(capsys, *c.arguments(spec, "--unlisted", "drop", command=command))
+        assert said.code == 0, said
+    c.assert_right()
+    loaded = reshard_mpi.load_rank(0, c.src, tmp_path / "src.toml", tmp_path / "dst.toml", unlisted="drop")
+    assert set(loaded) == set(whole)
+    listed = Spec({"n": 2}, (Rule("layers.*", {0: ("n",)}), Rule("adam_m.*", {}), Rule("*", {})))
+    assert command_line(capsys, *c.arguments(spec, "--unlisted", "drop", "--overwrite", target=listed)).code == 0
+    c.tensors |= {name: array for name, array in state.items() if name.startswith("adam_m")}
+    c.assert_right(listed)
+
+
+# What a sample costs
+
+
+class Counted(Described):
+    """Shards of thousands of ranks, and which of them have been looked into."""
+
+    def _located(self, rank: int) -> Manifest:
+        return self.held[rank]
+
+
+@pytest.mark.parametrize("mesh", [(16384,), (2048, 8), (64, 32, 8), (3, 5, 7), (16383,)])
+@pytest.mark.parametrize("stages", [1, 4, 64])
+def test_few_of_many_shards_are_opened(mesh: tuple[int, ...], stages: int) -> None:
+    size = int(np.prod(mesh)) * stages
+    strategy = Strategy(size, stages, {"w": (Placement(mesh, stages=tuple(range(stages))),)})
+    pairs = rank_pairs(strategy, range(size))
+    assert 0 < len(pairs) <= MAX_PAIRS
+    assert all(strategy.stage_of(pair.first) == strategy.stage_of(pair.second) for pair in pairs)
+    if stages == 1:  # along every axis
+        strides = np.cumprod((1, *mesh[:0:-1]))
+        for stride, length in zip(strides, reversed(mesh)):
+            assert any(
+                (second - first) % stride == 0 and (second - first) // stride < length for first, second, _ in pairs
+            )
+
+
+def test_little_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[ByteRange] = []
+    read_into = Files.read_into
+
+    def counting(self: Files, part: ByteRange, buffer: memoryview) -> None:
+        read.append(part)
+        read_into(self, part, buffer)
+
+    monkeypatch.setattr(Files, "read_into", counting)
+    whole = {
+        f"layers.{at}.qkv": np.random.default_rng(at).standard_normal((64, 64), dtype=np.float32) for at in range(200)
+    }
+    spec = Spec(MESH, (Rule("layers.*.qkv", ROWS),))
+    c = Checkpoint(tmp_path, spec, whole)
+    c.arguments(spec)
+    source = SourceCheckpoint.open(find_shards(str(c.src)), strategy.load(str(tmp_path / "src.toml")))
+    conversion = Conversion(source, unsharded())
+    assert conversion.drifted_tensors() == ()
+    assert 0 < sum(part.length_bytes for part in read) <= 300 * 1024
+    alone = {*read}
+    read.clear()
+    for process in range(3):
+        before = len(read)
+        conversion.drifted_tensors(process=process, processes=3)
+        assert len(read) - before < len(alone)
+    assert {*read} == alone
+
+
+def test_little_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk is decoded whole to read a few elements of it."""
+    spec, noise = Spec({"n": 4}, (Rule("w*", {}), Rule("x*", {0: ("n",)}))), np.random.default_rng(6)
+    names = [f"{way}{layer}" for way in "wx" for layer in range(12)]
+    for rank in range(4):
+        (tmp_path / "src" / f"rank_{rank}").mkdir(parents=True)
+        with h5py.File(tmp_path / "src" / f"rank_{rank}" / f"c_{rank}.h5", "w") as file:
+            for name in names:
+                array = np.zeros(1 << 19, np.float32) if name[0] == "w" else np.full(1 << 19, rank, np.float32)
+                array[:40] = noise.standard_normal(40) if name[0] == "x" else 7
+                file.create_dataset(name, data=array, chunks=array.shape, compression="gzip", compression_opts=1)
+    (tmp_path / "src.toml").write_text(spec.text())
+    decoded: list[tuple[str, str]] = []
+
+    def counting(files: Files, entry: TensorEntry, box: Box) -> bytes:
+        assert isinstance(entry.source, Decoded)
+        decoded.append((entry.source.path, entry.name))
+        return excerpt(files, entry, box)
+
+    monkeypatch.setattr(excerpts, "excerpt", counting)
+    source = SourceCheckpoint.open(find_shards(str(tmp_path / "src")), strategy.load(str(tmp_path / "src.toml")))
+    assert Conversion(source, unsharded()).drifted_tensors() == ()
+    assert {name[0] for _, name in decoded} == {"w", "x"}
+    assert len(decoded) == len({*decoded}) <= 4 * 4  # of each shard a few, and each in one place
+
+
+@pytest.mark.parametrize(
+    "shape", [(), (1,), (96,), (97,), (5, 1), (1000, 1), (7, 33), (100, 3, 2), (2, 2, 4000), (1 << 40,)]
+)
+def test_places_are_runs_of_the_tensor(shape: tuple[int, ...]) -> None:
+    boxes = places("w", shape)
+    assert boxes[0].start == (0,) * len(shape) and boxes[-1].stop == shape
+    for box in boxes:
+        assert all(low < high <= length for low, high, length in zip(box.start, box.stop, shape))
+        assert box.size <= 3 * PLACE_ELEMENTS
+        if np.prod(shape, dtype=object) < 1 << 20:
+            inside = np.zeros(shape, bool)
+            inside[tuple(map(slice, box.start, box.stop))] = True
+            places_inside = np.flatnonzero(inside)
+            assert places_inside[-1] - places_inside[0] == len(places_inside) - 1
+
+
+# Slips drawn at random
+
+
+@pytest.mark.slow
+@settings(max_examples=120)
+@given(slip=slips())
+def test_a_slip_is_refused_or_makes_no_difference(slip: Slip) -> None:
+    assert_no_wrong_bytes(slip)
+
+
+@pytest.mark.slow
+@settings(max_examples=250)
+@given(slip=slips())
+def test_many_slips(slip: Slip) -> None:
+    assert_no_wrong_bytes(slip)
+
+
+def assert_no_wrong_bytes(slip: Slip) -> None:
+    """Wrong bytes are met with exit code 0 only where no two shards contradict the spec, whatever is compared."""
+    if outcome(slip) == "wrong":
+        proofs: Iterator[str] = contradictions(slip.wrong, slip.right.shards(slip.tensors))
+        assert next(proofs, None) is None, slip

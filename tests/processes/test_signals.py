@@ -1,0 +1,128 @@
+"""Signals to stop: none gets lost, and none becomes an error of what it meets."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support.conversions import COMMAND, Conversion, command_line, four_targets
+from support.harm import assert_resumed, fault
+from support.processes import clean_environment, run_command
+
+# As libraries do that load parts of their own in C: whatever is raised meanwhile is reported as a broken installation.
+MODULE = """
+import os, sys, time
+try:
+    os.kill(os.getpid(), int(sys.argv[1]))
+    time.sleep(0.05)
+except BaseException as error:
+    raise ImportError("a long text on what may be wrong with this installation") from error
+"""
+PROGRAM = """
+import sys, time
+from reshard_mpi.processes.signals import exit_when_terminated
+exit_when_terminated()
+try:
+    import module_of_c
+    time.sleep(30)
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+
+@pytest.mark.parametrize(("kind", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_while_a_module_is_loaded(tmp_path: Path, kind: signal.Signals, code: int) -> None:
+    (tmp_path / "module_of_c.py").write_text(MODULE)
+    finished = run_command(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{PROGRAM}", str(int(kind))]
+    )
+    assert (finished.returncode, finished.stderr) == (code, ""), finished
+
+
+def test_an_interrupt_that_is_ignored_stays_so() -> None:
+    program = (
+        "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN);"
+        "from reshard_mpi.processes.signals import exit_when_terminated; exit_when_terminated();"
+        "assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN"
+    )
+    run_command([sys.executable, "-c", program], check=True)
+
+
+# What the user reads
+
+
+def press(key: bytes, command: list[str], env: dict[str, str], ready: Path) -> tuple[int, list[str]]:
+    """Run a command on a terminal and press a key once `ready` is there; return the exit code and the lines shown."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execvpe(command[0], command, {**clean_environment(), **env})
+    try:
+        while not ready.exists():
+            assert os.waitpid(pid, os.WNOHANG) == (0, 0)
+            time.sleep(0.01)
+        os.write(terminal, key)
+        shown = b""
+        while part := _read(terminal):
+            shown += part
+    finally:
+        os.close(terminal)  # which hangs up on whoever is left
+    text = shown.decode().replace("\r\n", "\n").replace("\r", "\n")
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), text.split("\n")
+
+
+def _read(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 4096)
+    except OSError:  # everybody has closed the other side
+        return b""
+
+
+def held_up(c: Conversion) -> tuple[dict[str, str], Path]:
+    """Return the environment in which the second target is begun and not ended, and the file that tells of it."""
+    ready = c.folder / "ready"
+    wait = f"open({str(ready)!r}, 'w').close(); import time; time.sleep(60)"
+    return fault(c, c.folder / "counter", wait, on="pwrite", path="dst/rank_1/."), ready
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+@pytest.mark.parametrize(
+    ("again", "says"), [("--resume", "interrupted; --resume goes on"), ("--overwrite", "interrupted")]
+)
+def test_an_interrupt_is_told_on_a_line_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], jobs: str, again: str, says: str
+) -> None:
+    c = four_targets(tmp_path)
+    env, ready = held_up(c)
+    code, lines = press(b"\x03", [*COMMAND, *c.arguments("transform", again, "--jobs", jobs)], env, ready)
+    assert code == 130 and "^C" in lines[-3], lines
+    assert lines[-2:] == [f"reshard-mpi: {says}", ""], lines
+    assert not any("Traceback" in line for line in lines), lines
+    if jobs == "1":
+        assert any(line.startswith("1 of 4 targets, ") for line in lines), lines  # the line that the ^C comes into
+    if again == "--resume":
+        whole = c.but(dst=tmp_path / "whole")
+        assert command_line(capsys, *whole.arguments()).code == 0
+        assert_resumed(c, capsys, whole)
+
+
+@pytest.mark.parametrize("command", ["verify", "plan"])
+def test_what_cannot_be_resumed_does_not_promise_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    c = four_targets(tmp_path)
+    assert command_line(capsys, *c.arguments("transform", "--verify")).code == 0
+    ready = tmp_path / "ready"
+    (tmp_path / "stand_in").mkdir()
+    (tmp_path / "stand_in" / "sitecustomize.py").write_text(
+        "import time\nfrom reshard_mpi.checkpoints import discovery\n\n"
+        f"def find(*_, **__):\n    open({str(ready)!r}, 'w').close()\n    time.sleep(60)\n\n"
+        "discovery.find_shards = find\n"
+    )
+    arguments = c.arguments(command) if command == "plan" else ["verify", str(c.dst), "--jobs", "1"]
+    code, lines = press(b"\x03", [*COMMAND, *arguments], {"PYTHONPATH": str(tmp_path / "stand_in")}, ready)
+    assert (code, lines[-2:]) == (130, ["reshard-mpi: interrupted", ""]), lines

@@ -1,0 +1,144 @@
+"""SLURM polls what a job's processes hold, and counts what several of them map as often: ranks stay far below."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from support.launch import find_mpi
+from support.launch_scripts import LAUNCH
+from support.slurm import Cluster, Task
+from support.slurm_jobs import rank_environment
+
+from reshard_mpi import formats
+from reshard_mpi.formats.dtypes import BY_NAME
+from reshard_mpi.formats.manifest import ShardIdentity, ShardSpec, TensorSpec
+from reshard_mpi.formats.protocol import reserve_file, seal_file
+from reshard_mpi.processes.jobs import ONE_THREAD
+from reshard_mpi.sharding.layout import Layout
+from reshard_mpi.sharding.placement import Placement, Strategy
+from reshard_mpi.sharding.strategy import mindspore, table
+from reshard_mpi.sharding.strategy.stages import to_stage_files
+from reshard_mpi.units import GIB, MIB
+
+RANKS = 4
+SHAPE = (260112, 1032)  # 1 GiB of float32
+# Rows become columns so narrow that every page of a source is used, and no cut falls on one: windows are at their most.
+SOURCE = Strategy(8, 1, {"w": (Placement((8,), ((0,), ())),)})
+TARGET = Strategy(8, 1, {"w": (Placement((8,), ((), (0,))),)})
+ALLOWED_MIB = {"ckpt": 400, "hdf5": 500}
+LITTLE_MIB = 300  # not enough for what four ranks need, but for two
+
+# A conversion takes a second, and SLURM looks once a second. So every rank, with a window of its source mapped and
+# used, waits for the others to come as far, and then for SLURM to look at them twice.
+_HOLD = """
+import contextlib, os, time
+from pathlib import Path
+from reshard_mpi.runs import write
+from reshard_mpi.engine import files
+from reshard_mpi.planning.model import Limits
+
+map_window, fill, turns = files.Files.window, write._fill, []
+
+@contextlib.contextmanager
+def window(self, part, requested_bytes):
+    with map_window(self, part, requested_bytes) as view:
+        yield view
+        turns.append(part.length_bytes)
+        if len(turns) == {window}:
+            hold()
+
+def hold():
+    folder = Path({folder!r})
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    (folder / f"held_{{os.getpid()}}").write_text(status["VmRSS"].split()[0])
+    deadline = time.monotonic() + 5
+    while len(list(folder.glob("held_*"))) < {ranks} and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(2.5)
+
+files.Files.window = window
+"""
+
+# The same, with nothing to bound what is mapped at once.
+_UNBOUNDED = """
+def unbounded(plan, manifest, descriptor, span, limits, on_bytes):
+    limits = Limits(buffer_bytes=1 << 31, window_bytes=1 << 31)
+    return fill(plan, manifest, descriptor, span, limits, on_bytes)
+
+write._fill = unbounded
+"""
+
+
+@pytest.mark.parametrize("kind", ALLOWED_MIB)
+def test_ranks_survive_the_polling(slurm: Cluster, tmp_path: Path, kind: str) -> None:
+    job, task = run(slurm, tmp_path, kind, ALLOWED_MIB[kind])
+    assert task == Task("COMPLETED", 0, 0), slurm.account(job)
+    held = held_mib(tmp_path)
+    print(f"{kind}: {len(held)} ranks held {sum(held):.0f} MiB")
+    assert len(held) == RANKS and "waiting for memory" not in slurm.output(job), slurm.account(job)
+    assert_written(tmp_path)
+
+
+def test_ranks_that_do_not_fit_wait(slurm: Cluster, tmp_path: Path) -> None:
+    job, task = run(slurm, tmp_path, "ckpt", LITTLE_MIB, together=2)
+    assert task == Task("COMPLETED", 0, 0), slurm.account(job)
+    assert "that SLURM job" in slurm.output(job), slurm.account(job)
+    assert_written(tmp_path)
+
+
+def test_what_is_unbounded_does_not_survive(slurm: Cluster, tmp_path: Path) -> None:
+    job, task = run(slurm, tmp_path, "ckpt", ALLOWED_MIB["ckpt"], bounded=False)
+    assert task.state in ("FAILED", "OUT_OF_MEMORY"), slurm.account(job)
+    assert "exceeded memory limit" in slurm.output(job), slurm.account(job)
+    assert not list((tmp_path / "dst").glob("rank_*/checkpoint_*"))
+
+
+def run(
+    slurm: Cluster, folder: Path, kind: str, allowed_mib: int, *, together: int = RANKS, bounded: bool = True
+) -> tuple[str, Task]:
+    """Convert on one node; return the job and its end. together: how many ranks wait for each other."""
+    mpi = find_mpi("mpich")
+    if mpi is None:
+        pytest.skip("mpich is not installed")
+    write_source(folder, kind)
+    (folder / "stand_in").mkdir()
+    text = _HOLD.format(window=5 if bounded else 1, ranks=together, folder=str(folder)) + (
+        "" if bounded else _UNBOUNDED
+    )
+    (folder / "stand_in" / "sitecustomize.py").write_text(text)
+    path = os.pathsep.join([str(folder / "stand_in"), os.environ.get("PYTHONPATH", "")]).rstrip(":")
+    job = slurm.submit(
+        LAUNCH / "slurm_mpi.sbatch",
+        folder / "src",
+        folder / "dst",
+        *("--src-strategy", folder / "src.ckpt", "--dst-strategy", folder / "dst.ckpt"),
+        options=["--nodes=1", f"--ntasks={RANKS}", f"--mem={allowed_mib}M"],
+        env={**rank_environment(mpi), **ONE_THREAD, "PYTHONPATH": path},
+    )
+    return job, slurm.wait(job)[0]
+
+
+def assert_written(folder: Path) -> None:
+    sizes = [path.stat().st_size for path in (folder / "dst").glob("rank_*/checkpoint_*")]
+    assert len(sizes) == TARGET.world_size and sum(sizes) >= GIB
+
+
+def held_mib(folder: Path) -> list[float]:
+    """Return what every rank held while it waited."""
+    return [int(file.read_text()) * 1024 / MIB for file in folder.glob("held_*")]
+
+
+def write_source(folder: Path, kind: str) -> None:
+    """Write shards that are holes for the most part: it matters how much is moved, not what."""
+    for name, strategy in (("src.ckpt", SOURCE), ("dst.ckpt", TARGET)):
+        (folder / name).write_bytes(mindspore.encode_protobuf(to_stage_files(strategy, {"w": SHAPE})[0]))
+    module = formats.by_name(kind)
+    for rank in range(SOURCE.world_size):
+        box = Layout(SOURCE.find("w")[0], SHAPE).box(rank)
+        path = folder / "src" / f"rank_{rank}" / f"w{module.SUFFIXES[0]}"
+        path.parent.mkdir(parents=True)
+        identity = ShardIdentity(rank, SOURCE.world_size, table.dumps(SOURCE))
+        reserve_file(module, str(path), ShardSpec(identity, (TensorSpec("w", BY_NAME["float32"], SHAPE, box),), {}))
+        seal_file(module, str(path))

@@ -1,0 +1,78 @@
+"""Which targets a process gets: the largest first, each process finding the same without asking the others."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.cases import Side
+from support.checkpoints import write_shards
+from support.in_memory import strategy_of
+from support.oracle import RawLayout
+
+from reshard_mpi.checkpoints.discovery import find_shards
+from reshard_mpi.checkpoints.source import SourceCheckpoint
+from reshard_mpi.errors import CoverageError
+from reshard_mpi.runs.conversion import Conversion
+from reshard_mpi.sharding.placement import Placement, Strategy, unsharded
+
+TENSORS = {"w": np.zeros((12, 4), np.float32), "v": np.zeros(6, np.float16), "scale.w": np.zeros((), np.float32)}
+
+
+def weights(folder: Path, target: Side, ranks: range) -> dict[int, int]:
+    """Return the weights of targets of a checkpoint of 2 ranks; `scale.w` is named after `w` and has another shape."""
+    rows = {"w": RawLayout((2,), (0, -1)), "v": RawLayout((2,), (-1,)), "scale.w": RawLayout((2,), ())}
+    source = Side(2, 1, rows, frozenset({"scale.w"}))
+    write_shards(source, TENSORS, folder, "ckpt")
+    checkpoint = SourceCheckpoint.open(find_shards(str(folder)), strategy_of(source))
+    return Conversion(checkpoint, strategy_of(target)).target_weights(ranks)
+
+
+def test_targets_of_one_stage_weigh_alike(tmp_path: Path) -> None:
+    target = Side(4, 1, {"w": RawLayout((4,), (0, -1)), "v": RawLayout((4,), (-1,))})
+    assert weights(tmp_path, target, range(1, 3)) == {1: 1, 2: 1}
+
+
+def test_targets_of_several_stages_weigh_what_their_stage_holds(tmp_path: Path) -> None:
+    target = Side(4, 2, {"w": RawLayout((2,), (0, -1)), "v": RawLayout((2,), (-1,), stages=(1,))})
+    assert weights(tmp_path, target, range(4)) == {0: 96, 1: 96, 2: 12, 3: 12}
+
+
+def test_targets_of_uneven_slices_weigh_what_they_hold(tmp_path: Path) -> None:
+    target = Side(2, 1, {"w": RawLayout((2,), (0, -1), split_sizes=(3, 9)), "v": RawLayout((2,), (-1,))})
+    assert weights(tmp_path, target, range(2)) == {0: 3 * 4 * 4 + 12, 1: 9 * 4 * 4 + 12}
+
+
+def test_what_does_not_fit_is_left_for_the_plan_to_refuse(tmp_path: Path) -> None:
+    target = Side(14, 2, {"w": RawLayout((7,), (0, -1)), "v": RawLayout((7,), (-1,), stages=(1,))})
+    assert weights(tmp_path, target, range(0, 14, 7)) == {0: 0, 7: 12}
+
+
+def test_a_stage_without_shards_is_a_hole_though_rules_name_no_parameters(tmp_path: Path) -> None:
+    cut = Placement((1,), ((0,),), open_ended=True)
+    rules = (("w", cut.with_stages((0,))), ("v", cut.with_stages((1,))))
+    source = Side(2, 2, {"w": RawLayout((1,), ()), "v": RawLayout((1,), (), stages=(1,))})
+    write_shards(source, {name: TENSORS[name] for name in ("w", "v")}, tmp_path, "ckpt")
+    shutil.rmtree(tmp_path / "rank_1")
+    checkpoint = SourceCheckpoint.open(find_shards(str(tmp_path)), Strategy(2, 2, {}, rules))
+    same = Conversion(checkpoint, Strategy(2, 2, {}, rules))
+    assert [tensor.spec.name for tensor in same.plan(0).tensors] == ["w"]
+    listed = Strategy(2, 1, {"w": (Placement((2,)),), "v": (Placement((2,)),)})
+    for conversion, rank in ((same, 1), (Conversion(checkpoint, listed), 0), (Conversion(checkpoint, unsharded()), 0)):
+        with pytest.raises(CoverageError, match=r"'v' is there(.|\n)*stage 1(.|\n)*shards of stage 0"):
+            conversion.plan(rank)
+
+
+def test_the_only_shard_of_a_part_that_is_gone_is_a_hole_though_rules_name_no_parameters(tmp_path: Path) -> None:
+    cut = Placement((2,), ((0,),), open_ended=True)
+    rules = (("w", cut.with_stages((0,))), ("v", cut.with_stages((1,))))
+    source = Side(4, 2, {"w": RawLayout((2,), (0, -1)), "v": RawLayout((2,), (-1,), 2, stages=(1,))})
+    write_shards(source, {name: TENSORS[name] for name in ("w", "v")}, tmp_path, "ckpt")
+    shutil.rmtree(tmp_path / "rank_2")
+    checkpoint = SourceCheckpoint.open(find_shards(str(tmp_path)), Strategy(4, 2, {}, rules))
+    conversion = Conversion(checkpoint, Strategy(2, 1, {}, (("w", cut), ("v", cut))))
+    assert {tensor.spec.name for tensor in conversion.plan(1).tensors} == {"w", "v"}
+    with pytest.raises(CoverageError, match="no source holds a part of 'v' that target rank 0 needs"):
+        conversion.plan(0)

@@ -1,0 +1,65 @@
+"""A strategy of a million ranks: what is asked of some of them costs as much as it does of few."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.checkpoints import write_shard
+from support.conversions import COMMAND, command_line
+from support.processes import measure_peak
+
+from reshard_mpi.runs.prepared import MAX_TARGETS
+
+Capture = pytest.CaptureFixture[str]
+MIB = 1 << 20
+SPEC = """
+mesh = { dp = 1024, tp = 1024 }
+[[parameter]]
+match = "w*"
+split = { 0 = ["tp"] }
+"""
+
+
+@pytest.fixture
+def conversion(tmp_path: Path) -> list[str]:
+    (tmp_path / "src").mkdir()
+    write_shard({f"w{at}": np.zeros((1024, 1), np.float32) for at in range(4)}, tmp_path / "src" / "net.ckpt")
+    (tmp_path / "spec.toml").write_text(SPEC)
+    return [str(tmp_path / "src"), str(tmp_path / "dst"), "--dst-strategy", str(tmp_path / "spec.toml")]
+
+
+@pytest.mark.parametrize(
+    ("some", "ranks"),
+    [
+        (["--rank", "0", "--rank", "1048575"], [0, (1 << 20) - 1]),
+        (["--part", "5/300000"], [5, 300_005, 600_005, 900_005]),
+        (["--part", "7/2000000"], [7]),
+        (["--part", "1048577/2000000"], []),
+    ],
+)
+def test_some_of_a_million_targets(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture, conversion: list[str], some: list[str], ranks: list[int]
+) -> None:
+    from reshard_mpi.runs import prepared
+
+    looked_at: list[Path] = []
+    monkeypatch.setattr(prepared, "refuse_overlap", lambda files, target, paths: looked_at.extend(paths))
+    said = command_line(capsys, "plan", *conversion, *some, "--json")
+    assert said.code == 0 and [target["rank"] for target in json.loads(said.out)["targets"]] == ranks
+    assert len(looked_at) == len(ranks)
+
+
+def test_in_little_memory(conversion: list[str]) -> None:
+    found = measure_peak([*COMMAND, "plan", *conversion, "--rank", "0"])
+    assert found.returncode == 0 and found.peak_rss_bytes < 100 * MIB
+
+
+@pytest.mark.parametrize("part", [[], ["--part", "1/3"]])
+def test_too_many_targets_for_one_run(capsys: Capture, conversion: list[str], part: list[str]) -> None:
+    for command in ("plan", "transform"):
+        said = command_line(capsys, command, *conversion, *part)
+        assert said.code == 2 and "there are too many targets for one run" in said.err, said
+        assert f"at most {MAX_TARGETS}" in said.err and "16 parts or more (--part I/N)" in said.err

@@ -1,0 +1,211 @@
+"""Targets in the source, or the source in a target: refused where the one would be taken for a part of the other."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.checkpoints import as_read, expected_rank, read_shard
+from support.conversions import TENSORS, Conversion, command_line, listing, make, shards
+
+import reshard_mpi
+from reshard_mpi.errors import TargetError
+
+Capture = pytest.CaptureFixture[str]
+IN_SOURCE = "the target lies in a rank folder of the source"
+IN_TARGET = "the source lies in a rank folder of the target"
+
+
+@pytest.fixture
+def c(tmp_path: Path) -> Conversion:
+    return make(tmp_path)
+
+
+def in_a_rank_folder(c: Conversion) -> Conversion:
+    return c.but(dst=c.src / "rank_0" / "out")
+
+
+def deep_in_a_rank_folder(c: Conversion) -> Conversion:
+    return c.but(dst=c.src / "rank_3" / "a" / "b")
+
+
+def a_further_rank_folder(c: Conversion) -> Conversion:
+    return c.but(dst=c.src / "rank_8")
+
+
+def a_rank_folder(c: Conversion) -> Conversion:
+    return c.but(dst=c.src / "rank_3")
+
+
+def a_further_rank_folder_by_a_link_to_the_source(c: Conversion) -> Conversion:
+    (c.folder / "link").symlink_to(c.src)
+    return c.but(dst=c.folder / "link" / "rank_8")
+
+
+def a_link_into_a_rank_folder(c: Conversion) -> Conversion:
+    c.dst.symlink_to(c.src / "rank_1")
+    return c.but(dst=c.dst / "out")
+
+
+def a_rank_folder_that_is_a_link(c: Conversion) -> Conversion:
+    (c.folder / "elsewhere").mkdir()
+    (c.src / "rank_8").symlink_to(c.folder / "elsewhere")
+    return c.but(dst=c.src / "rank_8")
+
+
+def where_a_rank_folder_of_the_source_leads(c: Conversion) -> Conversion:
+    shutil.move(c.src / "rank_2", c.folder / "two")
+    (c.src / "rank_2").symlink_to(c.folder / "two")
+    return c.but(dst=c.src / "rank_2" / "out")
+
+
+def a_rank_folder_of_the_target_that_leads_to_one(c: Conversion) -> Conversion:
+    c.dst.mkdir()
+    (c.src / "rank_8").mkdir()
+    (c.dst / "rank_1").symlink_to(c.src / "rank_8")
+    return c
+
+
+def beside_one_shard(c: Conversion) -> Conversion:
+    return c.but(src=c.shard(3), dst=c.src / "rank_5", src_strategy=None)
+
+
+def in_the_folder_of_one_shard(c: Conversion) -> Conversion:
+    return c.but(src=c.shard(3).parent, dst=c.shard(3).parent / "out", src_strategy=None)
+
+
+def a_rank_folder_beside_loose_files(c: Conversion) -> Conversion:
+    return c.but(src=shutil.copytree(c.src / "rank_0", c.folder / "loose"), dst=c.folder / "loose" / "rank_1")
+
+
+def shard_through_a_link(c: Conversion) -> Conversion:
+    place = c.folder / "dst" / "rank_5" / "of_rank_1.ckpt"
+    place.parent.mkdir(parents=True)
+    c.shard(1).rename(place)
+    c.shard(1).symlink_to(place)
+    return c
+
+
+def around_one_shard(c: Conversion) -> Conversion:
+    return c.but(src=c.shard(3), dst=c.src, src_strategy=None)
+
+
+@pytest.mark.parametrize(
+    "lay",
+    [
+        in_a_rank_folder,
+        deep_in_a_rank_folder,
+        a_further_rank_folder,
+        a_rank_folder,
+        a_further_rank_folder_by_a_link_to_the_source,
+        a_link_into_a_rank_folder,
+        a_rank_folder_that_is_a_link,
+        where_a_rank_folder_of_the_source_leads,
+        a_rank_folder_of_the_target_that_leads_to_one,
+        beside_one_shard,
+        in_the_folder_of_one_shard,
+        a_rank_folder_beside_loose_files,
+        shard_through_a_link,
+        around_one_shard,
+    ],
+)
+def test_a_target_in_a_rank_folder_of_the_source(
+    c: Conversion, capsys: Capture, lay: Callable[[Conversion], Conversion]
+) -> None:
+    c = lay(c)
+    refused(c, capsys, IN_SOURCE)
+
+
+def source_in_a_rank_folder(c: Conversion) -> Conversion:
+    shutil.move(c.src, c.folder / "dst" / "rank_0" / "ckpt")
+    return c.but(src=c.folder / "dst" / "rank_0" / "ckpt")
+
+
+def source_in_a_rank_folder_that_is_not_written(c: Conversion) -> Conversion:
+    shutil.move(c.src, c.folder / "dst" / "rank_7")
+    return c.but(src=c.folder / "dst" / "rank_7")
+
+
+def source_through_a_link(c: Conversion) -> Conversion:
+    shutil.move(c.src, c.folder / "dst" / "rank_7" / "ckpt")
+    c.src.symlink_to(c.folder / "dst" / "rank_7" / "ckpt")
+    return c
+
+
+def target_through_a_link(c: Conversion) -> Conversion:
+    c = source_in_a_rank_folder(c)
+    (c.folder / "link").symlink_to(c.dst)
+    return c.but(dst=c.folder / "link")
+
+
+@pytest.mark.parametrize(
+    "lay",
+    [
+        source_in_a_rank_folder,
+        source_in_a_rank_folder_that_is_not_written,
+        source_through_a_link,
+        target_through_a_link,
+    ],
+)
+def test_a_source_in_a_rank_folder_of_the_target(
+    c: Conversion, capsys: Capture, lay: Callable[[Conversion], Conversion]
+) -> None:
+    (c.folder / "dst" / "rank_0").mkdir(parents=True)
+    c = lay(c)
+    refused(c, capsys, IN_TARGET)
+
+
+def refused(c: Conversion, capsys: Capture, problem: str) -> None:
+    before = listing(c.folder)
+    for command in ("transform", "plan"):
+        said = command_line(capsys, *c.arguments(command))
+        assert said.code == 3 and problem in said.err and f"got: {c.dst}" in said.err, said
+        assert f"where: {c.src}" in said.err and "what to do: choose a target" in said.err
+    with pytest.raises(TargetError, match=problem):
+        reshard_mpi.transform_checkpoints(c.src, c.dst, "net", c.src_strategy, c.dst_strategy)
+    assert listing(c.folder) == before
+
+
+@pytest.mark.parametrize("source", [".", "../src"])
+@pytest.mark.parametrize("target", ["out", "./rank_0/../out", "out/rank_0", "../rank_0"])
+def test_a_target_in_the_source_that_nobody_takes_for_a_shard(
+    c: Conversion, capsys: Capture, monkeypatch: pytest.MonkeyPatch, source: str, target: str
+) -> None:
+    before = shards(c.src)
+    monkeypatch.chdir(c.src)
+    there = c.but(src=Path(source), dst=Path(target))
+    assert command_line(capsys, *there.arguments()).code == 0
+    for rank in range(2):
+        assert read_shard(there.written(rank)) == as_read(expected_rank(c.target, TENSORS, rank))
+    assert shards(c.src) == before
+    again = c.but(dst=c.folder / "again")
+    assert command_line(capsys, *again.arguments()).code == 0  # the source is read as before
+
+
+def test_one_target_by_rank_in_place_of_a_source_that_is_not_listed(c: Conversion) -> None:
+    """Ranks 2 and 3 hold the same as 0 and 1, so they need not be listed, but they are the source's nevertheless."""
+    listed = {rank: c.shard(rank) for rank in (0, 1)}
+    before = listing(c.src)
+    for place in (c.shard(2), c.src / "rank_9" / "checkpoint_9.ckpt", c.src / "rank_02" / "checkpoint_2.ckpt"):
+        with pytest.raises(TargetError, match="would be taken for a shard of the source"):
+            reshard_mpi.transform_checkpoint_by_rank(0, listed, place, c.src_strategy, c.dst_strategy)
+        (c.folder / "link").unlink(missing_ok=True)
+        (c.folder / "link").symlink_to(place.parent)
+        with pytest.raises(TargetError, match="would be taken for a shard of the source"):
+            reshard_mpi.transform_checkpoint_by_rank(
+                0, listed, c.folder / "link" / place.name, c.src_strategy, c.dst_strategy
+            )
+    assert listing(c.src) == before
+
+
+def test_one_target_by_rank_under_another_name(c: Conversion) -> None:
+    listed = {rank: c.shard(rank) for rank in (0, 1)}
+    with pytest.raises(TargetError, match="would be taken for a shard of the source"):
+        place = c.src / "rank_0" / "new_0.ckpt"
+        reshard_mpi.transform_checkpoint_by_rank(0, listed, place, c.src_strategy, c.dst_strategy)
+    assert not place.exists()
+    place = c.src / "out" / "rank_0" / "checkpoint_0.ckpt"
+    reshard_mpi.transform_checkpoint_by_rank(0, listed, place, c.src_strategy, c.dst_strategy)
+    assert read_shard(place) == as_read(expected_rank(c.target, TENSORS, 0))

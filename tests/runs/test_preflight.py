@@ -1,0 +1,302 @@
+"""What a run refuses before it creates anything: no room on the file system, names that are too long."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+from support.checkpoints import write_strategy
+from support.conversions import COMMAND, Conversion, command_line, listing, make, side
+from support.launch import MPI, mpirun_command
+from support.oracle import RawLayout
+from support.processes import run_command
+
+import reshard_mpi
+from reshard_mpi.filesystem.folders import Folder
+from reshard_mpi.journal.publication import stale_bytes
+from reshard_mpi.runs import preflight
+from reshard_mpi.runs.preflight import Room, Tally, require_room
+
+Capture = pytest.CaptureFixture[str]
+
+# Stands in for what file systems say is free.
+STAND_IN = """
+import os
+
+status_of = os.statvfs
+
+def statvfs(path):
+    status = list(status_of(path))
+    free = int(os.environ["FREE"])
+    status[1:5] = 1, 1 << 40, free, free  # blocks of one byte
+    return os.statvfs_result(status)
+os.statvfs = statvfs
+"""
+
+
+def four(folder: Path) -> Conversion:
+    c = make(folder)
+    target = side(4, {"w": RawLayout((4,), (0, -1)), "b": RawLayout((2, 2), (1,))})
+    return c.but(target=target, dst_strategy=write_strategy(target, folder / "four"))
+
+
+def say_free(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> None:
+    monkeypatch.setattr(preflight, "_free_bytes", lambda mount: free_bytes)
+
+
+def free(folder: Path, free_bytes: int) -> dict[str, str]:
+    """Return the environment in which every file system has so much room."""
+    (folder / "stand_in").mkdir(exist_ok=True)
+    (folder / "stand_in" / "sitecustomize.py").write_text(STAND_IN)
+    path = os.pathsep.join([str(folder / "stand_in"), os.environ.get("PYTHONPATH", "")]).rstrip(":")
+    return {"PYTHONPATH": path, "FREE": str(free_bytes)}
+
+
+def planned(c: Conversion) -> list[int]:
+    plan = reshard_mpi.plan(c.src, c.src_strategy, c.dst_strategy)
+    return [target.written_bytes for target in plan.targets]
+
+
+def needed_of(refusal: str) -> int:
+    """Return how much room a refused run says it needs."""
+    said = re.search(r"\((\d+) bytes\) free for what this run is to write", refusal)
+    assert said is not None, refusal
+    return int(said[1])
+
+
+# Room
+
+
+@pytest.mark.parametrize("command", ["transform", "plan"])
+def test_no_room(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    c = make(tmp_path)
+    say_free(monkeypatch, sum(planned(c)))  # the payloads alone
+    needed = needed_of(command_line(capsys, *c.arguments(command)).err)
+    say_free(monkeypatch, needed - 1)
+    before = listing(tmp_path)
+    said = command_line(capsys, *c.arguments(command))
+    assert said.code == 3 and "there is no room for the targets" in said.err, said
+    assert (
+        f"({needed} bytes)" in said.err
+        and f"({needed - 1} bytes)" in said.err
+        and "where: the file system at /" in said.err
+    )
+    assert listing(tmp_path) == before
+    say_free(monkeypatch, needed)
+    assert command_line(capsys, *c.arguments(command)).code == 0
+
+
+def test_no_room_for_the_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    c = make(tmp_path)
+    say_free(monkeypatch, sum(planned(c)) - 1)
+    with pytest.raises(reshard_mpi.errors.TargetError, match="no room"):
+        reshard_mpi.transform_checkpoints(c.src, c.dst, "checkpoint_", c.src_strategy, c.dst_strategy)
+    assert not c.dst.exists()
+
+
+def test_no_room_for_one_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    c = make(tmp_path)
+    shards, (needed, _) = {rank: c.shard(rank) for rank in range(4)}, planned(c)
+
+    def transform(name: str) -> None:
+        path = c.dst / "rank_0" / name
+        reshard_mpi.transform_checkpoint_by_rank(0, shards, path, c.src_strategy, c.dst_strategy)
+
+    say_free(monkeypatch, needed)  # the payloads alone
+    with pytest.raises(reshard_mpi.errors.TargetError, match="no room") as refused:
+        transform("net.ckpt")
+    needed = needed_of(str(refused.value))
+    say_free(monkeypatch, needed - 1)
+    with pytest.raises(reshard_mpi.errors.TargetError, match="no room"):
+        transform("net.ckpt")
+    say_free(monkeypatch, needed)
+    with pytest.raises(reshard_mpi.errors.TargetError, match="too long"):
+        transform(f"{'n' * 240}.ckpt")
+    assert not c.dst.exists()
+    transform("net.ckpt")
+
+
+def test_only_what_is_still_to_be_made_needs_room(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    c = make(tmp_path)
+    say_free(monkeypatch, 0)
+    both = needed_of(command_line(capsys, *c.arguments()).err)
+    first = needed_of(command_line(capsys, *c.arguments("transform", "--rank", "0")).err)
+    say_free(monkeypatch, first)
+    assert command_line(capsys, *c.arguments("transform", "--rank", "0")).code == 0
+    say_free(monkeypatch, 0)
+    second = needed_of(command_line(capsys, *c.arguments("transform", "--resume")).err)
+    assert sum(planned(c)) < both < first + second  # each of them counts the commit record, and what is written twice
+    say_free(monkeypatch, second - 1)
+    assert command_line(capsys, *c.arguments("transform", "--resume")).code == 3
+    say_free(monkeypatch, second)
+    assert command_line(capsys, *c.arguments("transform", "--resume")).code == 0
+    say_free(monkeypatch, 0)
+    assert command_line(capsys, *c.arguments("transform", "--resume")).code == 0
+
+
+@pytest.mark.parametrize("jobs", ["2", "3"])
+def test_processes_of_a_run_need_what_they_need_together(tmp_path: Path, jobs: str) -> None:
+    c = four(tmp_path)
+    arguments = [*COMMAND, *c.arguments("transform", "--jobs", jobs)]
+    needed = needed_of(run_command(arguments, env=free(tmp_path, sum(planned(c)))).stderr)
+    finished = run_command(arguments, env=free(tmp_path, needed - 1))
+    assert finished.returncode == 3 and f"({needed} bytes)" in finished.stderr and not c.dst.exists(), finished
+    assert run_command(arguments, env=free(tmp_path, needed)).returncode == 0
+
+
+def test_ranks_of_a_job_need_what_they_need_together(tmp_path: Path, mpi: MPI) -> None:
+    c = four(tmp_path)
+    needed = sum(planned(c))
+    command = mpirun_command(mpi, 3, [*COMMAND, *c.arguments()])
+    finished = run_command(command, env=free(tmp_path, needed - 1))
+    assert finished.returncode == 3 and finished.stderr.count("there is no room") == 1, finished
+    assert not c.dst.exists()
+
+
+def test_room_of_files_that_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is free when they are, and what the dead left is when its target is begun."""
+    say_free(monkeypatch, 0)
+    block = 4096
+    for name in ("a", "b"):
+        (tmp_path / name).write_bytes(bytes(block))
+    tally = Tally()
+    for name in ("a", "b"):
+        tally.add(tmp_path / name, block, left_bytes=0)
+    assert [room.needed_bytes for room in tally.rooms(1, bool)] == [block]
+    tally.add(tmp_path / "c", 10 * block, left_bytes=0)
+    assert [room.needed_bytes for room in tally.rooms(1, bool)] == [10 * block]
+    (tmp_path / ".d.0123.partial").write_bytes(bytes(3 * block))
+    with Folder.open(tmp_path) as folder:
+        tally.add(tmp_path / "d", 3 * block, left_bytes=stale_bytes(folder, "d"))
+    assert [room.needed_bytes for room in tally.rooms(1, bool)] == [10 * block]
+    os.link(tmp_path / "b", tmp_path / "other")  # so it keeps its room
+    tally = Tally()
+    tally.add(tmp_path / "b", block, left_bytes=0)
+    tally.add(tmp_path / "e", block, left_bytes=0)
+    assert [room.needed_bytes for room in tally.rooms(1, bool)] == [2 * block]
+
+
+def test_file_systems_are_looked_at_one_by_one() -> None:
+    require_room([(Room("/a", 3, 5), Room("/b", 5, 5)), (Room("/a", 2, 6),)])
+    with pytest.raises(reshard_mpi.errors.TargetError, match=r"5 bytes(.|\n)*4 bytes(.|\n)*/a"):
+        require_room([(Room("/a", 3, 5), Room("/b", 5, 5)), (Room("/a", 2, 4),)])
+
+
+def test_a_file_system_that_does_not_count(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((1, 1, 0, 0, 0, 0, 0, 0, 0, 255)))
+    assert command_line(capsys, *make(tmp_path).arguments()).code == 0
+
+
+@pytest.mark.parametrize(("kind", "shares", "code"), [("hdf5", True, 0), ("hdf5", False, 3), ("ckpt", True, 3)])
+def test_blocks_that_may_be_shared_need_no_room(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, kind: str, shares: bool, code: int
+) -> None:
+    c = make(tmp_path, kind)
+    say_free(monkeypatch, 0)
+    monkeypatch.setattr(preflight, "_can_share", lambda source, target: shares)
+    assert command_line(capsys, *c.arguments()).code == code
+    one = partial(
+        reshard_mpi.transform_checkpoint_by_rank,
+        0,
+        {rank: c.shard(rank) for rank in range(4)},
+        c.folder / f"0{c.shard(0).suffix}",
+        c.src_strategy,
+        c.dst_strategy,
+    )
+    if code:
+        with pytest.raises(reshard_mpi.errors.TargetError):
+            one()
+    else:
+        one()
+
+
+@pytest.fixture
+def sharing(tmp_path: Path) -> Iterator[Path]:
+    """A file system that shares blocks."""
+    image, folder = tmp_path / "image", tmp_path / "xfs"
+    folder.mkdir()
+    image.touch()
+    os.truncate(image, 320 << 20)
+    for command in (["mkfs.xfs", "-q", "-m", "reflink=1", image], ["mount", "-o", "loop", image, folder]):
+        try:
+            done = subprocess.run(command, check=False, capture_output=True, timeout=60)
+        except FileNotFoundError:
+            pytest.skip(f"{command[0]} is not there")
+        if done.returncode:
+            pytest.skip(f"{command[0]} does not work here: {done.stderr.decode()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", folder], check=True, timeout=60)
+
+
+def test_whether_blocks_may_be_shared(sharing: Path, tmp_path: Path) -> None:
+    for folder in (sharing, tmp_path):
+        (folder / "file").write_bytes(bytes(8192))
+    assert preflight._can_share(sharing / "file", sharing / "new" / "rank_0" / "file")
+    assert not preflight._can_share(tmp_path / "file", sharing / "new")
+    assert not preflight._can_share(sharing / "file", Path("/proc/new"))
+    assert set(listing(sharing)) == {"file"}
+
+
+# Names
+
+
+def test_a_prefix_that_is_too_long(tmp_path: Path, capsys: Capture) -> None:
+    """The partial file has the longest name: that it does not fit must not come out in the middle."""
+    c = make(tmp_path)
+    most = os.pathconf(tmp_path, "PC_NAME_MAX") - len(".1.ckpt.0123456789ab.partial")
+    for command in ("transform", "plan"):
+        before = listing(tmp_path)
+        said = command_line(capsys, *c.arguments(command, "--prefix", "p" * (most + 1)))
+        assert said.code == 3 and "a file name of the target would be too long" in said.err, said
+        assert "at most 255 bytes" in said.err and "256 bytes: .ppp" in said.err and "--prefix" in said.err
+        assert listing(tmp_path) == before
+    assert command_line(capsys, *c.arguments("transform", "--prefix", "p" * most)).code == 0
+    assert command_line(capsys, *c.arguments("transform", "--prefix", "\u00e4" * most, "--overwrite")).code == 3
+
+
+def test_a_target_folder_with_a_name_that_is_too_long(tmp_path: Path, capsys: Capture) -> None:
+    c = make(tmp_path)
+    said = command_line(capsys, *c.but(dst=tmp_path / ("d" * 256)).arguments())
+    assert said.code == 3 and "a file name of the target would be too long" in said.err and "shorter name" in said.err
+
+
+def test_a_path_that_is_too_long(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the files of a target, the partial one of its record may have the longest path."""
+    c = make(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    longest = len("/.reshard_mpi/.rank_1.json.0123456789ab.partial")
+    for spare, code in ((0, 3), (1, 0)):
+        folder = folder_of(os.pathconf(tmp_path, "PC_PATH_MAX") - longest - spare)
+        said = command_line(capsys, *c.but(dst=folder).arguments("transform", "--prefix", "p"))
+        assert said.code == code, said
+        if code:
+            assert "a path in the target would be too long" in said.err and "4096 bytes" in said.err
+            assert not (tmp_path / folder.parts[0]).exists()
+
+
+def folder_of(length: int) -> Path:
+    """Return a relative path of so many characters."""
+    names = ["n" * 99] * (length // 100 - 1)
+    rest = length - len(names) * 100
+    return Path(*names, "n" * (rest // 2), "n" * (rest - rest // 2 - 1))
+
+
+# Left-overs
+
+
+def test_shards_of_another_name_are_pointed_out(tmp_path: Path, capsys: Capture) -> None:
+    c = make(tmp_path)
+    assert command_line(capsys, *c.arguments()).err.count("note:") == 0
+    said = command_line(capsys, *c.arguments("transform", "--overwrite", "--prefix", "net_"))
+    note = f"note: {c.written(0)} and 1 more will lie beside the new targets: a shard of another run"
+    assert said.code == 0 and said.err.count(note) == 1, said
+    assert c.written(0).exists()

@@ -1,0 +1,138 @@
+"""What is projected of memory follows what is measured: never below it, and never far above."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from support.many_tensors import LARGE, SMALL, WIDE, Checkpoint, Storage
+from support.processes import Measured, measure_peak, run_command
+
+from reshard_mpi.checkpoints import discovery
+from reshard_mpi.checkpoints.source import SourceCheckpoint
+from reshard_mpi.runs.projection import Projection, checking_bytes
+from reshard_mpi.runs.selfcheck import Summing
+from reshard_mpi.units import MIB
+
+# What is projected is at most so much more than what is measured.
+MOST = 1.5
+
+
+def command(*arguments: str | Path) -> Measured:
+    done = measure_peak([sys.executable, "-m", "reshard_mpi", *arguments], timeout_seconds=300)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def judge(what: str, projected_bytes: int, measured_bytes: int, most: float = MOST) -> None:
+    share = projected_bytes / measured_bytes
+    print(f"{what}: projected {projected_bytes / MIB:.1f} MiB, measured {measured_bytes / MIB:.1f} MiB: {share:.2f}")
+    assert 1.0 <= share <= most, what
+
+
+CASES = [
+    ("ckpt", "ckpt", 17, SMALL),
+    ("ckpt", "hdf5", 17, SMALL),
+    ("hdf5", "hdf5", 17, SMALL),
+    ("ckpt", "ckpt", 3, LARGE),
+    ("ckpt", "ckpt", 2, WIDE),
+    ("hdf5", "hdf5", 2, WIDE),
+    ("ckpt", "hdf5", 2_000, SMALL),
+    ("ckpt", "ckpt", 2_000, SMALL),
+    ("hdf5", "hdf5", 2_000, SMALL),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "to", "tensors", "shape"), CASES)
+def test_projected_and_measured(tmp_path: Path, kind: str, to: str, tensors: int, shape: tuple[int, int]) -> None:
+    made = Checkpoint.write(tmp_path / "made", kind, tensors, shape)
+    what = f"{kind} to {to}, {tensors} tensors"
+    options = [*made.options(), "--to", to, "--rank", "1"]
+    planned = command("plan", made.src, tmp_path / "out", *options, "--json")
+    judge(f"{what}, planned", Projection.of(made.conversion(), to).planning_bytes, planned.peak_rss_bytes)
+    projected_bytes = json.loads(planned.stdout)["peak_bytes"]
+    report = tmp_path / "report.json"
+    written = command("transform", made.src, tmp_path / "out", *options, "--jobs", "1", "--report", report)
+    judge(f"{what}, written", projected_bytes, written.peak_rss_bytes)
+    assert json.loads(report.read_text())["targets"][0]["leased_bytes"] == projected_bytes
+
+    options = [*made.options(), "--to", to, "--rank", "1", "--verify"]
+    projected_bytes = json.loads(command("plan", made.src, tmp_path / "out_2", *options, "--json").stdout)["peak_bytes"]
+    verified = command("transform", made.src, tmp_path / "out_2", *options, "--jobs", "1")
+    judge(f"{what}, written and verified", projected_bytes, verified.peak_rss_bytes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "tensors", "shape"),
+    [
+        ("ckpt", 17, SMALL),
+        ("hdf5", 17, SMALL),
+        ("ckpt", 3, LARGE),
+        ("ckpt", 2, WIDE),
+        ("hdf5", 200, SMALL),
+    ],
+)
+def test_verify(tmp_path: Path, kind: str, tensors: int, shape: tuple[int, int]) -> None:
+    made = Checkpoint.write(tmp_path / "made", kind, tensors, shape)
+    command("transform", made.src, tmp_path / "out", *made.options(), "--jobs", "1", "--verify")
+    conversion = made.conversion()
+    held = SourceCheckpoint.open(discovery.find_shards(str(tmp_path / "out")), conversion.target)
+    projection = Projection.of(conversion, kind, also_read=held)
+    pair = command("verify", made.src, tmp_path / "out", *made.options(), "--jobs", "1")
+    what = f"{kind}, {tensors} tensors"
+    judge(f"{what}, verified", projection.peak_bytes(conversion.plan(1)), pair.peak_rss_bytes)
+    alone = command("verify", tmp_path / "out", "--jobs", "1")
+    projected_bytes = checking_bytes(kind, Summing(tensors + 1, True, 0, shape == SMALL))
+    judge(f"{what}, by its sums", projected_bytes, alone.peak_rss_bytes)
+
+
+# Runs a command in this process and prints its peak, and that of the process it has the library in.
+WITH_CHILD = """
+import sys
+from pathlib import Path
+from reshard_mpi.cli.commands import main
+from reshard_mpi.formats.hdf5 import isolation
+try:
+    main(sys.argv[1:])
+finally:
+    peak_kib = 0
+    for pid in ("self", isolation._keeper._process.pid):
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        peak_kib += next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+    sys.stderr.write(f"{peak_kib << 10}\\n")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("tensors", "shape", "storage"),
+    [
+        (17, SMALL, {}),
+        (2_000, SMALL, {}),
+        (2, (8192, 2048), {"chunks": (500, 2000), "compression": "gzip", "shuffle": True}),
+        (2, (8192, 2048), {"chunks": (1024, 2048)}),
+        (2, (8192, 2048), {"chunks": (2048, 2048), "compression": "lzf", "fletcher32": True}),
+    ],
+)
+def test_files_of_other_making(tmp_path: Path, tensors: int, shape: tuple[int, int], storage: Storage) -> None:
+    made = Checkpoint.write(tmp_path / "made", "hdf5", tensors, shape, storage)
+    options = [*made.options(), "--to", "ckpt", "--rank", "1"]
+    planned = command("plan", made.src, tmp_path / "out", *options, "--json")
+    projection = Projection.of(made.conversion(), "ckpt")
+    what = f"{tensors} tensors, {storage}"
+    with_child = [sys.executable, "-c", WITH_CHILD]
+    for name, projected_bytes, arguments in [
+        ("planned", projection.planning_bytes, ["plan", made.src, tmp_path / "out", *options]),
+        (
+            "written",
+            json.loads(planned.stdout)["peak_bytes"],
+            ["transform", made.src, tmp_path / "out", *options, "--jobs", "1"],
+        ),
+    ]:
+        done = run_command([*with_child, *arguments], timeout_seconds=300)
+        assert done.returncode == 0, done.stderr
+        judge(f"{what}, {name}", projected_bytes, int(done.stderr.split()[-1]))

@@ -1,0 +1,164 @@
+"""The room that a run asks for: never less than it takes on the disk, and little more."""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.cases import Side
+from support.checkpoints import ENDINGS, write_shards, write_strategy
+from support.conversions import Conversion, command_line, make
+from support.oracle import RawLayout
+
+import reshard_mpi
+from reshard_mpi import formats
+from reshard_mpi.formats.dtypes import BY_NAME
+from reshard_mpi.formats.manifest import ShardIdentity, ShardSpec, TensorSpec
+from reshard_mpi.formats.protocol import reserve_file, seal_file
+from reshard_mpi.runs import preflight
+from reshard_mpi.sharding.box import Box
+from reshard_mpi.testing import samples, strategies
+
+Capture = pytest.CaptureFixture[str]
+BLOCK_BYTES = 4096
+# What an estimate may be too high by, besides as much again as the structure of a shard takes: blocks of structure that
+# the library leaves half empty, and for each tensor that is aligned a gap before it.
+SPARE_BYTES = {"ckpt": 0, "hdf5": 64 << 10}
+# Names as models have them, and such as no model has.
+PATTERNS = ("layer.{}.weight", "model.layers.{}.self_attn.q_proj.weight", "{}", "g{}/w", "a/b/{}", "./{}\0", "é{}" * 50)
+TYPES = [dtype for dtype in BY_NAME.values() if dtype.name != "str"]
+
+
+def size_of(kind: str, spec: ShardSpec, *, sums: bool, crc: bool) -> int:
+    """Return how large the file of a shard is: as it is reserved, and sealed."""
+    module = formats.by_name(kind)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, f"shard.{ENDINGS[kind]}")
+        reserve_file(module, str(path), spec)
+        seal_file(
+            module, str(path), dict.fromkeys((tensor.name for tensor in spec.tensors), 1) if sums else {}, crc=crc
+        )
+        return path.stat().st_size
+
+
+def check(kind: str, spec: ShardSpec, *, more: bool) -> None:
+    """Check the estimate of a shard. more: of one with sums, or with a checksum."""
+    sums, crc = more and kind == "hdf5", more and kind == "ckpt"
+    spec = spec._replace(with_sums=sums)
+    estimate = formats.by_name(kind).size_at_most_bytes(spec, crc=crc)
+    size_bytes = size_of(kind, spec, sums=sums, crc=crc)
+    payload_bytes = sum(tensor.size_bytes for tensor in spec.tensors)
+    gaps = BLOCK_BYTES * sum(tensor.size_bytes >= 1 << 16 for tensor in spec.tensors) if kind == "hdf5" else 0
+    assert size_bytes <= estimate, (size_bytes, estimate)
+    assert estimate <= size_bytes + (size_bytes - payload_bytes) + SPARE_BYTES[kind] + gaps, (size_bytes, estimate)
+
+
+def spec_of(names: list[str], shapes: list[tuple[int, ...]], draw: random.Random) -> ShardSpec:
+    dtypes = draw.choices(TYPES, k=len(names))
+    tensors = (TensorSpec(name, dtype, shape, Box.whole(shape)) for name, dtype, shape in zip(names, dtypes, shapes))
+    return ShardSpec(ShardIdentity(3, 64, "x" * draw.choice([0, 5000])), tuple(tensors), {"note": "\n" * 100})
+
+
+@pytest.mark.parametrize("kind", ["ckpt", "hdf5"])
+@given(contents=strategies.contents(), more=st.booleans())
+def test_shards_of_odd_contents(kind: str, contents: samples.Contents, more: bool) -> None:
+    check(kind, samples.spec_of(contents), more=more)
+
+
+@pytest.mark.parametrize("kind", ["ckpt", "hdf5"])
+@given(seed=st.integers(0, 1 << 30), count=st.sampled_from([0, 1, 8, 9, 40, 200]), pattern=st.sampled_from(PATTERNS))
+def test_shards_of_many_tensors(kind: str, seed: int, count: int, pattern: str) -> None:
+    draw = random.Random(seed)
+    sides = draw.choice([(1, 2, 3), (100, 257), (16384, 16385, 40_000, 3)])
+    shapes = [tuple(draw.choices(sides, k=draw.choice([0, 1, 1])) + [1] * draw.randrange(4)) for _ in range(count)]
+    check(kind, spec_of([pattern.replace("{}", str(i)) for i in range(count)], shapes, draw), more=draw.random() < 0.5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [10, 200, 1000, 4000])
+@pytest.mark.parametrize("dimensions", [0, 4, 8])
+def test_shards_of_a_large_model(length: int, dimensions: int) -> None:
+    for kind in ("ckpt", "hdf5"):
+        names = [f"{i:0{length}}" for i in range(4000 if length < 1000 else 400)]
+        check(kind, spec_of(names, [(1,) * dimensions] * len(names), random.Random(length)), more=True)
+
+
+@pytest.mark.parametrize("kind", ["ckpt", "hdf5"])
+def test_no_fewer_bytes_than_a_shard_of_2001_tensors(kind: str) -> None:
+    names = [f"p{i:04}" for i in range(2001)]
+    spec = spec_of(names, [(8,)] * len(names), random.Random(1))
+    check(kind, spec, more=False)
+
+
+# A whole run
+
+
+def many(folder: Path, kind: str) -> Conversion:
+    """Return a conversion of 2 ranks to 2, with 300 tensors, some of them large."""
+    tensors = {f"layer.{i}.weight": np.full((2, 16500 if i % 50 == 0 else 8), i, np.float32) for i in range(300)}
+    source = Side(2, 1, {name: RawLayout((2,), (0, -1)) for name in tensors})
+    target = Side(2, 1, {name: RawLayout((2,), (-1, 0)) for name in tensors})
+    write_shards(source, tensors, folder / "src", kind)
+    strategy_files = (write_strategy(source, folder / "src_strategy"), write_strategy(target, folder / "dst_strategy"))
+    return Conversion(folder, kind, source, target, folder / "src", folder / "dst", *strategy_files)
+
+
+def taken_bytes(*roots: Path) -> int:
+    """Return what files and folders take on the disk."""
+    paths = [path for root in roots for path in (root, *root.rglob("*"))]
+    return sum(512 * path.lstat().st_blocks for path in paths)
+
+
+@pytest.mark.parametrize("kind", ["ckpt", "hdf5"])
+@pytest.mark.parametrize("options", [(), ("--verify",)])
+def test_a_run_takes_what_it_asks_for(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, kind: str, options: tuple[str, ...]
+) -> None:
+    conversion, report = many(tmp_path, "ckpt"), tmp_path / "report.json"
+    arguments = conversion.arguments("transform", "--to", kind, *options, "--report", str(report))
+    with monkeypatch.context() as patch:
+        patch.setattr(preflight, "_free_bytes", lambda mount: 0)
+        refused = command_line(capsys, *arguments)
+        said = re.search(r"\((\d+) bytes\) free for", refused.err)
+        assert refused.code == 3 and said is not None, refused
+        assert not conversion.dst.exists() and not report.exists()
+    needed_bytes = int(said[1])
+    assert command_line(capsys, *arguments).code == 0
+    # The tests' own file system may need no blocks for small files.
+    files = [path for path in (*conversion.dst.rglob("*"), report) if path.is_file()]
+    lengths = sum(path.stat().st_size for path in files)
+    assert max(lengths, taken_bytes(conversion.dst, report)) <= needed_bytes
+    written = conversion.but(kind=kind)
+    structure_bytes = sum(written.written(rank).stat().st_size for rank in (0, 1)) - payload_of(conversion)
+    spare_bytes = 2 * SPARE_BYTES[kind] + structure_bytes + 64 * BLOCK_BYTES
+    assert needed_bytes <= taken_bytes(conversion.dst, report) + spare_bytes
+
+
+def payload_of(conversion: Conversion) -> int:
+    plan = reshard_mpi.plan(conversion.src, conversion.src_strategy, conversion.dst_strategy)
+    return sum(target.written_bytes for target in plan.targets)
+
+
+def test_the_commit_record_and_records_of_targets_are_counted(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without anything kept, the function needs less than the command."""
+    conversion = make(tmp_path)
+    monkeypatch.setattr(preflight, "_free_bytes", lambda mount: 0)
+    by_command = command_line(capsys, *conversion.arguments("transform", "--verify")).err
+    with pytest.raises(reshard_mpi.TargetError) as by_function:
+        reshard_mpi.transform_checkpoints(
+            conversion.src, conversion.dst, "checkpoint_", conversion.src_strategy, conversion.dst_strategy
+        )
+    numbers = [re.search(r"\((\d+) bytes\) free for", text) for text in (by_command, str(by_function.value))]
+    kept, alone = (int(number[1]) for number in numbers if number is not None)
+    assert alone >= math.ceil(payload_of(conversion) / BLOCK_BYTES) * BLOCK_BYTES
+    # Two records, once more the larger of all while it is written anew, and the commit record.
+    assert kept >= alone + 4 * BLOCK_BYTES

@@ -1,0 +1,713 @@
+"""Verification: while a target is written, against its source later, and against the sums a checkpoint keeps."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+from support import ckpt_peer
+from support.checkpoints import Arrays, as_read, expected_rank, read_shard, write_shard, write_shards, write_strategy
+from support.conversions import (
+    COMMAND,
+    TENSORS,
+    Conversion,
+    Said,
+    command_line,
+    four_targets,
+    listing,
+    make,
+    shards,
+    side,
+)
+from support.launch import MPI, mpirun_command
+from support.oracle import RawLayout
+from support.processes import run_command
+from support.stand_ins import doing
+
+import reshard_mpi
+from reshard_mpi import formats
+from reshard_mpi.errors import DamageError, ShardError, SourceError, UsageError
+from reshard_mpi.formats.ckpt import sealing
+from reshard_mpi.runs import verify as verifying
+from reshard_mpi.runs import write
+
+Capture = pytest.CaptureFixture[str]
+KINDS = ("ckpt", "hdf5")
+WHOLE = {name: zlib.crc32(array.tobytes()) for name, array in TENSORS.items()}
+
+
+def verify(capsys: Capture, c: Conversion, *options: str, target: bool = True) -> Said:
+    arguments = c.arguments("verify", "--jobs", "1", *options)
+    if not target:
+        arguments = ["verify", str(c.dst), "--jobs", "1", *options]
+    return command_line(capsys, *arguments)
+
+
+def flip(path: Path, name: str, element: int = 0) -> int:
+    """Flip a bit of a tensor in a shard; return at which byte of the file."""
+    module = formats.by_name(formats.name_of(path.name) or "")
+    entry = module.locate(str(path)).tensors[name]
+    offset = entry.source.ranges[0].offset_bytes + element * entry.dtype.itemsize_bytes
+    mode = path.stat().st_mode
+    path.chmod(0o600)
+    with path.open("r+b") as stream:
+        stream.seek(offset)
+        (byte,) = stream.read(1)
+        stream.seek(offset)
+        stream.write(bytes([byte ^ 8]))
+    path.chmod(mode)
+    return offset
+
+
+@pytest.fixture(params=KINDS)
+def c(request: pytest.FixtureRequest, tmp_path: Path) -> Conversion:
+    return four_targets(tmp_path, request.param)
+
+
+def sums(c: Conversion) -> dict[str, int]:
+    record = json.loads((c.dst / "reshard.json").read_text())
+    return {name: int(value, 16) for name, value in record["sums"].items()}
+
+
+# While targets are written
+
+
+def test_the_record_has_the_sums_of_whole_tensors(c: Conversion, capsys: Capture) -> None:
+    assert command_line(capsys, *c.arguments("transform", "--verify")).code == 0
+    assert sums(c) == WHOLE
+
+
+def test_every_division_of_a_run_gives_the_same(c: Conversion, tmp_path: Path, mpi: MPI, capsys: Capture) -> None:
+    assert command_line(capsys, *c.arguments("transform", "--verify")).code == 0
+    for name, command in {
+        "jobs": [*COMMAND, *c.but(dst=tmp_path / "jobs").arguments("transform", "--verify", "--jobs", "3")],
+        "mpi": mpirun_command(mpi, 3, [*COMMAND, *c.but(dst=tmp_path / "mpi").arguments("transform", "--verify")]),
+    }.items():
+        run_command(command, env=doing(tmp_path, "pass"), check=True)  # which cuts targets at every 16 bytes
+        assert listing(tmp_path / name / "rank_3") == listing(c.dst / "rank_3")
+        assert shards(tmp_path / name) == shards(c.dst)
+        assert sums(c.but(dst=tmp_path / name)) == WHOLE
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tensors_without_elements(tmp_path: Path, capsys: Capture, kind: str) -> None:
+    """They begin at no byte of a target that several processes fill, and have a sum all the same."""
+    c = four_targets(tmp_path, kind)
+    for rank in range(4):
+        c.rewrite(rank, {"a_none": np.zeros((0, 4), np.float32), "x_none": np.zeros((3, 0), np.int64)})
+    assert command_line(capsys, *c.arguments("transform", "--verify")).code == 0
+    assert sums(c) == WHOLE | {"a_none": 0, "x_none": 0}
+    several = c.but(dst=tmp_path / "several")
+    options = ["--verify", "--jobs", "3"]
+    run_command([*COMMAND, *several.arguments("transform", *options)], env=doing(tmp_path, "pass"), check=True)
+    assert shards(several.dst) == shards(c.dst) and sums(several) == sums(c)
+    for one in (c, several):
+        assert verify(capsys, one).code == verify(capsys, one, target=False).code == 0
+
+
+def test_sums_are_in_native_shards(tmp_path: Path, capsys: Capture) -> None:
+    c = four_targets(tmp_path, "hdf5")
+    assert command_line(capsys, *c.arguments("transform", "--verify")).code == 0
+    total = {name: zlib.crc32(bytes(TENSORS[name].nbytes)) for name in TENSORS}
+    for name in ("w", "moments.w"):
+        zeros = total[name]
+        for rank in range(4):
+            with h5py.File(c.written(rank)) as file:
+                contents = json.loads(bytes(file["__reshard_mpi__/contents"][...]))["tensors"]
+                value = int(file["__reshard_mpi__/sums"][contents.index(name)])
+                alone = np.zeros_like(TENSORS[name])
+                start = file[name].attrs["offset"]
+                held = file[name][...]
+                alone[tuple(slice(a, a + n) for a, n in zip(start, held.shape))] = held
+            assert value == zlib.crc32(alone.tobytes())
+            total[name] ^= value ^ zeros
+        assert total[name] == WHOLE[name]
+    assert set(formats.by_name("hdf5").locate(str(c.written(0))).tensors) == set(TENSORS)
+
+
+def test_a_target_that_is_not_what_was_read_is_not_published(c: Conversion, tmp_path: Path) -> None:
+    """As if the disk had written something else than it was given."""
+    spoil = (
+        "f = open(manifest.path, 'r+b'); at = manifest.tensors['w'].source.ranges[0].offset_bytes + 5; f.seek(at);"
+        " b = f.read(1); f.seek(at); f.write(bytes([b[0] ^ 1])); f.close()"
+    )
+    options = ["--verify", "--report", str(tmp_path / "r.json")]
+    finished = run_command([*COMMAND, *c.arguments("transform", *options)], env=doing(tmp_path, spoil))
+    assert finished.returncode == 4, finished
+    assert "target rank 1: 'w' differs from its source at element [2, 1]" in finished.stderr
+    assert not c.written(1).exists() and c.written(0).exists() and not list(c.dst.rglob("*.partial"))
+    without = run_command(
+        [*COMMAND, *c.but(dst=tmp_path / "without").arguments("transform")], env=doing(tmp_path, spoil)
+    )
+    assert without.returncode == 0  # which is why there is --verify
+
+
+SPOIL_OWN = """
+        own = [r for e in manifest.tensors.values() for r in e.source.ranges if span[0] <= r.offset_bytes < span[1]]
+        with open(manifest.path, "r+b") as stream:
+            stream.seek(own[-1].offset_bytes)
+            byte = stream.read(1)[0]
+            stream.seek(own[-1].offset_bytes)
+            stream.write(bytes([byte ^ 1]))
+"""
+
+
+def test_one_of_several_that_fill_a_target_finds_the_damage(c: Conversion, tmp_path: Path) -> None:
+    when = "plan.target_rank == 3 and span is not None and span[1] >= os.stat(manifest.path).st_size"
+    finished = run_command(
+        [*COMMAND, *c.arguments("transform", "--verify", "--jobs", "3")], env=doing(tmp_path, SPOIL_OWN, when)
+    )
+    assert finished.returncode == 4, finished
+    assert "target rank 3" in finished.stderr and "differs from its source" in finished.stderr
+    assert not c.written(3).exists() and c.written(0).exists()
+
+
+def test_a_source_that_was_committed_with_other_sums(tmp_path: Path, capsys: Capture) -> None:
+    c = four_targets(tmp_path, "hdf5")
+    assert command_line(capsys, *c.arguments("transform", "--verify")).code == 0
+    flip(c.written(2), "w")
+    again = ["transform", str(c.dst), str(tmp_path / "again"), "--verify", "--jobs", "1"]
+    said = command_line(capsys, *again)
+    assert said.code == 4 and "'w' is not what the source was committed with" in said.err
+    assert not (tmp_path / "again" / "reshard.json").exists()
+
+
+def test_a_source_that_was_saved_beside_what_was_committed(tmp_path: Path, capsys: Capture) -> None:
+    """Training goes on in the folder of a checkpoint that was resharded for it."""
+    c = make(tmp_path)
+    assert command_line(capsys, *c.arguments("transform", "--verify")).code == 0
+    trained = {name: array + 1 for name, array in TENSORS.items()}
+    for rank in range(2):
+        write_shard(expected_rank(c.target, trained, rank), c.written(rank).with_name("net-10_5.ckpt"))
+    again = ["transform", str(c.dst), str(tmp_path / "again"), "--verify", "--jobs", "1"]
+    said = command_line(capsys, *again, "--src-strategy", str(c.dst_strategy))
+    assert said.code == 0 and "net-10_5.ckpt chosen" in said.err
+    assert sums(c.but(dst=tmp_path / "again")) == {name: zlib.crc32(array.tobytes()) for name, array in trained.items()}
+    assert verify(capsys, c, "--select", "net-10*", target=False).code == 3  # of which there are no sums
+    assert verify(capsys, c, "--select", "checkpoint*", target=False).code == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_that_each_rank_has_for_itself(tmp_path: Path, capsys: Capture, kind: str) -> None:
+    c = make(tmp_path, kind)
+    c = c.but(target=c.source, dst_strategy=c.src_strategy)
+    for rank in range(4):
+        c.rewrite(rank, {"rng": np.array([rank, 7], np.uint32)})
+    assert command_line(capsys, *c.arguments("transform", "--verify")).code == 0
+    assert sums(c) == WHOLE
+    assert verify(capsys, c, target=False).code == 0
+    if kind == "hdf5":  # which knows of itself what it is, without the records
+        (c.dst / "reshard.json").unlink()
+        shutil.rmtree(c.dst / ".reshard_mpi")
+        assert verify(capsys, c, target=False).code == 0
+    flip(c.written(2), "rng")
+    said = verify(capsys, c, target=False)
+    assert said.code == 4 and "rank 2: 'rng' is damaged" in said.err
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_that_only_some_ranks_have(tmp_path: Path, capsys: Capture, kind: str) -> None:
+    """They are no parts of one tensor, though their elements are together as many as those of the first."""
+    c = make(tmp_path, kind)
+    c = c.but(target=c.source, dst_strategy=c.src_strategy)
+    for rank in range(4):
+        c.rewrite(rank, {"rng": np.arange(0 if rank else 3, dtype=np.uint32)})
+    assert command_line(capsys, *c.arguments("transform", "--verify")).code == 0
+    assert sums(c) == WHOLE
+    assert verify(capsys, c, target=False).code == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_copies_of_a_parameter_that_differ(tmp_path: Path, capsys: Capture, kind: str) -> None:
+    """Each target was made right, from sources that contradict each other."""
+    c = make(tmp_path, kind)
+    c = c.but(target=c.source, dst_strategy=c.src_strategy)
+    for rank in range(4):
+        c.rewrite(rank, {"b": TENSORS["b"] + rank})
+    said = command_line(capsys, *c.arguments("transform", "--verify", "--replicas", "any"))
+    assert said.code == 4 and "copies of 'b' differ" in said.err
+    assert not (c.dst / "reshard.json").exists()
+    said = verify(capsys, c, target=False)
+    assert said.code == 4 and "copies of 'b' differ" in said.err
+
+
+def test_targets_that_were_made_without_are_pointed_out(tmp_path: Path, capsys: Capture) -> None:
+    c = four_targets(tmp_path)
+    assert command_line(capsys, *c.arguments("transform", "--rank", "1", "--rank", "2")).code == 0
+    said = command_line(capsys, *c.arguments("transform", "--verify", "--resume"))
+    assert said.code == 0 and said.err.count("note: targets that were complete already were not verified") == 1
+    assert "sums" not in json.loads((c.dst / "reshard.json").read_text())
+    c = c.but(dst=tmp_path / "verified")
+    for _ in range(2):
+        said = command_line(capsys, *c.arguments("transform", "--verify", "--resume"))
+        assert said.code == 0 and "not verified" not in said.err
+
+
+# MindSpore's checksum
+
+
+def test_crc_is_written_and_checked(tmp_path: Path, capsys: Capture) -> None:
+    c = make(tmp_path)
+    assert command_line(capsys, *c.arguments("transform", "--crc")).code == 0
+    for rank in range(2):
+        data = c.written(rank).read_bytes()
+        assert data[-17:] == b"crc_num" + zlib.crc32(data[:-17]).to_bytes(10, "big")
+    again = ["transform", str(c.dst), str(tmp_path / "again"), "--jobs", "1", "--src-strategy", str(c.dst_strategy)]
+    assert command_line(capsys, *again, "--verify").code == 0
+    flip(c.written(1), "w")
+    assert command_line(capsys, *again, "--overwrite").code == 0  # which is why there is --verify
+    said = command_line(capsys, *again, "--overwrite", "--verify")
+    assert said.code == 3 and "does not fit its own checksum" in said.err and str(c.written(1)) in said.err
+
+
+def of_four_alike(folder: Path) -> Conversion:
+    """Every source rank holds everything, and its file has a checksum."""
+    source = side(4, {"w": RawLayout((4,), (-1, -1)), "b": RawLayout((4,), (-1,))})
+    c = four_targets(folder).but(
+        source=source, src=folder / "alike", src_strategy=write_strategy(source, folder / "alike_strategy")
+    )
+    write_shards(source, TENSORS, c.src, c.kind)
+    for rank in range(4):
+        with_checksum(c.shard(rank))
+    return c
+
+
+def with_checksum(path: Path) -> None:
+    """Put behind a checkpoint what MindSpore does."""
+    data = path.read_bytes()
+    path.unlink()
+    path.write_bytes(data + b"crc_num" + zlib.crc32(data).to_bytes(10, "big"))
+
+
+def assert_replaced(c: Conversion, runs: Sequence[list[str]], capsys: Capture) -> None:
+    """Check that `runs` take rank 2's shard instead of the damaged ones of ranks 0 and 1, say so, and are right."""
+    warned: dict[str, None] = {}
+    for run in runs:
+        finished = run_command(run)
+        assert finished.returncode == 0, finished
+        warned |= dict.fromkeys(line for line in finished.stderr.splitlines() if line.startswith("warning: "))
+    assert len(warned) == 2
+    for rank, line in enumerate(warned):
+        assert line.startswith(f"warning: the shard of rank {rank} cannot be used, {c.shard(rank)}: a checkpoint does")
+        assert line.endswith("; taken from rank 2 instead")
+    for rank in range(4):
+        assert read_shard(c.written(rank)) == as_read(expected_rank(c.target, TENSORS, rank))
+    planned = command_line(capsys, *c.but(dst=c.folder / "other").arguments("plan", "--verify"))
+    assert planned.code == 0 and [line for line in planned.err.splitlines() if line in warned] == list(warned)
+
+
+@pytest.mark.parametrize("way", ["alone", "jobs", "tasks"])
+def test_a_source_that_does_not_fit_its_checksum_is_replaced(tmp_path: Path, capsys: Capture, way: str) -> None:
+    """Those that stand in are checked as well."""
+    c = of_four_alike(tmp_path)
+    for rank in (0, 1):
+        flip(c.shard(rank), "w")
+    divided = {"alone": [[]], "jobs": [["--jobs", "3"]], "tasks": [["--part", f"{at}/4"] for at in range(4)]}[way]
+    runs = [[*COMMAND, *c.arguments("transform", "--verify", *options)] for options in divided]
+    assert_replaced(c, runs, capsys)
+
+
+def test_and_by_all_ranks(tmp_path: Path, capsys: Capture, mpi: MPI) -> None:
+    c = of_four_alike(tmp_path)
+    for rank in (0, 1):
+        flip(c.shard(rank), "w")
+    assert_replaced(c, [mpirun_command(mpi, 3, [*COMMAND, *c.arguments("transform", "--verify")])], capsys)
+
+
+def test_sources_none_of_which_fits_its_checksum(tmp_path: Path, capsys: Capture) -> None:
+    c = of_four_alike(tmp_path)
+    for rank in range(4):
+        flip(c.shard(rank), "w")
+    for command in ("transform", "plan"):
+        said = command_line(capsys, *c.arguments(command, "--verify"))
+        assert said.code == 3 and "does not fit its own checksum" in said.err and str(c.shard(0)) in said.err
+    assert not c.dst.exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "option", "says"),
+    [("ckpt", "--crc", "got: a run with no --crc\n"), ("hdf5", "--verify", "got: a run with no --verify\n")],
+)
+def test_what_changes_the_bytes_makes_another_run(
+    tmp_path: Path, capsys: Capture, kind: str, option: str, says: str
+) -> None:
+    c = make(tmp_path, kind)
+    assert command_line(capsys, *c.arguments("transform", "--rank", "0")).code == 0
+    said = command_line(capsys, *c.arguments("transform", "--resume", option))
+    assert said.code == 3 and "holds another run" in said.err and says in said.err
+
+
+def test_a_file_that_shrinks_while_its_checksum_is_made(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    path.write_bytes(bytes(10))
+    with path.open("rb") as stream, pytest.raises(ShardError, match="became shorter"):
+        sealing._sum(stream.fileno(), str(path), 11)
+
+
+def test_targets_are_read_back_from_the_disk(c: Conversion, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as that can be had: what the memory has of them is given up before."""
+    forgotten: list[str] = []
+
+    def forget(descriptor: int) -> None:
+        forgotten.append(Path(f"/proc/self/fd/{descriptor}").readlink().parent.name)
+
+    monkeypatch.setattr(write, "forget_cached", forget)
+    assert command_line(capsys, *c.arguments("transform", "--verify")).code == 0
+    assert sorted(forgotten) == [f"rank_{rank}" for rank in range(4) for _ in ("payload", "structure")]
+
+
+def test_crc_is_for_ckpt(tmp_path: Path, capsys: Capture) -> None:
+    c = make(tmp_path, "hdf5")
+    assert command_line(capsys, *c.arguments("transform", "--crc")).code == 2
+    assert not c.dst.exists()
+
+
+# Against the source
+
+
+@pytest.mark.parametrize("kinds", [("ckpt", "ckpt"), ("ckpt", "hdf5"), ("hdf5", "ckpt")])
+def test_pair(tmp_path: Path, capsys: Capture, kinds: tuple[str, str]) -> None:
+    c = four_targets(tmp_path, kinds[0])
+    assert command_line(capsys, *c.arguments("transform", "--to", kinds[1])).code == 0
+    said = verify(capsys, c)
+    assert said.code == 0 and "verified 4 shards" in said.out and "by the source: sound" in said.out
+    (path,) = (c.dst / "rank_2").iterdir()
+    offset = flip(path, "w", 3)
+    said = verify(capsys, c)
+    assert said.code == 4 and said.out == ""
+    assert "damage: target rank 2: 'w' differs from its source at element [4, 3]" in said.err
+    assert f"at byte {offset} of {path}" in said.err
+    assert said.err.count("damage: ") == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pair_with_texts(tmp_path: Path, capsys: Capture, kind: str) -> None:
+    c = make(tmp_path)
+    for rank in range(4):
+        with c.shard(rank).open("ab") as stream:
+            stream.write(ckpt_peer.value("note", (0,), "str", "kept".encode("utf-32-le")))
+    c = c.but(kind=kind)
+    assert command_line(capsys, *c.arguments("transform", "--verify", "--to", kind)).code == 0
+    assert verify(capsys, c).code == 0
+    data = c.written(1).read_bytes()
+    before, after = (text.encode("utf-32-le" if kind == "ckpt" else "utf-8") for text in ("kept", "lept"))
+    assert data.count(before) == 1
+    c.written(1).unlink()
+    c.written(1).write_bytes(data.replace(before, after))
+    said = verify(capsys, c)
+    assert said.code == 4 and "rank 1: 'note' is not the text that the source holds" in said.err
+    assert "expected: 'kept'" in said.err and "got: 'lept'" in said.err
+    said = verify(capsys, c, target=False)
+    assert said.code == 4 and "rank 1: the texts of a shard are not what was written" in said.err
+
+
+def test_pair_whose_source_does_not_fit_its_checksum(tmp_path: Path, capsys: Capture) -> None:
+    """The target was made from what others hold, or before the damage: it is the source that is told of."""
+    c = of_four_alike(tmp_path)
+    assert command_line(capsys, *c.arguments()).code == 0
+    flip(c.written(1), "b")
+    for rank in range(2):
+        flip(c.shard(rank), "w")
+    said = verify(capsys, c)
+    assert said.code == 4 and said.err.count("damage: ") == 1 and "rank 1: 'b' differs from its source" in said.err
+    assert said.err.count("warning: ") == 2 and f"{c.shard(1)}: a checkpoint does not fit its own checksum" in said.err
+    for rank in range(2, 4):
+        flip(c.shard(rank), "w")
+    said = verify(capsys, c)
+    assert said.code == 4 and "does not fit its own checksum" in said.err and "differs" not in said.err
+
+
+def test_pair_of_all_kinds_of_damage(c: Conversion, capsys: Capture) -> None:
+    assert command_line(capsys, *c.arguments()).code == 0
+    held = {name: np.zeros((2, 4), np.float32) for name in ("w", "moments.w")}
+    c.written(0).unlink()
+    write_shard({**held, "b": np.zeros(4, np.int64)}, c.written(0))  # lacks one, another has another shape
+    c.written(1).chmod(0o600)
+    c.written(1).write_bytes(b"")
+    c.written(2).unlink()
+    said = verify(capsys, c)
+    assert said.code == 4 and said.err.count("damage: ") == 3, said.err
+    assert "a shard is missing" in said.err and "a shard is empty" in said.err
+    assert "is not what the source holds" in said.err
+
+
+def test_pair_of_much_damage(c: Conversion, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some is located, and that there is more is said."""
+    monkeypatch.setattr(verifying, "_MAX_LOCATED", 1)
+    assert command_line(capsys, *c.arguments()).code == 0
+    for name in ("w", "b", "moments.w"):
+        flip(c.written(2), name)
+    said = verify(capsys, c)
+    assert said.code == 4 and said.err.count("damage: ") == 2
+    assert said.err.count("differs from its source") == said.err.count("more tensors of this shard differ") == 1
+
+
+def test_pair_whose_source_has_lost_a_shard(c: Conversion, capsys: Capture) -> None:
+    assert command_line(capsys, *c.arguments()).code == 0
+    c.remove(0)
+    said = verify(capsys, c)
+    assert said.code == 0 and "sound" in said.out
+    assert f"warning: no shard of rank 0 in {c.src}; what should be there was taken from" in said.err
+
+
+def test_pair_in_several_processes(c: Conversion, mpi: MPI, capsys: Capture) -> None:
+    assert command_line(capsys, *c.arguments()).code == 0
+    flip(c.written(3), "moments.w", 2)
+    arguments = c.arguments("verify")
+    for command in ([*COMMAND, *arguments, "--jobs", "3"], mpirun_command(mpi, 3, [*COMMAND, *arguments])):
+        finished = run_command(command)
+        assert finished.returncode == 4, finished
+        assert finished.stderr.count("damage: ") == 1
+        assert "target rank 3: 'moments.w' differs from its source at element [6, 2]" in finished.stderr
+
+
+def test_pair_whose_target_describes_itself(tmp_path: Path, capsys: Capture) -> None:
+    c = make(tmp_path).but(kind="hdf5")
+    assert command_line(capsys, *c.arguments("transform", "--to", "hdf5")).code == 0
+    assert verify(capsys, c.but(dst_strategy=None)).code == 0
+    said = verify(capsys, c.but(dst_strategy=c.src_strategy))
+    assert said.code == 3 and "contradicts what the shards say" in said.err and str(c.written(0)) in said.err
+    flip(c.written(1), "w")
+    assert verify(capsys, c.but(dst_strategy=None)).code == 4
+    c = c.but(kind="ckpt", dst=tmp_path / "silent")
+    assert command_line(capsys, *c.arguments()).code == 0
+    said = verify(capsys, c.but(dst_strategy=None))
+    assert said.code == 3 and str(c.dst) in said.err and "--dst-strategy" in said.err
+
+
+def test_pair_that_cannot_be_compared(c: Conversion, capsys: Capture) -> None:
+    assert verify(capsys, c).code == 3  # nothing there
+    assert command_line(capsys, "verify", str(c.src), "--memory", "none").code == 2
+
+
+# Against its own sums
+
+
+def test_alone(tmp_path: Path, capsys: Capture) -> None:
+    c = four_targets(tmp_path, "hdf5")
+    assert command_line(capsys, *c.arguments("transform", "--verify")).code == 0
+    assert "by its own sums, the record of its run: sound" in verify(capsys, c, target=False).out
+    (copied := tmp_path / "copied").mkdir()
+    for rank in range(4):
+        (copied / f"rank_{rank}").mkdir()
+        (copied / f"rank_{rank}" / "shard.h5").write_bytes(c.written(rank).read_bytes())
+    alone = ["verify", str(copied), "--jobs", "1"]
+    assert "by its own sums: sound" in command_line(capsys, *alone).out
+    flip(copied / "rank_1" / "shard.h5", "b")
+    said = command_line(capsys, *alone)
+    assert said.code == 4 and "rank 1: 'b' is damaged" in said.err and "shard.h5, bytes " in said.err
+    assert said.err.count("damage: ") == 1  # and not that it differs from its copies as well
+
+
+def test_alone_ckpt_by_its_record(tmp_path: Path, capsys: Capture) -> None:
+    c = four_targets(tmp_path)
+    assert command_line(capsys, *c.arguments("transform", "--verify", "--crc")).code == 0
+    assert "by its checksum, the record of its run: sound" in verify(capsys, c, target=False).out
+    flip(c.written(0), "w")
+    said = verify(capsys, c, target=False)
+    assert said.code == 4 and "rank 0" in said.err and "does not fit its own checksum" in said.err
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [({"b": None}, "'b' is not what was written"), ({"b": TENSORS["b"][:1]}, "'b'"), ({"x": TENSORS["b"]}, "'x'")],
+)
+def test_alone_a_shard_of_other_tensors(tmp_path: Path, capsys: Capture, changes: Arrays, says: str) -> None:
+    c = four_targets(tmp_path)
+    assert command_line(capsys, *c.arguments("transform", "--verify")).code == 0
+    arrays = {**expected_rank(c.target, TENSORS, 1), **changes}
+    c.written(1).unlink()
+    write_shard({name: array for name, array in arrays.items() if array is not None}, c.written(1))
+    said = verify(capsys, c, target=False)
+    assert said.code == 4 and said.err.count("is not what was written") == 1 and f"rank 1: {says}" in said.err
+    assert said.err.count("damage: ") == 2 and "another size" in said.err
+
+
+def test_alone_without_sums(c: Conversion, capsys: Capture) -> None:
+    assert command_line(capsys, *c.arguments()).code == 0
+    said = verify(capsys, c, target=False)
+    assert said.code == 3 and "keeps no sums" in said.err and "verify SRC DST" in said.err
+
+
+def test_alone_where_some_shards_keep_no_sums(tmp_path: Path, capsys: Capture) -> None:
+    c = four_targets(tmp_path)
+    assert command_line(capsys, *c.arguments("transform", "--verify", "--rank", "2")).code == 0
+    assert command_line(capsys, *c.arguments("transform", "--resume")).code == 0
+    said = verify(capsys, c, target=False)
+    assert said.code == 0 and "verified 1 shard," in said.out
+    assert "note: 3 of 4 shards keep no sums, that of rank 0 the first" in said.err
+
+
+def test_a_checkpoint_that_does_not_fit_its_commit_record(tmp_path: Path, capsys: Capture) -> None:
+    """Sums in the shards that fit, but are those of other bytes."""
+    c = four_targets(tmp_path, "hdf5")
+    assert command_line(capsys, *c.arguments("transform", "--verify")).code == 0
+    record = json.loads((c.dst / "reshard.json").read_text())
+    record["sums"]["w"] = "00000000"
+    (c.dst / "reshard.json").write_text(json.dumps(record))
+    said = verify(capsys, c, target=False)
+    assert said.code == 4 and "'w' is not what was committed" in said.err
+
+
+def swap(c: Conversion) -> None:
+    first, second = c.written(0).read_bytes(), c.written(1).read_bytes()
+    for rank, data in enumerate((second, first)):
+        c.written(rank).unlink()
+        c.written(rank).write_bytes(data)
+
+
+def reshape(c: Conversion) -> None:
+    arrays = expected_rank(c.target, TENSORS, 1)
+    c.written(1).unlink()
+    write_shard({**arrays, "w": arrays["w"].reshape(2, 8)}, c.written(1))
+
+
+def change(path: Path, do: Callable[[dict[str, Any]], object]) -> None:
+    """Have a record say something else."""
+    facts = json.loads(path.read_text())
+    do(facts)
+    path.write_text(json.dumps(facts))
+
+
+def record(c: Conversion) -> Path:
+    return c.dst / ".reshard_mpi" / "rank_1.json"
+
+
+def with_sum(c: Conversion, at: int, value: object) -> None:
+    change(record(c), lambda facts: facts["sums"][0].__setitem__(at, value))
+
+
+def with_sums(c: Conversion, value: object) -> None:
+    change(c.dst / "reshard.json", lambda facts: facts.update(sums=value))
+
+
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+SPOILS: dict[str, tuple[Callable[[Conversion], object], str]] = {
+    "a shard is gone": (lambda c: c.written(1).unlink(), "a shard is missing"),
+    "two shards swapped": (swap, "rank 1: 'w' is damaged"),
+    "another shape of as many bytes": (reshape, "rank 1: 'w' is not what was written"),
+    "something behind it": (lambda c: with_checksum(c.written(1)), "rank 1: a shard has another size"),
+    "record cut short": (lambda c: os.truncate(record(c), 99), "rank 1: the record of a shard is damaged"),
+    "record is a pipe": (lambda c: pipe(record(c)), "rank 1: the record of a shard is damaged"),
+    "no such type": (lambda c: with_sum(c, 1, "float3"), "the record of a shard is damaged"),
+    "no number": (lambda c: with_sum(c, 3, ["0", "0"]), "the record of a shard is damaged"),
+    "below nothing": (lambda c: with_sum(c, 2, [-4, 4]), "the record of a shard is damaged"),
+    "beyond the tensor": (lambda c: with_sum(c, 3, [1000, 0]), "the record of a shard is damaged"),
+    "larger than any": (lambda c: with_sum(c, 2, [1 << 80, 4]), "the record of a shard is damaged"),
+    "commit record cut short": (lambda c: os.truncate(c.dst / "reshard.json", 99), "the commit record is damaged"),
+    "commit record is a pipe": (lambda c: pipe(c.dst / "reshard.json"), "the commit record is damaged"),
+    "list of sums": (lambda c: with_sums(c, ["w"]), "the commit record is damaged"),
+    "no list of sums": (lambda c: with_sums(c, None), "the commit record is damaged"),
+}
+
+
+@pytest.mark.parametrize("what", SPOILS)
+def test_alone_finds_what_is_not_as_it_was_written(tmp_path: Path, capsys: Capture, what: str) -> None:
+    c = make(tmp_path)
+    assert command_line(capsys, *c.arguments("transform", "--verify")).code == 0
+    spoil, expected = SPOILS[what]
+    spoil(c)
+    said = verify(capsys, c, target=False)
+    assert said.code == 4 and expected in said.err
+    if what == "commit record is a pipe":  # only a file is ever replaced
+        refused = command_line(capsys, *c.arguments("transform", "--verify", "--resume"))
+        assert refused.code == 3 and "a pipe is in the place of the commit record" in refused.err
+        (c.dst / "reshard.json").unlink()
+    if "record" in expected:  # which keeps nobody from going on
+        assert command_line(capsys, *c.arguments("transform", "--verify", "--resume")).code == 0
+        assert verify(capsys, c, target=False).code == 0 and sums(c) == WHOLE
+
+
+def test_alone_in_the_place_of_another_rank(tmp_path: Path, capsys: Capture) -> None:
+    """What a native shard says of itself is known without any record."""
+    c = make(tmp_path, "hdf5")
+    assert command_line(capsys, *c.arguments("transform", "--verify")).code == 0
+    shutil.rmtree(c.dst / ".reshard_mpi")
+    (c.dst / "reshard.json").unlink()
+    assert verify(capsys, c, target=False).code == 0
+    swap(c)
+    said = verify(capsys, c, target=False)
+    assert said.code == 4 and "rank 1: a shard says it belongs elsewhere" in said.err
+
+
+def test_alone_one_of_native_shards_is_missing(tmp_path: Path, capsys: Capture) -> None:
+    """They say how many there are; a file, or the folder of a rank, is asked for by itself."""
+    c = four_targets(tmp_path, "hdf5")
+    assert command_line(capsys, *c.arguments("transform", "--verify")).code == 0
+    shutil.rmtree(c.dst / ".reshard_mpi")
+    (c.dst / "reshard.json").unlink()
+    for rank in (3, 1):
+        shutil.rmtree(c.written(rank).parent)
+    said = verify(capsys, c, target=False)
+    assert said.code == 4 and "2 shards are missing, that of rank 1 the first" in said.err
+    for place in (c.written(2), c.written(2).parent):
+        assert verify(capsys, c.but(dst=place), target=False).code == 0
+
+
+def test_alone_whose_own_sums_are_damaged(tmp_path: Path, capsys: Capture) -> None:
+    """The record of the run would do, but who has the shard alone would take it for damaged."""
+    c = make(tmp_path, "hdf5")
+    assert command_line(capsys, *c.arguments("transform", "--verify")).code == 0
+    c.written(1).chmod(0o600)
+    with h5py.File(c.written(1), "r+") as file:
+        file["__reshard_mpi__/sums"][0] ^= 1
+    said = verify(capsys, c, target=False)
+    assert said.code == 4 and "rank 1: " in said.err and "is damaged" in said.err and said.err.count("damage: ") == 1
+
+
+def test_alone_while_another_is_about_to_take_its_place(tmp_path: Path, capsys: Capture) -> None:
+    """A run that is killed before its target has its name has already said what that will hold."""
+    c = make(tmp_path)
+    assert command_line(capsys, *c.arguments("transform", "--verify")).code == 0
+    with_sum(c, 5, "00000000")
+    change(record(c), lambda facts: facts.update(announced=[1, 1]))
+    (c.dst / "reshard.json").unlink()
+    said = verify(capsys, c, target=False)
+    assert said.code == 0 and "note: 1 of 2 shards keep no sums, that of rank 1 the first" in said.err
+
+
+# The functions
+
+
+def test_functions(tmp_path: Path) -> None:
+    c = four_targets(tmp_path)
+    strategies = (c.src_strategy, c.dst_strategy)
+    with pytest.raises(SourceError):
+        reshard_mpi.verify(c.src, c.dst, *strategies)
+    with pytest.raises(UsageError, match="process_num"):
+        reshard_mpi.verify(c.src, process_num=0)
+    reshard_mpi.transform_checkpoints(c.src, c.dst, "p", *strategies, verify=True, crc=True)
+    reshard_mpi.verify(c.src, c.dst, *strategies)
+    reshard_mpi.verify(c.dst)
+    for rank in (1, 2):
+        flip(c.dst / f"rank_{rank}" / f"p{rank}.ckpt", "w")
+    for process_num in (1, 2):
+        with pytest.raises(DamageError, match=r"target rank 1: 'w' differs .* \(and 1 more found\)"):
+            reshard_mpi.verify(c.src, c.dst, *strategies, process_num=process_num)
+    with pytest.raises(ShardError, match="its own checksum"):
+        reshard_mpi.verify(c.dst)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"), [("nosuch", "the target is not there"), ("empty", "no checkpoint found in the target")]
+)
+def test_a_target_that_is_not_there_is_called_one(tmp_path: Path, capsys: Capture, name: str, says: str) -> None:
+    c = make(tmp_path)
+    (tmp_path / "empty").mkdir()
+    for strategies in (["--src-strategy", str(c.src_strategy)], []):
+        said = command_line(capsys, "verify", str(c.src), str(tmp_path / name), *strategies)
+        assert said.code == 3 and says in said.err and f"where: {tmp_path / name}" in said.err, said
+    said = command_line(capsys, "verify", str(tmp_path / "nosuch"), str(c.dst))
+    assert said.code == 3 and "the source is not there" in said.err

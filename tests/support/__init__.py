@@ -1,0 +1,1 @@
+"""What tests share: strategies and checkpoints to convert, ways to start runs, faults, hosts and clusters."""

@@ -1,0 +1,26 @@
+"""Hostile files, read in a process of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import reshard_mpi
+from support.processes import run_command
+
+CHILD = Path(__file__).with_name("hostile_child.py")
+
+
+def read_by_child(kind: str, path: Path, **env: str) -> dict[str, Any]:
+    finished = run_command([sys.executable, CHILD, kind, path], env=env, check=True)
+    found: dict[str, Any] = json.loads(finished.stdout)
+    return found
+
+
+def elsewhere(found: dict[str, Any], path: Path) -> set[str]:
+    """Return the files that were opened beside `path` and what Python and the package consist of."""
+    ours = (sys.prefix, sys.base_prefix, str(Path(reshard_mpi.__file__).parent), "/proc/", os.devnull)
+    return {file for file in found["opened"] if not file.startswith(ours) and not file.isdigit()} - {str(path)}

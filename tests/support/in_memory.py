@@ -1,0 +1,146 @@
+"""A Case without any files: strategies and shards as the package's own values, and what they imply by brute force."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from reshard_mpi.checkpoints.source import SourceCheckpoint
+from reshard_mpi.errors import ShardError
+from reshard_mpi.formats.dtypes import BY_NAME
+from reshard_mpi.formats.manifest import ByteRange, Manifest, Segments, TensorEntry
+from reshard_mpi.planning.model import RankPlan
+from reshard_mpi.sharding.box import Box
+from reshard_mpi.sharding.placement import Placement, Strategy
+from support.cases import Case, Side
+from support.oracle import RawLayout, rank_holds, slice_for_rank
+
+
+def placement_of(layout: RawLayout) -> Placement:
+    """Return the placement that MindSpore's terms mean."""
+    axes = [
+        tuple(len(layout.dev_matrix) - 1 - number for number in np.atleast_1d(entry) if number != -1)
+        for entry in layout.tensor_map
+    ]
+    cutting = [axis for dim in axes for axis in dim]
+    sharing = np.prod([length for axis, length in enumerate(layout.dev_matrix) if axis not in cutting], dtype=int)
+    return Placement(
+        mesh=layout.dev_matrix,
+        split=tuple(tuple(map(int, dim)) for dim in axes),
+        optimizer=int(sharing) if layout.opt_size == -1 else max(layout.opt_size, 1),
+        sizes=() if layout.split_sizes is None else ((0, tuple(layout.split_sizes)),),
+        stages=layout.stages,
+    )
+
+
+def strategy_of(side: Side) -> Strategy:
+    """Return what the strategy files of one side of a Case say."""
+    listed = {name: (placement_of(layout),) for name, layout in side.listed.items()}
+    return Strategy(side.world_size, side.stages, listed)
+
+
+def entry(name: str, shape: tuple[int, ...], dtype: str = "float32") -> TensorEntry:
+    """Return a tensor of a shard that no file holds."""
+    kind = BY_NAME[dtype]
+    size_bytes = int(np.prod(shape, dtype=int)) * kind.itemsize_bytes
+    return TensorEntry(name, kind, shape, Segments((ByteRange("", 0, size_bytes),)))
+
+
+def manifest(rank: int, *entries: TensorEntry, strings: Mapping[str, str] | None = None) -> Manifest:
+    """Return a shard that is in no file; rank 3 is at `rank_3`."""
+    return Manifest(f"rank_{rank}", "none", {held.name: held for held in entries}, strings or {})
+
+
+def manifests_of(side: Side, tensors: Mapping[str, np.ndarray]) -> dict[int, Manifest]:
+    """Return the shards of all ranks, by the oracle."""
+    return {
+        rank: manifest(
+            rank,
+            *(
+                entry(name, slice_for_rank(whole, side.layouts[name], rank).shape, whole.dtype.name)
+                for name, whole in tensors.items()
+                if rank_holds(side.layouts[name], rank)
+            ),
+        )
+        for rank in range(side.world_size)
+    }
+
+
+def needed_holders(
+    layouts: Mapping[str, tuple[RawLayout, RawLayout]], shapes: Mapping[str, tuple[int, ...]], sources: int, target: int
+) -> set[frozenset[int]]:
+    """Return, for each element that rank `target` needs, the source ranks that hold it (each such set once).
+
+    layouts: how source and target hold each tensor.
+    """
+    found = set()
+    for name, (source, wanted) in layouts.items():
+        if not rank_holds(wanted, target):
+            continue
+        numbers = np.arange(np.prod(shapes[name], dtype=int)).reshape(shapes[name])
+        holders = np.zeros((numbers.size, sources), bool)
+        for rank in range(sources):
+            if rank_holds(source, rank):
+                holders[slice_for_rank(numbers, source, rank).ravel(), rank] = True
+        needed = np.unique(holders[slice_for_rank(numbers, wanted, target).ravel()], axis=0)
+        found.update(frozenset(np.flatnonzero(row).tolist()) for row in needed)
+    return found
+
+
+def fewest(holders: Iterable[frozenset[int]]) -> int:
+    """Return how many ranks it takes at least to have one of each of the sets `holders`, by trying all."""
+    least = [ranks for ranks in set(holders) if not any(other < ranks for other in holders)]
+    everyone = sorted(set().union(*least))
+    return next(
+        count
+        for count in range(len(everyone) + 1)
+        for chosen in itertools.combinations(everyone, count)
+        if not any(ranks.isdisjoint(chosen) for ranks in least)
+    )
+
+
+@dataclass(slots=True)
+class Described(SourceCheckpoint):
+    """A checkpoint of shards that are in no file, some of them damaged."""
+
+    held: dict[int, Manifest] = field(default_factory=dict)
+
+    def _located(self, rank: int) -> Manifest:
+        if rank not in self.held:
+            raise ShardError("a shard is damaged", got="nothing", where=f"rank_{rank}", remedy="restore it")
+        return self.held[rank]
+
+
+def numbers(whole: np.ndarray) -> np.ndarray:
+    return np.arange(whole.size).reshape(whole.shape)
+
+
+def part(array: np.ndarray, box: Box) -> np.ndarray:
+    return array[tuple(slice(low, high) for low, high in zip(box.start, box.stop))]
+
+
+def check_every_element(case: Case, plan: RankPlan) -> None:
+    """Check that each tensor of the target gets every element once, from a rank that has it where the plan says."""
+    rank = plan.target_rank
+    expected = {name for name in case.tensors if rank_holds(case.dst.layouts[name], rank)}
+    assert {tensor.spec.name for tensor in plan.tensors} == expected
+    for tensor in plan.tensors:
+        whole = numbers(case.tensors[tensor.spec.name])
+        wanted = slice_for_rank(whole, case.dst.layouts[tensor.spec.name], rank)
+        np.testing.assert_array_equal(part(whole, tensor.spec.box), wanted)
+        moved = []
+        for copy in tensor.copies:
+            held = slice_for_rank(whole, case.src.layouts[tensor.spec.name], copy.source_rank)
+            np.testing.assert_array_equal(part(whole, copy.source_box), held)
+            assert copy.source.shape == held.shape
+            assert copy.source_box.contains(copy.region)
+            moved.append(part(whole, copy.region).ravel())
+        np.testing.assert_array_equal(np.sort(np.concatenate([np.array([], int), *moved])), np.sort(wanted.ravel()))
+        assert tensor.spec.dtype.name == case.tensors[tensor.spec.name].dtype.name
+    assert plan.needed_bytes == plan.written_bytes
+    assert plan.written_bytes == sum(
+        slice_for_rank(case.tensors[n], case.dst.layouts[n], rank).nbytes for n in expected
+    )

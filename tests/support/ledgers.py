@@ -1,0 +1,45 @@
+"""Ledgers of the governor, and who is in their lines."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from reshard_mpi.processes.governor.claims import Occupant
+from reshard_mpi.processes.governor.ledger import Ledger
+from support.holders import MIB, Holder, until
+
+LEASE = 64 * MIB
+
+
+def ledger(state: Path) -> Ledger:
+    return Ledger(state / os.uname().nodename / "host")
+
+
+def occupants(state: Path) -> list[Occupant]:
+    return ledger(state).occupants()
+
+
+def pids(state: Path, *, holding: bool) -> list[int]:
+    """Return who holds a lease, or who waits, in the order of the line."""
+    return [occupant.claim.pid for occupant in occupants(state) if occupant.holds == holding]
+
+
+def in_line(state: Path, *waiting: Holder) -> None:
+    """Wait until these, and no others, are in line."""
+    until(lambda: pids(state, holding=False) == [holder.pid for holder in waiting], "in line")
+
+
+class Changing:
+    """A scope that a test makes larger and smaller."""
+
+    key = name = "changing"
+    most_held = None
+
+    def __init__(self, allowed: int, ceiling: int = 100) -> None:
+        self.allowed = allowed
+        self.ceiling_bytes = ceiling
+
+    def allowed_bytes(self, leased_bytes: Mapping[int, int]) -> int:
+        return self.allowed

@@ -1,0 +1,154 @@
+"""The functions with MindSpore's names: its signatures, its other names, and arguments of unexpected types."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+import pytest
+from support.checkpoints import as_read, expected_rank, read_shard
+from support.conversions import TENSORS, Conversion, listing, make
+
+import reshard_mpi
+from reshard_mpi import UsageError, WrongTypeError
+
+# MindSpore 2.10.0, `mindspore.parallel`; every argument may be given by position.
+SIGNATURES = {
+    "rank_list_for_transform": "rank_id, src_strategy_file=None, dst_strategy_file=None",
+    "transform_checkpoint_by_rank": "rank_id, checkpoint_files_map, save_checkpoint_file_name,"
+    " src_strategy_file=None, dst_strategy_file=None",
+    "transform_checkpoints": "src_checkpoints_dir, dst_checkpoints_dir, ckpt_prefix, src_strategy_file=None,"
+    " dst_strategy_file=None, process_num=1, output_format='ckpt'",
+    "merge_pipeline_strategys": "src_strategy_dirs, dst_strategy_file",
+}
+OTHER_NAMES = {
+    "rank_list_for_convert": "rank_list_for_transform",
+    "convert_checkpoint_by_rank": "transform_checkpoint_by_rank",
+    "convert_checkpoints": "transform_checkpoints",
+}
+
+
+@pytest.mark.parametrize("name", [*SIGNATURES, *OTHER_NAMES])
+def test_signatures_are_those_of_mindspore(name: str) -> None:
+    every = inspect.signature(getattr(reshard_mpi, name)).parameters.values()
+    by_position = [one for one in every if one.kind is one.POSITIONAL_OR_KEYWORD]
+    shown = ", ".join(one.name if one.default is one.empty else f"{one.name}={one.default!r}" for one in by_position)
+    assert shown == SIGNATURES[OTHER_NAMES.get(name, name)]
+    assert all(one.default is not one.empty for one in every if one not in by_position)
+
+
+def test_other_names_do_the_same(tmp_path: Path) -> None:
+    c = make(tmp_path)
+    strategies = (c.src_strategy, c.dst_strategy)
+    assert reshard_mpi.rank_list_for_convert(0, *strategies) == [0, 1]
+    reshard_mpi.convert_checkpoints(c.src, c.dst, "checkpoint_", *strategies)
+    files = {rank: c.shard(rank) for rank in reshard_mpi.rank_list_for_convert(1, *strategies)}
+    reshard_mpi.convert_checkpoint_by_rank(1, files, tmp_path / "one.ckpt", *strategies)
+    assert (tmp_path / "one.ckpt").read_bytes() == c.written(1).read_bytes()
+
+
+def test_no_processes_are_one(tmp_path: Path) -> None:
+    """MindSpore does not look at `process_num` where it transforms .ckpt files."""
+    c = make(tmp_path)
+    reshard_mpi.transform_checkpoints(c.src, c.dst, "checkpoint_", c.src_strategy, c.dst_strategy, 0)
+    for rank in range(2):
+        assert read_shard(c.written(rank)) == as_read(expected_rank(c.target, TENSORS, rank))
+
+
+def test_numbers_of_any_type(tmp_path: Path) -> None:
+    c = make(tmp_path)
+    strategies = (c.src_strategy, c.dst_strategy)
+    for rank in (1, np.int64(1), np.uint8(1), True):  # MindSpore takes True for 1
+        found = reshard_mpi.rank_list_for_transform(rank, *strategies)
+        assert found == [2, 3] and {type(one) for one in found} == {int}
+    files = {np.int32(rank): c.shard(rank) for rank in range(4)}
+    one, other = tmp_path / "one.ckpt", tmp_path / "other.ckpt"
+    reshard_mpi.transform_checkpoint_by_rank(np.int64(1), MappingProxyType(files), one, *strategies)
+    reshard_mpi.transform_checkpoint_by_rank(
+        1, {rank: str(c.shard(rank)) for rank in range(4)}, str(other), *strategies
+    )
+    assert one.read_bytes() == other.read_bytes()
+    (summary,) = reshard_mpi.plan(c.src, *strategies, ranks=np.arange(1, 2)).targets
+    assert type(summary.rank) is int and summary.rank == 1
+    assert set(reshard_mpi.load_rank(np.int64(1), c.src, *strategies)) == set(TENSORS)
+
+
+CALLS: dict[str, tuple[Callable[[Conversion], object], type[UsageError], str]] = {
+    "a rank of half": (lambda c: reshard_mpi.rank_list_for_transform(0.5), WrongTypeError, "rank_id(.|\n)*float: 0.5"),
+    "no rank": (lambda c: reshard_mpi.load_rank(None, c.src), WrongTypeError, "rank(.|\n)*NoneType: None"),
+    "ranks of text": (lambda c: reshard_mpi.plan(c.src, ranks="01"), WrongTypeError, "one of ranks(.|\n)*str: '0'"),
+    "a list of files": (
+        lambda c: reshard_mpi.transform_checkpoint_by_rank(0, [str(c.shard(0))], c.folder / "o.ckpt"),
+        WrongTypeError,
+        "checkpoint_files_map(.|\n)*expected: a dict from rank to checkpoint file(.|\n)*got: list: ",
+    ),
+    "a rank in text": (
+        lambda c: reshard_mpi.transform_checkpoint_by_rank(0, {"0": c.shard(0)}, c.folder / "o.ckpt"),
+        WrongTypeError,
+        "a rank in checkpoint_files_map(.|\n)*got: str: '0'",
+    ),
+    "a rank of a float": (
+        lambda c: reshard_mpi.load_rank(0, {0.0: c.shard(0)}),
+        WrongTypeError,
+        "a rank in source(.|\n)*expected: a whole number(.|\n)*float: 0.0",
+    ),
+    "a file that is none": (
+        lambda c: reshard_mpi.transform_checkpoint_by_rank(0, {0: None}, c.folder / "o.ckpt"),
+        WrongTypeError,
+        "the file of rank 0 in checkpoint_files_map(.|\n)*got: NoneType",
+    ),
+    "a path of bytes": (lambda c: reshard_mpi.plan(b"src"), WrongTypeError, "source is of a wrong type"),
+    "an empty path": (lambda c: reshard_mpi.plan(""), UsageError, "source can be no path"),
+    "an empty strategy": (lambda c: reshard_mpi.plan(c.src, ""), UsageError, "the source strategy can be no path"),
+    "a NUL byte in a target": (
+        lambda c: reshard_mpi.transform_checkpoints(c.src, "a\0b", "p"),
+        UsageError,
+        r"dst_checkpoints_dir can be no path(.|\n)*got: 'a\\x00b'",
+    ),
+    "a NUL byte in a strategy": (lambda c: reshard_mpi.load_rank(0, c.src, "a\0b"), UsageError, "NUL"),
+    "stages in a set": (
+        lambda c: reshard_mpi.merge_pipeline_strategys({str(c.src_strategy)}, c.folder / "m.ckpt"),
+        WrongTypeError,
+        "src_strategy_dirs",
+    ),
+    "a number of stages": (
+        lambda c: reshard_mpi.merge_pipeline_strategys([3], c.folder / "m.ckpt"),
+        WrongTypeError,
+        "one of src_strategy_dirs",
+    ),
+    "processes of half": (
+        lambda c: reshard_mpi.transform_checkpoints(c.src, c.dst, "p", process_num=1.5),
+        WrongTypeError,
+        "process_num",
+    ),
+    "ranks that are one": (lambda c: reshard_mpi.plan(c.src, ranks=1), WrongTypeError, "ranks(.|\n)*got: int: 1"),
+    "memory of a float": (
+        lambda c: reshard_mpi.transform_checkpoints(c.src, c.dst, "p", c.src_strategy, memory=1e9),
+        WrongTypeError,
+        "memory(.|\n)*float",
+    ),
+    "half a process at once": (
+        lambda c: reshard_mpi.verify(c.src, max_active=0.5),
+        WrongTypeError,
+        "max_active(.|\n)*float",
+    ),
+    "a list of formats": (
+        lambda c: reshard_mpi.transform_checkpoints(c.src, c.dst, "p", output_format=["ckpt"]),
+        WrongTypeError,
+        "output_format",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_arguments_that_cannot_be(tmp_path: Path, name: str) -> None:
+    c = make(tmp_path)
+    before = listing(tmp_path)
+    call, kind, says = CALLS[name]
+    with pytest.raises(kind, match=says) as caught:
+        call(c)
+    assert type(caught.value) is kind and "expected: " in str(caught.value) and "got: " in str(caught.value)
+    assert listing(tmp_path) == before

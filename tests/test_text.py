@@ -1,0 +1,182 @@
+"""Names may hold anything; what a terminal is given of them is printable."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.cases import Side
+from support.checkpoints import write_shards, write_strategy
+from support.conversions import COMMAND, Conversion, Said, command_line, make
+from support.forging import as_text
+from support.oracle import RawLayout
+from support.processes import run_command
+
+import reshard_mpi
+from reshard_mpi.errors import ReshardError, TransformError
+from reshard_mpi.runs.progress import Bar, Plain
+from reshard_mpi.text import lines, one_line
+
+Capture = pytest.CaptureFixture[str]
+# Colours, a title, a line that is forged, a carriage return, one byte that opens a sequence, turned text, no spaces.
+EVIL = "\x1b[31m\x1b]0;owned\x07\nreshard-mpi: error: forged\r\x7f\x9b1m\u202etxt\u2066\u200f\u2028\u200b"
+SHORT = "w\x1b[31m\n\x9b\u202e"
+
+
+def assert_clean(*texts: str) -> None:
+    for text in texts:
+        raw = [char for char in text if char != "\n" and not char.isprintable()]
+        assert not raw, (raw, text)
+        assert not any(line.startswith("reshard-mpi: error: forged") for line in text.splitlines()), text
+
+
+@pytest.mark.parametrize("text", [EVIL, SHORT, "\udcff", "\ud800", "\0", "\x85", "\u2029", "\ufeff", "a\tb"])
+def test_what_is_escaped(text: str) -> None:
+    assert one_line(f"a {text} b").isprintable() and one_line(one_line(text)) == one_line(text)
+    assert one_line(f"a\n{text}").count("\n") == 0 and lines("a\nb") == "a\nb"
+    one_line(text).encode()
+
+
+@pytest.mark.parametrize("text", ["", "plain", "größe 权重 重み ñ", "back\\slash", "a  b"])
+def test_what_is_not(text: str) -> None:
+    assert one_line(text) == lines(text) == text
+
+
+def test_errors() -> None:
+    error = ReshardError(f"a {EVIL}", expected=EVIL, got=EVIL, where=EVIL, remedy=EVIL)
+    assert_clean(str(error))
+    begins = ["a \\x1b", "  expected: ", "  got: ", "  where: ", "  what to do: "]
+    assert all(map(str.startswith, str(error).splitlines(), begins)) and str(error).count("\n") == 4
+    assert error.problem == f"a {EVIL}"  # programs have it as it is
+    several = TransformError(f"1 of 2 targets failed; the first: {error}", got=EVIL)
+    assert_clean(str(several))
+    assert str(several).count("\n") == 5
+
+
+@pytest.mark.parametrize("make_progress", [Plain, Bar])
+def test_waiting(capsys: Capture, make_progress: Callable[[], Plain | Bar]) -> None:
+    make_progress().waiting(f"waiting for {EVIL}")
+    assert_clean(capsys.readouterr().err.removeprefix("\r"))
+
+
+def evil(folder: Path, kind: str) -> Conversion:
+    """Return a conversion in which everything that can have a name has one that does harm."""
+    folder = folder / SHORT.replace("\x9b", "")
+    folder.mkdir()
+    c = make(folder, kind)
+    layouts = {SHORT: RawLayout((2, 2), (-1, 0)), "b": RawLayout((2, 2), (-1,))}
+    source = Side(4, 1, layouts)
+    tensors = {SHORT: np.arange(32, dtype=np.float32).reshape(8, 4), "b": np.arange(8, dtype=np.int64)}
+    src, name = folder / f"src{SHORT}", f"strategy{SHORT}"
+    write_shards(source, tensors, src, kind)
+    strategies = (
+        write_strategy(source, folder / name),
+        write_strategy(
+            Side(2, 1, {SHORT: RawLayout((2,), (0, -1)), "b": RawLayout((2,), (-1,))}), folder / f"dst_{name}"
+        ),
+    )
+    return c.but(src=src, dst=folder / f"dst{SHORT}", src_strategy=strategies[0], dst_strategy=strategies[1])
+
+
+def tell(capsys: Capture, *arguments: str, code: int | None = None) -> Said:
+    said = command_line(capsys, *arguments)
+    assert_clean(said.out, said.err)
+    assert code is None or said.code == code, said
+    return said
+
+
+@pytest.mark.parametrize("kind", ["ckpt", pytest.param("hdf5", marks=pytest.mark.slow)])
+def test_every_command(tmp_path: Path, capsys: Capture, kind: str) -> None:
+    c = evil(tmp_path, kind)
+    strategies = c.arguments("x")[3:]
+    for command in (["plan"], ["plan", "--json"], ["plan", "--sbatch"]):
+        tell(capsys, *c.arguments(*command), code=0)
+    tell(capsys, *c.arguments("transform", "--prefix", f"p{SHORT}", "--verify", "--progress", "plain"), code=0)
+    tell(capsys, *c.arguments("transform", "--verify"), code=3)
+    for path in (c.src, c.dst, *c.dst.rglob("*"), c.src_strategy, c.folder):
+        tell(capsys, "inspect", str(path))
+        said = tell(capsys, "inspect", "--json", str(path))
+        assert said.code or json.loads(said.out)
+    tell(capsys, "commit", str(c.dst), code=0)
+    tell(capsys, "verify", str(c.dst), code=0)
+    tell(capsys, "verify", str(c.src), str(c.dst), *strategies, code=0)
+    tell(capsys, "ranks", "0", *strategies, code=0)
+    tell(capsys, "governor", code=0)
+    tell(capsys, "merge-strategies", str(c.folder / EVIL[:40]), str(c.folder / "out"), code=3)
+    tell(capsys, "plan", EVIL, EVIL, EVIL, code=2)
+    tell(capsys, f"plan{EVIL}", code=2)
+    tell(capsys, *c.arguments("transform", "--select", EVIL), code=3)
+    tell(capsys, *c.arguments("transform", "--jobs", EVIL), code=2)
+    shard = next(c.src.rglob(f"checkpoint_0.{'ckpt' if kind == 'ckpt' else 'h5'}"))
+    content = bytearray(shard.read_bytes())
+    shard.write_bytes(content[: len(content) // 2])
+    lost = tell(capsys, *c.arguments("transform", "--overwrite"), code=0)
+    assert "warning: " in lost.err and "\\x1b[31m" in lost.err
+    for shard in c.src.rglob("checkpoint_*"):
+        shard.write_bytes(b"")
+    tell(capsys, *c.arguments("transform", "--overwrite"), code=3)
+    for shard in c.dst.rglob("p*"):
+        shard.write_bytes(b"\x1b" * 100)
+    assert tell(capsys, "verify", str(c.dst)).code in (3, 4)
+
+
+SPECS = {
+    "an axis": 'mesh = {{ "{evil}" = 4 }}\n[[parameter]]\nmatch = "w"\nsplit = {{ 0 = ["{evil}"] }}\n',
+    "a pattern": 'mesh = {{ dp = 4 }}\n[[parameter]]\nmatch = "{evil}"\n',
+    "a key": '"{evil}" = 1\n',
+    "a value": 'mesh = "{evil}"\n',
+    "no TOML": 'mesh = "{evil}',
+}
+
+
+@pytest.mark.parametrize("case", SPECS)
+def test_specs(tmp_path: Path, capsys: Capture, case: str) -> None:
+    c = make(tmp_path)
+    spec = tmp_path / "spec.toml"
+    text = "".join(f"\\u{ord(char):04x}" if char < " " or char == "\x7f" else char for char in SHORT)
+    spec.write_text(SPECS[case].format(evil=text))
+    for command in ("plan", "transform"):
+        tell(capsys, *c.but(src_strategy=spec).arguments(command))
+        tell(capsys, *c.but(dst_strategy=spec).arguments(command))
+    tell(capsys, "inspect", str(spec))
+
+
+@pytest.mark.parametrize("name", ["run.json", "rank_0.json", "reshard.json"])
+def test_records(tmp_path: Path, capsys: Capture, name: str) -> None:
+    c = make(tmp_path)
+    assert command_line(capsys, *c.arguments("transform")).code == 0
+    path = c.dst / name if name == "reshard.json" else c.dst / ".reshard_mpi" / name
+    facts = json.loads(path.read_text())
+    for key, value in facts.items():
+        path.write_text(as_text(name, {**facts, key: EVIL if isinstance(value, str | None) else {EVIL: EVIL}}))
+        for command in (c.arguments("transform", "--resume"), ["commit", str(c.dst)], ["inspect", str(c.dst)]):
+            tell(capsys, *command)
+
+
+@pytest.mark.parametrize("kind", ["ckpt", "hdf5"])
+def test_what_the_functions_log(tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str) -> None:
+    c = evil(tmp_path, kind)
+    shard = next(c.src.rglob("checkpoint_0.*"))
+    shard.write_bytes(shard.read_bytes()[:60])
+    with caplog.at_level(logging.INFO, "reshard_mpi"):
+        reshard_mpi.transform_checkpoints(c.src, c.dst, "p", c.src_strategy, c.dst_strategy, output_format=kind)
+    assert caplog.messages
+    assert_clean(*caplog.messages)
+
+
+def test_bytes_that_are_no_text(tmp_path: Path) -> None:
+    """Of a terminal that knows nothing but ASCII too: what it cannot show is escaped, and no traceback."""
+    c = make(tmp_path)
+    folder = os.fsdecode(os.fsencode(tmp_path) + b"/s\xff\x9b\xc3\xa9")
+    c.src.rename(folder)
+    for command in (["inspect", folder], ["inspect", "--json", folder], ["inspect", folder + "x"]):
+        for encoding in ("utf-8", "ascii"):
+            found = run_command([*COMMAND, *command], env={"PYTHONIOENCODING": f"{encoding}:strict"})
+            assert found.returncode == (3 if command[-1] != folder else 0), found
+            assert "Traceback" not in found.stderr
+            assert_clean(found.stdout, found.stderr)
