@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from types import FrameType, ModuleType
 
 _PACKAGE = "reshard_mpi"
-_HOME = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_HOME = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 # The class, as the interpreter has it: `importlib` may be a file.
 _PathFinder = sys.modules["_frozen_importlib_external"].PathFinder
 # Run in a fresh interpreter, it imports this package from where it lies in this process, and nothing else from there.

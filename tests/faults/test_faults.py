@@ -26,11 +26,13 @@ from support.launch import MPI, mpirun_command
 from support.oracle import RawLayout
 from support.processes import Finished, clean_environment, run_command
 
-# Of columns cut in two, in rows of three lengths: copied by the kernel, read to their places, gathered from a window.
+# Of columns cut in two, in rows of three lengths: copied by the kernel, read to their places; many are gathered from a
+# window, few are read one by one.
 TENSORS = {
     "long": np.arange(1 << 18, dtype=np.float32).reshape(4, -1),
     "middle": np.arange(1 << 14, dtype=np.float32).reshape(32, -1),
-    "short": np.arange(1 << 11, dtype=np.float32).reshape(64, -1),
+    "short": np.arange(1 << 11, dtype=np.float32).reshape(256, -1),
+    "few": np.arange(1 << 7, dtype=np.float32).reshape(16, -1),
 }
 SOURCE = Side(2, 1, dict.fromkeys(TENSORS, RawLayout((2,), (-1, 0))))
 TARGET = Side(4, 1, dict.fromkeys(TENSORS, RawLayout((4,), (0, -1))))

@@ -31,17 +31,18 @@ from support.oracle import RawLayout
 from support.processes import Finished, run_command
 
 # Columns cut in two become rows cut in three. By the lengths of what lies together: copied by the kernel, read straight
-# to their places, gathered from a window; and what every rank has. Three targets on two processes: one is filled by
+# to their places, gathered from a window, or read one by one as there are few; and what every rank has. Three targets on two processes: one is filled by
 # both, as it is longer than what they divide files by.
 TENSORS = {
     "long": np.arange(6 << 16, dtype=np.float32).reshape(6, -1),
     "longer": -np.arange(3 << 19, dtype=np.float32).reshape(3, -1),
     "middle": np.arange(3 << 13, dtype=np.float32).reshape(48, -1),
-    "short": np.arange(3 << 9, dtype=np.int16).reshape(48, -1),
+    "short": np.arange(3 << 9, dtype=np.int16).reshape(192, -1),
+    "few": np.arange(96, dtype=np.int16).reshape(12, -1),
     "bias": np.arange(96, dtype=np.float64),
     "global_step": np.array(7, np.int32),
 }
-_CUT = ("long", "longer", "middle", "short")
+_CUT = ("long", "longer", "middle", "short", "few")
 KINDS = ("ckpt", "hdf5")
 Listing = dict[str, bytes | None]
 
