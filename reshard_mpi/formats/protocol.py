@@ -32,6 +32,9 @@ class Format(Protocol):
     def locate(self, path: str) -> Manifest:
         """Read the structure of the shard at `path`. Raises ShardError if it is not a sound shard of this format."""
 
+    def read_back(self, path: str) -> Manifest:
+        """Read the structure of a shard that was just written. Raises ShardError if that is damaged in any way."""
+
     def size_at_most_bytes(self, spec: ShardSpec, *, crc: bool = False) -> int:
         """Return what the shard of `spec` can take at most, structure and gaps included: never less than it will.
 

@@ -295,7 +295,7 @@ def _require_as_meant(module: Format, publication: Publication, manifest: Manife
     """Raise TransformError if the structure of a sealed target is not, on the disk, what was meant."""
     forget_cached(publication.descriptor)
     try:
-        found, found_sums = module.locate(manifest.path), module.stored_sums(manifest.path) if sums else sums
+        found, found_sums = module.read_back(manifest.path), module.stored_sums(manifest.path) if sums else sums
     except ShardError as error:
         raise _not_as_meant(manifest.path, told(error)) from error
     if found != manifest or list(found.tensors) != list(manifest.tensors):

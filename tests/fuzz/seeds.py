@@ -23,7 +23,7 @@ from reshard_mpi.formats.manifest import ShardIdentity
 from reshard_mpi.journal.provenance import SourceFile, Sources
 from reshard_mpi.journal.records import Evidence, RunIdentity, TargetRecord, TensorSum, digest_of_texts
 from reshard_mpi.planning.model import Beginning, Held, Moment
-from reshard_mpi.sharding.strategy import mindspore, spec, stages, table
+from reshard_mpi.sharding.strategy import mindspore, stages, table, toml
 from reshard_mpi.sharding.strategy.mindspore import RawLayout, StageFile, StrategyItem
 from reshard_mpi.testing import samples
 from reshard_mpi.testing.samples import Contents, SampleTensor
@@ -126,7 +126,7 @@ def tomls(path: Path) -> Iterator[None]:
 def tables(path: Path) -> Iterator[None]:
     for strategy in (
         stages.to_strategy([StageFile(LAYOUTS, ITEMS)], ""),
-        *(spec.parse(text, "") for text in SPECS),
+        *(toml.parse(text, "") for text in SPECS),
         stages.to_strategy([mindspore.decode_json((parsers.CORPUS / "strategy_json" / "seed-1").read_text(), "")], ""),
     ):
         path.write_text(table.dumps(strategy))

@@ -31,8 +31,8 @@ from support.oracle import RawLayout
 from support.processes import Finished, run_command
 
 # Columns cut in two become rows cut in three. By the lengths of what lies together: copied by the kernel, read straight
-# to their places, gathered from a window, or read one by one as there are few; and what every rank has. Three targets on two processes: one is filled by
-# both, as it is longer than what they divide files by.
+# to their places, gathered from a window, or read one by one, as there are few; and what every rank has. Three targets
+# on two processes: one is filled by both, as it is longer than what they divide files by.
 TENSORS = {
     "long": np.arange(6 << 16, dtype=np.float32).reshape(6, -1),
     "longer": -np.arange(3 << 19, dtype=np.float32).reshape(3, -1),

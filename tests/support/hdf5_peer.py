@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -101,3 +102,22 @@ def read(path: Path) -> Contents:
         listed = json.loads(bytes(file["__reshard_mpi__/contents"][()]))
     assert sorted(found) == sorted(listed["tensors"])
     return Contents.of((found[name] for name in listed["tensors"]), listed["strings"])
+
+
+def lookup3(data: bytes) -> int:
+    """Return the checksum of HDF5's structures, Jenkins' lookup3 (File Format Specification, "Jenkins")."""
+
+    def turned(word: int, by: int) -> int:
+        return (word << by | word >> 32 - by) & 0xFFFFFFFF
+
+    rounds = -(-len(data) // 12)
+    words = struct.unpack(f"<{3 * rounds}I", data.ljust(12 * rounds, b"\0"))
+    a = b = c = (0xDEADBEEF + len(data)) & 0xFFFFFFFF
+    for at in range(0, len(words), 3):
+        a, b, c = ((x + y) & 0xFFFFFFFF for x, y in zip((a, b, c), words[at : at + 3]))
+        if at + 3 < len(words):
+            for by in (4, 6, 8, 16, 19, 4):
+                a, b, c = b, (c + b) & 0xFFFFFFFF, ((a - c) & 0xFFFFFFFF) ^ turned(c, by)
+    for by in (14, 11, 25, 16, 4, 14, 24):
+        a, b, c = b, ((c ^ b) - turned(b, by)) & 0xFFFFFFFF, a
+    return b

@@ -17,8 +17,20 @@ from reshard_mpi.formats.ckpt.reading import NAME, locate
 from reshard_mpi.formats.ckpt.sealing import check_crc, seal, stored_sums
 from reshard_mpi.formats.ckpt.writing import reserve, size_at_most_bytes
 
-__all__ = ["MODE", "NAME", "SUFFIXES", "check_crc", "locate", "reserve", "seal", "size_at_most_bytes", "stored_sums"]
+__all__ = [
+    "MODE",
+    "NAME",
+    "SUFFIXES",
+    "check_crc",
+    "locate",
+    "read_back",
+    "reserve",
+    "seal",
+    "size_at_most_bytes",
+    "stored_sums",
+]
 
 SUFFIXES = (".ckpt",)
 # Nobody else's, as MindSpore's own.
 MODE = 0o600
+read_back = locate

@@ -7,18 +7,29 @@ element type), `global_shape` and `offset` (the first element of the box it hold
 checkpoint (`strategy`), the order of the tensors and the strings (`contents`, JSON), and the tensors whose names HDF5
 cannot hold (`tensors`, under percent-encoded names, the true one also in an attribute `name`). Where tensors have been
 summed, `sums` holds a number for each, in the order of the contents: the CRC-32 of the whole tensor's row-major bytes
-with zeros in place of what this shard does not hold.
+with zeros in place of what this shard does not hold. Behind the end of the HDF5 file there is an `index`.
 """
 
 from __future__ import annotations
 
-from reshard_mpi.formats.hdf5.locating import check_crc, locate, stored_sums
+from reshard_mpi.formats.hdf5.locating import check_crc, locate, read_back, stored_sums
 from reshard_mpi.formats.hdf5.schema import NAME
 from reshard_mpi.formats.hdf5.sealing import seal
 from reshard_mpi.formats.hdf5.sizing import size_at_most_bytes
 from reshard_mpi.formats.manifest import Manifest, ShardSpec
 
-__all__ = ["MODE", "NAME", "SUFFIXES", "check_crc", "locate", "reserve", "seal", "size_at_most_bytes", "stored_sums"]
+__all__ = [
+    "MODE",
+    "NAME",
+    "SUFFIXES",
+    "check_crc",
+    "locate",
+    "read_back",
+    "reserve",
+    "seal",
+    "size_at_most_bytes",
+    "stored_sums",
+]
 
 SUFFIXES = (".h5", ".hdf5")
 MODE = 0o666

@@ -1,4 +1,4 @@
-"""Locating the tensors of an HDF5 file: byte by byte where this program wrote it, else by the library, apart."""
+"""Locating the tensors of an HDF5 file: by its index where this program wrote it, else by the library, apart."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import ModuleType
 
 from reshard_mpi.formats import files
-from reshard_mpi.formats.hdf5 import direct, superblock
+from reshard_mpi.formats.hdf5 import index, superblock
 from reshard_mpi.formats.manifest import Manifest
 
 
@@ -17,17 +17,24 @@ def locate(path: str) -> Manifest:
     another file, or if a dataset's type is none that tensors have.
     """
     with files.opened(path) as (fd, size_bytes):
-        superblock.check_length(fd, path, size_bytes)
-        found = direct.locate(fd, path, size_bytes)
+        found = index.locate(fd, path, superblock.end_of_file(fd, path, size_bytes))
         return found if found is not None else _isolation().locate(path, size_bytes)
 
 
 def stored_sums(path: str) -> Mapping[str, int]:
     """Return the sums of its tensors that the shard at `path` keeps; none if it keeps none. Raises ShardError."""
     with files.opened(path) as (fd, size_bytes):
-        superblock.check_length(fd, path, size_bytes)
-        found = direct.stored_sums(fd, path, size_bytes)
+        found = index.stored_sums(fd, path, superblock.end_of_file(fd, path, size_bytes))
         return found if found is not None else _isolation().stored_sums(path)
+
+
+def read_back(path: str) -> Manifest:
+    """Find the tensors and strings of a native shard as it was just written. Raises ShardError."""
+    with files.opened(path) as (fd, size_bytes):
+        found = index.locate(fd, path, superblock.end_of_file(fd, path, size_bytes))
+    if found is None:
+        raise index.not_as_written(path)
+    return found
 
 
 def check_crc(path: str) -> bool:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from struct import Struct
 
 from reshard_mpi.errors import UsageError
-from reshard_mpi.formats import files
-from reshard_mpi.formats.hdf5 import direct
+from reshard_mpi.formats.hdf5 import index, superblock
 from reshard_mpi.formats.protocol import NO_SUMS
 
 
@@ -22,5 +20,5 @@ def seal(fd: int, path: str, sums: Mapping[str, int] = NO_SUMS, *, crc: bool = F
             "an HDF5 shard has no checksum of the whole file", expected="no --crc", got="--crc", where=path
         )
     if sums:
-        offset_bytes = direct.place_of_sums(fd, path, os.fstat(fd).st_size)
-        files.write_all(fd, Struct(f"<{len(sums)}I").pack(*sums.values()), offset_bytes)
+        end = superblock.end_of_file(fd, path, os.fstat(fd).st_size)
+        index.write_sums(fd, path, end, list(sums.values()))

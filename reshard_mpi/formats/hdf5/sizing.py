@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from functools import lru_cache
 
-from reshard_mpi.formats.hdf5 import schema
+from reshard_mpi.formats.hdf5 import index, schema
 from reshard_mpi.formats.manifest import ShardSpec
 
 # From this size on payloads are aligned; file systems share blocks between offsets that are multiples of 4096, and
@@ -54,7 +54,7 @@ def size_at_most_bytes(spec: ShardSpec, *, crc: bool = False) -> int:
     ) + _DIMENSION_BYTES * dimensions
     # A payload is moved up where something before it has an odd end.
     gaps = min(aligned, misaligning + structure_bytes // STRUCTURE_BLOCK_BYTES)
-    return payload_bytes + structure_bytes + gaps * (ALIGNMENT_BYTES - 1)
+    return payload_bytes + structure_bytes + gaps * (ALIGNMENT_BYTES - 1) + index.size_at_most_bytes(spec)
 
 
 # The targets of a stage hold tensors of the same names.

@@ -1,4 +1,4 @@
-"""The length an HDF5 file says it has, read from its superblock before the library is let at the file.
+"""Where an HDF5 file ends, as its superblock says, looked at before the library is let at the file.
 
 HDF5 File Format Specification, "Format Signature and Superblock": the signature stands at byte 0, 512, 1024, 2048 and
 so on; versions 0 and 1 have the addresses after 24 and 28 bytes, versions 2 and 3 after 12. The end-of-file address
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 
 from reshard_mpi.errors import ShardError
+from reshard_mpi.formats.hdf5 import index
 
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _HEAD_BYTES = 128
@@ -17,8 +18,11 @@ _HEAD_BYTES = 128
 _LAYOUTS = {0: (13, 24, 2), 1: (13, 28, 2), 2: (9, 12, 2), 3: (9, 12, 2)}
 
 
-def check_length(fd: int, path: str, size_bytes: int) -> None:
-    """Check that the file is HDF5 and as long as it says. Raises ShardError if not."""
+def end_of_file(fd: int, path: str, size_bytes: int) -> int:
+    """Return where the HDF5 file ends: at the end of the file, or where the index of a native shard begins.
+
+    Raises ShardError if it is not HDF5, or not as long as it says.
+    """
     at = _signature(fd, size_bytes)
     if at is None:
         raise ShardError(
@@ -28,16 +32,20 @@ def check_length(fd: int, path: str, size_bytes: int) -> None:
             where=f"{path}, byte 0",
             remedy="save or copy it again",
         )
-    said_bytes = _end_of_file(os.pread(fd, _HEAD_BYTES, at))
-    if said_bytes is not None and said_bytes != size_bytes:
+    end = _end_of_file(os.pread(fd, _HEAD_BYTES, at))
+    if end is None:
+        return size_bytes
+    said_bytes = end if size_bytes <= end else index.length_bytes(fd, end) or end
+    if said_bytes != size_bytes:
         problem = "is truncated" if size_bytes < said_bytes else "goes on after its end"
         raise ShardError(
             f"an HDF5 shard {problem}",
-            expected=f"{said_bytes} bytes, as its superblock says",
+            expected=f"{said_bytes} bytes, as {'its superblock says' if said_bytes == end else 'its index says'}",
             got=f"{size_bytes} bytes",
             where=f"{path}, superblock at byte {at}",
             remedy="save or copy it again",
         )
+    return end
 
 
 def _signature(fd: int, size_bytes: int) -> int | None:

@@ -17,7 +17,7 @@ from h5py import h5d, h5f, h5g, h5p, h5s, h5t
 
 from reshard_mpi.errors import TargetError
 from reshard_mpi.formats import files
-from reshard_mpi.formats.hdf5 import attributes, elements, schema, sizing
+from reshard_mpi.formats.hdf5 import attributes, elements, index, schema, sizing
 from reshard_mpi.formats.hdf5.schema import Route
 from reshard_mpi.formats.hdf5.scratch import Scratch
 from reshard_mpi.formats.manifest import ByteRange, Manifest, Segments, ShardSpec, TensorEntry, TensorSpec
@@ -43,17 +43,21 @@ def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
             file = _create(scratch.path)
             scratch.forget_name()
             try:
-                tensors = _write_structure(file, path, spec, strategy, contents)
+                tensors, places = _write_structure(file, path, spec, strategy, contents)
             finally:
                 file.close()
         except (OSError, RuntimeError, ValueError, KeyError) as error:  # as the library says it
             raise _refused(error, scratch.path, path) from error
         _copy(scratch.descriptor, fd)
-    return Manifest(path, schema.NAME, tensors, dict(spec.strings), spec.identity)
+        manifest = Manifest(path, schema.NAME, tensors, dict(spec.strings), spec.identity)
+        index.write(fd, scratch.descriptor, manifest, places)
+    return manifest
 
 
-def _write_structure(file: Any, path: str, spec: ShardSpec, strategy: bytes, contents: bytes) -> dict[str, TensorEntry]:
-    """Create everything of a shard in a new file; return its tensors, as they are going to lie at `path`."""
+def _write_structure(
+    file: Any, path: str, spec: ShardSpec, strategy: bytes, contents: bytes
+) -> tuple[dict[str, TensorEntry], index.Places]:
+    """Create everything of a shard in a new file; return where its tensors are going to lie at `path`, and the rest."""
     names = [tensor.name for tensor in spec.tensors]
     top = h5g.open(file, b"/")
     attributes.write_text(top, "format", schema.FORMAT)
@@ -62,16 +66,17 @@ def _write_structure(file: Any, path: str, spec: ShardSpec, strategy: bytes, con
     attributes.write_number(top, "world_size", spec.identity.world_size)
     writer = _Writer(top)
     writer.group((schema.RESERVED, schema.ESCAPED))
-    writer.text(schema.STRATEGY, strategy)
-    writer.text(schema.CONTENTS, contents)
+    places = index.Places(writer.text(schema.STRATEGY, strategy), writer.text(schema.CONTENTS, contents), None)
     if spec.with_sums:
-        writer.dataset((schema.RESERVED, schema.SUMS), h5t.STD_U32LE, (len(names),))
+        sums = writer.dataset((schema.RESERVED, schema.SUMS), h5t.STD_U32LE, (len(names),))
+        places = places._replace(sums=(sums.get_offset() or 0, 4 * len(names)))
     routes = schema.routes(names)
     kinds = {dtype: elements.create(dtype) for dtype in {tensor.dtype for tensor in spec.tensors}}
-    return {
+    tensors = {
         tensor.name: _reserve_tensor(path, writer, routes[tensor.name], kinds[tensor.dtype], tensor)
         for tensor in spec.tensors
     }
+    return tensors, places
 
 
 class _Writer:
@@ -107,11 +112,12 @@ class _Writer:
             group, route[-1].encode(), kind, _space(shape), dcpl=self._dataset_properties, lcpl=self._links
         )
 
-    def text(self, name: str, content: bytes) -> None:
-        """Create a dataset of bytes in the reserved group."""
+    def text(self, name: str, content: bytes) -> index.Place:
+        """Create a dataset of bytes in the reserved group; return its place."""
         handle = self.dataset((schema.RESERVED, name), h5t.STD_U8LE, (len(content),))
         if content:
             handle.write(h5s.ALL, h5s.ALL, np.frombuffer(content, dtype=np.uint8))
+        return handle.get_offset() or 0, len(content)
 
 
 # Most tensors of a shard have one of a few shapes.

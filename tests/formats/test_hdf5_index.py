@@ -1,0 +1,271 @@
+"""Native shards read by their index and through the library are the same, in sound files and in changed ones."""
+
+from __future__ import annotations
+
+import json
+import struct
+import tempfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+from hypothesis import given
+from support import hdf5_peer
+
+from reshard_mpi.errors import ShardError
+from reshard_mpi.formats import hdf5
+from reshard_mpi.formats.dtypes import BY_NAME, DType
+from reshard_mpi.formats.hdf5 import index, reading, superblock
+from reshard_mpi.formats.manifest import ByteRange, Manifest, ShardIdentity, ShardSpec, TensorSpec
+from reshard_mpi.formats.protocol import reserve_file, seal_file
+from reshard_mpi.sharding.box import Box
+from reshard_mpi.testing import samples, strategies
+from reshard_mpi.testing.samples import Contents, SampleTensor
+
+CONTENTS = Contents.of(SampleTensor.random(name, BY_NAME["float32"], (3, 5)) for name in "klmnopqrstuvw")
+
+
+def located(path: Path) -> Manifest | str:
+    try:
+        return hdf5.locate(str(path))
+    except ShardError as error:
+        return str(error)
+
+
+def located_by_library(path: Path) -> Manifest | str:
+    try:
+        with path.open("rb") as file:
+            superblock.end_of_file(file.fileno(), str(path), path.stat().st_size)
+        return reading.locate(str(path))
+    except ShardError as error:
+        return str(error)
+
+
+def read_by_index(path: Path) -> Manifest | None:
+    with path.open("rb") as file:
+        return index.locate(file.fileno(), str(path), end_of(path))
+
+
+def end_of(path: Path) -> int:
+    """Return where the HDF5 file ends, and the index begins: version 2 of the superblock says it at byte 28."""
+    found: int = struct.unpack_from("<Q", path.read_bytes(), 28)[0]
+    return found
+
+
+@given(contents=strategies.contents())
+def test_both_ways_find_the_same(contents: Contents) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "shard.h5"
+        samples.write(hdf5, str(path), contents)
+        assert read_by_index(path) == located_by_library(path)
+
+
+@pytest.mark.parametrize("count", [0, 1, 8, 9, 200, 4000])
+def test_any_number_of_tensors(tmp_path: Path, count: int) -> None:
+    path = tmp_path / "shard.h5"
+    box = Box.whole((70_000,))
+    names = [f"model.layers.{n}.{'attention.' * (n % 40)}w" for n in range(count)]
+    tensors = tuple(TensorSpec(name, BY_NAME["int8"], box.shape, box) for name in names)
+    reserve_file(hdf5, str(path), ShardSpec(ShardIdentity(2, 3, "x"), tensors, {"note": "text"}))
+    found = read_by_index(path)
+    assert found is not None and list(found.tensors) == names
+    assert found == located_by_library(path)
+
+
+@pytest.mark.parametrize("dtype", BY_NAME.values(), ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (2,), (2, 0, 3), (1,) * 32], ids=str)
+def test_any_type_and_shape(tmp_path: Path, dtype: DType, shape: tuple[int, ...]) -> None:
+    path = tmp_path / "shard.h5"
+    whole = tuple(length + 3 for length in shape)
+    box = Box(tuple(1 for _ in shape), tuple(length + 1 for length in shape))
+    tensors = tuple(TensorSpec(name, dtype, whole, box) for name in ("w", "a/b/c", ".", "a//b"))
+    reserve_file(hdf5, str(path), ShardSpec(ShardIdentity(0, 1, ""), tensors, {}))
+    assert read_by_index(path) == located_by_library(path)
+
+
+def test_sums_are_read_both_ways(tmp_path: Path) -> None:
+    path = tmp_path / "shard.h5"
+    reserve_file(hdf5, str(path), samples.spec_of(CONTENTS)._replace(with_sums=True))
+    before = hdf5.locate(str(path))
+    sums = {name: 7 + at for at, name in enumerate(CONTENTS.tensors)}
+    seal_file(hdf5, str(path), sums)
+    with path.open("rb") as file:
+        assert index.stored_sums(file.fileno(), str(path), end_of(path)) == sums
+    assert reading.stored_sums(str(path)) == sums
+    assert read_by_index(path) == before
+
+
+def changed(path: Path, content: bytes) -> Manifest | str:
+    path.write_bytes(content)
+    return located(path)
+
+
+def test_any_byte_of_structure_changed(tmp_path: Path) -> None:
+    """What the index says is believed only where all is as it was written; else the library says what there is."""
+    path = tmp_path / "shard.h5"
+    samples.write(hdf5, str(path), CONTENTS)
+    sound, manifest = path.read_bytes(), hdf5.locate(str(path))
+    payloads = {at for entry in manifest.tensors.values() for part in entry.source.ranges for at in span_of(part)}
+    end = end_of(path)
+    unused = range(end + 16, end + 20)  # the checksum of sums, where there are none
+    for at in range(len(sound)):
+        content = bytearray(sound)
+        content[at] ^= 1 << at % 8
+        path.write_bytes(content)
+        with path.open("rb") as file:
+            by_index = index.locate(file.fileno(), str(path), end)
+        assert by_index == (manifest if at in payloads or at in unused else None), at
+        if at % 97 == 0:
+            assert located(path) == located_by_library(path)
+
+
+def span_of(part: ByteRange) -> range:
+    return range(part.offset_bytes, part.offset_bytes + part.length_bytes)
+
+
+def test_sums_that_were_changed(tmp_path: Path) -> None:
+    path = tmp_path / "shard.h5"
+    reserve_file(hdf5, str(path), samples.spec_of(CONTENTS)._replace(with_sums=True))
+    sums = {name: 7 + at for at, name in enumerate(CONTENTS.tensors)}
+    seal_file(hdf5, str(path), sums)
+    content = bytearray(path.read_bytes())
+    at = content.index(struct.pack("<3I", 7, 8, 9))
+    content[at] ^= 1
+    path.write_bytes(content)
+    with path.open("rb") as file:
+        assert index.stored_sums(file.fileno(), str(path), end_of(path)) is None
+    assert hdf5.stored_sums(str(path)) == {**sums, "k": 6}  # what the library reads there, as in any HDF5 file
+
+
+# Indexes that lie, with right checksums
+
+LIES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "a payload beyond the file": lambda facts: facts["tensors"].__setitem__(1, 1 << 62),
+    "a payload before the file": lambda facts: facts["tensors"].__setitem__(1, -4),
+    "two payloads at one place": lambda facts: facts["tensors"].__setitem__(1, facts["tensors"][3]),
+    "a payload in the structure": lambda facts: facts["tensors"].__setitem__(1, 0),
+    "a way that is none": lambda facts: facts["tensors"].__setitem__(0, 7),
+    "the last way from behind": lambda facts: facts["tensors"].__setitem__(0, -1),
+    "no place": lambda facts: facts["tensors"].pop(),
+    "one tensor less": lambda facts: facts.update(tensors=facts["tensors"][2:]),
+    "one tensor more": lambda facts: facts["tensors"].extend((0, 0)),
+    "places that are no numbers": lambda facts: facts["tensors"].__setitem__(1, "8"),
+    "places that are not whole": lambda facts: facts["tensors"].__setitem__(1, 8.0),
+    "a place that is true": lambda facts: facts["tensors"].__setitem__(0, False),
+    "a type that is none": lambda facts: facts["ways"][0].__setitem__(0, "float31"),
+    "another type of that size": lambda facts: facts["ways"][0].__setitem__(0, "float64"),
+    "a shape below nothing": lambda facts: facts["ways"][0].__setitem__(1, [-3, 5]),
+    "a shape that is huge": lambda facts: facts["ways"][0].__setitem__(1, [1 << 62, 1 << 62]),
+    "a box outside of the whole": lambda facts: facts["ways"][0].__setitem__(2, [1, 0]),
+    "fewer dimensions than the box": lambda facts: facts["ways"][0].__setitem__(3, [3]),
+    "too many dimensions": lambda facts: facts["ways"].__setitem__(0, ["float32", [1] * 33, [0] * 33, [1] * 33]),
+    "no ways": lambda facts: facts.update(ways=[]),
+    "ways of nothing": lambda facts: facts.update(ways=[[]]),
+    "a rank outside of the world": lambda facts: facts.update(rank=1),
+    "a rank below nothing": lambda facts: facts.update(rank=-1),
+    "a rank that is none": lambda facts: facts.update(rank=None),
+    "a text outside of the file": lambda facts: facts.update(contents=[1 << 60, 10]),
+    "a text without end": lambda facts: facts.update(strategy=[0, 1 << 40]),
+    "another text": lambda facts: facts.update(contents=[0, 100]),
+    "sums in the structure": lambda facts: facts.update(sums=[0, 100]),
+    "nothing": lambda facts: facts.clear(),
+}
+
+
+def with_index(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the body of an index; its own checksum fits."""
+    content, end = path.read_bytes(), end_of(path)
+    mark, _, structure, sums, _ = struct.unpack_from("<8sIIIQ", content, end)
+    head_bytes = struct.calcsize("<8sIIIQ")
+    facts = json.loads(content[end + head_bytes :])
+    change(facts)
+    body = json.dumps(facts).encode()
+    head = struct.pack("<8sIIIQ", mark, zlib.crc32(body), structure, sums, len(body))
+    path.write_bytes(content[:end] + head + body)
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_lies(tmp_path: Path, lie: str) -> None:
+    path = tmp_path / "shard.h5"
+    samples.write(hdf5, str(path), CONTENTS)
+    expected = located_by_library(path)
+    with_index(path, lambda facts: None)
+    assert read_by_index(path) == expected
+    with_index(path, LIES[lie])
+    assert read_by_index(path) is None
+    assert located(path) == expected
+    with pytest.raises(ShardError, match="not what was written"):
+        hdf5.read_back(str(path))
+
+
+NO_INDEX = (b"", b"{", b"[]", b"1", b"null", b"[" * 100_000, b"\xff", b"[" + b"1," * (1 << 22) + b"1]")
+
+
+@pytest.mark.parametrize("text", NO_INDEX, ids=range(len(NO_INDEX)))
+def test_bodies_that_are_no_index(tmp_path: Path, text: bytes) -> None:
+    path = tmp_path / "shard.h5"
+    samples.write(hdf5, str(path), CONTENTS)
+    content, end = path.read_bytes(), end_of(path)
+    path.write_bytes(content[:end] + struct.pack("<8sIIIQ", index.MARK, zlib.crc32(text), 0, 0, len(text)) + text)
+    assert read_by_index(path) is None
+    assert located(path) == located_by_library(path)
+
+
+def test_lengths(tmp_path: Path) -> None:
+    """A file that was cut, or goes on, is refused as any HDF5 file; one without its index is a native shard still."""
+    path = tmp_path / "shard.h5"
+    samples.write(hdf5, str(path), CONTENTS)
+    content, end = path.read_bytes(), end_of(path)
+    manifest = located(path)
+    assert changed(path, content[:end]) == manifest
+    for size_bytes in (end - 1, end + 1, end + 8, end + 27, end + 28, len(content) - 1):
+        assert "is truncated" in (said := str(changed(path, content[:size_bytes]))) or "goes on" in said, size_bytes
+    assert "goes on after its end" in str(changed(path, content + b"x"))
+    assert "goes on after its end" in str(changed(path, content[:end] + b"x" * 100))
+
+
+def more_attributes(file: h5py.File) -> None:
+    file["w"].attrs["note"] = "x"
+
+
+def another_offset(file: h5py.File) -> None:
+    file["w"].attrs.modify("offset", np.array([0, 0]))
+    file["w"].attrs.modify("global_shape", np.array([6, 5]))
+
+
+def narrower_numbers(file: h5py.File) -> None:
+    file["w"].attrs["global_shape"] = np.array([3, 5], np.int32)
+
+
+def two_names(file: h5py.File) -> None:
+    file["x"] = file["w"]
+
+
+def compressed(file: h5py.File) -> None:
+    attributes = dict(file["w"].attrs)
+    del file["w"]
+    file.create_dataset("w", data=np.ones((3, 5), "f4"), compression="gzip").attrs.update(attributes)
+    file["w"].attrs["dtype"] = hdf5_peer.fixed("float32")
+
+
+@pytest.mark.parametrize("edit", [more_attributes, another_offset, narrower_numbers, two_names, compressed])
+def test_edited_by_h5py(tmp_path: Path, edit: Callable[[h5py.File], None]) -> None:
+    path = tmp_path / "shard.h5"
+    samples.write(hdf5, str(path), CONTENTS)
+    with h5py.File(path, "a") as file:
+        edit(file)
+    assert read_by_index(path) is None
+    assert located(path) == located_by_library(path)
+
+
+def test_a_file_after_other_content(tmp_path: Path) -> None:
+    """Addresses in a file with a user block are no offsets."""
+    path = tmp_path / "shard.h5"
+    samples.write(hdf5, str(path), CONTENTS)
+    shard = path.read_bytes()
+    path.write_bytes(bytes(512) + shard)
+    assert located(path) == located_by_library(path)
