@@ -16,7 +16,8 @@ from reshard_mpi.formats.manifest import Segments, ShardIdentity, ShardSpec, Ten
 from reshard_mpi.formats.protocol import reserve_file, seal_file
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Strategy
-from reshard_mpi.sharding.strategy import mindspore, table
+from reshard_mpi.sharding.strategy import table
+from reshard_mpi.sharding.strategy.protobuf import encode_protobuf
 from reshard_mpi.sharding.strategy.stages import to_stage_files
 
 _FLOAT = BY_NAME["float32"]
@@ -52,7 +53,7 @@ def generate(folder: Path, network: Shapes, resharding: Resharding, kind: str) -
     made = Checkpoint(folder, kind, network, resharding, size_bytes)
     for path, strategy in ((made.src_strategy, resharding.source), (made.dst_strategy, resharding.target)):
         if path is not None and strategy is not None:
-            path.write_bytes(mindspore.encode_protobuf(to_stage_files(strategy, network)[0]))
+            path.write_bytes(encode_protobuf(to_stage_files(strategy, network)[0]))
     noise = np.random.default_rng(0).bytes(_largest_bytes(network) + _SHIFT_BYTES)
     for rank in range(resharding.source.world_size):
         _write_shard(made, rank, memoryview(noise))

@@ -16,7 +16,7 @@ from benchmarks.rows import Clock, Row, Side, alone
 from benchmarks.spread import ratios
 from benchmarks.workplace import workplace
 from reshard_mpi import rank_list_for_transform
-from reshard_mpi.sharding.strategy import mindspore
+from reshard_mpi.sharding.strategy.protobuf import encode_protobuf
 from reshard_mpi.sharding.strategy.stages import to_stage_files
 
 
@@ -94,7 +94,7 @@ def _write_strategies(job: Job, folder: Path) -> tuple[str, str]:
     for side, ranks in (("src", job.source_ranks), ("dst", job.target_ranks)):
         strategy = many_ranks.strategy(ranks, job.parameters, optimizer=side == "dst")
         path = folder / f"{side}_{job.key}.ckpt"
-        path.write_bytes(mindspore.encode_protobuf(to_stage_files(strategy)[0]))
+        path.write_bytes(encode_protobuf(to_stage_files(strategy)[0]))
         paths.append(str(path))
     return paths[0], paths[1]
 

@@ -26,7 +26,7 @@ from reshard_mpi.runs.transform import convert
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Placement, Strategy
-from reshard_mpi.sharding.strategy.mindspore import encode_protobuf
+from reshard_mpi.sharding.strategy.protobuf import encode_protobuf
 from reshard_mpi.sharding.strategy.stages import to_stage_files
 from reshard_mpi.units import format_bytes, format_rate
 

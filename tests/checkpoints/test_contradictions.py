@@ -14,6 +14,7 @@ from support.oracle import RawLayout
 
 import reshard_mpi
 from reshard_mpi.errors import CoverageError, StrategyError
+from reshard_mpi.sharding.strategy.protobuf import encode_protobuf
 
 Capture = pytest.CaptureFixture[str]
 KINDS = pytest.mark.parametrize("kind", ["ckpt", "hdf5"])
@@ -410,7 +411,7 @@ def test_an_optimizer_cut_of_size_all_and_step_0_is_none(tmp_path: Path, capsys:
         "b": mindspore.RawLayout((2, 2), ((-1,),), -1, 0, param_split_shape=(8,)),
     }
     file = mindspore.StageFile(layouts, (mindspore.StrategyItem("w", 0, ((1, 2),)),))
-    (tmp_path / "theirs").write_bytes(mindspore.encode_protobuf(file))
+    (tmp_path / "theirs").write_bytes(encode_protobuf(file))
     assert command_line(capsys, *c.but(src_strategy=tmp_path / "theirs").arguments()).code == 0
     assert_targets_right(c)
     assert TENSORS["w"].shape == (8, 4)

@@ -23,9 +23,9 @@ from support.hostile import elsewhere, read_by_child
 
 from reshard_mpi.formats import hdf5
 from reshard_mpi.formats.ckpt.values import encode_header
-from reshard_mpi.formats.ckpt.wire import encode_length, encode_varint
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import ShardIdentity
+from reshard_mpi.protobuf import encode_length, encode_varint
 from reshard_mpi.sharding.strategy.limits import MAX_FILE_BYTES
 from reshard_mpi.testing import samples
 from reshard_mpi.testing.samples import Contents, SampleTensor

@@ -25,6 +25,7 @@ from reshard_mpi.journal.records import Evidence, RunIdentity, TargetRecord, Ten
 from reshard_mpi.planning.model import Beginning, Held, Moment
 from reshard_mpi.sharding.strategy import mindspore, stages, table, toml
 from reshard_mpi.sharding.strategy.mindspore import RawLayout, StageFile, StrategyItem
+from reshard_mpi.sharding.strategy.protobuf import encode_protobuf
 from reshard_mpi.testing import samples
 from reshard_mpi.testing.samples import Contents, SampleTensor
 
@@ -101,11 +102,11 @@ def foreign_shards(path: Path) -> Iterator[None]:
 
 
 def protobufs(path: Path) -> Iterator[None]:
-    path.write_bytes(mindspore.encode_protobuf(StageFile(LAYOUTS, ITEMS)))
+    path.write_bytes(encode_protobuf(StageFile(LAYOUTS, ITEMS)))
     yield
     nested = {"0-w": RawLayout((2, 2), ((1, 0), (-1,))), "1-w": RawLayout((4,), ((-1,), (0,)))}
     items = (StrategyItem("a", 0), StrategyItem("b", 1))
-    path.write_bytes(mindspore.encode_protobuf(StageFile(nested, items)))
+    path.write_bytes(encode_protobuf(StageFile(nested, items)))
     yield
 
 

@@ -17,8 +17,8 @@ import reshard_mpi
 
 pytest.importorskip("mindspore")
 import mindspore as ms
-import mindspore_peer as peer
 from mindspore.train import serialization
+from support import mindspore_peer as peer
 
 pytestmark = pytest.mark.mindspore
 

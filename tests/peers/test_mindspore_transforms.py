@@ -28,7 +28,7 @@ from reshard_mpi.sharding import strategy
 
 pytest.importorskip("mindspore")
 import mindspore as ms
-import mindspore_peer as peer
+from support import mindspore_peer as peer
 
 pytestmark = pytest.mark.mindspore
 

@@ -18,7 +18,8 @@ from reshard_mpi.formats.protocol import reserve_file, seal_file
 from reshard_mpi.processes.jobs import ONE_THREAD
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Placement, Strategy
-from reshard_mpi.sharding.strategy import mindspore, table
+from reshard_mpi.sharding.strategy import table
+from reshard_mpi.sharding.strategy.protobuf import encode_protobuf
 from reshard_mpi.sharding.strategy.stages import to_stage_files
 from reshard_mpi.units import GIB, MIB
 
@@ -133,7 +134,7 @@ def held_mib(folder: Path) -> list[float]:
 def write_source(folder: Path, kind: str) -> None:
     """Write shards that are holes for the most part: it matters how much is moved, not what."""
     for name, strategy in (("src.ckpt", SOURCE), ("dst.ckpt", TARGET)):
-        (folder / name).write_bytes(mindspore.encode_protobuf(to_stage_files(strategy, {"w": SHAPE})[0]))
+        (folder / name).write_bytes(encode_protobuf(to_stage_files(strategy, {"w": SHAPE})[0]))
     module = formats.by_name(kind)
     for rank in range(SOURCE.world_size):
         box = Layout(SOURCE.find("w")[0], SHAPE).box(rank)

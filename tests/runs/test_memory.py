@@ -33,7 +33,8 @@ from reshard_mpi.runs.outcome import Reserved
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Placement, Strategy
-from reshard_mpi.sharding.strategy import mindspore, table
+from reshard_mpi.sharding.strategy import table
+from reshard_mpi.sharding.strategy.protobuf import encode_protobuf
 from reshard_mpi.sharding.strategy.stages import to_stage_files
 from reshard_mpi.units import GIB, MIB
 
@@ -131,7 +132,7 @@ def _write_source(base: Path, kind: str) -> Path:
     """Write shards whose elements say where they are: column + 49152 x (row modulo 64)."""
     base.mkdir()
     for name, strategy in (("src.ckpt", SOURCE), ("dst.ckpt", TARGET)):
-        (base / name).write_bytes(mindspore.encode_protobuf(to_stage_files(strategy, {"w": SHAPE})[0]))
+        (base / name).write_bytes(encode_protobuf(to_stage_files(strategy, {"w": SHAPE})[0]))
     module = formats.by_name(kind)
     for rank in range(8):
         box = Layout(SOURCE.find("w")[0], SHAPE).box(rank)

@@ -13,6 +13,7 @@ import numpy as np
 
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.sharding.strategy import mindspore
+from reshard_mpi.sharding.strategy.protobuf import encode_protobuf
 from reshard_mpi.testing.samples import Contents, SampleTensor
 from support import ckpt_peer
 from support.cases import Side
@@ -40,7 +41,7 @@ def write_strategy(side: Side, folder: Path, *, shapes: dict[str, tuple[int, ...
         raw = {name: _raw(layout, shown.get(name)) for name, layout in layouts.items()}
         file = mindspore.StageFile(raw, (mindspore.StrategyItem("net/MatMul-op0", stage, ((1, 1),)),))
         if shapes is None:
-            (folder / f"strategy_{stage}.ckpt").write_bytes(mindspore.encode_protobuf(file))
+            (folder / f"strategy_{stage}.ckpt").write_bytes(encode_protobuf(file))
         else:
             (folder / f"strategy_{stage}.json").write_bytes(mindspore.encode_json(file))
     return folder if side.stages > 1 else next(folder.iterdir())

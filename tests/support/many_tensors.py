@@ -20,7 +20,8 @@ from reshard_mpi.sharding import strategy
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Placement, Strategy
-from reshard_mpi.sharding.strategy import mindspore, table
+from reshard_mpi.sharding.strategy import table
+from reshard_mpi.sharding.strategy.protobuf import encode_protobuf
 from reshard_mpi.sharding.strategy.stages import to_stage_files
 
 RANKS, TARGETS = 4, 8
@@ -49,7 +50,7 @@ class Checkpoint(NamedTuple):
         made = cls(folder / "src", folder / "src.ckpt", folder / "dst.ckpt")
         shapes = dict.fromkeys(names, shape)
         for path, side in ((made.src_strategy, source), (made.dst_strategy, target)):
-            path.write_bytes(mindspore.encode_protobuf(to_stage_files(side, shapes)[0]))
+            path.write_bytes(encode_protobuf(to_stage_files(side, shapes)[0]))
         for rank in range(RANKS):
             path = made.src / f"rank_{rank}" / f"w{formats.by_name(kind).SUFFIXES[0]}"
             path.parent.mkdir(parents=True)

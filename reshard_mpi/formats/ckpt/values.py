@@ -8,8 +8,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from reshard_mpi.formats import files
-from reshard_mpi.formats.ckpt.wire import LENGTH, VARINT, Field, Reader, decode_varint, encode_length, encode_varint
+from reshard_mpi.formats.ckpt.wire import Field, Reader
 from reshard_mpi.formats.manifest import ByteRange
+from reshard_mpi.protobuf import LENGTH, VARINT, encode_length, encode_varint, varint
 
 # What `save_checkpoint(crc_check=True)` appends: this mark and a CRC-32 in ten bytes.
 CRC_MARK = b"crc_num"
@@ -94,10 +95,10 @@ def usual_value(reader: Reader, at: int) -> Value | None:
     last = _USUAL_END.match(head, type_end)
     if last is None:
         return None
-    content = ByteRange(reader.path, at + last.end(), decode_varint(last[1]))
+    content = ByteRange(reader.path, at + last.end(), varint(last[1], 0)[0])
     end = content.offset_bytes + content.length_bytes
-    value_end = at + start.end(1) + decode_varint(start[1])
-    tensor_end = at + middle.end(1) + decode_varint(middle[1])
+    value_end = at + start.end(1) + varint(start[1], 0)[0]
+    tensor_end = at + middle.end(1) + varint(middle[1], 0)[0]
     if not end == tensor_end == value_end <= reader.size_bytes:
         return None
     dims = _decode_dims(middle[2])
@@ -111,7 +112,7 @@ def usual_value(reader: Reader, at: int) -> Value | None:
 # Most tensors of a shard have one of a few shapes.
 @lru_cache(maxsize=64)
 def _decode_dims(encoded: bytes) -> tuple[int, ...]:
-    return tuple(decode_varint(dim) for dim in _DIM.findall(encoded))
+    return tuple(varint(dim, 0)[0] for dim in _DIM.findall(encoded))
 
 
 def _value(reader: Reader, value: Field) -> Value:

@@ -1,8 +1,4 @@
-"""Protobuf's wire format, walked in a file by byte range: fields are found, payloads are never loaded.
-
-The encoding is that of protobuf.dev/programming-guides/encoding: a field is a key (number x 8 + wire type) and a
-value; a varint has 7 bits a byte, least significant first, and at most 64 bits.
-"""
+"""Protobuf's messages walked in a file by byte range: fields are found, payloads are never loaded."""
 
 from __future__ import annotations
 
@@ -10,10 +6,10 @@ import os
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from reshard_mpi import protobuf
 from reshard_mpi.errors import ShardError
+from reshard_mpi.protobuf import FIXED_BYTES, LENGTH, VARINT
 
-VARINT, FIXED64, LENGTH, FIXED32 = 0, 1, 2, 5
-_FIXED_BYTES = {FIXED64: 8, FIXED32: 4}
 # One read brings a header, and with it the small values that follow; larger ones would read payload for nothing.
 _WINDOW_BYTES = 4096
 _HEADER_BYTES = 320
@@ -88,17 +84,15 @@ class Reader:
             if byte < 0x80:
                 return byte, at + 1
         chunk = self.read(at, min(10, end - at)) if at < end else b""
-        number = 0
-        for index, byte in enumerate(chunk):
-            number |= (byte & 0x7F) << 7 * index
-            if byte < 0x80:
-                if number >> 64:
-                    break
-                return number, at + index + 1
-        else:
-            if len(chunk) < 10:
-                raise self._overrun(at, end)
-        raise self.damage("a number in a shard's structure has more than 64 bits: the shard is damaged", at)
+        try:
+            number, length_bytes = protobuf.varint(chunk, 0)
+        except protobuf.CutShortError:
+            raise self._overrun(at, end) from None
+        except protobuf.WireError:
+            raise self.damage(
+                "a number in a shard's structure has more than 64 bits: the shard is damaged", at
+            ) from None
+        return number, at + length_bytes
 
     def field(self, at: int, end: int) -> Field:
         """Return the field whose key is at byte `at`, in a message that ends at `end`, which is after `at`."""
@@ -122,8 +116,8 @@ class Reader:
             stop = start + value
         elif wire_type == VARINT:
             value, stop = self.varint(start, end)
-        elif wire_type in _FIXED_BYTES:
-            stop = start + _FIXED_BYTES[wire_type]
+        elif wire_type in FIXED_BYTES:
+            stop = start + FIXED_BYTES[wire_type]
         else:
             raise self.damage(
                 "a field in a shard's structure has an impossible type: the shard is damaged",
@@ -164,26 +158,3 @@ class Reader:
             return os.pread(self._fd, length_bytes, at)
         except OSError as error:
             raise self.damage("a shard cannot be read", at, got=str(error)) from error
-
-
-def decode_varint(encoded: bytes) -> int:
-    """Return the number that a whole varint encodes."""
-    number = 0
-    for byte in reversed(encoded):
-        number = number << 7 | byte & 0x7F
-    return number
-
-
-def encode_varint(number: int) -> bytes:
-    """Return `number`, which is not negative, as a varint."""
-    out = bytearray()
-    while number > 0x7F:
-        out.append(number & 0x7F | 0x80)
-        number >>= 7
-    out.append(number)
-    return bytes(out)
-
-
-def encode_length(number: int, length_bytes: int) -> bytes:
-    """Return what precedes a field of `length_bytes` bytes: its key, for field `number`, and its length."""
-    return encode_varint(number << 3 | LENGTH) + encode_varint(length_bytes)

@@ -16,10 +16,10 @@ from reshard_mpi.sharding.strategy.files import Kind, StrategyFile, decode, dist
 from reshard_mpi.sharding.strategy.mindspore import (
     StageFile,
     encode_json,
-    encode_protobuf,
     parse_json,
     place,
 )
+from reshard_mpi.sharding.strategy.protobuf import encode_protobuf, merge_protobuf
 from reshard_mpi.sharding.strategy.stages import by_stage, merged_stages, to_placement
 
 
@@ -50,7 +50,7 @@ def merge(sources: str | Sequence[str], out: str) -> None:
     if chosen == {Kind.JSON}:
         data = _merge_json(stages)
     elif chosen == {Kind.PROTOBUF} and target.suffix != ".json":
-        data = _merge_protobuf(stages)
+        data = merge_protobuf(look(stage.path).read() for stage in stages)
     else:
         data = _convert(stages, kinds, target)
     _write(target, data)
@@ -84,21 +84,6 @@ def _of_one_stage(files: Iterable[StrategyFile], kinds: dict[str, Kind]) -> Iter
             )
         kinds[path] = file.kind
         yield stage
-
-
-def _merge_protobuf(stages: Sequence[StageFile]) -> bytes:
-    """Put messages together as they are, so that fields this program does not know stay."""
-    from reshard_mpi.sharding.strategy.protobuf import parse_protobuf
-
-    merged = parse_protobuf(b"\x08\x01", "")
-    for at, stage in enumerate(stages):
-        strategy_map = parse_protobuf(look(stage.path).read(), stage.path)
-        for item in strategy_map.parallel_layout_item:
-            item.param_name = f"{at}-{item.param_name}"
-        merged.parallel_strategy_item.extend(strategy_map.parallel_strategy_item)
-        merged.parallel_layout_item.extend(strategy_map.parallel_layout_item)
-    data: bytes = merged.SerializeToString()
-    return data
 
 
 def _merge_json(stages: Sequence[StageFile]) -> bytes:

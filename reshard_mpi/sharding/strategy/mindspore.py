@@ -1,4 +1,4 @@
-"""MindSpore's strategy files, protobuf and JSON, to and from plain values.
+"""What MindSpore's strategy files say, as plain values; and its JSON files, to and from these.
 
 A file is one pipeline stage as one rank saw it, or several merged stages whose names carry `<stage>-`. Here nothing is
 interpreted: `stages` gives the values their meaning. Facts: MindSpore's `node_strategy.proto` and
@@ -151,36 +151,6 @@ def _json_layout(item: Any, where: str) -> RawLayout:
         integer(item.get("field", 0), "field", *_INT32, where),
         None if shape is None else integers(shape, "tensor_shape", *_INT64, where),
     )
-
-
-def encode_protobuf(file: StageFile) -> bytes:
-    """Return the bytes of a protobuf strategy file. Its first strategy item tells MindSpore the stage."""
-    from reshard_mpi.sharding.strategy.messages import messages
-
-    strategy_map = messages().strategy_map(current_stage=1)
-    for item in file.items:
-        made = strategy_map.parallel_strategy_item.add(node_name=item.node_name)
-        made.parallel_strategys.stage = item.stage
-        for cut in item.parallel_strategy:
-            made.parallel_strategys.parallel_strategy.add(dim=cut)
-    for name, layout in file.layouts.items():
-        message = strategy_map.parallel_layout_item.add(param_name=name).parallel_layouts
-        message.dev_matrix.add(dim=layout.dev_matrix)
-        if layout.is_nested:
-            for axes in layout.tensor_map:
-                message.tensor_map.add(dim=axes)
-            if len(layout.tensor_map) == 1:
-                message.tensor_map.add()
-        else:
-            message.tensor_map.add(dim=[axis for axes in layout.tensor_map for axis in axes])
-        # MindSpore reads the first of each of these two without asking whether there is one.
-        message.param_split_shape.add(dim=layout.param_split_shape)
-        message.indices_offset.add(dim=layout.indices_offset)
-        message.field = layout.field
-        message.opt_weight_shard_step = layout.opt_weight_shard_step
-        message.opt_weight_shard_size = layout.opt_weight_shard_size
-    data: bytes = strategy_map.SerializeToString()
-    return data
 
 
 def encode_json(file: StageFile) -> bytes:

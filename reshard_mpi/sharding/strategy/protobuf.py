@@ -1,71 +1,249 @@
-"""MindSpore's protobuf strategy files read into the values of `mindspore`, item by item, in bounded memory."""
+"""MindSpore's protobuf strategy files, to and from the values of `mindspore`: item by item, in bounded memory.
+
+The messages are those of MindSpore's `node_strategy.proto` (proto2, repeated numbers not packed). A strategy is a
+ParallelStrategyMap:
+
+    ParallelStrategyMap  { uint32 current_stage = 1; repeated ParallelStrategyItem = 2;
+                           repeated ParallelLayoutItem = 3 }
+    ParallelStrategyItem { string node_name = 1; ParallelStrategys parallel_strategys = 2 }
+    ParallelStrategys    { uint32 stage = 1; repeated ParallelStrategy = 2 }
+    ParallelLayoutItem   { string param_name = 1; ParallelLayouts parallel_layouts = 2 }
+    ParallelLayouts      { repeated DevMatrix = 1; repeated TensorMap = 2; repeated ParamSplitShape = 3;
+                           repeated IndicesOffset = 4; int32 field = 5; int32 opt_weight_shard_step = 6;
+                           int32 opt_weight_shard_size = 7 }
+
+All fields that are not repeated are required; the messages that are not spelt out have `repeated dim = 1`: of uint32,
+in TensorMap of int32, in ParamSplitShape and IndicesOffset of int64. Other fields are passed over, as protobuf does.
+"""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
-from typing import Any, BinaryIO
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import BinaryIO
 
+from reshard_mpi import protobuf
 from reshard_mpi.errors import StrategyError
+from reshard_mpi.protobuf import LENGTH, VARINT, Field, encode_content, encode_number
 from reshard_mpi.sharding.strategy.checks import parsed_size, text
-from reshard_mpi.sharding.strategy.items import CURRENT_STAGE, STRATEGY_ITEM, DamageError, items
-from reshard_mpi.sharding.strategy.limits import MAX_AXES, MAX_DIMENSIONS, MAX_INPUTS, MAX_SLICES
-from reshard_mpi.sharding.strategy.messages import DecodeError, messages
+from reshard_mpi.sharding.strategy.limits import MAX_AXES, MAX_DIMENSIONS, MAX_INPUTS, MAX_ITEM_BYTES, MAX_SLICES
 from reshard_mpi.sharding.strategy.mindspore import REMEDY, RawLayout, StageFile, StrategyItem, place
 
+_STAGE, _OPERATOR, _PARAMETER = (1, VARINT), (2, LENGTH), (3, LENGTH)
+# In each item: its name, and what is said of it.
+_NAME, _CONTENT = (1, LENGTH), (2, LENGTH)
 # What is kept of an operator or parameter, and of one input's cuts.
 _KEPT_BYTES = 400
 _KEPT_CUT_BYTES = 80
+_READ_BYTES = MAX_ITEM_BYTES + 64
+
+Convert = Callable[[int], int]
 
 
 def decode_protobuf(data: bytes | BinaryIO, path: str) -> StageFile:
     """Read a protobuf strategy file. Raises StrategyError if it is not one."""
     operators: list[StrategyItem] = []
     layouts: dict[str, RawLayout] = {}
-    seen: dict[bytes, RawLayout] = {}
-    has_stage, kept_bytes = False, 0
+    by_content: dict[bytes, RawLayout] = {}
+    has_stage, kept_bytes, read_bytes = False, 0, 0
     try:
-        for item in items(io.BytesIO(data) if isinstance(data, bytes) else data):
-            if item.number == CURRENT_STAGE:
+        for item in _items(io.BytesIO(data) if isinstance(data, bytes) else data):
+            read_bytes += len(item.raw)
+            if item.kind == _STAGE:
                 has_stage = True
-                continue
-            if item.number == STRATEGY_ITEM:
+            elif item.kind == _OPERATOR:
                 operators.append(_operator(item.content, path, len(operators)))
                 kept_bytes += _KEPT_BYTES + _KEPT_CUT_BYTES * len(operators[-1].parallel_strategy)
-            else:
-                name, layout = _parameter(item.content, path, len(layouts), seen)
+            elif item.kind == _PARAMETER:
+                name, content = _named(item.content, f"parallel_layout_item[{len(layouts)}].", _PARAMETER_FIELDS, path)
+                layout = by_content.get(content)
+                if layout is None:
+                    within = f"parallel_layout_item[{len(layouts)}].parallel_layouts."
+                    layout = by_content[content] = _layout(content, within, path, name)
                 kept_bytes += _KEPT_BYTES
                 if layouts.setdefault(name, layout) != layout:
                     raise StrategyError(
                         "a parameter is listed twice, with different layouts", got=name, where=path, remedy=REMEDY
                     )
-            parsed_size(kept_bytes, item.end_bytes, path)
-    except DamageError as error:
+            parsed_size(kept_bytes, read_bytes, path)
+    except protobuf.WireError as error:
         raise _damaged(f"cut off or damaged ({error})", path) from None
     except OSError as error:
         raise StrategyError("the strategy cannot be read", got=str(error), where=path) from None
     if not has_stage:
         raise _damaged("without current_stage", path)
-    return StageFile(layouts, tuple(operators), path)
+    return StageFile(_one_of_each(layouts), tuple(operators), path)
 
 
-def parse_protobuf(data: bytes, path: str) -> Any:
-    """Return the ParallelStrategyMap message that `data`, which has been decoded before, is."""
-    return _parsed(messages().strategy_map, data, path, "")
+def encode_protobuf(file: StageFile) -> bytes:
+    """Return the bytes of a protobuf strategy file. Its first strategy item tells MindSpore the stage."""
+    parts = [encode_number(1, 1)]
+    for item in file.items:
+        cuts = (encode_content(2, _dims(cut)) for cut in item.parallel_strategy)
+        content = encode_content(2, encode_number(1, item.stage), *cuts)
+        parts.append(encode_content(2, encode_content(1, item.node_name.encode()), content))
+    for name, layout in file.layouts.items():
+        parts.append(encode_content(3, encode_content(1, name.encode()), encode_content(2, *_layout_fields(layout))))
+    return b"".join(parts)
 
 
-def _parsed(kind: Any, data: bytes, path: str, within: str) -> Any:
-    """Return the message of `kind` that `data` is; `within` is what it is called."""
-    message = kind()
+def merge_protobuf(stages: Iterable[bytes]) -> bytes:
+    """Put the strategy files of all stages, each decoded before, into one, the names of parameters `<stage>-<name>`.
+
+    What this program does not know of operators and parameters stays.
+    """
+    operators: list[bytes] = []
+    parameters: list[bytes] = []
+    for stage, data in enumerate(stages):
+        for item in protobuf.fields(data):
+            if item.kind == _OPERATOR:
+                operators.append(item.raw)
+            elif item.kind == _PARAMETER:
+                fields = protobuf.fields(item.content)
+                parameters.append(encode_content(3, *(_with_stage(stage, field) for field in fields)))
+    return b"".join((encode_number(1, 1), *operators, *parameters))
+
+
+def _with_stage(stage: int, field: Field) -> bytes:
+    return encode_content(1, b"%d-" % stage, field.content) if field.kind == _NAME else field.raw
+
+
+def _items(stream: BinaryIO) -> Iterator[Field]:
+    """Yield the fields of a file, each within bounds."""
+    data, at = b"", 0
+    while True:
+        try:
+            item, at = protobuf.field(data, at, MAX_ITEM_BYTES)
+        except protobuf.CutShortError:
+            more = stream.read(_READ_BYTES)
+            if not more and at == len(data):
+                return
+            if not more:
+                raise
+            data, at = data[at:] + more, 0
+            continue
+        yield item
+
+
+_OPERATOR_FIELDS, _PARAMETER_FIELDS = ("node_name", "parallel_strategys"), ("param_name", "parallel_layouts")
+
+
+def _named(data: bytes, within: str, fields: tuple[str, str], path: str) -> tuple[str, bytes]:
+    """Return the name of an item, and what is said of it; a message that comes twice is both together."""
+    name: bytes | None = None
+    content: bytes | None = None
+    for field in protobuf.fields(data):
+        if field.kind == _NAME:
+            name = field.content
+        elif field.kind == _CONTENT:
+            content = field.content if content is None else content + field.content
+    _require_all(dict(zip(fields, (name, content))), within, path)
+    assert name is not None and content is not None
     try:
-        message.ParseFromString(data)
-        missing = [] if message.IsInitialized() else message.FindInitializationErrors()
-        problem = f"without {', '.join(within + name for name in missing[:3])}" if missing else ""
-    except (DecodeError, UnicodeDecodeError) as error:  # the library without compiled code checks names at once
-        problem = f"cut off or damaged ({error})"
-    if problem:
-        raise _damaged(problem, path)
-    return message
+        decoded: object = name.decode()
+    except UnicodeDecodeError:
+        decoded = name
+    return text(decoded, "an operator's name" if fields is _OPERATOR_FIELDS else "a parameter's name", path), content
+
+
+def _operator(data: bytes, path: str, number: int) -> StrategyItem:
+    within = f"parallel_strategy_item[{number}]."
+    name, content = _named(data, within, _OPERATOR_FIELDS, path)
+    stage: int | None = None
+    cuts: list[tuple[int, ...]] = []
+    for field in protobuf.fields(content):
+        if field.kind == (1, VARINT):
+            stage = _uint32(field.value)
+        elif field.kind == (2, LENGTH):
+            what = "an operator's strategy", f"{MAX_INPUTS} inputs of {MAX_DIMENSIONS} dimensions"
+            cuts.append(_numbers(field.content, _uint32, MAX_DIMENSIONS, *what, path))
+            if len(cuts) > MAX_INPUTS:
+                raise _too_long(*what, path)
+    _require_all({"stage": stage}, f"{within}parallel_strategys.", path)
+    assert stage is not None
+    return StrategyItem(name, stage, tuple(cuts))
+
+
+def _layout(data: bytes, within: str, path: str, name: str) -> RawLayout:
+    where = place(path, name)
+    meshes: list[bytes] = []
+    maps: list[tuple[int, ...]] = []
+    slices: list[bytes] = []
+    offsets: list[bytes] = []
+    scalars: dict[str, int | None] = dict.fromkeys(("field", "opt_weight_shard_step", "opt_weight_shard_size"))
+    # A mesh axis or dimension too many is told when the layout is given a meaning; this is about memory.
+    limit = 2 * MAX_DIMENSIONS
+    for field in protobuf.fields(data):
+        if field.wire_type == LENGTH and field.number in (1, 3, 4):
+            {1: meshes, 3: slices, 4: offsets}[field.number].append(field.content)
+        elif field.kind == (2, LENGTH):
+            what = "a tensor map", f"{MAX_DIMENSIONS} dimensions"
+            maps.append(_numbers(field.content, _int32, limit, *what, where))
+            if len(maps) > limit:
+                raise _too_long(*what, where)
+        elif field.wire_type == VARINT and field.number in _SCALARS:
+            scalars[_SCALARS[field.number]] = _int32(field.value)
+    _require_all(scalars, within, path)
+    # One message a dimension is a nested map; a nested map of one dimension has an empty second one.
+    if len(maps) > 1:
+        tensor_map = tuple(axes for axes in maps if axes)
+    else:
+        tensor_map = tuple((axis,) for axis in maps[0]) if maps else ()
+    return RawLayout(
+        _only(meshes, "dev_matrix", _uint32, 2 * MAX_AXES, where),
+        tensor_map,
+        scalars["opt_weight_shard_size"] or 0,
+        scalars["opt_weight_shard_step"] or 0,
+        _only(slices, "param_split_shape", _int64, MAX_SLICES, where),
+        _only(offsets, "indices_offset", _int64, MAX_SLICES, where),
+        scalars["field"] or 0,
+    )
+
+
+_SCALARS = {5: "field", 6: "opt_weight_shard_step", 7: "opt_weight_shard_size"}
+
+
+def _only(found: Sequence[bytes], field: str, convert: Convert, limit: int, where: str) -> tuple[int, ...]:
+    if len(found) > 1:
+        raise StrategyError(f"a layout has several of {field}", expected="one", got=str(len(found)), where=where)
+    return _numbers(found[0], convert, limit, field, f"{limit} numbers", where) if found else ()
+
+
+def _numbers(data: bytes, convert: Convert, limit: int, what: str, expected: str, where: str) -> tuple[int, ...]:
+    """Return the numbers of a message that has nothing else, whether or not they are packed."""
+    numbers: list[int] = []
+    for field in protobuf.fields(data):
+        if field.kind == (1, VARINT):
+            numbers.append(convert(field.value))
+        elif field.kind == (1, LENGTH):
+            numbers += map(convert, protobuf.varints(field.content))
+        if len(numbers) > limit:
+            raise _too_long(what, expected, where)
+    return tuple(numbers)
+
+
+def _one_of_each(layouts: dict[str, RawLayout]) -> dict[str, RawLayout]:
+    """Return the same layouts, equal ones being one object."""
+    kept: dict[RawLayout, RawLayout] = {}
+    return {name: kept.setdefault(layout, layout) for name, layout in layouts.items()}
+
+
+def _uint32(number: int) -> int:
+    return number & 0xFFFFFFFF
+
+
+def _int32(number: int) -> int:
+    return ((number & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000
+
+
+def _int64(number: int) -> int:
+    return (number ^ (1 << 63)) - (1 << 63)
+
+
+def _require_all(required: Mapping[str, object], within: str, path: str) -> None:
+    missing = [within + name for name, value in required.items() if value is None]
+    if missing:
+        raise _damaged(f"without {', '.join(missing)}", path)
 
 
 def _damaged(problem: str, path: str) -> StrategyError:
@@ -78,56 +256,25 @@ def _damaged(problem: str, path: str) -> StrategyError:
     )
 
 
-def _operator(data: bytes, path: str, at: int) -> StrategyItem:
-    item = _parsed(messages().strategy_item, data, path, f"parallel_strategy_item[{at}].")
-    cuts = item.parallel_strategys.parallel_strategy
-    if len(cuts) > MAX_INPUTS or any(len(cut.dim) > MAX_DIMENSIONS for cut in cuts):
-        raise _too_long("an operator's strategy", f"{MAX_INPUTS} inputs of {MAX_DIMENSIONS} dimensions", path)
-    # proto2 does not check strings while parsing: invalid UTF-8 comes out as bytes.
-    name = text(item.node_name, "an operator's name", path)
-    return StrategyItem(name, item.parallel_strategys.stage, tuple(tuple(cut.dim) for cut in cuts))
-
-
-def _parameter(data: bytes, path: str, at: int, seen: dict[bytes, RawLayout]) -> tuple[str, RawLayout]:
-    """Return a parameter's name and its layout; equal ones are taken from `seen`, by their bytes."""
-    item = _parsed(messages().layout_item, data, path, f"parallel_layout_item[{at}].")
-    name = text(item.param_name, "a parameter's name", path)
-    key = item.parallel_layouts.SerializeToString()
-    layout = seen.get(key)
-    if layout is None:
-        layout = seen[key] = _layout(item.parallel_layouts, place(path, name))
-    return name, layout
-
-
 def _too_long(what: str, expected: str, where: str) -> StrategyError:
     return StrategyError(f"{what} is too long", expected=f"at most {expected}", where=where, remedy=REMEDY)
 
 
-def _layout(message: Any, where: str) -> RawLayout:
-    # A mesh axis or dimension too many is told when the layout is given a meaning; this is about memory.
-    limit = 2 * MAX_DIMENSIONS
-    if len(message.tensor_map) > limit or any(len(tensor_map.dim) > limit for tensor_map in message.tensor_map):
-        raise _too_long("a tensor map", f"{MAX_DIMENSIONS} dimensions", where)
-    maps = [tuple(tensor_map.dim) for tensor_map in message.tensor_map]
-    # One message a dimension is a nested map; a nested map of one dimension has an empty second one.
-    if len(maps) > 1:
-        tensor_map = tuple(axes for axes in maps if axes)
+def _layout_fields(layout: RawLayout) -> Iterator[bytes]:
+    yield encode_content(1, _dims(layout.dev_matrix))
+    if layout.is_nested:
+        for axes in layout.tensor_map:
+            yield encode_content(2, _dims(axes))
+        if len(layout.tensor_map) == 1:
+            yield encode_content(2)
     else:
-        tensor_map = tuple((axis,) for axis in maps[0]) if maps else ()
-    return RawLayout(
-        _only(message.dev_matrix, "dev_matrix", 2 * MAX_AXES, where),
-        tensor_map,
-        message.opt_weight_shard_size,
-        message.opt_weight_shard_step,
-        _only(message.param_split_shape, "param_split_shape", MAX_SLICES, where),
-        _only(message.indices_offset, "indices_offset", MAX_SLICES, where),
-        message.field,
-    )
+        yield encode_content(2, _dims(axis for axes in layout.tensor_map for axis in axes))
+    # MindSpore reads the first of each of these two without asking whether there is one.
+    yield encode_content(3, _dims(layout.param_split_shape))
+    yield encode_content(4, _dims(layout.indices_offset))
+    for number, value in ((5, layout.field), (6, layout.opt_weight_shard_step), (7, layout.opt_weight_shard_size)):
+        yield encode_number(number, value)
 
 
-def _only(repeated: Sequence[Any], field: str, limit: int, where: str) -> tuple[int, ...]:
-    if len(repeated) > 1:
-        raise StrategyError(f"a layout has several of {field}", expected="one", got=str(len(repeated)), where=where)
-    if repeated and len(repeated[0].dim) > limit:
-        raise _too_long(field, f"{limit} numbers", where)
-    return tuple(repeated[0].dim) if repeated else ()
+def _dims(numbers: Iterable[int]) -> bytes:
+    return b"".join(encode_number(1, number) for number in numbers)

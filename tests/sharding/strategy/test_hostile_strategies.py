@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from strategy_examples import one_layout
+from support.strategy_messages import messages
 
 from reshard_mpi.errors import LayoutError, ReshardError, StrategyError
 from reshard_mpi.sharding import strategy
 from reshard_mpi.sharding.strategy.limits import MAX_FILE_BYTES
-from reshard_mpi.sharding.strategy.messages import messages
-from reshard_mpi.sharding.strategy.mindspore import RawLayout, decode_json, encode_protobuf
-from reshard_mpi.sharding.strategy.protobuf import decode_protobuf
+from reshard_mpi.sharding.strategy.mindspore import RawLayout, decode_json
+from reshard_mpi.sharding.strategy.protobuf import decode_protobuf, encode_protobuf
 from reshard_mpi.sharding.strategy.stages import to_strategy
 
 GOOD = encode_protobuf(one_layout(RawLayout((2,), ((0,), (-1,)))))

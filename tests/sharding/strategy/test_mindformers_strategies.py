@@ -10,8 +10,7 @@ import pytest
 
 from reshard_mpi.sharding import strategy
 from reshard_mpi.sharding.placement import Placement
-from reshard_mpi.sharding.strategy.mindspore import encode_protobuf
-from reshard_mpi.sharding.strategy.protobuf import decode_protobuf
+from reshard_mpi.sharding.strategy.protobuf import decode_protobuf, encode_protobuf
 from reshard_mpi.sharding.strategy.stages import to_strategy
 from reshard_mpi.sharding.strategy.table import dumps, loads
 

@@ -11,7 +11,8 @@ import pytest
 
 from reshard_mpi.sharding import strategy
 from reshard_mpi.sharding.strategy.merge import merge
-from reshard_mpi.sharding.strategy.mindspore import RawLayout, StageFile, StrategyItem, encode_json, encode_protobuf
+from reshard_mpi.sharding.strategy.mindspore import RawLayout, StageFile, StrategyItem, encode_json
+from reshard_mpi.sharding.strategy.protobuf import encode_protobuf
 
 pytestmark = pytest.mark.mindspore
 

@@ -12,7 +12,8 @@ from strategy_examples import one_layout
 from reshard_mpi.errors import LayoutError, StrategyError
 from reshard_mpi.sharding import strategy
 from reshard_mpi.sharding.placement import Placement
-from reshard_mpi.sharding.strategy.mindspore import RawLayout, StageFile, StrategyItem, encode_json, encode_protobuf
+from reshard_mpi.sharding.strategy.mindspore import RawLayout, StageFile, StrategyItem, encode_json
+from reshard_mpi.sharding.strategy.protobuf import encode_protobuf
 from reshard_mpi.sharding.strategy.stages import to_strategy
 
 CUT = RawLayout((2,), ((0,),))
