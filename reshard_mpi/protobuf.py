@@ -24,13 +24,14 @@ class CutShortError(WireError):
 
 
 class Field(NamedTuple):
-    """One field of a message. value: of a varint. content: what a length goes before. raw: all of it, with its key."""
+    """One field of a message, which begins and ends there. value: of a varint. content: what a length goes before."""
 
     number: int
     wire_type: int
     value: int
     content: bytes
-    raw: bytes
+    start: int
+    end: int
 
     @property
     def kind(self) -> tuple[int, int]:
@@ -54,8 +55,8 @@ def varint(data: bytes, at: int) -> tuple[int, int]:
     raise WireError("a number of more than 64 bits")
 
 
-def field(data: bytes, at: int, most_bytes: int | None = None) -> tuple[Field, int]:
-    """Return the field at `at`, and where it ends.
+def field(data: bytes, at: int, most_bytes: int | None = None) -> Field:
+    """Return the field at `at`.
 
     most_bytes: a longer content is an error, whether or not it is all there. Raises CutShortError if the data ends
     before, WireError for what is none.
@@ -79,15 +80,26 @@ def field(data: bytes, at: int, most_bytes: int | None = None) -> tuple[Field, i
         raise WireError(f"wire type {wire_type}")
     if end > len(data):
         raise CutShortError("the end of the data in a field")
-    return Field(number, wire_type, value, content, data[at:end]), end
+    return Field(number, wire_type, value, content, at, end)
 
 
 def fields(data: bytes) -> Iterator[Field]:
     """Yield the fields of a message. Raises WireError where it is none."""
-    at = 0
-    while at < len(data):
-        found, at = field(data, at)
+    at, size_bytes = 0, len(data)
+    while at < size_bytes:
+        # Most keys, lengths and numbers are one byte.
+        if at + 1 < size_bytes and data[at] & 0x87 == LENGTH and data[at] >> 3 and data[at + 1] < 0x80:
+            start = at + 2
+            end = start + data[at + 1]
+            if end > size_bytes:
+                raise CutShortError("the end of the data in a field")
+            found = Field(data[at] >> 3, LENGTH, 0, data[start:end], at, end)
+        elif at + 1 < size_bytes and data[at] & 0x87 == VARINT and data[at] >> 3 and data[at + 1] < 0x80:
+            found = Field(data[at] >> 3, VARINT, data[at + 1], b"", at, at + 2)
+        else:
+            found = field(data, at)
         yield found
+        at = found.end
 
 
 def varints(data: bytes) -> Iterator[int]:

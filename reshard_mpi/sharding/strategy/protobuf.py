@@ -45,14 +45,15 @@ def decode_protobuf(data: bytes | BinaryIO, path: str) -> StageFile:
     operators: list[StrategyItem] = []
     layouts: dict[str, RawLayout] = {}
     by_content: dict[bytes, RawLayout] = {}
+    operators_by_content: dict[bytes, StrategyItem] = {}
     has_stage, kept_bytes, read_bytes = False, 0, 0
     try:
         for item in _items(io.BytesIO(data) if isinstance(data, bytes) else data):
-            read_bytes += len(item.raw)
+            read_bytes += item.end - item.start
             if item.kind == _STAGE:
                 has_stage = True
             elif item.kind == _OPERATOR:
-                operators.append(_operator(item.content, path, len(operators)))
+                operators.append(_operator(item.content, path, len(operators), operators_by_content))
                 kept_bytes += _KEPT_BYTES + _KEPT_CUT_BYTES * len(operators[-1].parallel_strategy)
             elif item.kind == _PARAMETER:
                 name, content = _named(item.content, f"parallel_layout_item[{len(layouts)}].", _PARAMETER_FIELDS, path)
@@ -97,15 +98,19 @@ def merge_protobuf(stages: Iterable[bytes]) -> bytes:
     for stage, data in enumerate(stages):
         for item in protobuf.fields(data):
             if item.kind == _OPERATOR:
-                operators.append(item.raw)
+                operators.append(data[item.start : item.end])
             elif item.kind == _PARAMETER:
-                fields = protobuf.fields(item.content)
-                parameters.append(encode_content(3, *(_with_stage(stage, field) for field in fields)))
+                parameters.append(encode_content(3, *_with_stage(stage, item.content)))
     return b"".join((encode_number(1, 1), *operators, *parameters))
 
 
-def _with_stage(stage: int, field: Field) -> bytes:
-    return encode_content(1, b"%d-" % stage, field.content) if field.kind == _NAME else field.raw
+def _with_stage(stage: int, parameter: bytes) -> Iterator[bytes]:
+    """Yield the fields of a parameter, its name with that of its stage."""
+    for field in protobuf.fields(parameter):
+        if field.kind == _NAME:
+            yield encode_content(1, b"%d-" % stage, field.content)
+        else:
+            yield parameter[field.start : field.end]
 
 
 def _items(stream: BinaryIO) -> Iterator[Field]:
@@ -113,7 +118,7 @@ def _items(stream: BinaryIO) -> Iterator[Field]:
     data, at = b"", 0
     while True:
         try:
-            item, at = protobuf.field(data, at, MAX_ITEM_BYTES)
+            item = protobuf.field(data, at, MAX_ITEM_BYTES)
         except protobuf.CutShortError:
             more = stream.read(_READ_BYTES)
             if not more and at == len(data):
@@ -122,6 +127,7 @@ def _items(stream: BinaryIO) -> Iterator[Field]:
                 raise
             data, at = data[at:] + more, 0
             continue
+        at = item.end
         yield item
 
 
@@ -146,9 +152,16 @@ def _named(data: bytes, within: str, fields: tuple[str, str], path: str) -> tupl
     return text(decoded, "an operator's name" if fields is _OPERATOR_FIELDS else "a parameter's name", path), content
 
 
-def _operator(data: bytes, path: str, number: int) -> StrategyItem:
+def _operator(data: bytes, path: str, number: int, by_content: dict[bytes, StrategyItem]) -> StrategyItem:
     within = f"parallel_strategy_item[{number}]."
     name, content = _named(data, within, _OPERATOR_FIELDS, path)
+    alike = by_content.get(content)
+    if alike is None:
+        alike = by_content[content] = _cuts(name, content, within, path)
+    return alike._replace(node_name=name)
+
+
+def _cuts(name: str, content: bytes, within: str, path: str) -> StrategyItem:
     stage: int | None = None
     cuts: list[tuple[int, ...]] = []
     for field in protobuf.fields(content):

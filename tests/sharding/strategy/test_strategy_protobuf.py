@@ -97,10 +97,10 @@ def spelt_otherwise(data: bytes, seed: Any, kind: str) -> bytes:
     for field in found:
         inside = INSIDE.get(kind, {}).get(field.number)
         if inside is None or field.wire_type != protobuf.LENGTH:
-            parts.append(field.raw)
+            parts.append(data[field.start : field.end])
             continue
         content = spelt_otherwise(field.content, seed, inside)
-        inner = [one.raw for one in protobuf.fields(content)]
+        inner = [content[one.start : one.end] for one in protobuf.fields(content)]
         if inside in ("cuts", "layout") and len(inner) > 1 and seed.random() < 0.5:
             cut = seed.randrange(1, len(inner))
             parts += [protobuf.encode_content(field.number, *inner[:cut])]
