@@ -44,7 +44,7 @@ from reshard_mpi.runs.plans import plan_together
 from reshard_mpi.runs.preflight import Tally, may_share, require_room, require_short_names, stranger_notes
 from reshard_mpi.runs.progress import Silent, log
 from reshard_mpi.runs.request import Request
-from reshard_mpi.runs.workers import Work, run_with_workers
+from reshard_mpi.runs.workers import Task, run_with_workers
 from reshard_mpi.runs.write import write_whole
 from reshard_mpi.sharding import strategy
 from reshard_mpi.sharding.placement import Strategy, unsharded
@@ -119,14 +119,9 @@ def transform_checkpoints(
         src_strategy=plain_path_or_none(src_strategy_file, "src_strategy_file"),
         dst_strategy=plain_path_or_none(dst_strategy_file, "dst_strategy_file"),
         prefix=plain_text(ckpt_prefix, "ckpt_prefix"),
-        select=None,
         to=output_format,
-        ranks=None,
-        part=None,
-        resume=False,
         overwrite=True,
         unlisted=as_unlisted(unlisted),
-        strict=False,
         recorded=False,
         memory=plain_size(memory, "memory"),
         max_active=plain_number_or_none(max_active, "max_active"),
@@ -309,21 +304,14 @@ def verify(
         target=plain_path(source if target is None else target, "target"),
         src_strategy=plain_path_or_none(src_strategy, "src_strategy"),
         dst_strategy=plain_path_or_none(dst_strategy, "dst_strategy"),
-        prefix="",
         select=select,
-        to=None,
-        ranks=None,
-        part=None,
-        resume=False,
-        overwrite=False,
         unlisted=as_unlisted(unlisted),
-        strict=False,
         recorded=False,
         memory=plain_size(memory, "memory"),
         max_active=plain_number_or_none(max_active, "max_active"),
         replicas=as_replicas(replicas),
     )
-    work = Work.VERIFY_ALONE if target is None else Work.VERIFY_PAIR
+    work = Task.VERIFY_ALONE if target is None else Task.VERIFY_PAIR
     failures = _run(request, plain_number(process_num, "process_num"), comm, work).failures
     if failures:
         first = failures[0].named(alone=True)
@@ -378,7 +366,7 @@ def as_replicas(value: str) -> Replicas:
         raise UsageError("unknown value of replicas", expected=", ".join(Replicas), got=repr(value)) from None
 
 
-def _run(request: Request, processes: int, communicator: Any, work: Work = Work.CONVERT) -> Outcome:
+def _run(request: Request, processes: int, communicator: Any, work: Task = Task.CONVERT) -> Outcome:
     if processes < 1:
         raise UsageError("process_num is out of range", expected="1 or more", got=str(processes))
     if processes > 1 and communicator is None:

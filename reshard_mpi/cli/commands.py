@@ -106,7 +106,7 @@ def _transform(options: argparse.Namespace) -> int:
         os.environ, explicit_share=bool(options.rank or options.part), stopped=_last_words(options)
     ) as world:
         unwritable = world.rank == 0 and options.report and not _can_be_written(options.report, options.target)
-        if any(world.allgather(unwritable, "looked where the report goes")):
+        if any(world.allgather(unwritable)):
             from reshard_mpi.filesystem.paths import described
 
             raise UsageError(
@@ -157,9 +157,9 @@ def _report(options: argparse.Namespace, outcome: Outcome, seconds: float) -> Re
 
 
 def _run(work: str, request: Request, jobs: int | None, world: comm.Comm, progress: Progress) -> Outcome:
-    """Do what `pool.Work` calls `work`, with MPI or local processes or alone."""
+    """Do what `pool.Task` calls `work`, with MPI or local processes or alone."""
     from reshard_mpi.errors import UsageError
-    from reshard_mpi.runs.workers import Work, run_with_workers
+    from reshard_mpi.runs.workers import Task, run_with_workers
 
     if world.size > 1 and (jobs or 1) > 1:
         raise UsageError(
@@ -171,8 +171,8 @@ def _run(work: str, request: Request, jobs: int | None, world: comm.Comm, progre
     if world.size == 1 and (jobs is not None or not comm.is_launched(os.environ)):
         cores = len(os.sched_getaffinity(0))
         if (jobs or cores) > 1:
-            return run_with_workers(request, jobs, progress, Work[work])
-    return Work[work].load()(request, world, progress, None)
+            return run_with_workers(request, jobs, progress, Task[work])
+    return Task[work].load()(request, world, progress, None)
 
 
 def _can_be_written(path: str, target: str) -> bool:

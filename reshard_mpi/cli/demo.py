@@ -17,7 +17,6 @@ from reshard_mpi.errors import DisagreementError, ReshardError, TargetError, as_
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import Segments, ShardIdentity, ShardSpec, TensorSpec
 from reshard_mpi.formats.protocol import reserve_file, seal_file
-from reshard_mpi.planning.parameters import Unlisted
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.outcome import Outcome
 from reshard_mpi.runs.progress import Silent
@@ -65,14 +64,14 @@ def run_demo(folder: str | None, comm: Comm) -> str:
     with _shared_folder(folder, comm) as base:
         tensors = _tensors()
         failed = _try_to_write_source(base, tensors) if comm.rank == 0 else None
-        for error in comm.allgather(failed, "wrote the source"):
+        for error in comm.allgather(failed):
             if error is not None:
                 raise error
         begin = time.monotonic()
         outcome = convert(_request(base), comm, Silent())
         seconds = time.monotonic() - begin
         outcome.raise_failures()
-        problems = comm.allgather(_check(outcome, tensors, comm), "checked")
+        problems = comm.allgather(_check(outcome, tensors, comm))
         for problem in problems:
             if problem:
                 raise DisagreementError("the demo's result is wrong", expected="every slice bit-exact", got=problem)
@@ -85,15 +84,15 @@ def _shared_folder(folder: str | None, comm: Comm) -> Iterator[Path]:
     made = None
     if comm.rank == 0:
         made = folder or tempfile.mkdtemp(prefix="reshard-mpi-demo-")
-    base = Path(comm.allgather(made, "chose a folder")[0] or "")
-    present = comm.allgather(folder is not None and any((base / name).exists() for name in ("src", "dst")), "looked")
+    base = Path(comm.allgather(made)[0] or "")
+    present = comm.allgather(folder is not None and any((base / name).exists() for name in ("src", "dst")))
     if any(present):
         raise TargetError(
             "the folder has a demo already", expected="a new folder", got="src or dst in it", where=str(base)
         )
     try:
         yield base
-        comm.allgather(None, "finished")
+        comm.allgather(None)
     finally:
         if folder is None and comm.rank == 0:
             shutil.rmtree(base, ignore_errors=True)
@@ -161,13 +160,6 @@ def _request(base: Path) -> Request:
         src_strategy=str(base / "src_strategy.ckpt"),
         dst_strategy=str(base / "dst_strategy.ckpt"),
         prefix="checkpoint_",
-        select=None,
-        to=None,
-        ranks=None,
-        part=None,
-        resume=False,
-        overwrite=False,
-        unlisted=Unlisted.FOLLOW,
         strict=True,
     )
 

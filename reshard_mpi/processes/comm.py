@@ -67,8 +67,8 @@ class Comm(Protocol):
         """Have this process `do` something now and then while it waits for the others."""
         ...
 
-    def allgather(self, value: T, step: str) -> list[T]:
-        """Return the values of all processes, by rank, to each. step: what the processes have just done.
+    def allgather(self, value: T) -> list[T]:
+        """Return the values of all processes, by rank, to each.
 
         In place of the value of a process that is lost there may be the `Outcome` that says so.
         """
@@ -87,7 +87,7 @@ class SerialComm:
     def meanwhile(self, do: Callable[[], None]) -> None:
         pass  # it waits for nobody
 
-    def allgather(self, value: T, step: str) -> list[T]:
+    def allgather(self, value: T) -> list[T]:
         return [value]
 
 
@@ -100,12 +100,12 @@ class MPIComm:
         self.rank: int = communicator.Get_rank()
         self.size: int = communicator.Get_size()
         # Asking MPI which ranks share memory gives every one of them a host of its own under some launchers.
-        self.hosts: Sequence[str] = distinct_names(self.allgather(Identity.local(os.environ), "named its host"))
+        self.hosts: Sequence[str] = distinct_names(self.allgather(Identity.local(os.environ)))
 
     def meanwhile(self, do: Callable[[], None]) -> None:
         self._do = do
 
-    def allgather(self, value: T, step: str) -> list[T]:
+    def allgather(self, value: T) -> list[T]:
         self._wait_for_all()
         values: list[T] = self._communicator.allgather(value)
         return values

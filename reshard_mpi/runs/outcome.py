@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import pickle
 import zlib
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reshard_mpi.errors import ReshardError, TransformError
+from reshard_mpi.errors import ReshardError, TransformError, as_reshard_error
 from reshard_mpi.filesystem.folders import FileIdentity
 from reshard_mpi.planning.losses import Lost, Missing, merged, warnings_of
 
@@ -213,3 +215,18 @@ class Outcome(NamedTuple):
             "notes": list(self.notes),
             "warnings": list(self.warnings),
         }
+
+
+# What a process fails at without being in the wrong itself.
+EXPECTED = (ReshardError, OSError, MemoryError)
+
+
+def attempt(do: Callable[[], Outcome], comm: Comm, rank: int | None = None, path: Path | None = None) -> Outcome:
+    """Return what `do` comes to; an error that is expected is a failure of this process, and of the target `rank`.
+
+    path: where an error of the system happened that does not say so.
+    """
+    try:
+        return do()
+    except EXPECTED as error:
+        return Outcome(failures=(Failure.here(rank, comm, as_reshard_error(error, path)),))

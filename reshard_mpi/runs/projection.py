@@ -24,7 +24,7 @@ from reshard_mpi.units import KIB, MIB
 
 # An interpreter with what plans and moves bytes; what is added by numpy; by MPI; by HDF5's library; by another
 # interpreter that has that library, for files of other making.
-INTERPRETER_BYTES = 31 * MIB
+INTERPRETER_BYTES = 27 * MIB
 _NUMPY_BYTES = 13 * MIB
 _MPI_BYTES = 18 * MIB
 _HDF5_BYTES = 15 * MIB
@@ -34,8 +34,8 @@ _PARSING_SHARE = 11
 # A parameter of a strategy; of the larger of the two, for both.
 _PARAMETER_BYTES = KIB
 # A tensor of a shard whose structure is known; while that is read; in a plan; while it is written; its sum.
-_MANIFEST_BYTES = {"ckpt": KIB // 2, "hdf5": KIB}
-_READING_BYTES = {"ckpt": KIB // 2, "hdf5": 3 * KIB // 2}
+_MANIFEST_BYTES = {"ckpt": KIB // 2, "hdf5": KIB // 2}
+_READING_BYTES = {"ckpt": KIB // 2, "hdf5": KIB}
 _FOREIGN_BYTES = 3 * KIB
 _PLANNED_BYTES = 3 * KIB // 4
 _WRITTEN_BYTES = {"ckpt": KIB // 4, "hdf5": 5 * KIB // 2}

@@ -25,17 +25,17 @@ class Request(NamedTuple):
 
     source: str
     target: str
-    src_strategy: str | None
-    dst_strategy: str | None
-    prefix: str
-    select: str | None
-    to: str | None
-    ranks: tuple[int, ...] | None
-    part: tuple[int, int] | None
-    resume: bool
-    overwrite: bool
-    unlisted: Unlisted
-    strict: bool
+    src_strategy: str | None = None
+    dst_strategy: str | None = None
+    prefix: str = ""
+    select: str | None = None
+    to: str | None = None
+    ranks: tuple[int, ...] | None = None
+    part: tuple[int, int] | None = None
+    resume: bool = False
+    overwrite: bool = False
+    unlisted: Unlisted = Unlisted.FOLLOW
+    strict: bool = False
     recorded: bool = True
     memory: str | int | None = None
     max_active: int | None = None

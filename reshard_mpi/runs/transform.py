@@ -41,7 +41,7 @@ from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.bookkeeping import Needs
 from reshard_mpi.runs.division import Work, divide
 from reshard_mpi.runs.memory import RunMemory
-from reshard_mpi.runs.outcome import Failure, Outcome, TargetReport
+from reshard_mpi.runs.outcome import Failure, Outcome, TargetReport, attempt
 from reshard_mpi.runs.preflight import Room, may_share, require_room, require_short_names, stranger_notes
 from reshard_mpi.runs.prepared import Run
 from reshard_mpi.runs.progress import Plain, Progress, Silent
@@ -55,7 +55,6 @@ _NOT_VERIFIED = (
     "targets that were complete already were not verified when they were made: reshard-mpi verify SRC DST does it now"
 )
 # What is told to all processes and refuses the run; anything else is a bug, and ends it.
-_EXPECTED = (ReshardError, OSError, MemoryError)
 
 
 def convert(request: Request, comm: Comm, progress: Progress, strategies: Strategies | None = None) -> Outcome:
@@ -73,7 +72,7 @@ def _convert(
     request: Request, comm: Comm, progress: Progress, strategies: Strategies | None, memory: RunMemory
 ) -> Outcome:
     planner, planned = _planned(request, comm, progress, strategies, memory)
-    _refuse(comm.allgather(planner.begin(progress), "begun"), comm)
+    _refuse(comm.allgather(planner.begin(progress)), comm)
     written = planner.writer(progress).write()
     told = Outcome(
         notes=planned.notes,
@@ -82,11 +81,11 @@ def _convert(
         other_warnings=planned.other_warnings,
         processes=comm.size,
     )
-    outcome = told.joined(comm.allgather(planner.outcome.joined([written]), "written"))
+    outcome = told.joined(comm.allgather(planner.outcome.joined([written])))
     if not request.recorded:
         return outcome
     # Also where targets have failed: a run like this one may have made them, and left it to this one to commit.
-    committed, *_ = comm.allgather(planner.commit(outcome) if comm.rank == 0 else Outcome(), "committed")
+    committed, *_ = comm.allgather(planner.commit(outcome) if comm.rank == 0 else Outcome())
     failures, notes = (*outcome.failures, *committed.failures), (*outcome.notes, *committed.notes)
     return outcome._replace(failures=failures, notes=notes)
 
@@ -102,7 +101,7 @@ def plan_targets(request: Request, comm: Comm) -> tuple[Plan, Outcome]:
 
 def _plan_targets(request: Request, comm: Comm, memory: RunMemory) -> tuple[Plan, Outcome]:
     planner, planned = _planned(request, comm, Silent(), None, memory)
-    shares = _gather(comm, planner.summaries, "summed up")
+    shares = _gather(comm, planner.summaries)
     targets = [target for share in shares for target in share]
     planned = planned._replace(notes=(*planned.notes, *planner.shown_rules()))
     return Plan(tuple(sorted(targets, key=lambda target: target.rank))), planned
@@ -117,7 +116,7 @@ def _planned(
     """
     planner, planned = _plan_with_sound_sources(request, comm, strategies, memory)
     if planned.alike or request.replicas is not Replicas.ANY:
-        compared = comm.allgather(planner.compare(planned.alike), "compared")
+        compared = comm.allgather(planner.compare(planned.alike))
         _refuse(compared, comm)
         planned = planned.joined(compared)._replace(alike=())
         drifted = tuple(dict.fromkeys(name for outcome in compared for name in outcome.drifted))
@@ -143,9 +142,9 @@ def _plan_with_sound_sources(
         planned = _plan_together(planner, comm)
         if not request.verify:
             return planner, planned
-        read = {rank for ranks in _gather(comm, planner.read_ranks(), "named sources") for rank in ranks}
+        read = {rank for ranks in _gather(comm, planner.read_ranks()) for rank in ranks}
         to_check = sorted(read - checked)
-        found = _gather(comm, planner.check_sources(to_check[comm.rank :: comm.size]), "checked sources")
+        found = _gather(comm, planner.check_sources(to_check[comm.rank :: comm.size]))
         if not any(found):
             return planner, planned
         checked |= read
@@ -157,11 +156,11 @@ def _plan_together(planner: _Planner, comm: Comm) -> Outcome:
 
     Returns what is to be said of the plans together.
     """
-    outcomes = comm.allgather(planner.plan(), "planned")
+    outcomes = comm.allgather(planner.plan())
     _refuse(outcomes, comm)
     require_room(outcome.rooms for outcome in outcomes)
     for stage in differing_stages(held for outcome in outcomes for held in outcome.held):
-        shares = _gather(comm, planner.placed(stage), "named parameters")
+        shares = _gather(comm, planner.placed(stage))
         placed = {rank: held for share in shares for rank, held in share.items()}
         require_same_names(placed, planner.source)
         require_same_shapes(placed, planner.source)
@@ -169,9 +168,9 @@ def _plan_together(planner: _Planner, comm: Comm) -> Outcome:
     return together._replace(notes=(*together.notes, *differing_beginnings(together.beginnings, together.notes)))
 
 
-def _gather(comm: Comm, value: T | Outcome, step: str) -> list[T]:
+def _gather(comm: Comm, value: T | Outcome) -> list[T]:
     """Return the values of all processes; raise, on all alike, what kept one of them from having its own."""
-    values = comm.allgather(value, step)
+    values = comm.allgather(value)
     _refuse([failed for failed in values if isinstance(failed, Outcome)], comm)
     return [value for value in values if not isinstance(value, Outcome)]
 
@@ -230,32 +229,29 @@ class _Planner:
 
     def plan(self) -> Outcome:
         """Plan this process's part of the targets; failures in what it returns refuse the run."""
-        try:
-            request = self._request
-            governor = self._memory.open()
-            files = (request.src_strategy, request.dst_strategy) if self._strategies is None else ()
-            self._memory.to_open(files, self._purpose)
-            before_shards = partial(self._memory.to_open, files, self._purpose)
-            run = Run.open(request, self._strategies, self._known_damage, before_shards)
-            self._memory.on_giving_way(run.conversion.forget, self._forget)
-            targets = len(run.targets)
-            self._memory.to_plan(run.conversion, run.format, self._purpose, targets=targets, verify=request.verify)
-            run.conversion.require_fitting_strategies()
-            journal = run.journal()
-            for rank in run.targets[-1:]:  # whose number is the longest
-                require_short_names(journal.paths(rank, run.path(rank)))
-            journal.check()
-            works = divide(run.conversion.target_weights(run.targets), self._comm.hosts)
-        except _EXPECTED as error:
-            return Outcome(failures=(Failure.here(None, self._comm, as_reshard_error(error)),))
-        self._opened = _Opened(run, journal, works)
+        return attempt(self._planned, self._comm)
+
+    def _planned(self) -> Outcome:
+        request = self._request
+        governor = self._memory.open()
+        files = (request.src_strategy, request.dst_strategy) if self._strategies is None else ()
+        self._memory.to_open(files, self._purpose)
+        before_shards = partial(self._memory.to_open, files, self._purpose)
+        run = Run.open(request, self._strategies, self._known_damage, before_shards)
+        self._memory.on_giving_way(run.conversion.forget, self._forget)
+        targets = len(run.targets)
+        self._memory.to_plan(run.conversion, run.format, self._purpose, targets=targets, verify=request.verify)
+        run.conversion.require_fitting_strategies()
+        journal = run.journal()
+        for rank in run.targets[-1:]:  # whose number is the longest
+            require_short_names(journal.paths(rank, run.path(rank)))
+        journal.check()
+        works = divide(run.conversion.target_weights(run.targets), self._comm.hosts)
+        opened = self._opened = _Opened(run, journal, works)
         work = works[self._comm.rank]
-        outcomes = [self._plan_target(self._opened, rank, leads=True) for rank in work.leads]
-        outcomes += [self._plan_target(self._opened, rank, leads=False) for rank in work.helps]
-        try:
-            rooms, strange = self._rooms(run), stranger_notes(map(run.path, work.leads))
-        except _EXPECTED as error:
-            return Outcome(failures=(Failure.here(None, self._comm, as_reshard_error(error)),))
+        ranks = (*((rank, True) for rank in work.leads), *((rank, False) for rank in work.helps))
+        outcomes = [attempt(partial(self._plan_target, opened, rank, leads), self._comm, rank) for rank, leads in ranks]
+        rooms, strange = self._rooms(run), stranger_notes(map(run.path, work.leads))
         source = run.conversion.source
         notes = (*run.conversion.notes, *governor.notes, *strange)
         begun = Outcome(notes=notes, other_warnings=source.files.warnings, missing=source.missing)
@@ -274,28 +270,28 @@ class _Planner:
 
     def compare(self, every: Sequence[Alike]) -> Outcome:
         """Compare this process's share of the copies that must be the same, and of a sample; refuse what differs."""
+        return attempt(partial(self._compared, every), self._comm)
+
+    def _compared(self, every: Sequence[Alike]) -> Outcome:
         opened = self._require_opened()
         conversion = opened.run.conversion
         mine = list(dealt(every, self._comm.rank, self._comm.size))
         lost: tuple[Lost, ...] = ()
-        try:
-            projection = self._memory.to_plan(
-                conversion,
-                opened.run.format,
-                f"copies in {self.source}",
-                targets=len(opened.run.targets),
-                verify=self._request.verify,
-            )
-            if mine:
-                peak_bytes = projection.base_bytes + comparing_bytes(conversion.limits)
-                self._memory.to_move(peak_bytes, f"copies in {self.source}")
-                lost = compare(conversion.source, mine, conversion.limits)
-            drifted = conversion.drifted_tensors(
-                damaged_are_replaced=self._request.verify, process=self._comm.rank, processes=self._comm.size
-            )
-            return Outcome(lost=lost, drifted=drifted)
-        except _EXPECTED as error:
-            return Outcome(failures=(Failure.here(None, self._comm, as_reshard_error(error)),))
+        projection = self._memory.to_plan(
+            conversion,
+            opened.run.format,
+            f"copies in {self.source}",
+            targets=len(opened.run.targets),
+            verify=self._request.verify,
+        )
+        if mine:
+            peak_bytes = projection.base_bytes + comparing_bytes(conversion.limits)
+            self._memory.to_move(peak_bytes, f"copies in {self.source}")
+            lost = compare(conversion.source, mine, conversion.limits)
+        drifted = conversion.drifted_tensors(
+            damaged_are_replaced=self._request.verify, process=self._comm.rank, processes=self._comm.size
+        )
+        return Outcome(lost=lost, drifted=drifted)
 
     def shown_rules(self) -> tuple[str, ...]:
         """Return what rules of the source's spec make of its tensors, in words."""
@@ -316,17 +312,15 @@ class _Planner:
 
     def begin(self, progress: Progress) -> Outcome:
         """Make the target folder ready, if this process has anything to write; failures refuse the run."""
-        opened = self._require_opened()
-        try:
-            if self._due:
-                # A process alone asks for all that it will need: once something is written it cannot start over.
-                most_bytes = max(self._peak_bytes.values())
-                if self._comm.size == 1:
-                    self._memory.to_move(most_bytes, f"targets of {self._request.target}")
-                self._memory.settle()
-                opened.journal.begin(progress.waiting)
-        except _EXPECTED as error:
-            return Outcome(failures=(Failure.here(None, self._comm, as_reshard_error(error)),))
+        return attempt(partial(self._begun, progress), self._comm)
+
+    def _begun(self, progress: Progress) -> Outcome:
+        if self._due:
+            # A process alone asks for all that it will need: once something is written it cannot start over.
+            if self._comm.size == 1:
+                self._memory.to_move(max(self._peak_bytes.values()), f"targets of {self._request.target}")
+            self._memory.settle()
+            self._require_opened().journal.begin(progress.waiting)
         return Outcome()
 
     def writer(self, progress: Progress) -> Writer:
@@ -337,27 +331,21 @@ class _Planner:
 
     def commit(self, made: Outcome) -> Outcome:
         """Commit what all processes have made, if that completes the run; return what is to be said of it."""
-        try:
-            return Outcome(notes=self._commit(made))
-        except _EXPECTED as error:
-            return Outcome(failures=(Failure.here(None, self._comm, as_reshard_error(error)),))
+        return attempt(lambda: Outcome(notes=self._commit(made)), self._comm)
 
     def placed(self, stage: int) -> dict[int, dict[str, str]]:
         """Return what strategies place on the target ranks of `stage`; of ranks that have the same, one."""
         return {rank: placed for at, rank, placed in self._placed.values() if at == stage}
 
-    def _plan_target(self, opened: _Opened, rank: int, *, leads: bool) -> Outcome:
+    def _plan_target(self, opened: _Opened, rank: int, leads: bool) -> Outcome:
         run, path = opened.run, opened.run.path(rank)
-        try:
-            if opened.journal.is_done(rank, path):
-                return self._skipped(opened, rank) if leads else Outcome()
-            plan = run.conversion.plan(rank, checked=leads)
-            peak_bytes = self._memory.require_possible(plan)
-            evidence = Evidence.of(plan, self._sources(run, plan))
-            if leads:
-                self._needs.add(plan, evidence, run.format, path, opened.journal.left_bytes(path))
-        except _EXPECTED as error:
-            return Outcome(failures=(Failure.here(rank, self._comm, as_reshard_error(error)),))
+        if opened.journal.is_done(rank, path):
+            return self._skipped(opened, rank) if leads else Outcome()
+        plan = run.conversion.plan(rank, checked=leads)
+        peak_bytes = self._memory.require_possible(plan)
+        evidence = Evidence.of(plan, self._sources(run, plan))
+        if leads:
+            self._needs.add(plan, evidence, run.format, path, opened.journal.left_bytes(path))
         self._due[rank], self._peak_bytes[rank] = evidence, peak_bytes
         self._keep(plan)
         if not leads:

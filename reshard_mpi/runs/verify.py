@@ -22,7 +22,7 @@ from reshard_mpi.runs.conversion import LIMITS, Conversion
 from reshard_mpi.runs.differences import where_it_differs
 from reshard_mpi.runs.division import assign
 from reshard_mpi.runs.memory import RunMemory
-from reshard_mpi.runs.outcome import Checked, Failure, Outcome
+from reshard_mpi.runs.outcome import EXPECTED, Checked, Failure, Outcome
 from reshard_mpi.runs.progress import Progress
 from reshard_mpi.runs.projection import checking_bytes
 from reshard_mpi.runs.request import Request, Strategies
@@ -30,7 +30,6 @@ from reshard_mpi.runs.selfcheck import Summing, check_shard, check_together
 
 T = TypeVar("T")
 
-_EXPECTED = (ReshardError, OSError, MemoryError)
 # So many damaged tensors of one shard are located; that there are more is said.
 _MAX_LOCATED = 20
 _MAX_QUOTED = 200
@@ -138,9 +137,9 @@ def _agreed(begin: Callable[[], T], comm: Comm) -> T:
     failures: tuple[Failure, ...] = ()
     try:
         done.append(begin())
-    except _EXPECTED as error:
+    except EXPECTED as error:
         failures = (Failure.here(None, comm, as_reshard_error(error)),)
-    for outcome in comm.allgather(Outcome(failures=failures), "begun"):
+    for outcome in comm.allgather(Outcome(failures=failures)):
         for failure in outcome.failures:
             raise failure.named(alone=True)
     return done[0]
@@ -155,14 +154,14 @@ def _each(
     for rank in assign(weights, range(comm.size))[comm.rank]:
         try:
             done, damage = check(rank)
-        except _EXPECTED as error:
+        except EXPECTED as error:
             failures.append(Failure.here(rank, comm, as_reshard_error(error)))
             continue
         failures += [Failure.here(rank, comm, error) for error in damage]
         checked.append(done)
     lost = tuple(lost for done in checked for lost in done.lost)
     own = Outcome(failures=tuple(failures), lost=lost, checked=tuple(checked))
-    found = Outcome(processes=comm.size).joined(comm.allgather(own, "verified"))
+    found = Outcome(processes=comm.size).joined(comm.allgather(own))
     return found._replace(failures=tuple(sorted(found.failures, key=lambda failure: failure.rank or 0)))
 
 

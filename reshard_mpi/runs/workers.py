@@ -60,7 +60,7 @@ class PipeComm:
     def meanwhile(self, do: Callable[[], None]) -> None:
         self._do = do
 
-    def allgather(self, value: T, step: str) -> list[T]:
+    def allgather(self, value: T) -> list[T]:
         self._channel.send(("gather", value))
         while self._do is not None and not self._channel.is_ready(MEANWHILE_SECONDS):
             self._do()
@@ -119,7 +119,7 @@ class _Worker:
     lost: Outcome = field(default_factory=Outcome)
 
 
-class Work(StrEnum):
+class Task(StrEnum):
     """What workers do together: functions of a request, a communicator, a progress, and the strategies."""
 
     CONVERT = "runs.transform:convert"
@@ -134,7 +134,7 @@ class Work(StrEnum):
         return found
 
 
-def run_with_workers(request: Request, jobs: int | None, progress: Progress, work: Work = Work.CONVERT) -> Outcome:
+def run_with_workers(request: Request, jobs: int | None, progress: Progress, work: Task = Task.CONVERT) -> Outcome:
     """Do `work` in `jobs` local processes and return what they did together.
 
     jobs: None for one a core, but no more than are useful; where it is more than there is work for, a note in the
@@ -147,7 +147,7 @@ def run_with_workers(request: Request, jobs: int | None, progress: Progress, wor
         return _run_here(request, jobs, progress, work, memory)
 
 
-def _run_here(request: Request, jobs: int | None, progress: Progress, work: Work, memory: RunMemory) -> Outcome:
+def _run_here(request: Request, jobs: int | None, progress: Progress, work: Task, memory: RunMemory) -> Outcome:
     """Be the parent of the workers."""
     memory.to_open((request.src_strategy, request.dst_strategy), f"reading the strategies of {request.source}")
     with _Reading(request, work) as reading:
@@ -158,7 +158,7 @@ def _run_here(request: Request, jobs: int | None, progress: Progress, work: Work
     notes: tuple[str, ...] = ()
     if jobs is None:
         size = processes_by_default(targets)
-    elif work is Work.CONVERT:
+    elif work is Task.CONVERT:
         size, notes = processes_of_use(jobs, targets, "target", together=True)
     else:
         size, notes = processes_of_use(jobs, shards or 1, "shard", together=False)
@@ -211,7 +211,7 @@ class _Reading:
     It also counts the shards that are to be verified, if that is the `work`.
     """
 
-    def __init__(self, request: Request, work: Work) -> None:
+    def __init__(self, request: Request, work: Task) -> None:
         self._channel, theirs = Channel.pair()
         # A signal to stop is for when it is sure that the process will be ended.
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, _TO_STOP)
@@ -251,26 +251,26 @@ class _Reading:
         return found
 
 
-def _read_strategies(channel: Channel, request: Request, work: Work) -> None:
+def _read_strategies(channel: Channel, request: Request, work: Task) -> None:
     with _ends_quietly():
         try:
-            channel.send((Strategies.read(request), 0 if work is Work.CONVERT else _count_shards(request, work)))
+            channel.send((Strategies.read(request), 0 if work is Task.CONVERT else _count_shards(request, work)))
         except (ReshardError, OSError) as error:
             channel.send(as_reshard_error(error))
 
 
-def _count_shards(request: Request, work: Work) -> int:
+def _count_shards(request: Request, work: Task) -> int:
     """Return how many shards there are to verify; 0 where that cannot be told: the workers will say why."""
     from reshard_mpi.checkpoints import discovery
 
-    path, select = (request.source, request.select) if work is Work.VERIFY_ALONE else (request.target, None)
+    path, select = (request.source, request.select) if work is Task.VERIFY_ALONE else (request.target, None)
     try:
         return len(discovery.find_shards(path, select).by_rank)
     except (ReshardError, OSError):
         return 0
 
 
-def _run_elsewhere(request: Request, jobs: int | None, progress: Progress, work: Work) -> Outcome:
+def _run_elsewhere(request: Request, jobs: int | None, progress: Progress, work: Task) -> Outcome:
     """Have a fresh interpreter be the parent of the workers."""
     import subprocess
 
@@ -309,7 +309,7 @@ def _run_elsewhere(request: Request, jobs: int | None, progress: Progress, work:
 
 def _start(
     others: list[_Worker],
-    work: Work,
+    work: Task,
     request: Request,
     strategies: Strategies,
     rank: int,
@@ -333,7 +333,7 @@ def _start(
 
 def _work(
     channel: Channel,
-    work: Work,
+    work: Task,
     request: Request,
     strategies: Strategies,
     rank: int,

@@ -6,13 +6,14 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from reshard_mpi import formats
 from reshard_mpi.engine.files import OnBytes, forget_cached
 from reshard_mpi.engine.transfer import Span, write_shard
-from reshard_mpi.errors import ReshardError, ShardError, TransformError, as_reshard_error, told
+from reshard_mpi.errors import ShardError, TransformError, told
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.protocol import Format
 from reshard_mpi.journal.publication import Publication, opened_partial
@@ -22,12 +23,11 @@ from reshard_mpi.planning.model import Limits, RankPlan
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.division import Share, Work
 from reshard_mpi.runs.memory import RunMemory
-from reshard_mpi.runs.outcome import Failure, Filled, Outcome, Reserved, TargetReport, Verified
+from reshard_mpi.runs.outcome import Failure, Filled, Outcome, Reserved, TargetReport, Verified, attempt
 from reshard_mpi.runs.prepared import Run
 from reshard_mpi.runs.progress import Progress
 
 # What may go wrong with one target and leave the others whole; anything else is a bug.
-_EXPECTED = (ReshardError, OSError, MemoryError)
 
 
 class Plans(NamedTuple):
@@ -91,11 +91,11 @@ class Writer:
             return self._write_alone()
         with ExitStack() as publications:
             begun = self._reserve(publications)
-            together = self._comm.allgather(begun, "reserved")
+            together = self._comm.allgather(begun)
             alone = self._write_alone()
-            parts = self._comm.allgather(self._fill(together), "filled")
+            parts = self._comm.allgather(self._fill(together))
             if self._run.request.verify:
-                verified = self._comm.allgather(self._verify(together, parts), "verified")
+                verified = self._comm.allgather(self._verify(together, parts))
                 parts = [part.with_verified(found) for part, found in zip(parts, verified)]
             shared = self._publish(parts)
         return Outcome(failures=begun.failures).joined([alone, shared])
@@ -256,10 +256,7 @@ class Writer:
         return self._plans.of(rank), self._memory.take_waited_seconds()
 
     def _attempt(self, rank: int, do: Callable[[int], Outcome]) -> Outcome:
-        try:
-            return do(rank)
-        except _EXPECTED as error:
-            return Outcome(failures=(Failure.here(rank, self._comm, as_reshard_error(error, self._run.path(rank))),))
+        return attempt(partial(do, rank), self._comm, rank, self._run.path(rank))
 
     def _finished(self, plan: RankPlan, begin: float, waited_seconds: float, filled: Sequence[Filled]) -> Outcome:
         report = TargetReport(

@@ -92,10 +92,6 @@ class Layout:
                 if shared is not None:
                     yield piece, shared
 
-    def replicas(self, rank: int) -> tuple[int, ...]:
-        """Return all ranks, `rank` among them, that hold what `rank` holds."""
-        return tuple(sorted(self.placement.holders(self.placement.piece(rank))))
-
     def _slice(self, dim: int, at: int) -> tuple[int, int]:
         bounds = self._bounds.get(dim)
         if bounds is not None:

@@ -21,7 +21,6 @@ from support.processes import Finished, run_command
 
 from reshard_mpi.cli import arguments
 from reshard_mpi.cli.sbatch import NOT_PASSED_ON, PASSED_ON, batch_script
-from reshard_mpi.planning.parameters import Unlisted
 from reshard_mpi.planning.summary import Plan, RankSummary
 from reshard_mpi.runs.request import Request
 from reshard_mpi.units import MIB
@@ -222,7 +221,7 @@ def plan_of(sizes: list[int], peak_bytes: int) -> Plan:
     return Plan(tuple(RankSummary(at, (0,), 1, 1, size, size, peak_bytes, (), ()) for at, size in enumerate(sizes)))
 
 
-REQUEST = Request("s", "d", None, None, "net", None, None, None, None, True, False, Unlisted.FOLLOW, False)
+REQUEST = Request("s", "d", prefix="net", resume=True)
 
 
 def test_as_many_tasks_as_targets_up_to_what_slurm_takes() -> None:

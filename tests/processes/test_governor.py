@@ -189,16 +189,16 @@ def test_the_same_without_the_governor_takes_more(tmp_path: Path) -> None:
 @pytest.mark.parametrize("options", [("--jobs", "1"), ("--jobs", "2"), ("--rank", "1")])
 def test_what_can_never_fit_is_refused(tmp_path: Path, capsys: Capture, options: tuple[str, ...]) -> None:
     c = make(tmp_path)
-    said = command_line(capsys, *c.arguments("transform", "--memory", "28M", *options))
+    said = command_line(capsys, *c.arguments("transform", "--memory", "25M", *options))
     assert said.code == 5 and said.out == ""
-    assert "can never fit" in said.err and "28.00 MiB or less" in said.err
-    assert "projected 31." in said.err and "31.00 MiB are reserved" in said.err and "--memory" in said.err
+    assert "can never fit" in said.err and "25.00 MiB or less" in said.err
+    assert "projected 27." in said.err and "27.00 MiB are reserved" in said.err and "--memory" in said.err
     assert not c.dst.exists()
 
 
 def test_plan_says_so_too(tmp_path: Path, capsys: Capture) -> None:
     c = make(tmp_path)
-    assert command_line(capsys, *c.arguments("plan", "--memory", "28M")).code == 5
+    assert command_line(capsys, *c.arguments("plan", "--memory", "25M")).code == 5
     assert command_line(capsys, *c.arguments("plan", "--memory", "1G")).code == 0
 
 
@@ -208,7 +208,7 @@ def test_a_plan_leaves_no_lease_and_a_batch_script_is_for_other_hosts(
     c = make(tmp_path)
     assert command_line(capsys, *c.arguments("plan")).code == 0
     assert list(state.glob("*/*")) == []
-    monkeypatch.setenv("RESHARD_MPI_MEMORY", "28M")
+    monkeypatch.setenv("RESHARD_MPI_MEMORY", "25M")
     assert command_line(capsys, *c.arguments("plan", "--sbatch")).code == 0
     assert run_command([*COMMAND, *c.arguments("plan", "--sbatch")]).returncode == 0
     assert run_command([*COMMAND, *c.arguments("plan")]).returncode == 5
@@ -216,7 +216,7 @@ def test_a_plan_leaves_no_lease_and_a_batch_script_is_for_other_hosts(
 
 def test_what_can_never_fit_is_refused_on_all_ranks(mpi: MPI, tmp_path: Path) -> None:
     c = make(tmp_path)
-    arguments = c.arguments("transform", "--memory", "28M")
+    arguments = c.arguments("transform", "--memory", "25M")
     finished = run_command(mpirun_command(mpi, 2, [*COMMAND, *arguments]))
     assert finished.returncode == 5, finished
     assert finished.stderr.count("can never fit") == 1
@@ -227,11 +227,11 @@ def test_the_functions_refuse_it_too(tmp_path: Path) -> None:
     c = make(tmp_path)
     assert c.src_strategy is not None and c.dst_strategy is not None
     with pytest.raises(BudgetError):
-        reshard_mpi.transform_checkpoints(c.src, c.dst, "p", c.src_strategy, c.dst_strategy, memory="28M")
+        reshard_mpi.transform_checkpoints(c.src, c.dst, "p", c.src_strategy, c.dst_strategy, memory="25M")
     files = {rank: c.shard(rank) for rank in range(4)}
     with pytest.raises(BudgetError):
         reshard_mpi.transform_checkpoint_by_rank(
-            0, files, c.dst / "x.ckpt", c.src_strategy, c.dst_strategy, memory=28 * MIB
+            0, files, c.dst / "x.ckpt", c.src_strategy, c.dst_strategy, memory=25 * MIB
         )
     assert not c.dst.exists()
 
@@ -281,7 +281,7 @@ def test_who_waits_says_so_and_the_report_too(tmp_path: Path, state: Path) -> No
     assert process.returncode == 0 and "s of it waiting" in said
     targets = json.loads((tmp_path / "r.json").read_text())["targets"]
     assert targets[0]["waited_seconds"] >= 1 > targets[1]["waited_seconds"]
-    assert targets[0]["leased_bytes"] > 28 * MIB
+    assert targets[0]["leased_bytes"] > 25 * MIB
 
 
 @pytest.mark.parametrize("jobs", [2, 3])

@@ -42,38 +42,65 @@ Convert = Callable[[int], int]
 
 def decode_protobuf(data: bytes | BinaryIO, path: str) -> StageFile:
     """Read a protobuf strategy file. Raises StrategyError if it is not one."""
-    operators: list[StrategyItem] = []
-    layouts: dict[str, RawLayout] = {}
-    by_content: dict[bytes, RawLayout] = {}
-    operators_by_content: dict[bytes, StrategyItem] = {}
-    has_stage, kept_bytes, read_bytes = False, 0, 0
+    decoder = _Decoder(path)
     try:
         for item in _items(io.BytesIO(data) if isinstance(data, bytes) else data):
-            read_bytes += item.end - item.start
-            if item.kind == _STAGE:
-                has_stage = True
-            elif item.kind == _OPERATOR:
-                operators.append(_operator(item.content, path, len(operators), operators_by_content))
-                kept_bytes += _KEPT_BYTES + _KEPT_CUT_BYTES * len(operators[-1].parallel_strategy)
-            elif item.kind == _PARAMETER:
-                name, content = _named(item.content, f"parallel_layout_item[{len(layouts)}].", _PARAMETER_FIELDS, path)
-                layout = by_content.get(content)
-                if layout is None:
-                    within = f"parallel_layout_item[{len(layouts)}].parallel_layouts."
-                    layout = by_content[content] = _layout(content, within, path, name)
-                kept_bytes += _KEPT_BYTES
-                if layouts.setdefault(name, layout) != layout:
-                    raise StrategyError(
-                        "a parameter is listed twice, with different layouts", got=name, where=path, remedy=REMEDY
-                    )
-            parsed_size(kept_bytes, read_bytes, path)
+            decoder.take(item)
     except protobuf.WireError as error:
         raise _damaged(f"cut off or damaged ({error})", path) from None
     except OSError as error:
         raise StrategyError("the strategy cannot be read", got=str(error), where=path) from None
-    if not has_stage:
-        raise _damaged("without current_stage", path)
-    return StageFile(_one_of_each(layouts), tuple(operators), path)
+    return decoder.file()
+
+
+class _Decoder:
+    """Takes the items of a file one by one. What many operators or parameters have alike is read once."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._has_stage = False
+        self._operators: list[StrategyItem] = []
+        self._layouts: dict[str, RawLayout] = {}
+        self._operator_of: dict[bytes, StrategyItem] = {}
+        self._layout_of: dict[bytes, RawLayout] = {}
+        self._kept_bytes = self._read_bytes = 0
+
+    def take(self, item: Field) -> None:
+        self._read_bytes += item.end - item.start
+        if item.kind == _STAGE:
+            self._has_stage = True
+        elif item.kind == _OPERATOR:
+            self._take_operator(item.content)
+        elif item.kind == _PARAMETER:
+            self._take_parameter(item.content)
+        parsed_size(self._kept_bytes, self._read_bytes, self._path)
+
+    def file(self) -> StageFile:
+        """Return what has been taken."""
+        if not self._has_stage:
+            raise _damaged("without current_stage", self._path)
+        alike: dict[RawLayout, RawLayout] = {}
+        layouts = {name: alike.setdefault(layout, layout) for name, layout in self._layouts.items()}
+        return StageFile(layouts, tuple(self._operators), self._path)
+
+    def _take_operator(self, data: bytes) -> None:
+        within = f"parallel_strategy_item[{len(self._operators)}]."
+        name, content = _named(data, within, _OPERATOR_FIELDS, self._path)
+        if content not in self._operator_of:
+            self._operator_of[content] = _operator(name, content, within, self._path)
+        self._operators.append(self._operator_of[content]._replace(node_name=name))
+        self._kept_bytes += _KEPT_BYTES + _KEPT_CUT_BYTES * len(self._operators[-1].parallel_strategy)
+
+    def _take_parameter(self, data: bytes) -> None:
+        within = f"parallel_layout_item[{len(self._layouts)}]."
+        name, content = _named(data, within, _PARAMETER_FIELDS, self._path)
+        if content not in self._layout_of:
+            self._layout_of[content] = _layout(content, f"{within}parallel_layouts.", self._path, name)
+        layout = self._layout_of[content]
+        if self._layouts.setdefault(name, layout) != layout:
+            problem = "a parameter is listed twice, with different layouts"
+            raise StrategyError(problem, got=name, where=self._path, remedy=REMEDY)
+        self._kept_bytes += _KEPT_BYTES
 
 
 def encode_protobuf(file: StageFile) -> bytes:
@@ -152,16 +179,7 @@ def _named(data: bytes, within: str, fields: tuple[str, str], path: str) -> tupl
     return text(decoded, "an operator's name" if fields is _OPERATOR_FIELDS else "a parameter's name", path), content
 
 
-def _operator(data: bytes, path: str, number: int, by_content: dict[bytes, StrategyItem]) -> StrategyItem:
-    within = f"parallel_strategy_item[{number}]."
-    name, content = _named(data, within, _OPERATOR_FIELDS, path)
-    alike = by_content.get(content)
-    if alike is None:
-        alike = by_content[content] = _cuts(name, content, within, path)
-    return alike._replace(node_name=name)
-
-
-def _cuts(name: str, content: bytes, within: str, path: str) -> StrategyItem:
+def _operator(name: str, content: bytes, within: str, path: str) -> StrategyItem:
     stage: int | None = None
     cuts: list[tuple[int, ...]] = []
     for field in protobuf.fields(content):
@@ -233,12 +251,6 @@ def _numbers(data: bytes, convert: Convert, limit: int, what: str, expected: str
         if len(numbers) > limit:
             raise _too_long(what, expected, where)
     return tuple(numbers)
-
-
-def _one_of_each(layouts: dict[str, RawLayout]) -> dict[str, RawLayout]:
-    """Return the same layouts, equal ones being one object."""
-    kept: dict[RawLayout, RawLayout] = {}
-    return {name: kept.setdefault(layout, layout) for name, layout in layouts.items()}
 
 
 def _uint32(number: int) -> int:

@@ -312,15 +312,6 @@ def to_stage_files(strategy: Strategy, shapes: Mapping[str, Shape] | None = None
     return tuple(StageFile(layouts, (StrategyItem(f"stage_{at}", at),)) for at, layouts in enumerate(stages))
 
 
-def to_merged_file(strategy: Strategy, shapes: Mapping[str, Shape] | None = None) -> StageFile:
-    """Return the contents of one merged MindSpore strategy file; a single stage gets no prefix where it needs none."""
-    files = to_stage_files(strategy, shapes)
-    if len(files) == 1 and merged_stages(files[0]) is None:
-        return files[0]
-    layouts = {f"{stage}-{name}": layout for stage, file in enumerate(files) for name, layout in file.layouts.items()}
-    return StageFile(layouts, tuple(item for file in files for item in file.items))
-
-
 def to_layout(placement: Placement, shape: Shape | None, where: str = "") -> RawLayout:
     """Return the layout that states `placement`; `shape` is the whole tensor's, where known."""
     mesh, split = placement.mesh, placement.split

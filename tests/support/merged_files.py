@@ -1,0 +1,18 @@
+"""One MindSpore strategy file of all stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from reshard_mpi.sharding.placement import Shape, Strategy
+from reshard_mpi.sharding.strategy.mindspore import StageFile
+from reshard_mpi.sharding.strategy.stages import merged_stages, to_stage_files
+
+
+def to_merged_file(strategy: Strategy, shapes: Mapping[str, Shape] | None = None) -> StageFile:
+    """Return the contents of one merged MindSpore strategy file; a single stage gets no prefix where it needs none."""
+    files = to_stage_files(strategy, shapes)
+    if len(files) == 1 and merged_stages(files[0]) is None:
+        return files[0]
+    layouts = {f"{stage}-{name}": layout for stage, file in enumerate(files) for name, layout in file.layouts.items()}
+    return StageFile(layouts, tuple(item for file in files for item in file.items))
