@@ -18,7 +18,8 @@ def takes_numpy(copy: Copy, region: Box, place: Box, buffer_bytes: int) -> bool:
         return True
     length = run_length(region, copy.source_box, place)
     length_bytes = length * copy.source.dtype.itemsize_bytes
-    return region.size > _FEW_RUNS * length and buffer_bytes > _FEW_RUNS * length_bytes
+    # A block may begin and end within a run.
+    return region.size > _FEW_RUNS * length and buffer_bytes > (_FEW_RUNS - 2) * length_bytes
 
 
 def fill(files: Files, copy: Copy, region: Box, block: Box, buffer: memoryview, limits: Limits) -> None:

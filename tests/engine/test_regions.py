@@ -1,0 +1,43 @@
+"""What is told of reading a region before it is read: never that numpy can be done without where it cannot."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reshard_mpi.engine import regions
+from reshard_mpi.formats.dtypes import BY_NAME
+from reshard_mpi.formats.manifest import ByteRange, Segments, TensorEntry
+from reshard_mpi.planning.model import Copy
+from reshard_mpi.sharding.box import Box, run_length
+
+
+@st.composite
+def placed(draw: st.DrawFn) -> tuple[Copy, Box]:
+    """Draw a copy of a region, and the box that it is brought to, which holds it."""
+    start, stop, before, after = [], [], [], []
+    for _ in range(draw(st.integers(1, 3))):
+        low = draw(st.integers(0, 4))
+        start.append(low)
+        stop.append(low + draw(st.integers(1, 40)))
+        before.append((draw(st.integers(0, low)), draw(st.integers(0, low))))
+        after.append((draw(st.integers(0, 5)), draw(st.integers(0, 5))))
+    source, place = (
+        Box(tuple(pair[side] for pair in before), tuple(high + pair[side] for high, pair in zip(stop, after)))
+        for side in (0, 1)
+    )
+    size_bytes = 4 * source.size
+    entry = TensorEntry("w", BY_NAME["int32"], source.shape, Segments((ByteRange("w", 0, size_bytes),)))
+    return Copy(0, entry, source, Box(tuple(start), tuple(stop))), place
+
+
+@settings(max_examples=300)
+@given(drawn=placed(), buffer_bytes=st.integers(4, 1 << 14))
+def test_numpy_is_announced(drawn: tuple[Copy, Box], buffer_bytes: int) -> None:
+    copy, place = drawn
+    if regions.takes_numpy(copy, copy.region, place, buffer_bytes):
+        return
+    for block in place.blocks(buffer_bytes // 4):
+        region = copy.region.intersect(block)
+        if region is not None:
+            assert region.size <= regions._FEW_RUNS * run_length(region, copy.source_box, block)
