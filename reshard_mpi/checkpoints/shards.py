@@ -15,7 +15,7 @@ from reshard_mpi.planning.losses import Lost
 from reshard_mpi.planning.parameters import Unlisted, find_or_follow, listed_names
 from reshard_mpi.planning.ranks import needed_ranks, wants
 from reshard_mpi.planning.replicas import Replicas
-from reshard_mpi.planning.shard import ShardPlanner
+from reshard_mpi.planning.target import ShardPlanner
 from reshard_mpi.sharding.patterns import Pattern
 from reshard_mpi.sharding.placement import Placement, Strategy
 

@@ -25,7 +25,7 @@ from reshard_mpi.planning.parameters import (
 )
 from reshard_mpi.planning.ranks import needed_ranks
 from reshard_mpi.planning.replicas import Replicas
-from reshard_mpi.planning.shard import ShardPlanner
+from reshard_mpi.planning.target import ShardPlanner
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Placement, Strategy, named_after

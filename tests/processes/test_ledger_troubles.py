@@ -143,8 +143,8 @@ def test_who_waits_says_for_whom(state: Path) -> None:
 @contextlib.contextmanager
 def stopped_with_the_lock(folder: Path) -> Iterator[int]:
     """A process that has been stopped while it changed the line; gives its id."""
-    code = "import os, signal, sys; from pathlib import Path; from reshard_mpi.processes.governor import lock"
-    code += "\nwith lock.locked(Path(sys.argv[1]), None): os.kill(os.getpid(), signal.SIGSTOP)"
+    code = "import os, signal, sys; from pathlib import Path; from reshard_mpi.processes.governor import ledger_lock"
+    code += "\nwith ledger_lock.locked(Path(sys.argv[1]), None): os.kill(os.getpid(), signal.SIGSTOP)"
     with subprocess.Popen([sys.executable, "-c", code, folder]) as process:
         try:
             until(lambda: state_of(process.pid) == "stopped", "stopped with the lock")

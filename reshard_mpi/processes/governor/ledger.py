@@ -27,7 +27,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from reshard_mpi.processes.governor import lock
+from reshard_mpi.processes.governor import ledger_lock
 from reshard_mpi.processes.governor.claims import Claim, Judge, Notices, Occupant, own_pid_namespace
 
 __all__ = ["Claim", "Judge", "Ledger", "Notices", "Occupant", "Position", "own_pid_namespace"]
@@ -69,7 +69,7 @@ class Position:
         self.leave_line()
         if self.descriptor is not None:
             descriptor, self.descriptor = self.descriptor, None
-            lock.unlock(descriptor)
+            ledger_lock.unlock(descriptor)
 
 
 class Ledger:
@@ -138,7 +138,7 @@ class Ledger:
                     break
             else:
                 return False
-        except (lock.BusyError, OSError):  # as where the folder is full, or has been removed
+        except (ledger_lock.BusyError, OSError):  # as where the folder is full, or has been removed
             return False
         self._ring()
         return True
@@ -149,7 +149,7 @@ class Ledger:
             if position.number:
                 # There is nothing to leave where the folder has been removed. What cannot be removed counts no more,
                 # as it is not locked any longer, and others remove it.
-                with contextlib.suppress(FileNotFoundError, lock.BusyError), self._locked(None):
+                with contextlib.suppress(FileNotFoundError, ledger_lock.BusyError), self._locked(None):
                     for kind in (_WAITING, _LEASE, _LINE):
                         self._path(position.number, kind).unlink(missing_ok=True)
                     if not any(self._numbers(kind) for kind in (_WAITING, _LEASE)):
@@ -160,7 +160,7 @@ class Ledger:
 
     def occupants(self) -> list[Occupant]:
         """Return who holds leases, and then who waits, in the order of the line. Nothing is changed."""
-        if not (self._folder / lock.LOCK).is_file():
+        if not (self._folder / ledger_lock.LOCK).is_file():
             return []
         # In the order in which files are renamed: nobody is missed who is admitted meanwhile.
         numbers = sorted({number for kind in (_WAITING, _LEASE) for number in self._numbers(kind)})
@@ -169,7 +169,7 @@ class Ledger:
 
     def lock_holders(self) -> tuple[int, ...]:
         """Return who is changing the line just now, or has been stopped while doing it."""
-        return tuple(lock.holders_of(self._folder))
+        return tuple(ledger_lock.holders_of(self._folder))
 
     def is_waited_for(self) -> bool:
         """Tell whether anybody is in line who could be admitted."""
@@ -290,7 +290,7 @@ class Ledger:
     def _occupant(self, number: int, kind: str) -> Occupant | None:
         """Return who has the place `number`; None if it has left, or has died, or nobody knows what this is."""
         with self._opened(number, kind) as descriptor:
-            if descriptor is None or lock.is_free(descriptor):
+            if descriptor is None or ledger_lock.is_free(descriptor):
                 return None
             status = os.fstat(descriptor)
             claim = Claim.loads(os.pread(descriptor, min(status.st_size, _MAX_CLAIM_BYTES), 0))
@@ -318,12 +318,12 @@ class Ledger:
     def _is_held(self, number: int, kind: str) -> bool:
         """Tell whether somebody alive has the place `number`."""
         with self._opened(number, kind) as descriptor:
-            return descriptor is not None and not lock.is_free(descriptor)
+            return descriptor is not None and not ledger_lock.is_free(descriptor)
 
     def _bury(self, number: int, kind: str) -> None:
         """Remove what somebody who died has left. Numbers are not used again, so it is nobody else's."""
         with self._opened(number, kind) as descriptor:
-            if descriptor is not None and lock.is_free(descriptor):
+            if descriptor is not None and ledger_lock.is_free(descriptor):
                 self._path(number, kind).unlink(missing_ok=True)
                 with contextlib.suppress(OSError):
                     self._path(number, _LINE).unlink()
@@ -348,21 +348,21 @@ class Ledger:
         # Before the old one is closed: a signal may end this anywhere.
         old, position.descriptor, position.claim = position.descriptor, descriptor, claim
         if old is not None:
-            lock.unlock(old)
+            ledger_lock.unlock(old)
 
     def _remove_folder(self) -> None:
         """Remove what nobody is in: scopes come and go with jobs. Who waits for its lock begins again."""
         for left in self._folder.iterdir():
-            if left.name != lock.LOCK:
+            if left.name != ledger_lock.LOCK:
                 with contextlib.suppress(OSError):  # what others have put there
                     left.unlink()
-        (self._folder / lock.LOCK).unlink()  # last: from now on somebody else may come
+        (self._folder / ledger_lock.LOCK).unlink()  # last: from now on somebody else may come
         with contextlib.suppress(OSError):
             self._folder.rmdir()
 
     def _locked(self, notices: Notices | None = None) -> contextlib.AbstractContextManager[None]:
         """Hold the lock of the line. Who has `notices` says whom it waits for; who has none gives up (BusyError)."""
-        return lock.locked(self._folder, None if notices is None else notices.tell_locked)
+        return ledger_lock.locked(self._folder, None if notices is None else notices.tell_locked)
 
     @contextlib.contextmanager
     def _bell(self) -> Iterator[int | None]:
