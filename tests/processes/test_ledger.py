@@ -86,7 +86,8 @@ def test_only_the_head_of_the_line_looks_again_and_again(state: Path) -> None:
             before = [_switches(holder.pid) for holder in others]
             start = _switches(head.pid)
             until(lambda: _switches(head.pid) >= start + 20, "the head of the line looks")
-            assert [_switches(holder.pid) for holder in others] == before
+            # They may still have been on their way to sleep when they said that they wait.
+            assert all(_switches(holder.pid) - count <= 3 for holder, count in zip(others, before))
             for holder in (first, *holders):
                 holder.let_go()
 
