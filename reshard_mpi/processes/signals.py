@@ -50,7 +50,8 @@ def _stop_handling() -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_REAL, 0)
+    if callable(signal.getsignal(signal.SIGALRM)):  # else the alarm is for an abort that does not come to its end
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _terminate(signum: int, frame: FrameType | None) -> None:
