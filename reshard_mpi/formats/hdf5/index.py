@@ -129,7 +129,13 @@ def length_bytes(fd: int, end: int) -> int | None:
 
 
 def not_as_written(path: str) -> ShardError:
-    return ShardError("a shard is not what was written a moment ago", where=path)
+    return ShardError(
+        "a shard is not what was written a moment ago",
+        expected="its index, and a structure that fits it",
+        got="something else",
+        where=path,
+        remedy="look for a failing disk or memory, and make sure that nobody else writes there",
+    )
 
 
 # What JSON and text raise that is not what was written.
