@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.manifest import ByteRange, Manifest, Segments, TensorEntry
+from reshard_mpi.formats.manifest import ByteRange, Manifest, Segments, TensorEntry, Tensors
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Placement, Shape, Strategy
 
@@ -39,12 +39,12 @@ def manifest(source: Strategy, rank: int) -> Manifest:
     """Return the shard of one rank as if a file held it."""
     dtype = BY_NAME["float32"]
     path = f"rank_{rank}/checkpoint_{rank}.ckpt"
-    tensors = {}
+    tensors = Tensors(path)
     offset_bytes = 0
     for name, (placement,) in source.parameters.items():
         box = Layout(placement, shape(placement)).box(rank)
         size_bytes = box.size * dtype.itemsize_bytes
         place = Segments((ByteRange(path, offset_bytes, size_bytes),))
-        tensors[name] = TensorEntry(name, dtype, box.shape, place)
+        tensors.add_entry(TensorEntry(name, dtype, box.shape, place))
         offset_bytes += size_bytes
-    return Manifest(path, "ckpt", tensors, {})
+    return Manifest(path, "ckpt", tensors)

@@ -22,7 +22,7 @@ from reshard_mpi.checkpoints.discovery import (
     shards_in,
 )
 from reshard_mpi.errors import ReshardError, SourceError, told
-from reshard_mpi.formats.manifest import Manifest, TensorEntry
+from reshard_mpi.formats.manifest import Manifest, TensorEntry, Tensors
 from reshard_mpi.planning.losses import named
 from reshard_mpi.planning.model import Check, Copy, Limits
 from reshard_mpi.planning.samples import kind_of
@@ -157,8 +157,10 @@ def _counterpart(files: ShardFiles, rank: int, other_rank: int, candidates: list
             raise SourceError("no shard of the same name", expected=Path(paths[0]).name, got=got)
         chosen = [candidates[0]]
     manifests = [_locate(path) for path in chosen if path is not None]
+    if len(manifests) == 1:
+        return manifests[0]
     tensors = {name: entry for manifest in manifests for name, entry in manifest.tensors.items()}
-    return manifests[0]._replace(tensors=tensors)
+    return manifests[0]._replace(tensors=Tensors(manifests[0].path, tensors.values()))
 
 
 def _namesake(name: str, rank: int, other_rank: int, candidates: list[Path]) -> Path | None:

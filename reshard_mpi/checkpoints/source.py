@@ -23,7 +23,7 @@ from reshard_mpi.errors import (
     as_reshard_error,
     told,
 )
-from reshard_mpi.formats.manifest import Manifest, ShardIdentity, TensorEntry
+from reshard_mpi.formats.manifest import Manifest, ShardIdentity, Tensors
 from reshard_mpi.planning.losses import Lost, Missing
 from reshard_mpi.sharding.placement import Strategy, unsharded
 from reshard_mpi.sharding.strategy import table
@@ -172,6 +172,9 @@ class SourceCheckpoint:
         if manifest.identity is not None:
             require_rank(manifest.identity, rank, self.strategy.world_size, manifest.path)
         self._extent = self._extent.including(manifest)
+        for other in self._manifests.values():
+            manifest.tensors.share_names(other.tensors)
+            break
         return manifest
 
     @property
@@ -265,7 +268,7 @@ def _locate(files: ShardFiles, rank: int) -> Manifest:
     manifests = [module.locate(path) for path in files.by_rank[rank]]
     if len(manifests) == 1:
         return manifests[0]
-    tensors: dict[str, TensorEntry] = {}
+    tensors = Tensors(files.path)
     holder: dict[str, str] = {}
     for manifest in manifests:
         for name, entry in manifest.tensors.items():
@@ -277,7 +280,8 @@ def _locate(files: ShardFiles, rank: int) -> Manifest:
                     where=files.path,
                     remedy="choose files with --select, or put the shards of several ranks into rank_* folders",
                 )
-            tensors[name], holder[name] = entry, manifest.path
+            tensors.add_entry(entry)
+            holder[name] = manifest.path
     strings = {name: text for manifest in manifests for name, text in manifest.strings.items()}
     return Manifest(files.path, files.format, tensors, strings)
 

@@ -13,22 +13,29 @@ from reshard_mpi.errors import ShardError, TargetError
 # Names are kept in memory for every tensor; no framework makes one this long.
 MAX_NAME_BYTES = 4096
 # What the structure of one shard may hold, so that a small hostile file cannot fill the memory, nor take long: the
-# largest shards known hold some ten thousand tensors.
-MAX_TENSORS = 1 << 16
+# largest checkpoints known, mixtures of experts, hold some fifty thousand tensors.
+MAX_TENSORS = 1 << 17
 # The placement table of a checkpoint takes some 40 bytes a parameter.
 MAX_TEXT_BYTES = 16 << 20
-# What is kept of a shard's tensors and strings may take so much memory; a tensor takes half a KiB besides its name.
+# What is kept of a shard's tensors and strings may take so much memory.
 MAX_KEPT_BYTES = 48 << 20
-_ENTRY_BYTES = 500
+# What a tensor takes besides its name, its kind apart, or a string.
+_ENTRY_BYTES = 160
+_KIND_BYTES = 700
 _DIMENSION_BYTES = 60
 MAX_STRING_BYTES = 1 << 20
 # numpy stops at 64 dimensions, HDF5 at 32, MindSpore at 8.
 MAX_DIMENSIONS = 32
 
 
-def kept_bytes(text: str, dimensions: int = 0) -> int:
-    """Return how much memory is kept for a text with so many dimensions: a tensor's name, or a string."""
-    return _ENTRY_BYTES + sys.getsizeof(text) + _DIMENSION_BYTES * dimensions
+def kept_bytes(text: str) -> int:
+    """Return how much memory is kept for a tensor of this name, besides its kind, or for a string."""
+    return _ENTRY_BYTES + sys.getsizeof(text)
+
+
+def kept_kind_bytes(dimensions: int) -> int:
+    """Return how much memory is kept for a kind of tensors with so many dimensions."""
+    return _KIND_BYTES + _DIMENSION_BYTES * dimensions
 
 
 @contextmanager

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.sharding.box import Box
@@ -70,6 +72,117 @@ class TensorEntry(NamedTuple):
         return size
 
 
+class Kind(NamedTuple):
+    """What many tensors of a shard have alike: all but name and place. See `TensorEntry`."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    box: Box | None = None
+    global_shape: tuple[int, ...] | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        return self.dtype.itemsize_bytes * math.prod(self.shape)
+
+
+# In the place of where a tensor begins: it is not one run of its shard's file, or not as this machine has it.
+ELSEWHERE = -1
+
+
+class Tensors(Mapping[str, TensorEntry]):
+    """The tensors of one shard in the file's order, by column, since it may hold a hundred thousand of a few kinds.
+
+    kinds: in the order in which they are met. kind_of: the number of each tensor's kind. starts: the byte of the file
+    `path` at which its elements begin, where they are one run there (any byte, if there are none). Else it is
+    `ELSEWHERE`, and `elsewhere` says where, by the number of the tensor.
+    """
+
+    __slots__ = ("_number_of_kind", "elsewhere", "kind_of", "kinds", "number_of", "path", "starts")
+
+    def __init__(self, path: str, entries: Iterable[TensorEntry] = ()) -> None:
+        self.path = path
+        self.number_of: dict[str, int] = {}
+        self.kinds: list[Kind] = []
+        self.kind_of = array("I")
+        self.starts = array("q")
+        self.elsewhere: dict[int, Segments | Decoded] = {}
+        self._number_of_kind: dict[Kind, int] = {}
+        for entry in entries:
+            self.add_entry(entry)
+
+    def kind(self, kind: Kind) -> int:
+        """Return the number of a kind, which is new if it has not been met before."""
+        number = self._number_of_kind.setdefault(kind, len(self.kinds))
+        if number == len(self.kinds):
+            self.kinds.append(kind)
+        return number
+
+    def add(self, name: str, kind: int, start: int) -> None:
+        """Add a tensor that is one run of the file, of a kind with this number. The caller knows that it is new."""
+        self.number_of[name] = len(self.starts)
+        self.kind_of.append(kind)
+        self.starts.append(start)
+
+    def add_entry(self, entry: TensorEntry) -> None:
+        """Add a tensor. Raises ValueError if there is one of its name."""
+        if entry.name in self.number_of:
+            raise ValueError(f"two tensors called {entry.name!r}")
+        kind, source = self.kind(Kind(entry.dtype, entry.shape, entry.box, entry.global_shape)), entry.source
+        start = ELSEWHERE
+        if isinstance(source, Segments) and not source.swapped:
+            if not source.ranges and not entry.size_bytes:
+                start = 0
+            elif len(source.ranges) == 1 and source.ranges[0].path == self.path:
+                start = source.ranges[0].offset_bytes
+        if start == ELSEWHERE:
+            self.elsewhere[len(self.starts)] = source
+        self.add(entry.name, kind, start)
+
+    def share_names(self, other: Tensors) -> None:
+        """Keep the names together with another shard that has the same ones in the same order."""
+        if self.number_of is not other.number_of and list(self.number_of) == list(other.number_of):
+            self.number_of = other.number_of
+
+    def source(self, number: int) -> Segments | Decoded:
+        """Return where the elements of a tensor are."""
+        start = self.starts[number]
+        if start == ELSEWHERE:
+            return self.elsewhere[number]
+        size_bytes = self.kinds[self.kind_of[number]].size_bytes
+        return Segments((ByteRange(self.path, start, size_bytes),) if size_bytes else ())
+
+    def __getitem__(self, name: str) -> TensorEntry:
+        number = self.number_of[name]
+        dtype, shape, box, global_shape = self.kinds[self.kind_of[number]]
+        return TensorEntry(name, dtype, shape, self.source(number), box, global_shape)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.number_of
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.number_of)
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __eq__(self, other: object) -> bool:
+        """Tell whether the same tensors lie at the same places, in the same order."""
+        return isinstance(other, Tensors) and self._columns() == other._columns()
+
+    def __hash__(self) -> int:
+        return hash((self.path, len(self)))
+
+    def _columns(self) -> tuple[object, ...]:
+        places = self.starts, self.elsewhere, self.path
+        return self.kinds, self.kind_of, list(self.number_of), *places
+
+    @property
+    def size_bytes(self) -> int:
+        """How many bytes all elements take."""
+        sizes = [kind.size_bytes for kind in self.kinds]
+        return sum(sizes[kind] for kind in self.kind_of)
+
+
 class ShardIdentity(NamedTuple):
     """What a self-describing shard says of its place in its checkpoint.
 
@@ -86,20 +199,20 @@ class Manifest(NamedTuple):
 
     path: str
     format: str
-    tensors: Mapping[str, TensorEntry]
+    tensors: Tensors
     strings: Mapping[str, str] = {}
     identity: ShardIdentity | None = None
 
     @property
     def is_as_stored(self) -> bool:
         """Whether all elements lie in the file as they are on this machine."""
-        sources = (entry.source for entry in self.tensors.values())
+        sources = self.tensors.elsewhere.values()
         return all(isinstance(source, Segments) and not source.swapped for source in sources)
 
     @property
     def decoding_bytes(self) -> int:
         """The most memory that decoding one of the tensors takes."""
-        sources = (entry.source for entry in self.tensors.values())
+        sources = self.tensors.elsewhere.values()
         return max((source.decoding_bytes for source in sources if isinstance(source, Decoded)), default=0)
 
 
@@ -116,10 +229,68 @@ class TensorSpec(NamedTuple):
         return self.box.size * self.dtype.itemsize_bytes
 
 
+class SpecKind(NamedTuple):
+    """What many tensors of a shard that is to be written have alike. See `TensorSpec`."""
+
+    dtype: DType
+    global_shape: tuple[int, ...]
+    box: Box
+
+    @property
+    def size_bytes(self) -> int:
+        return self.box.size * self.dtype.itemsize_bytes
+
+
+class Specs(Sequence[TensorSpec]):
+    """The tensors of a shard that is to be written, in file order, by column.
+
+    kind_of: the number of each one's kind.
+    """
+
+    __slots__ = ("kind_of", "kinds", "names")
+
+    def __init__(self, names: Sequence[str], kinds: Sequence[SpecKind], kind_of: Sequence[int]) -> None:
+        self.names = names
+        self.kinds = kinds
+        self.kind_of = kind_of
+
+    @classmethod
+    def of(cls, tensors: Sequence[TensorSpec]) -> Specs:
+        """Return the same tensors by column."""
+        if isinstance(tensors, cls):
+            return tensors
+        numbers: dict[SpecKind, int] = {}
+        kind_of = array("I", (numbers.setdefault(SpecKind(*tensor[1:]), len(numbers)) for tensor in tensors))
+        return cls([tensor.name for tensor in tensors], list(numbers), kind_of)
+
+    @overload
+    def __getitem__(self, at: int) -> TensorSpec: ...
+    @overload
+    def __getitem__(self, at: slice) -> Specs: ...
+    def __getitem__(self, at: int | slice) -> TensorSpec | Specs:
+        if isinstance(at, slice):
+            return Specs(self.names[at], self.kinds, self.kind_of[at])
+        return TensorSpec(self.names[at], *self.kinds[self.kind_of[at]])
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @property
+    def size_bytes(self) -> int:
+        """How many bytes all elements take."""
+        sizes = [kind.size_bytes for kind in self.kinds]
+        return sum(sizes[kind] for kind in self.kind_of)
+
+
 class ShardSpec(NamedTuple):
     """A shard that is to be written, tensors in file order. with_sums: it is to keep a sum of each of them."""
 
     identity: ShardIdentity
-    tensors: tuple[TensorSpec, ...]
+    tensors: Sequence[TensorSpec]
     strings: Mapping[str, str]
     with_sums: bool = False
+
+    @property
+    def specs(self) -> Specs:
+        """The tensors by column."""
+        return Specs.of(self.tensors)

@@ -21,7 +21,7 @@ from reshard_mpi.engine.arrays import load_shard
 from reshard_mpi.engine.gather import raw_dtype
 from reshard_mpi.errors import ReshardError
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.manifest import Decoded, Manifest, TensorEntry
+from reshard_mpi.formats.manifest import Decoded, Manifest, TensorEntry, Tensors
 from reshard_mpi.planning.model import RankPlan
 from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.runs.conversion import Conversion
@@ -68,7 +68,9 @@ class Spoiled:
 
 def in_memory(rank: int, arrays: Arrays, texts: Mapping[str, str]) -> Manifest:
     """Return a shard whose tensors are read from arrays."""
-    return Manifest(f"rank_{rank}", "none", {name: in_array(name, array) for name, array in arrays.items()}, texts)
+    return Manifest(
+        f"rank_{rank}", "none", Tensors("", (in_array(name, array) for name, array in arrays.items())), texts
+    )
 
 
 def in_array(name: str, array: np.ndarray) -> TensorEntry:

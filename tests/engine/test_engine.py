@@ -22,7 +22,16 @@ from reshard_mpi.engine.regions import first_difference
 from reshard_mpi.engine.transfer import write_shard
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats.dtypes import BY_NAME, DType
-from reshard_mpi.formats.manifest import ByteRange, Decoded, Manifest, Segments, ShardIdentity, TensorEntry, TensorSpec
+from reshard_mpi.formats.manifest import (
+    ByteRange,
+    Decoded,
+    Manifest,
+    Segments,
+    ShardIdentity,
+    TensorEntry,
+    Tensors,
+    TensorSpec,
+)
 from reshard_mpi.planning.model import Check, Copy, Limits, RankPlan, TensorPlan
 from reshard_mpi.sharding.box import Box
 
@@ -71,7 +80,7 @@ def plans(draw: st.DrawFn, folder: Path) -> tuple[RankPlan, Manifest, np.ndarray
         ranges.append(ByteRange(str(path), offset, length))
         offset += length + 7
     entry = TensorEntry("w", dtype, target.shape, Segments(tuple(ranges)))
-    return plan, Manifest(str(path), "none", {"w": entry}), _cut(array, target)
+    return plan, Manifest(str(path), "none", Tensors(str(path), [entry])), _cut(array, target)
 
 
 def _partition(draw: st.DrawFn, box: Box) -> list[Box]:
@@ -312,14 +321,14 @@ def test_only_what_a_process_fills_is_read_ahead(
     size, box = 1 << 18, Box.whole((1 << 18,))
     target = tmp_path / "target"
     target.write_bytes(bytes(2 * size))
-    tensors, places = [], {}
+    tensors, places = [], Tensors(str(target))
     for number, name in enumerate("ab"):
         path = tmp_path / name
         path.write_bytes(bytes([number + 1]) * (size + 1))
         source = TensorEntry(name, BY_NAME["uint8"], box.shape, Segments((ByteRange(str(path), 1, size),)))
         tensors.append(TensorPlan(TensorSpec(name, BY_NAME["uint8"], box.shape, box), (Copy(0, source, box, box),)))
         place = Segments((ByteRange(str(target), number * size, size),))
-        places[name] = TensorEntry(name, BY_NAME["uint8"], box.shape, place)
+        places.add_entry(TensorEntry(name, BY_NAME["uint8"], box.shape, place))
     plan = RankPlan(0, 0, NOWHERE, tuple(tensors), {}, (), (), (), (), frozenset())
     seen = []
     monkeypatch.setattr(Files, "advise", lambda _, part: seen.append(Path(part.path).name))

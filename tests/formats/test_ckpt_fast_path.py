@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from pathlib import Path
 from unittest import mock
@@ -12,25 +11,20 @@ from hypothesis import strategies as st
 from support import ckpt_peer
 
 from reshard_mpi.errors import ShardError
+from reshard_mpi.formats.ckpt import locate
 from reshard_mpi.formats.ckpt import values as module
-from reshard_mpi.formats.ckpt.values import Value
-from reshard_mpi.formats.ckpt.wire import Reader
 from reshard_mpi.formats.dtypes import BY_NAME
+from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.testing import strategies
 from reshard_mpi.testing.samples import Contents, SampleTensor
 
 
-def walk(path: Path) -> tuple[list[Value], str | None]:
-    """Return the Values up to the first error, and the error."""
-    found: list[Value] = []
-    fd = os.open(path, os.O_RDONLY)
+def located(path: Path) -> Manifest | str:
+    """Return what a checkpoint holds, or what is wrong with it."""
     try:
-        found.extend(module.values(Reader(fd, str(path), path.stat().st_size)))
+        return locate(str(path))
     except ShardError as error:
-        return found, str(error)
-    finally:
-        os.close(fd)
-    return found, None
+        return str(error)
 
 
 @given(
@@ -49,9 +43,12 @@ def test_both_ways_find_the_same(
         for at, byte in flips:
             content[at % len(content)] = byte
         path.write_bytes(content[:cut])
-        fast = walk(path)
-        with mock.patch.object(module, "usual_value", lambda reader, at: None):
-            slow = walk(path)
+        fast = located(path)
+        with (
+            mock.patch.object(module, "usual_value", lambda reader, at: None),
+            mock.patch.object(module.Alike, "find", lambda self, reader, at: None),
+        ):
+            slow = located(path)
         assert fast == slow
 
 
@@ -60,6 +57,17 @@ def test_what_mindspore_writes_takes_the_fast_way(tmp_path: Path) -> None:
     path = tmp_path / "shard.ckpt"
     ckpt_peer.write(path, Contents.of(tensors))
     with mock.patch.object(module, "_value", side_effect=AssertionError("the slow way")):
-        found, error = walk(path)
-    assert error is None
-    assert [value.tag for value in found] == [tensor.name for tensor in tensors]
+        found = located(path)
+    assert isinstance(found, Manifest)
+    assert list(found.tensors) == [tensor.name for tensor in tensors]
+
+
+def test_tensors_that_are_alike_are_not_parsed_again(tmp_path: Path) -> None:
+    tensors = [SampleTensor.random(f"layer.{n}.w", BY_NAME["float16"], (3, 4)) for n in range(10, 99)]
+    path = tmp_path / "shard.ckpt"
+    ckpt_peer.write(path, Contents.of(tensors))
+    with mock.patch.object(module, "usual_value", wraps=module.usual_value) as parsed:
+        found = located(path)
+    assert isinstance(found, Manifest)
+    assert list(found.tensors) == [tensor.name for tensor in tensors]
+    assert parsed.call_count == 1

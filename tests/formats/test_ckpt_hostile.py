@@ -144,7 +144,7 @@ def test_too_many_values_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_too_much_text_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "MAX_KEPT_BYTES", 6000)
+    monkeypatch.setattr(files, "MAX_KEPT_BYTES", 4000)
     path = tmp_path / "shard.ckpt"
     values = {
         "names": (ckpt_peer.value("n" * 90 + str(i), (), "Bool", b"\1") for i in range(12)),

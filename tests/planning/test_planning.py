@@ -427,10 +427,10 @@ def test_tensors_held_alike_are_each_checked() -> None:
     assert set(boxes(planned(source, target, shards(names, names))).values()) == {"[0:4, 0:6]"}
     spoiled = shards(names, {**names, "w3": (1, 6)})
     assert "'w3'" in refusal(DisagreementError, source, target, spoiled).problem
-    spoiled = shards(names, names)
-    spoiled[1].tensors["w2"] = entry("w2", (2, 6), "int8")
+    sound = [entry(name, shape) for name, shape in names.items()]
+    spoiled = {0: manifest(0, *sound), 1: manifest(1, *sound[:2], entry("w2", (2, 6), "int8"), *sound[3:])}
     assert "'w2'" in refusal(DisagreementError, source, target, spoiled).problem
-    del spoiled[1].tensors["w2"]
+    spoiled[1] = manifest(1, *sound[:2], *sound[3:])
     assert "'w2'" in refusal(CoverageError, source, target, spoiled).problem
 
 

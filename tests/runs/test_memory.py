@@ -26,6 +26,7 @@ from reshard_mpi.formats.manifest import (
     ShardIdentity,
     ShardSpec,
     TensorEntry,
+    Tensors,
     TensorSpec,
 )
 from reshard_mpi.formats.protocol import reserve_file, seal_file
@@ -118,7 +119,7 @@ def test_what_every_process_is_told_of_targets_filled_together() -> None:
         source = Segments((ByteRange("/dst/rank_1/.partial", at * 8 * MIB, 8 * MIB),))
         return TensorEntry(f"layers.{at}.weight", BY_NAME["bfloat16"], box.shape, source, box, (4096, 4096))
 
-    manifest = Manifest("/dst/rank_1/.partial", "hdf5", {entry(at).name: entry(at) for at in range(10_000)}, {})
+    manifest = Manifest("/dst/rank_1/.partial", "hdf5", Tensors("/dst/rank_1/.partial", map(entry, range(10_000))))
     told = pickle.dumps([Reserved.of(1, manifest, FileIdentity(1, 2))] * 2)
     tracemalloc.start()
     first, _ = pickle.loads(told)

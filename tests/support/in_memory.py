@@ -11,7 +11,7 @@ import numpy as np
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.manifest import ByteRange, Manifest, Segments, TensorEntry
+from reshard_mpi.formats.manifest import ByteRange, Manifest, Segments, TensorEntry, Tensors
 from reshard_mpi.planning.model import RankPlan
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import Placement, Strategy
@@ -51,7 +51,7 @@ def entry(name: str, shape: tuple[int, ...], dtype: str = "float32") -> TensorEn
 
 def manifest(rank: int, *entries: TensorEntry, strings: Mapping[str, str] | None = None) -> Manifest:
     """Return a shard that is in no file; rank 3 is at `rank_3`."""
-    return Manifest(f"rank_{rank}", "none", {held.name: held for held in entries}, strings or {})
+    return Manifest(f"rank_{rank}", "none", Tensors(f"rank_{rank}", entries), strings or {})
 
 
 def manifests_of(side: Side, tensors: Mapping[str, np.ndarray]) -> dict[int, Manifest]:

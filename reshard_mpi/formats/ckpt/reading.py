@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import sys
 
+from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import files
-from reshard_mpi.formats.ckpt.values import STRING_TYPE, Value, values
+from reshard_mpi.formats.ckpt.values import STRING_TYPE, Alike, Value, is_trailer, value_at
 from reshard_mpi.formats.ckpt.wire import Reader
-from reshard_mpi.formats.dtypes import BY_MINDSPORE_NAME
-from reshard_mpi.formats.manifest import Manifest, Segments, TensorEntry
+from reshard_mpi.formats.dtypes import BY_MINDSPORE_NAME, DType
+from reshard_mpi.formats.manifest import Manifest, Segments, TensorEntry, Tensors
 
 NAME = "ckpt"
 # First four bytes of a file saved with enc_key, as a little-endian number (seen in files of MindSpore 2.10).
@@ -23,32 +24,119 @@ def locate(path: str) -> Manifest:
     Raises ShardError if the file is empty, truncated, over-long, encrypted, damaged, or holds map tensors, a tag
     twice, or a tensor whose content is not as long as its dims and type say.
     """
-    tensors: dict[str, TensorEntry] = {}
-    strings: dict[str, str] = {}
-    text_bytes = 0
     with files.opened(path) as (fd, size_bytes):
         reader = Reader(fd, path, size_bytes)
         _refuse_encrypted(reader)
-        for pieces in _by_tag(values(reader)):
-            first = pieces[0]
-            if first.tag in tensors or first.tag in strings:
-                raise reader.damage(
-                    f"the name {first.tag!r} appears twice in a shard, with others between",
-                    first.at,
-                    expected="each tensor once, its pieces side by side",
-                )
-            if first.type_name == STRING_TYPE:
-                strings[first.tag] = _string(reader, pieces)
-                text_bytes += files.kept_bytes(strings[first.tag])
-                if text_bytes > files.MAX_KEPT_BYTES:
-                    raise reader.damage(
-                        "a shard's strings take too much memory",
-                        first.at,
-                        expected=f"{files.MAX_KEPT_BYTES} bytes at most",
-                    )
-            else:
-                tensors[first.tag] = _tensor(reader, pieces)
-    return Manifest(path, NAME, tensors, strings)
+        return _Reading(reader).manifest()
+
+
+class _Reading:
+    """The tensors and strings of one checkpoint while they are read."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self._tensors = Tensors(reader.path)
+        self._strings: dict[str, str] = {}
+        self._alike = Alike()
+        self._kept_bytes = self._text_bytes = self._count = 0
+
+    def manifest(self) -> Manifest:
+        """Read all of the file."""
+        reader, at = self._reader, 0
+        while (at := self._take_alike(at)) < reader.size_bytes and not is_trailer(reader, at):
+            at = self._take(at)
+        return Manifest(reader.path, NAME, self._tensors, self._strings)
+
+    def _take_alike(self, at: int) -> int:
+        """Add the tensors from byte `at` on that are like others before; return where there is one that is not."""
+        reader, tensors, strings = self._reader, self._tensors, self._strings
+        while at < reader.size_bytes:
+            found = self._alike.find(reader, at)
+            if found is None:
+                break
+            name, kind, start, end = found
+            if end > reader.size_bytes or name in tensors.number_of or name in strings:
+                break
+            self._counted(at, name)
+            tensors.add(sys.intern(name), kind, start)
+            at = end
+        return at
+
+    def _take(self, at: int) -> int:
+        """Add the tensor or string at byte `at`, all its pieces; return where they end."""
+        first = self._value(at)
+        pieces, end = [first], first.end
+        if first.tag == next(reversed(self._tensors.number_of), None):
+            self._require_empty_piece(first)
+            return end
+        if first.tag in self._tensors or first.tag in self._strings:
+            raise self._reader.damage(
+                f"the name {first.tag!r} appears twice in a shard, with others between",
+                first.at,
+                expected="each tensor once, its pieces side by side",
+            )
+        is_string = first.type_name == STRING_TYPE
+        while (is_string or self._is_piece(pieces)) and end < self._reader.size_bytes:
+            if is_trailer(self._reader, end):
+                break
+            following = value_at(self._reader, end)
+            if following.tag != first.tag:
+                break
+            self._kept_bytes += files.kept_kind_bytes(len(following.dims))
+            self._counted(end, following.tag)
+            pieces.append(following)
+            end = following.end
+        if is_string:
+            self._add_string(pieces)
+        else:
+            entry = _tensor(self._reader, pieces)
+            self._tensors.add_entry(entry)
+            if len(pieces) == 1:
+                self._alike.learn(self._reader, first, self._tensors.kind_of[-1])
+        return end
+
+    def _value(self, at: int) -> Value:
+        value = value_at(self._reader, at)
+        self._kept_bytes += files.kept_kind_bytes(len(value.dims))
+        self._counted(at, value.tag)
+        return value
+
+    def _counted(self, at: int, name: str) -> None:
+        """Count a Value at byte `at`; a piece counts like a tensor, since it brings its own name."""
+        self._count += 1
+        self._kept_bytes += files.kept_bytes(name)
+        if self._count > files.MAX_TENSORS:
+            raise self._reader.damage("a shard holds too many values", at, expected=f"{files.MAX_TENSORS} at most")
+        if self._kept_bytes > files.MAX_KEPT_BYTES:
+            raise self._reader.damage(
+                "a shard's names take too much memory", at, expected=f"{files.MAX_KEPT_BYTES} bytes at most"
+            )
+
+    def _is_piece(self, pieces: list[Value]) -> bool:
+        """Tell whether a tensor goes on after these pieces of it."""
+        dtype, dims = BY_MINDSPORE_NAME.get(pieces[0].type_name), pieces[0].dims
+        held_bytes = sum(piece.content.length_bytes for piece in pieces)
+        return dtype is not None and held_bytes < dtype.itemsize_bytes * math.prod(dims)
+
+    def _require_empty_piece(self, piece: Value) -> None:
+        """Raise ShardError if a piece of the last tensor, of which all was there already, brings anything."""
+        whole = self._tensors[piece.tag]
+        if (piece.dims, piece.type_name) not in ((whole.shape, whole.dtype.mindspore), ((0,), whole.dtype.mindspore)):
+            raise _disagreeing(self._reader, piece, whole.dtype.mindspore, whole.shape)
+        if piece.content.length_bytes:
+            held_bytes = whole.size_bytes + piece.content.length_bytes
+            raise _wrong_length(self._reader, piece, whole.dtype, whole.shape, held_bytes)
+
+    def _add_string(self, pieces: list[Value]) -> None:
+        text = _string(self._reader, pieces)
+        self._strings[pieces[0].tag] = text
+        self._text_bytes += files.kept_bytes(text)
+        if self._text_bytes > files.MAX_KEPT_BYTES:
+            raise self._reader.damage(
+                "a shard's strings take too much memory",
+                pieces[0].at,
+                expected=f"{files.MAX_KEPT_BYTES} bytes at most",
+            )
 
 
 def _refuse_encrypted(reader: Reader) -> None:
@@ -62,29 +150,12 @@ def _refuse_encrypted(reader: Reader) -> None:
             )
 
 
-def _by_tag(values: Iterator[Value]) -> Iterator[list[Value]]:
-    """Group adjacent Values of one tag: the pieces of one tensor."""
-    pieces: list[Value] = []
-    for value in values:
-        if pieces and pieces[0].tag != value.tag:
-            yield pieces
-            pieces = []
-        pieces.append(value)
-    if pieces:
-        yield pieces
-
-
 def _joined(reader: Reader, pieces: list[Value]) -> int:
     """Check that `pieces` belong to one tensor; return their length in bytes."""
     first = pieces[0]
     for piece in pieces:
         if piece.dims != first.dims or piece.type_name != first.type_name:
-            raise reader.damage(
-                f"the pieces of {first.tag!r} do not agree in shape and type",
-                piece.at,
-                expected=f"{first.type_name} {list(first.dims)}",
-                got=f"{piece.type_name} {list(piece.dims)}",
-            )
+            raise _disagreeing(reader, piece, first.type_name, first.dims)
     return sum(piece.content.length_bytes for piece in pieces)
 
 
@@ -100,16 +171,30 @@ def _tensor(reader: Reader, pieces: list[Value]) -> TensorEntry:
     shape = () if first.dims == (0,) and length_bytes == dtype.itemsize_bytes else first.dims
     expected_bytes = dtype.itemsize_bytes * math.prod(shape)
     if length_bytes != expected_bytes:
-        relation = "shorter" if length_bytes < expected_bytes else "longer"
-        raise reader.damage(
-            f"the content of {first.tag!r} is {relation} than its shape",
-            first.at,
-            expected=f"{expected_bytes} bytes ({dtype} {list(shape)})",
-            got=f"{length_bytes} bytes in {len(pieces)} piece(s)",
-            remedy="the shard is truncated or damaged: save or copy it again",
-        )
+        raise _wrong_length(reader, first, dtype, shape, length_bytes)
     ranges = tuple(piece.content for piece in pieces if piece.content.length_bytes)
     return TensorEntry(first.tag, dtype, shape, Segments(ranges))
+
+
+def _disagreeing(reader: Reader, piece: Value, type_name: str, dims: tuple[int, ...]) -> ShardError:
+    return reader.damage(
+        f"the pieces of {piece.tag!r} do not agree in shape and type",
+        piece.at,
+        expected=f"{type_name} {list(dims)}",
+        got=f"{piece.type_name} {list(piece.dims)}",
+    )
+
+
+def _wrong_length(reader: Reader, value: Value, dtype: DType, shape: tuple[int, ...], length_bytes: int) -> ShardError:
+    expected_bytes = dtype.itemsize_bytes * math.prod(shape)
+    relation = "shorter" if length_bytes < expected_bytes else "longer"
+    return reader.damage(
+        f"the content of {value.tag!r} is {relation} than its shape",
+        value.at,
+        expected=f"{expected_bytes} bytes ({dtype} {list(shape)})",
+        got=f"{length_bytes} bytes",
+        remedy="the shard is truncated or damaged: save or copy it again",
+    )
 
 
 def _string(reader: Reader, pieces: list[Value]) -> str:

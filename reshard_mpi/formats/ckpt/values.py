@@ -30,52 +30,94 @@ _VARINT = rb"[\x80-\xff]{0,8}[\x00-\x7f]"
 _USUAL_START = re.compile(rb"\x0a(%b)\x0a([\x01-\x7f])" % _VARINT)
 _USUAL_MIDDLE = re.compile(rb"\x12(%b)((?:\x08%b){0,%d})\x12([\x01-\x3f])" % (_VARINT, _VARINT, files.MAX_DIMENSIONS))
 _USUAL_END = re.compile(rb"\x1a(%b)" % _VARINT)
+# All between a name and the content. No type's name has the byte that begins the content.
+_USUAL_REST = re.compile(
+    rb"\x12%b(?:\x08%b){0,%d}\x12[\x01-\x3f][0-9A-Za-z_]+\x1a%b" % (_VARINT, _VARINT, files.MAX_DIMENSIONS, _VARINT)
+)
 _DIM = re.compile(rb"\x08(%b)" % _VARINT)
 
 
 class Value(NamedTuple):
-    """One Value of the file: a tensor, or a piece of one."""
+    """One Value of the file, up to byte `end`: a tensor, or a piece of one."""
 
     at: int
     tag: str
     dims: tuple[int, ...]
     type_name: str
     content: ByteRange
+    end: int
 
 
-def values(reader: Reader) -> Iterator[Value]:
-    """Yield the Values of a checkpoint file in order. Raises ShardError at the first byte that belongs to none."""
-    at = count = kept_bytes = 0
-    while at < reader.size_bytes:
-        if reader.size_bytes - at == CRC_BYTES and reader.read(at, len(CRC_MARK)) == CRC_MARK:
-            # Looked for only here, between Values, where no Value can begin with `c` (the key of a group): a payload
-            # that ends like a trailer is not taken for one.
-            return
-        count += 1
-        if count > files.MAX_TENSORS:
-            raise reader.damage("a shard holds too many values", at, expected=f"{files.MAX_TENSORS} at most")
-        value = usual_value(reader, at)
-        if value is not None:
-            end = value.content.offset_bytes + value.content.length_bytes
-        elif reader.read(at, 1) != _VALUE_KEY:
-            raise reader.damage(
-                "a shard goes on with bytes that are no checkpoint" if at else "a shard is not a MindSpore checkpoint",
-                at,
-                expected="a value, which begins with byte 0x0a",
-                got=f"byte 0x{reader.read(at, 1).hex()}, {reader.size_bytes - at} bytes before the end of the file",
-                remedy="save or copy it again",
-            )
-        else:
-            field = reader.field(at, reader.size_bytes)
-            value, end = _value(reader, field), field.end
-        # Pieces count like tensors: each brings its own name.
-        kept_bytes += files.kept_bytes(value.tag, len(value.dims))
-        if kept_bytes > files.MAX_KEPT_BYTES:
-            raise reader.damage(
-                "a shard's names take too much memory", at, expected=f"{files.MAX_KEPT_BYTES} bytes at most"
-            )
-        yield value
-        at = end
+def value_at(reader: Reader, at: int) -> Value:
+    """Return the Value at byte `at`. Raises ShardError if there is none."""
+    value = usual_value(reader, at)
+    if value is not None:
+        return value
+    if reader.read(at, 1) != _VALUE_KEY:
+        raise reader.damage(
+            "a shard goes on with bytes that are no checkpoint" if at else "a shard is not a MindSpore checkpoint",
+            at,
+            expected="a value, which begins with byte 0x0a",
+            got=f"byte 0x{reader.read(at, 1).hex()}, {reader.size_bytes - at} bytes before the end of the file",
+            remedy="save or copy it again",
+        )
+    return _value(reader, reader.field(at, reader.size_bytes))
+
+
+def is_trailer(reader: Reader, at: int) -> bool:
+    """Tell whether all that is left from byte `at` on is the checksum of what is before.
+
+    Looked for only between Values, where no Value can begin with `c` (the key of a group): a payload that ends like a
+    trailer is not taken for one.
+    """
+    return reader.size_bytes - at == CRC_BYTES and reader.read(at, len(CRC_MARK)) == CRC_MARK
+
+
+class Alike:
+    """Recognises Values that are, but for their names, what Values before them were: nearly all of a large shard.
+
+    It looks at the bytes before and after a name, as MindSpore encodes them, and compares them as a whole.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[bytes, bytes], tuple[int, int]] = {}
+
+    def learn(self, reader: Reader, value: Value, kind: int) -> None:
+        """Remember that such a Value is a whole tensor of a kind with this number."""
+        around = self._around(*reader.window(value.at), value.at)
+        if around is not None and value.content.length_bytes:
+            self._known[around[0]] = kind, value.content.length_bytes
+
+    def find(self, reader: Reader, at: int) -> tuple[str, int, int, int] | None:
+        """Return the name of the Value at byte `at`, its kind, and where its content begins and ends; None: look at it.
+
+        Its content may end behind the file.
+        """
+        window, base = reader.window(at)
+        start = _USUAL_START.match(window, at - base)
+        if start is None:
+            return None
+        name_at = start.end()
+        name_end = name_at + window[name_at - 1]
+        rest = _USUAL_REST.match(window, name_end)
+        if rest is None:
+            return None
+        known = self._known.get((start[0], rest[0]))
+        if known is None:
+            return None
+        try:
+            name = window[name_at:name_end].decode()
+        except UnicodeDecodeError:
+            return None
+        content_at = base + rest.end()
+        return name, known[0], content_at, content_at + known[1]
+
+    @staticmethod
+    def _around(window: bytes, base: int, at: int) -> tuple[tuple[bytes, bytes], int] | None:
+        """Return the bytes of a Value before its name and after it, up to its content, and where that begins."""
+        start = _USUAL_START.match(window, at - base)
+        rest = _USUAL_REST.match(window, start.end() + start[2][0]) if start else None
+        return ((start[0], rest[0]), base + rest.end()) if start and rest else None
 
 
 def usual_value(reader: Reader, at: int) -> Value | None:
@@ -106,7 +148,7 @@ def usual_value(reader: Reader, at: int) -> Value | None:
         tag, type_name = head[start.end() : tag_end].decode(), head[middle.end() : type_end].decode()
     except UnicodeDecodeError:
         return None
-    return Value(at, tag, dims, type_name, content)
+    return Value(at, tag, dims, type_name, content, end)
 
 
 # Most tensors of a shard have one of a few shapes.
@@ -129,7 +171,8 @@ def _value(reader: Reader, value: Field) -> Value:
     parts = _fields_once(reader, tensor, _TENSOR_FIELDS, dims)
     type_name = _text(reader, _required(reader, tensor, parts, _TYPE, "tensor_type"), _MAX_TYPE_BYTES, "tensor_type")
     content = _required(reader, tensor, parts, _CONTENT, "tensor_content")
-    return Value(value.at, tag, tuple(dims), type_name, ByteRange(reader.path, content.start, content.length_bytes))
+    place = ByteRange(reader.path, content.start, content.length_bytes)
+    return Value(value.at, tag, tuple(dims), type_name, place, value.end)
 
 
 def _fields_once(
@@ -197,8 +240,16 @@ def _text(reader: Reader, field: Field, limit_bytes: int, name: str) -> str:
 
 def encode_header(tag: str, dims: tuple[int, ...], type_name: str, content_bytes: int) -> bytes:
     """Return the bytes of a Value up to its content, in the field order protobuf's serializer uses."""
-    tag_bytes, type_bytes = tag.encode(), type_name.encode()
+    tag_bytes = tag.encode()
+    before, after = encode_around(len(tag_bytes), dims, type_name, content_bytes)
+    return before + tag_bytes + after
+
+
+def encode_around(tag_bytes: int, dims: tuple[int, ...], type_name: str, content_bytes: int) -> tuple[bytes, bytes]:
+    """Return the bytes of a Value before its tag, which has so many bytes, and after it up to the content."""
+    type_bytes = type_name.encode()
     tensor = b"".join(b"\x08" + encode_varint(length) for length in dims)
     tensor += encode_length(_TYPE, len(type_bytes)) + type_bytes + encode_length(_CONTENT, content_bytes)
-    value = encode_length(_TAG, len(tag_bytes)) + tag_bytes + encode_length(_TENSOR, len(tensor) + content_bytes)
-    return encode_length(_VALUE, len(value) + len(tensor) + content_bytes) + value + tensor
+    tag = encode_length(_TAG, tag_bytes)
+    after = encode_length(_TENSOR, len(tensor) + content_bytes) + tensor
+    return encode_length(_VALUE, len(tag) + tag_bytes + len(after) + content_bytes) + tag, after

@@ -11,7 +11,8 @@ from reshard_mpi.errors import ShardError
 from reshard_mpi.protobuf import FIXED_BYTES, LENGTH, VARINT
 
 # One read brings a header, and with it the small values that follow; larger ones would read payload for nothing.
-_WINDOW_BYTES = 4096
+_WINDOW_BYTES = 1024
+_LARGE_WINDOW_BYTES = 64 << 10
 _HEADER_BYTES = 320
 # Fields of messages that are not encoded as MindSpore does it; a value has ten. They are walked one by one.
 _MAX_FIELDS = 3 << 16
@@ -66,6 +67,20 @@ class Reader:
             self._base = at
             first = 0
         return self._window[first : first + _HEADER_BYTES]
+
+    def window(self, at: int) -> tuple[bytes, int]:
+        """Return bytes of the file with enough from byte `at` on for a header, and which byte is their first.
+
+        They are many only where headers follow soon on each other.
+        """
+        first = at - self._base
+        if not 0 <= first <= len(self._window) - _HEADER_BYTES and self._base + len(self._window) < self.size_bytes:
+            near = 0 <= first <= 2 * len(self._window)
+            self._window = self._pread(at, min(2 * len(self._window), _LARGE_WINDOW_BYTES) if near else _WINDOW_BYTES)
+            self._base = at
+        elif first < 0:
+            self._window, self._base = self._pread(at, _WINDOW_BYTES), at
+        return self._window, self._base
 
     def cut_short(self, at: int) -> ShardError:
         """Return the error of a file that ends within the field at `at`."""

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import os
-from functools import lru_cache
 
 from reshard_mpi.errors import TargetError
 from reshard_mpi.formats import files
 from reshard_mpi.formats.ckpt.reading import NAME
-from reshard_mpi.formats.ckpt.values import CRC_BYTES, EMPTY_CHECKPOINT, STRING_TYPE, encode_header
-from reshard_mpi.formats.manifest import ByteRange, Manifest, Segments, ShardSpec, TensorEntry
+from reshard_mpi.formats.ckpt.values import CRC_BYTES, EMPTY_CHECKPOINT, STRING_TYPE, encode_around, encode_header
+from reshard_mpi.formats.manifest import (
+    ByteRange,
+    Kind,
+    Manifest,
+    Segments,
+    ShardSpec,
+    SpecKind,
+    TensorEntry,
+    Tensors,
+)
 
 # MindSpore's synchronous save cuts at exactly this many bytes (`SLICE_SIZE`), and protobuf ends at 2 GiB.
 CUT_BYTES = 512 << 20
+# Headers with so little between them are written together, and as much of them at once.
+_SMALL_GAP_BYTES = 512
+_WRITTEN_BYTES = 256 << 10
 
 
 def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
@@ -21,45 +32,98 @@ def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
     Tensors come first, in the order of `spec`, then strings. fd: the empty file. Raises TargetError if a name cannot
     be stored, OSError if it cannot be written.
     """
-    files.check_names(path, [tensor.name for tensor in spec.tensors] + list(spec.strings))
-    tensors: dict[str, TensorEntry] = {}
-    headers: list[tuple[int, bytes]] = []
-    at = 0
-    for tensor in spec.tensors:
-        shape = tensor.box.shape
-        ranges = []
-        for length_bytes in _cuts(tensor.size_bytes):
-            header = encode_header(tensor.name, shape, tensor.dtype.mindspore, length_bytes)
-            headers.append((at, header))
-            at += len(header)
-            if length_bytes:
-                ranges.append(ByteRange(path, at, length_bytes))
-            at += length_bytes
-        tensors[tensor.name] = TensorEntry(tensor.name, tensor.dtype, shape, Segments(tuple(ranges)))
+    files.check_names(path, [*spec.specs.names, *spec.strings])
+    tensors, structure, at = Tensors(path), _Structure(), 0
+    known: dict[tuple[int, int], tuple[bytes, bytes, int, int]] = {}
+    specs = spec.specs
+    for name, number in zip(specs.names, specs.kind_of):
+        tag = name.encode()
+        alike = known.get((number, len(tag)))
+        if alike is None:
+            dtype, _, box = kind = specs.kinds[number]
+            if kind.size_bytes > CUT_BYTES:
+                at = _reserve_pieces(structure, tensors, name, kind, at)
+                continue
+            around = encode_around(len(tag), box.shape, dtype.mindspore, kind.size_bytes)
+            alike = known[number, len(tag)] = (*around, tensors.kind(Kind(dtype, box.shape)), kind.size_bytes)
+        before, after, own_kind, size_bytes = alike
+        header = b"%b%b%b" % (before, tag, after)
+        structure.add(at, header)
+        at += len(header)
+        tensors.add(name, own_kind, at if size_bytes else 0)
+        at += size_bytes
     for name, text in spec.strings.items():
         content = _string_content(path, name, text)
         record = encode_header(name, (0,), STRING_TYPE, len(content)) + content
-        headers.append((at, record))
+        structure.add(at, record)
         at += len(record)
-    if not headers:
+    if at == 0:
         # A file of 0 bytes cannot be told from a failed copy: a shard of nothing is the checksum of nothing.
-        headers.append((0, EMPTY_CHECKPOINT))
+        structure.add(0, EMPTY_CHECKPOINT)
         at = len(EMPTY_CHECKPOINT)
     os.ftruncate(fd, at)
-    for offset_bytes, header in headers:
-        files.write_all(fd, header, offset_bytes)
+    structure.write(fd)
     return Manifest(path, NAME, tensors, dict(spec.strings))
+
+
+def _reserve_pieces(structure: _Structure, tensors: Tensors, name: str, kind: SpecKind, at: int) -> int:
+    """Reserve a tensor that is cut into several Values, from byte `at` on; return where it ends."""
+    dtype, shape, ranges = kind.dtype, kind.box.shape, []
+    for length_bytes in _cuts(kind.size_bytes):
+        header = encode_header(name, shape, dtype.mindspore, length_bytes)
+        structure.add(at, header)
+        ranges.append(ByteRange(tensors.path, at + len(header), length_bytes))
+        at += len(header) + length_bytes
+    tensors.add_entry(TensorEntry(name, dtype, shape, Segments(tuple(ranges))))
+    return at
+
+
+class _Structure:
+    """What is written of a shard besides payloads: headers, those close to each other together."""
+
+    def __init__(self) -> None:
+        self._start = self._end = 0
+        self._parts: list[bytes] = []
+        self._written: list[tuple[int, bytes]] = []
+
+    def add(self, at: int, content: bytes) -> None:
+        """Add what begins at byte `at`, behind all that was added before."""
+        gap = at - self._end
+        if gap > _SMALL_GAP_BYTES or at - self._start > _WRITTEN_BYTES:
+            self._close()
+            self._start = at
+        elif gap:
+            self._parts.append(bytes(gap))
+        self._parts.append(content)
+        self._end = at + len(content)
+
+    def write(self, fd: int) -> None:
+        """Write all of it."""
+        self._close()
+        for at, content in self._written:
+            files.write_all(fd, content, at)
+
+    def _close(self) -> None:
+        if self._parts:
+            self._written.append((self._start, b"".join(self._parts)))
+            self._parts.clear()
 
 
 def size_at_most_bytes(spec: ShardSpec, *, crc: bool = False) -> int:
     """Return what the checkpoint of `spec` takes, with its headers; crc: and the checksum of it all."""
     size_bytes = CRC_BYTES if crc else 0
-    for tensor in spec.tensors:
-        for length_bytes in _cuts(tensor.size_bytes):
-            header_bytes = _header_bytes(
-                _tag_bytes(tensor.name), tensor.box.shape, tensor.dtype.mindspore, length_bytes
+    known: dict[tuple[int, int], int] = {}
+    specs = spec.specs
+    for name, number in zip(specs.names, specs.kind_of):
+        tag_bytes = _tag_bytes(name)
+        tensor_bytes = known.get((number, tag_bytes))
+        if tensor_bytes is None:
+            dtype, _, box = kind = specs.kinds[number]
+            tensor_bytes = known[number, tag_bytes] = sum(
+                _header_bytes(tag_bytes, box.shape, dtype.mindspore, length_bytes) + length_bytes
+                for length_bytes in _cuts(kind.size_bytes)
             )
-            size_bytes += header_bytes + length_bytes
+        size_bytes += tensor_bytes
     for name, text in spec.strings.items():
         content_bytes = 4 * max(1, len(text))
         size_bytes += _header_bytes(_tag_bytes(name), (0,), STRING_TYPE, content_bytes) + content_bytes
@@ -71,10 +135,8 @@ def _tag_bytes(name: str) -> int:
     return len(name) if name.isascii() else len(name.encode(errors="replace"))
 
 
-# Most tensors of a shard have one of a few shapes, and a name of one of a few lengths.
-@lru_cache(maxsize=1024)
 def _header_bytes(tag_bytes: int, dims: tuple[int, ...], type_name: str, content_bytes: int) -> int:
-    return len(encode_header("x" * tag_bytes, dims, type_name, content_bytes))
+    return tag_bytes + sum(map(len, encode_around(tag_bytes, dims, type_name, content_bytes)))
 
 
 def _cuts(size_bytes: int) -> list[int]:

@@ -12,8 +12,8 @@ first byte of the payload, in turns; its `ways` are element type, shape, first e
 from __future__ import annotations
 
 import json
-import math
 import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from struct import Struct
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import files
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.hdf5 import schema
-from reshard_mpi.formats.manifest import ByteRange, Manifest, Segments, ShardIdentity, ShardSpec, TensorEntry
+from reshard_mpi.formats.manifest import Kind, Manifest, ShardIdentity, ShardSpec, Tensors
 from reshard_mpi.sharding.box import Box
 
 MARK = b"\x89RSX\r\n\x1a\n"
@@ -53,8 +53,7 @@ class Places(NamedTuple):
 
 def size_at_most_bytes(spec: ShardSpec) -> int:
     """Return what the index of a shard can take at most."""
-    ways = {(tensor.dtype, tensor.global_shape, tensor.box) for tensor in spec.tensors}
-    ways_bytes = sum(_WAY_BYTES + 2 * len(str(whole)) + len(str(box.start)) for _, whole, box in ways)
+    ways_bytes = sum(_WAY_BYTES + 2 * len(str(whole)) + len(str(box.start)) for _, whole, box in spec.specs.kinds)
     return _HEAD.size + _BODY_BYTES + ways_bytes + _TENSOR_BYTES * len(spec.tensors)
 
 
@@ -64,22 +63,17 @@ def write(fd: int, scratch: int, manifest: Manifest, places: Places) -> None:
     scratch: holds the same HDF5 file, without payloads.
     """
     assert manifest.identity is not None
-    ways: dict[tuple[object, ...], int] = {}
-    tensors: list[int] = []
-    for entry in manifest.tensors.values():
-        assert entry.box is not None and isinstance(entry.source, Segments)
-        way = (entry.dtype.name, entry.shape, entry.box.start, entry.global_shape)
-        tensors += (ways.setdefault(way, len(ways)), sum(part.offset_bytes for part in entry.source.ranges))
+    kinds, tensors = manifest.tensors.kinds, manifest.tensors
     facts = {
         "rank": manifest.identity.rank,
         "world_size": manifest.identity.world_size,
         **places._asdict(),
-        "ways": list(ways),
-        "tensors": tensors,
+        "ways": [(kind.dtype.name, kind.shape, _box(kind).start, kind.global_shape) for kind in kinds],
+        "tensors": [number for tensor in zip(tensors.kind_of, tensors.starts) for number in tensor],
     }
     body = json.dumps(facts, separators=(",", ":")).encode()
     end = os.fstat(scratch).st_size
-    structure = _checksum(scratch, _structure(_payloads(manifest.tensors.values()), places.sums, end))
+    structure = _checksum(scratch, _structure(_payloads(tensors), places.sums, end))
     files.write_all(fd, _HEAD.pack(MARK, crc32(body), structure, 0, len(body)) + body, end)
 
 
@@ -187,10 +181,8 @@ class _Index(NamedTuple):
         rank, world_size = (_whole(self.facts[name]) for name in ("rank", "world_size"))
         _require(0 <= rank < world_size <= _LONGEST)
         strategy = _exactly(self.fd, *places.strategy).decode()
-        entries = self._entries(names[0])
-        tensors = {entry.name: entry for entry in entries}
-        _require(len(tensors) == len(names[0]))
-        structure = _structure(_payloads(tensors.values()), places.sums, self.end)
+        tensors = self._tensors(names[0])
+        structure = _structure(_payloads(tensors), places.sums, self.end)
         _require(_checksum(self.fd, structure) == self.structure)
         return Manifest(self.path, schema.NAME, tensors, names[1], ShardIdentity(rank, world_size, strategy))
 
@@ -205,43 +197,37 @@ class _Index(NamedTuple):
     def _contents(self) -> tuple[list[str], dict[str, str]]:
         return schema.contents(_exactly(self.fd, *self.places.contents))
 
-    def _entries(self, names: Sequence[str]) -> Iterator[TensorEntry]:
-        ways = [_Way.of(*way) for way in self.facts["ways"]]
-        numbers = self.facts["tensors"]
+    def _tensors(self, names: Sequence[str]) -> Tensors:
+        kinds, numbers = [_kind(*way) for way in self.facts["ways"]], self.facts["tensors"]
+        sizes, tensors = [kind.size_bytes for kind in kinds], Tensors(self.path)
         _require(isinstance(numbers, list) and len(numbers) == 2 * len(names) and len(names) <= files.MAX_TENSORS)
-        for name, way, offset_bytes in zip(names, numbers[::2], numbers[1::2]):
-            _require(0 < len(name.encode()) <= files.MAX_NAME_BYTES and _whole(way) >= 0)
-            dtype, shape, box, global_shape, size_bytes = ways[way]
-            _require(_whole(offset_bytes) >= 0 and offset_bytes + size_bytes <= self.end)
-            ranges = (ByteRange(self.path, offset_bytes, size_bytes),) if size_bytes else ()
-            yield TensorEntry(name, dtype, shape, Segments(ranges), box, global_shape)
+        own: dict[int, int] = {}
+        for name, way, start in zip(names, numbers[::2], numbers[1::2]):
+            _require(0 < len(name.encode()) <= files.MAX_NAME_BYTES and _whole(way) >= 0 and name not in tensors)
+            _require(_whole(start) >= 0 and start + sizes[way] <= self.end)
+            kind = own.get(way)
+            if kind is None:
+                kind = own[way] = tensors.kind(kinds[way])
+            tensors.add(sys.intern(name), kind, start if sizes[way] else 0)
+        return tensors
 
 
-class _Way(NamedTuple):
-    """What tensors may have alike: everything but name and place."""
-
-    dtype: Any
-    shape: tuple[int, ...]
-    box: Box
-    global_shape: tuple[int, ...]
-    size_bytes: int
-
-    @classmethod
-    def of(cls, name: str, shape: list[int], start: list[int], global_shape: list[int]) -> _Way:
-        _require(len(shape) == len(start) == len(global_shape) <= files.MAX_DIMENSIONS)
-        for length, low, whole in zip(shape, start, global_shape):
-            _require(_whole(length) >= 0 and _whole(low) >= 0 and low + length <= _whole(whole) <= _LONGEST)
-        dtype = BY_NAME[name]
-        stop = tuple(low + length for low, length in zip(start, shape))
-        size_bytes = dtype.itemsize_bytes * math.prod(shape)
-        return cls(dtype, tuple(shape), Box(tuple(start), stop), tuple(global_shape), size_bytes)
+def _kind(name: str, shape: list[int], start: list[int], global_shape: list[int]) -> Kind:
+    _require(len(shape) == len(start) == len(global_shape) <= files.MAX_DIMENSIONS)
+    for length, low, whole in zip(shape, start, global_shape):
+        _require(_whole(length) >= 0 and _whole(low) >= 0 and low + length <= _whole(whole) <= _LONGEST)
+    box = Box(tuple(start), tuple(low + length for low, length in zip(start, shape)))
+    return Kind(BY_NAME[name], tuple(shape), box, tuple(global_shape))
 
 
-def _payloads(entries: Iterable[TensorEntry]) -> Iterator[Place]:
-    for entry in entries:
-        assert isinstance(entry.source, Segments)
-        for part in entry.source.ranges:
-            yield part.offset_bytes, part.length_bytes
+def _box(kind: Kind) -> Box:
+    assert kind.box is not None
+    return kind.box
+
+
+def _payloads(tensors: Tensors) -> Iterator[Place]:
+    sizes = [kind.size_bytes for kind in tensors.kinds]
+    return ((start, sizes[kind]) for start, kind in zip(tensors.starts, tensors.kind_of) if sizes[kind])
 
 
 def _structure(payloads: Iterable[Place], sums: Place | None, end: int) -> Iterator[Place]:

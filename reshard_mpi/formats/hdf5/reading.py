@@ -17,7 +17,7 @@ from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.hdf5 import datasets, library, native, schema
 from reshard_mpi.formats.hdf5.datasets import Shard
 from reshard_mpi.formats.hdf5.walking import Node, Walk, root
-from reshard_mpi.formats.manifest import Manifest, Segments, TensorEntry
+from reshard_mpi.formats.manifest import Manifest, Segments, TensorEntry, Tensors
 
 
 def locate(path: str, on_progress: Callable[[], None] = lambda: None) -> Manifest:
@@ -81,7 +81,7 @@ def _native(shard: Shard, walk: Walk, top: Node) -> Manifest:
     spans.check()
     if len(found) != len(description.names):
         raise _not_in_contents(path, len(description.names), sorted(names - found.keys())[:3])
-    tensors = {name: found[name] for name in description.names}
+    tensors = Tensors(path, (found[name] for name in description.names))
     return Manifest(path, schema.NAME, tensors, description.strings, description.identity)
 
 
@@ -103,7 +103,7 @@ def _native_datasets(walk: Walk, top: Node) -> Iterator[tuple[str, Node]]:
 
 
 def _foreign(shard: Shard, walk: Walk, top: Node) -> Manifest:
-    tensors: dict[str, TensorEntry] = {}
+    tensors = Tensors(shard.path)
     strings: dict[str, str] = {}
     spans = _Spans(shard.path)
     kept_bytes = 0
@@ -115,8 +115,9 @@ def _foreign(shard: Shard, walk: Walk, top: Node) -> Manifest:
             kept_bytes += files.kept_bytes(strings[name])
         else:
             stored, shape, source = datasets.content(node.handle, shard, node.route, where)
-            tensors[name] = TensorEntry(name, BY_NAME[stored.name], shape, source)
-            spans.add(tensors[name], node)
+            entry = TensorEntry(name, BY_NAME[stored.name], shape, source)
+            tensors.add_entry(entry)
+            spans.add(entry, node)
         kept_bytes += files.kept_bytes(name)
         if kept_bytes > files.MAX_KEPT_BYTES:
             raise ShardError(

@@ -41,14 +41,15 @@ def size_at_most_bytes(spec: ShardSpec, *, crc: bool = False) -> int:
     """Return what the shard of `spec` can take at most, with its structure."""
     structure_bytes = _FILE_BYTES + len(spec.identity.strategy.encode(errors="surrogatepass"))
     structure_bytes += sum(map(_quoted_bytes, (*spec.strings, *spec.strings.values())))
-    structure_bytes += _names_bytes(tuple(tensor.name for tensor in spec.tensors))
+    specs = spec.specs
+    structure_bytes += _names_bytes(tuple(specs.names))
     payload_bytes = dimensions = misaligning = aligned = 0
-    for tensor in spec.tensors:
-        size_bytes = tensor.size_bytes
-        payload_bytes += size_bytes
-        dimensions += len(tensor.global_shape)
-        aligned += size_bytes >= ALIGNED_FROM_BYTES
-        misaligning += bool(size_bytes % ALIGNMENT_BYTES)
+    for number, count in Counter(specs.kind_of).items():
+        kind = specs.kinds[number]
+        payload_bytes += count * kind.size_bytes
+        dimensions += count * len(kind.global_shape)
+        aligned += count * (kind.size_bytes >= ALIGNED_FROM_BYTES)
+        misaligning += count * bool(kind.size_bytes % ALIGNMENT_BYTES)
     structure_bytes += (_TENSOR_BYTES + (_SUM_BYTES if spec.with_sums else 0)) * len(
         spec.tensors
     ) + _DIMENSION_BYTES * dimensions

@@ -14,7 +14,15 @@ from typing import Any
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.hdf5 import schema
-from reshard_mpi.formats.manifest import ByteRange, Decoded, Manifest, Segments, ShardIdentity, TensorEntry
+from reshard_mpi.formats.manifest import (
+    ByteRange,
+    Decoded,
+    Manifest,
+    Segments,
+    ShardIdentity,
+    TensorEntry,
+    Tensors,
+)
 from reshard_mpi.sharding.box import Box
 
 _LENGTH_BYTES = 8
@@ -69,7 +77,7 @@ def to_manifest(path: str, size_bytes: int, values: list[Any], read: Read) -> Ma
     return Manifest(
         path,
         schema.NAME,
-        {entry.name: entry for entry in entries},
+        Tensors(path, entries),
         strings,
         ShardIdentity(*identity) if identity else None,
     )

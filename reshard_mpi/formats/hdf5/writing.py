@@ -20,7 +20,7 @@ from reshard_mpi.formats import files
 from reshard_mpi.formats.hdf5 import attributes, elements, index, schema, sizing
 from reshard_mpi.formats.hdf5.schema import Route
 from reshard_mpi.formats.hdf5.scratch import Scratch
-from reshard_mpi.formats.manifest import ByteRange, Manifest, Segments, ShardSpec, TensorEntry, TensorSpec
+from reshard_mpi.formats.manifest import Kind, Manifest, ShardSpec, SpecKind, Tensors
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _COPIED_BYTES = 1 << 20
@@ -35,7 +35,7 @@ def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
 
     fd: the empty file. Raises TargetError if a name or string cannot be stored, OSError if it cannot be written.
     """
-    names = [tensor.name for tensor in spec.tensors]
+    names = list(spec.specs.names)
     files.check_names(path, names + list(spec.strings))
     strategy, contents = _texts(path, names, spec)
     with Scratch(_MOST_BYTES * (len(names) + 1) + 2 * len(strategy) + 2 * len(contents)) as scratch:
@@ -56,9 +56,10 @@ def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
 
 def _write_structure(
     file: Any, path: str, spec: ShardSpec, strategy: bytes, contents: bytes
-) -> tuple[dict[str, TensorEntry], index.Places]:
+) -> tuple[Tensors, index.Places]:
     """Create everything of a shard in a new file; return where its tensors are going to lie at `path`, and the rest."""
-    names = [tensor.name for tensor in spec.tensors]
+    specs = spec.specs
+    names = list(specs.names)
     top = h5g.open(file, b"/")
     attributes.write_text(top, "format", schema.FORMAT)
     attributes.write_number(top, "version", schema.VERSION)
@@ -71,11 +72,13 @@ def _write_structure(
         sums = writer.dataset((schema.RESERVED, schema.SUMS), h5t.STD_U32LE, (len(names),))
         places = places._replace(sums=(sums.get_offset() or 0, 4 * len(names)))
     routes = schema.routes(names)
-    kinds = {dtype: elements.create(dtype) for dtype in {tensor.dtype for tensor in spec.tensors}}
-    tensors = {
-        tensor.name: _reserve_tensor(path, writer, routes[tensor.name], kinds[tensor.dtype], tensor)
-        for tensor in spec.tensors
-    }
+    types = {dtype: elements.create(dtype) for dtype in {kind.dtype for kind in specs.kinds}}
+    tensors = Tensors(path)
+    own = [tensors.kind(Kind(dtype, box.shape, box, whole)) for dtype, whole, box in specs.kinds]
+    for name, number in zip(names, specs.kind_of):
+        kind = specs.kinds[number]
+        start = _reserve_tensor(writer, routes[name], types[kind.dtype], name, kind)
+        tensors.add(name, own[number], start)
     return tensors, places
 
 
@@ -126,17 +129,15 @@ def _space(shape: tuple[int, ...]) -> Any:
     return h5s.create_simple(shape) if shape else h5s.create(h5s.SCALAR)
 
 
-def _reserve_tensor(path: str, writer: _Writer, route: Route, kind: Any, tensor: TensorSpec) -> TensorEntry:
-    shape = tensor.box.shape
-    size_bytes = tensor.size_bytes
-    handle = writer.dataset(route, kind, shape)
-    attributes.write_text(handle, "dtype", tensor.dtype.name)
-    attributes.write_numbers(handle, "global_shape", tensor.global_shape)
-    attributes.write_numbers(handle, "offset", tensor.box.start)
+def _reserve_tensor(writer: _Writer, route: Route, stored: Any, name: str, kind: SpecKind) -> int:
+    """Create the dataset of a tensor; return where its elements begin."""
+    handle = writer.dataset(route, stored, kind.box.shape)
+    attributes.write_text(handle, "dtype", kind.dtype.name)
+    attributes.write_numbers(handle, "global_shape", kind.global_shape)
+    attributes.write_numbers(handle, "offset", kind.box.start)
     if route[0] == schema.RESERVED:
-        attributes.write_text(handle, "name", tensor.name)
-    ranges = (ByteRange(path, handle.get_offset(), size_bytes),) if size_bytes else ()
-    return TensorEntry(tensor.name, tensor.dtype, shape, Segments(ranges), tensor.box, tensor.global_shape)
+        attributes.write_text(handle, "name", name)
+    return handle.get_offset() if kind.size_bytes else 0
 
 
 def _texts(path: str, names: list[str], spec: ShardSpec) -> tuple[bytes, bytes]:
