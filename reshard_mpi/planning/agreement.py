@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 
 from reshard_mpi.errors import CoverageError, DisagreementError
 from reshard_mpi.formats.manifest import Manifest, TensorSpec
 from reshard_mpi.planning.model import Beginning, Check, Copy, Held, Moment, RankPlan, TensorPlan
-from reshard_mpi.planning.tensors import SourceTensor
+from reshard_mpi.planning.tensors import SourceGroup, SourceTensors
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.units import KIB
 
@@ -26,24 +26,26 @@ def is_moment(name: str) -> bool:
     return name in _MOMENT
 
 
-def agreement_checks(tensors: Iterable[SourceTensor], wanted: Container[str], *, same_world: bool) -> Iterator[Check]:
+def agreement_checks(tensors: SourceTensors, wanted: Container[str], *, same_world: bool) -> Iterator[Check]:
     """Yield the checks on tensors that every opened shard holds whole; of large ones on their beginning.
 
     The step counters must agree. Others that no strategy lists are expected to, if the target wants them; where source
     and target have as many ranks they may differ (random state), since each rank then keeps its own.
     """
-    for tensor in tensors:
-        first = next(iter(tensor.entries.values()))
-        if len(tensor.entries) < 2 or first.shape != tensor.shape:
+    for name in tensors.names:
+        group = tensors.group(name)
+        if len(group.ranks) < 2 or (name not in _MOMENT and (group.listed or same_world or name not in wanted)):
             continue
-        moment = tensor.name in _MOMENT and first.size_bytes <= _SMALL_BYTES
-        if not moment and (tensor.name not in wanted or tensor.listed or same_world):
+        entries = tensors.entries(name)
+        first = entries[group.ranks[0]]
+        moment = name in _MOMENT and first.size_bytes <= _SMALL_BYTES
+        if first.shape != group.shape or (not moment and (name not in wanted or group.listed or same_world)):
             continue
-        box = Box.whole(tensor.shape)
+        box = Box.whole(group.shape)
         start = next(box.blocks(_SMALL_BYTES // first.dtype.itemsize_bytes), box)
-        copies = tuple(Copy(rank, entry, box, start) for rank, entry in tensor.entries.items())
+        copies = tuple(Copy(rank, entry, box, start) for rank, entry in entries.items())
         why = _DIFFERENT_MOMENTS if moment else "each rank has its own; one of them was taken"
-        yield Check(tensor.name, copies, refuse=moment, why=why)
+        yield Check(name, copies, refuse=moment, why=why)
 
 
 def moment_counters(manifests: Mapping[int, Manifest]) -> Iterator[tuple[str, TensorPlan]]:
@@ -63,12 +65,12 @@ def moment_counters(manifests: Mapping[int, Manifest]) -> Iterator[tuple[str, Te
 
 
 def shared_tensors(
-    stages: tuple[int, ...], tensors: Sequence[SourceTensor], manifests: Mapping[int, Manifest]
+    stages: tuple[int, ...], tensors: Mapping[str, SourceGroup], manifests: Mapping[int, Manifest]
 ) -> Iterator[Moment]:
     """Yield the names of the tensors that `stages` of the target share, and of a few what each of them is."""
-    names = sorted(tensor.name for tensor in tensors)
+    names = sorted(tensors)
     few = len(names) <= _MAX_TOLD_APART
-    said = [] if few else [f"{tensor.name} {tensor.dtype} {list(tensor.shape)}" for tensor in tensors]
+    said = [] if few else [f"{name} {group.dtype} {list(group.shape)}" for name, group in tensors.items()]
     digest = hashlib.sha256("\0".join(sorted(said)).encode()).hexdigest()
     path = manifests[min(manifests)].path
     yield Moment(
@@ -76,14 +78,17 @@ def shared_tensors(
         ", ".join(map(repr, names)) if few else f"{len(names)} tensors, SHA-256 {digest}",
         path,
     )
-    for tensor in tensors if few else ():
-        yield Moment(tensor.name, f"{tensor.dtype} {list(tensor.shape)}", manifests[next(iter(tensor.entries))].path)
+    for name, group in tensors.items() if few else ():
+        yield Moment(name, f"{group.dtype} {list(group.shape)}", manifests[group.ranks[0]].path)
 
 
 def loose_beginnings(plan: RankPlan) -> Iterator[TensorPlan]:
     """Yield the beginnings of the tensors that no strategy places, as the target takes them."""
-    for tensor in plan.tensors:
-        if tensor.spec.name in plan.loose and tensor.spec.name not in _MOMENT and tensor.spec.size_bytes:
+    groups = plan.tensors.groups
+    for number, at in zip(plan.tensors.group_of, plan.tensors.place_in_group) if plan.loose else ():
+        name = groups[number].names[at]
+        if name in plan.loose and name not in _MOMENT and groups[number].kind.size_bytes:
+            tensor = groups[number].tensor(at)
             spec, copy = tensor.spec, tensor.copies[0]
             start = next(spec.box.blocks(_SMALL_BYTES // spec.dtype.itemsize_bytes))
             yield TensorPlan(

@@ -7,10 +7,12 @@ from typing import NamedTuple
 
 from reshard_mpi.planning.parameters import is_partial_sum
 from reshard_mpi.planning.replicas import Replicas
-from reshard_mpi.planning.tensors import Part, SourceTensor, parts_meeting
+from reshard_mpi.planning.tensors import Part, SourceGroup, parts_meeting
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Piece, Placement
+
+_PARTIAL_SUMS = "they are partial sums of a step that is not finished: save at the end of a step"
 
 # Who holds the same parts: the same ranks.
 Holding = tuple[tuple[Placement, Piece], ...]
@@ -39,30 +41,30 @@ class Alike(NamedTuple):
 
 
 def copies_alike(
-    wanted: Iterable[tuple[SourceTensor, Layout]], box_of: Callable[[Layout], Box], replicas: Replicas
+    wanted: Iterable[tuple[Iterable[str], SourceGroup, Layout]], box_of: Callable[[Layout], Box], replicas: Replicas
 ) -> Iterator[Alike]:
     """Yield the copies of needed parts that must be the same: those that may well not be; with CHECK all others too.
 
     What the source strategy does not list should be whole on every rank. If the target cuts it, its targets take their
     parts from the copies of different ranks, which only together make it up if all of them are the same.
 
-    wanted: the tensors of a target, and how it holds them. box_of: which box that is.
+    wanted: the tensors of a target by how source and target hold them. box_of: which box that is.
     """
     names: dict[tuple[tuple[Layout, ...], Layout, str, bool], list[str]] = {}
-    for tensor, target in wanted:
-        if not tensor.listed:
+    for every, group, target in wanted:
+        if not group.listed:
             if not target.placement.is_cut:
                 continue
             why = "the source strategy does not list it, and the target strategy cuts it"
-        elif is_partial_sum(tensor.name):
-            why = "they are partial sums of a step that is not finished: save at the end of a step"
-        elif tensor.is_tied:
+        elif group.is_tied:
             why = "the stages that share the parameter have drifted apart"
-        elif replicas is Replicas.CHECK:
-            why = "these ranks should hold the same"
         else:
-            continue
-        names.setdefault((tensor.layouts, target, why, tensor.listed), []).append(tensor.name)
+            why = "these ranks should hold the same" if replicas is Replicas.CHECK else ""
+        for name in every:
+            partial = group.listed and is_partial_sum(name)
+            if partial or why:
+                key = (group.layouts, target, _PARTIAL_SUMS if partial else why, group.listed)
+                names.setdefault(key, []).append(name)
     for (layouts, target, why, listed), found in names.items():
         for one in _alike(tuple(found), [parts_meeting(layout, box_of(target)) for layout in layouts], why):
             yield one._replace(listed=listed)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from reshard_mpi.errors import CoverageError
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.planning.losses import Lost
-from reshard_mpi.planning.tensors import Part, SourceTensor
+from reshard_mpi.planning.tensors import Part, SourceGroup
 from reshard_mpi.sharding.placement import Placement, Strategy, named_after
 
 # Of shards that cannot be used, so many are described in one message.
@@ -15,7 +15,7 @@ _MAX_TOLD = 4
 
 
 def hole(
-    tensor: SourceTensor, part: Part, target_rank: int, manifests: Mapping[int, Manifest], lost: Mapping[int, Lost]
+    name: str, part: Part, target_rank: int, manifests: Mapping[int, Manifest], lost: Mapping[int, Lost]
 ) -> CoverageError:
     """Return the error for a part of a tensor that no shard gives."""
     holders = tuple(part.placement.holders(part.piece))
@@ -27,7 +27,7 @@ def hole(
         opened = any(rank in manifests for rank in holders)
         got = "shards without the tensor" if opened else "shard missing"
     return CoverageError(
-        f"no source holds a part of {tensor.name!r} that target rank {target_rank} needs",
+        f"no source holds a part of {name!r} that target rank {target_rank} needs",
         expected=f"box {part.region} on {_one_of(holders)}",
         got=got,
         where=", ".join(manifests[rank].path for rank in holders if rank in manifests),
@@ -58,31 +58,33 @@ def require_never_saved(
     origins: tuple[Placement, ...],
     source: Strategy,
     target: Strategy,
-    tensors: Iterable[SourceTensor],
+    held: Iterable[tuple[Collection[str], SourceGroup]],
     manifests: Mapping[int, Manifest],
     lost: Mapping[int, Lost],
 ) -> None:
     """Raise CoverageError if a damaged shard may well be the one that holds what all opened ones lack.
 
     It may, unless the name is one of a kind that is nowhere, as state that was never saved; and even then where shards
-    are seen to be saved without redundancy, some lacking what others hold. tensors: all that the target gets.
+    are seen to be saved without redundancy, some lacking what others hold. held: all that the target gets, by what is
+    alike.
     """
     stages = {stage for origin in origins for stage in origin.stages}
     suspects = [one for rank, one in lost.items() if one.problem and source.stage_of(rank) in stages]
     if not suspects:
         return
-    held = list(tensors)
+    every = list(held)
     lacking = (
         rank
-        for tensor in held
-        if tensor.listed
-        for layout in tensor.layouts
+        for _, group in every
+        if group.listed
+        for layout in group.layouts
         for rank in manifests
-        if source.stage_of(rank) in layout.placement.stages and rank not in tensor.entries
+        if source.stage_of(rank) in layout.placement.stages and rank not in group.ranks
     )
     base = next((base for base in named_after(name) if source.find(base) or target.find(base)), name)
     kind = name.removesuffix(base)
-    if not kind or any(tensor.name.startswith(kind) for tensor in held) or next(lacking, None) is not None:
+    has_kind = any(other.startswith(kind) for names, _ in every for other in names)
+    if has_kind or not kind or next(lacking, None) is not None:
         raise CoverageError(
             f"{name!r} is in no shard that was opened, but may be in one that is damaged",
             expected=f"a shard with {name!r}",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from typing import NamedTuple
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import eq
+from typing import NamedTuple, overload
 
-from reshard_mpi.formats.manifest import ShardIdentity, ShardSpec, TensorEntry, TensorSpec
+from reshard_mpi.formats.manifest import ShardIdentity, ShardSpec, SpecKind, Specs, TensorEntry, Tensors, TensorSpec
 from reshard_mpi.planning.copies import Alike
 from reshard_mpi.planning.losses import Lost
 from reshard_mpi.sharding.box import Box
@@ -41,6 +43,103 @@ class TensorPlan(NamedTuple):
 
     spec: TensorSpec
     copies: tuple[Copy, ...]
+
+
+class Route(NamedTuple):
+    """Where one part of some target tensors comes from: their `region` from what `source_rank` holds, `source_box`.
+
+    tensors: all that this rank holds. numbers: of the tensors in it that are taken, one for each target tensor.
+    """
+
+    source_rank: int
+    source_box: Box
+    region: Box
+    tensors: Tensors
+    numbers: Sequence[int]
+
+    def copy(self, at: int, name: str) -> Copy:
+        """Return this part of the target tensor at place `at`, which is called `name` in the source."""
+        dtype, shape, box, whole = self.tensors.kinds[self.tensors.kind_of[self.numbers[at]]]
+        entry = TensorEntry(name, dtype, shape, self.tensors.source(self.numbers[at]), box, whole)
+        return Copy(self.source_rank, entry, self.source_box, self.region)
+
+
+class Group(NamedTuple):
+    """Target tensors that are alike, and come from the same ranks in the same way: nothing but names and places differ.
+
+    routes: the parts that make up each of them, disjoint and together exactly its box.
+    """
+
+    kind: SpecKind
+    names: Sequence[str]
+    routes: tuple[Route, ...]
+
+    def tensor(self, at: int) -> TensorPlan:
+        name = self.names[at]
+        return TensorPlan(TensorSpec(name, *self.kind), tuple(route.copy(at, name) for route in self.routes))
+
+
+class PlannedTensors(Sequence[TensorPlan]):
+    """The tensors of one target in file order, kept by groups, since there may be a hundred thousand of them.
+
+    group_of: the number of each tensor's group; those of a group are in its order.
+    """
+
+    __slots__ = ("_place_in_group", "group_of", "groups")
+
+    def __init__(self, groups: Sequence[Group], group_of: Sequence[int]) -> None:
+        self.groups = groups
+        self.group_of = group_of
+        self._place_in_group: array[int] | None = None
+
+    @classmethod
+    def of(cls, tensors: Iterable[TensorPlan]) -> PlannedTensors:
+        """Return tensors that were planned one by one, each as a group of its own."""
+        groups = []
+        for spec, copies in tensors:
+            routes = tuple(
+                Route(copy.source_rank, copy.source_box, copy.region, Tensors("", [copy.source]), (0,))
+                for copy in copies
+            )
+            groups.append(Group(SpecKind(*spec[1:]), (spec.name,), routes))
+        return cls(groups, range(len(groups)))
+
+    @property
+    def place_in_group(self) -> Sequence[int]:
+        """The place of each tensor in its group."""
+        if self._place_in_group is None:
+            met = [0] * len(self.groups)
+            self._place_in_group = array("I")
+            for number in self.group_of:
+                self._place_in_group.append(met[number])
+                met[number] += 1
+        return self._place_in_group
+
+    @property
+    def specs(self) -> Specs:
+        names = [self.groups[number].names[at] for number, at in zip(self.group_of, self.place_in_group)]
+        return Specs(names, [group.kind for group in self.groups], self.group_of)
+
+    def __iter__(self) -> Iterator[TensorPlan]:
+        return (self.groups[number].tensor(at) for number, at in zip(self.group_of, self.place_in_group))
+
+    @overload
+    def __getitem__(self, at: int) -> TensorPlan: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[TensorPlan]: ...
+    def __getitem__(self, at: int | slice) -> TensorPlan | Sequence[TensorPlan]:
+        if isinstance(at, slice):
+            return [self[one] for one in range(*at.indices(len(self)))]
+        return self.groups[self.group_of[at]].tensor(self.place_in_group[at])
+
+    def __len__(self) -> int:
+        return len(self.group_of)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and len(self) == len(other) and all(map(eq, self, other))
+
+    def __hash__(self) -> int:
+        return hash(len(self))
 
 
 class Check(NamedTuple):
@@ -97,7 +196,7 @@ class RankPlan(NamedTuple):
     target_rank: int
     stage: int
     identity: ShardIdentity
-    tensors: tuple[TensorPlan, ...]
+    tensors: PlannedTensors
     strings: Mapping[str, str]
     checks: tuple[Check, ...]
     absent: tuple[str, ...]
@@ -113,13 +212,16 @@ class RankPlan(NamedTuple):
 
     @property
     def shard(self) -> ShardSpec:
-        return ShardSpec(self.identity, tuple(tensor.spec for tensor in self.tensors), self.strings)
+        return ShardSpec(self.identity, self.tensors.specs, self.strings)
 
     @property
     def placed(self) -> dict[str, str]:
         """Type and whole shape of what strategies place here, by name; all ranks of a stage must have the same."""
-        specs = sorted((tensor.spec for tensor in self.tensors if tensor.spec.name not in self.unplaced), key=_name)
-        return {spec.name: f"{spec.dtype.name} {list(spec.global_shape)}" for spec in specs}
+        placed: dict[str, str] = {}
+        for kind, names, _ in self.tensors.groups:
+            what = f"{kind.dtype.name} {list(kind.global_shape)}"
+            placed.update((name, what) for name in names if name not in self.unplaced)
+        return dict(sorted(placed.items()))
 
     @property
     def held(self) -> Held:
@@ -129,18 +231,22 @@ class RankPlan(NamedTuple):
     @property
     def read_ranks(self) -> tuple[int, ...]:
         """The source ranks that tensors are taken from, ascending; others were only opened, to compare."""
-        return tuple(sorted({copy.source_rank for tensor in self.tensors for copy in tensor.copies}))
+        return tuple(sorted({route.source_rank for group in self.tensors.groups for route in group.routes}))
+
+    @property
+    def copies(self) -> int:
+        """How many copies all tensors are made of."""
+        return sum(len(group.names) * len(group.routes) for group in self.tensors.groups)
 
     @property
     def written_bytes(self) -> int:
         """Payload bytes of the target shard."""
-        return sum(tensor.spec.size_bytes for tensor in self.tensors)
+        return sum(len(group.names) * group.kind.size_bytes for group in self.tensors.groups)
 
     @property
     def needed_bytes(self) -> int:
         """Payload bytes taken from the sources."""
-        return sum(copy.size_bytes for tensor in self.tensors for copy in tensor.copies)
-
-
-def _name(spec: TensorSpec) -> str:
-    return spec.name
+        return sum(
+            len(group.names) * group.kind.dtype.itemsize_bytes * sum(route.region.size for route in group.routes)
+            for group in self.tensors.groups
+        )

@@ -33,7 +33,7 @@ class RankSummary(NamedTuple):
             rank=plan.target_rank,
             read_ranks=plan.read_ranks,
             tensors=len(plan.tensors),
-            copies=sum(len(tensor.copies) for tensor in plan.tensors),
+            copies=plan.copies,
             written_bytes=plan.written_bytes,
             needed_bytes=plan.needed_bytes,
             peak_bytes=peak_bytes,

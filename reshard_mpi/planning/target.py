@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from itertools import repeat
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 
 from reshard_mpi.errors import CoverageError, LayoutError, StrategyError
-from reshard_mpi.formats.manifest import Manifest, ShardIdentity, TensorSpec
+from reshard_mpi.formats.manifest import Manifest, ShardIdentity, SpecKind
 from reshard_mpi.planning.agreement import (
     agreement_checks,
     common_strings,
@@ -17,17 +19,26 @@ from reshard_mpi.planning.agreement import (
 from reshard_mpi.planning.copies import copies_alike
 from reshard_mpi.planning.holes import hole, require_never_saved, stage_missing
 from reshard_mpi.planning.losses import Lost, named
-from reshard_mpi.planning.model import Copy, Moment, RankPlan, TensorPlan
+from reshard_mpi.planning.model import Group, Moment, PlannedTensors, RankPlan, Route
 from reshard_mpi.planning.parameters import Unlisted, everywhere, find_or_follow, is_dropped, listed_names
 from reshard_mpi.planning.ranks import wants
 from reshard_mpi.planning.replicas import Replicas, choose_holders, home_rank
-from reshard_mpi.planning.tensors import Part, SourceTensor, SourceTensors, parts_meeting
+from reshard_mpi.planning.tensors import Part, SourceGroup, SourceTensors, parts_meeting
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Piece, Placement, Strategy, named_after
 
-# How source and target hold a tensor.
-_Way = tuple[tuple[Layout, ...], Layout]
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """Tensors that source and target hold alike, by name in order, and the parts that are needed of each."""
+
+    number: int
+    group: SourceGroup
+    layout: Layout
+    box: Box
+    parts: tuple[Part, ...]
+    names: list[str] = field(default_factory=list)
 
 
 class ShardPlanner:
@@ -64,14 +75,22 @@ class ShardPlanner:
         self._strict = strict
         self._replicas = replicas
         self._boxes: dict[Layout, Box] = {}
-        self._parts: dict[_Way, tuple[Part, ...]] = {}
-        # name -> its source and how the target holds it, for all that goes into this shard
-        self._wanted: dict[str, tuple[SourceTensor, Layout]] = {}
+        self._layouts: dict[tuple[SourceGroup, tuple[Placement, ...]], Layout | None] = {}
+        # All that goes into this shard, by the way in which it is held; and in order.
+        self._ways: dict[tuple[SourceGroup, Layout], _Way] = {}
+        self._wanted: dict[str, _Way] = {}
         for name in self._tensors.names:
-            tensor = self._tensors.resolve(name)
-            layout = self._target_layout(tensor)
+            group = self._tensors.group(name)
+            layout = self._target_layout(name, group)
             if layout is not None:
-                self._wanted[name] = (tensor, layout)
+                way = self._ways.get((group, layout))
+                if way is None:
+                    box = self._box(layout)
+                    parts = self._needed_parts(name, group, box)
+                    way = self._ways[group, layout] = _Way(len(self._ways), group, layout, box, parts)
+                way.names.append(name)
+                self._wanted[name] = way
+        self._listed_here = tuple(self._find_listed_here())
 
     def lacking(self) -> dict[tuple[int, ...], list[str]]:
         """Return the names that no opened shard holds where needed, by the ranks any of which should hold them.
@@ -79,18 +98,13 @@ class ShardPlanner:
         Of a name that no opened shard holds at all: the ranks that hold the same as one of those opened.
         """
         lacking: dict[tuple[int, ...], list[str]] = {}
+        for way in self._ways.values():
+            if way.group.listed:
+                for part in way.parts:
+                    holders = tuple(part.placement.holders(part.piece))
+                    if not any(rank in way.group.ranks for rank in holders):
+                        lacking.setdefault(holders, []).extend(way.names)
         found: dict[object, list[tuple[int, ...]]] = {}  # many tensors are held alike
-        for tensor, target in self._wanted.values():
-            if tensor.listed:
-                key = (tensor.layouts, target, *tensor.entries)
-                if key not in found:
-                    found[key] = [
-                        tuple(part.placement.holders(part.piece))
-                        for part in self._needed_parts(tensor, target)
-                        if not any(rank in tensor.entries for rank in part.placement.holders(part.piece))
-                    ]
-                for ranks in found[key]:
-                    lacking.setdefault(ranks, []).append(tensor.name)
         for origins, names in self.unseen().items():
             if origins not in found:
                 found[origins] = [tuple(self._alike(origin)) for origin in origins]
@@ -106,15 +120,15 @@ class ShardPlanner:
         strategy does not place comes from every rank.
         """
         unseen: dict[tuple[Placement, ...], list[str]] = {}
-        for name in self._listed_here():
+        for name in self._listed_here:
             origins = find_or_follow(self._source, name, lambda _: True) or (everywhere(self._source),)
             unseen.setdefault(origins, []).append(name)
         return unseen
 
-    def _listed_here(self) -> Iterator[str]:
+    def _find_listed_here(self) -> Iterator[str]:
         """Yield the names not seen that a strategy lists and that the target needs, or would have to refuse."""
         for name in dict.fromkeys((*listed_names(self._target), *listed_names(self._source))):
-            if name in self._tensors and (not self._source.find(name) or self._tensors.resolve(name).listed):
+            if name in self._tensors and (not self._source.find(name) or self._tensors.group(name).listed):
                 continue
             if self._lists(name):
                 here = any(self._stage in placement.stages for placement in self._target.find(name))
@@ -136,14 +150,15 @@ class ShardPlanner:
         """
         choice = self._choose()
         absent = self._absent()
-        tensors = tuple(self._plan_tensor(tensor, layout, choice) for tensor, layout in self._wanted.values())
+        groups = tuple(self._planned(way, choice[way.number]) for way in self._ways.values())
+        tensors = PlannedTensors(groups, array("I", (way.number for way in self._wanted.values())))
         same_world = self._target.world_size == self._source.world_size
-        every = map(self._tensors.resolve, self._tensors.names)
-        checks = tuple(agreement_checks(every, self._wanted, same_world=same_world))
+        checks = tuple(agreement_checks(self._tensors, self._wanted, same_world=same_world))
         strings, notes = common_strings(self._manifests, self._home)
         if self._unlisted is Unlisted.DROP:
             strings = {}
-        loose = frozenset(name for name, (tensor, _) in self._wanted.items() if not tensor.listed)
+        held = ((way.names, way.group, way.layout) for way in self._ways.values())
+        loose = frozenset(name for way in self._ways.values() if not way.group.listed for name in way.names)
         identity = ShardIdentity(self._rank, self._target.world_size, strategy_table)
         return RankPlan(
             target_rank=self._rank,
@@ -158,22 +173,29 @@ class ShardPlanner:
             loose=loose,
             unplaced=frozenset(name for name in loose if not self._lists(name)),
             moments=tuple(self._shared()),
-            alike=tuple(copies_alike(self._wanted.values(), self._box, self._replicas)),
-            lost=self._replaced(tensors) if self._lost else (),
+            alike=tuple(copies_alike(held, self._box, self._replicas)),
+            lost=self._replaced(groups) if self._lost else (),
             warnings=tuple(self._not_its_own()) if same_world and self._rank in self._lost else (),
         )
 
-    def _target_layout(self, tensor: SourceTensor) -> Layout | None:
-        """Return how this target rank holds `tensor`, None if it does not."""
-        if self._unlisted is Unlisted.DROP and is_dropped(self._target, tensor.name, self._tensors):
+    def _target_layout(self, name: str, group: SourceGroup) -> Layout | None:
+        """Return how this target rank holds a tensor, None if it does not."""
+        if self._unlisted is Unlisted.DROP and is_dropped(self._target, name, self._tensors):
             return None
-        placements = self._target_placements(tensor)
-        is_cut = any(layout.placement.is_cut for layout in tensor.layouts)
+        placements = self._target_placements(name)
+        key = (group, placements)
+        if key not in self._layouts:
+            self._layouts[key] = self._placed(name, group, placements)
+        return self._layouts[key]
+
+    def _placed(self, name: str, group: SourceGroup, placements: tuple[Placement, ...]) -> Layout | None:
+        """Return how this target rank holds the tensors of a group that the target strategy places so."""
+        is_cut = any(layout.placement.is_cut for layout in group.layouts)
         if not placements and self._unlisted is Unlisted.FOLLOW and is_cut:
             raise StrategyError(
-                f"{tensor.name!r} is sharded in the source and the target strategy does not say how to place it",
+                f"{name!r} is sharded in the source and the target strategy does not say how to place it",
                 expected="the parameter in the target strategy, or one it is named after with the same shape",
-                got=_not_followed(self._target, tensor.name),
+                got=_not_followed(self._target, name),
                 where=self._target.origin,
                 remedy="add it to the target strategy, or use --unlisted replicate or --unlisted drop",
             )
@@ -182,34 +204,30 @@ class ShardPlanner:
         if placement is None:
             return None
         try:
-            return self._tensors.layout(placement, tensor.shape)
+            return self._tensors.layout(placement, group.shape)
         except LayoutError as error:
-            error.where = f"tensor {tensor.name!r}, target strategy {self._target.origin}".rstrip()
+            error.where = f"tensor {name!r}, target strategy {self._target.origin}".rstrip()
             error.remedy = error.remedy or "choose a target strategy whose cuts divide the tensor, or give the sizes"
             raise
 
-    def _target_placements(self, tensor: SourceTensor) -> tuple[Placement, ...]:
-        """Return how the target strategy places `tensor`; empty where it does not."""
+    def _target_placements(self, name: str) -> tuple[Placement, ...]:
+        """Return how the target strategy places a tensor; empty where it does not."""
         if self._unlisted is not Unlisted.FOLLOW:
-            return self._target.find(tensor.name)
-        return find_or_follow(self._target, tensor.name, lambda base: self._tensors.same_shape(tensor.name, base))
+            return self._target.find(name)
+        return find_or_follow(self._target, name, lambda base: self._tensors.same_shape(name, base))
 
     def _box(self, target: Layout) -> Box:
         if target not in self._boxes:
             self._boxes[target] = target.box(self._rank)
         return self._boxes[target]
 
-    def _needed_parts(self, tensor: SourceTensor, target: Layout) -> tuple[Part, ...]:
+    def _needed_parts(self, name: str, group: SourceGroup, box: Box) -> tuple[Part, ...]:
         """Return the parts to read for the target's box, of the layout whose parts are all at hand."""
-        key = (tensor.layouts, target)
-        if key not in self._parts:
-            box = self._box(target)
-            ordered = sorted(tensor.layouts, key=lambda layout: not self._is_near(layout.placement))
-            options = [parts_meeting(layout, box) for layout in ordered]
-            at_hand = (option for option in options if all(map(self._is_at_hand, option)))
-            parts = options[0] if len(options) == 1 else next(at_hand, options[0])
-            self._parts[key] = self._covering(parts, tensor, box)
-        return self._parts[key]
+        ordered = sorted(group.layouts, key=lambda layout: not self._is_near(layout.placement))
+        options = [parts_meeting(layout, box) for layout in ordered]
+        at_hand = (option for option in options if all(map(self._is_at_hand, option)))
+        parts = options[0] if len(options) == 1 else next(at_hand, options[0])
+        return self._covering(parts, name, box)
 
     def _is_near(self, placement: Placement) -> bool:
         return self._source.stage_of(self._home) in placement.stages
@@ -217,46 +235,43 @@ class ShardPlanner:
     def _is_at_hand(self, part: Part) -> bool:
         return any(rank in self._manifests for rank in part.placement.holders(part.piece))
 
-    def _covering(self, parts: tuple[Part, ...], tensor: SourceTensor, box: Box) -> tuple[Part, ...]:
+    def _covering(self, parts: tuple[Part, ...], name: str, box: Box) -> tuple[Part, ...]:
         """Return `parts`, proved to cover `box`: as different pieces they are disjoint, so their sizes must add up."""
         covered = sum(part.region.size for part in parts)
         if covered != box.size or len({part.piece for part in parts}) != len(parts):
             raise CoverageError(
-                f"the sources of {tensor.name!r} do not cover what target rank {self._rank} holds",
+                f"the sources of {name!r} do not cover what target rank {self._rank} holds",
                 expected=f"{box.size} elements of box {box}",
                 got=f"{covered} elements in {len(parts)} parts",
             )
         return parts
 
-    def _choose(self) -> dict[_Way, tuple[int | None, ...]]:
-        """Return the rank to read each needed part from, for every way in which listed tensors are held."""
-        parts_of = {
-            (tensor.layouts, target): self._needed_parts(tensor, target)
-            for tensor, target in self._wanted.values()
-            if tensor.listed
-        }
+    def _choose(self) -> list[Sequence[int | None]]:
+        """Return the rank to read each needed part from, by the number of the way in which tensors are held."""
         demands: dict[Placement, dict[Piece, None]] = {}
-        for parts in parts_of.values():
-            for part in parts:
+        for way in self._ways.values():
+            for part in way.parts if way.group.listed else ():
                 demands.setdefault(part.placement, {})[part.piece] = None
         choice = choose_holders(demands, self._home, self._manifests)
-        return {
-            way: tuple(choice.get((part.placement, part.piece)) for part in parts) for way, parts in parts_of.items()
-        }
+        return [
+            [choice.get((part.placement, part.piece)) for part in way.parts]
+            if way.group.listed
+            else [self._any_rank(way.group)] * len(way.parts)
+            for way in self._ways.values()
+        ]
 
-    def _plan_tensor(
-        self, tensor: SourceTensor, target: Layout, choice: Mapping[_Way, tuple[int | None, ...]]
-    ) -> TensorPlan:
-        parts = self._needed_parts(tensor, target)
-        chosen = choice[tensor.layouts, target] if tensor.listed else repeat(self._any_rank(tensor))
-        copies = []
-        for part, rank in zip(parts, chosen):
-            if rank not in tensor.entries:
-                rank = next((other for other in part.placement.holders(part.piece) if other in tensor.entries), None)
+    def _planned(self, way: _Way, chosen: Sequence[int | None]) -> Group:
+        """Return where the tensors that are held in one way come from."""
+        routes = []
+        for part, rank in zip(way.parts, chosen):
+            if rank not in way.group.ranks:
+                rank = next((other for other in part.placement.holders(part.piece) if other in way.group.ranks), None)
             if rank is None:
-                raise hole(tensor, part, self._rank, self._manifests, self._lost)
-            copies.append(Copy(rank, tensor.entries[rank], part.box, part.region))
-        return TensorPlan(TensorSpec(tensor.name, tensor.dtype, tensor.shape, self._box(target)), tuple(copies))
+                raise hole(way.names[0], part, self._rank, self._manifests, self._lost)
+            tensors = self._manifests[rank].tensors
+            numbers = array("I", map(tensors.number_of.__getitem__, way.names))
+            routes.append(Route(rank, part.box, part.region, tensors, numbers))
+        return Group(SpecKind(way.group.dtype, way.group.shape, way.box), way.names, tuple(routes))
 
     def _lists(self, name: str) -> bool:
         """Tell whether the target strategy lists a name, other than by a rule for every name."""
@@ -268,50 +283,51 @@ class ShardPlanner:
             return
         placed = (*self._target.parameters.values(), *((rule,) for _, rule in self._target.rules))
         shared = {_stages(placements) for placements in (*placed, (everywhere(self._target),))}
-        by_stages: dict[tuple[int, ...], list[SourceTensor]] = {stages: [] for stages in sorted(shared)}
-        for name, (tensor, layout) in self._wanted.items():
-            if (tensor.listed or self._lists(name)) and not is_moment(name):
-                by_stages[_stages(self._target_placements(tensor) or (layout.placement,))].append(tensor)
+        by_stages: dict[tuple[int, ...], dict[str, SourceGroup]] = {stages: {} for stages in sorted(shared)}
+        for name, way in self._wanted.items():
+            if (way.group.listed or self._lists(name)) and not is_moment(name):
+                by_stages[_stages(self._target_placements(name) or (way.layout.placement,))][name] = way.group
         for stages, tensors in by_stages.items():
             if len(stages) > 1 and self._stage in stages:
                 yield from shared_tensors(stages, tensors, self._manifests)
 
-    def _replaced(self, tensors: tuple[TensorPlan, ...]) -> tuple[Lost, ...]:
+    def _replaced(self, groups: Sequence[Group]) -> tuple[Lost, ...]:
         """Return the shards that could not be used, with the ranks that what they should have given is taken from.
 
         That is what they hold nearest to the target; if nothing is, all that they hold.
         """
         nearest: dict[int, set[int]] = {rank: set() for rank in sorted(self._lost)}
         held: dict[int, set[int]] = {rank: set() for rank in nearest}
-        for (tensor, target), made in zip(self._wanted.values(), tensors):
-            for part, copy in zip(self._needed_parts(tensor, target), made.copies):
+        for way, made in zip(self._ways.values(), groups):
+            for part, route in zip(way.parts, made.routes):
                 first = part.placement.holder(part.piece, self._home)
                 for rank, instead in nearest.items():
                     if rank == first:
-                        instead.add(copy.source_rank)
-                    elif tensor.listed and rank in part.placement.holders(part.piece):
-                        held[rank].add(copy.source_rank)
+                        instead.add(route.source_rank)
+                    elif way.group.listed and rank in part.placement.holders(part.piece):
+                        held[rank].add(route.source_rank)
         return tuple(
             self._lost[rank]._replace(taken_from=tuple(sorted(nearest[rank] or held[rank]))) for rank in nearest
         )
 
     def _not_its_own(self) -> Iterator[str]:
         """Yield what is to be said of values that each rank has for itself, if the shard with those is lost."""
-        loose = [tensor for tensor, _ in self._wanted.values() if not tensor.listed and not is_moment(tensor.name)]
+        loose = [name for name, way in self._wanted.items() if not way.group.listed and not is_moment(name)]
         if loose:
-            names = ", ".join(repr(tensor.name) for tensor in loose[:3]) + (" ..." if len(loose) > 3 else "")
+            names = ", ".join(map(repr, loose[:3])) + (" ..." if len(loose) > 3 else "")
+            taken_from = self._any_rank(self._wanted[loose[0]].group)
             yield (
-                f"target rank {self._rank} has {names} of {named([self._any_rank(loose[0])])}, not its own: no strategy"
+                f"target rank {self._rank} has {names} of {named([taken_from])}, not its own: no strategy"
                 " says who else holds the same, and its own shard cannot be used"
             )
 
-    def _any_rank(self, tensor: SourceTensor) -> int:
-        return self._home if self._home in tensor.entries else next(iter(tensor.entries))
+    def _any_rank(self, group: SourceGroup) -> int:
+        return self._home if self._home in group.ranks else group.ranks[0]
 
     def _absent(self) -> tuple[str, ...]:
         """Return the listed parameters this shard should have that were never saved, as opened holders show."""
         absent = []
-        for name in self._listed_here():
+        for name in self._listed_here:
             if name in self._tensors or not (name in self._target.parameters or name in self._source.parameters):
                 continue  # what only a rule names need not be there
             origins = find_or_follow(self._source, name, lambda _: True)
@@ -319,8 +335,8 @@ class ShardPlanner:
             if origins and not any(self._source.stage_of(rank) in stages for rank in self._manifests):
                 raise stage_missing(name, origins, self._source, self._manifests, self._lost)
             if self._lost:
-                tensors = [tensor for tensor, _ in self._wanted.values()]
-                require_never_saved(name, origins, self._source, self._target, tensors, self._manifests, self._lost)
+                held = [(way.names, way.group) for way in self._ways.values()]
+                require_never_saved(name, origins, self._source, self._target, held, self._manifests, self._lost)
             if name in self._target.parameters:
                 absent.append(name)
         if absent and self._strict:
@@ -335,7 +351,7 @@ class ShardPlanner:
             raise StrategyError(
                 "no parameter that the target strategy lists is in the checkpoint",
                 expected=", ".join(absent[:3]),
-                got=", ".join(self._tensors.names[:3]) or "no tensors",
+                got=", ".join(islice(self._tensors.names, 3)) or "no tensors",
                 where=self._target.origin,
                 remedy="check that checkpoint and strategy belong to the same network",
             )

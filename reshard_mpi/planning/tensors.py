@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from reshard_mpi.errors import DisagreementError, LayoutError
 from reshard_mpi.formats.dtypes import DType
-from reshard_mpi.formats.manifest import Manifest, TensorEntry
+from reshard_mpi.formats.manifest import Kind, Manifest, TensorEntry
 from reshard_mpi.planning.parameters import everywhere, find_or_follow
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout, whole_shape
@@ -30,57 +31,53 @@ def parts_meeting(layout: Layout, box: Box) -> tuple[Part, ...]:
     )
 
 
-class SourceTensor(NamedTuple):
-    """One tensor of the source checkpoint.
+@dataclass(frozen=True, slots=True, eq=False)
+class SourceGroup:
+    """What tensors of the source checkpoint that are alike have in common: all but names and places.
 
-    layouts: where its parts are; more than one where stages that share it cut it differently. listed: whether the
-    strategy says so (else it is taken to be on every rank). entries: the opened shards that hold a part of it, by rank.
+    layouts: where their parts are; more than one where stages that share them cut them differently. listed: whether the
+    strategy says so (else they are taken to be on every rank). ranks: the opened shards that hold a part of each.
     """
 
-    name: str
     dtype: DType
     shape: Shape
     layouts: tuple[Layout, ...]
     listed: bool
-    entries: Mapping[int, TensorEntry]
+    ranks: tuple[int, ...]
 
     @property
     def is_tied(self) -> bool:
-        """Whether several stages share it."""
+        """Whether several stages share them."""
         return sum(len(layout.placement.stages) for layout in self.layouts) > 1
 
 
-class _Fit(NamedTuple):
-    """What tensors that are held alike have in common; `ranks` hold them."""
-
-    layouts: tuple[Layout, ...]
-    listed: bool
-    ranks: tuple[int, ...]
+# The number of the kind that a tensor has in each of the opened shards; _LACKING where it is not.
+_Signature = tuple[int, ...]
+_LACKING = -1
 
 
 class SourceTensors:
     """The tensors of the opened shards of one source checkpoint, in the order in which the shards list them.
 
-    What is alike for many tensors is computed once: a checkpoint has thousands of them, placed in a few ways.
+    What is alike for many tensors is found out once: a checkpoint has thousands of them, placed in a few ways.
     """
 
     def __init__(self, strategy: Strategy, manifests: Mapping[int, Manifest]) -> None:
         self._strategy = strategy
         self._manifests = manifests
-        self._entries: dict[str, dict[int, TensorEntry]] = {}
-        for rank in sorted(manifests):
-            for name, entry in manifests[rank].tensors.items():
-                self._entries.setdefault(name, {})[rank] = entry
-        self._resolved: dict[str, SourceTensor] = {}
-        self._fits: dict[object, _Fit] = {}
+        self._ranks = tuple(sorted(manifests))
+        self._held = tuple(manifests[rank].tensors for rank in self._ranks)
+        self._signatures = self._all_signatures()
+        self._group_by_name: dict[str, SourceGroup] = {}
+        self._groups: dict[tuple[tuple[Placement, ...], _Signature], SourceGroup] = {}
         self._layouts: dict[tuple[Placement, Shape], Layout] = {}
 
     @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(self._entries)
+    def names(self) -> Collection[str]:
+        return self._signatures.keys()
 
     def __contains__(self, name: object) -> bool:
-        return name in self._entries
+        return name in self._signatures
 
     def layout(self, placement: Placement, shape: Shape) -> Layout:
         """Return the layout, one and the same for all tensors of this placement and shape."""
@@ -89,47 +86,56 @@ class SourceTensors:
             self._layouts[key] = Layout(placement, shape)
         return self._layouts[key]
 
-    def resolve(self, name: str) -> SourceTensor:
-        """Return the tensor called `name`, which an opened shard holds.
+    def group(self, name: str) -> SourceGroup:
+        """Return what the tensor called `name`, which an opened shard holds, is: one object for all that are alike.
 
         Raises LayoutError or DisagreementError if the shards contradict the strategy or each other.
         """
-        if name not in self._resolved:
-            self._resolved[name] = self._resolve(name)
-        return self._resolved[name]
+        found = self._group_by_name.get(name)
+        if found is None:
+            placements = find_or_follow(self._strategy, name, lambda base: self._held_alike(name, base))
+            key = (placements, self._signatures[name])
+            found = self._groups.get(key)
+            if found is None:
+                found = self._groups[key] = self._resolve(name, placements)
+            self._group_by_name[name] = found
+        return found
+
+    def entries(self, name: str) -> dict[int, TensorEntry]:
+        """Return what the opened shards that hold a part of the tensor say of it, by rank."""
+        return {rank: self._manifests[rank].tensors[name] for rank in self.group(name).ranks}
 
     def same_shape(self, name: str, base: str) -> bool:
         """Tell whether two tensors have the same whole shape; a `base` that no shard holds contradicts nothing."""
-        return base not in self._entries or self.resolve(base).shape == self.resolve(name).shape
+        return base not in self._signatures or self.group(base).shape == self.group(name).shape
 
-    def _resolve(self, name: str) -> SourceTensor:
-        entries = self._entries[name]
-        placements = find_or_follow(self._strategy, name, lambda base: self._held_alike(name, base))
-        key = (placements, tuple((rank, e.shape, e.box, e.global_shape) for rank, e in entries.items()))
-        fit = self._fits.get(key)
-        if fit is None:
-            fit = self._fits[key] = self._fit(name, placements)
-        held = entries if len(fit.ranks) == len(entries) else {rank: entries[rank] for rank in fit.ranks}
-        first = held[fit.ranks[0]]
-        for rank, entry in held.items():
-            if entry.dtype is not first.dtype and entry.dtype != first.dtype:
-                raise DisagreementError(
-                    f"source shards disagree in the type of {name!r}",
-                    expected=f"{first.dtype}, as in {self._manifests[fit.ranks[0]].path}",
-                    got=str(entry.dtype),
-                    where=self._manifests[rank].path,
-                    remedy="use shards of one and the same checkpoint",
-                )
-        return SourceTensor(name, first.dtype, fit.layouts[0].shape, fit.layouts, fit.listed, held)
+    def _all_signatures(self) -> dict[str, _Signature]:
+        first, *others = self._held or (None,)
+        if first is not None and all(tensors.number_of is first.number_of for tensors in others):
+            return dict(zip(first.number_of, zip(*(tensors.kind_of for tensors in self._held))))
+        names = dict.fromkeys(name for tensors in self._held for name in tensors.number_of)
+        columns = [
+            [_LACKING if number is None else kind_of[number] for number in map(number_of.get, names)]
+            for number_of, kind_of in ((tensors.number_of, tensors.kind_of) for tensors in self._held)
+        ]
+        return dict(zip(names, zip(*columns)))
 
-    def _fit(self, name: str, placements: tuple[Placement, ...]) -> _Fit:
+    def _kinds(self, name: str) -> dict[int, Kind]:
+        """Return what kind of tensor `name` is on the opened ranks that hold it."""
+        return {
+            rank: tensors.kinds[number]
+            for rank, tensors, number in zip(self._ranks, self._held, self._signatures[name])
+            if number != _LACKING
+        }
+
+    def _resolve(self, name: str, placements: tuple[Placement, ...]) -> SourceGroup:
         """Bind the placements of `name` to the shapes its shards hold; without any it is on every rank."""
-        entries = self._entries[name]
-        held = self._held_in(placements, entries)
+        kinds = self._kinds(name)
+        held = self._held_in(placements, kinds)
         listed = bool(held)
         if not listed:  # in no strategy, or only in stages where the strategy does not list it
             placements = (everywhere(self._strategy),)
-            held = entries
+            held = kinds
         first_rank, first = next(iter(held.items()))
         near = next(placement for placement in placements if self._strategy.stage_of(first_rank) in placement.stages)
         try:
@@ -143,34 +149,44 @@ class SourceTensors:
             raise
         for layout in layouts:
             for rank in self._held_in((layout.placement,), held):
-                self._check(name, rank, layout, first_rank)
-        return _Fit(layouts, listed, tuple(held))
+                self._check(name, rank, layout, first_rank, kinds)
+        for rank, kind in held.items():
+            if kind.dtype != first.dtype:
+                raise DisagreementError(
+                    f"source shards disagree in the type of {name!r}",
+                    expected=f"{first.dtype}, as in {self._manifests[first_rank].path}",
+                    got=str(kind.dtype),
+                    where=self._manifests[rank].path,
+                    remedy="use shards of one and the same checkpoint",
+                )
+        return SourceGroup(first.dtype, layouts[0].shape, layouts, listed, tuple(held))
 
-    def _held_in(self, placements: tuple[Placement, ...], entries: Mapping[int, TensorEntry]) -> dict[int, TensorEntry]:
-        """Return the entries of ranks in whose stages one of `placements` is."""
+    def _held_in(self, placements: tuple[Placement, ...], kinds: Mapping[int, Kind]) -> dict[int, Kind]:
+        """Return the kinds on ranks in whose stages one of `placements` is."""
         stages = {stage for placement in placements for stage in placement.stages}
-        return {rank: entry for rank, entry in entries.items() if self._strategy.stage_of(rank) in stages}
+        return {rank: kind for rank, kind in kinds.items() if self._strategy.stage_of(rank) in stages}
 
     def _held_alike(self, name: str, base: str) -> bool:
-        others = self._entries.get(base, {})
+        if base not in self._signatures:
+            return True
+        others = self._kinds(base)
         return all(
-            (other := others.get(rank)) is None
-            or (other.shape, other.global_shape) == (entry.shape, entry.global_shape)
-            for rank, entry in self._entries[name].items()
+            (other := others.get(rank)) is None or (other.shape, other.global_shape) == (kind.shape, kind.global_shape)
+            for rank, kind in self._kinds(name).items()
         )
 
-    def _check(self, name: str, rank: int, layout: Layout, first_rank: int) -> None:
+    def _check(self, name: str, rank: int, layout: Layout, first_rank: int, kinds: Mapping[int, Kind]) -> None:
         """Raise DisagreementError if what `rank` holds is not what the layout, found by `first_rank`, says."""
-        entry, first = self._entries[name][rank], self._entries[name][first_rank]
+        kind, first = kinds[rank], kinds[first_rank]
         box = layout.box(rank)
-        whole = entry.global_shape
-        if entry.shape != box.shape or entry.box not in (None, box) or whole not in (None, layout.shape):
+        whole = kind.global_shape
+        if kind.shape != box.shape or kind.box not in (None, box) or whole not in (None, layout.shape):
             raise DisagreementError(
                 f"the shape of {name!r} does not fit its layout, or the shards disagree",
                 expected=f"box {box} of shape {list(box.shape)} on rank {rank} (whole tensor {list(layout.shape)},"
                 f" as {self._manifests[first_rank].path} has {list(first.shape)})",
-                got=f"shape {list(entry.shape)}"
-                + (f" at box {entry.box}" if entry.box is not None else "")
+                got=f"shape {list(kind.shape)}"
+                + (f" at box {kind.box}" if kind.box is not None else "")
                 + (f" of {list(whole)}" if whole is not None else ""),
                 where=self._manifests[rank].path,
                 remedy="check that the source strategy is that of this checkpoint",

@@ -48,7 +48,7 @@ class Needs:
             self._sources.update(source.path for source in evidence.sources.files)
             if request.verify and evidence.held.digest not in self._held:
                 self._held.add(evidence.held.digest)
-                self._summed.update(tensor.spec.name for tensor in plan.tensors)
+                self._summed.update(plan.tensors.specs.names)
         module = formats.by_name(format_name)
         size_bytes = module.size_at_most_bytes(plan.shard._replace(with_sums=request.verify), crc=request.crc)
         self._tally.add(path, size_bytes, left_bytes=left_bytes)
@@ -74,9 +74,9 @@ def record_at_most_bytes(plan: RankPlan, evidence: Evidence, file: str, *, sums:
     record = TargetRecord("0" * 64, plan.target_rank, file, 0, evidence, announced=(0, 0))
     size_bytes = len(record.as_text()) + 4 * _NUMBER_BYTES
     if sums:
-        for tensor in plan.tensors:
-            dimensions = len(tensor.spec.global_shape)
-            size_bytes += _text_bytes(tensor.spec.name) + 3 * dimensions * _NUMBER_BYTES + _SUM_BYTES
+        for group in plan.tensors.groups:
+            own_bytes = 3 * len(group.kind.global_shape) * _NUMBER_BYTES + _SUM_BYTES
+            size_bytes += sum(own_bytes + _text_bytes(name) for name in group.names)
     return size_bytes
 
 

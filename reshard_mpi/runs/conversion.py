@@ -248,10 +248,10 @@ class Conversion:
         found: dict[Layout, int] = {}
         for name in shown.names:
             with contextlib.suppress(LayoutError, DisagreementError):
-                tensor = shown.resolve(name)
+                group = shown.group(name)
                 for placement in find_or_follow(self.target, name, partial(shown.same_shape, name)):
-                    layout = shown.layout(placement, tensor.shape)
-                    found[layout] = found.get(layout, 0) + tensor.dtype.itemsize_bytes
+                    layout = shown.layout(placement, group.shape)
+                    found[layout] = found.get(layout, 0) + group.dtype.itemsize_bytes
         return found
 
     def _strategy_table(self) -> str:

@@ -16,7 +16,7 @@ from reshard_mpi.engine.crc import has_short_runs
 from reshard_mpi.engine.regions import takes_numpy
 from reshard_mpi.engine.transfer import is_gathered
 from reshard_mpi.formats.manifest import Decoded
-from reshard_mpi.planning.model import RankPlan, TensorPlan
+from reshard_mpi.planning.model import Group, RankPlan, TensorPlan
 from reshard_mpi.runs.conversion import LIMITS, Conversion
 from reshard_mpi.runs.selfcheck import Summing
 from reshard_mpi.sharding.box import Box
@@ -146,12 +146,16 @@ class Projection(NamedTuple):
         """Project the most that a process needs which plans and writes this target."""
         decoding_bytes, buffer_bytes, window_bytes, has_numpy = self.decoding_bytes, 0, 0, self.has_numpy
         records_bytes = self.tensor_bytes * len(plan.tensors)
-        for tensor in plan.tensors:
-            buffer_bytes = max(buffer_bytes, tensor.spec.size_bytes)
-            records_bytes += _COPY_BYTES * (len(tensor.copies) - 1)
-            through_windows = is_gathered(tensor, LIMITS) or (self.compares and _is_gathered_to_compare(tensor))
-            has_numpy = has_numpy or through_windows or (self.compares and _is_in_short_runs(tensor))
-            for source in (copy.source for copy in tensor.copies):
+        for group in plan.tensors.groups:
+            alike = group.tensor(0)
+            buffer_bytes = max(buffer_bytes, group.kind.size_bytes)
+            records_bytes += _COPY_BYTES * (len(group.routes) - 1) * len(group.names)
+            through_windows = any(
+                is_gathered(tensor, LIMITS) or (self.compares and _is_gathered_to_compare(tensor))
+                for tensor in (alike, *_otherwise_stored(group))
+            )
+            has_numpy = has_numpy or through_windows or (self.compares and _is_in_short_runs(alike))
+            for source in (copy.source for tensor in (alike, *_otherwise_stored(group)) for copy in tensor.copies):
                 if isinstance(source.source, Decoded):
                     read_bytes = 2 * min(LIMITS.buffer_bytes, source.size_bytes)  # there and here
                     decoding_bytes = max(
@@ -162,6 +166,13 @@ class Projection(NamedTuple):
         moved_bytes = min(LIMITS.buffer_bytes, buffer_bytes) + min(LIMITS.window_bytes, window_bytes)
         moved_bytes += _NUMPY_BYTES if has_numpy and not self.has_numpy else 0
         return max(self.planning_bytes, self.base_bytes + moved_bytes + records_bytes + decoding_bytes)
+
+
+def _otherwise_stored(group: Group) -> Iterator[TensorPlan]:
+    """Yield the tensors of a group that are not one run of their shards' files: they need not be stored alike."""
+    for at in range(1, len(group.names)):
+        if any(route.numbers[at] in route.tensors.elsewhere for route in group.routes if route.tensors.elsewhere):
+            yield group.tensor(at)
 
 
 def _is_gathered_to_compare(tensor: TensorPlan) -> bool:

@@ -403,10 +403,9 @@ class _Planner:
 
     def _keep(self, plan: RankPlan) -> None:
         """Keep a plan for when the target is written, if that takes little memory."""
-        copies = sum(len(tensor.copies) for tensor in plan.tensors)
-        if len(self._plans) < MAX_KEPT_PLANS and self._kept_copies + copies <= MAX_KEPT_COPIES:
+        if len(self._plans) < MAX_KEPT_PLANS and self._kept_copies + plan.copies <= MAX_KEPT_COPIES:
             self._plans[plan.target_rank] = plan
-            self._kept_copies += copies
+            self._kept_copies += plan.copies
 
     def _plan_of(self, rank: int) -> RankPlan:
         """Return a plan that has been kept, or make it again."""

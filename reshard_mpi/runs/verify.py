@@ -174,8 +174,9 @@ def _besides(outcome: Outcome, governor: Governor, *read: discovery.ShardFiles) 
 
 def _require_same_tensors(plan: RankPlan, shard: Manifest) -> None:
     """Raise DamageError if the shard does not hold the tensors that are planned, of these types and shapes."""
-    planned = {spec.name: (spec.dtype, spec.box.shape) for spec in plan.shard.tensors}
-    held = {name: (entry.dtype, entry.shape) for name, entry in shard.tensors.items()}
+    planned = {name: (group.kind.dtype, group.kind.box.shape) for group in plan.tensors.groups for name in group.names}
+    kinds = ((kind.dtype, kind.shape) for kind in map(shard.tensors.kinds.__getitem__, shard.tensors.kind_of))
+    held = dict(zip(shard.tensors, kinds))
     for name in [*planned, *(name for name in held if name not in planned)]:
         if planned.get(name) != held.get(name):
             raise DamageError(

@@ -326,7 +326,7 @@ def _joined(parts: Sequence[Verified], plan: RankPlan) -> tuple[TensorSum, ...]:
         return ()
     from reshard_mpi.journal.sums import joined_sums
 
-    return joined_sums((part.sums for part in parts), [tensor.spec.name for tensor in plan.tensors])
+    return joined_sums((part.sums for part in parts), plan.tensors.specs.names)
 
 
 def _fill(

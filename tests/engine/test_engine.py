@@ -32,7 +32,7 @@ from reshard_mpi.formats.manifest import (
     Tensors,
     TensorSpec,
 )
-from reshard_mpi.planning.model import Check, Copy, Limits, RankPlan, TensorPlan
+from reshard_mpi.planning.model import Check, Copy, Limits, PlannedTensors, RankPlan, TensorPlan
 from reshard_mpi.sharding.box import Box
 
 DTYPES = ("uint8", "float16", "float32", "complex64", "complex128")
@@ -71,7 +71,7 @@ def plans(draw: st.DrawFn, folder: Path) -> tuple[RankPlan, Manifest, np.ndarray
         held = _around(draw, region, shape)
         copies.append(Copy(number, _source(draw, folder / f"source_{number}", dtype, _cut(array, held)), held, region))
     spec = TensorSpec("w", dtype, shape, target)
-    tensors = (TensorPlan(spec, tuple(copies)),)
+    tensors = PlannedTensors.of([TensorPlan(spec, tuple(copies))])
     plan = RankPlan(0, 0, NOWHERE, tensors, {}, (), (), (), (), frozenset())
     path = folder / "target"
     path.write_bytes(bytes(spec.size_bytes + 64))
@@ -287,7 +287,7 @@ def test_compressed_source_that_cannot_be_read_is_named() -> None:
         0,
         0,
         NOWHERE,
-        (TensorPlan(TensorSpec("w", source.dtype, (4,), whole), (Copy(3, source, whole, whole),)),),
+        PlannedTensors.of([TensorPlan(TensorSpec("w", source.dtype, (4,), whole), (Copy(3, source, whole, whole),))]),
         {},
         (),
         (),
@@ -329,7 +329,7 @@ def test_only_what_a_process_fills_is_read_ahead(
         tensors.append(TensorPlan(TensorSpec(name, BY_NAME["uint8"], box.shape, box), (Copy(0, source, box, box),)))
         place = Segments((ByteRange(str(target), number * size, size),))
         places.add_entry(TensorEntry(name, BY_NAME["uint8"], box.shape, place))
-    plan = RankPlan(0, 0, NOWHERE, tuple(tensors), {}, (), (), (), (), frozenset())
+    plan = RankPlan(0, 0, NOWHERE, PlannedTensors.of(tensors), {}, (), (), (), (), frozenset())
     seen = []
     monkeypatch.setattr(Files, "advise", lambda _, part: seen.append(Path(part.path).name))
     limits = Limits(buffer_bytes=4096, window_bytes=4096)

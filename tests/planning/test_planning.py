@@ -117,8 +117,8 @@ def test_what_no_opened_shard_holds_is_a_hole(case: Case, data: st.DataObject) -
     else:
         spoiled = dict(every)
         for other in holders:
-            left = {key: held for key, held in every[other].tensors.items() if key != name}
-            spoiled[other] = every[other]._replace(tensors=left)
+            left = (held for key, held in every[other].tensors.items() if key != name)
+            spoiled[other] = manifest(other, *left)
         got = "shards without the tensor"
     error = refusal(CoverageError, source, target, spoiled, rank)
     if error.problem.endswith(f"of {name!r} that target rank {rank} needs"):
@@ -589,4 +589,4 @@ def test_the_plan_carries_what_the_shard_is_to_say_of_itself() -> None:
     plan = planned(two_ranks(w=ROWS), two_ranks(w=COLUMNS), {at: manifest(at, *held.values()) for at in range(2)}, 1)
     assert (plan.identity.rank, plan.identity.world_size, plan.identity.strategy) == (1, 2, "the table")
     assert [tensor.spec.name for tensor in plan.tensors] == ["b", "w"]  # in the order of the source
-    assert plan.shard.tensors == tuple(tensor.spec for tensor in plan.tensors)
+    assert tuple(plan.shard.tensors) == tuple(tensor.spec for tensor in plan.tensors)
