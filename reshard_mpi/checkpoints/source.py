@@ -27,9 +27,10 @@ from reshard_mpi.formats.manifest import Manifest, ShardIdentity, Tensors
 from reshard_mpi.planning.losses import Lost, Missing
 from reshard_mpi.sharding.placement import Strategy, unsharded
 from reshard_mpi.sharding.strategy import table
+from reshard_mpi.units import MIB
 
-# Tensors whose places are kept, some 600 bytes each; neighbouring targets read from the same shards.
-MAX_KEPT_TENSORS = 50_000
+# What is kept of shards besides the last one, since neighbouring targets read from the same ones.
+MAX_KEPT_BYTES = 32 * MIB
 NO_DAMAGE: Mapping[int, ReshardError] = MappingProxyType({})
 # What is wrong with one shard alone, so that others may be read in its place.
 _DAMAGE = (ShardError, DisagreementError, OSError)
@@ -137,7 +138,7 @@ class SourceCheckpoint:
             self._damage[rank] = as_reshard_error(error, Path(self.files.by_rank[rank][0]))
             raise self._damage[rank] from None
         self._manifests[rank] = manifest
-        while len(self._manifests) > 1 and self._kept_tensors() > MAX_KEPT_TENSORS:
+        while len(self._manifests) > 1 and self._kept_bytes() > MAX_KEPT_BYTES:
             self._manifests.popitem(last=False)
         return manifest
 
@@ -188,8 +189,8 @@ class SourceCheckpoint:
         self._manifests.clear()
         self._unchecked.clear()
 
-    def _kept_tensors(self) -> int:
-        return sum(len(manifest.tensors) for manifest in self._manifests.values())
+    def _kept_bytes(self) -> int:
+        return Tensors.kept_bytes(manifest.tensors for manifest in self._manifests.values())
 
     def rule_names(self) -> Mapping[str, Mapping[int, int]]:
         """Return the names that shards hold, where the strategy has rules: for each a rank by stage that has it.

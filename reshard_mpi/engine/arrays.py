@@ -20,6 +20,6 @@ def load_shard(plan: RankPlan, *, limits: Limits) -> dict[str, np.ndarray[Any, A
             dtype = tensor.spec.dtype
             array = np.empty(tensor.spec.box.shape, raw_dtype(dtype))
             for copy in tensor.copies:
-                gather(files, copy, copy.region, array, tensor.spec.box, limits)
+                gather(files, copy, array, tensor.spec.box, limits)
             arrays[tensor.spec.name] = array.view(to_numpy(dtype))
     return arrays

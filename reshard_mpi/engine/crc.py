@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from zlib_ng.zlib_ng import crc32, crc32_combine
 
-from reshard_mpi.sharding.box import Box, Runs, common_runs, run_length
+from reshard_mpi.sharding.box import Box
+from reshard_mpi.sharding.strides import Runs, common_runs, run_length
 
 if TYPE_CHECKING:
     import numpy as np

@@ -14,8 +14,13 @@ from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.manifest import ByteRange, Decoded
 from reshard_mpi.planning.model import Copy, Limits
 from reshard_mpi.sharding.box import Box
+from reshard_mpi.sharding.strides import Strides
 
 Array = np.ndarray[Any, np.dtype[Any]]
+
+# Where so much less of the source is taken than it lies apart, runs that are not too short are read one by one.
+_FAR_APART = 4
+_MIN_RUN_BYTES = 1024
 
 _UNSIGNED: dict[int, np.dtype[Any]] = {1: np.dtype("u1"), 2: np.dtype("u2"), 4: np.dtype("u4"), 8: np.dtype("u8")}
 
@@ -25,97 +30,122 @@ def raw_dtype(dtype: DType) -> np.dtype[Any]:
     return _UNSIGNED.get(dtype.itemsize_bytes) or np.dtype((np.void, dtype.itemsize_bytes))
 
 
-def gather(files: Files, copy: Copy, region: Box, out: Array, out_box: Box, limits: Limits) -> None:
-    """Fill what `out` has of `region` from the copy's source.
+def gather(files: Files, copy: Copy, out: Array, out_box: Box, limits: Limits) -> None:
+    """Fill what `out` has of the copy.
 
-    out: a C-contiguous array of raw elements that holds `out_box`. `region` must lie in it and in the copy's region.
-    At most `limits.window_bytes` of the source are mapped at a time.
+    out: a C-contiguous array of raw elements that holds `out_box`, in which the copy's target region lies. At most
+    `limits.window_bytes` of the source are mapped at a time.
     """
     source = copy.source.source
-    view = region_view(out, region, out_box)
+    if not copy.region.size:
+        return
     if isinstance(source, Decoded):
-        _decode(files, copy, source, region, view, limits)
+        _decode(files, copy, source, out, out_box, limits)
         return
     itemsize = out.dtype.itemsize
     flat = memoryview(out.reshape(-1).view(np.uint8).data)
-    strides = _strides(copy.source.shape, itemsize)
-    for part, ranges in _readable(Stream(source), region, copy.source_box, out_box, itemsize, limits.window_bytes):
-        if _is_one_run(part, copy.source_box, out_box):
-            at = out_box.offset_of(part) * itemsize
+    if _is_far_apart(copy, out_box, itemsize):
+        _gather_runs(files, Stream(source), copy, out, out_box)
+        if source.swapped:
+            _swap(out, copy.strides(out_box), copy.source.dtype)
+        return
+    for strides, ranges in _readable(Stream(source), copy, out_box, itemsize, limits.window_bytes):
+        if strides.run_length == strides.size:
+            at = strides.target_offset * itemsize
             for byte_range in ranges:
                 files.read_into(byte_range, flat[at : at + byte_range.length_bytes])
                 at += byte_range.length_bytes
         else:
-            with files.window(ranges[0], part.size * itemsize) as window:
-                held: Array = np.ndarray(part.shape, out.dtype, window, strides=strides)
-                region_view(out, part, out_box)[...] = held
+            with files.window(ranges[0], strides.size * itemsize) as window:
+                held = _source_view(window, out.dtype, strides)
+                _target_view(out, strides)[...] = held
                 del held  # a window with views into it cannot be unmapped
     if source.swapped:
-        _swap(view, copy.source.dtype)
+        _swap(out, copy.strides(out_box), copy.source.dtype)
 
 
-def gather_into(files: Files, copy: Copy, region: Box, block: Box, buffer: memoryview, limits: Limits) -> None:
-    """Fill what `buffer`, which holds the elements of `block`, has of `region` from the copy's source."""
+def gather_into(files: Files, copy: Copy, block: Box, buffer: memoryview, limits: Limits) -> None:
+    """Fill what `buffer`, which holds the elements of `block`, has of the copy."""
     dtype = raw_dtype(copy.source.dtype)
-    gather(files, copy, region, np.frombuffer(buffer, dtype).reshape(block.shape), block, limits)
+    array = np.frombuffer(buffer, dtype, block.size).reshape(block.shape)
+    gather(files, copy, array, block, limits)
 
 
-def region_view(array: Array, region: Box, box: Box) -> Array:
-    """Return the part of `array`, which holds `box`, that is `region`."""
-    if not region.ndim:
-        return array
-    local = region.relative_to(box)
-    view: Array = array[tuple(slice(low, high) for low, high in zip(local.start, local.stop))]
-    return view
+def _source_view(window: memoryview, dtype: np.dtype[Any], strides: Strides) -> Array:
+    """Return the elements that are carried, in the order of the target; the first of them begins the window."""
+    shape = tuple(length for length, _, _ in strides.dimensions)
+    return np.ndarray(shape, dtype, window, 0, tuple(step * dtype.itemsize for _, step, _ in strides.dimensions))
+
+
+def _target_view(out: Array, strides: Strides) -> Array:
+    """Return the places in `out` of the elements that are carried."""
+    shape, itemsize = tuple(length for length, _, _ in strides.dimensions), out.dtype.itemsize
+    steps = tuple(step * itemsize for _, _, step in strides.dimensions)
+    return np.ndarray(shape, out.dtype, out, strides.target_offset * itemsize, steps)
+
+
+def _is_far_apart(copy: Copy, out_box: Box, itemsize: int) -> bool:
+    """Tell whether axes change places, and what is taken lies far apart in the source."""
+    if copy.source_box.span_of(copy.region) < _FAR_APART * copy.region.size or not copy.strides(out_box).is_turned:
+        return False
+    own = Strides.between(copy.region, copy.source_box, copy.region, copy.region)
+    return own.run_length * itemsize >= _MIN_RUN_BYTES
+
+
+def _gather_runs(files: Files, stream: Stream, copy: Copy, out: Array, out_box: Box) -> None:
+    """Read the runs of a copy one by one, in the order of the source, and put its elements to their places."""
+    itemsize = out.dtype.itemsize
+    held = memoryview(bytearray(copy.region.size * itemsize))
+    for runs in Strides.between(copy.region, copy.source_box, copy.region, copy.region).runs():
+        for number in range(runs.repeats):
+            to = (runs.target_offset + number * runs.target_step) * itemsize
+            at = (runs.source_offset + number * runs.source_step) * itemsize
+            for part in stream.parts(at, runs.length * itemsize):
+                files.read_into(part, held[to : to + part.length_bytes])
+                to += part.length_bytes
+    strides = Strides.between(copy.region, copy.region, copy.target_region, out_box, copy.order)
+    _target_view(out, strides)[...] = _source_view(held, out.dtype, strides)
 
 
 def _readable(
-    stream: Stream, part: Box, held: Box, out_box: Box, itemsize: int, window_bytes: int
-) -> Iterator[tuple[Box, tuple[ByteRange, ...]]]:
-    """Cut `part` until each piece is one run, or lies in one file range that a window holds; row-major order."""
-    if part.size == 0:
-        return
-    span_bytes = held.span_of(part) * itemsize
-    one_run = _is_one_run(part, held, out_box)
+    stream: Stream, copy: Copy, out_box: Box, itemsize: int, window_bytes: int
+) -> Iterator[tuple[Strides, tuple[ByteRange, ...]]]:
+    """Cut a copy until each part is one run, or lies in one file range that a window holds; in order of the source."""
+    strides, span_bytes = copy.strides(out_box), copy.source_box.span_of(copy.region) * itemsize
+    one_run = strides.run_length == strides.size
     if one_run or span_bytes <= window_bytes:
-        ranges = tuple(stream.parts(held.offset_of(part) * itemsize, span_bytes))
+        ranges = tuple(stream.parts(strides.source_offset * itemsize, span_bytes))
         if one_run or len(ranges) == 1:
-            yield part, ranges
+            yield strides, ranges
             return
-    for half in _halves(part):
-        yield from _readable(stream, half, held, out_box, itemsize, window_bytes)
+    for half in copy.halves():
+        yield from _readable(stream, half, out_box, itemsize, window_bytes)
 
 
-def _is_one_run(part: Box, held: Box, out_box: Box) -> bool:
-    return held.span_of(part) == part.size and out_box.span_of(part) == part.size
-
-
-def _halves(part: Box) -> tuple[Box, Box]:
-    dim = next(dim for dim, length in enumerate(part.shape) if length > 1)
-    middle = (part.start[dim] + part.stop[dim]) // 2
-    return (
-        Box(part.start, (*part.stop[:dim], middle, *part.stop[dim + 1 :])),
-        Box((*part.start[:dim], middle, *part.start[dim + 1 :]), part.stop),
-    )
-
-
-def _decode(files: Files, copy: Copy, source: Decoded, region: Box, view: Array, limits: Limits) -> None:
+def _decode(files: Files, copy: Copy, source: Decoded, out: Array, out_box: Box, limits: Limits) -> None:
     """Read through the format's library, in blocks of whole chunks along the first dimension where they fit."""
     itemsize = copy.source.dtype.itemsize_bytes
-    local = region.relative_to(copy.source_box)
-    if not local.ndim:
-        view[...] = _read(source, local).view(view.dtype)
-        files.traffic.requested_bytes += itemsize
+    for part in _decodable(copy, source, limits):
+        local = part.region.relative_to(part.source_box)
+        read = _read(source, local).view(out.dtype)
+        strides = Strides.between(part.region, part.region, part.target_region, out_box, part.order)
+        _target_view(out, strides)[...] = _source_view(read.reshape(-1).data, out.dtype, strides)
+        files.traffic.requested_bytes += local.size * itemsize
+
+
+def _decodable(copy: Copy, source: Decoded, limits: Limits) -> Iterator[Copy]:
+    """Cut a copy along the source's first dimension, between chunks, so that little is decoded at once."""
+    local = copy.region.relative_to(copy.source_box)
+    if not local.ndim or local.shape[0] < 2:
+        yield copy
         return
-    row_bytes = itemsize * math.prod(local.shape[1:])
+    row_bytes = copy.source.dtype.itemsize_bytes * math.prod(local.shape[1:])
     chunk = max(1, source.chunk[0])
     step = max(chunk, limits.buffer_bytes // max(1, row_bytes) // chunk * chunk)
     first = local.start[0]
     while first < local.stop[0]:
         last = min(local.stop[0], (first // step + 1) * step)
-        block = Box((first, *local.start[1:]), (last, *local.stop[1:]))
-        view[first - local.start[0] : last - local.start[0]] = _read(source, block).view(view.dtype)
-        files.traffic.requested_bytes += block.size * itemsize
+        yield copy.rows(first - local.start[0], last - local.start[0])
         first = last
 
 
@@ -126,16 +156,10 @@ def _read(source: Decoded, box: Box) -> Array:
         raise unreadable(source.path, error) from error
 
 
-def _swap(view: Array, dtype: DType) -> None:
-    if dtype.part_bytes == dtype.itemsize_bytes:
-        view.byteswap(inplace=True)
-    else:
-        parts = view if view.ndim else view.reshape(1)
-        parts.view(_UNSIGNED[dtype.part_bytes]).byteswap(inplace=True)
-
-
-def _strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    strides = [itemsize]
-    for length in reversed(shape[1:]):
-        strides.append(strides[-1] * length)
-    return tuple(reversed(strides[: len(shape)]))
+def _swap(out: Array, strides: Strides, dtype: DType) -> None:
+    """Reverse the bytes of the elements that have been carried, or of their parts."""
+    itemsize, width = dtype.itemsize_bytes, dtype.part_bytes
+    shape = (*(length for length, _, _ in strides.dimensions), itemsize // width)
+    steps = (*(step * itemsize for _, _, step in strides.dimensions), width)
+    parts: Array = np.ndarray(shape, _UNSIGNED[width], out, strides.target_offset * itemsize, steps)
+    parts.byteswap(inplace=True)

@@ -6,28 +6,29 @@ from reshard_mpi.engine.files import Files
 from reshard_mpi.engine.stream import Stream
 from reshard_mpi.formats.manifest import Segments
 from reshard_mpi.planning.model import Check, Copy, Limits
-from reshard_mpi.sharding.box import Box, common_runs, run_length
+from reshard_mpi.sharding.box import Box
 
 # So many runs are read one by one, straight to their places; more are gathered by numpy from a mapped window.
 _FEW_RUNS = 32
 
 
-def takes_numpy(copy: Copy, region: Box, place: Box, buffer_bytes: int) -> bool:
-    """Tell whether bringing a region into blocks of `place`, of so many bytes, may take numpy."""
+def takes_numpy(copy: Copy, place: Box, buffer_bytes: int) -> bool:
+    """Tell whether bringing a copy into blocks of `place`, of so many bytes, may take numpy."""
     if not _is_as_stored(copy):
         return True
-    length = run_length(region, copy.source_box, place)
+    length = copy.strides(place).run_length
     length_bytes = length * copy.source.dtype.itemsize_bytes
     # A block may begin and end within a run.
-    return region.size > _FEW_RUNS * length and buffer_bytes > (_FEW_RUNS - 2) * length_bytes
+    return copy.region.size > _FEW_RUNS * length and buffer_bytes > (_FEW_RUNS - 2) * length_bytes
 
 
-def fill(files: Files, copy: Copy, region: Box, block: Box, buffer: memoryview, limits: Limits) -> None:
-    """Fill what `buffer`, which holds the elements of `block` in row-major order, has of a region of the copy."""
-    if _is_as_stored(copy) and region.size <= _FEW_RUNS * run_length(region, copy.source_box, block):
+def fill(files: Files, copy: Copy, block: Box, buffer: memoryview, limits: Limits) -> None:
+    """Fill what `buffer` has of the copy; it holds the elements of `block`, where all of the copy goes, row-major."""
+    strides = copy.strides(block)
+    if _is_as_stored(copy) and strides.size <= _FEW_RUNS * strides.run_length:
         assert isinstance(copy.source.source, Segments)
         stream, itemsize = Stream(copy.source.source), copy.source.dtype.itemsize_bytes
-        for runs in common_runs(region, copy.source_box, block):
+        for runs in strides.runs():
             length_bytes = runs.length * itemsize
             for number in range(runs.repeats):
                 start_bytes = (runs.target_offset + number * runs.target_step) * itemsize
@@ -37,12 +38,12 @@ def fill(files: Files, copy: Copy, region: Box, block: Box, buffer: memoryview, 
         return
     from reshard_mpi.engine.gather import gather_into
 
-    gather_into(files, copy, region, block, buffer, limits)
+    gather_into(files, copy, block, buffer, limits)
 
 
 def read_region(files: Files, copy: Copy, region: Box, buffer: memoryview, limits: Limits) -> None:
-    """Fill `buffer` with the row-major bytes of `region`, which lies in the copy's source box."""
-    fill(files, copy, region, region, buffer, limits)
+    """Fill `buffer` with the row-major bytes of a region of the target, all of which the copy gives."""
+    fill(files, copy.part(region), region, buffer, limits)
 
 
 def _is_as_stored(copy: Copy) -> bool:
@@ -53,7 +54,7 @@ def _is_as_stored(copy: Copy) -> bool:
 def first_difference(
     check: Check, *, limits: Limits, files: Files | None = None
 ) -> tuple[Copy, tuple[int, ...]] | None:
-    """Return the first copy that differs from the check's first one, and the element (global index) where it does.
+    """Return the first copy that differs from the check's first one, and the element (index in the target) where.
 
     Every copy is read once. files: open files of the caller's, for many checks of the same ones.
     """
@@ -64,7 +65,7 @@ def first_difference(
     itemsize = first.source.dtype.itemsize_bytes
     most_elements = max(1, min(first.region.size, limits.buffer_bytes // 2 // itemsize))
     expected, got = bytearray(most_elements * itemsize), bytearray(most_elements * itemsize)
-    for block in first.region.blocks(most_elements):
+    for block in first.target_region.blocks(most_elements):
         # What is left of a larger block before is the same in both.
         expected_block, got_block = (memoryview(content)[: block.size * itemsize] for content in (expected, got))
         read_region(files, first, block, expected_block, limits)

@@ -8,7 +8,8 @@ from reshard_mpi.engine.files import Files
 from reshard_mpi.engine.stream import Stream
 from reshard_mpi.formats.manifest import Segments
 from reshard_mpi.planning.model import Copy
-from reshard_mpi.sharding.box import Box, Runs, common_runs
+from reshard_mpi.sharding.box import Box
+from reshard_mpi.sharding.strides import Runs
 
 # The blocks of a tensor, and tensors of one shape, have their runs at the same places: the last few are kept.
 _KEPT_PLACES = 8
@@ -21,11 +22,11 @@ class Scatter:
         self._files = files
         self._places: OrderedDict[tuple[int, int, Runs], list[memoryview]] = OrderedDict()
 
-    def fill(self, copy: Copy, region: Box, block: Box, buffer: memoryview) -> None:
-        """Fill what `buffer`, which holds the elements of `block`, has of `region`, one run in the copy's source."""
+    def fill(self, copy: Copy, block: Box, buffer: memoryview) -> None:
+        """Fill what `buffer`, which holds the elements of `block`, has of the copy, one run in its source."""
         assert isinstance(copy.source.source, Segments)
         stream, itemsize = Stream(copy.source.source), copy.source.dtype.itemsize_bytes
-        for runs in common_runs(region, copy.source_box, block):
+        for runs in copy.strides(block).runs():
             at = runs.source_offset * itemsize
             length = runs.length * itemsize
             part = stream.one_part(at, runs.repeats * length)

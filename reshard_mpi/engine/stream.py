@@ -8,7 +8,7 @@ from itertools import accumulate
 
 from reshard_mpi.engine.files import ByteRuns
 from reshard_mpi.formats.manifest import ByteRange, Segments
-from reshard_mpi.sharding.box import Runs
+from reshard_mpi.sharding.strides import Runs
 
 
 class Stream:

@@ -63,15 +63,15 @@ def copies_and_target(tensor: TensorPlan, target: Manifest) -> Iterator[tuple[Co
     """Yield, for what each source gives of a tensor, the same region in the source and in the shard at `target`."""
     own = _own(tensor.spec, target.tensors[tensor.spec.name])
     for copy in tensor.copies:
-        yield copy, own._replace(region=copy.region)
+        yield copy, own.part(copy.target_region)
 
 
 def place_of(copy: Copy, element: Sequence[int]) -> ByteRange | None:
-    """Return where in its file an element (global index) is, as far as it is in one piece; None if it is compressed."""
+    """Return where in its file an element (index in the target) is, as far as it is in one piece; None: compressed."""
     source = copy.source.source
     if not isinstance(source, Segments):
         return None
-    box = Box(tuple(element), tuple(index + 1 for index in element))
+    box = copy.part(Box(tuple(element), tuple(index + 1 for index in element))).region
     itemsize = copy.source.dtype.itemsize_bytes
     return next(Stream(source).parts(copy.source_box.offset_of(box) * itemsize, itemsize))
 
@@ -95,9 +95,10 @@ def _sum(
     summed = PartSum(Box.whole(spec.global_shape), itemsize)
     for block in blocks:
         for copy in copies:
-            region = copy.region.intersect(block)
-            if region is not None:
+            part = copy.meeting(block)
+            if part is not None:
+                region = part.target_region
                 held = buffer[: region.size * itemsize]
-                read_region(files, copy, region, held, limits)
+                read_region(files, part, region, held, limits)
                 summed.add(region, held)
     return summed.value

@@ -1,7 +1,8 @@
 """Executes the plan of one target: fills the shard file that a format has reserved for it.
 
-What is one run, or a few, or long ones, the kernel copies. Short runs of a source that has them one after another are
-read straight to their places in a buffer. The rest is brought there region by region: see `regions`.
+What is one run, or a few, or long ones, the kernel copies. What has its axes in another order goes by `tiles`. Short
+runs of a source that has them one after another are read straight to their places in a buffer. The rest is brought
+there region by region: see `regions`.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from reshard_mpi.engine.files import Files, OnBytes, Traffic
 from reshard_mpi.engine.regions import fill, takes_numpy
 from reshard_mpi.engine.scatter import Scatter
 from reshard_mpi.engine.stream import Stream, byte_runs
+from reshard_mpi.engine.tiles import fill_tiles
 from reshard_mpi.formats.manifest import Decoded, Manifest, Segments, TensorEntry
 from reshard_mpi.planning.model import Copy, Limits, RankPlan, TensorPlan
-from reshard_mpi.sharding.box import Box, common_runs, run_length
+from reshard_mpi.sharding.box import Box
 from reshard_mpi.units import KIB, MIB
 
 # Shorter runs cost more in system calls than gathering them through the buffer does, unless there are just a few.
@@ -36,8 +38,8 @@ _INTERLEAVED_BYTES = 4 * MIB
 
 # From one byte of a file to another.
 Span = tuple[int, int]
-# Fills a block of a tensor: the copy that has a region of it, the region, the block, and where its elements go.
-Fill = Callable[[Copy, Box, Box, memoryview], None]
+# Fills what a copy gives of a block of a tensor: the copy, the block, and where its elements go.
+Fill = Callable[[Copy, Box, memoryview], None]
 
 
 def write_shard(
@@ -56,7 +58,9 @@ def write_shard(
             if following is not None and following.span[0] == 0:
                 _read_ahead(files, following.tensor, target.tensors[following.tensor.spec.name])
             tensor = part.tensor
-            if _is_copied(tensor):
+            if _is_turned(tensor, limits):
+                fill_tiles(files, tensor, part.place, part.span, buffer, limits)
+            elif _is_copied(tensor):
                 _copy_runs(files, tensor, part.place, part.span, buffer)
             elif _is_scattered(tensor):
                 _fill_blocks(files, tensor, part.place, part.span, buffer, scatter.fill)
@@ -68,9 +72,11 @@ def write_shard(
 
 def is_gathered(tensor: TensorPlan, limits: Limits) -> bool:
     """Tell whether a tensor may be written through windows of its sources, with numpy."""
+    if _is_turned(tensor, limits):
+        return True
     if _is_copied(tensor) or _is_scattered(tensor):
         return False
-    return any(takes_numpy(copy, copy.region, tensor.spec.box, limits.buffer_bytes) for copy in tensor.copies)
+    return any(takes_numpy(copy, tensor.spec.box, limits.buffer_bytes) for copy in tensor.copies)
 
 
 class _Part(NamedTuple):
@@ -116,8 +122,15 @@ def _is_aligned(content: Segments | Decoded) -> bool:
     return isinstance(content, Segments) and all(part.offset_bytes % _BLOCK_BYTES == 0 for part in content.ranges)
 
 
-def _bring(files: Files, limits: Limits, copy: Copy, region: Box, block: Box, buffer: memoryview) -> None:
-    fill(files, copy, region, block, buffer, limits)
+def _bring(files: Files, limits: Limits, copy: Copy, block: Box, buffer: memoryview) -> None:
+    fill(files, copy, block, buffer, limits)
+
+
+def _is_turned(tensor: TensorPlan, limits: Limits) -> bool:
+    """Tell whether axes change places in a tensor that is too large to be put together at once."""
+    if all(copy.order is None for copy in tensor.copies) or tensor.spec.size_bytes <= limits.buffer_bytes:
+        return False
+    return any(copy.strides(tensor.spec.box).is_turned for copy in tensor.copies)
 
 
 def _is_copied(tensor: TensorPlan) -> bool:
@@ -132,7 +145,7 @@ def _in_long_runs(copy: Copy, target: Box) -> bool:
     source = copy.source.source
     if not isinstance(source, Segments) or source.swapped:
         return False
-    count = run_length(copy.region, copy.source_box, target)
+    count = copy.strides(target).run_length
     few = count * _FEW_RUNS >= copy.region.size
     return few or count * copy.source.dtype.itemsize_bytes >= _MIN_KERNEL_COPY_BYTES
 
@@ -142,9 +155,8 @@ def _in_source_order(copy: Copy, target: Box) -> bool:
     source = copy.source.source
     if not isinstance(source, Segments) or source.swapped:
         return False
-    size = copy.region.size
-    length_bytes = run_length(copy.region, copy.source_box, target) * copy.source.dtype.itemsize_bytes
-    return copy.source_box.span_of(copy.region) == size and length_bytes >= _MIN_SCATTER_BYTES
+    strides = copy.strides(target)
+    return strides.is_in_source_order and strides.run_length * copy.source.dtype.itemsize_bytes >= _MIN_SCATTER_BYTES
 
 
 def _copy_runs(files: Files, tensor: TensorPlan, place: Stream, span: Span, buffer: memoryview) -> None:
@@ -157,11 +169,11 @@ def _copy_runs(files: Files, tensor: TensorPlan, place: Stream, span: Span, buff
         blocks = iter((box,))
     for block in blocks:
         for copy, source in zip(tensor.copies, sources):
-            region = copy.region if block is box else copy.region.intersect(block)
-            if region is not None:
-                for runs in common_runs(region, copy.source_box, box):
-                    for part in byte_runs(runs, itemsize, source, place, span):
-                        files.copy(part, buffer)
+            part = copy if block is box else copy.meeting(block)
+            if part is not None:
+                for runs in part.strides(box).runs():
+                    for bytes_of_it in byte_runs(runs, itemsize, source, place, span):
+                        files.copy(bytes_of_it, buffer)
 
 
 def _alternate(tensor: TensorPlan) -> bool:
@@ -169,7 +181,8 @@ def _alternate(tensor: TensorPlan) -> bool:
     if len(tensor.copies) == 1:
         return False
     box = tensor.spec.box
-    spans = sorted((box.offset_of(copy.region), box.span_of(copy.region)) for copy in tensor.copies)
+    regions = (copy.target_region for copy in tensor.copies)
+    spans = sorted((box.offset_of(region), box.span_of(region)) for region in regions)
     return any(offset + length > following for (offset, length), (following, _) in pairwise(spans))
 
 
@@ -179,9 +192,9 @@ def _fill_blocks(files: Files, tensor: TensorPlan, place: Stream, span: Span, bu
     for block in box.blocks(max(1, len(buffer) // itemsize), *_elements(span, itemsize)):
         at, length = box.offset_of(block) * itemsize, block.size * itemsize
         for copy in tensor.copies:
-            region = copy.region.intersect(block)
-            if region is not None:
-                bring(copy, region, block, buffer[:length])
+            part = copy.meeting(block)
+            if part is not None:
+                bring(part, block, buffer[:length])
         done, end = max(span[0] - at, 0), min(span[1] - at, length)
         for target in place.parts(at + done, end - done):
             files.write(target, buffer[done : done + target.length_bytes])

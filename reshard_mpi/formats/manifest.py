@@ -85,6 +85,9 @@ class Kind(NamedTuple):
         return self.dtype.itemsize_bytes * math.prod(self.shape)
 
 
+# Measured: the name of a tensor with its number, the columns of its kind and its place, and a place of another sort.
+_NAME_BYTES, _PLACE_BYTES, _ELSEWHERE_BYTES = 256, 16, 600
+
 # In the place of where a tensor begins: it is not one run of its shard's file, or not as this machine has it.
 ELSEWHERE = -1
 
@@ -181,6 +184,16 @@ class Tensors(Mapping[str, TensorEntry]):
         """How many bytes all elements take."""
         sizes = [kind.size_bytes for kind in self.kinds]
         return sum(sizes[kind] for kind in self.kind_of)
+
+    @staticmethod
+    def kept_bytes(shards: Iterable[Tensors]) -> int:
+        """Return how much memory shards take together; names that several share count once."""
+        names: dict[int, int] = {}
+        places = 0
+        for tensors in shards:
+            names[id(tensors.number_of)] = len(tensors)
+            places += _PLACE_BYTES * len(tensors) + _ELSEWHERE_BYTES * len(tensors.elsewhere)
+        return places + _NAME_BYTES * sum(names.values())
 
 
 class ShardIdentity(NamedTuple):

@@ -12,6 +12,10 @@ from reshard_mpi.formats.manifest import ShardIdentity, ShardSpec, SpecKind, Spe
 from reshard_mpi.planning.copies import Alike
 from reshard_mpi.planning.losses import Lost
 from reshard_mpi.sharding.box import Box
+from reshard_mpi.sharding.strides import Strides, paired
+
+# What a plan keeps of each tensor, and of each copy.
+_TENSOR_BYTES, _COPY_BYTES = 24, 8
 
 
 class Limits(NamedTuple):
@@ -26,16 +30,71 @@ class Limits(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """`region` of a tensor is taken from `source`, which holds `source_box` on `source_rank`. Boxes are global."""
+    """What is taken from `source`, which holds `source_box` on `source_rank`: `region` of it, in its coordinates.
+
+    to: which region of the target that becomes, in the target's coordinates; None: the same. order: the dimensions of
+    the source as they follow each other in the target; None: as in the source. Either region may have further
+    dimensions of length 1.
+    """
 
     source_rank: int
     source: TensorEntry
     source_box: Box
     region: Box
+    to: Box | None = None
+    order: tuple[int, ...] | None = None
+
+    @property
+    def target_region(self) -> Box:
+        return self.region if self.to is None else self.to
 
     @property
     def size_bytes(self) -> int:
         return self.region.size * self.source.dtype.itemsize_bytes
+
+    def strides(self, target: Box) -> Strides:
+        """Return how its elements lie in the source and in an array that holds `target`."""
+        return Strides.between(self.region, self.source_box, self.target_region, target, self.order)
+
+    def part(self, target_region: Box) -> Copy:
+        """Return what becomes `target_region`, which lies in that of this copy."""
+        if self.to is None:
+            return self._replace(region=target_region)
+        start, stop = list(self.region.start), list(self.region.stop)
+        for dim, other in paired(self.region, self.to, self.order):
+            start[dim] += target_region.start[other] - self.to.start[other]
+            stop[dim] = start[dim] + target_region.stop[other] - target_region.start[other]
+        return self._replace(region=Box(tuple(start), tuple(stop)), to=target_region)
+
+    def meeting(self, target_region: Box) -> Copy | None:
+        """Return what becomes a part of `target_region`; None if nothing does."""
+        shared = self.target_region.intersect(target_region)
+        return None if shared is None else self.part(shared)
+
+    def rows(self, first: int, last: int) -> Copy:
+        """Return what comes from some rows of the region in the source, counted from its own first one."""
+        return self._cut(0, first, last)
+
+    def _cut(self, dim: int, first: int, last: int) -> Copy:
+        """Return what comes from a part of the region along one dimension of the source that is longer than 1."""
+        region = _cut(self.region, dim, first, last)
+        if self.to is None:
+            return self._replace(region=region)
+        other = dict(paired(self.region, self.to, self.order))[dim]
+        return self._replace(region=region, to=_cut(self.to, other, first, last))
+
+    def halves(self) -> tuple[Copy, Copy]:
+        """Cut it in two where that brings the most apart in the source. It has two elements or more."""
+        dim = next(dim for dim, length in enumerate(self.region.shape) if length > 1)
+        length = self.region.shape[dim]
+        return self._cut(dim, 0, length // 2), self._cut(dim, length // 2, length)
+
+
+def _cut(box: Box, dim: int, first: int, last: int) -> Box:
+    """Return the part of a box that lies between two indices of one dimension, counted from its own first one."""
+    low = box.start[dim]
+    start = (*box.start[:dim], low + first, *box.start[dim + 1 :])
+    return Box(start, (*box.stop[:dim], low + last, *box.stop[dim + 1 :]))
 
 
 class TensorPlan(NamedTuple):
@@ -46,7 +105,7 @@ class TensorPlan(NamedTuple):
 
 
 class Route(NamedTuple):
-    """Where one part of some target tensors comes from: their `region` from what `source_rank` holds, `source_box`.
+    """Where one part of some target tensors comes from: what is alike of their copies (see `Copy`).
 
     tensors: all that this rank holds. numbers: of the tensors in it that are taken, one for each target tensor.
     """
@@ -56,12 +115,19 @@ class Route(NamedTuple):
     region: Box
     tensors: Tensors
     numbers: Sequence[int]
+    to: Box | None = None
+    order: tuple[int, ...] | None = None
 
     def copy(self, at: int, name: str) -> Copy:
         """Return this part of the target tensor at place `at`, which is called `name` in the source."""
         dtype, shape, box, whole = self.tensors.kinds[self.tensors.kind_of[self.numbers[at]]]
         entry = TensorEntry(name, dtype, shape, self.tensors.source(self.numbers[at]), box, whole)
-        return Copy(self.source_rank, entry, self.source_box, self.region)
+        return Copy(self.source_rank, entry, self.source_box, self.region, self.to, self.order)
+
+    def strides(self, target: Box) -> Strides:
+        """Return how the elements of each of them lie in its source and in an array that holds `target`."""
+        to = self.region if self.to is None else self.to
+        return Strides.between(self.region, self.source_box, to, target, self.order)
 
 
 class Group(NamedTuple):
@@ -98,8 +164,8 @@ class PlannedTensors(Sequence[TensorPlan]):
         groups = []
         for spec, copies in tensors:
             routes = tuple(
-                Route(copy.source_rank, copy.source_box, copy.region, Tensors("", [copy.source]), (0,))
-                for copy in copies
+                Route(rank, source_box, region, Tensors("", [source]), (0,), to, order)
+                for rank, source, source_box, region, to, order in copies
             )
             groups.append(Group(SpecKind(*spec[1:]), (spec.name,), routes))
         return cls(groups, range(len(groups)))
@@ -237,6 +303,12 @@ class RankPlan(NamedTuple):
     def copies(self) -> int:
         """How many copies all tensors are made of."""
         return sum(len(group.names) * len(group.routes) for group in self.tensors.groups)
+
+    @property
+    def kept_bytes(self) -> int:
+        """How much memory the plan takes, with the shards that it refers to."""
+        shards = {id(route.tensors): route.tensors for group in self.tensors.groups for route in group.routes}
+        return Tensors.kept_bytes(shards.values()) + _COPY_BYTES * self.copies + _TENSOR_BYTES * len(self.tensors)
 
     @property
     def written_bytes(self) -> int:

@@ -225,7 +225,7 @@ class Conversion:
             return plan
         notes = []
         for check in plan.checks:
-            if any(takes_numpy(copy, copy.region, copy.region, self.limits.buffer_bytes) for copy in check.copies):
+            if any(takes_numpy(copy, copy.target_region, self.limits.buffer_bytes) for copy in check.copies):
                 self.before_gathering()
             found = first_difference(check, limits=self.limits)
             if found is None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from reshard_mpi.checkpoints.source import MAX_KEPT_TENSORS, SourceCheckpoint
+from reshard_mpi.checkpoints.source import MAX_KEPT_BYTES, SourceCheckpoint
 from reshard_mpi.engine.crc import has_short_runs
 from reshard_mpi.engine.regions import takes_numpy
 from reshard_mpi.engine.transfer import is_gathered
@@ -48,9 +48,9 @@ _COPY_BYTES = KIB // 2
 _AROUND_BYTES = 256 * KIB
 # A tensor, with its sums, of a shard that is checked.
 _CHECKED_BYTES = {"ckpt": 2 * KIB, "hdf5": 7 * KIB}
-# What a process keeps of plans, in tensors and as many copies.
+# What a process keeps of plans.
 MAX_KEPT_PLANS = 4
-MAX_KEPT_COPIES = 20_000
+MAX_KEPT_PLANS_BYTES = 32 * MIB
 
 
 def opening_bytes(strategies: Iterable[str | os.PathLike[str] | None], source_format: str | None = None) -> int:
@@ -110,19 +110,18 @@ class Projection(NamedTuple):
         source, target = conversion.source, conversion.target
         kind = source.files.format
         per_shard, has_numpy = source.extent.tensors, not source.extent.is_as_stored
-        known = min(MAX_KEPT_TENSORS + per_shard, per_shard * len(source.files.by_rank))
-        kept = min(MAX_KEPT_COPIES, per_shard * min(MAX_KEPT_PLANS, targets)) if per_shard <= MAX_KEPT_COPIES else 0
+        known_bytes = _known_bytes(per_shard, len(source.files.by_rank), kind)
+        kept_bytes = min(MAX_KEPT_PLANS_BYTES, per_shard * min(MAX_KEPT_PLANS, targets) * _PLANNED_BYTES)
         parameters = max(len(source.strategy.parameters), len(target.parameters))
         base_bytes = INTERPRETER_BYTES + _loaded_bytes() + (_NUMPY_BYTES if has_numpy else 0)
         base_bytes += parameters * _PARAMETER_BYTES
-        base_bytes += known * _MANIFEST_BYTES[kind] + (kept + per_shard) * _PLANNED_BYTES
+        base_bytes += known_bytes + kept_bytes + per_shard * _PLANNED_BYTES
         if kind == "hdf5" and not source.extent.is_native:
             base_bytes += _CHILD_BYTES + per_shard * _FOREIGN_BYTES
         planning_bytes = base_bytes + max(per_shard * _READING_BYTES[kind], source.extent.decoding_bytes)
         if also_read is not None:
             extent, shards = also_read.extent, len(also_read.files.by_rank)
-            known = min(MAX_KEPT_TENSORS + extent.tensors, extent.tensors * shards)
-            base_bytes += known * _MANIFEST_BYTES[target_format]
+            base_bytes += _known_bytes(extent.tensors, shards, target_format)
             if target_format == "hdf5" and not extent.is_native:
                 base_bytes += _CHILD_BYTES if source.extent.is_native else 0  # it serves both
                 base_bytes += extent.tensors * _FOREIGN_BYTES
@@ -168,6 +167,12 @@ class Projection(NamedTuple):
         return max(self.planning_bytes, self.base_bytes + moved_bytes + records_bytes + decoding_bytes)
 
 
+def _known_bytes(tensors: int, shards: int, kind: str) -> int:
+    """Project what is kept of the structure of shards that have so many tensors each."""
+    shard_bytes = tensors * _MANIFEST_BYTES[kind]
+    return min(MAX_KEPT_BYTES + shard_bytes, shards * shard_bytes)
+
+
 def _otherwise_stored(group: Group) -> Iterator[TensorPlan]:
     """Yield the tensors of a group that are not one run of their shards' files: they need not be stored alike."""
     for at in range(1, len(group.names)):
@@ -176,7 +181,7 @@ def _otherwise_stored(group: Group) -> Iterator[TensorPlan]:
 
 
 def _is_gathered_to_compare(tensor: TensorPlan) -> bool:
-    return any(takes_numpy(copy, copy.region, copy.region, LIMITS.buffer_bytes) for copy in tensor.copies)
+    return any(takes_numpy(copy, copy.target_region, LIMITS.buffer_bytes) for copy in tensor.copies)
 
 
 def _is_in_short_runs(tensor: TensorPlan) -> bool:
@@ -185,7 +190,7 @@ def _is_in_short_runs(tensor: TensorPlan) -> bool:
 
 
 def _regions(tensor: TensorPlan) -> Iterator[Box]:
-    return (copy.region for copy in tensor.copies)
+    return (copy.target_region for copy in tensor.copies)
 
 
 def _loaded_bytes() -> int:

@@ -45,7 +45,7 @@ from reshard_mpi.runs.outcome import Failure, Outcome, TargetReport, attempt
 from reshard_mpi.runs.preflight import Room, may_share, require_room, require_short_names, stranger_notes
 from reshard_mpi.runs.prepared import Run
 from reshard_mpi.runs.progress import Plain, Progress, Silent
-from reshard_mpi.runs.projection import MAX_KEPT_COPIES, MAX_KEPT_PLANS
+from reshard_mpi.runs.projection import MAX_KEPT_PLANS, MAX_KEPT_PLANS_BYTES
 from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.write import Plans, Writer
 
@@ -224,7 +224,7 @@ class _Planner:
         self._seen: dict[str, SourceFile] = {}
         self._needs = Needs(request)
         self._plans: dict[int, RankPlan] = {}
-        self._kept_copies = 0
+        self._kept_bytes = 0
         self._placed: dict[str, tuple[int, int, dict[str, str]]] = {}
 
     def plan(self) -> Outcome:
@@ -266,7 +266,7 @@ class _Planner:
     def _forget(self) -> None:
         """Let go of the plans; they are made again when they are needed."""
         self._plans.clear()
-        self._kept_copies = 0
+        self._kept_bytes = 0
 
     def compare(self, every: Sequence[Alike]) -> Outcome:
         """Compare this process's share of the copies that must be the same, and of a sample; refuse what differs."""
@@ -403,9 +403,9 @@ class _Planner:
 
     def _keep(self, plan: RankPlan) -> None:
         """Keep a plan for when the target is written, if that takes little memory."""
-        if len(self._plans) < MAX_KEPT_PLANS and self._kept_copies + plan.copies <= MAX_KEPT_COPIES:
+        if len(self._plans) < MAX_KEPT_PLANS and self._kept_bytes + plan.kept_bytes <= MAX_KEPT_PLANS_BYTES:
             self._plans[plan.target_rank] = plan
-            self._kept_copies += plan.copies
+            self._kept_bytes += plan.kept_bytes
 
     def _plan_of(self, rank: int) -> RankPlan:
         """Return a plan that has been kept, or make it again."""

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import sub
-from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,62 +121,3 @@ class Box:
             else:
                 at += 1  # the one element of a scalar
             yield Box(tuple(start), tuple(stop))
-
-
-class Runs(NamedTuple):
-    """`repeats` runs of `length` elements that are consecutive in the source and in the target, at even distances.
-
-    Offsets and steps (from the start of one run to that of the next) count elements.
-    """
-
-    source_offset: int
-    target_offset: int
-    length: int
-    repeats: int
-    source_step: int
-    target_step: int
-
-
-def run_length(region: Box, source: Box, target: Box) -> int:
-    """Return how many elements of `region` are consecutive in both `source` and `target` (all runs are as long)."""
-    lengths = region.shape
-    return math.prod(lengths[_first_merged(lengths, source.shape, target.shape, len(lengths)) :])
-
-
-def common_runs(region: Box, source: Box, target: Box) -> Iterator[Runs]:
-    """Yield the runs that carry `region` from `source` to `target`, in row-major order of the region."""
-    lengths, source_shape, target_shape = region.shape, source.shape, target.shape
-    # A run takes in the dimensions within which the region is all there is on either side, and one more around them.
-    dim = _first_merged(lengths, source_shape, target_shape, len(lengths))
-    length = math.prod(lengths[dim:])
-    source_step, target_step = math.prod(source_shape[dim:]), math.prod(target_shape[dim:])
-    outer = _first_merged(lengths, source_shape, target_shape, dim)
-    repeats = math.prod(lengths[outer:dim])
-    if length * repeats == 0:
-        return
-    if outer == 0:
-        yield Runs(source.offset_of(region), target.offset_of(region), length, repeats, source_step, target_step)
-        return
-    for lead in _indices(region.start[:outer], region.stop[:outer]):
-        first = Box((*lead, *region.start[outer:]), (*(i + 1 for i in lead), *region.stop[outer:]))
-        yield Runs(source.offset_of(first), target.offset_of(first), length, repeats, source_step, target_step)
-
-
-def _first_merged(lengths: tuple[int, ...], source: tuple[int, ...], target: tuple[int, ...], end: int) -> int:
-    """Return the first of the dimensions before `end` over which steps are even: all but it are whole on both sides."""
-    if end == 0:
-        return 0
-    dim = end - 1
-    while dim > 0 and lengths[dim] == source[dim] == target[dim]:
-        dim -= 1
-    return dim
-
-
-def _indices(start: tuple[int, ...], stop: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Yield the indices of a box one by one; itertools.product would keep every row number of a tensor in memory."""
-    if not start:
-        yield ()
-        return
-    for first in range(start[0], stop[0]):
-        for rest in _indices(start[1:], stop[1:]):
-            yield (first, *rest)

@@ -448,7 +448,7 @@ def test_a_file_that_is_truncated_after_it_was_planned_with(
         patch.setattr(Writer, "write", truncate_and_write)
         if not kept:
             patch.setattr(transform, "MAX_KEPT_PLANS", 0)
-            patch.setattr(source, "MAX_KEPT_TENSORS", 1)
+            patch.setattr(source, "MAX_KEPT_BYTES", 1)
         if kept:
             assert_failed(c, capsys, "a source file became shorter while it was read\n", c.shard(2))
         else:

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reshard_mpi.engine import files as engine_files
+from reshard_mpi.engine import gather as engine_gather
 from reshard_mpi.engine import transfer
 from reshard_mpi.engine.arrays import load_shard
 from reshard_mpi.engine.files import ByteRuns, Files, Traffic
@@ -68,8 +69,12 @@ def plans(draw: st.DrawFn, folder: Path) -> tuple[RankPlan, Manifest, np.ndarray
     target = draw(boxes(shape))
     copies = []
     for number, region in enumerate(_partition(draw, target)):
-        held = _around(draw, region, shape)
-        copies.append(Copy(number, _source(draw, folder / f"source_{number}", dtype, _cut(array, held)), held, region))
+        path = folder / f"source_{number}"
+        if draw(st.booleans()):
+            copies.append(_from_another(draw, number, path, dtype, array, region))
+        else:
+            held = _around(draw, region, shape)
+            copies.append(Copy(number, _source(draw, path, dtype, _cut(array, held)), held, region))
     spec = TensorSpec("w", dtype, shape, target)
     tensors = PlannedTensors.of([TensorPlan(spec, tuple(copies))])
     plan = RankPlan(0, 0, NOWHERE, tensors, {}, (), (), (), (), frozenset())
@@ -95,6 +100,29 @@ def _partition(draw: st.DrawFn, box: Box) -> list[Box]:
                 halves.append(Box((*part.start[:dim], at, *part.start[dim + 1 :]), part.stop))
             parts = halves
     return parts if box.size else []
+
+
+def _from_another(draw: st.DrawFn, rank: int, path: Path, dtype: DType, array: np.ndarray, region: Box) -> Copy:
+    """Return a copy of a region from a tensor with other axes, or in another order, in which it lies elsewhere."""
+    axes = [dim for dim in range(region.ndim) if region.shape[dim] != 1 or draw(st.booleans())]
+    axes = list(draw(st.permutations(axes)))
+    for _ in range(draw(st.integers(0, 2))):
+        axes.insert(draw(st.integers(0, len(axes))), -1)
+    lengths = [1 if axis < 0 else region.shape[axis] for axis in axes]
+    before = [draw(st.integers(0, 2)) for _ in axes]
+    after = [draw(st.integers(0, 2)) for _ in axes]
+    low = [draw(st.integers(0, 2)) for _ in axes]
+    held = Box(tuple(low), tuple(map(sum, zip(low, before, lengths, after))))
+    own = Box(tuple(map(sum, zip(low, before))), tuple(map(sum, zip(low, before, lengths))))
+    content = np.frombuffer(b"x" * (held.size * array.itemsize), array.dtype).reshape(held.shape).copy()
+    kept = [axis for axis in axes if axis >= 0]
+    dropped = [dim for dim in range(region.ndim) if dim not in kept]
+    turned = _cut(array, region).transpose((*kept, *dropped)).reshape(lengths)
+    inner = own.relative_to(held)
+    content[tuple(slice(low, high) for low, high in zip(inner.start, inner.stop))] = turned
+    order = sorted(range(len(axes)), key=lambda at: axes[at])
+    same = order == sorted(order) and draw(st.booleans())
+    return Copy(rank, _source(draw, path, dtype, content), held, own, region, None if same else tuple(order))
 
 
 def _around(draw: st.DrawFn, region: Box, shape: tuple[int, ...]) -> Box:
@@ -164,6 +192,8 @@ LIMITS = st.builds(
     few_runs=st.sampled_from([0, 1, 4]),
     scatter_bytes=st.sampled_from([1, 512]),
     vector=st.sampled_from([1, 3, 1024]),
+    far_apart=st.sampled_from([0, 1, 4]),
+    run_bytes=st.sampled_from([0, 4, 1024]),
 )
 def test_every_path_moves_the_same_bytes(
     data: st.DataObject,
@@ -174,6 +204,8 @@ def test_every_path_moves_the_same_bytes(
     few_runs: int,
     scatter_bytes: int,
     vector: int,
+    far_apart: int,
+    run_bytes: int,
 ) -> None:
     """Kernel copy, its fall-back, reads of runs and gathering from windows all give what numpy's slicing gives.
 
@@ -186,6 +218,8 @@ def test_every_path_moves_the_same_bytes(
         patch.setattr(transfer, "_FEW_RUNS", few_runs)
         patch.setattr(transfer, "_MIN_SCATTER_BYTES", scatter_bytes)
         patch.setattr(engine_files, "_MAX_VECTOR", vector)
+        patch.setattr(engine_gather, "_FAR_APART", far_apart)
+        patch.setattr(engine_gather, "_MIN_RUN_BYTES", run_bytes)
         if not kernel:
             patch.setattr(engine_files.os, "copy_file_range", _unsupported)
         moved = []

@@ -9,7 +9,7 @@ from reshard_mpi.engine import regions
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import ByteRange, Segments, TensorEntry
 from reshard_mpi.planning.model import Copy
-from reshard_mpi.sharding.box import Box, run_length
+from reshard_mpi.sharding.box import Box
 
 
 @st.composite
@@ -35,9 +35,10 @@ def placed(draw: st.DrawFn) -> tuple[Copy, Box]:
 @given(drawn=placed(), buffer_bytes=st.integers(4, 1 << 14))
 def test_numpy_is_announced(drawn: tuple[Copy, Box], buffer_bytes: int) -> None:
     copy, place = drawn
-    if regions.takes_numpy(copy, copy.region, place, buffer_bytes):
+    if regions.takes_numpy(copy, place, buffer_bytes):
         return
     for block in place.blocks(buffer_bytes // 4):
-        region = copy.region.intersect(block)
-        if region is not None:
-            assert region.size <= regions._FEW_RUNS * run_length(region, copy.source_box, block)
+        part = copy.meeting(block)
+        if part is not None:
+            strides = part.strides(block)
+            assert strides.size <= regions._FEW_RUNS * strides.run_length

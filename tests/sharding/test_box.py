@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard_mpi.sharding.box import Box, Runs, common_runs, run_length
+from reshard_mpi.sharding.box import Box
+from reshard_mpi.sharding.strides import Runs, common_runs, run_length
 
 SHAPES = st.lists(st.integers(0, 6), max_size=4).map(tuple)
 

@@ -1,0 +1,135 @@
+"""Where the elements of a region lie in two row-major arrays, and the runs that are consecutive in both."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import accumulate
+from operator import mul
+from typing import NamedTuple
+
+from reshard_mpi.sharding.box import Box
+
+# Of a region's dimensions longer than 1: which of the source and which of the target are the same, outermost first.
+Pairs = tuple[tuple[int, int], ...]
+
+
+class Runs(NamedTuple):
+    """`repeats` runs of `length` elements that are consecutive in the source and in the target, at even distances.
+
+    Offsets and steps (from the start of one run to that of the next) count elements.
+    """
+
+    source_offset: int
+    target_offset: int
+    length: int
+    repeats: int
+    source_step: int
+    target_step: int
+
+
+class Strides(NamedTuple):
+    """How elements lie in a source and in a target array. Offsets of the first of them, and steps, count elements.
+
+    dimensions: length, source step and target step of each, outermost of the target first. Where two go on evenly on
+    both sides they are one, so a region that lies together on both sides has one of step 1.
+    """
+
+    source_offset: int
+    target_offset: int
+    dimensions: tuple[tuple[int, int, int], ...]
+
+    @classmethod
+    def between(
+        cls, region: Box, source: Box, target_region: Box, target: Box, order: tuple[int, ...] | None = None
+    ) -> Strides:
+        """Return how `region` of `source` lies there, and as `target_region` in `target`.
+
+        order: the dimensions of the source as they follow each other in the target; None: as in the source. Either side
+        may have further dimensions of length 1.
+        """
+        source_steps, target_steps = _steps(source), _steps(target)
+        lengths = region.shape
+        dimensions: list[tuple[int, int, int]] = []
+        for at, to in paired(region, target_region, order):
+            length, step, target_step = lengths[at], source_steps[at], target_steps[to]
+            while dimensions and dimensions[-1][1:] == (step * length, target_step * length):
+                length *= dimensions.pop()[0]
+            dimensions.append((length, step, target_step))
+        if 0 in lengths:
+            dimensions = [(0, 1, 1)]
+        return cls(source.offset_of(region), target.offset_of(target_region), tuple(dimensions))
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(length for length, _, _ in self.dimensions)
+
+    @property
+    def run_length(self) -> int:
+        """How many elements are consecutive in both arrays; all runs are as long."""
+        length, step, target_step = self.dimensions[-1] if self.dimensions else (1, 1, 1)
+        return length if step == target_step == 1 or not length else 1
+
+    @property
+    def is_in_source_order(self) -> bool:
+        """Whether all elements follow one another in the source without gaps, in the order of the target."""
+        expected = 1
+        for length, step, _ in reversed(self.dimensions):
+            if step != expected:
+                return False
+            expected *= length
+        return True
+
+    @property
+    def is_turned(self) -> bool:
+        """Whether what is consecutive in one array is not in the other."""
+        return bool(self.dimensions) and self.dimensions[-1][1] != 1 and any(s == 1 for _, s, _ in self.dimensions)
+
+    def runs(self) -> Iterator[Runs]:
+        """Yield the runs in the order of the target."""
+        if not self.size:
+            return
+        dimensions, length = self.dimensions, self.run_length
+        outer = dimensions[:-1] if length > 1 else dimensions
+        repeats, step, target_step = outer[-1] if outer else (1, length, length)
+        for source_offset, target_offset in _offsets(self.source_offset, self.target_offset, outer[:-1]):
+            yield Runs(source_offset, target_offset, length, repeats, step, target_step)
+
+
+def paired(region: Box, target_region: Box, order: tuple[int, ...] | None = None) -> Pairs:
+    """Return which dimensions of a region are which in the target, those longer than 1.
+
+    Raises ValueError if they are not as long.
+    """
+    lengths, target_lengths = region.shape, target_region.shape
+    own = [dim for dim in (order if order is not None else range(len(lengths))) if lengths[dim] != 1]
+    others = [dim for dim, length in enumerate(target_lengths) if length != 1]
+    if [lengths[dim] for dim in own] != [target_lengths[dim] for dim in others]:
+        raise ValueError(f"{region} does not fit {target_region}" + (f" in the order {order}" if order else ""))
+    return tuple(zip(own, others))
+
+
+def common_runs(region: Box, source: Box, target: Box) -> Iterator[Runs]:
+    """Yield the runs that carry `region` from `source` to `target`, in row-major order of the region."""
+    return Strides.between(region, source, region, target).runs()
+
+
+def run_length(region: Box, source: Box, target: Box) -> int:
+    """Return how many elements of `region` are consecutive in both `source` and `target` (all runs are as long)."""
+    return Strides.between(region, source, region, target).run_length
+
+
+def _steps(box: Box) -> tuple[int, ...]:
+    """Return how far apart elements are that follow each other in a dimension of a row-major array."""
+    return tuple(accumulate((1, *reversed(box.shape[1:])), mul))[::-1] if box.ndim else ()
+
+
+def _offsets(source: int, target: int, dimensions: tuple[tuple[int, int, int], ...]) -> Iterator[tuple[int, int]]:
+    """Yield where runs begin, one by one; itertools.product would keep every row number of a tensor in memory."""
+    if not dimensions:
+        yield source, target
+        return
+    (length, step, target_step), *inner = dimensions
+    for at in range(length):
+        yield from _offsets(source + at * step, target + at * target_step, tuple(inner))
