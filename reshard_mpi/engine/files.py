@@ -141,15 +141,27 @@ class Files:
         with mapped, memoryview(mapped) as view, view[part.offset_bytes - start :] as inner:
             yield inner
 
-    def write(self, part: ByteRange, buffer: memoryview) -> None:
-        """Write `buffer` to the bytes of `part`, a range of the target."""
+    def read_target(self, part: ByteRange, buffer: memoryview) -> None:
+        """Fill `buffer` with what the target has at `part`. Raises OSError."""
+        done = 0
+        while done < part.length_bytes:
+            count = os.preadv(self._target, [buffer[done:]], part.offset_bytes + done)
+            if count == 0:
+                raise OSError(errno.EIO, "the target became shorter while it was written", part.path)
+            done += count
+
+    def write(self, part: ByteRange, buffer: memoryview, moved_bytes: int | None = None) -> None:
+        """Write `buffer` to the bytes of `part`, a range of the target.
+
+        moved_bytes: how many of them are elements; None: all.
+        """
         done = 0
         while done < part.length_bytes:
             try:
                 done += os.pwrite(self._target, buffer[done:], part.offset_bytes + done)
             except OSError as error:
                 raise _about(error, part.path) from None
-        self._wrote(part.length_bytes)
+        self._wrote(part.length_bytes if moved_bytes is None else moved_bytes)
 
     def copy(self, runs: ByteRuns, buffer: memoryview) -> None:
         """Copy runs of bytes, inside the kernel where the file systems can, else through `buffer`.

@@ -7,10 +7,10 @@ there region by region: see `regions`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import chain, pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from reshard_mpi.engine.files import Files, OnBytes, Traffic
 from reshard_mpi.engine.regions import fill, takes_numpy
@@ -18,10 +18,16 @@ from reshard_mpi.engine.scatter import Scatter
 from reshard_mpi.engine.stream import Stream, byte_runs
 from reshard_mpi.engine.tiles import fill_tiles
 from reshard_mpi.formats.manifest import Decoded, Manifest, Segments, TensorEntry
-from reshard_mpi.planning.model import Copy, Limits, RankPlan, TensorPlan
+from reshard_mpi.planning.model import Copy, Limits, PlannedTensors, RankPlan, TensorPlan
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.units import KIB, MIB
 
+if TYPE_CHECKING:
+    from reshard_mpi.engine.batches import Batches
+
+# Small tensors, which are moved many at a time unless they are few: then it takes longer to load numpy for that.
+SMALL_BYTES = 64 * KIB
+_FEW_COPIES = 500
 # Shorter runs cost more in system calls than gathering them through the buffer does, unless there are just a few.
 _MIN_KERNEL_COPY_BYTES = 128 * KIB
 _FEW_RUNS = 4
@@ -51,23 +57,50 @@ def write_shard(
     the rest; None: all of it. on_bytes: called with the number of target bytes just written.
     """
     buffer = memoryview(bytearray(limits.buffer_bytes))
+    tensors = plan.tensors
     with Files(on_bytes, descriptor) as files:
-        scatter = Scatter(files)
-        for part, following in pairwise(chain(_parts_within(plan, target, span), (None,))):
-            assert part is not None
-            if following is not None and following.span[0] == 0:
-                _read_ahead(files, following.tensor, target.tensors[following.tensor.spec.name])
-            tensor = part.tensor
-            if _is_turned(tensor, limits):
-                fill_tiles(files, tensor, part.place, part.span, buffer, limits)
-            elif _is_copied(tensor):
-                _copy_runs(files, tensor, part.place, part.span, buffer)
-            elif _is_scattered(tensor):
-                _fill_blocks(files, tensor, part.place, part.span, buffer, scatter.fill)
+        batches = _batches(tensors, target, span, limits)
+        for first, last, is_small in batches.stretches() if batches else [(0, len(tensors), False)]:
+            if batches and is_small:
+                batches.move(files, first, last, buffer)
             else:
-                bring = partial(_bring, files, limits)
-                _fill_blocks(files, tensor, part.place, part.span, buffer, bring)
+                each = (tensors[at] for at in range(first, last))
+                _write_each(files, _parts_within(each, target, span), target, buffer, limits)
         return files.traffic
+
+
+def _batches(tensors: PlannedTensors, target: Manifest, span: Span | None, limits: Limits) -> Batches | None:
+    """Return what moves small tensors many at a time, if there are many."""
+    if not are_many(tensors):
+        return None
+    from reshard_mpi.engine.batches import Batches  # which loads numpy
+
+    return Batches(tensors, target, span, limits, SMALL_BYTES)
+
+
+def _write_each(files: Files, parts: Iterator[_Part], target: Manifest, buffer: memoryview, limits: Limits) -> None:
+    """Write tensors one after another, each in the way that suits it."""
+    scatter = Scatter(files)
+    for part, following in pairwise(chain(parts, (None,))):
+        assert part is not None
+        if following is not None and following.span[0] == 0:
+            _read_ahead(files, following.tensor, target.tensors[following.tensor.spec.name])
+        tensor = part.tensor
+        if _is_turned(tensor, limits):
+            fill_tiles(files, tensor, part.place, part.span, buffer, limits)
+        elif _is_copied(tensor):
+            _copy_runs(files, tensor, part.place, part.span, buffer)
+        elif _is_scattered(tensor):
+            _fill_blocks(files, tensor, part.place, part.span, buffer, scatter.fill)
+        else:
+            bring = partial(_bring, files, limits)
+            _fill_blocks(files, tensor, part.place, part.span, buffer, bring)
+
+
+def are_many(tensors: PlannedTensors) -> bool:
+    """Tell whether the small tensors of a target are moved many at a time, with numpy."""
+    small = (group for group in tensors.groups if 0 < group.kind.size_bytes <= SMALL_BYTES)
+    return sum(len(group.names) * len(group.routes) for group in small) >= _FEW_COPIES
 
 
 def is_gathered(tensor: TensorPlan, limits: Limits) -> bool:
@@ -87,8 +120,8 @@ class _Part(NamedTuple):
     span: Span
 
 
-def _parts_within(plan: RankPlan, target: Manifest, span: Span | None) -> Iterator[_Part]:
-    for tensor in plan.tensors:
+def _parts_within(tensors: Iterable[TensorPlan], target: Manifest, span: Span | None) -> Iterator[_Part]:
+    for tensor in tensors:
         content = target.tensors[tensor.spec.name].source
         assert isinstance(content, Segments)
         place = Stream(content)

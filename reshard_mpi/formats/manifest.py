@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
@@ -158,6 +158,13 @@ class Tensors(Mapping[str, TensorEntry]):
         number = self.number_of[name]
         dtype, shape, box, global_shape = self.kinds[self.kind_of[number]]
         return TensorEntry(name, dtype, shape, self.source(number), box, global_shape)
+
+    def kind_named(self, name: str) -> Kind:
+        """Return what kind of tensor is called so. Raises KeyError if none is."""
+        return self.kinds[self.kind_of[self.number_of[name]]]
+
+    def keys(self) -> KeysView[str]:
+        return self.number_of.keys()
 
     def __contains__(self, name: object) -> bool:
         return name in self.number_of

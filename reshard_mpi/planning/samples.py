@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from functools import lru_cache, partial
 from itertools import accumulate, islice
 from typing import NamedTuple, TypeVar
 
-from reshard_mpi.formats.manifest import TensorEntry
+from reshard_mpi.formats.manifest import Tensors
 from reshard_mpi.planning.agreement import is_moment
 from reshard_mpi.planning.parameters import find_or_follow
 from reshard_mpi.sharding.box import Box
@@ -193,9 +193,7 @@ class Sampler:
         self._numbers: dict[Placement, int] = {}
         self._chosen: dict[int, tuple[frozenset[str], tuple[Sampled, ...]]] = {}
 
-    def choose(
-        self, stage: int, first: Mapping[str, TensorEntry], second: Mapping[str, TensorEntry]
-    ) -> tuple[Sampled, ...]:
+    def choose(self, stage: int, first: Tensors, second: Tensors) -> tuple[Sampled, ...]:
         """Return the tensors that two shards of `stage` both hold in the order in which they are worth comparing.
 
         Of the tensors that are held in one way and have one name but for the numbers in it: the first, the last, and
@@ -204,16 +202,17 @@ class Sampler:
         names = frozenset(first.keys() & second.keys())
         known = self._chosen.get(stage)
         if known is None or known[0] != names:
-            known = names, self._choose(stage, {name: entry for name, entry in first.items() if name in names})
+            known = names, self._choose(stage, first, names)
             self._chosen[stage] = known
         return known[1]
 
-    def _choose(self, stage: int, tensors: Mapping[str, TensorEntry]) -> tuple[Sampled, ...]:
+    def _choose(self, stage: int, tensors: Tensors, names: frozenset[str]) -> tuple[Sampled, ...]:
         kinds: dict[int, dict[str, list[Sampled]]] = {}
-        for name, entry in tensors.items():
-            if is_moment(name) or not entry.size_bytes or not self._is_wanted(name, tensors):
+        empty = [not kind.size_bytes for kind in tensors.kinds]
+        for name, kind in zip(tensors, tensors.kind_of):
+            if empty[kind] or name not in names or is_moment(name) or not self._is_wanted(name, names):
                 continue
-            placements = find_or_follow(self._strategy, name, partial(_same_shape, tensors, name))
+            placements = find_or_follow(self._strategy, name, partial(_same_shape, tensors, names, name))
             near = next((placement for placement in placements if stage in placement.stages), None)
             home_stage = placements[0].stages[0] if placements and near is None else None
             of_way = kinds.setdefault(self._way(near), {})
@@ -235,9 +234,11 @@ def kind_of(name: str) -> str:
     return _DIGITS.sub("#", name)
 
 
-def _same_shape(tensors: Mapping[str, TensorEntry], name: str, base: str) -> bool:
-    other, entry = tensors.get(base), tensors[name]
-    return other is None or (other.shape, other.global_shape) == (entry.shape, entry.global_shape)
+def _same_shape(tensors: Tensors, names: Container[str], name: str, base: str) -> bool:
+    if base not in names:
+        return True
+    kind, other = tensors.kind_named(name), tensors.kind_named(base)
+    return (other.shape, other.global_shape) == (kind.shape, kind.global_shape)
 
 
 def _ends_first(tensors: list[Sampled]) -> list[Sampled]:

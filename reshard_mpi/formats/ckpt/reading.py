@@ -7,7 +7,7 @@ import sys
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import files
-from reshard_mpi.formats.ckpt.values import STRING_TYPE, Alike, Value, is_trailer, value_at
+from reshard_mpi.formats.ckpt.values import STRING_TYPE, Known, Value, alike, is_trailer, learn, value_at
 from reshard_mpi.formats.ckpt.wire import Reader
 from reshard_mpi.formats.dtypes import BY_MINDSPORE_NAME, DType
 from reshard_mpi.formats.manifest import Manifest, Segments, TensorEntry, Tensors
@@ -37,7 +37,7 @@ class _Reading:
         self._reader = reader
         self._tensors = Tensors(reader.path)
         self._strings: dict[str, str] = {}
-        self._alike = Alike()
+        self._known: Known = {}
         self._kept_bytes = self._text_bytes = self._count = 0
 
     def manifest(self) -> Manifest:
@@ -49,13 +49,9 @@ class _Reading:
 
     def _take_alike(self, at: int) -> int:
         """Add the tensors from byte `at` on that are like others before; return where there is one that is not."""
-        reader, tensors, strings = self._reader, self._tensors, self._strings
-        while at < reader.size_bytes:
-            found = self._alike.find(reader, at)
-            if found is None:
-                break
-            name, kind, start, end = found
-            if end > reader.size_bytes or name in tensors.number_of or name in strings:
+        size_bytes, tensors, strings = self._reader.size_bytes, self._tensors, self._strings
+        for name, kind, start, end in alike(self._reader, at, self._known):
+            if end > size_bytes or name in tensors.number_of or name in strings:
                 break
             self._counted(at, name)
             tensors.add(sys.intern(name), kind, start)
@@ -92,7 +88,7 @@ class _Reading:
             entry = _tensor(self._reader, pieces)
             self._tensors.add_entry(entry)
             if len(pieces) == 1:
-                self._alike.learn(self._reader, first, self._tensors.kind_of[-1])
+                learn(self._reader, first, self._tensors.kind_of[-1], self._known)
         return end
 
     def _value(self, at: int) -> Value:

@@ -73,51 +73,63 @@ def is_trailer(reader: Reader, at: int) -> bool:
     return reader.size_bytes - at == CRC_BYTES and reader.read(at, len(CRC_MARK)) == CRC_MARK
 
 
-class Alike:
-    """Recognises Values that are, but for their names, what Values before them were: nearly all of a large shard.
+# Of Values before: their bytes before the name -> those between name and content -> number of a kind, and how many
+# bytes the content has.
+Known = dict[bytes, dict[bytes, tuple[int, int]]]
 
-    It looks at the bytes before and after a name, as MindSpore encodes them, and compares them as a whole.
+
+class Alike(NamedTuple):
+    """A Value that is, but for its name, what one before it was: its name, its kind, and where its content is.
+
+    The content may end behind the file.
     """
 
-    def __init__(self) -> None:
-        self._known: dict[tuple[bytes, bytes], tuple[int, int]] = {}
+    name: str
+    kind: int
+    start: int
+    end: int
 
-    def learn(self, reader: Reader, value: Value, kind: int) -> None:
-        """Remember that such a Value is a whole tensor of a kind with this number."""
-        around = self._around(*reader.window(value.at), value.at)
-        if around is not None and value.content.length_bytes:
-            self._known[around[0]] = kind, value.content.length_bytes
 
-    def find(self, reader: Reader, at: int) -> tuple[str, int, int, int] | None:
-        """Return the name of the Value at byte `at`, its kind, and where its content begins and ends; None: look at it.
+def learn(reader: Reader, value: Value, kind: int, known: Known) -> None:
+    """Remember how a Value is encoded that is a whole tensor of the kind with this number."""
+    window, base = reader.window(value.at)
+    start = _USUAL_START.match(window, value.at - base)
+    rest = _USUAL_REST.match(window, start.end() + start[2][0]) if start else None
+    if start and rest and value.content.length_bytes:
+        known.setdefault(start[0], {})[rest[0]] = kind, value.content.length_bytes
 
-        Its content may end behind the file.
-        """
-        window, base = reader.window(at)
-        start = _USUAL_START.match(window, at - base)
+
+def alike(reader: Reader, at: int, known: Known) -> Iterator[Alike]:
+    """Yield the Values from byte `at` on as long as they are like others before: nearly all of a large shard are.
+
+    The bytes before and after a name, as MindSpore encodes them, are compared as a whole.
+    """
+    matches_start, (window, base) = _USUAL_START.match, reader.window(at)
+    last = reader.last_in_window
+    while at < reader.size_bytes:
+        if not base <= at <= last:
+            window, base = reader.window(at)
+            last = reader.last_in_window
+        start = matches_start(window, at - base)
         if start is None:
-            return None
+            return
         name_at = start.end()
         name_end = name_at + window[name_at - 1]
-        rest = _USUAL_REST.match(window, name_end)
+        candidates = known.get(start[0], _NONE)
+        rest = next((rest for rest in candidates if window.startswith(rest, name_end)), None)
         if rest is None:
-            return None
-        known = self._known.get((start[0], rest[0]))
-        if known is None:
-            return None
+            return
+        kind, length_bytes = candidates[rest]
         try:
             name = window[name_at:name_end].decode()
         except UnicodeDecodeError:
-            return None
-        content_at = base + rest.end()
-        return name, known[0], content_at, content_at + known[1]
+            return
+        at = base + name_end + len(rest)
+        yield Alike(name, kind, at, at + length_bytes)
+        at += length_bytes
 
-    @staticmethod
-    def _around(window: bytes, base: int, at: int) -> tuple[tuple[bytes, bytes], int] | None:
-        """Return the bytes of a Value before its name and after it, up to its content, and where that begins."""
-        start = _USUAL_START.match(window, at - base)
-        rest = _USUAL_REST.match(window, start.end() + start[2][0]) if start else None
-        return ((start[0], rest[0]), base + rest.end()) if start and rest else None
+
+_NONE: dict[bytes, tuple[int, int]] = {}
 
 
 def usual_value(reader: Reader, at: int) -> Value | None:

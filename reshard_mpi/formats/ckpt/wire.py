@@ -73,14 +73,19 @@ class Reader:
 
         They are many only where headers follow soon on each other.
         """
-        first = at - self._base
-        if not 0 <= first <= len(self._window) - _HEADER_BYTES and self._base + len(self._window) < self.size_bytes:
-            near = 0 <= first <= 2 * len(self._window)
-            self._window = self._pread(at, min(2 * len(self._window), _LARGE_WINDOW_BYTES) if near else _WINDOW_BYTES)
+        if not self._base <= at <= self.last_in_window:
+            is_near = 0 <= at - self._base <= 2 * len(self._window)
+            self._window = self._pread(
+                at, min(2 * len(self._window), _LARGE_WINDOW_BYTES) if is_near else _WINDOW_BYTES
+            )
             self._base = at
-        elif first < 0:
-            self._window, self._base = self._pread(at, _WINDOW_BYTES), at
         return self._window, self._base
+
+    @property
+    def last_in_window(self) -> int:
+        """The last byte of the file that a header may begin with to be in the window as a whole."""
+        end = self._base + len(self._window)
+        return end if end == self.size_bytes else end - _HEADER_BYTES
 
     def cut_short(self, at: int) -> ShardError:
         """Return the error of a file that ends within the field at `at`."""

@@ -19,6 +19,7 @@ in TensorMap of int32, in ParamSplitShape and IndicesOffset of int64. Other fiel
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import BinaryIO
 
@@ -158,6 +159,8 @@ def _items(stream: BinaryIO) -> Iterator[Field]:
         yield item
 
 
+# A short name, and what is said of it, nothing else; a name without control characters cannot look like anything else.
+_USUAL = re.compile(rb"\x0a[\x00-\x7f]([\x20-\xff]*)\x12([\x00-\x7f])")
 _OPERATOR_FIELDS, _PARAMETER_FIELDS = ("node_name", "parallel_strategys"), ("param_name", "parallel_layouts")
 
 
@@ -165,11 +168,15 @@ def _named(data: bytes, within: str, fields: tuple[str, str], path: str) -> tupl
     """Return the name of an item, and what is said of it; a message that comes twice is both together."""
     name: bytes | None = None
     content: bytes | None = None
-    for field in protobuf.fields(data):
-        if field.kind == _NAME:
-            name = field.content
-        elif field.kind == _CONTENT:
-            content = field.content if content is None else content + field.content
+    usual = _USUAL.match(data)
+    if usual is not None and usual.end() + usual[2][0] == len(data) and len(usual[1]) == data[1]:
+        name, content = usual[1], data[usual.end() :]  # as nearly all are, which costs a quarter
+    else:
+        for field in protobuf.fields(data):
+            if field.kind == _NAME:
+                name = field.content
+            elif field.kind == _CONTENT:
+                content = field.content if content is None else content + field.content
     _require_all(dict(zip(fields, (name, content))), within, path)
     assert name is not None and content is not None
     try:

@@ -124,8 +124,9 @@ def to_strategy(files: Iterable[StageFile], origin: str) -> Strategy:
     # The stages that hold a parameter, by the placement they share.
     held: dict[str, dict[Placement, list[int]]] = {}
     for stage, file in enumerate(stages):
+        has_sizes = any(layout.indices_offset for layout in file.layouts.values())
         for name, stated in file.layouts.items():
-            layout = _with_sizes(name, stated, file.layouts)
+            layout = _with_sizes(name, stated, file.layouts) if has_sizes else stated
             key = _meaning(layout)
             placement = placements.get(key)
             if placement is None:
