@@ -169,7 +169,8 @@ class SourceCheckpoint:
         return None
 
     def _located(self, rank: int) -> Manifest:
-        manifest = self._unchecked.pop(rank, None) or _locate(self.files, rank)
+        like = next(reversed(self._manifests.values()), None) or next(iter(self._unchecked.values()), None)
+        manifest = self._unchecked.pop(rank, None) or _locate(self.files, rank, like)
         if manifest.identity is not None:
             require_rank(manifest.identity, rank, self.strategy.world_size, manifest.path)
         self._extent = self._extent.including(manifest)
@@ -263,10 +264,10 @@ def _first_sound(files: ShardFiles, damage: dict[int, ReshardError]) -> tuple[in
     raise damage[min(damage)]
 
 
-def _locate(files: ShardFiles, rank: int) -> Manifest:
-    """Read the manifest of one rank, joined where its tensors lie in several files."""
+def _locate(files: ShardFiles, rank: int, like: Manifest | None = None) -> Manifest:
+    """Read the manifest of one rank, joined where its tensors lie in several files. like: that of another rank."""
     module = formats.by_name(files.format)
-    manifests = [module.locate(path) for path in files.by_rank[rank]]
+    manifests = [module.locate(path, like) for path in files.by_rank[rank]]
     if len(manifests) == 1:
         return manifests[0]
     tensors = Tensors(files.path)

@@ -75,6 +75,17 @@ def write_all(fd: int, data: bytes, offset_bytes: int) -> None:
         offset_bytes += written
 
 
+def not_as_written(path: str) -> ShardError:
+    """Return the error for a shard whose structure is not what was written."""
+    return ShardError(
+        "a shard is not what was written a moment ago",
+        expected="the structure that was meant",
+        got="something else",
+        where=path,
+        remedy="look for a failing disk or memory, and make sure that nobody else writes there",
+    )
+
+
 def check_names(path: str, names: list[str]) -> None:
     """Check the names of a shard that is to be written. Raises TargetError if one could not be read back."""
     seen: set[str] = set()

@@ -146,6 +146,18 @@ class Tensors(Mapping[str, TensorEntry]):
         if self.number_of is not other.number_of and list(self.number_of) == list(other.number_of):
             self.number_of = other.number_of
 
+    def at(self, path: str) -> Tensors:
+        """Return the tensors of a file that has the same ones at the same places."""
+        other = Tensors(path)
+        other.number_of, other.kinds, other._number_of_kind = self.number_of, self.kinds, self._number_of_kind
+        other.kind_of, other.starts = self.kind_of, self.starts
+        for number, source in self.elsewhere.items():
+            if not isinstance(source, Segments):
+                raise TypeError("a tensor that is read through a library")
+            ranges = tuple(ByteRange(path, part.offset_bytes, part.length_bytes) for part in source.ranges)
+            other.elsewhere[number] = Segments(ranges, source.swapped)
+        return other
+
     def source(self, number: int) -> Segments | Decoded:
         """Return where the elements of a tensor are."""
         start = self.starts[number]
@@ -214,14 +226,29 @@ class ShardIdentity(NamedTuple):
     strategy: str
 
 
+class Structure(NamedTuple):
+    """What makes two files of a format the same but for payloads: their length, and a digest of all else."""
+
+    size_bytes: int
+    digest: bytes
+
+
 class Manifest(NamedTuple):
-    """One shard file: its tensors in the file's order, its strings, and its identity where it carries one."""
+    """One shard file: its tensors in the file's order, its strings, and its identity where it carries one.
+
+    structure: where a format can tell by it that another file has the same tensors at the same places.
+    """
 
     path: str
     format: str
     tensors: Tensors
     strings: Mapping[str, str] = {}
     identity: ShardIdentity | None = None
+    structure: Structure | None = None
+
+    def at(self, path: str) -> Manifest:
+        """Return what a file of the same structure holds."""
+        return self._replace(path=path, tensors=self.tensors.at(path))
 
     @property
     def is_as_stored(self) -> bool:

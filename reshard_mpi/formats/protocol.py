@@ -29,11 +29,14 @@ class Format(Protocol):
     @property
     def MODE(self) -> int: ...  # noqa: N802
 
-    def locate(self, path: str) -> Manifest:
-        """Read the structure of the shard at `path`. Raises ShardError if it is not a sound shard of this format."""
+    def locate(self, path: str, like: Manifest | None = None) -> Manifest:
+        """Read the structure of the shard at `path`. Raises ShardError if it is not a sound shard of this format.
 
-    def read_back(self, path: str) -> Manifest:
-        """Read the structure of a shard that was just written. Raises ShardError if that is damaged in any way."""
+        like: another shard of the checkpoint; where the structure of this one is the same, it need not be parsed.
+        """
+
+    def read_back(self, meant: Manifest) -> None:
+        """Look at the structure of a shard that was just written. Raises ShardError if it is not what was meant."""
 
     def size_at_most_bytes(self, spec: ShardSpec, *, crc: bool = False) -> int:
         """Return what the shard of `spec` can take at most, structure and gaps included: never less than it will.

@@ -13,7 +13,7 @@ big-endian CRC-32 of everything before. They are no tensors; `check_crc` verifie
 
 from __future__ import annotations
 
-from reshard_mpi.formats.ckpt.reading import NAME, locate
+from reshard_mpi.formats.ckpt.reading import NAME, locate, read_back
 from reshard_mpi.formats.ckpt.sealing import check_crc, seal, stored_sums
 from reshard_mpi.formats.ckpt.writing import reserve, size_at_most_bytes
 
@@ -33,4 +33,3 @@ __all__ = [
 SUFFIXES = (".ckpt",)
 # Nobody else's, as MindSpore's own.
 MODE = 0o600
-read_back = locate

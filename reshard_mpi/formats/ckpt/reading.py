@@ -7,7 +7,8 @@ import sys
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import files
-from reshard_mpi.formats.ckpt.values import STRING_TYPE, Known, Value, alike, is_trailer, learn, value_at
+from reshard_mpi.formats.ckpt import structure
+from reshard_mpi.formats.ckpt.values import STRING_TYPE, USUAL_START, Known, Value, is_trailer, learn, value_at
 from reshard_mpi.formats.ckpt.wire import Reader
 from reshard_mpi.formats.dtypes import BY_MINDSPORE_NAME, DType
 from reshard_mpi.formats.manifest import Manifest, Segments, TensorEntry, Tensors
@@ -18,16 +19,27 @@ _ENCRYPTED = {0x7F3A5ED8: "AES-GCM", 0x7F3A5ED9: "AES-CBC", 0x7F3A5EDA: "SM4-CBC
 _MAX_PAYLOAD_BYTES = 1 << 63
 
 
-def locate(path: str) -> Manifest:
+def locate(path: str, like: Manifest | None = None) -> Manifest:
     """Find the tensors and strings of the checkpoint at `path` without reading any payload.
 
-    Raises ShardError if the file is empty, truncated, over-long, encrypted, damaged, or holds map tensors, a tag
-    twice, or a tensor whose content is not as long as its dims and type say.
+    like: another shard; one of the same structure has its tensors at the same places. Raises ShardError if the file is
+    empty, truncated, over-long, encrypted, damaged, or holds map tensors, a tag twice, or a tensor whose content is not
+    as long as its dims and type say.
     """
     with files.opened(path) as (fd, size_bytes):
+        if like is not None and like.structure is not None and structure.of_file(fd, like.tensors) == like.structure:
+            return like.at(path)
         reader = Reader(fd, path, size_bytes)
         _refuse_encrypted(reader)
-        return _Reading(reader).manifest()
+        found = _Reading(reader).manifest()
+        return found._replace(structure=structure.of_file(fd, found.tensors))
+
+
+def read_back(meant: Manifest) -> None:
+    """Look at the structure of a checkpoint that was just written. Raises ShardError if it is not what was meant."""
+    with files.opened(meant.path) as (fd, _):
+        if structure.of_file(fd, meant.tensors) != meant.structure:
+            raise files.not_as_written(meant.path)
 
 
 class _Reading:
@@ -48,14 +60,42 @@ class _Reading:
         return Manifest(reader.path, NAME, self._tensors, self._strings)
 
     def _take_alike(self, at: int) -> int:
-        """Add the tensors from byte `at` on that are like others before; return where there is one that is not."""
-        size_bytes, tensors, strings = self._reader.size_bytes, self._tensors, self._strings
-        for name, kind, start, end in alike(self._reader, at, self._known):
-            if end > size_bytes or name in tensors.number_of or name in strings:
+        """Add the tensors from byte `at` on that are, but for their names, like others before; return where one is not.
+
+        Nearly all of a large shard are. The bytes before and after a name are compared as a whole, and little is called
+        for a tensor by itself.
+        """
+        reader, known, matches, intern = self._reader, self._known, USUAL_START.match, sys.intern
+        size_bytes, names, strings = reader.size_bytes, self._tensors.number_of, self._strings
+        add_kind, add_start = self._tensors.kind_of.append, self._tensors.starts.append
+        window, base, last = reader.window(at)
+        while at < size_bytes:
+            if not base <= at <= last:
+                window, base, last = reader.window(at)
+            head = matches(window, at - base)
+            alike = known.get(head[0]) if head else None
+            if head is None or alike is None:
+                break
+            name_at = head.end()
+            name_end = name_at + window[name_at - 1]
+            for rest in alike:
+                if window.startswith(rest, name_end):
+                    break
+            else:
+                break
+            kind, content_bytes = alike[rest]
+            start = base + name_end + len(rest)
+            try:
+                name = intern(window[name_at:name_end].decode())
+            except UnicodeDecodeError:
+                break
+            if start + content_bytes > size_bytes or name in names or name in strings:
                 break
             self._counted(at, name)
-            tensors.add(sys.intern(name), kind, start)
-            at = end
+            names[name] = len(names)
+            add_kind(kind)
+            add_start(start)
+            at = start + content_bytes
         return at
 
     def _take(self, at: int) -> int:

@@ -27,7 +27,7 @@ _VALUE_KEY = encode_varint(_VALUE << 3 | LENGTH)
 # The encoding protobuf's serializers make: fields in order of their numbers, tags and types shorter than 128 bytes.
 # Varints of up to nine bytes have at most 63 bits.
 _VARINT = rb"[\x80-\xff]{0,8}[\x00-\x7f]"
-_USUAL_START = re.compile(rb"\x0a(%b)\x0a([\x01-\x7f])" % _VARINT)
+USUAL_START = re.compile(rb"\x0a(%b)\x0a([\x01-\x7f])" % _VARINT)
 _USUAL_MIDDLE = re.compile(rb"\x12(%b)((?:\x08%b){0,%d})\x12([\x01-\x3f])" % (_VARINT, _VARINT, files.MAX_DIMENSIONS))
 _USUAL_END = re.compile(rb"\x1a(%b)" % _VARINT)
 # All between a name and the content. No type's name has the byte that begins the content.
@@ -78,58 +78,13 @@ def is_trailer(reader: Reader, at: int) -> bool:
 Known = dict[bytes, dict[bytes, tuple[int, int]]]
 
 
-class Alike(NamedTuple):
-    """A Value that is, but for its name, what one before it was: its name, its kind, and where its content is.
-
-    The content may end behind the file.
-    """
-
-    name: str
-    kind: int
-    start: int
-    end: int
-
-
 def learn(reader: Reader, value: Value, kind: int, known: Known) -> None:
     """Remember how a Value is encoded that is a whole tensor of the kind with this number."""
-    window, base = reader.window(value.at)
-    start = _USUAL_START.match(window, value.at - base)
+    window, base, _ = reader.window(value.at)
+    start = USUAL_START.match(window, value.at - base)
     rest = _USUAL_REST.match(window, start.end() + start[2][0]) if start else None
     if start and rest and value.content.length_bytes:
         known.setdefault(start[0], {})[rest[0]] = kind, value.content.length_bytes
-
-
-def alike(reader: Reader, at: int, known: Known) -> Iterator[Alike]:
-    """Yield the Values from byte `at` on as long as they are like others before: nearly all of a large shard are.
-
-    The bytes before and after a name, as MindSpore encodes them, are compared as a whole.
-    """
-    matches_start, (window, base) = _USUAL_START.match, reader.window(at)
-    last = reader.last_in_window
-    while at < reader.size_bytes:
-        if not base <= at <= last:
-            window, base = reader.window(at)
-            last = reader.last_in_window
-        start = matches_start(window, at - base)
-        if start is None:
-            return
-        name_at = start.end()
-        name_end = name_at + window[name_at - 1]
-        candidates = known.get(start[0], _NONE)
-        rest = next((rest for rest in candidates if window.startswith(rest, name_end)), None)
-        if rest is None:
-            return
-        kind, length_bytes = candidates[rest]
-        try:
-            name = window[name_at:name_end].decode()
-        except UnicodeDecodeError:
-            return
-        at = base + name_end + len(rest)
-        yield Alike(name, kind, at, at + length_bytes)
-        at += length_bytes
-
-
-_NONE: dict[bytes, tuple[int, int]] = {}
 
 
 def usual_value(reader: Reader, at: int) -> Value | None:
@@ -138,7 +93,7 @@ def usual_value(reader: Reader, at: int) -> Value | None:
     Nearly all are, and this costs a third. What it returns is what `_value` would.
     """
     head = reader.peek(at)
-    start = _USUAL_START.match(head)
+    start = USUAL_START.match(head)
     if start is None:
         return None
     tag_end = start.end() + start[2][0]

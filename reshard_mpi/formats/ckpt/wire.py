@@ -68,22 +68,21 @@ class Reader:
             first = 0
         return self._window[first : first + _HEADER_BYTES]
 
-    def window(self, at: int) -> tuple[bytes, int]:
+    def window(self, at: int) -> tuple[bytes, int, int]:
         """Return bytes of the file with enough from byte `at` on for a header, and which byte is their first.
 
-        They are many only where headers follow soon on each other.
+        And the last byte that a header may begin with to be among them as a whole. They are many only where headers
+        follow soon on each other.
         """
-        if not self._base <= at <= self.last_in_window:
-            is_near = 0 <= at - self._base <= 2 * len(self._window)
-            self._window = self._pread(
-                at, min(2 * len(self._window), _LARGE_WINDOW_BYTES) if is_near else _WINDOW_BYTES
-            )
+        base, size = self._base, len(self._window)
+        if not base <= at <= self._last_in_window:
+            near = base <= at <= base + 2 * size
+            self._window = self._pread(at, min(2 * size, _LARGE_WINDOW_BYTES) if near and size else _WINDOW_BYTES)
             self._base = at
-        return self._window, self._base
+        return self._window, self._base, self._last_in_window
 
     @property
-    def last_in_window(self) -> int:
-        """The last byte of the file that a header may begin with to be in the window as a whole."""
+    def _last_in_window(self) -> int:
         end = self._base + len(self._window)
         return end if end == self.size_bytes else end - _HEADER_BYTES
 

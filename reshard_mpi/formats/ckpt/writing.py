@@ -7,6 +7,7 @@ import os
 from reshard_mpi.errors import TargetError
 from reshard_mpi.formats import files
 from reshard_mpi.formats.ckpt.reading import NAME
+from reshard_mpi.formats.ckpt.structure import of_parts
 from reshard_mpi.formats.ckpt.values import CRC_BYTES, EMPTY_CHECKPOINT, STRING_TYPE, encode_around, encode_header
 from reshard_mpi.formats.manifest import (
     ByteRange,
@@ -22,7 +23,7 @@ from reshard_mpi.formats.manifest import (
 # MindSpore's synchronous save cuts at exactly this many bytes (`SLICE_SIZE`), and protobuf ends at 2 GiB.
 CUT_BYTES = 512 << 20
 # Headers with so little between them are written together, and as much of them at once.
-_SMALL_GAP_BYTES = 512
+_SMALL_GAP_BYTES = 16384
 _WRITTEN_BYTES = 256 << 10
 
 
@@ -33,7 +34,7 @@ def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
     be stored, OSError if it cannot be written.
     """
     files.check_names(path, [*spec.specs.names, *spec.strings])
-    tensors, structure, at = Tensors(path), _Structure(), 0
+    tensors, structure, at = Tensors(path), _Structure(fd), 0
     known: dict[tuple[int, int], tuple[bytes, bytes, int, int]] = {}
     specs = spec.specs
     for name, number in zip(specs.names, specs.kind_of):
@@ -61,9 +62,9 @@ def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
         # A file of 0 bytes cannot be told from a failed copy: a shard of nothing is the checksum of nothing.
         structure.add(0, EMPTY_CHECKPOINT)
         at = len(EMPTY_CHECKPOINT)
+    structure.write()
     os.ftruncate(fd, at)
-    structure.write(fd)
-    return Manifest(path, NAME, tensors, dict(spec.strings))
+    return Manifest(path, NAME, tensors, dict(spec.strings), structure=of_parts(structure.parts, at))
 
 
 def _reserve_pieces(structure: _Structure, tensors: Tensors, name: str, kind: SpecKind, at: int) -> int:
@@ -79,34 +80,31 @@ def _reserve_pieces(structure: _Structure, tensors: Tensors, name: str, kind: Sp
 
 
 class _Structure:
-    """What is written of a shard besides payloads: headers, those close to each other together."""
+    """Writes what a shard has besides payloads: headers, those close to each other together. parts: all of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
         self._start = self._end = 0
-        self._parts: list[bytes] = []
-        self._written: list[tuple[int, bytes]] = []
+        self._together: list[bytes] = []
+        self.parts: list[bytes] = []
 
     def add(self, at: int, content: bytes) -> None:
         """Add what begins at byte `at`, behind all that was added before."""
         gap = at - self._end
         if gap > _SMALL_GAP_BYTES or at - self._start > _WRITTEN_BYTES:
-            self._close()
+            self.write()
             self._start = at
         elif gap:
-            self._parts.append(bytes(gap))
-        self._parts.append(content)
+            self._together.append(bytes(gap))
+        self._together.append(content)
+        self.parts.append(content)
         self._end = at + len(content)
 
-    def write(self, fd: int) -> None:
-        """Write all of it."""
-        self._close()
-        for at, content in self._written:
-            files.write_all(fd, content, at)
-
-    def _close(self) -> None:
-        if self._parts:
-            self._written.append((self._start, b"".join(self._parts)))
-            self._parts.clear()
+    def write(self) -> None:
+        """Write what has been added."""
+        if self._together:
+            files.write_all(self._fd, b"".join(self._together), self._start)
+            self._together.clear()
 
 
 def size_at_most_bytes(spec: ShardSpec, *, crc: bool = False) -> int:

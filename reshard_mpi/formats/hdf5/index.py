@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 from zlib_ng.zlib_ng import crc32
 
-from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import files
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.hdf5 import schema
@@ -88,7 +87,7 @@ def write_sums(fd: int, path: str, end: int, sums: Sequence[int]) -> None:
         if place is None or place[1] != _SUM.size * len(sums):
             raise ValueError("no place for the sums")
     except _NOT_OURS as error:
-        raise not_as_written(path) from error
+        raise files.not_as_written(path) from error
     content = Struct(f"<{len(sums)}I").pack(*sums)
     if sums:
         files.write_all(fd, content, place[0])
@@ -120,16 +119,6 @@ def length_bytes(fd: int, end: int) -> int | None:
     if not head.startswith(MARK):
         return None
     return end + _HEAD.size + (_HEAD.unpack(head)[4] if len(head) == _HEAD.size else 0)
-
-
-def not_as_written(path: str) -> ShardError:
-    return ShardError(
-        "a shard is not what was written a moment ago",
-        expected="its index, and a structure that fits it",
-        got="something else",
-        where=path,
-        remedy="look for a failing disk or memory, and make sure that nobody else writes there",
-    )
 
 
 # What JSON and text raise that is not what was written.

@@ -10,7 +10,7 @@ from reshard_mpi.formats.hdf5 import index, superblock
 from reshard_mpi.formats.manifest import Manifest
 
 
-def locate(path: str) -> Manifest:
+def locate(path: str, like: Manifest | None = None) -> Manifest:
     """Find the tensors and strings of the HDF5 file at `path` without reading any payload.
 
     Raises ShardError if the file is empty, truncated, over-long, damaged or not HDF5, if anything in it lies in
@@ -28,13 +28,12 @@ def stored_sums(path: str) -> Mapping[str, int]:
         return found if found is not None else _isolation().stored_sums(path)
 
 
-def read_back(path: str) -> Manifest:
-    """Find the tensors and strings of a native shard as it was just written. Raises ShardError."""
-    with files.opened(path) as (fd, size_bytes):
-        found = index.locate(fd, path, superblock.end_of_file(fd, path, size_bytes))
-    if found is None:
-        raise index.not_as_written(path)
-    return found
+def read_back(meant: Manifest) -> None:
+    """Look at the structure of a native shard that was just written. Raises ShardError if it is not what was meant."""
+    with files.opened(meant.path) as (fd, size_bytes):
+        found = index.locate(fd, meant.path, superblock.end_of_file(fd, meant.path, size_bytes))
+    if found != meant:
+        raise files.not_as_written(meant.path)
 
 
 def check_crc(path: str) -> bool:

@@ -121,31 +121,42 @@ def to_strategy(files: Iterable[StageFile], origin: str) -> Strategy:
             "the strategy has too many stages", expected=f"at most {MAX_STAGES}", got=str(len(stages)), where=origin
         )
     placements: dict[tuple[object, ...], Placement] = {}
-    # The stages that hold a parameter, by the placement they share.
-    held: dict[str, dict[Placement, list[int]]] = {}
+    # By the identity of a layout, which many parameters have together; the files keep them.
+    known: dict[int, Placement] = {}
+    # The placements of a parameter, each with a stage that holds it so.
+    held: dict[str, list[tuple[Placement, int]]] = {}
     for stage, file in enumerate(stages):
         has_sizes = any(layout.indices_offset for layout in file.layouts.values())
         for name, stated in file.layouts.items():
-            layout = _with_sizes(name, stated, file.layouts) if has_sizes else stated
-            key = _meaning(layout)
-            placement = placements.get(key)
+            placement = None if has_sizes else known.get(id(stated))
             if placement is None:
-                placement = placements[key] = to_placement(layout, place(file.path, name))
-            held.setdefault(name, {}).setdefault(placement, []).append(stage)
-    made: dict[tuple[Placement, tuple[int, ...]], Placement] = {}
+                layout = _with_sizes(name, stated, file.layouts)
+                key = _meaning(layout)
+                placement = placements.get(key)
+                if placement is None:
+                    placement = placements[key] = to_placement(layout, place(file.path, name))
+                if not has_sizes:
+                    known[id(stated)] = placement
+            held.setdefault(name, []).append((placement, stage))
+    made: dict[tuple[tuple[int, int], ...], tuple[Placement, ...]] = {}
     parameters = {}
-    for name, groups in held.items():
-        entries = []
-        for placement, at in groups.items():
-            entry = made.get((placement, tuple(at)))
-            if entry is None:
-                entry = made[placement, tuple(at)] = placement.with_stages(tuple(at))
-            entries.append(entry)
-        parameters[name] = tuple(entries)
+    for name, entries in held.items():
+        who = tuple([(id(placement), stage) for placement, stage in entries])
+        if who not in made:
+            made[who] = _by_placement(entries)
+        parameters[name] = made[who]
     stage_size = next(iter(placements.values())).stage_size
     if stage_size * len(stages) > MAX_RANKS:
         raise StrategyError("the strategy has too many ranks", expected=f"at most {MAX_RANKS}", where=origin)
     return Strategy(stage_size * len(stages), len(stages), parameters, origin=origin)
+
+
+def _by_placement(entries: Iterable[tuple[Placement, int]]) -> tuple[Placement, ...]:
+    """Return placements, each for all of the stages that are given with it."""
+    stages: dict[Placement, list[int]] = {}
+    for placement, stage in entries:
+        stages.setdefault(placement, []).append(stage)
+    return tuple(placement.with_stages(tuple(at)) for placement, at in stages.items())
 
 
 def _with_sizes(name: str, layout: RawLayout, layouts: Layouts) -> RawLayout:

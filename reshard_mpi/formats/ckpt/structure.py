@@ -1,0 +1,78 @@
+"""All bytes of a checkpoint file that are no payload, so that files of the same structure are told without parsing.
+
+The ranks of a training that hold shards of one shape write files that differ in nothing but payloads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+from collections.abc import Iterable, Iterator
+
+from reshard_mpi.formats.ckpt.values import CRC_BYTES, CRC_MARK
+from reshard_mpi.formats.manifest import Segments, Structure, Tensors
+
+# As much of a file is mapped at once.
+_WINDOW_BYTES = 16 << 20
+# From one byte to another.
+_Span = tuple[int, int]
+
+
+def of_file(fd: int, tensors: Tensors) -> Structure | None:
+    """Return the structure of a file if its tensors lie as these do; None if they cannot."""
+    payloads = list(_payloads(tensors))
+    size_bytes = _without_checksum(fd, payloads[-1][1] if payloads else 0)
+    spans, last = list[_Span](), 0
+    for start, stop in (*payloads, (size_bytes, size_bytes)):
+        if not last <= start <= stop <= size_bytes:
+            return None
+        spans.append((last, start))
+        last = stop
+    try:
+        return of_parts(_contents(fd, spans), size_bytes)
+    except (ValueError, OSError):  # it has just become shorter, or cannot be read
+        return None
+
+
+def of_parts(parts: Iterable[bytes], size_bytes: int) -> Structure:
+    """Return the structure of a file of so many bytes, these parts of which are no payload, in order."""
+    return Structure(size_bytes, hashlib.blake2b(b"".join(parts)).digest())
+
+
+def _without_checksum(fd: int, end: int) -> int:
+    """Return how long a file is without the checksum that may be at its end. end: of its last payload."""
+    size_bytes = os.fstat(fd).st_size
+    before = size_bytes - CRC_BYTES
+    if before < max(end, 1) or os.pread(fd, len(CRC_MARK), before) != CRC_MARK:
+        return size_bytes
+    return before
+
+
+def _payloads(tensors: Tensors) -> Iterator[_Span]:
+    """Yield where payloads lie, in the order of the tensors."""
+    sizes = [kind.size_bytes for kind in tensors.kinds]
+    if not tensors.elsewhere:
+        return ((start, start + sizes[kind]) for start, kind in zip(tensors.starts, tensors.kind_of) if sizes[kind])
+    return (
+        (part.offset_bytes, part.offset_bytes + part.length_bytes)
+        for number in range(len(tensors))
+        if isinstance(source := tensors.source(number), Segments)
+        for part in source.ranges
+    )
+
+
+def _contents(fd: int, spans: list[_Span]) -> Iterator[bytes]:
+    """Yield the bytes of spans of a file, which ascend, through windows on it."""
+    number = 0
+    while number < len(spans):
+        first, end = spans[number][0], spans[number][0] + _WINDOW_BYTES
+        base = first - first % mmap.ALLOCATIONGRANULARITY
+        last = number + 1
+        while last < len(spans) and spans[last][1] <= end:
+            last += 1
+        length_bytes = spans[last - 1][1] - base
+        if length_bytes:
+            with mmap.mmap(fd, length_bytes, access=mmap.ACCESS_READ, offset=base) as window:
+                yield from [window[start - base : stop - base] for start, stop in spans[number:last]]
+        number = last
