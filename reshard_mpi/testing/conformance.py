@@ -68,6 +68,25 @@ class FormatConformance:
             self.write_independently(path, contents)
             _assert_same(samples.contents_of(self.module.locate(str(path))), contents)
 
+    @_inherited
+    @given(contents=strategies.contents(), flips=st.lists(st.tuples(st.integers(0), st.integers(0, 255)), max_size=2))
+    def test_knowing_another_shard_makes_no_difference(self, contents: Contents, flips: list[tuple[int, int]]) -> None:
+        with self._scratch() as path:
+            samples.write(self.module, str(path), contents)
+            like, other = self.module.locate(str(path)), path.with_name(f"other{path.suffix}")
+            content = bytearray(path.read_bytes())
+            for at, byte in flips:
+                content[at % len(content)] = byte
+            other.write_bytes(content)
+            try:
+                expected = self.module.locate(str(other))
+            except ShardError as error:
+                with pytest.raises(ShardError) as caught:
+                    self.module.locate(str(other), like)
+                assert str(caught.value) == str(error)
+            else:
+                assert self.module.locate(str(other), like) == expected
+
     # Writing
 
     @pytest.mark.parametrize("dtype", BY_NAME.values(), ids=str)

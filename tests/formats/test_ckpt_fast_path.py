@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 from unittest import mock
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support import ckpt_peer
@@ -19,10 +20,10 @@ from reshard_mpi.testing import strategies
 from reshard_mpi.testing.samples import Contents, SampleTensor
 
 
-def located(path: Path) -> Manifest | str:
-    """Return what a checkpoint holds, or what is wrong with it."""
+def located(path: Path, like: Manifest | str | None = None) -> Manifest | str:
+    """Return what a checkpoint holds, or what is wrong with it. like: another one."""
     try:
-        return locate(str(path))
+        return locate(str(path), like if isinstance(like, Manifest) else None)
     except ShardError as error:
         return str(error)
 
@@ -43,7 +44,9 @@ def test_both_ways_find_the_same(
         for at, byte in flips:
             content[at % len(content)] = byte
         path.write_bytes(content[:cut])
+        ckpt_peer.write(path.with_name("like.ckpt"), contents, pieces=pieces)
         fast = located(path)
+        assert located(path, located(path.with_name("like.ckpt"))) == fast
         with (
             mock.patch.object(module, "usual_value", lambda reader, at: None),
             mock.patch.object(reading, "learn", lambda *_: None),
@@ -60,6 +63,18 @@ def test_what_mindspore_writes_takes_the_fast_way(tmp_path: Path) -> None:
         found = located(path)
     assert isinstance(found, Manifest)
     assert list(found.tensors) == [tensor.name for tensor in tensors]
+
+
+def test_a_shard_of_the_same_structure_is_not_parsed(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{number}.ckpt" for number in range(3)]
+    for number, path in enumerate(paths):
+        tensor = SampleTensor("w", BY_NAME["int8"], (3, 4), bytes([number]) * 12)
+        ckpt_peer.write(path, Contents.of([tensor], {"note": "a" if number < 2 else "b"}))
+    like = located(paths[0])
+    with mock.patch.object(reading, "_Reading", side_effect=AssertionError("parsed")):
+        assert located(paths[1], like) == like.at(str(paths[1]))
+        with pytest.raises(AssertionError):
+            located(paths[2], like)
 
 
 def test_tensors_that_are_alike_are_not_parsed_again(tmp_path: Path) -> None:
