@@ -80,7 +80,7 @@ def transform_checkpoints(
     src_strategy_file: PathLike | None = None,
     dst_strategy_file: PathLike | None = None,
     process_num: int = 1,
-    output_format: str = "ckpt",
+    output_format: str = formats.DEFAULT,
     *,
     unlisted: str = "follow",
     replicas: str = "sample",

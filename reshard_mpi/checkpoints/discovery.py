@@ -221,7 +221,7 @@ def _one_format(candidates: Mapping[int, Iterable[Path]], path: str) -> str:
 
 def _by_own_rank(files: ShardFiles) -> ShardFiles:
     """Sort loose files by the ranks they say they have; those that say nothing make up one full checkpoint."""
-    if files.format != "hdf5":
+    if not formats.by_name(files.format).TRAITS.describes_itself:
         return files
     ranks: dict[int, str] = {}
     warnings = []
@@ -256,7 +256,7 @@ def _two_different(
 
 
 def _endings() -> str:
-    return ", ".join((".ckpt", ".h5", ".hdf5"))
+    return ", ".join(formats.SUFFIXES)
 
 
 def _selected(select: str | None) -> str:

@@ -8,6 +8,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from reshard_mpi import formats
 from reshard_mpi.cli.streams import show
 from reshard_mpi.processes import comm
 from reshard_mpi.text import one_line
@@ -125,7 +126,7 @@ def _add_conversion(parser: argparse.ArgumentParser) -> None:
     _add_strategies(parser)
     parser.add_argument("--prefix", default="checkpoint_", help="of target file names (default: %(default)s)")
     parser.add_argument("--select", metavar="GLOB", help="take only source files whose names match")
-    parser.add_argument("--to", choices=("ckpt", "hdf5"), help="target format (default: the source's)")
+    parser.add_argument("--to", choices=formats.NAMES, help="target format (default: the source's)")
     share = parser.add_mutually_exclusive_group()
     share.add_argument("--rank", type=_rank, action="append", metavar="R", help="make this target only (repeatable)")
     share.add_argument(

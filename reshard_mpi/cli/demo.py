@@ -137,7 +137,7 @@ def _write_source(base: Path, tensors: Arrays) -> None:
     shapes = {name: array.shape for name, array in tensors.items()}
     for name, strategy in (("src_strategy.ckpt", source), ("dst_strategy.ckpt", target)):
         (base / name).write_bytes(encode_protobuf(to_stage_files(strategy, shapes)[0]))
-    module = formats.by_name("ckpt")
+    module = formats.by_name(formats.DEFAULT)
     for rank in range(source.world_size):
         boxes = {name: Layout(source.find(name)[0], array.shape).box(rank) for name, array in tensors.items()}
         specs = tuple(TensorSpec(name, BY_NAME["float32"], array.shape, boxes[name]) for name, array in tensors.items())
@@ -168,7 +168,7 @@ def _check(outcome: Outcome, tensors: Arrays, comm: Comm) -> str:
     """Compare this process's share of the written shards with the whole tensors; return what is wrong."""
     for report in outcome.targets[comm.rank :: comm.size]:
         data = Path(report.path).read_bytes()
-        manifest = formats.by_name("ckpt").locate(report.path)
+        manifest = formats.by_name(formats.DEFAULT).locate(report.path)
         if set(manifest.tensors) != set(tensors):
             return f"rank {report.rank} holds {sorted(manifest.tensors)}"
         for name, entry in manifest.tensors.items():

@@ -16,6 +16,9 @@ _MODULES = {
     "hdf5": ("reshard_mpi.formats.hdf5", (".h5", ".hdf5")),
 }
 NAMES = tuple(_MODULES)
+# What the functions with MindSpore's names write, unless they are told.
+DEFAULT = "ckpt"
+SUFFIXES = tuple(suffix for _, suffixes in _MODULES.values() for suffix in suffixes)
 
 
 def by_name(name: str) -> Format:

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from reshard_mpi.filesystem.folders import create_file
 from reshard_mpi.formats.manifest import Manifest, ShardSpec
+from reshard_mpi.formats.traits import Traits
 
 NO_SUMS: Mapping[str, int] = {}
 
@@ -17,7 +18,7 @@ class Format(Protocol):
     """Says where the bytes of a shard live; never plans or moves payload bytes.
 
     NAME is the format's name in options and reports, SUFFIXES the file name endings that mark it. MODE: the permissions
-    that a file has while it is written, before the user's mask.
+    that a file has while it is written, before the user's mask. TRAITS: what it can do.
     """
 
     @property
@@ -28,6 +29,9 @@ class Format(Protocol):
 
     @property
     def MODE(self) -> int: ...  # noqa: N802
+
+    @property
+    def TRAITS(self) -> Traits: ...  # noqa: N802
 
     def locate(self, path: str, like: Manifest | None = None) -> Manifest:
         """Read the structure of the shard at `path`. Raises ShardError if it is not a sound shard of this format.

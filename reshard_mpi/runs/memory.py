@@ -63,11 +63,9 @@ class RunMemory:
         """Have what was read and planned be let go of so, from now on, where others need the memory."""
         self._on_giving_way = list(let_go)
 
-    def to_open(
-        self, strategies: Iterable[str | os.PathLike[str] | None], purpose: str, source_format: str | None = None
-    ) -> None:
-        """Have the memory to read strategies and, where the format is known, the first shard."""
-        self._need(opening_bytes(strategies, source_format), purpose)
+    def to_open(self, strategies: Iterable[str | os.PathLike[str] | None], purpose: str, *source_formats: str) -> None:
+        """Have the memory to read strategies and, where formats are known, the first shards."""
+        self._need(opening_bytes(strategies, *source_formats), purpose)
 
     def to_plan(
         self,

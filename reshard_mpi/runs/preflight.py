@@ -11,6 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
+from reshard_mpi import formats
 from reshard_mpi.checkpoints.discovery import ShardFiles, strangers
 from reshard_mpi.errors import TargetError
 from reshard_mpi.units import format_bytes
@@ -24,8 +25,6 @@ _LISTED_FROM_BYTES = 1 << 20
 _LISTED_BYTES = 64 << 20
 # Names of a file, of a lock and of what they were written as, in the folder that they lie in.
 _DIRECTORY_ENTRY_BYTES = 512
-# The format that aligns tensors so that file systems can share their blocks.
-_SHARING = "hdf5"
 
 
 class Room(NamedTuple):
@@ -121,7 +120,8 @@ def stranger_notes(paths: Iterable[Path]) -> tuple[str, ...]:
 
 def may_share(files: ShardFiles, format_name: str, target: Path) -> bool:
     """Tell whether blocks of `files` can be shared with a file of a format at `target`."""
-    return files.format == format_name == _SHARING and _can_share(Path(next(iter(files.by_rank.values()))[0]), target)
+    aligned = files.format == format_name and formats.by_name(format_name).TRAITS.shares_blocks
+    return aligned and _can_share(Path(next(iter(files.by_rank.values()))[0]), target)
 
 
 def _can_share(source: Path, target: Path) -> bool:

@@ -67,8 +67,13 @@ class Run(NamedTuple):
         targets = _targets(request, strategies.target, conversion)
         if request.part is not None:  # of millions, so that only its own are looked at
             _refuse_overlap(request, files, name, targets, strategies.target)
-        if request.crc and name != "ckpt":
-            raise UsageError("--crc is for .ckpt targets", expected="--to ckpt", got=f"targets in {name}")
+        if request.crc and not formats.by_name(name).TRAITS.has_crc:
+            able = [other for other in formats.NAMES if formats.by_name(other).TRAITS.has_crc]
+            raise UsageError(
+                f"--crc is for targets in {' or '.join(able)}",
+                expected=" or ".join(f"--to {other}" for other in able),
+                got=f"targets in {name}",
+            )
         return cls(request, conversion, name, targets, strategies)
 
     def path(self, target_rank: int) -> Path:
@@ -96,7 +101,7 @@ class Run(NamedTuple):
                 "unlisted": str(request.unlisted),
                 "strict": request.strict,
                 "crc": request.crc,
-                "sums_in_shards": request.verify and self.format == "hdf5",
+                "sums_in_shards": request.verify and formats.by_name(self.format).TRAITS.keeps_sums,
                 "target_ranks": self.conversion.target.world_size,
             },
             {name: str(real_path(path)) for name, path in strategies.items() if path is not None},

@@ -11,54 +11,46 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from reshard_mpi import formats
 from reshard_mpi.checkpoints.source import MAX_KEPT_BYTES, SourceCheckpoint
 from reshard_mpi.engine.crc import has_short_runs
 from reshard_mpi.engine.regions import takes_numpy
 from reshard_mpi.engine.transfer import is_gathered
-from reshard_mpi.formats.manifest import Decoded
+from reshard_mpi.formats.manifest import KEPT_TENSOR_BYTES, Decoded
+from reshard_mpi.formats.traits import Costs
 from reshard_mpi.planning.model import Group, RankPlan, TensorPlan
 from reshard_mpi.runs.conversion import LIMITS, Conversion
 from reshard_mpi.runs.selfcheck import Summing
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.units import KIB, MIB
 
-# An interpreter with what plans and moves bytes; what is added by numpy; by MPI; by HDF5's library; by another
-# interpreter that has that library, for files of other making.
+# An interpreter with what plans and moves bytes; what is added by numpy, and by MPI.
 INTERPRETER_BYTES = 27 * MIB
 _NUMPY_BYTES = 13 * MIB
 _MPI_BYTES = 18 * MIB
-_HDF5_BYTES = 15 * MIB
-_CHILD_BYTES = 60 * MIB
 # What is read of a strategy file, for each of its bytes, at the most while it is parsed.
 _PARSING_SHARE = 11
 # A parameter of a strategy; of the larger of the two, for both.
 _PARAMETER_BYTES = KIB
-# A tensor of a shard whose structure is known; while that is read; in a plan; while it is written; its sum.
-_MANIFEST_BYTES = {"ckpt": KIB // 2, "hdf5": KIB // 2}
-_READING_BYTES = {"ckpt": KIB // 2, "hdf5": KIB}
-_FOREIGN_BYTES = 3 * KIB
+# A tensor of a plan; the sum of one.
 _PLANNED_BYTES = 3 * KIB // 4
-_WRITTEN_BYTES = {"ckpt": KIB // 4, "hdf5": 5 * KIB // 2}
-# What HDF5's library keeps of structure while it writes: of each tensor, and at the most.
-_CACHED_BYTES, _CACHE_BYTES = 8 * KIB, 20 * MIB
 _SUM_BYTES = KIB
 # The records of a target tensor's copy beyond the first: measured with 10,000 tensors, 0.45 KiB.
 _COPY_BYTES = KIB // 2
 # A window begins and ends with a page, and with it the kernel maps what it has of the file around.
 _AROUND_BYTES = 256 * KIB
-# A tensor, with its sums, of a shard that is checked.
-_CHECKED_BYTES = {"ckpt": 2 * KIB, "hdf5": 7 * KIB}
 # What a process keeps of plans.
 MAX_KEPT_PLANS = 4
 MAX_KEPT_PLANS_BYTES = 32 * MIB
 
 
-def opening_bytes(strategies: Iterable[str | os.PathLike[str] | None], source_format: str | None = None) -> int:
-    """Project what a process needs that reads strategy files, and then the structure of the first shard.
+def opening_bytes(strategies: Iterable[str | os.PathLike[str] | None], *source_formats: str) -> int:
+    """Project what a process needs that reads strategy files, and then the structure of first shards.
 
-    What planning loads later is as large as the structure of 10,000 tensors. source_format: None until it is known.
+    What planning loads later is as large as the structure of 10,000 tensors. source_formats: once they are known.
     """
-    shard_bytes = _CHILD_BYTES + _NUMPY_BYTES if source_format == "hdf5" else 0
+    children = max((_costs(name).child for name in source_formats), default=0)
+    shard_bytes = children + _NUMPY_BYTES if children else 0
     return (
         INTERPRETER_BYTES
         + _loaded_bytes()
@@ -69,11 +61,11 @@ def opening_bytes(strategies: Iterable[str | os.PathLike[str] | None], source_fo
 
 def checking_bytes(source_format: str, summing: Summing) -> int:
     """Project what a process needs that checks a shard against the sums that it keeps."""
-    child_bytes = 0
-    if source_format == "hdf5" and not summing.is_native:
-        child_bytes = _CHILD_BYTES + summing.tensors * _FOREIGN_BYTES + LIMITS.buffer_bytes + summing.decoding_bytes
+    child_bytes, costs = 0, _costs(source_format)
+    if costs.child and not summing.is_native:
+        child_bytes = costs.child + summing.tensors * costs.child_tensor + LIMITS.buffer_bytes + summing.decoding_bytes
     own_bytes = INTERPRETER_BYTES + _loaded_bytes() + (_NUMPY_BYTES if summing.with_numpy else 0)
-    return own_bytes + child_bytes + LIMITS.buffer_bytes + summing.tensors * _CHECKED_BYTES[source_format]
+    return own_bytes + child_bytes + LIMITS.buffer_bytes + summing.tensors * costs.checking
 
 
 class Projection(NamedTuple):
@@ -108,31 +100,31 @@ class Projection(NamedTuple):
         nothing is written, and this is compared.
         """
         source, target = conversion.source, conversion.target
-        kind = source.files.format
+        costs, target_costs = _costs(source.files.format), _costs(target_format)
         per_shard, has_numpy = source.extent.tensors, not source.extent.is_as_stored
-        known_bytes = _known_bytes(per_shard, len(source.files.by_rank), kind)
+        known_bytes = _known_bytes(per_shard, len(source.files.by_rank))
         kept_bytes = min(MAX_KEPT_PLANS_BYTES, per_shard * min(MAX_KEPT_PLANS, targets) * _PLANNED_BYTES)
         parameters = max(len(source.strategy.parameters), len(target.parameters))
         base_bytes = INTERPRETER_BYTES + _loaded_bytes() + (_NUMPY_BYTES if has_numpy else 0)
         base_bytes += parameters * _PARAMETER_BYTES
         base_bytes += known_bytes + kept_bytes + per_shard * _PLANNED_BYTES
-        if kind == "hdf5" and not source.extent.is_native:
-            base_bytes += _CHILD_BYTES + per_shard * _FOREIGN_BYTES
-        planning_bytes = base_bytes + max(per_shard * _READING_BYTES[kind], source.extent.decoding_bytes)
+        if not source.extent.is_native:
+            base_bytes += costs.child + per_shard * costs.child_tensor
+        planning_bytes = base_bytes + max(per_shard * costs.reading, source.extent.decoding_bytes)
         if also_read is not None:
             extent, shards = also_read.extent, len(also_read.files.by_rank)
-            base_bytes += _known_bytes(extent.tensors, shards, target_format)
-            if target_format == "hdf5" and not extent.is_native:
-                base_bytes += _CHILD_BYTES if source.extent.is_native else 0  # it serves both
-                base_bytes += extent.tensors * _FOREIGN_BYTES
+            base_bytes += _known_bytes(extent.tensors, shards)
+            if not extent.is_native:
+                base_bytes += target_costs.child if source.extent.is_native or not costs.child else 0  # it serves both
+                base_bytes += extent.tensors * target_costs.child_tensor
             if not extent.is_as_stored and not has_numpy:
                 base_bytes, has_numpy = base_bytes + _NUMPY_BYTES, True
             return cls(planning_bytes, base_bytes, _SUM_BYTES, True, has_numpy, extent.decoding_bytes)
-        if target_format == "hdf5":
+        if target_costs.uses_numpy:
             base_bytes += 0 if has_numpy else _NUMPY_BYTES
             has_numpy = True
-            base_bytes += _HDF5_BYTES + min(per_shard * _CACHED_BYTES, _CACHE_BYTES)
-        tensor_bytes = _WRITTEN_BYTES[target_format] + (_SUM_BYTES if verify else 0)
+        base_bytes += target_costs.library + min(per_shard * target_costs.cached, target_costs.most_cached)
+        tensor_bytes = target_costs.writing + (_SUM_BYTES if verify else 0)
         return cls(planning_bytes, base_bytes, tensor_bytes, verify, has_numpy)
 
     @property
@@ -167,9 +159,13 @@ class Projection(NamedTuple):
         return max(self.planning_bytes, self.base_bytes + moved_bytes + records_bytes + decoding_bytes)
 
 
-def _known_bytes(tensors: int, shards: int, kind: str) -> int:
+def _costs(format_name: str) -> Costs:
+    return formats.by_name(format_name).TRAITS.costs
+
+
+def _known_bytes(tensors: int, shards: int) -> int:
     """Project what is kept of the structure of shards that have so many tensors each."""
-    shard_bytes = tensors * _MANIFEST_BYTES[kind]
+    shard_bytes = tensors * KEPT_TENSOR_BYTES
     return min(MAX_KEPT_BYTES + shard_bytes, shards * shard_bytes)
 
 

@@ -56,7 +56,7 @@ def _verify_pair(request: Request, comm: Comm, strategies: Strategies | None, me
         memory.to_open(named, purpose)
         read = strategies or Strategies.read(request)
         files, held = _shards(request.source, request.select), _shards(request.target, role="target")
-        memory.to_open(named, purpose, "hdf5" if "hdf5" in (files.format, held.format) else files.format)
+        memory.to_open(named, purpose, files.format, held.format)
         source = SourceCheckpoint.open(files, read.source)
         target = SourceCheckpoint.open(held, None if request.dst_strategy is None else read.target)
         conversion = Conversion(source, target.strategy, request.unlisted, replicas=request.replicas)

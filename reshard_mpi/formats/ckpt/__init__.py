@@ -16,11 +16,14 @@ from __future__ import annotations
 from reshard_mpi.formats.ckpt.reading import NAME, locate, read_back
 from reshard_mpi.formats.ckpt.sealing import check_crc, seal, stored_sums
 from reshard_mpi.formats.ckpt.writing import reserve, size_at_most_bytes
+from reshard_mpi.formats.traits import Costs, Traits
+from reshard_mpi.units import KIB
 
 __all__ = [
     "MODE",
     "NAME",
     "SUFFIXES",
+    "TRAITS",
     "check_crc",
     "locate",
     "read_back",
@@ -33,3 +36,4 @@ __all__ = [
 SUFFIXES = (".ckpt",)
 # Nobody else's, as MindSpore's own.
 MODE = 0o600
+TRAITS = Traits(Costs(reading=KIB // 2, writing=KIB // 4, checking=2 * KIB), has_crc=True)

@@ -17,11 +17,14 @@ from reshard_mpi.formats.hdf5.schema import NAME
 from reshard_mpi.formats.hdf5.sealing import seal
 from reshard_mpi.formats.hdf5.sizing import size_at_most_bytes
 from reshard_mpi.formats.manifest import Manifest, ShardSpec
+from reshard_mpi.formats.traits import Costs, Traits
+from reshard_mpi.units import KIB, MIB
 
 __all__ = [
     "MODE",
     "NAME",
     "SUFFIXES",
+    "TRAITS",
     "check_crc",
     "locate",
     "read_back",
@@ -33,6 +36,22 @@ __all__ = [
 
 SUFFIXES = (".h5", ".hdf5")
 MODE = 0o666
+TRAITS = Traits(
+    Costs(
+        reading=KIB,
+        writing=5 * KIB // 2,
+        checking=7 * KIB,
+        library=15 * MIB,
+        uses_numpy=True,
+        cached=8 * KIB,
+        most_cached=20 * MIB,
+        child=60 * MIB,
+        child_tensor=3 * KIB,
+    ),
+    describes_itself=True,
+    keeps_sums=True,
+    shares_blocks=True,
+)
 
 
 def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:

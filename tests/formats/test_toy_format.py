@@ -1,0 +1,81 @@
+"""What a new format costs: one module and one line in a table. With them it does whatever the others do."""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from pathlib import Path
+
+import pytest
+from support import toy_format
+from support.attempts import in_fork
+from support.checkpoints import as_read, expected_rank, read_shard
+from support.conversions import TENSORS, make
+
+from reshard_mpi import formats
+from reshard_mpi.formats.dtypes import BY_NAME
+from reshard_mpi.testing.conformance import FormatConformance
+from reshard_mpi.testing.samples import Contents, SampleTensor
+
+
+class TestToy(FormatConformance):
+    module = toy_format
+
+    def write_independently(self, path: Path, contents: Contents) -> None:
+        tensors = [(tensor.name, tensor.dtype.name, tensor.shape) for tensor in contents.tensors.values()]
+        head = json.dumps({"tensors": tensors, "strings": dict(contents.strings)}).encode("utf-8", "surrogatepass")
+        payloads = b"".join(tensor.content for tensor in contents.tensors.values())
+        path.write_bytes(b"TOY1" + struct.pack("<QI", len(head), zlib.crc32(head)) + head + payloads)
+
+    def read_independently(self, path: Path) -> Contents:
+        data = path.read_bytes()
+        (head_bytes,) = struct.unpack_from("<Q", data, 4)
+        facts, at, tensors = json.loads(data[16 : 16 + head_bytes]), 16 + head_bytes, []
+        for name, dtype, shape in facts["tensors"]:
+            tensor = SampleTensor(name, BY_NAME[dtype], tuple(shape), b"")
+            size_bytes = tensor.dtype.itemsize_bytes
+            for length in shape:
+                size_bytes *= length
+            tensors.append(SampleTensor(name, tensor.dtype, tensor.shape, data[at : at + size_bytes]))
+            at += size_bytes
+        return Contents.of(tensors, facts["strings"])
+
+
+@pytest.fixture
+def _in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(formats._MODULES, "toy", ("support.toy_format", (".toy",)))
+    monkeypatch.setattr(formats, "NAMES", tuple(formats._MODULES))
+    monkeypatch.setattr(formats, "SUFFIXES", (*formats.SUFFIXES, ".toy"))
+
+
+@pytest.mark.usefixtures("_in_the_table")
+def test_there_and_back(tmp_path: Path) -> None:
+    c = make(tmp_path)
+    there = c.but(dst=tmp_path / "toys", options=("--prefix", "t"))
+    done(there.arguments("transform", "--to", "toy", "--verify"))
+    assert [path.name for path in sorted(there.dst.glob("rank_*/*"))] == ["t0.toy", "t1.toy"]
+    done(there.but(options=()).arguments("verify", "--jobs", "1"))
+    done(["verify", str(there.dst), "--jobs", "1"])
+    done(["inspect", str(there.dst), "--json"])
+    back = c.but(src=there.dst, src_strategy=c.dst_strategy, dst_strategy=c.src_strategy)
+    done(back.arguments("transform", "--to", "ckpt"))
+    for rank in range(4):
+        (path,) = (c.dst / f"rank_{rank}").iterdir()
+        assert read_shard(path) == as_read(expected_rank(c.source, TENSORS, rank))
+    made = [path.stat().st_ino for path in sorted(there.dst.glob("rank_*/*"))]
+    done(there.arguments("transform", "--to", "toy", "--resume", "--verify"))
+    assert [path.stat().st_ino for path in sorted(there.dst.glob("rank_*/*"))] == made
+
+
+def done(arguments: list[str]) -> str:
+    """Run a command that succeeds; return what it says on standard error."""
+    code, said = in_fork(arguments)
+    assert code == 0, said
+    return said
+
+
+@pytest.mark.usefixtures("_in_the_table")
+def test_what_it_cannot_do_is_refused(tmp_path: Path) -> None:
+    code, error = in_fork(make(tmp_path).arguments("transform", "--to", "toy", "--crc"))
+    assert code == 2 and "--crc is for targets in ckpt" in error

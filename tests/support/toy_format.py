@@ -1,0 +1,87 @@
+"""A format as an author would begin one: what it costs to add one to the program is this module, and a line in a table.
+
+A file is a mark, the length of a head and its CRC-32, the head (JSON), and the payloads one after another.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from struct import Struct
+from typing import Any
+
+from reshard_mpi.errors import ShardError, UsageError
+from reshard_mpi.formats import files
+from reshard_mpi.formats.dtypes import BY_NAME
+from reshard_mpi.formats.manifest import Kind, Manifest, ShardSpec, Tensors
+from reshard_mpi.formats.protocol import NO_SUMS
+from reshard_mpi.formats.traits import Costs, Traits
+from reshard_mpi.units import KIB
+
+NAME, SUFFIXES, MODE = "toy", (".toy",), 0o666
+TRAITS = Traits(Costs(reading=KIB, writing=KIB, checking=2 * KIB))
+_START = Struct("<4sQI")
+_MARK = b"TOY1"
+
+
+def locate(path: str, like: Manifest | None = None) -> Manifest:
+    with files.opened(path) as (fd, size_bytes):
+        start = os.pread(fd, _START.size, 0)
+        if len(start) < _START.size or not start.startswith(_MARK):
+            raise ShardError("a shard is no toy", expected="its mark", got=repr(start[:4]), where=path)
+        _, head_bytes, crc = _START.unpack(start)
+        head = os.pread(fd, min(head_bytes, files.MAX_TEXT_BYTES), _START.size)
+        if len(head) != head_bytes or zlib.crc32(head) != crc:
+            raise ShardError("the head of a shard is damaged", where=path)
+        facts: dict[str, Any] = json.loads(head)
+        tensors, at = Tensors(path), _START.size + head_bytes
+        for name, dtype, shape in facts["tensors"]:
+            kind = Kind(BY_NAME[dtype], tuple(shape))
+            tensors.add(name, tensors.kind(kind), at if kind.size_bytes else 0)
+            at += kind.size_bytes
+        if at != size_bytes:
+            raise ShardError("a shard has another length", expected=str(at), got=str(size_bytes), where=path)
+        return Manifest(path, NAME, tensors, facts["strings"])
+
+
+def read_back(meant: Manifest) -> None:
+    if locate(meant.path) != meant:
+        raise files.not_as_written(meant.path)
+
+
+def size_at_most_bytes(spec: ShardSpec, *, crc: bool = False) -> int:
+    return len(_start(spec)) + spec.specs.size_bytes
+
+
+def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
+    files.check_names(path, [*spec.specs.names, *spec.strings])
+    start = _start(spec)
+    tensors, at = Tensors(path), len(start)
+    for name, dtype, _, box in spec.specs:
+        kind = Kind(dtype, box.shape)
+        tensors.add(name, tensors.kind(kind), at if kind.size_bytes else 0)
+        at += kind.size_bytes
+    files.write_all(fd, start, 0)
+    os.ftruncate(fd, at)
+    return Manifest(path, NAME, tensors, dict(spec.strings))
+
+
+def seal(fd: int, path: str, sums: Mapping[str, int] = NO_SUMS, *, crc: bool = False) -> None:
+    if crc:
+        raise UsageError("a toy has no checksum of the whole file", expected="no --crc", got="--crc", where=path)
+
+
+def stored_sums(path: str) -> Mapping[str, int]:
+    return NO_SUMS
+
+
+def check_crc(path: str) -> bool:
+    return False
+
+
+def _start(spec: ShardSpec) -> bytes:
+    tensors = [(name, dtype.name, box.shape) for name, dtype, _, box in spec.specs]
+    head = json.dumps({"tensors": tensors, "strings": dict(spec.strings)}).encode("utf-8", "surrogatepass")
+    return _START.pack(_MARK, len(head), zlib.crc32(head)) + head
