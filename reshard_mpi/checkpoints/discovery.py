@@ -25,7 +25,8 @@ class ShardFiles(NamedTuple):
     """The files of a checkpoint by rank, all of one format; several of a rank together hold its tensors.
 
     notes: what was chosen where there was a choice. picked: the caller named them one by one; no others are missed.
-    warnings: files that could not be told to be of any rank.
+    warnings: files that could not be told to be of any rank. is_folder: an index lists what lies in the files, which
+    are all of one full checkpoint.
     """
 
     path: str
@@ -34,6 +35,12 @@ class ShardFiles(NamedTuple):
     notes: tuple[str, ...] = ()
     picked: bool = False
     warnings: tuple[str, ...] = ()
+    is_folder: bool = False
+
+    def one_by_one(self) -> ShardFiles:
+        """Return the files of a folder with an index, each as that of the target it was written as."""
+        ordered = sorted(self.by_rank[0][1:], key=lambda path: natural_key(Path(path).name))
+        return self._replace(by_rank={rank: (path,) for rank, path in enumerate(ordered)}, is_folder=False)
 
 
 def find_shards(path: str, select: str | None = None, *, role: str = "source") -> ShardFiles:
@@ -58,7 +65,18 @@ def find_shards(path: str, select: str | None = None, *, role: str = "source") -
             where=path,
             remedy="check the path, and that this machine sees it",
         )
-    folders = rank_folders(at)
+    folders, name = rank_folders(at), formats.name_of_folder(path)
+    folder_format = formats.folder_by_name(name) if name is not None else None
+    if name is not None and folder_format is not None:
+        if folders:
+            raise SourceError(
+                "two checkpoints lie together",
+                expected="rank folders, or a folder with an index",
+                got=f"{len(folders)} rank folders and {formats.index_of(name)}",
+                where=path,
+                remedy="move one of them to a folder of its own",
+            )
+        return ShardFiles(path, name, {0: folder_format.files_of(path)}, is_folder=True)
     if folders:
         return _from_folders(path, folders, select, role)
     loose = shards_in(at, select)

@@ -58,8 +58,11 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _checkpoint(files: discovery.ShardFiles) -> dict[str, Any]:
-    module = formats.by_name(files.format)
-    shards = {rank: [_shard(module.locate(path)) for path in paths] for rank, paths in files.by_rank.items()}
+    module, folder_format = formats.by_name(files.format), formats.folder_by_name(files.format)
+    if files.is_folder and folder_format is not None:
+        shards = {0: [_shard(folder_format.open_folder(files.path))]}
+    else:
+        shards = {rank: [_shard(module.locate(path)) for path in paths] for rank, paths in files.by_rank.items()}
     every = [shard for of_rank in shards.values() for shard in of_rank]
     return {
         "kind": "checkpoint",

@@ -80,6 +80,16 @@ class SourceCheckpoint:
         Raises SourceError or StrategyError where they do not belong together, and what is wrong with the first shard
         where none can be read, or none tells who else holds what it should.
         """
+        if files.is_folder:
+            if strategy is not None:
+                raise SourceError(
+                    "a strategy is given for a checkpoint that lists its own pieces",
+                    expected="its index alone, which says where everything lies",
+                    got=strategy.origin,
+                    where=files.path,
+                    remedy="leave that strategy out",
+                )
+            return cls(files, unsharded(files.path), {0: _locate(files, 0)})
         if strategy is not None and strategy.world_size > 1:
             files = in_its_rank(files)
         damage, said = dict(known_damage), strategy is not None
@@ -266,6 +276,9 @@ def _first_sound(files: ShardFiles, damage: dict[int, ReshardError]) -> tuple[in
 
 def _locate(files: ShardFiles, rank: int, like: Manifest | None = None) -> Manifest:
     """Read the manifest of one rank, joined where its tensors lie in several files. like: that of another rank."""
+    folder_format = formats.folder_by_name(files.format)
+    if files.is_folder and folder_format is not None:
+        return folder_format.open_folder(files.path)
     module = formats.by_name(files.format)
     manifests = [module.locate(path, like) for path in files.by_rank[rank]]
     if len(manifests) == 1:

@@ -9,7 +9,8 @@ from reshard_mpi.engine.crc import PartSum, has_short_runs
 from reshard_mpi.engine.files import Files
 from reshard_mpi.engine.regions import read_region
 from reshard_mpi.engine.stream import Stream
-from reshard_mpi.formats.manifest import ByteRange, Manifest, Segments, TensorEntry, TensorSpec
+from reshard_mpi.formats.manifest import ByteRange, ListedTensors, Manifest, Segments, TensorEntry, TensorSpec
+from reshard_mpi.planning.listed import PiecesOf
 from reshard_mpi.planning.model import Copy, Limits, RankPlan, TensorPlan
 from reshard_mpi.sharding.box import Box
 
@@ -39,7 +40,7 @@ def sum_shard(plan: RankPlan, target: Manifest, *, span: Span | None, limits: Li
                 continue  # none of it begins there; what has no element belongs to every span
             blocks = tuple(spec.box.blocks(max(1, len(buffer) // spec.dtype.itemsize_bytes), first, last))
             expected = _sum(files, spec, tensor.copies, blocks, buffer, limits)
-            found = _sum(files, spec, (_own(spec, entry),), blocks, buffer, limits)
+            found = _sum(files, spec, _own(spec, target), blocks, buffer, limits)
             yield Summed(spec, expected, found)
 
 
@@ -49,8 +50,7 @@ def sum_tensors(tensors: Iterable[TensorSpec], shard: Manifest, *, limits: Limit
     with Files() as files:
         for spec in tensors:
             blocks = spec.box.blocks(max(1, len(buffer) // spec.dtype.itemsize_bytes))
-            own = _own(spec, shard.tensors[spec.name])
-            yield Summed(spec, None, _sum(files, spec, (own,), blocks, buffer, limits))
+            yield Summed(spec, None, _sum(files, spec, _own(spec, shard), blocks, buffer, limits))
 
 
 def takes_numpy(spec: TensorSpec, entry: TensorEntry) -> bool:
@@ -61,9 +61,11 @@ def takes_numpy(spec: TensorSpec, entry: TensorEntry) -> bool:
 
 def copies_and_target(tensor: TensorPlan, target: Manifest) -> Iterator[tuple[Copy, Copy]]:
     """Yield, for what each source gives of a tensor, the same region in the source and in the shard at `target`."""
-    own = _own(tensor.spec, target.tensors[tensor.spec.name])
     for copy in tensor.copies:
-        yield copy, own.part(copy.target_region)
+        for own in _own(tensor.spec, target):
+            part = own.meeting(copy.target_region)
+            if part is not None:
+                yield copy.part(part.target_region), part
 
 
 def place_of(copy: Copy, element: Sequence[int]) -> ByteRange | None:
@@ -76,8 +78,10 @@ def place_of(copy: Copy, element: Sequence[int]) -> ByteRange | None:
     return next(Stream(source).parts(copy.source_box.offset_of(box) * itemsize, itemsize))
 
 
-def _own(spec: TensorSpec, entry: TensorEntry) -> Copy:
-    return Copy(-1, entry, spec.box, spec.box)
+def _own(spec: TensorSpec, shard: Manifest) -> tuple[Copy, ...]:
+    """Return where a shard holds a tensor itself."""
+    copy = Copy(-1, shard.tensors[spec.name], spec.box, spec.box)
+    return PiecesOf(0, 1).copies(copy, shard.tensors) if isinstance(shard.tensors, ListedTensors) else (copy,)
 
 
 def _elements_within(entry: TensorEntry, span: Span) -> tuple[int, int]:

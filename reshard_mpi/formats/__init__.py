@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from reshard_mpi.errors import UsageError
 
 if TYPE_CHECKING:
-    from reshard_mpi.formats.protocol import Format
+    from reshard_mpi.formats.protocol import FolderFormat, Format
 
-# name -> (module, file name endings). The endings stand here too so that a folder is listed without importing h5py.
-_MODULES = {
-    "ckpt": ("reshard_mpi.formats.ckpt", (".ckpt",)),
-    "hdf5": ("reshard_mpi.formats.hdf5", (".h5", ".hdf5")),
+# name -> (module, file name endings, name of the index that marks a folder as one checkpoint). What marks files and
+# folders stands here too, so that they are told without importing h5py.
+_MODULES: dict[str, tuple[str, tuple[str, ...], str | None]] = {
+    "ckpt": ("reshard_mpi.formats.ckpt", (".ckpt",), None),
+    "hdf5": ("reshard_mpi.formats.hdf5", (".h5", ".hdf5"), None),
 }
 NAMES = tuple(_MODULES)
 # What the functions with MindSpore's names write, unless they are told.
 DEFAULT = "ckpt"
-SUFFIXES = tuple(suffix for _, suffixes in _MODULES.values() for suffix in suffixes)
+SUFFIXES = tuple(suffix for _, suffixes, _ in _MODULES.values() for suffix in suffixes)
 
 
 def by_name(name: str) -> Format:
@@ -30,4 +32,20 @@ def by_name(name: str) -> Format:
 
 def name_of(path: str) -> str | None:
     """Return the name of the format that the ending of `path` marks, or None."""
-    return next((name for name, (_, suffixes) in _MODULES.items() if path.endswith(suffixes)), None)
+    return next((name for name, (_, suffixes, _) in _MODULES.items() if path.endswith(suffixes)), None)
+
+
+def index_of(name: str) -> str | None:
+    """Return the name of the file that makes a folder a checkpoint of the format called `name`; None: no folder is."""
+    return _MODULES[name][2]
+
+
+def folder_by_name(name: str) -> FolderFormat | None:
+    """Return the format called `name` if its checkpoints are folders. Raises UsageError if there is none."""
+    module = by_name(name)
+    return cast("FolderFormat", module) if module.TRAITS.is_folder else None
+
+
+def name_of_folder(path: str) -> str | None:
+    """Return the name of the format that a file in the folder `path` marks, or None."""
+    return next((name for name, (*_, index) in _MODULES.items() if index and Path(path, index).is_file()), None)

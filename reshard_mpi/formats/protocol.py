@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -69,6 +69,28 @@ class Format(Protocol):
 
     def check_crc(self, path: str) -> bool:
         """Tell whether the file has a checksum of all of it. Raises ShardError if it does not fit."""
+
+
+class FolderFormat(Format, Protocol):
+    """A format whose checkpoints are folders: files of any names, and an index that lists what lies in them.
+
+    The index is the file that `formats.index_of` names; it is written last, when all others are complete.
+    """
+
+    def files_of(self, folder: str) -> tuple[str, ...]:
+        """Return the paths of all files of the checkpoint, the index first. Raises ShardError if it is damaged."""
+
+    def open_folder(self, folder: str) -> Manifest:
+        """Return the whole tensors of the checkpoint as `ListedTensors`. Raises ShardError if it is damaged.
+
+        Files that are missing or damaged are named in `ListedTensors.missing`, and none of their pieces are listed.
+        """
+
+    def file_name(self, target_rank: int, targets: int, prefix: str) -> str:
+        """Return what the file of a target is called in its folder."""
+
+    def index(self, files: Sequence[Manifest]) -> str:
+        """Return the text of the index over these files, which lie in its folder, by target rank."""
 
 
 def reserve_file(module: Format, path: str, spec: ShardSpec) -> Manifest:

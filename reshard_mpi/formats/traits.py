@@ -30,7 +30,8 @@ class Traits(NamedTuple):
 
     describes_itself: a shard says whose it is and how its checkpoint is cut. has_crc: a shard can be sealed with a
     checksum of all of it. keeps_sums: a shard has a place for sums of its tensors. shares_blocks: large tensors lie so
-    that file systems can share their blocks.
+    that file systems can share their blocks. is_folder: a checkpoint is a folder whose files an index lists, see
+    `protocol.FolderFormat`.
     """
 
     costs: Costs
@@ -38,3 +39,4 @@ class Traits(NamedTuple):
     has_crc: bool = False
     keeps_sums: bool = False
     shares_blocks: bool = False
+    is_folder: bool = False

@@ -113,7 +113,7 @@ def commit(folder: Path) -> Committed:
         try:
             records = _require_complete(folder, identity, "")
         except TransformError:
-            withdraw(held.folder)
+            withdraw(held.folder, identity.facts["to"])
             raise
         return _commit(held, identity, records, told=())
 
@@ -173,7 +173,7 @@ def _commit(held: _Held, identity: RunIdentity, records: Sequence[TargetRecord],
         notes = (*_compare(folder, identity, records, told), *_strangers(folder, len(records)))
         sums = _sums(identity, records)
     except ReshardError:
-        withdraw(held.folder)
+        withdraw(held.folder, identity.facts["to"])
         raise
     remove_stale(held.folder, COMMIT_RECORD)
     remove_stale_records(held.state)
@@ -183,8 +183,18 @@ def _commit(held: _Held, identity: RunIdentity, records: Sequence[TargetRecord],
             publish_text(held.state, record_path(held.state.path, record.rank).name, confirmed)
     begun = RunIdentity.recorded(folder / STATE)  # whose strategies may have been read from elsewhere since
     begun = begun if begun and begun.digest == identity.digest else identity
+    _publish_index(held.folder, identity.facts["to"], records)
     publish_text(held.folder, COMMIT_RECORD, _as_text(begun, records, sums))
     return Committed(folder / COMMIT_RECORD, len(records), sum(record.size_bytes for record in records), notes)
+
+
+def _publish_index(folder: Folder, format_name: str, records: Sequence[TargetRecord]) -> None:
+    """Write what makes a folder of complete files a checkpoint, if its format has that."""
+    folder_format, index = formats.folder_by_name(format_name), formats.index_of(format_name)
+    if folder_format is not None and index is not None:
+        remove_stale(folder, index)
+        files = [folder_format.locate(str(folder.path / record.file)) for record in records]
+        publish_text(folder, index, folder_format.index(files))
 
 
 def _sums(identity: RunIdentity, records: Sequence[TargetRecord]) -> dict[str, int]:
@@ -314,9 +324,12 @@ def _look(folder: Path, identity: RunIdentity, target_rank: int) -> TargetRecord
 
 
 def _is_file_of(identity: RunIdentity, record: TargetRecord) -> bool:
-    name = Path(record.file).name
-    is_named = name.startswith(f"{identity.facts['prefix']}{record.rank}.")
-    return is_named and formats.name_of(name) == identity.facts["to"]
+    prefix, format_name = identity.facts["prefix"], identity.facts["to"]
+    folder_format = formats.folder_by_name(format_name)
+    if folder_format is not None:
+        return record.file == folder_format.file_name(record.rank, identity.facts["target_ranks"], prefix)
+    is_named = record.file.startswith(f"rank_{record.rank}/{prefix}{record.rank}.")
+    return is_named and formats.name_of(record.file) == format_name
 
 
 def _as_text(identity: RunIdentity, records: Sequence[TargetRecord], sums: Mapping[str, int]) -> str:

@@ -350,9 +350,10 @@ def checked_sum(value: Any) -> int:
 
 
 def checked_file(value: Any, rank: int) -> str:
-    """Return the path of a target's file in the target folder: it lies in the folder of its rank."""
-    folder, _, name = fields.path_below(value).partition("/")
-    if folder != f"rank_{rank}" or not name or "/" in name or name == ".":
+    """Return the path of a target's file in the target folder: in the folder of its rank, or in that itself."""
+    folder, _, name = fields.path_below(value).rpartition("/")
+    is_hidden = name.startswith(".") and not folder
+    if folder not in (f"rank_{rank}", "") or name in ("", ".", COMMIT_RECORD) or is_hidden:
         raise ValueError("the file of another target")
     return str(value)
 

@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
+from reshard_mpi import formats
 from reshard_mpi.errors import TargetError
 from reshard_mpi.filesystem.folders import Folder, close, make_folders
 from reshard_mpi.filesystem.locks import Say, holders, open_lock, try_lock, wait_for_lock
@@ -56,9 +57,11 @@ _CHANGED = "restore what was there, or make all targets anew from what is there 
 _RUN_LOCK, COMMIT_LOCK = "run.lock", "commit.lock"
 
 
-def withdraw(folder: Folder) -> None:
-    """Remove the commit record of a target folder, for good: its targets are going to change."""
-    if folder.remove(COMMIT_RECORD):
+def withdraw(folder: Folder, format_name: str) -> None:
+    """Remove the commit record of a target folder, and its index if it has one, for good: its targets will change."""
+    index = formats.index_of(format_name)
+    removed = [folder.remove(name) for name in (index, COMMIT_RECORD) if name is not None]
+    if any(removed):
         folder.sync()
 
 
@@ -125,7 +128,7 @@ class Unrecorded:
         record = TargetRecord.read(folder / STATE, target_rank)
         if record is not None and folder / record.file == path:
             with Folder.open(folder) as held, held.inner(STATE) as state:
-                withdraw(held)
+                withdraw(held, formats.name_of(path.name) or formats.DEFAULT)
                 state.remove(record_path(state.path, target_rank).name)
 
 
@@ -229,7 +232,7 @@ class Journal:
             _commit_lock(state, say),
             _target_folder(folder, path) as place,
         ):
-            withdraw(folder)
+            withdraw(folder, self.identity.facts["to"])
             record = record_path(self._state, target_rank).name
             state.remove(record)
             remove_stale(state, record)

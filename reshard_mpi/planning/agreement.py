@@ -6,7 +6,8 @@ import hashlib
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 
 from reshard_mpi.errors import CoverageError, DisagreementError
-from reshard_mpi.formats.manifest import Manifest, TensorSpec
+from reshard_mpi.formats.manifest import ListedTensors, Manifest, TensorSpec
+from reshard_mpi.planning.listed import PiecesOf
 from reshard_mpi.planning.model import Beginning, Check, Copy, Held, Moment, RankPlan, TensorPlan
 from reshard_mpi.planning.tensors import SourceGroup, SourceTensors
 from reshard_mpi.sharding.box import Box
@@ -60,8 +61,10 @@ def moment_counters(manifests: Mapping[int, Manifest]) -> Iterator[tuple[str, Te
             if entry is not None and entry.size_bytes <= _SMALL_BYTES and name not in found:
                 found.add(name)
                 box = Box.whole(entry.shape)
-                spec = TensorSpec(name, entry.dtype, entry.shape, box)
-                yield manifest.path, TensorPlan(spec, (Copy(rank, entry, box, box),))
+                spec, copy = TensorSpec(name, entry.dtype, entry.shape, box), Copy(rank, entry, box, box)
+                held = manifest.tensors
+                copies = PiecesOf(0, 1).copies(copy, held) if isinstance(held, ListedTensors) else (copy,)
+                yield manifest.path, TensorPlan(spec, copies)
 
 
 def shared_tensors(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 
 from reshard_mpi.sharding.box import Box
 
@@ -74,6 +74,20 @@ class Pieces:
 
     def _start(self, box: Box) -> int:
         return box.start[self._dim] if box.ndim else 0
+
+
+def overlapping(boxes: Sequence[Box], within: Box) -> Iterator[tuple[int, int, Box]]:
+    """Yield pairs of boxes that share elements, and those that lie in a box besides."""
+    inside = [(number, shared) for number, box in enumerate(boxes) if (shared := box.intersect(within)) is not None]
+    dim = _most_cut([box for _, box in inside])
+    inside.sort(key=lambda one: one[1].start[dim] if one[1].ndim else 0)
+    for at, (number, box) in enumerate(inside):
+        for other, another in islice(inside, at + 1, None):
+            if box.ndim and another.start[dim] >= box.stop[dim]:
+                break
+            shared = box.intersect(another)
+            if shared is not None:
+                yield number, other, shared
 
 
 def _most_cut(boxes: Sequence[Box]) -> int:

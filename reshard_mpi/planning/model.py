@@ -124,6 +124,16 @@ class Route(NamedTuple):
         entry = TensorEntry(name, dtype, shape, self.tensors.source(self.numbers[at]), box, whole)
         return Copy(self.source_rank, entry, self.source_box, self.region, self.to, self.order)
 
+    def taking(self, region: Box) -> Box | None:
+        """Return what a part of the region becomes in the target, as `to` says it."""
+        if self.to is None:
+            return None
+        start, stop = list(self.to.start), list(self.to.stop)
+        for dim, other in paired(self.region, self.to, self.order):
+            start[other] += region.start[dim] - self.region.start[dim]
+            stop[other] = start[other] + region.stop[dim] - region.start[dim]
+        return Box(tuple(start), tuple(stop))
+
     def strides(self, target: Box) -> Strides:
         """Return how the elements of each of them lie in its source and in an array that holds `target`."""
         to = self.region if self.to is None else self.to

@@ -18,6 +18,7 @@ from reshard_mpi.planning.agreement import (
 )
 from reshard_mpi.planning.copies import copies_alike
 from reshard_mpi.planning.holes import hole, require_never_saved, stage_missing
+from reshard_mpi.planning.listed import PiecesOf, missing_files
 from reshard_mpi.planning.losses import Lost, named
 from reshard_mpi.planning.model import Group, Moment, PlannedTensors, RankPlan, Route
 from reshard_mpi.planning.parameters import Unlisted, everywhere, find_or_follow, is_dropped, listed_names
@@ -151,9 +152,13 @@ class ShardPlanner:
         choice = self._choose()
         absent = self._absent()
         groups = tuple(self._planned(way, choice[way.number]) for way in self._ways.values())
-        tensors = PlannedTensors(groups, array("I", (way.number for way in self._wanted.values())))
+        pieces = PiecesOf(self._rank, self._target.world_size)
+        tensors = pieces.planned(PlannedTensors(groups, array("I", (way.number for way in self._wanted.values()))))
         same_world = self._target.world_size == self._source.world_size
-        checks = tuple(agreement_checks(self._tensors, self._wanted, same_world=same_world))
+        checks = (
+            *agreement_checks(self._tensors, self._wanted, same_world=same_world),
+            *pieces.checks(groups, self._replicas),
+        )
         strings, notes = common_strings(self._manifests, self._home)
         if self._unlisted is Unlisted.DROP:
             strings = {}
@@ -175,7 +180,10 @@ class ShardPlanner:
             moments=tuple(self._shared()),
             alike=tuple(copies_alike(held, self._box, self._replicas)),
             lost=self._replaced(groups) if self._lost else (),
-            warnings=tuple(self._not_its_own()) if same_world and self._rank in self._lost else (),
+            warnings=(
+                *(self._not_its_own() if same_world and self._rank in self._lost else ()),
+                *(missing for manifest in self._manifests.values() for missing in missing_files(manifest.tensors)),
+            ),
         )
 
     def _target_layout(self, name: str, group: SourceGroup) -> Layout | None:

@@ -15,7 +15,7 @@ from reshard_mpi.checkpoints.shards import ShardOpener
 from reshard_mpi.checkpoints.siblings import LoneShard
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.engine.files import Files
-from reshard_mpi.engine.regions import first_difference, read_region, takes_numpy
+from reshard_mpi.engine.regions import fill, first_difference, takes_numpy
 from reshard_mpi.errors import CoverageError, DisagreementError, LayoutError
 from reshard_mpi.formats.dtypes import numbers
 from reshard_mpi.formats.manifest import Manifest
@@ -198,9 +198,10 @@ class Conversion:
         return str(values if counter.spec.global_shape else values[0])
 
     def _content(self, tensor: TensorPlan, files: Files) -> bytes:
-        """Return the bytes of a small tensor that is taken from one source."""
+        """Return the bytes of a small tensor."""
         content = bytearray(tensor.spec.size_bytes)
-        read_region(files, tensor.copies[0], tensor.spec.box, memoryview(content), self.limits)
+        for copy in tensor.copies:
+            fill(files, copy, tensor.spec.box, memoryview(content), self.limits)
         return bytes(content)
 
     def _beginnings(self, plan: RankPlan) -> tuple[Beginning, ...]:

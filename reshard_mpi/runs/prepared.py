@@ -67,6 +67,12 @@ class Run(NamedTuple):
         targets = _targets(request, strategies.target, conversion)
         if request.part is not None:  # of millions, so that only its own are looked at
             _refuse_overlap(request, files, name, targets, strategies.target)
+        if formats.folder_by_name(name) is not None and not request.recorded:
+            raise UsageError(
+                f"a folder of the format {name} is written by runs that keep a record",
+                expected="reshard-mpi transform",
+                got="a function that keeps none",
+            )
         if request.crc and not formats.by_name(name).TRAITS.has_crc:
             able = [other for other in formats.NAMES if formats.by_name(other).TRAITS.has_crc]
             raise UsageError(
@@ -77,15 +83,16 @@ class Run(NamedTuple):
         return cls(request, conversion, name, targets, strategies)
 
     def path(self, target_rank: int) -> Path:
-        """Return the final path of one target shard: `rank_<r>/<prefix><r><ending>`."""
-        return _target_file(self.request, self.format, target_rank)
+        """Return the final path of one target shard: `rank_<r>/<prefix><r><ending>`, unless its format has others."""
+        return _target_file(self.request, self.format, target_rank, self.strategies.target.world_size)
 
     def journal(self) -> Journal | Unrecorded:
         """Return what keeps the state of this run in the target folder."""
         request = self.request
         if not request.recorded:
             return Unrecorded(Path(request.target))
-        return Journal(Path(request.target), self._identity(), resume=request.resume, overwrite=request.overwrite)
+        identity, resume, overwrite = self._identity(), request.resume, request.overwrite
+        return Journal(Path(request.target), identity, resume=resume, overwrite=overwrite)
 
     def _identity(self) -> RunIdentity:
         request = self.request
@@ -121,7 +128,9 @@ def _refuse_overlap(
             where=request.dst_strategy or "",
             remedy=f"make them in {parts} parts or more (--part I/N), or some of them (--rank)",
         )
-    refuse_overlap(files, request.target, [_target_file(request, format_name, rank) for rank in ranks])
+    refuse_overlap(
+        files, request.target, [_target_file(request, format_name, rank, target.world_size) for rank in ranks]
+    )
 
 
 def _check_prefix(prefix: str) -> None:
@@ -133,7 +142,10 @@ def _check_prefix(prefix: str) -> None:
         )
 
 
-def _target_file(request: Request, format_name: str, target_rank: int) -> Path:
+def _target_file(request: Request, format_name: str, target_rank: int, targets: int) -> Path:
+    folder_format = formats.folder_by_name(format_name)
+    if folder_format is not None:
+        return Path(request.target, folder_format.file_name(target_rank, targets, request.prefix))
     ending = formats.by_name(format_name).SUFFIXES[0]
     return Path(request.target, f"rank_{target_rank}", f"{request.prefix}{target_rank}{ending}")
 

@@ -106,6 +106,7 @@ def _verify_alone(request: Request, comm: Comm, memory: RunMemory) -> Outcome:
         return _shards(request.source, request.select), memory.open()
 
     files, governor = _agreed(begin, comm)
+    files = files.one_by_one() if files.is_folder else files
 
     def check(rank: int) -> tuple[Checked, list[ReshardError]]:
         def before_sums(summing: Summing) -> None:

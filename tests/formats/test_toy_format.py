@@ -8,15 +8,17 @@ import zlib
 from pathlib import Path
 
 import pytest
-from support import toy_format
+from support import toy_folder, toy_format
 from support.attempts import in_fork
 from support.checkpoints import as_read, expected_rank, read_shard
 from support.conversions import TENSORS, make
+from support.toys import in_the_table
 
-from reshard_mpi import formats
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.testing.conformance import FormatConformance
 from reshard_mpi.testing.samples import Contents, SampleTensor
+
+__all__ = ["in_the_table"]
 
 
 class TestToy(FormatConformance):
@@ -42,14 +44,7 @@ class TestToy(FormatConformance):
         return Contents.of(tensors, facts["strings"])
 
 
-@pytest.fixture
-def _in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(formats._MODULES, "toy", ("support.toy_format", (".toy",)))
-    monkeypatch.setattr(formats, "NAMES", tuple(formats._MODULES))
-    monkeypatch.setattr(formats, "SUFFIXES", (*formats.SUFFIXES, ".toy"))
-
-
-@pytest.mark.usefixtures("_in_the_table")
+@pytest.mark.usefixtures("in_the_table")
 def test_there_and_back(tmp_path: Path) -> None:
     c = make(tmp_path)
     there = c.but(dst=tmp_path / "toys", options=("--prefix", "t"))
@@ -75,7 +70,64 @@ def done(arguments: list[str]) -> str:
     return said
 
 
-@pytest.mark.usefixtures("_in_the_table")
+@pytest.mark.usefixtures("in_the_table")
 def test_what_it_cannot_do_is_refused(tmp_path: Path) -> None:
     code, error = in_fork(make(tmp_path).arguments("transform", "--to", "toy", "--crc"))
     assert code == 2 and "--crc is for targets in ckpt" in error
+
+
+@pytest.mark.usefixtures("in_the_table")
+def test_a_folder_with_an_index(tmp_path: Path) -> None:
+    """Files that know nothing of each other, made by tasks of an array: the index is there when all of them are."""
+    c = make(tmp_path)
+    there = c.but(dst=tmp_path / "toys", options=("--prefix", ""))
+    index = there.dst / toy_folder.INDEX
+    done(there.arguments("transform", "--to", "toys", "--rank", "1"))
+    assert not index.exists()
+    done(there.arguments("transform", "--to", "toys", "--rank", "0", "--verify"))
+    assert index.exists() and (there.dst / "reshard.json").exists()
+    assert sorted(path.name for path in there.dst.glob("*.toypart")) == ["part-1-of-2.toypart", "part-2-of-2.toypart"]
+    whole = there.but(options=(), dst_strategy=None)
+    done(whole.arguments("verify", "--jobs", "1"))
+    done(["verify", str(there.dst), "--jobs", "1"])
+    done(["inspect", str(there.dst), "--json"])
+    back = c.but(src=there.dst, src_strategy=None, dst_strategy=c.src_strategy)
+    done(back.arguments("transform", "--to", "ckpt", "--verify"))
+    for rank in range(4):
+        (path,) = (c.dst / f"rank_{rank}").iterdir()
+        assert read_shard(path) == as_read(expected_rank(c.source, TENSORS, rank))
+    part = there.dst / "part-1-of-2.toypart"
+    content = bytearray(part.read_bytes())
+    content[-1] ^= 1
+    part.write_bytes(content)
+    assert str(part) in refused(whole.arguments("verify", "--jobs", "1"), 4)
+    assert str(part) in refused(["verify", str(there.dst), "--jobs", "1"], 4)
+    # Made anew, it is no checkpoint until it is whole again.
+    done(there.arguments("transform", "--to", "toys", "--rank", "0", "--overwrite"))
+    assert index.exists()
+    (there.dst / "part-1-of-2.toypart").unlink()
+    done(there.arguments("transform", "--to", "toys", "--rank", "1", "--overwrite"))
+    assert not index.exists() and not (there.dst / "reshard.json").exists()
+
+
+@pytest.mark.usefixtures("in_the_table")
+def test_folders_that_are_no_checkpoint(tmp_path: Path) -> None:
+    c = make(tmp_path)
+    there = c.but(dst=tmp_path / "toys", options=("--prefix", ""))
+    done(there.arguments("transform", "--to", "toys"))
+    back = c.but(src=there.dst, src_strategy=c.dst_strategy, dst_strategy=c.src_strategy)
+    assert "lists its own pieces" in refused(back.arguments("transform", "--to", "ckpt"), 3)
+    back = back.but(src_strategy=None)
+    part = there.dst / "part-2-of-2.toypart"
+    content = part.read_bytes()
+    part.write_bytes(content[:-1])
+    assert part.name in refused(back.arguments("transform", "--to", "ckpt"), 3)
+    part.write_bytes(content)
+    (there.dst / "rank_0").mkdir()
+    assert "two checkpoints lie together" in refused(back.arguments("transform", "--to", "ckpt"), 3)
+
+
+def refused(arguments: list[str], expected: int) -> str:
+    code, said = in_fork(arguments)
+    assert code == expected, said
+    return said

@@ -1,0 +1,136 @@
+"""Tensors of which a checkpoint lists every piece: which pieces the parts of a target come from."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+from reshard_mpi.errors import CoverageError
+from reshard_mpi.formats.manifest import ListedTensors, PieceList, Tensors
+from reshard_mpi.planning.cover import Pieces, Taken, UncoveredError, overlapping
+from reshard_mpi.planning.model import Check, Copy, Group, PlannedTensors, Route
+from reshard_mpi.planning.replicas import Replicas, home_rank
+from reshard_mpi.sharding.box import Box
+
+# Of files that cannot be used, so many are described in one message.
+_MAX_TOLD = 4
+# Of tensors of one kind, so many overlaps are compared, and so much of each, unless all are to be.
+_MAX_SAMPLED, _SAMPLED_ELEMENTS = 4, 4096
+
+
+class PiecesOf:
+    """Finds pieces for one target. target_rank, targets: of which files it prefers those near its own place."""
+
+    def __init__(self, target_rank: int, targets: int) -> None:
+        self._target_rank = target_rank
+        self._targets = targets
+        self._known: dict[int, tuple[PieceList, list[int], Pieces]] = {}
+        self._overlapping: dict[int, list[tuple[int, int, Box]]] = {}
+
+    def planned(self, tensors: PlannedTensors) -> PlannedTensors:
+        """Return the same tensors, what comes from a list of pieces taken from the pieces themselves.
+
+        Raises CoverageError for a part that no piece has.
+        """
+        if not any(isinstance(route.tensors, ListedTensors) for group in tensors.groups for route in group.routes):
+            return tensors
+        made: dict[tuple[int, ...], int] = {}
+        names: list[list[str]] = []
+        places: list[list[int]] = []
+        group_of = array("I")
+        for number, place in zip(tensors.group_of, tensors.place_in_group):
+            group = tensors.groups[number]
+            key = (number, *(_list_of(route, place) for route in group.routes))
+            new = made.setdefault(key, len(made))
+            if new == len(names):
+                names.append([])
+                places.append([])
+            names[new].append(group.names[place])
+            places[new].append(place)
+            group_of.append(new)
+        groups = []
+        for (number, *_), own_names, own_places in zip(made, names, places):
+            group = tensors.groups[number]
+            routes = [made for route in group.routes for made in self._routes(route, own_names[0], own_places)]
+            groups.append(Group(group.kind, own_names, tuple(routes)))
+        return PlannedTensors(groups, group_of)
+
+    def copies(self, copy: Copy, tensors: ListedTensors) -> tuple[Copy, ...]:
+        """Return the copies from pieces that one from a list of pieces stands for."""
+        name, number = copy.source.name, tensors.number_of[copy.source.name]
+        route = Route(copy.source_rank, copy.source_box, copy.region, tensors, (number,), copy.to, copy.order)
+        return tuple(made.copy(0, name) for made in self._routes(route, name, [0]))
+
+    def _routes(self, route: Route, name: str, places: Sequence[int]) -> Iterator[Route]:
+        """Yield routes from pieces. places: of tensors of the route with one list of pieces; name: of the first."""
+        tensors = route.tensors
+        if not isinstance(tensors, ListedTensors):
+            yield route._replace(numbers=array("I", (route.numbers[place] for place in places)))
+            return
+        numbers = [route.numbers[place] for place in places]
+        pieces = tensors.lists[tensors.list_of[numbers[0]]]
+        order, taken = self._taken(tensors, tensors.list_of[numbers[0]], route.region, name)
+        for at, region in taken:
+            box, file = pieces[order[at]]
+            own = array("I", (tensors.numbers[number][order[at]] for number in numbers))
+            yield Route(route.source_rank, box, region, file, own, route.taking(region), route.order)
+
+    def _taken(self, tensors: ListedTensors, listed: int, region: Box, name: str) -> tuple[list[int], list[Taken]]:
+        """Return the pieces in the order in which they are preferred, and what of a region is taken from which."""
+        pieces = tensors.lists[listed]
+        known = self._known.get(id(pieces))
+        if known is None:
+            place = {id(file): at for at, file in enumerate(tensors.files)}
+            home = home_rank(self._target_rank, self._targets, len(place))
+            order = sorted(range(len(pieces)), key=lambda at: (place[id(pieces[at][1])] - home) % len(place))
+            known = self._known[id(pieces)] = pieces, order, Pieces([pieces[at][0] for at in order])
+        try:
+            return known[1], known[2].cover(region)
+        except UncoveredError as error:
+            missing = "; ".join(tensors.missing[:_MAX_TOLD]) + ("; ..." if len(tensors.missing) > _MAX_TOLD else "")
+            raise CoverageError(
+                f"no piece of {name!r} that the checkpoint lists has a part that target rank {self._target_rank} needs",
+                expected=f"box {error.box}",
+                got=missing or f"{len(pieces)} pieces without it",
+                where=tensors.path,
+                remedy="restore the files of the checkpoint" if missing else "save or copy the checkpoint again",
+            ) from None
+
+    def checks(self, groups: Sequence[Group], replicas: Replicas) -> Iterator[Check]:
+        """Yield the checks that pieces which overlap hold the same there: of a few their beginnings, or of all."""
+        if replicas is Replicas.ANY:
+            return
+        left = None if replicas is Replicas.CHECK else _MAX_SAMPLED
+        for group in groups:
+            for route in group.routes:
+                if isinstance(route.tensors, ListedTensors):
+                    yield from islice(self._overlaps(group, route, whole=left is None), left)
+
+    def _overlaps(self, group: Group, route: Route, *, whole: bool) -> Iterator[Check]:
+        tensors = route.tensors
+        assert isinstance(tensors, ListedTensors)
+        for place, name in enumerate(group.names):
+            number = route.numbers[place]
+            pieces = tensors.lists[tensors.list_of[number]]
+            if id(pieces) not in self._overlapping:
+                self._overlapping[id(pieces)] = list(overlapping([box for box, _ in pieces], route.region))
+            for one, other, region in self._overlapping[id(pieces)]:
+                shared = region if whole else next(region.blocks(_SAMPLED_ELEMENTS))
+                copies = (self._piece(tensors, number, at, name, shared) for at in (one, other))
+                yield Check(name, tuple(copies), refuse=True, why="the checkpoint lists the same part of it twice")
+
+    def _piece(self, tensors: ListedTensors, number: int, at: int, name: str, region: Box) -> Copy:
+        box, file = tensors.lists[tensors.list_of[number]][at]
+        return Route(0, box, region, file, (tensors.numbers[number][at],)).copy(0, name)
+
+
+def missing_files(tensors: Tensors) -> Iterator[str]:
+    """Yield what is to be said of files of a list that cannot be used."""
+    for missing in tensors.missing if isinstance(tensors, ListedTensors) else ():
+        yield f"a file of the checkpoint cannot be used, what it holds was taken from others: {missing}"
+
+
+def _list_of(route: Route, place: int) -> int:
+    tensors = route.tensors
+    return tensors.list_of[route.numbers[place]] if isinstance(tensors, ListedTensors) else 0

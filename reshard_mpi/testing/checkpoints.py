@@ -1,0 +1,126 @@
+"""The conformance suite of checkpoints: however one lies in its files, its tensors are found, whole and in part.
+
+Who adds a form of checkpoint subclasses `CheckpointConformance` and gives a function that writes random tensors in that
+form. What is planned from it is compared with what numpy cuts out of the tensors.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from reshard_mpi.checkpoints import discovery
+from reshard_mpi.checkpoints.source import SourceCheckpoint
+from reshard_mpi.engine.arrays import load_shard
+from reshard_mpi.errors import ReshardError
+from reshard_mpi.planning.replicas import Replicas
+from reshard_mpi.runs.conversion import Conversion
+from reshard_mpi.sharding.box import Box
+from reshard_mpi.sharding.layout import Layout
+from reshard_mpi.sharding.placement import Placement, Strategy
+
+Arrays = Mapping[str, "np.ndarray[Any, Any]"]
+_DTYPES = ("float32", "int16", "float64", "uint8", "complex64")
+# Targets hold tensors whole, or cut so along some dimension.
+_CUTS = (1, 2, 3, 4)
+
+_inherited = settings(deadline=None, suppress_health_check=[HealthCheck.differing_executors, HealthCheck.too_slow])
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> dict[str, np.ndarray[Any, Any]]:
+    """Draw tensors whose dimensions every target cuts evenly; some have none, or no elements."""
+    made = {}
+    for number in range(draw(st.integers(1, 4))):
+        shape = tuple(draw(st.lists(st.sampled_from([12, 24, 1, 0, 5]), max_size=3)))
+        count = int(np.prod(shape, dtype=int))
+        dtype = draw(st.sampled_from(_DTYPES))
+        whole = (np.arange(count) + 1000 * number).astype(dtype).reshape(shape)
+        for name in (f"layer.{number}.w", *([f"layer.{number}.again"] if draw(st.booleans()) else [])):
+            made[name] = np.asarray(whole + np.array(len(name), dtype))
+    return made
+
+
+class CheckpointConformance:
+    """Subclass with `write`; set `may_be_lost` if each file holds what no other has."""
+
+    def write(self, folder: Path, arrays: Arrays, data: st.DataObject) -> Strategy | None:
+        """Write the tensors, cut in a way that is drawn; return the strategy of that, if the form needs one."""
+        raise NotImplementedError
+
+    @_inherited
+    @given(arrays=tensors(), data=st.data())
+    def test_what_targets_hold_is_what_numpy_cuts(self, arrays: Arrays, data: st.DataObject) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            conversion = self._opened(Path(folder), arrays, data)
+            for rank in range(conversion.target.world_size):
+                loaded = load_shard(conversion.plan(rank), limits=conversion.limits)
+                assert loaded.keys() == arrays.keys()
+                for name, array in loaded.items():
+                    expected = _cut(arrays[name], _box(conversion.target, name, arrays[name].shape, rank))
+                    assert array.dtype == expected.dtype and array.shape == expected.shape
+                    assert array.tobytes() == expected.tobytes(), name
+
+    @_inherited
+    @given(arrays=tensors(), data=st.data())
+    def test_a_lost_file_is_replaced_or_refused(self, arrays: Arrays, data: st.DataObject) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            conversion = self._opened(Path(folder), arrays, data)
+            files = [path for paths in conversion.source.files.by_rank.values() for path in paths]
+            lost = Path(data.draw(st.sampled_from(files)))
+            if data.draw(st.booleans()):
+                lost.unlink()
+            else:
+                lost.write_bytes(lost.read_bytes()[: data.draw(st.integers(0, lost.stat().st_size - 1))])
+            try:
+                found = discovery.find_shards(conversion.source.files.path)
+                given = None if found.is_folder else conversion.source.strategy
+                again = Conversion(SourceCheckpoint.open(found, given), conversion.target)
+                for rank in range(again.target.world_size):
+                    for name, array in load_shard(again.plan(rank), limits=again.limits).items():
+                        expected = _cut(arrays[name], _box(again.target, name, arrays[name].shape, rank))
+                        assert array.tobytes() == expected.tobytes(), name
+            except ReshardError:
+                return
+
+    @_inherited
+    @given(arrays=tensors(), data=st.data())
+    def test_the_structure_is_read_again_where_it_was_let_go_of(self, arrays: Arrays, data: st.DataObject) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            conversion = self._opened(Path(folder), arrays, data)
+            before = conversion.plan(0)
+            conversion.forget()
+            after = conversion.plan(0)
+            assert after.tensors == before.tensors and after.read_ranks == before.read_ranks
+
+    def _opened(self, folder: Path, arrays: Arrays, data: st.DataObject) -> Conversion:
+        strategy = self.write(folder, arrays, data)
+        source = SourceCheckpoint.open(discovery.find_shards(str(folder)), strategy)
+        return Conversion(source, _target(arrays, data), replicas=Replicas.CHECK)
+
+
+def _target(arrays: Arrays, data: st.DataObject) -> Strategy:
+    """Draw a strategy for targets: each tensor cut along one dimension that its length allows, or along none."""
+    ranks = data.draw(st.sampled_from(_CUTS))
+    parameters = {}
+    for name, array in arrays.items():
+        able = [dim for dim, length in enumerate(array.shape) if length % ranks == 0]
+        dim = data.draw(st.sampled_from([None, *able]))
+        split = tuple((0,) if at == dim else () for at in range(array.ndim)) if dim is not None else ()
+        parameters[name] = (Placement((ranks,), split),)
+    return Strategy(ranks, 1, parameters)
+
+
+def _box(target: Strategy, name: str, shape: tuple[int, ...], rank: int) -> Box:
+    return Layout(target.find(name)[0], shape).box(rank)
+
+
+def _cut(array: np.ndarray[Any, Any], box: Box) -> np.ndarray[Any, Any]:
+    place: tuple[Any, ...] = (..., *(slice(low, high) for low, high in zip(box.start, box.stop)))
+    return np.array(array[place], order="C")

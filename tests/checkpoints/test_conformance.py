@@ -1,0 +1,107 @@
+"""Checkpoints by strategy and by list under the one conformance suite."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from support import ckpt_peer, toy_folder
+from support.toys import in_the_table
+
+from reshard_mpi.checkpoints import discovery
+from reshard_mpi.checkpoints.source import SourceCheckpoint
+from reshard_mpi.errors import DisagreementError
+from reshard_mpi.formats.dtypes import BY_NAME
+from reshard_mpi.planning.replicas import Replicas
+from reshard_mpi.runs.conversion import Conversion
+from reshard_mpi.sharding.box import Box
+from reshard_mpi.sharding.layout import Layout
+from reshard_mpi.sharding.placement import Placement, Strategy, unsharded
+from reshard_mpi.testing.checkpoints import Arrays, CheckpointConformance
+from reshard_mpi.testing.samples import Contents, SampleTensor, write
+
+__all__ = ["in_the_table"]
+
+
+class TestByStrategy(CheckpointConformance):
+    def write(self, folder: Path, arrays: Arrays, data: st.DataObject) -> Strategy:
+        ranks = data.draw(st.sampled_from([1, 2, 4, 6]))
+        parameters = {}
+        for name, array in arrays.items():
+            able = [dim for dim, length in enumerate(array.shape) if length % ranks == 0]
+            dim = data.draw(st.sampled_from([None, *able]))
+            split = tuple((0,) if at == dim else () for at in range(array.ndim)) if dim is not None else ()
+            parameters[name] = (Placement((ranks,), split),)
+        strategy = Strategy(ranks, 1, parameters)
+        for rank in range(ranks):
+            path = folder / f"rank_{rank}" / f"{rank}.ckpt"
+            path.parent.mkdir()
+            parts = (
+                (name, cut(array, Layout(parameters[name][0], array.shape).box(rank))) for name, array in arrays.items()
+            )
+            ckpt_peer.write(path, Contents.of(sample(name, part) for name, part in parts))
+        return strategy
+
+
+@pytest.mark.usefixtures("in_the_table")
+class TestByList(CheckpointConformance):
+    """Random lists: pieces of any size, flattened ranges, copies that overlap, several of a tensor in one file."""
+
+    def write(self, folder: Path, arrays: Arrays, data: st.DataObject) -> None:
+        files: list[list[SampleTensor]] = [[] for _ in range(data.draw(st.integers(1, 4)))]
+        listed = {}
+        for name, array in arrays.items():
+            boxes = data.draw(st.permutations(pieces(array.shape, data)))
+            entries = []
+            for number, box in enumerate(boxes):
+                file = data.draw(st.integers(0, len(files) - 1))
+                files[file].append(sample(f"{name} {number}", cut(array, box)))
+                entries.append([f"{file}.toypart", f"{name} {number}", box.start, box.stop])
+            listed[name] = {"dtype": array.dtype.name, "shape": array.shape, "pieces": entries}
+        for number, held in enumerate(files):
+            write(toy_folder.toy_format, str(folder / f"{number}.toypart"), Contents.of(held))
+        (folder / toy_folder.INDEX).write_text(json.dumps({"tensors": listed, "strings": {}}))
+
+
+def pieces(shape: tuple[int, ...], data: st.DataObject) -> list[Box]:
+    """Draw boxes that cover a tensor together: ranges of its row-major order, or a grid; and some that overlap."""
+    whole = Box.whole(shape)
+    if not whole.size:
+        return [whole]
+    cuts = sorted({0, whole.size, *data.draw(st.lists(st.integers(0, whole.size), max_size=3))})
+    found = [box for low, high in pairwise(cuts) for box in whole.blocks(whole.size, low, high)]
+    for _ in range(data.draw(st.integers(0, 2))):
+        start = tuple(data.draw(st.integers(0, length)) for length in shape)
+        found.append(Box(start, tuple(data.draw(st.integers(low, high)) for low, high in zip(start, shape))))
+    return found
+
+
+def sample(name: str, array: np.ndarray) -> SampleTensor:
+    return SampleTensor(name, BY_NAME[array.dtype.name], array.shape, array.tobytes())
+
+
+def cut(array: np.ndarray, box: Box) -> np.ndarray:
+    return np.ascontiguousarray(array[tuple(slice(low, high) for low, high in zip(box.start, box.stop))]).reshape(
+        box.shape
+    )
+
+
+@pytest.mark.usefixtures("in_the_table")
+@pytest.mark.parametrize("replicas", [Replicas.SAMPLE, Replicas.CHECK])
+def test_pieces_that_overlap_and_differ_are_refused(tmp_path: Path, replicas: Replicas) -> None:
+    whole, part = np.arange(12, dtype=np.int16), np.arange(12, dtype=np.int16)[4:8].copy()
+    part[2] += 1
+    held = [sample("w 0", whole), sample("w 1", part)]
+    write(toy_folder.toy_format, str(tmp_path / "0.toypart"), Contents.of(held))
+    entries = [["0.toypart", "w 0", [0], [12]], ["0.toypart", "w 1", [4], [8]]]
+    listed = {"w": {"dtype": "int16", "shape": [12], "pieces": entries}}
+    (tmp_path / toy_folder.INDEX).write_text(json.dumps({"tensors": listed, "strings": {}}))
+    source = SourceCheckpoint.open(discovery.find_shards(str(tmp_path)), None)
+    with pytest.raises(DisagreementError, match="'w'") as caught:
+        Conversion(source, unsharded(), replicas=replicas).plan(0)
+    assert "[6]" in str(caught.value)
+    assert Conversion(source, unsharded(), replicas=Replicas.ANY).plan(0).copies == 1
