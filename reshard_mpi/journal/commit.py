@@ -113,7 +113,7 @@ def commit(folder: Path) -> Committed:
         try:
             records = _require_complete(folder, identity, "")
         except TransformError:
-            withdraw(held.folder, identity.facts["to"])
+            withdraw(held.folder, identity.format)
             raise
         return _commit(held, identity, records, told=())
 
@@ -173,7 +173,7 @@ def _commit(held: _Held, identity: RunIdentity, records: Sequence[TargetRecord],
         notes = (*_compare(folder, identity, records, told), *_strangers(folder, len(records)))
         sums = _sums(identity, records)
     except ReshardError:
-        withdraw(held.folder, identity.facts["to"])
+        withdraw(held.folder, identity.format)
         raise
     remove_stale(held.folder, COMMIT_RECORD)
     remove_stale_records(held.state)
@@ -183,7 +183,7 @@ def _commit(held: _Held, identity: RunIdentity, records: Sequence[TargetRecord],
             publish_text(held.state, record_path(held.state.path, record.rank).name, confirmed)
     begun = RunIdentity.recorded(folder / STATE)  # whose strategies may have been read from elsewhere since
     begun = begun if begun and begun.digest == identity.digest else identity
-    _publish_index(held.folder, identity.facts["to"], records)
+    _publish_index(held.folder, identity.format, records)
     publish_text(held.folder, COMMIT_RECORD, _as_text(begun, records, sums))
     return Committed(folder / COMMIT_RECORD, len(records), sum(record.size_bytes for record in records), notes)
 
@@ -238,7 +238,7 @@ def _compare(
     for stage in differing_stages(record.evidence.held for record in records):
         mine = [record for record in records if record.evidence.held.stage == stage]
         differing = list({record.evidence.held.digest: record for record in reversed(mine)}.values())
-        locate = formats.by_name(identity.facts["to"]).locate
+        locate = formats.by_name(identity.format).locate
         names = {record.rank: locate(str(folder / record.file)).tensors for record in differing}
         require_same_names(names, identity.facts["source"])
         raise CoverageError(
@@ -324,7 +324,7 @@ def _look(folder: Path, identity: RunIdentity, target_rank: int) -> TargetRecord
 
 
 def _is_file_of(identity: RunIdentity, record: TargetRecord) -> bool:
-    prefix, format_name = identity.facts["prefix"], identity.facts["to"]
+    prefix, format_name = identity.facts["prefix"], identity.format
     folder_format = formats.folder_by_name(format_name)
     if folder_format is not None:
         return record.file == folder_format.file_name(record.rank, identity.facts["target_ranks"], prefix)

@@ -85,6 +85,11 @@ class RunIdentity(NamedTuple):
     strategy_files: Mapping[str, str] = {}
 
     @property
+    def format(self) -> str:
+        """The format of its targets."""
+        return str(self.facts.get("to", formats.DEFAULT))
+
+    @property
     def digest(self) -> str:
         return hashlib.sha256(json.dumps(self.facts, sort_keys=True).encode()).hexdigest()
 

@@ -232,7 +232,7 @@ class Journal:
             _commit_lock(state, say),
             _target_folder(folder, path) as place,
         ):
-            withdraw(folder, self.identity.facts["to"])
+            withdraw(folder, self.identity.format)
             record = record_path(self._state, target_rank).name
             state.remove(record)
             remove_stale(state, record)
