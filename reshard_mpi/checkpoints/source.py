@@ -30,7 +30,7 @@ from reshard_mpi.sharding.strategy import table
 from reshard_mpi.units import MIB
 
 # What is kept of shards besides the last one, since neighbouring targets read from the same ones.
-MAX_KEPT_BYTES = 32 * MIB
+MAX_KEPT_BYTES = 56 * MIB
 NO_DAMAGE: Mapping[int, ReshardError] = MappingProxyType({})
 # What is wrong with one shard alone, so that others may be read in its place.
 _DAMAGE = (ShardError, DisagreementError, OSError)
@@ -39,11 +39,12 @@ _DAMAGE = (ShardError, DisagreementError, OSError)
 class Extent(NamedTuple):
     """What the largest of several shards take, as far as they have been read.
 
-    tensors: how many one of them holds. decoding_bytes: of memory, to decode one. is_native: all describe themselves.
-    is_as_stored: elements are read as they lie in the files, without numpy.
+    tensors: how many one of them holds, kinds: of how many kinds. decoding_bytes: of memory, to decode one. is_native:
+    all describe themselves. is_as_stored: elements are read as they lie in the files, without numpy.
     """
 
     tensors: int = 0
+    kinds: int = 0
     decoding_bytes: int = 0
     is_native: bool = True
     is_as_stored: bool = True
@@ -51,6 +52,7 @@ class Extent(NamedTuple):
     def including(self, shard: Manifest) -> Extent:
         return Extent(
             max(self.tensors, len(shard.tensors)),
+            max(self.kinds, len(shard.tensors.kinds)),
             max(self.decoding_bytes, shard.decoding_bytes),
             self.is_native and shard.identity is not None,
             self.is_as_stored and shard.is_as_stored,

@@ -86,8 +86,8 @@ class Kind(NamedTuple):
 
 
 # Measured: the name of a tensor with its number, the columns of its kind and its place, and a place of another sort.
-_NAME_BYTES, _PLACE_BYTES, _ELSEWHERE_BYTES = 256, 16, 600
-KEPT_TENSOR_BYTES = _NAME_BYTES + _PLACE_BYTES
+_NAME_BYTES, _PLACE_BYTES, _ELSEWHERE_BYTES = 400, 16, 600
+KEPT_TENSOR_BYTES, KEPT_PLACE_BYTES = _NAME_BYTES + _PLACE_BYTES, _PLACE_BYTES
 
 # In the place of where a tensor begins: it is not one run of its shard's file, or not as this machine has it.
 ELSEWHERE = -1

@@ -22,7 +22,7 @@ from reshard_mpi.units import KIB, MIB
 # What at least one of several workers needs besides for being there, so that any of them comes to an end.
 _WORK_BYTES = 24 * MIB
 # What a worker does not give back any more of what it has read and planned of a tensor.
-_PLANNED_BYTES = 5 * KIB
+_PLANNED_BYTES = 3 * KIB
 
 
 class RunMemory:

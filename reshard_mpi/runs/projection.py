@@ -15,8 +15,8 @@ from reshard_mpi import formats
 from reshard_mpi.checkpoints.source import MAX_KEPT_BYTES, SourceCheckpoint
 from reshard_mpi.engine.crc import has_short_runs
 from reshard_mpi.engine.regions import takes_numpy
-from reshard_mpi.engine.transfer import is_gathered
-from reshard_mpi.formats.manifest import KEPT_TENSOR_BYTES, Decoded
+from reshard_mpi.engine.transfer import are_many, is_gathered
+from reshard_mpi.formats.manifest import KEPT_PLACE_BYTES, KEPT_TENSOR_BYTES, Decoded
 from reshard_mpi.formats.traits import Costs
 from reshard_mpi.planning.model import Group, RankPlan, TensorPlan
 from reshard_mpi.runs.conversion import LIMITS, Conversion
@@ -31,12 +31,17 @@ _MPI_BYTES = 18 * MIB
 # What is read of a strategy file, for each of its bytes, at the most while it is parsed.
 _PARSING_SHARE = 11
 # A parameter of a strategy; of the larger of the two, for both.
-_PARAMETER_BYTES = KIB
-# A tensor of a plan; the sum of one.
-_PLANNED_BYTES = 3 * KIB // 4
+_PARAMETER_BYTES = KIB // 2
+# A tensor while its target is planned; of a plan that is kept; the sum of one.
+_PLANNED_BYTES = KIB // 2
+_KEPT_PLAN_BYTES = 64
+# A kind of tensors in a plan, and in the structure of several shards.
+_KIND_BYTES = 8 * KIB
 _SUM_BYTES = KIB
-# The records of a target tensor's copy beyond the first: measured with 10,000 tensors, 0.45 KiB.
-_COPY_BYTES = KIB // 2
+# A copy beyond the first of a target tensor.
+_COPY_BYTES = 16
+# A copy of a small tensor where those are moved many at a time.
+_BATCHED_BYTES = 32
 # A window begins and ends with a page, and with it the kernel maps what it has of the file around.
 _AROUND_BYTES = 256 * KIB
 # What a process keeps of plans.
@@ -102,18 +107,18 @@ class Projection(NamedTuple):
         source, target = conversion.source, conversion.target
         costs, target_costs = _costs(source.files.format), _costs(target_format)
         per_shard, has_numpy = source.extent.tensors, not source.extent.is_as_stored
-        known_bytes = _known_bytes(per_shard, len(source.files.by_rank))
-        kept_bytes = min(MAX_KEPT_PLANS_BYTES, per_shard * min(MAX_KEPT_PLANS, targets) * _PLANNED_BYTES)
+        known_bytes = _known_bytes(per_shard, source)
+        kept_bytes = min(MAX_KEPT_PLANS_BYTES, per_shard * min(MAX_KEPT_PLANS, targets) * _KEPT_PLAN_BYTES)
         parameters = max(len(source.strategy.parameters), len(target.parameters))
         base_bytes = INTERPRETER_BYTES + _loaded_bytes() + (_NUMPY_BYTES if has_numpy else 0)
         base_bytes += parameters * _PARAMETER_BYTES
-        base_bytes += known_bytes + kept_bytes + per_shard * _PLANNED_BYTES
+        base_bytes += known_bytes + kept_bytes + per_shard * _PLANNED_BYTES + source.extent.kinds * _KIND_BYTES
         if not source.extent.is_native:
             base_bytes += costs.child + per_shard * costs.child_tensor
         planning_bytes = base_bytes + max(per_shard * costs.reading, source.extent.decoding_bytes)
         if also_read is not None:
-            extent, shards = also_read.extent, len(also_read.files.by_rank)
-            base_bytes += _known_bytes(extent.tensors, shards)
+            extent = also_read.extent
+            base_bytes += _known_bytes(extent.tensors, also_read)
             if not extent.is_native:
                 base_bytes += target_costs.child if source.extent.is_native or not costs.child else 0  # it serves both
                 base_bytes += extent.tensors * target_costs.child_tensor
@@ -137,9 +142,13 @@ class Projection(NamedTuple):
         """Project the most that a process needs which plans and writes this target."""
         decoding_bytes, buffer_bytes, window_bytes, has_numpy = self.decoding_bytes, 0, 0, self.has_numpy
         records_bytes = self.tensor_bytes * len(plan.tensors)
+        if are_many(plan.tensors):
+            has_numpy, buffer_bytes = True, 2 * LIMITS.buffer_bytes
+            window_bytes = max(window_bytes, plan.needed_bytes)
+            records_bytes += _BATCHED_BYTES * plan.copies
         for group in plan.tensors.groups:
             alike = group.tensor(0)
-            buffer_bytes = max(buffer_bytes, group.kind.size_bytes)
+            buffer_bytes = max(buffer_bytes, min(LIMITS.buffer_bytes, group.kind.size_bytes))
             records_bytes += _COPY_BYTES * (len(group.routes) - 1) * len(group.names)
             through_windows = any(
                 is_gathered(tensor, LIMITS) or (self.compares and _is_gathered_to_compare(tensor))
@@ -154,7 +163,7 @@ class Projection(NamedTuple):
                     )
                 elif through_windows:
                     window_bytes = max(window_bytes, source.size_bytes + _AROUND_BYTES)
-        moved_bytes = min(LIMITS.buffer_bytes, buffer_bytes) + min(LIMITS.window_bytes, window_bytes)
+        moved_bytes = min(2 * LIMITS.buffer_bytes, buffer_bytes) + min(LIMITS.window_bytes, window_bytes)
         moved_bytes += _NUMPY_BYTES if has_numpy and not self.has_numpy else 0
         return max(self.planning_bytes, self.base_bytes + moved_bytes + records_bytes + decoding_bytes)
 
@@ -163,10 +172,11 @@ def _costs(format_name: str) -> Costs:
     return formats.by_name(format_name).TRAITS.costs
 
 
-def _known_bytes(tensors: int, shards: int) -> int:
-    """Project what is kept of the structure of shards that have so many tensors each."""
-    shard_bytes = tensors * KEPT_TENSOR_BYTES
-    return min(MAX_KEPT_BYTES + shard_bytes, shards * shard_bytes)
+def _known_bytes(tensors: int, checkpoint: SourceCheckpoint) -> int:
+    """Project what is kept of the structure of shards with so many tensors each: those of a stage have the same."""
+    shards, stages = len(checkpoint.files.by_rank), checkpoint.strategy.stages
+    alike_bytes = tensors * (stages * KEPT_TENSOR_BYTES + max(0, shards - stages) * KEPT_PLACE_BYTES)
+    return min(MAX_KEPT_BYTES + tensors * KEPT_TENSOR_BYTES, alike_bytes)
 
 
 def _otherwise_stored(group: Group) -> Iterator[TensorPlan]:

@@ -24,6 +24,7 @@ from support.hostile import elsewhere, read_by_child
 from reshard_mpi.formats import hdf5
 from reshard_mpi.formats.ckpt.values import encode_header
 from reshard_mpi.formats.dtypes import BY_NAME
+from reshard_mpi.formats.files import MAX_TENSORS
 from reshard_mpi.formats.manifest import ShardIdentity
 from reshard_mpi.protobuf import encode_length, encode_varint
 from reshard_mpi.sharding.strategy.limits import MAX_FILE_BYTES
@@ -54,7 +55,7 @@ def bomb(kind: str, name: str, message: str) -> Callable[[Make], Make]:
 
 @bomb("locate", "w.ckpt", "too many values")
 def values_without_end(path: Path) -> None:
-    path.write_bytes(b"".join(encode_header(f"w{at}", (1,), "Int8", 1) + b"x" for at in range(100_000)))
+    path.write_bytes(b"".join(encode_header(f"w{at}", (1,), "Int8", 1) + b"x" for at in range(MAX_TENSORS + 1)))
 
 
 @bomb("locate", "w.ckpt", "too much memory")
@@ -128,7 +129,7 @@ def soft_links_that_multiply(path: Path) -> None:
 @bomb("locate", "w.h5", "too many objects")
 def links_without_end(path: Path) -> None:
     with h5py.File(path, "w", libver="latest") as file:
-        for at in range(70_000):
+        for at in range(MAX_TENSORS + 1):
             file.id.links.create_soft(b"w%d" % at, b"nowhere")
 
 

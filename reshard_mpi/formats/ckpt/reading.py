@@ -111,8 +111,9 @@ class _Reading:
                 first.at,
                 expected="each tensor once, its pieces side by side",
             )
-        is_string = first.type_name == STRING_TYPE
-        while (is_string or self._is_piece(pieces)) and end < self._reader.size_bytes:
+        is_string, held_bytes = first.type_name == STRING_TYPE, first.content.length_bytes
+        whole_bytes = self._whole_bytes(first)
+        while (is_string or held_bytes < whole_bytes) and end < self._reader.size_bytes:
             if is_trailer(self._reader, end):
                 break
             following = value_at(self._reader, end)
@@ -121,6 +122,7 @@ class _Reading:
             self._kept_bytes += files.kept_kind_bytes(len(following.dims))
             self._counted(end, following.tag)
             pieces.append(following)
+            held_bytes += following.content.length_bytes
             end = following.end
         if is_string:
             self._add_string(pieces)
@@ -148,11 +150,10 @@ class _Reading:
                 "a shard's names take too much memory", at, expected=f"{files.MAX_KEPT_BYTES} bytes at most"
             )
 
-    def _is_piece(self, pieces: list[Value]) -> bool:
-        """Tell whether a tensor goes on after these pieces of it."""
-        dtype, dims = BY_MINDSPORE_NAME.get(pieces[0].type_name), pieces[0].dims
-        held_bytes = sum(piece.content.length_bytes for piece in pieces)
-        return dtype is not None and held_bytes < dtype.itemsize_bytes * math.prod(dims)
+    def _whole_bytes(self, piece: Value) -> int:
+        """Return how many bytes all pieces of a tensor have together; 0 if that cannot be told."""
+        dtype = BY_MINDSPORE_NAME.get(piece.type_name)
+        return 0 if dtype is None else dtype.itemsize_bytes * math.prod(piece.dims)
 
     def _require_empty_piece(self, piece: Value) -> None:
         """Raise ShardError if a piece of the last tensor, of which all was there already, brings anything."""

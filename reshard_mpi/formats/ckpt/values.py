@@ -76,6 +76,7 @@ def is_trailer(reader: Reader, at: int) -> bool:
 # Of Values before: their bytes before the name -> those between name and content -> number of a kind, and how many
 # bytes the content has.
 Known = dict[bytes, dict[bytes, tuple[int, int]]]
+_MAX_ALIKE = 16
 
 
 def learn(reader: Reader, value: Value, kind: int, known: Known) -> None:
@@ -84,7 +85,10 @@ def learn(reader: Reader, value: Value, kind: int, known: Known) -> None:
     start = USUAL_START.match(window, value.at - base)
     rest = _USUAL_REST.match(window, start.end() + start[2][0]) if start else None
     if start and rest and value.content.length_bytes:
-        known.setdefault(start[0], {})[rest[0]] = kind, value.content.length_bytes
+        alike = known.setdefault(start[0], {})
+        if len(alike) == _MAX_ALIKE:  # a file that is made to be slow; there are a few
+            alike.clear()
+        alike[rest[0]] = kind, value.content.length_bytes
 
 
 def usual_value(reader: Reader, at: int) -> Value | None:

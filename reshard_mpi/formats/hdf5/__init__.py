@@ -38,8 +38,8 @@ SUFFIXES = (".h5", ".hdf5")
 MODE = 0o666
 TRAITS = Traits(
     Costs(
-        reading=KIB,
-        writing=5 * KIB // 2,
+        reading=KIB // 4,
+        writing=2 * KIB,
         checking=7 * KIB,
         library=15 * MIB,
         uses_numpy=True,

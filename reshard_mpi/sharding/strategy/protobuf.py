@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import io
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import BinaryIO
 
@@ -104,7 +105,7 @@ class _Decoder:
             if layout is None or end != item.end(1) + size or end > len(data) or len(name) != name_length[0]:
                 break
             try:
-                if layouts.setdefault(name.decode(), layout) is not layout:
+                if layouts.setdefault(sys.intern(name.decode()), layout) is not layout:
                     break
             except UnicodeDecodeError:
                 break
