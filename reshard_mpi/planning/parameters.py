@@ -27,6 +27,9 @@ def find_or_follow(strategy: Strategy, name: str, fits: Callable[[str], bool]) -
     fits: tells whether the parameter has the same whole shape as the one of the given name. A rule that catches every
     name (`*`) is for what neither is listed nor follows.
     """
+    listed = strategy.parameters.get(name)
+    if listed:  # as nearly all are
+        return listed
     listed = strategy.find(name)
     if listed and not strategy.is_only_caught(name):
         return listed

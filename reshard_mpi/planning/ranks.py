@@ -57,7 +57,13 @@ def needed_ranks(
     unplaced: dict[tuple[Placement, ...], None] = {}
     seen = set()
     known = dict.fromkeys((*target.parameters, *source.parameters, *names))
+    listed = set()
     for name in known:
+        alike = (id(source.parameters.get(name)), id(target.parameters.get(name)))
+        if alike in listed:
+            continue
+        if name in source.parameters and name in target.parameters:
+            listed.add(alike)  # all else about these names is the same
         origins, placements = _placements(source, target, name, unlisted, known)
         if origins and not placements and unlisted is Unlisted.FOLLOW:
             unplaced[origins] = None

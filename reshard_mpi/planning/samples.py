@@ -208,11 +208,13 @@ class Sampler:
 
     def _choose(self, stage: int, tensors: Tensors, names: frozenset[str]) -> tuple[Sampled, ...]:
         kinds: dict[int, dict[str, list[Sampled]]] = {}
-        empty = [not kind.size_bytes for kind in tensors.kinds]
+        empty, parameters = [not kind.size_bytes for kind in tensors.kinds], self._strategy.parameters
         for name, kind in zip(tensors, tensors.kind_of):
             if empty[kind] or name not in names or is_moment(name) or not self._is_wanted(name, names):
                 continue
-            placements = find_or_follow(self._strategy, name, partial(_same_shape, tensors, names, name))
+            placements = parameters.get(name) or find_or_follow(
+                self._strategy, name, partial(_same_shape, tensors, names, name)
+            )
             near = next((placement for placement in placements if stage in placement.stages), None)
             home_stage = placements[0].stages[0] if placements and near is None else None
             of_way = kinds.setdefault(self._way(near), {})

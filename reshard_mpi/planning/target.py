@@ -76,7 +76,7 @@ class ShardPlanner:
         self._strict = strict
         self._replicas = replicas
         self._boxes: dict[Layout, Box] = {}
-        self._layouts: dict[tuple[SourceGroup, tuple[Placement, ...]], Layout | None] = {}
+        self._layouts: dict[tuple[SourceGroup, int], Layout | None] = {}  # by the identity of kept placements
         # All that goes into this shard, by the way in which it is held; and in order.
         self._ways: dict[tuple[SourceGroup, Layout], _Way] = {}
         self._wanted: dict[str, _Way] = {}
@@ -191,7 +191,7 @@ class ShardPlanner:
         if self._unlisted is Unlisted.DROP and is_dropped(self._target, name, self._tensors):
             return None
         placements = self._target_placements(name)
-        key = (group, placements)
+        key = (group, id(placements))
         if key not in self._layouts:
             self._layouts[key] = self._placed(name, group, placements)
         return self._layouts[key]
@@ -220,8 +220,9 @@ class ShardPlanner:
 
     def _target_placements(self, name: str) -> tuple[Placement, ...]:
         """Return how the target strategy places a tensor; empty where it does not."""
-        if self._unlisted is not Unlisted.FOLLOW:
-            return self._target.find(name)
+        listed = self._target.parameters.get(name)
+        if listed or self._unlisted is not Unlisted.FOLLOW:
+            return listed or self._target.find(name)
         return find_or_follow(self._target, name, lambda base: self._tensors.same_shape(name, base))
 
     def _box(self, target: Layout) -> Box:

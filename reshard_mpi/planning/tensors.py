@@ -69,7 +69,8 @@ class SourceTensors:
         self._held = tuple(manifests[rank].tensors for rank in self._ranks)
         self._signatures = self._all_signatures()
         self._group_by_name: dict[str, SourceGroup] = {}
-        self._groups: dict[tuple[tuple[Placement, ...], _Signature], SourceGroup] = {}
+        # By the identity of placements, which the strategy keeps.
+        self._groups: dict[tuple[int, _Signature], SourceGroup] = {}
         self._layouts: dict[tuple[Placement, Shape], Layout] = {}
 
     @property
@@ -93,8 +94,10 @@ class SourceTensors:
         """
         found = self._group_by_name.get(name)
         if found is None:
-            placements = find_or_follow(self._strategy, name, lambda base: self._held_alike(name, base))
-            key = (placements, self._signatures[name])
+            placements = self._strategy.parameters.get(name)
+            if not placements:
+                placements = find_or_follow(self._strategy, name, lambda base: self._held_alike(name, base))
+            key = (id(placements), self._signatures[name])
             found = self._groups.get(key)
             if found is None:
                 found = self._groups[key] = self._resolve(name, placements)

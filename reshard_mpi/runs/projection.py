@@ -46,7 +46,7 @@ _BATCHED_BYTES = 32
 _AROUND_BYTES = 256 * KIB
 # What a process keeps of plans.
 MAX_KEPT_PLANS = 4
-MAX_KEPT_PLANS_BYTES = 32 * MIB
+MAX_KEPT_PLANS_BYTES = 56 * MIB
 
 
 def opening_bytes(strategies: Iterable[str | os.PathLike[str] | None], *source_formats: str) -> int:
@@ -108,7 +108,9 @@ class Projection(NamedTuple):
         costs, target_costs = _costs(source.files.format), _costs(target_format)
         per_shard, has_numpy = source.extent.tensors, not source.extent.is_as_stored
         known_bytes = _known_bytes(per_shard, source)
-        kept_bytes = min(MAX_KEPT_PLANS_BYTES, per_shard * min(MAX_KEPT_PLANS, targets) * _KEPT_PLAN_BYTES)
+        # Plans keep the names of their shards, which are kept anyway where all shards have the same.
+        plan_bytes = _KEPT_PLAN_BYTES + (KEPT_TENSOR_BYTES if source.strategy.stages > 1 else 0)
+        kept_bytes = min(MAX_KEPT_PLANS_BYTES, per_shard * min(MAX_KEPT_PLANS, targets) * plan_bytes)
         parameters = max(len(source.strategy.parameters), len(target.parameters))
         base_bytes = INTERPRETER_BYTES + _loaded_bytes() + (_NUMPY_BYTES if has_numpy else 0)
         base_bytes += parameters * _PARAMETER_BYTES

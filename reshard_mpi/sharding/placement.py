@@ -192,12 +192,13 @@ def replicated(ranks: int) -> Placement:
 class _Known:
     """What has been found out of names by the rules of a strategy: the same is asked many times."""
 
-    __slots__ = ("followed", "patterns", "rules")
+    __slots__ = ("followed", "patterns", "placed", "rules")
 
     def __init__(self) -> None:
         self.patterns: Patterns | None = None
         self.rules: dict[str, int | None] = {}
         self.followed: dict[str, tuple[str, ...]] = {}
+        self.placed: dict[int, tuple[Placement, ...]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,12 +246,15 @@ class Strategy:
         return rank // self.stage_size
 
     def find(self, name: str) -> tuple[Placement, ...]:
-        """Return the placements of parameter `name`; empty where the strategy does not list it."""
+        """Return the placements of parameter `name`; empty where the strategy does not list it.
+
+        They are the same object whenever they are asked for, and for all that one rule places.
+        """
         listed = self.parameters.get(name)
         if listed is not None:
             return listed
         rule = self.rule_of(name)
-        return () if rule is None else (self.rules[rule][1],)
+        return () if rule is None else self._known.placed.setdefault(rule, (self.rules[rule][1],))
 
     def rule_of(self, name: str) -> int | None:
         """Return the number of the first rule that matches `name`, listed or not; None if none does."""
