@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-from benchmarks import conversion, planning, scaling, startup, verification
+from benchmarks import conversion, planning, scaling, startup, tensors, verification
 from benchmarks.plot import draw, lacks_matplotlib
 from benchmarks.results import Results
 from benchmarks.targets import LARGE_MB, SMALL_MB
@@ -48,6 +48,11 @@ processes, each compared with the least: time in the engine and of the whole com
 _VERIFICATION = """\
 Reshards a GPT-like checkpoint with --verify beside the same without it, for .ckpt and HDF5; then sums, in one process
 and from the page cache, a piece of a tensor that is one run and one whose runs have 512 bytes.
+"""
+_TENSORS = """\
+Reshards checkpoints of very many small tensors, float32 of 64 x 64, cut along rows over 4 ranks, into columns over 2:
+beside safetensors' own loading and saving, beside torch's distributed checkpoint, to and from HDF5, and a larger one
+beside a smaller. Then moves small pieces in the engine alone, and tells its CPU time.
 """
 
 
@@ -93,6 +98,7 @@ def parser() -> argparse.ArgumentParser:
     _add_startup(_command(commands, "startup", "commands that move next to nothing", _STARTUP))
     _add_scaling(_command(commands, "scaling", "one file filled by several processes", _SCALING))
     _add_verification(_command(commands, "verification", "what --verify and verify cost", _VERIFICATION))
+    _add_tensors(_command(commands, "tensors", "checkpoints of very many small tensors", _TENSORS))
     return whole
 
 
@@ -219,6 +225,20 @@ def _add_verification(parser: argparse.ArgumentParser) -> None:
         "--megabytes", type=_positive, default=SMALL_MB, metavar="N", help="size of the tensors (default: %(default)s)"
     )
     parser.set_defaults(run=lambda options: verification.measure(options.megabytes, options.pairs, options.folder))
+
+
+def _add_tensors(parser: argparse.ArgumentParser) -> None:
+    for name, count in (("--tensors", 20_000), ("--many", 100_000)):
+        parser.add_argument(name, type=_positive, default=count, metavar="N", help="(default: %(default)s)")
+    parser.add_argument(
+        "--peers",
+        default=sys.executable,
+        metavar="PYTHON",
+        help="interpreter that has safetensors and torch (default: this one)",
+    )
+    parser.set_defaults(
+        run=lambda options: tensors.measure(options.tensors, options.many, options.pairs, options.folder, options.peers)
+    )
 
 
 def _positive(text: str) -> int:

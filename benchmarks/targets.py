@@ -86,6 +86,14 @@ TARGETS = {
     "ranks.large.memory": Target(Figure.PEAK, 300 * MIB),
     "plan.4096": Target(Figure.SECONDS, 0.020),
     "plan.large": Target(Figure.SECONDS, 0.350),
+    # many tensors
+    "tensors.ckpt": Target(Figure.SECONDS, 1.5),
+    "tensors.torch": Target(Figure.FASTER, 20),
+    "tensors.growth": Target(Figure.TIME, 5.5),
+    "tensors.to_hdf5": Target(Figure.SECONDS, 3.0),
+    "tensors.from_hdf5": Target(Figure.SECONDS, 3.0),
+    "tensors.piece": Target(Figure.SECONDS, 0.25),
+    "tensors.memory": Target(Figure.PEAK, 200 * MIB),
     # start-up
     "startup.help": Target(Figure.SECONDS, 0.15),
     "startup.import": Target(Figure.SECONDS),

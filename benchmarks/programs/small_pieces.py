@@ -1,0 +1,41 @@
+"""`python -m benchmarks.programs.small_pieces FOLDER COUNT`: move so many tensors of 4 KiB from a file to another.
+
+Prints how much CPU time the engine took for it.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+from reshard_mpi.engine.transfer import write_shard
+from reshard_mpi.formats import ckpt
+from reshard_mpi.formats.dtypes import BY_NAME
+from reshard_mpi.formats.manifest import ShardIdentity, ShardSpec, SpecKind, Specs
+from reshard_mpi.formats.protocol import reserve_file
+from reshard_mpi.planning.model import Group, PlannedTensors, RankPlan, Route
+from reshard_mpi.runs.conversion import LIMITS
+from reshard_mpi.sharding.box import Box
+
+
+def main() -> None:
+    """Do what the command line says."""
+    folder, count = Path(sys.argv[1]), int(sys.argv[2])
+    box, names = Box.whole((32, 32)), [f"layers.{at}.weight" for at in range(count)]
+    kind = SpecKind(BY_NAME["float32"], box.shape, box)
+    spec = ShardSpec(ShardIdentity(0, 1, ""), Specs(names, [kind], [0] * count), {})
+    source = reserve_file(ckpt, str(folder / "from.ckpt"), spec)
+    target = reserve_file(ckpt, str(folder / "to.ckpt"), spec)
+    route = Route(0, box, box, source.tensors, range(count))
+    tensors = PlannedTensors([Group(kind, names, (route,))], [0] * count)
+    plan = RankPlan(0, 0, spec.identity, tensors, {}, (), (), (), (), frozenset())
+    descriptor = os.open(target.path, os.O_RDWR)
+    begin = time.process_time()
+    write_shard(plan, target, descriptor, span=None, limits=LIMITS, on_bytes=lambda _: None)
+    print(json.dumps({"seconds": time.process_time() - begin}))
+    for path in (source.path, target.path):
+        Path(path).unlink()
+
+
+main()
