@@ -6,15 +6,14 @@ The ranks of a training that hold shards of one shape write files that differ in
 from __future__ import annotations
 
 import hashlib
-import mmap
 import os
 from collections.abc import Iterable, Iterator
 
 from reshard_mpi.formats.ckpt.values import CRC_BYTES, CRC_MARK
 from reshard_mpi.formats.manifest import Segments, Structure, Tensors
 
-# As much of a file is mapped at once.
-_WINDOW_BYTES = 16 << 20
+# What is so close together is read by one call, and as much at once.
+_CLOSE_BYTES, _READ_BYTES = 512, 64 << 10
 # From one byte to another.
 _Span = tuple[int, int]
 
@@ -63,16 +62,22 @@ def _payloads(tensors: Tensors) -> Iterator[_Span]:
 
 
 def _contents(fd: int, spans: list[_Span]) -> Iterator[bytes]:
-    """Yield the bytes of spans of a file, which ascend, through windows on it."""
+    """Yield the bytes of spans of a file, which ascend; those close to each other are read together.
+
+    Raises ValueError if the file ends before, OSError if it cannot be read.
+    """
     number = 0
     while number < len(spans):
-        first, end = spans[number][0], spans[number][0] + _WINDOW_BYTES
-        base = first - first % mmap.ALLOCATIONGRANULARITY
+        base, end = spans[number]
         last = number + 1
-        while last < len(spans) and spans[last][1] <= end:
+        while last < len(spans) and spans[last][0] - end <= _CLOSE_BYTES and spans[last][1] - base <= _READ_BYTES:
+            end = spans[last][1]
             last += 1
-        length_bytes = spans[last - 1][1] - base
-        if length_bytes:
-            with mmap.mmap(fd, length_bytes, access=mmap.ACCESS_READ, offset=base) as window:
-                yield from [window[start - base : stop - base] for start, stop in spans[number:last]]
+        content = os.pread(fd, end - base, base)
+        if len(content) < end - base:
+            raise ValueError("the file has become shorter")
+        if last == number + 1:
+            yield content
+        else:
+            yield from [content[start - base : stop - base] for start, stop in spans[number:last]]
         number = last

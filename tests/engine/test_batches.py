@@ -1,0 +1,153 @@
+"""Small tensors moved many at a time: what numpy cuts, whatever lies between them, and whoever fills which part."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reshard_mpi.engine import batches, transfer
+from reshard_mpi.engine.transfer import write_shard
+from reshard_mpi.formats.dtypes import BY_NAME
+from reshard_mpi.formats.manifest import (
+    ByteRange,
+    Kind,
+    Manifest,
+    Segments,
+    ShardIdentity,
+    SpecKind,
+    TensorEntry,
+    Tensors,
+)
+from reshard_mpi.planning.model import Group, Limits, PlannedTensors, RankPlan, Route
+from reshard_mpi.sharding.box import Box
+
+ITEM = 2
+GAP = b"\xee"
+
+
+class Made:
+    """A plan of many small tensors, with the files it is about, and what the target must be."""
+
+    def __init__(self, folder: Path, data: st.DataObject) -> None:
+        self._folder, self._data = folder, data
+        self.groups: list[Group] = []
+        self._contents: list[list[bytes]] = []
+        for number in range(data.draw(st.integers(1, 3))):
+            self._add_group(number)
+        order = [number for number, group in enumerate(self.groups) for _ in group.names]
+        self.tensors = PlannedTensors(self.groups, data.draw(st.permutations(order)))
+        self.plan = RankPlan(0, 0, ShardIdentity(0, 1, ""), self.tensors, {}, (), (), (), (), frozenset())
+        self.target, self.expected = self._target()
+
+    def _add_group(self, number: int) -> None:
+        """Draw tensors that are alike: rows of two files, of each of which some columns are taken, maybe turned."""
+        draw = self._data.draw
+        rows, columns, count = draw(st.integers(1, 3)), draw(st.integers(1, 5)), draw(st.integers(1, 4))
+        turned, wide = draw(st.booleans()), columns + draw(st.integers(0, 3))
+        first = draw(st.integers(0, wide - columns))
+        names = [f"g{number}.{at}" for at in range(count)]
+        box = Box.whole((columns, 2 * rows) if turned else (2 * rows, columns))
+        routes, halves = [], []
+        for half in range(2):
+            held = Box((half * rows, 0), ((half + 1) * rows, wide))
+            region = Box((half * rows, first), ((half + 1) * rows, first + columns))
+            arrays = [np.frombuffer(os.urandom(ITEM * rows * wide), np.uint16).reshape(rows, wide) for _ in names]
+            halves.append([array[:, first : first + columns] for array in arrays])
+            tensors, numbers = self._file(f"source_{number}_{half}", arrays)
+            to, order = Box((half * rows, 0), ((half + 1) * rows, columns)), None
+            if turned:
+                to, order = Box((0, half * rows), (columns, (half + 1) * rows)), (1, 0)
+            routes.append(Route(half, held, region, tensors, numbers, to, order))
+        kind = SpecKind(BY_NAME["uint16"], box.shape, box)
+        self.groups.append(Group(kind, names, tuple(routes)))
+        wholes = [np.concatenate(pair) for pair in zip(*halves)]
+        self._contents.append([(whole.T if turned else whole).tobytes() for whole in wholes])
+
+    def _file(self, name: str, arrays: list[np.ndarray]) -> tuple[Tensors, list[int]]:
+        """Write arrays to a file in any order, with gaps; return them, and the number of each."""
+        path, draw = self._folder / name, self._data.draw
+        order = draw(st.permutations(range(len(arrays))))
+        tensors, content, number_of = Tensors(str(path)), b"", {}
+        kind = tensors.kind(Kind(BY_NAME["uint16"], arrays[0].shape))
+        for at in order:
+            content += b"-" * draw(st.integers(0, 9))
+            number_of[at] = len(tensors)
+            tensors.add(f"{at}", kind, len(content))
+            content += arrays[at].tobytes()
+        path.write_bytes(content)
+        return tensors, [number_of[at] for at in range(len(arrays))]
+
+    def _target(self) -> tuple[Manifest, bytes]:
+        """Reserve the target: tensors in order with gaps, one of them in two pieces."""
+        path, draw = self._folder / "target", self._data.draw
+        tensors, empty, full = Tensors(str(path)), b"", b""
+        places = zip(self.tensors.group_of, self.tensors.place_in_group)
+        for at, (number, place) in enumerate(places):
+            gap = GAP * draw(st.integers(0, 6))
+            payload, name = self._contents[number][place], self.groups[number].names[place]
+            kind = self.groups[number].kind
+            start = len(full) + len(gap)
+            empty, full = empty + gap + bytes(len(payload)), full + gap + payload
+            if at == 1 and len(payload) > 2:
+                ranges = ByteRange(str(path), start, 3), ByteRange(str(path), start + 3, len(payload) - 3)
+                tensors.add_entry(TensorEntry(name, kind.dtype, kind.box.shape, Segments(ranges)))
+            else:
+                tensors.add(name, tensors.kind(Kind(kind.dtype, kind.box.shape)), start)
+        path.write_bytes(empty + GAP)
+        return Manifest(str(path), "none", tensors), full + GAP
+
+
+@settings(max_examples=150)
+@given(data=st.data())
+def test_what_is_moved_many_at_a_time(data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        made = Made(Path(folder), data)
+        patch.setattr(transfer, "_FEW_COPIES", 0)
+        patch.setattr(batches, "_MAX_RUNS", data.draw(st.sampled_from([1, 4, 1 << 16])))
+        patch.setattr(batches, "_WRITTEN_TOGETHER_BYTES", data.draw(st.sampled_from([0, 1 << 14])))
+        patch.setattr(batches, "_LITTLE_BYTES", data.draw(st.sampled_from([0, 64 << 10])))
+        limits = Limits(data.draw(st.sampled_from([64, 4096])), data.draw(st.sampled_from([64, 4096])))
+        size = len(made.expected)
+        cuts = sorted(data.draw(st.lists(st.integers(0, size), max_size=2)))
+        spans = [*itertools.pairwise([0, *cuts, size])] if cuts else [None]
+        moved: list[int] = []
+        descriptor = os.open(made.target.path, os.O_RDWR)
+        try:
+            for span in data.draw(st.permutations(spans)):
+                write_shard(made.plan, made.target, descriptor, span=span, limits=limits, on_bytes=moved.append)
+        finally:
+            os.close(descriptor)
+        assert Path(made.target.path).read_bytes() == made.expected
+        assert sum(moved) == made.plan.written_bytes
+
+
+def test_a_source_that_has_become_shorter_is_named(tmp_path: Path) -> None:
+    from reshard_mpi.errors import ShardError
+
+    box, names = Box.whole((8,)), [f"w{at}" for at in range(600)]
+    kind, source, target = Kind(BY_NAME["uint8"], (8,)), Tensors(str(tmp_path / "s")), Tensors(str(tmp_path / "t"))
+    for tensors in (source, target):
+        number = tensors.kind(kind)
+        for at, name in enumerate(names):
+            tensors.add(name, number, 8 * at)
+    (tmp_path / "s").write_bytes(bytes(8 * 300))
+    (tmp_path / "t").write_bytes(bytes(8 * 600))
+    spec = SpecKind(BY_NAME["uint8"], (8,), box)
+    planned = PlannedTensors([Group(spec, names, (Route(0, box, box, source, range(600)),))], [0] * 600)
+    plan = RankPlan(0, 0, ShardIdentity(0, 1, ""), planned, {}, (), (), (), (), frozenset())
+    assert transfer.are_many(planned)
+    descriptor = os.open(tmp_path / "t", os.O_RDWR)
+    try:
+        with pytest.raises(ShardError, match="shorter") as caught:
+            manifest = Manifest(str(tmp_path / "t"), "none", target)
+            write_shard(plan, manifest, descriptor, span=None, limits=Limits(1 << 21, 1 << 24), on_bytes=lambda _: None)
+    finally:
+        os.close(descriptor)
+    assert str(tmp_path / "s") in str(caught.value)
