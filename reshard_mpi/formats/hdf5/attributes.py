@@ -28,18 +28,29 @@ def _space(length: int | None) -> Any:
     return h5s.create(h5s.SCALAR) if length is None else h5s.create_simple((length,))
 
 
+# Most tensors of a shard have the same types and shapes.
+@lru_cache(maxsize=64)
+def _text(content: bytes) -> Any:
+    return np.array(content)
+
+
+@lru_cache(maxsize=64)
+def _numbers(numbers: tuple[int, ...]) -> Any:
+    return np.array(numbers, dtype=np.int64)
+
+
 def write_text(handle: Any, name: str, text: str) -> None:
     """Attach `text`, which is not empty, to an object as a fixed-length UTF-8 string."""
     content = text.encode()
     kind = text_type(len(content))
-    h5a.create(handle, name.encode(), kind, _space(None)).write(np.array(content), mtype=kind)
+    h5a.create(handle, name.encode(), kind, _space(None)).write(_text(content), mtype=kind)
 
 
 def write_numbers(handle: Any, name: str, numbers: tuple[int, ...]) -> None:
     """Attach a list of numbers to an object."""
     attribute = h5a.create(handle, name.encode(), h5t.NATIVE_INT64, _space(len(numbers)))
     if numbers:
-        attribute.write(np.array(numbers, dtype=np.int64), mtype=h5t.NATIVE_INT64)
+        attribute.write(_numbers(numbers), mtype=h5t.NATIVE_INT64)
 
 
 def write_number(handle: Any, name: str, number: int) -> None:
