@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import pickle
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from reshard_mpi.errors import ReshardError, TransformError, as_reshard_error
 from reshard_mpi.filesystem.folders import FileIdentity
@@ -131,35 +131,22 @@ class Failure(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What one process did, or all of them together.
+    """What one process came to, or all of them together, and what is to be said of it.
 
-    alike: copies that must be the same, until they have been compared. lost: source shards that could not be used.
-    missing: the ranks that have none.
-    reserved, filled, verified: only passed between the processes that fill a target together. processes: how many
-    there were. rooms: what each needs on file systems, drifted: tensors whose copies have drifted apart; both only
-    passed between them before anything is written.
+    lost: source shards that could not be used. missing: the ranks that have none. processes: how many there were.
     """
 
     targets: tuple[TargetReport, ...] = ()
     failures: tuple[Failure, ...] = ()
     absent: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    moments: tuple[Moment, ...] = ()
-    held: tuple[Held, ...] = ()
-    beginnings: tuple[Beginning, ...] = ()
-    alike: tuple[Alike, ...] = ()
     lost: tuple[Lost, ...] = ()
     other_warnings: tuple[str, ...] = ()
-    reserved: tuple[Reserved, ...] = ()
-    filled: tuple[Filled, ...] = ()
-    verified: tuple[Verified, ...] = ()
     checked: tuple[Checked, ...] = ()
     processes: int = 0
-    rooms: tuple[Room, ...] = ()
-    drifted: tuple[str, ...] = ()
     missing: Missing | None = None
 
-    def joined(self, others: list[Outcome]) -> Outcome:
+    def joined(self, others: Iterable[Outcome]) -> Outcome:
         """Return this outcome and the `others` as one, targets in the order of their ranks."""
         every = [self, *others]
         return Outcome(
@@ -167,15 +154,11 @@ class Outcome(NamedTuple):
             tuple(failure for one in every for failure in one.failures),
             tuple(dict.fromkeys(name for one in every for name in one.absent)),
             tuple(dict.fromkeys(note for one in every for note in one.notes)),
-            tuple(dict.fromkeys(moment for one in every for moment in one.moments)),
-            tuple({(held.stage, held.digest): held for one in reversed(every) for held in one.held}.values()),
-            tuple({(start.name, start.digest): start for one in reversed(every) for start in one.beginnings}.values()),
-            tuple(dict.fromkeys(alike for one in every for alike in one.alike)),
             merged(lost for one in every for lost in one.lost),
             tuple(dict.fromkeys(warning for one in every for warning in one.other_warnings)),
-            checked=tuple(sorted((c for one in every for c in one.checked), key=lambda checked: checked.rank)),
-            processes=max(one.processes for one in every),
-            missing=next((one.missing for one in every if one.missing is not None), None),
+            tuple(sorted((c for one in every for c in one.checked), key=lambda checked: checked.rank)),
+            max(one.processes for one in every),
+            next((one.missing for one in every if one.missing is not None), None),
         )
 
     @property
@@ -185,10 +168,6 @@ class Outcome(NamedTuple):
         names = ", ".join(absent[:3]) + (" ..." if len(absent) > 3 else "")
         missed = (f"{len(absent)} listed parameters are in no source shard: {names}",) if absent else ()
         return (*warnings_of(self.lost, self.missing), *self.other_warnings, *missed)
-
-    def with_verified(self, other: Outcome) -> Outcome:
-        """Return this outcome with what `other`, of the same process, says of having verified."""
-        return self._replace(failures=(*self.failures, *other.failures), verified=other.verified)
 
     def raise_failures(self) -> None:
         """Raise what refused the run, or a TransformError that names the targets that failed."""
@@ -217,11 +196,72 @@ class Outcome(NamedTuple):
         }
 
 
+class Planned(NamedTuple):
+    """What a process tells the others of its plans, before anything is written.
+
+    outcome: what is to be said of them, and what refuses the run. What targets must have in common: moments, held,
+    beginnings (see `RankPlan`). alike: copies that must be the same. rooms: what is needed on file systems.
+    """
+
+    outcome: Outcome = Outcome()
+    moments: tuple[Moment, ...] = ()
+    held: tuple[Held, ...] = ()
+    beginnings: tuple[Beginning, ...] = ()
+    alike: tuple[Alike, ...] = ()
+    rooms: tuple[Room, ...] = ()
+
+    def joined(self, others: Iterable[Planned]) -> Planned:
+        """Return what this and the `others` say together, without rooms."""
+        every = [self, *others]
+        return Planned(
+            self.outcome.joined(one.outcome for one in every[1:]),
+            tuple(dict.fromkeys(moment for one in every for moment in one.moments)),
+            tuple({(held.stage, held.digest): held for one in reversed(every) for held in one.held}.values()),
+            tuple({(start.name, start.digest): start for one in reversed(every) for start in one.beginnings}.values()),
+            tuple(dict.fromkeys(alike for one in every for alike in one.alike)),
+        )
+
+
+class Compared(NamedTuple):
+    """What a process has found of copies. drifted: tensors whose copies have drifted apart."""
+
+    outcome: Outcome = Outcome()
+    drifted: tuple[str, ...] = ()
+
+
+class Part(NamedTuple):
+    """What a process has done for targets that several fill together, so far; its failures are in the outcome."""
+
+    outcome: Outcome = Outcome()
+    reserved: tuple[Reserved, ...] = ()
+    filled: tuple[Filled, ...] = ()
+    verified: tuple[Verified, ...] = ()
+
+    def joined(self, others: Iterable[Part]) -> Part:
+        """Return what this and the `others`, of the same process, have done."""
+        every = [self, *others]
+        return Part(
+            self.outcome.joined(one.outcome for one in every[1:]),
+            tuple(reserved for one in every for reserved in one.reserved),
+            tuple(filled for one in every for filled in one.filled),
+            tuple(verified for one in every for verified in one.verified),
+        )
+
+
+T = TypeVar("T")
+R = TypeVar("R", Planned, Compared, Part)
+
+
+def record_of(kind: type[R], value: R | Outcome) -> R:
+    """Return what a process says of its own; the outcome alone of one that failed before, or died."""
+    return kind(value) if isinstance(value, Outcome) else value
+
+
 # What a process fails at without being in the wrong itself.
 EXPECTED = (ReshardError, OSError, MemoryError)
 
 
-def attempt(do: Callable[[], Outcome], comm: Comm, rank: int | None = None, path: Path | None = None) -> Outcome:
+def attempt(do: Callable[[], T], comm: Comm, rank: int | None = None, path: Path | None = None) -> T | Outcome:
     """Return what `do` comes to; an error that is expected is a failure of this process, and of the target `rank`.
 
     path: where an error of the system happened that does not say so.

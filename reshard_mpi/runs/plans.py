@@ -16,7 +16,7 @@ from reshard_mpi.planning.copies import dealt
 from reshard_mpi.planning.fit import drift_warning, require_no_drift
 from reshard_mpi.planning.model import RankPlan
 from reshard_mpi.runs.conversion import Conversion
-from reshard_mpi.runs.outcome import Outcome
+from reshard_mpi.runs.outcome import Outcome, Planned
 
 
 def plan_together(
@@ -38,21 +38,14 @@ def plan_together(
     drifted = conversion.drifted_tensors()
     if conversion.strict:
         require_no_drift(drifted, files.path)
-    compared = Outcome(
-        lost=lost,
-        other_warnings=(drift_warning(drifted),) if drifted else (),
-    )
+    compared = Outcome(lost=lost, other_warnings=(drift_warning(drifted),) if drifted else ())
     begun = Outcome(notes=(*conversion.notes, *notes), other_warnings=files.warnings, missing=conversion.source.missing)
-    together = begun.joined([*map(_told, plans), compared])
-    differing = differing_beginnings(together.beginnings, together.notes)
-    return plans, together._replace(notes=(*together.notes, *differing))
+    planned = Planned(begun).joined([*map(_told, plans), Planned(compared)])
+    notes = planned.outcome.notes
+    differing = differing_beginnings(planned.beginnings, notes)
+    return plans, planned.outcome._replace(notes=(*notes, *differing))
 
 
-def _told(plan: RankPlan) -> Outcome:
-    return Outcome(
-        absent=plan.absent,
-        notes=plan.notes,
-        beginnings=plan.beginnings,
-        lost=plan.lost,
-        other_warnings=plan.warnings,
-    )
+def _told(plan: RankPlan) -> Planned:
+    outcome = Outcome(absent=plan.absent, notes=plan.notes, lost=plan.lost, other_warnings=plan.warnings)
+    return Planned(outcome, beginnings=plan.beginnings)

@@ -42,7 +42,7 @@ from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.bookkeeping import Needs
 from reshard_mpi.runs.division import Work, divide
 from reshard_mpi.runs.memory import RunMemory
-from reshard_mpi.runs.outcome import Failure, Outcome, TargetReport, attempt
+from reshard_mpi.runs.outcome import Compared, Failure, Outcome, Planned, TargetReport, attempt, record_of
 from reshard_mpi.runs.preflight import Room, may_share, require_room, require_short_names, stranger_notes
 from reshard_mpi.runs.prepared import Run
 from reshard_mpi.runs.progress import Plain, Progress, Silent
@@ -55,7 +55,6 @@ T = TypeVar("T")
 _NOT_VERIFIED = (
     "targets that were complete already were not verified when they were made: reshard-mpi verify SRC DST does it now"
 )
-# What is told to all processes and refuses the run; anything else is a bug, and ends it.
 
 
 def convert(request: Request, comm: Comm, progress: Progress, strategies: Strategies | None = None) -> Outcome:
@@ -75,14 +74,14 @@ def _convert(
     planner, planned = _planned(request, comm, progress, strategies, memory)
     _refuse(comm.allgather(planner.begin(progress)), comm)
     written = planner.writer(progress).write()
-    told = Outcome(
+    said = Outcome(
         notes=planned.notes,
         lost=planned.lost,
         missing=planned.missing,
         other_warnings=planned.other_warnings,
         processes=comm.size,
     )
-    outcome = told.joined(comm.allgather(planner.outcome.joined([written])))
+    outcome = said.joined(comm.allgather(planner.outcome.joined([written])))
     if not request.recorded:
         return outcome
     # Also where targets have failed: a run like this one may have made them, and left it to this one to commit.
@@ -116,21 +115,22 @@ def _planned(
     Returns what has planned, and what is to be said of the plans.
     """
     planner, planned = _plan_with_sound_sources(request, comm, strategies, memory)
+    outcome = planned.outcome
     if planned.alike or request.replicas is not Replicas.ANY:
-        compared = comm.allgather(planner.compare(planned.alike))
-        _refuse(compared, comm)
-        planned = planned.joined(compared)._replace(alike=())
-        drifted = tuple(dict.fromkeys(name for outcome in compared for name in outcome.drifted))
+        compared = [record_of(Compared, value) for value in comm.allgather(planner.compare(planned.alike))]
+        _refuse([one.outcome for one in compared], comm)
+        outcome = outcome.joined(one.outcome for one in compared)
+        drifted = tuple(dict.fromkeys(name for one in compared for name in one.drifted))
         if request.strict:
             require_no_drift(drifted, request.source)
         if drifted:
-            planned = planned._replace(other_warnings=(*planned.other_warnings, drift_warning(drifted)))
-    return planner, planned
+            outcome = outcome._replace(other_warnings=(*outcome.other_warnings, drift_warning(drifted)))
+    return planner, outcome
 
 
 def _plan_with_sound_sources(
     request: Request, comm: Comm, strategies: Strategies | None, memory: RunMemory
-) -> tuple[_Planner, Outcome]:
+) -> tuple[_Planner, Planned]:
     """Have every process plan its targets, to verify from shards that fit the checksums they have of their own.
 
     Shards that do not are lost, so what they hold is planned from others; raises, as `_plan_together` does, if no
@@ -152,21 +152,24 @@ def _plan_with_sound_sources(
         damage = damage | {rank: error for damaged in found for rank, error in damaged.items()}
 
 
-def _plan_together(planner: _Planner, comm: Comm) -> Outcome:
+def _plan_together(planner: _Planner, comm: Comm) -> Planned:
     """Have every process plan its targets; raise what refuses the run, on every process alike.
 
     Returns what is to be said of the plans together.
     """
-    outcomes = comm.allgather(planner.plan())
-    _refuse(outcomes, comm)
-    require_room(outcome.rooms for outcome in outcomes)
-    for stage in differing_stages(held for outcome in outcomes for held in outcome.held):
+    every = [record_of(Planned, value) for value in comm.allgather(planner.plan())]
+    _refuse([one.outcome for one in every], comm)
+    require_one_moment(moment for one in every for moment in one.moments)
+    require_room(one.rooms for one in every)
+    for stage in differing_stages(held for one in every for held in one.held):
         shares = _gather(comm, planner.placed(stage))
         placed = {rank: held for share in shares for rank, held in share.items()}
         require_same_names(placed, planner.source)
         require_same_shapes(placed, planner.source)
-    together = Outcome().joined(outcomes)
-    return together._replace(notes=(*together.notes, *differing_beginnings(together.beginnings, together.notes)))
+    together = Planned().joined(every)
+    notes = together.outcome.notes
+    notes = (*notes, *differing_beginnings(together.beginnings, notes))
+    return together._replace(outcome=together.outcome._replace(notes=notes))
 
 
 def _gather(comm: Comm, value: T | Outcome) -> list[T]:
@@ -180,7 +183,6 @@ def _refuse(outcomes: Sequence[Outcome], comm: Comm) -> None:
     """Raise the first of the errors that the processes found while planning, if any."""
     failures = [failure for outcome in outcomes for failure in outcome.failures]
     if not failures:
-        require_one_moment(moment for outcome in outcomes for moment in outcome.moments)
         return
     first = failures[0]
     # What is wrong for some processes only may be wrong on their hosts, as where a file system is not mounted.
@@ -228,11 +230,11 @@ class _Planner:
         self._kept_bytes = 0
         self._placed: dict[str, tuple[int, int, dict[str, str]]] = {}
 
-    def plan(self) -> Outcome:
+    def plan(self) -> Planned | Outcome:
         """Plan this process's part of the targets; failures in what it returns refuse the run."""
         return attempt(self._planned, self._comm)
 
-    def _planned(self) -> Outcome:
+    def _planned(self) -> Planned:
         request = self._request
         governor = self._memory.open()
         files = (request.src_strategy, request.dst_strategy) if self._strategies is None else ()
@@ -251,14 +253,14 @@ class _Planner:
         opened = self._opened = _Opened(run, journal, works)
         work = works[self._comm.rank]
         ranks = (*((rank, True) for rank in work.leads), *((rank, False) for rank in work.helps))
-        outcomes = [attempt(partial(self._plan_target, opened, rank, leads), self._comm, rank) for rank, leads in ranks]
+        plans = [attempt(partial(self._plan_target, opened, rank, leads), self._comm, rank) for rank, leads in ranks]
         rooms, together = self._rooms(run), formats.folder_by_name(run.format) is not None
         strange = () if together else stranger_notes(map(run.path, work.leads))
         source = run.conversion.source
         notes = (*run.conversion.notes, *governor.notes, *strange)
         begun = Outcome(notes=notes, other_warnings=source.files.warnings, missing=source.missing)
-        planned = begun.joined(outcomes)
-        self.outcome = planned._replace(alike=())
+        planned = Planned(begun).joined(record_of(Planned, plan) for plan in plans)
+        self.outcome = planned.outcome
         return planned._replace(rooms=rooms)
 
     @property
@@ -270,11 +272,11 @@ class _Planner:
         self._plans.clear()
         self._kept_bytes = 0
 
-    def compare(self, every: Sequence[Alike]) -> Outcome:
+    def compare(self, every: Sequence[Alike]) -> Compared | Outcome:
         """Compare this process's share of the copies that must be the same, and of a sample; refuse what differs."""
         return attempt(partial(self._compared, every), self._comm)
 
-    def _compared(self, every: Sequence[Alike]) -> Outcome:
+    def _compared(self, every: Sequence[Alike]) -> Compared:
         opened = self._require_opened()
         conversion = opened.run.conversion
         mine = list(dealt(every, self._comm.rank, self._comm.size))
@@ -293,7 +295,7 @@ class _Planner:
         drifted = conversion.drifted_tensors(
             damaged_are_replaced=self._request.verify, process=self._comm.rank, processes=self._comm.size
         )
-        return Outcome(lost=lost, drifted=drifted)
+        return Compared(Outcome(lost=lost), drifted)
 
     def shown_rules(self) -> tuple[str, ...]:
         """Return what rules of the source's spec make of its tensors, in words."""
@@ -339,10 +341,10 @@ class _Planner:
         """Return what strategies place on the target ranks of `stage`; of ranks that have the same, one."""
         return {rank: placed for at, rank, placed in self._placed.values() if at == stage}
 
-    def _plan_target(self, opened: _Opened, rank: int, leads: bool) -> Outcome:
+    def _plan_target(self, opened: _Opened, rank: int, leads: bool) -> Planned:
         run, path = opened.run, opened.run.path(rank)
         if opened.journal.is_done(rank, path):
-            return self._skipped(opened, rank) if leads else Outcome()
+            return Planned(self._skipped(opened, rank) if leads else Outcome())
         plan = run.conversion.plan(rank, checked=leads)
         peak_bytes = self._memory.require_possible(plan)
         evidence = Evidence.of(plan, self._sources(run, plan))
@@ -351,20 +353,12 @@ class _Planner:
         self._due[rank], self._peak_bytes[rank] = evidence, peak_bytes
         self._keep(plan)
         if not leads:
-            return Outcome()
+            return Planned()
         self.summaries.append(RankSummary.of(plan, peak_bytes))
         if evidence.held.digest not in self._placed:
             self._placed[evidence.held.digest] = (plan.stage, rank, plan.placed)
-        return Outcome(
-            absent=plan.absent,
-            notes=plan.notes,
-            moments=plan.moments,
-            held=(evidence.held,),
-            beginnings=plan.beginnings,
-            alike=plan.alike,
-            lost=plan.lost,
-            other_warnings=plan.warnings,
-        )
+        outcome = Outcome(absent=plan.absent, notes=plan.notes, lost=plan.lost, other_warnings=plan.warnings)
+        return Planned(outcome, plan.moments, (evidence.held,), plan.beginnings, plan.alike)
 
     def _sources(self, run: Run, plan: RankPlan) -> Sources:
         """Look at the files that tensors of `plan` lie in; each is known by what it was at the first look."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from reshard_mpi import formats
 from reshard_mpi.engine.files import OnBytes, forget_cached
@@ -23,11 +23,21 @@ from reshard_mpi.planning.model import Limits, RankPlan
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.division import Share, Work
 from reshard_mpi.runs.memory import RunMemory
-from reshard_mpi.runs.outcome import Failure, Filled, Outcome, Reserved, TargetReport, Verified, attempt
+from reshard_mpi.runs.outcome import (
+    Failure,
+    Filled,
+    Outcome,
+    Part,
+    Reserved,
+    TargetReport,
+    Verified,
+    attempt,
+    record_of,
+)
 from reshard_mpi.runs.prepared import Run
 from reshard_mpi.runs.progress import Progress
 
-# What may go wrong with one target and leave the others whole; anything else is a bug.
+T = TypeVar("T")
 
 
 class Plans(NamedTuple):
@@ -91,14 +101,18 @@ class Writer:
             return self._write_alone()
         with ExitStack() as publications:
             begun = self._reserve(publications)
-            together = self._comm.allgather(begun)
+            reserved = {one.rank: one for part in self._told_by_all(begun) for one in part.reserved}
             alone = self._write_alone()
-            parts = self._comm.allgather(self._fill(together))
+            parts = self._told_by_all(self._fill(reserved))
             if self._run.request.verify:
-                verified = self._comm.allgather(self._verify(together, parts))
-                parts = [part.with_verified(found) for part, found in zip(parts, verified)]
+                verified = self._told_by_all(self._verify(reserved, parts))
+                parts = [part.joined([found]) for part, found in zip(parts, verified)]
             shared = self._publish(parts)
-        return Outcome(failures=begun.failures).joined([alone, shared])
+        return begun.outcome.joined([alone, shared])
+
+    def _told_by_all(self, part: Part) -> list[Part]:
+        """Return what every process has done, this one `part`."""
+        return [record_of(Part, value) for value in self._comm.allgather(part)]
 
     def _write_alone(self) -> Outcome:
         outcome = Outcome()
@@ -121,70 +135,58 @@ class Writer:
             self._seal(publication, manifest, sums)
         return self._finished(plan, begin, waited_seconds, [filled])
 
-    def _reserve(self, publications: ExitStack) -> Outcome:
+    def _reserve(self, publications: ExitStack) -> Part:
         """Make the files of the shared targets that this process leads."""
 
-        def reserve(rank: int) -> Outcome:
+        def reserve(rank: int) -> Part:
             begin = time.monotonic()
             plan, waited_seconds = self._plan(rank)
             publication = publications.enter_context(self._writing(rank))
             manifest = self._reserved(publication, plan)
             reserved = Reserved.of(rank, manifest, publication.identity)
             self._led[rank] = _Led(publication, reserved, begin, waited_seconds)
-            return Outcome(reserved=(reserved,))
+            return Part(reserved=(reserved,))
 
         shared = {share.target for share in self._work.shares}
         ranks = [rank for rank in self._work.leads if rank in shared and rank in self._due]
-        outcomes = [self._attempt(rank, reserve) for rank in ranks]
-        return Outcome(
-            failures=tuple(failure for outcome in outcomes for failure in outcome.failures),
-            reserved=tuple(reserved for outcome in outcomes for reserved in outcome.reserved),
-        )
+        return Part().joined(record_of(Part, self._attempt(rank, reserve)) for rank in ranks)
 
-    def _fill(self, begun: Sequence[Outcome]) -> Outcome:
+    def _fill(self, reservations: Mapping[int, Reserved]) -> Part:
         """Fill this process's shares of the targets that have been reserved."""
-        reservations = {reserved.rank: reserved for outcome in begun for reserved in outcome.reserved}
-        outcomes = []
+        parts = []
         for share in self._work.shares:
             reserved = reservations.get(share.target)
             if reserved is not None:
 
-                def fill(rank: int, reserved: Reserved = reserved, share: Share = share) -> Outcome:
+                def fill(rank: int, reserved: Reserved = reserved, share: Share = share) -> Part:
                     manifest = reserved.manifest()
                     plan, waited_seconds = self._plan(rank)
                     with self._opened(rank, reserved) as descriptor:
                         span = share.range_of(os.fstat(descriptor).st_size)
                         self._progress.started(rank, span[1] - span[0])
                         filled = _fill(plan, manifest, descriptor, span, self._limits, self._progress.moved)
-                    return Outcome(filled=(filled._replace(waited_seconds=waited_seconds),))
+                    return Part(filled=(filled._replace(waited_seconds=waited_seconds),))
 
-                outcomes.append(self._attempt(share.target, fill))
-        return Outcome(
-            failures=tuple(failure for outcome in outcomes for failure in outcome.failures),
-            filled=tuple(filled for outcome in outcomes for filled in outcome.filled),
-        )
+                parts.append(record_of(Part, self._attempt(share.target, fill)))
+        return Part().joined(parts)
 
-    def _verify(self, begun: Sequence[Outcome], parts: Sequence[Outcome]) -> Outcome:
+    def _verify(self, reservations: Mapping[int, Reserved], parts: Sequence[Part]) -> Part:
         """Compare this process's shares of the targets that have been filled with their sources."""
-        reservations = {reserved.rank: reserved for outcome in begun for reserved in outcome.reserved}
-        outcomes = []
+        done = []
         for share in self._work.shares:
             reserved = reservations.get(share.target)
             if reserved is not None and not self._parts_of(share.target, parts, verified=False)[1]:
 
-                def verify(rank: int, reserved: Reserved = reserved, share: Share = share) -> Outcome:
+                def verify(rank: int, reserved: Reserved = reserved, share: Share = share) -> Part:
                     manifest = reserved.manifest()
                     plan, waited_seconds = self._plan(rank)
                     with self._opened(rank, reserved) as descriptor:
                         span = share.range_of(os.fstat(descriptor).st_size)
                         sums = _verified(plan, manifest, descriptor, span, self._limits)
-                    return Outcome(verified=(Verified(rank, sums, waited_seconds),))
+                    return Part(verified=(Verified(rank, sums, waited_seconds),))
 
-                outcomes.append(self._attempt(share.target, verify))
-        return Outcome(
-            failures=tuple(failure for outcome in outcomes for failure in outcome.failures),
-            verified=tuple(verified for outcome in outcomes for verified in outcome.verified),
-        )
+                done.append(record_of(Part, self._attempt(share.target, verify)))
+        return Part().joined(done)
 
     def _writing(self, rank: int) -> AbstractContextManager[Publication]:
         path, say = self._run.path(rank), self._progress.waiting
@@ -208,7 +210,7 @@ class Writer:
         _require_as_meant(self._format, publication, manifest, sums_by_name)
         publication.publish(sums)
 
-    def _publish(self, parts: Sequence[Outcome]) -> Outcome:
+    def _publish(self, parts: Sequence[Part]) -> Outcome:
         """Put the shared targets that this process leads in place, where every other one has done its part."""
 
         def publish(rank: int) -> Outcome:
@@ -225,7 +227,7 @@ class Writer:
         return Outcome().joined([self._attempt(rank, publish) for rank in self._led])
 
     def _parts_of(
-        self, rank: int, parts: Sequence[Outcome], *, verified: bool
+        self, rank: int, parts: Sequence[Part], *, verified: bool
     ) -> tuple[list[Filled], tuple[Failure, ...]]:
         """Return what every process that shares the target `rank` has filled, and the failures of those that have not.
 
@@ -239,11 +241,11 @@ class Writer:
                 continue
             own = [filled for filled in part.filled if filled.rank == rank]
             is_whole = own and (not verified or any(found.rank == rank for found in part.verified))
-            if is_whole and not any(failure.rank == rank for failure in part.failures):
+            if is_whole and not any(failure.rank == rank for failure in part.outcome.failures):
                 found += own
                 continue
-            of_rank = [failure for failure in part.failures if failure.rank == rank]
-            of_process = [failure._replace(rank=rank) for failure in part.failures]
+            of_rank = [failure for failure in part.outcome.failures if failure.rank == rank]
+            of_process = [failure._replace(rank=rank) for failure in part.outcome.failures]
             error = TransformError("a process did not do its part", expected="all of the target filled and verified")
             unknown = Failure(rank, process, self._comm.hosts[process], error)
             failures.append([*of_rank, *of_process, unknown][0])
@@ -255,7 +257,7 @@ class Writer:
         self._memory.to_move(self._plans.peak_bytes[rank], purpose)
         return self._plans.of(rank), self._memory.take_waited_seconds()
 
-    def _attempt(self, rank: int, do: Callable[[int], Outcome]) -> Outcome:
+    def _attempt(self, rank: int, do: Callable[[int], T]) -> T | Outcome:
         return attempt(partial(do, rank), self._comm, rank, self._run.path(rank))
 
     def _finished(self, plan: RankPlan, begin: float, waited_seconds: float, filled: Sequence[Filled]) -> Outcome:
