@@ -230,14 +230,13 @@ def _add_verification(parser: argparse.ArgumentParser) -> None:
 def _add_tensors(parser: argparse.ArgumentParser) -> None:
     for name, count in (("--tensors", 20_000), ("--many", 100_000)):
         parser.add_argument(name, type=_positive, default=count, metavar="N", help="(default: %(default)s)")
-    parser.add_argument(
-        "--peers",
-        default=sys.executable,
-        metavar="PYTHON",
-        help="interpreter that has safetensors and torch (default: this one)",
-    )
+    for name in ("safetensors", "torch"):
+        text = f"interpreter that has {name} (default: this one)"
+        parser.add_argument(f"--{name}", default=sys.executable, metavar="PYTHON", help=text)
     parser.set_defaults(
-        run=lambda options: tensors.measure(options.tensors, options.many, options.pairs, options.folder, options.peers)
+        run=lambda options: tensors.measure(
+            options.tensors, options.many, options.pairs, options.folder, options.safetensors, options.torch
+        )
     )
 
 

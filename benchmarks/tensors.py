@@ -40,7 +40,7 @@ class Safetensors:
         return f"safetensors load + save, {_TARGETS} processes"
 
     def missing(self) -> str | None:
-        return lacks(self.interpreter, "safetensors", "--peers")
+        return lacks(self.interpreter, "safetensors", "--safetensors")
 
     def run(self) -> Run:
         source = self.checkpoint.folder / "src_safetensors"
@@ -56,8 +56,11 @@ class Safetensors:
         return measure_commands([[*program, "reshard", *paths, *counts, str(rank)] for rank in range(_TARGETS)]).run
 
 
-def measure(tensors: int, many: int, pairs: int, folder: Path | None, interpreter: str) -> Results:
-    """Measure all of it. tensors, many: how many there are, and in the larger checkpoint. interpreter: of the peers."""
+def measure(tensors: int, many: int, pairs: int, folder: Path | None, safetensors: str, torch: str) -> Results:
+    """Measure all of it.
+
+    tensors, many: how many there are, and in the larger checkpoint. safetensors, torch: interpreters that have them.
+    """
     needed_bytes = (6 * tensors + 2 * many) * (_TENSOR_BYTES + 512)
     with workplace(folder, needed_bytes) as place:
         machine = describe(place)
@@ -69,8 +72,8 @@ def measure(tensors: int, many: int, pairs: int, folder: Path | None, interprete
         small = Transform(few, output, _TARGETS)
         what = f"{tensors:,} tensors of 16 KiB, rows over {_SOURCES} -> columns over {_TARGETS}"
         questions = [
-            Question(Comparison(small, Safetensors(few, beside, interpreter)), "tensors.ckpt", f"{what}, .ckpt"),
-            Question(Comparison(small, Dcp(few, beside, interpreter)), "tensors.torch", f"{what}, .ckpt"),
+            Question(Comparison(small, Safetensors(few, beside, safetensors)), "tensors.ckpt", f"{what}, .ckpt"),
+            Question(Comparison(small, Dcp(few, beside, torch)), "tensors.torch", f"{what}, .ckpt"),
             Question(Comparison(Transform(more, output, _TARGETS), small), "tensors.growth", f"{many:,} of them"),
         ]
         to_hdf5 = Transform(few, output, _TARGETS, options=("--to", "hdf5"))

@@ -91,6 +91,14 @@ class TestCommands:
         assert set(rows) == keys("startup.")
         assert all(row["skipped"] is None for row in rows.values())
 
+    def test_tensors(self, tmp_path: Path, bare_interpreter: Path) -> None:
+        """Beside peers that are not there: their rows say so, the others have figures."""
+        options = ("--tensors", "40", "--many", "80", "--pairs", "1")
+        peers = ("--safetensors", bare_interpreter, "--torch", bare_interpreter)
+        rows = run_benchmark(tmp_path, "tensors", *options, *peers)
+        assert set(rows) == keys("tensors.")
+        assert {key for key, row in rows.items() if row["skipped"]} == {"tensors.ckpt", "tensors.torch"}
+
     def test_scaling(self, tmp_path: Path) -> None:
         sizes = ["--megabytes", "1", "--processes", "1", "2"]
         rows = run_benchmark(tmp_path, "scaling", "--pairs", "1", *sizes)
@@ -102,7 +110,7 @@ class TestCommands:
         assert set(rows) == keys("verify.")
         assert all(row["skipped"] is None for row in rows.values())
 
-    @pytest.mark.parametrize("name", ["conversion", "planning", "startup", "scaling", "verification"])
+    @pytest.mark.parametrize("name", ["conversion", "planning", "startup", "scaling", "verification", "tensors"])
     def test_help_names_every_option(self, name: str, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit, match="0"):
             parser().parse_args([name, "--help"])

@@ -129,6 +129,10 @@ class Conversion:
     def _is_wanted(self, name: str, present: Container[str]) -> bool:
         return self.unlisted is not Unlisted.DROP or not is_dropped(self.target, name, present)
 
+    def of(self, source: SourceCheckpoint) -> Conversion:
+        """Return the same conversion of another source."""
+        return Conversion(source, self.target, self.unlisted, self.strict, self.limits, self.replicas)
+
     def forget(self) -> None:
         """Let go of what has been read of shards; it is read again when it is needed."""
         self.source.forget()

@@ -6,7 +6,6 @@ Every process takes a share of the shards. Damage is told tensor by tensor; one 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
 from typing import TypeVar
 
 from reshard_mpi.checkpoints import discovery
@@ -84,7 +83,7 @@ def _verify_pair(request: Request, comm: Comm, strategies: Strategies | None, me
         while damage and (found := _unfit(conversion.source, plan, unfit)):
             unfit |= found
             sound = SourceCheckpoint.open(conversion.source.files, conversion.source.strategy, unfit)
-            plan = replace(conversion, source=sound, _opener=None).plan(rank, checked=False)
+            plan = conversion.of(sound).plan(rank, checked=False)
             done, damage = _compare(plan, shard)
         return done, damage
 
