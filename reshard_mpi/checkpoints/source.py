@@ -94,8 +94,8 @@ class SourceCheckpoint:
             return cls(files, unsharded(files.path), {0: _locate(files, 0)})
         if strategy is not None and strategy.world_size > 1:
             files = in_its_rank(files)
-        damage, said = dict(known_damage), strategy is not None
-        first, manifest, described = _first_sound(files, damage)
+        said = strategy is not None
+        first, manifest, described, damage = _first_sound(files, known_damage)
         if strategy is None:
             strategy = described
         elif described is not None:
@@ -261,16 +261,18 @@ def require_rank(identity: ShardIdentity, rank: int, world_size: int, path: str)
         )
 
 
-def _first_sound(files: ShardFiles, damage: dict[int, ReshardError]) -> tuple[int, Manifest, Strategy | None]:
-    """Return the first shard that can be read, its rank, and the strategy it describes.
+def _first_sound(
+    files: ShardFiles, known_damage: Mapping[int, ReshardError]
+) -> tuple[int, Manifest, Strategy | None, dict[int, ReshardError]]:
+    """Return the first shard that can be read: its rank, itself, the strategy it describes; and all known damage.
 
-    damage: takes what is wrong with those before it; those that it has are passed over. Raises what is wrong with the
-    first one if none can be read.
+    Shards that are known to be damaged are passed over. Raises what is wrong with the first one if none can be read.
     """
+    damage = dict(known_damage)
     for rank in sorted(files.by_rank.keys() - damage.keys()):
         try:
             manifest = _locate(files, rank)
-            return rank, manifest, _described(manifest)
+            return rank, manifest, _described(manifest), damage
         except (*_DAMAGE, StrategyError, LayoutError) as error:
             damage[rank] = as_reshard_error(error, Path(files.by_rank[rank][0]))
     raise damage[min(damage)]

@@ -20,6 +20,7 @@ from reshard_mpi.engine import transfer
 from reshard_mpi.engine.arrays import load_shard
 from reshard_mpi.engine.files import ByteRuns, Files, Traffic
 from reshard_mpi.engine.regions import first_difference
+from reshard_mpi.engine.sums import copies_and_target, sum_shard
 from reshard_mpi.engine.transfer import write_shard
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats.dtypes import BY_NAME, DType
@@ -235,6 +236,11 @@ def test_every_path_moves_the_same_bytes(
         # A cut within an element makes both sides ask for it.
         twice = len(cuts) * plan.tensors[0].spec.dtype.itemsize_bytes
         assert 0 <= sum(part.requested_bytes for part in traffic) - plan.needed_bytes <= twice
+        (summed,) = sum_shard(plan, target, span=None, limits=limits)
+        assert summed.expected == summed.found
+        for source, own in copies_and_target(plan.tensors[0], target):
+            check = Check("w", (source, own), refuse=True, why="")
+            assert first_difference(check, limits=limits) is None
         loaded = load_shard(plan, limits=limits)["w"]
         assert loaded.shape == expected.shape and loaded.tobytes() == expected.tobytes()
         assert loaded.flags.c_contiguous
