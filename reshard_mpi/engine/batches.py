@@ -22,8 +22,9 @@ Numbers = np.ndarray[Any, np.dtype[np.int64]]
 # From one byte of a file to another.
 Span = tuple[int, int]
 
-# So many runs are moved at once, by lists of their places.
+# So many runs are moved at once, by lists of their places; a tensor that has more of them in a part is moved by itself.
 _MAX_RUNS = 1 << 16
+_MAX_RUNS_OF_ONE = 1 << 13
 # Together with what lies between them tensors are written only if they are smaller than this on average: that is read
 # first, and so is their place.
 _WRITTEN_TOGETHER_BYTES = 16 << 10
@@ -35,17 +36,18 @@ class _Route(NamedTuple):
     """Where a part of some tensors comes from: a file, and where each tensor begins there.
 
     first_bytes, span_bytes: where in what the source holds of a tensor the part begins, and how far it reaches.
-    run_bytes: how long its runs are. at, to: where they begin in the tensor, in the source's part and in the target's.
     """
 
     path: str
     starts: Numbers
     first_bytes: int
     span_bytes: int
-    run_bytes: int
-    at: Numbers
-    to: Numbers
-    size_bytes: int
+    strides: Strides
+    itemsize: int
+
+    @property
+    def size_bytes(self) -> int:
+        return self.strides.size * self.itemsize
 
 
 class _Places(NamedTuple):
@@ -146,7 +148,7 @@ def _places(tensors: PlannedTensors, target: Manifest, span: Span | None, limits
     starts = np.asarray(target.tensors.starts, np.int64)[own]
     sizes = np.array([group.kind.size_bytes for group in tensors.groups], np.int64)[groups]
     is_small = [
-        0 < group.kind.size_bytes <= most_bytes and _is_plain(group) and _is_close(group, limits)
+        0 < group.kind.size_bytes <= most_bytes and _is_plain(group) and _is_close(group, limits) and _is_in_runs(group)
         for group in tensors.groups
     ]
     small = np.array(is_small, bool)[groups] & (starts != ELSEWHERE)
@@ -160,6 +162,12 @@ def _places(tensors: PlannedTensors, target: Manifest, span: Span | None, limits
 def _is_plain(group: Group) -> bool:
     """Tell whether all parts of the tensors lie in one piece in their files, as this machine has them."""
     return all(ELSEWHERE not in _starts(route.tensors.starts, route.numbers) for route in group.routes)
+
+
+def _is_in_runs(group: Group) -> bool:
+    """Tell whether the tensors lie in runs that are not too many, on both sides."""
+    every = (route.strides(group.kind.box) for route in group.routes)
+    return all(strides.size <= _MAX_RUNS_OF_ONE * strides.run_length for strides in every)
 
 
 def _is_close(group: Group, limits: Limits) -> bool:
@@ -178,38 +186,31 @@ def _routes(group: Group) -> Iterator[_Route]:
     for route in group.routes:
         strides = route.strides(box)
         if strides.size:
-            at, to = _runs(strides._replace(source_offset=0), itemsize)
+            starts = _starts(route.tensors.starts, route.numbers)
             span_bytes = route.source_box.span_of(route.region) * itemsize
-            yield _Route(
-                route.tensors.path,
-                _starts(route.tensors.starts, route.numbers),
-                strides.source_offset * itemsize,
-                span_bytes,
-                strides.run_length * itemsize,
-                at + strides.source_offset * itemsize,
-                to,
-                strides.size * itemsize,
-            )
+            yield _Route(route.tensors.path, starts, strides.source_offset * itemsize, span_bytes, strides, itemsize)
 
 
-# The parts of a few groups are in turn.
-@lru_cache(maxsize=64)
+# What a few copies have alike; each takes 128 KiB at the most.
+@lru_cache(maxsize=16)
 def _runs(strides: Strides, itemsize: int) -> tuple[Numbers, Numbers]:
     """Return where the runs begin, in bytes, in the source and in the target."""
     at = to = np.zeros(1, np.int64)
     for length, step, target_step in strides.dimensions[:-1] if strides.run_length > 1 else strides.dimensions:
         each = np.arange(length, dtype=np.int64)
         at, to = np.add.outer(at, each * step).reshape(-1), np.add.outer(to, each * target_step).reshape(-1)
-    return at * itemsize, (to + strides.target_offset) * itemsize
+    return (at + strides.source_offset) * itemsize, (to + strides.target_offset) * itemsize
 
 
 def _take(window: memoryview, starts: Numbers, content: memoryview, targets: Numbers, route: _Route) -> None:
     """Take the runs of tensors that begin at `starts` of the window to their places in those at `targets`."""
-    held, places = _runs_anywhere(window, route.run_bytes), _runs_anywhere(content, route.run_bytes)
-    step = max(1, _MAX_RUNS // len(route.at))
+    own, others = _runs(route.strides, route.itemsize)
+    run_bytes = route.strides.run_length * route.itemsize
+    held, places = _runs_anywhere(window, run_bytes), _runs_anywhere(content, run_bytes)
+    step = max(1, _MAX_RUNS // len(own))
     for first in range(0, len(starts), step):
-        at = np.add.outer(starts[first : first + step], route.at).reshape(-1)
-        to = np.add.outer(targets[first : first + step], route.to).reshape(-1)
+        at = np.add.outer(starts[first : first + step], own).reshape(-1)
+        to = np.add.outer(targets[first : first + step], others).reshape(-1)
         places[to] = held[at]
 
 
