@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,8 +36,6 @@ from support.launch import MPI_NAMES, find_mpi  # noqa: E402
 from support.processes import Finished, run_command  # noqa: E402
 
 _MAX_KILLS = 3
-# Now and then Open MPI cannot start its own server.
-_NEVER_BEGAN = "The PMIx server's listener thread failed to start"
 # The sources are small: so they are filled by several processes all the same.
 _CUT = {"FAULT_CUT": "16", "PYTHONPATH": os.pathsep.join([str(_TESTS / "faults"), str(_TESTS.parent)])}
 # Together with all that write.
@@ -150,7 +147,7 @@ class _Run:
     def _start(self, launch: Launch, c: Conversion, fault: Fault) -> tuple[list[Finished], list[Call]]:
         env = {**_CUT, **self._injector.environment(fault, [c.dst])}
         commands = launch.commands(c, (*self._options(), "--resume"))
-        finished = [_run(command, env) for command in commands]
+        finished = [run_command(command, env=env, timeout_seconds=120) for command in commands]
         return finished, self._injector.calls()
 
     def _when_resumed(self, c: Conversion, whole: dict[str, bytes | None]) -> list[str]:
@@ -185,14 +182,6 @@ class _Run:
             for rank in ranks
             if read_shard(c.written(rank)) != expected[rank]
         ]
-
-
-def _run(command: Sequence[str], env: Mapping[str, str]) -> Finished:
-    """Run a command; once more if it was its launcher that could not begin, so that none of our processes ran."""
-    finished = run_command(command, env=env, timeout_seconds=120)
-    if _NEVER_BEGAN in finished.stderr:
-        finished = run_command(command, env=env, timeout_seconds=120)
-    return finished
 
 
 def _launches() -> list[Launch]:

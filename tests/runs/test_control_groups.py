@@ -73,7 +73,7 @@ def test_no_task_is_killed(tmp_path: Path, kind: str, tensors: int, count: int, 
 @pytest.mark.slow
 @pytest.mark.parametrize("version", [1, 2])
 def test_the_same_without_the_governor_is_killed(tmp_path: Path, version: int) -> None:
-    with group_of(version, 192 * MIB) as group:
+    with group_of(version, 128 * MIB) as group:
         made = Checkpoint.write(tmp_path / "made", "ckpt", 4_000, SMALL)
         ended = tasks(group, tmp_path, made, 8, "--memory", "unlimited")
         assert -9 in {code for code, _ in ended} and group.kills > 0

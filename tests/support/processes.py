@@ -48,6 +48,10 @@ class Measured:
     stderr: str
 
 
+# Now and then Open MPI cannot start its own server.
+_NEVER_BEGAN = "The PMIx server's listener thread failed to start"
+
+
 def clean_environment() -> dict[str, str]:
     """Return this process's environment without what an MPI or SLURM launcher put there."""
     return {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER_VARIABLES)}
@@ -64,8 +68,24 @@ def run_command(
     """Run a command without standard input and return what came of it.
 
     `env` is added to a clean environment. The test fails, with the output shown, if the command takes too long or
-    leaves processes behind (all are killed), or, with `check`, if its exit code is not 0.
+    leaves processes behind (all are killed), or, with `check`, if its exit code is not 0. A launcher that could not
+    begin is started once more: none of our processes ran.
     """
+    finished = _run_once(argv, timeout_seconds, env, cwd)
+    if _NEVER_BEGAN in finished.stderr:
+        finished = _run_once(argv, timeout_seconds, env, cwd)
+    if check and finished.returncode != 0:
+        problem = f"exit code {finished.returncode}"
+        pytest.fail(_report(finished.argv, problem, finished.stdout, finished.stderr), pytrace=False)
+    return finished
+
+
+def _run_once(
+    argv: Sequence[str | os.PathLike[str]],
+    timeout_seconds: float,
+    env: Mapping[str, str] | None,
+    cwd: str | os.PathLike[str] | None,
+) -> Finished:
     command = tuple(os.fspath(part) for part in argv)
     mark = uuid.uuid4().hex
     # Files, not pipes: a child that outlives the command would keep a pipe open.
@@ -90,8 +110,6 @@ def run_command(
         finally:
             _kill(child, mark)
         stdout, stderr = _content(out), _content(err)
-    if check and not problem and child.returncode != 0:
-        problem = f"exit code {child.returncode}"
     if problem:
         pytest.fail(_report(command, problem, stdout, stderr), pytrace=False)
     return Finished(command, child.returncode, stdout, stderr)
