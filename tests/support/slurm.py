@@ -27,6 +27,11 @@ _START_SECONDS = 30.0
 _COMMAND_SECONDS = 30.0
 _STOP_SECONDS = 20.0
 _SHOWN_CHARACTERS = 6000
+# The states of a job that is going to have another one.
+_NOT_ENDED = (
+    *("PENDING", "CONFIGURING", "RUNNING", "SIGNALING", "COMPLETING", "SUSPENDED", "REQUEUED", "RESIZING", "STOPPED"),
+    "STAGE_OUT",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +190,7 @@ class Cluster:
     def _is_busy(self) -> bool:
         shown = self.command("scontrol", "--oneliner", "show", "job").stdout
         steps = [command for command in self._processes().values() if command.startswith("slurmstepd")]
-        return bool(steps or re.search(r"JobState=(RUNNING|COMPLETING|PENDING|SUSPENDED)", shown))
+        return bool(steps or re.search(rf"JobState=({'|'.join(_NOT_ENDED)})", shown))
 
     def _all_idle(self) -> bool:
         shown = self.command("scontrol", "--oneliner", "show", "node", check=False).stdout
@@ -248,7 +253,7 @@ def _logs_in(folder: Path) -> list[Path]:
 
 
 def _has_ended(record: Mapping[str, str]) -> bool:
-    return record["JobState"] not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED")
+    return record["JobState"] not in _NOT_ENDED
 
 
 def _task_number(record: Mapping[str, str]) -> int:
