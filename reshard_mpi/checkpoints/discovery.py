@@ -66,6 +66,8 @@ def find_shards(path: str, select: str | None = None, *, role: str = "source") -
             remedy="check the path, and that this machine sees it",
         )
     folders, name = rank_folders(at), formats.name_of_folder(path)
+    if name is not None and select is not None and not fnmatchcase(formats.index_of(name) or "", select):
+        name = None  # other files of that folder are meant
     folder_format = formats.folder_by_name(name) if name is not None else None
     if name is not None and folder_format is not None:
         if folders:

@@ -83,6 +83,8 @@ class SourceCheckpoint:
         where none can be read, or none tells who else holds what it should.
         """
         if files.is_folder:
+            if known_damage:  # its files are those of one rank, so no other has the same
+                raise known_damage[min(known_damage)].with_traceback(None)
             if strategy is not None:
                 raise SourceError(
                     "a strategy is given for a checkpoint that lists its own pieces",

@@ -53,8 +53,8 @@ def write_shard(
 ) -> Traffic:
     """Write every tensor of `plan` to the ranges that `target` reserved, and return what was moved.
 
-    descriptor: of the target file, open for writing. span: only what lies between these bytes of it, while others fill
-    the rest; None: all of it. on_bytes: called with the number of target bytes just written.
+    descriptor: of the target file, open for reading and writing. span: only what lies between these bytes of it, while
+    others fill the rest; None: all of it. on_bytes: called with the number of target bytes just written.
     """
     buffer = memoryview(bytearray(limits.buffer_bytes))
     tensors = plan.tensors

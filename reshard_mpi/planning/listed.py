@@ -26,7 +26,8 @@ class PiecesOf:
         self._target_rank = target_rank
         self._targets = targets
         self._known: dict[int, tuple[PieceList, list[int], Pieces]] = {}
-        self._overlapping: dict[int, list[tuple[int, int, Box]]] = {}
+        self._overlapping: dict[tuple[int, Box], list[tuple[int, int, Box]]] = {}
+        self._places: dict[int, dict[int, int]] = {}
 
     def planned(self, tensors: PlannedTensors) -> PlannedTensors:
         """Return the same tensors, what comes from a list of pieces taken from the pieces themselves.
@@ -81,7 +82,9 @@ class PiecesOf:
         pieces = tensors.lists[listed]
         known = self._known.get(id(pieces))
         if known is None:
-            place = {id(file): at for at, file in enumerate(tensors.files)}
+            if id(tensors) not in self._places:
+                self._places[id(tensors)] = {id(file): at for at, file in enumerate(tensors.files)}
+            place = self._places[id(tensors)]
             home = home_rank(self._target_rank, self._targets, len(place))
             order = sorted(range(len(pieces)), key=lambda at: (place[id(pieces[at][1])] - home) % len(place))
             known = self._known[id(pieces)] = pieces, order, Pieces([pieces[at][0] for at in order])
@@ -113,9 +116,10 @@ class PiecesOf:
         for place, name in enumerate(group.names):
             number = route.numbers[place]
             pieces = tensors.lists[tensors.list_of[number]]
-            if id(pieces) not in self._overlapping:
-                self._overlapping[id(pieces)] = list(overlapping([box for box, _ in pieces], route.region))
-            for one, other, region in self._overlapping[id(pieces)]:
+            key = (id(pieces), route.region)
+            if key not in self._overlapping:
+                self._overlapping[key] = list(overlapping([box for box, _ in pieces], route.region))
+            for one, other, region in self._overlapping[key]:
                 shared = region if whole else next(region.blocks(_SAMPLED_ELEMENTS))
                 copies = (self._piece(tensors, number, at, name, shared) for at in (one, other))
                 yield Check(name, tuple(copies), refuse=True, why="the checkpoint lists the same part of it twice")

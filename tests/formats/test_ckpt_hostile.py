@@ -77,6 +77,7 @@ REFUSED = {
     "content longer than dims": (ckpt_peer.value("w", (3,), "Float32", FLOATS), "longer"),
     "content where there are no elements": (ckpt_peer.value("w", (0, 2), "Float32", FLOATS), "longer"),
     "a tensor again, side by side": (SOUND + SOUND, "longer"),
+    "an empty piece of other dims": (SOUND + ckpt_peer.value("w", (0,), "Float32", b""), "do not agree"),
     "a tensor again, with another between": (SOUND + ckpt_peer.value("v", (), "Bool", b"\1") + SOUND, "twice"),
     "a string named as a tensor": (
         SOUND + ckpt_peer.value("v", (), "Bool", b"\1") + ckpt_peer.value("w", (0,), "str", b"x\0\0\0"),

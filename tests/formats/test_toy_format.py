@@ -14,6 +14,7 @@ from support.checkpoints import as_read, expected_rank, read_shard
 from support.conversions import TENSORS, make
 from support.toys import in_the_table
 
+from reshard_mpi.errors import ShardError
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.testing.conformance import FormatConformance
 from reshard_mpi.testing.samples import Contents, SampleTensor
@@ -125,6 +126,21 @@ def test_folders_that_are_no_checkpoint(tmp_path: Path) -> None:
     part.write_bytes(content)
     (there.dst / "rank_0").mkdir()
     assert "two checkpoints lie together" in refused(back.arguments("transform", "--to", "ckpt"), 3)
+
+
+@pytest.mark.usefixtures("in_the_table")
+def test_a_folder_whose_file_does_not_fit_its_checksum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    c = make(tmp_path)
+    there = c.but(dst=tmp_path / "toys", options=("--prefix", ""))
+    done(there.arguments("transform", "--to", "toys"))
+
+    def check_crc(path: str) -> bool:
+        raise ShardError("a file does not fit its checksum", where=path)
+
+    monkeypatch.setattr(toy_folder, "check_crc", check_crc)
+    back = c.but(src=there.dst, src_strategy=None, dst_strategy=c.src_strategy)
+    assert "does not fit its checksum" in refused(back.arguments("transform", "--to", "ckpt", "--verify"), 3)
+    assert "two of the loose files" in refused(back.arguments("plan", "--select", "*.toypart"), 3)
 
 
 def refused(arguments: list[str], expected: int) -> str:

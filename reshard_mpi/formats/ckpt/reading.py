@@ -158,7 +158,8 @@ class _Reading:
     def _require_empty_piece(self, piece: Value) -> None:
         """Raise ShardError if a piece of the last tensor, of which all was there already, brings anything."""
         whole = self._tensors[piece.tag]
-        if (piece.dims, piece.type_name) not in ((whole.shape, whole.dtype.mindspore), ((0,), whole.dtype.mindspore)):
+        is_alike = piece.dims == whole.shape or (piece.dims == (0,) and not whole.shape)  # see `_tensor`
+        if not is_alike or piece.type_name != whole.dtype.mindspore:
             raise _disagreeing(self._reader, piece, whole.dtype.mindspore, whole.shape)
         if piece.content.length_bytes:
             held_bytes = whole.size_bytes + piece.content.length_bytes
