@@ -199,12 +199,6 @@ class Tensors(Mapping[str, TensorEntry]):
         places = self.starts, self.elsewhere, self.path
         return self.kinds, self.kind_of, list(self.number_of), *places
 
-    @property
-    def size_bytes(self) -> int:
-        """How many bytes all elements take."""
-        sizes = [kind.size_bytes for kind in self.kinds]
-        return sum(sizes[kind] for kind in self.kind_of)
-
     @staticmethod
     def kept_bytes(shards: Iterable[Tensors]) -> int:
         """Return how much memory shards take together; names that several share count once."""
