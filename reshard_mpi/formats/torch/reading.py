@@ -1,0 +1,125 @@
+"""Locating the tensors of a file that torch saved."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+
+from reshard_mpi.errors import ShardError
+from reshard_mpi.formats import files, nest
+from reshard_mpi.formats.manifest import ByteRange, Kind, Manifest, Segments, Strided, TensorEntry, Tensors
+from reshard_mpi.formats.nest.trees import Value
+from reshard_mpi.formats.torch import archive, legacy
+from reshard_mpi.formats.torch.content import Content
+from reshard_mpi.formats.torch.dtensors import Whole, described
+from reshard_mpi.formats.torch.legacy import of_pickles
+from reshard_mpi.formats.torch.tensors import DistributedTensor, StoredTensor, is_tensor
+from reshard_mpi.formats.torch.zipped import of_archive
+
+NAME = "torch"
+
+
+def locate(path: str, like: Manifest | None = None) -> Manifest:
+    """Find the tensors of the file at `path` without executing anything, and without reading any payload.
+
+    Names of nested dictionaries are joined by dots; the nest is kept as a string (`nest.NEST`). What is neither tensor
+    nor plain data is left out and named. Raises ShardError if the file is not sound, or would run code.
+    """
+    with files.opened(path) as (fd, size_bytes):
+        content = _content(fd, path, size_bytes)
+    try:
+        flattened = nest.flatten(content.root, is_tensor)
+    except nest.NestError as error:
+        raise ShardError(f"a shard cannot be read: {error.problem}", got=error.got, where=path) from None
+    strings = _own_strings(content)
+    found = flattened.tensors
+    if strings is not None:
+        # Its dictionaries are in the order of the nest, its storages in that of the shard.
+        found = sorted(found, key=_storage_number)
+    wholes, identity = described(found, path)
+    tensors = Tensors(path)
+    for name, tensor in found:
+        _add(tensors, name, tensor, content, wholes)
+    if not tensors and flattened.left_out:
+        raise ShardError(
+            "a shard holds no tensor that can be read",
+            expected="a state_dict()",
+            got="; ".join(flattened.left_out[:3]),
+            where=path,
+            remedy="load it with torch, and save its state_dict()",
+        )
+    texts = flattened.strings if strings is None else strings
+    return Manifest(path, NAME, tensors, texts, identity, left_out=flattened.left_out)
+
+
+def read_back(meant: Manifest) -> None:
+    """Look at the structure of a file that was just written. Raises ShardError if it is not what was meant."""
+    found = locate(meant.path)
+    if found.tensors != meant.tensors or found.strings != meant.strings:
+        raise files.not_as_written(meant.path)
+
+
+def _content(fd: int, path: str, size_bytes: int) -> Content:
+    try:
+        start = os.pread(fd, len(legacy.START), 0)
+        if archive.is_archive(start):
+            return of_archive(fd, path, size_bytes)
+        if start == legacy.START:
+            return of_pickles(fd, path, size_bytes)
+    except OSError as error:
+        raise ShardError("a shard cannot be read", got=str(error), where=path) from error
+    raise ShardError(
+        "a shard is no file that torch.save writes",
+        expected="a zip archive, or the older layout with its number",
+        got=f"a file that begins with {start[:8]!r}",
+        where=path,
+        remedy="if it is a bare pickle or a tar file, load it with torch, and save its state_dict()",
+    )
+
+
+def _storage_number(named: tuple[str, Value]) -> int:
+    key = _local(named[1]).storage.key
+    return int(key) if key.isdecimal() and len(key) < 20 else 0
+
+
+def _local(tensor: Value) -> StoredTensor:
+    """Return what a tensor has in this file."""
+    stored: StoredTensor = tensor.local if type(tensor) is DistributedTensor else tensor
+    return stored
+
+
+def _add(tensors: Tensors, name: str, tensor: Value, content: Content, wholes: Mapping[str, Whole]) -> None:
+    """Add a tensor of the file, with its part of the whole where the file says that it has one."""
+    stored = _local(tensor)
+    whole = wholes.get(name)
+    kind = Kind(stored.dtype, stored.shape, *whole) if whole is not None else Kind(stored.dtype, stored.shape)
+    itemsize_bytes, swapped = stored.dtype.itemsize_bytes, content.swapped and stored.dtype.part_bytes > 1
+    start = content.starts[stored.storage.key] + stored.offset * itemsize_bytes
+    if not kind.size_bytes:
+        tensors.add(name, tensors.kind(kind), 0)
+        return
+    if stored.is_row_major and not swapped:
+        tensors.add(name, tensors.kind(kind), start)
+        return
+    source: Segments | Strided
+    if stored.is_row_major:
+        source = Segments((ByteRange(tensors.path, start, kind.size_bytes),), swapped)
+    else:
+        source = Strided(tensors.path, start, tuple(step * itemsize_bytes for step in stored.strides), swapped)
+    tensors.add_entry(TensorEntry(name, kind.dtype, kind.shape, source, kind.box, kind.global_shape))
+
+
+def _own_strings(content: Content) -> Mapping[str, str] | None:
+    """Return the strings with which this program wrote the file; None if others have written it, or changed it since."""
+    if content.own_record is None:
+        return None
+    try:
+        record = json.loads(content.own_record)
+    except (ValueError, RecursionError):
+        return None
+    match record:
+        case {"pickle_crc": int() as crc, "strings": dict() as strings} if crc == content.pickle_crc:
+            if all(type(text) is str for text in strings.values()):
+                return strings
+    return None
