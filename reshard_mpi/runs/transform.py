@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, TypeVar
 
-from reshard_mpi import formats
 from reshard_mpi.checkpoints.comparison import compare, comparing_bytes
 from reshard_mpi.errors import (
     CoverageError,
@@ -48,6 +47,8 @@ from reshard_mpi.runs.prepared import Run
 from reshard_mpi.runs.progress import Plain, Progress, Silent
 from reshard_mpi.runs.projection import MAX_KEPT_PLANS, MAX_KEPT_PLANS_BYTES
 from reshard_mpi.runs.request import Request, Strategies
+
+from reshard_mpi import formats
 from reshard_mpi.runs.write import Plans, Writer
 
 T = TypeVar("T")

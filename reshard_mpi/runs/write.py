@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from reshard_mpi import formats
 from reshard_mpi.engine.files import OnBytes, forget_cached
 from reshard_mpi.engine.transfer import Span, write_shard
 from reshard_mpi.errors import ShardError, TransformError, told
@@ -36,6 +35,8 @@ from reshard_mpi.runs.outcome import (
 )
 from reshard_mpi.runs.prepared import Run
 from reshard_mpi.runs.progress import Progress
+
+from reshard_mpi import formats
 
 T = TypeVar("T")
 
