@@ -104,13 +104,16 @@ class _Flattening:
         if depth > MAX_DEPTH:
             raise NestError("it is nested too deeply", f"more than {MAX_DEPTH} levels")
 
-    def write(self, value: Value, prefix: str, depth: int) -> None:
-        """Write a value that is kept and no tensor. prefix: what names of tensors in it begin with."""
+    def write(self, value: Value, prefix: str, depth: int, *, is_state: bool = False) -> None:
+        """Write a value that is kept and no tensor. prefix: what names of tensors in it begin with.
+
+        is_state: it has the attributes of an object, so that all its tensors are listed.
+        """
         self._count(depth)
         kind = type(value)
         if kind is Dict:
             self._put('{"dict":[')
-            self._entries(value.pairs(), prefix, depth)
+            self._entries(value.pairs(), prefix, depth, is_state=is_state)
             self._put("]}")
         elif kind is list:
             self._put("[")
@@ -131,12 +134,14 @@ class _Flattening:
         else:
             self._put(json.dumps(value))
 
-    def _entries(self, pairs: Iterable[tuple[Value, Value]], prefix: str, depth: int) -> None:
+    def _entries(
+        self, pairs: Iterable[tuple[Value, Value]], prefix: str, depth: int, *, is_state: bool = False
+    ) -> None:
         """Write the entries of a dictionary."""
         number, self._dicts = self._dicts, self._dicts + 1
         seen: set[tuple[type, Value]] = set()
         waiting: list[str] = []
-        comma, is_open = "", True
+        comma, is_open = "", not is_state
 
         def put(key: Value) -> None:
             nonlocal comma, is_open
@@ -161,7 +166,7 @@ class _Flattening:
                 seen.add((type(key), key))
             if self._is_tensor(value):
                 self.tensors.append((name, value))
-                if type(key) is str and name not in self._listed:
+                if type(key) is str and not is_state and name not in self._listed:
                     waiting.append(key)
                 else:
                     put(key)
@@ -202,7 +207,7 @@ class _Flattening:
             self._put(',"new":true')
         if value.state is not None and self._is_kept(value.state, depth + 1):
             self._put(',"state":')
-            self.write(value.state, prefix, depth + 1)
+            self.write(value.state, prefix, depth + 1, is_state=True)
         if value.items is not None:
             self._put(',"items":[')
             self._items(value.items, prefix, depth)

@@ -48,8 +48,11 @@ class _Rebuilding:
         # The keys and values of each dictionary that takes what is not listed, and its keys.
         self._dicts: list[tuple[list[Value], set[Value]]] = []
 
-    def value(self, content: Any, prefix: str, depth: int) -> Value:
-        """Return the value that a part of the JSON describes. prefix: what names of tensors in it begin with."""
+    def value(self, content: Any, prefix: str, depth: int, *, is_state: bool = False) -> Value:
+        """Return the value that a part of the JSON describes. prefix: what names of tensors in it begin with.
+
+        is_state: it has the attributes of an object.
+        """
         self._values += 1
         if self._values > MAX_VALUES or depth > MAX_DEPTH:
             raise NestError("the nest has too many values or levels")
@@ -60,7 +63,7 @@ class _Rebuilding:
         match content:
             case {"dict": list() as entries, **rest} if not rest:
                 made = Dict()
-                self._entries(made.flat, entries, prefix, depth)
+                self._entries(made.flat, entries, prefix, depth, is_state=is_state)
                 return made
             case {"tuple": list() as items, **rest} if not rest:
                 return tuple(self._items(items, prefix, depth))
@@ -92,9 +95,11 @@ class _Rebuilding:
         self._placed.add(name)
         return self._leaves[name]
 
-    def _entries(self, flat: list[Value], entries: list[Any], prefix: str, depth: int) -> None:
+    def _entries(
+        self, flat: list[Value], entries: list[Any], prefix: str, depth: int, *, is_state: bool = False
+    ) -> None:
         """Add what the entries of a dictionary describe to its keys and values."""
-        number, is_open = len(self._dicts), True
+        number, is_open = len(self._dicts), not is_state
         keys: set[Value] = set()
         self._dicts.append((flat, keys))
         for entry in entries:
@@ -124,7 +129,7 @@ class _Rebuilding:
             raise NestError("the nest has an object whose items are no list", str(function))
         made = Call(_plain(function), tuple(self._items(args, prefix, depth)), is_new=is_new)
         if rest.get("state") is not None:
-            made.state = self.value(rest["state"], prefix, depth + 1)
+            made.state = self.value(rest["state"], prefix, depth + 1, is_state=True)
         if items is not None:
             made.items = self._items(items, prefix, depth)
         if entries is not None:

@@ -26,6 +26,8 @@ FULL_2, FULL_4 = 0xFFFF, 0xFFFFFFFF
 ZIP64_EXTRA = 1
 ENCRYPTED, HAS_DESCRIPTOR, MASKED = 0x41, 0x08, 0x2000
 STORED = 0
+# Of an entry: the lengths of name, extra field and comment.
+_LENGTHS = slice(10, 13)
 # Members besides storages: a dozen.
 _MAX_MEMBERS = files.MAX_TENSORS + 1000
 _MAX_DIRECTORY_BYTES = 32 * MIB
@@ -52,6 +54,17 @@ def members(fd: int, path: str, size_bytes: int) -> dict[str, Member]:
     return _Archive(fd, path, size_bytes).members()
 
 
+def directory(fd: int, path: str, size_bytes: int) -> tuple[int, int, int]:
+    """Return where the central directory begins, how long it is, and how many members it lists; raises as `members`."""
+    return _Archive(fd, path, size_bytes).directory()
+
+
+def entry_bytes(content: bytes | bytearray, at: int) -> int:
+    """Return how long the entry at byte `at` of a directory is."""
+    fields = ENTRY.unpack_from(content, at)
+    return ENTRY.size + sum(fields[_LENGTHS])
+
+
 class _Archive:
     """One archive while its structure is read."""
 
@@ -61,7 +74,7 @@ class _Archive:
         self._size_bytes = size_bytes
 
     def members(self) -> dict[str, Member]:
-        start, length_bytes, count = self._directory()
+        start, length_bytes, count = self.directory()
         directory = self._read(start, length_bytes)
         found: dict[str, Member] = {}
         extents: list[tuple[int, int]] = []
@@ -77,8 +90,7 @@ class _Archive:
         self._require_disjoint(extents)
         return found
 
-    def _directory(self) -> tuple[int, int, int]:
-        """Return where the central directory begins, how long it is, and how many members it lists."""
+    def directory(self) -> tuple[int, int, int]:
         end_start = self._size_bytes - END.size
         end = self._read(end_start, END.size) if end_start >= 0 else b""
         if not end.startswith(END_MARK):

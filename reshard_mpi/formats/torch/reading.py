@@ -8,8 +8,10 @@ from collections.abc import Mapping
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import files, nest
-from reshard_mpi.formats.manifest import ByteRange, Kind, Manifest, Segments, Strided, TensorEntry, Tensors
+from reshard_mpi.formats.columns import Kind, TensorEntry, Tensors
+from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.nest.trees import Value
+from reshard_mpi.formats.places import ByteRange, Segments, Strided
 from reshard_mpi.formats.torch import archive, legacy
 from reshard_mpi.formats.torch.content import Content
 from reshard_mpi.formats.torch.dtensors import Whole, described

@@ -144,6 +144,8 @@ def _from_type(rebuild: Value, kind: Value, args: Value, state: Value) -> Value:
 
 
 def _distributed(kind: Global, state: Value) -> Value:
+    if type(state) is tuple and len(state) == 2:
+        state = state[1]  # attributes in a dictionary, of which there are none, and those in slots
     if kind not in _DTENSORS or type(state) is not Dict:
         return Unreadable(f"a tensor of {kind}"[:200])
     local, spec = state.get("_local_tensor"), state.get("_spec")
