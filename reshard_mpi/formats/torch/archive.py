@@ -62,7 +62,7 @@ def directory(fd: int, path: str, size_bytes: int) -> tuple[int, int, int]:
 def entry_bytes(content: bytes | bytearray, at: int) -> int:
     """Return how long the entry at byte `at` of a directory is."""
     fields = ENTRY.unpack_from(content, at)
-    return ENTRY.size + sum(fields[_LENGTHS])
+    return ENTRY.size + int(sum(fields[_LENGTHS]))
 
 
 class _Archive:
@@ -112,8 +112,7 @@ class _Archive:
             short = (disk, directory_disk, here, count, length_bytes, start)
             wide = (disk64, directory_disk64, here64, count64, length64, start64)
             if mark != END64_MARK or any(
-                value not in (true, full)
-                for value, true, full in zip(short, wide, (*[FULL_2] * 4, *[FULL_4] * 2))
+                value not in (true, full) for value, true, full in zip(short, wide, (*[FULL_2] * 4, *[FULL_4] * 2))
             ):
                 raise self._damage("the ends of a shard's archive contradict each other", end64_start)
             disk, directory_disk, here, count, length_bytes, start = wide
@@ -140,7 +139,9 @@ class _Archive:
         if at + ENTRY.size > len(directory):
             raise self._damage("the directory of a shard ends in the middle of an entry", start + at)
         fields = ENTRY.unpack_from(directory, at)
-        mark, _, _, flags, method, _, _, crc, stored_bytes, size_bytes, name_bytes, extra_bytes, comment_bytes = fields[:13]
+        mark, _, _, flags, method, _, _, crc, stored_bytes, size_bytes, name_bytes, extra_bytes, comment_bytes = fields[
+            :13
+        ]
         disk, local_start = fields[13], fields[16]
         name_at = at + ENTRY.size
         extra_at = name_at + name_bytes
@@ -150,7 +151,9 @@ class _Archive:
         raw_name = directory[name_at:extra_at]
         if FULL_4 in (size_bytes, stored_bytes, local_start):
             extra = directory[extra_at : extra_at + extra_bytes]
-            size_bytes, stored_bytes, local_start = self._wide(extra, (size_bytes, stored_bytes, local_start), start + at)
+            size_bytes, stored_bytes, local_start = self._wide(
+                extra, (size_bytes, stored_bytes, local_start), start + at
+            )
         try:
             name = raw_name.decode()
         except UnicodeDecodeError:
@@ -198,7 +201,7 @@ class _Archive:
             is_same = is_same and crc == facts[0] and (stored_bytes, size_bytes) in ((facts[1],) * 2, (FULL_4,) * 2)
         if not is_same:
             raise self._damage("a member of a shard contradicts its directory", local_start, got=repr(name[:200]))
-        return local_start + LOCAL.size + name_bytes + extra_bytes
+        return local_start + LOCAL.size + int(name_bytes) + int(extra_bytes)
 
     def _require_disjoint(self, extents: list[tuple[int, int]]) -> None:
         previous_end = 0

@@ -197,4 +197,3 @@ def _whole(number: int) -> bytes:
         return b"J" + number.to_bytes(4, "little", signed=True)
     length_bytes = number.bit_length() // 8 + 1
     return b"\x8a%c" % length_bytes + number.to_bytes(length_bytes, "little", signed=True)
-
