@@ -67,6 +67,7 @@ class Task(StrEnum):
     CONVERT = "runs.transform:convert"
     VERIFY_PAIR = "runs.verify:verify_pair"
     VERIFY_ALONE = "runs.verify:verify_alone"
+    DIFF = "runs.diff:diff"
 
     def load(self) -> Callable[[Request, Comm, Progress, Strategies | None], Outcome]:
         """Return the function, with all that it needs loaded."""
