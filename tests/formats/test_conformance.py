@@ -1,12 +1,12 @@
-"""Both formats under the one conformance suite, each through the library it is made with."""
+"""All formats under the one conformance suite, each through the library it is made with."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from support import ckpt_peer, hdf5_peer
+from support import ckpt_peer, hdf5_peer, torch_peer
 
-from reshard_mpi.formats import ckpt, hdf5
+from reshard_mpi.formats import ckpt, hdf5, torch
 from reshard_mpi.testing.conformance import FormatConformance
 from reshard_mpi.testing.samples import Contents
 
@@ -44,3 +44,14 @@ class TestCompressedHDF5(TestHDF5):
 
     def write_independently(self, path: Path, contents: Contents) -> None:
         hdf5_peer.write(path, contents, compression="gzip", shuffle=True, fletcher32=True)
+
+
+class TestTorch(FormatConformance):
+    module = torch
+    cannot_hold = torch_peer.CANNOT_HOLD
+
+    def write_independently(self, path: Path, contents: Contents) -> None:
+        torch_peer.write(path, contents)
+
+    def read_independently(self, path: Path) -> Contents:
+        return torch_peer.read(path)
