@@ -52,8 +52,13 @@ _DATA_OF_BUILTINS = frozenset(
         *("set", "slice", "str", "tuple", "Ellipsis", "NotImplemented"),
     )
 )
-# Protocols below 3 spell modules as Python 2 did.
-_OLD_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg", "__builtins__": "builtins"}
+# Protocols below 3 spell some names as Python 2 did.
+OLD_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
+OLD_NAMES = {
+    Global("__builtin__", "xrange"): Global("builtins", "range"),
+    Global("__builtin__", "unicode"): Global("builtins", "str"),
+    Global("__builtin__", "long"): Global("builtins", "int"),
+}
 
 
 class PickleError(Exception):
@@ -383,7 +388,8 @@ class _Machine:
             raise PickleError("a name in a pickle is no text, or too long", at)
         known = self._globals.get((module, name))
         if known is None:
-            known = self._globals[module, name] = Global(_OLD_MODULES.get(module, module), name)
+            known = OLD_NAMES.get(Global(module, name)) or Global(OLD_MODULES.get(module, module), name)
+            self._globals[module, name] = known
             if runs_code(known):
                 raise PickleError("a pickle would run code if it were loaded", at, f"{module}.{name}"[:200])
         return known
