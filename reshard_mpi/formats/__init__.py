@@ -46,6 +46,11 @@ def folder_by_name(name: str) -> FolderFormat | None:
     return cast("FolderFormat", module) if module.TRAITS.is_folder else None
 
 
-def name_of_folder(path: str) -> str | None:
-    """Return the name of the format that a file in the folder `path` marks, or None."""
-    return next((name for name, (*_, index) in _MODULES.items() if index and Path(path, index).is_file()), None)
+def names_of_folder(path: str) -> tuple[str, ...]:
+    """Return the names of the formats whose index lies in the folder `path`."""
+    return tuple(name for name, (*_, index) in _MODULES.items() if index and Path(path, index).is_file())
+
+
+def title(name: str) -> str:
+    """Return what people call checkpoints of the format called `name`."""
+    return by_name(name).TRAITS.title or name

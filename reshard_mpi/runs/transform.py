@@ -49,6 +49,8 @@ def _convert(
     request: Request, comm: Comm, progress: Progress, strategies: Strategies | None, memory: RunMemory
 ) -> Outcome:
     planner, planned = _planned(request, comm, progress, strategies, memory)
+    if comm.rank == 0:
+        progress.reading(planner.described_source)
     _refuse(comm.allgather(planner.begin(progress)), comm)
     written = planner.writer(progress).write()
     said = Outcome(
@@ -81,7 +83,7 @@ def _plan_targets(request: Request, comm: Comm, memory: RunMemory) -> tuple[Plan
     shares = _gather(comm, planner.summaries)
     targets = [target for share in shares for target in share]
     planned = planned._replace(notes=(*planned.notes, *planner.shown_rules()))
-    return Plan(tuple(sorted(targets, key=lambda target: target.rank))), planned
+    return Plan(tuple(sorted(targets, key=lambda target: target.rank)), planner.described_source), planned
 
 
 def _planned(

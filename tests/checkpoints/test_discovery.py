@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
-from support.checkpoints import write_strategy
+from support import toy_folder
+from support.checkpoints import write_shard, write_strategy
 from support.conversions import make
+from support.toys import in_the_table
 
 import reshard_mpi
 from reshard_mpi.checkpoints.discovery import ShardFiles, find_shards, shards_from_map
 from reshard_mpi.errors import DisagreementError, ReshardError, SourceError
+
+__all__ = ["in_the_table"]
 
 
 def lay(folder: Path, *names: str) -> Path:
@@ -215,3 +220,37 @@ def test_a_map_of_different_moments_is_refused(tmp_path: Path) -> None:
     lay(tmp_path, "net-1_5.ckpt", "net-2_5.ckpt")
     with pytest.raises(DisagreementError, match="different moments"):
         shards_from_map({rank: tmp_path / f"net-{rank + 1}_5.ckpt" for rank in (0, 1)})
+
+
+def test_which_of_two_formats_is_meant(tmp_path: Path) -> None:
+    for rank in range(2):
+        folder = tmp_path / f"rank_{rank}"
+        folder.mkdir()
+        write_shard({"w": np.zeros(3)}, folder / "a.ckpt")
+        write_shard({"w": np.zeros(3)}, folder / "a.h5")
+    with pytest.raises(SourceError, match=r"shards of two formats lie together(.|\n)*--from ckpt"):
+        find_shards(str(tmp_path))
+    for name, ending in (("ckpt", "ckpt"), ("hdf5", "h5")):
+        chosen = find_shards(str(tmp_path), format_name=name)
+        assert chosen.format == name and {Path(path).name for (path,) in chosen.by_rank.values()} == {f"a.{ending}"}
+
+
+def test_one_file_of_another_ending(tmp_path: Path) -> None:
+    path = tmp_path / "weights.bin~"
+    write_shard({"w": np.zeros(3)}, tmp_path / "a.ckpt")
+    (tmp_path / "a.ckpt").rename(path)
+    with pytest.raises(SourceError, match="no checkpoint found"):
+        find_shards(str(path))
+    assert find_shards(str(path), format_name="ckpt").format == "ckpt"
+
+
+@pytest.mark.usefixtures("in_the_table")
+def test_an_index_beside_rank_folders(tmp_path: Path) -> None:
+    (tmp_path / toy_folder.INDEX).write_text('{"tensors": {}, "strings": {}}')
+    (tmp_path / "rank_0").mkdir()
+    write_shard({"w": np.zeros(3)}, tmp_path / "rank_0" / "a.ckpt")
+    both = r"two checkpoints lie together(.|\n)*1 rank folders and toys.index.json \(toys\)"
+    with pytest.raises(SourceError, match=both):
+        find_shards(str(tmp_path))
+    assert find_shards(str(tmp_path), format_name="toys").is_folder
+    assert find_shards(str(tmp_path), format_name="ckpt").by_rank == {0: (str(tmp_path / "rank_0" / "a.ckpt"),)}

@@ -45,7 +45,10 @@ def test_transform(tmp_path: Path, capsys: Capture, kind: str) -> None:
     said = command_line(capsys, *conversion.arguments())
     assert said.code == 0
     assert re.fullmatch(r"wrote 2 shards, \d+ B in \d+\.\d\d s \(.*/s\)\n", said.out)
-    assert re.fullmatch(r"(target [01]: \d+ B from 2 source ranks in \d+\.\d\d s\n){2}", said.err)
+    title = {"ckpt": "MindSpore checkpoint", "hdf5": "HDF5"}[kind]
+    source, _, rest = said.err.partition("\n")
+    assert source == f"source: {title}, 4 files, 4 ranks, 4 tensors a rank"
+    assert re.fullmatch(r"(target [01]: \d+ B from 2 source ranks in \d+\.\d\d s\n){2}", rest)
     assert_right(conversion)
     assert listing(conversion.src) == before
 
@@ -191,7 +194,7 @@ def test_progress_none(conversion: Conversion, capsys: Capture) -> None:
 def test_progress_on_a_terminal(conversion: Conversion, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     said = command_line(capsys, *conversion.arguments())
-    assert said.code == 0 and said.err.startswith("\r") and said.err.endswith("\n")
+    assert said.code == 0 and said.err.startswith("source: ") and said.err.endswith("\n")
     assert said.err.split("\r")[-1].startswith("2 of 2 targets, ")
 
 
@@ -251,7 +254,8 @@ def test_plan(conversion: Conversion, capsys: Capture) -> None:
     before = listing(conversion.folder)
     said = command_line(capsys, *conversion.arguments("plan"))
     assert said.code == 0 and said.err == ""
-    head, first, second, total = said.out.splitlines()
+    source, head, first, second, total = said.out.splitlines()
+    assert source.startswith("source: ") and source.endswith(", 4 files, 4 ranks, 4 tensors a rank")
     assert re.split(r"  +", head.strip()) == ["target", "tensors", "writes", "reads", "peak memory", "source ranks"]
     assert first.split()[:2] == ["0", "4"] and first.endswith("0 1") and second.endswith("2 3")
     assert re.fullmatch(r"2 targets, 392 B; each process needs at most \d+\.\d\d MiB of memory", total)
@@ -261,7 +265,7 @@ def test_plan(conversion: Conversion, capsys: Capture) -> None:
 def test_plan_json(conversion: Conversion, capsys: Capture) -> None:
     said = command_line(capsys, *conversion.arguments("plan", "--json", "--rank", "1"))
     planned = json.loads(said.out)
-    assert said.code == 0 and planned["version"] == 1
+    assert said.code == 0 and planned["version"] == 1 and planned["source"].endswith(", 4 tensors a rank")
     (target,) = planned["targets"]
     assert (target["rank"], target["read_ranks"], target["tensors"]) == (1, [2, 3], 4)
     assert planned["written_bytes"] == target["written_bytes"] == target["needed_bytes"] == 196

@@ -166,7 +166,15 @@ def test_no_option_of_transform_is_forgotten() -> None:
 
 # Besides the strategies, which are always given here.
 GIVEN = (
-    *("--prefix=net ", "--select=check*", "--to=hdf5", "--unlisted=replicate", "--strict", "--overwrite"),
+    *(
+        "--prefix=net ",
+        "--select=check*",
+        "--from=ckpt",
+        "--to=hdf5",
+        "--unlisted=replicate",
+        "--strict",
+        "--overwrite",
+    ),
     *("--memory=64G", "--max-active=3", "--verify", "--crc", "--replicas=check"),
 )
 
@@ -218,7 +226,8 @@ def test_what_is_complete_is_not_counted(tmp_path: Path, capsys: Capture) -> Non
 
 
 def plan_of(sizes: list[int], peak_bytes: int) -> Plan:
-    return Plan(tuple(RankSummary(at, (0,), 1, 1, size, size, peak_bytes, (), ()) for at, size in enumerate(sizes)))
+    targets = (RankSummary(rank, (0,), 1, 1, size, size, peak_bytes, (), ()) for rank, size in enumerate(sizes))
+    return Plan(tuple(targets), "a checkpoint")
 
 
 REQUEST = Request("s", "d", prefix="net", resume=True)
