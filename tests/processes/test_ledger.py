@@ -211,7 +211,7 @@ def test_who_is_just_admitted_is_seen(tmp_path: Path, monkeypatch: pytest.Monkey
     with entered(line, claim(1), lambda held: None, NoNotices()):
         (lease,) = tmp_path.glob("*.lease")
         waiting = lease.rename(lease.with_suffix(".waiting"))
-        numbers = line._numbers
+        numbers = line._files.numbers
 
         def numbers_before_admission(kind: str) -> list[int]:
             found = numbers(kind)
@@ -219,7 +219,7 @@ def test_who_is_just_admitted_is_seen(tmp_path: Path, monkeypatch: pytest.Monkey
                 waiting.rename(lease)
             return found
 
-        monkeypatch.setattr(line, "_numbers", numbers_before_admission)
+        monkeypatch.setattr(line._files, "numbers", numbers_before_admission)
         assert [occupant.holds for occupant in line.occupants()] == [True]
 
 
