@@ -20,7 +20,7 @@ from support.stand_ins import doing
 import reshard_mpi
 from reshard_mpi.filesystem.folders import Folder
 from reshard_mpi.journal import publication
-from reshard_mpi.journal.publication import Publication, dead_bytes, remove_dead
+from reshard_mpi.journal.publication import Publication, remove_stale, stale_bytes
 from reshard_mpi.journal.targets import Unrecorded
 from reshard_mpi.processes.hosts import host_name
 
@@ -104,7 +104,7 @@ def test_what_was_written_on_another_host(path: Path, start: Start) -> None:
     write(path)
     assert partial.exists() and left(path) == 0
     with Folder.open(path.parent) as folder:
-        remove_dead(folder, path.name, "another")
+        remove_stale(folder, path.name, "another")
     assert list(path.parent.iterdir()) == [path]
 
 
@@ -112,8 +112,8 @@ def test_one_of_a_name_that_is_a_pattern(tmp_path: Path) -> None:
     host = host_name(os.environ)
     with Folder.open(tmp_path) as folder, Publication(folder, "net1.ckpt", host=host) as other:
         other.partial.write_bytes(CONTENT)
-        assert dead_bytes(folder, "net?.ckpt", host) == dead_bytes(folder, "net1.ckpt", host) == 0
-        remove_dead(folder, "net?.ckpt", host)
+        assert stale_bytes(folder, "net?.ckpt", host) == stale_bytes(folder, "net1.ckpt", host) == 0
+        remove_stale(folder, "net?.ckpt", host)
         assert list(tmp_path.iterdir()) == [other.partial]
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -16,7 +17,7 @@ import pytest
 from support.cases import Side
 from support.checkpoints import as_read, expected_rank, read_shard, write_strategy
 from support.conversions import COMMAND, TENSORS, Conversion, command_line, listing, make, side
-from support.holders import MIB, TIMEOUT_SECONDS, Holder, ended, until
+from support.holders import MIB, TIMEOUT_SECONDS, Holder, ended, leased, until
 from support.launch import MPI, mpirun_command
 from support.ledgers import Changing
 from support.oracle import RawLayout
@@ -25,7 +26,7 @@ from support.stand_ins import doing
 
 import reshard_mpi
 from reshard_mpi.errors import BudgetError, ReshardError, UsageError
-from reshard_mpi.processes.governor.admission import HostGovernor, Unlimited, open_governor
+from reshard_mpi.processes.governor.admission import Governor, open_governor
 from reshard_mpi.processes.governor.allowance import Allowance
 from reshard_mpi.processes.governor.ledger import Ledger
 from reshard_mpi.processes.governor.place import Place
@@ -389,12 +390,12 @@ def test_no_more_at_once_than_allowed(tmp_path: Path, state: Path) -> None:
 
 def test_where_the_host_gets_tighter_others_wait_but_one_goes_on(tmp_path: Path) -> None:
     scope = Changing(allowed=0)
-    governor = HostGovernor(Place(tmp_path, ""), [scope])
+    governor = Governor(Place(tmp_path, ""), [scope])
     admitted = threading.Event()
-    with governor.lease(10, "first", print):  # nothing is free, but somebody has to begin
+    with leased(governor, 10, "first", print):  # nothing is free, but somebody has to begin
 
         def wait() -> None:
-            with governor.lease(10, "second", print):
+            with leased(governor, 10, "second", print):
                 admitted.set()
 
         waiting = threading.Thread(target=wait)
@@ -411,16 +412,16 @@ def test_a_lease_fits_every_scope_it_lies_in(tmp_path: Path) -> None:
     job, other, host = Changing(10), Changing(10), Changing(30)
     job.key, other.key, host.key = "job", "other", "host"
     admitted = threading.Event()
-    with HostGovernor(Place(tmp_path, ""), [job, host]).lease(10, "first", print):
+    with leased(Governor(Place(tmp_path, ""), [job, host]), 10, "first", print):
 
         def wait() -> None:
-            with HostGovernor(Place(tmp_path, ""), [job, host]).lease(10, "second", print):
+            with leased(Governor(Place(tmp_path, ""), [job, host]), 10, "second", print):
                 admitted.set()
 
         waiting = threading.Thread(target=wait)
         waiting.start()
         until(lambda: len(Ledger(tmp_path / "job").occupants()) == 2, "in line")
-        with HostGovernor(Place(tmp_path, ""), [other, host]).lease(10, "third", print):
+        with leased(Governor(Place(tmp_path, ""), [other, host]), 10, "third", print):
             assert [occupant.claim.purpose for occupant in Ledger(tmp_path / "host").occupants()] == ["first", "third"]
         assert not admitted.is_set()
     assert admitted.wait(30)
@@ -437,13 +438,13 @@ class Noting(Changing):
 
 def test_a_process_with_several_leases_is_one_process(tmp_path: Path) -> None:
     scope = Noting(100)
-    governor = HostGovernor(Place(tmp_path, ""), [scope])
-    with governor.lease(10, "a thread", print), governor.lease(20, "another", print):
+    governor = Governor(Place(tmp_path, ""), [scope])
+    with leased(governor, 10, "a thread", print), leased(governor, 20, "another", print):
         assert scope.leased_bytes == {os.getpid(): 30}
 
 
 def test_the_tightest_scope_decides_what_can_never_fit(tmp_path: Path) -> None:
-    governor = HostGovernor(Place(tmp_path, ""), [Changing(10, ceiling=70), Changing(10, ceiling=100)])
+    governor = Governor(Place(tmp_path, ""), [Changing(10, ceiling=70), Changing(10, ceiling=100)])
     governor.require_possible(70, 64)
     with pytest.raises(BudgetError):
         governor.require_possible(71, 64)
@@ -455,29 +456,29 @@ def test_a_full_place_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     def mkfifo(path: Path, mode: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    governor = HostGovernor(Place(tmp_path, ""), [Changing(100)])
+    governor = Governor(Place(tmp_path, ""), [Changing(100)])
     with monkeypatch.context() as patch, pytest.raises(ReshardError) as error:
         patch.setattr(os, "mkfifo", mkfifo)
-        with governor.lease(1, "a target", print):
+        with leased(governor, 1, "a target", print):
             pass
     assert error.value.where == str(tmp_path) and "RESHARD_MPI_STATE_DIR" in error.value.remedy
     assert list(tmp_path.iterdir()) == []
-    with governor.lease(1, "a target", print):
+    with leased(governor, 1, "a target", print):
         pass
 
 
 def test_unlimited_keeps_no_state(state: Path) -> None:
     governor = open_governor(Allowance.of("unlimited", None, {}), os.environ)
-    assert isinstance(governor, Unlimited)
+    assert governor.ceiling_bytes == sys.maxsize
     governor.require_possible(1 << 60, 0)
-    with governor.lease(1 << 60, "all", print) as waited_seconds:
+    with leased(governor, 1 << 60, "all", print) as waited_seconds:
         assert waited_seconds == 0
     assert not state.exists()
 
 
 def test_a_private_place_is_said(tmp_path: Path) -> None:
-    assert HostGovernor(Place(tmp_path, ""), []).notes == ()
-    (note,) = HostGovernor(Place(tmp_path, "job 5 has its own"), []).notes
+    assert Governor(Place(tmp_path, ""), []).notes == ()
+    (note,) = Governor(Place(tmp_path, "job 5 has its own"), []).notes
     assert str(tmp_path) in note and "job 5 has its own" in note
 
 

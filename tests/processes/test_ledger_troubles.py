@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 from support.conversions import command_line, make
-from support.crowd import NoNotices, claim
+from support.crowd import NoNotices, claim, entered
 from support.holders import MIB, Holder, ended, until
 from support.ledgers import LEASE, in_line, ledger, occupants, pids
 
 from reshard_mpi.errors import ReshardError
-from reshard_mpi.processes.governor.admission import HostGovernor
+from reshard_mpi.processes.governor.admission import Governor
 from reshard_mpi.processes.governor.ledger import Ledger
 from reshard_mpi.processes.governor.place import Place
 from reshard_mpi.processes.kernel import state_of
@@ -109,7 +109,7 @@ def test_two_that_take_themselves_for_the_head_are_not_both_admitted(tmp_path: P
     admitted = threading.Event()
 
     def first() -> None:
-        with line.lease(claim(1), judge, Patient()):
+        with entered(line, claim(1), judge, Patient()):
             admitted.set()
 
     thread = threading.Thread(target=first)
@@ -289,7 +289,7 @@ def test_a_run_beside_strays(tmp_path: Path, state: Path, capsys: Capture) -> No
 def test_a_lease_grows_in_its_place_or_not_at_all(tmp_path: Path) -> None:
     from support.ledgers import Changing
 
-    governor = HostGovernor(Place(tmp_path, ""), [Changing(100), inner := Changing(60)])
+    governor = Governor(Place(tmp_path, ""), [Changing(100), inner := Changing(60)])
     inner.key = "inner"
     one = governor.take(20, "one", print)
     assert one.grow(60) and one.size_bytes == 60  # alone it would be given anything
@@ -306,7 +306,7 @@ def test_a_lease_grows_in_its_place_or_not_at_all(tmp_path: Path) -> None:
 def test_floors_are_counted_and_not_waited_for(tmp_path: Path) -> None:
     from support.ledgers import Changing
 
-    governor = HostGovernor(Place(tmp_path, ""), [Changing(100)])
+    governor = Governor(Place(tmp_path, ""), [Changing(100)])
     floors = [governor.register(40, f"rank {rank}") for rank in range(4)]
     first = governor.take(20, "first", print)  # nobody works, so it goes on though the floors alone are too much
     assert not first.grow(21) or first.size_bytes == 21
