@@ -35,7 +35,7 @@ def test_every_error_that_a_function_names_is_exported() -> None:
 
 def test_an_error_is_imported_without_what_is_heavy() -> None:
     code = "import sys; from reshard_mpi import BudgetError; print(*sys.modules)"
-    loaded = set(run_command([sys.executable, "-c", code], check=True).stdout.split())
+    loaded = set(run_command([sys.executable, "-c", code], check=True).out.split())
     assert "reshard_mpi.errors" in loaded and not loaded & {"reshard_mpi.api", "numpy", "h5py", "logging"}
 
 

@@ -25,7 +25,7 @@ from support.attempts import (
     conversion,
     ranks_of,
 )
-from support.conversions import COMMAND
+from support.command_line import COMMAND
 from support.injector import NO_FAULT, READING, Call, Fault, Injector, needs_compiler
 from support.launch import MPI
 from support.processes import run_command
@@ -108,7 +108,7 @@ def test_only_the_target_that_is_filled_together_fails(tmp_path: Path, fault: Fa
     attempt = Bench(tmp_path, "ckpt", JOBS).attempt(fault)
     assert attempt.harmed and not attempt.violations, str(attempt)
     if attempt.codes != (0,):
-        assert "1 of 3 targets failed" in attempt.finished[0].stderr, str(attempt)
+        assert "1 of 3 targets failed" in attempt.finished[0].err, str(attempt)
 
 
 # What makes the structure of a file, and what is said when that is closed: where errors were once swallowed.
@@ -192,7 +192,7 @@ def test_it_sees_what_the_hdf5_library_writes(tmp_path: Path) -> None:
     assert names[0] == "create" and names[-1] == "close" and names.count("pwrite") > 2, names
     fault = Fault(1, "ENOSPC", names=("pwrite",))
     finished = run_command(command, env=injector.environment(fault, [folder]))
-    assert finished.returncode and "No space left on device" in finished.stderr
+    assert finished.code and "No space left on device" in finished.err
     assert [call.name for call in injector.calls() if call.is_harmed] == ["pwrite"] and injector.harmed == 1
     run_command(command, env=injector.environment(fault, [tmp_path / "elsewhere"]), check=True)
     assert injector.calls() == []
@@ -209,7 +209,7 @@ def test_it_sees_what_the_kernel_sees(tmp_path: Path, kind: str) -> None:
     every = [*traced, "renameat2"]
     tracing = ["strace", "-f", "-y", "-qq", "-o", str(trace), "-e", f"trace={','.join(every)}"]
     finished = run_command([*tracing, *command], env=injector.environment(NO_FAULT, [c.dst]))
-    if finished.returncode == 1 and not c.dst.exists():
+    if finished.code == 1 and not c.dst.exists():
         pytest.skip("nothing can be traced here")
     lines = [line for line in trace.read_text().splitlines() if str(c.dst) in line and "resumed>" not in line]
     for name, counts_as in traced.items():
@@ -231,4 +231,4 @@ def test_the_long_forms_run(tmp_path: Path, script: str, options: str, says: str
     path = Path(__file__).with_name(script)
     command = [sys.executable, path, *options.split(), "--folder", tmp_path]
     finished = run_command(command, timeout_seconds=120, check=True)
-    assert says in finished.stdout.splitlines()[-1], finished
+    assert says in finished.out.splitlines()[-1], finished

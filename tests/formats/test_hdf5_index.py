@@ -223,7 +223,9 @@ def test_lengths(tmp_path: Path) -> None:
     manifest = located(path)
     assert changed(path, content[:end]) == manifest
     for size_bytes in (end - 1, end + 1, end + 8, end + 27, end + 28, len(content) - 1):
-        assert "is truncated" in (said := str(changed(path, content[:size_bytes]))) or "goes on" in said, size_bytes
+        assert "is truncated" in (message := str(changed(path, content[:size_bytes]))) or "goes on" in message, (
+            size_bytes
+        )
     assert "goes on after its end" in str(changed(path, content + b"x"))
     assert "goes on after its end" in str(changed(path, content[:end] + b"x" * 100))
 

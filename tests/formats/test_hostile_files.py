@@ -15,8 +15,8 @@ import h5py
 import numpy as np
 import pytest
 from support import ckpt_peer, hdf5_peer
+from support.command_line import run_apart
 from support.hostile import elsewhere, read_by_child
-from support.processes import run_command
 
 from reshard_mpi.formats import hdf5
 from reshard_mpi.formats.dtypes import BY_NAME
@@ -59,7 +59,7 @@ def test_names_are_not_paths(tmp_path: Path, kind: str, to: str) -> None:
     else:
         samples.write(hdf5, str(src / "w.h5"), contents, ShardIdentity(0, 1, table.dumps(unsharded())))
     before = files_in(tmp_path)
-    run_command([*COMMAND, "transform", src, dst, "--to", to], check=True)
+    run_apart("transform", src, dst, "--to", to, check=True)
     written = {name for name in files_in(tmp_path) - before if "/.reshard_mpi/" not in name}
     ending, peer = {"ckpt": ("ckpt", ckpt_peer), "hdf5": ("h5", hdf5_peer)}[to]
     shard = f"a/b/dst/rank_0/checkpoint_0.{ending}"
@@ -73,7 +73,7 @@ def test_names_of_a_foreign_file_are_not_paths(tmp_path: Path) -> None:
     with h5py.File(src / "w.h5", "w") as file:
         up = h5py.h5g.create(h5py.h5g.create(file.id, b".."), b"..")
         h5py.Group(up)["x\ny"] = NUMBERS
-    run_command([*COMMAND, "transform", src, dst, "--to", "ckpt"], check=True)
+    run_apart("transform", src, dst, "--to", "ckpt", check=True)
     assert {path.name for path in (tmp_path / "a").iterdir()} == {"src", "dst"}
     assert list(ckpt_peer.read(dst / "rank_0" / "checkpoint_0.ckpt").tensors) == ["../../x\ny"]
 

@@ -32,7 +32,7 @@ def crowd(folder: Path, sizes_bytes: list[int], allowed_bytes: int) -> dict[str,
     asked = json.dumps({"folder": str(folder / "ledger"), "allowed_bytes": allowed_bytes, "sizes_bytes": sizes_bytes})
     (folder / "asked").write_text(asked)
     program = ["sh", "-c", 'exec "$0" "$1" < "$2"', sys.executable, Path(__file__).parents[1] / "support" / "crowd.py"]
-    found: dict[str, Any] = json.loads(run_command([*program, folder / "asked"], check=True).stdout)
+    found: dict[str, Any] = json.loads(run_command([*program, folder / "asked"], check=True).out)
     assert set(found["codes"]) == {0}
     return found
 

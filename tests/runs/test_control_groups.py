@@ -33,12 +33,14 @@ def tasks(group: Group, folder: Path, made: Checkpoint, count: int, *options: st
             "1",
             *options,
         ]
-        started.append(start(group, folder, command, folder / f"said_{number}"))
-    return [(process.wait(TIMEOUT_SECONDS), (folder / f"said_{at}").read_text()) for at, process in enumerate(started)]
+        started.append(start(group, folder, command, folder / f"output_{number}"))
+    return [
+        (process.wait(TIMEOUT_SECONDS), (folder / f"output_{at}").read_text()) for at, process in enumerate(started)
+    ]
 
 
-def start(group: Group, folder: Path, command: Sequence[str | Path], said: Path) -> subprocess.Popen[bytes]:
-    with said.open("wb") as stream:
+def start(group: Group, folder: Path, command: Sequence[str | Path], output: Path) -> subprocess.Popen[bytes]:
+    with output.open("wb") as stream:
         environment = {**os.environ, "RESHARD_MPI_STATE_DIR": str(folder / "state")}
         environment.pop("RESHARD_MPI_MEMORY", None)
         inside = ["sh", "-c", 'echo $$ > "$0" && exec "$@"', group.folder / "cgroup.procs", *command]
@@ -64,7 +66,7 @@ def test_no_task_is_killed(tmp_path: Path, kind: str, tensors: int, count: int, 
     with group_of(version, limit_mib * MIB) as group:
         made = Checkpoint.write(tmp_path / "made", kind, tensors, SMALL)
         ended = tasks(group, tmp_path, made, count)
-        assert {code for code, _ in ended} == {0}, [said for code, said in ended if code]
+        assert {code for code, _ in ended} == {0}, [output for code, output in ended if code]
         assert group.kills == 0
         assert written(tmp_path) == count
         print(f"{count} tasks of {tensors} tensors: peak {group.peak_bytes / MIB:.0f} of {limit_mib} MiB")
@@ -87,7 +89,7 @@ def test_workers_of_one_run(tmp_path: Path, version: int, jobs: int) -> None:
     with group_of(version, 224 * MIB) as group:
         made = Checkpoint.write(tmp_path / "made", "ckpt", 1_000, SMALL)
         command = [*COMMAND, made.src, tmp_path / "out_0", *made.options(), "--jobs", str(jobs), "--verify"]
-        code = start(group, tmp_path, command, tmp_path / "said").wait(TIMEOUT_SECONDS)
-        assert (code, group.kills) == (0, 0), (tmp_path / "said").read_text()
+        code = start(group, tmp_path, command, tmp_path / "output").wait(TIMEOUT_SECONDS)
+        assert (code, group.kills) == (0, 0), (tmp_path / "output").read_text()
         assert written(tmp_path) == TARGETS
         print(f"{jobs} workers: peak {group.peak_bytes / MIB:.0f} of 224 MiB")

@@ -8,12 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.checkpoints import write_shard
-from support.conversions import COMMAND, command_line
+from support.command_line import COMMAND, Capture, run_here
 from support.processes import measure_peak
 
 from reshard_mpi.runs.prepared import MAX_TARGETS
 
-Capture = pytest.CaptureFixture[str]
 MIB = 1 << 20
 SPEC = """
 mesh = { dp = 1024, tp = 1024 }
@@ -47,19 +46,19 @@ def test_some_of_a_million_targets(
 
     looked_at: list[Path] = []
     monkeypatch.setattr(prepared, "refuse_overlap", lambda files, target, paths: looked_at.extend(paths))
-    said = command_line(capsys, "plan", *conversion, *some, "--json")
-    assert said.code == 0 and [target["rank"] for target in json.loads(said.out)["targets"]] == ranks
+    finished = run_here(capsys, "plan", *conversion, *some, "--json")
+    assert finished.code == 0 and [target["rank"] for target in json.loads(finished.out)["targets"]] == ranks
     assert len(looked_at) == len(ranks)
 
 
 def test_in_little_memory(conversion: list[str]) -> None:
-    found = measure_peak([*COMMAND, "plan", *conversion, "--rank", "0"])
-    assert found.returncode == 0 and found.peak_rss_bytes < 100 * MIB
+    finished = measure_peak([*COMMAND, "plan", *conversion, "--rank", "0"])
+    assert finished.code == 0 and finished.peak_rss_bytes < 100 * MIB
 
 
 @pytest.mark.parametrize("part", [[], ["--part", "1/3"]])
 def test_too_many_targets_for_one_run(capsys: Capture, conversion: list[str], part: list[str]) -> None:
     for command in ("plan", "transform"):
-        said = command_line(capsys, command, *conversion, *part)
-        assert said.code == 2 and "there are too many targets for one run" in said.err, said
-        assert f"at most {MAX_TARGETS}" in said.err and "16 parts or more (--part I/N)" in said.err
+        finished = run_here(capsys, command, *conversion, *part)
+        assert finished.code == 2 and "there are too many targets for one run" in finished.err, finished
+        assert f"at most {MAX_TARGETS}" in finished.err and "16 parts or more (--part I/N)" in finished.err

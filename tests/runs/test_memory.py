@@ -82,16 +82,16 @@ def test_one_tensor_of_2_gib_column_wise(fast_folder: Path) -> None:
         options = ["--src-strategy", source / "src.ckpt", "--dst-strategy", source / "dst.ckpt", "--report", report]
         command = [sys.executable, "-m", "reshard_mpi"]
         bounded = measure_peak([*command, "transform", source / "src", target, *options, "--jobs", "2"])
-        assert bounded.returncode == 0, bounded.stderr
+        assert bounded.code == 0, bounded.err
         print(f"{kind}: peak {bounded.peak_rss_bytes / MIB:.0f} MiB")
         assert bounded.peak_rss_bytes <= BOUND_BYTES
 
         one = ["--rank", "1", "--overwrite", "--json"]
         planned = measure_peak([*command, "plan", source / "src", target, *options[:4], *one])
-        projected_bytes = json.loads(planned.stdout)["peak_bytes"]
+        projected_bytes = json.loads(planned.out)["peak_bytes"]
         assert bounded.peak_rss_bytes <= projected_bytes <= BOUND_BYTES
         verified = measure_peak([*command, "verify", source / "src", target, *options[:4], "--jobs", "2"])
-        assert verified.returncode == 0, verified.stderr
+        assert verified.code == 0, verified.err
         print(f"{kind}: verify peak {verified.peak_rss_bytes / MIB:.0f} MiB")
         assert verified.peak_rss_bytes <= projected_bytes
 
@@ -106,7 +106,7 @@ def test_one_tensor_of_2_gib_column_wise(fast_folder: Path) -> None:
             shutil.rmtree(target)
             free = [sys.executable, "-c", _UNBOUNDED, source / "src", source / "free", source / "src.ckpt"]
             unbounded = measure_peak([*free, source / "dst.ckpt"])
-            assert unbounded.returncode == 0, unbounded.stderr
+            assert unbounded.code == 0, unbounded.err
             print(f"without the bound: peak {unbounded.peak_rss_bytes / MIB:.0f} MiB")
             assert unbounded.peak_rss_bytes > BOUND_BYTES
         shutil.rmtree(fast_folder / kind)

@@ -20,6 +20,8 @@ from support.cases import Side
 from support.oracle import RawLayout, optimizer_step, rank_holds, slice_for_rank
 
 Arrays = dict[str, np.ndarray]
+# A shard as it is read back: type name, shape and row-major bytes of every tensor.
+Read = dict[str, tuple[str, tuple[int, ...], bytes]]
 ENDINGS = {"ckpt": "ckpt", "hdf5": "h5"}
 
 
@@ -72,8 +74,8 @@ def write_shard(arrays: Arrays, path: Path, *, pieces: int = 1) -> None:
                 file.create_dataset(name, data=array)
 
 
-def read_shard(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    """Return type name, shape and row-major bytes of every tensor of a shard."""
+def read_shard(path: Path) -> Read:
+    """Return what a shard holds."""
     if path.suffix == ".ckpt":
         found = ckpt_peer.read(path)
         return {name: (t.dtype.name, tuple(t.shape), t.content) for name, t in found.tensors.items()}
@@ -88,7 +90,7 @@ def read_shard(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     return tensors
 
 
-def as_read(arrays: Arrays) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+def as_read(arrays: Arrays) -> Read:
     """Return arrays in the terms of `read_shard`."""
     return {name: (array.dtype.name, array.shape, array.tobytes()) for name, array in arrays.items()}
 

@@ -59,9 +59,9 @@ class Holder:
         line, _, self._said = self._said.partition(b"\n")
         return line.decode()
 
-    def expect(self, said: str) -> Self:
+    def expect(self, expected: str) -> Self:
         """Wait for the process to say this, passing over what it says of waiting."""
-        while (line := self.read()) != said:
+        while (line := self.read()) != expected:
             assert line.startswith("waits: "), line
         return self
 

@@ -16,7 +16,7 @@ CHILD = Path(__file__).with_name("hostile_child.py")
 
 def read_by_child(kind: str, path: Path, **env: str) -> dict[str, Any]:
     finished = run_command([sys.executable, CHILD, kind, path], env=env, check=True)
-    found: dict[str, Any] = json.loads(finished.stdout)
+    found: dict[str, Any] = json.loads(finished.out)
     return found
 
 

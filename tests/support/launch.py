@@ -44,13 +44,13 @@ class RankRun:
     finished: Finished
 
     @property
-    def returncode(self) -> int:
-        return self.finished.returncode
+    def code(self) -> int:
+        return self.finished.code
 
     @property
     def output(self) -> str:
         """Everything all ranks wrote, with standard error after standard output."""
-        return self.finished.stdout + self.finished.stderr
+        return self.finished.out + self.finished.err
 
 
 def mpirun_command(
@@ -94,7 +94,7 @@ def run_ranks(
             for rank in range(ranks)
             if (file := folder / f"result_{rank}.pickle").exists()
         }
-    if check and (finished.returncode != 0 or len(results) != ranks):
+    if check and (finished.code != 0 or len(results) != ranks):
         missing = sorted(set(range(ranks)) - set(results))
         pytest.fail(f"{function.__name__} on {ranks} ranks, without a result: {missing}\n{finished}", pytrace=False)
     return RankRun(results, finished)
