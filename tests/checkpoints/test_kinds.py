@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 from support import ckpt_peer, toy_folder
+from support.checkpoints import sample
 from support.toys import in_the_table
 
 from reshard_mpi.checkpoints import discovery
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.errors import DisagreementError
-from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.sharding.box import Box
@@ -78,10 +78,6 @@ def pieces(shape: tuple[int, ...], data: st.DataObject) -> list[Box]:
         start = tuple(data.draw(st.integers(0, length)) for length in shape)
         found.append(Box(start, tuple(data.draw(st.integers(low, high)) for low, high in zip(start, shape))))
     return found
-
-
-def sample(name: str, array: np.ndarray) -> SampleTensor:
-    return SampleTensor(name, BY_NAME[array.dtype.name], array.shape, array.tobytes())
 
 
 def cut(array: np.ndarray, box: Box) -> np.ndarray:

@@ -11,12 +11,12 @@ import h5py
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from support.checkpoints import as_read, read_shard, write_shard
+from support.checkpoints import as_read, read_shard, write_ranks, write_shard
 from support.command_line import Capture, run_apart, run_here
 from support.conversions import listing, warnings
 from support.in_memory import Described
 from support.launch import MPI
-from support.wrong_specs import Rule, Slip, Spec, contradictions, outcome, slips, write
+from support.wrong_specs import Rule, Slip, Spec, contradictions, outcome, slips
 
 import reshard_mpi
 from reshard_mpi.checkpoints.discovery import find_shards
@@ -61,7 +61,7 @@ class Checkpoint:
         self.folder, self.src, self.dst = folder, folder / "src", folder / "dst"
         self.tensors = dict(tensors() if whole is None else whole)
         self.shards = spec.shards(self.tensors)
-        write(self.shards, self.src)
+        write_ranks(self.shards, self.src)
 
     def shard(self, rank: int) -> Path:
         return self.src / f"rank_{rank}" / f"checkpoint_{rank}.ckpt"

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.many_tensors import LARGE, SMALL, WIDE, Checkpoint, Storage
+from support.command_line import COMMAND
+from support.large_checkpoints import LARGE, SMALL, WIDE, Storage, write_many
 from support.processes import Measured, measure_peak, run_command
 
 from reshard_mpi.checkpoints import discovery
@@ -21,8 +22,9 @@ MOST = 1.5
 
 
 def command(*arguments: str | Path) -> Measured:
-    finished = measure_peak([sys.executable, "-m", "reshard_mpi", *arguments], timeout_seconds=300)
-    assert finished.code == 0, finished.err
+    """Run a command that succeeds."""
+    finished = measure_peak([*COMMAND, *arguments], timeout_seconds=300)
+    assert finished.code == 0, finished
     return finished
 
 
@@ -48,7 +50,7 @@ CASES = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "to", "tensors", "shape"), CASES)
 def test_projected_and_measured(tmp_path: Path, kind: str, to: str, tensors: int, shape: tuple[int, int]) -> None:
-    made = Checkpoint.write(tmp_path / "made", kind, tensors, shape)
+    made = write_many(tmp_path / "made", kind, tensors, shape)
     what = f"{kind} to {to}, {tensors} tensors"
     options = [*made.options(), "--to", to, "--rank", "1"]
     planned = command("plan", made.src, tmp_path / "out", *options, "--json")
@@ -77,7 +79,7 @@ def test_projected_and_measured(tmp_path: Path, kind: str, to: str, tensors: int
     ],
 )
 def test_verify(tmp_path: Path, kind: str, tensors: int, shape: tuple[int, int]) -> None:
-    made = Checkpoint.write(tmp_path / "made", kind, tensors, shape)
+    made = write_many(tmp_path / "made", kind, tensors, shape)
     command("transform", made.src, tmp_path / "out", *made.options(), "--jobs", "1", "--verify")
     conversion = made.conversion()
     held = SourceCheckpoint.open(discovery.find_shards(str(tmp_path / "out")), conversion.target)
@@ -119,7 +121,7 @@ finally:
     ],
 )
 def test_files_of_other_making(tmp_path: Path, tensors: int, shape: tuple[int, int], storage: Storage) -> None:
-    made = Checkpoint.write(tmp_path / "made", "hdf5", tensors, shape, storage)
+    made = write_many(tmp_path / "made", "hdf5", tensors, shape, storage)
     options = [*made.options(), "--to", "ckpt", "--rank", "1"]
     planned = command("plan", made.src, tmp_path / "out", *options, "--json")
     projection = Projection.of(made.conversion(), "ckpt")

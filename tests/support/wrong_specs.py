@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import reshard_mpi
 from reshard_mpi.errors import ReshardError
-from support.checkpoints import as_read, read_shard, write_shard
+from support.checkpoints import as_read, read_shard, write_ranks
 from support.oracle import RawLayout, rank_holds, slice_for_rank
 
 Tensors = dict[str, np.ndarray]
@@ -285,19 +285,11 @@ _SLIPS = {
 }
 
 
-def write(shards: dict[int, Tensors], folder: Path) -> None:
-    """Write .ckpt shards."""
-    for rank, arrays in shards.items():
-        path = folder / f"rank_{rank}" / f"checkpoint_{rank}.ckpt"
-        path.parent.mkdir(parents=True)
-        write_shard(arrays, path)
-
-
 def outcome(slip: Slip) -> str:
     """Transform by the wrong spec; return "right", "wrong", or "refused"."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write(slip.right.shards(slip.tensors), folder / "src")
+        write_ranks(slip.right.shards(slip.tensors), folder / "src")
         (folder / "src.toml").write_text(slip.wrong.text())
         (folder / "dst.toml").write_text(slip.target.text())
         specs = folder / "src.toml", folder / "dst.toml"
