@@ -217,7 +217,7 @@ class TestMeasuring:
     def test_bytes_read_and_written_by_all(self, tmp_path: Path) -> None:
         (tmp_path / "source").write_bytes(bytes(5_000_000))
         copy = "import sys; open(sys.argv[2], 'wb').write(open(sys.argv[1], 'rb').read())"
-        commands = [[*PYTHON, copy, str(tmp_path / "source"), str(tmp_path / f"copy_{at}")] for at in range(2)]
+        commands = [[*PYTHON, copy, str(tmp_path / "source"), str(tmp_path / f"copy_{number}")] for number in range(2)]
         run = measure(commands).run
         assert 10_000_000 <= run.read_bytes < 12_000_000
         assert 10_000_000 <= run.written_bytes < 10_100_000

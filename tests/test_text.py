@@ -12,7 +12,7 @@ import pytest
 from support.cases import Side
 from support.checkpoints import write_shards, write_strategy
 from support.command_line import Capture, run_apart, run_here
-from support.conversions import TENSORS, Conversion, make
+from support.conversions import TENSORS, Conversion, make, of_every_kind
 from support.forging import as_text
 from support.oracle import RawLayout
 from support.processes import Finished
@@ -157,7 +157,7 @@ def test_records(tmp_path: Path, capsys: Capture, name: str) -> None:
             tell(capsys, *command)
 
 
-@pytest.mark.parametrize("kind", ["ckpt", "hdf5"])
+@of_every_kind
 def test_what_the_functions_log(tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str) -> None:
     c = evil(tmp_path, kind)
     shard = next(c.src.rglob("checkpoint_0.*"))

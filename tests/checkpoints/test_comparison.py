@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support.checkpoints import read_shard
 from support.command_line import Capture, run_here
-from support.conversions import Conversion, listing, make, shards, side, transform_apart
+from support.conversions import Conversion, listing, make, of_every_kind, shards, side, transform_apart
 from support.launch import MPI
 from support.oracle import RawLayout
 from support.processes import run_command
@@ -23,7 +23,6 @@ from reshard_mpi.errors import DisagreementError, UsageError
 from reshard_mpi.planning.model import Copy
 from reshard_mpi.sharding.box import Box
 
-KINDS = pytest.mark.parametrize("kind", ["ckpt", "hdf5"])
 CHECK = ("--replicas", "check")
 
 
@@ -48,7 +47,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, int, Box]]:
     return found
 
 
-@KINDS
+@of_every_kind
 @pytest.mark.parametrize("way", ["plan", "alone", "jobs"])
 def test_a_difference_is_refused_by_name(tmp_path: Path, capsys: Capture, kind: str, way: str) -> None:
     c = make(tmp_path, kind)
@@ -64,7 +63,7 @@ def test_a_difference_is_refused_by_name(tmp_path: Path, capsys: Capture, kind: 
     assert run_here(capsys, *c.arguments("transform", "--replicas", "any")).code == 0
 
 
-@KINDS
+@of_every_kind
 def test_copies_that_agree(tmp_path: Path, capsys: Capture, kind: str) -> None:
     c = make(tmp_path, kind)
     assert run_here(capsys, *c.arguments()).code == 0
@@ -121,7 +120,7 @@ def test_partial_sums_are_compared_whatever_is_asked(tmp_path: Path, capsys: Cap
         assert finished.code == 3 and f"copies of '{name}' differ" in finished.err and "partial sums" in finished.err
 
 
-@KINDS
+@of_every_kind
 @pytest.mark.parametrize(
     ("array", "says"),
     [

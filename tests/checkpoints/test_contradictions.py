@@ -10,14 +10,21 @@ from support import ckpt_peer
 from support.cases import Side
 from support.checkpoints import as_read, expected_rank, read_shard, write_shard, write_strategy
 from support.command_line import Capture, run_here
-from support.conversions import TENSORS, Conversion, assert_right, listing, make, warnings, write_conversion
+from support.conversions import (
+    TENSORS,
+    Conversion,
+    assert_right,
+    listing,
+    make,
+    of_every_kind,
+    warnings,
+    write_conversion,
+)
 from support.oracle import RawLayout
 
 import reshard_mpi
 from reshard_mpi.errors import CoverageError, StrategyError
 from reshard_mpi.sharding.strategy.protobuf import encode_protobuf
-
-KINDS = pytest.mark.parametrize("kind", ["ckpt", "hdf5"])
 
 
 def refused(capsys: Capture, c: Conversion, *options: str) -> str:
@@ -33,7 +40,7 @@ def refused(capsys: Capture, c: Conversion, *options: str) -> str:
 ROWS = {"w": np.arange(144, dtype=np.float32).reshape(12, 12)}
 
 
-@KINDS
+@of_every_kind
 @pytest.mark.parametrize(
     ("spoiled", "says"),
     [
@@ -57,7 +64,7 @@ def test_the_only_holder_of_a_part_that_the_others_contradict(
     )
 
 
-@KINDS
+@of_every_kind
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_another_holder_is_used_whichever_shard_is_opened_first(
     tmp_path: Path, capsys: Capture, kind: str, ranks: int
@@ -237,7 +244,7 @@ def test_what_was_never_saved_need_not_be_placed_and_a_stage_that_is_gone_may_ho
     assert "no shard that should hold 'w' is there" in refused(capsys, c)
 
 
-@KINDS
+@of_every_kind
 @pytest.mark.parametrize("holder", [0, 1])
 @pytest.mark.parametrize(
     ("elements", "source", "target"),

@@ -24,6 +24,7 @@ from support.conversions import (
     assert_right,
     listing,
     make,
+    of_every_kind,
     shards,
     side,
     transform_apart,
@@ -39,7 +40,6 @@ from reshard_mpi.errors import DisagreementError, ShardError, TransformError
 from reshard_mpi.runs import transform
 from reshard_mpi.runs.write import Writer
 
-KINDS = pytest.mark.parametrize("kind", ["ckpt", "hdf5"])
 # Two targets a source rank, so both that look to rank 0 first may be made by different processes.
 EIGHT_LAYOUTS = {"w": RawLayout((8,), (0, -1)), "b": RawLayout((8,), (-1,))}
 
@@ -68,7 +68,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 # Replaced, and told
 
 
-@KINDS
+@of_every_kind
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_shard_is_replaced_and_told(tmp_path: Path, capsys: Capture, kind: str, damage: str) -> None:
     c = make(tmp_path, kind)
@@ -90,7 +90,7 @@ def test_a_damaged_shard_is_replaced_and_told(tmp_path: Path, capsys: Capture, k
     assert [target["warnings"] for target in json.loads(planned.out)["targets"]] == [[told], []]
 
 
-@KINDS
+@of_every_kind
 def test_missing_shards_are_told_in_one_line(tmp_path: Path, capsys: Capture, kind: str) -> None:
     c = make(tmp_path, kind)
     c.remove(0)
@@ -120,7 +120,7 @@ def test_every_division_of_a_run_takes_the_same_and_tells_it_once(tmp_path: Path
     runs = {
         "alone": [["--jobs", "1"]],
         "jobs": [["--jobs", "3"]],
-        "tasks": [["--part", f"{at}/8"] for at in range(8)],
+        "tasks": [["--part", f"{number}/8"] for number in range(8)],
         "backwards": [["--rank", str(rank)] for rank in reversed(range(8))],
         "ranks": [["--jobs", "1", "--rank", "7", "--rank", "0"], ["--resume"]],
     }[way]
@@ -151,7 +151,7 @@ def test_ranks_of_one_mpi_run_take_the_same_and_tell_it_once(tmp_path: Path, mpi
     assert [target["read_ranks"] for target in committed["targets"]] == [[1, 2]] * 4 + [[2, 3]] * 4
 
 
-@KINDS
+@of_every_kind
 def test_functions_warn_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str) -> None:
     c = make(tmp_path, kind)
     DAMAGE["empty"](c.shard(0))
@@ -185,7 +185,7 @@ def test_a_map_that_names_only_some_ranks_misses_none(tmp_path: Path, caplog: py
 # Contradictions
 
 
-@KINDS
+@of_every_kind
 @pytest.mark.parametrize(
     ("name", "array", "says"),
     [
@@ -244,7 +244,7 @@ def test_a_contradiction_between_the_shards_of_different_targets_is_refused(tmp_
 # What is not replaced silently, or not at all
 
 
-@KINDS
+@of_every_kind
 @pytest.mark.parametrize("missing", [False, True])
 def test_values_of_the_own_rank_that_are_lost_are_told(
     tmp_path: Path, capsys: Capture, kind: str, missing: bool
@@ -263,7 +263,7 @@ def test_values_of_the_own_rank_that_are_lost_are_told(
     assert read_shard(c.written(3))["random_state"][2] == np.full(4, int(told[1]), np.uint32).tobytes()
 
 
-@KINDS
+@of_every_kind
 def test_a_stage_whose_shards_are_all_lost_is_refused_though_the_target_lists_nothing(
     tmp_path: Path, capsys: Capture, kind: str
 ) -> None:
@@ -285,7 +285,7 @@ def test_a_stage_whose_shards_are_all_lost_is_refused_though_the_target_lists_no
     assert listing(tmp_path) == before
 
 
-@KINDS
+@of_every_kind
 def test_what_only_a_damaged_shard_may_hold_is_not_taken_for_never_saved(
     tmp_path: Path, capsys: Capture, kind: str
 ) -> None:
@@ -315,7 +315,7 @@ def with_accumulator(c: Conversion) -> Conversion:
     )
 
 
-@KINDS
+@of_every_kind
 def test_nor_is_a_whole_kind_of_state_where_shards_are_saved_without_redundancy(
     tmp_path: Path, capsys: Capture, kind: str
 ) -> None:
@@ -326,7 +326,7 @@ def test_nor_is_a_whole_kind_of_state_where_shards_are_saved_without_redundancy(
     assert finished.code == 3 and "'accu.w' is in no shard that was opened" in finished.err, finished
 
 
-@KINDS
+@of_every_kind
 def test_state_that_was_never_saved_is_still_told_from_what_is_lost(tmp_path: Path, capsys: Capture, kind: str) -> None:
     c = with_accumulator(make(tmp_path, kind))
     DAMAGE["empty"](c.shard(0))
@@ -408,7 +408,7 @@ def test_a_shard_whose_structure_cannot_be_read_is_replaced(
     assert_right(c)
 
 
-@KINDS
+@of_every_kind
 def test_a_file_that_cannot_be_read_while_a_target_is_written(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
@@ -426,7 +426,7 @@ def test_a_file_that_cannot_be_read_while_a_target_is_written(
         assert read_shard(c.written(rank)) == as_read(kept)
 
 
-@KINDS
+@of_every_kind
 @pytest.mark.parametrize("kept", [True, False], ids=["plans are kept", "plans are made again"])
 def test_a_file_that_is_truncated_after_it_was_planned_with(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, kind: str, kept: bool

@@ -195,7 +195,7 @@ def test_a_handful_of_siblings_is_looked_at() -> None:
 
 def test_little_of_a_shard_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arrays = {f"layers.{layer}.w": np.full((512, 1024), layer, np.float32) for layer in range(3)}
-    arrays |= {f"{chr(97 + at % 26)}{chr(97 + at // 26)}": np.zeros(1024, np.int8) for at in range(200)}
+    arrays |= {f"{chr(97 + number % 26)}{chr(97 + number // 26)}": np.zeros(1024, np.int8) for number in range(200)}
     for rank in range(2):
         (tmp_path / f"rank_{rank}").mkdir()
         write_shard(arrays, tmp_path / f"rank_{rank}" / "net.ckpt")

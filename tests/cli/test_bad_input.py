@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.command_line import Capture, run_here
-from support.conversions import SRC_LAYOUTS, Conversion, assert_right, listing, make, transform_apart
+from support.conversions import SRC_LAYOUTS, Conversion, assert_right, listing, make, of_every_kind, transform_apart
 from support.oracle import RawLayout
 
 import reshard_mpi
@@ -467,7 +467,7 @@ def test_refused_by_the_real_command(tmp_path: Path, name: str) -> None:
     assert listing(tmp_path) == before
 
 
-@pytest.mark.parametrize("kind", ["ckpt", "hdf5"])
+@of_every_kind
 @pytest.mark.parametrize("missing", [(0,), (2, 3), (0, 3)])
 def test_missing_rank_folders_whose_boxes_replicas_hold(
     tmp_path: Path, capsys: Capture, kind: str, missing: tuple[int, ...]

@@ -13,7 +13,7 @@ import pytest
 from support.cases import Side
 from support.checkpoints import ENDINGS, as_read, expected_rank, read_shard, write_strategy
 from support.command_line import COMMAND, Capture, run_apart, run_here
-from support.conversions import DST_LAYOUTS, TENSORS, Conversion, assert_right, listing, make, shards
+from support.conversions import DST_LAYOUTS, TENSORS, Conversion, assert_right, listing, make, of_every_kind, shards
 from support.oracle import RawLayout
 from support.processes import run_command
 from support.stand_ins import refusing
@@ -29,7 +29,7 @@ def conversion(tmp_path: Path) -> Conversion:
 # transform
 
 
-@pytest.mark.parametrize("kind", ["ckpt", "hdf5"])
+@of_every_kind
 def test_transform(tmp_path: Path, capsys: Capture, kind: str) -> None:
     conversion = make(tmp_path, kind)
     before = listing(conversion.src)
@@ -68,8 +68,8 @@ def test_source_of_one_file_and_of_loose_files(conversion: Conversion, capsys: C
     whole = conversion.folder / "whole"
     assert run_here(capsys, *conversion.but(dst_strategy=None, dst=whole).arguments()).code == 0
     file = whole / "rank_0" / "checkpoint_0.ckpt"
-    for at, source in enumerate((file, file.parent)):
-        again = conversion.but(src=source, src_strategy=None, dst=conversion.folder / f"dst_{at}")
+    for number, source in enumerate((file, file.parent)):
+        again = conversion.but(src=source, src_strategy=None, dst=conversion.folder / f"dst_{number}")
         assert run_here(capsys, *again.arguments()).code == 0
         assert_right(again)
 
@@ -189,7 +189,7 @@ def test_progress_on_a_terminal(conversion: Conversion, capsys: Capture, monkeyp
 # Which checkpoint of a folder
 
 
-@pytest.mark.parametrize("kind", ["ckpt", "hdf5"])
+@of_every_kind
 def test_newest_checkpoint_by_natural_order(tmp_path: Path, capsys: Capture, kind: str) -> None:
     conversion = make(tmp_path, kind)
     for rank in range(4):

@@ -16,7 +16,7 @@ import pytest
 from support.cases import Side
 from support.checkpoints import read_shard
 from support.command_line import COMMAND, Capture, run_here
-from support.conversions import DST_LAYOUTS, Conversion, listing, make, shards, write_conversion
+from support.conversions import DST_LAYOUTS, Conversion, listing, make, of_every_kind, shards, write_conversion
 from support.oracle import RawLayout
 from support.processes import Finished, run_command
 
@@ -36,7 +36,7 @@ def staged(folder: Path, kind: str = "ckpt") -> Conversion:
     }
     source = Side(2, 1, {name: RawLayout((2,), (0,) + (-1,) * (array.ndim - 1)) for name, array in tensors.items()})
     cut = {"a": (0,), "b": (0, -1), "c": (-1, 0)}
-    target = Side(6, 3, {name: RawLayout((2,), cut[name], stages=(at,)) for at, name in enumerate(tensors)})
+    target = Side(6, 3, {name: RawLayout((2,), cut[name], stages=(number,)) for number, name in enumerate(tensors)})
     return write_conversion(folder, kind, source, target, tensors)
 
 
@@ -206,7 +206,9 @@ def test_what_is_complete_is_not_counted(tmp_path: Path, capsys: Capture) -> Non
 
 
 def plan_of(sizes: list[int], peak_bytes: int) -> Plan:
-    return Plan(tuple(RankSummary(at, (0,), 1, 1, size, size, peak_bytes, (), ()) for at, size in enumerate(sizes)))
+    return Plan(
+        tuple(RankSummary(number, (0,), 1, 1, size, size, peak_bytes, (), ()) for number, size in enumerate(sizes))
+    )
 
 
 REQUEST = Request("s", "d", prefix="net", resume=True)
@@ -254,7 +256,7 @@ def test_part_i_of_as_many_parts_as_targets_is_target_rank_i(tmp_path: Path, cap
         assert len(list(dst.dst.glob("rank_*/*"))) == sum(part < 6 for part in order)
 
 
-@pytest.mark.parametrize("kind", ["ckpt", "hdf5"])
+@of_every_kind
 def test_its_tasks_do_what_a_serial_run_does(tmp_path: Path, capsys: Capture, kind: str) -> None:
     c = staged(tmp_path, kind)
     c = c.but(dst=tmp_path / 'it\'s "out"')

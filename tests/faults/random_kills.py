@@ -27,9 +27,9 @@ from hypothesis import strategies as st
 _TESTS = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(_TESTS))
 
-from support.attempts import ALONE, KINDS, Launch, array_of, badly_said, jobs_of, ranks_of, wrong_in  # noqa: E402
+from support.attempts import ALONE, Launch, array_of, badly_reported, jobs_of, ranks_of, wrong_in  # noqa: E402
 from support.cases import Case, cases  # noqa: E402
-from support.checkpoints import read_shard  # noqa: E402
+from support.checkpoints import KINDS, read_shard  # noqa: E402
 from support.command_line import run_in_fork  # noqa: E402
 from support.conversions import Conversion, listing, write_conversion  # noqa: E402
 from support.injector import NO_FAULT, READING, Call, Fault, Injector, compiler  # noqa: E402
@@ -125,14 +125,14 @@ class _Run:
             fault = self._fault(launch)
             finished, calls = self._start(launch, c, fault)
             harmed = any(call.is_harmed for call in calls)
-            told.append(f"{launch}: {fault}, exit {[one.code for one in finished]}")
+            told.append(f"{launch}: {fault}, exit {[each.code for each in finished]}")
             if harmed:
                 self._figures.kills += 1
                 self._figures.launches[launch.name] += 1
-                self._figures.exits.update(one.code for one in finished)
-            succeeded = not harmed and not any(one.code for one in finished)
+                self._figures.exits.update(each.code for each in finished)
+            succeeded = not harmed and not any(each.code for each in finished)
             wrong += wrong_in(c, whole, succeeded=succeeded)
-            wrong += [text for one in finished for text in badly_said(one, killed=harmed)]
+            wrong += [text for each in finished for text in badly_reported(each, killed=harmed)]
         wrong += self._when_resumed(c, whole)
         return [f"{text} [{'; '.join(told)}]" for text in wrong]
 
@@ -153,15 +153,15 @@ class _Run:
     def _when_resumed(self, c: Conversion, whole: dict[str, bytes | None]) -> list[str]:
         launch = self._random.choice(self._launches)
         finished, _ = self._start(launch, c, NO_FAULT)
-        failed = [str(one) for one in finished if one.code]
+        failed = [str(each) for each in finished if each.code]
         if failed:
             return [f"resumed by {launch}: {text}" for text in failed]
-        found = [f"resumed by {launch}: {text}" for text in wrong_in(c, whole, succeeded=True)]
-        found += self._unlike_the_oracle(c)
+        problems = [f"resumed by {launch}: {text}" for text in wrong_in(c, whole, succeeded=True)]
+        problems += self._unlike_the_oracle(c)
         if self._verify:
             verified = run_in_fork("verify", str(c.dst), "--jobs", "1")
-            found += [f"verify: exit {verified.code}: {verified.err}"] if verified.code else []
-        return found
+            problems += [f"verify: exit {verified.code}: {verified.err}"] if verified.code else []
+        return problems
 
     def _options(self) -> tuple[str, ...]:
         return ("--verify",) if self._verify else ()

@@ -43,7 +43,7 @@ def recovered(
     hit = 0
     for number in instants:
         c = whole.but(dst=folder / f"killed_{number}")
-        env = fault(c, folder / f"counter_{number}", KILL if number % 2 else KILL_ALL, at=number)
+        env = fault(c, folder / f"counter_{number}", KILL if number % 2 else KILL_ALL, call=number)
         finished = transform_apart(c, *options, env=env, mpi=mpi, ranks=3)
         hit += finished.code != 0
         assert_nothing_half_done(c, whole)
@@ -68,7 +68,7 @@ def test_alone(whole: Conversion, tmp_path: Path, capsys: Capture) -> None:
     instants = random.Random(5).sample(range(1, (tmp_path / "counter").stat().st_size + 1), 15)
     for number in instants:
         c = whole.but(dst=tmp_path / f"killed_{number}")
-        assert forked(c, fault(c, tmp_path / f"counter_{number}", KILL, at=number)).code == -signal.SIGKILL
+        assert forked(c, fault(c, tmp_path / f"counter_{number}", KILL, call=number)).code == -signal.SIGKILL
         assert_nothing_half_done(c, whole)
         assert_resumed(c, capsys, whole)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from support.command_line import Capture, run_apart, run_here
-from support.conversions import assert_right, listing, make, transform_apart
+from support.conversions import assert_right, listing, make, of_every_kind, transform_apart
 
 import reshard_mpi
 from reshard_mpi.errors import TargetError
@@ -137,7 +137,7 @@ FOLDER = (
 
 @pytest.mark.parametrize("jobs", ["1", "3"])
 @pytest.mark.parametrize("moment", ["before", "after"])
-@pytest.mark.parametrize("kind", ["ckpt", "hdf5"])
+@of_every_kind
 @pytest.mark.parametrize("what", ["partial", "folder"])
 @pytest.mark.slow
 def test_nothing_is_written_where_a_swapped_link_leads(

@@ -91,7 +91,7 @@ def test_sums_are_read_both_ways(tmp_path: Path) -> None:
     path = tmp_path / "shard.h5"
     reserve_file(hdf5, str(path), samples.spec_of(CONTENTS)._replace(with_sums=True))
     before = hdf5.locate(str(path))
-    sums = {name: 7 + at for at, name in enumerate(CONTENTS.tensors)}
+    sums = {name: 7 + number for number, name in enumerate(CONTENTS.tensors)}
     seal_file(hdf5, str(path), sums)
     with path.open("rb") as file:
         assert index.stored_sums(file.fileno(), str(path), end_of(path)) == sums

@@ -135,7 +135,7 @@ def test_a_relative_path_and_one_that_is_no_text(tmp_path: Path, monkeypatch: py
 
 
 def test_one_process_serves_all_files_and_threads(tmp_path: Path) -> None:
-    paths = [str(make(tmp_path / f"{at}.h5", chunks=(2,))) for at in range(8)]
+    paths = [str(make(tmp_path / f"{number}.h5", chunks=(2,))) for number in range(8)]
     hdf5.locate(paths[0])
     process = isolation._keeper._process
     assert process is not None

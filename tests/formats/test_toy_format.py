@@ -34,14 +34,16 @@ class TestToy(FormatConformance):
     def read_independently(self, path: Path) -> Contents:
         data = path.read_bytes()
         (head_bytes,) = struct.unpack_from("<Q", data, 4)
-        facts, at, tensors = json.loads(data[16 : 16 + head_bytes]), 16 + head_bytes, []
+        facts, offset_bytes, tensors = json.loads(data[16 : 16 + head_bytes]), 16 + head_bytes, []
         for name, dtype, shape in facts["tensors"]:
             tensor = SampleTensor(name, BY_NAME[dtype], tuple(shape), b"")
             size_bytes = tensor.dtype.itemsize_bytes
             for length in shape:
                 size_bytes *= length
-            tensors.append(SampleTensor(name, tensor.dtype, tensor.shape, data[at : at + size_bytes]))
-            at += size_bytes
+            tensors.append(
+                SampleTensor(name, tensor.dtype, tensor.shape, data[offset_bytes : offset_bytes + size_bytes])
+            )
+            offset_bytes += size_bytes
         return Contents.of(tensors, facts["strings"])
 
 

@@ -17,7 +17,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.command_line import COMMAND, Capture, run_here
-from support.conversions import TENSORS, Conversion, four_targets, make, shards, side, transform_apart, transform_here
+from support.conversions import (
+    TENSORS,
+    Conversion,
+    four_targets,
+    make,
+    of_every_kind,
+    shards,
+    side,
+    transform_apart,
+    transform_here,
+)
 from support.launch import MPI
 from support.oracle import RawLayout
 from support.processes import clean_environment
@@ -33,7 +43,6 @@ from reshard_mpi.runs.outcome import Outcome
 from reshard_mpi.runs.write import Writer
 
 FOUR = {"w": RawLayout((4,), (0, -1)), "b": RawLayout((2, 2), (1,))}
-KINDS = pytest.mark.parametrize("kind", ["ckpt", "hdf5"])
 
 
 def record(c: Conversion) -> Path:
@@ -43,7 +52,7 @@ def record(c: Conversion) -> Path:
 # What it says
 
 
-@KINDS
+@of_every_kind
 def test_it_says_what_was_made_of_what(tmp_path: Path, capsys: Capture, kind: str) -> None:
     c = make(tmp_path, kind)
     assert transform_here(capsys, c).code == 0
@@ -82,7 +91,7 @@ DIVISIONS: dict[str, list[list[str]]] = {
 
 
 @pytest.mark.slow
-@KINDS
+@of_every_kind
 @pytest.mark.parametrize("division", DIVISIONS)
 def test_it_is_the_same_however_the_run_is_divided(tmp_path: Path, capsys: Capture, kind: str, division: str) -> None:
     c = four_targets(tmp_path, kind)
@@ -278,7 +287,7 @@ def run_file(folder: Path) -> Path:
 # Shards that do not belong together
 
 
-@KINDS
+@of_every_kind
 @pytest.mark.parametrize("last", [["--part", "1/2"], ["--rank", "1"], ["--resume"], ["--resume", "--jobs", "3"]])
 def test_targets_of_different_moments(tmp_path: Path, capsys: Capture, kind: str, last: list[str]) -> None:
     c = make(tmp_path, kind)
@@ -322,7 +331,7 @@ def test_targets_of_an_earlier_run_with_more_of_them(tmp_path: Path, capsys: Cap
     assert [target["rank"] for target in json.loads(record(c).read_text())["targets"]] == [0, 1]
 
 
-@KINDS
+@of_every_kind
 def test_targets_that_do_not_hold_the_same_parameters(tmp_path: Path, capsys: Capture, kind: str) -> None:
     c = make(tmp_path, kind)
     for rank in (0, 1):
@@ -589,7 +598,7 @@ def test_ranks_of_one_job_that_complete_what_does_not_belong_together(
 
 
 @pytest.mark.slow
-@KINDS
+@of_every_kind
 def test_array_tasks_at_once(tmp_path: Path, kind: str) -> None:
     c = four_targets(tmp_path, kind)
     tasks = [

@@ -31,9 +31,9 @@ from reshard_mpi.journal.records import (
     written,
 )
 from reshard_mpi.planning.model import Held
+from reshard_mpi.units import MIB
 
 RECORDS = ("run.json", "rank_0.json", "reshard.json")
-MIB = 1 << 20
 
 
 @pytest.fixture(scope="module")
@@ -258,7 +258,9 @@ def test_a_record_that_would_take_much_memory_is_not_parsed(tmp_path: Path, fill
 
 def test_there_is_room_for_what_is_real() -> None:
     """20,000 tensors with sums for one target; a commit of 16,384 targets and 640,000 tensors."""
-    names = [f"network.layers.{at // 20}.block_{at % 20}.attention.projection.weight" for at in range(20_001)]
+    names = [
+        f"network.layers.{number // 20}.block_{number % 20}.attention.projection.weight" for number in range(20_001)
+    ]
     sums = tuple(TensorSum(name, "bfloat16", (8192, 8192), (0, 4096), (8192, 512), 1 << 31, False) for name in names)
     record = TargetRecord("0" * 64, 0, "rank_0/c_0.ckpt", 1 << 40, Evidence((0,), Held(0, "0" * 64, 0), (), ()), sums)
     text = record.as_text()

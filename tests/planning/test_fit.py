@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from support.checkpoints import as_read, read_shard, write_ranks, write_shard
 from support.command_line import Capture, run_apart, run_here
 from support.conversions import listing, warnings
-from support.in_memory import Described
 from support.launch import MPI
 from support.wrong_specs import Rule, Slip, Spec, contradictions, outcome, slips
 
@@ -25,7 +24,7 @@ from reshard_mpi.engine import excerpts
 from reshard_mpi.engine.excerpts import excerpt
 from reshard_mpi.engine.files import Files
 from reshard_mpi.errors import DisagreementError, StrategyError
-from reshard_mpi.formats.manifest import ByteRange, Decoded, Manifest, TensorEntry
+from reshard_mpi.formats.manifest import ByteRange, Decoded, TensorEntry
 from reshard_mpi.planning.samples import MAX_PAIRS, PLACE_ELEMENTS, places, rank_pairs
 from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.sharding import strategy
@@ -84,10 +83,10 @@ class Checkpoint:
             assert read_shard(self.dst / f"rank_{rank}" / f"checkpoint_{rank}.ckpt") == as_read(arrays)
 
 
-def but(spec: Spec, at: int, **changes: object) -> Spec:
+def but(spec: Spec, number: int, **changes: object) -> Spec:
     """Return a spec with one rule changed."""
-    rule = Rule(**{**{name: getattr(spec.rules[at], name) for name in Rule.__slots__}, **changes})  # type: ignore[arg-type]
-    return Spec(spec.mesh, (*spec.rules[:at], rule, *spec.rules[at + 1 :]), spec.stages)
+    rule = Rule(**{**{name: getattr(spec.rules[number], name) for name in Rule.__slots__}, **changes})  # type: ignore[arg-type]
+    return Spec(spec.mesh, (*spec.rules[:number], rule, *spec.rules[number + 1 :]), spec.stages)
 
 
 WRONG = {
@@ -347,8 +346,8 @@ def test_a_tensor_that_other_stages_have_too(tmp_path: Path, capsys: Capture, sa
 def staged(stages: int, layers: int) -> tuple[Spec, Spec, dict[str, np.ndarray]]:
     """Return a spec whose rules say nothing of stages, one that does, and tensors: layers in turn, both ends."""
     noise = np.random.default_rng(3)
-    whole = {f"layers.{at}.w": noise.standard_normal((8, 4), dtype=np.float32) for at in range(layers)}
-    whole |= {f"layers.{at}.bn.moving_mean": np.ones(4, "f4") for at in range(layers)}
+    whole = {f"layers.{number}.w": noise.standard_normal((8, 4), dtype=np.float32) for number in range(layers)}
+    whole |= {f"layers.{number}.bn.moving_mean": np.ones(4, "f4") for number in range(layers)}
     whole |= {
         "embedding": noise.standard_normal((8, 4), dtype=np.float32),
         "head": noise.standard_normal((4, 4), dtype=np.float32),
@@ -356,7 +355,7 @@ def staged(stages: int, layers: int) -> tuple[Spec, Spec, dict[str, np.ndarray]]
     cut = {0: ("tp",)}
     unstaged = Spec({"dp": 2, "tp": 2}, (Rule("layers.*.w", cut), Rule("embedding", cut), Rule("*", {})), stages)
     ends = (Rule("embedding", cut, stages=(0,)), Rule("head", {}, stages=(stages - 1,)))
-    homes = [(f"layers.{at}.", (at * stages // layers,)) for at in range(layers)]
+    homes = [(f"layers.{number}.", (number * stages // layers,)) for number in range(layers)]
     rules = [
         Rule(f"{name}{kind}", split, stages=home) for name, home in homes for kind, split in (("w", cut), ("bn*", {}))
     ]
@@ -494,9 +493,13 @@ def test_one_of_many_that_has_drifted_on_one_rank(tmp_path: Path, capsys: Captur
     """Whichever rank it is: what only tells of a shard looks at few tensors, and of many ways at one of each."""
     mesh = {"a": 2, "b": 2, "c": 2}
     ways = [{}, *({dim: (axis,)} for dim in (0, 1) for axis in mesh), *({0: (a,), 1: (b,)} for a, b in ("ab", "bc"))]
-    spec = Spec(mesh, tuple(Rule(f"k{at}.*", way) for at, way in enumerate(ways)))
+    spec = Spec(mesh, tuple(Rule(f"k{number}.*", way) for number, way in enumerate(ways)))
     noise = np.random.default_rng(3)
-    whole = {f"k{at}.{x}": noise.standard_normal((8, 8), dtype=np.float32) for at in range(len(ways)) for x in "uvwxyz"}
+    whole = {
+        f"k{number}.{x}": noise.standard_normal((8, 8), dtype=np.float32)
+        for number in range(len(ways))
+        for x in "uvwxyz"
+    }
     c = Checkpoint(tmp_path, spec, whole)
     drifted = whole["k0.u"] * np.float32(1.0001)
     for rank in (3, 6):
@@ -548,8 +551,8 @@ def test_a_shard_of_another_rank(tmp_path: Path, capsys: Capture) -> None:
     ways = [{0: ("dp", "tp")}, {1: ("dp", "tp")}, {0: ("tp", "dp")}, {1: ("tp", "dp")}]
     ways += [{0: ("dp",), 1: ("tp",)}, {0: ("tp",), 1: ("dp",)}]
     over = [({0: ("dp",)}, ("tp",)), ({0: ("tp",)}, ("dp",)), ({1: ("dp",)}, ("tp",)), ({}, ("dp", "tp"))]
-    rules = [Rule(f"x{at}.*", way) for at, way in enumerate(ways)]
-    rules += [Rule(f"y{at}.*", *way) for at, way in enumerate(over)]
+    rules = [Rule(f"x{number}.*", way) for number, way in enumerate(ways)]
+    rules += [Rule(f"y{number}.*", *way) for number, way in enumerate(over)]
     spec = Spec(MESH, (*rules, Rule("norm", ROWS)))
     noise = np.random.default_rng(5)
     whole = {rule.match.replace("*", "w"): noise.standard_normal((8, 8), dtype=np.float32) for rule in rules}
@@ -631,7 +634,7 @@ def test_parts_of_tensors_are_no_ranks_own(tmp_path: Path, capsys: Capture, size
     c = Checkpoint(tmp_path, spec, whole)
     noise = np.random.default_rng(2)
     for rank in range(8):
-        forgotten = {f"x.{at}": noise.standard_normal((2, 2), dtype=np.float32) for at in range(16)}
+        forgotten = {f"x.{number}": noise.standard_normal((2, 2), dtype=np.float32) for number in range(16)}
         c.rewrite(rank, forgotten if size == 1 else {"x.0": noise.integers(0, 9, size)})
     finished = run_here(capsys, *c.arguments(spec))
     assert finished.code == 3 and "no copies of each other" in finished.err and "'x.0'" in finished.err
@@ -695,13 +698,6 @@ def test_state_that_only_the_rule_for_all_catches_is_dropped(tmp_path: Path, cap
 # What a sample costs
 
 
-class Counted(Described):
-    """Shards of thousands of ranks, and which of them have been looked into."""
-
-    def _located(self, rank: int) -> Manifest:
-        return self.held[rank]
-
-
 @pytest.mark.parametrize("mesh", [(16384,), (2048, 8), (64, 32, 8), (3, 5, 7), (16383,)])
 @pytest.mark.parametrize("stages", [1, 4, 64])
 def test_few_of_many_shards_are_opened(mesh: tuple[int, ...], stages: int) -> None:
@@ -728,7 +724,8 @@ def test_little_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(Files, "read_into", counting)
     whole = {
-        f"layers.{at}.qkv": np.random.default_rng(at).standard_normal((64, 64), dtype=np.float32) for at in range(200)
+        f"layers.{number}.qkv": np.random.default_rng(number).standard_normal((64, 64), dtype=np.float32)
+        for number in range(200)
     }
     spec = Spec(MESH, (Rule("layers.*.qkv", ROWS),))
     c = Checkpoint(tmp_path, spec, whole)

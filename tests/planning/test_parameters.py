@@ -20,6 +20,7 @@ from support.conversions import (
     assert_right,
     listing,
     make,
+    of_every_kind,
     write_conversion,
 )
 from support.oracle import RawLayout
@@ -27,7 +28,6 @@ from support.oracle import RawLayout
 import reshard_mpi
 from reshard_mpi.errors import CoverageError, DisagreementError, StrategyError
 
-KINDS = pytest.mark.parametrize("kind", ["ckpt", "hdf5"])
 SRC_CUT = SRC_LAYOUTS["w"]
 
 
@@ -41,7 +41,7 @@ def transform(conversion: Conversion, unlisted: str = "follow") -> None:
 # Unlisted
 
 
-@KINDS
+@of_every_kind
 @pytest.mark.parametrize("state", ["moments", "accum", "stat", "moment1", "adam_m", "adam_v", "exp_avg", "opt.lamb_m"])
 def test_unlisted_state_follows_its_parameter(tmp_path: Path, kind: str, state: str) -> None:
     c = make(tmp_path, kind)
@@ -105,7 +105,7 @@ def test_sharded_and_following_nothing(tmp_path: Path, capsys: Capture) -> None:
 # Listed, and not there
 
 
-@KINDS
+@of_every_kind
 def test_listed_but_never_saved(tmp_path: Path, capsys: Capture, kind: str) -> None:
     c = make(tmp_path, kind)
     c = c.but(
@@ -127,12 +127,12 @@ def test_listed_but_never_saved(tmp_path: Path, capsys: Capture, kind: str) -> N
     assert listing(tmp_path) == before
 
 
-@KINDS
+@of_every_kind
 def test_strict_where_all_is_there(tmp_path: Path, capsys: Capture, kind: str) -> None:
     assert run_here(capsys, *make(tmp_path, kind).arguments("transform", "--strict")).code == 0
 
 
-@KINDS
+@of_every_kind
 def test_present_in_some_holders_and_absent_in_others(tmp_path: Path, capsys: Capture, kind: str) -> None:
     c = make(tmp_path, kind)
     for rank in (1, 3):  # the only holders of the second half
@@ -144,7 +144,7 @@ def test_present_in_some_holders_and_absent_in_others(tmp_path: Path, capsys: Ca
     assert listing(tmp_path) == before
 
 
-@KINDS
+@of_every_kind
 def test_followers_that_only_some_replicas_hold(tmp_path: Path, capsys: Capture, kind: str) -> None:
     """Target 0 opens ranks 0 and 1, target 1 ranks 2 and 3: neither alone can see that something is missing."""
     c = make(tmp_path, kind)
@@ -161,7 +161,7 @@ def test_followers_that_only_some_replicas_hold(tmp_path: Path, capsys: Capture,
     assert listing(tmp_path) == before
 
 
-@KINDS
+@of_every_kind
 def test_saved_without_redundancy(tmp_path: Path, kind: str) -> None:
     c = make(tmp_path, kind)
     c.rewrite(0, {"w": None})
@@ -175,7 +175,7 @@ def test_saved_without_redundancy(tmp_path: Path, kind: str) -> None:
 # Copies that are not alike
 
 
-@KINDS
+@of_every_kind
 @pytest.mark.parametrize("name", ["accu_grads.w", "grad_sum.w", "net.accu_grads.w"])
 def test_partial_sums_that_differ(tmp_path: Path, capsys: Capture, kind: str, name: str) -> None:
     c = make(tmp_path, kind)
@@ -193,7 +193,7 @@ def test_partial_sums_that_differ(tmp_path: Path, capsys: Capture, kind: str, na
     assert listing(tmp_path) == before
 
 
-@KINDS
+@of_every_kind
 def test_partial_sums_that_agree(tmp_path: Path, kind: str) -> None:
     c = make(tmp_path, kind)
     for rank in range(4):
@@ -217,7 +217,7 @@ TIED_SOURCE = Side(
 TIED_TARGET = Side(2, 1, {"embedding": RawLayout((2,), (-1, 0)), "v": RawLayout((2,), (-1,))})
 
 
-@KINDS
+@of_every_kind
 def test_tied_copies_of_stages(tmp_path: Path, capsys: Capture, kind: str) -> None:
     c = write_conversion(tmp_path, kind, TIED_SOURCE, TIED_TARGET, TIED)
     before = listing(tmp_path)
@@ -252,7 +252,7 @@ def test_unlisted_values_that_differ_are_told(tmp_path: Path, capsys: Capture) -
 
 
 @pytest.mark.slow
-@KINDS
+@of_every_kind
 def test_values_that_differ_between_targets_are_told(tmp_path: Path, capsys: Capture, kind: str) -> None:
     """Each target opens two shards that agree, but not with those of the other: a row statistic cut by data rank."""
     c = make(tmp_path, kind)
@@ -266,7 +266,7 @@ def test_values_that_differ_between_targets_are_told(tmp_path: Path, capsys: Cap
         assert finished.err.count("'vr.w' differs between ranks 0 and 2: no strategy says how it is cut") == 1
 
 
-@KINDS
+@of_every_kind
 def test_every_rank_keeps_its_own_values_when_their_number_stays(tmp_path: Path, capsys: Capture, kind: str) -> None:
     c = make(tmp_path, kind)
     c = c.but(dst_strategy=c.strategy("d", {"w": RawLayout((4,), (0, -1)), "b": RawLayout((4,), (-1,))}))
@@ -293,7 +293,7 @@ def test_shards_of_different_moments_in_one_target(tmp_path: Path, name: str, un
 
 
 @pytest.mark.slow
-@KINDS
+@of_every_kind
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_shards_of_different_moments_in_different_targets(
     tmp_path: Path, capsys: Capture, kind: str, jobs: int

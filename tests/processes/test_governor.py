@@ -16,7 +16,7 @@ import pytest
 from support.checkpoints import read_shard
 from support.command_line import COMMAND, Capture, run_apart, run_here
 from support.conversions import assert_right, listing, make, side, transform_apart
-from support.holders import MIB, TIMEOUT_SECONDS, Holder, ended, until
+from support.holders import TIMEOUT_SECONDS, Holder, ended, until
 from support.launch import MPI
 from support.ledgers import Changing
 from support.oracle import RawLayout
@@ -29,7 +29,7 @@ from reshard_mpi.processes.governor.allowance import Allowance
 from reshard_mpi.processes.governor.ledger import Ledger
 from reshard_mpi.processes.governor.place import Place
 from reshard_mpi.processes.governor.usage import anonymous_bytes
-from reshard_mpi.units import parse_bytes
+from reshard_mpi.units import MIB, parse_bytes
 
 # Every process takes this of memory once it has filled its target, and keeps its lease until it is told to go on.
 HOLD = """
@@ -64,14 +64,7 @@ else:
 """
 
 
-@pytest.fixture
-def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A place for leases that no other test shares."""
-    monkeypatch.setenv("RESHARD_MPI_STATE_DIR", str(tmp_path / "state"))
-    return tmp_path / "state"
-
-
-def held(state: Path) -> dict[int, int]:
+def leased_bytes(state: Path) -> dict[int, int]:
     """Return how many bytes every process holds, all at one moment: nobody is admitted while the lock is held."""
     ledger = Ledger(state / os.uname().nodename / "host")
     if not (state / os.uname().nodename).exists():
@@ -117,7 +110,7 @@ class Crowd:
         """
         deadline = time.monotonic() + TIMEOUT_SECONDS
         while True:
-            inside, holding = self.inside(), held(state)
+            inside, holding = self.inside(), leased_bytes(state)
             assert sum(holding.values()) <= 256 * MIB
             assert len([size_bytes for size_bytes in holding.values() if size_bytes >= 64 * MIB]) <= 4
             if len(inside) == count and all(holding.get(pid) == 64 * MIB for pid in inside.values()):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import h5py
 import pytest
-from support.conversions import Conversion, make
+from support.conversions import Conversion, make, of_every_kind
 from support.launch import MPI, mpirun_command
 from support.processes import Finished, run_command
 
@@ -106,14 +106,14 @@ def test_inspecting_a_foreign_shard(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ckpt", "hdf5"])
+@of_every_kind
 def test_every_command(tmp_path: Path, kind: str) -> None:
     conversion, decoys = conversion_here(tmp_path / "here", kind)
     strategies = ["--src-strategy", "src_strategy/strategy_0.ckpt", "--dst-strategy", "dst_strategy/strategy_0.ckpt"]
     command = [sys.executable, "-m", OURS]
-    for at, options in enumerate((["--jobs", "1"], ["--jobs", "2", "--verify", "--to", "hdf5"], ["--jobs", "3"])):
-        again = conversion.but(dst=conversion.folder / f"dst_{at}")
-        decoys.run(*command, *arguments("transform", again, *options, "--report", f"report_{at}"))
+    for number, options in enumerate((["--jobs", "1"], ["--jobs", "2", "--verify", "--to", "hdf5"], ["--jobs", "3"])):
+        again = conversion.but(dst=conversion.folder / f"dst_{number}")
+        decoys.run(*command, *arguments("transform", again, *options, "--report", f"report_{number}"))
     done = ["src", "dst_0", *strategies]
     for ended in (
         arguments("plan", conversion, "--replicas", "check"),
@@ -162,7 +162,7 @@ except reshard_mpi.ReshardError as error:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ckpt", "hdf5"])
+@of_every_kind
 def test_every_function(tmp_path: Path, kind: str) -> None:
     """Where decoys lie that its own `import h5py` would take, the program's import comes after ours."""
     conversion, decoys = conversion_here(tmp_path / "here", kind)

@@ -14,18 +14,14 @@ from typing import Any
 
 import pytest
 from support.crowd import NoNotices, claim
-from support.holders import MIB, TIMEOUT_SECONDS, Holder, ended, until
+from support.holders import TIMEOUT_SECONDS, Holder, ended, until
 from support.ledgers import LEASE, in_line, ledger, occupants, pids
 from support.processes import run_command
 
 from reshard_mpi.processes.governor.admission import open_governor
 from reshard_mpi.processes.governor.allowance import Allowance
 from reshard_mpi.processes.governor.ledger import Ledger
-
-
-@pytest.fixture
-def state(tmp_path: Path) -> Path:
-    return tmp_path / "state"
+from reshard_mpi.units import MIB
 
 
 def crowd(folder: Path, sizes_bytes: list[int], allowed_bytes: int) -> dict[str, Any]:

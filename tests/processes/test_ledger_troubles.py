@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 from support.command_line import Capture, run_here
-from support.conversions import make
+from support.conversions import make, of_every_kind
 from support.crowd import NoNotices, claim
-from support.holders import MIB, Holder, ended, until
+from support.holders import Holder, ended, until
 from support.ledgers import LEASE, in_line, ledger, occupants, pids
 
 from reshard_mpi.errors import ReshardError
@@ -24,12 +24,7 @@ from reshard_mpi.processes.governor.admission import HostGovernor
 from reshard_mpi.processes.governor.ledger import Ledger
 from reshard_mpi.processes.governor.place import Place
 from reshard_mpi.processes.kernel import state_of
-
-
-@pytest.fixture
-def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("RESHARD_MPI_STATE_DIR", str(tmp_path / "state"))
-    return tmp_path / "state"
+from reshard_mpi.units import MIB
 
 
 def stop(holder: Holder) -> None:
@@ -227,7 +222,7 @@ KINDS = ["file", "odd JSON", "folder", "link", "dangling link", "pipe"]
 KINDS += ["of another user"] if os.geteuid() == 0 else []
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@of_every_kind
 def test_stray_entries_harm_nobody(state: Path, kind: str, capsys: Capture) -> None:
     folder = ledger(state)._folder
     for part in (folder.parent.parent, folder.parent):

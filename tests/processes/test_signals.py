@@ -83,7 +83,7 @@ def _read(terminal: int) -> bytes:
         return b""
 
 
-def held_up(c: Conversion) -> tuple[dict[str, str], Path]:
+def paused(c: Conversion) -> tuple[dict[str, str], Path]:
     """Return the environment in which the second target is begun and not ended, and the file that tells of it."""
     ready = c.folder / "ready"
     wait = f"open({str(ready)!r}, 'w').close(); import time; time.sleep(60)"
@@ -98,7 +98,7 @@ def test_an_interrupt_is_told_on_a_line_of_its_own(
     tmp_path: Path, capsys: Capture, jobs: str, again: str, says: str
 ) -> None:
     c = four_targets(tmp_path)
-    env, ready = held_up(c)
+    env, ready = paused(c)
     code, lines = press(b"\x03", [*COMMAND, *c.arguments("transform", again, "--jobs", jobs)], env, ready)
     assert code == 130 and "^C" in lines[-3], lines
     assert lines[-2:] == [f"reshard-mpi: {says}", ""], lines

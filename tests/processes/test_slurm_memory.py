@@ -69,7 +69,7 @@ write._fill = unbounded
 def test_ranks_survive_the_polling(slurm: Cluster, tmp_path: Path, kind: str) -> None:
     job, task = run(slurm, tmp_path, kind, ALLOWED_MIB[kind])
     assert task == Task("COMPLETED", 0, 0), slurm.account(job)
-    held = held_mib(tmp_path)
+    held = resident_mib(tmp_path)
     print(f"{kind}: {len(held)} ranks held {sum(held):.0f} MiB")
     assert len(held) == RANKS and "waiting for memory" not in slurm.output(job), slurm.account(job)
     assert_written(tmp_path)
@@ -119,6 +119,6 @@ def assert_written(folder: Path) -> None:
     assert len(sizes) == TARGET.world_size and sum(sizes) >= GIB
 
 
-def held_mib(folder: Path) -> list[float]:
+def resident_mib(folder: Path) -> list[float]:
     """Return what every rank held while it waited."""
     return [int(file.read_text()) * 1024 / MIB for file in folder.glob("held_*")]

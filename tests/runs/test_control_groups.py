@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from support.command_line import COMMAND
 from support.groups import Group, group_of
-from support.holders import MIB
 from support.large_checkpoints import SMALL, TARGETS, LargeCheckpoint, write_many
+
+from reshard_mpi.units import MIB
 
 TIMEOUT_SECONDS = 900
 
@@ -35,7 +36,8 @@ def tasks(group: Group, folder: Path, made: LargeCheckpoint, count: int, *option
         ]
         started.append(start(group, folder, command, folder / f"output_{number}"))
     return [
-        (process.wait(TIMEOUT_SECONDS), (folder / f"output_{at}").read_text()) for at, process in enumerate(started)
+        (process.wait(TIMEOUT_SECONDS), (folder / f"output_{index}").read_text())
+        for index, process in enumerate(started)
     ]
 
 

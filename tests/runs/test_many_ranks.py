@@ -12,8 +12,8 @@ from support.command_line import COMMAND, Capture, run_here
 from support.processes import measure_peak
 
 from reshard_mpi.runs.prepared import MAX_TARGETS
+from reshard_mpi.units import MIB
 
-MIB = 1 << 20
 SPEC = """
 mesh = { dp = 1024, tp = 1024 }
 [[parameter]]
@@ -25,7 +25,7 @@ split = { 0 = ["tp"] }
 @pytest.fixture
 def conversion(tmp_path: Path) -> list[str]:
     (tmp_path / "src").mkdir()
-    write_shard({f"w{at}": np.zeros((1024, 1), np.float32) for at in range(4)}, tmp_path / "src" / "net.ckpt")
+    write_shard({f"w{number}": np.zeros((1024, 1), np.float32) for number in range(4)}, tmp_path / "src" / "net.ckpt")
     (tmp_path / "spec.toml").write_text(SPEC)
     return [str(tmp_path / "src"), str(tmp_path / "dst"), "--dst-strategy", str(tmp_path / "spec.toml")]
 

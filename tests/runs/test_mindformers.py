@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from support.checkpoints import ENDINGS, as_read, expected_rank, read_shard, write_shard
+from support.conversions import of_every_kind
 from support.mindformers import (
     SIDES,
     weights,
@@ -54,7 +55,7 @@ def strategies(request: pytest.FixtureRequest, tmp_path: Path) -> dict[int, Path
     return {ranks: write_merged(SIDES[ranks], tmp_path / f"strategy_{ranks}") for ranks in (8, 4)}
 
 
-@pytest.mark.parametrize("kind", ["ckpt", "hdf5"])
+@of_every_kind
 @pytest.mark.parametrize("convert", [by_function, by_command])
 def test_there_and_back(strategies: dict[int, Path], convert: Convert, kind: str, tmp_path: Path) -> None:
     tensors = weights()

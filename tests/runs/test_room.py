@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from support.cases import Side
 from support.checkpoints import ENDINGS
 from support.command_line import Capture, run_here
-from support.conversions import Conversion, make, write_conversion
+from support.conversions import Conversion, make, of_every_kind, write_conversion
 from support.oracle import RawLayout
 
 import reshard_mpi
@@ -66,13 +66,13 @@ def spec_of(names: list[str], shapes: list[tuple[int, ...]], draw: random.Random
     return ShardSpec(ShardIdentity(3, 64, "x" * draw.choice([0, 5000])), tuple(tensors), {"note": "\n" * 100})
 
 
-@pytest.mark.parametrize("kind", ["ckpt", "hdf5"])
+@of_every_kind
 @given(contents=strategies.contents(), more=st.booleans())
 def test_shards_of_odd_contents(kind: str, contents: samples.Contents, more: bool) -> None:
     check(kind, samples.spec_of(contents), more=more)
 
 
-@pytest.mark.parametrize("kind", ["ckpt", "hdf5"])
+@of_every_kind
 @given(seed=st.integers(0, 1 << 30), count=st.sampled_from([0, 1, 8, 9, 40, 200]), pattern=st.sampled_from(PATTERNS))
 def test_shards_of_many_tensors(kind: str, seed: int, count: int, pattern: str) -> None:
     draw = random.Random(seed)
@@ -90,7 +90,7 @@ def test_shards_of_a_large_model(length: int, dimensions: int) -> None:
         check(kind, spec_of(names, [(1,) * dimensions] * len(names), random.Random(length)), more=True)
 
 
-@pytest.mark.parametrize("kind", ["ckpt", "hdf5"])
+@of_every_kind
 def test_no_fewer_bytes_than_a_shard_of_2001_tensors(kind: str) -> None:
     names = [f"p{i:04}" for i in range(2001)]
     spec = spec_of(names, [(8,)] * len(names), random.Random(1))
@@ -114,7 +114,7 @@ def taken_bytes(*roots: Path) -> int:
     return sum(512 * path.lstat().st_blocks for path in paths)
 
 
-@pytest.mark.parametrize("kind", ["ckpt", "hdf5"])
+@of_every_kind
 @pytest.mark.parametrize("options", [(), ("--verify",)])
 def test_a_run_takes_what_it_asks_for(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, kind: str, options: tuple[str, ...]

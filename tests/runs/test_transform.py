@@ -20,6 +20,7 @@ from support.conversions import (
     assert_right,
     four_targets,
     listing,
+    of_every_kind,
     resume,
     shards,
     transform_apart,
@@ -145,7 +146,7 @@ def test_a_target_that_cannot_be_written_under_mpirun(tmp_path: Path, capsys: Ca
     assert_right(c)
 
 
-@pytest.mark.parametrize("kind", ["ckpt", "hdf5"])
+@of_every_kind
 @pytest.mark.parametrize("jobs", ["1", "2"])
 def test_a_file_system_without_room(tmp_path: Path, capsys: Capture, kind: str, jobs: str) -> None:
     tensors = {"w": np.arange(1 << 18, dtype=np.float32).reshape(1024, 256)}

@@ -14,7 +14,7 @@ import h5py
 import numpy as np
 import pytest
 from support import ckpt_peer
-from support.checkpoints import Arrays, expected_rank, write_shard, write_shards, write_strategy
+from support.checkpoints import KINDS, Arrays, expected_rank, write_shard, write_shards, write_strategy
 from support.command_line import COMMAND, Capture, run_here
 from support.conversions import (
     TENSORS,
@@ -23,6 +23,7 @@ from support.conversions import (
     four_targets,
     listing,
     make,
+    of_every_kind,
     shards,
     side,
     transform_apart,
@@ -39,7 +40,6 @@ from reshard_mpi.formats.ckpt import sealing
 from reshard_mpi.runs import verify as verifying
 from reshard_mpi.runs import write
 
-KINDS = ("ckpt", "hdf5")
 WHOLE = {name: zlib.crc32(array.tobytes()) for name, array in TENSORS.items()}
 
 
@@ -96,7 +96,7 @@ def test_every_division_of_a_run_gives_the_same(c: Conversion, tmp_path: Path, m
         assert sums(c.but(dst=tmp_path / name)) == WHOLE
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@of_every_kind
 def test_tensors_without_elements(tmp_path: Path, capsys: Capture, kind: str) -> None:
     """They begin at no byte of a target that several processes fill, and have a sum all the same."""
     c = four_targets(tmp_path, kind)
@@ -190,7 +190,7 @@ def test_a_source_that_was_saved_beside_what_was_committed(tmp_path: Path, capsy
     assert verify(capsys, c, "--select", "checkpoint*", target=False).code == 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@of_every_kind
 def test_values_that_each_rank_has_for_itself(tmp_path: Path, capsys: Capture, kind: str) -> None:
     c = make(tmp_path, kind)
     c = c.but(target=c.source, dst_strategy=c.src_strategy)
@@ -208,7 +208,7 @@ def test_values_that_each_rank_has_for_itself(tmp_path: Path, capsys: Capture, k
     assert finished.code == 4 and "rank 2: 'rng' is damaged" in finished.err
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@of_every_kind
 def test_values_that_only_some_ranks_have(tmp_path: Path, capsys: Capture, kind: str) -> None:
     """They are no parts of one tensor, though their elements are together as many as those of the first."""
     c = make(tmp_path, kind)
@@ -220,7 +220,7 @@ def test_values_that_only_some_ranks_have(tmp_path: Path, capsys: Capture, kind:
     assert verify(capsys, c, target=False).code == 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@of_every_kind
 def test_copies_of_a_parameter_that_differ(tmp_path: Path, capsys: Capture, kind: str) -> None:
     """Each target was made right, from sources that contradict each other."""
     c = make(tmp_path, kind)
@@ -304,7 +304,9 @@ def test_a_source_that_does_not_fit_its_checksum_is_replaced(tmp_path: Path, cap
     c = of_four_alike(tmp_path)
     for rank in (0, 1):
         flip(c.shard(rank), "w")
-    divided = {"alone": [[]], "jobs": [["--jobs", "3"]], "tasks": [["--part", f"{at}/4"] for at in range(4)]}[way]
+    divided = {"alone": [[]], "jobs": [["--jobs", "3"]], "tasks": [["--part", f"{number}/4"] for number in range(4)]}[
+        way
+    ]
     runs = [[*COMMAND, *c.arguments("transform", "--verify", *options)] for options in divided]
     assert_replaced(c, runs, capsys)
 
@@ -384,7 +386,7 @@ def test_pair(tmp_path: Path, capsys: Capture, kinds: tuple[str, str]) -> None:
     assert finished.err.count("damage: ") == 1
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@of_every_kind
 def test_pair_with_texts(tmp_path: Path, capsys: Capture, kind: str) -> None:
     c = make(tmp_path)
     for rank in range(4):
@@ -588,8 +590,8 @@ def record(c: Conversion) -> Path:
     return c.dst / ".reshard_mpi" / "rank_1.json"
 
 
-def with_sum(c: Conversion, at: int, value: object) -> None:
-    change(record(c), lambda facts: facts["sums"][0].__setitem__(at, value))
+def with_sum(c: Conversion, number: int, value: object) -> None:
+    change(record(c), lambda facts: facts["sums"][0].__setitem__(number, value))
 
 
 def with_sums(c: Conversion, value: object) -> None:

@@ -40,7 +40,6 @@ TENSORS = {
     "global_step": np.array(7, np.int32),
 }
 _CUT = ("long", "longer", "middle", "short", "few")
-KINDS = ("ckpt", "hdf5")
 Listing = dict[str, bytes | None]
 
 _FUNCTION = """
@@ -166,7 +165,7 @@ class Attempt:
 
     @property
     def codes(self) -> tuple[int, ...]:
-        return tuple(one.code for one in self.finished)
+        return tuple(each.code for each in self.finished)
 
     @property
     def harmed(self) -> tuple[Call, ...]:
@@ -193,7 +192,7 @@ class Bench:
         self._verify = verify
         self._folder = folder
         finished, self.calls = self._run(self.conversion, NO_FAULT)
-        if any(one.code for one in finished):
+        if any(each.code for each in finished):
             raise AssertionError("\n".join(map(str, finished)))
         self._whole = listing(self.conversion.dst)
         for rank in range(self.conversion.target.world_size):
@@ -209,9 +208,9 @@ class Bench:
             return Attempt(fault, (), tuple(self._injector.calls()), unclean=(str(failure),))
         killed = fault.do.startswith("kill") and any(call.is_harmed for call in calls)
         left_undone = killed or any(call.is_harmed and call.name == "unlink" for call in calls)
-        succeeded = not any(one.code for one in finished)
+        succeeded = not any(each.code for each in finished)
         wrong = wrong_in(c, self._whole, succeeded=succeeded)
-        unclean = [text for one in finished for text in badly_said(one, killed=killed)]
+        unclean = [text for each in finished for text in badly_reported(each, killed=killed)]
         if not succeeded and not left_undone:
             unclean += [f"left behind: {path.relative_to(c.dst)}" for path in c.dst.rglob("*.partial")]
         wrong += self._when_resumed(c)
@@ -232,15 +231,15 @@ class Bench:
             (finished,), _ = self._run(c, NO_FAULT)
         if finished.ended != (0, ""):
             return [f"resumed, exit {finished.code}: {_end_of(finished.err)}"]
-        there = listing(c.dst)
+        files = listing(c.dst)
         if not self.launch.is_recorded:  # nobody knows whose a partial file is
-            there = {name: content for name, content in there.items() if not name.endswith(".partial")}
-        found = [f"resumed, but {text}" for text in _differences(there, self._whole)]
+            files = {name: content for name, content in files.items() if not name.endswith(".partial")}
+        problems = [f"resumed, but {text}" for text in _differences(files, self._whole)]
         if self._verify and self.launch.is_recorded:
             verified = run_in_fork("verify", str(c.dst), "--jobs", "1")
             if verified.code:
-                found.append(f"verify of what was resumed: exit {verified.code}: {_end_of(verified.err)}")
-        return found
+                problems.append(f"verify of what was resumed: exit {verified.code}: {_end_of(verified.err)}")
+        return problems
 
 
 def wrong_in(c: Conversion, whole: Listing, *, succeeded: bool) -> list[str]:
@@ -248,32 +247,32 @@ def wrong_in(c: Conversion, whole: Listing, *, succeeded: bool) -> list[str]:
 
     succeeded: all commands of the run said so of all of it.
     """
-    there = listing(c.dst)
-    shards = [name for name in there if _is_final(name)]
-    found = [f"{name} is not whole" for name in shards if whole.get(name) != there[name]]
-    found += [f"exit 0, but {text}" for text in _differences(there, whole)] if succeeded else []
-    if "reshard.json" in there and _differences(there, whole, "rank_"):
-        found.append("committed, though targets are missing or wrong")
-    wrong = [name for name in shards if _sums(there, name) not in ([], _sums(whole, name))]
-    return found + [f"the record of {name} has wrong sums" for name in wrong]
+    files = listing(c.dst)
+    shards = [name for name in files if _is_final(name)]
+    problems = [f"{name} is not whole" for name in shards if whole.get(name) != files[name]]
+    problems += [f"exit 0, but {text}" for text in _differences(files, whole)] if succeeded else []
+    if "reshard.json" in files and _differences(files, whole, "rank_"):
+        problems.append("committed, though targets are missing or wrong")
+    wrong = [name for name in shards if _sums(files, name) not in ([], _sums(whole, name))]
+    return problems + [f"the record of {name} has wrong sums" for name in wrong]
 
 
-def badly_said(finished: Finished, *, killed: bool) -> list[str]:
+def badly_reported(finished: Finished, *, killed: bool) -> list[str]:
     """Return what is wrong with how a command has ended. killed: one of its processes was."""
     err, code = finished.err, finished.code
-    found = [f"{word}: {_end_of(err)}" for word in _HARD_ENDS if word in err]
+    problems = [f"{word}: {_end_of(err)}" for word in _HARD_ENDS if word in err]
     if code and not killed:
         messages = len(re.findall("^reshard-mpi: error: ", err, re.MULTILINE))
         if code not in _FAILURES:
-            found.append(f"exit code {code}: {_end_of(err)}")
+            problems.append(f"exit code {code}: {_end_of(err)}")
         elif messages != 1:
-            found.append(f"{messages} error messages: {_end_of(err)}")
-    return found
+            problems.append(f"{messages} error messages: {_end_of(err)}")
+    return problems
 
 
-def _sums(there: Listing, shard: str) -> list[object]:
+def _sums(files: Listing, shard: str) -> list[object]:
     """Return the sums that the record of a shard has; nothing if there is no record."""
-    content = there.get(f".reshard_mpi/{Path(shard).parent.name}.json")
+    content = files.get(f".reshard_mpi/{Path(shard).parent.name}.json")
     sums = [] if content is None else json.loads(content)["sums"]
     assert isinstance(sums, list)
     return sums
@@ -283,12 +282,12 @@ def _is_final(name: str) -> bool:
     return name.startswith("rank_") and "/" in name and "/." not in name
 
 
-def _differences(found: Listing, expected: Listing, beginning: str = "") -> list[str]:
-    names = [name for name in sorted({*found, *expected}) if name.startswith(beginning)]
+def _differences(files: Listing, expected: Listing, beginning: str = "") -> list[str]:
+    names = [name for name in sorted({*files, *expected}) if name.startswith(beginning)]
     return [
-        f"{name} {'is missing' if name not in found else 'is too much' if name not in expected else 'differs'}"
+        f"{name} {'is missing' if name not in files else 'is too much' if name not in expected else 'differs'}"
         for name in names
-        if name not in found or name not in expected or found[name] != expected[name]
+        if name not in files or name not in expected or files[name] != expected[name]
     ]
 
 

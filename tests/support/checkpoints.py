@@ -23,6 +23,7 @@ Arrays = dict[str, np.ndarray]
 # A shard as it is read back: type name, shape and row-major bytes of every tensor.
 Read = dict[str, tuple[str, tuple[int, ...], bytes]]
 ENDINGS = {"ckpt": "ckpt", "hdf5": "h5"}
+KINDS = tuple(ENDINGS)
 
 
 def expected_rank(side: Side, tensors: Arrays, rank: int) -> Arrays:

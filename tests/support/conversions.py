@@ -8,10 +8,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from support.cases import Side
 from support.checkpoints import (
     ENDINGS,
+    KINDS,
     Arrays,
     Read,
     as_read,
@@ -25,6 +27,8 @@ from support.command_line import Capture, run_apart, run_here
 from support.launch import MPI
 from support.oracle import RawLayout
 from support.processes import Finished
+
+of_every_kind = pytest.mark.parametrize("kind", KINDS)
 
 # Source: 2 data parallel x 2 model parallel ranks; columns cut, so ranks 0 and 2 hold the same, as 1 and 3 do.
 SRC_LAYOUTS = {"w": RawLayout((2, 2), (-1, 0)), "b": RawLayout((2, 2), (-1,))}

@@ -14,16 +14,16 @@ KILL, KILL_ALL = "os.kill(os.getpid(), signal.SIGKILL)", "kill_all()"
 
 
 def fault(
-    c: Conversion, counter: Path, do: str = "pass", *, at: int = 0, on: str = "", path: str = ""
+    c: Conversion, counter: Path, do: str = "pass", *, call: int = 0, on: str = "", path: str = ""
 ) -> dict[str, str]:
-    """Return the environment in which `do` is done before the `at`-th call for files of `c`, or those of name `on`."""
+    """Return the environment in which `do` is done before a call for files of `c`: of that number, or of name `on`."""
     here = Path(__file__).parents[1]
     return {
         "PYTHONPATH": os.pathsep.join([str(here / "faults"), str(here.parent)]),
         "FAULT_FOLDERS": os.pathsep.join([str(c.src), str(c.dst)]),
         "FAULT_COUNTER": str(counter),
         "FAULT_DO": do,
-        "FAULT_AT": str(at),
+        "FAULT_AT": str(call),
         "FAULT_ON": on,
         "FAULT_PATH": path,
         "FAULT_CUT": "16",

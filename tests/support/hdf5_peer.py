@@ -127,9 +127,9 @@ def lookup3(data: bytes) -> int:
     rounds = -(-len(data) // 12)
     words = struct.unpack(f"<{3 * rounds}I", data.ljust(12 * rounds, b"\0"))
     a = b = c = (0xDEADBEEF + len(data)) & 0xFFFFFFFF
-    for at in range(0, len(words), 3):
-        a, b, c = ((x + y) & 0xFFFFFFFF for x, y in zip((a, b, c), words[at : at + 3]))
-        if at + 3 < len(words):
+    for number in range(0, len(words), 3):
+        a, b, c = ((x + y) & 0xFFFFFFFF for x, y in zip((a, b, c), words[number : number + 3]))
+        if number + 3 < len(words):
             for by in (4, 6, 8, 16, 19, 4):
                 a, b, c = b, (c + b) & 0xFFFFFFFF, ((a - c) & 0xFFFFFFFF) ^ turned(c, by)
     for by in (14, 11, 25, 16, 4, 14, 24):

@@ -17,7 +17,6 @@ from reshard_mpi.processes.governor import admission, ledger
 from reshard_mpi.processes.governor.admission import open_governor
 from reshard_mpi.processes.governor.allowance import Allowance
 
-MIB = 1 << 20
 TIMEOUT_SECONDS = 60.0
 
 

@@ -104,7 +104,7 @@ def run_ranks(
 def find_mpi(name: str) -> MPI | None:
     """Return the MPI implementation called `mpich` or `openmpi`, or None where this machine has none."""
     finder = {"mpich": _mpich_in, "openmpi": _openmpi_in}[name]
-    return next((found for prefix in _prefixes() if (found := finder(prefix)) is not None), None)
+    return next((mpi for prefix in _prefixes() if (mpi := finder(prefix)) is not None), None)
 
 
 def _prefixes() -> Iterator[Path]:
@@ -114,8 +114,8 @@ def _prefixes() -> Iterator[Path]:
         if entry:
             yield Path(entry)
     for launcher in ("mpirun", "mpirun.mpich", "mpirun.openmpi"):
-        if found := shutil.which(launcher):
-            yield Path(found).parent.parent
+        if path := shutil.which(launcher):
+            yield Path(path).parent.parent
 
 
 def _mpich_in(prefix: Path) -> MPI | None:
@@ -153,7 +153,7 @@ def _openmpi_in(prefix: Path) -> MPI | None:
 
 def _library_in(prefix: Path, names: Sequence[str]) -> Path | None:
     folders = ("lib", "lib64", f"lib/{sysconfig.get_config_var('MULTIARCH')}")
-    return next((found for folder in folders if (found := _first_of(prefix / folder, names))), None)
+    return next((library for folder in folders if (library := _first_of(prefix / folder, names))), None)
 
 
 def _first_of(folder: Path, names: Sequence[str]) -> Path | None:

@@ -139,23 +139,23 @@ def measure_peak(
     return Measured(finished.argv, code, finished.out, finished.err, peak_rss_bytes)
 
 
-def _processes_of(mark: str) -> dict[int, str]:
-    """Return process id and command line of every living process that carries `mark`."""
-    wanted = f"{_MARK}={mark}".encode()
-    found = {}
+def processes_with(variable: str) -> dict[int, str]:
+    """Return process id and command line of every living process with `variable`, NAME=VALUE, in its environment."""
+    wanted = variable.encode()
+    commands = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             try:
                 if wanted in (folder / "environ").read_bytes().split(b"\0"):
-                    found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+                    commands[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
             except OSError:  # ended meanwhile, or another user's
                 continue
-    return found
+    return commands
 
 
 def _wait_until_gone(mark: str) -> list[str]:
     deadline = time.monotonic() + _LINGER_SECONDS
-    while left := _processes_of(mark):
+    while left := processes_with(f"{_MARK}={mark}"):
         if time.monotonic() > deadline:
             return [f"{pid} ({command})" for pid, command in left.items()]
         time.sleep(0.02)
@@ -164,7 +164,7 @@ def _wait_until_gone(mark: str) -> list[str]:
 
 def _kill(child: subprocess.Popen[bytes], mark: str) -> None:
     """Kill what is left of a run; more than once, since a process may be starting another just then."""
-    while left := _processes_of(mark):
+    while left := processes_with(f"{_MARK}={mark}"):
         for pid in left:
             try:
                 os.kill(pid, signal.SIGKILL)

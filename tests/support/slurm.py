@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from support.processes import Finished, clean_environment
+from support.processes import Finished, clean_environment, processes_with
 from support.slurm_setup import CONTROLLER, NODES, missing, on_host, search_path, write_configuration
 
 _POLL_SECONDS = 0.05
@@ -220,16 +220,7 @@ class Cluster:
 
     def _processes(self) -> dict[int, str]:
         """Return id and command line of every living process of the cluster: daemons, and what jobs started."""
-        wanted = f"SLURM_CONF={self.folder / 'slurm.conf'}".encode()
-        found = {}
-        for folder in Path("/proc").iterdir():
-            if folder.name.isdigit():
-                with contextlib.suppress(OSError):  # ended meanwhile
-                    if wanted in (folder / "environ").read_bytes().split(b"\0"):
-                        found[int(folder.name)] = (
-                            (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
-                        )
-        return found
+        return processes_with(f"SLURM_CONF={self.folder / 'slurm.conf'}")
 
 
 @contextlib.contextmanager

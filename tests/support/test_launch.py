@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from reshard_mpi.units import MIB
 from support import processes
 from support.launch import mpirun_command
 from support.processes import measure_peak, run_command
-
-MIB = 1 << 20
 
 
 def rank_and_size(label):

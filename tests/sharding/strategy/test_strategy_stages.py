@@ -25,7 +25,7 @@ CHECKPOINT = bytes.fromhex("0a1a 0a0177 1215 0802 1207 466c6f61743332 1a08 00000
 
 
 def merged(layouts: dict[str, RawLayout], stages: int = 1) -> StageFile:
-    return StageFile(layouts, tuple(StrategyItem(f"op{at}", at) for at in range(stages)), "s.ckpt")
+    return StageFile(layouts, tuple(StrategyItem(f"op{number}", number) for number in range(stages)), "s.ckpt")
 
 
 def write(path: Path, layouts: dict[str, RawLayout], stage: int, kind: str = "ckpt") -> None:
