@@ -49,9 +49,9 @@ def _convert(
     request: Request, comm: Comm, progress: Progress, strategies: Strategies | None, memory: RunMemory
 ) -> Outcome:
     planner, planned = _planned(request, comm, progress, strategies, memory)
-    if comm.rank == 0:
-        progress.reading(planner.described_source)
     _refuse(comm.allgather(planner.begin(progress)), comm)
+    if comm.rank == 0:
+        progress.reading(planner.described_source)  # not before: a process alone may have started over until here
     written = planner.writer(progress).write()
     said = Outcome(
         notes=planned.notes,

@@ -36,7 +36,7 @@ class TestHDF5(FormatConformance):
         hdf5_peer.write(path, contents)
 
     def read_independently(self, path: Path) -> Contents:
-        return hdf5_peer.read(path)
+        return hdf5_peer.read(path, is_whole=True)
 
 
 class TestCompressedHDF5(TestHDF5):

@@ -14,25 +14,21 @@ from typing import Any
 
 import pytest
 from support.crowd import NoNotices, claim, entered
-from support.holders import MIB, TIMEOUT_SECONDS, Holder, ended, leased, until
+from support.holders import TIMEOUT_SECONDS, Holder, ended, leased, until
 from support.ledgers import LEASE, in_line, ledger, occupants, pids
 from support.processes import run_command
 
 from reshard_mpi.processes.governor.admission import open_governor
 from reshard_mpi.processes.governor.allowance import Allowance
 from reshard_mpi.processes.governor.ledger import Ledger
-
-
-@pytest.fixture
-def state(tmp_path: Path) -> Path:
-    return tmp_path / "state"
+from reshard_mpi.units import MIB
 
 
 def crowd(folder: Path, sizes_bytes: list[int], allowed_bytes: int) -> dict[str, Any]:
     asked = json.dumps({"folder": str(folder / "ledger"), "allowed_bytes": allowed_bytes, "sizes_bytes": sizes_bytes})
     (folder / "asked").write_text(asked)
     program = ["sh", "-c", 'exec "$0" "$1" < "$2"', sys.executable, Path(__file__).parents[1] / "support" / "crowd.py"]
-    found: dict[str, Any] = json.loads(run_command([*program, folder / "asked"], check=True).stdout)
+    found: dict[str, Any] = json.loads(run_command([*program, folder / "asked"], check=True).out)
     assert set(found["codes"]) == {0}
     return found
 

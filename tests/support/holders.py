@@ -17,7 +17,6 @@ from reshard_mpi.processes.governor import admission, ledger
 from reshard_mpi.processes.governor.admission import Governor, Say, open_governor
 from reshard_mpi.processes.governor.allowance import Allowance
 
-MIB = 1 << 20
 TIMEOUT_SECONDS = 60.0
 
 
@@ -59,9 +58,9 @@ class Holder:
         line, _, self._said = self._said.partition(b"\n")
         return line.decode()
 
-    def expect(self, said: str) -> Self:
+    def expect(self, expected: str) -> Self:
         """Wait for the process to say this, passing over what it says of waiting."""
-        while (line := self.read()) != said:
+        while (line := self.read()) != expected:
             assert line.startswith("waits: "), line
         return self
 
