@@ -15,12 +15,12 @@ from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.sharding.strategy import mindspore
 from reshard_mpi.sharding.strategy.protobuf import encode_protobuf
 from reshard_mpi.testing.samples import Contents, SampleTensor
-from support import ckpt_peer
+from support import ckpt_peer, safetensors_peer
 from support.cases import Side
 from support.oracle import RawLayout, optimizer_step, rank_holds, slice_for_rank
 
 Arrays = dict[str, np.ndarray]
-ENDINGS = {"ckpt": "ckpt", "hdf5": "h5"}
+ENDINGS = {"ckpt": "ckpt", "hdf5": "h5", "safetensors": "safetensors"}
 
 
 def expected_rank(side: Side, tensors: Arrays, rank: int) -> Arrays:
@@ -60,6 +60,9 @@ def write_shard(arrays: Arrays, path: Path, *, pieces: int = 1) -> None:
     if path.suffix == ".ckpt":
         ckpt_peer.write(path, Contents.of((_sample(name, array) for name, array in arrays.items()), {}), pieces=pieces)
         return
+    if path.suffix == ".safetensors":
+        safetensors_peer.write(path, Contents.of(_sample(name, array) for name, array in arrays.items()))
+        return
     with h5py.File(path, "w") as file:
         for name, array in arrays.items():
             if array.dtype.name == "bfloat16":
@@ -74,8 +77,8 @@ def write_shard(arrays: Arrays, path: Path, *, pieces: int = 1) -> None:
 
 def read_shard(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     """Return type name, shape and row-major bytes of every tensor of a shard."""
-    if path.suffix == ".ckpt":
-        found = ckpt_peer.read(path)
+    if path.suffix in (".ckpt", ".safetensors"):
+        found = (ckpt_peer if path.suffix == ".ckpt" else safetensors_peer).read(path)
         return {name: (t.dtype.name, tuple(t.shape), t.content) for name, t in found.tensors.items()}
     tensors = {}
     with h5py.File(path) as file:
