@@ -40,7 +40,7 @@ from reshard_mpi.runs import transform
 from reshard_mpi.runs.write import Writer
 
 Capture = pytest.CaptureFixture[str]
-KINDS = pytest.mark.parametrize("kind", ["ckpt", "hdf5"])
+KINDS = pytest.mark.parametrize("kind", ["ckpt", "hdf5", "safetensors"])
 # Two targets a source rank, so both that look to rank 0 first may be made by different processes.
 EIGHT = {"w": RawLayout((8,), (0, -1)), "b": RawLayout((8,), (-1,))}
 

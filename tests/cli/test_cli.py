@@ -38,7 +38,7 @@ def assert_right(conversion: Conversion, ranks: tuple[int, ...] = (0, 1)) -> Non
 # transform
 
 
-@pytest.mark.parametrize("kind", ["ckpt", "hdf5"])
+@pytest.mark.parametrize("kind", ["ckpt", "hdf5", "safetensors"])
 def test_transform(tmp_path: Path, capsys: Capture, kind: str) -> None:
     conversion = make(tmp_path, kind)
     before = listing(conversion.src)
@@ -50,7 +50,7 @@ def test_transform(tmp_path: Path, capsys: Capture, kind: str) -> None:
     assert listing(conversion.src) == before
 
 
-@pytest.mark.parametrize("kinds", [("ckpt", "hdf5"), ("hdf5", "ckpt")])
+@pytest.mark.parametrize("kinds", [("ckpt", "hdf5"), ("hdf5", "safetensors"), ("safetensors", "ckpt")])
 def test_to(tmp_path: Path, capsys: Capture, kinds: tuple[str, str]) -> None:
     conversion = make(tmp_path, kinds[0])
     assert command_line(capsys, *conversion.arguments("transform", "--to", kinds[1])).code == 0

@@ -110,7 +110,13 @@ def require_types(specs: Specs, path: str) -> None:
     """Raise TargetError for the first tensor of a type that safetensors has not."""
     for number, kind in enumerate(specs.kinds):
         if kind.dtype.name not in TAG_OF:
-            raise _not_held(specs, number, "a type that safetensors has", "write it as ckpt or hdf5 (--to)", path)
+            raise TargetError(
+                f"{_first(specs, number)!r} has a type that safetensors files cannot hold",
+                expected=", ".join(TAG_OF),
+                got=kind.dtype.name,
+                where=path,
+                remedy="write it as ckpt or hdf5 (--to), or leave it out",
+            )
 
 
 def _require_summable(specs: Specs) -> None:
@@ -118,15 +124,17 @@ def _require_summable(specs: Specs) -> None:
     _require_apart(specs.names, {CRC: ""}, "")
     for number, kind in enumerate(specs.kinds):
         if kind.dtype.name == "bfloat16":
-            expected = "no bfloat16, which MindSpore cannot check in a safetensors file"
-            raise _not_held(specs, number, expected, "leave out --crc, or write it as ckpt (--to)", "")
+            raise TargetError(
+                f"{_first(specs, number)!r} has a type that MindSpore cannot check in a safetensors file",
+                expected=f"no {kind.dtype.name}, where a checksum is asked for",
+                got=kind.dtype.name,
+                remedy="leave out --crc, or write it as ckpt (--to)",
+            )
 
 
-def _not_held(specs: Specs, kind: int, expected: str, remedy: str, path: str) -> TargetError:
-    name = next((name for name, own in zip(specs.names, specs.kind_of) if own == kind), "")
-    return TargetError(
-        f"{name!r} cannot be held", expected=expected, got=specs.kinds[kind].dtype.name, where=path, remedy=remedy
-    )
+def _first(specs: Specs, kind: int) -> str:
+    """Return the name of the first tensor of a kind."""
+    return next((name for name, own in zip(specs.names, specs.kind_of) if own == kind), "")
 
 
 def _metadata(spec: ShardSpec) -> dict[str, str]:
