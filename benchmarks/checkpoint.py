@@ -12,8 +12,10 @@ import numpy as np
 from benchmarks.network import ITEM_BYTES, Resharding, Shapes
 from reshard_mpi import formats
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.manifest import Segments, ShardIdentity, ShardSpec, TensorSpec
+from reshard_mpi.formats.manifest import ShardIdentity
+from reshard_mpi.formats.places import Segments
 from reshard_mpi.formats.protocol import reserve_file, seal_file
+from reshard_mpi.formats.specs import ShardSpec, TensorSpec
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Strategy
 from reshard_mpi.sharding.strategy import table

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 
+from reshard_mpi.formats.columns import TensorEntry, Tensors
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.manifest import ByteRange, Manifest, Segments, TensorEntry, Tensors
+from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.formats.places import ByteRange, Segments
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Placement, Shape, Strategy
 

@@ -8,6 +8,7 @@ log nothing. Ranks that call a function without one log for themselves.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,7 @@ from reshard_mpi.processes.comm import MPIComm, SerialComm
 from reshard_mpi.processes.governor.allowance import Allowance
 from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.runs.memory import RunMemory
-from reshard_mpi.runs.outcome import Outcome
+from reshard_mpi.runs.outcome import Outcome, Report
 from reshard_mpi.runs.overlap import refuse_posing
 from reshard_mpi.runs.plain import (
     plain_files,
@@ -37,6 +38,7 @@ from reshard_mpi.runs.plain import (
     plain_numbers,
     plain_path,
     plain_path_or_none,
+    plain_share,
     plain_size,
     plain_text,
 )
@@ -56,20 +58,85 @@ if TYPE_CHECKING:
 __all__ = [
     "Plan",
     "RankSummary",
+    "Report",
     "convert_checkpoint_by_rank",
     "convert_checkpoints",
+    "diff",
     "inspect",
     "load_rank",
     "merge_pipeline_strategys",
     "plan",
     "rank_list_for_convert",
     "rank_list_for_transform",
+    "transform",
     "transform_checkpoint_by_rank",
     "transform_checkpoints",
     "verify",
 ]
 
 PathLike = str | os.PathLike[str]
+
+
+@only_known_errors()
+def transform(
+    source: PathLike,
+    target: PathLike,
+    src_strategy: PathLike | None = None,
+    dst_strategy: PathLike | None = None,
+    *,
+    to: str | None = None,
+    prefix: str = "checkpoint_",
+    select: str | None = None,
+    ranks: Iterable[int] | None = None,
+    part: tuple[int, int] | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    unlisted: str = "follow",
+    strict: bool = False,
+    replicas: str = "sample",
+    verify: bool = False,
+    crc: bool = False,
+    memory: str | int | None = None,
+    max_active: int | None = None,
+    jobs: int = 1,
+    comm: Any = None,
+) -> Report:
+    """Reshard the checkpoint `source` into the folder `target`, as `reshard-mpi transform` does with these options.
+
+    Keeps the record of the run in the folder, so it can be resumed, and commits it when all targets are there. ranks:
+    the targets to make (None: all); part: (i, n), the i-th from 0 of n shares of them. jobs: local processes, 1 or
+    more; comm: an mpi4py communicator whose ranks share the work instead, all of which make the call and get the same
+    report. Raises a ReshardError: before anything is written for what is refused, and a TransformError where some
+    targets could not be written.
+    """
+    begin = time.monotonic()
+    if to is not None:
+        formats.by_name(plain_text(to, "to"))
+    request = Request(
+        source=plain_path(source, "source"),
+        target=plain_path(target, "target"),
+        src_strategy=plain_path_or_none(src_strategy, "src_strategy"),
+        dst_strategy=plain_path_or_none(dst_strategy, "dst_strategy"),
+        prefix=plain_text(prefix, "prefix"),
+        select=None if select is None else plain_text(select, "select"),
+        to=to,
+        ranks=None if ranks is None else tuple(plain_numbers(ranks, "ranks")),
+        part=None if part is None else plain_share(part, "part"),
+        resume=resume,
+        overwrite=overwrite,
+        unlisted=as_unlisted(unlisted),
+        strict=strict,
+        memory=plain_size(memory, "memory"),
+        max_active=plain_number_or_none(max_active, "max_active"),
+        verify=verify,
+        crc=crc,
+        replicas=as_replicas(replicas),
+    )
+    _refuse_both({"ranks": ranks is not None, "part": part is not None})
+    _refuse_both({"resume": resume, "overwrite": overwrite})
+    outcome = _run(request, plain_number(jobs, "jobs"), comm, processes_name="jobs")
+    outcome.raise_failures()
+    return Report.of(outcome, time.monotonic() - begin)
 
 
 @only_known_errors()
@@ -315,11 +382,50 @@ def verify(
         replicas=as_replicas(replicas),
     )
     work = Task.VERIFY_ALONE if target is None else Task.VERIFY_PAIR
-    failures = _run(request, plain_number(process_num, "process_num"), comm, work).failures
-    if failures:
-        first = failures[0].named(alone=True)
-        if len(failures) > 1:
-            first.problem += f" (and {len(failures) - 1} more found)"
+    _raise_first(_run(request, plain_number(process_num, "process_num"), comm, work))
+
+
+@only_known_errors()
+def diff(
+    first: PathLike,
+    second: PathLike,
+    first_strategy: PathLike | None = None,
+    second_strategy: PathLike | None = None,
+    *,
+    select: str | None = None,
+    replicas: str = "sample",
+    jobs: int = 1,
+    memory: str | int | None = None,
+    max_active: int | None = None,
+    comm: Any = None,
+) -> None:
+    """Compare two checkpoints: whether they hold the same tensors, whatever their formats, layouts and order of names.
+
+    A strategy of None: the shards describe themselves, or are one full checkpoint. select: of the first one's files.
+    replicas: as in `verify`. Raises DifferenceError for the first difference, naming tensor, element, values and
+    places, and how many more there are; another ReshardError if the two cannot be compared.
+    """
+    request = Request(
+        source=plain_path(first, "first"),
+        target=plain_path(second, "second"),
+        src_strategy=plain_path_or_none(first_strategy, "first_strategy"),
+        dst_strategy=plain_path_or_none(second_strategy, "second_strategy"),
+        select=None if select is None else plain_text(select, "select"),
+        recorded=False,
+        memory=plain_size(memory, "memory"),
+        max_active=plain_number_or_none(max_active, "max_active"),
+        replicas=as_replicas(replicas),
+    )
+    outcome = _run(request, plain_number(jobs, "jobs"), comm, Task.DIFF, processes_name="jobs")
+    _raise_first(outcome)
+
+
+def _raise_first(outcome: Outcome) -> None:
+    """Raise the first failure, which says how many more there are."""
+    if outcome.failures:
+        first = outcome.failures[0].named(alone=True)
+        if len(outcome.failures) > 1:
+            first.problem += f" (and {len(outcome.failures) - 1} more found)"
         raise first
 
 
@@ -369,9 +475,21 @@ def as_replicas(value: str) -> Replicas:
         raise UsageError("unknown value of replicas", expected=", ".join(Replicas), got=repr(value)) from None
 
 
-def _run(request: Request, processes: int, communicator: Any, work: Task = Task.CONVERT) -> Outcome:
+def _refuse_both(options: Mapping[str, bool]) -> None:
+    if all(options.values()):
+        raise UsageError(f"{' and '.join(options)} exclude each other", expected="one of them", got="both")
+
+
+def _run(
+    request: Request,
+    processes: int,
+    communicator: Any,
+    work: Task = Task.CONVERT,
+    *,
+    processes_name: str = "process_num",
+) -> Outcome:
     if processes < 1:
-        raise UsageError("process_num is out of range", expected="1 or more", got=str(processes))
+        raise UsageError(f"{processes_name} is out of range", expected="1 or more", got=str(processes))
     if processes > 1 and communicator is None:
         outcome = run_with_workers(request, processes, Silent(), work)
     else:

@@ -12,8 +12,9 @@ from pathlib import Path
 from reshard_mpi.engine.transfer import write_shard
 from reshard_mpi.formats import ckpt
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.manifest import ShardIdentity, ShardSpec, SpecKind, Specs
+from reshard_mpi.formats.manifest import ShardIdentity
 from reshard_mpi.formats.protocol import reserve_file
+from reshard_mpi.formats.specs import ShardSpec, SpecKind, Specs
 from reshard_mpi.planning.model import Group, PlannedTensors, RankPlan, Route
 from reshard_mpi.runs.conversion import LIMITS
 from reshard_mpi.sharding.box import Box

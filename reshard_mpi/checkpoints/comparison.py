@@ -8,7 +8,8 @@ from operator import attrgetter
 
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.errors import DisagreementError, StrategyError
-from reshard_mpi.formats.manifest import Manifest, TensorEntry
+from reshard_mpi.formats.columns import TensorEntry
+from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.planning.copies import Alike
 from reshard_mpi.planning.losses import Lost
 from reshard_mpi.planning.model import Check, Copy, Limits

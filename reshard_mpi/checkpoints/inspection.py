@@ -11,7 +11,9 @@ from reshard_mpi import formats
 from reshard_mpi.checkpoints import discovery
 from reshard_mpi.checkpoints.siblings import in_its_rank
 from reshard_mpi.errors import ReshardError, SourceError, StrategyError
-from reshard_mpi.formats.manifest import Decoded, Manifest, TensorEntry
+from reshard_mpi.formats.columns import TensorEntry
+from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.formats.places import Decoded, Strided
 from reshard_mpi.journal.records import STATE
 from reshard_mpi.journal.state import about_record, as_lines, state_of
 from reshard_mpi.sharding import strategy
@@ -95,8 +97,10 @@ def _tensor(entry: TensorEntry) -> dict[str, Any]:
     if isinstance(entry.source, Decoded):
         facts["chunk"] = list(entry.source.chunk)
     else:
-        ranges = entry.source.ranges
+        ranges = entry.stored.ranges if entry.stored is not None else ()
         facts["ranges"] = [[part.offset_bytes, part.length_bytes] for part in ranges]
+    if isinstance(entry.source, Strided):
+        facts["strides_bytes"] = list(entry.source.strides_bytes)
     return facts
 
 

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.errors import LayoutError, ShardError
+from reshard_mpi.formats.columns import TensorEntry
 from reshard_mpi.formats.dtypes import DType, numbers
-from reshard_mpi.formats.manifest import Decoded, Manifest, TensorEntry
+from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.formats.places import Decoded
 from reshard_mpi.planning.fit import Compared, Likeness, judge, should_be_one_part, stray, unknown_tensor
 from reshard_mpi.planning.parameters import Unlisted, is_partial_sum
 from reshard_mpi.planning.samples import Pair, Sampled, Sampler, places, rank_pairs, share

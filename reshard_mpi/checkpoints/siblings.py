@@ -22,7 +22,8 @@ from reshard_mpi.checkpoints.discovery import (
     shards_in,
 )
 from reshard_mpi.errors import ReshardError, SourceError, told
-from reshard_mpi.formats.manifest import Manifest, TensorEntry, Tensors
+from reshard_mpi.formats.columns import TensorEntry, Tensors
+from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.planning.losses import named
 from reshard_mpi.planning.model import Check, Copy, Limits
 from reshard_mpi.planning.samples import kind_of

@@ -23,7 +23,8 @@ from reshard_mpi.errors import (
     as_reshard_error,
     told,
 )
-from reshard_mpi.formats.manifest import Manifest, ShardIdentity, Tensors
+from reshard_mpi.formats.columns import Tensors
+from reshard_mpi.formats.manifest import Manifest, ShardIdentity
 from reshard_mpi.planning.losses import Lost, Missing
 from reshard_mpi.sharding.placement import Strategy, unsharded
 from reshard_mpi.sharding.strategy import table

@@ -15,8 +15,10 @@ import numpy as np
 from reshard_mpi import formats
 from reshard_mpi.errors import DisagreementError, ReshardError, TargetError, as_reshard_error
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.manifest import Segments, ShardIdentity, ShardSpec, TensorSpec
+from reshard_mpi.formats.manifest import ShardIdentity
+from reshard_mpi.formats.places import Segments
 from reshard_mpi.formats.protocol import reserve_file, seal_file
+from reshard_mpi.formats.specs import ShardSpec, TensorSpec
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.outcome import Outcome
 from reshard_mpi.runs.progress import Silent

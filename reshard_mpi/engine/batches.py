@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from reshard_mpi.engine.files import Files
-from reshard_mpi.formats.manifest import ELSEWHERE, ByteRange, Manifest
+from reshard_mpi.formats.columns import ELSEWHERE
+from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.formats.places import ByteRange
 from reshard_mpi.planning.model import Group, Limits, PlannedTensors
 from reshard_mpi.sharding.strides import Strides
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from reshard_mpi.engine.files import Files
 from reshard_mpi.engine.stream import Stream
-from reshard_mpi.formats.manifest import ByteRange, Decoded, TensorEntry
+from reshard_mpi.formats.columns import TensorEntry
+from reshard_mpi.formats.places import ByteRange, Decoded
 from reshard_mpi.sharding.box import Box
+from reshard_mpi.sharding.strides import Strides
 
 
 def excerpt(files: Files, entry: TensorEntry, box: Box) -> bytes:
@@ -15,21 +19,28 @@ def excerpt(files: Files, entry: TensorEntry, box: Box) -> bytes:
     """
     if isinstance(entry.source, Decoded):
         return entry.source.read(box).tobytes()
-    itemsize, offset = entry.dtype.itemsize_bytes, 0
-    for length, first in zip(entry.shape, box.start):
-        offset = offset * length + first
-    offset_bytes = offset * itemsize
-    content = bytearray(box.size * itemsize)
-    if len(entry.source.ranges) == 1:
-        whole = entry.source.ranges[0]
-        files.read_into(ByteRange(whole.path, whole.offset_bytes + offset_bytes, len(content)), memoryview(content))
-    else:
-        done = 0
-        for part in Stream(entry.source).parts(offset_bytes, len(content)):
-            files.read_into(part, memoryview(content)[done : done + part.length_bytes])
-            done += part.length_bytes
+    content = bytearray(box.size * entry.dtype.itemsize_bytes)
+    for part, start in _parts(entry, box):
+        files.read_into(part, memoryview(content)[start : start + part.length_bytes])
     if entry.source.swapped:
         width = entry.dtype.part_bytes
         for start in range(0, len(content), width):
             content[start : start + width] = content[start : start + width][::-1]
     return bytes(content)
+
+
+def _parts(entry: TensorEntry, box: Box) -> Iterator[tuple[ByteRange, int]]:
+    """Yield the ranges of files that a box is taken from, and where each begins in its row-major bytes."""
+    stored, itemsize = entry.stored, entry.dtype.itemsize_bytes
+    assert stored is not None
+    if entry.steps is None and len(stored.ranges) == 1:
+        path, first_byte, _ = stored.ranges[0]
+        yield ByteRange(path, first_byte + Box.whole(entry.shape).offset_of(box) * itemsize, box.size * itemsize), 0
+        return
+    stream, start = Stream(stored), 0
+    for runs in Strides.between(box, Box.whole(entry.shape), box, box, steps=entry.steps).runs():
+        for number in range(runs.repeats):
+            source_offset = runs.source_offset + number * runs.source_step
+            for part in stream.parts(source_offset * itemsize, runs.length * itemsize):
+                yield part, start
+                start += part.length_bytes

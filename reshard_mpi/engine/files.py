@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError
-from reshard_mpi.formats.manifest import ByteRange
+from reshard_mpi.formats.places import ByteRange
 from reshard_mpi.units import MIB
 
 OnBytes = Callable[[int], None]

@@ -11,7 +11,7 @@ import numpy as np
 from reshard_mpi.engine.files import Files, unreadable
 from reshard_mpi.engine.stream import Stream
 from reshard_mpi.formats.dtypes import DType
-from reshard_mpi.formats.manifest import ByteRange, Decoded
+from reshard_mpi.formats.places import ByteRange, Decoded
 from reshard_mpi.planning.model import Copy, Limits
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strides import Strides
@@ -44,19 +44,22 @@ def gather(files: Files, copy: Copy, out: Array, out_box: Box, limits: Limits) -
         return
     itemsize = out.dtype.itemsize
     flat = memoryview(out.reshape(-1).view(np.uint8).data)
+    stored = copy.source.stored
+    assert stored is not None
+    stream = Stream(stored)
     if _is_far_apart(copy, out_box, itemsize):
-        _gather_runs(files, Stream(source), copy, out, out_box)
+        _gather_runs(files, stream, copy, out, out_box)
         if source.swapped:
             _swap(out, copy.strides(out_box), copy.source.dtype)
         return
-    for strides, ranges in _readable(Stream(source), copy, out_box, itemsize, limits.window_bytes):
+    for strides, ranges in _readable(stream, copy, out_box, itemsize, limits.window_bytes):
         if strides.run_length == strides.size:
             at = strides.target_offset * itemsize
             for byte_range in ranges:
                 files.read_into(byte_range, flat[at : at + byte_range.length_bytes])
                 at += byte_range.length_bytes
         else:
-            with files.window(ranges[0], strides.size * itemsize) as window:
+            with files.window(ranges[0], min(strides.size * itemsize, ranges[0].length_bytes)) as window:
                 held = _source_view(window, out.dtype, strides)
                 _target_view(out, strides)[...] = held
                 del held  # a window with views into it cannot be unmapped
@@ -86,9 +89,9 @@ def _target_view(out: Array, strides: Strides) -> Array:
 
 def _is_far_apart(copy: Copy, out_box: Box, itemsize: int) -> bool:
     """Tell whether axes change places, and what is taken lies far apart in the source."""
-    if copy.source_box.span_of(copy.region) < _FAR_APART * copy.region.size or not copy.strides(out_box).is_turned:
+    own = copy.source_strides
+    if own.source_span < _FAR_APART * copy.region.size or not copy.strides(out_box).is_turned:
         return False
-    own = Strides.between(copy.region, copy.source_box, copy.region, copy.region)
     return own.run_length * itemsize >= _MIN_RUN_BYTES
 
 
@@ -96,7 +99,7 @@ def _gather_runs(files: Files, stream: Stream, copy: Copy, out: Array, out_box: 
     """Read the runs of a copy one by one, in the order of the source, and put its elements to their places."""
     itemsize = out.dtype.itemsize
     held = memoryview(bytearray(copy.region.size * itemsize))
-    for runs in Strides.between(copy.region, copy.source_box, copy.region, copy.region).runs():
+    for runs in copy.source_strides.runs():
         for number in range(runs.repeats):
             to = (runs.target_offset + number * runs.target_step) * itemsize
             at = (runs.source_offset + number * runs.source_step) * itemsize
@@ -111,7 +114,8 @@ def _readable(
     stream: Stream, copy: Copy, out_box: Box, itemsize: int, window_bytes: int
 ) -> Iterator[tuple[Strides, tuple[ByteRange, ...]]]:
     """Cut a copy until each part is one run, or lies in one file range that a window holds; in order of the source."""
-    strides, span_bytes = copy.strides(out_box), copy.source_box.span_of(copy.region) * itemsize
+    strides = copy.strides(out_box)
+    span_bytes = strides.source_span * itemsize
     one_run = strides.run_length == strides.size
     if one_run or span_bytes <= window_bytes:
         ranges = tuple(stream.parts(strides.source_offset * itemsize, span_bytes))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from reshard_mpi.engine.files import Files
 from reshard_mpi.engine.stream import Stream
-from reshard_mpi.formats.manifest import Segments
-from reshard_mpi.planning.model import Check, Copy, Limits
+from reshard_mpi.planning.model import Check, Copy, Limits, TensorPlan
 from reshard_mpi.sharding.box import Box
 
 # So many runs are read one by one, straight to their places; more are gathered by numpy from a mapped window.
@@ -14,7 +13,7 @@ _FEW_RUNS = 32
 
 def takes_numpy(copy: Copy, place: Box, buffer_bytes: int) -> bool:
     """Tell whether bringing a copy into blocks of `place`, of so many bytes, may take numpy."""
-    if not _is_as_stored(copy):
+    if not copy.source.is_as_stored:
         return True
     length = copy.strides(place).run_length
     length_bytes = length * copy.source.dtype.itemsize_bytes
@@ -25,9 +24,9 @@ def takes_numpy(copy: Copy, place: Box, buffer_bytes: int) -> bool:
 def fill(files: Files, copy: Copy, block: Box, buffer: memoryview, limits: Limits) -> None:
     """Fill what `buffer` has of the copy; it holds the elements of `block`, where all of the copy goes, row-major."""
     strides = copy.strides(block)
-    if _is_as_stored(copy) and strides.size <= _FEW_RUNS * strides.run_length:
-        assert isinstance(copy.source.source, Segments)
-        stream, itemsize = Stream(copy.source.source), copy.source.dtype.itemsize_bytes
+    stored = copy.source.stored
+    if stored is not None and not stored.swapped and strides.size <= _FEW_RUNS * strides.run_length:
+        stream, itemsize = Stream(stored), copy.source.dtype.itemsize_bytes
         for runs in strides.runs():
             length_bytes = runs.length * itemsize
             for number in range(runs.repeats):
@@ -44,11 +43,6 @@ def fill(files: Files, copy: Copy, block: Box, buffer: memoryview, limits: Limit
 def read_region(files: Files, copy: Copy, region: Box, buffer: memoryview, limits: Limits) -> None:
     """Fill `buffer` with the row-major bytes of a region of the target, all of which the copy gives."""
     fill(files, copy.part(region), region, buffer, limits)
-
-
-def _is_as_stored(copy: Copy) -> bool:
-    source = copy.source.source
-    return isinstance(source, Segments) and not source.swapped
 
 
 def first_difference(
@@ -73,6 +67,24 @@ def first_difference(
             read_region(files, copy, block, got_block, limits)
             if expected != got:  # compared as bytes, which is far faster than through views
                 return copy, _element(block, _first_differing_byte(expected, got) // itemsize)
+    return None
+
+
+def first_difference_of_tensors(
+    files: Files, first: TensorPlan, second: TensorPlan, limits: Limits
+) -> tuple[int, ...] | None:
+    """Return the first element, in row-major order, in which two plans of the same box and type differ."""
+    box, itemsize = first.spec.box, first.spec.dtype.itemsize_bytes
+    most_elements = max(1, min(box.size, limits.buffer_bytes // 2 // itemsize))
+    expected, got = bytearray(most_elements * itemsize), bytearray(most_elements * itemsize)
+    for block in box.blocks(most_elements):
+        for tensor, content in ((first, expected), (second, got)):
+            for copy in tensor.copies:
+                part = copy.meeting(block)
+                if part is not None:
+                    fill(files, part, block, memoryview(content)[: block.size * itemsize], limits)
+        if expected != got:
+            return _element(block, _first_differing_byte(expected, got) // itemsize)
     return None
 
 

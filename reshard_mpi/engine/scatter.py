@@ -6,7 +6,6 @@ from collections import OrderedDict
 
 from reshard_mpi.engine.files import Files
 from reshard_mpi.engine.stream import Stream
-from reshard_mpi.formats.manifest import Segments
 from reshard_mpi.planning.model import Copy
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strides import Runs
@@ -24,8 +23,9 @@ class Scatter:
 
     def fill(self, copy: Copy, block: Box, buffer: memoryview) -> None:
         """Fill what `buffer`, which holds the elements of `block`, has of the copy, one run in its source."""
-        assert isinstance(copy.source.source, Segments)
-        stream, itemsize = Stream(copy.source.source), copy.source.dtype.itemsize_bytes
+        stored = copy.source.stored
+        assert stored is not None
+        stream, itemsize = Stream(stored), copy.source.dtype.itemsize_bytes
         for runs in copy.strides(block).runs():
             at = runs.source_offset * itemsize
             length = runs.length * itemsize

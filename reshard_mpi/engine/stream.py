@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import accumulate
 
 from reshard_mpi.engine.files import ByteRuns
-from reshard_mpi.formats.manifest import ByteRange, Segments
+from reshard_mpi.formats.places import ByteRange, Segments
 from reshard_mpi.sharding.strides import Runs
 
 

@@ -9,7 +9,11 @@ from reshard_mpi.engine.crc import PartSum, has_short_runs
 from reshard_mpi.engine.files import Files
 from reshard_mpi.engine.regions import read_region
 from reshard_mpi.engine.stream import Stream
-from reshard_mpi.formats.manifest import ByteRange, ListedTensors, Manifest, Segments, TensorEntry, TensorSpec
+from reshard_mpi.formats.columns import TensorEntry
+from reshard_mpi.formats.listed import ListedTensors
+from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.formats.places import ByteRange, Segments
+from reshard_mpi.formats.specs import TensorSpec
 from reshard_mpi.planning.listed import PiecesOf
 from reshard_mpi.planning.model import Copy, Limits, RankPlan, TensorPlan
 from reshard_mpi.sharding.box import Box
@@ -55,8 +59,7 @@ def sum_tensors(tensors: Iterable[TensorSpec], shard: Manifest, *, limits: Limit
 
 def takes_numpy(spec: TensorSpec, entry: TensorEntry) -> bool:
     """Tell whether numpy is loaded to sum a tensor of a shard."""
-    is_as_stored = isinstance(entry.source, Segments) and not entry.source.swapped
-    return not is_as_stored or has_short_runs(spec.box, Box.whole(spec.global_shape), spec.dtype.itemsize_bytes)
+    return not entry.is_as_stored or has_short_runs(spec.box, Box.whole(spec.global_shape), spec.dtype.itemsize_bytes)
 
 
 def copies_and_target(tensor: TensorPlan, target: Manifest) -> Iterator[tuple[Copy, Copy]]:
@@ -70,12 +73,12 @@ def copies_and_target(tensor: TensorPlan, target: Manifest) -> Iterator[tuple[Co
 
 def place_of(copy: Copy, element: Sequence[int]) -> ByteRange | None:
     """Return where in its file an element (index in the target) is, as far as it is in one piece; None: compressed."""
-    source = copy.source.source
-    if not isinstance(source, Segments):
+    stored = copy.source.stored
+    if stored is None:
         return None
-    box = copy.part(Box(tuple(element), tuple(index + 1 for index in element))).region
+    part = copy.part(Box(tuple(element), tuple(index + 1 for index in element)))
     itemsize = copy.source.dtype.itemsize_bytes
-    return next(Stream(source).parts(copy.source_box.offset_of(box) * itemsize, itemsize))
+    return next(Stream(stored).parts(part.source_strides.source_offset * itemsize, itemsize))
 
 
 def _own(spec: TensorSpec, shard: Manifest) -> tuple[Copy, ...]:

@@ -51,12 +51,14 @@ def tiles(copy: Copy, limit: int) -> Iterator[Copy]:
         yield copy
         return
     lengths = dict.fromkeys((dim for _, dim in pairs), 1)
-    across, along = max(pairs)[1], pairs[-1][1]  # consecutive in the source, and in the target
+    steps = copy.source.steps
+    nearest = max(pairs) if steps is None else min(pairs, key=lambda pair: steps[pair[0]])
+    across, along = nearest[1], pairs[-1][1]  # consecutive in the source, and in the target
     others = ((dim, limit) for _, dim in reversed(pairs))
     for dim, most in ((along, math.isqrt(limit)), (across, limit), *others):
         room = most // (math.prod(lengths.values()) // lengths[dim])
         lengths[dim] = max(1, min(to.shape[dim], room))
-    steps = [lengths.get(dim, 1) for dim in range(to.ndim)]
-    for start in product(*(range(low, high, step) for low, high, step in zip(to.start, to.stop, steps))):
-        stop = tuple(min(low + step, high) for low, step, high in zip(start, steps, to.stop))
+    sides = [lengths.get(dim, 1) for dim in range(to.ndim)]
+    for start in product(*(range(low, high, side) for low, high, side in zip(to.start, to.stop, sides))):
+        stop = tuple(min(low + side, high) for low, side, high in zip(start, sides, to.stop))
         yield copy.part(Box(start, stop))

@@ -17,7 +17,9 @@ from reshard_mpi.engine.regions import fill, takes_numpy
 from reshard_mpi.engine.scatter import Scatter
 from reshard_mpi.engine.stream import Stream, byte_runs
 from reshard_mpi.engine.tiles import fill_tiles
-from reshard_mpi.formats.manifest import Decoded, Manifest, Segments, TensorEntry
+from reshard_mpi.formats.columns import TensorEntry
+from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.formats.places import Place, Segments
 from reshard_mpi.planning.model import Copy, Limits, PlannedTensors, RankPlan, TensorPlan
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.units import KIB, MIB
@@ -151,7 +153,7 @@ def _read_ahead(files: Files, tensor: TensorPlan, place: TensorEntry) -> None:
                 files.advise(part)
 
 
-def _is_aligned(content: Segments | Decoded) -> bool:
+def _is_aligned(content: Place) -> bool:
     return isinstance(content, Segments) and all(part.offset_bytes % _BLOCK_BYTES == 0 for part in content.ranges)
 
 
@@ -161,7 +163,9 @@ def _bring(files: Files, limits: Limits, copy: Copy, block: Box, buffer: memoryv
 
 def _is_turned(tensor: TensorPlan, limits: Limits) -> bool:
     """Tell whether axes change places in a tensor that is too large to be put together at once."""
-    if all(copy.order is None for copy in tensor.copies) or tensor.spec.size_bytes <= limits.buffer_bytes:
+    if tensor.spec.size_bytes <= limits.buffer_bytes:
+        return False
+    if all(copy.order is None and copy.source.steps is None for copy in tensor.copies):
         return False
     return any(copy.strides(tensor.spec.box).is_turned for copy in tensor.copies)
 
@@ -175,8 +179,7 @@ def _is_scattered(tensor: TensorPlan) -> bool:
 
 
 def _in_long_runs(copy: Copy, target: Box) -> bool:
-    source = copy.source.source
-    if not isinstance(source, Segments) or source.swapped:
+    if not copy.source.is_as_stored:
         return False
     count = copy.strides(target).run_length
     few = count * _FEW_RUNS >= copy.region.size
@@ -185,8 +188,7 @@ def _in_long_runs(copy: Copy, target: Box) -> bool:
 
 def _in_source_order(copy: Copy, target: Box) -> bool:
     """Tell whether all of the copy's region is one run in its source, and its runs are not too short to be read."""
-    source = copy.source.source
-    if not isinstance(source, Segments) or source.swapped:
+    if not copy.source.is_as_stored:
         return False
     strides = copy.strides(target)
     return strides.is_in_source_order and strides.run_length * copy.source.dtype.itemsize_bytes >= _MIN_SCATTER_BYTES
@@ -195,7 +197,7 @@ def _in_source_order(copy: Copy, target: Box) -> bool:
 def _copy_runs(files: Files, tensor: TensorPlan, place: Stream, span: Span, buffer: memoryview) -> None:
     """Copy what of the tensor lies in `span`, bytes of its row-major order, run by run."""
     box, itemsize = tensor.spec.box, tensor.spec.dtype.itemsize_bytes
-    sources = [Stream(copy.source.source) for copy in tensor.copies if isinstance(copy.source.source, Segments)]
+    sources = [Stream(stored) for copy in tensor.copies if (stored := copy.source.stored) is not None]
     if _alternate(tensor):
         blocks = box.blocks(max(1, _INTERLEAVED_BYTES // itemsize), *_elements(span, itemsize))
     else:

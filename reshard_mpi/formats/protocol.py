@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Protocol
 
 from reshard_mpi.filesystem.folders import create_file
-from reshard_mpi.formats.manifest import Manifest, ShardSpec
+from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.formats.specs import ShardSpec
 from reshard_mpi.formats.traits import Traits
 
 NO_SUMS: Mapping[str, int] = {}

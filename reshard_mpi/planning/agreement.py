@@ -6,7 +6,9 @@ import hashlib
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 
 from reshard_mpi.errors import CoverageError, DisagreementError
-from reshard_mpi.formats.manifest import ListedTensors, Manifest, TensorSpec
+from reshard_mpi.formats.listed import ListedTensors
+from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.formats.specs import TensorSpec
 from reshard_mpi.planning.listed import PiecesOf
 from reshard_mpi.planning.model import Beginning, Check, Copy, Held, Moment, RankPlan, TensorPlan
 from reshard_mpi.planning.tensors import SourceGroup, SourceTensors

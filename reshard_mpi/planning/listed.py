@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from reshard_mpi.errors import CoverageError
-from reshard_mpi.formats.manifest import ListedTensors, PieceList, Tensors
+from reshard_mpi.formats.columns import Tensors
+from reshard_mpi.formats.listed import ListedTensors, PieceList
 from reshard_mpi.planning.cover import Pieces, Taken, UncoveredError, overlapping
 from reshard_mpi.planning.model import Check, Copy, Group, PlannedTensors, Route
 from reshard_mpi.planning.replicas import Replicas, home_rank

@@ -8,7 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import eq
 from typing import NamedTuple, overload
 
-from reshard_mpi.formats.manifest import ShardIdentity, ShardSpec, SpecKind, Specs, TensorEntry, Tensors, TensorSpec
+from reshard_mpi.formats.columns import TensorEntry, Tensors
+from reshard_mpi.formats.manifest import ShardIdentity
+from reshard_mpi.formats.specs import ShardSpec, SpecKind, Specs, TensorSpec
 from reshard_mpi.planning.copies import Alike
 from reshard_mpi.planning.losses import Lost
 from reshard_mpi.sharding.box import Box
@@ -54,7 +56,12 @@ class Copy(NamedTuple):
 
     def strides(self, target: Box) -> Strides:
         """Return how its elements lie in the source and in an array that holds `target`."""
-        return Strides.between(self.region, self.source_box, self.target_region, target, self.order)
+        return Strides.between(self.region, self.source_box, self.target_region, target, self.order, self.source.steps)
+
+    @property
+    def source_strides(self) -> Strides:
+        """How its elements lie in the source and in a row-major array of the region alone, in the source's order."""
+        return Strides.between(self.region, self.source_box, self.region, self.region, steps=self.source.steps)
 
     def part(self, target_region: Box) -> Copy:
         """Return what becomes `target_region`, which lies in that of this copy."""
@@ -85,8 +92,11 @@ class Copy(NamedTuple):
 
     def halves(self) -> tuple[Copy, Copy]:
         """Cut it in two where that brings the most apart in the source. It has two elements or more."""
-        dim = next(dim for dim, length in enumerate(self.region.shape) if length > 1)
-        length = self.region.shape[dim]
+        shape, steps = self.region.shape, self.source.steps
+        dim = next(dim for dim, length in enumerate(shape) if length > 1)
+        if steps is not None:
+            dim = max((dim for dim, length in enumerate(shape) if length > 1), key=lambda dim: shape[dim] * steps[dim])
+        length = shape[dim]
         return self._cut(dim, 0, length // 2), self._cut(dim, length // 2, length)
 
 

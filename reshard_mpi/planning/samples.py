@@ -14,7 +14,7 @@ from functools import lru_cache, partial
 from itertools import accumulate, islice
 from typing import NamedTuple, TypeVar
 
-from reshard_mpi.formats.manifest import Tensors
+from reshard_mpi.formats.columns import Tensors
 from reshard_mpi.planning.agreement import is_moment
 from reshard_mpi.planning.parameters import find_or_follow
 from reshard_mpi.sharding.box import Box

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from reshard_mpi.errors import CoverageError, LayoutError, StrategyError
-from reshard_mpi.formats.manifest import Manifest, ShardIdentity, SpecKind
+from reshard_mpi.formats.manifest import Manifest, ShardIdentity
+from reshard_mpi.formats.specs import SpecKind
 from reshard_mpi.planning.agreement import (
     agreement_checks,
     common_strings,

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from reshard_mpi.errors import DisagreementError, LayoutError
+from reshard_mpi.formats.columns import Kind, TensorEntry
 from reshard_mpi.formats.dtypes import DType
-from reshard_mpi.formats.manifest import Kind, Manifest, TensorEntry
+from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.planning.parameters import everywhere, find_or_follow
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout, whole_shape

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from reshard_mpi.engine.files import Files
 from reshard_mpi.engine.sums import Span, copies_and_target, place_of, sum_shard
 from reshard_mpi.errors import DamageError
-from reshard_mpi.formats.manifest import Manifest, TensorSpec
+from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.formats.specs import TensorSpec
 from reshard_mpi.journal.records import TensorSum
 from reshard_mpi.planning.model import Check, Copy, Limits, RankPlan
 

@@ -16,7 +16,8 @@ from reshard_mpi.checkpoints.source import MAX_KEPT_BYTES, SourceCheckpoint
 from reshard_mpi.engine.crc import has_short_runs
 from reshard_mpi.engine.regions import takes_numpy
 from reshard_mpi.engine.transfer import are_many, is_gathered
-from reshard_mpi.formats.manifest import KEPT_PLACE_BYTES, KEPT_TENSOR_BYTES, Decoded
+from reshard_mpi.formats.columns import KEPT_PLACE_BYTES, KEPT_TENSOR_BYTES
+from reshard_mpi.formats.places import Decoded
 from reshard_mpi.formats.traits import Costs
 from reshard_mpi.planning.model import Group, RankPlan, TensorPlan
 from reshard_mpi.runs.conversion import LIMITS, Conversion

@@ -11,7 +11,9 @@ from reshard_mpi import formats
 from reshard_mpi.checkpoints.discovery import ShardFiles
 from reshard_mpi.engine.sums import sum_tensors, takes_numpy
 from reshard_mpi.errors import DamageError, ReshardError
-from reshard_mpi.formats.manifest import Manifest, Segments, TensorEntry, TensorSpec
+from reshard_mpi.formats.columns import TensorEntry
+from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.formats.specs import TensorSpec
 from reshard_mpi.journal.commit_record import CommitRecord
 from reshard_mpi.journal.records import (
     COMMIT_RECORD,
@@ -195,10 +197,10 @@ def _placed(
 
 
 def _damaged(shard: Manifest, name: str, expected: int, found: int) -> DamageError:
-    source = shard.tensors[name].source
+    stored = shard.tensors[name].stored
     place = ""
-    if isinstance(source, Segments) and source.ranges:
-        first, last = source.ranges[0], source.ranges[-1]
+    if stored is not None and stored.ranges:
+        first, last = stored.ranges[0], stored.ranges[-1]
         place = f", bytes {first.offset_bytes} to {last.offset_bytes + last.length_bytes}"
     return DamageError(
         f"{name!r} is damaged",

@@ -21,7 +21,7 @@ from reshard_mpi.runs.conversion import LIMITS, Conversion
 from reshard_mpi.runs.differences import where_it_differs
 from reshard_mpi.runs.division import assign
 from reshard_mpi.runs.memory import RunMemory
-from reshard_mpi.runs.outcome import EXPECTED, Checked, Failure, Outcome
+from reshard_mpi.runs.outcome import EXPECTED, Checked, Failure, Outcome, agreed
 from reshard_mpi.runs.progress import Progress
 from reshard_mpi.runs.projection import checking_bytes
 from reshard_mpi.runs.request import Request, Strategies
@@ -64,7 +64,7 @@ def _verify_pair(request: Request, comm: Comm, strategies: Strategies | None, me
         conversion.drifted_tensors(damaged_are_replaced=True, process=comm.rank, processes=comm.size)
         return conversion, target, governor
 
-    conversion, target, governor = _agreed(begin, comm)
+    conversion, target, governor = agreed(begin, comm)
     weights = conversion.target_weights(range(conversion.target.world_size))
 
     def check(rank: int) -> tuple[Checked, list[ReshardError]]:
@@ -104,7 +104,7 @@ def _verify_alone(request: Request, comm: Comm, memory: RunMemory) -> Outcome:
     def begin() -> tuple[discovery.ShardFiles, Governor]:
         return _shards(request.source, request.select), memory.open()
 
-    files, governor = _agreed(begin, comm)
+    files, governor = agreed(begin, comm)
     files = files.one_by_one() if files.is_folder else files
 
     def check(rank: int) -> tuple[Checked, list[ReshardError]]:
@@ -129,20 +129,6 @@ def _verify_alone(request: Request, comm: Comm, memory: RunMemory) -> Outcome:
 def _shards(path: str, select: str | None = None, role: str = "source") -> discovery.ShardFiles:
     require_reachable(path)
     return discovery.find_shards(path, select, role=role)
-
-
-def _agreed(begin: Callable[[], T], comm: Comm) -> T:
-    """Return what `begin` does; raise, on all processes alike, what went wrong with it on one of them."""
-    done: list[T] = []
-    failures: tuple[Failure, ...] = ()
-    try:
-        done.append(begin())
-    except EXPECTED as error:
-        failures = (Failure.here(None, comm, as_reshard_error(error)),)
-    for outcome in comm.allgather(Outcome(failures=failures)):
-        for failure in outcome.failures:
-            raise failure.named(alone=True)
-    return done[0]
 
 
 def _each(

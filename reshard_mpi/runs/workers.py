@@ -15,27 +15,26 @@ import pickle
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any
 
 from reshard_mpi.errors import ReshardError, TransformError, as_reshard_error
-from reshard_mpi.processes.comm import MEANWHILE_SECONDS, Comm, SerialComm
+from reshard_mpi.processes.comm import Comm, SerialComm
 from reshard_mpi.processes.forks import Channel, Fork, wait_for_any
 from reshard_mpi.processes.governor.admission import Governor
 from reshard_mpi.processes.governor.allotment import finish, register_worker
 from reshard_mpi.processes.hosts import host_name
 from reshard_mpi.processes.imports import fresh_interpreter, import_environment
 from reshard_mpi.processes.jobs import ONE_THREAD, processes_by_default, processes_of_use
-from reshard_mpi.processes.signals import INTERRUPTED, exit_when_terminated
+from reshard_mpi.processes.signals import exit_when_terminated
 from reshard_mpi.runs.memory import RunMemory
 from reshard_mpi.runs.outcome import Failure, Outcome, TargetReport
+from reshard_mpi.runs.pipes import PipeComm, PipeProgress, ends_quietly, tell
 from reshard_mpi.runs.progress import Progress
 from reshard_mpi.runs.request import Request, Strategies
-
-T = TypeVar("T")
 
 _START = "from reshard_mpi.runs.workers import parent_main; parent_main(*{descriptors})"
 # What must not be there when a process is forked: libraries whose state does not survive it.
@@ -43,64 +42,7 @@ _NOT_TO_FORK = ("h5py", "mpi4py.MPI")
 _TO_STOP = (signal.SIGINT, signal.SIGTERM)
 _THREADS = Path("/proc/self/task")
 _LOOK_AT_MEMORY = "run again; if it was killed from outside, make sure there is memory for it"
-_PROGRESS_SECONDS = 0.1
 _STOP_SECONDS = 10.0
-
-
-class PipeComm:
-    """A worker's side: values go through the parent."""
-
-    def __init__(self, channel: Channel, rank: int, size: int) -> None:
-        self._channel = channel
-        self._do: Callable[[], None] | None = None
-        self.rank = rank
-        self.size = size
-        self.hosts = (host_name(os.environ),) * size
-
-    def meanwhile(self, do: Callable[[], None]) -> None:
-        self._do = do
-
-    def allgather(self, value: T) -> list[T]:
-        self._channel.send(("gather", value))
-        while self._do is not None and not self._channel.is_ready(MEANWHILE_SECONDS):
-            self._do()
-        values: list[T] = self._channel.receive()
-        return values
-
-
-class PipeProgress:
-    """Tells the parent what a worker does, not more often than is worth it."""
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-        self._moved_bytes = 0
-        self._next = 0.0
-
-    def assigned(self, ranks: tuple[int, ...]) -> None:
-        self._channel.send(("assigned", (ranks,)))
-
-    def started(self, rank: int, written_bytes: int) -> None:
-        self._channel.send(("started", (rank, written_bytes)))
-
-    def waiting(self, text: str) -> None:
-        self._channel.send(("waiting", (text,)))
-
-    def moved(self, count_bytes: int) -> None:
-        self._moved_bytes += count_bytes
-        if time.monotonic() >= self._next:
-            self._flush()
-
-    def finished(self, report: TargetReport) -> None:
-        self._flush()
-        self._channel.send(("finished", (report,)))
-
-    def close(self) -> None:
-        pass
-
-    def _flush(self) -> None:
-        self._next = time.monotonic() + _PROGRESS_SECONDS
-        self._channel.send(("moved", (self._moved_bytes,)))
-        self._moved_bytes = 0
 
 
 @dataclass(slots=True)
@@ -125,6 +67,7 @@ class Task(StrEnum):
     CONVERT = "runs.transform:convert"
     VERIFY_PAIR = "runs.verify:verify_pair"
     VERIFY_ALONE = "runs.verify:verify_alone"
+    DIFF = "runs.diff:diff"
 
     def load(self) -> Callable[[Request, Comm, Progress, Strategies | None], Outcome]:
         """Return the function, with all that it needs loaded."""
@@ -150,10 +93,8 @@ def run_with_workers(request: Request, jobs: int | None, progress: Progress, wor
 def _run_here(request: Request, jobs: int | None, progress: Progress, work: Task, memory: RunMemory) -> Outcome:
     """Be the parent of the workers."""
     memory.to_open((request.src_strategy, request.dst_strategy), f"reading the strategies of {request.source}")
-    with _Reading(request, work) as reading:
-        # While that process reads the strategies, this one loads all that the workers need.
-        work.load()
-        strategies, shards = reading.result()
+    strategies, shards = _read(request), 0 if work is Task.CONVERT else _count_shards(request, work)
+    work.load()  # here, so that no worker has to
     targets = len(request.ranks) if request.ranks else strategies.target.world_size
     notes: tuple[str, ...] = ()
     if jobs is None:
@@ -191,7 +132,7 @@ def parent_main(*descriptors: int) -> None:
     """Be the parent of workers for a process that must not fork; it is at the other end of the channel."""
     exit_when_terminated()
     channel = Channel(*descriptors)
-    with _ends_quietly():
+    with ends_quietly():
         request, jobs, work = channel.receive()
         try:
             result: Outcome | ReshardError = run_with_workers(request, jobs, PipeProgress(channel), work)
@@ -205,58 +146,11 @@ def _may_fork() -> bool:
     return len(list(_THREADS.iterdir())) == 1 and not any(name in sys.modules for name in _NOT_TO_FORK)
 
 
-class _Reading:
-    """A process that reads the strategies, ended with the block if it has not come to its end by then.
-
-    It also counts the shards that are to be verified, if that is the `work`.
-    """
-
-    def __init__(self, request: Request, work: Task) -> None:
-        self._channel, theirs = Channel.pair()
-        # A signal to stop is for when it is sure that the process will be ended.
-        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, _TO_STOP)
-
-        def read() -> None:
-            signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
-            self._channel.close()
-            _read_strategies(theirs, request, work)
-
-        self._process = Fork(read)
-        theirs.close()
-
-    def __enter__(self) -> Self:
-        try:
-            signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
-        except BaseException as error:
-            self.__exit__(type(error))
-            raise
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            self._process.kill()  # it has nothing to tidy up
-        self._channel.close()
-        self._process.wait()
-
-    def result(self) -> tuple[Strategies, int]:
-        """Return what has been read, and the number of shards. Raises what is wrong with the strategies."""
-        try:
-            found: tuple[Strategies, int] | ReshardError = self._channel.receive()
-        except EOFError:
-            cause = _cause(self._process.wait())
-            problem = "the process that reads the strategies died"
-            raise TransformError(problem, expected="what they say", got=cause, remedy=_LOOK_AT_MEMORY) from None
-        if isinstance(found, ReshardError):
-            raise found
-        return found
-
-
-def _read_strategies(channel: Channel, request: Request, work: Task) -> None:
-    with _ends_quietly():
-        try:
-            channel.send((Strategies.read(request), 0 if work is Task.CONVERT else _count_shards(request, work)))
-        except (ReshardError, OSError) as error:
-            channel.send(as_reshard_error(error))
+def _read(request: Request) -> Strategies:
+    try:
+        return Strategies.read(request)
+    except OSError as error:
+        raise as_reshard_error(error) from error
 
 
 def _count_shards(request: Request, work: Task) -> int:
@@ -289,7 +183,7 @@ def _run_elsewhere(request: Request, jobs: int | None, progress: Progress, work:
             kind, value = ours.receive()
             if kind == "result":
                 break
-            _tell(progress, kind, value)
+            tell(progress, kind, value)
     except (EOFError, ConnectionResetError, BrokenPipeError):
         problem, cause = "the parent of the worker processes died", _cause(process.wait())
         raise TransformError(problem, expected="a result", got=cause, remedy=_LOOK_AT_MEMORY) from None
@@ -341,7 +235,7 @@ def _work(
     governor: Governor,
 ) -> None:
     """Be a worker."""
-    with _ends_quietly():
+    with ends_quietly():
         try:
             comm, progress = PipeComm(channel, rank, size), PipeProgress(channel)
             register_worker(governor)
@@ -351,18 +245,6 @@ def _work(
             result = error
         finish()
         channel.send(("result", result))
-
-
-@contextlib.contextmanager
-def _ends_quietly() -> Iterator[None]:
-    """End this process without a word where there is nothing to say or nobody left to hear it."""
-    os.setpgid(0, 0)  # an interrupt from the terminal is for the parent, which ends the others itself
-    try:
-        yield
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
-    except (BrokenPipeError, EOFError, ConnectionResetError):
-        sys.exit(1)  # the parent is gone, and with it whoever wanted to know
 
 
 def _serve(workers: list[_Worker], progress: Progress, memory: RunMemory) -> Outcome | ReshardError:
@@ -390,7 +272,7 @@ def _serve(workers: list[_Worker], progress: Progress, memory: RunMemory) -> Out
                 worker.gathering, worker.value, worker.target = True, value, None
             else:
                 _note(worker, kind, value)
-                _tell(progress, kind, value)
+                tell(progress, kind, value)
         waiting = [worker for worker in open_workers if worker.gathering]
         if waiting and len(waiting) == len(open_workers):
             values = [worker.value if worker.alive else worker.lost for worker in workers]
@@ -399,10 +281,6 @@ def _serve(workers: list[_Worker], progress: Progress, memory: RunMemory) -> Out
                 with contextlib.suppress(BrokenPipeError):
                     worker.channel.send(values)
     return result if result is not None else lost._replace(processes=len(workers))
-
-
-def _tell(progress: Progress, kind: str, arguments: tuple[Any, ...]) -> None:
-    getattr(progress, kind)(*arguments)
 
 
 def _note(worker: _Worker, kind: str, arguments: tuple[Any, ...]) -> None:

@@ -17,11 +17,12 @@ from reshard_mpi.errors import ShardError, TransformError, told
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.protocol import Format
 from reshard_mpi.journal.publication import Publication, opened_partial
-from reshard_mpi.journal.records import Evidence, TensorSum
+from reshard_mpi.journal.records import TensorSum
 from reshard_mpi.journal.targets import Journal, Unrecorded
 from reshard_mpi.planning.model import Limits, RankPlan
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.division import Share, Work
+from reshard_mpi.runs.due import DueTargets
 from reshard_mpi.runs.memory import RunMemory
 from reshard_mpi.runs.outcome import (
     Failure,
@@ -38,18 +39,6 @@ from reshard_mpi.runs.prepared import Run
 from reshard_mpi.runs.progress import Progress
 
 T = TypeVar("T")
-
-
-class Plans(NamedTuple):
-    """What is to be written.
-
-    of: the plan of a target. peak_bytes: what that is projected to take. due: the targets that are to be written at
-    all, and what their records are to say.
-    """
-
-    of: Callable[[int], RankPlan]
-    peak_bytes: Mapping[int, int]
-    due: Mapping[int, Evidence]
 
 
 class _Led(NamedTuple):
@@ -74,7 +63,7 @@ class Writer:
         journal: Journal | Unrecorded,
         works: Sequence[Work],
         comm: Comm,
-        plans: Plans,
+        due: DueTargets,
         memory: RunMemory,
         progress: Progress,
     ) -> None:
@@ -83,8 +72,7 @@ class Writer:
         self._works = works
         self._comm = comm
         self._work = works[comm.rank]
-        self._plans = plans
-        self._due = plans.due
+        self._due = due
         self._memory = memory
         self._progress = progress
         self._limits = run.conversion.limits
@@ -96,7 +84,7 @@ class Writer:
 
         Shared targets are filled last, so that processes that have finished wait as little as can be for others.
         """
-        self._progress.assigned(tuple(rank for rank in self._work.leads if rank in self._due))
+        self._progress.assigned(tuple(rank for rank in self._work.leads if rank in self._due.evidence))
         if not any(work.shares for work in self._works):
             return self._write_alone()
         with ExitStack() as publications:
@@ -117,7 +105,7 @@ class Writer:
     def _write_alone(self) -> Outcome:
         outcome = Outcome()
         for rank in self._work.alone:
-            if rank in self._due:
+            if rank in self._due.evidence:
                 outcome = outcome.joined([self._attempt(rank, self._write_target)])
                 self._memory.turn()
         return outcome
@@ -148,7 +136,7 @@ class Writer:
             return Part(reserved=(reserved,))
 
         shared = {share.target for share in self._work.shares}
-        ranks = [rank for rank in self._work.leads if rank in shared and rank in self._due]
+        ranks = [rank for rank in self._work.leads if rank in shared and rank in self._due.evidence]
         return Part().joined(record_of(Part, self._attempt(rank, reserve)) for rank in ranks)
 
     def _fill(self, reservations: Mapping[int, Reserved]) -> Part:
@@ -190,7 +178,7 @@ class Writer:
 
     def _writing(self, rank: int) -> AbstractContextManager[Publication]:
         path, say = self._run.path(rank), self._progress.waiting
-        return self._journal.writing(rank, path, self._due[rank], self._format.MODE, say)
+        return self._journal.writing(rank, path, self._due.evidence[rank], self._format.MODE, say)
 
     def _reserved(self, publication: Publication, plan: RankPlan) -> Manifest:
         """Write all of a target but its payloads."""
@@ -254,8 +242,8 @@ class Writer:
     def _plan(self, rank: int) -> tuple[RankPlan, float]:
         """Have the memory that the target `rank` takes; return its plan, and the seconds waited."""
         purpose = f"target rank {rank} of {self._run.request.target}"
-        self._memory.to_move(self._plans.peak_bytes[rank], purpose)
-        return self._plans.of(rank), self._memory.take_waited_seconds()
+        self._memory.to_move(self._due.peak_bytes[rank], purpose)
+        return self._due.plan(rank), self._memory.take_waited_seconds()
 
     def _attempt(self, rank: int, do: Callable[[int], T]) -> T | Outcome:
         return attempt(partial(do, rank), self._comm, rank, self._run.path(rank))
@@ -272,7 +260,7 @@ class Writer:
             seconds=time.monotonic() - begin,
             engine_seconds=max(part.seconds for part in filled),
             waited_seconds=waited_seconds + max(part.waited_seconds for part in filled),
-            leased_bytes=self._plans.peak_bytes[plan.target_rank],
+            leased_bytes=self._due.peak_bytes[plan.target_rank],
             process=self._comm.rank,
             processes=len(filled),
         )

@@ -41,14 +41,21 @@ class Strides(NamedTuple):
 
     @classmethod
     def between(
-        cls, region: Box, source: Box, target_region: Box, target: Box, order: tuple[int, ...] | None = None
+        cls,
+        region: Box,
+        source: Box,
+        target_region: Box,
+        target: Box,
+        order: tuple[int, ...] | None = None,
+        steps: tuple[int, ...] | None = None,
     ) -> Strides:
         """Return how `region` of `source` lies there, and as `target_region` in `target`.
 
         order: the dimensions of the source as they follow each other in the target; None: as in the source. Either side
-        may have further dimensions of length 1.
+        may have further dimensions of length 1. steps: how far apart elements of the source are in each dimension, if
+        it is not row-major.
         """
-        source_steps, target_steps = _steps(source), _steps(target)
+        source_steps, target_steps = steps or _steps(source), _steps(target)
         lengths = region.shape
         dimensions: list[tuple[int, int, int]] = []
         for at, to in paired(region, target_region, order):
@@ -58,12 +65,19 @@ class Strides(NamedTuple):
             dimensions.append((length, step, target_step))
         if 0 in lengths:
             dimensions = [(0, 1, 1)]
-        return cls(source.offset_of(region), target.offset_of(target_region), tuple(dimensions))
+        firsts = (first - low for first, low in zip(region.start, source.start))
+        source_offset = sum(map(mul, firsts, source_steps))
+        return cls(source_offset, target.offset_of(target_region), tuple(dimensions))
 
     @property
     def size(self) -> int:
         """The number of elements."""
         return math.prod(length for length, _, _ in self.dimensions)
+
+    @property
+    def source_span(self) -> int:
+        """How many elements of the source lie from the first to the last of them, with those between."""
+        return 1 + sum((length - 1) * step for length, step, _ in self.dimensions) if self.size else 0
 
     @property
     def run_length(self) -> int:

@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 
 from reshard_mpi.errors import ReshardError, ShardError, TargetError
 from reshard_mpi.formats.dtypes import BY_NAME, DType
-from reshard_mpi.formats.manifest import Manifest, ShardIdentity, ShardSpec, TensorSpec
+from reshard_mpi.formats.manifest import Manifest, ShardIdentity
 from reshard_mpi.formats.protocol import Format, reserve_file
+from reshard_mpi.formats.specs import ShardSpec, TensorSpec
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.testing import samples, strategies
 from reshard_mpi.testing.samples import Contents, SampleTensor

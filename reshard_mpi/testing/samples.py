@@ -11,9 +11,12 @@ from random import Random
 
 import numpy as np
 
+from reshard_mpi.formats.columns import TensorEntry
 from reshard_mpi.formats.dtypes import DType
-from reshard_mpi.formats.manifest import Manifest, Segments, ShardIdentity, ShardSpec, TensorEntry, TensorSpec
+from reshard_mpi.formats.manifest import Manifest, ShardIdentity
+from reshard_mpi.formats.places import Decoded, Segments, Strided
 from reshard_mpi.formats.protocol import Format, reserve_file, seal_file
+from reshard_mpi.formats.specs import ShardSpec, TensorSpec
 from reshard_mpi.sharding.box import Box
 
 
@@ -59,9 +62,13 @@ def spec_of(contents: Contents, identity: ShardIdentity | None = None) -> ShardS
 
 def payload(entry: TensorEntry) -> bytes:
     """Return the bytes of a located tensor, in this machine's byte order."""
-    if not isinstance(entry.source, Segments):
+    if isinstance(entry.source, Decoded):
         return entry.source.read(Box.whole(entry.shape)).tobytes()
-    content = b"".join(_read(part.path, part.offset_bytes, part.length_bytes) for part in entry.source.ranges)
+    assert entry.stored is not None
+    content = b"".join(_read(part.path, part.offset_bytes, part.length_bytes) for part in entry.stored.ranges)
+    if isinstance(entry.source, Strided) and content:
+        element = np.dtype((np.void, entry.dtype.itemsize_bytes))
+        content = np.ndarray(entry.shape, element, content, 0, entry.source.strides_bytes).tobytes()
     if entry.source.swapped:
         content = np.frombuffer(content, dtype=f"u{entry.dtype.part_bytes}").byteswap().tobytes()
     return content

@@ -36,7 +36,7 @@ from support.processes import run_command
 import reshard_mpi
 from reshard_mpi.checkpoints import source
 from reshard_mpi.errors import DisagreementError, ShardError, TransformError
-from reshard_mpi.runs import transform
+from reshard_mpi.runs import due
 from reshard_mpi.runs.write import Writer
 
 Capture = pytest.CaptureFixture[str]
@@ -447,7 +447,7 @@ def test_a_file_that_is_truncated_after_it_was_planned_with(
     with monkeypatch.context() as patch:
         patch.setattr(Writer, "write", truncate_and_write)
         if not kept:
-            patch.setattr(transform, "MAX_KEPT_PLANS", 0)
+            patch.setattr(due, "MAX_KEPT_PLANS", 0)
             patch.setattr(source, "MAX_KEPT_BYTES", 1)
         if kept:
             assert_failed(c, capsys, "a source file became shorter while it was read\n", c.shard(2))

@@ -20,8 +20,10 @@ from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.engine.arrays import load_shard
 from reshard_mpi.engine.gather import raw_dtype
 from reshard_mpi.errors import ReshardError
+from reshard_mpi.formats.columns import TensorEntry, Tensors
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.manifest import Decoded, Manifest, TensorEntry, Tensors
+from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.formats.places import Decoded
 from reshard_mpi.planning.model import RankPlan
 from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.runs.conversion import Conversion

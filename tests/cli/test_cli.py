@@ -381,6 +381,7 @@ def test_help_names_every_command_and_option(capsys: Capture) -> None:
         "transform",
         "plan",
         "verify",
+        "diff",
         "commit",
         "ranks",
         "merge-strategies",

@@ -14,17 +14,11 @@ from hypothesis import strategies as st
 
 from reshard_mpi.engine import batches, transfer
 from reshard_mpi.engine.transfer import write_shard
+from reshard_mpi.formats.columns import Kind, TensorEntry, Tensors
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.manifest import (
-    ByteRange,
-    Kind,
-    Manifest,
-    Segments,
-    ShardIdentity,
-    SpecKind,
-    TensorEntry,
-    Tensors,
-)
+from reshard_mpi.formats.manifest import Manifest, ShardIdentity
+from reshard_mpi.formats.places import ByteRange, Segments
+from reshard_mpi.formats.specs import SpecKind
 from reshard_mpi.planning.model import Group, Limits, PlannedTensors, RankPlan, Route
 from reshard_mpi.sharding.box import Box
 

@@ -23,17 +23,11 @@ from reshard_mpi.engine.regions import first_difference
 from reshard_mpi.engine.sums import copies_and_target, sum_shard
 from reshard_mpi.engine.transfer import write_shard
 from reshard_mpi.errors import ShardError
+from reshard_mpi.formats.columns import TensorEntry, Tensors
 from reshard_mpi.formats.dtypes import BY_NAME, DType
-from reshard_mpi.formats.manifest import (
-    ByteRange,
-    Decoded,
-    Manifest,
-    Segments,
-    ShardIdentity,
-    TensorEntry,
-    Tensors,
-    TensorSpec,
-)
+from reshard_mpi.formats.manifest import Manifest, ShardIdentity
+from reshard_mpi.formats.places import ByteRange, Decoded, Segments, Strided
+from reshard_mpi.formats.specs import TensorSpec
 from reshard_mpi.planning.model import Check, Copy, Limits, PlannedTensors, RankPlan, TensorPlan
 from reshard_mpi.sharding.box import Box
 
@@ -133,20 +127,39 @@ def _around(draw: st.DrawFn, region: Box, shape: tuple[int, ...]) -> Box:
     )
 
 
+def _swapped(content: bytes, dtype: DType) -> bytes:
+    parts = np.frombuffer(content, np.uint8).reshape(-1, dtype.part_bytes)
+    return parts[:, ::-1].tobytes()
+
+
+def _strided(draw: st.DrawFn, path: Path, dtype: DType, held: np.ndarray) -> TensorEntry:
+    """Return a tensor that is a view of a larger array in another order of axes, with every second or third element."""
+    axes = draw(st.permutations(range(held.ndim)))
+    every = [draw(st.sampled_from([1, 1, 2, 3])) for _ in axes]
+    before = [draw(st.integers(0, 2)) for _ in axes]
+    shape = [first + held.shape[axis] * step for axis, first, step in zip(axes, before, every)]
+    whole = np.zeros(shape, held.dtype)
+    whole[tuple(slice(first, None, step) for first, step in zip(before, every))] = held.transpose(axes)
+    steps = {axis: stride * step for axis, stride, step in zip(axes, whole.strides, every)}
+    swapped = draw(st.booleans())
+    content = _swapped(whole.tobytes(), dtype) if swapped else whole.tobytes()
+    path.write_bytes(b"abc" + content)
+    offset_bytes = 3 + sum(map(int, np.multiply(before, whole.strides)))
+    strides_bytes = tuple(steps[axis] for axis in range(held.ndim))
+    return TensorEntry("w", dtype, held.shape, Strided(str(path), offset_bytes, strides_bytes, swapped))
+
+
 def _source(draw: st.DrawFn, path: Path, dtype: DType, held: np.ndarray) -> TensorEntry:
     content = held.tobytes()
-    kind = draw(st.sampled_from(["plain", "swapped", "decoded"]))
+    kind = draw(st.sampled_from(["plain", "swapped", "decoded", "strided"]))
     if kind == "decoded":
         raw = np.frombuffer(content, held.dtype).reshape(held.shape)
         chunk = tuple(draw(st.integers(1, 4)) for _ in held.shape)
         return TensorEntry("w", dtype, held.shape, Decoded(str(path), lambda box: _cut(raw, box), chunk, 0, 0))
+    if kind == "strided":
+        return _strided(draw, path, dtype, held)
     if kind == "swapped":
-        content = (
-            np.frombuffer(content, f"V{dtype.part_bytes}")
-            .view(np.uint8)
-            .reshape(-1, dtype.part_bytes)[:, ::-1]
-            .tobytes()
-        )
+        content = _swapped(content, dtype)
     ranges, offset = [], 3
     with path.open("wb") as stream:
         for length in draw(cut_bytes(len(content))):

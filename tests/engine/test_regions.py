@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reshard_mpi.engine import regions
+from reshard_mpi.formats.columns import TensorEntry
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.manifest import ByteRange, Segments, TensorEntry
+from reshard_mpi.formats.places import ByteRange, Segments
 from reshard_mpi.planning.model import Copy
 from reshard_mpi.sharding.box import Box
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 from reshard_mpi.formats import ckpt, hdf5
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.manifest import ShardIdentity, ShardSpec, TensorSpec
+from reshard_mpi.formats.manifest import ShardIdentity
 from reshard_mpi.formats.protocol import reserve_file, seal_file
+from reshard_mpi.formats.specs import ShardSpec, TensorSpec
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.testing import samples
 from reshard_mpi.testing.samples import Contents, SampleTensor

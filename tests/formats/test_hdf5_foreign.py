@@ -13,7 +13,7 @@ from support import hdf5_peer
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import hdf5
-from reshard_mpi.formats.manifest import Decoded, Segments
+from reshard_mpi.formats.places import Decoded, Segments
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.testing.samples import payload
 

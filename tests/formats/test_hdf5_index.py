@@ -20,8 +20,10 @@ from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import hdf5
 from reshard_mpi.formats.dtypes import BY_NAME, DType
 from reshard_mpi.formats.hdf5 import index, reading, superblock
-from reshard_mpi.formats.manifest import ByteRange, Manifest, ShardIdentity, ShardSpec, TensorSpec
+from reshard_mpi.formats.manifest import Manifest, ShardIdentity
+from reshard_mpi.formats.places import ByteRange
 from reshard_mpi.formats.protocol import reserve_file, seal_file
+from reshard_mpi.formats.specs import ShardSpec, TensorSpec
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.testing import samples, strategies
 from reshard_mpi.testing.samples import Contents, SampleTensor

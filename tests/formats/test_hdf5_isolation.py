@@ -19,7 +19,7 @@ import pytest
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import hdf5
 from reshard_mpi.formats.hdf5 import isolation
-from reshard_mpi.formats.manifest import Decoded
+from reshard_mpi.formats.places import Decoded
 from reshard_mpi.sharding.box import Box
 
 # Stands for the library: the name of the file says what it does. Whatever has another name is read.

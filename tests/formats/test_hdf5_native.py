@@ -11,8 +11,9 @@ import pytest
 from reshard_mpi.errors import TargetError
 from reshard_mpi.formats import files, hdf5
 from reshard_mpi.formats.dtypes import BY_NAME, to_numpy
-from reshard_mpi.formats.manifest import ShardIdentity, ShardSpec, TensorSpec
+from reshard_mpi.formats.manifest import ShardIdentity
 from reshard_mpi.formats.protocol import reserve_file
+from reshard_mpi.formats.specs import ShardSpec, TensorSpec
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.testing import samples
 from reshard_mpi.testing.samples import Contents, SampleTensor

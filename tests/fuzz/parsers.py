@@ -18,7 +18,8 @@ from unittest import mock
 from reshard_mpi import formats
 from reshard_mpi.errors import ReshardError
 from reshard_mpi.formats.hdf5 import index, superblock
-from reshard_mpi.formats.manifest import Decoded, Manifest
+from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.formats.places import Decoded
 from reshard_mpi.journal.commit import commit
 from reshard_mpi.journal.commit_record import CommitRecord
 from reshard_mpi.journal.records import COMMIT_RECORD, STATE, RunIdentity, TargetRecord, record_path, run_path

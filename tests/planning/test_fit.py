@@ -25,7 +25,9 @@ from reshard_mpi.engine import excerpts
 from reshard_mpi.engine.excerpts import excerpt
 from reshard_mpi.engine.files import Files
 from reshard_mpi.errors import DisagreementError, StrategyError
-from reshard_mpi.formats.manifest import ByteRange, Decoded, Manifest, TensorEntry
+from reshard_mpi.formats.columns import TensorEntry
+from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.formats.places import ByteRange, Decoded
 from reshard_mpi.planning.samples import MAX_PAIRS, PLACE_ELEMENTS, places, rank_pairs
 from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.sharding import strategy

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from reshard_mpi.formats.columns import Kind, Tensors
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.manifest import Kind, ListedTensors, Piece, SpecKind, Tensors
+from reshard_mpi.formats.listed import ListedTensors, Piece
+from reshard_mpi.formats.specs import SpecKind
 from reshard_mpi.planning.listed import PiecesOf
 from reshard_mpi.planning.model import Group, Route
 from reshard_mpi.planning.replicas import Replicas

@@ -12,7 +12,8 @@ from support.cases import Case, cases
 from support.in_memory import check_every_element, entry, manifest, manifests_of, strategy_of
 
 from reshard_mpi.errors import CoverageError, DisagreementError, LayoutError, ReshardError, StrategyError
-from reshard_mpi.formats.manifest import Manifest, TensorEntry
+from reshard_mpi.formats.columns import TensorEntry
+from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.planning.copies import Alike, dealt
 from reshard_mpi.planning.disputes import Claim, Dispute
 from reshard_mpi.planning.losses import Lost

@@ -13,8 +13,9 @@ from support.slurm_jobs import rank_environment
 
 from reshard_mpi import formats
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.manifest import ShardIdentity, ShardSpec, TensorSpec
+from reshard_mpi.formats.manifest import ShardIdentity
 from reshard_mpi.formats.protocol import reserve_file, seal_file
+from reshard_mpi.formats.specs import ShardSpec, TensorSpec
 from reshard_mpi.processes.jobs import ONE_THREAD
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Placement, Strategy

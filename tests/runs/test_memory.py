@@ -18,18 +18,12 @@ from support.processes import measure_peak
 
 from reshard_mpi import formats
 from reshard_mpi.filesystem.folders import FileIdentity
+from reshard_mpi.formats.columns import TensorEntry, Tensors
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.manifest import (
-    ByteRange,
-    Manifest,
-    Segments,
-    ShardIdentity,
-    ShardSpec,
-    TensorEntry,
-    Tensors,
-    TensorSpec,
-)
+from reshard_mpi.formats.manifest import Manifest, ShardIdentity
+from reshard_mpi.formats.places import ByteRange, Segments
 from reshard_mpi.formats.protocol import reserve_file, seal_file
+from reshard_mpi.formats.specs import ShardSpec, TensorSpec
 from reshard_mpi.runs.outcome import Reserved
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout

@@ -20,8 +20,9 @@ from support.oracle import RawLayout
 import reshard_mpi
 from reshard_mpi import formats
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.manifest import ShardIdentity, ShardSpec, TensorSpec
+from reshard_mpi.formats.manifest import ShardIdentity
 from reshard_mpi.formats.protocol import reserve_file, seal_file
+from reshard_mpi.formats.specs import ShardSpec, TensorSpec
 from reshard_mpi.runs import preflight
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.testing import samples, strategies

@@ -372,7 +372,7 @@ def test_a_run_that_is_stopped_while_strategies_are_read(tmp_path: Path) -> None
     (tmp_path / "stand_in").mkdir()
     read = (
         "import os, signal, time\nfrom reshard_mpi.runs.request import Strategies\n\n"
-        "def read(request):\n    os.kill(os.getppid(), signal.SIGTERM)\n    time.sleep(30)\n\n"
+        "def read(request):\n    os.kill(os.getpid(), signal.SIGTERM)\n    time.sleep(30)\n\n"
         "Strategies.read = read\n"
     )
     (tmp_path / "stand_in" / "sitecustomize.py").write_text(read)

@@ -15,7 +15,7 @@ from typing import Any
 
 from reshard_mpi import formats
 from reshard_mpi.errors import ReshardError
-from reshard_mpi.formats.manifest import Decoded
+from reshard_mpi.formats.places import Decoded
 from reshard_mpi.sharding import strategy
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strategy import table

@@ -10,8 +10,10 @@ import numpy as np
 
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.errors import ShardError
+from reshard_mpi.formats.columns import TensorEntry, Tensors
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.manifest import ByteRange, Manifest, Segments, TensorEntry, Tensors
+from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.formats.places import ByteRange, Segments
 from reshard_mpi.planning.model import RankPlan
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import Placement, Strategy

@@ -13,8 +13,9 @@ from reshard_mpi import formats
 from reshard_mpi.checkpoints import discovery
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.manifest import ShardIdentity, ShardSpec, TensorSpec
+from reshard_mpi.formats.manifest import ShardIdentity
 from reshard_mpi.formats.protocol import reserve_file, seal_file
+from reshard_mpi.formats.specs import ShardSpec, TensorSpec
 from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.sharding import strategy
 from reshard_mpi.sharding.box import Box

@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from reshard_mpi.errors import ShardError, told
+from reshard_mpi.formats.columns import Tensors
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.manifest import ListedTensors, Manifest, Piece, ShardSpec, SpecKind, Specs, Tensors
+from reshard_mpi.formats.listed import ListedTensors, Piece
+from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.formats.specs import ShardSpec, SpecKind, Specs
 from reshard_mpi.formats.traits import Costs, Traits
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.units import KIB

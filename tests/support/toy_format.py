@@ -14,9 +14,11 @@ from typing import Any
 
 from reshard_mpi.errors import ShardError, UsageError
 from reshard_mpi.formats import files
+from reshard_mpi.formats.columns import Kind, Tensors
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.manifest import Kind, Manifest, ShardSpec, Tensors
+from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.protocol import NO_SUMS
+from reshard_mpi.formats.specs import ShardSpec
 from reshard_mpi.formats.traits import Costs, Traits
 from reshard_mpi.units import KIB
 

@@ -10,8 +10,10 @@ from reshard_mpi.formats import files
 from reshard_mpi.formats.ckpt import structure
 from reshard_mpi.formats.ckpt.values import STRING_TYPE, USUAL_START, Known, Value, is_trailer, learn, value_at
 from reshard_mpi.formats.ckpt.wire import Reader
+from reshard_mpi.formats.columns import TensorEntry, Tensors
 from reshard_mpi.formats.dtypes import BY_MINDSPORE_NAME, DType
-from reshard_mpi.formats.manifest import Manifest, Segments, TensorEntry, Tensors
+from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.formats.places import Segments
 
 NAME = "ckpt"
 # First four bytes of a file saved with enc_key, as a little-endian number (seen in files of MindSpore 2.10).

@@ -10,7 +10,9 @@ import os
 from collections.abc import Iterable, Iterator
 
 from reshard_mpi.formats.ckpt.values import CRC_BYTES, CRC_MARK
-from reshard_mpi.formats.manifest import Segments, Structure, Tensors
+from reshard_mpi.formats.columns import Tensors
+from reshard_mpi.formats.manifest import Structure
+from reshard_mpi.formats.places import Segments
 
 # What is so close together is read by one call, and as much at once.
 _CLOSE_BYTES, _READ_BYTES = 512, 64 << 10

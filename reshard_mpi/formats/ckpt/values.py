@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from reshard_mpi.formats import files
 from reshard_mpi.formats.ckpt.wire import Field, Reader
-from reshard_mpi.formats.manifest import ByteRange
+from reshard_mpi.formats.places import ByteRange
 from reshard_mpi.protobuf import LENGTH, VARINT, encode_length, encode_varint, varint
 
 # What `save_checkpoint(crc_check=True)` appends: this mark and a CRC-32 in ten bytes.

@@ -9,16 +9,10 @@ from reshard_mpi.formats import files
 from reshard_mpi.formats.ckpt.reading import NAME
 from reshard_mpi.formats.ckpt.structure import of_parts
 from reshard_mpi.formats.ckpt.values import CRC_BYTES, EMPTY_CHECKPOINT, STRING_TYPE, encode_around, encode_header
-from reshard_mpi.formats.manifest import (
-    ByteRange,
-    Kind,
-    Manifest,
-    Segments,
-    ShardSpec,
-    SpecKind,
-    TensorEntry,
-    Tensors,
-)
+from reshard_mpi.formats.columns import Kind, TensorEntry, Tensors
+from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.formats.places import ByteRange, Segments
+from reshard_mpi.formats.specs import ShardSpec, SpecKind
 
 # MindSpore's synchronous save cuts at exactly this many bytes (`SLICE_SIZE`), and protobuf ends at 2 GiB.
 CUT_BYTES = 512 << 20

@@ -16,7 +16,8 @@ from reshard_mpi.formats.hdf5.locating import check_crc, locate, read_back, stor
 from reshard_mpi.formats.hdf5.schema import NAME
 from reshard_mpi.formats.hdf5.sealing import seal
 from reshard_mpi.formats.hdf5.sizing import size_at_most_bytes
-from reshard_mpi.formats.manifest import Manifest, ShardSpec
+from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.formats.specs import ShardSpec
 from reshard_mpi.formats.traits import Costs, Traits
 from reshard_mpi.units import KIB, MIB
 

@@ -16,7 +16,7 @@ from reshard_mpi.formats import files
 from reshard_mpi.formats.dtypes import BY_NAME, DType
 from reshard_mpi.formats.hdf5 import elements, library
 from reshard_mpi.formats.hdf5.schema import Route
-from reshard_mpi.formats.manifest import ByteRange, Decoded, Segments
+from reshard_mpi.formats.places import ByteRange, Decoded, Segments
 from reshard_mpi.sharding.box import Box
 
 _RAW = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "V16"}

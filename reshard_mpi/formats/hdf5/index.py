@@ -21,9 +21,11 @@ from typing import Any, NamedTuple
 from zlib_ng.zlib_ng import crc32
 
 from reshard_mpi.formats import files
+from reshard_mpi.formats.columns import Kind, Tensors
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.hdf5 import schema
-from reshard_mpi.formats.manifest import Kind, Manifest, ShardIdentity, ShardSpec, Tensors
+from reshard_mpi.formats.manifest import Manifest, ShardIdentity
+from reshard_mpi.formats.specs import ShardSpec
 from reshard_mpi.sharding.box import Box
 
 MARK = b"\x89RSX\r\n\x1a\n"

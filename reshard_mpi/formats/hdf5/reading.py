@@ -13,11 +13,13 @@ from h5py import h5d, h5s, h5t
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import files
+from reshard_mpi.formats.columns import TensorEntry, Tensors
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.hdf5 import datasets, library, native, schema
 from reshard_mpi.formats.hdf5.datasets import Shard
 from reshard_mpi.formats.hdf5.walking import Node, Walk, root
-from reshard_mpi.formats.manifest import Manifest, Segments, TensorEntry, Tensors
+from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.formats.places import Segments
 
 
 def locate(path: str, on_progress: Callable[[], None] = lambda: None) -> Manifest:

@@ -10,7 +10,7 @@ from collections import Counter
 from functools import lru_cache
 
 from reshard_mpi.formats.hdf5 import index, schema
-from reshard_mpi.formats.manifest import ShardSpec
+from reshard_mpi.formats.specs import ShardSpec
 
 # From this size on payloads are aligned; file systems share blocks between offsets that are multiples of 4096, and
 # smaller payloads are not worth the gaps.

@@ -12,17 +12,11 @@ from functools import partial
 from typing import Any
 
 from reshard_mpi.errors import ShardError
+from reshard_mpi.formats.columns import TensorEntry, Tensors
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.hdf5 import schema
-from reshard_mpi.formats.manifest import (
-    ByteRange,
-    Decoded,
-    Manifest,
-    Segments,
-    ShardIdentity,
-    TensorEntry,
-    Tensors,
-)
+from reshard_mpi.formats.manifest import Manifest, ShardIdentity
+from reshard_mpi.formats.places import ByteRange, Decoded, Segments
 from reshard_mpi.sharding.box import Box
 
 _LENGTH_BYTES = 8
@@ -89,6 +83,7 @@ def _from_entry(entry: TensorEntry) -> list[Any]:
         places = [[part.offset_bytes, part.length_bytes] for part in entry.source.ranges]
         source = [places, entry.source.swapped]
     else:
+        assert isinstance(entry.source, Decoded)  # the library gives no views
         _, stamp, route, _, swapped = entry.source.read.args  # type: ignore[attr-defined]
         content = entry.source
         source = [stamp, route, swapped, content.chunk, content.decoding_bytes, content.kept_bytes]

@@ -17,10 +17,12 @@ from h5py import h5d, h5f, h5g, h5p, h5s, h5t
 
 from reshard_mpi.errors import TargetError
 from reshard_mpi.formats import files
+from reshard_mpi.formats.columns import Kind, Tensors
 from reshard_mpi.formats.hdf5 import attributes, elements, index, schema, sizing
 from reshard_mpi.formats.hdf5.schema import Route
 from reshard_mpi.formats.hdf5.scratch import Scratch
-from reshard_mpi.formats.manifest import Kind, Manifest, ShardSpec, SpecKind, Tensors
+from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.formats.specs import ShardSpec, SpecKind
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _COPIED_BYTES = 1 << 20

@@ -1,0 +1,197 @@
+"""The tensors of a shard, kept by column: a shard may hold a hundred thousand of them, of a few kinds."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterable, Iterator, KeysView, Mapping
+from typing import NamedTuple
+
+from reshard_mpi.formats.dtypes import DType
+from reshard_mpi.formats.places import ByteRange, Decoded, Place, Segments, Strided
+from reshard_mpi.sharding.box import Box
+
+
+class TensorEntry(NamedTuple):
+    """One tensor of one shard: its type, the shape held here, and where the elements are.
+
+    box: the part of the whole tensor this is, and global_shape that tensor's shape, where the file itself says so;
+    None in formats that leave it to the strategy.
+    """
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    source: Place
+    box: Box | None = None
+    global_shape: tuple[int, ...] | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        size = self.dtype.itemsize_bytes
+        for length in self.shape:
+            size *= length
+        return size
+
+    @property
+    def stored(self) -> Segments | None:
+        """The bytes that its elements are taken from, `steps` apart; None where only a library can read them."""
+        source = self.source
+        if isinstance(source, Strided):
+            distances = ((length - 1) * stride for length, stride in zip(self.shape, source.strides_bytes))
+            span_bytes = sum(distances, self.dtype.itemsize_bytes) if self.size_bytes else 0
+            return Segments((ByteRange(source.path, source.offset_bytes, span_bytes),), source.swapped)
+        return source if isinstance(source, Segments) else None
+
+    @property
+    def steps(self) -> tuple[int, ...] | None:
+        """How many elements apart neighbours are in each dimension of `stored`; None: they are in row-major order."""
+        if not isinstance(self.source, Strided):
+            return None
+        return tuple(stride // self.dtype.itemsize_bytes for stride in self.source.strides_bytes)
+
+    @property
+    def is_as_stored(self) -> bool:
+        """Whether its bytes can be taken from the file as they are."""
+        return not isinstance(self.source, Decoded) and not self.source.swapped
+
+
+class Kind(NamedTuple):
+    """What many tensors of a shard have alike: all but name and place. See `TensorEntry`."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    box: Box | None = None
+    global_shape: tuple[int, ...] | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        return self.dtype.itemsize_bytes * math.prod(self.shape)
+
+
+# Measured: the name of a tensor with its number, the columns of its kind and its place, and a place of another sort.
+_NAME_BYTES, _PLACE_BYTES, _ELSEWHERE_BYTES = 400, 16, 600
+KEPT_TENSOR_BYTES, KEPT_PLACE_BYTES = _NAME_BYTES + _PLACE_BYTES, _PLACE_BYTES
+
+# In the place of where a tensor begins: it is not one run of its shard's file, or not as this machine has it.
+ELSEWHERE = -1
+
+
+class Tensors(Mapping[str, TensorEntry]):
+    """The tensors of one shard in the file's order, by column, since it may hold a hundred thousand of a few kinds.
+
+    kinds: in the order in which they are met. kind_of: the number of each tensor's kind. starts: the byte of the file
+    `path` at which its elements begin, where they are one run there (any byte, if there are none). Else it is
+    `ELSEWHERE`, and `elsewhere` says where, by the number of the tensor.
+    """
+
+    __slots__ = ("_number_of_kind", "elsewhere", "kind_of", "kinds", "number_of", "path", "starts")
+
+    def __init__(self, path: str, entries: Iterable[TensorEntry] = ()) -> None:
+        self.path = path
+        self.number_of: dict[str, int] = {}
+        self.kinds: list[Kind] = []
+        self.kind_of = array("I")
+        self.starts = array("q")
+        self.elsewhere: dict[int, Place] = {}
+        self._number_of_kind: dict[Kind, int] = {}
+        for entry in entries:
+            self.add_entry(entry)
+
+    def kind(self, kind: Kind) -> int:
+        """Return the number of a kind, which is new if it has not been met before."""
+        number = self._number_of_kind.setdefault(kind, len(self.kinds))
+        if number == len(self.kinds):
+            self.kinds.append(kind)
+        return number
+
+    def add(self, name: str, kind: int, start: int) -> None:
+        """Add a tensor that is one run of the file, of a kind with this number. The caller knows that it is new."""
+        self.number_of[name] = len(self.starts)
+        self.kind_of.append(kind)
+        self.starts.append(start)
+
+    def add_entry(self, entry: TensorEntry) -> None:
+        """Add a tensor. Raises ValueError if there is one of its name."""
+        if entry.name in self.number_of:
+            raise ValueError(f"two tensors called {entry.name!r}")
+        kind, source = self.kind(Kind(entry.dtype, entry.shape, entry.box, entry.global_shape)), entry.source
+        start = ELSEWHERE
+        if isinstance(source, Segments) and not source.swapped:
+            if not source.ranges and not entry.size_bytes:
+                start = 0
+            elif len(source.ranges) == 1 and source.ranges[0].path == self.path:
+                start = source.ranges[0].offset_bytes
+        if start == ELSEWHERE:
+            self.elsewhere[len(self.starts)] = source
+        self.add(entry.name, kind, start)
+
+    def share_names(self, other: Tensors) -> None:
+        """Keep the names together with another shard that has the same ones in the same order."""
+        if self.number_of is not other.number_of and list(self.number_of) == list(other.number_of):
+            self.number_of = other.number_of
+
+    def at(self, path: str) -> Tensors:
+        """Return the tensors of a file that has the same ones at the same places."""
+        other = Tensors(path)
+        other.number_of, other.kinds, other._number_of_kind = self.number_of, self.kinds, self._number_of_kind
+        other.kind_of, other.starts = self.kind_of, self.starts
+        for number, source in self.elsewhere.items():
+            if isinstance(source, Decoded):
+                raise TypeError("a tensor that is read through a library")
+            if isinstance(source, Strided):
+                other.elsewhere[number] = source._replace(path=path)
+                continue
+            ranges = tuple(ByteRange(path, part.offset_bytes, part.length_bytes) for part in source.ranges)
+            other.elsewhere[number] = Segments(ranges, source.swapped)
+        return other
+
+    def source(self, number: int) -> Place:
+        """Return where the elements of a tensor are."""
+        start = self.starts[number]
+        if start == ELSEWHERE:
+            return self.elsewhere[number]
+        size_bytes = self.kinds[self.kind_of[number]].size_bytes
+        return Segments((ByteRange(self.path, start, size_bytes),) if size_bytes else ())
+
+    def __getitem__(self, name: str) -> TensorEntry:
+        number = self.number_of[name]
+        dtype, shape, box, global_shape = self.kinds[self.kind_of[number]]
+        return TensorEntry(name, dtype, shape, self.source(number), box, global_shape)
+
+    def kind_named(self, name: str) -> Kind:
+        """Return what kind of tensor is called so. Raises KeyError if none is."""
+        return self.kinds[self.kind_of[self.number_of[name]]]
+
+    def keys(self) -> KeysView[str]:
+        return self.number_of.keys()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.number_of
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.number_of)
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __eq__(self, other: object) -> bool:
+        """Tell whether the same tensors lie at the same places, in the same order."""
+        return isinstance(other, Tensors) and self._columns() == other._columns()
+
+    def __hash__(self) -> int:
+        return hash((self.path, len(self)))
+
+    def _columns(self) -> tuple[object, ...]:
+        places = self.starts, self.elsewhere, self.path
+        return self.kinds, self.kind_of, list(self.number_of), *places
+
+    @staticmethod
+    def kept_bytes(shards: Iterable[Tensors]) -> int:
+        """Return how much memory shards take together; names that several share count once."""
+        names: dict[int, int] = {}
+        places = 0
+        for tensors in shards:
+            names[id(tensors.number_of)] = len(tensors)
+            places += _PLACE_BYTES * len(tensors) + _ELSEWHERE_BYTES * len(tensors.elsewhere)
+        return places + _NAME_BYTES * sum(names.values())
