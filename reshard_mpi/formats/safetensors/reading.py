@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import files
-from reshard_mpi.formats.manifest import Kind, Manifest, Tensors
+from reshard_mpi.formats.columns import Kind, Tensors
+from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.safetensors import structure
 from reshard_mpi.formats.safetensors.header import Header, Usual
 from reshard_mpi.formats.safetensors.metadata import CRC, INT4_TAG, METADATA, STRING_PREFIX

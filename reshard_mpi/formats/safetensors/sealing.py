@@ -11,8 +11,9 @@ from collections.abc import Mapping
 
 from reshard_mpi.errors import ShardError, TargetError
 from reshard_mpi.formats import files
+from reshard_mpi.formats.columns import Tensors
 from reshard_mpi.formats.dtypes import DType, numbers
-from reshard_mpi.formats.manifest import ByteRange, Tensors
+from reshard_mpi.formats.places import ByteRange
 from reshard_mpi.formats.protocol import NO_SUMS
 from reshard_mpi.formats.safetensors.header import LENGTH_BYTES
 from reshard_mpi.formats.safetensors.metadata import CRC

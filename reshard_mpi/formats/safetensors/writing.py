@@ -18,12 +18,14 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import TargetError
 from reshard_mpi.formats import files
-from reshard_mpi.formats.manifest import Kind, Manifest, ShardSpec, SpecKind, Specs, Tensors
+from reshard_mpi.formats.columns import Kind, Tensors
+from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.safetensors import structure
 from reshard_mpi.formats.safetensors.header import LENGTH_BYTES, MAX_HEADER_BYTES
 from reshard_mpi.formats.safetensors.metadata import CRC, FORMAT, INT4_TAG, METADATA, MINDSPORE, STRING_PREFIX
 from reshard_mpi.formats.safetensors.reading import NAME
 from reshard_mpi.formats.safetensors.types import TAG_OF
+from reshard_mpi.formats.specs import ShardSpec, SpecKind, Specs
 
 BLOCK_BYTES = 4096
 _ALIGNED_FROM_BYTES = 64 << 10
