@@ -163,14 +163,14 @@ def transform_checkpoints(
     Writes `dst_checkpoints_dir/rank_x/<ckpt_prefix>x.<ending>`; files that are there are replaced, each atomically.
     A strategy of None is one full checkpoint; folders of strategy files are merged. process_num: local processes; 0 is
     1, as for MindSpore, and no more are started than have something to do.
-    output_format: "ckpt" or "hdf5". unlisted: what becomes of parameters the target strategy does not list:
-    "follow", "replicate" or "drop". replicas: what several ranks hold is taken from one of them; "sample" first
+    output_format: "ckpt", "hdf5" or "safetensors". unlisted: what becomes of parameters the target strategy does not
+    list: "follow", "replicate" or "drop". replicas: what several ranks hold is taken from one of them; "sample" first
     holds the source strategy against the checkpoint, comparing a few ranks in a few places of a few tensors,
     "check" compares all copies of what is needed as well, byte by byte, and "any" trusts. memory: how much of a
     host's memory all processes of the user may take together: a size such as "64G" or a number of bytes,
     "unlimited", or None for what RESHARD_MPI_MEMORY says and else for all that is free. max_active: how many of
-    them may transform at once on a host. verify: read sources and targets once more and compare them. crc: end
-    .ckpt files with the checksum that MindSpore checks. comm: an mpi4py communicator whose ranks share the work;
+    them may transform at once on a host. verify: read sources and targets once more and compare them. crc: add
+    the checksum that MindSpore checks (.ckpt, .safetensors). comm: an mpi4py communicator whose ranks share the work;
     all must make the call.
 
     A process waits until there is memory for what it is going to do. The logger "reshard_mpi" is told when that takes
@@ -225,7 +225,10 @@ def transform_checkpoint_by_rank(
     name = formats.name_of(path.name)
     if name is None:
         raise UsageError(
-            "the file to save has an unknown ending", expected=".ckpt, .h5 or .hdf5", got=path.name, where=str(path)
+            "the file to save has an unknown ending",
+            expected=" or ".join(formats.SUFFIXES),
+            got=path.name,
+            where=str(path),
         )
     files = _listed(checkpoint_files_map, "checkpoint_files_map")
     allowed = plain_size(memory, "memory"), plain_number_or_none(max_active, "max_active")

@@ -143,9 +143,11 @@ def _add_conversion(parser: argparse.ArgumentParser) -> None:
         "--verify",
         action="store_true",
         help="read sources and targets once more, compare them, and keep sums of all tensors; the"
-        " checksums of .ckpt sources are checked as well",
+        " checksums of sources are checked as well",
     )
-    parser.add_argument("--crc", action="store_true", help="end .ckpt targets with the CRC-32 that MindSpore checks")
+    parser.add_argument(
+        "--crc", action="store_true", help="add the CRC-32 that MindSpore checks (targets in ckpt, safetensors)"
+    )
     parser.add_argument(
         "--strict",
         action="store_true",

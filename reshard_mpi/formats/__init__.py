@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 _MODULES: dict[str, tuple[str, tuple[str, ...], str | None]] = {
     "ckpt": ("reshard_mpi.formats.ckpt", (".ckpt",), None),
     "hdf5": ("reshard_mpi.formats.hdf5", (".h5", ".hdf5"), None),
+    "safetensors": ("reshard_mpi.formats.safetensors", (".safetensors",), None),
 }
 NAMES = tuple(_MODULES)
 # What the functions with MindSpore's names write, unless they are told.

@@ -29,14 +29,14 @@ def conversion(tmp_path: Path) -> Conversion:
 # transform
 
 
-@of_every_kind
+@pytest.mark.parametrize("kind", ENDINGS)
 def test_transform(tmp_path: Path, capsys: Capture, kind: str) -> None:
     conversion = make(tmp_path, kind)
     before = listing(conversion.src)
     finished = run_here(capsys, *conversion.arguments())
     assert finished.code == 0
     assert re.fullmatch(r"wrote 2 shards, \d+ B in \d+\.\d\d s \(.*/s\)\n", finished.out)
-    title = {"ckpt": "MindSpore checkpoint", "hdf5": "HDF5"}[kind]
+    title = {"ckpt": "MindSpore checkpoint", "hdf5": "HDF5", "safetensors": "safetensors"}[kind]
     source, _, rest = finished.err.partition("\n")
     assert source == f"source: {title}, 4 files, 4 ranks, 4 tensors a rank"
     assert re.fullmatch(r"(target [01]: \d+ B from 2 source ranks in \d+\.\d\d s\n){2}", rest)
@@ -44,7 +44,7 @@ def test_transform(tmp_path: Path, capsys: Capture, kind: str) -> None:
     assert listing(conversion.src) == before
 
 
-@pytest.mark.parametrize("kinds", [("ckpt", "hdf5"), ("hdf5", "ckpt")])
+@pytest.mark.parametrize("kinds", [("ckpt", "hdf5"), ("hdf5", "safetensors"), ("safetensors", "ckpt")])
 def test_to(tmp_path: Path, capsys: Capture, kinds: tuple[str, str]) -> None:
     conversion = make(tmp_path, kinds[0])
     assert run_here(capsys, *conversion.arguments("transform", "--to", kinds[1])).code == 0

@@ -120,6 +120,7 @@ def records(data: bytes) -> None:
 # A parser's corpus is the folder of its name, without `_unchecked`.
 PARSERS: dict[str, Callable[[bytes], None]] = {
     "ckpt": partial(shard, "ckpt"),
+    "safetensors": partial(shard, "safetensors"),
     "hdf5_native": partial(shard, "hdf5"),
     "hdf5_native_unchecked": native_without_checksums,
     "hdf5_foreign": partial(shard, "hdf5"),

@@ -15,11 +15,12 @@ from tempfile import TemporaryDirectory
 import h5py
 import numpy as np
 import parsers
-from support import ckpt_peer, hdf5_peer
+from support import ckpt_peer, hdf5_peer, safetensors_peer
 
-from reshard_mpi.formats import ckpt, hdf5
+from reshard_mpi.formats import ckpt, hdf5, safetensors
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import ShardIdentity
+from reshard_mpi.formats.protocol import seal_file
 from reshard_mpi.journal.provenance import SourceFile, Sources
 from reshard_mpi.journal.records import Evidence, RunIdentity, TargetRecord, TensorSum, digest_of_texts
 from reshard_mpi.planning.model import Beginning, Held, Moment
@@ -60,6 +61,23 @@ def ckpts(path: Path) -> Iterator[None]:
     yield
     path.unlink()
     samples.write(ckpt, str(path), CONTENTS)
+    yield
+
+
+def safetensors_files(path: Path) -> Iterator[None]:
+    samples.write(safetensors, str(path), CONTENTS)
+    yield
+    path.unlink()
+    samples.write(safetensors, str(path), Contents.of(TENSORS[:2]))
+    seal_file(safetensors, str(path), crc=True)
+    yield
+    path.unlink()
+    four_bits = SampleTensor.random("four bits", BY_NAME["int4"], (3,))
+    safetensors_peer.write(path, Contents.of([*TENSORS, four_bits], {"a\nstring": "\U0001f701"}))
+    yield
+    entry = {"shape": [2], "data_offsets": [0, 2], "dtype": "U8"}
+    metadata = {"format": "pt", "x": "y" * 99}
+    path.write_bytes(safetensors_peer.file_of({"\u5c42": entry, "__metadata__": metadata}, b"ab"))
     yield
 
 
@@ -164,6 +182,7 @@ def name_patterns(path: Path) -> Iterator[None]:
 
 MAKERS = {
     "ckpt": ckpts,
+    "safetensors": safetensors_files,
     "hdf5_native": native_shards,
     "hdf5_foreign": foreign_shards,
     "strategy_protobuf": protobufs,

@@ -371,7 +371,7 @@ def test_crc_is_for_ckpt(tmp_path: Path, capsys: Capture) -> None:
 # Against the source
 
 
-@pytest.mark.parametrize("kinds", [("ckpt", "ckpt"), ("ckpt", "hdf5"), ("hdf5", "ckpt")])
+@pytest.mark.parametrize("kinds", [("ckpt", "ckpt"), ("ckpt", "safetensors"), ("hdf5", "ckpt")])
 def test_pair(tmp_path: Path, capsys: Capture, kinds: tuple[str, str]) -> None:
     c = four_targets(tmp_path, kinds[0])
     assert run_here(capsys, *c.arguments("transform", "--to", kinds[1])).code == 0

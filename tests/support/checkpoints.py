@@ -15,15 +15,16 @@ from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.sharding.strategy import mindspore
 from reshard_mpi.sharding.strategy.protobuf import encode_protobuf
 from reshard_mpi.testing.samples import Contents, SampleTensor
-from support import ckpt_peer, hdf5_peer
+from support import ckpt_peer, hdf5_peer, safetensors_peer
 from support.cases import Side
 from support.oracle import RawLayout, optimizer_step, rank_holds, slice_for_rank
 
 Arrays = dict[str, np.ndarray]
 # A shard as it is read back: type name, shape and row-major bytes of every tensor.
 Read = dict[str, tuple[str, tuple[int, ...], bytes]]
-ENDINGS = {"ckpt": "ckpt", "hdf5": "h5"}
-KINDS = tuple(ENDINGS)
+ENDINGS = {"ckpt": "ckpt", "hdf5": "h5", "safetensors": "safetensors"}
+# Those that most tests are run with: one that parsers of ours read and one that a library may have to.
+KINDS = ("ckpt", "hdf5")
 
 
 def expected_rank(side: Side, tensors: Arrays, rank: int) -> Arrays:
@@ -69,6 +70,8 @@ def write_shard(arrays: Arrays, path: Path, *, pieces: int = 1) -> None:
     samples = [sample(name, array) for name, array in arrays.items()]
     if path.suffix == ".ckpt":
         ckpt_peer.write(path, Contents.of(samples), pieces=pieces)
+    elif path.suffix == ".safetensors":
+        safetensors_peer.write(path, Contents.of(samples))
     else:
         hdf5_peer.write_foreign(path, samples)
 
@@ -79,8 +82,9 @@ def sample(name: str, array: np.ndarray) -> SampleTensor:
 
 
 def read_shard(path: Path) -> Read:
-    """Return what a shard holds: a .ckpt, or a native HDF5 file."""
-    contents = (ckpt_peer if path.suffix == ".ckpt" else hdf5_peer).read(path)
+    """Return what a shard holds: a .ckpt, a .safetensors, or a native HDF5 file."""
+    peers = {".ckpt": ckpt_peer, ".safetensors": safetensors_peer}
+    contents = peers.get(path.suffix, hdf5_peer).read(path)
     return {name: (tensor.dtype.name, tuple(tensor.shape), tensor.content) for name, tensor in contents.tensors.items()}
 
 
