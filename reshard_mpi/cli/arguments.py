@@ -125,6 +125,7 @@ def _add_conversion(parser: argparse.ArgumentParser) -> None:
     _add_strategies(parser)
     parser.add_argument("--prefix", default="checkpoint_", help="of target file names (default: %(default)s)")
     parser.add_argument("--select", metavar="GLOB", help="take only source files whose names match")
+    _add_from(parser)
     parser.add_argument("--to", choices=formats.NAMES, help="target format (default: the source's)")
     share = parser.add_mutually_exclusive_group()
     share.add_argument("--rank", type=_rank, action="append", metavar="R", help="make this target only (repeatable)")
@@ -142,9 +143,11 @@ def _add_conversion(parser: argparse.ArgumentParser) -> None:
         "--verify",
         action="store_true",
         help="read sources and targets once more, compare them, and keep sums of all tensors; the"
-        " checksums of .ckpt sources are checked as well",
+        " checksums of sources are checked as well",
     )
-    parser.add_argument("--crc", action="store_true", help="end .ckpt targets with the CRC-32 that MindSpore checks")
+    parser.add_argument(
+        "--crc", action="store_true", help="add the CRC-32 that MindSpore checks (targets in ckpt, safetensors)"
+    )
     parser.add_argument(
         "--strict",
         action="store_true",
@@ -160,8 +163,18 @@ def _add_conversion(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_from(parser: argparse.ArgumentParser, source: str = "SRC") -> None:
+    parser.add_argument(
+        "--from",
+        dest="source_format",
+        choices=formats.NAMES,
+        help=f"take only files of this format in {source} (default: what lies there, if it is of one)",
+    )
+
+
 def _add_comparison(parser: argparse.ArgumentParser, source: str, sampled: str) -> None:
     parser.add_argument("--select", metavar="GLOB", help=f"take only files of {source} whose names match")
+    _add_from(parser, source)
     parser.add_argument(
         "--replicas",
         choices=("any", "sample"),
@@ -239,6 +252,7 @@ def request(options: argparse.Namespace) -> Request:
         prefix=options.prefix,
         select=options.select,
         to=options.to,
+        source_format=options.source_format,
         ranks=tuple(options.rank) if options.rank else None,
         part=options.part,
         resume=options.resume,
@@ -266,6 +280,7 @@ def to_compare(options: argparse.Namespace) -> Request:
         src_strategy=options.src_strategy,
         dst_strategy=options.dst_strategy,
         select=options.select,
+        source_format=options.source_format,
         unlisted=Unlisted(getattr(options, "unlisted", Unlisted.FOLLOW)),
         recorded=False,
         memory=options.memory,
