@@ -29,4 +29,9 @@ __all__ = [
 
 SUFFIXES = (".pt", ".pth", ".bin")
 MODE = 0o666
-TRAITS = Traits(Costs(reading=3 * KIB, writing=2 * KIB, checking=2 * KIB), describes_itself=True, has_crc=True)
+TRAITS = Traits(
+    Costs(reading=3 * KIB, writing=2 * KIB, checking=2 * KIB),
+    describes_itself=True,
+    has_crc=True,
+    title="torch checkpoint",
+)
