@@ -17,6 +17,7 @@ _MODULES: dict[str, tuple[str, tuple[str, ...], str | None]] = {
     "ckpt": ("reshard_mpi.formats.ckpt", (".ckpt",), None),
     "hdf5": ("reshard_mpi.formats.hdf5", (".h5", ".hdf5"), None),
     "safetensors": ("reshard_mpi.formats.safetensors", (".safetensors",), None),
+    "torch": ("reshard_mpi.formats.torch", (".pt", ".pth", ".bin"), None),
 }
 NAMES = tuple(_MODULES)
 # What the functions with MindSpore's names write, unless they are told.

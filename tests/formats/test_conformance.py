@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from support import ckpt_peer, hdf5_peer, safetensors_peer
+from support import ckpt_peer, hdf5_peer, safetensors_peer, torch_peer
 
-from reshard_mpi.formats import ckpt, hdf5, safetensors
+from reshard_mpi.formats import ckpt, hdf5, safetensors, torch
 from reshard_mpi.testing.conformance import FormatConformance
 from reshard_mpi.testing.samples import Contents
 
@@ -56,3 +56,14 @@ class TestSafetensors(FormatConformance):
 
     def read_independently(self, path: Path) -> Contents:
         return safetensors_peer.read(path)
+
+
+class TestTorch(FormatConformance):
+    module = torch
+    cannot_hold = torch_peer.CANNOT_HOLD
+
+    def write_independently(self, path: Path, contents: Contents) -> None:
+        torch_peer.write(path, contents)
+
+    def read_independently(self, path: Path) -> Contents:
+        return torch_peer.read(path)

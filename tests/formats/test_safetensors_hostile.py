@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.hostile import elsewhere, read_by_child
+from support.hostile import opened_elsewhere, read_by_child
 from support.safetensors_peer import file_of
 
 from reshard_mpi.errors import ShardError
@@ -227,4 +227,4 @@ def test_memory_and_time_are_bounded(tmp_path: Path, bomb: str) -> None:
     assert found["is_ours"] and re.search(message, found["problem"]), found
     assert found["growth_bytes"] <= GROWTH_BYTES, found
     assert found["cpu_seconds"] <= SECONDS, found
-    assert not elsewhere(found, path)
+    assert not opened_elsewhere(found, path)
