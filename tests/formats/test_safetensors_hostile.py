@@ -87,7 +87,7 @@ REFUSED = {
     "metadata null": (raw('{"__metadata__":null,"w":$}'), "damaged"),
     "metadata a list": (raw('{"__metadata__":[],"w":$}'), "damaged"),
     "metadata like a tensor": (raw('{"__metadata__":$,"w":$}'), "damaged"),
-    "a string too long": (file_of({"__metadata__": {"__reshard_mpi__:s": "x" * (7 << 20)}}), "too long"),
+    "a string too long": (file_of({"__metadata__": {"__reshard_mpi__:s": "x" * (17 << 20)}}), "too long"),
     "a string without a name": (file_of({"__metadata__": {"__reshard_mpi__:": "x"}}), "damaged"),
     "Int4 that is none": (raw('{"__metadata__":{"w":"Int4"},"w":$}'), "Int4.*\n.*I8"),
     # Fields
