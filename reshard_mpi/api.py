@@ -163,8 +163,8 @@ def transform_checkpoints(
     Writes `dst_checkpoints_dir/rank_x/<ckpt_prefix>x.<ending>`; files that are there are replaced, each atomically.
     A strategy of None is one full checkpoint; folders of strategy files are merged. process_num: local processes; 0 is
     1, as for MindSpore, and no more are started than have something to do.
-    output_format: "ckpt", "hdf5" or "safetensors". unlisted: what becomes of parameters the target strategy does not
-    list: "follow", "replicate" or "drop". replicas: what several ranks hold is taken from one of them; "sample" first
+    output_format: "ckpt", "hdf5", "safetensors" or "torch". unlisted: what becomes of parameters the target strategy
+    does not list: "follow", "replicate" or "drop". replicas: what several ranks hold is taken from one of them; "sample" first
     holds the source strategy against the checkpoint, comparing a few ranks in a few places of a few tensors,
     "check" compares all copies of what is needed as well, byte by byte, and "any" trusts. memory: how much of a
     host's memory all processes of the user may take together: a size such as "64G" or a number of bytes,
