@@ -1,4 +1,4 @@
-"""The arguments of the command line `reshard-mpi`. Light: this is all that `--help` loads."""
+"""The arguments of the command line `reshard-mpi`. `--help` loads nothing else."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line; what it returns has the name of the `command`."""
+    """Return the parser of the command line. What it parses has the name of the command as `command`."""
     top = _Parser(
         prog="reshard-mpi",
         description="Rewrite a checkpoint of M ranks as one of N ranks, bit-exactly and in bounded memory.",
@@ -215,49 +215,14 @@ def _part(text: str) -> tuple[int, int]:
 
 
 def request(options: argparse.Namespace) -> Request:
-    """Return what the arguments of `transform` or `plan` ask for."""
+    """Return what the arguments of `transform`, `plan` or `verify` ask for."""
     from reshard_mpi.planning.parameters import Unlisted
     from reshard_mpi.planning.replicas import Replicas
     from reshard_mpi.runs.request import Request
 
-    return Request(
-        source=options.source,
-        target=options.target,
-        src_strategy=options.src_strategy,
-        dst_strategy=options.dst_strategy,
-        prefix=options.prefix,
-        select=options.select,
-        to=options.to,
-        ranks=tuple(options.rank) if options.rank else None,
-        part=options.part,
-        resume=options.resume,
-        overwrite=options.overwrite,
-        unlisted=Unlisted(options.unlisted),
-        strict=options.strict,
-        memory=options.memory,
-        max_active=options.max_active,
-        verify=options.verify,
-        crc=options.crc,
-        replicas=Replicas(options.replicas),
-        report=getattr(options, "report", None),
-    )
-
-
-def to_verify(options: argparse.Namespace) -> Request:
-    """Return what the arguments of `verify` ask for."""
-    from reshard_mpi.planning.parameters import Unlisted
-    from reshard_mpi.planning.replicas import Replicas
-    from reshard_mpi.runs.request import Request
-
-    return Request(
-        source=options.source,
-        target=options.target or options.source,
-        src_strategy=options.src_strategy,
-        dst_strategy=options.dst_strategy,
-        select=options.select,
-        unlisted=Unlisted(options.unlisted),
-        recorded=False,
-        memory=options.memory,
-        max_active=options.max_active,
-        replicas=Replicas(options.replicas),
-    )
+    # Most fields are called like their options.
+    named = {field: value for field, value in vars(options).items() if field in Request._fields}
+    named["target"] = options.target or options.source
+    named["ranks"] = tuple(options.rank) if getattr(options, "rank", None) else None
+    named["unlisted"], named["replicas"] = Unlisted(options.unlisted), Replicas(options.replicas)
+    return Request(**named, recorded=options.command != "verify")
