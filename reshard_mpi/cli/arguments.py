@@ -67,7 +67,7 @@ def parser() -> argparse.ArgumentParser:
 
     transform = command("transform", "reshard the checkpoint SRC into the folder DST")
     _add_conversion(transform)
-    transform.add_argument("--jobs", type=_positive, metavar="N", help=_JOBS_HELP)
+    _add_jobs(transform)
     transform.add_argument("--report", type=_path, metavar="FILE.json", help="write what was done, target by target")
     transform.add_argument(
         "--progress", choices=("auto", "plain", "none"), default="auto", help="auto: a live line on a terminal"
@@ -93,7 +93,7 @@ def parser() -> argparse.ArgumentParser:
         help="sample: hold the source strategy against SRC, as transform does. any: trust it (default: %(default)s)",
     )
     _add_memory(verify)
-    verify.add_argument("--jobs", type=_positive, metavar="N", help=_JOBS_HELP)
+    _add_jobs(verify)
     commit = command("commit", "check that all targets in DST are complete, and write DST/reshard.json")
     commit.add_argument("target", type=_path, metavar="DST", help="the folder that transform has written to")
     ranks = command("ranks", "list the source ranks that target rank R needs, one per line")
@@ -112,12 +112,6 @@ def parser() -> argparse.ArgumentParser:
         "folder", type=_path, metavar="DIR", nargs="?", help="where to leave its files (default: removed again)"
     )
     return top
-
-
-_JOBS_HELP = (
-    "local processes, no more than there is work for (default: one a core, up to 8 or the number of targets, the more;"
-    " 1 under a launcher)"
-)
 
 
 def _add_conversion(parser: argparse.ArgumentParser) -> None:
@@ -158,6 +152,16 @@ def _add_conversion(parser: argparse.ArgumentParser) -> None:
         help="what several ranks hold is taken from one of them. sample: before that, hold the source strategy against"
         " the checkpoint, comparing a few ranks in a few places of a few tensors. check: compare all copies of what is"
         " needed as well, byte by byte, once a run (each array task is one). any: trust (default: %(default)s)",
+    )
+
+
+def _add_jobs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--jobs",
+        type=_positive,
+        metavar="N",
+        help="local processes, no more than there is work for (default: one a core, up to 8 or the number of targets,"
+        " the more; 1 under a launcher)",
     )
 
 

@@ -348,20 +348,18 @@ def _as_text(identity: RunIdentity, records: Sequence[TargetRecord], sums: Mappi
     if sums:
         head["sums"] = {name: f"{sums[name]:08x}" for name in sorted(sums)}
     files = {file.path: file.size_bytes for record in records for file in record.evidence.sources.files}
-    sources = (json.dumps({"file": path, "size_bytes": files[path]}) for path in sorted(files, key=natural_key))
+    sources = ({"file": path, "size_bytes": files[path]} for path in sorted(files, key=natural_key))
     targets = (
-        json.dumps(
-            {
-                "rank": record.rank,
-                "file": record.file,
-                "size_bytes": record.size_bytes,
-                "read_ranks": record.evidence.read_ranks,
-            }
-        )
+        {
+            "rank": record.rank,
+            "file": record.file,
+            "size_bytes": record.size_bytes,
+            "read_ranks": record.evidence.read_ranks,
+        }
         for record in records
     )
     lists = (
-        f' "{name}": [\n  ' + ",\n  ".join(entries) + "\n ]"
+        f' "{name}": [\n  ' + ",\n  ".join(map(json.dumps, entries)) + "\n ]"
         for name, entries in (("sources", sources), ("targets", targets))
     )
     text = ",\n".join([json.dumps(head, indent=1).removesuffix("\n}"), *lists]) + "\n}\n"
