@@ -1,4 +1,4 @@
-"""Text for people, in which nothing acts on a terminal or looks like something else; and names in natural order.
+"""Text for people, in which nothing acts on a terminal or looks like something else; numbers, and names in their order.
 
 Names of tensors, files and parameters may hold anything. Control characters (even single bytes above 127) move the
 cursor, change titles and colours, and forge lines; direction marks reverse names; half of a surrogate pair cannot be
@@ -20,6 +20,11 @@ def one_line(text: str) -> str:
 def lines(text: str) -> str:
     """Return `text` with all unprintable characters escaped but line breaks, which are our own."""
     return "\n".join(map(one_line, text.split("\n")))
+
+
+def counted(count: int, what: str) -> str:
+    """Return a number of things, as `1 shard` or `4 shards`."""
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:

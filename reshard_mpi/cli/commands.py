@@ -25,7 +25,7 @@ from reshard_mpi.processes.governor.allotment import finish
 from reshard_mpi.processes.jobs import ONE_THREAD
 from reshard_mpi.processes.signals import INTERRUPTED, Terminated, exit_when_terminated, ignore_stops, stopped_by
 from reshard_mpi.processes.stack import require_stack
-from reshard_mpi.text import lines, one_line
+from reshard_mpi.text import counted, lines, one_line
 
 if TYPE_CHECKING:
     from reshard_mpi.runs.outcome import Outcome
@@ -252,8 +252,8 @@ def _commit(options: argparse.Namespace) -> int:
     done = commit(Path(options.target))
     for note in done.notes:
         say(f"note: {one_line(note)}", sys.stderr)
-    targets = "target" if done.targets == 1 else "targets"
-    tell_done(f"committed {done.targets} {targets}, {format_bytes(done.size_bytes)}: {one_line(str(done.path))}")
+    targets, path = counted(done.targets, "target"), one_line(str(done.path))
+    tell_done(f"committed {targets}, {format_bytes(done.size_bytes)}: {path}")
     return 0
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from reshard_mpi.text import counted
 from reshard_mpi.units import format_bytes, format_rate
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def summary(outcome: Outcome, seconds: float) -> str:
     """Return the closing line of a run."""
     made = [target for target in outcome.targets if not target.skipped]
     skipped = len(outcome.targets) - len(made)
-    text = f"wrote {_shards(len(made))}, {_speed(sum(target.written_bytes for target in made), seconds)}"
+    text = f"wrote {counted(len(made), 'shard')}, {_speed(sum(target.written_bytes for target in made), seconds)}"
     return text + (f"; {skipped} {'was' if skipped == 1 else 'were'} complete already" if skipped else "")
 
 
@@ -49,11 +50,7 @@ def verified(outcome: Outcome, seconds: float) -> str:
     tensors = sum(checked.tensors for checked in shards)
     by = ", ".join(dict.fromkeys(way for checked in shards for way in checked.by))
     speed = _speed(sum(checked.read_bytes for checked in shards), seconds)
-    return f"verified {_shards(len(shards))}, {tensors} tensors, {speed} by {by}: sound"
-
-
-def _shards(count: int) -> str:
-    return f"{count} {'shard' if count == 1 else 'shards'}"
+    return f"verified {counted(len(shards), 'shard')}, {tensors} tensors, {speed} by {by}: sound"
 
 
 def _speed(size_bytes: int, seconds: float) -> str:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from reshard_mpi.planning.summary import Plan
 from reshard_mpi.runs.request import Request
+from reshard_mpi.text import counted
 from reshard_mpi.units import MIB, format_bytes
 
 # Task numbers stay below SLURM's MaxArraySize, by default 1001.
@@ -65,8 +66,8 @@ def batch_script(request: Request, plan: Plan, target_ranks: int) -> str:
     minutes = _START_MINUTES + -(-task_bytes // (_RATE_BYTES_PER_SECOND * 60))
     commit = _word(f"reshard-mpi commit {_path(request.target)}")
     lines = [
-        f"Made by reshard-mpi plan --sbatch. {target_ranks} {'target' if target_ranks == 1 else 'targets'}, of which"
-        f" {len(plan.targets)} with {format_bytes(plan.written_bytes)} were still to be made.",
+        f"Made by reshard-mpi plan --sbatch. {counted(target_ranks, 'target')}, of which {len(plan.targets)} with"
+        f" {format_bytes(plan.written_bytes)} were still to be made.",
         _sharing(target_ranks, tasks),
         "",
         "Submit this file where reshard-mpi can be run, since jobs inherit the environment; then the last task, which",

@@ -6,6 +6,8 @@ import os
 import resource
 from collections.abc import Mapping
 
+from reshard_mpi.text import counted
+
 # Keeps libraries from starting threads: processes share the cores already.
 ONE_THREAD: Mapping[str, str] = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 # Up to so many processes make even a single target faster; more would only wait for the same disk.
@@ -29,8 +31,8 @@ def processes_of_use(asked: int, units: int, unit: str, *, together: bool) -> tu
     """
     per_unit, cores = _ALWAYS_USEFUL if together else 1, _cores()
     limits = {
-        units * per_unit: f"there {_counted(units, unit)}, and no more than {per_unit} can work on one",
-        cores * _MOST_A_CORE: f"there {_counted(cores, 'core')}, and more than {_MOST_A_CORE} on one are of no use",
+        units * per_unit: f"{_there_are(units, unit)}, and no more than {per_unit} can work on one",
+        cores * _MOST_A_CORE: f"{_there_are(cores, 'core')}, and more than {_MOST_A_CORE} on one are of no use",
     }
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if descriptors != resource.RLIM_INFINITY:
@@ -46,5 +48,5 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _counted(count: int, what: str) -> str:
-    return f"is 1 {what}" if count == 1 else f"are {count} {what}s"
+def _there_are(count: int, what: str) -> str:
+    return f"there {'is' if count == 1 else 'are'} {counted(count, what)}"

@@ -34,14 +34,12 @@ def open_lock(path: Path) -> int:
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         fd = os.open(path, flags, _PRIVATE)
-    except FileNotFoundError:
-        raise
     except (IsADirectoryError, NotADirectoryError, PermissionError) as error:
         raise strange_entry(path, error.strerror or str(error)) from None
-    except OSError as error:
+    except OSError:
         if path.is_symlink():
             raise strange_entry(path, "a symbolic link") from None
-        raise error
+        raise
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
         os.close(fd)
