@@ -20,7 +20,7 @@ from support.processes import run_command
 import reshard_mpi
 from reshard_mpi.errors import ReshardError, TransformError
 from reshard_mpi.runs.progress import Bar, Plain
-from reshard_mpi.text import lines, one_line
+from reshard_mpi.text import counted, lines, one_line
 
 Capture = pytest.CaptureFixture[str]
 # Colours, a title, a line that is forged, a carriage return, one byte that opens a sequence, turned text, no spaces.
@@ -180,3 +180,7 @@ def test_bytes_that_are_no_text(tmp_path: Path) -> None:
             assert found.returncode == (3 if command[-1] != folder else 0), found
             assert "Traceback" not in found.stderr
             assert_clean(found.stdout, found.stderr)
+
+
+def test_numbers_of_things() -> None:
+    assert [counted(number, "shard") for number in (0, 1, 2)] == ["0 shards", "1 shard", "2 shards"]
