@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -33,6 +34,9 @@ settings.load_profile(_PROFILE)
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr == "not slow":
         settings.load_profile("quick")
+    # Else every process that a test starts would compile all of the package again, which takes as long as what it does.
+    sys.dont_write_bytecode = False
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     # A shell that starts the tests in the background has them, and all that they start, ignore interrupts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

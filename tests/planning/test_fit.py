@@ -75,7 +75,7 @@ class Checkpoint:
         for name, side in (("src.toml", spec), ("dst.toml", target)):
             (self.folder / name).write_text(side.text())
         strategies = ["--src-strategy", str(self.folder / "src.toml"), "--dst-strategy", str(self.folder / "dst.toml")]
-        jobs = ["--jobs", "1"] if command == "transform" and "--jobs" not in options else []
+        jobs = ["--jobs", "1"] if command in ("transform", "verify") and "--jobs" not in options else []
         return [command, str(self.src), str(self.dst), *strategies, *options, *jobs]
 
     def assert_right(self, target: Spec = TARGET) -> None:

@@ -101,7 +101,7 @@ class Conversion:
         return replace(self, **changes)  # type: ignore[arg-type]
 
     def arguments(self, command: str = "transform", *options: str) -> list[str]:
-        """Return the command line."""
+        """Return the command line; `--jobs 1` unless another number is given, so that no worker is started."""
         given = [command, str(self.src), str(self.dst)]
         for name, path in (("--src-strategy", self.src_strategy), ("--dst-strategy", self.dst_strategy)):
             given += [name, str(path)] if path is not None else []
@@ -109,7 +109,7 @@ class Conversion:
             *given,
             *self.options,
             *options,
-            *(["--jobs", "1"] if command == "transform" and "--jobs" not in options else []),
+            *(["--jobs", "1"] if command in ("transform", "verify") and "--jobs" not in options else []),
         ]
 
 
