@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -97,10 +97,16 @@ def _starts_processes(function: object) -> bool:
     code = getattr(inspect.unwrap(function) if callable(function) else function, "__code__", None)
     if code is None or not code.co_filename.startswith(TESTS_FOLDER):
         return False
-    names = set(code.co_names)
+    names = _names_in(code)
     known = getattr(function, "__globals__", {})
     called = (known[name] for name in names if inspect.isfunction(known.get(name)))
     return bool(_STARTERS & names) or any(other is not function and _starts_processes(other) for other in called)
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """Return the names that a function uses, with those of the functions and comprehensions in it."""
+    inner = (_names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return set(code.co_names).union(*inner)
 
 
 def _one_at_a_time(item: pytest.Item) -> str | None:

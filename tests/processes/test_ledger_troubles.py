@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from support.command_line import Capture, run_here
-from support.conversions import make, of_every_kind
+from support.conversions import make
 from support.crowd import NoNotices, claim
 from support.holders import Holder, ended, until
 from support.ledgers import LEASE, in_line, ledger, occupants, pids
@@ -222,7 +222,7 @@ KINDS = ["file", "odd JSON", "folder", "link", "dangling link", "pipe"]
 KINDS += ["of another user"] if os.geteuid() == 0 else []
 
 
-@of_every_kind
+@pytest.mark.parametrize("kind", KINDS)
 def test_stray_entries_harm_nobody(state: Path, kind: str, capsys: Capture) -> None:
     folder = ledger(state)._folder
     for part in (folder.parent.parent, folder.parent):
