@@ -17,6 +17,7 @@ from support import ckpt_peer, hdf5_peer
 from support.command_line import run_apart
 from support.conversions import of_every_kind
 from support.hostile import opened_elsewhere, read_by_child
+from support.hostile_hdf5 import external_link, external_storage, soft_link_through_an_external_one, virtual_dataset
 
 from reshard_mpi.formats import hdf5
 from reshard_mpi.formats.dtypes import BY_NAME
@@ -80,28 +81,9 @@ def test_names_of_a_foreign_file_are_not_paths(tmp_path: Path) -> None:
 # What HDF5 can be made to open. The files outside are pipes: whoever opened one would wait for ever.
 
 
-def external_link(file: h5py.File, secret: Path) -> None:
-    file["w"] = h5py.ExternalLink(str(secret), "/w")
-
-
 def user_defined_link(file: h5py.File, secret: Path) -> None:
     """Like an external one, but of a class that nobody has registered; made of one below."""
     file["w"] = h5py.ExternalLink(str(secret), "/user_defined")
-
-
-def soft_link_through_an_external_one(file: h5py.File, secret: Path) -> None:
-    file["a"] = h5py.ExternalLink(str(secret), "/")
-    file["w"] = h5py.SoftLink("/a/w")
-
-
-def external_storage(file: h5py.File, secret: Path) -> None:
-    file.create_dataset("w", shape=(4,), dtype="f4", external=[(str(secret), 0, 16)])
-
-
-def virtual_dataset(file: h5py.File, secret: Path) -> None:
-    layout = h5py.VirtualLayout(shape=(4, 6), dtype="f4")
-    layout[:] = h5py.VirtualSource(str(secret), "w", shape=(4, 6))
-    file.create_virtual_dataset("w", layout)
 
 
 def virtual_text(file: h5py.File, secret: Path) -> None:
