@@ -190,8 +190,3 @@ def resume(c: Conversion, capsys: Capture) -> str:
     finished = run_here(capsys, *c.arguments("transform", "--resume"))
     assert finished.code == 0, finished
     return finished.out
-
-
-def warnings(text: str) -> list[str]:
-    """Return the warnings among the lines that a command has said."""
-    return [line.removeprefix("warning: ") for line in text.splitlines() if line.startswith("warning: ")]
