@@ -131,10 +131,10 @@ def _own_leases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(params=MPI_NAMES)
 def mpi(request: pytest.FixtureRequest) -> MPI:
     """Every MPI implementation of this machine in turn."""
-    found = find_mpi(request.param)
-    if found is None:
+    implementation = find_mpi(request.param)
+    if implementation is None:
         pytest.skip(f"{request.param} is not installed")
-    return found
+    return implementation
 
 
 @pytest.fixture

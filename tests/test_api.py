@@ -60,8 +60,8 @@ def test_numbers_of_any_type(tmp_path: Path) -> None:
     c = make(tmp_path)
     strategies = (c.src_strategy, c.dst_strategy)
     for rank in (1, np.int64(1), np.uint8(1), True):  # MindSpore takes True for 1
-        found = reshard_mpi.rank_list_for_transform(rank, *strategies)
-        assert found == [2, 3] and {type(one) for one in found} == {int}
+        ranks = reshard_mpi.rank_list_for_transform(rank, *strategies)
+        assert ranks == [2, 3] and {type(one) for one in ranks} == {int}
     files = {np.int32(rank): c.shard(rank) for rank in range(4)}
     one, other = tmp_path / "one.ckpt", tmp_path / "other.ckpt"
     reshard_mpi.transform_checkpoint_by_rank(np.int64(1), MappingProxyType(files), one, *strategies)

@@ -60,9 +60,9 @@ def test_every_target_is_planned_if_and_only_if_all_it_needs_is_left(case: Case,
     target = strategy_of(case.dst)
     conversion = Conversion(described(case, sound, there), target)
     some = sorted(data.draw(st.sets(st.sampled_from(range(target.world_size)), min_size=1, max_size=4)))
-    found = {}
+    plans = {}
     for rank in some:
-        plan = found[rank] = planned(conversion, rank)
+        plan = plans[rank] = planned(conversion, rank)
         if not is_left(case, rank, sound):
             assert isinstance(plan, str)
             continue
@@ -75,8 +75,8 @@ def test_every_target_is_planned_if_and_only_if_all_it_needs_is_left(case: Case,
     # Whatever has been met before, for whichever other targets, each target is taken from the same shards.
     again = Conversion(described(case, sound, there), target)
     for rank in reversed(some):
-        assert planned(again, rank) == found[rank]
-    assert planned(Conversion(described(case, sound, there), target), some[-1]) == found[some[-1]]
+        assert planned(again, rank) == plans[rank]
+    assert planned(Conversion(described(case, sound, there), target), some[-1]) == plans[some[-1]]
 
 
 def test_nothing_is_opened_only_to_see_whether_it_can_be_read() -> None:

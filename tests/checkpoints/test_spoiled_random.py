@@ -175,10 +175,10 @@ def is_own(name: str) -> bool:
 
 def check_structure(spoiled: Spoiled, replicas: Replicas) -> None:
     """Check that nothing that was opened for a tensor contradicts it where it is not right."""
-    found = outcome(spoiled, replicas)
-    if found is None:
+    result = outcome(spoiled, replicas)
+    if result is None:
         return
-    plans, made = found
+    plans, made = result
     layouts = spoiled.case.src.layouts, spoiled.case.dst.layouts
     for name in wrong_tensors(spoiled, made):
         assert name in spoiled.names, f"{name} is wrong, but no shard with it is spoiled"
@@ -194,10 +194,10 @@ def check_structure(spoiled: Spoiled, replicas: Replicas) -> None:
 
 def check_values(spoiled: Spoiled) -> None:
     """Check that all wrong elements are such as only the spoiled shards hold: nothing could contradict them."""
-    found = outcome(spoiled, Replicas.CHECK)
-    if found is None:
+    result = outcome(spoiled, Replicas.CHECK)
+    if result is None:
         return
-    plans, made = found
+    plans, made = result
     wrong = {name for name in wrong_tensors(spoiled, made) if not is_own(name)}
     for name in wrong:
         assert name in spoiled.names

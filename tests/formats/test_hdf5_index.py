@@ -53,8 +53,8 @@ def read_by_index(path: Path) -> Manifest | None:
 
 def end_of(path: Path) -> int:
     """Return where the HDF5 file ends, and the index begins: version 2 of the superblock says it at byte 28."""
-    found: int = struct.unpack_from("<Q", path.read_bytes(), 28)[0]
-    return found
+    end_bytes: int = struct.unpack_from("<Q", path.read_bytes(), 28)[0]
+    return end_bytes
 
 
 @given(contents=strategies.contents())
@@ -72,9 +72,9 @@ def test_any_number_of_tensors(tmp_path: Path, count: int) -> None:
     names = [f"model.layers.{n}.{'attention.' * (n % 40)}w" for n in range(count)]
     tensors = tuple(TensorSpec(name, BY_NAME["int8"], box.shape, box) for name in names)
     reserve_file(hdf5, str(path), ShardSpec(ShardIdentity(2, 3, "x"), tensors, {"note": "text"}))
-    found = read_by_index(path)
-    assert found is not None and list(found.tensors) == names
-    assert found == located_by_library(path)
+    by_index = read_by_index(path)
+    assert by_index is not None and list(by_index.tensors) == names
+    assert by_index == located_by_library(path)
 
 
 @pytest.mark.parametrize("dtype", BY_NAME.values(), ids=str)

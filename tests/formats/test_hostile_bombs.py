@@ -405,12 +405,12 @@ def test_bombs(tmp_path: Path, case: str) -> None:
     kind, name, message, make = CASES[case]
     path = tmp_path / name
     make(path)
-    found = read_by_child(kind, path)
-    assert found["is_ours"], found
-    assert re.search(message, found["problem"].partition("\n")[0]), found
-    assert path.name in found["problem"]
-    assert len(found["problem"]) < 3000
-    assert found["growth_bytes"] <= GROWTH_BYTES, found
-    assert found["helper_growth_bytes"] <= GROWTH_BYTES, found
-    assert found["cpu_seconds"] <= SECONDS, found
-    assert not opened_elsewhere(found, path)
+    outcome = read_by_child(kind, path)
+    assert outcome["is_ours"], outcome
+    assert re.search(message, outcome["problem"].partition("\n")[0]), outcome
+    assert path.name in outcome["problem"]
+    assert len(outcome["problem"]) < 3000
+    assert outcome["growth_bytes"] <= GROWTH_BYTES, outcome
+    assert outcome["helper_growth_bytes"] <= GROWTH_BYTES, outcome
+    assert outcome["cpu_seconds"] <= SECONDS, outcome
+    assert not opened_elsewhere(outcome, path)

@@ -134,9 +134,9 @@ def test_nothing_outside_is_opened(tmp_path: Path, make: Callable[[h5py.File, Pa
     path.write_bytes(content)
     for name in ("secret", "libh5plugin.so", "w.h5"):
         os.mkfifo(outside / name)
-    found = read_by_child("locate", path, HDF5_PLUGIN_PATH=str(outside), HDF5_EXT_PREFIX=str(outside))
-    assert found["is_ours"] and LEADING_OUT[make] in found["problem"].partition("\n")[0], found
-    assert not opened_elsewhere(found, path)
+    outcome = read_by_child("locate", path, HDF5_PLUGIN_PATH=str(outside), HDF5_EXT_PREFIX=str(outside))
+    assert outcome["is_ours"] and LEADING_OUT[make] in outcome["problem"].partition("\n")[0], outcome
+    assert not opened_elsewhere(outcome, path)
 
 
 # What others would unpickle
@@ -163,9 +163,9 @@ def test_nothing_is_unpickled(tmp_path: Path, name: str, protocol: int | str) ->
     else:
         path.write_bytes(pickle.dumps(Payload(harm), int(protocol)))
     for kind in ("strategy",) if name.startswith("s") else ("locate", "strategy"):
-        found = read_by_child(kind, path)
-        assert found["is_ours"], found
-        assert not opened_elsewhere(found, path)
+        outcome = read_by_child(kind, path)
+        assert outcome["is_ours"], outcome
+        assert not opened_elsewhere(outcome, path)
     assert not harm.exists()
     pickle.loads(pickle.dumps(Payload(harm)))
     assert harm.exists()

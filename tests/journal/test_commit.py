@@ -56,13 +56,13 @@ def record(c: Conversion) -> Path:
 def test_it_says_what_was_made_of_what(tmp_path: Path, capsys: Capture, kind: str) -> None:
     c = make(tmp_path, kind)
     assert transform_here(capsys, c).code == 0
-    found = json.loads(record(c).read_text())
+    facts = json.loads(record(c).read_text())
     run_facts = json.loads((c.dst / ".reshard_mpi" / "run.json").read_text())
-    assert (found["format"], found["version"]) == ("reshard_mpi commit", 1)
-    assert (found["source"], found["prefix"], found["to"]) == (str(c.src), "checkpoint_", kind)
-    assert found["target_ranks"] == 2 and len(found["src_strategy"]) == len(found["dst_strategy"]) == 64
-    assert {name: found[name] for name in run_facts} == run_facts
-    assert found["targets"] == [
+    assert (facts["format"], facts["version"]) == ("reshard_mpi commit", 1)
+    assert (facts["source"], facts["prefix"], facts["to"]) == (str(c.src), "checkpoint_", kind)
+    assert facts["target_ranks"] == 2 and len(facts["src_strategy"]) == len(facts["dst_strategy"]) == 64
+    assert {name: facts[name] for name in run_facts} == run_facts
+    assert facts["targets"] == [
         {
             "rank": rank,
             "file": str(c.written(rank).relative_to(c.dst)),
@@ -71,10 +71,10 @@ def test_it_says_what_was_made_of_what(tmp_path: Path, capsys: Capture, kind: st
         }
         for rank in range(2)
     ]
-    assert found["sources"] == [
+    assert facts["sources"] == [
         {"file": str(c.shard(rank).relative_to(c.src)), "size_bytes": c.shard(rank).stat().st_size} for rank in range(4)
     ]
-    lines = 3 + len(run_facts) + len(found["sources"]) + 3 + len(found["targets"]) + 2
+    lines = 3 + len(run_facts) + len(facts["sources"]) + 3 + len(facts["targets"]) + 2
     assert record(c).read_text().count("\n") == lines  # a line a file
 
 

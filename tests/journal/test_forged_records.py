@@ -81,8 +81,8 @@ def shown(record: RunIdentity | TargetRecord | CommitRecord) -> dict[str, Any]:
                 for rank, file in record.files.items()
             ],
         }
-    found: dict[str, Any] = json.loads(record.as_text())
-    return found
+    facts: dict[str, Any] = json.loads(record.as_text())
+    return facts
 
 
 def without(facts: dict[str, Any]) -> dict[str, Any]:
@@ -103,8 +103,8 @@ def test_what_is_read_is_what_is_written(c: Conversion) -> None:
                 record = read(c, name)
                 if record is None:
                     continue
-                said = json.loads(as_text(name, made))
-                assert shown(record) == (without(said) if name == "reshard.json" else said), (place, kind)
+                written = json.loads(as_text(name, made))
+                assert shown(record) == (without(written) if name == "reshard.json" else written), (place, kind)
 
 
 @pytest.mark.parametrize("kind", TEXTS)
@@ -168,9 +168,9 @@ def test_many_targets_of_which_none_is_there(c: Conversion, capsys: Capture) -> 
     assert finished.code == 4 and "16777216 of 16777216 targets are not complete: 0-16777215\n" in finished.err
     lines = run_here(capsys, "inspect", str(c.dst)).out.splitlines()
     assert "run: 0 of 16777216 targets complete, not committed" in lines and "  and 16777196 more" in lines
-    found = inspect(c.dst)["run"]
-    assert found["target_ranks"] == 1 << 24 and len(found["incomplete"]) == 1 << 16
-    assert found["incomplete"]["0"] == "is of another run" and found["incomplete"]["9"] == "has not been written"
+    run = inspect(c.dst)["run"]
+    assert run["target_ranks"] == 1 << 24 and len(run["incomplete"]) == 1 << 16
+    assert run["incomplete"]["0"] == "is of another run" and run["incomplete"]["9"] == "has not been written"
 
 
 COMMANDS = (

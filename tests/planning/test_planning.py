@@ -494,8 +494,8 @@ def test_the_rank_list_knows_rules_of_fewer_dimensions_than_the_other_side_names
     columns = Placement((2,), ((), (0,)), open_ended=True)
     target = Strategy(2, 1, {}, (("w", columns), ("b", Placement((2,), ((0,),), open_ended=True))))
     for rank in range(2):
-        found = needed_ranks(source, target, rank, names=["w", "b"], available=range(4), unlisted=Unlisted.FOLLOW)
-        assert found == (0, 1, 2 + rank)
+        ranks = needed_ranks(source, target, rank, names=["w", "b"], available=range(4), unlisted=Unlisted.FOLLOW)
+        assert ranks == (0, 1, 2 + rank)
 
 
 def test_strings_of_the_home_rank_are_taken_and_differences_told() -> None:

@@ -79,8 +79,8 @@ def test_one_file_as_source(tmp_path: Path, capsys: Capture, monkeypatch: pytest
     monkeypatch.chdir(c.written(0).parent)
     one = c.but(src=Path(c.written(0).name), dst=tmp_path / "two", src_strategy=None, dst_strategy=c.dst_strategy)
     assert transform_here(capsys, one).code == 0
-    found = json.loads((one.dst / "reshard.json").read_text())
-    assert found["sources"] == [{"file": "checkpoint_0.ckpt", "size_bytes": c.written(0).stat().st_size}]
+    facts = json.loads((one.dst / "reshard.json").read_text())
+    assert facts["sources"] == [{"file": "checkpoint_0.ckpt", "size_bytes": c.written(0).stat().st_size}]
     monkeypatch.chdir(tmp_path)
     assert transform_here(capsys, one.but(src=c.written(0)), "--resume").code == 0
     os.utime(c.written(0), ns=(1, 1))
