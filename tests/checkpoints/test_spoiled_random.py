@@ -48,9 +48,9 @@ class Spoiled:
     names: frozenset[str]
 
     def source(self) -> SourceCheckpoint:
-        held = {rank: in_memory(rank, arrays, self.texts.get(rank, {})) for rank, arrays in self.shards.items()}
-        files = ShardFiles("nowhere", "ckpt", {rank: (f"rank_{rank}",) for rank in held})
-        return Described(files, strategy_of(self.case.src), held=held)
+        manifests = {rank: in_memory(rank, arrays, self.texts.get(rank, {})) for rank, arrays in self.shards.items()}
+        files = ShardFiles("nowhere", "ckpt", {rank: (f"rank_{rank}",) for rank in manifests})
+        return Described(files, strategy_of(self.case.src), manifests=manifests)
 
 
 def in_memory(rank: int, arrays: Arrays, texts: Mapping[str, str]) -> Manifest:
@@ -113,7 +113,7 @@ def array_of_another_step(array: np.ndarray) -> np.ndarray:
 def with_another_structure(kind: str, arrays: Arrays, name: str, other_name: str) -> Arrays:
     """Return a shard with one tensor changed, or under another name, or without it."""
     array = arrays[name]
-    without = {held: other for held, other in arrays.items() if held != name}
+    without = {other: array for other, array in arrays.items() if other != name}
     if kind in ("dropped", "string"):
         return without
     if kind == "renamed":
@@ -203,7 +203,7 @@ def check_values(spoiled: Spoiled) -> None:
         assert name in spoiled.names
         if is_told_absent(spoiled, name, plans, made):
             continue
-        alone = held_by_none_but(spoiled.case.src, name, spoiled.case.tensors[name], spoiled.ranks)
+        alone = only_these_hold(spoiled.case.src, name, spoiled.case.tensors[name], spoiled.ranks)
         for rank, arrays in enumerate(made):
             layout = spoiled.case.dst.layouts[name]
             if rank_holds(layout, rank):
@@ -218,7 +218,7 @@ def raw(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).view(f"V{array.dtype.itemsize}")
 
 
-def held_by_none_but(side: Side, name: str, whole: np.ndarray, ranks: Collection[int]) -> np.ndarray:
+def only_these_hold(side: Side, name: str, whole: np.ndarray, ranks: Collection[int]) -> np.ndarray:
     """Return for each element of a tensor whether all ranks that hold it are among `ranks`."""
     alone = np.ones(whole.size, bool)
     numbers = np.arange(whole.size).reshape(whole.shape)

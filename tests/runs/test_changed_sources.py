@@ -77,14 +77,16 @@ def test_one_file_as_source(tmp_path: Path, capsys: Capture, monkeypatch: pytest
     c = make(tmp_path).but(dst_strategy=None)
     assert transform_here(capsys, c).code == 0
     monkeypatch.chdir(c.written(0).parent)
-    one = c.but(src=Path(c.written(0).name), dst=tmp_path / "two", src_strategy=None, dst_strategy=c.dst_strategy)
-    assert transform_here(capsys, one).code == 0
-    facts = json.loads((one.dst / "reshard.json").read_text())
+    from_one_file = c.but(
+        src=Path(c.written(0).name), dst=tmp_path / "two", src_strategy=None, dst_strategy=c.dst_strategy
+    )
+    assert transform_here(capsys, from_one_file).code == 0
+    facts = json.loads((from_one_file.dst / "reshard.json").read_text())
     assert facts["sources"] == [{"file": "checkpoint_0.ckpt", "size_bytes": c.written(0).stat().st_size}]
     monkeypatch.chdir(tmp_path)
-    assert transform_here(capsys, one.but(src=c.written(0)), "--resume").code == 0
+    assert transform_here(capsys, from_one_file.but(src=c.written(0)), "--resume").code == 0
     os.utime(c.written(0), ns=(1, 1))
-    assert "have changed since" in transform_here(capsys, one.but(src=c.written(0)), "--resume").err
+    assert "have changed since" in transform_here(capsys, from_one_file.but(src=c.written(0)), "--resume").err
 
 
 def test_targets_that_were_made_from_two_states_of_a_file_are_not_committed(tmp_path: Path, capsys: Capture) -> None:

@@ -107,8 +107,8 @@ def test_tensors_without_elements(tmp_path: Path, capsys: Capture, kind: str) ->
     options = ["--verify", "--jobs", "3"]
     transform_apart(several, *options, env=doing(tmp_path, "pass"), check=True)
     assert shards(several.dst) == shards(c.dst) and sums(several) == sums(c)
-    for one in (c, several):
-        assert verify(capsys, one).code == verify(capsys, one, target=False).code == 0
+    for written in (c, several):
+        assert verify(capsys, written).code == verify(capsys, written, target=False).code == 0
 
 
 def test_sums_are_in_native_shards(tmp_path: Path, capsys: Capture) -> None:

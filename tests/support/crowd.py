@@ -59,10 +59,10 @@ def visit(folder: Path, number: int, size_bytes: int, allowed_bytes: int, admitt
     """Take a lease; write its number to the file `admitted`, and send what was seen."""
     held_bytes = 0
 
-    def judge(held: Sequence[Claim]) -> str | None:
+    def judge(leases: Sequence[Claim]) -> str | None:
         nonlocal held_bytes
-        held_bytes = sum(other.size_bytes for other in held) + size_bytes
-        if held and held_bytes > allowed_bytes:
+        held_bytes = sum(other.size_bytes for other in leases) + size_bytes
+        if leases and held_bytes > allowed_bytes:
             return "no room"
         os.write(admitted, b"%d\n" % number)
         return None
@@ -84,7 +84,7 @@ def main(folder: Path, allowed_bytes: int, sizes_bytes: Sequence[int]) -> dict[s
     folder.mkdir()
     admitted = os.open(folder.parent / "admitted", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     crowd: list[tuple[Fork, Channel]] = []
-    with Ledger(folder).lease(claim(allowed_bytes), lambda held: None, NoNotices()):
+    with Ledger(folder).lease(claim(allowed_bytes), lambda leases: None, NoNotices()):
         for number, size_bytes in enumerate(sizes_bytes):
             ours, theirs = Channel.pair()
             process = Fork(lambda: visit(folder, number, size_bytes, allowed_bytes, admitted, theirs))  # noqa: B023
