@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 import numpy as np
 import pytest
-from support.conversions import TENSORS, Conversion, assert_right, listing, make
+from support.conversions import TENSORS, Conversion, assert_right, listing, make, transform_by_function
 
 import reshard_mpi
 from reshard_mpi import UsageError, WrongTypeError
@@ -52,7 +52,7 @@ def test_other_names_do_the_same(tmp_path: Path) -> None:
 def test_no_processes_are_one(tmp_path: Path) -> None:
     """MindSpore does not look at `process_num` where it transforms .ckpt files."""
     c = make(tmp_path)
-    reshard_mpi.transform_checkpoints(c.src, c.dst, "checkpoint_", c.src_strategy, c.dst_strategy, 0)
+    transform_by_function(c, 0)
     assert_right(c)
 
 

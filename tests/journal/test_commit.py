@@ -26,6 +26,7 @@ from support.conversions import (
     shards,
     side,
     transform_apart,
+    transform_by_function,
     transform_here,
 )
 from support.launch import MPI
@@ -125,7 +126,7 @@ def test_an_array_makes_it_with_its_last_task_only(
 
 def test_the_functions_make_none(tmp_path: Path) -> None:
     c = make(tmp_path)
-    reshard_mpi.transform_checkpoints(c.src, c.dst, "checkpoint_", c.src_strategy, c.dst_strategy)
+    transform_by_function(c)
     assert sorted(path.name for path in c.dst.iterdir()) == ["rank_0", "rank_1"]
 
 

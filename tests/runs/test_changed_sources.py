@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support.checkpoints import expected_rank, read_shard
 from support.command_line import Capture, run_here
-from support.conversions import TENSORS, Conversion, listing, make, transform_here
+from support.conversions import TENSORS, Conversion, listing, make, transform_by_function, transform_here
 
 import reshard_mpi
 from reshard_mpi.runs import write
@@ -122,7 +122,7 @@ def test_a_source_that_is_saved_over_while_it_is_read(
             message = finished.err
         else:
             with pytest.raises(reshard_mpi.errors.TransformError) as error:
-                reshard_mpi.transform_checkpoints(c.src, c.dst, "checkpoint_", c.src_strategy, c.dst_strategy)
+                transform_by_function(c)
             message = str(error.value)
     assert "sources of target rank 1 were changed while it was written" in message and "rank_3/checkpoint_3" in message
     assert list(c.dst.glob("rank_*/*")) == [c.written(0)]

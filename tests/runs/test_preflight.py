@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.command_line import COMMAND, Capture, run_here
-from support.conversions import Conversion, four_targets, listing, make, transform_apart
+from support.conversions import Conversion, four_targets, listing, make, transform_apart, transform_by_function
 from support.launch import MPI
 from support.processes import run_command
 
@@ -85,7 +85,7 @@ def test_no_room_for_the_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     c = make(tmp_path)
     say_free(monkeypatch, sum(planned(c)) - 1)
     with pytest.raises(reshard_mpi.errors.TargetError, match="no room"):
-        reshard_mpi.transform_checkpoints(c.src, c.dst, "checkpoint_", c.src_strategy, c.dst_strategy)
+        transform_by_function(c)
     assert not c.dst.exists()
 
 

@@ -6,10 +6,12 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+import reshard_mpi
 from support.cases import Side
 from support.checkpoints import (
     ENDINGS,
@@ -178,6 +180,12 @@ def transform_apart(
 ) -> Finished:
     """Run `transform` in a process of its own; with `mpi`, on so many ranks."""
     return run_apart(*c.arguments("transform", *options), mpi=mpi, ranks=ranks, env=env, check=check)
+
+
+def transform_by_function(c: Conversion, process_num: int = 1, **options: Any) -> None:
+    """Call `transform_checkpoints` for targets of the conversion's format."""
+    paths = (c.src, c.dst, "checkpoint_", c.src_strategy, c.dst_strategy)
+    reshard_mpi.transform_checkpoints(*paths, process_num, **{"output_format": c.kind, **options})
 
 
 def transform_here(capsys: Capture, c: Conversion, *options: str) -> Finished:
