@@ -144,10 +144,8 @@ def test_targets_of_two_states_are_not_committed(tmp_path: Path, capsys: Capture
     assert transform_here(capsys, c, "--rank", "0").code == 0
     saved_again(c)
     finished = transform_here(capsys, c, "--rank", "1", "--resume")
-    assert (
-        finished.code == 3
-        and "other targets were made from what was saved after target rank 0 was made" in finished.err
-    )
+    assert finished.code == 3
+    assert "other targets were made from what was saved after target rank 0 was made" in finished.err
     assert "expected: rank_0/checkpoint_0.ckpt of " in finished.err and "--overwrite" in finished.err
     finished = run_here(capsys, "commit", str(c.dst))
     assert "saved after target rank 0" in finished.err and not (c.dst / "reshard.json").exists()
