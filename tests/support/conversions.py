@@ -100,6 +100,7 @@ class Conversion:
         return self.but(target=target, dst_strategy=write_strategy(target, self.folder / "other_target"))
 
     def but(self, **changes: object) -> Conversion:
+        """Return the same with other values of these fields; nothing is written."""
         return replace(self, **changes)  # type: ignore[arg-type]
 
     def arguments(self, command: str = "transform", *options: str) -> list[str]:

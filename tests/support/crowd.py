@@ -52,6 +52,7 @@ class NoNotices:
 
 
 def claim(size_bytes: int) -> Claim:
+    """Return what this process would enter in the ledger for a lease of that size."""
     return Claim(size_bytes, os.getpid(), own_pid_namespace(), "a test", "nothing", size_bytes, time.time())
 
 
@@ -81,6 +82,7 @@ def visit(folder: Path, number: int, size_bytes: int, allowed_bytes: int, admitt
 
 
 def main(folder: Path, allowed_bytes: int, sizes_bytes: Sequence[int]) -> dict[str, Any]:
+    """Have the crowd take its leases; return in which order, and what each saw."""
     folder.mkdir()
     admitted = os.open(folder.parent / "admitted", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     crowd: list[tuple[Fork, Channel]] = []

@@ -45,9 +45,11 @@ class LargeCheckpoint(NamedTuple):
     dst_strategy: Path
 
     def options(self) -> list[str | Path]:
+        """Return the options of the command line that name both strategies."""
         return ["--src-strategy", self.src_strategy, "--dst-strategy", self.dst_strategy]
 
     def conversion(self) -> Conversion:
+        """Return the conversion as the package sees it."""
         files = discovery.find_shards(str(self.src))
         source = SourceCheckpoint.open(files, strategy.load(str(self.src_strategy)))
         return Conversion(source, strategy.load(str(self.dst_strategy)))
