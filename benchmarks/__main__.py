@@ -50,10 +50,10 @@ Reshards a GPT-like checkpoint with --verify beside the same without it, for .ck
 and from the page cache, a piece of a tensor that is one run and one whose runs have 512 bytes.
 """
 _FORMS = """\
-Takes checkpoints from one form to another: safetensors of 8 ranks to 4 beside MindSpore's transform_checkpoints, and to
-a Hugging Face folder beside its unified_safetensors and torch's consolidation (CPU time); torch's distributed
-checkpoint to another mesh beside its own load and save, and to one file beside dcp_to_torch_save; then a larger checkpoint to each
-form beside `cp` of what was written.
+Takes checkpoints from one form to another: safetensors of 8 ranks to 4 beside MindSpore's transform_checkpoints, and
+to a Hugging Face folder beside its unified_safetensors and torch's consolidation (CPU time); torch's distributed
+checkpoint to another mesh beside its own load and save, and to one file beside dcp_to_torch_save; then a larger
+checkpoint to each form beside `cp` of what was written.
 """
 _TENSORS = """\
 Reshards checkpoints of very many small tensors, float32 of 64 x 64, cut along rows over 4 ranks, into columns over 2:
