@@ -76,8 +76,7 @@ def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
     add("version", b"3\n")
     add(".data/serialization_id", _identity(pickle))
     writer.add(members[-1].end, ends(members, members[-1].end))
-    writer.finish()
-    return Manifest(path, NAME, tensors, strings)
+    return Manifest(path, NAME, tensors, strings, structure=writer.finish())
 
 
 def size_at_most_bytes(spec: ShardSpec, *, crc: bool = False) -> int:
