@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.conversions import Conversion, make, of_every_kind
+from support.conversions import Conversion, make
 from support.processes import run_command
 
 import reshard_mpi
@@ -39,7 +39,7 @@ def test_an_error_is_imported_without_what_is_heavy() -> None:
     assert "reshard_mpi.errors" in loaded and not loaded & {"reshard_mpi.api", "numpy", "h5py", "logging"}
 
 
-@of_every_kind
+@pytest.mark.parametrize("kind", KINDS)
 def test_errors_survive_pickling(kind: type[errors.ReshardError]) -> None:
     error = kind("it went wrong", expected="right", got="wrong", where="here", remedy="do it again")
     again = pickle.loads(pickle.dumps(error))

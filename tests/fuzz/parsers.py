@@ -92,17 +92,17 @@ def native_without_checksums(data: bytes) -> None:
         fd = opened.fileno()
         end = superblock.end_of_file(fd, str(path), len(data))
         with mock.patch.object(index, "crc32", lambda *_: _Any()):
-            found = index.locate(fd, str(path), end)
+            manifest = index.locate(fd, str(path), end)
             index.stored_sums(fd, str(path), end)
-        if found is not None:
-            _require_sound(found, end)
+        if manifest is not None:
+            _require_sound(manifest, end)
 
 
 def strategy_file(suffix: str, data: bytes) -> None:
     """Load a strategy, and write it down as native shards do."""
     with _file(data, suffix) as path, suppress(ReshardError):
-        found = strategy.load(str(path))
-        assert table.loads(table.dumps(found), "again") == found
+        loaded = strategy.load(str(path))
+        assert table.loads(table.dumps(loaded), "again") == loaded
 
 
 def patterns(data: bytes) -> None:
@@ -121,8 +121,8 @@ def patterns(data: bytes) -> None:
 def placement_table(data: bytes) -> None:
     """Read the table of a native shard as `source` does."""
     with suppress(ReshardError):
-        found = table.loads(data.decode(errors="replace"), "a shard")
-        assert table.loads(table.dumps(found), "again") == found
+        loaded = table.loads(data.decode(errors="replace"), "a shard")
+        assert table.loads(table.dumps(loaded), "again") == loaded
 
 
 def records(data: bytes) -> None:
