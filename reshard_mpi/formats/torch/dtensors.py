@@ -13,9 +13,7 @@ from reshard_mpi.formats.torch.tensors import DistributedTensor, numbers
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import Placement, Strategy
 from reshard_mpi.sharding.strategy import table
-from reshard_mpi.sharding.strategy.limits import MAX_RANKS
-
-_SIXTEEN = 16
+from reshard_mpi.sharding.strategy.limits import MAX_AXES, MAX_RANKS
 
 
 class Whole(NamedTuple):
@@ -162,11 +160,11 @@ def _mesh(value: Value) -> Mesh:
     if type(ranks) is not tuple or layout is None:
         raise _Unclear("a mesh of another release than torch 2.13: load the file with torch and save full tensors")
     if not 0 < len(ranks) <= MAX_RANKS or ranks != tuple(range(len(ranks))):
-        raise _Unclear(f"a mesh whose ranks are not counted from 0: {ranks[:_SIXTEEN]}")
+        raise _Unclear(f"a mesh whose ranks are not counted from 0: {ranks[:MAX_AXES]}")
     if type(rank) is not int or not 0 <= rank < len(ranks):
         raise _Unclear(f"a mesh of {len(ranks)} ranks, and a file of rank {rank}"[:200])
     axes = _state(layout, "_MeshLayout").get("axes")
-    if type(axes) not in (tuple, list) or not 0 < len(axes) <= _SIXTEEN:
+    if type(axes) not in (tuple, list) or not 0 < len(axes) <= MAX_AXES:
         raise _Unclear("a mesh without dimensions")
     return Mesh(len(ranks), rank, tuple(_factors(axis) for axis in axes))
 
@@ -174,7 +172,7 @@ def _mesh(value: Value) -> Mesh:
 def _factors(axis: Value) -> tuple[Factor, ...]:
     state = _state(axis, "_FlatLayout")
     shape, stride = numbers(state.get("shape")), numbers(state.get("stride"))
-    if len(shape) != len(stride) or len(shape) > _SIXTEEN or 0 in shape:
+    if len(shape) != len(stride) or len(shape) > MAX_AXES or 0 in shape:
         raise _Unclear("a mesh dimension without length")
     factors = tuple(Factor(*pair) for pair in zip(shape, stride) if pair[0] > 1)
     if any(factor.stride == 0 for factor in factors):
