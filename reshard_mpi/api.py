@@ -32,6 +32,7 @@ from reshard_mpi.runs.memory import RunMemory
 from reshard_mpi.runs.outcome import Outcome, Report
 from reshard_mpi.runs.overlap import refuse_posing
 from reshard_mpi.runs.plain import (
+    plain_bytes,
     plain_files,
     plain_number,
     plain_number_or_none,
@@ -98,13 +99,15 @@ def transform(
     crc: bool = False,
     memory: str | int | None = None,
     max_active: int | None = None,
+    max_shard_size: str | int | None = None,
     jobs: int = 1,
     comm: Any = None,
 ) -> Report:
     """Reshard the checkpoint `source` into the folder `target`, as `reshard-mpi transform` does with these options.
 
     Keeps the record of the run in the folder, so it can be resumed, and commits it when all targets are there. ranks:
-    the targets to make (None: all); part: (i, n), the i-th from 0 of n shares of them. jobs: local processes, 1 or
+    the targets to make (None: all); part: (i, n), the i-th from 0 of n shares of them. max_shard_size: how
+    large files may become with "hf", as "5GB" (the default) or a number of bytes. jobs: local processes, 1 or
     more; comm: an mpi4py communicator whose ranks share the work instead, all of which make the call and get the same
     report. Raises a ReshardError: before anything is written for what is refused, and a TransformError where some
     targets could not be written.
@@ -131,6 +134,7 @@ def transform(
         verify=verify,
         crc=crc,
         replicas=as_replicas(replicas),
+        max_shard_size=plain_bytes(max_shard_size, "max_shard_size"),
     )
     _refuse_both({"ranks": ranks is not None, "part": part is not None})
     _refuse_both({"resume": resume, "overwrite": overwrite})

@@ -43,6 +43,7 @@ PASSED_ON = (
     Option("--prefix", "prefix"),
     Option("--select", "select"),
     Option("--to", "to"),
+    Option("--max-shard-size", "max_shard_size"),
     Option("--unlisted", "unlisted"),
     Option("--strict", "strict"),
     Option("--overwrite", "overwrite"),

@@ -11,17 +11,23 @@ from reshard_mpi.errors import UsageError
 if TYPE_CHECKING:
     from reshard_mpi.formats.protocol import FolderFormat, Format
 
-# name -> (module, file name endings, name of the index that marks a folder as one checkpoint). What marks files and
-# folders stands here too, so that they are told without importing h5py.
-_MODULES: dict[str, tuple[str, tuple[str, ...], str | None]] = {
-    "ckpt": ("reshard_mpi.formats.ckpt", (".ckpt",), None),
-    "hdf5": ("reshard_mpi.formats.hdf5", (".h5", ".hdf5"), None),
-    "safetensors": ("reshard_mpi.formats.safetensors", (".safetensors",), None),
+# name -> (module, file name endings, names of files that mark a folder as one checkpoint, the index first). What marks
+# files and folders stands here too, so that they are told without importing h5py. A file whose ending several formats
+# have is a shard of the first.
+_MODULES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
+    "ckpt": ("reshard_mpi.formats.ckpt", (".ckpt",), ()),
+    "hdf5": ("reshard_mpi.formats.hdf5", (".h5", ".hdf5"), ()),
+    "safetensors": ("reshard_mpi.formats.safetensors", (".safetensors",), ()),
+    "hf": (
+        "reshard_mpi.formats.safetensors.huggingface",
+        (".safetensors",),
+        ("model.safetensors.index.json", "model.safetensors"),
+    ),
 }
 NAMES = tuple(_MODULES)
 # What the functions with MindSpore's names write, unless they are told.
 DEFAULT = "ckpt"
-SUFFIXES = tuple(suffix for _, suffixes, _ in _MODULES.values() for suffix in suffixes)
+SUFFIXES = tuple(dict.fromkeys(suffix for _, suffixes, _ in _MODULES.values() for suffix in suffixes))
 
 
 def by_name(name: str) -> Format:
@@ -38,7 +44,7 @@ def name_of(path: str) -> str | None:
 
 def index_of(name: str) -> str | None:
     """Return the name of the file that makes a folder a checkpoint of the format called `name`; None: no folder is."""
-    return _MODULES[name][2]
+    return next(iter(_MODULES[name][2]), None)
 
 
 def folder_by_name(name: str) -> FolderFormat | None:
@@ -49,4 +55,5 @@ def folder_by_name(name: str) -> FolderFormat | None:
 
 def name_of_folder(path: str) -> str | None:
     """Return the name of the format that a file in the folder `path` marks, or None."""
-    return next((name for name, (*_, index) in _MODULES.items() if index and Path(path, index).is_file()), None)
+    marked = ((name, mark) for name, (*_, marks) in _MODULES.items() for mark in marks)
+    return next((name for name, mark in marked if Path(path, mark).is_file()), None)
