@@ -88,6 +88,7 @@ def transform(
     to: str | None = None,
     prefix: str = "checkpoint_",
     select: str | None = None,
+    source_format: str | None = None,
     ranks: Iterable[int] | None = None,
     part: tuple[int, int] | None = None,
     resume: bool = False,
@@ -105,16 +106,14 @@ def transform(
 ) -> Report:
     """Reshard the checkpoint `source` into the folder `target`, as `reshard-mpi transform` does with these options.
 
-    Keeps the record of the run in the folder, so it can be resumed, and commits it when all targets are there. ranks:
-    the targets to make (None: all); part: (i, n), the i-th from 0 of n shares of them. max_shard_size: how
-    large files may become with "hf", as "5GB" (the default) or a number of bytes. jobs: local processes, 1 or
-    more; comm: an mpi4py communicator whose ranks share the work instead, all of which make the call and get the same
-    report. Raises a ReshardError: before anything is written for what is refused, and a TransformError where some
-    targets could not be written.
+    Keeps the record of the run in the folder, so it can be resumed, and commits it when all targets are there.
+    source_format: of the files that are meant, where those of several formats lie there. ranks: the targets to make
+    (None: all); part: (i, n), the i-th from 0 of n shares of them. max_shard_size: how large files may become with
+    "hf", as "5GB" (the default) or a number of bytes. jobs: local processes, 1 or more; comm: an mpi4py communicator
+    whose ranks share the work instead, all of which make the call and get the same report. Raises a ReshardError:
+    before anything is written for what is refused, and a TransformError where some targets could not be written.
     """
     begin = time.monotonic()
-    if to is not None:
-        formats.by_name(plain_text(to, "to"))
     request = Request(
         source=plain_path(source, "source"),
         target=plain_path(target, "target"),
@@ -122,7 +121,8 @@ def transform(
         dst_strategy=plain_path_or_none(dst_strategy, "dst_strategy"),
         prefix=plain_text(prefix, "prefix"),
         select=None if select is None else plain_text(select, "select"),
-        to=to,
+        source_format=_known_format(source_format, "source_format"),
+        to=_known_format(to, "to"),
         ranks=None if ranks is None else tuple(plain_numbers(ranks, "ranks")),
         part=None if part is None else plain_share(part, "part"),
         resume=resume,
@@ -324,6 +324,7 @@ def plan(
     *,
     ranks: Iterable[int] | None = None,
     select: str | None = None,
+    source_format: str | None = None,
     unlisted: str = "follow",
     strict: bool = False,
     replicas: str = "sample",
@@ -331,10 +332,11 @@ def plan(
 ) -> Plan:
     """Return what a transform of `source` would do, writing nothing. ranks: the target ranks (None: all).
 
+    source_format: of the files that are meant, where those of several formats lie there.
     memory, and what is logged: as in `transform_checkpoints`. Raises what the transform would refuse.
     """
     targets = None if ranks is None else plain_numbers(ranks, "ranks")
-    files = _found(source, select)
+    files = _found(source, select, source_format)
     allowed = plain_size(memory, "memory")
     with RunMemory(lambda: Allowance.of(allowed, None, os.environ), SerialComm(), Silent().waiting) as allotted:
         purpose = f"planning from {files.path}"
@@ -348,7 +350,8 @@ def plan(
         for rank_plan in plans:
             allotted.require_possible(rank_plan)
         log((*told.notes, *conversion.shown_rules()), told.warnings)
-        return Plan(tuple(RankSummary.of(rank_plan, projection.peak_bytes(rank_plan)) for rank_plan in plans))
+        summaries = tuple(RankSummary.of(rank_plan, projection.peak_bytes(rank_plan)) for rank_plan in plans)
+        return Plan(summaries, conversion.source.described)
 
 
 @only_known_errors()
@@ -359,6 +362,7 @@ def verify(
     dst_strategy: PathLike | None = None,
     *,
     select: str | None = None,
+    source_format: str | None = None,
     unlisted: str = "follow",
     replicas: str = "sample",
     process_num: int = 1,
@@ -379,6 +383,7 @@ def verify(
         src_strategy=plain_path_or_none(src_strategy, "src_strategy"),
         dst_strategy=plain_path_or_none(dst_strategy, "dst_strategy"),
         select=select,
+        source_format=_known_format(source_format, "source_format"),
         unlisted=as_unlisted(unlisted),
         recorded=False,
         memory=plain_size(memory, "memory"),
@@ -397,6 +402,7 @@ def diff(
     second_strategy: PathLike | None = None,
     *,
     select: str | None = None,
+    source_format: str | None = None,
     replicas: str = "sample",
     jobs: int = 1,
     memory: str | int | None = None,
@@ -415,6 +421,7 @@ def diff(
         src_strategy=plain_path_or_none(first_strategy, "first_strategy"),
         dst_strategy=plain_path_or_none(second_strategy, "second_strategy"),
         select=None if select is None else plain_text(select, "select"),
+        source_format=_known_format(source_format, "source_format"),
         recorded=False,
         memory=plain_size(memory, "memory"),
         max_active=plain_number_or_none(max_active, "max_active"),
@@ -441,6 +448,7 @@ def load_rank(
     dst_strategy: PathLike | None = None,
     *,
     select: str | None = None,
+    source_format: str | None = None,
     unlisted: str = "follow",
     replicas: str = "sample",
 ) -> dict[str, np.ndarray[Any, Any] | str]:
@@ -454,7 +462,7 @@ def load_rank(
     if isinstance(source, Mapping):
         files = _listed(source, "source")
     else:
-        files = _found(source, select)
+        files = _found(source, select, source_format)
     conversion = _conversion(files, src_strategy, dst_strategy, unlisted, replicas=replicas)
     (rank_plan,), told = plan_together(conversion, [rank])
     log(told.notes, told.warnings)
@@ -504,10 +512,15 @@ def _run(
     return outcome
 
 
-def _found(source: object, select: str | None) -> discovery.ShardFiles:
+def _known_format(name: object, argument: str) -> str | None:
+    """Return the name of a format, or None for none. Raises UsageError for an unknown one."""
+    return None if name is None else formats.by_name(plain_text(name, argument)).NAME
+
+
+def _found(source: object, select: str | None, source_format: object) -> discovery.ShardFiles:
     path = plain_path(source, "source")
     require_reachable(path)
-    return discovery.find_shards(path, select)
+    return discovery.find_shards(path, select, format_name=_known_format(source_format, "source_format"))
 
 
 def _listed(files: object, name: str) -> discovery.ShardFiles:

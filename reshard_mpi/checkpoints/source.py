@@ -128,6 +128,16 @@ class SourceCheckpoint:
             )
         return cls(files, strategy, {first: manifest}, _damage=damage)
 
+    @property
+    def described(self) -> str:
+        """What it is, in a line: its format, files, ranks and tensors."""
+        files = sum(map(len, self.files.by_rank.values())) - (1 if self.files.is_folder else 0)
+        ranks, tensors = self.strategy.world_size, self.extent.tensors
+        counts = [f"{files} {'file' if files == 1 else 'files'}"]
+        counts += [f"{ranks} ranks"] if ranks > 1 else []
+        counts += [f"{tensors} {'tensor' if tensors == 1 else 'tensors'}{' a rank' if ranks > 1 else ''}"]
+        return ", ".join([formats.title(self.files.format), *counts])
+
     def __contains__(self, rank: object) -> bool:
         return rank in self.files.by_rank
 

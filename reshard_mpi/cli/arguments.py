@@ -126,6 +126,7 @@ def _add_conversion(parser: argparse.ArgumentParser) -> None:
     _add_strategies(parser)
     parser.add_argument("--prefix", default="checkpoint_", help="of target file names (default: %(default)s)")
     parser.add_argument("--select", metavar="GLOB", help="take only source files whose names match")
+    _add_from(parser)
     parser.add_argument("--to", choices=formats.NAMES, help="target format (default: the source's)")
     parser.add_argument(
         "--max-shard-size",
@@ -169,8 +170,18 @@ def _add_conversion(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_from(parser: argparse.ArgumentParser, source: str = "SRC") -> None:
+    parser.add_argument(
+        "--from",
+        dest="source_format",
+        choices=formats.NAMES,
+        help=f"take only files of this format in {source} (default: what lies there, if it is of one)",
+    )
+
+
 def _add_comparison(parser: argparse.ArgumentParser, source: str, sampled: str) -> None:
     parser.add_argument("--select", metavar="GLOB", help=f"take only files of {source} whose names match")
+    _add_from(parser, source)
     parser.add_argument(
         "--replicas",
         choices=("any", "sample"),
@@ -258,6 +269,7 @@ def request(options: argparse.Namespace) -> Request:
         prefix=options.prefix,
         select=options.select,
         to=options.to,
+        source_format=options.source_format,
         ranks=tuple(options.rank) if options.rank else None,
         part=options.part,
         resume=options.resume,
@@ -286,6 +298,7 @@ def to_compare(options: argparse.Namespace) -> Request:
         src_strategy=options.src_strategy,
         dst_strategy=options.dst_strategy,
         select=options.select,
+        source_format=options.source_format,
         unlisted=Unlisted(getattr(options, "unlisted", Unlisted.FOLLOW)),
         recorded=False,
         memory=options.memory,

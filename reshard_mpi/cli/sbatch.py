@@ -42,6 +42,7 @@ PASSED_ON = (
     Option("--dst-strategy", "dst_strategy", is_path=True),
     Option("--prefix", "prefix"),
     Option("--select", "select"),
+    Option("--from", "source_format"),
     Option("--to", "to"),
     Option("--max-shard-size", "max_shard_size"),
     Option("--unlisted", "unlisted"),

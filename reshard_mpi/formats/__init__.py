@@ -23,6 +23,7 @@ _MODULES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
         (".safetensors",),
         ("model.safetensors.index.json", "model.safetensors"),
     ),
+    "torch": ("reshard_mpi.formats.torch", (".pt", ".pth", ".bin"), ()),
 }
 NAMES = tuple(_MODULES)
 # What the functions with MindSpore's names write, unless they are told.
@@ -53,7 +54,11 @@ def folder_by_name(name: str) -> FolderFormat | None:
     return cast("FolderFormat", module) if module.TRAITS.is_folder else None
 
 
-def name_of_folder(path: str) -> str | None:
-    """Return the name of the format that a file in the folder `path` marks, or None."""
-    marked = ((name, mark) for name, (*_, marks) in _MODULES.items() for mark in marks)
-    return next((name for name, mark in marked if Path(path, mark).is_file()), None)
+def names_of_folder(path: str) -> tuple[str, ...]:
+    """Return the names of the formats a file of which marks the folder `path`."""
+    return tuple(name for name, (*_, marks) in _MODULES.items() if any(Path(path, mark).is_file() for mark in marks))
+
+
+def title(name: str) -> str:
+    """Return what people call checkpoints of the format called `name`."""
+    return by_name(name).TRAITS.title or name

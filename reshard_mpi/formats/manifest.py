@@ -31,7 +31,8 @@ class Structure(NamedTuple):
 class Manifest(NamedTuple):
     """One shard file: its tensors in the file's order, its strings, and its identity where it carries one.
 
-    structure: where a format can tell by it that another file has the same tensors at the same places.
+    structure: where a format can tell by it that another file has the same tensors at the same places. left_out: what
+    else is in the file and cannot be carried, in words.
     """
 
     path: str
@@ -40,6 +41,7 @@ class Manifest(NamedTuple):
     strings: Mapping[str, str] = {}
     identity: ShardIdentity | None = None
     structure: Structure | None = None
+    left_out: tuple[str, ...] = ()
 
     def at(self, path: str) -> Manifest:
         """Return what a file of the same structure holds."""

@@ -49,6 +49,8 @@ def diff(request: Request, comm: Comm, progress: Progress, strategies: Strategie
     """
     with RunMemory(lambda: request.allowance, comm, progress.waiting) as memory:
         first, second, told = agreed(lambda: _planned(request, comm, strategies, memory), comm)
+        if comm.rank == 0:
+            progress.reading(first.source.described)
         specs = {spec.name: spec for spec in second.plan.tensors.specs}
         common = [spec for spec in first.plan.tensors.specs if specs.get(spec.name) == spec]
         mine = common[comm.rank :: comm.size]
@@ -75,7 +77,7 @@ def _planned(
     named = (request.src_strategy, request.dst_strategy) if strategies is None else ()
     memory.to_open(named, purpose)
     read = strategies or Strategies.read(request)
-    first_files = discovery.find_shards(request.source, request.select)
+    first_files = discovery.find_shards(request.source, request.select, format_name=request.source_format)
     second_files = discovery.find_shards(request.target, role="other")
     memory.to_open(named, purpose, first_files.format, second_files.format)
     given = None if request.dst_strategy is None else read.target

@@ -59,7 +59,7 @@ class Run(NamedTuple):
             )
         _check_prefix(request.prefix)
         require_reachable(request.source)
-        files = discovery.find_shards(request.source, request.select)
+        files = discovery.find_shards(request.source, request.select, format_name=request.source_format)
         name = _target_format(request, files.format)
         traits = formats.by_name(name).TRAITS
         ranks = request.ranks if request.ranks is not None else range(strategies.target.world_size)
@@ -128,6 +128,7 @@ class Run(NamedTuple):
                 "sums_in_shards": request.verify and formats.by_name(self.format).TRAITS.keeps_sums,
                 "target_ranks": self.conversion.target.world_size,
                 **({"max_shard_size": request.most_file_bytes} if is_filled else {}),
+                **({"from": request.source_format} if request.source_format else {}),
             },
             {name: str(real_path(path)) for name, path in strategies.items() if path is not None},
         )

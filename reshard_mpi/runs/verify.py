@@ -44,10 +44,12 @@ def verify_pair(request: Request, comm: Comm, progress: Progress, strategies: St
     """
 
     with RunMemory(lambda: request.allowance, comm, progress.waiting) as memory:
-        return _verify_pair(request, comm, strategies, memory)
+        return _verify_pair(request, comm, progress, strategies, memory)
 
 
-def _verify_pair(request: Request, comm: Comm, strategies: Strategies | None, memory: RunMemory) -> Outcome:
+def _verify_pair(
+    request: Request, comm: Comm, progress: Progress, strategies: Strategies | None, memory: RunMemory
+) -> Outcome:
     purpose = f"verifying {request.target}"
 
     def begin() -> tuple[Conversion, SourceCheckpoint, Governor]:
@@ -55,7 +57,10 @@ def _verify_pair(request: Request, comm: Comm, strategies: Strategies | None, me
         named = (request.src_strategy, request.dst_strategy) if strategies is None else ()
         memory.to_open(named, purpose)
         read = strategies or Strategies.read(request)
-        files, held = _shards(request.source, request.select), _shards(request.target, role="target")
+        files, held = (
+            _shards(request.source, request.select, request.source_format),
+            _shards(request.target, role="target"),
+        )
         memory.to_open(named, purpose, files.format, held.format)
         source = SourceCheckpoint.open(files, read.source)
         target = SourceCheckpoint.open(held, None if request.dst_strategy is None else read.target)
@@ -69,6 +74,8 @@ def _verify_pair(request: Request, comm: Comm, strategies: Strategies | None, me
         return conversion, target, governor
 
     conversion, target, governor = agreed(begin, comm)
+    if comm.rank == 0:
+        progress.reading(conversion.source.described)
     weights = conversion.target_weights(range(conversion.target.world_size))
 
     def check(rank: int) -> tuple[Checked, list[ReshardError]]:
@@ -106,7 +113,7 @@ def verify_alone(request: Request, comm: Comm, progress: Progress, strategies: S
 
 def _verify_alone(request: Request, comm: Comm, memory: RunMemory) -> Outcome:
     def begin() -> tuple[discovery.ShardFiles, Governor]:
-        return _shards(request.source, request.select), memory.open()
+        return _shards(request.source, request.select, request.source_format), memory.open()
 
     files, governor = agreed(begin, comm)
     files = files.one_by_one() if files.is_folder else files
@@ -130,9 +137,11 @@ def _verify_alone(request: Request, comm: Comm, memory: RunMemory) -> Outcome:
     return outcome
 
 
-def _shards(path: str, select: str | None = None, role: str = "source") -> discovery.ShardFiles:
+def _shards(
+    path: str, select: str | None = None, format_name: str | None = None, *, role: str = "source"
+) -> discovery.ShardFiles:
     require_reachable(path)
-    return discovery.find_shards(path, select, role=role)
+    return discovery.find_shards(path, select, role=role, format_name=format_name)
 
 
 def _each(

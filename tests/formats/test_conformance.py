@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from support import ckpt_peer, hdf5_peer, safetensors_peer
+from support import ckpt_peer, hdf5_peer, safetensors_peer, torch_peer
 
-from reshard_mpi.formats import ckpt, hdf5, safetensors
+from reshard_mpi.formats import ckpt, hdf5, safetensors, torch
 from reshard_mpi.formats.safetensors import huggingface
 from reshard_mpi.testing.conformance import FormatConformance
 from reshard_mpi.testing.samples import Contents
@@ -37,7 +37,7 @@ class TestHDF5(FormatConformance):
         hdf5_peer.write(path, contents)
 
     def read_independently(self, path: Path) -> Contents:
-        return hdf5_peer.read(path)
+        return hdf5_peer.read(path, is_whole=True)
 
 
 class TestCompressedHDF5(TestHDF5):
@@ -64,3 +64,14 @@ class TestHuggingFace(TestSafetensors):
 
     module = huggingface
     cannot_hold = frozenset({"complex128", "hifloat8", "int4"})
+
+
+class TestTorch(FormatConformance):
+    module = torch
+    cannot_hold = torch_peer.CANNOT_HOLD
+
+    def write_independently(self, path: Path, contents: Contents) -> None:
+        torch_peer.write(path, contents)
+
+    def read_independently(self, path: Path) -> Contents:
+        return torch_peer.read(path)

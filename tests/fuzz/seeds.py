@@ -86,7 +86,7 @@ def native_shards(path: Path) -> Iterator[None]:
     samples.write(hdf5, str(path), CONTENTS, ShardIdentity(1, 4, placements))
     yield
     # So many that the library no longer keeps the links of a group side by side.
-    many = [SampleTensor.random(f"layers.{at}.w", BY_NAME["float16"], (2,)) for at in range(11)]
+    many = [SampleTensor.random(f"layers.{number}.w", BY_NAME["float16"], (2,)) for number in range(11)]
     path.unlink()
     samples.write(hdf5, str(path), Contents.of(many))
     yield
@@ -113,8 +113,8 @@ def foreign_shards(path: Path) -> Iterator[None]:
         file["fixed"] = np.bytes_(b"abc")
     yield
     with h5py.File(path, "w", libver="latest", track_order=True, userblock_size=512) as file:
-        for at in range(12):
-            file[f"w{at}"] = np.int16(at)
+        for number in range(12):
+            file[f"w{number}"] = np.int16(number)
         file.attrs["note"] = "x" * 100
     yield
 
@@ -201,8 +201,8 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory() as scratch:
             path = Path(scratch, "file")
-            for at, _ in enumerate(make(path)):
-                (folder / f"seed-{at}").write_bytes(path.read_bytes())
+            for number, _ in enumerate(make(path)):
+                (folder / f"seed-{number}").write_bytes(path.read_bytes())
 
 
 if __name__ == "__main__":

@@ -10,15 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import ckpt_peer
 from support.checkpoints import write_shard
-from support.conversions import COMMAND, TENSORS, Conversion, Said, command_line, make
-from support.launch import MPI, mpirun_command
-from support.processes import run_command
+from support.command_line import Capture, run_apart, run_here
+from support.conversions import TENSORS, Conversion, make
+from support.launch import MPI
+from support.processes import Finished
 
 import reshard_mpi
 from reshard_mpi.errors import DifferenceError
 from reshard_mpi.testing.samples import Contents
-
-Capture = pytest.CaptureFixture[str]
 
 
 def full(folder: Path, kind: str = "ckpt", **changes: np.ndarray) -> Path:
@@ -28,8 +27,8 @@ def full(folder: Path, kind: str = "ckpt", **changes: np.ndarray) -> Path:
     return path
 
 
-def diff(capsys: Capture, c: Conversion, other: Path, *options: str) -> Said:
-    return command_line(
+def diff(capsys: Capture, c: Conversion, other: Path, *options: str) -> Finished:
+    return run_here(
         capsys, "diff", str(c.src), str(other), "--src-strategy", str(c.src_strategy), "--jobs", "1", *options
     )
 
@@ -43,7 +42,7 @@ def test_the_same_in_another_layout_and_format(tmp_path: Path, capsys: Capture, 
 
 def test_two_layouts(tmp_path: Path, capsys: Capture) -> None:
     c = make(tmp_path)
-    assert command_line(capsys, *c.arguments("transform")).code == 0
+    assert run_here(capsys, *c.arguments("transform")).code == 0
     said = diff(capsys, c, c.dst, "--dst-strategy", str(c.dst_strategy))
     assert said.code == 0 and "compared 4 tensors" in said.out, said
 
@@ -79,7 +78,7 @@ def test_many_differences_are_counted(tmp_path: Path, capsys: Capture) -> None:
     first, second = tmp_path / "a.ckpt", tmp_path / "b.ckpt"
     write_shard({f"w{number}": np.full(3, number, np.int32) for number in range(30)}, first)
     write_shard({f"w{number}": np.full(3, -1, np.int32) for number in range(30)}, second)
-    said = command_line(capsys, "diff", str(first), str(second), "--jobs", "1")
+    said = run_here(capsys, "diff", str(first), str(second), "--jobs", "1")
     assert said.code == 4 and said.err.count("differs at element [0]") == 20, said
     assert "difference: 10 more tensors differ" in said.err
 
@@ -88,7 +87,7 @@ def test_texts_that_differ_are_noted(tmp_path: Path, capsys: Capture) -> None:
     first, second = tmp_path / "a.ckpt", tmp_path / "b.ckpt"
     for path, epoch in ((first, "3"), (second, "4")):
         ckpt_peer.write(path, Contents.of([], {"epoch": epoch}))
-    said = command_line(capsys, "diff", str(first), str(second), "--jobs", "1")
+    said = run_here(capsys, "diff", str(first), str(second), "--jobs", "1")
     assert said.code == 0 and "note: texts beside the tensors differ: 'epoch'" in said.err, said
 
 
@@ -107,11 +106,10 @@ def test_several_processes_find_the_same(tmp_path: Path, mpi: MPI) -> None:
     changed["b"][1] = 9
     other = full(tmp_path, **changed)
     arguments = ["diff", c.src, other, "--src-strategy", c.src_strategy]
-    for command in ([*COMMAND, *arguments, "--jobs", "2"], mpirun_command(mpi, 3, [*COMMAND, *arguments])):
-        finished = run_command(list(map(str, command)))
-        assert finished.returncode == 4, finished
-        assert "'w' differs at element [7, 3]" in finished.stderr and "'b' differs at element [1]" in finished.stderr
-        assert finished.stderr.count("difference: ") == 2
+    for finished in (run_apart(*arguments, "--jobs", "2"), run_apart(*arguments, mpi=mpi, ranks=3)):
+        assert finished.code == 4, finished
+        assert "'w' differs at element [7, 3]" in finished.err and "'b' differs at element [1]" in finished.err
+        assert finished.err.count("difference: ") == 2
 
 
 def test_as_a_function(tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ TRAITS = Traits(
     is_filled=True,
     keeps_strings=False,
     sharded_as=reading.NAME,
+    title="Hugging Face folder",
 )
 _METADATA = {FORMAT: TORCH}
 

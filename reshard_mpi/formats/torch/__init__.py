@@ -1,0 +1,32 @@
+"""Files of torch.save (`.pt`, `.pth`, `.bin`), located without executing them, and reserved as torch lays them out.
+
+A file is a zip archive of members as they are: a pickle of one object, in which each tensor is a name, a shape and a
+place in a storage, and the bytes of every storage. Files of torch before 1.6 are pickles in a row, and are read too.
+Facts of the layout are of torch 2.13.
+"""
+
+from __future__ import annotations
+
+from reshard_mpi.formats.torch.reading import NAME, locate, read_back
+from reshard_mpi.formats.torch.sealing import check_crc, seal, stored_sums
+from reshard_mpi.formats.torch.writing import reserve, size_at_most_bytes
+from reshard_mpi.formats.traits import Costs, Traits
+from reshard_mpi.units import KIB
+
+__all__ = [
+    "MODE",
+    "NAME",
+    "SUFFIXES",
+    "TRAITS",
+    "check_crc",
+    "locate",
+    "read_back",
+    "reserve",
+    "seal",
+    "size_at_most_bytes",
+    "stored_sums",
+]
+
+SUFFIXES = (".pt", ".pth", ".bin")
+MODE = 0o666
+TRAITS = Traits(Costs(reading=3 * KIB, writing=2 * KIB, checking=2 * KIB), describes_itself=True, has_crc=True)

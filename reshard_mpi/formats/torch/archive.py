@@ -1,0 +1,223 @@
+"""The zip archives that torch saves: where each member's bytes lie.
+
+All members are stored as they are, in one folder of the archive. What other zip tools make is read too, as long as
+nothing is compressed: sizes and places come from the central directory, and every local header must agree with it.
+"""
+
+from __future__ import annotations
+
+import os
+from struct import Struct
+from typing import NamedTuple
+
+from reshard_mpi.errors import ShardError
+from reshard_mpi.formats import files
+from reshard_mpi.units import MIB
+
+END = Struct("<4s4H2IH")
+END64 = Struct("<4sQ2H2I4Q")
+LOCATOR = Struct("<4sIQI")
+ENTRY = Struct("<4s6H3I5H2I")
+LOCAL = Struct("<4s5H3I2H")
+END_MARK, END64_MARK, LOCATOR_MARK = b"PK\x05\x06", b"PK\x06\x06", b"PK\x06\x07"
+ENTRY_MARK, LOCAL_MARK = b"PK\x01\x02", b"PK\x03\x04"
+# Where a number of 2 or 4 bytes is too small, this stands in its place.
+FULL_2, FULL_4 = 0xFFFF, 0xFFFFFFFF
+ZIP64_EXTRA = 1
+ENCRYPTED, HAS_DESCRIPTOR, MASKED = 0x41, 0x08, 0x2000
+STORED = 0
+# Of an entry: the lengths of name, extra field and comment.
+_LENGTHS = slice(10, 13)
+# Members besides storages: a dozen.
+_MAX_MEMBERS = files.MAX_TENSORS + 1000
+_MAX_DIRECTORY_BYTES = 32 * MIB
+
+
+class Member(NamedTuple):
+    """The bytes of one member: where they begin, how many there are, and their CRC-32 (0 if it was left out)."""
+
+    offset_bytes: int
+    size_bytes: int
+    crc: int
+
+
+def is_archive(start: bytes) -> bool:
+    """Tell whether a file that begins so is a zip archive."""
+    return start.startswith((LOCAL_MARK, END_MARK))
+
+
+def members(fd: int, path: str, size_bytes: int) -> dict[str, Member]:
+    """Return the members of an archive by name.
+
+    Raises ShardError if it is cut short, damaged or compressed, or members overlap or have the same name.
+    """
+    return _Archive(fd, path, size_bytes).members()
+
+
+def directory(fd: int, path: str, size_bytes: int) -> tuple[int, int, int]:
+    """Return where the central directory begins, how long it is, and how many members it lists; raises as `members`."""
+    return _Archive(fd, path, size_bytes).directory()
+
+
+def entry_bytes(content: bytes | bytearray, at: int) -> int:
+    """Return how long the entry at byte `at` of a directory is."""
+    fields = ENTRY.unpack_from(content, at)
+    return ENTRY.size + int(sum(fields[_LENGTHS]))
+
+
+class _Archive:
+    """One archive while its structure is read."""
+
+    def __init__(self, fd: int, path: str, size_bytes: int) -> None:
+        self._fd = fd
+        self._path = path
+        self._size_bytes = size_bytes
+
+    def members(self) -> dict[str, Member]:
+        start, length_bytes, count = self.directory()
+        directory = self._read(start, length_bytes)
+        found: dict[str, Member] = {}
+        extents: list[tuple[int, int]] = []
+        at = 0
+        for _ in range(count):
+            at, name, local_start, member = self._member(directory, at, start)
+            if name in found:
+                raise self._damage("two members of a shard have the same name", start + at, got=repr(name))
+            found[name] = member
+            extents.append((local_start, member.offset_bytes + member.size_bytes))
+        if at != length_bytes:
+            raise self._damage("the directory of a shard has another length than it says", start + at)
+        self._require_disjoint(extents)
+        return found
+
+    def directory(self) -> tuple[int, int, int]:
+        end_start = self._size_bytes - END.size
+        end = self._read(end_start, END.size) if end_start >= 0 else b""
+        if not end.startswith(END_MARK):
+            raise self._damage(
+                "a shard does not end as an archive does: it is truncated, or something follows it",
+                max(end_start, 0),
+                remedy="save or copy it again",
+            )
+        _, disk, directory_disk, here, count, length_bytes, start, comment_bytes = END.unpack(end)
+        directory_end = end_start
+        locator_start = end_start - LOCATOR.size
+        locator = self._read(locator_start, LOCATOR.size) if locator_start >= 0 else b""
+        if locator.startswith(LOCATOR_MARK):
+            _, _, end64_start, _ = LOCATOR.unpack(locator)
+            if end64_start + END64.size != locator_start:
+                raise self._damage("a shard's archive has its parts at other places than it says", locator_start)
+            values = END64.unpack(self._read(end64_start, END64.size))
+            mark, _, _, _, disk64, directory_disk64, here64, count64, length64, start64 = values
+            short = (disk, directory_disk, here, count, length_bytes, start)
+            wide = (disk64, directory_disk64, here64, count64, length64, start64)
+            if mark != END64_MARK or any(
+                value not in (true, full) for value, true, full in zip(short, wide, (*[FULL_2] * 4, *[FULL_4] * 2))
+            ):
+                raise self._damage("the ends of a shard's archive contradict each other", end64_start)
+            disk, directory_disk, here, count, length_bytes, start = wide
+            directory_end = end64_start
+        if disk or directory_disk or here != count or comment_bytes:
+            raise self._damage("a shard's archive has several parts or a comment", end_start)
+        if start + length_bytes != directory_end:
+            raise self._damage(
+                "the directory of a shard is not where its archive says",
+                end_start,
+                expected=f"its end at byte {directory_end}",
+                got=f"byte {start + length_bytes}",
+                remedy="save or copy it again",
+            )
+        if count > _MAX_MEMBERS or length_bytes > _MAX_DIRECTORY_BYTES:
+            raise self._damage("a shard has too many members", end_start, expected=f"{_MAX_MEMBERS} at most")
+        return start, length_bytes, count
+
+    def _member(self, directory: bytes, at: int, start: int) -> tuple[int, str, int, Member]:
+        """Read the entry at byte `at` of the directory.
+
+        Returns where it ends, the member's name, where its local header begins, and the member.
+        """
+        if at + ENTRY.size > len(directory):
+            raise self._damage("the directory of a shard ends in the middle of an entry", start + at)
+        fields = ENTRY.unpack_from(directory, at)
+        mark, _, _, flags, method, _, _, crc, stored_bytes, size_bytes, name_bytes, extra_bytes, comment_bytes = fields[
+            :13
+        ]
+        disk, local_start = fields[13], fields[16]
+        name_at = at + ENTRY.size
+        extra_at = name_at + name_bytes
+        end = extra_at + extra_bytes + comment_bytes
+        if mark != ENTRY_MARK or end > len(directory) or disk:
+            raise self._damage("an entry in the directory of a shard is damaged", start + at)
+        raw_name = directory[name_at:extra_at]
+        if FULL_4 in (size_bytes, stored_bytes, local_start):
+            extra = directory[extra_at : extra_at + extra_bytes]
+            size_bytes, stored_bytes, local_start = self._wide(
+                extra, (size_bytes, stored_bytes, local_start), start + at
+            )
+        try:
+            name = raw_name.decode()
+        except UnicodeDecodeError:
+            raise self._damage("a member of a shard has a name that is no UTF-8", start + at) from None
+        if flags & ENCRYPTED or flags & MASKED:
+            raise self._damage("a member of a shard is encrypted", start + at, got=repr(name))
+        if method != STORED or stored_bytes != size_bytes:
+            raise self._damage(
+                "a member of a shard is compressed",
+                start + at,
+                expected="members as they are, as torch.save writes them",
+                got=repr(name),
+                remedy="load it with torch, and save it again",
+            )
+        payload_start = self._payload_start(local_start, raw_name, flags, (crc, size_bytes))
+        if payload_start + size_bytes > start:
+            raise self._damage("a member of a shard runs into the directory", local_start, got=repr(name))
+        return end, name, local_start, Member(payload_start, size_bytes, crc)
+
+    def _wide(self, extra: bytes, short: tuple[int, int, int], at: int) -> tuple[int, ...]:
+        """Return the three numbers of an entry, those that are too large for it from its extra field."""
+        field_at = 0
+        while field_at + 4 <= len(extra):
+            kind = int.from_bytes(extra[field_at : field_at + 2], "little")
+            length_bytes = int.from_bytes(extra[field_at + 2 : field_at + 4], "little")
+            if kind == ZIP64_EXTRA:
+                content = extra[field_at + 4 : field_at + 4 + length_bytes]
+                wanted = 8 * short.count(FULL_4)
+                if len(content) < wanted:
+                    break
+                numbers = iter(Struct(f"<{wanted // 8}Q").unpack_from(content))
+                return tuple(next(numbers) if number == FULL_4 else number for number in short)
+            field_at += 4 + length_bytes
+        raise self._damage("an entry of a large member has no sizes", at)
+
+    def _payload_start(self, local_start: int, name: bytes, flags: int, facts: tuple[int, int]) -> int:
+        """Return where the bytes of a member begin, whose local header must be what the directory says."""
+        header = self._read(local_start, LOCAL.size + len(name)) if local_start < self._size_bytes else b""
+        if not header.startswith(LOCAL_MARK):
+            raise self._damage("a member of a shard is not where its directory says", local_start)
+        fields = LOCAL.unpack_from(header)
+        _, _, own_flags, method, _, _, crc, stored_bytes, size_bytes, name_bytes, extra_bytes = fields
+        is_same = (method, name_bytes, own_flags) == (STORED, len(name), flags) and header[LOCAL.size :] == name
+        if not own_flags & HAS_DESCRIPTOR:
+            is_same = is_same and crc == facts[0] and (stored_bytes, size_bytes) in ((facts[1],) * 2, (FULL_4,) * 2)
+        if not is_same:
+            raise self._damage("a member of a shard contradicts its directory", local_start, got=repr(name[:200]))
+        return local_start + LOCAL.size + int(name_bytes) + int(extra_bytes)
+
+    def _require_disjoint(self, extents: list[tuple[int, int]]) -> None:
+        previous_end = 0
+        for local_start, end in sorted(extents):
+            if local_start < previous_end:
+                raise self._damage("two members of a shard overlap", local_start)
+            previous_end = end
+
+    def _read(self, at: int, length_bytes: int) -> bytes:
+        try:
+            content = os.pread(self._fd, length_bytes, at)
+        except (OSError, OverflowError) as error:
+            raise self._damage("a shard cannot be read", at, got=str(error)) from error
+        if len(content) != length_bytes:
+            raise self._damage("a shard ends in the middle of its structure", at)
+        return content
+
+    def _damage(self, problem: str, at: int, *, expected: str = "", got: str = "", remedy: str = "") -> ShardError:
+        return ShardError(problem, expected=expected, got=got, where=f"{self._path}, byte {at}", remedy=remedy)

@@ -1,0 +1,72 @@
+"""Checkpoints as torch before 1.6 saved them: five pickles in a row, then each storage with its number of elements."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from reshard_mpi.errors import ShardError
+from reshard_mpi.formats.nest.trees import Dict, Value
+from reshard_mpi.formats.torch.content import MAX_PICKLE_BYTES, Content, Storages
+from reshard_mpi.formats.torch.pickles import CutShortError, PickleError, load
+from reshard_mpi.units import MIB
+
+# The first pickle: a number that no other file begins with.
+START = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
+_PROTOCOL = 1001
+# The pickles do not say how long they are, so at first this much is read.
+_FIRST_BYTES = MIB
+_COUNT_BYTES = 8
+
+
+def of_pickles(fd: int, path: str, size_bytes: int) -> Content:
+    """Read the content of a file of the older layout. Raises ShardError if it is not sound."""
+    length_bytes = _FIRST_BYTES
+    while True:
+        try:
+            return _content(os.pread(fd, length_bytes, 0), fd, size_bytes)
+        except CutShortError as error:
+            if length_bytes >= min(size_bytes, MAX_PICKLE_BYTES):
+                raise _damage(error, path) from None
+            length_bytes = min(4 * length_bytes, MAX_PICKLE_BYTES)
+        except PickleError as error:
+            raise _damage(error, path) from None
+
+
+def _damage(error: PickleError, path: str) -> ShardError:
+    return ShardError(f"a shard cannot be read: {error.problem}", got=error.got, where=f"{path}, byte {error.at}")
+
+
+def _content(data: bytes, fd: int, size_bytes: int) -> Content:
+    """Read the pickles at the beginning of a file, and look where its storages lie."""
+    _, at = load(data)
+    protocol, at = load(data, at)
+    system, at = load(data, at)
+    is_little = system.get("little_endian") if type(system) is Dict else None
+    if protocol != _PROTOCOL or type(is_little) is not bool:
+        raise PickleError("an older checkpoint of torch has an unknown beginning", at)
+    order = "little" if is_little else "big"
+    storages = Storages()
+    root, at = load(data, at, storages.readers)
+    keys, at = load(data, at)
+    starts: dict[str, int] = {}
+    for key in _checked(keys, storages, at):
+        counted = os.pread(fd, _COUNT_BYTES, at)
+        starts[key] = at + _COUNT_BYTES
+        at = starts[key] + storages.by_key[key].size_bytes
+        if len(counted) < _COUNT_BYTES or at > size_bytes:
+            raise PickleError("an older checkpoint of torch ends in the middle of a storage", at)
+        if int.from_bytes(counted, "little" if is_little else "big") != storages.by_key[key].elements:
+            raise PickleError("a storage of an older checkpoint has another size than its pickle says", starts[key])
+    if at != size_bytes:
+        raise PickleError("something follows the end of an older checkpoint of torch", at)
+    return Content(root, starts, order != sys.byteorder)
+
+
+def _checked(keys: Value, storages: Storages, at: int) -> list[str]:
+    """Return the keys of all storages in the order in which they lie in the file."""
+    if type(keys) is not list or not all(type(key) is str for key in keys):
+        raise PickleError("an older checkpoint of torch has no list of its storages", at)
+    if len(keys) != len(storages.by_key) or set(keys) != storages.by_key.keys():
+        raise PickleError("the storages of an older checkpoint of torch are not those that its pickle names", at)
+    return keys

@@ -1,0 +1,200 @@
+"""Writes a tree and its tensors as a pickle of protocol 2, as torch reads it with `weights_only=True`.
+
+Names and shapes that come again are taken from the memo, so a tensor among others like it takes some sixty bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Hashable
+from typing import NamedTuple
+
+from reshard_mpi.formats.columns import Kind
+from reshard_mpi.formats.nest.trees import ORDERED_DICT, Call, Dict, Global, Value
+from reshard_mpi.formats.torch.dtypes import STORAGE_OF
+from reshard_mpi.formats.torch.pickles import BYTES, CODECS_ENCODE, OLD_MODULES, OLD_NAMES
+from reshard_mpi.formats.torch.tensors import REBUILD, REBUILD_UNTYPED
+
+# As many items at a time as the standard pickler gives to a dictionary.
+_BATCH = 1000
+_OLD_MODULES = {new: old for old, new in OLD_MODULES.items()}
+_OLD_NAMES = {new: old for old, new in OLD_NAMES.items()}
+_FLOAT = struct.Struct(">d")
+_UNTYPED_STORAGE = Global("torch.storage", "UntypedStorage")
+
+
+class Leaf(NamedTuple):
+    """A tensor in a tree that is written: the key of its storage, in which it lies alone, row-major."""
+
+    key: str
+    kind: Kind
+
+
+def dumps(root: Value) -> bytes:
+    """Return the pickle of a tree whose tensors are `Leaf`s."""
+    pickler = _Pickler()
+    pickler.write(root)
+    return b"\x80\x02" + b"".join(pickler.parts) + b"."
+
+
+def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return how many elements apart neighbours are in each dimension, as torch counts it for empty tensors too."""
+    strides, run = [], 1
+    for length in reversed(shape):
+        strides.append(run)
+        run *= max(length, 1)
+    return tuple(reversed(strides))
+
+
+class _Pickler:
+    """A pickle while it is written. parts: its bytes so far."""
+
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+        self._memo: dict[Hashable, bytes] = {}
+        # What stands before and behind the key of a tensor's storage, where one of its kind has been written.
+        self._around: dict[Kind, tuple[bytes, bytes]] = {}
+
+    def write(self, value: Value) -> None:
+        """Write any value of a tree."""
+        put, kind = self.parts.append, type(value)
+        if kind is Leaf:
+            self._tensor(value)
+        elif kind is str:
+            put(_text(value))
+        elif kind is Dict:
+            put(b"}")
+            self._pairs(value.flat)
+        elif kind is list:
+            put(b"]")
+            self._batches(value, b"e", 1)
+        elif kind is tuple:
+            self._tuple(value)
+        elif kind is Call:
+            self._call(value)
+        elif kind is Global:
+            self._global(value)
+        elif value is None:
+            put(b"N")
+        elif kind is bool:
+            put(b"\x88" if value else b"\x89")
+        elif kind is int:
+            put(_whole(value))
+        elif kind is float:
+            put(b"G" + _FLOAT.pack(value))
+        elif kind is bytes:
+            self._bytes(value)
+        else:
+            raise TypeError(f"{kind.__name__} is no part of a tree")
+
+    def _shared(self, key: Hashable, write: Callable[[], object]) -> None:
+        """Write what is written the same wherever it is met; from the second time on it is taken from the memo."""
+        known = self._memo.get(key)
+        if known is not None:
+            self.parts.append(known)
+            return
+        write()
+        number = len(self._memo)
+        if number < 256:
+            self.parts.append(b"q%c" % number)
+            self._memo[key] = b"h%c" % number
+        else:
+            self.parts.append(b"r" + number.to_bytes(4, "little"))
+            self._memo[key] = b"j" + number.to_bytes(4, "little")
+
+    def _global(self, name: Global) -> None:
+        module, old_name = _OLD_NAMES.get(name) or (_OLD_MODULES.get(name.module, name.module), name.name)
+        self._shared(name, lambda: self.parts.append(f"c{module}\n{old_name}\n".encode()))
+
+    def _tuple(self, values: tuple[Value, ...]) -> None:
+        if not values:
+            self.parts.append(b")")
+            return
+        if len(values) > 3:
+            self.parts.append(b"(")
+        for value in values:
+            self.write(value)
+        self.parts.append((b"\x85", b"\x86", b"\x87", b"t")[min(len(values), 4) - 1])
+
+    def _batches(self, values: list[Value], opcode: bytes, width: int) -> None:
+        """Give values to the object on the stack, by `opcode`, so many of them at a time that they belong together."""
+        for start in range(0, len(values), _BATCH * width):
+            self.parts.append(b"(")
+            for value in values[start : start + _BATCH * width]:
+                self.write(value)
+            self.parts.append(opcode)
+
+    def _pairs(self, flat: list[Value]) -> None:
+        self._batches(flat, b"u", 2)
+
+    def _call(self, value: Call) -> None:
+        self._global(value.function)
+        self._tuple(value.args)
+        self.parts.append(b"\x81" if value.is_new else b"R")
+        if value.items is not None:
+            self._batches(value.items, b"e", 1)
+        if value.flat is not None:
+            self._pairs(value.flat)
+        if value.state is not None:
+            self.write(value.state)
+            self.parts.append(b"b")
+
+    def _bytes(self, content: bytes) -> None:
+        if not content:
+            self._call(Call(BYTES, ()))
+            return
+        self._call(Call(CODECS_ENCODE, (content.decode("latin-1"), "latin1")))
+
+    def _tensor(self, leaf: Leaf) -> None:
+        around = self._around.get(leaf.kind)
+        if around is not None:
+            self.parts += (around[0], _text(leaf.key), around[1])
+            return
+        self._before_key(leaf.kind)
+        self.parts.append(_text(leaf.key))
+        self._behind_key(leaf.kind)
+        # All that these name is in the memo now.
+        self._around[leaf.kind] = (self._apart(self._before_key, leaf.kind), self._apart(self._behind_key, leaf.kind))
+
+    def _apart(self, write: Callable[[Kind], object], kind: Kind) -> bytes:
+        parts, self.parts = self.parts, []
+        write(kind)
+        written, self.parts = b"".join(self.parts), parts
+        return written
+
+    def _before_key(self, kind: Kind) -> None:
+        storage = STORAGE_OF.get(kind.dtype)
+        self._global(REBUILD if storage else REBUILD_UNTYPED)
+        self.parts.append(b"((")
+        self._shared("storage", lambda: self.parts.append(_text("storage")))
+        self._global(Global("torch", storage) if storage else _UNTYPED_STORAGE)
+
+    def _behind_key(self, kind: Kind) -> None:
+        shape, is_typed = kind.shape, kind.dtype in STORAGE_OF
+        self._shared("cpu", lambda: self.parts.append(_text("cpu")))
+        count = kind.size_bytes // kind.dtype.itemsize_bytes if is_typed else kind.size_bytes
+        self.parts.append(_whole(count) + b"tQK\x00")
+        self._shared(("size", shape), lambda: self._tuple(shape))
+        self._shared(("strides", shape), lambda: self._tuple(row_major_strides(shape)))
+        self.parts.append(b"\x89")
+        self._call(Call(ORDERED_DICT, ()))
+        if not is_typed:
+            self._global(Global("torch", kind.dtype.name))
+        self.parts.append(b"tR")
+
+
+def _text(text: str) -> bytes:
+    content = text.encode("utf-8", "surrogatepass")
+    return b"X" + len(content).to_bytes(4, "little") + content
+
+
+def _whole(number: int) -> bytes:
+    """Return a whole number in the shortest form."""
+    if 0 <= number < 1 << 8:
+        return b"K%c" % number
+    if 0 <= number < 1 << 16:
+        return b"M" + number.to_bytes(2, "little")
+    if -1 << 31 <= number < 1 << 31:
+        return b"J" + number.to_bytes(4, "little", signed=True)
+    length_bytes = number.bit_length() // 8 + 1
+    return b"\x8a%c" % length_bytes + number.to_bytes(length_bytes, "little", signed=True)

@@ -1,0 +1,78 @@
+"""Finishing a file: the checksums of its members, which other tools than torch look at."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+
+from reshard_mpi.errors import ShardError
+from reshard_mpi.formats import files
+from reshard_mpi.formats.protocol import NO_SUMS
+from reshard_mpi.formats.torch import archive
+from reshard_mpi.units import MIB
+
+_BLOCK_BYTES = 2 * MIB
+_CRC_AT, _DESCRIPTOR_CRC_AT = 16, 4
+
+
+def seal(fd: int, path: str, sums: Mapping[str, int] = NO_SUMS, *, crc: bool = False) -> None:
+    """Put the CRC-32 of every member behind its payload and into the directory.
+
+    There is no place in it for the sums of tensors; members always have theirs, so `crc` changes nothing.
+    """
+    size_bytes = os.fstat(fd).st_size
+    members = archive.members(fd, path, size_bytes)
+    start, length_bytes, _ = archive.directory(fd, path, size_bytes)
+    directory = bytearray(os.pread(fd, length_bytes, start))
+    at = 0
+    for member, found in zip(members.values(), _sums(fd, path, members)):
+        directory[at + _CRC_AT : at + _CRC_AT + 4] = found
+        if member.size_bytes:
+            files.write_all(fd, found, member.offset_bytes + member.size_bytes + _DESCRIPTOR_CRC_AT)
+        at += archive.entry_bytes(directory, at)
+    files.write_all(fd, bytes(directory), start)
+
+
+def stored_sums(path: str) -> Mapping[str, int]:
+    """Return nothing: the format has no place for the sums of tensors."""
+    return NO_SUMS
+
+
+def check_crc(path: str) -> bool:
+    """Tell whether every member of the file has a checksum. Raises ShardError if one does not fit.
+
+    torch can be told to leave them out; then they are 0. Files of the older layout have none.
+    """
+    with files.opened(path) as (fd, size_bytes):
+        if not archive.is_archive(os.pread(fd, 4, 0)):
+            return False
+        members = archive.members(fd, path, size_bytes)
+        sizes = (member.size_bytes for member in members.values())
+        if any(size and not member.crc for size, member in zip(sizes, members.values())):
+            return False
+        for (name, member), found in zip(members.items(), _sums(fd, path, members)):
+            if int.from_bytes(found, "little") != member.crc:
+                raise ShardError(
+                    "a member of a shard does not fit its own checksum: it is damaged",
+                    expected=f"CRC-32 {member.crc:08x}, as the directory says",
+                    got=f"{int.from_bytes(found, 'little'):08x}",
+                    where=f"{path}, member {name!r}",
+                    remedy="copy it again, or use another replica",
+                )
+    return True
+
+
+def _sums(fd: int, path: str, members: Mapping[str, archive.Member]) -> Iterator[bytes]:
+    """Yield the CRC-32 of each member's payload, as it is written."""
+    from zlib_ng.zlib_ng import crc32
+
+    buffer = memoryview(bytearray(_BLOCK_BYTES))
+    for member in members.values():
+        at, end, found = member.offset_bytes, member.offset_bytes + member.size_bytes, 0
+        while at < end:
+            count = os.preadv(fd, [buffer[: end - at]], at)
+            if count == 0:
+                raise ShardError("a shard became shorter while it was read", where=path)
+            found = crc32(buffer[:count], found)
+            at += count
+        yield found.to_bytes(4, "little")

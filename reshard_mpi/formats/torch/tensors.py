@@ -1,0 +1,185 @@
+"""What the pickles of torch name, made into records: storages, tensors on them, and what is no plain tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from reshard_mpi.formats import files
+from reshard_mpi.formats.dtypes import DType
+from reshard_mpi.formats.nest.trees import Call, Dict, Global, Unreadable, Value
+from reshard_mpi.formats.torch.dtypes import BY_STORAGE, BY_TORCH_NAME, Storage
+from reshard_mpi.formats.torch.pickles import PLAIN_CALLS, Readers
+
+SIZE = Global("torch", "Size")
+REBUILD = Global("torch._utils", "_rebuild_tensor_v2")
+REBUILD_UNTYPED = Global("torch._utils", "_rebuild_tensor_v3")
+_FROM_TYPE = Global("torch._tensor", "_rebuild_from_type_v2")
+_WRAPPER = Global("torch._utils", "_rebuild_wrapper_subclass")
+_DTENSORS = frozenset(
+    Global(module, "DTensor")
+    for module in ("torch.distributed.tensor", "torch.distributed._tensor", "torch.distributed._tensor.api")
+)
+_MAX_BYTES = 1 << 62
+# The sixth part of a persistent id in files of the older layout.
+_NO_VIEWS: tuple[list[None], ...] = ([], [None])
+
+
+class StoredTensor(NamedTuple):
+    """A tensor as it lies in a storage: of which element on, its shape, and how many elements apart its items are."""
+
+    storage: Storage
+    dtype: DType
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def is_row_major(self) -> bool:
+        """Whether its elements lie one after another, in the order in which they are counted."""
+        run = 1
+        for length, stride in zip(reversed(self.shape), reversed(self.strides)):
+            if length > 1 and stride != run:
+                return False
+            run *= length
+        return True
+
+
+class DistributedTensor(NamedTuple):
+    """A part of a DTensor with what its file says of the whole: `spec` is the object that has mesh and placements."""
+
+    local: StoredTensor
+    spec: Call
+
+
+def is_tensor(value: Value) -> bool:
+    return type(value) is StoredTensor or type(value) is DistributedTensor
+
+
+def storage(persistent_id: Value) -> Storage:
+    """Return the storage that a persistent id names. Raises ValueError if it is of another kind."""
+    if type(persistent_id) is not tuple or len(persistent_id) not in (5, 6):
+        raise ValueError("a persistent id that is no storage")
+    word, kind, key, _, count, *view = persistent_id
+    if word != "storage" or view not in _NO_VIEWS:
+        raise ValueError("a storage that is a view of another")
+    if type(kind) is not Global or type(key) is not str or type(count) is not int or count < 0:
+        raise ValueError("a storage without class, key or size")
+    dtype = BY_STORAGE.get(kind.name)
+    is_known = dtype is not None or kind.name == "UntypedStorage"
+    return Storage(key, dtype, None if is_known else kind.name, count)
+
+
+def _tensor(
+    stored: Value,
+    offset: Value,
+    shape: Value,
+    strides: Value,
+    _grad: Value = None,
+    _hooks: Value = None,
+    bits: Value = None,
+) -> Value:
+    if type(stored) is not Storage:
+        raise ValueError("a tensor without storage")
+    if stored.dtype is None:
+        return Unreadable(f"a tensor of an unknown type ({stored.unknown or 'an untyped storage'})"[:200])
+    return _of_type(stored, stored.dtype, offset, shape, strides, bits)
+
+
+def _untyped_tensor(
+    stored: Value,
+    offset: Value,
+    shape: Value,
+    strides: Value,
+    _grad: Value,
+    _hooks: Value,
+    kind: Value,
+    bits: Value = None,
+) -> Value:
+    if type(stored) is not Storage or type(kind) is not Global:
+        raise ValueError("a tensor without storage or type")
+    dtype = BY_TORCH_NAME.get(kind.name) if kind.module == "torch" else None
+    if dtype is None:
+        return Unreadable(f"a tensor of an unknown type ({kind})"[:200])
+    return _of_type(stored, dtype, offset, shape, strides, bits)
+
+
+def _of_type(stored: Storage, dtype: DType, offset: Value, shape: Value, strides: Value, bits: Value) -> Value:
+    """Return a tensor whose elements all lie within its storage. Raises ValueError if they do not."""
+    lengths, steps = numbers(shape), numbers(strides)
+    if type(offset) is not int or offset < 0 or len(lengths) != len(steps):
+        raise ValueError("a tensor without a sound place in its storage")
+    if len(lengths) > files.MAX_DIMENSIONS:
+        raise ValueError(f"a tensor of {len(lengths)} dimensions, more than {files.MAX_DIMENSIONS}")
+    last, size = offset, 1
+    for length, step in zip(lengths, steps):
+        last += (length - 1) * step
+        size *= length or 1
+    if dtype.itemsize_bytes * size >= _MAX_BYTES:
+        raise ValueError("a tensor of an impossibly large shape")
+    if (last + 1) * dtype.itemsize_bytes > stored.size_bytes and 0 not in lengths:
+        raise ValueError(f"a tensor that runs past the end of its storage {stored.key[:60]!r}")
+    if bits is not None and (type(bits) is not Dict or any(value is not False for value in bits.flat[1::2])):
+        return Unreadable("a conjugated or negated view: save tensor.resolve_conj().resolve_neg()")
+    return StoredTensor(stored, dtype, offset, lengths, steps)
+
+
+def numbers(value: Value) -> tuple[int, ...]:
+    """Return the numbers of a size or of strides, none of which is negative. Raises ValueError for anything else."""
+    if type(value) is Call and value.function == SIZE and len(value.args) == 1:
+        value = value.args[0]
+    if type(value) is not tuple and type(value) is not list:
+        raise ValueError("a size that is no tuple")
+    for number in value:
+        if type(number) is not int or number < 0:
+            raise ValueError("a size or stride that is no number, or less than 0")
+    return tuple(value)
+
+
+def _first(tensor: Value, *_: Value) -> Value:
+    """Return the tensor that a parameter is made of."""
+    return tensor
+
+
+def _from_type(rebuild: Value, kind: Value, args: Value, state: Value) -> Value:
+    """Return a tensor of a class of its own: its elements are those of what it is made of."""
+    if type(rebuild) is not Global or type(kind) is not Global or type(args) is not tuple:
+        raise ValueError("a tensor of no class")
+    if rebuild == _WRAPPER:
+        return _distributed(kind, state)
+    if rebuild == _FROM_TYPE:
+        raise ValueError("a tensor of a class within another")
+    maker = CALLS.get(rebuild)
+    return Unreadable(f"a tensor made by {rebuild}"[:200]) if maker is None else maker(*args)
+
+
+def _distributed(kind: Global, state: Value) -> Value:
+    if type(state) is tuple and len(state) == 2:
+        state = state[1]  # attributes in a dictionary, of which there are none, and those in slots
+    if kind not in _DTENSORS or type(state) is not Dict:
+        return Unreadable(f"a tensor of {kind}"[:200])
+    local, spec = state.get("_local_tensor"), state.get("_spec")
+    if type(local) is not StoredTensor or type(spec) is not Call:
+        return Unreadable("a DTensor without elements of its own")
+    return DistributedTensor(local, spec)
+
+
+def _unreadable(what: str) -> Callable[..., Value]:
+    return lambda *_: Unreadable(what)
+
+
+CALLS: Mapping[Global, Callable[..., Value]] = {
+    **PLAIN_CALLS,
+    REBUILD: _tensor,
+    REBUILD_UNTYPED: _untyped_tensor,
+    Global("torch._utils", "_rebuild_tensor"): _tensor,
+    Global("torch._utils", "_rebuild_parameter"): _first,
+    Global("torch._utils", "_rebuild_parameter_with_state"): _first,
+    _FROM_TYPE: _from_type,
+    Global("torch._utils", "_rebuild_sparse_tensor"): _unreadable("a sparse tensor"),
+    Global("torch._utils", "_rebuild_sparse_csr_tensor"): _unreadable("a sparse tensor"),
+    Global("torch._utils", "_rebuild_nested_tensor"): _unreadable("a nested tensor"),
+    Global("torch._utils", "_rebuild_qtensor"): _unreadable("a quantized tensor"),
+    Global("torch._utils", "_rebuild_meta_tensor_no_storage"): _unreadable("a tensor without elements (meta)"),
+}
+READERS = Readers(storage, CALLS)

@@ -1,0 +1,143 @@
+"""Creating a file as torch.save would, with everything in it but the elements of its tensors."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterator
+from typing import NoReturn
+from zlib import crc32
+
+from reshard_mpi.errors import TargetError
+from reshard_mpi.formats import files, nest
+from reshard_mpi.formats.columns import Kind, Tensors
+from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.formats.nest.trees import Value
+from reshard_mpi.formats.specs import ShardSpec
+from reshard_mpi.formats.torch.dtypes import BY_TORCH_NAME
+from reshard_mpi.formats.torch.layout import (
+    ALIGNMENT_BYTES,
+    ENDS_BYTES,
+    MEMBER_BYTES,
+    TOP,
+    Placed,
+    Writer,
+    descriptor,
+    ends,
+    local_header,
+    placed,
+)
+from reshard_mpi.formats.torch.pickling import Leaf, dumps
+from reshard_mpi.formats.torch.reading import NAME
+from reshard_mpi.formats.torch.zipped import OWN_RECORD
+
+_HOLDERS = "--to ckpt or --to hdf5"
+_ID_DIGITS = 40
+# What a pickle has of a tensor besides name, shape and strides, and of its first one of a kind.
+_PICKLED_BYTES, _PICKLED_KIND_BYTES, _NUMBER_BYTES = 96, 256, 11
+# No character of a nest takes more in a pickle, nor in the record that is added.
+_NEST_FACTOR = 10
+
+
+def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
+    """Write the file `path` without the elements of its tensors, in the layout of torch 2.13.
+
+    Each tensor has a storage of its own, in the order of `spec`. fd: the empty file. Raises TargetError for what torch
+    cannot hold, or a nest that does not fit the tensors; OSError if it cannot be written.
+    """
+    specs = spec.specs
+    files.check_names(path, [*specs.names, *spec.strings])
+    root = _root(spec, path)
+    pickle = dumps(root)
+    strings = dict(spec.strings)
+    tensors, members, writer = Tensors(path), list[Placed](), Writer(fd)
+
+    def add(name: str, content: bytes) -> None:
+        member = placed(name, len(content), members[-1].end if members else 0, crc32(content))
+        writer.add(member.header_start, local_header(member) + content + descriptor(member))
+        members.append(member)
+
+    add("data.pkl", pickle)
+    add(".format_version", b"1")
+    add(".storage_alignment", str(ALIGNMENT_BYTES).encode())
+    add("byteorder", sys.byteorder.encode())
+    kinds = [tensors.kind(kind) for kind in _kinds(spec)]
+    for number, (name, kind) in enumerate(zip(specs.names, specs.kind_of)):
+        size_bytes = specs.kinds[kind].size_bytes
+        member = placed(f"data/{number}", size_bytes, members[-1].end)
+        writer.add(member.header_start, local_header(member))
+        if size_bytes:
+            writer.add(member.payload_start + size_bytes, descriptor(member))
+        members.append(member)
+        tensors.add(name, kinds[kind], member.payload_start if size_bytes else 0)
+    if nest.NEST in strings:
+        add(OWN_RECORD, json.dumps({"pickle_crc": crc32(pickle), "strings": strings}).encode())
+    add("version", b"3\n")
+    add(".data/serialization_id", _identity(pickle))
+    writer.add(members[-1].end, ends(members, members[-1].end))
+    writer.finish()
+    return Manifest(path, NAME, tensors, strings)
+
+
+def size_at_most_bytes(spec: ShardSpec, *, crc: bool = False) -> int:
+    """Return what the file of `spec` can take. Raises TargetError for what torch cannot hold."""
+    specs = spec.specs
+    _require_types(spec, "")
+    if nest.NEST in spec.strings:
+        _root(spec, "")
+    dimensions = [2 * len(kind.box.shape) * _NUMBER_BYTES for kind in specs.kinds]
+    of_tensors = sum(
+        MEMBER_BYTES + 2 * (len(TOP) + 16) + _PICKLED_BYTES + 4 * len(name) + dimensions[kind]
+        for name, kind in zip(specs.names, specs.kind_of)
+    )
+    of_strings = sum(_NEST_FACTOR * (len(name) + len(text) + 16) for name, text in spec.strings.items())
+    small_members = 7 * (MEMBER_BYTES + 2 * len(TOP) + 128)
+    of_kinds = _PICKLED_KIND_BYTES * (len(specs.kinds) + 1)
+    return specs.size_bytes + of_tensors + of_strings + of_kinds + small_members + ENDS_BYTES
+
+
+def _root(spec: ShardSpec, path: str) -> Value:
+    """Return the tree that the file is a pickle of. Raises TargetError if there is none."""
+    _require_types(spec, path)
+    specs = spec.specs
+    kinds = list(_kinds(spec))
+    leaves = {name: Leaf(str(at), kinds[kind]) for at, (name, kind) in enumerate(zip(specs.names, specs.kind_of))}
+    try:
+        return nest.rebuild(leaves, spec.strings)
+    except nest.NestError as error:
+        raise TargetError(
+            f"the nested dictionaries of the source cannot be made again: {error.problem}",
+            got=error.got,
+            where=path,
+            remedy="choose another format with --to, which keeps the tensors by their names",
+        ) from None
+
+
+def _kinds(spec: ShardSpec) -> Iterator[Kind]:
+    """Yield what is written of each kind of tensors."""
+    return (Kind(kind.dtype, kind.box.shape) for kind in spec.specs.kinds)
+
+
+def _require_types(spec: ShardSpec, path: str) -> None:
+    specs = spec.specs
+    unknown = {number for number, kind in enumerate(specs.kinds) if kind.dtype.name not in BY_TORCH_NAME}
+    if unknown:
+        first = next(at for at, kind in enumerate(specs.kind_of) if kind in unknown)
+        _refuse_type(specs[first].name, str(specs[first].dtype), path)
+
+
+def _refuse_type(name: str, dtype: str, path: str) -> NoReturn:
+    raise TargetError(
+        f"a file of torch cannot hold {name!r}",
+        expected=f"one of {', '.join(BY_TORCH_NAME)}",
+        got=dtype,
+        where=path,
+        remedy=f"choose a format that holds {dtype}: {_HOLDERS}",
+    )
+
+
+def _identity(pickle: bytes) -> bytes:
+    """Return digits that tell files of different tensors, as torch gives each file."""
+    digest = int.from_bytes(hashlib.blake2b(pickle).digest(), "little")
+    return str(digest)[-_ID_DIGITS:].zfill(_ID_DIGITS).encode()
