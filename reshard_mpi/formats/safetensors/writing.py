@@ -23,7 +23,7 @@ from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.safetensors import structure
 from reshard_mpi.formats.safetensors.header import LENGTH_BYTES, MAX_HEADER_BYTES
 from reshard_mpi.formats.safetensors.metadata import CRC, FORMAT, INT4_TAG, METADATA, MINDSPORE, STRING_PREFIX
-from reshard_mpi.formats.safetensors.reading import NAME
+from reshard_mpi.formats.safetensors.reading import MAX_CHARACTERS, NAME
 from reshard_mpi.formats.safetensors.types import TAG_OF
 from reshard_mpi.formats.specs import ShardSpec, SpecKind, Specs
 
@@ -140,8 +140,18 @@ def _first(specs: Specs, kind: int) -> str:
 
 
 def _metadata(spec: ShardSpec) -> dict[str, str]:
-    """Return what goes into the metadata besides types; nothing is called as a tensor."""
+    """Return what goes into the metadata besides types; nothing is called as a tensor.
+
+    Raises TargetError for a string that would not be read back.
+    """
     names = set(spec.specs.names)
+    for name, text in spec.strings.items():
+        if len(text) > MAX_CHARACTERS:
+            raise TargetError(
+                f"the string {name!r} is too long",
+                expected=f"{MAX_CHARACTERS} characters at most",
+                got=f"{len(text)} characters",
+            )
     entries = {FORMAT: MINDSPORE} | {STRING_PREFIX + name: text for name, text in spec.strings.items()}
     return {key: text for key, text in entries.items() if key != FORMAT or key not in names}
 
