@@ -196,6 +196,7 @@ BOMBS = {
     "empty lists": (b'{"w":[' + b"[]," * 2_000_000, "damaged"),
     "a string": (b'{"' + b"n" * 8_000_000, "damaged"),
     "a string, escaped": (b'{"' + b"\\n" * 4_000_000, "damaged"),
+    "a string that is kept": (b'{"__metadata__":{"__reshard_mpi__:s":"' + b"\\n" * (4 << 20) + b'"', "damaged"),
     "metadata": (b'{"__metadata__":{' + b'"k":"v",' * 1_000_000, "too long"),
     "white space": (b"{" + b" " * 8_000_000, "damaged"),
     "names": (
