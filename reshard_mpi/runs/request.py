@@ -15,6 +15,17 @@ from reshard_mpi.sharding.placement import Strategy, unsharded
 _USUAL_FILE_BYTES = 5 * 10**9
 
 
+class TargetFile(NamedTuple):
+    """A file of the target where the caller says which tensors it holds, in whole.
+
+    tensors: what each of them is called in the source, and in the file. size_bytes: of all of them.
+    """
+
+    name: str
+    tensors: tuple[tuple[str, str], ...]
+    size_bytes: int
+
+
 class Request(NamedTuple):
     """What is to be converted, as the options of `reshard-mpi transform` say it.
 
@@ -26,6 +37,7 @@ class Request(NamedTuple):
     verify: read sources and targets again, compare them, and keep sums. crc: add a checksum to target files.
     replicas: which of the ranks that hold the same are compared before. report: where a report will be written.
     max_shard_size: how large files may become where they are filled up to a size (None: as large as is usual).
+    files: of the target, for a run that writes such.
     """
 
     source: str
@@ -50,6 +62,7 @@ class Request(NamedTuple):
     replicas: Replicas = Replicas.SAMPLE
     report: str | None = None
     max_shard_size: int | None = None
+    files: tuple[TargetFile, ...] = ()
 
     @property
     def most_file_bytes(self) -> int:

@@ -148,7 +148,7 @@ def test_no_option_of_transform_is_forgotten() -> None:
     passed_on = {option.flag for option in PASSED_ON}
     assert flags("transform") == passed_on | {*NOT_PASSED_ON}
     assert passed_on <= flags("plan")
-    of_the_script = {"source", "target", "ranks", "part", "resume", "recorded", "report"}
+    of_the_script = {"source", "target", "ranks", "part", "resume", "recorded", "report", "files"}
     assert {*Request._fields} == {option.field for option in PASSED_ON} | of_the_script
 
 
