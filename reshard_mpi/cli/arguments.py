@@ -1,4 +1,4 @@
-"""The arguments of the command line `reshard-mpi`. Light: this is all that `--help` loads."""
+"""The arguments of the command line `reshard-mpi`. `--help` loads nothing else."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line; what it returns has the name of the `command`."""
+    """Return the parser of the command line. What it parses has the name of the command as `command`."""
     top = _Parser(
         prog="reshard-mpi",
         description="Rewrite a checkpoint of M ranks as one of N ranks, bit-exactly and in bounded memory.",
@@ -68,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
 
     transform = command("transform", "reshard the checkpoint SRC into the folder DST")
     _add_conversion(transform)
-    transform.add_argument("--jobs", type=_positive, metavar="N", help=_JOBS_HELP)
+    _add_jobs(transform)
     transform.add_argument("--report", type=_path, metavar="FILE.json", help="write what was done, target by target")
     transform.add_argument(
         "--progress", choices=("auto", "plain", "none"), default="auto", help="auto: a live line on a terminal"
@@ -112,12 +112,6 @@ def parser() -> argparse.ArgumentParser:
         "folder", type=_path, metavar="DIR", nargs="?", help="where to leave its files (default: removed again)"
     )
     return top
-
-
-_JOBS_HELP = (
-    "local processes, no more than there is work for (default: one a core, up to 8 or the number of targets, the more;"
-    " 1 under a launcher)"
-)
 
 
 def _add_conversion(parser: argparse.ArgumentParser) -> None:
@@ -170,6 +164,16 @@ def _add_conversion(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_jobs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--jobs",
+        type=_positive,
+        metavar="N",
+        help="local processes, no more than there is work for (default: one a core, up to 8 or the number of targets,"
+        " the more; 1 under a launcher)",
+    )
+
+
 def _add_from(parser: argparse.ArgumentParser, source: str = "SRC") -> None:
     parser.add_argument(
         "--from",
@@ -189,7 +193,7 @@ def _add_comparison(parser: argparse.ArgumentParser, source: str, sampled: str) 
         help=f"sample: {sampled}, as transform does. any: trust it (default: %(default)s)",
     )
     _add_memory(parser)
-    parser.add_argument("--jobs", type=_positive, metavar="N", help=_JOBS_HELP)
+    _add_jobs(parser)
 
 
 def _add_memory(parser: argparse.ArgumentParser) -> None:
@@ -256,52 +260,15 @@ def _part(text: str) -> tuple[int, int]:
 
 
 def request(options: argparse.Namespace) -> Request:
-    """Return what the arguments of `transform` or `plan` ask for."""
+    """Return what the arguments of `transform`, `plan` or `verify` ask for."""
     from reshard_mpi.planning.parameters import Unlisted
     from reshard_mpi.planning.replicas import Replicas
     from reshard_mpi.runs.request import Request
 
-    return Request(
-        source=options.source,
-        target=options.target,
-        src_strategy=options.src_strategy,
-        dst_strategy=options.dst_strategy,
-        prefix=options.prefix,
-        select=options.select,
-        to=options.to,
-        source_format=options.source_format,
-        ranks=tuple(options.rank) if options.rank else None,
-        part=options.part,
-        resume=options.resume,
-        overwrite=options.overwrite,
-        unlisted=Unlisted(options.unlisted),
-        strict=options.strict,
-        memory=options.memory,
-        max_active=options.max_active,
-        verify=options.verify,
-        crc=options.crc,
-        replicas=Replicas(options.replicas),
-        report=getattr(options, "report", None),
-        max_shard_size=options.max_shard_size,
-    )
-
-
-def to_compare(options: argparse.Namespace) -> Request:
-    """Return what the arguments of `verify` or `diff` ask for."""
-    from reshard_mpi.planning.parameters import Unlisted
-    from reshard_mpi.planning.replicas import Replicas
-    from reshard_mpi.runs.request import Request
-
-    return Request(
-        source=options.source,
-        target=options.target or options.source,
-        src_strategy=options.src_strategy,
-        dst_strategy=options.dst_strategy,
-        select=options.select,
-        source_format=options.source_format,
-        unlisted=Unlisted(getattr(options, "unlisted", Unlisted.FOLLOW)),
-        recorded=False,
-        memory=options.memory,
-        max_active=options.max_active,
-        replicas=Replicas(options.replicas),
-    )
+    # Most fields are called like their options.
+    named = {field: value for field, value in vars(options).items() if field in Request._fields}
+    named["target"] = options.target or options.source
+    named["ranks"] = tuple(options.rank) if getattr(options, "rank", None) else None
+    named["unlisted"] = Unlisted(getattr(options, "unlisted", Unlisted.FOLLOW))
+    named["replicas"] = Replicas(options.replicas)
+    return Request(**named, recorded=options.command not in ("verify", "diff"))

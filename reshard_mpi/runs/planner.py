@@ -11,7 +11,7 @@ from reshard_mpi import formats
 from reshard_mpi.checkpoints.comparison import compare, comparing_bytes
 from reshard_mpi.errors import CoverageError, DisagreementError, ReshardError, TransformError, as_reshard_error
 from reshard_mpi.journal.commit import commit_if_complete
-from reshard_mpi.journal.provenance import SourceFile, Sources
+from reshard_mpi.journal.provenance import FirstLooks, Sources
 from reshard_mpi.journal.records import Evidence
 from reshard_mpi.journal.targets import Journal, Unrecorded
 from reshard_mpi.planning.copies import Alike, dealt
@@ -64,7 +64,7 @@ class Planner:
         self._memory = memory
         self._comm = comm
         self._opened: _Opened | None = None
-        self._seen: dict[str, SourceFile] = {}
+        self._first_looks = FirstLooks(request.source)
         self._needs = Needs(request)
         self._placed: dict[str, tuple[int, int, dict[str, str]]] = {}
 
@@ -208,7 +208,7 @@ class Planner:
         """Look at the files that tensors of `plan` lie in; each is known by what it was at the first look."""
         by_rank = run.conversion.source.files.by_rank
         paths = [path for source_rank in plan.read_ranks for path in by_rank[source_rank]]
-        return Sources.look(self._request.source, paths, self._seen)
+        return self._first_looks.sources(paths)
 
     def _rooms(self, run: Run) -> tuple[Room, ...]:
         """Return the room that this process needs."""

@@ -19,7 +19,7 @@ from reshard_mpi.errors import UsageError
 from reshard_mpi.filesystem.folders import Folder, make_folders
 from reshard_mpi.formats import by_name
 from reshard_mpi.formats.specs import Specs
-from reshard_mpi.journal.provenance import SourceFile, Sources
+from reshard_mpi.journal.provenance import FirstLooks
 from reshard_mpi.journal.publication import publish_text
 from reshard_mpi.journal.records import Evidence
 from reshard_mpi.journal.targets import Unrecorded
@@ -187,7 +187,7 @@ def _renamed(plan: RankPlan, file: TargetFile) -> RankPlan:
 
 def _write(request: Request, opened: _Opened, comm: Comm, memory: RunMemory, progress: Progress) -> Outcome:
     """Write the files that fall to this process; one that fails does not stop the others."""
-    seen: dict[str, SourceFile] = {}
+    first_looks = FirstLooks(request.source)
     module = by_name(FORMAT)
 
     def write(number: int) -> Outcome:
@@ -197,7 +197,7 @@ def _write(request: Request, opened: _Opened, comm: Comm, memory: RunMemory, pro
             plan = _renamed(opened.conversion.plan(number, checked=False), file)
         by_rank = opened.conversion.source.files.by_rank
         read = [source for rank in plan.read_ranks for source in by_rank[rank]]
-        evidence = Evidence.of(plan, Sources.look(request.source, read, seen))
+        evidence = Evidence.of(plan, first_looks.sources(read))
         with opened.journal.writing(number, path, evidence, module.MODE, progress.waiting) as publication:
             write_whole(plan, FORMAT, publication, opened.conversion.limits, progress.moved)
         return Outcome()

@@ -214,14 +214,14 @@ def test_many_holders_are_compared_some_at_a_time(
     """As many shards as may be in memory; the first holder is read again for each batch, the others never."""
     monkeypatch.setattr(comparison, "_MAX_TENSORS_AT_ONCE", most)
     held: list[int] = []
-    batches = comparison._batches
+    batches = comparison._Comparison._batches
 
     def counting(*arguments: object) -> Iterator[list[object]]:
         for batch in batches(*arguments):  # type: ignore[arg-type]
             held.append(len(batch))
             yield batch
 
-    monkeypatch.setattr(comparison, "_batches", counting)
+    monkeypatch.setattr(comparison._Comparison, "_batches", counting)
     c = make(tmp_path)
     if differs:
         c.rewrite(3, {"b": np.append(c.arrays(3)["b"][:-1], 99)})
