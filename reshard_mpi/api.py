@@ -7,9 +7,10 @@ log nothing. Ranks that call a function without one log for themselves.
 
 from __future__ import annotations
 
+import glob
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,7 @@ from reshard_mpi.runs.memory import RunMemory
 from reshard_mpi.runs.outcome import Outcome, Report
 from reshard_mpi.runs.overlap import refuse_posing
 from reshard_mpi.runs.plain import (
+    plain_bytes,
     plain_files,
     plain_number,
     plain_number_or_none,
@@ -46,6 +48,7 @@ from reshard_mpi.runs.plans import plan_together
 from reshard_mpi.runs.preflight import Tally, may_share, require_room, require_short_names, stranger_notes
 from reshard_mpi.runs.progress import Silent, log
 from reshard_mpi.runs.request import Request
+from reshard_mpi.runs.unified import numbers_of, request_of_files
 from reshard_mpi.runs.workers import Task, run_with_workers
 from reshard_mpi.runs.write import write_whole
 from reshard_mpi.sharding import strategy
@@ -71,6 +74,7 @@ __all__ = [
     "transform",
     "transform_checkpoint_by_rank",
     "transform_checkpoints",
+    "unified_safetensors",
     "verify",
 ]
 
@@ -99,6 +103,7 @@ def transform(
     crc: bool = False,
     memory: str | int | None = None,
     max_active: int | None = None,
+    max_shard_size: str | int | None = None,
     jobs: int = 1,
     comm: Any = None,
 ) -> Report:
@@ -106,10 +111,10 @@ def transform(
 
     Keeps the record of the run in the folder, so it can be resumed, and commits it when all targets are there.
     source_format: of the files that are meant, where those of several formats lie there. ranks: the targets to make
-    (None: all); part: (i, n), the i-th from 0 of n shares of them. jobs: local processes, 1 or more; comm: an mpi4py
-    communicator whose ranks share the work instead, all of which make the call and get the same report. Raises a
-    ReshardError: before anything is written for what is refused, and a TransformError where some targets could not be
-    written.
+    (None: all); part: (i, n), the i-th from 0 of n shares of them. max_shard_size: how large files may become with
+    "hf", as "5GB" (the default) or a number of bytes. jobs: local processes, 1 or more; comm: an mpi4py communicator
+    whose ranks share the work instead, all of which make the call and get the same report. Raises a ReshardError:
+    before anything is written for what is refused, and a TransformError where some targets could not be written.
     """
     begin = time.monotonic()
     request = Request(
@@ -132,6 +137,7 @@ def transform(
         verify=verify,
         crc=crc,
         replicas=as_replicas(replicas),
+        max_shard_size=plain_bytes(max_shard_size, "max_shard_size"),
     )
     _refuse_both({"ranks": ranks is not None, "part": part is not None})
     _refuse_both({"resume": resume, "overwrite": overwrite})
@@ -269,6 +275,58 @@ def _require_free(
         if given is not None and path.exists() and os.path.realpath(given) in (real, os.path.dirname(real)):  # noqa: PTH120
             raise TargetError("the target is one of the strategies", expected="another file", where=str(path))
     return target
+
+
+@only_known_errors()
+def unified_safetensors(
+    src_dir: PathLike,
+    src_strategy_file: PathLike | None,
+    dst_dir: PathLike,
+    merge_with_redundancy: bool = True,
+    file_suffix: str | None = None,
+    max_process_num: int = 64,
+    choice_func: Callable[[str], bool | str] | None = None,
+    split_dst_file: tuple[int, int] | None = None,
+    *,
+    replicas: str = "sample",
+    memory: str | int | None = None,
+    max_active: int | None = None,
+) -> None:
+    """Put the checkpoint under `src_dir` together to whole tensors in a few files under `dst_dir`.
+
+    Writes `part0.safetensors` and so on, of some 3 GiB, and `param_name_map.json`, which says what is in which; what
+    the strategy does not place, such as step counters, goes to `hyper_param.safetensors`. MindSpore's
+    `load_distributed_checkpoint` reads them. Files that are there are replaced, each atomically, the map last.
+    merge_with_redundancy: not needed, since shards are looked into; whichever rank holds a slice, it is found.
+    file_suffix: the end of the names of the files to take, before the ending; without it, the newest. max_process_num:
+    local processes, at most one a file and as many as there are cores. choice_func: is given the name of each tensor;
+    False leaves it out, a text is the name it gets. split_dst_file: (i, n), to write the i-th from 1 of n shares of
+    the parts; the first writes the map and what is no part as well. replicas, memory, max_active, and what is logged:
+    as in `transform_checkpoints`. Raises a ReshardError: before anything is written if it cannot be done exactly.
+    """
+    if split_dst_file is None or not tuple(split_dst_file):
+        part = None
+    else:
+        first, *others = plain_numbers(split_dst_file, "split_dst_file")
+        part = plain_share((first - 1, *others), "split_dst_file")
+    suffix = None if file_suffix is None else plain_text(file_suffix, "file_suffix")
+    request = Request(
+        source=plain_path(src_dir, "src_dir"),
+        target=plain_path(dst_dir, "dst_dir"),
+        src_strategy=plain_path_or_none(src_strategy_file, "src_strategy_file"),
+        select=None if suffix is None else f"*{glob.escape(suffix)}.safetensors",
+        part=part,
+        recorded=False,
+        memory=plain_size(memory, "memory"),
+        max_active=plain_number_or_none(max_active, "max_active"),
+        replicas=as_replicas(replicas),
+    )
+    most = plain_number(max_process_num, "max_process_num")
+    chosen = request_of_files(request, choice_func)
+    if not (numbers := numbers_of(chosen)):
+        raise UsageError("split_dst_file has more shares than there are parts", got=repr(split_dst_file))
+    processes = min(most, len(numbers), len(os.sched_getaffinity(0)))
+    _raise_first(_run(chosen, processes, None, Task.UNIFY, processes_name="max_process_num"))
 
 
 @only_known_errors()
