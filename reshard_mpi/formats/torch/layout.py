@@ -98,9 +98,7 @@ def ends(members: list[Placed], start: int) -> bytes:
     """Return the directory of an archive, which begins at byte `start`, and what follows it."""
     directory = b"".join(map(_entry, members))
     count, length_bytes = len(members), len(directory)
-    end64 = END64.pack(
-        END64_MARK, END64.size - 12, _MADE_BY, _NEEDED, 0, 0, count, count, length_bytes, start
-    )  # fmt: skip
+    end64 = END64.pack(END64_MARK, END64.size - 12, _MADE_BY, _NEEDED, 0, 0, count, count, length_bytes, start)
     locator = LOCATOR.pack(LOCATOR_MARK, 0, start + length_bytes, 1)
     short = min(count, FULL_2)
     end = END.pack(END_MARK, 0, 0, short, short, min(length_bytes, FULL_4), min(start, FULL_4), 0)
