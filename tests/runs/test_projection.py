@@ -44,6 +44,8 @@ CASES = [
     ("ckpt", "hdf5", 2_000, SMALL),
     ("ckpt", "ckpt", 2_000, SMALL),
     ("hdf5", "hdf5", 2_000, SMALL),
+    ("safetensors", "safetensors", 17, SMALL),
+    ("safetensors", "safetensors", 2_000, SMALL),
 ]
 
 
@@ -73,6 +75,8 @@ def test_projected_and_measured(tmp_path: Path, kind: str, to: str, tensors: int
     [
         ("ckpt", 17, SMALL),
         ("hdf5", 17, SMALL),
+        ("safetensors", 17, SMALL),
+        ("safetensors", 2_000, SMALL),
         ("ckpt", 3, LARGE),
         ("ckpt", 2, WIDE),
         ("hdf5", 200, SMALL),
