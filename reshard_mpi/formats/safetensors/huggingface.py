@@ -25,7 +25,7 @@ from reshard_mpi.formats.safetensors.sealing import stored_sums
 from reshard_mpi.formats.specs import ShardSpec, Specs
 from reshard_mpi.formats.traits import Costs, Traits
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.units import KIB
+from reshard_mpi.units import KIB, MIB
 
 __all__ = [
     "MODE",
@@ -48,7 +48,7 @@ __all__ = [
 NAME, SUFFIXES, MODE = "hf", (".safetensors",), 0o666
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 TRAITS = Traits(
-    Costs(reading=KIB // 4, writing=KIB, checking=2 * KIB),
+    Costs(reading=KIB // 4, writing=KIB // 4, checking=5 * KIB, library=2 * MIB),
     shares_blocks=True,
     is_folder=True,
     is_filled=True,
