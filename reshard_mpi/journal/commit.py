@@ -185,9 +185,11 @@ def _publish_index(folder: Folder, format_name: str, records: Sequence[TargetRec
     """Write the index that makes the folder a checkpoint, if its format has one."""
     folder_format, index = formats.folder_by_name(format_name), formats.index_of(format_name)
     if folder_format is not None and index is not None:
-        remove_stale(folder, index)
         files = [folder_format.locate(str(folder.path / record.file)) for record in records]
-        publish_text(folder, index, folder_format.index(files))
+        text = folder_format.index(files)
+        if text is not None:
+            remove_stale(folder, index)
+            publish_text(folder, index, text)
 
 
 def _sums(identity: RunIdentity, records: Sequence[TargetRecord]) -> dict[str, int]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from support import ckpt_peer, hdf5_peer, safetensors_peer, torch_peer
 
 from reshard_mpi.formats import ckpt, hdf5, safetensors, torch
+from reshard_mpi.formats.safetensors import huggingface
 from reshard_mpi.testing.conformance import FormatConformance
 from reshard_mpi.testing.samples import Contents
 
@@ -64,6 +65,13 @@ class TestSafetensors(FormatConformance):
 
     def read_independently(self, path: Path) -> Contents:
         return safetensors_peer.read(path)
+
+
+class TestHuggingFace(TestSafetensors):
+    """A file of a folder, by itself."""
+
+    module = huggingface
+    cannot_hold = frozenset({"complex128", "hifloat8", "int4"})
 
 
 class TestTorch(FormatConformance):

@@ -23,6 +23,7 @@ from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.hdf5 import index, superblock
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.places import Decoded, Strided
+from reshard_mpi.formats.safetensors import index as safetensors_index
 from reshard_mpi.formats.torch import pickles, pickling
 from reshard_mpi.formats.torch.content import Storages
 from reshard_mpi.formats.torch.tensors import is_tensor
@@ -147,6 +148,17 @@ def records(data: bytes) -> None:
             assert one_line(line).isprintable()
 
 
+def hugging_face_index(data: bytes) -> None:
+    """Read the index of a Hugging Face folder; what is read must be what Python's own parser reads."""
+    with _file(data, ".json") as path, suppress(ReshardError):
+        found = safetensors_index.read(str(path))
+        facts = json.loads(data)
+        assert found == facts["weight_map"]
+        assert all(
+            name and not Path(file).is_absolute() and ".." not in Path(file).parts for name, file in found.items()
+        )
+
+
 # A parser's corpus is the folder of its name, without `_unchecked`.
 PARSERS: dict[str, Callable[[bytes], None]] = {
     "ckpt": partial(shard, "ckpt"),
@@ -154,6 +166,7 @@ PARSERS: dict[str, Callable[[bytes], None]] = {
     "torch": partial(shard, "torch"),
     "torch_pickle": torch_pickle,
     "nest": nest_text,
+    "hugging_face_index": hugging_face_index,
     "hdf5_native": partial(shard, "hdf5"),
     "hdf5_native_unchecked": native_without_checksums,
     "hdf5_foreign": partial(shard, "hdf5"),

@@ -278,4 +278,4 @@ def test_a_checkout_as_the_working_folder(tmp_path: Path) -> None:
         "subprocess.run(imports.fresh_interpreter(program), env=environment, check=True)\n"
     )
     ours, theirs = decoys.run(sys.executable, "-P", "-c", start).out.split()
-    assert ours == str(tmp_path / OURS / "api.py") and not theirs.startswith(str(tmp_path))
+    assert ours == str(tmp_path / OURS / "api" / "__init__.py") and not theirs.startswith(str(tmp_path))

@@ -47,6 +47,8 @@ CASES = [
     ("torch", "torch", 17, SMALL),
     ("torch", "torch", 2_000, SMALL),
     ("torch", "ckpt", 2_000, SMALL),
+    ("safetensors", "safetensors", 17, SMALL),
+    ("safetensors", "safetensors", 2_000, SMALL),
 ]
 
 
@@ -76,6 +78,8 @@ def test_projected_and_measured(tmp_path: Path, kind: str, to: str, tensors: int
     [
         ("ckpt", 17, SMALL),
         ("hdf5", 17, SMALL),
+        ("safetensors", 17, SMALL),
+        ("safetensors", 2_000, SMALL),
         ("ckpt", 3, LARGE),
         ("ckpt", 2, WIDE),
         ("hdf5", 200, SMALL),
