@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 _MODULES: dict[str, tuple[str, tuple[str, ...], str | None]] = {
     "ckpt": ("reshard_mpi.formats.ckpt", (".ckpt",), None),
     "hdf5": ("reshard_mpi.formats.hdf5", (".h5", ".hdf5"), None),
+    "dcp": ("reshard_mpi.formats.dcp", (".distcp",), ".metadata"),
     "torch": ("reshard_mpi.formats.torch", (".pt", ".pth", ".bin"), None),
 }
 NAMES = tuple(_MODULES)

@@ -90,8 +90,8 @@ class FolderFormat(Format, Protocol):
     def file_name(self, target_rank: int, targets: int, prefix: str) -> str:
         """Return what the file of a target is called in its folder."""
 
-    def index(self, files: Sequence[Manifest]) -> str:
-        """Return the text of the index over these files, which lie in its folder, by target rank."""
+    def index(self, files: Sequence[Manifest]) -> bytes:
+        """Return the index over these files, which lie in its folder, by target rank."""
 
 
 def reserve_file(module: Format, path: str, spec: ShardSpec) -> Manifest:

@@ -8,7 +8,8 @@ is bounded, and a name is a name. What is known are the opcodes that protocols 2
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from reshard_mpi.formats.nest.trees import BYTEARRAY, FROZENSET, SET, Call, Dict, Global, Value
 from reshard_mpi.units import MIB
@@ -24,7 +25,17 @@ _BINFLOAT = struct.Struct(">d")
 # asked. The names of `builtins` that only hold data are no part of it.
 _RUNNERS = frozenset(
     (
-        *("_aix_support", "_imp", "_io", "_osx_support", "_pickle", "_posixsubprocess", "_pyrepl", "_thread", "asyncio"),
+        *(
+            "_aix_support",
+            "_imp",
+            "_io",
+            "_osx_support",
+            "_pickle",
+            "_posixsubprocess",
+            "_pyrepl",
+            "_thread",
+            "asyncio",
+        ),
         *("bdb", "cProfile", "cPickle", "code", "codeop", "commands", "concurrent", "ctypes", "_ctypes", "dill"),
         *("cloudpickle", "distutils", "doctest", "ensurepip", "http", "idlelib", "imp", "importlib", "io", "joblib"),
         *("lib2to3", "linecache", "marshal", "multiprocessing", "nt", "ntpath", "os", "pdb", "pickle", "pickletools"),
@@ -61,18 +72,40 @@ class CutShortError(PickleError):
         super().__init__("a pickle ends before it is complete", at)
 
 
+class ReadState(NamedTuple):
+    """An object whose attributes were read at once: what it becomes, where its bytes end, and what the memo takes."""
+
+    value: Value
+    end: int
+    memoized: Sequence[Value]
+    cost_bytes: int
+
+
+# Is given the pickle, the byte behind the opcode that makes an object without arguments, and the memo. Returns None for
+# attributes that are not written as it knows them; then they are read opcode by opcode.
+StateReader = Callable[[bytes, int, Sequence[Value]], ReadState | None]
+NO_STATES: Mapping[Global, StateReader] = {}
+
+
 class Readers:
     """What a caller makes of some things that a pickle names, while it is read.
 
     persistent: makes a value of what a persistent id is. calls: by the name of what is called, a function that makes a
     value of its arguments; other calls become a `Call`. Both raise ValueError for what they do not know.
+    states: by the name of a class whose objects are very many, what reads the attributes of one at once.
     """
 
-    __slots__ = ("calls", "persistent")
+    __slots__ = ("calls", "persistent", "states")
 
-    def __init__(self, persistent: Callable[[Value], Value], calls: Mapping[Global, Callable[..., Value]]) -> None:
+    def __init__(
+        self,
+        persistent: Callable[[Value], Value],
+        calls: Mapping[Global, Callable[..., Value]],
+        states: Mapping[Global, StateReader] = NO_STATES,
+    ) -> None:
         self.persistent = persistent
         self.calls = calls
+        self.states = states
 
 
 def no_persistent_ids(_: Value) -> Value:
@@ -147,7 +180,7 @@ class _Machine:
 
     def _run(self) -> tuple[Value, int]:  # noqa: C901 - one branch an opcode, the frequent ones first
         data, size, costs, budget = self._data, len(self._data), _COSTS, self._budget_bytes
-        calls, persistent = self._readers.calls, self._readers.persistent
+        calls, states, persistent = self._readers.calls, self._readers.states, self._readers.persistent
         stack: list[Value] = []
         outer: list[list[Value]] = []
         memo: list[Value] = []
@@ -206,10 +239,17 @@ class _Machine:
                 if type(function) is not Global or type(args) is not tuple:
                     raise PickleError("a pickle calls what is no name", self._at)
                 maker = calls.get(function)
-                if maker is None:
+                if maker is not None:
+                    stack[-1] = maker(*args)
+                    continue
+                read_state = states.get(function) if opcode == 0x81 and not args else None
+                read = read_state(data, at, memo) if read_state is not None else None
+                if read is None:
                     stack[-1] = Call(function, args, is_new=opcode == 0x81)
                 else:
-                    stack[-1] = maker(*args)
+                    stack[-1], at = read.value, read.end
+                    memo += read.memoized
+                    spent += read.cost_bytes
             elif opcode == 0x51:  # BINPERSID
                 stack[-1] = persistent(stack[-1])
             elif opcode == 0x29:  # EMPTY_TUPLE
