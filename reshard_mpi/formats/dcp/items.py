@@ -1,7 +1,7 @@
 """The items of a file: archives of torch one after another, each of one tensor or object.
 
-Those of tensors that are alike differ in their payloads and in checksums only. So the structure of each is compared with
-those met before, byte by byte, and parsed where it is another one.
+Those of tensors that are alike differ in their payloads and in checksums only. So the structure of each is compared
+with those met before, byte by byte, and parsed where it is another one.
 """
 
 from __future__ import annotations
