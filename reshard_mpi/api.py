@@ -8,6 +8,7 @@ log nothing. Ranks that call a function without one log for themselves.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,7 @@ from reshard_mpi.processes.comm import MPIComm, SerialComm
 from reshard_mpi.processes.governor.allowance import Allowance
 from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.runs.memory import RunMemory
-from reshard_mpi.runs.outcome import Outcome
+from reshard_mpi.runs.outcome import Outcome, Report
 from reshard_mpi.runs.overlap import refuse_posing
 from reshard_mpi.runs.plain import (
     plain_files,
@@ -37,6 +38,7 @@ from reshard_mpi.runs.plain import (
     plain_numbers,
     plain_path,
     plain_path_or_none,
+    plain_share,
     plain_size,
     plain_text,
 )
@@ -56,20 +58,86 @@ if TYPE_CHECKING:
 __all__ = [
     "Plan",
     "RankSummary",
+    "Report",
     "convert_checkpoint_by_rank",
     "convert_checkpoints",
+    "diff",
     "inspect",
     "load_rank",
     "merge_pipeline_strategys",
     "plan",
     "rank_list_for_convert",
     "rank_list_for_transform",
+    "transform",
     "transform_checkpoint_by_rank",
     "transform_checkpoints",
     "verify",
 ]
 
 PathLike = str | os.PathLike[str]
+
+
+@only_known_errors()
+def transform(
+    source: PathLike,
+    target: PathLike,
+    src_strategy: PathLike | None = None,
+    dst_strategy: PathLike | None = None,
+    *,
+    to: str | None = None,
+    prefix: str = "checkpoint_",
+    select: str | None = None,
+    source_format: str | None = None,
+    ranks: Iterable[int] | None = None,
+    part: tuple[int, int] | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    unlisted: str = "follow",
+    strict: bool = False,
+    replicas: str = "sample",
+    verify: bool = False,
+    crc: bool = False,
+    memory: str | int | None = None,
+    max_active: int | None = None,
+    jobs: int = 1,
+    comm: Any = None,
+) -> Report:
+    """Reshard the checkpoint `source` into the folder `target`, as `reshard-mpi transform` does with these options.
+
+    Keeps the record of the run in the folder, so it can be resumed, and commits it when all targets are there.
+    source_format: of the files that are meant, where those of several formats lie there. ranks: the targets to make
+    (None: all); part: (i, n), the i-th from 0 of n shares of them. jobs: local processes, 1 or more; comm: an mpi4py
+    communicator whose ranks share the work instead, all of which make the call and get the same report. Raises a
+    ReshardError: before anything is written for what is refused, and a TransformError where some targets could not be
+    written.
+    """
+    begin = time.monotonic()
+    request = Request(
+        source=plain_path(source, "source"),
+        target=plain_path(target, "target"),
+        src_strategy=plain_path_or_none(src_strategy, "src_strategy"),
+        dst_strategy=plain_path_or_none(dst_strategy, "dst_strategy"),
+        prefix=plain_text(prefix, "prefix"),
+        select=None if select is None else plain_text(select, "select"),
+        source_format=_known_format(source_format, "source_format"),
+        to=_known_format(to, "to"),
+        ranks=None if ranks is None else tuple(plain_numbers(ranks, "ranks")),
+        part=None if part is None else plain_share(part, "part"),
+        resume=resume,
+        overwrite=overwrite,
+        unlisted=as_unlisted(unlisted),
+        strict=strict,
+        memory=plain_size(memory, "memory"),
+        max_active=plain_number_or_none(max_active, "max_active"),
+        verify=verify,
+        crc=crc,
+        replicas=as_replicas(replicas),
+    )
+    _refuse_both({"ranks": ranks is not None, "part": part is not None})
+    _refuse_both({"resume": resume, "overwrite": overwrite})
+    outcome = _run(request, plain_number(jobs, "jobs"), comm, processes_name="jobs")
+    outcome.raise_failures()
+    return Report.of(outcome, time.monotonic() - begin)
 
 
 @only_known_errors()
@@ -95,14 +163,14 @@ def transform_checkpoints(
     Writes `dst_checkpoints_dir/rank_x/<ckpt_prefix>x.<ending>`; files that are there are replaced, each atomically.
     A strategy of None is one full checkpoint; folders of strategy files are merged. process_num: local processes; 0 is
     1, as for MindSpore, and no more are started than have something to do.
-    output_format: "ckpt" or "hdf5". unlisted: what becomes of parameters the target strategy does not list:
-    "follow", "replicate" or "drop". replicas: what several ranks hold is taken from one of them; "sample" first
+    output_format: "ckpt", "hdf5" or "safetensors". unlisted: what becomes of parameters the target strategy does not
+    list: "follow", "replicate" or "drop". replicas: what several ranks hold is taken from one of them; "sample" first
     holds the source strategy against the checkpoint, comparing a few ranks in a few places of a few tensors,
     "check" compares all copies of what is needed as well, byte by byte, and "any" trusts. memory: how much of a
     host's memory all processes of the user may take together: a size such as "64G" or a number of bytes,
     "unlimited", or None for what RESHARD_MPI_MEMORY says and else for all that is free. max_active: how many of
-    them may transform at once on a host. verify: read sources and targets once more and compare them. crc: end
-    .ckpt files with the checksum that MindSpore checks. comm: an mpi4py communicator whose ranks share the work;
+    them may transform at once on a host. verify: read sources and targets once more and compare them. crc: add
+    the checksum that MindSpore checks (.ckpt, .safetensors). comm: an mpi4py communicator whose ranks share the work;
     all must make the call.
 
     A process waits until there is memory for what it is going to do. The logger "reshard_mpi" is told when that takes
@@ -157,7 +225,10 @@ def transform_checkpoint_by_rank(
     name = formats.name_of(path.name)
     if name is None:
         raise UsageError(
-            "the file to save has an unknown ending", expected=".ckpt, .h5 or .hdf5", got=path.name, where=str(path)
+            "the file to save has an unknown ending",
+            expected=" or ".join(formats.SUFFIXES),
+            got=path.name,
+            where=str(path),
         )
     files = _listed(checkpoint_files_map, "checkpoint_files_map")
     allowed = plain_size(memory, "memory"), plain_number_or_none(max_active, "max_active")
@@ -250,6 +321,7 @@ def plan(
     *,
     ranks: Iterable[int] | None = None,
     select: str | None = None,
+    source_format: str | None = None,
     unlisted: str = "follow",
     strict: bool = False,
     replicas: str = "sample",
@@ -257,10 +329,11 @@ def plan(
 ) -> Plan:
     """Return what a transform of `source` would do, writing nothing. ranks: the target ranks (None: all).
 
+    source_format: of the files that are meant, where those of several formats lie there.
     memory, and what is logged: as in `transform_checkpoints`. Raises what the transform would refuse.
     """
     targets = None if ranks is None else plain_numbers(ranks, "ranks")
-    files = _found(source, select)
+    files = _found(source, select, source_format)
     allowed = plain_size(memory, "memory")
     with RunMemory(lambda: Allowance.of(allowed, None, os.environ), SerialComm(), Silent().waiting) as allotted:
         purpose = f"planning from {files.path}"
@@ -274,7 +347,8 @@ def plan(
         for rank_plan in plans:
             allotted.require_possible(rank_plan)
         log((*told.notes, *conversion.shown_rules()), told.warnings)
-        return Plan(tuple(RankSummary.of(rank_plan, projection.peak_bytes(rank_plan)) for rank_plan in plans))
+        summaries = tuple(RankSummary.of(rank_plan, projection.peak_bytes(rank_plan)) for rank_plan in plans)
+        return Plan(summaries, conversion.source.described)
 
 
 @only_known_errors()
@@ -285,6 +359,7 @@ def verify(
     dst_strategy: PathLike | None = None,
     *,
     select: str | None = None,
+    source_format: str | None = None,
     unlisted: str = "follow",
     replicas: str = "sample",
     process_num: int = 1,
@@ -305,6 +380,7 @@ def verify(
         src_strategy=plain_path_or_none(src_strategy, "src_strategy"),
         dst_strategy=plain_path_or_none(dst_strategy, "dst_strategy"),
         select=select,
+        source_format=_known_format(source_format, "source_format"),
         unlisted=as_unlisted(unlisted),
         recorded=False,
         memory=plain_size(memory, "memory"),
@@ -312,11 +388,52 @@ def verify(
         replicas=as_replicas(replicas),
     )
     work = Task.VERIFY_ALONE if target is None else Task.VERIFY_PAIR
-    failures = _run(request, plain_number(process_num, "process_num"), comm, work).failures
-    if failures:
-        first = failures[0].named(alone=True)
-        if len(failures) > 1:
-            first.problem += f" (and {len(failures) - 1} more found)"
+    _raise_first(_run(request, plain_number(process_num, "process_num"), comm, work))
+
+
+@only_known_errors()
+def diff(
+    first: PathLike,
+    second: PathLike,
+    first_strategy: PathLike | None = None,
+    second_strategy: PathLike | None = None,
+    *,
+    select: str | None = None,
+    source_format: str | None = None,
+    replicas: str = "sample",
+    jobs: int = 1,
+    memory: str | int | None = None,
+    max_active: int | None = None,
+    comm: Any = None,
+) -> None:
+    """Compare two checkpoints: whether they hold the same tensors, whatever their formats, layouts and order of names.
+
+    A strategy of None: the shards describe themselves, or are one full checkpoint. select: of the first one's files.
+    replicas: as in `verify`. Raises DifferenceError for the first difference, naming tensor, element, values and
+    places, and how many more there are; another ReshardError if the two cannot be compared.
+    """
+    request = Request(
+        source=plain_path(first, "first"),
+        target=plain_path(second, "second"),
+        src_strategy=plain_path_or_none(first_strategy, "first_strategy"),
+        dst_strategy=plain_path_or_none(second_strategy, "second_strategy"),
+        select=None if select is None else plain_text(select, "select"),
+        source_format=_known_format(source_format, "source_format"),
+        recorded=False,
+        memory=plain_size(memory, "memory"),
+        max_active=plain_number_or_none(max_active, "max_active"),
+        replicas=as_replicas(replicas),
+    )
+    outcome = _run(request, plain_number(jobs, "jobs"), comm, Task.DIFF, processes_name="jobs")
+    _raise_first(outcome)
+
+
+def _raise_first(outcome: Outcome) -> None:
+    """Raise the first failure, which says how many more there are."""
+    if outcome.failures:
+        first = outcome.failures[0].named(alone=True)
+        if len(outcome.failures) > 1:
+            first.problem += f" (and {len(outcome.failures) - 1} more found)"
         raise first
 
 
@@ -328,6 +445,7 @@ def load_rank(
     dst_strategy: PathLike | None = None,
     *,
     select: str | None = None,
+    source_format: str | None = None,
     unlisted: str = "follow",
     replicas: str = "sample",
 ) -> dict[str, np.ndarray[Any, Any] | str]:
@@ -341,7 +459,7 @@ def load_rank(
     if isinstance(source, Mapping):
         files = _listed(source, "source")
     else:
-        files = _found(source, select)
+        files = _found(source, select, source_format)
     conversion = _conversion(files, src_strategy, dst_strategy, unlisted, replicas=replicas)
     (rank_plan,), told = plan_together(conversion, [rank])
     log(told.notes, told.warnings)
@@ -366,9 +484,21 @@ def as_replicas(value: str) -> Replicas:
         raise UsageError("unknown value of replicas", expected=", ".join(Replicas), got=repr(value)) from None
 
 
-def _run(request: Request, processes: int, communicator: Any, work: Task = Task.CONVERT) -> Outcome:
+def _refuse_both(options: Mapping[str, bool]) -> None:
+    if all(options.values()):
+        raise UsageError(f"{' and '.join(options)} exclude each other", expected="one of them", got="both")
+
+
+def _run(
+    request: Request,
+    processes: int,
+    communicator: Any,
+    work: Task = Task.CONVERT,
+    *,
+    processes_name: str = "process_num",
+) -> Outcome:
     if processes < 1:
-        raise UsageError("process_num is out of range", expected="1 or more", got=str(processes))
+        raise UsageError(f"{processes_name} is out of range", expected="1 or more", got=str(processes))
     if processes > 1 and communicator is None:
         outcome = run_with_workers(request, processes, Silent(), work)
     else:
@@ -379,10 +509,15 @@ def _run(request: Request, processes: int, communicator: Any, work: Task = Task.
     return outcome
 
 
-def _found(source: object, select: str | None) -> discovery.ShardFiles:
+def _known_format(name: object, argument: str) -> str | None:
+    """Return the name of a format, or None for none. Raises UsageError for an unknown one."""
+    return None if name is None else formats.by_name(plain_text(name, argument)).NAME
+
+
+def _found(source: object, select: str | None, source_format: object) -> discovery.ShardFiles:
     path = plain_path(source, "source")
     require_reachable(path)
-    return discovery.find_shards(path, select)
+    return discovery.find_shards(path, select, format_name=_known_format(source_format, "source_format"))
 
 
 def _listed(files: object, name: str) -> discovery.ShardFiles:

@@ -97,6 +97,12 @@ class DamageError(ReshardError):
     exit_code = 4
 
 
+class DifferenceError(ReshardError):
+    """Two checkpoints that were compared do not hold the same tensors."""
+
+    exit_code = 4
+
+
 class BudgetError(ReshardError):
     """What is to be done can never fit the memory that is allowed."""
 

@@ -16,15 +16,18 @@ _MASK = (1 << 64) - 1
 
 
 class WireError(Exception):
-    """What is at this place is no protobuf."""
+    """The data is not protobuf."""
 
 
 class CutShortError(WireError):
-    """The data ends within a field."""
+    """The data ends in the middle of a field."""
 
 
 class Field(NamedTuple):
-    """One field of a message, which begins and ends there. value: of a varint. content: what a length goes before."""
+    """One field, from byte `start` to byte `end` of a message.
+
+    value: the number, if the field is a varint. content: the bytes, if the field has a length.
+    """
 
     number: int
     wire_type: int
@@ -38,30 +41,33 @@ class Field(NamedTuple):
         return self.number, self.wire_type
 
 
-def varint(data: bytes, at: int) -> tuple[int, int]:
-    """Return the unsigned number at `at`, and where it ends. Raises WireError if it has more than 64 bits."""
+def varint(data: bytes, offset: int) -> tuple[int, int]:
+    """Return the unsigned number at byte `offset` of `data`, and the offset after it.
+
+    Raises CutShortError if the data ends in the middle of it, WireError if it has more than 64 bits.
+    """
     number = shift = 0
-    for place in range(at, min(at + _MAX_VARINT_BYTES, len(data))):
-        byte = data[place]
+    for position in range(offset, min(offset + _MAX_VARINT_BYTES, len(data))):
+        byte = data[position]
         number |= (byte & 0x7F) << shift
         if byte < 0x80:
             if number >> 64:
                 break
-            return number, place + 1
+            return number, position + 1
         shift += 7
     else:
-        if at + _MAX_VARINT_BYTES > len(data):
+        if offset + _MAX_VARINT_BYTES > len(data):
             raise CutShortError("the end of the data in a number")
     raise WireError("a number of more than 64 bits")
 
 
-def field(data: bytes, at: int, most_bytes: int | None = None) -> Field:
-    """Return the field at `at`.
+def field(data: bytes, offset: int, most_bytes: int | None = None) -> Field:
+    """Return the field at byte `offset` of `data`.
 
-    most_bytes: a longer content is an error, whether or not it is all there. Raises CutShortError if the data ends
-    before, WireError for what is none.
+    most_bytes: a longer content is an error, even where the data ends before it does. Raises CutShortError if the data
+    ends in the middle of the field, WireError if it is not a field.
     """
-    key, start = varint(data, at)
+    key, start = varint(data, offset)
     number, wire_type = key >> 3, key & 7
     if number == 0 or key >> 32:
         raise WireError(f"field number {number}")
@@ -80,58 +86,59 @@ def field(data: bytes, at: int, most_bytes: int | None = None) -> Field:
         raise WireError(f"wire type {wire_type}")
     if end > len(data):
         raise CutShortError("the end of the data in a field")
-    return Field(number, wire_type, value, content, at, end)
+    return Field(number, wire_type, value, content, offset, end)
 
 
 def fields(data: bytes) -> Iterator[Field]:
-    """Yield the fields of a message. Raises WireError where it is none."""
-    at, size_bytes = 0, len(data)
-    while at < size_bytes:
+    """Yield the fields of a message. Raises WireError where the data is not protobuf."""
+    offset, size_bytes = 0, len(data)
+    while offset < size_bytes:
         # Most keys, lengths and numbers are one byte.
-        if at + 1 < size_bytes and data[at] & 0x87 == LENGTH and data[at] >> 3 and data[at + 1] < 0x80:
-            start = at + 2
-            end = start + data[at + 1]
+        key, value, start = data[offset], data[offset + 1] if offset + 1 < size_bytes else 0x80, offset + 2
+        is_short = 8 <= key < 0x80 and value < 0x80
+        if is_short and key & 7 == LENGTH:
+            end = start + value
             if end > size_bytes:
                 raise CutShortError("the end of the data in a field")
-            found = Field(data[at] >> 3, LENGTH, 0, data[start:end], at, end)
-        elif at + 1 < size_bytes and data[at] & 0x87 == VARINT and data[at] >> 3 and data[at + 1] < 0x80:
-            found = Field(data[at] >> 3, VARINT, data[at + 1], b"", at, at + 2)
+            item = Field(key >> 3, LENGTH, 0, data[start:end], offset, end)
+        elif is_short and key & 7 == VARINT:
+            item = Field(key >> 3, VARINT, value, b"", offset, start)
         else:
-            found = field(data, at)
-        yield found
-        at = found.end
+            item = field(data, offset)
+        yield item
+        offset = item.end
 
 
 def varints(data: bytes) -> Iterator[int]:
-    """Yield the numbers that fill `data` (a packed repeated field). Raises WireError."""
-    at = 0
-    while at < len(data):
-        number, at = varint(data, at)
+    """Yield the numbers of a packed repeated field, which is all of `data`. Raises WireError if it holds others."""
+    offset = 0
+    while offset < len(data):
+        number, offset = varint(data, offset)
         yield number
 
 
 def encode_varint(number: int) -> bytes:
     """Return a number as a varint; a negative one in the two's complement of 64 bits."""
     number &= _MASK
-    out = bytearray()
+    encoded = bytearray()
     while number > 0x7F:
-        out.append(number & 0x7F | 0x80)
+        encoded.append(number & 0x7F | 0x80)
         number >>= 7
-    out.append(number)
-    return bytes(out)
+    encoded.append(number)
+    return bytes(encoded)
 
 
 def encode_length(number: int, length_bytes: int) -> bytes:
-    """Return what precedes a field of `length_bytes` bytes: its key, for field `number`, and its length."""
+    """Return the key and the length that precede the `length_bytes` bytes of field `number`."""
     return encode_varint(number << 3 | LENGTH) + encode_varint(length_bytes)
 
 
 def encode_content(number: int, *parts: bytes) -> bytes:
-    """Return the field `number` whose content are `parts`: a text, or a message of these fields."""
+    """Return the field `number` with the content `parts`: a text, or the encoded fields of a message."""
     content = b"".join(parts)
     return encode_length(number, len(content)) + content
 
 
 def encode_number(number: int, value: int) -> bytes:
-    """Return the field `number` that is a whole number."""
+    """Return the field `number` with the whole number `value`."""
     return encode_varint(number << 3 | VARINT) + encode_varint(value)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.command_line import Capture
 from support.processes import Finished, clean_environment, run_command
 
 sys.path.append(str(Path(__file__).parent.parent))  # benchmarks are part of the checkout, not of what is installed
@@ -86,7 +87,7 @@ class TestCommands:
         assert all(row["skipped"] is None for row in rows.values())
 
     def test_startup(self, tmp_path: Path) -> None:
-        printed = benchmark(tmp_path, "startup", "--pairs", "1", "--json").stdout
+        printed = benchmark(tmp_path, "startup", "--pairs", "1", "--json").out
         rows = check_rows(json.loads(printed))
         assert set(rows) == keys("startup.")
         assert all(row["skipped"] is None for row in rows.values())
@@ -111,7 +112,7 @@ class TestCommands:
         assert all(row["skipped"] is None for row in rows.values())
 
     @pytest.mark.parametrize("name", ["conversion", "planning", "startup", "scaling", "verification", "tensors"])
-    def test_help_names_every_option(self, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_help_names_every_option(self, name: str, capsys: Capture) -> None:
         with pytest.raises(SystemExit, match="0"):
             parser().parse_args([name, "--help"])
         text = capsys.readouterr().out
@@ -121,11 +122,11 @@ class TestCommands:
     def test_no_room(self, tmp_path: Path) -> None:
         command = [sys.executable, "-m", "benchmarks", "scaling", "--megabytes", "9" * 12, "--folder", tmp_path]
         finished = run_command(command, cwd=ROOT)
-        assert finished.returncode == 1
-        assert "no room" in finished.stderr and "Traceback" not in finished.stderr
+        assert finished.code == 1
+        assert "no room" in finished.err and "Traceback" not in finished.err
 
     @pytest.mark.parametrize(
-        ("arguments", "said"),
+        ("arguments", "message"),
         [
             (["--pairs", "0"], "expected 1 or more, got '0'"),
             (["--folder", "/nonexistent"], "there is no folder /nonexistent"),
@@ -133,13 +134,11 @@ class TestCommands:
             (["--processes", "2"], "--processes needs two counts"),
         ],
     )
-    def test_wrong_usage_is_told_at_once(
-        self, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_wrong_usage_is_told_at_once(self, arguments: list[str], message: str, capsys: Capture) -> None:
         with pytest.raises(SystemExit) as raised:
             options = parser().parse_args(["scaling", *arguments])
             options.run(options)
-        assert said in capsys.readouterr().err + str(raised.value)
+        assert message in capsys.readouterr().err + str(raised.value)
 
     @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
     def test_an_interrupted_benchmark_leaves_nothing(self, tmp_path: Path, number: int, code: int) -> None:
@@ -176,7 +175,7 @@ def benchmark(folder: Path, *arguments: str | os.PathLike[str]) -> Finished:
 def run_benchmark(folder: Path, *arguments: str | os.PathLike[str]) -> Rows:
     """Return the rows of a benchmark by key, from a JSON file beside which the table is printed."""
     file = folder / "result.json"
-    printed = benchmark(folder, *arguments, "--json", file).stdout
+    printed = benchmark(folder, *arguments, "--json", file).out
     assert "| what " in printed and "\n| ---" in printed
     return check_rows(json.loads(file.read_text()))
 
@@ -218,7 +217,7 @@ class TestMeasuring:
     def test_bytes_read_and_written_by_all(self, tmp_path: Path) -> None:
         (tmp_path / "source").write_bytes(bytes(5_000_000))
         copy = "import sys; open(sys.argv[2], 'wb').write(open(sys.argv[1], 'rb').read())"
-        commands = [[*PYTHON, copy, str(tmp_path / "source"), str(tmp_path / f"copy_{at}")] for at in range(2)]
+        commands = [[*PYTHON, copy, str(tmp_path / "source"), str(tmp_path / f"copy_{number}")] for number in range(2)]
         run = measure(commands).run
         assert 10_000_000 <= run.read_bytes < 12_000_000
         assert 10_000_000 <= run.written_bytes < 10_100_000

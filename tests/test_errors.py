@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.conversions import Conversion, make
+from support.conversions import Conversion, make, of_every_kind
 from support.processes import run_command
 
 import reshard_mpi
@@ -35,11 +35,11 @@ def test_every_error_that_a_function_names_is_exported() -> None:
 
 def test_an_error_is_imported_without_what_is_heavy() -> None:
     code = "import sys; from reshard_mpi import BudgetError; print(*sys.modules)"
-    loaded = set(run_command([sys.executable, "-c", code], check=True).stdout.split())
+    loaded = set(run_command([sys.executable, "-c", code], check=True).out.split())
     assert "reshard_mpi.errors" in loaded and not loaded & {"reshard_mpi.api", "numpy", "h5py", "logging"}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@of_every_kind
 def test_errors_survive_pickling(kind: type[errors.ReshardError]) -> None:
     error = kind("it went wrong", expected="right", got="wrong", where="here", remedy="do it again")
     again = pickle.loads(pickle.dumps(error))

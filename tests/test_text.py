@@ -8,21 +8,20 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 from support.cases import Side
 from support.checkpoints import write_shards, write_strategy
-from support.conversions import COMMAND, Conversion, Said, command_line, make
+from support.command_line import Capture, run_apart, run_here
+from support.conversions import TENSORS, Conversion, make, of_every_kind
 from support.forging import as_text
 from support.oracle import RawLayout
-from support.processes import run_command
+from support.processes import Finished
 
 import reshard_mpi
 from reshard_mpi.errors import ReshardError, TransformError
 from reshard_mpi.runs.progress import Bar, Plain
 from reshard_mpi.text import lines, one_line
 
-Capture = pytest.CaptureFixture[str]
 # Colours, a title, a line that is forged, a carriage return, one byte that opens a sequence, turned text, no spaces.
 EVIL = "\x1b[31m\x1b]0;owned\x07\nreshard-mpi: error: forged\r\x7f\x9b1m\u202etxt\u2066\u200f\u2028\u200b"
 SHORT = "w\x1b[31m\n\x9b\u202e"
@@ -71,7 +70,7 @@ def evil(folder: Path, kind: str) -> Conversion:
     c = make(folder, kind)
     layouts = {SHORT: RawLayout((2, 2), (-1, 0)), "b": RawLayout((2, 2), (-1,))}
     source = Side(4, 1, layouts)
-    tensors = {SHORT: np.arange(32, dtype=np.float32).reshape(8, 4), "b": np.arange(8, dtype=np.int64)}
+    tensors = {SHORT: TENSORS["w"], "b": TENSORS["b"]}
     src, name = folder / f"src{SHORT}", f"strategy{SHORT}"
     write_shards(source, tensors, src, kind)
     strategies = (
@@ -83,11 +82,11 @@ def evil(folder: Path, kind: str) -> Conversion:
     return c.but(src=src, dst=folder / f"dst{SHORT}", src_strategy=strategies[0], dst_strategy=strategies[1])
 
 
-def tell(capsys: Capture, *arguments: str, code: int | None = None) -> Said:
-    said = command_line(capsys, *arguments)
-    assert_clean(said.out, said.err)
-    assert code is None or said.code == code, said
-    return said
+def tell(capsys: Capture, *arguments: str, code: int | None = None) -> Finished:
+    finished = run_here(capsys, *arguments)
+    assert_clean(finished.out, finished.err)
+    assert code is None or finished.code == code, finished
+    return finished
 
 
 @pytest.mark.parametrize("kind", ["ckpt", pytest.param("hdf5", marks=pytest.mark.slow)])
@@ -100,8 +99,8 @@ def test_every_command(tmp_path: Path, capsys: Capture, kind: str) -> None:
     tell(capsys, *c.arguments("transform", "--verify"), code=3)
     for path in (c.src, c.dst, *c.dst.rglob("*"), c.src_strategy, c.folder):
         tell(capsys, "inspect", str(path))
-        said = tell(capsys, "inspect", "--json", str(path))
-        assert said.code or json.loads(said.out)
+        finished = tell(capsys, "inspect", "--json", str(path))
+        assert finished.code or json.loads(finished.out)
     tell(capsys, "commit", str(c.dst), code=0)
     tell(capsys, "verify", str(c.dst), code=0)
     tell(capsys, "verify", str(c.src), str(c.dst), *strategies, code=0)
@@ -149,7 +148,7 @@ def test_specs(tmp_path: Path, capsys: Capture, case: str) -> None:
 @pytest.mark.parametrize("name", ["run.json", "rank_0.json", "reshard.json"])
 def test_records(tmp_path: Path, capsys: Capture, name: str) -> None:
     c = make(tmp_path)
-    assert command_line(capsys, *c.arguments("transform")).code == 0
+    assert run_here(capsys, *c.arguments("transform")).code == 0
     path = c.dst / name if name == "reshard.json" else c.dst / ".reshard_mpi" / name
     facts = json.loads(path.read_text())
     for key, value in facts.items():
@@ -158,7 +157,7 @@ def test_records(tmp_path: Path, capsys: Capture, name: str) -> None:
             tell(capsys, *command)
 
 
-@pytest.mark.parametrize("kind", ["ckpt", "hdf5"])
+@of_every_kind
 def test_what_the_functions_log(tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str) -> None:
     c = evil(tmp_path, kind)
     shard = next(c.src.rglob("checkpoint_0.*"))
@@ -176,7 +175,7 @@ def test_bytes_that_are_no_text(tmp_path: Path) -> None:
     c.src.rename(folder)
     for command in (["inspect", folder], ["inspect", "--json", folder], ["inspect", folder + "x"]):
         for encoding in ("utf-8", "ascii"):
-            found = run_command([*COMMAND, *command], env={"PYTHONIOENCODING": f"{encoding}:strict"})
-            assert found.returncode == (3 if command[-1] != folder else 0), found
-            assert "Traceback" not in found.stderr
-            assert_clean(found.stdout, found.stderr)
+            finished = run_apart(*command, env={"PYTHONIOENCODING": f"{encoding}:strict"})
+            assert finished.code == (3 if command[-1] != folder else 0), finished
+            assert "Traceback" not in finished.err
+            assert_clean(finished.out, finished.err)

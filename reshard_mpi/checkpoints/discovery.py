@@ -43,15 +43,18 @@ class ShardFiles(NamedTuple):
         return self._replace(by_rank={rank: (path,) for rank, path in enumerate(ordered)}, is_folder=False)
 
 
-def find_shards(path: str, select: str | None = None, *, role: str = "source") -> ShardFiles:
+def find_shards(
+    path: str, select: str | None = None, *, role: str = "source", format_name: str | None = None
+) -> ShardFiles:
     """Return the shard files under `path`: `rank_*` folders, one file, or loose files of one full checkpoint.
 
-    select: a glob that file names must match. role: what errors call the checkpoint, "source" or "target". Raises
-    SourceError where there is nothing or no clear choice.
+    select: a glob that file names must match. role: what errors call the checkpoint, "source" or "target".
+    format_name: take only files of this format; one file is then of it whatever its ending. Raises SourceError where
+    there is nothing or no clear choice.
     """
     at = Path(path)
     if at.is_file():
-        name = formats.name_of(path)
+        name = format_name or formats.name_of(path)
         if name is None:
             raise _nothing(path, f"a file that ends in {_endings()}", at.name, role)
         if _is_strategy(at):
@@ -66,25 +69,16 @@ def find_shards(path: str, select: str | None = None, *, role: str = "source") -
             where=path,
             remedy="check the path, and that this machine sees it",
         )
-    folders, name = rank_folders(at), formats.name_of_folder(path)
-    if name is not None and select is not None and not fnmatchcase(formats.index_of(name) or "", select):
-        name = None  # other files of that folder are meant
-    folder_format = formats.folder_by_name(name) if name is not None else None
-    if name is not None and folder_format is not None:
-        if folders:
-            raise SourceError(
-                "two checkpoints lie together",
-                expected="rank folders, or a folder with an index",
-                got=f"{len(folders)} rank folders and {formats.index_of(name)}",
-                where=path,
-                remedy="move one of them to a folder of its own",
-            )
+    folders = rank_folders(at)
+    name = _indexed(path, folders, select, format_name)
+    if name is not None and (folder_format := formats.folder_by_name(name)) is not None:
         return ShardFiles(path, name, {0: folder_format.files_of(path)}, is_folder=True)
+    wanted = f"{_endings(format_name)}{_selected(select)}"
     if folders:
-        return _from_folders(path, folders, select, role)
-    loose = shards_in(at, select)
+        return _from_folders(path, folders, select, role, format_name)
+    loose = shards_in(at, select, format_name)
     if not loose:
-        raise _nothing(path, f"rank_* folders or files that end in {_endings()}{_selected(select)}", "neither", role)
+        raise _nothing(path, f"rank_* folders or files that end in {wanted}", "neither", role)
     name = _one_format({0: loose}, path)
     _require_index(name, at, path, role)
     return _by_own_rank(ShardFiles(path, name, {0: tuple(str(entry) for entry in loose)}))
@@ -104,6 +98,28 @@ def _require_index(name: str, folder: Path, path: str, role: str) -> None:
             where=path,
             remedy="finish what writes them, or restore the index",
         )
+
+
+def _indexed(path: str, folders: Mapping[int, Path], select: str | None, format_name: str | None) -> str | None:
+    """Return the format whose index makes the folder `path` a checkpoint; None if there is none, or others are meant.
+
+    Raises SourceError where two checkpoints lie there.
+    """
+    names = [
+        name
+        for name in formats.names_of_folder(path)
+        if format_name in (None, name) and (select is None or fnmatchcase(formats.index_of(name) or "", select))
+    ]
+    if len(names) > 1 or (names and folders and format_name is None):
+        lying = [f"{formats.index_of(name)} ({name})" for name in names]
+        raise SourceError(
+            "two checkpoints lie together",
+            expected="rank folders, or a folder with an index",
+            got=" and ".join([*([f"{len(folders)} rank folders"] if folders else []), *lying]),
+            where=path,
+            remedy=f"move one of them to a folder of its own, or say which is meant, such as --from {names[0]}",
+        )
+    return names[0] if names else None
 
 
 def shards_from_map(files: Mapping[int, str | os.PathLike[str]]) -> ShardFiles:
@@ -160,10 +176,13 @@ def rank_folders(at: Path) -> dict[int, Path]:
     return folders
 
 
-def _from_folders(path: str, folders: Mapping[int, Path], select: str | None, role: str) -> ShardFiles:
-    candidates = {rank: found for rank, folder in sorted(folders.items()) if (found := shards_in(folder, select))}
+def _from_folders(
+    path: str, folders: Mapping[int, Path], select: str | None, role: str, format_name: str | None
+) -> ShardFiles:
+    shards = {rank: shards_in(folder, select, format_name) for rank, folder in sorted(folders.items())}
+    candidates = {rank: entries for rank, entries in shards.items() if entries}
     if not candidates:
-        wanted = f"files that end in {_endings()}{_selected(select)} in its rank folders"
+        wanted = f"files that end in {_endings(format_name)}{_selected(select)} in its rank folders"
         raise _nothing(path, wanted, f"{len(folders)} folders without", role)
     name = _one_format(candidates, path)
     chosen, notes = _same_checkpoint(candidates, path)
@@ -214,12 +233,16 @@ def name_without_rank(rank: int, name: str) -> str:
     return re.sub(rf"(?<!\d){rank}(?!\d)", "<rank>", stem) + end
 
 
-def shards_in(folder: Path, select: str | None) -> list[Path]:
-    """Return the shards that lie in `folder` itself, in natural order. select: a glob that their names must match."""
+def shards_in(folder: Path, select: str | None, format_name: str | None = None) -> list[Path]:
+    """Return the shards that lie in `folder` itself, in natural order.
+
+    select: a glob that their names must match. format_name: only those of this format.
+    """
     found = [
         entry
         for entry in folder.iterdir()
-        if formats.name_of(entry.name)
+        if (name := formats.name_of(entry.name))
+        and format_name in (None, name)
         and not entry.name.startswith(".")
         and (select is None or fnmatchcase(entry.name, select))
         and entry.is_file()
@@ -252,7 +275,7 @@ def _one_format(candidates: Mapping[int, Iterable[Path]], path: str) -> str:
             expected="one format",
             got=" and ".join(f"{name} ({entry.name} in {entry.parent.name})" for name, entry in names.items()),
             where=path,
-            remedy="choose one with --select, such as --select '*.ckpt'",
+            remedy=f"say which is meant, such as --from {next(iter(names))}, or choose files with --select",
         )
     return next(iter(names))
 
@@ -293,8 +316,8 @@ def _two_different(
     return first, next(item for item in steps.items() if item[1] != first[1])
 
 
-def _endings() -> str:
-    return ", ".join(formats.SUFFIXES)
+def _endings(format_name: str | None = None) -> str:
+    return ", ".join(formats.SUFFIXES if format_name is None else formats.by_name(format_name).SUFFIXES)
 
 
 def _selected(select: str | None) -> str:

@@ -25,6 +25,7 @@ from reshard_mpi.errors import (
 )
 from reshard_mpi.formats.columns import Tensors
 from reshard_mpi.formats.manifest import Manifest, ShardIdentity
+from reshard_mpi.formats.nest import NEST
 from reshard_mpi.planning.losses import Lost, Missing
 from reshard_mpi.sharding.placement import Strategy, unsharded
 from reshard_mpi.sharding.strategy import table
@@ -127,6 +128,16 @@ class SourceCheckpoint:
                 remedy="give the strategy this checkpoint was saved with",
             )
         return cls(files, strategy, {first: manifest}, _damage=damage)
+
+    @property
+    def described(self) -> str:
+        """What it is, in a line: its format, files, ranks and tensors."""
+        files = sum(map(len, self.files.by_rank.values())) - (1 if self.files.is_folder else 0)
+        ranks, tensors = self.strategy.world_size, self.extent.tensors
+        counts = [f"{files} {'file' if files == 1 else 'files'}"]
+        counts += [f"{ranks} ranks"] if ranks > 1 else []
+        counts += [f"{tensors} {'tensor' if tensors == 1 else 'tensors'}{' a rank' if ranks > 1 else ''}"]
+        return ", ".join([formats.title(self.files.format), *counts])
 
     def __contains__(self, rank: object) -> bool:
         return rank in self.files.by_rank
@@ -305,7 +316,17 @@ def _locate(files: ShardFiles, rank: int, like: Manifest | None = None) -> Manif
             tensors.add_entry(entry)
             holder[name] = manifest.path
     strings = {name: text for manifest in manifests for name, text in manifest.strings.items()}
-    return Manifest(files.path, files.format, tensors, strings)
+    for manifest in manifests:
+        if manifest.strings.get(NEST, strings.get(NEST)) != strings.get(NEST):
+            raise SourceError(
+                "two of the loose files have nested dictionaries of their own",
+                expected="one file, or files that are dictionaries of tensors",
+                got=f"{manifest.path} and another",
+                where=files.path,
+                remedy="choose one of them with --select, and convert the others by themselves",
+            )
+    left_out = tuple(what for manifest in manifests for what in manifest.left_out)
+    return Manifest(files.path, files.format, tensors, strings, left_out=left_out)
 
 
 def _described(manifest: Manifest) -> Strategy | None:

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 _EXIT_CODES = """\
 exit codes: 0 done; 1 a bug; 2 wrong usage; 3 bad input, refused before anything was written, or no place for what is
-printed; 4 some targets failed or are missing, and are named (the others are complete), verify has found damage, or only
-the report could not be written; 5 it can never fit the memory that is allowed, refused before anything was written;
-130 interrupted; 143 terminated"""
+printed; 4 some targets failed or are missing, and are named (the others are complete), verify has found damage, diff a
+difference, or only the report could not be written; 5 it can never fit the memory that is allowed, refused before
+anything was written; 130 interrupted; 143 terminated"""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -85,15 +85,14 @@ def parser() -> argparse.ArgumentParser:
     verify.add_argument("source", type=_path, metavar="SRC", help="a checkpoint")
     verify.add_argument("target", type=_path, metavar="DST", nargs="?", help="what transform has made of it")
     _add_strategies(verify, "sharded (default: as its shards say, else one full checkpoint)")
-    verify.add_argument("--select", metavar="GLOB", help="take only files of SRC whose names match")
-    verify.add_argument(
-        "--replicas",
-        choices=("any", "sample"),
-        default="sample",
-        help="sample: hold the source strategy against SRC, as transform does. any: trust it (default: %(default)s)",
-    )
-    _add_memory(verify)
-    verify.add_argument("--jobs", type=_positive, metavar="N", help=_JOBS_HELP)
+    _add_comparison(verify, "SRC", "hold the source strategy against SRC")
+    diff = command("diff", "check that two checkpoints hold the same tensors, whatever their formats and layouts")
+    diff.add_argument("source", type=_path, metavar="A", help="a checkpoint")
+    diff.add_argument("target", type=_path, metavar="B", help="another one")
+    sharded = "is sharded (default: as its shards say, else one full checkpoint)"
+    diff.add_argument("--src-strategy", type=_path, metavar="F|DIR", help=f"how A {sharded}")
+    diff.add_argument("--dst-strategy", type=_path, metavar="F|DIR", help=f"how B {sharded}")
+    _add_comparison(diff, "A", "hold the strategies against the checkpoints")
     commit = command("commit", "check that all targets in DST are complete, and write DST/reshard.json")
     commit.add_argument("target", type=_path, metavar="DST", help="the folder that transform has written to")
     ranks = command("ranks", "list the source ranks that target rank R needs, one per line")
@@ -126,6 +125,7 @@ def _add_conversion(parser: argparse.ArgumentParser) -> None:
     _add_strategies(parser)
     parser.add_argument("--prefix", default="checkpoint_", help="of target file names (default: %(default)s)")
     parser.add_argument("--select", metavar="GLOB", help="take only source files whose names match")
+    _add_from(parser)
     parser.add_argument("--to", choices=formats.NAMES, help="target format (default: the source's)")
     share = parser.add_mutually_exclusive_group()
     share.add_argument("--rank", type=_rank, action="append", metavar="R", help="make this target only (repeatable)")
@@ -143,9 +143,11 @@ def _add_conversion(parser: argparse.ArgumentParser) -> None:
         "--verify",
         action="store_true",
         help="read sources and targets once more, compare them, and keep sums of all tensors; the"
-        " checksums of .ckpt sources are checked as well",
+        " checksums of sources are checked as well",
     )
-    parser.add_argument("--crc", action="store_true", help="end .ckpt targets with the CRC-32 that MindSpore checks")
+    parser.add_argument(
+        "--crc", action="store_true", help="add the CRC-32 that MindSpore checks (targets in ckpt, safetensors)"
+    )
     parser.add_argument(
         "--strict",
         action="store_true",
@@ -159,6 +161,28 @@ def _add_conversion(parser: argparse.ArgumentParser) -> None:
         " the checkpoint, comparing a few ranks in a few places of a few tensors. check: compare all copies of what is"
         " needed as well, byte by byte, once a run (each array task is one). any: trust (default: %(default)s)",
     )
+
+
+def _add_from(parser: argparse.ArgumentParser, source: str = "SRC") -> None:
+    parser.add_argument(
+        "--from",
+        dest="source_format",
+        choices=formats.NAMES,
+        help=f"take only files of this format in {source} (default: what lies there, if it is of one)",
+    )
+
+
+def _add_comparison(parser: argparse.ArgumentParser, source: str, sampled: str) -> None:
+    parser.add_argument("--select", metavar="GLOB", help=f"take only files of {source} whose names match")
+    _add_from(parser, source)
+    parser.add_argument(
+        "--replicas",
+        choices=("any", "sample"),
+        default="sample",
+        help=f"sample: {sampled}, as transform does. any: trust it (default: %(default)s)",
+    )
+    _add_memory(parser)
+    parser.add_argument("--jobs", type=_positive, metavar="N", help=_JOBS_HELP)
 
 
 def _add_memory(parser: argparse.ArgumentParser) -> None:
@@ -228,6 +252,7 @@ def request(options: argparse.Namespace) -> Request:
         prefix=options.prefix,
         select=options.select,
         to=options.to,
+        source_format=options.source_format,
         ranks=tuple(options.rank) if options.rank else None,
         part=options.part,
         resume=options.resume,
@@ -243,8 +268,8 @@ def request(options: argparse.Namespace) -> Request:
     )
 
 
-def to_verify(options: argparse.Namespace) -> Request:
-    """Return what the arguments of `verify` ask for."""
+def to_compare(options: argparse.Namespace) -> Request:
+    """Return what the arguments of `verify` or `diff` ask for."""
     from reshard_mpi.planning.parameters import Unlisted
     from reshard_mpi.planning.replicas import Replicas
     from reshard_mpi.runs.request import Request
@@ -255,7 +280,8 @@ def to_verify(options: argparse.Namespace) -> Request:
         src_strategy=options.src_strategy,
         dst_strategy=options.dst_strategy,
         select=options.select,
-        unlisted=Unlisted(options.unlisted),
+        source_format=options.source_format,
+        unlisted=Unlisted(getattr(options, "unlisted", Unlisted.FOLLOW)),
         recorded=False,
         memory=options.memory,
         max_active=options.max_active,

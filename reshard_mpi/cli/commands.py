@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from reshard_mpi.cli.arguments import parser, request, to_verify
+from reshard_mpi.cli.arguments import parser, request, to_compare
 from reshard_mpi.cli.start import begin_command
 from reshard_mpi.cli.streams import flush_standard_streams, open_standard_streams, show, tell_done
-from reshard_mpi.errors import DamageError, ReshardError
+from reshard_mpi.errors import DamageError, DifferenceError, ReshardError
 from reshard_mpi.processes import comm
 from reshard_mpi.processes.governor.allotment import finish
 from reshard_mpi.processes.jobs import ONE_THREAD
@@ -280,7 +280,7 @@ def _verify(options: argparse.Namespace) -> int:
     with comm.world(os.environ, explicit_share=False, stopped=_last_words(options)) as world:
         work = "VERIFY_ALONE" if options.target is None else "VERIFY_PAIR"
         progress = _progress("plain", world) if world.rank == 0 else Silent()
-        outcome = _run(work, to_verify(options), options.jobs, world, progress)
+        outcome = _run(work, to_compare(options), options.jobs, world, progress)
         if world.rank == 0:
             _tell(outcome)
             for failure in outcome.failures:
@@ -288,6 +288,23 @@ def _verify(options: argparse.Namespace) -> int:
             if not outcome.failures:
                 show(verified(outcome, time.monotonic() - begin))
     return DamageError.exit_code if outcome.failures else 0
+
+
+def _diff(options: argparse.Namespace) -> int:
+    from reshard_mpi.cli.report import same
+    from reshard_mpi.runs.progress import Silent, say
+
+    begin = time.monotonic()
+    with comm.world(os.environ, explicit_share=False, stopped=_last_words(options)) as world:
+        progress = _progress("plain", world) if world.rank == 0 else Silent()
+        outcome = _run("DIFF", to_compare(options), options.jobs, world, progress)
+        if world.rank == 0:
+            _tell(outcome)
+            for failure in outcome.failures:
+                say(f"difference: {failure.error}", sys.stderr)
+            if not outcome.failures:
+                show(same(outcome, time.monotonic() - begin))
+    return DifferenceError.exit_code if outcome.failures else 0
 
 
 def _governor(options: argparse.Namespace) -> int:
@@ -325,6 +342,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "merge-strategies": _merge,
     "governor": _governor,
     "verify": _verify,
+    "diff": _diff,
     "inspect": _inspect,
     "demo": _demo,
 }

@@ -56,3 +56,11 @@ def verified(outcome: Outcome, seconds: float) -> str:
     count = f"{len(shards)} {'shard' if len(shards) == 1 else 'shards'}"
     rate = f"{format_bytes(read_bytes)} in {seconds:.2f} s ({format_rate(read_bytes, seconds)})"
     return f"verified {count}, {tensors} tensors, {rate} by {by}: sound"
+
+
+def same(outcome: Outcome, seconds: float) -> str:
+    """Return the closing line of a run that has found two checkpoints to hold the same."""
+    tensors = sum(checked.tensors for checked in outcome.checked)
+    size_bytes = sum(checked.read_bytes for checked in outcome.checked)
+    rate = f"{format_bytes(size_bytes)} in {seconds:.2f} s ({format_rate(size_bytes, seconds)})"
+    return f"compared {tensors} tensors, {rate}: the same"

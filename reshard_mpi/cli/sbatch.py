@@ -42,6 +42,7 @@ PASSED_ON = (
     Option("--dst-strategy", "dst_strategy", is_path=True),
     Option("--prefix", "prefix"),
     Option("--select", "select"),
+    Option("--from", "source_format"),
     Option("--to", "to"),
     Option("--unlisted", "unlisted"),
     Option("--strict", "strict"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from reshard_mpi.engine.files import Files
 from reshard_mpi.engine.stream import Stream
-from reshard_mpi.planning.model import Check, Copy, Limits
+from reshard_mpi.planning.model import Check, Copy, Limits, TensorPlan
 from reshard_mpi.sharding.box import Box
 
 # So many runs are read one by one, straight to their places; more are gathered by numpy from a mapped window.
@@ -67,6 +67,24 @@ def first_difference(
             read_region(files, copy, block, got_block, limits)
             if expected != got:  # compared as bytes, which is far faster than through views
                 return copy, _element(block, _first_differing_byte(expected, got) // itemsize)
+    return None
+
+
+def first_difference_of_tensors(
+    files: Files, first: TensorPlan, second: TensorPlan, limits: Limits
+) -> tuple[int, ...] | None:
+    """Return the first element, in row-major order, in which two plans of the same box and type differ."""
+    box, itemsize = first.spec.box, first.spec.dtype.itemsize_bytes
+    most_elements = max(1, min(box.size, limits.buffer_bytes // 2 // itemsize))
+    expected, got = bytearray(most_elements * itemsize), bytearray(most_elements * itemsize)
+    for block in box.blocks(most_elements):
+        for tensor, content in ((first, expected), (second, got)):
+            for copy in tensor.copies:
+                part = copy.meeting(block)
+                if part is not None:
+                    fill(files, part, block, memoryview(content)[: block.size * itemsize], limits)
+        if expected != got:
+            return _element(block, _first_differing_byte(expected, got) // itemsize)
     return None
 
 

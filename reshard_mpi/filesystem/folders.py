@@ -1,8 +1,8 @@
-"""Folders that are held open: what is done in one is done in that very folder, whatever takes its name meanwhile.
+"""Folders that are held open: all work in one goes to that very folder, whatever takes its name meanwhile.
 
-Others may be allowed to write to a target folder. Whatever they put there in the place of what is ours, nothing outside
-the folder is opened for writing, cut short, replaced or removed through it: no symbolic link is followed below the
-folder that the user has named, and folders and locks of other users are refused.
+Other users may be allowed to write to a target folder. Whatever they put in the place of our files, nothing outside
+the folder is opened for writing, truncated, replaced or removed: no symbolic link is followed below the folder that
+the user has named, and folders and locks of other users are refused.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import errno
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -18,29 +19,29 @@ from reshard_mpi.errors import TargetError
 from reshard_mpi.filesystem.paths import kind_of
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-# What opening says of a link, and of what is no folder or no file.
+# Errors of opening a link, or something other than the folder or file that was expected.
 _IN_THE_WAY = (errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO)
 _TOKEN_BYTES = 6
 
 
 class FileIdentity(NamedTuple):
-    """What tells a file from all others of a host, whatever it is called."""
+    """Identifies a file on this host, whatever it is called."""
 
     device: int
     inode: int
 
     @classmethod
-    def of(cls, descriptor: int) -> Self:
-        status = os.fstat(descriptor)
+    def of(cls, fd: int) -> Self:
+        status = os.fstat(fd)
         return cls(status.st_dev, status.st_ino)
 
 
 class Folder:
-    """A folder that is open. path: what it was called."""
+    """An open folder. path: what it was called when it was opened."""
 
-    def __init__(self, path: Path, descriptor: int) -> None:
+    def __init__(self, path: Path, fd: int) -> None:
         self.path = path
-        self._descriptor = descriptor
+        self._fd = fd
 
     @classmethod
     def open(cls, path: Path) -> Self:
@@ -51,7 +52,7 @@ class Folder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        close(self._descriptor)
+        close(self._fd)
 
     def inner(self, name: str) -> Folder:
         """Open a folder in this one.
@@ -59,20 +60,20 @@ class Folder:
         Raises FileNotFoundError if there is none, TargetError if it is a link, no folder, or of another user.
         """
         try:
-            found = Folder(self.path / name, os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=self._descriptor))
+            inner = Folder(self.path / name, os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=self._fd))
         except OSError as error:
             raise self._refused(name, "a folder", error) from error
         try:
-            found.require_own(os.fstat(found._descriptor), found.path)
+            inner.require_own(os.fstat(inner._fd), inner.path)
         except BaseException:
-            close(found._descriptor)
+            close(inner._fd)
             raise
-        return found
+        return inner
 
     def made_inner(self, name: str) -> Folder:
-        """Open a folder in this one, made for good if it is not there. Raises as `inner` does."""
+        """Open a folder in this one, which is made, and synced, if it is not there. Raises as `inner` does."""
         try:
-            os.mkdir(name, dir_fd=self._descriptor)
+            os.mkdir(name, dir_fd=self._fd)
         except FileExistsError:
             return self.inner(name)
         self.sync()
@@ -80,49 +81,50 @@ class Folder:
 
     def create(self, name: str, mode: int) -> int:
         """Make a new file, for reading and writing. Raises TargetError if anything of that name is there."""
-        return create_file(name, mode, self._descriptor, self.path / name)
+        return create_file(name, mode, self._fd, self.path / name)
 
     def open_file(self, name: str, flags: int, purpose: str, mode: int = 0o666) -> int:
-        """Open a regular file of this user, without waiting.
+        """Open a regular file of this user without blocking, and return its descriptor.
 
-        purpose: what it is. Raises FileNotFoundError, or TargetError if it is a link, no file, or of another user.
+        purpose: how errors call it. Raises FileNotFoundError, or TargetError if it is a link, no regular file, or of
+        another user.
         """
         flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
-            descriptor = os.open(name, flags, mode, dir_fd=self._descriptor)
+            fd = os.open(name, flags, mode, dir_fd=self._fd)
         except OSError as error:
             raise self._refused(name, purpose, error) from error
         try:
-            status = os.fstat(descriptor)
+            status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
                 raise _in_the_way(self.path / name, kind_of(status.st_mode), purpose)
             self.require_own(status, self.path / name)
         except BaseException:
-            close(descriptor)
+            close(fd)
             raise
-        return descriptor
+        return fd
 
-    def replace(self, name: str, final_name: str, descriptor: int) -> None:
-        """Give the file behind `descriptor`, called `name`, its final name.
+    def replace(self, name: str, final_name: str, fd: int) -> None:
+        """Rename the file `name`, open as `fd`, to its final name.
 
-        Raises TargetError if something else has taken its name.
+        Raises TargetError if `name` is another file by now.
         """
-        if not self.is_called(name, descriptor):
+        if not self.is_called(name, fd):
             raise replaced(self.path / name)
-        os.rename(name, final_name, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
+        os.rename(name, final_name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
 
-    def is_called(self, name: str, descriptor: int) -> bool:
-        """Tell whether the file behind `descriptor` is what lies in the folder under `name`."""
+    def is_called(self, name: str, fd: int) -> bool:
+        """Tell whether `name` is the file that is open as `fd`."""
         try:
-            status = os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
+            status = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
         except FileNotFoundError:
             return False
-        return FileIdentity(status.st_dev, status.st_ino) == FileIdentity.of(descriptor)
+        return FileIdentity(status.st_dev, status.st_ino) == FileIdentity.of(fd)
 
     def remove(self, name: str) -> bool:
         """Remove a file; tell whether it was there."""
         try:
-            os.unlink(name, dir_fd=self._descriptor)
+            os.unlink(name, dir_fd=self._fd)
         except FileNotFoundError:
             return False
         return True
@@ -130,24 +132,24 @@ class Folder:
     def blocks(self, name: str) -> int:
         """Return how many blocks of 512 bytes a file takes; 0 if it is gone."""
         try:
-            return os.stat(name, dir_fd=self._descriptor, follow_symlinks=False).st_blocks
+            return os.stat(name, dir_fd=self._fd, follow_symlinks=False).st_blocks
         except FileNotFoundError:
             return 0
 
     def names(self) -> list[str]:
-        return os.listdir(self._descriptor)  # noqa: PTH208
+        return os.listdir(self._fd)  # noqa: PTH208
 
     def sync(self) -> None:
-        """Have the names in the folder on the disk."""
-        os.fsync(self._descriptor)
+        """Wait until the names in the folder are on the disk."""
+        os.fsync(self._fd)
 
     def require_own_file(self, name: str) -> None:
-        """Raise TargetError if what is called `name` is of another user."""
-        self.require_own(os.stat(name, dir_fd=self._descriptor, follow_symlinks=False), self.path / name)
+        """Raise TargetError if `name` is of another user."""
+        self.require_own(os.stat(name, dir_fd=self._fd, follow_symlinks=False), self.path / name)
 
     def require_own(self, status: os.stat_result, path: Path) -> None:
-        """Raise TargetError if what lies at `path`, the folder or something in it, is of another user."""
-        if status.st_uid == os.geteuid() or status.st_uid == self._uid_of_what_is_made():
+        """Raise TargetError if `path`, this folder or something in it with this `status`, is of another user."""
+        if status.st_uid == os.geteuid() or status.st_uid == self._uid_of_new_files():
             return
         raise TargetError(
             f"{kind_of(status.st_mode)} of another user is in the way",
@@ -157,33 +159,33 @@ class Folder:
             remedy="choose another target, or have its owner remove it",
         )
 
-    def _uid_of_what_is_made(self) -> int | None:
-        """Return whose a file is that this user makes here: file servers may know the user by another number."""
+    def _uid_of_new_files(self) -> int | None:
+        """Return the owner of a file that this user makes here: file servers may know the user by another number."""
         name = f".{os.urandom(_TOKEN_BYTES).hex()}.owner"
         try:
-            descriptor = create_file(name, 0o600, self._descriptor)
+            fd = create_file(name, 0o600, self._fd)
         except (OSError, TargetError):
             return None
         try:
             self.remove(name)
-            return os.fstat(descriptor).st_uid
+            return os.fstat(fd).st_uid
         except OSError:
             return None
         finally:
-            close(descriptor)
+            close(fd)
 
     def _refused(self, name: str, purpose: str, error: OSError) -> Exception:
         if error.errno not in _IN_THE_WAY:
             return OSError(error.errno, error.strerror, str(self.path / name))
-        mode = os.stat(name, dir_fd=self._descriptor, follow_symlinks=False).st_mode
+        mode = os.stat(name, dir_fd=self._fd, follow_symlinks=False).st_mode
         return _in_the_way(self.path / name, kind_of(mode), purpose)
 
 
 def create_file(path: str, mode: int, folder: int | None = None, called: Path | None = None) -> int:
     """Make the new file `path` and return its descriptor, for reading and writing.
 
-    folder: the descriptor of the folder that `path` is relative to. called: its name in messages. Raises TargetError if
-    anything of that name is there, were it a link that leads nowhere.
+    folder: the descriptor of the folder that `path` is relative to. called: the name in errors. Raises TargetError
+    if anything has that name, even a link that leads nowhere.
     """
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode, dir_fd=folder)
@@ -193,14 +195,23 @@ def create_file(path: str, mode: int, folder: int | None = None, called: Path | 
         raise OSError(error.errno, error.strerror, str(called or path)) from error
 
 
-def close(descriptor: int) -> None:
-    """Close what nothing has been written to, or what has been synced since: what that says is of no account."""
+def close(fd: int) -> None:
+    """Close a file and ignore errors: nothing was written to it, or what was written has been synced."""
     with contextlib.suppress(OSError):
-        os.close(descriptor)
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def closing(fd: int) -> Iterator[int]:
+    """Yield `fd`, and close it as `close` does when the block ends."""
+    try:
+        yield fd
+    finally:
+        close(fd)
 
 
 def make_folders(folder: Path) -> None:
-    """Make a folder and those it lies in, so that they last as what is written there does."""
+    """Make a folder and those it lies in, and sync their names."""
     if not folder.is_dir():
         make_folders(folder.parent)
         folder.mkdir(exist_ok=True)
@@ -209,7 +220,7 @@ def make_folders(folder: Path) -> None:
 
 
 def replaced(path: Path) -> TargetError:
-    """Return the error for a file that has been taken away while it was written."""
+    """Return the error for a file that others have removed or replaced while it was written."""
     return TargetError(
         "the file that was being written is not there any more",
         expected="nobody to change what is being written",

@@ -1,4 +1,4 @@
-"""Locks that processes of several hosts share (flock), kept in files; who waits for one says for whom."""
+"""Locks (flock) on files that processes of several hosts share; a process that waits for one says who holds it."""
 
 from __future__ import annotations
 
@@ -19,56 +19,56 @@ Say = Callable[[str], None]
 
 
 def open_lock(folder: Folder, name: str) -> int:
-    """Open a lock, made if it is not there; what it holds is nobody's business.
+    """Open the file of a lock, which is made if it is not there, and return its descriptor.
 
-    Raises TargetError if a link, something else, or another user's file is in its place.
+    Raises TargetError if a link, something other than a file, or a file of another user is in its place.
     """
     return folder.open_file(name, os.O_RDWR | os.O_CREAT, "a lock")
 
 
-def try_lock(descriptor: int, kind: int) -> bool:
-    """Take a lock (LOCK_SH or LOCK_EX) if nobody is in the way."""
+def try_lock(fd: int, kind: int) -> bool:
+    """Take a lock (LOCK_SH or LOCK_EX) if no other process is in the way; tell whether it was taken."""
     try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
 
 
 def wait_for_lock(
-    descriptor: int,
+    fd: int,
     kind: int,
     path: Path,
     say: Say,
     patience_seconds: float,
     settled: Callable[[], bool] = lambda: False,
 ) -> bool:
-    """Take a lock; tell whether it was taken, and not `settled` first what it was wanted for.
+    """Wait for a lock; tell whether it was taken. It was not if `settled` said meanwhile that it is needed no more.
 
-    say: is told after a second who is in the way. Raises TargetError, which names them, when patience is at an end.
+    say: is told after a second who is in the way. Raises TargetError, which names them, after `patience_seconds`.
     """
     begin = time.monotonic()
-    told = False
-    while not try_lock(descriptor, kind):
+    is_told = False
+    while not try_lock(fd, kind):
         if settled():
             return False
-        waited = time.monotonic() - begin
-        if waited >= patience_seconds:
+        waited_seconds = time.monotonic() - begin
+        if waited_seconds >= patience_seconds:
             raise TargetError(
                 "a lock of the target is held by another process",
                 expected="nobody who holds it for longer than a moment",
-                got=f"a lock held by {holders(descriptor)}",
+                got=f"a lock held by {holders(fd)}",
                 where=str(path),
                 remedy="wait for that process or end it; if it is none of reshard-mpi's, remove the file",
             )
-        if not told and waited >= _NOTICE_SECONDS:
-            told = True
-            say(f"waiting for the lock {path}, held by {holders(descriptor)}")
+        if not is_told and waited_seconds >= _NOTICE_SECONDS:
+            is_told = True
+            say(f"waiting for the lock {path}, held by {holders(fd)}")
         time.sleep(_NAP_SECONDS)
     return True
 
 
-def holders(descriptor: int) -> str:
+def holders(fd: int) -> str:
     """Say who holds the lock on a file, as far as can be seen from this host."""
-    seen = (f"process {pid} ({state_of(pid)})" for pid in holders_of_lock(descriptor))
-    return ", ".join(seen) or "a process that cannot be seen from here, as on another host"
+    processes = (f"process {pid} ({state_of(pid)})" for pid in holders_of_lock(fd))
+    return ", ".join(processes) or "a process that cannot be seen from here, as on another host"

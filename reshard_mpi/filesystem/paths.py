@@ -24,7 +24,7 @@ _KINDS = (
 
 
 def real_path(path: Path | str) -> Path:
-    """Return where symbolic links lead to; of those that lead to themselves, the path as it is."""
+    """Return the path without symbolic links; links that lead to themselves are kept."""
     return Path(os.path.realpath(path))
 
 
@@ -40,7 +40,7 @@ def described(path: Path) -> str:
 
 
 def kind_of(mode: int) -> str:
-    """Say what has the mode `mode`."""
+    """Say what a file of the mode `mode` is, as `a folder`."""
     return next(name for is_kind, name in _KINDS if is_kind(mode))
 
 
@@ -55,7 +55,7 @@ def is_replaceable(path: Path) -> bool:
 
 
 def require_replaceable(path: Path, purpose: str) -> None:
-    """Raise TargetError if no file may take the name `path`. purpose: what was to be put there."""
+    """Raise TargetError if no file may take the name `path`. purpose: what is to be put there."""
     if not is_replaceable(path):
         raise TargetError(
             f"{described(path)} is in the place of {purpose}",
@@ -67,11 +67,11 @@ def require_replaceable(path: Path, purpose: str) -> None:
 
 
 def require_reachable(source: str) -> None:
-    """Raise SourceError if it cannot even be seen whether anything lies at the path `source`."""
+    """Raise SourceError if the file system refuses to say whether anything lies at the path `source`."""
     try:
         Path(source).stat()
     except (FileNotFoundError, NotADirectoryError):
-        return  # whoever looks for a checkpoint there says what is wrong
+        return  # the search for a checkpoint there says what is wrong
     except OSError:
         raise SourceError(
             "the source cannot be looked at",

@@ -17,6 +17,7 @@ _MODULES: dict[str, tuple[str, tuple[str, ...], str | None]] = {
     "ckpt": ("reshard_mpi.formats.ckpt", (".ckpt",), None),
     "hdf5": ("reshard_mpi.formats.hdf5", (".h5", ".hdf5"), None),
     "dcp": ("reshard_mpi.formats.dcp", (".distcp",), ".metadata"),
+    "safetensors": ("reshard_mpi.formats.safetensors", (".safetensors",), None),
     "torch": ("reshard_mpi.formats.torch", (".pt", ".pth", ".bin"), None),
 }
 NAMES = tuple(_MODULES)
@@ -48,6 +49,11 @@ def folder_by_name(name: str) -> FolderFormat | None:
     return cast("FolderFormat", module) if module.TRAITS.is_folder else None
 
 
-def name_of_folder(path: str) -> str | None:
-    """Return the name of the format that a file in the folder `path` marks, or None."""
-    return next((name for name, (*_, index) in _MODULES.items() if index and Path(path, index).is_file()), None)
+def names_of_folder(path: str) -> tuple[str, ...]:
+    """Return the names of the formats whose index lies in the folder `path`."""
+    return tuple(name for name, (*_, index) in _MODULES.items() if index and Path(path, index).is_file())
+
+
+def title(name: str) -> str:
+    """Return what people call checkpoints of the format called `name`."""
+    return by_name(name).TRAITS.title or name

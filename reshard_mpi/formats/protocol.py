@@ -46,7 +46,8 @@ class Format(Protocol):
     def size_at_most_bytes(self, spec: ShardSpec, *, crc: bool = False) -> int:
         """Return what the shard of `spec` can take at most, structure and gaps included: never less than it will.
 
-        crc: sealed with a checksum of the whole file. Loads no library.
+        crc: sealed with a checksum of the whole file. Loads no library. Raises TargetError for a tensor of a type that
+        the format has not, or that `crc` cannot take: before anything is written, every target is asked for.
         """
 
     def reserve(self, fd: int, path: str, spec: ShardSpec) -> Manifest:

@@ -28,10 +28,10 @@ class Costs(NamedTuple):
 class Traits(NamedTuple):
     """What a format can do.
 
-    describes_itself: a shard says whose it is and how its checkpoint is cut. has_crc: a shard can be sealed with a
-    checksum of all of it. keeps_sums: a shard has a place for sums of its tensors. shares_blocks: large tensors lie so
-    that file systems can share their blocks. is_folder: a checkpoint is a folder whose files an index lists, see
-    `protocol.FolderFormat`.
+    title: what people call its checkpoints, if not by its name. describes_itself: a shard says whose it is and how its
+    checkpoint is cut. has_crc: a shard can be sealed with a checksum of all of it. keeps_sums: a shard has a place for
+    sums of its tensors. shares_blocks: large tensors lie so that file systems can share their blocks. is_folder: a
+    checkpoint is a folder whose files an index lists, see `protocol.FolderFormat`.
     """
 
     costs: Costs
@@ -40,3 +40,4 @@ class Traits(NamedTuple):
     keeps_sums: bool = False
     shares_blocks: bool = False
     is_folder: bool = False
+    title: str = ""

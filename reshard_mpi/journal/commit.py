@@ -1,8 +1,9 @@
 """The commit record of a target folder: that all targets of a run are complete and were made from one checkpoint.
 
-Processes that know nothing of each other make the targets of one run. Whoever sees the last of them complete compares
-what their records say and writes `reshard.json`; `reshard-mpi commit` does so too, or says what is missing. Who writes
-a target removes the record first, and the two keep each other out by `commit.lock`, which all who write share.
+Processes that know nothing of each other make the targets of one run. Whichever sees that all are complete compares
+their records and writes `reshard.json`; `reshard-mpi commit` does so too, or says what is missing. Before a target is
+written, the commit record is removed. `commit.lock` keeps the two apart: processes that write targets share it, one
+that commits has it alone.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ import fcntl
 import json
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 from reshard_mpi import formats
 from reshard_mpi.errors import CoverageError, DamageError, DisagreementError, ReshardError, TargetError, TransformError
-from reshard_mpi.filesystem.folders import Folder, close
+from reshard_mpi.filesystem.folders import Folder, closing
 from reshard_mpi.filesystem.locks import holders, open_lock, try_lock
 from reshard_mpi.filesystem.paths import require_replaceable
 from reshard_mpi.journal.commit_record import COMMIT_ROOM, CommitRecord
@@ -43,7 +44,7 @@ from reshard_mpi.planning.agreement import (
 )
 from reshard_mpi.text import natural_key
 
-# To commit takes moments: somebody who is longer in the way is stopped, or one of many who write all the time.
+# Committing takes moments: a process that is in the way for longer is stopped, or one of many that write all the time.
 _WAIT_SECONDS = 10.0
 _NAP_SECONDS = 0.05
 _NOT_WRITTEN = "has not been written"
@@ -51,7 +52,7 @@ _ANEW = "make the targets anew from them with --overwrite"
 
 
 class Committed(NamedTuple):
-    """What a commit record has been written for. notes: what the user should be told of it."""
+    """A commit record that has been written. targets: how many. size_bytes: of them all. notes: to tell the user."""
 
     path: Path
     targets: int
@@ -60,7 +61,7 @@ class Committed(NamedTuple):
 
 
 class Standing(NamedTuple):
-    """How far a run has come: its targets that are complete, and by rank why others are not that have a record."""
+    """How far a run has come. complete: target ranks. problems: by rank, why targets that have a record are not."""
 
     identity: RunIdentity
     complete: tuple[int, ...]
@@ -74,18 +75,18 @@ class Standing(NamedTuple):
 
     @property
     def incomplete(self) -> Iterator[tuple[int, str]]:
-        """Every target that is not complete, and why: there may be millions."""
+        """The rank of every target that is not complete, and why. There may be millions."""
         complete = set(self.complete)
-        every = (rank for rank in range(self.target_ranks) if rank not in complete)
-        return ((rank, self.problems.get(rank, _NOT_WRITTEN)) for rank in every)
+        ranks = (rank for rank in range(self.target_ranks) if rank not in complete)
+        return ((rank, self.problems.get(rank, _NOT_WRITTEN)) for rank in ranks)
 
 
 def standing(folder: Path) -> Standing:
     """Return how far the run recorded under `folder` has come. Raises TargetError if there is none."""
     identity = _recorded_run(folder)
-    found = _recorded_targets(folder, identity)
-    complete = tuple(rank for rank, record in found.items() if isinstance(record, TargetRecord))
-    return Standing(identity, complete, {rank: why for rank, why in found.items() if isinstance(why, str)})
+    targets = _recorded_targets(folder, identity)
+    complete = tuple(rank for rank, record in targets.items() if isinstance(record, TargetRecord))
+    return Standing(identity, complete, {rank: why for rank, why in targets.items() if isinstance(why, str)})
 
 
 def commit(folder: Path) -> Committed:
@@ -97,14 +98,14 @@ def commit(folder: Path) -> Committed:
     _recorded_run(folder)
     require_replaceable(folder / COMMIT_RECORD, "the commit record")
     deadline = time.monotonic() + _WAIT_SECONDS
-    with _Held(folder) as held:
-        while not held.try_lock():
+    with _opened(folder) as opened:
+        while not try_lock(opened.lock, fcntl.LOCK_EX):
             _require_complete(folder, _recorded_run(folder), "; a process is writing some of them now")
             if time.monotonic() >= deadline:
                 raise TargetError(
                     "the targets are being written or committed by another process",
                     expected="nobody at work on them",
-                    got=f"a lock on {folder / STATE / COMMIT_LOCK}, held by {holders(held.lock)}",
+                    got=f"a lock on {folder / STATE / COMMIT_LOCK}, held by {holders(opened.lock)}",
                     where=str(folder),
                     remedy="wait for it",
                 )
@@ -113,83 +114,82 @@ def commit(folder: Path) -> Committed:
         try:
             records = _require_complete(folder, identity, "")
         except TransformError:
-            withdraw(held.folder, identity.format)
+            withdraw(opened.folder, identity.format)
             raise
-        return _commit(held, identity, records, told=())
+        return _commit(opened, identity, records, told=())
 
 
 def commit_if_complete(
     folder: Path, identity: RunIdentity, *, all_made: bool, any_written: bool, told: Collection[str]
 ) -> tuple[str, ...]:
-    """Write the commit record if all targets of the run are complete; return notes on them besides those `told`.
+    """Write the commit record if all targets of the run are complete; return notes for the user besides those `told`.
 
-    all_made: all are known to be. any_written: some have just been written; otherwise a commit record that is there
-    will do. Where somebody writes a target, nothing is done: they come here when they have done so.
+    all_made: the caller knows that all are. any_written: some have just been written; if none has, an existing commit
+    record is kept. While another process writes a target nothing is done, since that process calls this afterwards.
     Raises DisagreementError or CoverageError as `commit` does.
     """
     target_ranks = identity.facts["target_ranks"]
-    record = None if any_written else CommitRecord.read(folder)
-    if record is not None and record.digest == identity.digest:
+    committed = None if any_written else CommitRecord.read(folder)
+    if committed is not None and committed.digest == identity.digest:
         return ()
     if not all_made and not _are_all_recorded(folder / STATE, target_ranks):
         return ()
-    with _Held(folder) as held:
-        if not held.try_lock():
+    with _opened(folder) as opened:
+        if not try_lock(opened.lock, fcntl.LOCK_EX):
             return ()
         records = []
         for target_rank in range(target_ranks):
-            found = _look(folder, identity, target_rank)
-            if isinstance(found, str):
+            record = _complete_record(folder, identity, target_rank)
+            if isinstance(record, str):
                 return ()
-            records.append(found)
-        return _commit(held, identity, records, told).notes
+            records.append(record)
+        return _commit(opened, identity, records, told).notes
 
 
-class _Held:
-    """The target folder and that of its state, held open, and the lock that who commits has alone."""
+class _Opened(NamedTuple):
+    """The open target folder, the open folder of its state, and the descriptor of the lock for committing."""
 
-    def __init__(self, path: Path) -> None:
-        with contextlib.ExitStack() as opened:
-            self.folder = opened.enter_context(Folder.open(path))
-            self.state = opened.enter_context(self.folder.inner(STATE))
-            self.lock = open_lock(self.state, COMMIT_LOCK)
-            opened.callback(close, self.lock)
-            self._opened = opened.pop_all()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._opened.close()
-
-    def try_lock(self) -> bool:
-        return try_lock(self.lock, fcntl.LOCK_EX)
+    folder: Folder
+    state: Folder
+    lock: int
 
 
-def _commit(held: _Held, identity: RunIdentity, records: Sequence[TargetRecord], told: Collection[str]) -> Committed:
-    """Compare what targets were made from, and commit them. The lock is held."""
-    folder = held.folder.path
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[_Opened]:
+    with (
+        Folder.open(path) as folder,
+        folder.inner(STATE) as state,
+        closing(open_lock(state, COMMIT_LOCK)) as lock,
+    ):
+        yield _Opened(folder, state, lock)
+
+
+def _commit(
+    opened: _Opened, identity: RunIdentity, records: Sequence[TargetRecord], told: Collection[str]
+) -> Committed:
+    """Compare what the targets were made from, and write the commit record. The lock must be held."""
+    folder = opened.folder.path
     try:
         notes = (*_compare(folder, identity, records, told), *_strangers(folder, len(records)))
         sums = _sums(identity, records)
     except ReshardError:
-        withdraw(held.folder, identity.format)
+        withdraw(opened.folder, identity.format)
         raise
-    remove_stale(held.folder, COMMIT_RECORD)
-    remove_stale_records(held.state)
+    remove_stale(opened.folder, COMMIT_RECORD)
+    remove_stale_records(opened.state)
     for record in records:
         if record.announced is not None:  # its writer died before it could say that the file is in place
             confirmed = record._replace(announced=None).as_text()
-            publish_text(held.state, record_path(held.state.path, record.rank).name, confirmed)
-    begun = RunIdentity.recorded(folder / STATE)  # whose strategies may have been read from elsewhere since
+            publish_text(opened.state, record_path(opened.state.path, record.rank).name, confirmed)
+    begun = RunIdentity.recorded(folder / STATE)  # which may name other files of the same strategies
     begun = begun if begun and begun.digest == identity.digest else identity
-    _publish_index(held.folder, identity.format, records)
-    publish_text(held.folder, COMMIT_RECORD, _as_text(begun, records, sums))
+    _publish_index(opened.folder, identity.format, records)
+    publish_text(opened.folder, COMMIT_RECORD, _as_text(begun, records, sums))
     return Committed(folder / COMMIT_RECORD, len(records), sum(record.size_bytes for record in records), notes)
 
 
 def _publish_index(folder: Folder, format_name: str, records: Sequence[TargetRecord]) -> None:
-    """Write what makes a folder of complete files a checkpoint, if its format has that."""
+    """Write the index that makes the folder a checkpoint, if its format has one."""
     folder_format, index = formats.folder_by_name(format_name), formats.index_of(format_name)
     if folder_format is not None and index is not None:
         remove_stale(folder, index)
@@ -198,9 +198,9 @@ def _publish_index(folder: Folder, format_name: str, records: Sequence[TargetRec
 
 
 def _sums(identity: RunIdentity, records: Sequence[TargetRecord]) -> dict[str, int]:
-    """Return the CRC-32 of every whole tensor; none if a target has not been verified.
+    """Return the CRC-32 of every whole tensor by name; none if a target has not been verified.
 
-    Raises DamageError if targets that hold the same have different sums, or if the source was committed with others.
+    Raises DamageError if copies have different sums, or if the source was committed with other sums.
     """
     if not all(record.sums for record in records):
         return {}
@@ -208,9 +208,9 @@ def _sums(identity: RunIdentity, records: Sequence[TargetRecord]) -> dict[str, i
 
     sums = dict(sums_of_wholes({record.rank: record.sums for record in records}))
     source = CommitRecord.read(Path(identity.facts["source"]))
-    read = {file.path for record in records for file in record.evidence.sources.files}
-    if source is None or not read <= set(source.files.values()):
-        return sums  # it is not of these shards: others have been saved beside those that were committed
+    source_files = {file.path for record in records for file in record.evidence.sources.files}
+    if source is None or not source_files <= set(source.files.values()):
+        return sums  # its commit record is not about these files: others have been saved beside the committed ones
     for name, value in sums.items():
         if source.sums.get(name, f"{value:08x}") != f"{value:08x}":
             raise DamageError(
@@ -226,7 +226,11 @@ def _sums(identity: RunIdentity, records: Sequence[TargetRecord]) -> dict[str, i
 def _compare(
     folder: Path, identity: RunIdentity, records: Sequence[TargetRecord], told: Collection[str]
 ) -> tuple[str, ...]:
-    """Raise what the shards that different targets opened contradict each other in; return notes on what may differ."""
+    """Compare what targets were made from; return notes on what may differ.
+
+    Raises DisagreementError or CoverageError if they were made from different states of the source, or from shards
+    that do not belong together.
+    """
     try:
         require_one_moment(moment for record in records for moment in record.evidence.moments)
     except DisagreementError as error:
@@ -236,8 +240,8 @@ def _compare(
     written_ns = {record.rank: (folder / record.file).stat().st_mtime_ns for record in records}
     require_one_state({record.rank: (record.evidence.sources, written_ns[record.rank]) for record in records}, _ANEW)
     for stage in differing_stages(record.evidence.held for record in records):
-        mine = [record for record in records if record.evidence.held.stage == stage]
-        differing = list({record.evidence.held.digest: record for record in reversed(mine)}.values())
+        of_stage = [record for record in records if record.evidence.held.stage == stage]
+        differing = list({record.evidence.held.digest: record for record in reversed(of_stage)}.values())
         locate = formats.by_name(identity.format).locate
         names = {record.rank: locate(str(folder / record.file)).tensors for record in differing}
         require_same_names(names, identity.facts["source"])
@@ -252,24 +256,27 @@ def _compare(
 
 
 def _strangers(folder: Path, target_ranks: int) -> Iterator[str]:
-    """Yield a note on targets of a run that had more of them; this one has replaced the others (--overwrite)."""
+    """Yield a note if targets are left of an earlier run that had more of them (--overwrite replaces only some)."""
     ranks = [rank for rank in recorded_ranks(folder / STATE) if rank >= target_ranks]
     if ranks:
         yield f"{folder} also holds target ranks {_ranges(_runs(ranks))} of an earlier run, which are not committed"
 
 
 def _require_complete(folder: Path, identity: RunIdentity, besides: str) -> list[TargetRecord]:
-    """Return the records of all targets. Raises TransformError, which names those that are not complete."""
+    """Return the records of all targets. Raises TransformError, which names those that are not complete.
+
+    besides: what the error is to say besides.
+    """
     target_ranks: int = identity.facts["target_ranks"]
-    found = _recorded_targets(folder, identity)
-    records = [record for record in found.values() if isinstance(record, TargetRecord)]
+    targets = _recorded_targets(folder, identity)
+    records = [record for record in targets.values() if isinstance(record, TargetRecord)]
     if len(records) < target_ranks:
         missing = _ranges(_gaps([record.rank for record in records], target_ranks))
-        first = next(rank for rank in range(target_ranks) if not isinstance(found.get(rank), TargetRecord))
+        first = next(rank for rank in range(target_ranks) if not isinstance(targets.get(rank), TargetRecord))
         raise TransformError(
             f"{target_ranks - len(records)} of {target_ranks} targets are not complete: {missing}",
             expected="all of them written by this run, as their records say",
-            got=f"target rank {first} {found.get(first, _NOT_WRITTEN)}{besides}",
+            got=f"target rank {first} {targets.get(first, _NOT_WRITTEN)}{besides}",
             where=str(folder),
             remedy="run the same transform again with --resume, or the array tasks that make these targets"
             f" (sbatch --array={missing}, where a task is a target), then commit again",
@@ -278,21 +285,21 @@ def _require_complete(folder: Path, identity: RunIdentity, besides: str) -> list
 
 
 def _recorded_targets(folder: Path, identity: RunIdentity) -> dict[int, TargetRecord | str]:
-    """Return the records of the targets that have one, or why these are not complete, in the order of their ranks."""
+    """Return by rank the records of targets that have one, or why these targets are not complete; ranks ascend."""
     ranks = (rank for rank in recorded_ranks(folder / STATE) if rank < identity.facts["target_ranks"])
-    return {rank: _look(folder, identity, rank) for rank in ranks}
+    return {rank: _complete_record(folder, identity, rank) for rank in ranks}
 
 
 def _recorded_run(folder: Path) -> RunIdentity:
     identity = RunIdentity.recorded(folder / STATE)
     if identity is None or not identity.facts.keys() >= {"source", "to", "target_ranks"}:
-        there = run_path(folder / STATE).exists()
+        is_damaged = run_path(folder / STATE).exists()
         raise TargetError(
             "the folder holds no run to commit",
             expected="a folder that reshard-mpi transform has written to",
-            got="a record of a run that is damaged, or of another version" if there else "no record of a run",
+            got="a record of a run that is damaged, or of another version" if is_damaged else "no record of a run",
             where=str(folder),
-            remedy="transform again with --overwrite" if there else "give the DST of the transform",
+            remedy="transform again with --overwrite" if is_damaged else "give the DST of the transform",
         )
     return identity
 
@@ -305,8 +312,8 @@ def _are_all_recorded(state: Path, target_ranks: int) -> bool:
     return all(record_path(state, rank).name in names for rank in range(target_ranks))
 
 
-def _look(folder: Path, identity: RunIdentity, target_rank: int) -> TargetRecord | str:
-    """Return the record of a target, or why it is not complete."""
+def _complete_record(folder: Path, identity: RunIdentity, target_rank: int) -> TargetRecord | str:
+    """Return the record of a complete target; of another, why it is not complete."""
     record = TargetRecord.read(folder / STATE, target_rank)
     if record is None:
         return _NOT_WRITTEN
@@ -333,9 +340,9 @@ def _is_file_of(identity: RunIdentity, record: TargetRecord) -> bool:
 
 
 def _as_text(identity: RunIdentity, records: Sequence[TargetRecord], sums: Mapping[str, int]) -> str:
-    """Return the commit record: nothing in it depends on who made which target, or when.
+    """Return the text of the commit record. Nothing in it depends on which process made a target, or when.
 
-    A line a target, and one for each file of the source that they were made from.
+    It has one line for each target, and one for each source file that they were made from.
     """
     head = {"format": "reshard_mpi commit", "version": 1, "digest": identity.digest, **identity.as_json()}
     if sums:
@@ -354,8 +361,8 @@ def _as_text(identity: RunIdentity, records: Sequence[TargetRecord], sums: Mappi
         for record in records
     )
     lists = (
-        f' "{name}": [\n  ' + ",\n  ".join(lines) + "\n ]"
-        for name, lines in (("sources", sources), ("targets", targets))
+        f' "{name}": [\n  ' + ",\n  ".join(entries) + "\n ]"
+        for name, entries in (("sources", sources), ("targets", targets))
     )
     text = ",\n".join([json.dumps(head, indent=1).removesuffix("\n}"), *lists]) + "\n}\n"
     return written(text, COMMIT_ROOM, "the commit")
@@ -368,16 +375,13 @@ def _ranges(runs: Iterable[tuple[int, int]]) -> str:
 
 def _runs(ranks: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yield the first and the last of every run of ascending ranks."""
-    first = None
-    for at, rank in enumerate(ranks):
-        first = rank if first is None else first
-        if at + 1 == len(ranks) or ranks[at + 1] != rank + 1:
-            yield first, rank
-            first = None
+    for _, run in groupby(enumerate(ranks), lambda numbered: numbered[1] - numbered[0]):
+        consecutive = [rank for _, rank in run]
+        yield consecutive[0], consecutive[-1]
 
 
 def _gaps(ranks: Sequence[int], count: int) -> Iterator[tuple[int, int]]:
-    """Yield the first and the last of every run of ranks below `count` that are not among these, which ascend."""
+    """Yield the first and the last of every run of ranks below `count` that are missing from these ascending ones."""
     for before, after in pairwise((-1, *ranks, count)):
         if before + 1 < after:
             yield before + 1, after - 1

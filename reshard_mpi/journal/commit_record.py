@@ -1,4 +1,4 @@
-"""What `reshard.json` says of the checkpoint in its folder: see `commit` for who writes it."""
+"""The commit record `reshard.json`, which describes the checkpoint in its folder; `commit` writes it."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from reshard_mpi.journal.records import (
 # It has 60 bytes for each tensor of the checkpoint, 110 for each target, and 6 for each source rank that a target was
 # made from: 100 MiB where each of 4,000 was made from all of 4,000.
 COMMIT_ROOM = fields.Room(128 << 20, 512 << 20)
-# What it has besides the settings of the run.
+# Its names besides the settings of the run.
 _COMMITTED = {"targets", "sources", "sums", "digest", "format", "version"}
 
 
 class CommitRecord(NamedTuple):
-    """What `reshard.json` says of the checkpoint in its folder.
+    """The contents of `reshard.json`.
 
-    digest: of the run that made it. files: of the targets, by rank. sums: CRC-32 of whole tensors, in hexadecimal; none
-    if they are not known. sizes_bytes: of the files, by rank; of some it may not say it. sources: the files they were
-    made from, with their sizes. run: what the run was asked to do.
+    digest: of the run that made the targets. files: of the targets, by rank. sums: CRC-32 of whole tensors by name, in
+    hexadecimal; none if unknown. sizes_bytes: of the files, by rank, as far as recorded. sources: the files that the
+    targets were made from, with their sizes. run: what the run was asked to do.
     """
 
     digest: str
@@ -43,15 +43,14 @@ class CommitRecord(NamedTuple):
     @classmethod
     def read(cls, folder: Path) -> CommitRecord | None:
         """Return the commit record of a folder; None where there is none, or it is damaged."""
-        found = read_json(folder / COMMIT_RECORD, COMMIT_ROOM, follow_link=True)
         try:
-            return cls._of(found or {})
+            return cls._of(read_json(folder / COMMIT_RECORD, COMMIT_ROOM, follow_link=True) or {})
         except DAMAGE:
             return None
 
     @classmethod
     def _of(cls, facts: Mapping[str, Any]) -> CommitRecord:
-        """Return what a record says. Raises LookupError, TypeError or ValueError if it is none."""
+        """Return the record with these values. Raises LookupError, TypeError or ValueError if they are not of one."""
         targets = fields.each(facts["targets"], fields.table)
         files = {checked_rank(target["rank"]): checked_file(target["file"], target["rank"]) for target in targets}
         sizes = {target["rank"]: fields.number(target["size_bytes"]) for target in targets if "size_bytes" in target}

@@ -1,6 +1,6 @@
-"""Plain values out of a record that this program keeps, each checked as it is read: anybody may have written there.
+"""Checks of plain values from the records that this program keeps; anybody may have written to them.
 
-Every check returns the value with its type known, or raises ValueError: the record is damaged then.
+Every check returns the value with its type known, or raises ValueError, since the record is damaged then.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any, BinaryIO, NamedTuple, NoReturn, TypeVar
 
 T = TypeVar("T")
 
-# What the marks of JSON cost when it is parsed, as objects of Python.
+# Memory of the Python objects that each mark of JSON stands for.
 _MARK_BYTES = {b"{": 200, b"[": 72, b",": 24}
-# As file systems have them; sizes and places beyond this are none.
+# As in file systems.
 _MAX_PATH_BYTES = 4095
 _MAX_PART_BYTES = 255
 MAX_NUMBER = (1 << 63) - 1
@@ -24,7 +24,7 @@ _HEXADECIMAL = frozenset("0123456789abcdef")
 
 
 class Room(NamedTuple):
-    """What a record may take: bytes of its file, and of the memory that its values need."""
+    """The limits of a record: the size of its file, and the memory of its values."""
 
     file_bytes: int
     parsed_bytes: int
@@ -33,8 +33,8 @@ class Room(NamedTuple):
 def parse(stream: BinaryIO, room: Room) -> dict[str, Any]:
     """Return the JSON object in a file.
 
-    Raises ValueError or RecursionError for anything else: more than there is `room` for, a name twice, no number. What
-    is too large is not read, and what would take too much memory is not parsed.
+    Raises ValueError or RecursionError for anything else, for a name that comes twice, and for what exceeds `room`. A
+    file that is too large is not read, and one that would take too much memory is not parsed.
     """
     data = stream.read(room.file_bytes + 1) if os.fstat(stream.fileno()).st_size <= room.file_bytes else b""
     if not 0 < len(data) <= room.file_bytes or parsed_bytes(data) > room.parsed_bytes:
@@ -44,7 +44,7 @@ def parse(stream: BinaryIO, room: Room) -> dict[str, Any]:
 
 
 def parsed_bytes(data: bytes) -> int:
-    """Return how much memory the values of a JSON text will take, as far as its marks tell."""
+    """Return an estimate of the memory that the values of a JSON text take, by its marks."""
     return sum(size_bytes * data.count(mark) for mark, size_bytes in _MARK_BYTES.items())
 
 
@@ -91,7 +91,7 @@ def path(value: Any) -> str:
 
 
 def path_below(value: Any) -> str:
-    """Return a path that leads nowhere but to what lies in a folder."""
+    """Return a relative path that does not lead out of its folder."""
     below = PurePosixPath(path(value))
     if below.is_absolute() or ".." in below.parts:
         raise ValueError("a path that leads elsewhere")
@@ -99,7 +99,7 @@ def path_below(value: Any) -> str:
 
 
 def each(value: Any, check: Callable[[Any], T]) -> tuple[T, ...]:
-    """Return the values of a list, each as `check` has it."""
+    """Return the values of a list, each as `check` returns it."""
     if type(value) is not list:
         raise ValueError("no list")
     return tuple(map(check, value))
@@ -113,31 +113,31 @@ def table(value: Any) -> dict[str, Any]:
 
 
 def optional(check: Callable[[Any], T]) -> Callable[[Any], T | None]:
-    """Return what checks a value that may be missing."""
+    """Return a check like `check` that also accepts None."""
     return lambda value: None if value is None else check(value)
 
 
 def settings(values: Mapping[str, Any], checks: Mapping[str, Callable[[Any], Any]]) -> dict[str, Any]:
-    """Return `values`, those checked that are named in `checks`, others found to be no more than one value each."""
-    found: dict[str, Any] = {}
+    """Return `values`, each checked as `checks` says by its name; others must be single values."""
+    checked: dict[str, Any] = {}
     for name, value in values.items():
         check: Callable[[Any], Any] = checks.get(name, single)
-        found[text(name)] = check(value)
-    return found
+        checked[text(name)] = check(value)
+    return checked
 
 
 def single(value: Any) -> str | int | bool | None:
-    """Return a value of a setting that this version does not know."""
+    """Return the value of a setting that this version does not know: None, true, false, a number or a text."""
     if value is None or type(value) is bool:
         return value
     return number(value, -MAX_NUMBER) if type(value) is int else text(value)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
+    content = dict(pairs)
+    if len(content) != len(pairs):
         raise ValueError("a name that is there twice")
-    return made
+    return content
 
 
 def _refuse(constant: str) -> NoReturn:

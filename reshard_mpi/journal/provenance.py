@@ -1,7 +1,7 @@
-"""The files a target is made from, as they were when they were looked at: a change between two looks is noticed.
+"""The files that a target is made from, as they were at one moment, so that a later change is noticed.
 
-Size and time of modification tell a file from another that has taken its place. Structure does not: a checkpoint of
-another step has the same.
+Size and time of modification tell a file from another that has taken its place. Structure does not: the checkpoint of
+another step has the same one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from reshard_mpi.errors import DisagreementError
 from reshard_mpi.journal import fields
 
 _MANY = 3
-# Kernels keep whole seconds in 64 bits. Which of these a file system keeps is its own affair, and it may keep any.
+# Kernels keep whole seconds in 64 bits, and a file system may keep any of these times.
 MAX_NS = (1 << 63) * 10**9
 
 
@@ -31,7 +31,7 @@ class SourceFile(NamedTuple):
         seconds, rest = divmod(self.modified_ns, 10**9)
         try:
             day = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(seconds))
-        except (OverflowError, ValueError, OSError):  # a year that is no number of 32 bits
+        except (OverflowError, ValueError, OSError):  # a year of more than 32 bits
             return f"{self.size_bytes} bytes of {seconds}.{rest:09d} seconds after 1970"
         return f"{self.size_bytes} bytes of {day}.{rest:09d} UTC"
 
@@ -44,9 +44,9 @@ class Sources(NamedTuple):
 
     @classmethod
     def look(cls, source: str, paths: Iterable[str], seen: dict[str, SourceFile]) -> Sources:
-        """Look at files of `source`, a folder or one file. Raises OSError where one is gone.
+        """Return the state of files of `source`, a folder or one file. Raises OSError if one is gone.
 
-        seen: what they were when they were looked at before, which is what they stay known as; kept by the caller.
+        seen: the state of each file when it was first looked at, which is what is returned; files are added to it.
         """
         folder = Path(source) if Path(source).is_dir() else Path(source).parent
         files = []
@@ -58,7 +58,7 @@ class Sources(NamedTuple):
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> Sources:
-        """Return what `as_json` made. Raises KeyError, TypeError or ValueError if it is something else."""
+        """Return the sources of which `as_json` made `facts`. Raises KeyError, TypeError or ValueError for others."""
         files = tuple(
             SourceFile(fields.path_below(path), fields.number(size), fields.number(modified, -MAX_NS, MAX_NS))
             for path, size, modified in fields.each(facts["files"], tuple)
@@ -71,7 +71,7 @@ class Sources(NamedTuple):
         return {"folder": self.folder, "files": [list(file) for file in self.files]}
 
     def require_unchanged(self, problem: str, remedy: str) -> None:
-        """Raise DisagreementError, which says `problem`, if a file is another now. One that is gone is no other."""
+        """Raise DisagreementError, which says `problem`, if a file has changed. One that is gone has not."""
         changed = list(self._changed())
         if changed:
             was, now = changed[0]
@@ -98,27 +98,27 @@ class Sources(NamedTuple):
 def require_same_sources(sources: Mapping[int, Sources], remedy: str) -> None:
     """Raise DisagreementError, which names a file and two targets, if targets were made from different states of it."""
     first: dict[str, tuple[int, SourceFile]] = {}
-    for target_rank, seen in sources.items():
-        for file in seen.files:
-            other, was = first.setdefault(file.path, (target_rank, file))
-            if was != file:
+    for target_rank, own_sources in sources.items():
+        for file in own_sources.files:
+            first_rank, first_state = first.setdefault(file.path, (target_rank, file))
+            if first_state != file:
                 raise DisagreementError(
-                    f"a source was changed between the targets of ranks {other} and {target_rank}",
-                    expected=f"{file.path} of {was}, as target rank {other} was made from",
+                    f"a source was changed between the targets of ranks {first_rank} and {target_rank}",
+                    expected=f"{file.path} of {first_state}, as target rank {first_rank} was made from",
                     got=f"{file} for target rank {target_rank}",
-                    where=seen.folder,
+                    where=own_sources.folder,
                     remedy=remedy,
                 )
 
 
-def require_one_state(made: Mapping[int, tuple[Sources, int]], remedy: str) -> None:
-    """Raise DisagreementError if the source was changed when some targets had been made and others had not.
+def require_one_state(targets: Mapping[int, tuple[Sources, int]], remedy: str) -> None:
+    """Raise DisagreementError if the source was changed after some targets had been made and before others were.
 
-    made: the sources of each target, and when its file was written (nanoseconds since 1970). What has changed since all
-    of them were made is no concern.
+    targets: by rank, the sources of a target, and when its file was written (nanoseconds since 1970). Changes after all
+    of them were made do not matter.
     """
-    last_ns = max((file.modified_ns for sources, _ in made.values() for file in sources.files), default=0)
-    for target_rank, (sources, written_ns) in made.items():
+    last_ns = max((file.modified_ns for sources, _ in targets.values() for file in sources.files), default=0)
+    for target_rank, (sources, written_ns) in targets.items():
         if written_ns < last_ns:
             problem = f"other targets were made from what was saved after target rank {target_rank} was made"
             sources.require_unchanged(problem, remedy)

@@ -1,9 +1,9 @@
-"""Files that take their names whole and for good: written beside, synced, renamed.
+"""Files that take their names only when they are complete: written under another name, synced, renamed.
 
-Who is killed leaves what it has written so far. Where one process at a time may write a file, the next one removes it
-(`remove_stale`). Where several may, each holds a lock on its partial file as long as it lives, and by that is told what
-the dead have left (`remove_dead`). Locks may not reach other hosts, so the dead are looked for on their own: a name has
-a digest of the host that it was made on.
+A process that is killed leaves a partial file. Where one process at a time may write a file, the next one removes it.
+Where several may, each holds a lock on its partial file as long as it lives, so a partial file without a lock is stale.
+Locks may not reach other hosts, so only those of this host are looked at: a name has a digest of the host it was made
+on.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from reshard_mpi.errors import TargetError
-from reshard_mpi.filesystem.folders import FileIdentity, Folder, close, replaced
+from reshard_mpi.filesystem.folders import FileIdentity, Folder, close, closing, replaced
 from reshard_mpi.filesystem.locks import try_lock
 
 if TYPE_CHECKING:
@@ -32,12 +32,12 @@ _BLOCK_BYTES = 512
 
 
 class Publication:
-    """A file that is written beside its final path and takes that name, synced, when `publish` is called.
+    """A file that is written in the folder of its final name, and takes that name when `publish` is called.
 
-    Left without that, for whatever reason, it is removed. partial: what it is called until then; descriptor: it is
-    open, for reading and writing, as long as the block lasts. mode: its permissions, before the user's mask. before:
-    called with what the whole file is, and the sums of what it holds where they are given, before it takes its name.
-    then: called when it is in place. host: the name of this host, where others may write the same file at once.
+    If the block ends without that, the file is removed. partial: its path until then. descriptor: open for reading and
+    writing as long as the block lasts. mode: its permissions, before the user's mask. before: called before the file
+    takes its name, with its status and the sums given to `publish`. then: called when it is in place. host: the name
+    of this host if other processes may write the same file at once.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Publication:
             self._create()
         except TargetError:
             raise
-        except BaseException:  # as where this process is told to stop
+        except BaseException:  # as when this process is told to stop
             with contextlib.suppress(OSError):
                 self._folder.remove(self._partial_name)
             raise
@@ -88,7 +88,7 @@ class Publication:
             head = _host_digest(self._host) if self._host else ""
             self._partial_name = partial_name(self._name, head + os.urandom(_TOKEN_BYTES - len(head) // 2).hex())
             self.descriptor = self._folder.create(self._partial_name, self._mode)
-            # Before it was locked, it may have been taken for what one of the dead has left.
+            # Before it was locked, another process may have taken it for stale and removed it.
             if not self._host or (
                 _try_lock(self.descriptor) is not False and self._folder.is_called(self._partial_name, self.descriptor)
             ):
@@ -96,10 +96,10 @@ class Publication:
             close(self.descriptor)
 
     def publish(self, sums: Sequence[TensorSum] = (), *, synced: bool = True) -> None:
-        """Put the file in place, whatever was there. synced: False where it need not outlive a loss of power."""
+        """Put the file in place of whatever is there. synced: False if it need not survive a loss of power."""
         if synced:
             os.fsync(self.descriptor)
-        os.close(os.dup(self.descriptor))  # at which network file systems may say what they have not said before
+        os.close(os.dup(self.descriptor))  # on which network file systems may report an error of writing
         self._before(os.fstat(self.descriptor), sums)
         self._folder.replace(self._partial_name, self._name, self.descriptor)
         self._is_published = True
@@ -110,42 +110,42 @@ class Publication:
 
 @contextlib.contextmanager
 def opened_partial(path: Path, name: str, identity: FileIdentity) -> Iterator[int]:
-    """Open the file of the target `path` that another process of this host has made under `name`, to write to it.
+    """Open the partial file `name` of the target `path`, which another process of this host has made, to write to it.
 
-    Raises TargetError if that is another file by now.
+    Raises TargetError if it is another file by now.
     """
-    with Folder.open(path.parent.parent) as folder, folder.inner(path.parent.name) as place:
-        descriptor = place.open_file(name, os.O_RDWR, "a target that is being written")
+    with Folder.open(path.parent.parent) as folder, folder.inner(path.parent.name) as inner:
+        fd = inner.open_file(name, os.O_RDWR, "a target that is being written")
         try:
-            if FileIdentity.of(descriptor) != identity:
-                raise replaced(place.path / name)
-            yield descriptor
+            if FileIdentity.of(fd) != identity:
+                raise replaced(inner.path / name)
+            yield fd
         finally:
-            os.close(descriptor)
+            os.close(fd)
 
 
 def partial_name(name: str, token: str = "0" * 2 * _TOKEN_BYTES) -> str:
-    """Return what a file is called before it is published; token: what tells this writer's from others'."""
+    """Return the name of a file before it is published. token: tells it from the partial files of other writers."""
     return f".{name}.{token}{_PARTIAL}"
 
 
 def partial_path(path: Path) -> Path:
-    """Return a path as long as that where a file is written before it is published."""
+    """Return a path as long as that of the partial file of `path`."""
     return path.with_name(partial_name(path.name))
 
 
 def is_partial(path: Path) -> bool:
-    """Tell whether a file has a name that files have before they are published."""
+    """Tell whether `path` is named like a file that is not published yet."""
     return path.name.startswith(".") and path.name.endswith(_PARTIAL)
 
 
 def publish_text(folder: Folder, name: str, text: str, *, synced: bool = True) -> None:
-    """Put a small file in place, whatever was there. synced: as for `Publication.publish`."""
+    """Write a small file in place of whatever is there. synced: as for `Publication.publish`."""
     publish_bytes(folder, name, text.encode(), synced=synced)
 
 
 def publish_bytes(folder: Folder, name: str, content: bytes, *, synced: bool = True) -> None:
-    """Put a small file in place, as `publish_text` does."""
+    """Write a small file as `publish_text` does."""
     with Publication(folder, name) as publication:
         with open(publication.descriptor, "wb", closefd=False) as stream:
             stream.write(content)
@@ -153,57 +153,53 @@ def publish_bytes(folder: Folder, name: str, content: bytes, *, synced: bool = T
 
 
 def require_own_stale(folder: Folder, name: str) -> None:
-    """Raise TargetError if another user has left something of the file `name`."""
-    for stale in _stale(folder, name):
+    """Raise TargetError if a partial file of `name` belongs to another user."""
+    for partial in _partial_names(folder, f".{name}."):
         with contextlib.suppress(FileNotFoundError):  # whose writer has just published it
-            folder.require_own_file(stale)
+            folder.require_own_file(partial)
 
 
-def remove_stale(folder: Folder, name: str) -> None:
-    """Remove what processes that died have left of the file `name`; nobody else may be writing it."""
-    require_own_stale(folder, name)
-    for stale in _stale(folder, name):
+def remove_stale(folder: Folder, name: str, host: str = "") -> None:
+    """Remove the partial files of `name` whose writers have died.
+
+    host: the name of this host if others may be writing the file: then only those made on this host are removed.
+    Without it nobody may, so all are; raises TargetError if one belongs to another user.
+    """
+    if not host:
+        require_own_stale(folder, name)
+    for stale in _stale(folder, name, host):
         folder.remove(stale)
 
 
-def stale_bytes(folder: Folder, name: str) -> int:
-    """Return what `remove_stale` would make free."""
-    return sum(folder.blocks(stale) for stale in _stale(folder, name)) * _BLOCK_BYTES
-
-
-def remove_dead(folder: Folder, name: str, host: str) -> None:
-    """Remove what writers of the file `name` on this host that died have left; others may be writing it."""
-    for dead in _dead(folder, name, host):
-        folder.remove(dead)
-
-
-def dead_bytes(folder: Folder, name: str, host: str) -> int:
-    """Return what `remove_dead` would make free."""
-    return sum(folder.blocks(dead) for dead in _dead(folder, name, host)) * _BLOCK_BYTES
+def stale_bytes(folder: Folder, name: str, host: str = "") -> int:
+    """Return how much space `remove_stale` would free."""
+    return sum(folder.blocks(stale) for stale in _stale(folder, name, host)) * _BLOCK_BYTES
 
 
 def remove_stale_records(state: Folder) -> None:
-    """Remove what writers of records that died have left; nobody else may be writing targets."""
+    """Remove the partial records of writers that have died; nobody may be writing targets."""
     for name in state.names():
         if name.startswith(".rank_") and ".json." in name and name.endswith(_PARTIAL):
             state.remove(name)
 
 
-def _dead(folder: Folder, name: str, host: str) -> Iterator[str]:
-    """Yield the partial files that nobody holds a lock on, each of them locked for the moment."""
-    beginning = f".{name}.{_host_digest(host)}"
-    for found in folder.names():
-        if not (found.startswith(beginning) and found.endswith(_PARTIAL)):
-            continue
+def _stale(folder: Folder, name: str, host: str) -> Iterator[str]:
+    """Yield the partial files of `name`; with `host`, only those made on it that nobody has locked."""
+    if not host:
+        yield from _partial_names(folder, f".{name}.")
+        return
+    for partial in _partial_names(folder, f".{name}.{_host_digest(host)}"):
         try:
-            descriptor = _opened_to_lock(folder, found)
+            fd = _opened_to_lock(folder, partial)
         except (OSError, TargetError):
             continue  # it is gone, or no file of ours
-        try:
-            if _try_lock(descriptor) and folder.is_called(found, descriptor):
-                yield found
-        finally:
-            close(descriptor)
+        with closing(fd):
+            if _try_lock(fd) and folder.is_called(partial, fd):
+                yield partial
+
+
+def _partial_names(folder: Folder, beginning: str) -> list[str]:
+    return [name for name in folder.names() if name.startswith(beginning) and name.endswith(_PARTIAL)]
 
 
 def _opened_to_lock(folder: Folder, name: str) -> int:
@@ -213,17 +209,13 @@ def _opened_to_lock(folder: Folder, name: str) -> int:
         return folder.open_file(name, os.O_RDONLY, "a partial file")
 
 
-def _try_lock(descriptor: int) -> bool | None:
-    """Take a lock if nobody has it, and tell whether that is so; None where the file system has no locks."""
+def _try_lock(fd: int) -> bool | None:
+    """Take a lock if nobody has it, and tell whether it was taken; None if the file system has no locks."""
     try:
-        return try_lock(descriptor, fcntl.LOCK_EX)
+        return try_lock(fd, fcntl.LOCK_EX)
     except OSError:
         return None
 
 
 def _host_digest(host: str) -> str:
     return f"{zlib.crc32(host.encode(errors='replace')) & 0xFFFF:04x}"
-
-
-def _stale(folder: Folder, name: str) -> Iterator[str]:
-    return (found for found in folder.names() if found.startswith(f".{name}.") and found.endswith(_PARTIAL))

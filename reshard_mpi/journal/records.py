@@ -1,7 +1,7 @@
-"""What the small files that a run keeps in its target folder say: which run it is, and which targets are complete.
+"""The records that a run keeps in its target folder: which run it is, and which targets are complete.
 
 `.reshard_mpi/run.json` names the run, `.reshard_mpi/rank_<r>.json` records that target r is complete and what it was
-made from. `reshard.json` stands in the target folder itself only while all targets are complete: see `commit`.
+made from. `reshard.json`, in the target folder itself, exists only while all targets are complete: see `commit`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from reshard_mpi.units import format_bytes
 
 STATE = ".reshard_mpi"
 COMMIT_RECORD = "reshard.json"
-# The digests of strategies, and by what name records tell where those were read from.
+# Settings that are digests of strategies -> the names under which records keep their files.
 _STRATEGIES = {"src_strategy": "src_strategy_file", "dst_strategy": "dst_strategy_file"}
-# The settings of a run by the options that make them, or what else they are called.
+# Settings -> the options of the command line that make them.
 _OPTIONS = {
     "src_strategy": "--src-strategy",
     "dst_strategy": "--dst-strategy",
@@ -40,7 +40,7 @@ _OPTIONS = {
     "crc": "--crc",
     "sums_in_shards": "--verify",
 }
-# The settings of a run as they can be.
+# Settings -> the checks of their values.
 SETTINGS: dict[str, Callable[[Any], Any]] = {
     "source": fields.path,
     "src_strategy": fields.optional(fields.digest),
@@ -56,29 +56,29 @@ SETTINGS: dict[str, Callable[[Any], Any]] = {
     "src_strategy_file": fields.path,
     "dst_strategy_file": fields.path,
 }
-_TOLD = {"source": "SRC", "to": "targets in", "target_ranks": "target ranks:"}
+_WORDS = {"source": "SRC", "to": "targets in", "target_ranks": "target ranks:"}
 # No tensor has as many bytes, and sums of as many cannot be put together.
 _MAX_TENSOR_BYTES = 1 << 62
 # As many as a strategy can have.
 _MAX_RANKS = 1 << 24
 _MAX_RANK = _MAX_RANKS - 1
 _MAX_DIMENSIONS = 64
-# What records may take. That of a run has a dozen settings. That of a target has 150 bytes for each tensor it has sums
-# of, and 80 for each file it was made from: 10 MiB with all the tensors that a shard can have.
+# The record of a run has a dozen settings. That of a target has 150 bytes for each tensor that it has a sum of, and 80
+# for each file that it was made from: 10 MiB with as many tensors as a shard can have.
 RUN_ROOM = fields.Room(1 << 20, 16 << 20)
 TARGET_ROOM = fields.Room(64 << 20, 384 << 20)
 _RECORD = re.compile(r"rank_(0|[1-9][0-9]{0,7})\.json")
 _SUM_DIGITS = 8
-# What a record raises that nobody of ours has written.
+# Raised on reading a record that this program has not written.
 DAMAGE = (LookupError, TypeError, ValueError, OverflowError)
 
 
 class RunIdentity(NamedTuple):
-    """What makes two runs the same: everything that decides the bytes they write.
+    """Identifies a run by all that decides which bytes it writes.
 
     facts: plain JSON values by name (strategies' digests, source path, selection, prefix, format, options).
-    strategy_files: where the strategies were read from, by the names of their digests in `facts`. Only to be told: a
-    strategy that has been moved is the same.
+    strategy_files: where the strategies were read from, by the names of their digests in `facts`; for messages only,
+    since a strategy that has been moved is the same.
     """
 
     facts: Mapping[str, Any]
@@ -94,7 +94,7 @@ class RunIdentity(NamedTuple):
         return hashlib.sha256(json.dumps(self.facts, sort_keys=True).encode()).hexdigest()
 
     def differences(self, other: RunIdentity) -> tuple[str, str]:
-        """Return what this run does where `other` does something else, and what `other` does there; in words."""
+        """Return, in words, the settings of this run that differ from those of `other`, and those of `other`."""
         names = sorted(name for name in {*self.facts, *other.facts} if self.facts.get(name) != other.facts.get(name))
         same_file = {name for name in names if self.strategy_files.get(name) == other.strategy_files.get(name)}
         ours = [self._setting(name, " as it is now" * (name in same_file)) for name in names]
@@ -103,14 +103,14 @@ class RunIdentity(NamedTuple):
 
     @property
     def settings(self) -> str:
-        """What the run does, in words: its source, and the options that are given."""
+        """The settings of the run in words: its source, and the options that are given."""
         return ", ".join(self._setting(name, "") for name, value in self.facts.items() if value)
 
     def _setting(self, name: str, state: str) -> str:
-        """Return one setting as the command line has it. state: of a strategy file, what tells it from another."""
+        """Return one setting as on the command line. state: is added to a strategy file of the same name as another."""
         value, option = self.facts.get(name), _OPTIONS.get(name)
         if option is None:
-            return f"{_TOLD.get(name, name)} {value}"
+            return f"{_WORDS.get(name, name)} {value}"
         if not value:
             return f"no {option}"
         if value is True:
@@ -130,14 +130,13 @@ class RunIdentity(NamedTuple):
     @classmethod
     def recorded(cls, state: Path) -> RunIdentity | None:
         """Return the run that `run.json` names; None where there is none, or it is damaged."""
-        found = read_json(run_path(state), RUN_ROOM) or {}
+        values = read_json(run_path(state), RUN_ROOM) or {}
         try:
-            identity = cls.of(
-                fields.settings({name: value for name, value in found.items() if name != "digest"}, SETTINGS)
-            )
+            digest = values.pop("digest", None)
+            identity = cls.of(fields.settings(values, SETTINGS))
         except DAMAGE:
             return None
-        return identity if identity.digest == found.get("digest") else None
+        return identity if identity.digest == digest else None
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> RunIdentity:
@@ -147,10 +146,10 @@ class RunIdentity(NamedTuple):
 
 
 class Evidence(NamedTuple):
-    """What one target was made from, to be compared with what other processes made other targets from.
+    """What one target was made from, to be compared with what other targets were made from.
 
-    read_ranks: the source ranks its tensors come from. sources: the files of these, as they were when it was planned.
-    texts: digest of the strings it holds. The rest is as its plan has it.
+    read_ranks: the source ranks that its tensors come from. sources: their files, as they were when it was planned.
+    texts: digest of the strings it holds. The other fields are those of its plan.
     """
 
     read_ranks: tuple[int, ...]
@@ -166,7 +165,7 @@ class Evidence(NamedTuple):
 
 
 class TensorSum(NamedTuple):
-    """The sum of what a shard holds of a tensor (see `checksum`): `shape` elements from `start` on of all of it.
+    """The sum of the part of a tensor that a shard holds (see `engine.crc`): a box of `shape` at `start`.
 
     loose: no strategy places the tensor, so each rank may have its own.
     """
@@ -181,9 +180,9 @@ class TensorSum(NamedTuple):
 
     @classmethod
     def of(cls, facts: Sequence[Any]) -> TensorSum:
-        """Return what a record says of a tensor. Raises TypeError or ValueError if that cannot be."""
+        """Return the sum that a record has of a tensor. Raises TypeError or ValueError if it is impossible."""
         name, dtype, whole, start, shape, value, loose = facts
-        one = cls(
+        tensor_sum = cls(
             fields.text(name),
             fields.one_of(dtype, BY_NAME),
             fields.each(whole, fields.number),
@@ -192,21 +191,21 @@ class TensorSum(NamedTuple):
             checked_sum(value),
             fields.flag(loose),
         )
-        stop = tuple(low + length for low, length in zip(one.start, one.shape, strict=True))
-        box = Box.whole(one.global_shape)
-        if box.ndim > _MAX_DIMENSIONS or not box.contains(Box(one.start, stop)):
+        stop = tuple(low + length for low, length in zip(tensor_sum.start, tensor_sum.shape, strict=True))
+        box = Box.whole(tensor_sum.global_shape)
+        if box.ndim > _MAX_DIMENSIONS or not box.contains(Box(tensor_sum.start, stop)):
             raise ValueError("a place that is in no tensor")
         if box.size * BY_NAME[dtype].itemsize_bytes > _MAX_TENSOR_BYTES:
             raise ValueError("a tensor that cannot be")
-        return one
+        return tensor_sum
 
 
 class TargetRecord(NamedTuple):
-    """That a target is complete. digest: of the run that made it. file: its path in the target folder.
+    """Records that a target is complete. digest: of the run that made it. file: its path in the target folder.
 
-    sums: of its tensors, in file order; none if it was not verified.
-    announced: the inode and time of modification of that file, in a record that is written just before the file takes
-    its name. So it is true from that instant on, and not before, whenever the writer dies. None: the file is in place.
+    sums: of its tensors, in file order; none if it was not verified. announced: the inode and time of modification of
+    the file, in a record that is written just before the file takes its name, and which is true from then on, even if
+    the writer dies; None in a record that is written when the file is in place.
     """
 
     digest: str
@@ -218,7 +217,7 @@ class TargetRecord(NamedTuple):
     announced: tuple[int, int] | None = None
 
     def is_about(self, status: os.stat_result) -> bool:
-        """Tell whether what lies in the place of the target is what was written there. Else it is not complete."""
+        """Tell whether the file with this status, found in the place of the target, is the one that was written."""
         if status.st_size != self.size_bytes:
             return False
         return self.announced is None or self.announced == (status.st_ino, status.st_mtime_ns)
@@ -235,7 +234,7 @@ class TargetRecord(NamedTuple):
             "held": evidence.held._asdict(),
             "moments": [moment._asdict() for moment in evidence.moments],
             "beginnings": [beginning._asdict() for beginning in evidence.beginnings],
-            "sums": [(*one[:5], f"{one.value:08x}", one.loose) for one in self.sums],
+            "sums": [(*part[:5], f"{part.value:08x}", part.loose) for part in self.sums],
             "sources": evidence.sources.as_json(),
             "texts": evidence.texts,
         }
@@ -246,16 +245,16 @@ class TargetRecord(NamedTuple):
     @classmethod
     def read(cls, state: Path, target_rank: int) -> TargetRecord | None:
         """Return the record of a target; None where there is none, or it is damaged."""
-        found = read_json(record_path(state, target_rank), TARGET_ROOM)
+        facts = read_json(record_path(state, target_rank), TARGET_ROOM)
         try:
-            record = cls._of(found or {})
+            record = cls._of(facts or {})
         except DAMAGE:
             return None
         return record if record.rank == target_rank else None
 
     @classmethod
     def _of(cls, facts: Mapping[str, Any]) -> TargetRecord:
-        """Return what `as_text` wrote. Raises LookupError, TypeError or ValueError if it is something else."""
+        """Return the record with these values. Raises LookupError, TypeError or ValueError if they are not of one."""
         rank, held, announced = checked_rank(facts["rank"]), facts["held"], facts.get("announced")
         evidence = Evidence(
             fields.each(facts["read_ranks"], checked_rank),
@@ -272,7 +271,7 @@ class TargetRecord(NamedTuple):
             fields.digest(facts["texts"]),
         )
         sums = fields.each(facts["sums"], TensorSum.of)
-        if len({one.name for one in sums}) < len(sums):
+        if len({part.name for part in sums}) < len(sums):
             raise ValueError("two sums of one tensor")
         return cls(
             fields.digest(facts["digest"]),
@@ -286,7 +285,7 @@ class TargetRecord(NamedTuple):
 
 
 def digest_of_texts(strings: Mapping[str, str]) -> str:
-    """Return what tells the strings of a shard from others."""
+    """Return a digest of the strings of a shard."""
     return hashlib.sha256(json.dumps(strings, sort_keys=True).encode()).hexdigest()
 
 
@@ -299,7 +298,7 @@ def record_path(state: Path, target_rank: int) -> Path:
 
 
 def recorded_ranks(state: Path) -> list[int]:
-    """Return the target ranks that there are records of, ascending."""
+    """Return the target ranks that have records, ascending."""
     try:
         names = [entry.name for entry in state.iterdir()]
     except (FileNotFoundError, NotADirectoryError):
@@ -308,10 +307,10 @@ def recorded_ranks(state: Path) -> list[int]:
 
 
 def read_json(path: Path, room: fields.Room = RUN_ROOM, *, follow_link: bool = False) -> dict[str, Any] | None:
-    """Return the JSON object in a file: None if there is no such file, nothing if it holds anything else.
+    """Return the JSON object in a file: None if there is no such file, an empty one if it holds anything else.
 
-    room: what it may take; a file that takes more is damaged. follow_link: for checkpoints that are folders of links;
-    else a link is no record.
+    room: a file that exceeds it counts as damaged. follow_link: for checkpoints that are folders of links; without it
+    a link counts as damaged.
     """
 
     def opened(path: str, flags: int) -> int:
@@ -332,7 +331,7 @@ def read_json(path: Path, room: fields.Room = RUN_ROOM, *, follow_link: bool = F
 
 
 def written(text: str, room: fields.Room, what: str) -> str:
-    """Return the text of a record, which can be read again. Raises TargetError if it would be too large for that."""
+    """Return `text`, which is that of a record. Raises TargetError if it is too large to be read again."""
     if fields.parsed_bytes(text.encode()) > room.parsed_bytes or len(text) > room.file_bytes:
         raise TargetError(
             f"the record of {what} would be too large",
@@ -355,7 +354,7 @@ def checked_sum(value: Any) -> int:
 
 
 def checked_file(value: Any, rank: int) -> str:
-    """Return the path of a target's file in the target folder: in the folder of its rank, or in that itself."""
+    """Return the relative path of a target's file: in the folder of its rank, or in the target folder itself."""
     folder, _, name = fields.path_below(value).rpartition("/")
     is_hidden = name.startswith(".") and not folder
     if folder not in (f"rank_{rank}", "") or name in ("", ".", COMMIT_RECORD) or is_hidden:

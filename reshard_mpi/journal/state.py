@@ -1,4 +1,4 @@
-"""What a target folder says of the run that fills it, for people and scripts to read: see `records`."""
+"""The state of the run that fills a target folder, from its records, for people and scripts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LISTED = 1 << 16
 
 
 def state_of(folder: Path) -> dict[str, Any]:
-    """Return what is known of the run that fills `folder`, and of its commit, by these names; nothing if nothing is."""
+    """Return the facts of the run that fills `folder` as `run`, and of its commit as `commit`, if there are such."""
     facts: dict[str, Any] = {}
     if run_path(folder / STATE).exists():
         facts["run"] = _run(folder)
@@ -32,9 +32,9 @@ def state_of(folder: Path) -> dict[str, Any]:
 
 
 def about_record(path: Path) -> dict[str, Any] | None:
-    """Return what the commit record at `path` says; None if it is no file of a run's state.
+    """Return the facts of the commit record at `path`; None if it is not one.
 
-    Raises SourceError for other such files, which says where to look instead.
+    Raises SourceError for other files that a run keeps, which says where to look instead.
     """
     if is_partial(path):
         raise SourceError(
@@ -58,7 +58,7 @@ def about_record(path: Path) -> dict[str, Any] | None:
 
 
 def as_lines(facts: dict[str, Any]) -> list[str]:
-    """Return what `state_of` or `about_record` found as lines for people."""
+    """Return the facts from `state_of` or `about_record` as lines for people."""
     lines = []
     if "run" in facts:
         lines += _run_lines(facts["run"], committed="targets" in facts.get("commit", {}))
@@ -68,16 +68,16 @@ def as_lines(facts: dict[str, Any]) -> list[str]:
 
 def _run(folder: Path) -> dict[str, Any]:
     try:
-        found = standing(folder)
+        progress = standing(folder)
     except TargetError as error:
         return {"problem": error.got}
     partial = sorted(str(path.relative_to(folder)) for path in folder.glob("rank_*/.*") if is_partial(path))
-    incomplete = dict(islice(found.incomplete, _LISTED))
+    incomplete = dict(islice(progress.incomplete, _LISTED))
     return {
-        "settings": found.identity.as_json(),
-        "in_words": found.identity.settings,
-        "target_ranks": found.target_ranks,
-        "complete": list(found.complete),
+        "settings": progress.identity.as_json(),
+        "in_words": progress.identity.settings,
+        "target_ranks": progress.target_ranks,
+        "complete": list(progress.complete),
         "incomplete": {str(rank): why for rank, why in incomplete.items()},
         "partial": partial,
     }
@@ -152,6 +152,6 @@ def _state(target: dict[str, Any]) -> str:
 
 
 def _some(lines: list[str], count: int | None = None) -> list[str]:
-    """Return lines, if they are many the first of them and how many more there are. count: where not all are given."""
+    """Return `lines`; if they are many, the first of them and how many more there are. count: if not all are given."""
     count = len(lines) if count is None else count
     return lines if count <= _NAMED else [*lines[:_NAMED], f"  and {count - _NAMED} more"]

@@ -1,4 +1,4 @@
-"""Sums of the tensors of shards, and what they come to for whole tensors."""
+"""Sums of the tensors of shards, joined to sums of whole tensors."""
 
 from __future__ import annotations
 
@@ -13,49 +13,46 @@ from reshard_mpi.journal.records import TensorSum
 
 
 def joined_sums(parts: Iterable[Sequence[TensorSum]], names: Iterable[str]) -> tuple[TensorSum, ...]:
-    """Return the sums of the tensors of one shard, of which every sequence has summed other elements.
+    """Return the sums of the tensors of one shard from the sums of its parts, which have no elements in common.
 
     names: the tensors in file order.
     """
     values: defaultdict[str, list[int]] = defaultdict(list)
     sums = {}
     for part in parts:
-        for one in part:
-            sums[one.name] = one
-            values[one.name].append(one.value)
+        for tensor_sum in part:
+            sums[tensor_sum.name] = tensor_sum
+            values[tensor_sum.name].append(tensor_sum.value)
     return tuple(sums[name]._replace(value=sum_of_whole(values[name], _size_bytes(sums[name]))) for name in names)
 
 
 def sums_of_wholes(shards: Mapping[int, Sequence[TensorSum]]) -> Iterator[tuple[str, int]]:
-    """Yield the name and CRC-32 of every tensor of a checkpoint, from the sums that its shards hold, by rank.
+    """Yield the name and CRC-32 of every tensor of a checkpoint, from the sums of its shards by rank.
 
-    Tensors that stages share, and cut in different ways, are left out, and so are loose ones of which each rank has its
-    own. Raises DamageError if shards that should hold the same part have different sums of it.
+    Left out are tensors that stages share and cut differently, and loose ones that differ from rank to rank. Raises
+    DamageError if shards that should hold the same part have different sums of it.
     """
     parts: defaultdict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], TensorSum]] = defaultdict(dict)
     of_their_own: set[str] = set()
     for rank, shard in shards.items():
-        for one in shard:
-            other = parts[one.name].setdefault((one.start, one.shape), one)
-            if other.value != one.value and one.loose:
-                of_their_own.add(one.name)
-            elif other.value != one.value:
+        for tensor_sum in shard:
+            other = parts[tensor_sum.name].setdefault((tensor_sum.start, tensor_sum.shape), tensor_sum)
+            if other.value != tensor_sum.value and tensor_sum.loose:
+                of_their_own.add(tensor_sum.name)
+            elif other.value != tensor_sum.value:
                 raise DamageError(
-                    f"copies of {one.name!r} differ",
+                    f"copies of {tensor_sum.name!r} differ",
                     expected=f"the sum {other.value:08x}, as in a shard before",
-                    got=f"{one.value:08x} in the shard of rank {rank}",
+                    got=f"{tensor_sum.value:08x} in the shard of rank {rank}",
                     remedy="make the targets anew with --overwrite",
                 )
-    for name, held in parts.items():
-        ones = list(held.values())
-        if name in of_their_own or len({(one.dtype, one.global_shape) for one in ones}) > 1:
+    for name, by_box in parts.items():
+        sums = list(by_box.values())
+        if name in of_their_own or len({(tensor_sum.dtype, tensor_sum.global_shape) for tensor_sum in sums}) > 1:
             continue
-        if sum(math.prod(one.shape) for one in ones) == math.prod(ones[0].global_shape):
-            yield name, sum_of_whole((one.value for one in ones), _size_bytes(ones[0]))
+        if sum(math.prod(tensor_sum.shape) for tensor_sum in sums) == math.prod(sums[0].global_shape):
+            yield name, sum_of_whole((tensor_sum.value for tensor_sum in sums), _size_bytes(sums[0]))
 
 
-def _size_bytes(one: TensorSum) -> int:
-    size_bytes = BY_NAME[one.dtype].itemsize_bytes
-    for length in one.global_shape:
-        size_bytes *= length
-    return size_bytes
+def _size_bytes(tensor_sum: TensorSum) -> int:
+    return BY_NAME[tensor_sum.dtype].itemsize_bytes * math.prod(tensor_sum.global_shape)

@@ -1,12 +1,12 @@
-"""What is safe to write and what is done: locks, partial files, publishing by rename, records.
+"""Which targets may be written and which are complete: locks, partial files, publishing by rename, records.
 
-Under the target folder, `.reshard_mpi/run.json` names the run that fills it, `rank_<r>.lock` is locked while target r
-is written (the kernel drops it when the writer dies) and `rank_<r>.json` records that target r is complete. All who
-write share `commit.lock`, and who commits has it alone, so that no commit record is made of what is just changing.
+In the target folder, `.reshard_mpi/run.json` names the run that fills it, `rank_<r>.lock` is locked while target r is
+written (the kernel unlocks it when the writer dies), and `rank_<r>.json` records that target r is complete. Processes
+that write targets share `commit.lock`, and one that commits has it alone, so nothing changes while it commits.
 
-A record is written twice. The first one is there before the target takes its name and says which file that will be
-(`TargetRecord.announced`), so that a target that was finished is known by it though its writer died in that instant.
-The second says the same of whatever is in place, for folders that are copied and file systems that number files anew.
+A record is written twice. The first one is written before the target takes its name and identifies the file that will
+(`TargetRecord.announced`), so a finished target is known as such even if its writer died in that instant. The second
+one holds for whatever file is in place, for folders that are copied and file systems that give files new numbers.
 """
 
 from __future__ import annotations
@@ -22,15 +22,13 @@ from pathlib import Path
 
 from reshard_mpi import formats
 from reshard_mpi.errors import TargetError
-from reshard_mpi.filesystem.folders import Folder, close, make_folders
+from reshard_mpi.filesystem.folders import Folder, close, closing, make_folders
 from reshard_mpi.filesystem.locks import Say, holders, open_lock, try_lock, wait_for_lock
 from reshard_mpi.filesystem.paths import described, require_replaceable
 from reshard_mpi.journal.publication import (
     Publication,
-    dead_bytes,
     partial_path,
     publish_text,
-    remove_dead,
     remove_stale,
     require_own_stale,
     stale_bytes,
@@ -50,7 +48,7 @@ from reshard_mpi.processes.hosts import host_name
 
 # Between attempts to take a lock that others have for an instant, to see whether it is held.
 _NAP_SECONDS = 0.002
-# Who begins a run holds its lock for as long as it takes to write a small file, who commits it for some moments.
+# Beginning a run takes as long as writing a small file, committing it some moments.
 _BEGIN_SECONDS = 3.0
 _COMMIT_SECONDS = 10.0
 _CHANGED = "restore what was there, or make all targets anew from what is there now (--overwrite)"
@@ -58,7 +56,7 @@ _RUN_LOCK, COMMIT_LOCK = "run.lock", "commit.lock"
 
 
 def withdraw(folder: Folder, format_name: str) -> None:
-    """Remove the commit record of a target folder, and its index if it has one, for good: its targets will change."""
+    """Remove and sync the commit record of a target folder, and its index if it has one: its targets will change."""
     index = formats.index_of(format_name)
     removed = [folder.remove(name) for name in (index, COMMIT_RECORD) if name is not None]
     if any(removed):
@@ -66,9 +64,9 @@ def withdraw(folder: Folder, format_name: str) -> None:
 
 
 class Unrecorded:
-    """Keeps no state: targets are published whole, whatever was there, so identical concurrent runs are harmless.
+    """Keeps no state: targets are published complete, whatever was there, so identical concurrent runs are harmless.
 
-    What the state of another run says of a target that is replaced is withdrawn.
+    The record that another run keeps of a target is removed when the target is replaced.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -79,7 +77,7 @@ class Unrecorded:
         _require_writable(self._folder)
 
     def is_done(self, target_rank: int, path: Path) -> bool:
-        """Say no. Raises TargetError if no file can be put in that place."""
+        """Return False. Raises TargetError if no file can take the name `path`."""
         _require_place(self._folder, path)
         return False
 
@@ -98,7 +96,7 @@ class Unrecorded:
         mode: int = 0o666,
         say: Say = lambda _: None,
     ) -> Iterator[Publication]:
-        """Yield what to write the target to and to publish it with; without that it is removed.
+        """Yield the file to write and publish; if it is not published, it is removed.
 
         mode: its permissions while it is written.
         """
@@ -107,17 +105,16 @@ class Unrecorded:
         announce = partial(_require_unchanged, target_rank, evidence)
         with (
             Folder.open(self._folder) as folder,
-            _target_folder(folder, path) as place,
+            _target_folder(folder, path) as inner,
         ):
             host = host_name(os.environ)
-            remove_dead(place, path.name, host)
-            with Publication(place, path.name, mode, lambda *_: announce(), host=host) as publication:
+            remove_stale(inner, path.name, host)
+            with Publication(inner, path.name, mode, lambda *_: announce(), host=host) as publication:
                 yield publication
 
     def left_bytes(self, path: Path) -> int:
-        """Return what is free again when a target is begun: what the dead have left of it."""
-        with _place_of(self._folder, path) as place:
-            return 0 if place is None else dead_bytes(place, path.name, host_name(os.environ))
+        """Return how much space stale partial files of a target take, which is free again when it is begun."""
+        return _stale_bytes(self._folder, path, host_name(os.environ))
 
     def paths(self, target_rank: int, path: Path) -> tuple[Path, ...]:
         """Return the longest paths that are made for a target."""
@@ -127,8 +124,8 @@ class Unrecorded:
         folder = path.parent.parent
         record = TargetRecord.read(folder / STATE, target_rank)
         if record is not None and folder / record.file == path:
-            with Folder.open(folder) as held, held.inner(STATE) as state:
-                withdraw(held, formats.name_of(path.name) or formats.DEFAULT)
+            with Folder.open(folder) as target, target.inner(STATE) as state:
+                withdraw(target, formats.name_of(path.name) or formats.DEFAULT)
                 state.remove(record_path(state.path, target_rank).name)
 
 
@@ -145,15 +142,15 @@ class Journal:
     def check(self) -> None:
         """Raise TargetError if the folder cannot be joined: it cannot be written to, or holds another run."""
         _require_writable(self.folder)
-        with self._held() as (_, state):
+        with self._opened_state() as state:
             if state is not None:
                 _require_writable(self._state)
                 for lock in (_RUN_LOCK, COMMIT_LOCK):
                     with contextlib.suppress(FileNotFoundError):
                         close(state.open_file(lock, os.O_RDONLY, "a lock"))
         require_replaceable(self.folder / COMMIT_RECORD, "the commit record")
-        there = read_json(run_path(self._state))
-        if there is None or there.get("digest") == self.identity.digest or self._overwrite:
+        run = read_json(run_path(self._state))
+        if run is None or run.get("digest") == self.identity.digest or self._overwrite:
             return
         other = RunIdentity.recorded(self._state)
         ours, theirs = self.identity.differences(other) if other is not None else ("the same settings", "")
@@ -166,11 +163,11 @@ class Journal:
         )
 
     def is_done(self, target_rank: int, path: Path) -> bool:
-        """Tell whether the target is complete and to be skipped (--resume).
+        """Tell whether the target is complete and is to be skipped (--resume).
 
-        Raises TargetError if its file is there and neither --resume nor --overwrite says what to do with it, if no file
-        can be put in that place, or a live process is writing it; DisagreementError if it is to be skipped, but was
-        made from sources that have changed.
+        Raises TargetError if its file exists and neither --resume nor --overwrite is given, if no file can take its
+        name, or if a live process is writing it; DisagreementError if it is to be skipped, but was made from sources
+        that have changed.
         """
         _require_place(self.folder, path)
         self._refuse_locked(target_rank)
@@ -194,21 +191,21 @@ class Journal:
         )
 
     def is_verified(self, target_rank: int) -> bool:
-        """Tell whether a target that is done was compared with its sources when it was made."""
+        """Tell whether a complete target was compared with its sources when it was made."""
         record = self._record(target_rank)
         return record is not None and bool(record.sums)
 
     def begin(self, say: Say = lambda _: None) -> None:
-        """Create the folder and say which run fills it; joins the run if another process has begun it.
+        """Create the folder and record the run in it; join the run if another process has begun it.
 
-        say: is told who is waited for.
+        say: is told who is waited for. Raises TargetError as `check` does, and if the lock is held for too long.
         """
         make_folders(self.folder)
         run, path = run_path(self._state), self._state / _RUN_LOCK
         with (
             Folder.open(self.folder) as folder,
             folder.made_inner(STATE) as state,
-            _opened(open_lock(state, _RUN_LOCK)) as lock,
+            closing(open_lock(state, _RUN_LOCK)) as lock,
         ):
             if wait_for_lock(lock, fcntl.LOCK_EX, path, say, _BEGIN_SECONDS, self._is_begun):
                 remove_stale(state, run.name)
@@ -220,32 +217,31 @@ class Journal:
     def writing(
         self, target_rank: int, path: Path, evidence: Evidence, mode: int = 0o666, say: Say = lambda _: None
     ) -> Iterator[Publication]:
-        """Hold the target's lock and yield what to write it to and to publish it with; without that it is removed.
+        """Hold the target's lock and yield the file to write and publish; if it is not published, it is removed.
 
-        evidence: what its record is to say. mode: its permissions while it is written. say: is told who is waited for.
-        Raises TargetError if a live process is writing the target.
+        evidence: for its record. mode: its permissions while it is written. say: is told who is waited for. Raises
+        TargetError if a live process is writing the target.
         """
         with (
             Folder.open(self.folder) as folder,
             folder.inner(STATE) as state,
             self._locked(state, target_rank),
             _commit_lock(state, say),
-            _target_folder(folder, path) as place,
+            _target_folder(folder, path) as inner,
         ):
             withdraw(folder, self.identity.format)
             record = record_path(self._state, target_rank).name
             state.remove(record)
             remove_stale(state, record)
-            remove_stale(place, path.name)
+            remove_stale(inner, path.name)
             announce = partial(self._announce, state, target_rank, path, evidence)
             confirm = partial(self._confirm, state, target_rank)
-            with Publication(place, path.name, mode, announce, confirm) as publication:
+            with Publication(inner, path.name, mode, announce, confirm) as publication:
                 yield publication
 
     def left_bytes(self, path: Path) -> int:
-        """Return what is free again when a target is begun: what the dead have left of it."""
-        with _place_of(self.folder, path) as place:
-            return 0 if place is None else stale_bytes(place, path.name)
+        """Return how much space stale partial files of a target take, which is free again when it is begun."""
+        return _stale_bytes(self.folder, path)
 
     def paths(self, target_rank: int, path: Path) -> tuple[Path, ...]:
         """Return the longest paths that are made for a target."""
@@ -257,13 +253,13 @@ class Journal:
         target_rank: int,
         path: Path,
         evidence: Evidence,
-        whole: os.stat_result,
+        status: os.stat_result,
         sums: Sequence[TensorSum],
     ) -> None:
-        """Record that the target is complete from the instant on in which the `whole` file takes its name."""
+        """Record that the target is complete as soon as the file with this `status` takes its name."""
         _require_unchanged(target_rank, evidence)
-        file, announced = path.relative_to(self.folder).as_posix(), (whole.st_ino, whole.st_mtime_ns)
-        record = TargetRecord(self.identity.digest, target_rank, file, whole.st_size, evidence, tuple(sums), announced)
+        file, announced = path.relative_to(self.folder).as_posix(), (status.st_ino, status.st_mtime_ns)
+        record = TargetRecord(self.identity.digest, target_rank, file, status.st_size, evidence, tuple(sums), announced)
         publish_text(state, record_path(self._state, target_rank).name, record.as_text(), synced=False)  # the next is
 
     def _confirm(self, state: Folder, target_rank: int) -> None:
@@ -272,35 +268,35 @@ class Journal:
             publish_text(state, record_path(self._state, target_rank).name, record._replace(announced=None).as_text())
 
     def _is_begun(self) -> bool:
-        """Tell whether the folder says that it is filled by this run."""
+        """Tell whether the folder's record is that of this run."""
         return (read_json(run_path(self._state)) or {}).get("digest") == self.identity.digest
 
     @contextlib.contextmanager
-    def _held(self) -> Iterator[tuple[Folder | None, Folder | None]]:
-        """Open the target folder and that of the state, as far as they are there."""
+    def _opened_state(self) -> Iterator[Folder | None]:
+        """Open the folder of the state; None if it is not there."""
         with contextlib.ExitStack() as folders:
-            folder = state = None
+            state = None
             with contextlib.suppress(FileNotFoundError):
                 folder = folders.enter_context(Folder.open(self.folder))
                 state = folders.enter_context(folder.inner(STATE))
-            yield folder, state
+            yield state
 
     @contextlib.contextmanager
     def _locked(self, state: Folder, target_rank: int) -> Iterator[None]:
-        with _opened(open_lock(state, _lock_name(target_rank))) as lock:
+        with closing(open_lock(state, _lock_name(target_rank))) as lock:
             self._take(lock, fcntl.LOCK_EX, target_rank)
             yield
 
     def _refuse_locked(self, target_rank: int) -> None:
-        with self._held() as (_, state), contextlib.suppress(FileNotFoundError):  # nobody has ever written it
+        with self._opened_state() as state, contextlib.suppress(FileNotFoundError):  # nobody has ever written it
             if state is not None:
-                with _opened(state.open_file(_lock_name(target_rank), os.O_RDONLY, "a lock")) as lock:
+                with closing(state.open_file(_lock_name(target_rank), os.O_RDONLY, "a lock")) as lock:
                     self._take(lock, fcntl.LOCK_SH, target_rank)
 
     def _take(self, lock: int, kind: int, target_rank: int) -> None:
-        """Take the lock that who writes a target has alone, and who looks for a writer shares for an instant."""
+        """Take the lock that a writer of a target has alone, and those who look for one share for an instant."""
         while not try_lock(lock, kind):
-            if try_lock(lock, fcntl.LOCK_SH):  # only others that look, as this process now does, are in the way
+            if try_lock(lock, fcntl.LOCK_SH):  # only processes that look, as this one does now, are in the way
                 fcntl.flock(lock, fcntl.LOCK_UN)
                 time.sleep(_NAP_SECONDS * os.urandom(1)[0] / 256)  # not all at once again
                 continue
@@ -342,26 +338,31 @@ def _require_writable(folder: Path) -> None:
 
 def _require_place(folder: Path, path: Path) -> None:
     """Raise TargetError if no file can take the name `path` below the target folder, whatever is there."""
-    with _place_of(folder, path) as place:
-        if place is not None:
-            require_own_stale(place, path.name)
+    with _opened_folder_of(folder, path) as inner:
+        if inner is not None:
+            require_own_stale(inner, path.name)
     _require_writable(path.parent)
     require_replaceable(path, "a target")
 
 
+def _stale_bytes(folder: Path, path: Path, host: str = "") -> int:
+    with _opened_folder_of(folder, path) as inner:
+        return 0 if inner is None else stale_bytes(inner, path.name, host)
+
+
 @contextlib.contextmanager
-def _place_of(folder: Path, path: Path) -> Iterator[Folder | None]:
-    """Open the folder of the target `path`; None where it is not there."""
+def _opened_folder_of(folder: Path, path: Path) -> Iterator[Folder | None]:
+    """Open the folder of the target `path`; None if it is not there."""
     with contextlib.ExitStack() as folders:
-        place = None
+        inner = None
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             target = folders.enter_context(Folder.open(folder))
-            place = target if path.parent == folder else folders.enter_context(target.inner(path.parent.name))
-        yield place
+            inner = target if path.parent == folder else folders.enter_context(target.inner(path.parent.name))
+        yield inner
 
 
 def _target_folder(folder: Folder, path: Path) -> AbstractContextManager[Folder]:
-    """Return the folder of the target `path`, made if it is not there: one in the target folder, or that itself."""
+    """Return the folder of the target `path`: the target folder, or one in it, which is made if it is not there."""
     return contextlib.nullcontext(folder) if path.parent == folder.path else folder.made_inner(path.parent.name)
 
 
@@ -371,18 +372,10 @@ def _lock_name(target_rank: int) -> str:
 
 @contextlib.contextmanager
 def _commit_lock(state: Folder, say: Say) -> Iterator[None]:
-    """Hold, with others who write targets, the lock that who commits has alone."""
-    with _opened(open_lock(state, COMMIT_LOCK)) as lock:
+    """Hold the lock that processes share while they write targets, and that one has alone while it commits."""
+    with closing(open_lock(state, COMMIT_LOCK)) as lock:
         wait_for_lock(lock, fcntl.LOCK_SH, state.path / COMMIT_LOCK, say, _COMMIT_SECONDS)
         yield
-
-
-@contextlib.contextmanager
-def _opened(descriptor: int) -> Iterator[int]:
-    try:
-        yield descriptor
-    finally:
-        close(descriptor)
 
 
 def _require_unchanged(target_rank: int, evidence: Evidence | None) -> None:

@@ -13,7 +13,7 @@ from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.planning.parameters import Unlisted, find_or_follow
 from reshard_mpi.planning.samples import MAX_TENSORS, Pair
 from reshard_mpi.sharding.layout import whole_shape
-from reshard_mpi.sharding.nesting import regroup_held
+from reshard_mpi.sharding.nesting import regroup_part
 from reshard_mpi.sharding.patterns import Pattern
 from reshard_mpi.sharding.placement import Placement, Shape, Strategy
 from reshard_mpi.units import KIB
@@ -91,7 +91,7 @@ def should_be_one_part(placement: Placement | None, pair: Pair, part_shape: Shap
     """
     if placement is None:
         return True
-    placement = regroup_held(placement, part_shape)
+    placement = regroup_part(placement, part_shape)
     return placement.piece(pair.first) == placement.piece(pair.second)
 
 

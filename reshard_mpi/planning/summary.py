@@ -44,9 +44,10 @@ class RankSummary(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The targets of a conversion, in the order of their ranks."""
+    """The targets of a conversion, in the order of their ranks. source: what they are made from, in a line."""
 
     targets: tuple[RankSummary, ...]
+    source: str
 
     @property
     def peak_bytes(self) -> int:
@@ -61,6 +62,7 @@ class Plan(NamedTuple):
         """Return the plan as plain values; sizes in bytes."""
         return {
             "version": 1,
+            "source": self.source,
             "written_bytes": self.written_bytes,
             "peak_bytes": self.peak_bytes,
             "targets": [target._asdict() for target in self.targets],
@@ -79,4 +81,5 @@ class Plan(NamedTuple):
         lines = ["  ".join([*(f"{cell:>{width}}" for cell, width in zip(row, widths)), row[5]]) for row in rows]
         count = len(self.targets)
         total = f"{count} {'target' if count == 1 else 'targets'}, {format_bytes(self.written_bytes)}"
-        return "\n".join([*lines, f"{total}; each process needs at most {format_bytes(self.peak_bytes)} of memory"])
+        most = f"each process needs at most {format_bytes(self.peak_bytes)} of memory"
+        return "\n".join([f"source: {self.source}", *lines, f"{total}; {most}"])

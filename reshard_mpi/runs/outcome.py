@@ -196,6 +196,28 @@ class Outcome(NamedTuple):
         }
 
 
+class Report(NamedTuple):
+    """What a transform has done: its targets in the order of their ranks, and what is to be said of its source.
+
+    seconds: how long it took. processes: how many took part.
+    """
+
+    targets: tuple[TargetReport, ...]
+    notes: tuple[str, ...]
+    warnings: tuple[str, ...]
+    seconds: float
+    processes: int
+
+    @classmethod
+    def of(cls, outcome: Outcome, seconds: float) -> Report:
+        return cls(outcome.targets, outcome.notes, outcome.warnings, seconds, outcome.processes)
+
+    @property
+    def written_bytes(self) -> int:
+        """Payload bytes of the targets that were written, without those that were complete already."""
+        return sum(target.written_bytes for target in self.targets if not target.skipped)
+
+
 class Planned(NamedTuple):
     """What a process tells the others of its plans, before anything is written.
 
@@ -270,3 +292,13 @@ def attempt(do: Callable[[], T], comm: Comm, rank: int | None = None, path: Path
         return do()
     except EXPECTED as error:
         return Outcome(failures=(Failure.here(rank, comm, as_reshard_error(error, path)),))
+
+
+def agreed(begin: Callable[[], T], comm: Comm) -> T:
+    """Return what `begin` does; raise, on all processes alike, what went wrong with it on one of them."""
+    done = attempt(lambda: (begin(),), comm)
+    for outcome in comm.allgather(done if isinstance(done, Outcome) else Outcome()):
+        for failure in outcome.failures:
+            raise failure.named(alone=True)
+    assert not isinstance(done, Outcome)
+    return done[0]

@@ -50,6 +50,9 @@ class PipeProgress:
         self._moved_bytes = 0
         self._next = 0.0
 
+    def reading(self, source: str) -> None:
+        self._channel.send(("reading", (source,)))
+
     def assigned(self, ranks: tuple[int, ...]) -> None:
         self._channel.send(("assigned", (ranks,)))
 

@@ -35,6 +35,14 @@ def plain_numbers(values: object, name: str) -> list[int]:
     return [plain_number(value, f"one of {name}") for value in values]
 
 
+def plain_share(value: object, name: str) -> tuple[int, int]:
+    """Return which of how many shares, from 0. Raises UsageError if there is no such share."""
+    numbers = plain_numbers(value, name)
+    if len(numbers) != 2 or not 0 <= numbers[0] < numbers[1]:
+        raise UsageError(f"{name} is no share", expected="(i, n) with i from 0 to n - 1", got=repr(value))
+    return numbers[0], numbers[1]
+
+
 def plain_path(value: object, name: str) -> str:
     """Return a path as text. Raises UsageError if it cannot be one."""
     path = os.fspath(value) if isinstance(value, os.PathLike) else value

@@ -134,6 +134,11 @@ class Planner:
         """Return what rules of the source's spec make of its tensors, in words."""
         return self._require_opened().run.conversion.shown_rules()
 
+    @property
+    def described_source(self) -> str:
+        """What the source is, in a line."""
+        return self._require_opened().run.conversion.source.described
+
     def read_ranks(self) -> set[int]:
         """Return the source ranks that this process's targets are taken from."""
         evidence = self._require_opened().due.evidence

@@ -56,7 +56,7 @@ class Run(NamedTuple):
             )
         _check_prefix(request.prefix)
         require_reachable(request.source)
-        files = discovery.find_shards(request.source, request.select)
+        files = discovery.find_shards(request.source, request.select, format_name=request.source_format)
         name = request.to or files.format
         ranks = request.ranks if request.ranks is not None else range(strategies.target.world_size)
         if request.part is None:
@@ -110,6 +110,7 @@ class Run(NamedTuple):
                 "crc": request.crc,
                 "sums_in_shards": request.verify and formats.by_name(self.format).TRAITS.keeps_sums,
                 "target_ranks": self.conversion.target.world_size,
+                **({"from": request.source_format} if request.source_format else {}),
             },
             {name: str(real_path(path)) for name, path in strategies.items() if path is not None},
         )

@@ -39,7 +39,9 @@ def log(notes: Iterable[str], warnings: Iterable[str]) -> None:
 
 
 class Progress(Protocol):
-    """Is told what happens while targets are written; first, once by every process, which ones it is to write."""
+    """Is told what is read, once by every process which targets it is to write, and then what happens to them."""
+
+    def reading(self, source: str) -> None: ...
 
     def assigned(self, ranks: tuple[int, ...]) -> None: ...
 
@@ -56,6 +58,9 @@ class Progress(Protocol):
 
 class Silent:
     """Says nothing, but to the log that a caller of the functions may listen to."""
+
+    def reading(self, source: str) -> None:
+        pass
 
     def assigned(self, ranks: tuple[int, ...]) -> None:
         pass
@@ -83,6 +88,9 @@ class Plain:
         self._stream = stream or sys.stderr
         self._moved_bytes = 0
         self._next = time.monotonic() + _PLAIN_SECONDS
+
+    def reading(self, source: str) -> None:
+        say(one_line(f"source: {source}"), self._stream)
 
     def assigned(self, ranks: tuple[int, ...]) -> None:
         pass
@@ -121,6 +129,9 @@ class Bar:
         self._next = 0.0
         self._moved_bytes = 0
         self._assigned = self._done = 0
+
+    def reading(self, source: str) -> None:
+        say(one_line(f"source: {source}"), self._stream)
 
     def assigned(self, ranks: tuple[int, ...]) -> None:
         self._assigned += len(ranks)

@@ -16,7 +16,8 @@ class Request(NamedTuple):
     """What is to be converted, as the options of `reshard-mpi transform` say it.
 
     src_strategy, dst_strategy: files or folders; None as the options left out. ranks: the targets to make (None: all).
-    part: (i, n) for the i-th of n shares of them. to: a format's name, None for the source's. recorded: keep a journal
+    part: (i, n) for the i-th of n shares of them. to: a format's name, None for the source's. source_format: of the
+    files that are meant, None for what lies there. recorded: keep a journal
     in the target folder; without one, existing target files are replaced. memory: a size, "unlimited", or None for what
     the environment says. max_active: how many processes may transform at once on a host (None: any number).
     verify: read sources and targets again, compare them, and keep sums. crc: add a checksum to target files.
@@ -30,6 +31,7 @@ class Request(NamedTuple):
     prefix: str = ""
     select: str | None = None
     to: str | None = None
+    source_format: str | None = None
     ranks: tuple[int, ...] | None = None
     part: tuple[int, int] | None = None
     resume: bool = False

@@ -50,6 +50,8 @@ def _convert(
 ) -> Outcome:
     planner, planned = _planned(request, comm, progress, strategies, memory)
     _refuse(comm.allgather(planner.begin(progress)), comm)
+    if comm.rank == 0:
+        progress.reading(planner.described_source)  # not before: a process alone may have started over until here
     written = planner.writer(progress).write()
     said = Outcome(
         notes=planned.notes,
@@ -81,7 +83,7 @@ def _plan_targets(request: Request, comm: Comm, memory: RunMemory) -> tuple[Plan
     shares = _gather(comm, planner.summaries)
     targets = [target for share in shares for target in share]
     planned = planned._replace(notes=(*planned.notes, *planner.shown_rules()))
-    return Plan(tuple(sorted(targets, key=lambda target: target.rank))), planned
+    return Plan(tuple(sorted(targets, key=lambda target: target.rank)), planner.described_source), planned
 
 
 def _planned(

@@ -21,7 +21,7 @@ from reshard_mpi.runs.conversion import LIMITS, Conversion
 from reshard_mpi.runs.differences import where_it_differs
 from reshard_mpi.runs.division import assign
 from reshard_mpi.runs.memory import RunMemory
-from reshard_mpi.runs.outcome import EXPECTED, Checked, Failure, Outcome
+from reshard_mpi.runs.outcome import EXPECTED, Checked, Failure, Outcome, agreed
 from reshard_mpi.runs.progress import Progress
 from reshard_mpi.runs.projection import checking_bytes
 from reshard_mpi.runs.request import Request, Strategies
@@ -43,10 +43,12 @@ def verify_pair(request: Request, comm: Comm, progress: Progress, strategies: St
     """
 
     with RunMemory(lambda: request.allowance, comm, progress.waiting) as memory:
-        return _verify_pair(request, comm, strategies, memory)
+        return _verify_pair(request, comm, progress, strategies, memory)
 
 
-def _verify_pair(request: Request, comm: Comm, strategies: Strategies | None, memory: RunMemory) -> Outcome:
+def _verify_pair(
+    request: Request, comm: Comm, progress: Progress, strategies: Strategies | None, memory: RunMemory
+) -> Outcome:
     purpose = f"verifying {request.target}"
 
     def begin() -> tuple[Conversion, SourceCheckpoint, Governor]:
@@ -54,7 +56,10 @@ def _verify_pair(request: Request, comm: Comm, strategies: Strategies | None, me
         named = (request.src_strategy, request.dst_strategy) if strategies is None else ()
         memory.to_open(named, purpose)
         read = strategies or Strategies.read(request)
-        files, held = _shards(request.source, request.select), _shards(request.target, role="target")
+        files, held = (
+            _shards(request.source, request.select, request.source_format),
+            _shards(request.target, role="target"),
+        )
         memory.to_open(named, purpose, files.format, held.format)
         source = SourceCheckpoint.open(files, read.source)
         target = SourceCheckpoint.open(held, None if request.dst_strategy is None else read.target)
@@ -64,7 +69,9 @@ def _verify_pair(request: Request, comm: Comm, strategies: Strategies | None, me
         conversion.drifted_tensors(damaged_are_replaced=True, process=comm.rank, processes=comm.size)
         return conversion, target, governor
 
-    conversion, target, governor = _agreed(begin, comm)
+    conversion, target, governor = agreed(begin, comm)
+    if comm.rank == 0:
+        progress.reading(conversion.source.described)
     weights = conversion.target_weights(range(conversion.target.world_size))
 
     def check(rank: int) -> tuple[Checked, list[ReshardError]]:
@@ -102,9 +109,9 @@ def verify_alone(request: Request, comm: Comm, progress: Progress, strategies: S
 
 def _verify_alone(request: Request, comm: Comm, memory: RunMemory) -> Outcome:
     def begin() -> tuple[discovery.ShardFiles, Governor]:
-        return _shards(request.source, request.select), memory.open()
+        return _shards(request.source, request.select, request.source_format), memory.open()
 
-    files, governor = _agreed(begin, comm)
+    files, governor = agreed(begin, comm)
     files = files.one_by_one() if files.is_folder else files
 
     def check(rank: int) -> tuple[Checked, list[ReshardError]]:
@@ -126,23 +133,11 @@ def _verify_alone(request: Request, comm: Comm, memory: RunMemory) -> Outcome:
     return outcome
 
 
-def _shards(path: str, select: str | None = None, role: str = "source") -> discovery.ShardFiles:
+def _shards(
+    path: str, select: str | None = None, format_name: str | None = None, *, role: str = "source"
+) -> discovery.ShardFiles:
     require_reachable(path)
-    return discovery.find_shards(path, select, role=role)
-
-
-def _agreed(begin: Callable[[], T], comm: Comm) -> T:
-    """Return what `begin` does; raise, on all processes alike, what went wrong with it on one of them."""
-    done: list[T] = []
-    failures: tuple[Failure, ...] = ()
-    try:
-        done.append(begin())
-    except EXPECTED as error:
-        failures = (Failure.here(None, comm, as_reshard_error(error)),)
-    for outcome in comm.allgather(Outcome(failures=failures)):
-        for failure in outcome.failures:
-            raise failure.named(alone=True)
-    return done[0]
+    return discovery.find_shards(path, select, role=role, format_name=format_name)
 
 
 def _each(

@@ -67,6 +67,7 @@ class Task(StrEnum):
     CONVERT = "runs.transform:convert"
     VERIFY_PAIR = "runs.verify:verify_pair"
     VERIFY_ALONE = "runs.verify:verify_alone"
+    DIFF = "runs.diff:diff"
 
     def load(self) -> Callable[[Request, Comm, Progress, Strategies | None], Outcome]:
         """Return the function, with all that it needs loaded."""
@@ -156,9 +157,11 @@ def _count_shards(request: Request, work: Task) -> int:
     """Return how many shards there are to verify; 0 where that cannot be told: the workers will say why."""
     from reshard_mpi.checkpoints import discovery
 
-    path, select = (request.source, request.select) if work is Task.VERIFY_ALONE else (request.target, None)
+    path, select, only = request.target, None, None
+    if work is Task.VERIFY_ALONE:
+        path, select, only = request.source, request.select, request.source_format
     try:
-        return len(discovery.find_shards(path, select).by_rank)
+        return len(discovery.find_shards(path, select, format_name=only).by_rank)
     except (ReshardError, OSError):
         return 0
 

@@ -77,14 +77,14 @@ class Box:
         )
 
     def offset_of(self, inner: Box) -> int:
-        """Return the row-major element offset, within this box, of the first element of `inner`, which lies in it."""
+        """Return how many elements of this box, in row-major order, come before the first of `inner`, a part of it."""
         offset = 0
         for low, high, first in zip(self.start, self.stop, inner.start):
             offset = offset * (high - low) + (first - low)
         return offset
 
     def span_of(self, inner: Box) -> int:
-        """Return how many row-major elements of this box lie from the first to the last element of `inner`."""
+        """Return how many elements of this box, in row-major order, `inner` reaches over from its first to its last."""
         if inner.size == 0:
             return 0
         last = 0
@@ -93,19 +93,19 @@ class Box:
         return last + 1
 
     def blocks(self, limit: int, first: int = 0, last: int | None = None) -> Iterator[Box]:
-        """Cut this box into boxes of at most `limit` elements, each one contiguous run of its row-major order.
+        """Yield boxes of at most `limit` elements that are consecutive in the row-major order of this box.
 
-        The blocks come in row-major order and cover the elements from `first` to `last` of that order (None: to the
+        Together, in that order, they cover the elements from number `first` to before number `last` (None: to the
         end). Raises ValueError if `limit` is less than 1.
         """
         if limit < 1:
             raise ValueError(f"a block holds 1 element or more, got the limit {limit}")
         shape = self.shape
         rows = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))  # elements in one step of a dimension
-        at, end = first, self.size if last is None else last
-        while at < end:
-            room = min(limit, end - at)
-            start, stop, rest = [], [], at
+        position, end = first, self.size if last is None else last
+        while position < end:
+            room = min(limit, end - position)
+            start, stop, rest = [], [], position
             for dim, (row, length) in enumerate(zip(rows, shape)):
                 index, rest = divmod(rest, row)
                 low = self.start[dim] + index
@@ -115,9 +115,9 @@ class Box:
                     stop.append(low + count)
                     start.extend(self.start[dim + 1 :])
                     stop.extend(self.stop[dim + 1 :])
-                    at += count * row
+                    position += count * row
                     break
                 stop.append(low + 1)
             else:
-                at += 1  # the one element of a scalar
+                position += 1  # the one element of a scalar
             yield Box(tuple(start), tuple(stop))

@@ -8,26 +8,22 @@ from itertools import product
 
 from reshard_mpi.errors import LayoutError
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.sharding.nesting import regroup, regroup_held
+from reshard_mpi.sharding.nesting import regroup, regroup_part
 from reshard_mpi.sharding.placement import Piece, Placement, Shape
 
 
 class Layout:
     """A Placement bound to the shape of the whole tensor.
 
-    Raises LayoutError if the number of dimensions differs, or a cut does not divide and no sizes are given.
+    Raises LayoutError if the tensor has another number of dimensions, if the sizes of uneven slices do not add up to
+    it, or if a dimension without such sizes is not divisible by the number of its slices.
     """
 
     __slots__ = ("_bounds", "placement", "shape")
 
     def __init__(self, placement: Placement, shape: Shape) -> None:
         placement = regroup(placement, shape)
-        if placement.split and len(placement.split) != len(shape):
-            raise LayoutError(
-                "a tensor has another number of dimensions than its placement",
-                expected=placement.dimensions,
-                got=f"shape {list(shape)}",
-            )
+        _require_dimensions(placement, shape)
         self.placement = placement
         self.shape = shape
         self._bounds: dict[int, tuple[int, ...]] = {}
@@ -52,7 +48,7 @@ class Layout:
         if placement.optimizer > 1:
             heights = {1}
             if shape:
-                heights = {high - low for low, high in (self._slice(0, at) for at in range(placement.slices(0)))}
+                heights = {high - low for low, high in (self._slice(0, index) for index in range(placement.slices(0)))}
             if any(height % placement.optimizer for height in heights):
                 raise LayoutError(
                     "the optimizer cut does not divide dimension 0",
@@ -61,16 +57,16 @@ class Layout:
                 )
 
     def box(self, rank: int) -> Box:
-        """Return what global rank `rank` holds; its stage must be one of the placement's."""
+        """Return the box that global rank `rank` holds; the rank must be of a stage of the placement."""
         return self.piece_box(self.placement.piece(rank))
 
     def piece_box(self, piece: Piece) -> Box:
-        """Return the box of one part."""
+        """Return the box of one piece."""
         if not self.placement.split:
             low, high = [0] * len(self.shape), list(self.shape)
         else:
-            bounds = [self._slice(dim, at) for dim, at in enumerate(piece.index)]
-            low, high = [b[0] for b in bounds], [b[1] for b in bounds]
+            bounds = [self._slice(dim, index) for dim, index in enumerate(piece.index)]
+            low, high = [bound[0] for bound in bounds], [bound[1] for bound in bounds]
         if self.placement.optimizer > 1:
             height = (high[0] - low[0]) // self.placement.optimizer
             low[0] += piece.part * height
@@ -78,9 +74,9 @@ class Layout:
         return Box(tuple(low), tuple(high))
 
     def pieces_meeting(self, box: Box) -> Iterator[tuple[Piece, Box]]:
-        """Yield the parts that share elements with `box`, each with the shared box, in row-major order.
+        """Yield the pieces that share elements with `box`, each with the shared box, in row-major order.
 
-        Found dimension by dimension: the cost is that of what is found, whatever the number of ranks.
+        They are computed dimension by dimension, so the cost grows with the pieces yielded and not with the ranks.
         """
         if box.size == 0:
             return
@@ -92,18 +88,18 @@ class Layout:
                 if shared is not None:
                     yield piece, shared
 
-    def _slice(self, dim: int, at: int) -> tuple[int, int]:
+    def _slice(self, dim: int, index: int) -> tuple[int, int]:
         bounds = self._bounds.get(dim)
         if bounds is not None:
-            return bounds[at], bounds[at + 1]
+            return bounds[index], bounds[index + 1]
         step = self.shape[dim] // self.placement.slices(dim)
-        return at * step, at * step + step
+        return index * step, index * step + step
 
     def _slices_meeting(self, dim: int, low: int, high: int) -> range:
         bounds = self._bounds.get(dim)
         if bounds is not None:
-            first = next(i for i in range(len(bounds) - 1) if bounds[i + 1] > low)
-            last = next(i for i in range(len(bounds) - 1, 0, -1) if bounds[i - 1] < high)
+            first = next(index for index in range(len(bounds) - 1) if bounds[index + 1] > low)
+            last = next(index for index in range(len(bounds) - 1, 0, -1) if bounds[index - 1] < high)
             return range(first, last)
         step = self.shape[dim] // self.placement.slices(dim)
         return range(low // step, (high - 1) // step + 1)
@@ -118,32 +114,40 @@ class Layout:
         return range((max(low, box.start[0]) - low) // height, (min(high, box.stop[0]) - low - 1) // height + 1)
 
 
-def whole_shape(placement: Placement, rank: int, held: Shape) -> Shape:
-    """Return the shape of the whole tensor of which `rank` holds a part of shape `held`.
-
-    Raises LayoutError if the number of dimensions does not fit; a part of the wrong size does not fit the shape it
-    leads to, which is for the caller to see.
-    """
-    placement = regroup_held(placement, held)
-    if not placement.split and placement.optimizer == 1:
-        return held
-    if placement.split and len(placement.split) != len(held):
+def _require_dimensions(placement: Placement, shape: Shape) -> None:
+    if placement.split and len(placement.split) != len(shape):
         raise LayoutError(
             "a tensor has another number of dimensions than its placement",
             expected=placement.dimensions,
-            got=f"shape {list(held)}",
+            got=f"shape {list(shape)}",
         )
-    if not held:
+
+
+def whole_shape(placement: Placement, rank: int, part_shape: Shape) -> Shape:
+    """Return the shape of the whole tensor of which `rank` holds a part of shape `part_shape`.
+
+    Raises LayoutError if the number of dimensions does not fit. A part of a wrong size is not noticed here: it leads to
+    a shape that the caller finds not to fit.
+    """
+    placement = regroup_part(placement, part_shape)
+    if not placement.split and placement.optimizer == 1:
+        return part_shape
+    _require_dimensions(placement, part_shape)
+    if not part_shape:
         raise LayoutError("a scalar cannot be cut", expected="a tensor of one dimension or more", got="shape []")
-    totals = [placement.total(dim) for dim in range(len(held))]
+    totals = [placement.total(dim) for dim in range(len(part_shape))]
     return tuple(
         length * placement.cuts(dim) if total is None else total
-        for dim, (length, total) in enumerate(zip(held, totals))
+        for dim, (length, total) in enumerate(zip(part_shape, totals))
     )
 
 
 def stand_in_shape(source: Placement, target: Placement) -> Shape:
-    """Return a small shape that both placements cut, in which the same parts meet as in any shape they both cut."""
+    """Return a small shape that both placements can cut.
+
+    The pieces of source and target that share elements in it are those that do in any shape that both can cut. Raises
+    LayoutError if the placements have different numbers of dimensions.
+    """
     shorter, longer = sorted((source, target), key=lambda placement: len(placement.split))
     if shorter.split and not shorter.open_ended and len(shorter.split) != len(longer.split):
         raise LayoutError(

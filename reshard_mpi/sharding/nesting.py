@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, chain, product
 
 from reshard_mpi.errors import LayoutError
 from reshard_mpi.sharding.placement import Placement, Shape
@@ -34,68 +34,73 @@ def regroup(placement: Placement, shape: Shape) -> Placement:
 
 
 @lru_cache(maxsize=4096)
-def regroup_held(placement: Placement, held: Shape) -> Placement:
+def regroup_part(placement: Placement, part_shape: Shape) -> Placement:
     """Return the placement with the dimensions of a tensor of which a rank holds a part of shape `held`."""
-    placement = _closed(placement, len(held))
-    if placement.expanded_shape is None or len(held) == len(placement.split) or not held:
+    placement = _closed(placement, len(part_shape))
+    if placement.expanded_shape is None or len(part_shape) == len(placement.split) or not part_shape:
         return placement
     factors = tuple(
         length // placement.slices(dim) if length % placement.slices(dim) == 0 else 0
         for dim, length in enumerate(placement.expanded_shape)
     )
     # The optimizer cuts the joined dimension 0, not its first factor.
-    return _only_way(placement, factors, (held[0] * placement.optimizer, *held[1:]))
+    return _only_way(placement, factors, (part_shape[0] * placement.optimizer, *part_shape[1:]))
 
 
 @lru_cache(maxsize=4096)
 def alignments(source: Placement, target: Placement) -> tuple[tuple[Placement, Placement], ...]:
-    """Return the ways to see both placements over the same dimensions; one, but where only a shape would tell.
+    """Return pairs of both placements over the same dimensions: several only where the tensor's shape would decide.
 
     Raises LayoutError if there is none.
     """
     if source.expanded_shape and target.expanded_shape:
-        factors = [_without_zeros(one) for one in (source.expanded_shape, target.expanded_shape)]
+        factors = [*map(_without_zeros, (source.expanded_shape, target.expanded_shape))]
         shape = _common_factors(*factors)
         if source.expanded_shape == target.expanded_shape:
             shape, joined = factors[0], [[source], [target]]
         else:
-            joined = [_ways(one, len(shape), _products_are(own, shape)) for one, own in zip((source, target), factors)]
-        pairs = ((one, other) for one in joined[0] for other in joined[1])
-        found = tuple(dict.fromkeys(both for pair in pairs for both in _with_joined_starts(*pair, shape)))
+            joined = [
+                _ways(placement, len(shape), _products_are(own_factors, shape))
+                for placement, own_factors in zip((source, target), factors)
+            ]
+        pairs = tuple(
+            dict.fromkeys(both for pair in product(joined[0], joined[1]) for both in _with_joined_starts(*pair, shape))
+        )
     else:
-        joined = [_of_dims(source, target), _of_dims(target, source)]
-        found = tuple((one, other) for one in joined[0] for other in joined[1])
-    if not found:
+        pairs = tuple(product(_of_dims(source, target), _of_dims(target, source)))
+    if not pairs:
         raise LayoutError(
             "source and target place a parameter with different dimensions",
             expected=f"{source.dimensions}, as the source has",
             got=target.dimensions,
             remedy="give strategies of the same network; of nested layouts, as protobuf files",
         )
-    return found
+    return pairs
 
 
 def _of_dims(placement: Placement, other: Placement) -> list[Placement]:
+    """Return the ways to see `placement` over the dimensions of `other`, where one of the two is not expanded."""
     if placement.expanded_shape is None:
         return [placement]
     if not other.split or other.open_ended:
         pairs = _with_joined_starts(placement, other, _without_zeros(placement.expanded_shape))
-        return list(dict.fromkeys(one for one, _ in pairs))
+        return list(dict.fromkeys(joined for joined, _ in pairs))
     if len(placement.split) == len(other.split):
         return [placement]
     return _ways(placement, len(other.split), lambda grouping: True)
 
 
-def _with_joined_starts(one: Placement, other: Placement, shape: Shape) -> Iterator[tuple[Placement, Placement]]:
+def _with_joined_starts(placement: Placement, other: Placement, shape: Shape) -> Iterator[tuple[Placement, Placement]]:
     """Yield both placements as they are and, if the optimizer cuts either, with their first dimensions joined.
 
-    It cuts the tensor's dimension 0, of which the first dimension of `shape`, the factors that both are in, may be but
-    a factor. Only placements in these factors are joined; another has the dimensions of the tensor.
+    shape: the factors that expanded placements list. The optimizer cuts dimension 0 of the tensor, and the first of
+    these factors may be only a part of that. A placement that does not list them has the tensor's own dimensions, and
+    is not joined.
     """
-    yield one, other
-    if one.optimizer == other.optimizer == 1:
+    yield placement, other
+    if placement.optimizer == other.optimizer == 1:
         return
-    sides = (one, other)
+    sides = (placement, other)
     in_factors = [len(side.split) == len(shape) and not side.open_ended for side in sides]
     for count in range(2, len(shape) + 1):
         last = count - 2
@@ -106,20 +111,20 @@ def _with_joined_starts(one: Placement, other: Placement, shape: Shape) -> Itera
 
 
 def _start_joined(placement: Placement, count: int) -> Placement:
-    start = tuple(axis for axes in placement.split[:count] for axis in axes)
-    return replace(placement, split=(start, *placement.split[count:]), expanded_shape=None)
+    joined = tuple(chain(*placement.split[:count]))
+    return replace(placement, split=(joined, *placement.split[count:]), expanded_shape=None)
 
 
 def _only_way(placement: Placement, factors: Shape, shape: Shape) -> Placement:
-    found = _ways(placement, len(shape), _products_are(factors, shape))
-    if len(found) != 1:
+    ways = _ways(placement, len(shape), _products_are(factors, shape))
+    if len(ways) != 1:
         raise LayoutError(
             "the factors of a nested layout cannot be joined into the tensor's dimensions",
             expected=f"exactly one way to join {list(factors)} into the shape",
-            got=f"{len(found)} ways for shape {list(shape)}",
+            got=f"{len(ways)} ways for shape {list(shape)}",
             remedy="give the strategy as a protobuf file, which keeps nested maps as they are",
         )
-    return found[0]
+    return ways[0]
 
 
 def _products_are(factors: Shape, shape: Shape) -> Callable[[Grouping], bool]:
@@ -129,25 +134,31 @@ def _products_are(factors: Shape, shape: Shape) -> Callable[[Grouping], bool]:
 
 
 def _ways(placement: Placement, dims: int, fits: Callable[[Grouping], bool]) -> list[Placement]:
-    """Return the ways to join the factors into `dims` dimensions that give different pieces."""
+    """Return the ways to join the factors of a placement into `dims` dimensions; ways with the same pieces once.
+
+    fits: tells whether a grouping of the factors is to be tried.
+    """
     assert placement.expanded_shape is not None
     single = [length == placement.slices(dim) for dim, length in enumerate(placement.expanded_shape)]
     ways: dict[tuple[tuple[int, ...], ...], Placement] = {}
     for grouping in _groupings(len(single), dims):
         if fits(grouping) and all(all(single[first : last - 1]) for first, last in grouping):
-            split = tuple(tuple(axis for axes in placement.split[i:j] for axis in axes) for i, j in grouping)
+            split = tuple(tuple(chain(*placement.split[first:last])) for first, last in grouping)
             cutting = tuple(tuple(axis for axis in axes if placement.mesh[axis] > 1) for axes in split)
             ways.setdefault(cutting, replace(placement, split=split, expanded_shape=None))
     return list(ways.values())
 
 
 def _without_zeros(shape: Shape) -> Shape:
-    """Return a shape whose dimensions can be told by their products; without elements nothing depends on them."""
+    """Return `shape` with 1 for 0, so that products tell dimensions apart; of an empty tensor no lengths matter."""
     return tuple(max(length, 1) for length in shape)
 
 
 def _common_factors(first: Shape, second: Shape) -> Shape:
-    """Return the dimensions at whose ends both shapes have one, those of length 1 as often as both have them."""
+    """Return the finest shape of which both shapes are refinements; both list the factors of one tensor.
+
+    Dimensions of length 1 are kept as often as both shapes have them.
+    """
     ends = Counter(accumulate(first, operator.mul)) & Counter(accumulate(second, operator.mul))
     shape, before = [], 1
     for end in sorted(ends.elements()):
@@ -163,12 +174,15 @@ def _closed(placement: Placement, ndim: int) -> Placement:
     return replace(placement, split=placement.split + ((),) * (ndim - len(placement.split)), open_ended=False)
 
 
-def _groupings(factors: int, dims: int) -> Iterator[Grouping]:
-    """Yield the ways to cut `factors` consecutive factors into `dims` groups of one or more."""
-    if dims == 0:
+def _groupings(factors: int, groups: int) -> Iterator[Grouping]:
+    """Yield the ways to divide `factors` consecutive factors into `groups` groups of one or more.
+
+    A grouping holds the first factor of each group and the one after its last.
+    """
+    if groups == 0:
         if factors == 0:
             yield ()
         return
-    for last in range(factors - 1, dims - 2, -1):
-        for head in _groupings(last, dims - 1):
-            yield (*head, (last, factors))
+    for last in range(factors - 1, groups - 2, -1):
+        for earlier in _groupings(last, groups - 1):
+            yield (*earlier, (last, factors))

@@ -12,7 +12,7 @@ The semantics are MindSpore's:
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from reshard_mpi.errors import LayoutError
@@ -20,7 +20,7 @@ from reshard_mpi.sharding.patterns import Patterns, ends_of
 
 Shape = tuple[int, ...]
 
-# What is known of names is kept for so many of them.
+# How many names a strategy remembers the answers for.
 _MAX_KNOWN = 1 << 16
 
 
@@ -126,59 +126,60 @@ class Placement:
 
     def total(self, dim: int) -> int | None:
         """The length of dimension `dim`, where the placement itself tells it."""
-        return next((sum(sizes) for at, sizes in self.sizes if at == dim), None)
+        return next((sum(sizes) for cut_dim, sizes in self.sizes if cut_dim == dim), None)
 
     def piece(self, rank: int) -> Piece:
         """Return which part of the tensor global rank `rank` holds."""
         coordinates = unravel(rank % self.stage_size, self.mesh)
-        index = []
+        indices = []
         for axes in self.split:
-            at = 0
+            index = 0
             for axis in axes:
-                at = at * self.mesh[axis] + coordinates[axis]
-            index.append(at)
+                index = index * self.mesh[axis] + coordinates[axis]
+            indices.append(index)
         position = 0
         if self.optimizer > 1:
             for axis in self.free_axes:
                 position = position * self.mesh[axis] + coordinates[axis]
-        return Piece(tuple(index), position % self.optimizer)
+        return Piece(tuple(indices), position % self.optimizer)
 
     def holder(self, piece: Piece, home: int) -> int:
         """Return the global rank that holds `piece` and lies nearest to rank `home` in the mesh.
 
-        Of the copies it is the one with the coordinates of `home` along the free axes, so parameters cut alike and
-        parameters cut over other axes are looked for in the same files.
+        Along the free axes it has the coordinates of `home`, so parameters that are cut over different axes are taken
+        from the same files.
         """
         stage = home // self.stage_size
         if stage not in self.stages:
             stage = self.stages[0]
-        coordinates = list(unravel(home % self.stage_size, self.mesh))
-        self._set_index(coordinates, piece)
+        coordinates = self._moved_to(piece, unravel(home % self.stage_size, self.mesh))
         if self.optimizer > 1:
             free = self.free_axes
             lengths = tuple(self.mesh[axis] for axis in free)
             position = ravel(tuple(coordinates[axis] for axis in free), lengths)
             position += piece.part - position % self.optimizer
-            for axis, at in zip(free, unravel(position, lengths)):
-                coordinates[axis] = at
+            for axis, coordinate in zip(free, unravel(position, lengths)):
+                coordinates[axis] = coordinate
         return stage * self.stage_size + ravel(tuple(coordinates), self.mesh)
 
     def holders(self, piece: Piece) -> Iterator[int]:
         """Yield every global rank that holds `piece`, in ascending order within each stage."""
         free = self.free_axes
         lengths = tuple(self.mesh[axis] for axis in free)
-        coordinates = [0] * len(self.mesh)
-        self._set_index(coordinates, piece)
+        coordinates = self._moved_to(piece, [0] * len(self.mesh))
         for stage in self.stages:
             for position in range(piece.part, math.prod(lengths), self.optimizer):
-                for axis, at in zip(free, unravel(position, lengths)):
-                    coordinates[axis] = at
+                for axis, coordinate in zip(free, unravel(position, lengths)):
+                    coordinates[axis] = coordinate
                 yield stage * self.stage_size + ravel(tuple(coordinates), self.mesh)
 
-    def _set_index(self, coordinates: list[int], piece: Piece) -> None:
-        for axes, at in zip(self.split, piece.index):
+    def _moved_to(self, piece: Piece, coordinates: Iterable[int]) -> list[int]:
+        """Return the coordinates of a rank, moved along the axes that cut to where the slice of `piece` is held."""
+        moved = list(coordinates)
+        for axes, index in zip(self.split, piece.index):
             for axis in reversed(axes):
-                at, coordinates[axis] = divmod(at, self.mesh[axis])
+                index, moved[axis] = divmod(index, self.mesh[axis])
+        return moved
 
     def with_stages(self, stages: tuple[int, ...]) -> Placement:
         return replace(self, stages=stages)
@@ -190,7 +191,7 @@ def replicated(ranks: int) -> Placement:
 
 
 class _Known:
-    """What has been found out of names by the rules of a strategy: the same is asked many times."""
+    """What the rules of a strategy say of names asked about before: planning asks about each many times."""
 
     __slots__ = ("followed", "patterns", "placed", "rules")
 
@@ -207,9 +208,9 @@ class Strategy:
 
     parameters: for each listed name the placements that hold it; more than one where stages that share a parameter
     cut it differently. rules: pairs (glob, placement) for names not listed one by one; the first match wins.
-    required_rules: the globs of rules that must place something in the checkpoint, where people have written them.
-    axes: what the axes of the mesh are called, where one mesh with names serves all placements. Neither makes a
-    difference to who holds what. All stages have the same number of ranks. Raises LayoutError where they do not.
+    required_rules: the globs of rules that must place at least one tensor of the checkpoint (those that people wrote).
+    axes: the names of the mesh axes, where one mesh with names serves all placements. Neither changes which rank holds
+    what. Raises LayoutError unless all stages have the same number of ranks.
     """
 
     world_size: int
@@ -248,7 +249,7 @@ class Strategy:
     def find(self, name: str) -> tuple[Placement, ...]:
         """Return the placements of parameter `name`; empty where the strategy does not list it.
 
-        They are the same object whenever they are asked for, and for all that one rule places.
+        All calls for one name, and for all names that one rule places, return the same object.
         """
         listed = self.parameters.get(name)
         if listed is not None:
@@ -268,7 +269,7 @@ class Strategy:
         return known[name]
 
     def followed(self, name: str) -> tuple[str, ...]:
-        """Return what `name` may be named after (see `named_after`) and more than a rule for every name lists."""
+        """Return the names that `name` may be named after (see `named_after`) and that more than a rule `*` lists."""
         known = self._known.followed
         if name not in known:
             if len(known) >= _MAX_KNOWN:
@@ -292,24 +293,24 @@ class Strategy:
         return known.patterns
 
     def listing(self, stages_of: Mapping[str, Collection[int]]) -> Strategy:
-        """Return the strategy with names that rules place listed one by one, in those of their stages that hold them.
+        """Return this strategy with the names that its rules place listed one by one, each in the stages that hold it.
 
-        stages_of: the stages by name. Names that only a rule for every name (`*`) catches and that may follow another
-        are left to the rules.
+        stages_of: the stages that hold each name. Names that only a rule `*` places, and that may follow another
+        parameter, are left to the rules.
         """
         listed = dict(self.parameters)
-        made: dict[tuple[Placement, tuple[int, ...]], Placement] = {}
+        placed: dict[tuple[Placement, tuple[int, ...]], Placement] = {}
         for name, stages in stages_of.items():
             follows = self.is_only_caught(name) and bool(self.followed(name))
             if name in listed or follows:
                 continue
             for placement in self.find(name):
-                here = tuple(stage for stage in placement.stages if stage in stages) or placement.stages
-                listed[name] = (made.setdefault((placement, here), placement.with_stages(here)),)
+                stages_here = tuple(stage for stage in placement.stages if stage in stages) or placement.stages
+                listed[name] = (placed.setdefault((placement, stages_here), placement.with_stages(stages_here)),)
         return replace(self, parameters=listed)
 
     def is_only_caught(self, name: str) -> bool:
-        """Tell whether nothing but a rule for every name (`*`) lists parameter `name`."""
+        """Tell whether only a rule for every name (`*`) lists parameter `name`."""
         if name in self.parameters:
             return False
         rule = self.rule_of(name)
@@ -322,7 +323,7 @@ def unsharded(origin: str = "") -> Strategy:
 
 
 def named_after(name: str) -> Iterator[str]:
-    """Yield what `name` may be named after (`adam.moment1.w` -> `moment1.w`, `w`), the longest first."""
+    """Yield the names that `name` may be named after (`adam.moment1.w` -> `moment1.w`, `w`), the longest first."""
     return (name[end:] for end in ends_of(name))
 
 
@@ -330,14 +331,14 @@ def unravel(number: int, lengths: tuple[int, ...]) -> tuple[int, ...]:
     """Return the row-major coordinates of element `number` in an array of shape `lengths`."""
     coordinates = []
     for length in reversed(lengths):
-        number, at = divmod(number, length)
-        coordinates.append(at)
+        number, coordinate = divmod(number, length)
+        coordinates.append(coordinate)
     return tuple(reversed(coordinates))
 
 
 def ravel(coordinates: tuple[int, ...], lengths: tuple[int, ...]) -> int:
     """Return the row-major number of the element at `coordinates` in an array of shape `lengths`."""
     number = 0
-    for at, length in zip(coordinates, lengths):
-        number = number * length + at
+    for coordinate, length in zip(coordinates, lengths):
+        number = number * length + coordinate
     return number

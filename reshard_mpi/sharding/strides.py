@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from reshard_mpi.sharding.box import Box
 
-# Of a region's dimensions longer than 1: which of the source and which of the target are the same, outermost first.
+# A dimension of the source and the same one of the target, for those longer than 1, the target's outermost first.
 Pairs = tuple[tuple[int, int], ...]
 
 
@@ -29,10 +29,11 @@ class Runs(NamedTuple):
 
 
 class Strides(NamedTuple):
-    """How elements lie in a source and in a target array. Offsets of the first of them, and steps, count elements.
+    """How the elements of a region lie in a source and in a target array. Offsets and steps count elements.
 
-    dimensions: length, source step and target step of each, outermost of the target first. Where two go on evenly on
-    both sides they are one, so a region that lies together on both sides has one of step 1.
+    The offsets are those of the region's first element. dimensions: length, source step and target step of each, the
+    target's outermost first. Two whose elements are evenly spaced on both sides are merged, so a region that is
+    contiguous on both sides has one dimension, of step 1.
     """
 
     source_offset: int
@@ -49,17 +50,17 @@ class Strides(NamedTuple):
         order: tuple[int, ...] | None = None,
         steps: tuple[int, ...] | None = None,
     ) -> Strides:
-        """Return how `region` of `source` lies there, and as `target_region` in `target`.
+        """Return how `region` lies in `source`, and `target_region`, which holds the same elements, in `target`.
 
-        order: the dimensions of the source as they follow each other in the target; None: as in the source. Either side
-        may have further dimensions of length 1. steps: how far apart elements of the source are in each dimension, if
-        it is not row-major.
+        order: the dimensions of the source in the order that they have in the target; None: that of the source. Either
+        side may have further dimensions of length 1. steps: how far apart elements of the source are in each
+        dimension, if it is not row-major.
         """
         source_steps, target_steps = steps or _steps(source), _steps(target)
         lengths = region.shape
         dimensions: list[tuple[int, int, int]] = []
-        for at, to in paired(region, target_region, order):
-            length, step, target_step = lengths[at], source_steps[at], target_steps[to]
+        for dim, target_dim in paired(region, target_region, order):
+            length, step, target_step = lengths[dim], source_steps[dim], target_steps[target_dim]
             while dimensions and dimensions[-1][1:] == (step * length, target_step * length):
                 length *= dimensions.pop()[0]
             dimensions.append((length, step, target_step))
@@ -81,13 +82,13 @@ class Strides(NamedTuple):
 
     @property
     def run_length(self) -> int:
-        """How many elements are consecutive in both arrays; all runs are as long."""
+        """How many elements are consecutive in both arrays: the length of every run."""
         length, step, target_step = self.dimensions[-1] if self.dimensions else (1, 1, 1)
         return length if step == target_step == 1 or not length else 1
 
     @property
     def is_in_source_order(self) -> bool:
-        """Whether all elements follow one another in the source without gaps, in the order of the target."""
+        """Whether all elements are contiguous in the source, and in the order that they have in the target."""
         expected = 1
         for length, step, _ in reversed(self.dimensions):
             if step != expected:
@@ -97,8 +98,9 @@ class Strides(NamedTuple):
 
     @property
     def is_turned(self) -> bool:
-        """Whether what is consecutive in one array is not in the other."""
-        return bool(self.dimensions) and self.dimensions[-1][1] != 1 and any(s == 1 for _, s, _ in self.dimensions)
+        """Whether elements that are consecutive in the source are apart in the target."""
+        steps = [step for _, step, _ in self.dimensions]
+        return 1 in steps and steps[-1] != 1
 
     def runs(self) -> Iterator[Runs]:
         """Yield the runs in the order of the target."""
@@ -112,38 +114,39 @@ class Strides(NamedTuple):
 
 
 def paired(region: Box, target_region: Box, order: tuple[int, ...] | None = None) -> Pairs:
-    """Return which dimensions of a region are which in the target, those longer than 1.
+    """Return pairs of a dimension of `region` and the same one of `target_region`, for those longer than 1.
 
-    Raises ValueError if they are not as long.
+    order: the dimensions of `region` in the order that they have in the target; None: as they are. Raises ValueError if
+    the lengths differ.
     """
     lengths, target_lengths = region.shape, target_region.shape
-    own = [dim for dim in (order if order is not None else range(len(lengths))) if lengths[dim] != 1]
-    others = [dim for dim, length in enumerate(target_lengths) if length != 1]
-    if [lengths[dim] for dim in own] != [target_lengths[dim] for dim in others]:
+    dims = [dim for dim in (order if order is not None else range(len(lengths))) if lengths[dim] != 1]
+    target_dims = [dim for dim, length in enumerate(target_lengths) if length != 1]
+    if [lengths[dim] for dim in dims] != [target_lengths[dim] for dim in target_dims]:
         raise ValueError(f"{region} does not fit {target_region}" + (f" in the order {order}" if order else ""))
-    return tuple(zip(own, others))
+    return tuple(zip(dims, target_dims))
 
 
 def common_runs(region: Box, source: Box, target: Box) -> Iterator[Runs]:
-    """Yield the runs that carry `region` from `source` to `target`, in row-major order of the region."""
+    """Yield the runs in which `region` goes from `source` to `target`, in row-major order of the region."""
     return Strides.between(region, source, region, target).runs()
 
 
 def run_length(region: Box, source: Box, target: Box) -> int:
-    """Return how many elements of `region` are consecutive in both `source` and `target` (all runs are as long)."""
+    """Return how many elements of `region` are consecutive in both `source` and `target`: the length of every run."""
     return Strides.between(region, source, region, target).run_length
 
 
 def _steps(box: Box) -> tuple[int, ...]:
-    """Return how far apart elements are that follow each other in a dimension of a row-major array."""
+    """Return for each dimension of a row-major array how many elements lie from one index to the next."""
     return tuple(accumulate((1, *reversed(box.shape[1:])), mul))[::-1] if box.ndim else ()
 
 
 def _offsets(source: int, target: int, dimensions: tuple[tuple[int, int, int], ...]) -> Iterator[tuple[int, int]]:
-    """Yield where runs begin, one by one; itertools.product would keep every row number of a tensor in memory."""
+    """Yield the source and target offsets of runs; itertools.product would keep every row number in memory."""
     if not dimensions:
         yield source, target
         return
     (length, step, target_step), *inner = dimensions
-    for at in range(length):
-        yield from _offsets(source + at * step, target + at * target_step, tuple(inner))
+    for index in range(length):
+        yield from _offsets(source + index * step, target + index * target_step, tuple(inner))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from support.checkpoints import as_read, expected_rank, read_shard, write_strategy
-from support.conversions import COMMAND, TENSORS, Conversion, command_line, listing, make, shards, side
-from support.launch import MPI, mpirun_command
+from support.checkpoints import read_shard
+from support.command_line import Capture, run_here
+from support.conversions import Conversion, listing, make, of_every_kind, shards, side, transform_apart
+from support.launch import MPI
 from support.oracle import RawLayout
 from support.processes import run_command
 
@@ -21,8 +23,6 @@ from reshard_mpi.errors import DisagreementError, UsageError
 from reshard_mpi.planning.model import Copy
 from reshard_mpi.sharding.box import Box
 
-Capture = pytest.CaptureFixture[str]
-KINDS = pytest.mark.parametrize("kind", ["ckpt", "hdf5"])
 CHECK = ("--replicas", "check")
 
 
@@ -47,32 +47,32 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, int, Box]]:
     return found
 
 
-@KINDS
+@of_every_kind
 @pytest.mark.parametrize("way", ["plan", "alone", "jobs"])
 def test_a_difference_is_refused_by_name(tmp_path: Path, capsys: Capture, kind: str, way: str) -> None:
     c = make(tmp_path, kind)
     differing(c)
     before = listing(tmp_path)
     options = {"plan": ["plan"], "alone": ["transform"], "jobs": ["transform", "--jobs", "3"]}[way]
-    said = command_line(capsys, *c.arguments(*options, *CHECK))
-    assert said.code == 3 and said.out == "", said
-    assert "copies of 'w' differ\n  expected: the same bytes on ranks 1 and 3\n" in said.err
-    assert "got: a difference at element [5, 3]: these ranks should hold the same\n" in said.err
-    assert f"where: {c.shard(1)} and {c.shard(3)}\n  what to do: " in said.err
+    finished = run_here(capsys, *c.arguments(*options, *CHECK))
+    assert finished.code == 3 and finished.out == "", finished
+    assert "copies of 'w' differ\n  expected: the same bytes on ranks 1 and 3\n" in finished.err
+    assert "got: a difference at element [5, 3]: these ranks should hold the same\n" in finished.err
+    assert f"where: {c.shard(1)} and {c.shard(3)}\n  what to do: " in finished.err
     assert listing(tmp_path) == before
-    assert command_line(capsys, *c.arguments("transform", "--replicas", "any")).code == 0
+    assert run_here(capsys, *c.arguments("transform", "--replicas", "any")).code == 0
 
 
-@KINDS
+@of_every_kind
 def test_copies_that_agree(tmp_path: Path, capsys: Capture, kind: str) -> None:
     c = make(tmp_path, kind)
-    assert command_line(capsys, *c.arguments()).code == 0
+    assert run_here(capsys, *c.arguments()).code == 0
     checked = c.but(dst=tmp_path / "checked")
-    assert command_line(capsys, *checked.arguments("transform", *CHECK)).code == 0
+    assert run_here(capsys, *checked.arguments("transform", *CHECK)).code == 0
     assert shards(checked.dst) == shards(c.dst)
     # It is no other run, since the same bytes are written.
-    said = command_line(capsys, *c.arguments("transform", "--resume", *CHECK))
-    assert said.code == 0 and "2 were complete already" in said.out
+    finished = run_here(capsys, *c.arguments("transform", "--resume", *CHECK))
+    assert finished.code == 0 and "2 were complete already" in finished.out
 
 
 def test_functions(tmp_path: Path) -> None:
@@ -106,8 +106,8 @@ def test_only_what_is_needed_is_compared(tmp_path: Path, capsys: Capture) -> Non
     """A difference in what only target 1 needs: rows 4 to 7."""
     c = make(tmp_path)
     differing(c)
-    assert command_line(capsys, *c.arguments("transform", *CHECK, "--rank", "0")).code == 0
-    assert command_line(capsys, *c.arguments("transform", *CHECK, "--rank", "1")).code == 3
+    assert run_here(capsys, *c.arguments("transform", *CHECK, "--rank", "0")).code == 0
+    assert run_here(capsys, *c.arguments("transform", *CHECK, "--rank", "1")).code == 3
 
 
 @pytest.mark.parametrize("name", ["accu_grads.w", "grad_sum.w"])
@@ -116,11 +116,11 @@ def test_partial_sums_are_compared_whatever_is_asked(tmp_path: Path, capsys: Cap
     for rank in range(4):
         c.rewrite(rank, {name: c.arrays(rank)["w"] + (rank == 2)})
     for options in ((), CHECK):
-        said = command_line(capsys, *c.arguments("transform", *options))
-        assert said.code == 3 and f"copies of '{name}' differ" in said.err and "partial sums" in said.err
+        finished = run_here(capsys, *c.arguments("transform", *options))
+        assert finished.code == 3 and f"copies of '{name}' differ" in finished.err and "partial sums" in finished.err
 
 
-@KINDS
+@of_every_kind
 @pytest.mark.parametrize(
     ("array", "says"),
     [
@@ -135,20 +135,20 @@ def test_a_copy_of_another_kind_is_refused(
     """Rank 2 is read by nobody here, so only comparing can see it."""
     c = make(tmp_path, kind)
     c.rewrite(2, {"w": array})
-    assert command_line(capsys, *c.arguments("plan", "--rank", "0")).code == 0
-    said = command_line(capsys, *c.arguments("plan", *CHECK, "--rank", "0"))
-    assert said.code == 3 and "copies of 'w' differ in shape or type" in said.err and says in said.err
-    assert f"where: {c.shard(2)}\n" in said.err
+    assert run_here(capsys, *c.arguments("plan", "--rank", "0")).code == 0
+    finished = run_here(capsys, *c.arguments("plan", *CHECK, "--rank", "0"))
+    assert finished.code == 3 and "copies of 'w' differ in shape or type" in finished.err and says in finished.err
+    assert f"where: {c.shard(2)}\n" in finished.err
 
 
 def test_shards_that_cannot_be_compared_are_told(tmp_path: Path, capsys: Capture) -> None:
     c = make(tmp_path)
     c.shard(2).write_bytes(b"")
     c.rewrite(3, {"w": None})  # saved without redundancy: nothing to be told
-    said = command_line(capsys, *c.arguments("transform", *CHECK, "--rank", "0"))
-    assert said.code == 0 and said.err.count("warning: ") == 1
-    assert f"warning: the shard of rank 2 cannot be used, {c.shard(2)}: a shard is empty" in said.err
-    assert read_shard(c.written(0)) == as_read(expected_rank(c.target, TENSORS, 0))
+    finished = run_here(capsys, *c.arguments("transform", *CHECK, "--rank", "0"))
+    assert finished.code == 0 and finished.err.count("warning: ") == 1
+    assert f"warning: the shard of rank 2 cannot be used, {c.shard(2)}: a shard is empty" in finished.err
+    assert read_shard(c.written(0)) == c.expected(0)
 
 
 # Cost
@@ -158,17 +158,15 @@ def copies_of(c: Conversion) -> set[tuple[str, int]]:
     return {(name, rank) for name in ("w", "b", "moments.w") for rank in range(4)}
 
 
-def eight(c: Conversion) -> Conversion:
-    """Return a conversion to 8 targets in 2 groups that hold the same: columns for every second rank."""
-    target = side(8, {"w": RawLayout((4, 2), (-1, 0)), "b": RawLayout((4, 2), (-1,))})
-    return c.but(target=target, dst_strategy=write_strategy(target, c.folder / "eight"))
+# 8 targets in 2 groups that hold the same: columns for every second rank.
+EIGHT = side(8, {"w": RawLayout((4, 2), (-1, 0)), "b": RawLayout((4, 2), (-1,))})
 
 
 def test_targets_that_share_pieces_have_them_compared_once(
     tmp_path: Path, capsys: Capture, read: Counter[tuple[str, int, Box]]
 ) -> None:
-    c = eight(make(tmp_path))
-    assert command_line(capsys, *c.arguments("plan", *CHECK)).code == 0
+    c = make(tmp_path).to(EIGHT)
+    assert run_here(capsys, *c.arguments("plan", *CHECK)).code == 0
     compared = {key: count for key, count in read.items() if key[0] != "global_step"}
     assert {(name, rank) for name, rank, _ in compared} == copies_of(c)
     assert set(compared.values()) == {1}
@@ -176,7 +174,7 @@ def test_targets_that_share_pieces_have_them_compared_once(
 
 def test_processes_share_what_is_to_be_compared(tmp_path: Path) -> None:
     """What each of 3 workers reads to compare goes to a file of its own."""
-    c = eight(make(tmp_path))
+    c = make(tmp_path).to(EIGHT)
     patch = (
         "import os, sys; from reshard_mpi.cli import commands as cli; from reshard_mpi.engine import regions\n"
         "read = regions.read_region\n"
@@ -186,12 +184,10 @@ def test_processes_share_what_is_to_be_compared(tmp_path: Path) -> None:
         "    read(files, copy, region, *rest)\n"
         "regions.read_region = told\n"
     )
-    import sys
-
     script = tmp_path / "patched.py"
     script.write_text(patch + "cli.main(sys.argv[1:])\n")
-    done = run_command([sys.executable, str(script), *c.arguments("transform", "--jobs", "3", *CHECK)])
-    assert done.returncode == 0, done
+    finished = run_command([sys.executable, str(script), *c.arguments("transform", "--jobs", "3", *CHECK)])
+    assert finished.code == 0, finished
     logs = [Counter(log.read_text().splitlines()) for log in tmp_path.glob("read.*")]
     found = sum(logs, Counter[str]())
     compared = {line: count for line, count in found.items() if not line.startswith("global_step")}
@@ -201,13 +197,12 @@ def test_processes_share_what_is_to_be_compared(tmp_path: Path) -> None:
 
 
 def test_ranks_of_an_mpi_run_refuse_alike(tmp_path: Path, mpi: MPI) -> None:
-    c = eight(make(tmp_path))
+    c = make(tmp_path).to(EIGHT)
     differing(c)
     before = listing(tmp_path)
-    command = mpirun_command(mpi, 3, [*COMMAND, *c.arguments("transform", "--jobs", "1", *CHECK)])
-    finished = run_command(command, timeout_seconds=60)
-    assert finished.returncode == 3, finished
-    assert finished.stderr.count("copies of 'w' differ") == 1 and "element [5, 3]" in finished.stderr
+    finished = transform_apart(c, "--jobs", "1", *CHECK, mpi=mpi, ranks=3)
+    assert finished.code == 3, finished
+    assert finished.err.count("copies of 'w' differ") == 1 and "element [5, 3]" in finished.err
     assert listing(tmp_path) == before
 
 

@@ -8,45 +8,39 @@ import numpy as np
 import pytest
 from support import ckpt_peer
 from support.cases import Side
-from support.checkpoints import as_read, expected_rank, read_shard, write_shard, write_shards, write_strategy
-from support.conversions import TENSORS, Conversion, assert_targets_right, command_line, listing, make, warnings
+from support.checkpoints import as_read, expected_rank, read_shard, write_shard, write_strategy
+from support.command_line import Capture, run_here
+from support.conversions import (
+    TENSORS,
+    Conversion,
+    assert_right,
+    listing,
+    make,
+    of_every_kind,
+    warnings,
+    write_conversion,
+)
 from support.oracle import RawLayout
 
 import reshard_mpi
 from reshard_mpi.errors import CoverageError, StrategyError
 from reshard_mpi.sharding.strategy.protobuf import encode_protobuf
 
-Capture = pytest.CaptureFixture[str]
-KINDS = pytest.mark.parametrize("kind", ["ckpt", "hdf5"])
-
-
-def made(
-    folder: Path,
-    kind: str,
-    tensors: dict[str, np.ndarray],
-    source: Side,
-    target: Side,
-) -> Conversion:
-    """Write shards and strategies of any two sides."""
-    write_shards(source, tensors, folder / "src", kind)
-    strategies = (write_strategy(side, folder / name) for side, name in ((source, "s"), (target, "d")))
-    return Conversion(folder, kind, source, target, folder / "src", folder / "dst", *strategies)
-
 
 def refused(capsys: Capture, c: Conversion, *options: str) -> str:
     """Check that the plan and the run are refused alike, with nothing written; return what is said."""
     before = listing(c.folder)
-    said = [command_line(capsys, *c.arguments(command, *options)) for command in ("plan", "transform")]
-    assert [one.code for one in said] == [3, 3], said
-    assert said[0].err == said[1].err and "Traceback" not in said[0].err
+    planned, transformed = (run_here(capsys, *c.arguments(command, *options)) for command in ("plan", "transform"))
+    assert planned.code == transformed.code == 3, (planned, transformed)
+    assert planned.err == transformed.err and "Traceback" not in planned.err
     assert listing(c.folder) == before
-    return said[0].err
+    return planned.err
 
 
 ROWS = {"w": np.arange(144, dtype=np.float32).reshape(12, 12)}
 
 
-@KINDS
+@of_every_kind
 @pytest.mark.parametrize(
     ("spoiled", "says"),
     [
@@ -61,14 +55,16 @@ def test_the_only_holder_of_a_part_that_the_others_contradict(
     tmp_path: Path, capsys: Capture, kind: str, spoiled: np.ndarray, says: str
 ) -> None:
     sides = (Side(ranks, 1, {"w": RawLayout((ranks,), (0, -1))}) for ranks in (4, 3))
-    c = made(tmp_path, kind, ROWS, *sides)
+    c = write_conversion(tmp_path, kind, *sides, ROWS)
     write_shard({"w": spoiled}, c.shard(2))
-    said = refused(capsys, c)
-    assert "no source holds a part of 'w' that target rank" in said
-    assert f"got: rank 2: by it 'w' is {says}, but by those of 3 other ranks float32 [12, 12], in {c.shard(2)}" in said
+    message = refused(capsys, c)
+    assert "no source holds a part of 'w' that target rank" in message
+    assert (
+        f"got: rank 2: by it 'w' is {says}, but by those of 3 other ranks float32 [12, 12], in {c.shard(2)}" in message
+    )
 
 
-@KINDS
+@of_every_kind
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_another_holder_is_used_whichever_shard_is_opened_first(
     tmp_path: Path, capsys: Capture, kind: str, ranks: int
@@ -78,20 +74,19 @@ def test_another_holder_is_used_whichever_shard_is_opened_first(
     A target of its own that reads nothing else has nothing to doubt it by; then the others refuse the run.
     """
     source = Side(6, 1, {"w": RawLayout((2, 3), (0, -1))})
-    c = made(tmp_path, kind, ROWS, source, Side(ranks, 1, {"w": RawLayout((ranks,), (0, -1))}))
+    c = write_conversion(tmp_path, kind, source, Side(ranks, 1, {"w": RawLayout((ranks,), (0, -1))}), ROWS)
     write_shard({"w": np.zeros((4, 11), np.float32)}, c.shard(0))
     if ranks == 3:
-        said = refused(capsys, c)
-        assert "source shards disagree in the type or shape of 'w'" in said
-        assert "float32 [12, 12]" in said and "float32 [12, 11]" in said
+        message = refused(capsys, c)
+        assert "source shards disagree in the type or shape of 'w'" in message
+        assert "float32 [12, 12]" in message and "float32 [12, 11]" in message
         return
-    said = command_line(capsys, *c.arguments())
-    assert said.code == 0, said
-    (told,) = warnings(said.err)
+    finished = run_here(capsys, *c.arguments())
+    assert finished.code == 0, finished
+    (told,) = warnings(finished.err)
     assert f"rank 0 cannot be used, {c.shard(0)}: by it 'w' is float32 [12, 11], but by" in told
     assert told.endswith("taken from rank 3 instead")
-    for rank in range(ranks):
-        assert read_shard(c.written(rank)) == as_read(expected_rank(c.target, ROWS, rank))
+    assert_right(c)
 
 
 def test_a_shape_that_the_target_cannot_cut_is_the_shards_fault_if_the_others_say_so(
@@ -100,26 +95,26 @@ def test_a_shape_that_the_target_cannot_cut_is_the_shards_fault_if_the_others_sa
     """Only rank 2 is opened for target 2, which cuts its columns, 11 of them, in two."""
     source = Side(4, 1, {"w": RawLayout((4,), (-1, -1))})
     target = Side(4, 1, {"w": RawLayout((2, 2), (1, 0))})
-    c = made(tmp_path, "ckpt", ROWS, source, target)
+    c = write_conversion(tmp_path, "ckpt", source, target, ROWS)
     write_shard({"w": np.zeros((12, 11), np.float32)}, c.shard(2))
-    said = command_line(capsys, *c.arguments())
-    assert said.code == 0, said
-    (told,) = warnings(said.err)
+    finished = run_here(capsys, *c.arguments())
+    assert finished.code == 0, finished
+    (told,) = warnings(finished.err)
     assert "by it 'w' is float32 [12, 11], but by those of 3 other ranks float32 [12, 12]" in told
-    for rank in range(4):
-        assert read_shard(c.written(rank)) == as_read(expected_rank(target, ROWS, rank))
+    assert_right(c)
     for rank in (0, 1, 3):
         write_shard({"w": np.zeros((12, 11), np.float32)}, c.shard(rank))
-    said = command_line(capsys, *c.but(dst=tmp_path / "other").arguments())
-    assert said.code == 3 and "dimension 1 cannot be cut evenly" in said.err  # now it is the strategy's
-    assert "target strategy" in said.err and "[12, 11]" in said.err
+    finished = run_here(capsys, *c.but(dst=tmp_path / "other").arguments())
+    assert finished.code == 3 and "dimension 1 cannot be cut evenly" in finished.err  # now it is the strategy's
+    assert "target strategy" in finished.err and "[12, 11]" in finished.err
 
 
 def test_each_shard_contradicted_in_another_tensor(tmp_path: Path, capsys: Capture) -> None:
     """By each vote one is lost, until none is left."""
     tensors = {name: np.arange(6, dtype=np.float32) for name in "abc"}
     layouts = {name: RawLayout((3,), (-1,)) for name in tensors}
-    c = made(tmp_path, "ckpt", tensors, Side(3, 1, layouts), Side(1, 1, {n: RawLayout((1,), (0,)) for n in tensors}))
+    target = Side(1, 1, {name: RawLayout((1,), (0,)) for name in tensors})
+    c = write_conversion(tmp_path, "ckpt", Side(3, 1, layouts), target, tensors)
     cut = RawLayout((3,), (0,))
     c = c.but(
         src_strategy=c.strategy("cut", {**layouts, "d": cut}),
@@ -127,8 +122,8 @@ def test_each_shard_contradicted_in_another_tensor(tmp_path: Path, capsys: Captu
     )
     for rank, name in enumerate(tensors):
         write_shard({**tensors, "d": np.zeros(2, np.float32), name: np.zeros(7, np.float32)}, c.shard(rank))
-    said = refused(capsys, c)
-    assert "is float32 [7], but by those of 2 other ranks float32 [6]" in said
+    message = refused(capsys, c)
+    assert "is float32 [7], but by those of 2 other ranks float32 [6]" in message
 
 
 def test_stages_of_the_target_that_share_a_tensor_have_it_alike(tmp_path: Path, capsys: Capture) -> None:
@@ -137,15 +132,15 @@ def test_stages_of_the_target_that_share_a_tensor_have_it_alike(tmp_path: Path, 
         Side(2, stages, {"w": RawLayout((2 // stages,), (-1, -1), stages=at)})
         for stages, at in [(1, (0,)), (2, (0, 1))]
     )
-    c = made(tmp_path, "ckpt", ROWS, source, target)
+    c = write_conversion(tmp_path, "ckpt", source, target, ROWS)
     write_shard({"w": np.zeros((12, 11), np.float32)}, c.shard(0))
-    said = refused(capsys, c)
-    assert "source shards disagree in what targets share: 'w'" in said
-    assert str(c.shard(0)) in said and "'w' = float32 [12, 11]" in said
-    assert str(c.shard(1)) in said and "'w' = float32 [12, 12]" in said
+    message = refused(capsys, c)
+    assert "source shards disagree in what targets share: 'w'" in message
+    assert str(c.shard(0)) in message and "'w' = float32 [12, 11]" in message
+    assert str(c.shard(1)) in message and "'w' = float32 [12, 12]" in message
     for replicas, expected in (("sample", [3, 3]), ("any", [0, 3])):  # whoever commits sees both
         parts = [["--part", f"{at}/2", "--replicas", replicas] for at in range(2)]
-        assert [command_line(capsys, *c.arguments("transform", *part)).code for part in parts] == expected
+        assert [run_here(capsys, *c.arguments("transform", *part)).code for part in parts] == expected
 
 
 def test_stages_of_the_target_that_share_state_have_it_alike(tmp_path: Path, capsys: Capture) -> None:
@@ -157,16 +152,16 @@ def test_stages_of_the_target_that_share_state_have_it_alike(tmp_path: Path, cap
         )
         for stages, at in [(1, (0,)), (2, (0, 1))]
     )
-    c = made(tmp_path, "ckpt", tensors, source, target)
+    c = write_conversion(tmp_path, "ckpt", source, target, tensors)
     some = {name: tensors[name] for name in ("w", "state0.w", "state1.w")}
     write_shard(some, c.shard(0))
     write_shard({**some, "state2.w": tensors["state2.w"]}, c.shard(1))
-    said = refused(capsys, c)
-    assert "source shards disagree in what targets share: 'tensors of stages 0, 1'" in said
-    assert "'state1.w', 'w', as in" in said and "'state1.w', 'state2.w', 'w'" in said
+    message = refused(capsys, c)
+    assert "source shards disagree in what targets share: 'tensors of stages 0, 1'" in message
+    assert "'state1.w', 'w', as in" in message and "'state1.w', 'state2.w', 'w'" in message
     for rank in range(2):
         write_shard(tensors, c.shard(rank))
-    assert command_line(capsys, *c.arguments("plan")).code == 0
+    assert run_here(capsys, *c.arguments("plan")).code == 0
     write_shard({**tensors, "state2.w": np.zeros((12, 12), np.int8)}, c.shard(1))
     assert "19 tensors, SHA-256" in refused(capsys, c)
 
@@ -176,7 +171,7 @@ def test_a_listed_tensor_in_some_targets_only(tmp_path: Path, capsys: Capture) -
     tensors = {"w": np.arange(8, dtype=np.float32), "v": np.arange(4, dtype=np.float32)}
     source = Side(2, 2, {"w": RawLayout((1,), (-1,), stages=(0, 1)), "v": RawLayout((1,), (-1,))})
     target = Side(2, 1, {name: RawLayout((2,), (-1,)) for name in tensors})
-    c = made(tmp_path, "ckpt", tensors, source, target)
+    c = write_conversion(tmp_path, "ckpt", source, target, tensors)
     write_shard({"w": tensors["w"]}, c.shard(0))
     write_shard(tensors, c.shard(1))
     assert "no shard opened for target rank 0 holds 'v', but those for rank 1 do" in refused(capsys, c)
@@ -187,12 +182,12 @@ def test_a_listed_tensor_in_some_stages_of_the_target_only(tmp_path: Path, capsy
     tensors = {"w": np.arange(8, dtype=np.float32), "v": np.arange(4, dtype=np.float32)}
     source = Side(2, 2, {"w": RawLayout((1,), (-1,), stages=(0, 1)), "v": RawLayout((1,), (-1,))})
     target = Side(2, 2, dict.fromkeys(tensors, RawLayout((1,), (-1,), stages=(0, 1))))
-    c = made(tmp_path, "ckpt", tensors, source, target)
+    c = write_conversion(tmp_path, "ckpt", source, target, tensors)
     write_shard({"w": tensors["w"]}, c.shard(0))
     write_shard(tensors, c.shard(1))
-    said = refused(capsys, c)
-    assert "source shards disagree in what targets share: 'tensors of stages 0, 1'" in said
-    assert "= 'w', as in" in said and "= 'v', 'w'" in said
+    message = refused(capsys, c)
+    assert "source shards disagree in what targets share: 'tensors of stages 0, 1'" in message
+    assert "= 'w', as in" in message and "= 'v', 'w'" in message
 
 
 def test_a_tensor_is_taken_from_where_the_strategy_lists_it(tmp_path: Path, capsys: Capture) -> None:
@@ -200,10 +195,10 @@ def test_a_tensor_is_taken_from_where_the_strategy_lists_it(tmp_path: Path, caps
     tensors = {"w": np.arange(8, dtype=np.float32), "v": np.arange(4, dtype=np.float32)}
     layouts = {"w": RawLayout((1,), (-1,), stages=(0, 2)), "v": RawLayout((1,), (-1,), stages=(1,))}
     target = Side(1, 1, {name: RawLayout((1,), (-1,)) for name in tensors})
-    c = made(tmp_path, "ckpt", tensors, Side(3, 3, layouts), target)
+    c = write_conversion(tmp_path, "ckpt", Side(3, 3, layouts), target, tensors)
     write_shard({"v": tensors["v"]}, c.shard(0))
     write_shard({"v": tensors["v"], "w": -tensors["w"]}, c.shard(1))
-    assert command_line(capsys, *c.arguments()).code == 0
+    assert run_here(capsys, *c.arguments()).code == 0
     assert read_shard(c.written(0)) == as_read(tensors)
 
 
@@ -219,9 +214,9 @@ def test_what_the_target_does_not_place_is_refused_whatever_the_stages(
     last = (stages - 1,)
     source = {"w": RawLayout((2,), (0,)), "v": RawLayout((2,), (0,), stages=last)}
     target = Side(2, 1, {"w": RawLayout((2,), (0,)), "v": RawLayout((2,), (-1,))}, frozenset({"w"}))
-    c = made(tmp_path, "ckpt", tensors, Side(2 * stages, stages, source), target)
-    said = refused(capsys, c, *strict)
-    assert "'w' is sharded in the source and the target strategy does not say how to place it" in said
+    c = write_conversion(tmp_path, "ckpt", Side(2 * stages, stages, source), target, tensors)
+    message = refused(capsys, c, *strict)
+    assert "'w' is sharded in the source and the target strategy does not say how to place it" in message
     for rank in range(2):
         with pytest.raises(StrategyError, match="'w' is sharded"):
             reshard_mpi.load_rank(rank, c.src, c.src_strategy, c.dst_strategy)
@@ -229,7 +224,7 @@ def test_what_the_target_does_not_place_is_refused_whatever_the_stages(
         files = {source_rank: c.shard(source_rank) for source_rank in ranks}
         with pytest.raises(StrategyError, match="'w' is sharded"):
             reshard_mpi.transform_checkpoint_by_rank(rank, files, tmp_path / "o.ckpt", c.src_strategy, c.dst_strategy)
-    assert command_line(capsys, *c.arguments("transform", "--unlisted", "drop")).code == 0
+    assert run_here(capsys, *c.arguments("transform", "--unlisted", "drop")).code == 0
     assert read_shard(c.written(1)) == as_read({"v": tensors["v"]})
 
 
@@ -239,17 +234,17 @@ def test_what_was_never_saved_need_not_be_placed_and_a_stage_that_is_gone_may_ho
     tensors = {"w": np.arange(8, dtype=np.float32), "v": np.arange(4, dtype=np.float32)}
     source = Side(4, 2, {"w": RawLayout((2,), (0,)), "v": RawLayout((2,), (0,), stages=(1,))})
     target = Side(2, 1, {"w": RawLayout((2,), (0,)), "v": RawLayout((2,), (-1,))}, frozenset({"w"}))
-    c = made(tmp_path, "ckpt", tensors, source, target)
+    c = write_conversion(tmp_path, "ckpt", source, target, tensors)
     for rank in (0, 1):
         write_shard({}, c.shard(rank))
-    said = command_line(capsys, *c.arguments("transform", "--strict"))
-    assert said.code == 0 and warnings(said.err) == [], said
+    finished = run_here(capsys, *c.arguments("transform", "--strict"))
+    assert finished.code == 0 and warnings(finished.err) == [], finished
     c = c.but(dst=tmp_path / "other")
     c.remove(0, 1)
     assert "no shard that should hold 'w' is there" in refused(capsys, c)
 
 
-@KINDS
+@of_every_kind
 @pytest.mark.parametrize("holder", [0, 1])
 @pytest.mark.parametrize(
     ("elements", "source", "target"),
@@ -264,10 +259,10 @@ def test_what_one_rank_alone_has_saved(
         Side(2, 1, {"w": RawLayout((2,), (0,)), "v": RawLayout((2,), (-1 if axis is None else axis,))}, unlisted)
         for axis, unlisted in ((source, frozenset()), (target, frozenset({"v"} if target is None else ())))
     ]
-    c = made(tmp_path, kind, tensors, *sides)
-    write_shard({"w": c_part(c, tensors, 1 - holder)}, c.shard(1 - holder))
-    said = command_line(capsys, *c.arguments("transform", "--strict"))
-    assert said.code == 0 and warnings(said.err) == [], said
+    c = write_conversion(tmp_path, kind, *sides, tensors)
+    write_shard({"w": c.arrays(1 - holder)["w"]}, c.shard(1 - holder))
+    finished = run_here(capsys, *c.arguments("transform", "--strict"))
+    assert finished.code == 0 and warnings(finished.err) == [], finished
     for rank in range(2):
         expected = expected_rank(c.target, tensors, rank)
         assert read_shard(c.written(rank)) == as_read(expected)
@@ -281,15 +276,11 @@ def test_what_one_rank_alone_has_saved(
         assert read_shard(out) == as_read(expected)
 
 
-def c_part(c: Conversion, tensors: dict[str, np.ndarray], rank: int) -> np.ndarray:
-    return expected_rank(c.source, tensors, rank)["w"]
-
-
 def test_what_only_the_target_lists_is_found_wherever_it_is(tmp_path: Path) -> None:
     tensors = {"w": np.arange(8, dtype=np.float32), "v": np.arange(4, dtype=np.float32)}
     layouts = {"w": RawLayout((2,), (0,)), "v": RawLayout((2,), (-1,))}
-    c = made(tmp_path, "ckpt", tensors, Side(2, 1, layouts, frozenset({"v"})), Side(2, 1, layouts))
-    write_shard({"w": c_part(c, tensors, 1)}, c.shard(1))
+    c = write_conversion(tmp_path, "ckpt", Side(2, 1, layouts, frozenset({"v"})), Side(2, 1, layouts), tensors)
+    write_shard({"w": c.arrays(1)["w"]}, c.shard(1))
     for rank in range(2):
         assert reshard_mpi.load_rank(rank, c.src, c.src_strategy, c.dst_strategy)["v"].tolist() == [0, 1, 2, 3]
 
@@ -297,8 +288,8 @@ def test_what_only_the_target_lists_is_found_wherever_it_is(tmp_path: Path) -> N
 def test_a_part_that_only_its_holder_lacks_is_a_hole_for_one_target_too(tmp_path: Path) -> None:
     layouts = {"w": RawLayout((2,), (0,)), "v": RawLayout((2,), (0,))}
     tensors = {name: np.arange(8, dtype=np.float32) for name in layouts}
-    c = made(tmp_path, "ckpt", tensors, Side(2, 1, layouts), Side(2, 1, layouts))
-    write_shard({"w": c_part(c, tensors, 1)}, c.shard(1))
+    c = write_conversion(tmp_path, "ckpt", Side(2, 1, layouts), Side(2, 1, layouts), tensors)
+    write_shard({"w": c.arrays(1)["w"]}, c.shard(1))
     with pytest.raises(CoverageError, match="no source holds a part of 'v' that target rank 1 needs"):
         reshard_mpi.load_rank(1, c.src, c.src_strategy, c.dst_strategy)
 
@@ -321,22 +312,22 @@ def test_a_name_that_is_a_tensor_in_one_shard_and_a_string_in_another(
     for rank in range(4):
         c.rewrite(rank, {"note": np.arange(3)})
     with_string(c, odd, "note")
-    said = refused(capsys, c)
-    assert "'note' is a tensor in one source shard and a string in another" in said
-    assert f"got: a string on rank {odd}\n  where: {c.shard(odd)}" in said
-    assert str(c.shard(1 - odd)) in said
-    assert command_line(capsys, *c.arguments("transform", "--unlisted", "drop")).code == 0
+    message = refused(capsys, c)
+    assert "'note' is a tensor in one source shard and a string in another" in message
+    assert f"got: a string on rank {odd}\n  where: {c.shard(odd)}" in message
+    assert str(c.shard(1 - odd)) in message
+    assert run_here(capsys, *c.arguments("transform", "--unlisted", "drop")).code == 0
 
 
 @pytest.mark.parametrize("name", ["w", "b", "moments.w"])
 def test_a_string_in_place_of_a_tensor_that_others_hold_is_damage(tmp_path: Path, capsys: Capture, name: str) -> None:
     c = make(tmp_path)
     with_string(c, 1, name)
-    said = command_line(capsys, *c.arguments())
-    assert said.code == 0, said
-    (told,) = warnings(said.err)
+    finished = run_here(capsys, *c.arguments())
+    assert finished.code == 0, finished
+    (told,) = warnings(finished.err)
     assert f"rank 1 cannot be used, {c.shard(1)}: by it {name!r} is a string, but by those of 3 other ranks" in told
-    assert_targets_right(c)
+    assert_right(c)
 
 
 # Copies that should be the same, but that only the target cuts
@@ -351,23 +342,23 @@ def test_what_only_the_target_cuts_is_not_made_of_copies_that_differ(
     w = np.arange(16, dtype=np.float32)
     source = Side(4, 1, {"w": RawLayout((4,), (0,))})
     target = Side(ranks, 1, {name: RawLayout((ranks,), (0,)) for name in ("w", "x")})
-    c = made(tmp_path, "ckpt", {"w": w}, source, Side(ranks, 1, {"w": RawLayout((ranks,), (0,))}))
+    c = write_conversion(tmp_path, "ckpt", source, Side(ranks, 1, {"w": RawLayout((ranks,), (0,))}), {"w": w})
     c = c.but(dst_strategy=write_strategy(target, tmp_path / "with_x"))
     for rank in range(4):
         # They differ in the last element only, which the last target alone needs.
         x = np.array([0, 0, 0, rank == 2], np.float32)
-        write_shard({"w": c_part(c, {"w": w}, rank), "x": x}, c.shard(rank))
-    said = refused(capsys, c, *options)
-    assert "the source strategy does not list 'x', whose copies differ, and the target strategy cuts it" in said
-    assert "at element [3]: the source strategy does not list it" in said and f"where: {c.src_strategy}, " in said
+        write_shard({"w": c.arrays(rank)["w"], "x": x}, c.shard(rank))
+    message = refused(capsys, c, *options)
+    assert "the source strategy does not list 'x', whose copies differ, and the target strategy cuts it" in message
+    assert "at element [3]: the source strategy does not list it" in message and f"where: {c.src_strategy}, " in message
     with pytest.raises(StrategyError, match="does not list 'x', whose copies differ"):
         reshard_mpi.load_rank(ranks - 1, c.src, c.src_strategy, c.dst_strategy)
     # A task that makes another target cannot know; the one that needs the element refuses.
-    last = command_line(capsys, *c.arguments("transform", *options, "--rank", str(ranks - 1)))
+    last = run_here(capsys, *c.arguments("transform", *options, "--rank", str(ranks - 1)))
     assert last.code == 3 and "does not list 'x', whose copies differ" in last.err
     for rank in range(4):
-        write_shard({"w": c_part(c, {"w": w}, rank), "x": np.arange(4, dtype=np.float32)}, c.shard(rank))
-    assert command_line(capsys, *c.arguments("transform", *options)).code == 0
+        write_shard({"w": c.arrays(rank)["w"], "x": np.arange(4, dtype=np.float32)}, c.shard(rank))
+    assert run_here(capsys, *c.arguments("transform", *options)).code == 0
     together = [read_shard(c.written(rank))["x"][2] for rank in range(ranks)]
     assert b"".join(together) == np.arange(4, dtype=np.float32).tobytes()
 
@@ -386,19 +377,17 @@ def test_state_without_sizes_of_an_unevenly_cut_parameter(tmp_path: Path, capsys
         3, 1, {"w": RawLayout((3,), (0, -1)), "moments.w": RawLayout((3,), (0, -1)), "v": RawLayout((3,), (-1,))}
     )
     source = Side(2 * stages, stages, held)
-    c = made(tmp_path, "ckpt", tensors, source, target)
+    c = write_conversion(tmp_path, "ckpt", source, target, tensors)
     stated = {**held, "moments.w": RawLayout((2,), (0, -1))}
     c = c.but(src_strategy=write_strategy(Side(2 * stages, stages, stated), tmp_path / "stated"))
-    said = command_line(capsys, *c.arguments())
-    assert said.code == 0, said
-    for rank in range(3):
-        assert read_shard(c.written(rank)) == as_read(expected_rank(target, tensors, rank))
+    finished = run_here(capsys, *c.arguments())
+    assert finished.code == 0, finished
+    assert_right(c)
     back = c.but(
         src=c.dst, dst=tmp_path / "back", src_strategy=c.dst_strategy, dst_strategy=c.src_strategy, target=source
     )
-    assert command_line(capsys, *back.arguments()).code == 0
-    for rank in range(2 * stages):
-        assert read_shard(back.written(rank)) == as_read(expected_rank(source, tensors, rank))
+    assert run_here(capsys, *back.arguments()).code == 0
+    assert_right(back)
 
 
 def test_an_optimizer_cut_of_size_all_and_step_0_is_none(tmp_path: Path, capsys: Capture) -> None:
@@ -412,6 +401,6 @@ def test_an_optimizer_cut_of_size_all_and_step_0_is_none(tmp_path: Path, capsys:
     }
     file = mindspore.StageFile(layouts, (mindspore.StrategyItem("w", 0, ((1, 2),)),))
     (tmp_path / "theirs").write_bytes(encode_protobuf(file))
-    assert command_line(capsys, *c.but(src_strategy=tmp_path / "theirs").arguments()).code == 0
-    assert_targets_right(c)
+    assert run_here(capsys, *c.but(src_strategy=tmp_path / "theirs").arguments()).code == 0
+    assert_right(c)
     assert TENSORS["w"].shape == (8, 4)

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
-from support.checkpoints import write_strategy
+from support import toy_folder
+from support.checkpoints import write_shard, write_strategy
 from support.conversions import make
+from support.toys import in_the_table
 
 import reshard_mpi
 from reshard_mpi.checkpoints.discovery import ShardFiles, find_shards, shards_from_map
 from reshard_mpi.errors import DisagreementError, ReshardError, SourceError
+
+__all__ = ["in_the_table"]
 
 
 def lay(folder: Path, *names: str) -> Path:
@@ -22,7 +27,7 @@ def lay(folder: Path, *names: str) -> Path:
     return folder
 
 
-def found(folder: Path, select: str | None = None) -> dict[int, list[str]]:
+def chosen_files(folder: Path, select: str | None = None) -> dict[int, list[str]]:
     """Return the chosen files by rank, relative to the folder."""
     shards = find_shards(str(folder), select)
     assert shards.path == str(folder)
@@ -42,8 +47,8 @@ def refusal(kind: type[ReshardError], folder: Path, select: str | None = None) -
 
 def test_rank_folders_are_taken_by_their_numbers(tmp_path: Path) -> None:
     lay(tmp_path, *(f"rank_{rank}/net.ckpt" for rank in (10, 9, 0)))
-    assert found(tmp_path) == {0: ["rank_0/net.ckpt"], 9: ["rank_9/net.ckpt"], 10: ["rank_10/net.ckpt"]}
-    assert list(found(tmp_path)) == [0, 9, 10]
+    assert chosen_files(tmp_path) == {0: ["rank_0/net.ckpt"], 9: ["rank_9/net.ckpt"], 10: ["rank_10/net.ckpt"]}
+    assert list(chosen_files(tmp_path)) == [0, 9, 10]
     assert find_shards(str(tmp_path)).notes == ()
 
 
@@ -61,7 +66,7 @@ def test_what_else_lies_in_the_folders_does_not_count(tmp_path: Path) -> None:
     (tmp_path / "rank_6").mkdir()
     (tmp_path / "rank_7").write_bytes(b"\n")
     write_strategy(make(tmp_path / "other").source, tmp_path / "rank_0" / "strategy.ckpt")
-    assert found(tmp_path) == {rank: [f"rank_{rank}/checkpoint-3_1875.ckpt"] for rank in (0, 1)}
+    assert chosen_files(tmp_path) == {rank: [f"rank_{rank}/checkpoint-3_1875.ckpt"] for rank in (0, 1)}
 
 
 def test_folders_without_shards_are_refused(tmp_path: Path) -> None:
@@ -82,7 +87,7 @@ def test_one_rank_in_two_folders_is_refused(tmp_path: Path) -> None:
 
 def test_the_newest_is_chosen_by_natural_order_and_said(tmp_path: Path) -> None:
     lay(tmp_path, *(f"rank_{rank}/net-{step}.ckpt" for rank in (0, 1) for step in ("9_5", "10_5", "2_100")))
-    assert found(tmp_path) == {rank: [f"rank_{rank}/net-10_5.ckpt"] for rank in (0, 1)}
+    assert chosen_files(tmp_path) == {rank: [f"rank_{rank}/net-10_5.ckpt"] for rank in (0, 1)}
     (note,) = find_shards(str(tmp_path)).notes
     assert "net-10_5.ckpt chosen, the newest by name that all ranks have" in note
 
@@ -90,12 +95,12 @@ def test_the_newest_is_chosen_by_natural_order_and_said(tmp_path: Path) -> None:
 def test_the_newest_is_one_that_all_ranks_have(tmp_path: Path) -> None:
     lay(tmp_path, "rank_0/net-1_5.ckpt", "rank_0/net-2_5.ckpt", "rank_0/net-3_5.ckpt")
     lay(tmp_path, "rank_1/net-1_5.ckpt", "rank_1/net-2_5.ckpt")
-    assert found(tmp_path) == {rank: [f"rank_{rank}/net-2_5.ckpt"] for rank in (0, 1)}
+    assert chosen_files(tmp_path) == {rank: [f"rank_{rank}/net-2_5.ckpt"] for rank in (0, 1)}
 
 
 def test_file_names_may_hold_the_rank(tmp_path: Path) -> None:
     lay(tmp_path, *(f"rank_{rank}/net_rank_{rank}-{step}.ckpt" for rank in (1, 11) for step in ("1_11", "2_11")))
-    assert found(tmp_path) == {rank: [f"rank_{rank}/net_rank_{rank}-2_11.ckpt"] for rank in (1, 11)}
+    assert chosen_files(tmp_path) == {rank: [f"rank_{rank}/net_rank_{rank}-2_11.ckpt"] for rank in (1, 11)}
 
 
 def test_a_choice_that_is_none_is_refused(tmp_path: Path) -> None:
@@ -114,13 +119,13 @@ def test_shards_of_different_moments_are_refused(tmp_path: Path) -> None:
 
 def test_names_of_odd_digits_have_an_order_too(tmp_path: Path) -> None:
     lay(tmp_path, *(f"rank_{rank}/net1²{step}.ckpt" for rank in (0, 1) for step in (9, 10)))
-    assert found(tmp_path) == {rank: [f"rank_{rank}/net1²10.ckpt"] for rank in (0, 1)}
+    assert chosen_files(tmp_path) == {rank: [f"rank_{rank}/net1²10.ckpt"] for rank in (0, 1)}
 
 
 def test_names_that_end_in_the_rank_are_of_one_moment(tmp_path: Path) -> None:
     names = {rank: [f"rank_{rank}/net-3_{rank}.ckpt"] for rank in (0, 1)}
     lay(tmp_path, *(name for found_names in names.values() for name in found_names))
-    assert found(tmp_path) == names
+    assert chosen_files(tmp_path) == names
 
 
 # Selection
@@ -128,7 +133,7 @@ def test_names_that_end_in_the_rank_are_of_one_moment(tmp_path: Path) -> None:
 
 def test_select_chooses_among_names(tmp_path: Path) -> None:
     lay(tmp_path, *(f"rank_{rank}/{name}" for rank in (0, 1) for name in ("a-1_1.ckpt", "a-2_1.ckpt", "b-1_1.h5")))
-    assert found(tmp_path, "*-1_1.ckpt") == {rank: [f"rank_{rank}/a-1_1.ckpt"] for rank in (0, 1)}
+    assert chosen_files(tmp_path, "*-1_1.ckpt") == {rank: [f"rank_{rank}/a-1_1.ckpt"] for rank in (0, 1)}
     assert find_shards(str(tmp_path), "*.h5").format == "hdf5"
     error = refusal(SourceError, tmp_path, "c*")
     assert error.expected == "files that end in .ckpt, .h5, .hdf5 and match 'c*' (--select) in its rank folders"
@@ -155,7 +160,7 @@ def test_one_file_is_a_full_checkpoint(tmp_path: Path) -> None:
 
 def test_loose_files_are_one_full_checkpoint_together(tmp_path: Path) -> None:
     lay(tmp_path, "net_10.ckpt", "net_9.ckpt", "notes.txt")
-    assert found(tmp_path) == {0: ["net_9.ckpt", "net_10.ckpt"]}
+    assert chosen_files(tmp_path) == {0: ["net_9.ckpt", "net_10.ckpt"]}
 
 
 def test_loose_shards_that_describe_themselves_have_their_own_ranks(tmp_path: Path) -> None:
@@ -166,7 +171,7 @@ def test_loose_shards_that_describe_themselves_have_their_own_ranks(tmp_path: Pa
     loose.mkdir()
     for rank, name in ((0, "z.h5"), (1, "a.h5")):
         conversion.written(rank).rename(loose / name)
-    assert found(loose) == {0: ["z.h5"], 1: ["a.h5"]}
+    assert chosen_files(loose) == {0: ["z.h5"], 1: ["a.h5"]}
     assert find_shards(str(loose / "a.h5")).by_rank == {1: (str(loose / "a.h5"),)}
     (loose / "copy.h5").write_bytes((loose / "a.h5").read_bytes())
     error = refusal(SourceError, loose)
@@ -215,3 +220,37 @@ def test_a_map_of_different_moments_is_refused(tmp_path: Path) -> None:
     lay(tmp_path, "net-1_5.ckpt", "net-2_5.ckpt")
     with pytest.raises(DisagreementError, match="different moments"):
         shards_from_map({rank: tmp_path / f"net-{rank + 1}_5.ckpt" for rank in (0, 1)})
+
+
+def test_which_of_two_formats_is_meant(tmp_path: Path) -> None:
+    for rank in range(2):
+        folder = tmp_path / f"rank_{rank}"
+        folder.mkdir()
+        write_shard({"w": np.zeros(3)}, folder / "a.ckpt")
+        write_shard({"w": np.zeros(3)}, folder / "a.h5")
+    with pytest.raises(SourceError, match=r"shards of two formats lie together(.|\n)*--from ckpt"):
+        find_shards(str(tmp_path))
+    for name, ending in (("ckpt", "ckpt"), ("hdf5", "h5")):
+        chosen = find_shards(str(tmp_path), format_name=name)
+        assert chosen.format == name and {Path(path).name for (path,) in chosen.by_rank.values()} == {f"a.{ending}"}
+
+
+def test_one_file_of_another_ending(tmp_path: Path) -> None:
+    path = tmp_path / "weights.bin~"
+    write_shard({"w": np.zeros(3)}, tmp_path / "a.ckpt")
+    (tmp_path / "a.ckpt").rename(path)
+    with pytest.raises(SourceError, match="no checkpoint found"):
+        find_shards(str(path))
+    assert find_shards(str(path), format_name="ckpt").format == "ckpt"
+
+
+@pytest.mark.usefixtures("in_the_table")
+def test_an_index_beside_rank_folders(tmp_path: Path) -> None:
+    (tmp_path / toy_folder.INDEX).write_text('{"tensors": {}, "strings": {}}')
+    (tmp_path / "rank_0").mkdir()
+    write_shard({"w": np.zeros(3)}, tmp_path / "rank_0" / "a.ckpt")
+    both = r"two checkpoints lie together(.|\n)*1 rank folders and toys.index.json \(toys\)"
+    with pytest.raises(SourceError, match=both):
+        find_shards(str(tmp_path))
+    assert find_shards(str(tmp_path), format_name="toys").is_folder
+    assert find_shards(str(tmp_path), format_name="ckpt").by_rank == {0: (str(tmp_path / "rank_0" / "a.ckpt"),)}

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.conversions import Conversion, command_line, four_targets, make
+from support.command_line import Capture, run_here
+from support.conversions import Conversion, four_targets, make
 
-Capture = pytest.CaptureFixture[str]
 SPEC = """
 stages = 2
 [mesh]
@@ -42,13 +42,13 @@ def c(tmp_path: Path) -> Conversion:
 
 
 def text(capsys: Capture, path: Path) -> list[str]:
-    said = command_line(capsys, "inspect", str(path))
-    assert said.code == 0, said
-    return said.out.splitlines()
+    finished = run_here(capsys, "inspect", str(path))
+    assert finished.code == 0, finished
+    return finished.out.splitlines()
 
 
 def as_json(capsys: Capture, path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(command_line(capsys, "inspect", "--json", str(path)).out)
+    found: dict[str, Any] = json.loads(run_here(capsys, "inspect", "--json", str(path)).out)
     return found
 
 
@@ -84,7 +84,7 @@ def test_the_names_of_axes_make_no_other_strategy(tmp_path: Path) -> None:
 
 
 def test_a_target_folder_that_is_not_complete(c: Conversion, capsys: Capture) -> None:
-    assert command_line(capsys, *c.arguments("transform", "--rank", "0", "--rank", "2", "--prefix", "net_")).code == 0
+    assert run_here(capsys, *c.arguments("transform", "--rank", "0", "--rank", "2", "--prefix", "net_")).code == 0
     (c.dst / "rank_1").mkdir()
     partial = c.dst / "rank_1" / ".net_1.ckpt.0123456789ab.partial"
     partial.write_bytes(b"half")
@@ -104,19 +104,19 @@ def test_a_target_folder_that_is_not_complete(c: Conversion, capsys: Capture) ->
     run = as_json(capsys, c.dst)["run"]
     assert run["complete"] == [0] and set(run["incomplete"]) == {"1", "2", "3"}
     assert run["partial"] == [str(partial.relative_to(c.dst))] and run["settings"]["source"] == str(c.src)
-    said = command_line(capsys, "inspect", str(partial))
-    assert said.code == 3 and "the file is not complete" in said.err and f"inspect {c.dst}," in said.err
+    finished = run_here(capsys, "inspect", str(partial))
+    assert finished.code == 3 and "the file is not complete" in finished.err and f"inspect {c.dst}," in finished.err
 
 
 def test_a_target_folder_without_any_complete_target(c: Conversion, capsys: Capture) -> None:
-    assert command_line(capsys, *c.arguments("transform", "--rank", "3")).code == 0
+    assert run_here(capsys, *c.arguments("transform", "--rank", "3")).code == 0
     c.written(3).unlink()
     assert text(capsys, c.dst)[0] == "run: 0 of 4 targets complete, not committed"
     assert as_json(capsys, c.dst)["kind"] == "run"
 
 
 def test_a_target_folder_that_is_complete(c: Conversion, capsys: Capture) -> None:
-    assert command_line(capsys, *c.arguments("transform", "--verify")).code == 0
+    assert run_here(capsys, *c.arguments("transform", "--verify")).code == 0
     lines = text(capsys, c.dst)
     assert "run: 4 of 4 targets complete, committed" in lines
     assert lines[-1] == "commit: 4 targets, CRC-32 of 4 tensors; 4 of them there as committed"
@@ -126,7 +126,7 @@ def test_a_target_folder_that_is_complete(c: Conversion, capsys: Capture) -> Non
 
 
 def test_a_commit_record(c: Conversion, capsys: Capture) -> None:
-    assert command_line(capsys, *c.arguments()).code == 0
+    assert run_here(capsys, *c.arguments()).code == 0
     c.written(1).unlink()
     c.written(2).write_bytes(b"short")
     size = c.written(0).stat().st_size
@@ -146,25 +146,25 @@ def test_a_commit_record(c: Conversion, capsys: Capture) -> None:
 
 @pytest.mark.parametrize("content", ["", "{}", '{"digest": "0", "targets": [{}]}'])
 def test_a_commit_record_that_is_damaged(c: Conversion, capsys: Capture, content: str) -> None:
-    assert command_line(capsys, *c.arguments()).code == 0
+    assert run_here(capsys, *c.arguments()).code == 0
     (c.dst / "reshard.json").write_text(content)
-    said = command_line(capsys, "inspect", str(c.dst / "reshard.json"))
-    assert said.code == 3 and "the commit record is damaged" in said.err
+    finished = run_here(capsys, "inspect", str(c.dst / "reshard.json"))
+    assert finished.code == 3 and "the commit record is damaged" in finished.err
     assert text(capsys, c.dst)[-1] == "commit: the commit record is damaged"
     assert "run: 4 of 4 targets complete, not committed" in text(capsys, c.dst)
 
 
 def test_a_run_record_that_is_damaged(c: Conversion, capsys: Capture) -> None:
-    assert command_line(capsys, *c.arguments()).code == 0
+    assert run_here(capsys, *c.arguments()).code == 0
     (c.dst / ".reshard_mpi" / "run.json").write_text("{}")
     assert "run: a record of a run that is damaged, or of another version" in text(capsys, c.dst)
 
 
 @pytest.mark.parametrize("name", ["run.json", "rank_0.json", "rank_0.lock"])
 def test_a_file_of_the_state_of_a_run(c: Conversion, capsys: Capture, name: str) -> None:
-    assert command_line(capsys, *c.arguments()).code == 0
-    said = command_line(capsys, "inspect", str(c.dst / ".reshard_mpi" / name))
-    assert said.code == 3 and f"what to do: inspect {c.dst}, the target folder" in said.err
+    assert run_here(capsys, *c.arguments()).code == 0
+    finished = run_here(capsys, "inspect", str(c.dst / ".reshard_mpi" / name))
+    assert finished.code == 3 and f"what to do: inspect {c.dst}, the target folder" in finished.err
 
 
 def test_a_checkpoint_of_no_run_says_nothing_of_one(tmp_path: Path, capsys: Capture) -> None:

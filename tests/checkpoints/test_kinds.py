@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 from support import ckpt_peer, toy_folder
+from support.checkpoints import sample
+from support.in_memory import part
 from support.toys import in_the_table
 
 from reshard_mpi.checkpoints import discovery
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.errors import DisagreementError
-from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.sharding.box import Box
@@ -34,16 +35,14 @@ class TestByStrategy(CheckpointConformance):
         for name, array in arrays.items():
             able = [dim for dim, length in enumerate(array.shape) if length % ranks == 0]
             dim = data.draw(st.sampled_from([None, *able]))
-            split = tuple((0,) if at == dim else () for at in range(array.ndim)) if dim is not None else ()
+            split = tuple((0,) if number == dim else () for number in range(array.ndim)) if dim is not None else ()
             parameters[name] = (Placement((ranks,), split),)
         strategy = Strategy(ranks, 1, parameters)
         for rank in range(ranks):
             path = folder / f"rank_{rank}" / f"{rank}.ckpt"
             path.parent.mkdir()
-            parts = (
-                (name, cut(array, Layout(parameters[name][0], array.shape).box(rank))) for name, array in arrays.items()
-            )
-            ckpt_peer.write(path, Contents.of(sample(name, part) for name, part in parts))
+            boxes = {name: Layout(parameters[name][0], array.shape).box(rank) for name, array in arrays.items()}
+            ckpt_peer.write(path, Contents.of(sample(name, part(arrays[name], box)) for name, box in boxes.items()))
         return strategy
 
 
@@ -59,11 +58,11 @@ class TestByList(CheckpointConformance):
             entries = []
             for number, box in enumerate(boxes):
                 file = data.draw(st.integers(0, len(files) - 1))
-                files[file].append(sample(f"{name} {number}", cut(array, box)))
+                files[file].append(sample(f"{name} {number}", part(array, box)))
                 entries.append([f"{file}.toypart", f"{name} {number}", box.start, box.stop])
             listed[name] = {"dtype": array.dtype.name, "shape": array.shape, "pieces": entries}
-        for number, held in enumerate(files):
-            write(toy_folder.toy_format, str(folder / f"{number}.toypart"), Contents.of(held))
+        for number, tensors in enumerate(files):
+            write(toy_folder.toy_format, str(folder / f"{number}.toypart"), Contents.of(tensors))
         (folder / toy_folder.INDEX).write_text(json.dumps({"tensors": listed, "strings": {}}))
 
 
@@ -73,30 +72,20 @@ def pieces(shape: tuple[int, ...], data: st.DataObject) -> list[Box]:
     if not whole.size:
         return [whole]
     cuts = sorted({0, whole.size, *data.draw(st.lists(st.integers(0, whole.size), max_size=3))})
-    found = [box for low, high in pairwise(cuts) for box in whole.blocks(whole.size, low, high)]
+    boxes = [box for low, high in pairwise(cuts) for box in whole.blocks(whole.size, low, high)]
     for _ in range(data.draw(st.integers(0, 2))):
         start = tuple(data.draw(st.integers(0, length)) for length in shape)
-        found.append(Box(start, tuple(data.draw(st.integers(low, high)) for low, high in zip(start, shape))))
-    return found
-
-
-def sample(name: str, array: np.ndarray) -> SampleTensor:
-    return SampleTensor(name, BY_NAME[array.dtype.name], array.shape, array.tobytes())
-
-
-def cut(array: np.ndarray, box: Box) -> np.ndarray:
-    return np.ascontiguousarray(array[tuple(slice(low, high) for low, high in zip(box.start, box.stop))]).reshape(
-        box.shape
-    )
+        boxes.append(Box(start, tuple(data.draw(st.integers(low, high)) for low, high in zip(start, shape))))
+    return boxes
 
 
 @pytest.mark.usefixtures("in_the_table")
 @pytest.mark.parametrize("replicas", [Replicas.SAMPLE, Replicas.CHECK])
 def test_pieces_that_overlap_and_differ_are_refused(tmp_path: Path, replicas: Replicas) -> None:
-    whole, part = np.arange(12, dtype=np.int16), np.arange(12, dtype=np.int16)[4:8].copy()
-    part[2] += 1
-    held = [sample("w 0", whole), sample("w 1", part)]
-    write(toy_folder.toy_format, str(tmp_path / "0.toypart"), Contents.of(held))
+    whole, piece = np.arange(12, dtype=np.int16), np.arange(12, dtype=np.int16)[4:8].copy()
+    piece[2] += 1
+    tensors = [sample("w 0", whole), sample("w 1", piece)]
+    write(toy_folder.toy_format, str(tmp_path / "0.toypart"), Contents.of(tensors))
     entries = [["0.toypart", "w 0", [0], [12]], ["0.toypart", "w 1", [4], [8]]]
     listed = {"w": {"dtype": "int16", "shape": [12], "pieces": entries}}
     (tmp_path / toy_folder.INDEX).write_text(json.dumps({"tensors": listed, "strings": {}}))

@@ -14,24 +14,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.cases import Side
-from support.checkpoints import as_read, expected_rank, read_shard, write_strategy
+from support.checkpoints import as_read, expected_rank, read_shard
+from support.command_line import Capture, run_here
 from support.conversions import (
-    COMMAND,
     DST_LAYOUTS,
     SRC_LAYOUTS,
     TENSORS,
     Conversion,
-    assert_targets_right,
-    command_line,
+    assert_right,
     listing,
     make,
+    of_every_kind,
     shards,
     side,
+    transform_apart,
     warnings,
+    write_conversion,
 )
-from support.launch import MPI, mpirun_command
+from support.launch import MPI
 from support.oracle import RawLayout
-from support.processes import run_command
 
 import reshard_mpi
 from reshard_mpi.checkpoints import source
@@ -39,10 +40,8 @@ from reshard_mpi.errors import DisagreementError, ShardError, TransformError
 from reshard_mpi.runs import due
 from reshard_mpi.runs.write import Writer
 
-Capture = pytest.CaptureFixture[str]
-KINDS = pytest.mark.parametrize("kind", ["ckpt", "hdf5"])
 # Two targets a source rank, so both that look to rank 0 first may be made by different processes.
-EIGHT = {"w": RawLayout((8,), (0, -1)), "b": RawLayout((8,), (-1,))}
+EIGHT_LAYOUTS = {"w": RawLayout((8,), (0, -1)), "b": RawLayout((8,), (-1,))}
 
 
 def of_another_format(path: Path) -> None:
@@ -66,78 +65,73 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 }
 
 
-def eight(folder: Path, kind: str = "ckpt") -> Conversion:
-    c, target = make(folder, kind), side(8, EIGHT)
-    return c.but(target=target, dst_strategy=write_strategy(target, folder / "eight"))
-
-
 # Replaced, and told
 
 
-@KINDS
+@of_every_kind
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_shard_is_replaced_and_told(tmp_path: Path, capsys: Capture, kind: str, damage: str) -> None:
     c = make(tmp_path, kind)
     DAMAGE[damage](c.shard(0))
     report = tmp_path / "report.json"
-    said = command_line(capsys, *c.arguments("transform", "--report", str(report)))
-    assert said.code == 0, said
-    assert_targets_right(c)
-    (told,) = warnings(said.err)  # what is the same on all ranks comes from rank 1 then, which is read anyway
+    finished = run_here(capsys, *c.arguments("transform", "--report", str(report)))
+    assert finished.code == 0, finished
+    assert_right(c)
+    (told,) = warnings(finished.err)  # what is the same on all ranks comes from rank 1 then, which is read anyway
     assert told.startswith(f"the shard of rank 0 cannot be used, {c.shard(0)}")
     assert told.endswith("; taken from ranks 1, 2 instead")
     facts = json.loads(report.read_text())
     assert facts["warnings"] == [told]
     assert [target["read_ranks"] for target in facts["targets"]] == [[1, 2], [2, 3]]
     again = c.but(dst=tmp_path / "again")
-    planned = command_line(capsys, *again.arguments("plan"))
+    planned = run_here(capsys, *again.arguments("plan"))
     assert planned.code == 0 and warnings(planned.err) == [told]
-    planned = command_line(capsys, *again.arguments("plan", "--json"))
+    planned = run_here(capsys, *again.arguments("plan", "--json"))
     assert [target["warnings"] for target in json.loads(planned.out)["targets"]] == [[told], []]
 
 
-@KINDS
+@of_every_kind
 def test_missing_shards_are_told_in_one_line(tmp_path: Path, capsys: Capture, kind: str) -> None:
     c = make(tmp_path, kind)
     c.remove(0)
     c.shard(3).unlink()
-    said = command_line(capsys, *c.arguments())
-    assert said.code == 0
-    assert_targets_right(c)
+    finished = run_here(capsys, *c.arguments())
+    assert finished.code == 0
+    assert_right(c)
     there = f"2 of 4 ranks are there: no shard of ranks 0, 3 in {c.src}"
-    assert warnings(said.err) == [f"{there}; what should be there was taken from ranks 1, 2 instead"]
+    assert warnings(finished.err) == [f"{there}; what should be there was taken from ranks 1, 2 instead"]
 
 
 def test_missing_shards_of_which_nothing_is_needed_are_told(tmp_path: Path, capsys: Capture) -> None:
     c = make(tmp_path)
     c.remove(2, 3)
     c.shard(1).write_bytes(c.shard(1).read_bytes())
-    said = command_line(capsys, *c.arguments("transform", "--rank", "0"))
-    assert said.code == 0
-    assert warnings(said.err) == [f"2 of 4 ranks are there: no shard of ranks 2, 3 in {c.src}"]
+    finished = run_here(capsys, *c.arguments("transform", "--rank", "0"))
+    assert finished.code == 0
+    assert warnings(finished.err) == [f"2 of 4 ranks are there: no shard of ranks 2, 3 in {c.src}"]
 
 
 @pytest.mark.parametrize("way", ["alone", "jobs", "tasks", "backwards", "ranks"])
 def test_every_division_of_a_run_takes_the_same_and_tells_it_once(tmp_path: Path, capsys: Capture, way: str) -> None:
     """Rank 0 is damaged and 3 is missing; 1 then serves for 3, and 2 for 0, for targets of several processes."""
-    c = eight(tmp_path)
+    c = make(tmp_path).to(side(8, EIGHT_LAYOUTS))
     DAMAGE["half"](c.shard(0))
     c.remove(3)
     runs = {
         "alone": [["--jobs", "1"]],
         "jobs": [["--jobs", "3"]],
-        "tasks": [["--part", f"{at}/8"] for at in range(8)],
+        "tasks": [["--part", f"{number}/8"] for number in range(8)],
         "backwards": [["--rank", str(rank)] for rank in reversed(range(8))],
         "ranks": [["--jobs", "1", "--rank", "7", "--rank", "0"], ["--resume"]],
     }[way]
     told: list[str] = []
     for options in runs:
-        finished = run_command([*COMMAND, *c.arguments("transform", *options)])
-        assert finished.returncode == 0, finished
-        said = warnings(finished.stderr)
-        assert len(said) == len(set(said)) <= 2
-        told += [text.partition(";")[0] for text in said]
-    assert_targets_right(c)
+        finished = transform_apart(c, *options)
+        assert finished.code == 0, finished
+        warned = warnings(finished.err)
+        assert len(warned) == len(set(warned)) <= 2
+        told += [text.partition(";")[0] for text in warned]
+    assert_right(c)
     missing, damaged = sorted(set(told))
     assert missing == f"3 of 4 ranks are there: no shard of rank 3 in {c.src}" and damaged.startswith(
         "the shard of rank 0 cannot be used, "
@@ -147,18 +141,17 @@ def test_every_division_of_a_run_takes_the_same_and_tells_it_once(tmp_path: Path
 
 
 def test_ranks_of_one_mpi_run_take_the_same_and_tell_it_once(tmp_path: Path, mpi: MPI) -> None:
-    c = eight(tmp_path)
+    c = make(tmp_path).to(side(8, EIGHT_LAYOUTS))
     DAMAGE["half"](c.shard(0))
-    command = mpirun_command(mpi, 3, [*COMMAND, *c.arguments("transform", "--jobs", "1")])
-    finished = run_command(command, timeout_seconds=60)
-    assert finished.returncode == 0, finished
-    assert_targets_right(c)
-    assert len(warnings(finished.stderr)) == 1
+    finished = transform_apart(c, "--jobs", "1", mpi=mpi, ranks=3)
+    assert finished.code == 0, finished
+    assert_right(c)
+    assert len(warnings(finished.err)) == 1
     committed = json.loads((c.dst / "reshard.json").read_text())
     assert [target["read_ranks"] for target in committed["targets"]] == [[1, 2]] * 4 + [[2, 3]] * 4
 
 
-@KINDS
+@of_every_kind
 def test_functions_warn_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str) -> None:
     c = make(tmp_path, kind)
     DAMAGE["empty"](c.shard(0))
@@ -176,7 +169,7 @@ def test_functions_warn_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture
             call()
         (record,) = caplog.records
         assert "rank 0 cannot be used" in record.message and "taken from ranks 1, 2 instead" in record.message
-    assert_targets_right(c)
+    assert_right(c)
 
 
 def test_a_map_that_names_only_some_ranks_misses_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -192,7 +185,7 @@ def test_a_map_that_names_only_some_ranks_misses_none(tmp_path: Path, caplog: py
 # Contradictions
 
 
-@KINDS
+@of_every_kind
 @pytest.mark.parametrize(
     ("name", "array", "says"),
     [
@@ -221,10 +214,10 @@ def test_a_shard_that_the_others_contradict_is_replaced(
 ) -> None:
     c = make(tmp_path, kind)
     c.rewrite(1, {name: array})
-    said = command_line(capsys, *c.arguments())
-    assert said.code == 0, said
-    assert_targets_right(c)
-    (told,) = warnings(said.err)
+    finished = run_here(capsys, *c.arguments())
+    assert finished.code == 0, finished
+    assert_right(c)
+    (told,) = warnings(finished.err)
     assert str(c.shard(1)) in told and says in told and told.endswith("; taken from rank 3 instead")
 
 
@@ -239,10 +232,10 @@ def test_a_contradiction_between_the_shards_of_different_targets_is_refused(tmp_
     c = c.but(source=whole, target=whole, src_strategy=strategy, dst_strategy=strategy)
     before = listing(tmp_path)
     for command in (["plan"], ["transform"], ["transform", "--jobs", "2"]):
-        said = command_line(capsys, *c.arguments(*command))
-        assert said.code == 3 and "disagree in the type or shape of 'b'" in said.err, said
-        assert "expected: int64 [8], as by the shards opened for target rank" in said.err
-        assert "got: int64 [9] by those for target rank 2" in said.err and "what to do" in said.err
+        finished = run_here(capsys, *c.arguments(*command))
+        assert finished.code == 3 and "disagree in the type or shape of 'b'" in finished.err, finished
+        assert "expected: int64 [8], as by the shards opened for target rank" in finished.err
+        assert "got: int64 [9] by those for target rank 2" in finished.err and "what to do" in finished.err
     with pytest.raises(DisagreementError, match="type or shape of 'b'"):
         reshard_mpi.plan(c.src, c.src_strategy, c.dst_strategy)
     assert listing(tmp_path) == before
@@ -251,7 +244,7 @@ def test_a_contradiction_between_the_shards_of_different_targets_is_refused(tmp_
 # What is not replaced silently, or not at all
 
 
-@KINDS
+@of_every_kind
 @pytest.mark.parametrize("missing", [False, True])
 def test_values_of_the_own_rank_that_are_lost_are_told(
     tmp_path: Path, capsys: Capture, kind: str, missing: bool
@@ -261,41 +254,38 @@ def test_values_of_the_own_rank_that_are_lost_are_told(
     for rank in range(4):
         c.rewrite(rank, {"random_state": np.full(4, rank, np.uint32)})
     c.remove(3) if missing else DAMAGE["empty"](c.shard(3))
-    said = command_line(capsys, *c.arguments())
-    assert said.code == 0
-    assert len(warnings(said.err)) == 2
-    (own,) = (text for text in warnings(said.err) if text.startswith("target rank 3 "))
+    finished = run_here(capsys, *c.arguments())
+    assert finished.code == 0
+    assert len(warnings(finished.err)) == 2
+    (own,) = (text for text in warnings(finished.err) if text.startswith("target rank 3 "))
     told = re.fullmatch(r"target rank 3 has 'random_state' of rank (\d), not its own: .*", own)
     assert told is not None
     assert read_shard(c.written(3))["random_state"][2] == np.full(4, int(told[1]), np.uint32).tobytes()
 
 
-@KINDS
+@of_every_kind
 def test_a_stage_whose_shards_are_all_lost_is_refused_though_the_target_lists_nothing(
     tmp_path: Path, capsys: Capture, kind: str
 ) -> None:
-    from support.conversions import make_with
-
     tensors = {"w": np.arange(8, dtype=np.float32), "v": np.arange(4, dtype=np.float32)}
-    src = {"w": RawLayout((2,), (0,)), "v": RawLayout((2,), (-1,), stages=(1,))}
-    whole = {"w": RawLayout((1,), (-1,)), "v": RawLayout((1,), (-1,))}
-    c = make_with(tmp_path, kind, tensors=tensors, src=src, dst=whole, ranks=(4, 1), stages=(2, 1))
-    c = c.but(dst_strategy=None)
+    source = Side(4, 2, {"w": RawLayout((2,), (0,)), "v": RawLayout((2,), (-1,), stages=(1,))})
+    target = Side(1, 1, {"w": RawLayout((1,), (-1,)), "v": RawLayout((1,), (-1,))})
+    c = write_conversion(tmp_path, kind, source, target, tensors).but(dst_strategy=None)
     for rank in (2, 3):
         DAMAGE["empty"](c.shard(rank))
     before = listing(tmp_path)
-    said = command_line(capsys, *c.arguments())
-    assert said.code == 3 and "no shard that should hold 'v' is there" in said.err, said
-    assert f"rank 2: a shard is empty, expected a checkpoint, got 0 bytes, in {c.shard(2)}" in said.err
+    finished = run_here(capsys, *c.arguments())
+    assert finished.code == 3 and "no shard that should hold 'v' is there" in finished.err, finished
+    assert f"rank 2: a shard is empty, expected a checkpoint, got 0 bytes, in {c.shard(2)}" in finished.err
     for rank in (2, 3):
         before = {k: v for k, v in before.items() if f"rank_{rank}/" not in k and not k.endswith(f"rank_{rank}")}
         shutil.rmtree(c.shard(rank).parent)
-    said = command_line(capsys, *c.arguments())
-    assert said.code == 3 and "no shard that should hold 'v' is there" in said.err, said
+    finished = run_here(capsys, *c.arguments())
+    assert finished.code == 3 and "no shard that should hold 'v' is there" in finished.err, finished
     assert listing(tmp_path) == before
 
 
-@KINDS
+@of_every_kind
 def test_what_only_a_damaged_shard_may_hold_is_not_taken_for_never_saved(
     tmp_path: Path, capsys: Capture, kind: str
 ) -> None:
@@ -305,13 +295,15 @@ def test_what_only_a_damaged_shard_may_hold_is_not_taken_for_never_saved(
         c.rewrite(rank, {"b": None})
     for rank in (2, 3):
         c.rewrite(rank, {"w": None, "moments.w": None})
-    assert command_line(capsys, *c.arguments()).code == 0
-    assert_targets_right(c)
+    assert run_here(capsys, *c.arguments()).code == 0
+    assert_right(c)
     for rank in (2, 3):
         DAMAGE["empty"](c.shard(rank))
-    said = command_line(capsys, *c.but(dst=tmp_path / "other").arguments())
-    assert said.code == 3 and "'b' is in no shard that was opened, but may be in one that is damaged" in said.err, said
-    assert "rank 2: a shard is empty" in said.err and "what to do: restore these shards" in said.err
+    finished = run_here(capsys, *c.but(dst=tmp_path / "other").arguments())
+    assert (
+        finished.code == 3 and "'b' is in no shard that was opened, but may be in one that is damaged" in finished.err
+    ), finished
+    assert "rank 2: a shard is empty" in finished.err and "what to do: restore these shards" in finished.err
     assert not (tmp_path / "other").exists()
 
 
@@ -323,55 +315,57 @@ def with_accumulator(c: Conversion) -> Conversion:
     )
 
 
-@KINDS
+@of_every_kind
 def test_nor_is_a_whole_kind_of_state_where_shards_are_saved_without_redundancy(
     tmp_path: Path, capsys: Capture, kind: str
 ) -> None:
     c = with_accumulator(make(tmp_path, kind))
     c.rewrite(0, {"b": None})
     DAMAGE["empty"](c.shard(2))
-    said = command_line(capsys, *c.arguments())
-    assert said.code == 3 and "'accu.w' is in no shard that was opened" in said.err, said
+    finished = run_here(capsys, *c.arguments())
+    assert finished.code == 3 and "'accu.w' is in no shard that was opened" in finished.err, finished
 
 
-@KINDS
+@of_every_kind
 def test_state_that_was_never_saved_is_still_told_from_what_is_lost(tmp_path: Path, capsys: Capture, kind: str) -> None:
     c = with_accumulator(make(tmp_path, kind))
     DAMAGE["empty"](c.shard(0))
-    said = command_line(capsys, *c.arguments())
-    assert said.code == 0 and len(warnings(said.err)) == 2, said
-    assert "1 listed parameters are in no source shard: accu.w" in said.err
-    assert_targets_right(c)
+    finished = run_here(capsys, *c.arguments())
+    assert finished.code == 0 and len(warnings(finished.err)) == 2, finished
+    assert "1 listed parameters are in no source shard: accu.w" in finished.err
+    assert_right(c)
 
 
 def test_the_first_of_shards_that_describe_themselves(tmp_path: Path, capsys: Capture) -> None:
     c = make(tmp_path)
     native = c.but(dst=tmp_path / "native", kind="hdf5", dst_strategy=c.src_strategy, target=c.source)
-    assert command_line(capsys, *native.arguments("transform", "--to", "hdf5")).code == 0
+    assert run_here(capsys, *native.arguments("transform", "--to", "hdf5")).code == 0
     back = native.but(src=native.dst, dst=c.dst, src_strategy=None, dst_strategy=c.dst_strategy, target=c.target)
     DAMAGE["half"](back.shard(0))
-    said = command_line(capsys, *back.arguments())
-    assert said.code == 0 and len(warnings(said.err)) == 1 and "taken from ranks 1, 2 instead" in said.err
-    assert_targets_right(back)
+    finished = run_here(capsys, *back.arguments())
+    assert finished.code == 0 and len(warnings(finished.err)) == 1 and "taken from ranks 1, 2 instead" in finished.err
+    assert_right(back)
     loose = tmp_path / "loose"
     loose.mkdir()
     for rank in range(4):
         shutil.copy(back.shard(rank), loose)
-    said = command_line(capsys, *back.but(src=loose, dst=tmp_path / "more").arguments())
-    assert said.code == 0 and len(warnings(said.err)) == 2, said
-    assert f"whose shard {loose}/checkpoint_0.h5 is cannot be told" in said.err
+    finished = run_here(capsys, *back.but(src=loose, dst=tmp_path / "more").arguments())
+    assert finished.code == 0 and len(warnings(finished.err)) == 2, finished
+    assert f"whose shard {loose}/checkpoint_0.h5 is cannot be told" in finished.err
     assert shards(tmp_path / "more") == shards(back.dst)
 
 
 def test_a_shard_in_the_folder_of_another_rank_is_replaced(tmp_path: Path, capsys: Capture) -> None:
     c = make(tmp_path)
     native = c.but(dst=tmp_path / "native", kind="hdf5", dst_strategy=c.src_strategy, target=c.source)
-    assert command_line(capsys, *native.arguments("transform", "--to", "hdf5")).code == 0
+    assert run_here(capsys, *native.arguments("transform", "--to", "hdf5")).code == 0
     back = native.but(src=native.dst, dst=c.dst, src_strategy=None, dst_strategy=c.dst_strategy, target=c.target)
     shutil.copy(back.shard(1), back.shard(2))
-    said = command_line(capsys, *back.arguments())
-    assert said.code == 0 and "a shard says it belongs elsewhere" in said.err and "rank 0 instead" in said.err
-    assert_targets_right(back)
+    finished = run_here(capsys, *back.arguments())
+    assert (
+        finished.code == 0 and "a shard says it belongs elsewhere" in finished.err and "rank 0 instead" in finished.err
+    )
+    assert_right(back)
 
 
 # Files that fail while they are read
@@ -395,10 +389,10 @@ def failing_reads(monkeypatch: pytest.MonkeyPatch, path: Path, names: Sequence[s
 
 def assert_failed(c: Conversion, capsys: Capture, says: str, where: Path) -> None:
     """Check that target 1 alone fails, and what is said of it."""
-    said = command_line(capsys, *c.arguments())
-    assert said.code == 4, said
-    assert says in said.err and f"where: {where}\n" in said.err
-    assert "restore the " in said.err and "remove " in said.err and "--resume" in said.err
+    finished = run_here(capsys, *c.arguments())
+    assert finished.code == 4, finished
+    assert says in finished.err and f"where: {where}\n" in finished.err
+    assert "restore the " in finished.err and "remove " in finished.err and "--resume" in finished.err
     assert c.written(0).exists() and not c.written(1).exists()
 
 
@@ -407,14 +401,14 @@ def test_a_shard_whose_structure_cannot_be_read_is_replaced(
 ) -> None:
     c = make(tmp_path)
     failing_reads(monkeypatch, c.shard(0), ["pread"])
-    said = command_line(capsys, *c.arguments())
-    assert said.code == 0, said
-    (told,) = warnings(said.err)
+    finished = run_here(capsys, *c.arguments())
+    assert finished.code == 0, finished
+    (told,) = warnings(finished.err)
     assert f"{c.shard(0)}, byte 0: a shard cannot be read, got [Errno 5] Input/output error" in told
-    assert_targets_right(c)
+    assert_right(c)
 
 
-@KINDS
+@of_every_kind
 def test_a_file_that_cannot_be_read_while_a_target_is_written(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
@@ -425,14 +419,14 @@ def test_a_file_that_cannot_be_read_while_a_target_is_written(
         failing_reads(patch, c.shard(2), ENGINE)
         assert_failed(c, capsys, "a source file cannot be read\n", c.shard(2))
     c.remove(2)
-    said = command_line(capsys, *c.arguments("transform", "--resume"))
-    assert said.code == 0 and "no shard of rank 2" in said.err
+    finished = run_here(capsys, *c.arguments("transform", "--resume"))
+    assert finished.code == 0 and "no shard of rank 2" in finished.err
     for rank in range(2):
         kept = {n: a for n, a in expected_rank(c.target, TENSORS, rank).items() if n != "global_step"}
         assert read_shard(c.written(rank)) == as_read(kept)
 
 
-@KINDS
+@of_every_kind
 @pytest.mark.parametrize("kept", [True, False], ids=["plans are kept", "plans are made again"])
 def test_a_file_that_is_truncated_after_it_was_planned_with(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, kind: str, kept: bool
@@ -453,9 +447,9 @@ def test_a_file_that_is_truncated_after_it_was_planned_with(
             assert_failed(c, capsys, "a source file became shorter while it was read\n", c.shard(2))
         else:
             assert_failed(c, capsys, "source shards have changed since the run began\n", c.src)
-    said = command_line(capsys, *c.arguments("transform", "--resume"))
-    assert said.code == 0 and "the shard of rank 2 cannot be used" in said.err
-    assert_targets_right(c)
+    finished = run_here(capsys, *c.arguments("transform", "--resume"))
+    assert finished.code == 0 and "the shard of rank 2 cannot be used" in finished.err
+    assert_right(c)
 
 
 def test_the_function_names_the_file_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,14 +10,14 @@ import h5py
 import numpy as np
 import pytest
 from support.checkpoints import as_read, read_shard, write_shard
-from support.conversions import TENSORS, Conversion, command_line, listing, make
+from support.command_line import Capture, run_here
+from support.conversions import TENSORS, Conversion, listing, make
 
 import reshard_mpi
 from reshard_mpi.checkpoints import siblings
 from reshard_mpi.errors import SourceError
 from reshard_mpi.planning.model import Check
 
-Capture = pytest.CaptureFixture[str]
 REFUSED = "the shard of one rank is no full checkpoint"
 
 
@@ -38,9 +38,9 @@ def alike(c: Conversion) -> Conversion:
 def refused(capsys: Capture, c: Conversion, got: str = "") -> None:
     """Check that every way to use the source is refused, with the folder named that is to be given."""
     before = listing(c.folder)
-    said = command_line(capsys, *c.arguments())
-    assert said.code == 3 and REFUSED in said.err and got in said.err, said
-    assert f"what to do: give {c.folder / 'src'}, and the strategy" in said.err, said
+    finished = run_here(capsys, *c.arguments())
+    assert finished.code == 3 and REFUSED in finished.err and got in finished.err, finished
+    assert f"what to do: give {c.folder / 'src'}, and the strategy" in finished.err, finished
     calls = (
         lambda: reshard_mpi.plan(c.src, None, c.dst_strategy),
         lambda: reshard_mpi.load_rank(0, c.src, None, c.dst_strategy),
@@ -81,20 +81,20 @@ def test_a_slice_in_a_map_is_refused(c: Conversion) -> None:
 
 
 def test_a_selected_shard_is_refused(c: Conversion, capsys: Capture) -> None:
-    said = command_line(capsys, *c.arguments("transform", "--select", "checkpoint_0.*"))
-    assert said.code == 3 and REFUSED in said.err
+    finished = run_here(capsys, *c.arguments("transform", "--select", "checkpoint_0.*"))
+    assert finished.code == 3 and REFUSED in finished.err
 
 
 def test_a_rank_of_none_is_refused_without_the_others(c: Conversion, capsys: Capture) -> None:
     c.remove(0, 1, 2)
-    said = command_line(capsys, *c.but(src=c.shard(3)).arguments())
-    assert said.code == 3 and REFUSED in said.err and "none of other ranks to compare it with" in said.err
+    finished = run_here(capsys, *c.but(src=c.shard(3)).arguments())
+    assert finished.code == 3 and REFUSED in finished.err and "none of other ranks to compare it with" in finished.err
 
 
 def test_a_shard_of_rank_0_by_itself_is_a_checkpoint(alike: Conversion, capsys: Capture) -> None:
     alike.remove(1, 2, 3)
-    said = command_line(capsys, *alike.but(src=alike.shard(0), dst_strategy=None).arguments())
-    assert said.code == 0 and "note" not in said.err
+    finished = run_here(capsys, *alike.but(src=alike.shard(0), dst_strategy=None).arguments())
+    assert finished.code == 0 and "note" not in finished.err
     assert read_shard(alike.written(0)) == as_read(TENSORS)
 
 
@@ -102,8 +102,8 @@ def test_a_shard_of_rank_0_by_itself_is_a_checkpoint(alike: Conversion, capsys: 
 def test_what_all_ranks_have_alike_is_a_checkpoint(alike: Conversion, capsys: Capture, rank: int) -> None:
     for number, source in enumerate((alike.shard(rank), alike.shard(rank).parent)):
         c = alike.but(src=source, dst=alike.folder / f"dst_{number}", dst_strategy=None)
-        said = command_line(capsys, *c.arguments())
-        assert said.code == 0 and f"note: {source} is taken for a full checkpoint" in said.err, said
+        finished = run_here(capsys, *c.arguments())
+        assert finished.code == 0 and f"note: {source} is taken for a full checkpoint" in finished.err, finished
         assert read_shard(c.written(0)) == as_read(TENSORS)
 
 
@@ -150,8 +150,8 @@ def test_a_sibling_that_cannot_be_read_proves_nothing(alike: Conversion, capsys:
     for rank in (0, 2):
         alike.shard(rank).write_bytes(b"")
     c = alike.but(src=alike.shard(1), dst_strategy=None)
-    said = command_line(capsys, *c.arguments())
-    assert said.code == 0 and "(compared with rank 3)" in said.err
+    finished = run_here(capsys, *c.arguments())
+    assert finished.code == 0 and "(compared with rank 3)" in finished.err
     alike.shard(3).write_bytes(b"")
     refused(capsys, alike.but(src=alike.shard(1)), "that of rank 0 cannot be compared (a shard is empty")
 
@@ -159,15 +159,15 @@ def test_a_sibling_that_cannot_be_read_proves_nothing(alike: Conversion, capsys:
 def test_folders_of_ranks_without_shards_say_nothing(alike: Conversion, capsys: Capture) -> None:
     for rank in (1, 2, 3):
         alike.shard(rank).unlink()
-    said = command_line(capsys, *alike.but(dst_strategy=None).arguments())
-    assert said.code == 0 and "note" not in said.err
+    finished = run_here(capsys, *alike.but(dst_strategy=None).arguments())
+    assert finished.code == 0 and "note" not in finished.err
 
 
 def test_only_the_shard_of_the_same_name_is_compared(alike: Conversion, capsys: Capture) -> None:
     for rank in range(4):
         write_shard({"w": np.zeros(rank + 1)}, alike.shard(rank).with_stem("earlier"))
     c = alike.but(src=alike.shard(1), dst_strategy=None)
-    assert command_line(capsys, *c.arguments()).code == 0
+    assert run_here(capsys, *c.arguments()).code == 0
     refused(capsys, alike.but(src=alike.shard(1).with_stem("earlier")), "holds 'w' as")
     for rank in (0, 2, 3):
         alike.shard(rank).rename(alike.shard(rank).with_stem("later"))
@@ -181,7 +181,7 @@ def test_loose_files_of_a_rank(alike: Conversion, capsys: Capture) -> None:
         for number, half in enumerate(halves):
             write_shard(half, alike.shard(rank).with_stem(f"part_{number}"))
     c = alike.but(src=alike.shard(2).parent, dst_strategy=None)
-    assert command_line(capsys, *c.arguments()).code == 0
+    assert run_here(capsys, *c.arguments()).code == 0
     assert read_shard(c.written(0)) == as_read(halves[0] | halves[1])
     write_shard({"b": TENSORS["b"] + 1}, alike.shard(3).with_stem("part_1"))
     refused(capsys, alike.but(src=alike.shard(2).parent), "holds other values of 'b'")
@@ -195,7 +195,7 @@ def test_a_handful_of_siblings_is_looked_at() -> None:
 
 def test_little_of_a_shard_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arrays = {f"layers.{layer}.w": np.full((512, 1024), layer, np.float32) for layer in range(3)}
-    arrays |= {f"{chr(97 + at % 26)}{chr(97 + at // 26)}": np.zeros(1024, np.int8) for at in range(200)}
+    arrays |= {f"{chr(97 + number % 26)}{chr(97 + number // 26)}": np.zeros(1024, np.int8) for number in range(200)}
     for rank in range(2):
         (tmp_path / f"rank_{rank}").mkdir()
         write_shard(arrays, tmp_path / f"rank_{rank}" / "net.ckpt")
@@ -220,20 +220,20 @@ def test_little_of_a_shard_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_with_a_strategy_the_folder_tells_the_rank(c: Conversion, capsys: Capture) -> None:
     strategy = make(c.folder / "other", c.kind).src_strategy
-    said = command_line(capsys, *c.but(src=c.shard(3).parent, src_strategy=strategy).arguments())
-    assert said.code == 3 and "expected: box [0:4, 0:2] on one of ranks 0, 2" in said.err, said
-    assert f"what to do: give {c.src}, where the shards of the other ranks are" in said.err
+    finished = run_here(capsys, *c.but(src=c.shard(3).parent, src_strategy=strategy).arguments())
+    assert finished.code == 3 and "expected: box [0:4, 0:2] on one of ranks 0, 2" in finished.err, finished
+    assert f"what to do: give {c.src}, where the shards of the other ranks are" in finished.err
     assert not c.dst.exists()
 
 
 def test_a_shard_that_describes_itself(c: Conversion, capsys: Capture) -> None:
     strategy = make(c.folder / "other", c.kind).src_strategy
     native = c.but(dst=c.folder / "native", src_strategy=strategy, dst_strategy=strategy)
-    assert command_line(capsys, *native.arguments("transform", "--to", "hdf5")).code == 0
+    assert run_here(capsys, *native.arguments("transform", "--to", "hdf5")).code == 0
     shard = native.but(kind="hdf5").written(3)
     for source in (shard, shard.parent):
-        said = command_line(capsys, *c.but(src=source).arguments())
-        assert said.code == 3 and f"what to do: give {native.dst}, where the shards" in said.err, said
+        finished = run_here(capsys, *c.but(src=source).arguments())
+        assert finished.code == 3 and f"what to do: give {native.dst}, where the shards" in finished.err, finished
     assert not c.dst.exists()
     with h5py.File(shard) as file:
         assert (file.attrs["rank"], file.attrs["world_size"]) == (3, 4)
@@ -241,11 +241,11 @@ def test_a_shard_that_describes_itself(c: Conversion, capsys: Capture) -> None:
 
 def test_one_shard_can_still_be_inspected(c: Conversion, capsys: Capture) -> None:
     for source in (c.shard(3), c.shard(3).parent):
-        assert command_line(capsys, "inspect", os.fspath(source)).code == 0
+        assert run_here(capsys, "inspect", os.fspath(source)).code == 0
     assert list(reshard_mpi.inspect(c.shard(3).parent)["shards"]) == [3]
 
 
 def test_the_checkpoint_moved_elsewhere_is_what_the_user_says(c: Conversion, capsys: Capture) -> None:
     shutil.copytree(c.shard(3).parent, c.folder / "mine")
-    assert command_line(capsys, *c.but(src=c.folder / "mine", dst_strategy=None).arguments()).code == 0
+    assert run_here(capsys, *c.but(src=c.folder / "mine", dst_strategy=None).arguments()).code == 0
     assert read_shard(c.written(0)) == as_read(c.arrays(3))

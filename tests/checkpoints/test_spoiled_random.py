@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support.cases import REPLICATED_NAMES, Case, Side, cases, same
 from support.checkpoints import Arrays, expected_rank
-from support.in_memory import strategy_of
+from support.in_memory import Described, part, strategy_of
 from support.oracle import rank_holds, slice_for_rank
 
 from reshard_mpi.checkpoints.discovery import ShardFiles
@@ -36,19 +36,6 @@ STRUCTURE = ("shape", "longer", "type", "rank", "dropped", "renamed", "added", "
 VALUES = ("swapped", "another step")
 
 
-@dataclass(slots=True)
-class InMemory(SourceCheckpoint):
-    """A checkpoint of shards that are in no file."""
-
-    held: dict[int, Manifest] = field(default_factory=dict)
-
-    def _located(self, rank: int) -> Manifest:
-        return self.held[rank]
-
-    def check_crc(self, rank: int) -> ReshardError | None:
-        return None
-
-
 @dataclass(frozen=True, slots=True)
 class Spoiled:
     """A checkpoint some of whose shards are not what they should be.
@@ -65,7 +52,7 @@ class Spoiled:
     def source(self) -> SourceCheckpoint:
         held = {rank: in_memory(rank, arrays, self.texts.get(rank, {})) for rank, arrays in self.shards.items()}
         files = ShardFiles("nowhere", "ckpt", {rank: (f"rank_{rank}",) for rank in held})
-        return InMemory(files, strategy_of(self.case.src), held=held)
+        return Described(files, strategy_of(self.case.src), held=held)
 
 
 def in_memory(rank: int, arrays: Arrays, texts: Mapping[str, str]) -> Manifest:
@@ -79,8 +66,7 @@ def in_array(name: str, array: np.ndarray) -> TensorEntry:
     dtype = BY_NAME[array.dtype.name]
 
     def read(box: Box) -> np.ndarray:
-        part = array[tuple(slice(low, high) for low, high in zip(box.start, box.stop))]
-        return np.ascontiguousarray(part).reshape(box.shape).view(raw_dtype(dtype))
+        return np.ascontiguousarray(part(array, box)).reshape(box.shape).view(raw_dtype(dtype))
 
     return TensorEntry(name, dtype, array.shape, Decoded("nowhere", read, array.shape, 0, 0))
 

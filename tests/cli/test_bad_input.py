@@ -11,10 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.checkpoints import as_read, expected_rank, read_shard
-from support.conversions import COMMAND, SRC_LAYOUTS, TENSORS, Conversion, command_line, listing, make
+from support.command_line import Capture, run_here
+from support.conversions import SRC_LAYOUTS, Conversion, assert_right, listing, make, of_every_kind, transform_apart
 from support.oracle import RawLayout
-from support.processes import run_command
 
 import reshard_mpi
 from reshard_mpi.errors import (
@@ -429,16 +428,16 @@ def spoiled(tmp_path: Path, name: str, kind: str) -> Conversion:
 
 
 @pytest.mark.parametrize(("name", "kind"), EVERY)
-def test_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, kind: str) -> None:
+def test_refused(tmp_path: Path, capsys: Capture, name: str, kind: str) -> None:
     case = CASES[name]
     conversion = spoiled(tmp_path, name, kind)
     before = listing(tmp_path)
     for command in ("transform", "plan"):
-        said = command_line(capsys, *conversion.arguments(command))
-        assert said.code == case.error.exit_code, said
-        assert said.out == ""
-        assert said.err.startswith("reshard-mpi: error: ") and "Traceback" not in said.err
-        case.check(said.err)
+        finished = run_here(capsys, *conversion.arguments(command))
+        assert finished.code == case.error.exit_code, finished
+        assert finished.out == ""
+        assert finished.err.startswith("reshard-mpi: error: ") and "Traceback" not in finished.err
+        case.check(finished.err)
     unlisted = "drop" if "drop" in conversion.options else "follow"
     with pytest.raises(case.error) as caught:
         reshard_mpi.transform_checkpoints(
@@ -461,23 +460,22 @@ def test_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, 
 def test_refused_by_the_real_command(tmp_path: Path, name: str) -> None:
     conversion = spoiled(tmp_path, name, "ckpt")
     before = listing(tmp_path)
-    finished = run_command([*COMMAND, *conversion.arguments("transform", "--jobs", "2")])
-    assert finished.returncode == CASES[name].error.exit_code, finished
-    CASES[name].check(finished.stderr)
-    assert "Traceback" not in finished.stderr and not finished.stdout
+    finished = transform_apart(conversion, "--jobs", "2")
+    assert finished.code == CASES[name].error.exit_code, finished
+    CASES[name].check(finished.err)
+    assert "Traceback" not in finished.err and not finished.out
     assert listing(tmp_path) == before
 
 
-@pytest.mark.parametrize("kind", ["ckpt", "hdf5"])
+@of_every_kind
 @pytest.mark.parametrize("missing", [(0,), (2, 3), (0, 3)])
 def test_missing_rank_folders_whose_boxes_replicas_hold(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, missing: tuple[int, ...]
+    tmp_path: Path, capsys: Capture, kind: str, missing: tuple[int, ...]
 ) -> None:
     conversion = make(tmp_path, kind)
     conversion.remove(*missing)
-    assert command_line(capsys, *conversion.arguments()).code == 0
-    for rank in range(2):
-        assert read_shard(conversion.written(rank)) == as_read(expected_rank(conversion.target, TENSORS, rank))
+    assert run_here(capsys, *conversion.arguments()).code == 0
+    assert_right(conversion)
 
 
 USAGE = {
@@ -506,13 +504,13 @@ USAGE = {
 
 
 @pytest.mark.parametrize("name", USAGE)
-def test_wrong_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_wrong_usage(tmp_path: Path, capsys: Capture, name: str) -> None:
     options, says = USAGE[name]
     conversion = make(tmp_path)
     before = listing(tmp_path)
-    said = command_line(capsys, *conversion.arguments("transform", *options))
-    assert said.code == 2 and said.out == "" and "Traceback" not in said.err, said
-    assert re.search(says, said.err), said.err
+    finished = run_here(capsys, *conversion.arguments("transform", *options))
+    assert finished.code == 2 and finished.out == "" and "Traceback" not in finished.err, finished
+    assert re.search(says, finished.err), finished.err
     assert listing(tmp_path) == before
 
 
@@ -529,9 +527,9 @@ def test_wrong_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: s
         ["merge-strategies", "a"],
     ],
 )
-def test_wrong_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
-    said = command_line(capsys, *arguments)
-    assert said.code == 2 and "usage: reshard-mpi" in said.err and "error: " in said.err
+def test_wrong_commands(tmp_path: Path, capsys: Capture, arguments: list[str]) -> None:
+    finished = run_here(capsys, *arguments)
+    assert finished.code == 2 and "usage: reshard-mpi" in finished.err and "error: " in finished.err
 
 
 def test_wrong_usage_of_the_functions(tmp_path: Path) -> None:
@@ -580,14 +578,14 @@ def test_a_target_by_rank_that_is_a_strategy(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["src/rank_0/checkpoint_0.ckpt", "notes.json", "dst/rank_1/checkpoint_1.ckpt"])
-def test_a_report_in_the_place_of_something_else(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_a_report_in_the_place_of_something_else(tmp_path: Path, capsys: Capture, name: str) -> None:
     c = make(tmp_path)
     (tmp_path / "notes.json").write_text('{"current_stage": 1}')
     (tmp_path / "dst" / "rank_1").mkdir(parents=True)
     before = listing(tmp_path)
-    said = command_line(capsys, *c.arguments("transform", "--report", str(tmp_path / name)))
-    assert said.code == 2 and "the report cannot be written" in said.err and name in said.err
-    assert "what to do: choose another name" in said.err
+    finished = run_here(capsys, *c.arguments("transform", "--report", str(tmp_path / name)))
+    assert finished.code == 2 and "the report cannot be written" in finished.err and name in finished.err
+    assert "what to do: choose another name" in finished.err
     assert listing(tmp_path) == before
 
 
@@ -621,53 +619,63 @@ def test_the_folder_of_a_target_by_rank_is_made(tmp_path: Path) -> None:
 # A target folder with something in it.
 
 
-def test_a_finished_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_target(tmp_path: Path, capsys: Capture) -> None:
     c = make(tmp_path)
-    assert command_line(capsys, *c.arguments()).code == 0
+    assert run_here(capsys, *c.arguments()).code == 0
     before = listing(tmp_path)
     for command in ("transform", "plan"):
-        said = command_line(capsys, *c.arguments(command))
-        assert said.code == 3 and said.err.startswith("reshard-mpi: error: target rank 0 is there already (and 1 more")
-        assert "complete by the record of this run" in said.err and "--resume" in said.err and "--overwrite" in said.err
+        finished = run_here(capsys, *c.arguments(command))
+        assert finished.code == 3 and finished.err.startswith(
+            "reshard-mpi: error: target rank 0 is there already (and 1 more"
+        )
+        assert (
+            "complete by the record of this run" in finished.err
+            and "--resume" in finished.err
+            and "--overwrite" in finished.err
+        )
     assert listing(tmp_path) == before
-    said = command_line(capsys, *c.arguments("transform", "--resume"))
-    assert said.code == 0 and "2 were complete already" in said.out
+    finished = run_here(capsys, *c.arguments("transform", "--resume"))
+    assert finished.code == 0 and "2 were complete already" in finished.out
     assert listing(tmp_path) == before
-    assert command_line(capsys, *c.arguments("transform", "--overwrite")).code == 0
+    assert run_here(capsys, *c.arguments("transform", "--overwrite")).code == 0
     assert listing(c.dst) == {name.removeprefix("dst/"): v for name, v in before.items() if name.startswith("dst/")}
 
 
-def test_a_target_that_another_program_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_target_that_another_program_wrote(tmp_path: Path, capsys: Capture) -> None:
     c = make(tmp_path)
     c.written(1).parent.mkdir(parents=True)
     c.written(1).write_text("mine")
     before = listing(tmp_path)
-    said = command_line(capsys, *c.arguments())
-    assert said.code == 3 and "target rank 1 is there already" in said.err and "of another origin" in said.err
+    finished = run_here(capsys, *c.arguments())
+    assert (
+        finished.code == 3 and "target rank 1 is there already" in finished.err and "of another origin" in finished.err
+    )
     assert listing(tmp_path) == before
 
 
 @pytest.mark.parametrize("options", [(), ("--resume",), ("--overwrite",)])
-def test_a_place_that_no_target_can_take(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...]
-) -> None:
+def test_a_place_that_no_target_can_take(tmp_path: Path, capsys: Capture, options: tuple[str, ...]) -> None:
     c = make(tmp_path)
     c.written(1).mkdir(parents=True)
-    said = command_line(capsys, *c.arguments("transform", *options))
-    assert said.code == 3 and "a folder is in the place of a target" in said.err and str(c.written(1)) in said.err
+    finished = run_here(capsys, *c.arguments("transform", *options))
+    assert (
+        finished.code == 3
+        and "a folder is in the place of a target" in finished.err
+        and str(c.written(1)) in finished.err
+    )
     with pytest.raises(TargetError, match="a folder is in the place"):
         reshard_mpi.transform_checkpoint_by_rank(
             1, {1: c.shard(1), 2: c.shard(2)}, c.written(1), c.src_strategy, c.dst_strategy
         )
     shutil.rmtree(c.written(1).parent)
     c.written(1).parent.write_text("a file")
-    said = command_line(capsys, *c.arguments("transform", *options))
-    assert said.code == 3 and "rank_1" in said.err and listing(c.dst) == {"rank_1": b"a file"}
+    finished = run_here(capsys, *c.arguments("transform", *options))
+    assert finished.code == 3 and "rank_1" in finished.err and listing(c.dst) == {"rank_1": b"a file"}
 
 
-def test_a_target_that_holds_another_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_target_that_holds_another_run(tmp_path: Path, capsys: Capture) -> None:
     c = make(tmp_path)
-    assert command_line(capsys, *c.arguments("transform", "--rank", "0")).code == 0
+    assert run_here(capsys, *c.arguments("transform", "--rank", "0")).code == 0
     before = listing(tmp_path)
     another_strategy = [*c.arguments()[3:5], "--dst-strategy", str(c.src_strategy)]
     for other, now, then in (
@@ -678,58 +686,60 @@ def test_a_target_that_holds_another_run(tmp_path: Path, capsys: pytest.CaptureF
         (another_strategy, f"--dst-strategy {c.src_strategy}, target ranks: 4", f"--dst-strategy {c.dst_strategy}, "),
     ):
         for command in ("transform", "plan"):
-            said = command_line(capsys, *c.arguments(command, "--rank", "1", *other))
-            assert said.code == 3 and "the target folder holds another run" in said.err
-            assert all(f"\n  {label}: " in said.err for label in LABELS)
-            assert f"\n  expected: an empty folder, or a run with {now}\n" in said.err, said
-            assert f"\n  got: a run with {then}" in said.err and not re.search("[0-9a-f]{64}", said.err), said
+            finished = run_here(capsys, *c.arguments(command, "--rank", "1", *other))
+            assert finished.code == 3 and "the target folder holds another run" in finished.err
+            assert all(f"\n  {label}: " in finished.err for label in LABELS)
+            assert f"\n  expected: an empty folder, or a run with {now}\n" in finished.err, finished
+            assert f"\n  got: a run with {then}" in finished.err and not re.search("[0-9a-f]{64}", finished.err), (
+                finished
+            )
     assert listing(tmp_path) == before
-    assert command_line(capsys, *c.arguments("transform", "--rank", "1")).code == 0  # the same run joins
-    assert command_line(capsys, *c.arguments("transform", "--prefix", "x", "--overwrite")).code == 0
+    assert run_here(capsys, *c.arguments("transform", "--rank", "1")).code == 0  # the same run joins
+    assert run_here(capsys, *c.arguments("transform", "--prefix", "x", "--overwrite")).code == 0
 
 
-def test_two_live_runs_on_one_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_live_runs_on_one_target(tmp_path: Path, capsys: Capture) -> None:
     import fcntl
 
     c = make(tmp_path)
-    assert command_line(capsys, *c.arguments("transform", "--rank", "0")).code == 0
+    assert run_here(capsys, *c.arguments("transform", "--rank", "0")).code == 0
     with (c.dst / ".reshard_mpi" / "rank_1.lock").open("w") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)  # as a process does while it writes target 1
         before = listing(tmp_path)
         for again in ("--resume", "--overwrite"):
-            said = command_line(capsys, *c.arguments("transform", again))
-            assert said.code == 3 and "target rank 1 is being written by another process" in said.err
-            assert all(f"\n  {label}: " in said.err for label in LABELS)
+            finished = run_here(capsys, *c.arguments("transform", again))
+            assert finished.code == 3 and "target rank 1 is being written by another process" in finished.err
+            assert all(f"\n  {label}: " in finished.err for label in LABELS)
         assert listing(tmp_path) == before
-    assert command_line(capsys, *c.arguments("transform", "--resume")).code == 0
+    assert run_here(capsys, *c.arguments("transform", "--resume")).code == 0
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_without_write_permission(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_write_permission(tmp_path: Path, capsys: Capture) -> None:
     c = make(tmp_path)
     c.dst.mkdir(mode=0o500)
-    said = command_line(capsys, *c.arguments())
-    assert said.code == 3 and "cannot be written" in said.err and str(c.dst) in said.err
+    finished = run_here(capsys, *c.arguments())
+    assert finished.code == 3 and "cannot be written" in finished.err and str(c.dst) in finished.err
     assert not listing(c.dst)
 
 
-def test_a_read_only_file_system(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = command_line(capsys, *make(tmp_path).but(dst=Path("/proc/dst")).arguments())
-    assert said.code == 3 and "Traceback" not in said.err, said
+def test_a_read_only_file_system(tmp_path: Path, capsys: Capture) -> None:
+    finished = run_here(capsys, *make(tmp_path).but(dst=Path("/proc/dst")).arguments())
+    assert finished.code == 3 and "Traceback" not in finished.err, finished
 
 
 # Other commands.
 
 
-def test_ranks_out_of_range(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_out_of_range(tmp_path: Path, capsys: Capture) -> None:
     c = make(tmp_path)
-    said = command_line(
+    finished = run_here(
         capsys, "ranks", "2", "--src-strategy", str(c.src_strategy), "--dst-strategy", str(c.dst_strategy)
     )
-    assert said.code == 2 and "expected: 0 to 1" in said.err and "got: 2" in said.err and not said.out
+    assert finished.code == 2 and "expected: 0 to 1" in finished.err and "got: 2" in finished.err and not finished.out
 
 
-def test_nothing_to_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_to_inspect(tmp_path: Path, capsys: Capture) -> None:
     c = make(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "notes.txt").write_text("notes")
@@ -742,27 +752,27 @@ def test_nothing_to_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         (c.src, "two formats"),
         (c.shard(3), "a shard is empty"),
     ):
-        said = command_line(capsys, "inspect", str(path))
-        assert said.code == 3 and says in said.err and "where: " in said.err, said
-        assert not said.out
+        finished = run_here(capsys, "inspect", str(path))
+        assert finished.code == 3 and says in finished.err and "where: " in finished.err, finished
+        assert not finished.out
 
 
-def test_stages_that_cannot_be_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stages_that_cannot_be_merged(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "empty").mkdir()
     for folder in ("missing", "empty"):
-        said = command_line(capsys, "merge-strategies", str(tmp_path / folder), str(tmp_path / "out.ckpt"))
-        assert said.code == 3 and "where: " in said.err and not (tmp_path / "out.ckpt").exists()
+        finished = run_here(capsys, "merge-strategies", str(tmp_path / folder), str(tmp_path / "out.ckpt"))
+        assert finished.code == 3 and "where: " in finished.err and not (tmp_path / "out.ckpt").exists()
     c = make(tmp_path)
     (tmp_path / "file").write_text("")
     for out in (tmp_path, tmp_path / "file" / "out.ckpt"):
-        said = command_line(capsys, "merge-strategies", str(c.src_strategy), str(out))
-        assert said.code == 3 and "cannot be written" in said.err, said
+        finished = run_here(capsys, "merge-strategies", str(c.src_strategy), str(out))
+        assert finished.code == 3 and "cannot be written" in finished.err, finished
 
 
-def test_a_demo_where_one_is_already(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_demo_where_one_is_already(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "src").mkdir()
     (tmp_path / "file").write_text("")
     for folder, says in ((tmp_path, "has a demo already"), (tmp_path / "file", "file")):
-        said = command_line(capsys, "demo", str(folder))
-        assert said.code == 3 and says in said.err
+        finished = run_here(capsys, "demo", str(folder))
+        assert finished.code == 3 and says in finished.err
     assert set(listing(tmp_path)) == {"src", "file"}

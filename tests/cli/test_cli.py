@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 from support.cases import Side
 from support.checkpoints import ENDINGS, as_read, expected_rank, read_shard, write_strategy
-from support.conversions import COMMAND, DST_LAYOUTS, TENSORS, Conversion, command_line, listing, make, shards
+from support.command_line import COMMAND, Capture, run_apart, run_here
+from support.conversions import DST_LAYOUTS, TENSORS, Conversion, assert_right, listing, make, of_every_kind, shards
 from support.oracle import RawLayout
 from support.processes import run_command
 from support.stand_ins import refusing
 
 import reshard_mpi
-
-Capture = pytest.CaptureFixture[str]
 
 
 @pytest.fixture
@@ -27,114 +26,109 @@ def conversion(tmp_path: Path) -> Conversion:
     return make(tmp_path)
 
 
-def assert_right(conversion: Conversion, ranks: tuple[int, ...] = (0, 1)) -> None:
-    """Check that exactly these targets are there, and hold what the oracle says."""
-    written = {rank: conversion.written(rank) for rank in ranks}
-    assert set(conversion.dst.glob("rank_*/*")) == set(written.values())
-    for rank, path in written.items():
-        assert read_shard(path) == as_read(expected_rank(conversion.target, TENSORS, rank))
-
-
 # transform
 
 
-@pytest.mark.parametrize("kind", ["ckpt", "hdf5"])
+@pytest.mark.parametrize("kind", ENDINGS)
 def test_transform(tmp_path: Path, capsys: Capture, kind: str) -> None:
     conversion = make(tmp_path, kind)
     before = listing(conversion.src)
-    said = command_line(capsys, *conversion.arguments())
-    assert said.code == 0
-    assert re.fullmatch(r"wrote 2 shards, \d+ B in \d+\.\d\d s \(.*/s\)\n", said.out)
-    assert re.fullmatch(r"(target [01]: \d+ B from 2 source ranks in \d+\.\d\d s\n){2}", said.err)
+    finished = run_here(capsys, *conversion.arguments())
+    assert finished.code == 0
+    assert re.fullmatch(r"wrote 2 shards, \d+ B in \d+\.\d\d s \(.*/s\)\n", finished.out)
+    title = {"ckpt": "MindSpore checkpoint", "hdf5": "HDF5", "safetensors": "safetensors"}[kind]
+    source, _, rest = finished.err.partition("\n")
+    assert source == f"source: {title}, 4 files, 4 ranks, 4 tensors a rank"
+    assert re.fullmatch(r"(target [01]: \d+ B from 2 source ranks in \d+\.\d\d s\n){2}", rest)
     assert_right(conversion)
     assert listing(conversion.src) == before
 
 
-@pytest.mark.parametrize("kinds", [("ckpt", "hdf5"), ("hdf5", "ckpt")])
+@pytest.mark.parametrize("kinds", [("ckpt", "hdf5"), ("hdf5", "safetensors"), ("safetensors", "ckpt")])
 def test_to(tmp_path: Path, capsys: Capture, kinds: tuple[str, str]) -> None:
     conversion = make(tmp_path, kinds[0])
-    assert command_line(capsys, *conversion.arguments("transform", "--to", kinds[1])).code == 0
+    assert run_here(capsys, *conversion.arguments("transform", "--to", kinds[1])).code == 0
     assert_right(conversion.but(kind=kinds[1]))
 
 
 def test_no_target_strategy_makes_one_full_checkpoint(conversion: Conversion, capsys: Capture) -> None:
-    assert command_line(capsys, *conversion.but(dst_strategy=None).arguments()).code == 0
+    assert run_here(capsys, *conversion.but(dst_strategy=None).arguments()).code == 0
     assert read_shard(conversion.written(0)) == as_read(TENSORS)
     assert len(list(conversion.dst.glob("rank_*"))) == 1
 
 
 def test_native_shards_need_no_source_strategy(conversion: Conversion, capsys: Capture) -> None:
-    assert command_line(capsys, *conversion.arguments("transform", "--to", "hdf5")).code == 0
+    assert run_here(capsys, *conversion.arguments("transform", "--to", "hdf5")).code == 0
     back = conversion.but(
         src=conversion.dst, dst=conversion.folder / "back", src_strategy=None, dst_strategy=conversion.src_strategy
     )
-    assert command_line(capsys, *back.arguments("transform", "--to", "ckpt")).code == 0
+    assert run_here(capsys, *back.arguments("transform", "--to", "ckpt")).code == 0
     for rank in range(4):
         assert read_shard(back.written(rank)) == as_read(conversion.arrays(rank))
 
 
 def test_source_of_one_file_and_of_loose_files(conversion: Conversion, capsys: Capture) -> None:
     whole = conversion.folder / "whole"
-    assert command_line(capsys, *conversion.but(dst_strategy=None, dst=whole).arguments()).code == 0
+    assert run_here(capsys, *conversion.but(dst_strategy=None, dst=whole).arguments()).code == 0
     file = whole / "rank_0" / "checkpoint_0.ckpt"
-    for at, source in enumerate((file, file.parent)):
-        again = conversion.but(src=source, src_strategy=None, dst=conversion.folder / f"dst_{at}")
-        assert command_line(capsys, *again.arguments()).code == 0
+    for number, source in enumerate((file, file.parent)):
+        again = conversion.but(src=source, src_strategy=None, dst=conversion.folder / f"dst_{number}")
+        assert run_here(capsys, *again.arguments()).code == 0
         assert_right(again)
 
 
 def test_prefix(conversion: Conversion, capsys: Capture) -> None:
-    assert command_line(capsys, *conversion.arguments("transform", "--prefix", "net")).code == 0
+    assert run_here(capsys, *conversion.arguments("transform", "--prefix", "net")).code == 0
     assert {path.name for path in conversion.dst.glob("rank_*/*")} == {"net0.ckpt", "net1.ckpt"}
 
 
 def test_rank(conversion: Conversion, capsys: Capture) -> None:
-    assert command_line(capsys, *conversion.arguments("transform", "--rank", "1")).code == 0
+    assert run_here(capsys, *conversion.arguments("transform", "--rank", "1")).code == 0
     assert_right(conversion, (1,))
-    assert command_line(capsys, *conversion.arguments("transform", "--rank", "0", "--rank", "0")).code == 0
+    assert run_here(capsys, *conversion.arguments("transform", "--rank", "0", "--rank", "0")).code == 0
     assert_right(conversion)
 
 
 def test_ranks_together(conversion: Conversion, capsys: Capture) -> None:
-    assert command_line(capsys, *conversion.arguments("transform", "--rank", "1", "--rank", "0")).code == 0
+    assert run_here(capsys, *conversion.arguments("transform", "--rank", "1", "--rank", "0")).code == 0
     assert_right(conversion)
 
 
 def test_part(conversion: Conversion, capsys: Capture) -> None:
-    assert command_line(capsys, *conversion.arguments("transform", "--part", "1/2")).code == 0
+    assert run_here(capsys, *conversion.arguments("transform", "--part", "1/2")).code == 0
     assert_right(conversion, (1,))
-    assert command_line(capsys, *conversion.arguments("transform", "--part", "0/2")).code == 0
+    assert run_here(capsys, *conversion.arguments("transform", "--part", "0/2")).code == 0
     assert_right(conversion)
-    said = command_line(capsys, *conversion.arguments("transform", "--part", "5/6"))  # more parts than targets
-    assert said.code == 0 and "wrote 0 shards" in said.out
+    finished = run_here(capsys, *conversion.arguments("transform", "--part", "5/6"))  # more parts than targets
+    assert finished.code == 0 and "wrote 0 shards" in finished.out
 
 
 def test_resume_makes_what_is_missing(conversion: Conversion, capsys: Capture) -> None:
-    assert command_line(capsys, *conversion.arguments("transform", "--rank", "0")).code == 0
+    assert run_here(capsys, *conversion.arguments("transform", "--rank", "0")).code == 0
     kept = conversion.written(0).stat()
-    said = command_line(capsys, *conversion.arguments("transform", "--resume"))
-    assert said.code == 0 and "wrote 1 shard," in said.out and "1 was complete already" in said.out
+    finished = run_here(capsys, *conversion.arguments("transform", "--resume"))
+    assert finished.code == 0 and "wrote 1 shard," in finished.out and "1 was complete already" in finished.out
     assert_right(conversion)
     assert conversion.written(0).stat().st_mtime_ns == kept.st_mtime_ns
 
 
 def test_resume_redoes_what_is_not_complete(conversion: Conversion, capsys: Capture) -> None:
-    assert command_line(capsys, *conversion.arguments()).code == 0
+    assert run_here(capsys, *conversion.arguments()).code == 0
     whole = conversion.written(0).read_bytes()
     conversion.written(0).unlink()
     conversion.written(0).write_bytes(whole[:-1])
     left = conversion.written(1).with_name(".checkpoint_1.ckpt.0123.partial")
     left.write_bytes(b"left by a run that died")
     conversion.written(1).unlink()
-    assert command_line(capsys, *conversion.arguments("transform", "--resume")).code == 0
+    assert run_here(capsys, *conversion.arguments("transform", "--resume")).code == 0
     assert_right(conversion)
     assert not left.exists()
 
 
 def test_overwrite_replaces_targets_not_folders(conversion: Conversion, capsys: Capture) -> None:
-    assert command_line(capsys, *conversion.arguments("transform", "--unlisted", "drop")).code == 0
+    assert run_here(capsys, *conversion.arguments("transform", "--unlisted", "drop")).code == 0
     (conversion.dst / "rank_0" / "notes.txt").write_text("mine")
-    assert command_line(capsys, *conversion.arguments("transform", "--overwrite")).code == 0
+    assert run_here(capsys, *conversion.arguments("transform", "--overwrite")).code == 0
     assert (conversion.dst / "rank_0" / "notes.txt").read_text() == "mine"
     (conversion.dst / "rank_0" / "notes.txt").unlink()
     assert_right(conversion)
@@ -142,15 +136,15 @@ def test_overwrite_replaces_targets_not_folders(conversion: Conversion, capsys: 
 
 def test_rank_folders_may_be_there(conversion: Conversion, capsys: Capture) -> None:
     (conversion.dst / "rank_0").mkdir(parents=True)
-    assert command_line(capsys, *conversion.arguments()).code == 0
+    assert run_here(capsys, *conversion.arguments()).code == 0
     assert_right(conversion)
 
 
 def test_jobs(conversion: Conversion, capsys: Capture) -> None:
-    said = command_line(
+    finished = run_here(
         capsys, *conversion.arguments("transform", "--jobs", "5", "--report", str(conversion.folder / "r"))
     )
-    assert said.code == 0
+    assert finished.code == 0
     assert_right(conversion)
     report = json.loads((conversion.folder / "r").read_text())
     assert report["processes"] == 5
@@ -163,8 +157,8 @@ def test_report(conversion: Conversion, capsys: Capture) -> None:
     path = conversion.folder / "report.json"
     layouts = {**DST_LAYOUTS, "never.saved": RawLayout((2,), (0,))}
     conversion = conversion.but(dst_strategy=conversion.strategy("more", layouts))
-    assert command_line(capsys, *conversion.arguments("transform", "--rank", "1")).code == 0
-    assert command_line(capsys, *conversion.arguments("transform", "--resume", "--report", str(path))).code == 0
+    assert run_here(capsys, *conversion.arguments("transform", "--rank", "1")).code == 0
+    assert run_here(capsys, *conversion.arguments("transform", "--resume", "--report", str(path))).code == 0
     report = json.loads(path.read_text())
     assert set(report) == {
         *("version", "source", "target", "processes", "seconds", "targets", "failures", "absent", "notes", "warnings"),
@@ -173,7 +167,7 @@ def test_report(conversion: Conversion, capsys: Capture) -> None:
     assert (report["source"], report["target"]) == (str(conversion.src), str(conversion.dst))
     assert report["absent"] == ["never.saved"]
     again = conversion.arguments("transform", "--overwrite", "--report", str(path))
-    assert command_line(capsys, *again).code == 0  # an earlier report is replaced
+    assert run_here(capsys, *again).code == 0  # an earlier report is replaced
     assert not any(target["skipped"] for target in json.loads(path.read_text())["targets"])
     first, second = report["targets"]
     assert (first["rank"], first["skipped"], second["rank"], second["skipped"]) == (0, False, 1, True)
@@ -184,21 +178,21 @@ def test_report(conversion: Conversion, capsys: Capture) -> None:
 
 
 def test_progress_none(conversion: Conversion, capsys: Capture) -> None:
-    said = command_line(capsys, *conversion.arguments("transform", "--progress", "none"))
-    assert said.code == 0 and said.err == "" and said.out.startswith("wrote 2 shards")
+    finished = run_here(capsys, *conversion.arguments("transform", "--progress", "none"))
+    assert finished.code == 0 and finished.err == "" and finished.out.startswith("wrote 2 shards")
 
 
 def test_progress_on_a_terminal(conversion: Conversion, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    said = command_line(capsys, *conversion.arguments())
-    assert said.code == 0 and said.err.startswith("\r") and said.err.endswith("\n")
-    assert said.err.split("\r")[-1].startswith("2 of 2 targets, ")
+    finished = run_here(capsys, *conversion.arguments())
+    assert finished.code == 0 and finished.err.startswith("source: ") and finished.err.endswith("\n")
+    assert finished.err.split("\r")[-1].startswith("2 of 2 targets, ")
 
 
 # Which checkpoint of a folder
 
 
-@pytest.mark.parametrize("kind", ["ckpt", "hdf5"])
+@of_every_kind
 def test_newest_checkpoint_by_natural_order(tmp_path: Path, capsys: Capture, kind: str) -> None:
     conversion = make(tmp_path, kind)
     for rank in range(4):
@@ -209,8 +203,8 @@ def test_newest_checkpoint_by_natural_order(tmp_path: Path, capsys: Capture, kin
             conversion.shard(rank).rename(new.with_name(f"{older}.{ENDINGS[kind]}"))
         (new.parent / "checkpoint-graph.meta").write_bytes(b"not a shard")
         (new.parent / "strategy.ckpt").write_bytes(b"\x08\x01 not one either")
-    said = command_line(capsys, *conversion.arguments())
-    assert said.code == 0 and f"net-10_5.{ENDINGS[kind]} chosen" in said.err
+    finished = run_here(capsys, *conversion.arguments())
+    assert finished.code == 0 and f"net-10_5.{ENDINGS[kind]} chosen" in finished.err
     assert_right(conversion)
 
 
@@ -219,8 +213,8 @@ def test_newest_checkpoint_that_all_ranks_have(conversion: Conversion, capsys: C
         conversion.shard(rank).rename(conversion.shard(rank).with_name("net-9_5.ckpt"))
     conversion.rewrite(0, {"w": np.zeros((8, 2), np.float32)})
     conversion.shard(0).rename(conversion.shard(0).with_name("net-10_5.ckpt"))
-    said = command_line(capsys, *conversion.arguments())
-    assert said.code == 0 and "net-9_5.ckpt chosen" in said.err
+    finished = run_here(capsys, *conversion.arguments())
+    assert finished.code == 0 and "net-9_5.ckpt chosen" in finished.err
     assert_right(conversion)
 
 
@@ -229,7 +223,7 @@ def test_newest_checkpoint_of_names_with_ranks(conversion: Conversion, capsys: C
         conversion.shard(rank).rename(conversion.shard(rank).with_name(f"rank_{rank}_net-10_5.ckpt"))
         conversion.rewrite(rank, {"w": np.zeros((8, 2), np.float32)})
         conversion.shard(rank).rename(conversion.shard(rank).with_name(f"rank_{rank}_net-9_5.ckpt"))
-    assert command_line(capsys, *conversion.arguments()).code == 0
+    assert run_here(capsys, *conversion.arguments()).code == 0
     assert_right(conversion)
 
 
@@ -238,10 +232,10 @@ def test_select(conversion: Conversion, capsys: Capture) -> None:
         conversion.shard(rank).rename(conversion.shard(rank).with_name("net-9_5.ckpt"))
         conversion.rewrite(rank, {"w": np.zeros((8, 2), np.float32)})
         conversion.shard(rank).rename(conversion.shard(rank).with_name("net-10_5.ckpt"))
-    assert command_line(capsys, *conversion.arguments("transform", "--select", "*-9_*")).code == 0
+    assert run_here(capsys, *conversion.arguments("transform", "--select", "*-9_*")).code == 0
     assert_right(conversion)
-    said = command_line(capsys, *conversion.but(dst=conversion.folder / "x").arguments("transform", "--select", "*.pt"))
-    assert said.code == 3 and "--select" in said.err
+    finished = run_here(capsys, *conversion.but(dst=conversion.folder / "x").arguments("transform", "--select", "*.pt"))
+    assert finished.code == 3 and "--select" in finished.err
 
 
 # plan
@@ -249,9 +243,10 @@ def test_select(conversion: Conversion, capsys: Capture) -> None:
 
 def test_plan(conversion: Conversion, capsys: Capture) -> None:
     before = listing(conversion.folder)
-    said = command_line(capsys, *conversion.arguments("plan"))
-    assert said.code == 0 and said.err == ""
-    head, first, second, total = said.out.splitlines()
+    finished = run_here(capsys, *conversion.arguments("plan"))
+    assert finished.code == 0 and finished.err == ""
+    source, head, first, second, total = finished.out.splitlines()
+    assert source.startswith("source: ") and source.endswith(", 4 files, 4 ranks, 4 tensors a rank")
     assert re.split(r"  +", head.strip()) == ["target", "tensors", "writes", "reads", "peak memory", "source ranks"]
     assert first.split()[:2] == ["0", "4"] and first.endswith("0 1") and second.endswith("2 3")
     assert re.fullmatch(r"2 targets, 392 B; each process needs at most \d+\.\d\d MiB of memory", total)
@@ -259,9 +254,9 @@ def test_plan(conversion: Conversion, capsys: Capture) -> None:
 
 
 def test_plan_json(conversion: Conversion, capsys: Capture) -> None:
-    said = command_line(capsys, *conversion.arguments("plan", "--json", "--rank", "1"))
-    planned = json.loads(said.out)
-    assert said.code == 0 and planned["version"] == 1
+    finished = run_here(capsys, *conversion.arguments("plan", "--json", "--rank", "1"))
+    planned = json.loads(finished.out)
+    assert finished.code == 0 and planned["version"] == 1 and planned["source"].endswith(", 4 tensors a rank")
     (target,) = planned["targets"]
     assert (target["rank"], target["read_ranks"], target["tensors"]) == (1, [2, 3], 4)
     assert planned["written_bytes"] == target["written_bytes"] == target["needed_bytes"] == 196
@@ -274,10 +269,10 @@ def test_plan_says_what_transform_says(conversion: Conversion, capsys: Capture) 
     conversion.rewrite(0, {"seed": np.array(4)})
     layouts = {**DST_LAYOUTS, "never.saved": RawLayout((2,), (0,))}
     conversion = conversion.but(dst_strategy=conversion.strategy("more", layouts))
-    planned = command_line(capsys, *conversion.arguments("plan"))
-    done = command_line(capsys, *conversion.arguments("transform", "--progress", "none"))
-    assert planned.code == done.code == 0
-    assert planned.err == done.err and "never.saved" in done.err and "'seed' differs" in done.err
+    planned = run_here(capsys, *conversion.arguments("plan"))
+    finished = run_here(capsys, *conversion.arguments("transform", "--progress", "none"))
+    assert planned.code == finished.code == 0
+    assert planned.err == finished.err and "never.saved" in finished.err and "'seed' differs" in finished.err
 
 
 # ranks
@@ -285,10 +280,10 @@ def test_plan_says_what_transform_says(conversion: Conversion, capsys: Capture) 
 
 def test_ranks(conversion: Conversion, capsys: Capture) -> None:
     strategies = ["--src-strategy", str(conversion.src_strategy), "--dst-strategy", str(conversion.dst_strategy)]
-    assert command_line(capsys, "ranks", "0", *strategies).out == "0\n1\n"
-    assert command_line(capsys, "ranks", "1", *strategies).out == "2\n3\n"
-    assert command_line(capsys, "ranks", "0", *strategies[:2]).out == "0\n1\n"  # one full checkpoint
-    assert command_line(capsys, "ranks", "3", "--dst-strategy", str(conversion.src_strategy)).out == "0\n"
+    assert run_here(capsys, "ranks", "0", *strategies).out == "0\n1\n"
+    assert run_here(capsys, "ranks", "1", *strategies).out == "2\n3\n"
+    assert run_here(capsys, "ranks", "0", *strategies[:2]).out == "0\n1\n"  # one full checkpoint
+    assert run_here(capsys, "ranks", "3", "--dst-strategy", str(conversion.src_strategy)).out == "0\n"
 
 
 # merge-strategies
@@ -299,47 +294,47 @@ def test_merge_strategies(tmp_path: Path, capsys: Capture, name: str) -> None:
     stages = {"w": RawLayout((2,), (0, -1), stages=(0,)), "v": RawLayout((2,), (-1, 0), stages=(1,))}
     folder = write_strategy(Side(4, 2, stages), tmp_path / "stages", shapes=dict.fromkeys(stages, (4, 4)))
     out = tmp_path / name
-    said = command_line(capsys, "merge-strategies", str(folder), str(out))
-    assert said.code == 0
-    shown = json.loads(command_line(capsys, "inspect", "--json", str(out)).out)
+    finished = run_here(capsys, "merge-strategies", str(folder), str(out))
+    assert finished.code == 0
+    shown = json.loads(run_here(capsys, "inspect", "--json", str(out)).out)
     assert (shown["kind"], shown["ranks"], shown["stages"]) == ("strategy", 4, 2)
-    assert shown["parameters"] == json.loads(command_line(capsys, "inspect", "--json", str(folder)).out)["parameters"]
+    assert shown["parameters"] == json.loads(run_here(capsys, "inspect", "--json", str(folder)).out)["parameters"]
 
 
 # inspect
 
 
 def test_inspect_a_shard(conversion: Conversion, capsys: Capture) -> None:
-    said = command_line(capsys, "inspect", str(conversion.shard(1)))
-    assert said.code == 0
-    assert said.out.splitlines()[0] == "ckpt shard: 4 tensors, 196 B"
-    assert "  w  float32 [8, 2]  64 B" in said.out.splitlines()
-    shown = json.loads(command_line(capsys, "inspect", "--json", str(conversion.shard(1))).out)
+    finished = run_here(capsys, "inspect", str(conversion.shard(1)))
+    assert finished.code == 0
+    assert finished.out.splitlines()[0] == "ckpt shard: 4 tensors, 196 B"
+    assert "  w  float32 [8, 2]  64 B" in finished.out.splitlines()
+    shown = json.loads(run_here(capsys, "inspect", "--json", str(conversion.shard(1))).out)
     assert (shown["kind"], shown["format"], shown["path"]) == ("shard", "ckpt", str(conversion.shard(1)))
     offset, length = shown["tensors"]["b"]["ranges"][0]
     assert conversion.shard(1).read_bytes()[offset : offset + length] == TENSORS["b"].tobytes()
 
 
 def test_inspect_a_native_shard(conversion: Conversion, capsys: Capture) -> None:
-    assert command_line(capsys, *conversion.arguments("transform", "--to", "hdf5")).code == 0
-    said = command_line(capsys, "inspect", str(conversion.but(kind="hdf5").written(1)))
-    assert said.out.splitlines()[0] == "hdf5 shard, rank 1 of 2: 4 tensors, 196 B"
-    assert "  w  float32 [4, 4]  64 B  at [4, 0] of [8, 4]" in said.out.splitlines()
+    assert run_here(capsys, *conversion.arguments("transform", "--to", "hdf5")).code == 0
+    finished = run_here(capsys, "inspect", str(conversion.but(kind="hdf5").written(1)))
+    assert finished.out.splitlines()[0] == "hdf5 shard, rank 1 of 2: 4 tensors, 196 B"
+    assert "  w  float32 [4, 4]  64 B  at [4, 0] of [8, 4]" in finished.out.splitlines()
 
 
 def test_inspect_a_checkpoint(conversion: Conversion, capsys: Capture) -> None:
-    said = command_line(capsys, "inspect", str(conversion.src))
-    assert said.out.splitlines()[0] == "checkpoint: 4 ranks, ckpt, 784 B of tensors"
-    assert f"  rank 3: 4 tensors, 196 B  {conversion.shard(3)}" in said.out.splitlines()
-    shown = json.loads(command_line(capsys, "inspect", "--json", str(conversion.src)).out)
+    finished = run_here(capsys, "inspect", str(conversion.src))
+    assert finished.out.splitlines()[0] == "checkpoint: 4 ranks, ckpt, 784 B of tensors"
+    assert f"  rank 3: 4 tensors, 196 B  {conversion.shard(3)}" in finished.out.splitlines()
+    shown = json.loads(run_here(capsys, "inspect", "--json", str(conversion.src)).out)
     assert (shown["kind"], shown["ranks"], set(shown["shards"])) == ("checkpoint", 4, {"0", "1", "2", "3"})
 
 
 def test_inspect_a_strategy(conversion: Conversion, capsys: Capture) -> None:
-    said = command_line(capsys, "inspect", str(conversion.src_strategy))
-    assert said.out.splitlines()[0] == "strategy: 4 ranks in 1 stages, 2 parameters"
-    assert "  w  mesh [2, 2] split [[], [1]]" in said.out.splitlines()
-    shown = json.loads(command_line(capsys, "inspect", "--json", str(conversion.src_strategy)).out)
+    finished = run_here(capsys, "inspect", str(conversion.src_strategy))
+    assert finished.out.splitlines()[0] == "strategy: 4 ranks in 1 stages, 2 parameters"
+    assert "  w  mesh [2, 2] split [[], [1]]" in finished.out.splitlines()
+    shown = json.loads(run_here(capsys, "inspect", "--json", str(conversion.src_strategy)).out)
     expected = {"mesh": [2, 2], "split": [[], [1]], "optimizer": 1, "stages": [0]}
     assert shown["kind"] == "strategy" and shown["parameters"]["w"] == [expected]
 
@@ -350,20 +345,20 @@ def test_inspect_a_strategy(conversion: Conversion, capsys: Capture) -> None:
 def test_demo(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
-    said = command_line(capsys, "demo")
-    assert said.code == 0 and "all 48 slices are bit-exact" in said.out and "MiB/s" in said.out
+    finished = run_here(capsys, "demo")
+    assert finished.code == 0 and "all 48 slices are bit-exact" in finished.out and "MiB/s" in finished.out
     assert not listing(tmp_path)
 
 
 def test_demo_in_a_folder(tmp_path: Path, capsys: Capture) -> None:
     base = tmp_path / "new"
-    said = command_line(capsys, "demo", str(base))
-    assert said.code == 0
+    finished = run_here(capsys, "demo", str(base))
+    assert finished.code == 0
     for path in ("src", "dst", "src_strategy.ckpt", "dst_strategy.ckpt"):
-        assert f"{base}/{path}" in said.out and (base / path).exists()
+        assert f"{base}/{path}" in finished.out and (base / path).exists()
     again = ["transform", str(base / "src"), str(base / "again"), "--src-strategy", str(base / "src_strategy.ckpt")]
     again += ["--dst-strategy", str(base / "dst_strategy.ckpt"), "--jobs", "1"]
-    assert command_line(capsys, *again).code == 0
+    assert run_here(capsys, *again).code == 0
     assert shards(base / "again") == shards(base / "dst")
 
 
@@ -371,16 +366,17 @@ def test_demo_in_a_folder(tmp_path: Path, capsys: Capture) -> None:
 
 
 def test_version(capsys: Capture) -> None:
-    assert command_line(capsys, "--version").out == f"reshard-mpi {version('reshard-mpi')}\n"
+    assert run_here(capsys, "--version").out == f"reshard-mpi {version('reshard-mpi')}\n"
 
 
 def test_help_names_every_command_and_option(capsys: Capture) -> None:
-    text = command_line(capsys, "--help").out
+    text = run_here(capsys, "--help").out
     commands = re.findall(r"^    ([a-z-]+)(?: {2,}|\n)", text, re.MULTILINE)
     assert commands == [
         "transform",
         "plan",
         "verify",
+        "diff",
         "commit",
         "ranks",
         "merge-strategies",
@@ -389,7 +385,7 @@ def test_help_names_every_command_and_option(capsys: Capture) -> None:
         "demo",
     ]
     for command in commands:
-        text = command_line(capsys, command, "--help").out
+        text = run_here(capsys, command, "--help").out
         assert text.startswith(f"usage: reshard-mpi {command} ")
         assert all(f"{code} " in text for code in (0, 1, 2, 3, 4, 5, 130, 143))
         usage, _, described = text.partition("\n\n")
@@ -406,14 +402,14 @@ def modules_after(*arguments: str, env: dict[str, str] | None = None) -> set[str
         "    print(*sorted({name.partition('.')[0] for name in sys.modules}), file=sys.stderr)"
     )
     finished = run_command([sys.executable, "-c", code, *arguments], check=True, env=env)
-    return set(finished.stderr.splitlines()[-1].split())
+    return set(finished.err.splitlines()[-1].split())
 
 
 def test_help_is_light() -> None:
     assert not modules_after("--help") & HEAVY
     assert not modules_after("transform", "--help") & HEAVY
     code = "import sys, reshard_mpi; print(*sys.modules)"
-    assert not set(run_command([sys.executable, "-c", code], check=True).stdout.split()) & HEAVY
+    assert not set(run_command([sys.executable, "-c", code], check=True).out.split()) & HEAVY
 
 
 def test_a_ckpt_job_loads_neither_hdf5_nor_mpi(conversion: Conversion) -> None:
@@ -422,17 +418,17 @@ def test_a_ckpt_job_loads_neither_hdf5_nor_mpi(conversion: Conversion) -> None:
 
 
 def test_module_and_script_are_the_same_command() -> None:
-    finished = run_command([*COMMAND, "--version"], check=True)
-    assert finished.stdout == f"reshard-mpi {reshard_mpi.__version__}\n"
+    finished = run_apart("--version", check=True)
+    assert finished.out == f"reshard-mpi {reshard_mpi.__version__}\n"
     script = Path(sys.executable).with_name("reshard-mpi")
     if script.exists():
-        assert run_command([script, "--version"], check=True).stdout == finished.stdout
+        assert run_command([script, "--version"], check=True).out == finished.out
 
 
 def test_output_that_nobody_reads(conversion: Conversion) -> None:
     command = " ".join([*COMMAND, "inspect", str(conversion.shard(0))])
     finished = run_command(["bash", "-c", f"set -o pipefail; {command} | true"])
-    assert finished.returncode == 0 and finished.stderr == "", finished
+    assert finished.code == 0 and finished.err == "", finished
 
 
 @pytest.mark.parametrize("jobs", ["1", "2"])
@@ -440,7 +436,7 @@ def test_output_that_nobody_reads(conversion: Conversion) -> None:
 def test_a_transform_that_nobody_listens_to(conversion: Conversion, jobs: str, to: str) -> None:
     command = " ".join([*COMMAND, *conversion.arguments("transform", "--jobs", jobs)])
     finished = run_command(["bash", "-c", f"set -o pipefail; {command} {to}"])
-    assert finished.returncode == 0, finished
+    assert finished.code == 0, finished
     assert_right(conversion)
 
 
@@ -448,4 +444,4 @@ def test_failures_that_nobody_listens_to(conversion: Conversion, tmp_path: Path)
     env = refusing(tmp_path)
     for jobs in ("1", "2"):
         command = " ".join([*COMMAND, *conversion.arguments("transform", "--resume", "--jobs", jobs)])
-        assert run_command(["bash", "-c", f"set -o pipefail; {command} 2>&1 | true"], env=env).returncode == 4
+        assert run_command(["bash", "-c", f"set -o pipefail; {command} 2>&1 | true"], env=env).code == 4

@@ -52,7 +52,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Conversion:
     """A conversion and, as its target, what one process alone makes of it."""
     c = make(tmp_path_factory.mktemp("reference"))
     finished = run_command(["reshard-mpi", *c.arguments()], env=with_programs(), check=True)
-    assert "wrote 2 shards" in finished.stdout
+    assert "wrote 2 shards" in finished.out
     return c
 
 
@@ -81,7 +81,7 @@ def test_shellcheck(name: str) -> None:
 def test_usage(name: str, tmp_path: Path) -> None:
     record = recording(tmp_path, "reshard-mpi")
     finished = launch(name, "SRC", env=with_programs(tmp_path), cwd=tmp_path)
-    assert finished.returncode == 2 and finished.stderr.startswith("usage: "), finished
+    assert finished.code == 2 and finished.err.startswith("usage: "), finished
     with pytest.raises(FileNotFoundError):
         record()
 
@@ -106,17 +106,17 @@ def test_an_array_task(tmp_path: Path) -> None:
     record = recording(tmp_path, "reshard-mpi")
     env = {**with_programs(tmp_path), "SLURM_ARRAY_TASK_ID": "3"}
     options = ["--dst-strategy", "with blank", "--unlisted", "drop"]
-    assert launch("slurm_array.sbatch", "8", "SRC", "DST", *options, env=env, cwd=tmp_path).returncode == 0
+    assert launch("slurm_array.sbatch", "8", "SRC", "DST", *options, env=env, cwd=tmp_path).code == 0
     assert record() == ["transform", "--part", "3/8", "--resume", "--jobs", "1", "SRC", "DST", *options]
     env["SLURM_CPUS_PER_TASK"] = "2"
-    assert launch("slurm_array.sbatch", "8", "SRC", "DST", env=env, cwd=tmp_path).returncode == 0
+    assert launch("slurm_array.sbatch", "8", "SRC", "DST", env=env, cwd=tmp_path).code == 0
     assert record() == ["transform", "--part", "3/8", "--resume", "--jobs", "2", "SRC", "DST"]
 
 
 def test_a_script_that_is_no_array_task(tmp_path: Path) -> None:
     recording(tmp_path, "reshard-mpi")
     finished = launch("slurm_array.sbatch", "8", "SRC", "DST", env=with_programs(tmp_path), cwd=tmp_path)
-    assert finished.returncode == 2 and "--array=0-N" in finished.stderr, finished
+    assert finished.code == 2 and "--array=0-N" in finished.err, finished
 
 
 def test_array_tasks_write_what_one_process_writes(reference: Conversion, tmp_path: Path) -> None:
@@ -124,14 +124,14 @@ def test_array_tasks_write_what_one_process_writes(reference: Conversion, tmp_pa
     for task in ("1", "0", "1"):  # again: it is complete, and stays
         env = {**with_programs(), "SLURM_ARRAY_TASK_ID": task}
         finished = launch("slurm_array.sbatch", "2", *operands(c), env=env, cwd=tmp_path)
-        assert finished.returncode == 0, finished
+        assert finished.code == 0, finished
     assert shards(tmp_path) == shards(reference.dst)
 
 
 def test_an_array_task_that_is_not_one_of_the_parts(reference: Conversion, tmp_path: Path) -> None:
     env = {**with_programs(), "SLURM_ARRAY_TASK_ID": "2"}
     finished = launch("slurm_array.sbatch", "2", *operands(reference.but(dst=tmp_path)), env=env, cwd=tmp_path)
-    assert finished.returncode == 2 and "I from 0 to N-1, got '2/2'" in finished.stderr, finished
+    assert finished.code == 2 and "I from 0 to N-1, got '2/2'" in finished.err, finished
     assert not list(tmp_path.iterdir())
 
 
@@ -139,14 +139,14 @@ def test_an_array_task_that_is_not_one_of_the_parts(reference: Conversion, tmp_p
 def test_ranks_under_srun(tmp_path: Path, plugin: str) -> None:
     record = recording(tmp_path, "srun")
     env = with_programs(tmp_path) | ({"SLURM_MPI_TYPE": plugin} if plugin else {})
-    assert launch("slurm_mpi.sbatch", "SRC", "DST", "--to", "hdf5", env=env, cwd=tmp_path).returncode == 0
+    assert launch("slurm_mpi.sbatch", "SRC", "DST", "--to", "hdf5", env=env, cwd=tmp_path).code == 0
     expected = ["-K", "reshard-mpi", "transform", "--resume", "SRC", "DST", "--to", "hdf5"]
     assert record() == [f"--mpi={plugin or 'pmix'}", *expected]
 
 
 def test_the_end_of_srun_is_that_of_the_script(tmp_path: Path) -> None:
     make_program(tmp_path, "srun", "sleep 0.1; exit 4")
-    assert launch("slurm_mpi.sbatch", "SRC", "DST", env=with_programs(tmp_path), cwd=tmp_path).returncode == 4
+    assert launch("slurm_mpi.sbatch", "SRC", "DST", env=with_programs(tmp_path), cwd=tmp_path).code == 4
 
 
 def test_what_the_batch_script_alone_is_sent_reaches_the_ranks(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_what_the_batch_script_alone_is_sent_reaches_the_ranks(tmp_path: Path) -
     make_program(tmp_path, "srun", f'kill -TERM "$PPID"\n{wait}')
     env = {**with_programs(tmp_path), "SLURM_JOB_ID": "17"}
     finished = launch("slurm_mpi.sbatch", "SRC", "DST", env=env, cwd=tmp_path)
-    assert finished.returncode == 143, finished
+    assert finished.code == 143, finished
     assert told.read_text().splitlines() == ["--signal=TERM", "17"]
 
 
@@ -167,9 +167,9 @@ def test_what_the_batch_script_alone_is_sent_reaches_the_ranks(tmp_path: Path) -
 def test_local_processes(reference: Conversion, tmp_path: Path) -> None:
     c = reference.but(dst=tmp_path / "dst")
     finished = launch("local.sh", *operands(c), "--jobs", "2", env=with_programs(), cwd=tmp_path)
-    assert finished.returncode == 0 and "wrote 2 shards" in finished.stdout, finished
+    assert finished.code == 0 and "wrote 2 shards" in finished.out, finished
     finished = launch("local.sh", *operands(c), env=with_programs(), cwd=tmp_path)
-    assert finished.returncode == 0 and "2 were complete" in finished.stdout, finished
+    assert finished.code == 0 and "2 were complete" in finished.out, finished
     assert shards(c.dst) == shards(reference.dst)
 
 
@@ -187,10 +187,10 @@ def test_mpirun(reference: Conversion, tmp_path: Path, mpi: MPI) -> None:
     env = mpirun_of(mpi, tmp_path / "bin")
     ranks = 2 * (os.cpu_count() or 1) + 1
     finished = launch("mpirun.sh", str(ranks), *operands(c), env=env, cwd=tmp_path)
-    assert finished.returncode == 0, finished
-    assert "wrote 2 shards" in finished.stdout and f"is under {tmp_path}/log_output/" in finished.stderr, finished
+    assert finished.code == 0, finished
+    assert "wrote 2 shards" in finished.out and f"is under {tmp_path}/log_output/" in finished.err, finished
     assert shards(c.dst) == shards(reference.dst)
-    logs = said_by_rank(tmp_path)
+    logs = logs_by_rank(tmp_path)
     assert "wrote 2 shards" in logs["rank.0"]
     assert sum(text.count("target ") for text in logs.values()) == 2
     assert len(logs) > 1  # each target's rank says in its own file that it made it
@@ -200,23 +200,23 @@ def test_mpirun_that_fails(reference: Conversion, tmp_path: Path, mpi: MPI) -> N
     c = reference.but(dst=tmp_path / "dst")
     env = mpirun_of(mpi, tmp_path / "bin")
     finished = launch("mpirun.sh", "2", *operands(c), env={**env, **refusing(tmp_path)}, cwd=tmp_path)
-    assert finished.returncode == 4, finished
-    assert f"mpirun.sh: exit code 4; what every rank said is under {tmp_path}/log_output/" in finished.stderr
-    assert "1 of 2 targets failed" in finished.stdout and "1 of 2 targets failed" in said_by_rank(tmp_path)["rank.0"]
+    assert finished.code == 4, finished
+    assert f"mpirun.sh: exit code 4; what every rank said is under {tmp_path}/log_output/" in finished.err
+    assert "1 of 2 targets failed" in finished.out and "1 of 2 targets failed" in logs_by_rank(tmp_path)["rank.0"]
     finished = launch("mpirun.sh", "2", *operands(c), env=env, cwd=tmp_path)
-    assert finished.returncode == 0 and "1 was complete" in finished.stdout, finished
+    assert finished.code == 0 and "1 was complete" in finished.out, finished
     assert shards(c.dst) == shards(reference.dst)
     assert len(list((tmp_path / "log_output").iterdir())) == 2  # of either run
 
 
-def said_by_rank(folder: Path) -> dict[str, str]:
+def logs_by_rank(folder: Path) -> dict[str, str]:
     """Return what is in the logs of every rank that said something, by the name of its file or folder."""
-    said: dict[str, str] = {}
+    logs: dict[str, str] = {}
     for file in (folder / "log_output").rglob("*"):
         if file.is_file():
             name = file.parent.name if file.name.startswith("std") else file.stem
-            said[name] = said.get(name, "") + file.read_text()
-    return said
+            logs[name] = logs.get(name, "") + file.read_text()
+    return logs
 
 
 def test_a_signal_reaches_mpirun(tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_a_signal_reaches_mpirun(tmp_path: Path) -> None:
         "trap 'sleep 0.3; echo cleaned up; exit 143' TERM\nkill -TERM \"$PPID\"\nwhile :; do sleep 0.05; done",
     )
     finished = launch("mpirun.sh", "2", "SRC", "DST", env=with_programs(tmp_path), cwd=tmp_path)
-    assert finished.returncode == 143 and "cleaned up" in finished.stdout, finished
+    assert finished.code == 143 and "cleaned up" in finished.out, finished
 
 
 OPTIONS = {
@@ -242,7 +242,7 @@ def test_options_of_open_mpi(tmp_path: Path, version: str) -> None:
     record = recording(tmp_path, "mpirun", version)
     env = {**with_programs(tmp_path), "RESHARD_MPI_MEMORY": "1G", "MPIRUN": "mpirun --hostfile hosts"}
     finished = launch("mpirun.sh", "7", "SRC", "DST", "--to", "hdf5", env=env, cwd=tmp_path)
-    assert finished.returncode == 0, finished
+    assert finished.code == 0, finished
     (logs,) = (tmp_path / "log_output").iterdir()
     output = [option.format(logs=logs) for option in OPTIONS[version]]
     found = record()
@@ -256,11 +256,11 @@ def test_options_of_open_mpi(tmp_path: Path, version: str) -> None:
 def test_an_mpirun_that_nobody_knows(tmp_path: Path) -> None:
     recording(tmp_path, "mpirun", "Some Other MPI 1.0")
     finished = launch("mpirun.sh", "2", "SRC", "DST", env=with_programs(tmp_path), cwd=tmp_path)
-    assert finished.returncode == 2 and "neither Open MPI nor MPICH" in finished.stderr, finished
+    assert finished.code == 2 and "neither Open MPI nor MPICH" in finished.err, finished
     assert not (tmp_path / "log_output").exists()
 
 
 def test_no_mpirun(tmp_path: Path) -> None:
     env = {**with_programs(), "MPIRUN": str(tmp_path / "absent")}
     finished = launch("mpirun.sh", "2", "SRC", "DST", env=env, cwd=tmp_path)
-    assert finished.returncode == 2 and "neither Open MPI nor MPICH" in finished.stderr, finished
+    assert finished.code == 2 and "neither Open MPI nor MPICH" in finished.err, finished

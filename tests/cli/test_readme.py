@@ -7,10 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from support.checkpoints import write_strategy
-from support.conversions import COMMAND, Conversion, make, shards, side
+from support.conversions import Conversion, make, shards, side, transform_apart
 from support.launch import MPI
-from support.processes import run_command
 from support.slurm import Cluster
 from support.slurm_jobs import COMPLETED, TARGETS, rank_environment
 
@@ -29,8 +27,8 @@ def reference(tmp_path: Path) -> Conversion:
     """A conversion of 4 ranks to 8, with the names that the README uses, and what one process makes of it."""
     c = make(tmp_path / "made")
     target = side(8, TARGETS)
-    c = c.but(target=target, dst_strategy=write_strategy(target, c.folder / "eight"))
-    run_command([*COMMAND, *c.arguments()], check=True)
+    c = c.to(target)
+    transform_apart(c, check=True)
     work = tmp_path / "work"
     work.mkdir()
     assert c.src_strategy is not None and c.dst_strategy is not None
@@ -46,15 +44,15 @@ def reference(tmp_path: Path) -> Conversion:
 
 def run(slurm: Cluster, folder: Path, mark: str, env: Mapping[str, str] | None = None) -> list[str]:
     """Run a block and wait for the last job it has submitted; return what the block printed."""
-    done = slurm.command("bash", "-e", "-c", f"cd {folder}/work\n{commands(mark)}", env=env)
-    said = done.stdout.splitlines()
-    job = said[-1].removeprefix("Submitted batch job ")
-    assert job.isdigit(), done
+    finished = slurm.command("bash", "-e", "-c", f"cd {folder}/work\n{commands(mark)}", env=env)
+    printed = finished.out.splitlines()
+    job = printed[-1].removeprefix("Submitted batch job ")
+    assert job.isdigit(), finished
     slurm.record_output(job, folder / "work")
     tasks = slurm.wait(job)
     logs = {path.name: path.read_text() for path in (folder / "work").glob("*.*") if path.suffix in (".out", ".log")}
     assert set(tasks.values()) == {COMPLETED}, logs
-    return said
+    return printed
 
 
 def assert_converted(folder: Path, reference: Conversion) -> None:
@@ -74,5 +72,5 @@ def test_mpi(slurm: Cluster, reference: Conversion, tmp_path: Path, mpi: MPI) ->
 
 
 def test_governor(slurm: Cluster, tmp_path: Path) -> None:
-    said = slurm.command("bash", "-e", "-c", commands("governor"))
-    assert said.stdout.startswith("this host: 0 leases hold 0 B of ")
+    finished = slurm.command("bash", "-e", "-c", commands("governor"))
+    assert finished.out.startswith("this host: 0 leases hold 0 B of ")

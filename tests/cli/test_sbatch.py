@@ -14,8 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.cases import Side
-from support.checkpoints import as_read, expected_rank, read_shard, write_shards, write_strategy
-from support.conversions import COMMAND, DST_LAYOUTS, Conversion, command_line, listing, make, shards
+from support.checkpoints import read_shard
+from support.command_line import COMMAND, Capture, run_here
+from support.conversions import DST_LAYOUTS, Conversion, listing, make, of_every_kind, shards, write_conversion
 from support.oracle import RawLayout
 from support.processes import Finished, run_command
 
@@ -24,8 +25,6 @@ from reshard_mpi.cli.sbatch import NOT_PASSED_ON, PASSED_ON, batch_script
 from reshard_mpi.planning.summary import Plan, RankSummary
 from reshard_mpi.runs.request import Request
 from reshard_mpi.units import MIB
-
-Capture = pytest.CaptureFixture[str]
 
 
 def staged(folder: Path, kind: str = "ckpt") -> Conversion:
@@ -37,25 +36,14 @@ def staged(folder: Path, kind: str = "ckpt") -> Conversion:
     }
     source = Side(2, 1, {name: RawLayout((2,), (0,) + (-1,) * (array.ndim - 1)) for name, array in tensors.items()})
     cut = {"a": (0,), "b": (0, -1), "c": (-1, 0)}
-    target = Side(6, 3, {name: RawLayout((2,), cut[name], stages=(at,)) for at, name in enumerate(tensors)})
-    write_shards(source, tensors, folder / "src", kind)
-    src_strategy, dst_strategy = write_strategy(source, folder / "s"), write_strategy(target, folder / "d")
-    c = Conversion(folder, kind, source, target, folder / "src", folder / "dst", src_strategy, dst_strategy)
-    (folder / "tensors").mkdir()
-    for name, array in tensors.items():
-        np.save(folder / "tensors" / name, array)
-    return c
-
-
-def expected(c: Conversion, rank: int) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    tensors = {path.stem: np.load(path) for path in (c.folder / "tensors").iterdir()}
-    return as_read(expected_rank(c.target, tensors, rank))
+    target = Side(6, 3, {name: RawLayout((2,), cut[name], stages=(number,)) for number, name in enumerate(tensors)})
+    return write_conversion(folder, kind, source, target, tensors)
 
 
 def script_of(capsys: Capture, c: Conversion, *options: str) -> str:
-    said = command_line(capsys, *c.arguments("plan", "--sbatch", *options))
-    assert said.code == 0, said
-    return said.out
+    finished = run_here(capsys, *c.arguments("plan", "--sbatch", *options))
+    assert finished.code == 0, finished
+    return finished.out
 
 
 def settings(script: str) -> dict[str, str]:
@@ -87,7 +75,7 @@ def words_of(folder: Path, script: str, task: int = 0) -> list[str]:
     """Return the words that the script starts reshard-mpi with."""
     say = "import os, sys; open('words', 'wb').write(b'\\0'.join(map(os.fsencode, sys.argv[1:])))"
     finished = run_script(folder, script, task, program=say)
-    assert finished.returncode == 0 and finished.stderr == "", finished
+    assert finished.code == 0 and finished.err == "", finished
     return os.fsdecode((folder / "elsewhere" / "words").read_bytes()).split("\0")
 
 
@@ -101,7 +89,7 @@ def options_of(words: list[str]) -> dict[str, object]:
 def test_settings(tmp_path: Path, capsys: Capture) -> None:
     c = make(tmp_path)
     script = script_of(capsys, c)
-    planned = json.loads(command_line(capsys, *c.arguments("plan", "--json")).out)
+    planned = json.loads(run_here(capsys, *c.arguments("plan", "--json")).out)
     assert script.startswith("#!/bin/bash\n")
     assert settings(script) == {
         "job-name": "reshard",
@@ -126,11 +114,11 @@ def test_it_is_clean_for_bash_and_shellcheck(tmp_path: Path, capsys: Capture, op
     c.src.rename(odd)
     path = tmp_path / "job.sbatch"
     path.write_text(script_of(capsys, c.but(src=odd, dst=odd / "dst"), *options))
-    assert run_command(["bash", "-n", str(path)]).returncode == 0
+    assert run_command(["bash", "-n", str(path)]).code == 0
     if shutil.which("shellcheck") is None:
         pytest.skip("shellcheck is not installed")
     finished = run_command(["shellcheck", str(path)])
-    assert finished.returncode == 0, finished
+    assert finished.code == 0, finished
 
 
 def test_odd_paths_arrive_as_they_are(tmp_path: Path) -> None:
@@ -139,7 +127,7 @@ def test_odd_paths_arrive_as_they_are(tmp_path: Path) -> None:
     c.src.rename(tmp_path / odd)
     words = ["plan", odd, f"../{tmp_path.name}/-{odd}", "--sbatch", f"--prefix=-{odd[-3:]} ", "--select", "*"]
     words += ["--src-strategy", str(c.src_strategy), "--dst-strategy", f"./{c.dst_strategy.relative_to(tmp_path)}"]
-    assert run_command(["bash", "-c", shlex.join([*COMMAND, *words]) + " > out"], cwd=tmp_path).returncode == 0
+    assert run_command(["bash", "-c", shlex.join([*COMMAND, *words]) + " > out"], cwd=tmp_path).code == 0
     found = words_of(tmp_path, os.fsdecode((tmp_path / "out").read_bytes()))
     assert found[:3] == ["transform", f"{tmp_path}/{odd}", f"{tmp_path}/../{tmp_path.name}/-{odd}"]
     assert f"--prefix=-{odd[-3:]} " in found and "--select=*" in found
@@ -166,7 +154,15 @@ def test_no_option_of_transform_is_forgotten() -> None:
 
 # Besides the strategies, which are always given here.
 GIVEN = (
-    *("--prefix=net ", "--select=check*", "--to=hdf5", "--unlisted=replicate", "--strict", "--overwrite"),
+    *(
+        "--prefix=net ",
+        "--select=check*",
+        "--from=ckpt",
+        "--to=hdf5",
+        "--unlisted=replicate",
+        "--strict",
+        "--overwrite",
+    ),
     *("--memory=64G", "--max-active=3", "--verify", "--crc", "--replicas=check"),
 )
 
@@ -187,38 +183,39 @@ def test_every_option_that_is_passed_on_is_tried() -> None:
 @pytest.mark.parametrize("options", [["--rank", "0"], ["--part", "0/2"], ["--json"], ["--resume", "--overwrite"]])
 def test_wrong_usage(tmp_path: Path, capsys: Capture, options: list[str]) -> None:
     c = make(tmp_path)
-    said = command_line(capsys, *c.arguments("plan", "--sbatch", *options))
-    assert said.code == 2 and said.out == "" and options[0] in said.err
+    finished = run_here(capsys, *c.arguments("plan", "--sbatch", *options))
+    assert finished.code == 2 and finished.out == "" and options[0] in finished.err
 
 
 def test_notes_do_not_get_into_the_script(tmp_path: Path, capsys: Capture) -> None:
     c = make(tmp_path)
     c = c.but(dst_strategy=c.strategy("more", {**DST_LAYOUTS, "never.saved": RawLayout((2,), (0,))}))
-    said = command_line(capsys, *c.arguments("plan", "--sbatch"))
-    assert said.code == 0 and "never.saved" in said.err and "never.saved" not in said.out
+    finished = run_here(capsys, *c.arguments("plan", "--sbatch"))
+    assert finished.code == 0 and "never.saved" in finished.err and "never.saved" not in finished.out
     c.shard(3).write_bytes(b"")
-    said = command_line(capsys, *c.arguments("plan", "--sbatch"))
-    assert said.code == 0 and "rank 3 cannot be used" in said.err and "rank 3" not in said.out
+    finished = run_here(capsys, *c.arguments("plan", "--sbatch"))
+    assert finished.code == 0 and "rank 3 cannot be used" in finished.err and "rank 3" not in finished.out
     c.shard(1).write_bytes(b"")
-    said = command_line(capsys, *c.arguments("plan", "--sbatch"))
-    assert said.code == 3 and said.out == ""
+    finished = run_here(capsys, *c.arguments("plan", "--sbatch"))
+    assert finished.code == 3 and finished.out == ""
 
 
 def test_what_is_complete_is_not_counted(tmp_path: Path, capsys: Capture) -> None:
     c = make(tmp_path)
     for made, left in ((["--rank", "1"], 1), (["--resume"], 0)):
-        assert command_line(capsys, *c.arguments("transform", *made)).code == 0
+        assert run_here(capsys, *c.arguments("transform", *made)).code == 0
         script = script_of(capsys, c)
         assert f"2 targets, of which {left} with {196 * left} B were still to be made." in script
         assert settings(script)["array"] == "0-1"
     assert settings(script)["mem"] == "128M"
     script = script_of(capsys, c, "--overwrite")
     assert "of which 2 with" in script and "--resume" not in script and "is skipped" not in script
-    assert command_line(capsys, *c.arguments("plan", "--sbatch", "--unlisted", "drop")).code == 3  # another run
+    assert run_here(capsys, *c.arguments("plan", "--sbatch", "--unlisted", "drop")).code == 3  # another run
 
 
 def plan_of(sizes: list[int], peak_bytes: int) -> Plan:
-    return Plan(tuple(RankSummary(at, (0,), 1, 1, size, size, peak_bytes, (), ()) for at, size in enumerate(sizes)))
+    targets = (RankSummary(rank, (0,), 1, 1, size, size, peak_bytes, (), ()) for rank, size in enumerate(sizes))
+    return Plan(tuple(targets), "a checkpoint")
 
 
 REQUEST = Request("s", "d", prefix="net", resume=True)
@@ -258,31 +255,31 @@ def test_part_i_of_as_many_parts_as_targets_is_target_rank_i(tmp_path: Path, cap
     for parts, order in ((6, (3, 0, 5, 1, 4, 2)), (9, (8, 2, 7, 5))):
         dst = c.but(dst=tmp_path / f"dst_{parts}")
         for part in order:
-            said = command_line(capsys, *dst.arguments("transform", "--part", f"{part}/{parts}"))
-            assert said.code == 0
-            assert said.out.startswith(f"wrote {int(part < 6)} shard")
+            finished = run_here(capsys, *dst.arguments("transform", "--part", f"{part}/{parts}"))
+            assert finished.code == 0
+            assert finished.out.startswith(f"wrote {int(part < 6)} shard")
             if part < 6:
-                assert read_shard(dst.written(part)) == expected(c, part)
+                assert read_shard(dst.written(part)) == c.expected(part)
         assert len(list(dst.dst.glob("rank_*/*"))) == sum(part < 6 for part in order)
 
 
-@pytest.mark.parametrize("kind", ["ckpt", "hdf5"])
+@of_every_kind
 def test_its_tasks_do_what_a_serial_run_does(tmp_path: Path, capsys: Capture, kind: str) -> None:
     c = staged(tmp_path, kind)
     c = c.but(dst=tmp_path / 'it\'s "out"')
     whole = c.but(dst=tmp_path / "whole")
-    assert command_line(capsys, *whole.arguments()).code == 0
+    assert run_here(capsys, *whole.arguments()).code == 0
     script = script_of(capsys, c)
     assert settings(script)["array"] == "0-5"
     for task in (5, 0, 3, 1, 2):
-        assert run_script(tmp_path, script, task).returncode == 0
+        assert run_script(tmp_path, script, task).code == 0
         assert c.written(task).exists()
     commit = commit_command(script)
-    assert commit_by(commit, tmp_path).returncode == 4
-    assert run_script(tmp_path, script, 4).returncode == 0
-    assert run_script(tmp_path, script, 4).returncode == 0  # requeued
+    assert commit_by(commit, tmp_path).code == 4
+    assert run_script(tmp_path, script, 4).code == 0
+    assert run_script(tmp_path, script, 4).code == 0  # requeued
     finished = commit_by(commit, tmp_path)
-    assert finished.returncode == 0 and finished.stdout.startswith("committed 6 targets"), finished
+    assert finished.code == 0 and finished.out.startswith("committed 6 targets"), finished
     assert shards(c.dst) == shards(whole.dst)
     assert (c.dst / "reshard.json").read_bytes() == (whole.dst / "reshard.json").read_bytes()
     assert not listing(tmp_path / "elsewhere")

@@ -7,12 +7,12 @@ import shlex
 from pathlib import Path
 
 import pytest
-from support.checkpoints import as_read, expected_rank, read_shard
-from support.conversions import COMMAND, TENSORS, Conversion, make
+from support.command_line import COMMAND, Capture, run_here
+from support.conversions import Conversion, assert_right, make
 from support.launch import MPI, mpirun_command
 from support.processes import Finished, run_command
 
-from reshard_mpi.cli import commands, report
+from reshard_mpi.cli import report
 from reshard_mpi.journal.records import COMMIT_RECORD
 
 NO_SPACE = "No space left on device"
@@ -31,8 +31,7 @@ def shell(command: list[str], redirections: str) -> Finished:
 
 def assert_complete(conversion: Conversion) -> None:
     assert (conversion.dst / COMMIT_RECORD).exists()
-    for rank in (0, 1):
-        assert read_shard(conversion.written(rank)) == as_read(expected_rank(conversion.target, TENSORS, rank))
+    assert_right(conversion)
 
 
 # What only tells of what has been done
@@ -42,11 +41,11 @@ def assert_complete(conversion: Conversion) -> None:
 def test_a_transform_whose_summary_cannot_be_written(conversion: Conversion, jobs: str) -> None:
     command = [*COMMAND, *conversion.arguments("transform", "--progress", "none", "--jobs", jobs)]
     finished = shell(command, FULL)
-    assert finished.returncode == 0, finished
+    assert finished.code == 0, finished
     warning = f"warning: standard output cannot be written ({NO_SPACE}); what is done stands: wrote 2 shards, "
-    assert finished.stderr.startswith(warning) and finished.stderr.count("\n") == 1, finished
+    assert finished.err.startswith(warning) and finished.err.count("\n") == 1, finished
     assert_complete(conversion)
-    assert shell([*command, "--resume"], f"{FULL} 2>&1").returncode == 0
+    assert shell([*command, "--resume"], f"{FULL} 2>&1").code == 0
 
 
 def test_a_commit_and_a_demo_whose_account_cannot_be_written(conversion: Conversion, tmp_path: Path) -> None:
@@ -57,7 +56,7 @@ def test_a_commit_and_a_demo_whose_account_cannot_be_written(conversion: Convers
         (["demo", str(tmp_path / "demo")], "demo: "),
     ):
         finished = shell([*COMMAND, *command], FULL)
-        assert finished.returncode == 0 and f"what is done stands: {account}" in finished.stderr, finished
+        assert finished.code == 0 and f"what is done stands: {account}" in finished.err, finished
     assert_complete(conversion)
 
 
@@ -66,7 +65,7 @@ def test_ranks_whose_summary_cannot_be_written(conversion: Conversion, mpi: MPI)
     ranks = shlex.join([*COMMAND, *conversion.arguments()])
     for stream in ("1", "2"):
         command = mpirun_command(mpi, 2, ["bash", "-c", f"{ranks} --overwrite {stream}>/dev/full"])
-        assert run_command(command).returncode == 0
+        assert run_command(command).code == 0
         assert_complete(conversion)
 
 
@@ -103,10 +102,10 @@ def products(conversion: Conversion) -> dict[str, list[str]]:
 def test_output_that_cannot_be_written(conversion: Conversion, name: str) -> None:
     command = [*COMMAND, *products(conversion)[name]]
     finished = shell(command, FULL)
-    assert finished.returncode == 3, finished
-    assert finished.stderr.startswith("reshard-mpi: error: the output cannot be written\n  expected: "), finished
-    assert f"got: {NO_SPACE}" in finished.stderr and "where: standard output" in finished.stderr
-    assert "Traceback" not in finished.stderr
+    assert finished.code == 3, finished
+    assert finished.err.startswith("reshard-mpi: error: the output cannot be written\n  expected: "), finished
+    assert f"got: {NO_SPACE}" in finished.err and "where: standard output" in finished.err
+    assert "Traceback" not in finished.err
 
 
 @pytest.mark.slow
@@ -114,12 +113,12 @@ def test_output_that_cannot_be_written(conversion: Conversion, name: str) -> Non
 def test_output_that_nobody_wants(conversion: Conversion, redirections: str) -> None:
     for command in products(conversion).values():
         finished = shell([*COMMAND, *command], redirections)
-        assert finished.returncode == 0 and finished.stderr == "", finished
+        assert finished.code == 0 and finished.err == "", finished
 
 
 def test_wrong_usage_that_cannot_be_told() -> None:
-    assert shell([*COMMAND, "transform"], "2>/dev/full").returncode == 2
-    assert shell([*COMMAND, "inspect", "/nothing"], ">/dev/full 2>/dev/full").returncode == 3
+    assert shell([*COMMAND, "transform"], "2>/dev/full").code == 2
+    assert shell([*COMMAND, "inspect", "/nothing"], ">/dev/full 2>/dev/full").code == 3
 
 
 # The report
@@ -141,37 +140,30 @@ def failing(monkeypatch: pytest.MonkeyPatch, conversion: Conversion, what: str) 
 
 @pytest.mark.parametrize(("what", "got"), [("gone", "No such file or directory"), ("full", NO_SPACE)])
 def test_a_report_that_cannot_be_written(
-    conversion: Conversion, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, what: str, got: str
+    conversion: Conversion, capsys: Capture, monkeypatch: pytest.MonkeyPatch, what: str, got: str
 ) -> None:
     path = failing(monkeypatch, conversion, what)
-    with pytest.raises(SystemExit) as end:
-        commands.main(conversion.arguments("transform", "--report", str(path)))
-    said = capsys.readouterr()
-    assert end.value.code == 4 and said.out.startswith("wrote 2 shards, "), said
-    error = said.err[said.err.index("reshard-mpi: error: ") :]
+    finished = run_here(capsys, *conversion.arguments("transform", "--report", str(path)))
+    assert finished.code == 4 and finished.out.startswith("wrote 2 shards, "), finished
+    error = finished.err[finished.err.index("reshard-mpi: error: ") :]
     problem = "the report could not be written; all targets of this run are complete"
-    assert error.startswith(f"reshard-mpi: error: {problem}\n  expected: "), said
+    assert error.startswith(f"reshard-mpi: error: {problem}\n  expected: "), finished
     assert f"got: {got}" in error and f"where: {path}" in error and "--resume --report" in error
     assert not path.is_symlink()  # nothing that is no report is left
     assert_complete(conversion)
     monkeypatch.undo()
     path.parent.mkdir(exist_ok=True)
-    with pytest.raises(SystemExit) as end:
-        commands.main(conversion.arguments("transform", "--resume", "--report", str(path)))
-    assert end.value.code == 0
+    assert run_here(capsys, *conversion.arguments("transform", "--resume", "--report", str(path))).code == 0
     assert [target["skipped"] for target in json.loads(path.read_text())["targets"]] == [True, True]
 
 
-def test_neither_targets_nor_a_report(
-    conversion: Conversion, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_neither_targets_nor_a_report(conversion: Conversion, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     """What failed is told first of all, and the report is no longer said to be the only thing missing."""
     path = failing(monkeypatch, conversion, "full")
     monkeypatch.setattr("reshard_mpi.runs.write.Writer._seal", _refuse)
-    with pytest.raises(SystemExit) as end:
-        commands.main(conversion.arguments("transform", "--report", str(path)))
-    said = capsys.readouterr().err
-    assert end.value.code == 4 and "the report could not be written\n" in said and "2 of 2 targets failed" in said
+    finished = run_here(capsys, *conversion.arguments("transform", "--report", str(path)))
+    assert finished.code == 4 and "2 of 2 targets failed" in finished.err, finished
+    assert "the report could not be written\n" in finished.err
 
 
 def _refuse(*_: object) -> None:

@@ -36,16 +36,16 @@ def test_by_rank_where_folders_are_not_there(mpi: MPI, tmp_path: Path) -> None:
     check_by_rank(mpi, tmp_path)
     check_written(eight_to_four()[1], network(), tmp_path / "dst")
     again = start(mpi, 4, "transform_by_rank.py", *by_rank_arguments(tmp_path))  # replaces what is there
-    assert again.returncode == 0, again
+    assert again.code == 0, again
 
 
 def test_by_rank_with_too_many_ranks(mpi: MPI, tmp_path: Path) -> None:
     """A rank the target does not have says so; its launcher may stop the others for it."""
     make_by_rank(tmp_path)
     finished = start(mpi, 5, "transform_by_rank.py", *by_rank_arguments(tmp_path))
-    assert finished.returncode != 0, finished
-    assert "rank 4: target rank out of range\n  expected: 0 to 3\n  got: 4\n" in finished.stderr, finished
-    assert "Traceback" not in finished.stderr, finished
+    assert finished.code != 0, finished
+    assert "rank 4: target rank out of range\n  expected: 0 to 3\n  got: 4\n" in finished.err, finished
+    assert "Traceback" not in finished.err, finished
 
 
 @pytest.mark.parametrize("ranks", [4, 3])
@@ -53,7 +53,7 @@ def test_pipeline(mpi: MPI, tmp_path: Path, ranks: int) -> None:
     source, target = pipeline_to_four()
     arguments = make_pipeline(source, target, tmp_path)
     finished = start(mpi, ranks, "transform_pipeline.py", *arguments)
-    assert finished.returncode == 0, finished
+    assert finished.code == 0, finished
     check_written(target, pipeline_tensors(), tmp_path / "dst")
 
 
@@ -62,7 +62,7 @@ def test_pipeline_weights_only(mpi: MPI, tmp_path: Path) -> None:
     weights = Side(4, 1, {name: target.layouts[name] for name in SHAPES})
     arguments = make_pipeline(source, weights, tmp_path)
     finished = start(mpi, 4, "transform_pipeline.py", *arguments, "--weights-only")
-    assert finished.returncode == 0, finished
+    assert finished.code == 0, finished
     check_written(weights, {name: pipeline_tensors()[name] for name in SHAPES}, tmp_path / "dst")
 
 
@@ -82,9 +82,9 @@ def test_pipeline_with_a_stage_missing(mpi: MPI, tmp_path: Path) -> None:
     for path in (tmp_path / "src_strategy").glob("strategy_rank[0-3].ckpt"):
         path.unlink()
     finished = start(mpi, 2, "transform_pipeline.py", *arguments)
-    assert finished.returncode != 0, finished
-    assert finished.stderr.count("a pipeline stage is missing from the strategy") == 1, finished
-    assert "Traceback" not in finished.stderr, finished
+    assert finished.code != 0, finished
+    assert finished.err.count("a pipeline stage is missing from the strategy") == 1, finished
+    assert "Traceback" not in finished.err, finished
     assert not (tmp_path / "dst").exists()
 
 
@@ -149,7 +149,7 @@ def by_rank_arguments(folder: Path) -> list[str]:
 def check_by_rank(mpi: MPI, folder: Path) -> None:
     make_by_rank(folder)
     finished = start(mpi, 4, "transform_by_rank.py", *by_rank_arguments(folder))
-    assert finished.returncode == 0, finished
+    assert finished.code == 0, finished
     check_written(eight_to_four()[1], network(), folder / "dst")
 
 

@@ -46,7 +46,7 @@ class Made:
         rows, columns, count = draw(st.integers(1, 3)), draw(st.integers(1, 5)), draw(st.integers(1, 4))
         turned, wide = draw(st.booleans()), columns + draw(st.integers(0, 3))
         first = draw(st.integers(0, wide - columns))
-        names = [f"g{number}.{at}" for at in range(count)]
+        names = [f"g{number}.{index}" for index in range(count)]
         box = Box.whole((columns, 2 * rows) if turned else (2 * rows, columns))
         routes, halves = [], []
         for half in range(2):
@@ -83,13 +83,13 @@ class Made:
         path, draw = self._folder / "target", self._data.draw
         tensors, empty, full = Tensors(str(path)), b"", b""
         places = zip(self.tensors.group_of, self.tensors.place_in_group)
-        for at, (number, place) in enumerate(places):
+        for index, (number, place) in enumerate(places):
             gap = GAP * draw(st.integers(0, 6))
             payload, name = self._contents[number][place], self.groups[number].names[place]
             kind = self.groups[number].kind
             start = len(full) + len(gap)
             empty, full = empty + gap + bytes(len(payload)), full + gap + payload
-            if at == 1 and len(payload) > 2:
+            if index == 1 and len(payload) > 2:
                 ranges = ByteRange(str(path), start, 3), ByteRange(str(path), start + 3, len(payload) - 3)
                 tensors.add_entry(TensorEntry(name, kind.dtype, kind.box.shape, Segments(ranges)))
             else:
@@ -125,12 +125,12 @@ def test_what_is_moved_many_at_a_time(data: st.DataObject) -> None:
 def test_a_source_that_has_become_shorter_is_named(tmp_path: Path) -> None:
     from reshard_mpi.errors import ShardError
 
-    box, names = Box.whole((8,)), [f"w{at}" for at in range(600)]
+    box, names = Box.whole((8,)), [f"w{index}" for index in range(600)]
     kind, source, target = Kind(BY_NAME["uint8"], (8,)), Tensors(str(tmp_path / "s")), Tensors(str(tmp_path / "t"))
     for tensors in (source, target):
         number = tensors.kind(kind)
-        for at, name in enumerate(names):
-            tensors.add(name, number, 8 * at)
+        for index, name in enumerate(names):
+            tensors.add(name, number, 8 * index)
     (tmp_path / "s").write_bytes(bytes(8 * 300))
     (tmp_path / "t").write_bytes(bytes(8 * 600))
     spec = SpecKind(BY_NAME["uint8"], (8,), box)

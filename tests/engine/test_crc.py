@@ -60,7 +60,9 @@ def test_a_part_is_the_whole_with_zeros_elsewhere(cut: tuple[np.ndarray, list[Bo
 @pytest.mark.parametrize("columns", [1, 11, 12, 13, 47, 48, 49, 500])
 def test_columns_of_any_width(columns: int) -> None:
     whole = np.random.default_rng(columns).integers(0, 256, (301, 1000), np.uint8)
-    sums = [sum_of_part(whole, Box((0, at), (301, min(at + columns, 1000)))) for at in range(0, 1000, columns)]
+    sums = [
+        sum_of_part(whole, Box((0, number), (301, min(number + columns, 1000)))) for number in range(0, 1000, columns)
+    ]
     assert sum_of_whole(sums, whole.nbytes) == zlib.crc32(whole.tobytes())
 
 

@@ -26,7 +26,8 @@ from pathlib import Path
 _TESTS = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(_TESTS))
 
-from support.attempts import KINDS, LAUNCHES, Attempt, Bench, Launch, ranks_of  # noqa: E402
+from support.attempts import LAUNCHES, Attempt, Bench, Launch, ranks_of  # noqa: E402
+from support.checkpoints import KINDS  # noqa: E402
 from support.injector import Fault, compiler, counts  # noqa: E402
 from support.launch import MPI_NAMES, find_mpi  # noqa: E402
 
@@ -98,7 +99,7 @@ def _go_over(bench: Bench, kind: str, options: argparse.Namespace, figures: Figu
     for fault in _faults(len(bench.calls), options):
         which = ["--launch", bench.launch.name, "--kind", kind, "--verify", verify, "--harm", fault.do]
         repeat = shlex.join(
-            ["python", "tests/faults/every_call.py", *which, "--how", _how(fault), "--call", str(fault.at)]
+            ["python", "tests/faults/every_call.py", *which, "--how", _how(fault), "--call", str(fault.call)]
         )
         figures.add(bench.attempt(fault), repeat)
     print(f"  {figures.runs - before} runs in {time.monotonic() - begin:.0f} s", flush=True)
@@ -118,7 +119,7 @@ def _faults(calls: int, options: argparse.Namespace) -> Iterator[Fault]:
     if options.sample:
         every = random.Random(options.seed).sample(every, min(options.sample, len(every)))
     # Whole kinds of harm would be left out if their number and this one had a divisor in common.
-    yield from (fault for turn, fault in enumerate(every) if (fault.at + turn % len(kinds)) % options.every == 0)
+    yield from (fault for turn, fault in enumerate(every) if (fault.call + turn % len(kinds)) % options.every == 0)
 
 
 def _how(fault: Fault) -> str:

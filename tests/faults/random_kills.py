@@ -27,10 +27,11 @@ from hypothesis import strategies as st
 _TESTS = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(_TESTS))
 
-from support.attempts import ALONE, KINDS, Launch, array_of, badly_said, in_fork, jobs_of, ranks_of, wrong_in  # noqa: E402
+from support.attempts import ALONE, Launch, array_of, badly_reported, jobs_of, ranks_of, wrong_in  # noqa: E402
 from support.cases import Case, cases  # noqa: E402
-from support.checkpoints import as_read, expected_rank, read_shard, write_shards, write_strategy  # noqa: E402
-from support.conversions import Conversion, listing  # noqa: E402
+from support.checkpoints import KINDS, read_shard  # noqa: E402
+from support.command_line import run_in_fork  # noqa: E402
+from support.conversions import Conversion, listing, write_conversion  # noqa: E402
 from support.injector import NO_FAULT, READING, Call, Fault, Injector, compiler  # noqa: E402
 from support.launch import MPI_NAMES, find_mpi  # noqa: E402
 from support.processes import Finished, run_command  # noqa: E402
@@ -111,8 +112,7 @@ class _Run:
     def problems(self) -> list[str]:
         """Run, be killed, resume, and return what is wrong."""
         c = self._conversion.but(dst=self._folder / "whole")
-        code, _ = in_fork(c.arguments("transform", "--progress", "none", *self._options()))
-        if code:
+        if run_in_fork(*c.arguments("transform", "--progress", "none", *self._options())).code:
             self._figures.refused += 1
             return []
         self._figures.runs += 1
@@ -125,14 +125,14 @@ class _Run:
             fault = self._fault(launch)
             finished, calls = self._start(launch, c, fault)
             harmed = any(call.is_harmed for call in calls)
-            told.append(f"{launch}: {fault}, exit {[one.returncode for one in finished]}")
+            told.append(f"{launch}: {fault}, exit {[each.code for each in finished]}")
             if harmed:
                 self._figures.kills += 1
                 self._figures.launches[launch.name] += 1
-                self._figures.exits.update(one.returncode for one in finished)
-            succeeded = not harmed and not any(one.returncode for one in finished)
+                self._figures.exits.update(each.code for each in finished)
+            succeeded = not harmed and not any(each.code for each in finished)
             wrong += wrong_in(c, whole, succeeded=succeeded)
-            wrong += [text for one in finished for text in badly_said(one, killed=harmed)]
+            wrong += [text for each in finished for text in badly_reported(each, killed=harmed)]
         wrong += self._when_resumed(c, whole)
         return [f"{text} [{'; '.join(told)}]" for text in wrong]
 
@@ -153,34 +153,30 @@ class _Run:
     def _when_resumed(self, c: Conversion, whole: dict[str, bytes | None]) -> list[str]:
         launch = self._random.choice(self._launches)
         finished, _ = self._start(launch, c, NO_FAULT)
-        failed = [str(one) for one in finished if one.returncode]
+        failed = [str(each) for each in finished if each.code]
         if failed:
             return [f"resumed by {launch}: {text}" for text in failed]
-        found = [f"resumed by {launch}: {text}" for text in wrong_in(c, whole, succeeded=True)]
-        found += self._unlike_the_oracle(c)
+        problems = [f"resumed by {launch}: {text}" for text in wrong_in(c, whole, succeeded=True)]
+        problems += self._unlike_the_oracle(c)
         if self._verify:
-            code, err = in_fork(["verify", str(c.dst), "--jobs", "1"])
-            found += [f"verify: exit {code}: {err}"] if code else []
-        return found
+            verified = run_in_fork("verify", str(c.dst), "--jobs", "1")
+            problems += [f"verify: exit {verified.code}: {verified.err}"] if verified.code else []
+        return problems
 
     def _options(self) -> tuple[str, ...]:
         return ("--verify",) if self._verify else ()
 
     def _write(self) -> Conversion:
         case, kinds = self._case, [self._random.choice(KINDS) for _ in range(2)]
-        write_shards(case.src, case.tensors, self._folder / "src", kinds[0])
-        strategies = [write_strategy(side, self._folder / name) for side, name in ((case.src, "s"), (case.dst, "d"))]
-        paths = (self._folder / "src", self._folder / "dst")
-        return Conversion(self._folder, kinds[1], case.src, case.dst, *paths, *strategies, ("--to", kinds[1]))
+        return write_conversion(self._folder, kinds[0], case.src, case.dst, case.tensors, to=kinds[1])
 
     def _unlike_the_oracle(self, c: Conversion) -> list[str]:
         ranks = range(self._case.dst.world_size)
         self._figures.compared_files += len(ranks)
-        expected = {rank: as_read(expected_rank(self._case.dst, self._case.tensors, rank)) for rank in ranks}
         return [
             f"rank {rank} is not what the oracle says"
             for rank in ranks
-            if read_shard(c.written(rank)) != expected[rank]
+            if read_shard(c.written(rank)) != c.expected(rank)
         ]
 
 

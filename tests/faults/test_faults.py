@@ -19,9 +19,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.cases import Side
-from support.checkpoints import write_shards, write_strategy
-from support.conversions import COMMAND, Conversion, command_line, listing, shards
-from support.harm import Capture, assert_nothing_half_done, assert_resumed, fault, transform
+from support.command_line import COMMAND, Capture, run_here
+from support.conversions import Conversion, listing, shards, transform_apart, write_conversion
+from support.harm import assert_nothing_half_done, assert_resumed, fault
 from support.launch import MPI, mpirun_command
 from support.oracle import RawLayout
 from support.processes import Finished, clean_environment, run_command
@@ -41,17 +41,11 @@ JOBS = pytest.mark.parametrize("jobs", ["1", "2"])
 ONCE = "os.path.exists({mark!r}) or (os.mkdir({mark!r}), {do})"
 
 
-def conversion(folder: Path) -> Conversion:
-    write_shards(SOURCE, TENSORS, folder / "src", "ckpt")
-    strategies = [write_strategy(side, folder / name) for side, name in ((SOURCE, "s"), (TARGET, "d"))]
-    return Conversion(folder, "ckpt", SOURCE, TARGET, folder / "src", folder / "dst", *strategies)
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Conversion:
     """A run that nothing happened to."""
-    c = conversion(tmp_path_factory.mktemp("whole"))
-    run_command([*COMMAND, *c.arguments()], check=True)
+    c = write_conversion(tmp_path_factory.mktemp("whole"), "ckpt", SOURCE, TARGET, TENSORS)
+    transform_apart(c, check=True)
     return c
 
 
@@ -76,11 +70,11 @@ def restore(c: Conversion) -> None:
 
 def assert_failed(finished: Finished, c: Conversion, whole: Conversion, *ranks: int) -> None:
     """Check that these targets failed, and nothing else: one message says so, no other target is missing."""
-    assert finished.returncode == 4, finished
+    assert finished.code == 4, finished
     named = rf"error: {len(ranks)} of 4 targets failed; the first: target rank {ranks[0]}\b"
-    assert len(re.findall(named, finished.stderr)) == 1, finished
-    assert f"got: failed: {', '.join(map(str, ranks))}; complete: {4 - len(ranks)}" in finished.stderr, finished
-    assert "Traceback" not in finished.stderr and "wrote" not in finished.stdout, finished
+    assert len(re.findall(named, finished.err)) == 1, finished
+    assert f"got: failed: {', '.join(map(str, ranks))}; complete: {4 - len(ranks)}" in finished.err, finished
+    assert "Traceback" not in finished.err and "wrote" not in finished.out, finished
     assert set(c.dst.glob("rank_*/*")) == {c.written(rank) for rank in range(4) if rank not in ranks}
     assert_nothing_half_done(c, whole)
 
@@ -99,11 +93,11 @@ ERRORS = {
 def test_an_error_of_writing(c: Conversion, whole: Conversion, capsys: Capture, call: str, jobs: str) -> None:
     path, named = ERRORS[call]
     env = fault(c, c.folder / "counter", "raise OSError(5, 'Input/output error')", on=call, path=path)
-    finished = transform(c, env, "--jobs", jobs)
+    finished = transform_apart(c, "--jobs", jobs, env=env)
     assert_failed(finished, c, whole, 1)
-    where = re.search("where: (.*)", finished.stderr)
+    where = re.search("where: (.*)", finished.err)
     assert where and re.match(named.format(src=c.src, dst=c.dst), where[1]), finished
-    assert "Input/output error" in finished.stderr
+    assert "Input/output error" in finished.err
     assert_resumed(c, capsys, whole)
 
 
@@ -112,17 +106,17 @@ def test_an_error_of_the_kernels_copying(c: Conversion, whole: Conversion, jobs:
     """It does not say which file it is about; reading and writing one after the other would, and here go well."""
     error = "raise OSError(5, 'Input/output error')"
     env = fault(c, c.folder / "counter", error, on="copy_file_range", path="dst/rank_1/.")
-    finished = transform(c, env, "--jobs", jobs)
-    assert finished.returncode == 0, finished
+    finished = transform_apart(c, "--jobs", jobs, env=env)
+    assert finished.code == 0, finished
     assert shards(c.dst) == shards(whole.dst)
 
 
 @JOBS
 def test_an_error_of_reading(c: Conversion, whole: Conversion, capsys: Capture, jobs: str) -> None:
     env = fault(c, c.folder / "counter", "raise OSError(5, 'Input/output error')", on="preadv", path="src/rank_1/")
-    finished = transform(c, env, "--jobs", jobs)
+    finished = transform_apart(c, "--jobs", jobs, env=env)
     assert_failed(finished, c, whole, 0, 1, 2, 3)
-    assert f"where: {c.shard(1)}\n" in finished.stderr, finished
+    assert f"where: {c.shard(1)}\n" in finished.err, finished
     assert_resumed(c, capsys, whole)
 
 
@@ -132,9 +126,9 @@ def test_a_disk_that_is_full_in_the_middle(
     c = whole.but(folder=tmp_path, dst=small_disk / "dst")
     fill = f"os.close(os.posix_fallocate(d := os.open({str(small_disk / 'fill')!r}, 66), 0, 700 << 10) or d)"
     fill = ONCE.format(mark=str(tmp_path / "filled"), do=fill)
-    finished = transform(c, fault(c, tmp_path / "counter", fill, on="copy_file_range", path="dst/rank_1/."))
-    assert finished.returncode == 4 and "No space left on device" in finished.stderr, finished
-    assert re.search(rf"where: .*{c.dst}/rank_\d/", finished.stderr)
+    finished = transform_apart(c, env=fault(c, tmp_path / "counter", fill, on="copy_file_range", path="dst/rank_1/."))
+    assert finished.code == 4 and "No space left on device" in finished.err, finished
+    assert re.search(rf"where: .*{c.dst}/rank_\d/", finished.err)
     assert_nothing_half_done(c, whole)
     assert not list(c.dst.rglob("*.partial")) and c.written(0).exists()
     (small_disk / "fill").unlink()
@@ -143,15 +137,19 @@ def test_a_disk_that_is_full_in_the_middle(
 
 def test_a_disk_that_is_too_small(whole: Conversion, small_disk: Path, capsys: Capture) -> None:
     (small_disk / "fill").write_bytes(bytes(700 << 10))
-    said = command_line(capsys, *whole.but(dst=small_disk / "dst").arguments())
-    assert said.code == 3 and "there is no room" in said.err and f"the file system at {small_disk}\n" in said.err
+    finished = run_here(capsys, *whole.but(dst=small_disk / "dst").arguments())
+    assert (
+        finished.code == 3
+        and "there is no room" in finished.err
+        and f"the file system at {small_disk}\n" in finished.err
+    )
     assert set(listing(small_disk)) == {"fill"}
 
 
 def test_a_disk_that_is_read_only(whole: Conversion, small_disk: Path, capsys: Capture) -> None:
-    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True, timeout=60)
-    said = command_line(capsys, *whole.but(dst=small_disk / "dst").arguments())
-    assert said.code == 3 and "the target cannot be written" in said.err and str(small_disk) in said.err
+    run_command(["mount", "-o", "remount,ro", small_disk], check=True)
+    finished = run_here(capsys, *whole.but(dst=small_disk / "dst").arguments())
+    assert finished.code == 3 and "the target cannot be written" in finished.err and str(small_disk) in finished.err
 
 
 @pytest.fixture
@@ -159,13 +157,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system with room for a run, and little more."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1400k", "none", folder], check=False, timeout=60)
-    if mounted.returncode:
+    if run_command(["mount", "-t", "tmpfs", "-o", "size=1400k", "none", folder]).code:
         pytest.skip("nothing can be mounted here")
     try:
         yield folder
     finally:
-        subprocess.run(["umount", folder], check=True, timeout=60)
+        run_command(["umount", folder], check=True)
 
 
 # Sources
@@ -180,9 +177,9 @@ def test_a_source_that_goes_in_the_middle(
 ) -> None:
     spoil = ONCE.format(mark=str(own.folder / "mark"), do=do.format(path=str(own.shard(1))))
     env = fault(own, own.folder / "counter", spoil, on="os.rename", path="dst/rank_0/checkpoint_0.ckpt")
-    finished = transform(own, env, "--jobs", "1")
+    finished = transform_apart(own, "--jobs", "1", env=env)
     assert_failed(finished, own, whole, 1, 2, 3)
-    assert says in finished.stderr and str(own.shard(1)) in finished.stderr, finished
+    assert says in finished.err and str(own.shard(1)) in finished.err, finished
     restore(own)
     assert_resumed(own, capsys, whole)
 
@@ -191,22 +188,18 @@ def test_a_source_that_shrinks_while_it_is_mapped(own: Conversion, whole: Conver
     """The kernel kills the worker that looks there; the parent says which target that was, and why."""
     env = fault(own, own.folder / "counter", "os.truncate(path, 0)", on="mapped", path="src/rank_1/")
     whole_targets = {"FAULT_CUT": str(1 << 20)}  # so one worker alone is at this one
-    finished = transform(own, {**env, **whole_targets}, "--jobs", "2", "--rank", "0")
-    assert finished.returncode == 4, finished
-    assert re.search(r"1 of 1 targets failed; the first: target rank 0 \(process [01] on host", finished.stderr), (
-        finished
-    )
-    assert (
-        "a worker process died" in finished.stderr and "signal SIGBUS while it wrote target rank 0" in finished.stderr
-    )
-    assert "a source file became shorter" in finished.stderr and "Traceback" not in finished.stderr
+    finished = transform_apart(own, "--jobs", "2", "--rank", "0", env={**env, **whole_targets})
+    assert finished.code == 4, finished
+    assert re.search(r"1 of 1 targets failed; the first: target rank 0 \(process [01] on host", finished.err), finished
+    assert "a worker process died" in finished.err and "signal SIGBUS while it wrote target rank 0" in finished.err
+    assert "a source file became shorter" in finished.err and "Traceback" not in finished.err
     restore(own)
     assert_resumed(own, capsys, whole)
 
 
 def test_a_source_that_shrinks_while_it_is_mapped_alone(own: Conversion, whole: Conversion, capsys: Capture) -> None:
     env = fault(own, own.folder / "counter", "os.truncate(path, 0)", on="mapped", path="src/rank_1/")
-    assert transform(own, env, "--jobs", "1").returncode == -signal.SIGBUS
+    assert transform_apart(own, "--jobs", "1", env=env).code == -signal.SIGBUS
     assert_nothing_half_done(own, whole)
     restore(own)
     assert_resumed(own, capsys, whole)
@@ -216,8 +209,8 @@ def test_a_source_that_shrinks_while_ranks_have_it_mapped(
     own: Conversion, whole: Conversion, capsys: Capture, mpi: MPI
 ) -> None:
     env = fault(own, own.folder / "counter", "os.truncate(path, 0)", on="mapped", path="src/rank_1/")
-    finished = transform(own, env, mpi=mpi, ranks=2)
-    assert finished.returncode != 0 and re.search("Bus error|signal 7", finished.stdout + finished.stderr), finished
+    finished = transform_apart(own, env=env, mpi=mpi, ranks=2)
+    assert finished.code != 0 and re.search("Bus error|signal 7", finished.out + finished.err), finished
     assert_nothing_half_done(own, whole)
     restore(own)
     assert_resumed(own, capsys, whole)
@@ -239,8 +232,10 @@ def test_two_runs_at_once(c: Conversion, whole: Conversion, capsys: Capture) -> 
                 time.sleep(0.01)
             before = listing(c.dst)
             for again in ("--resume", "--overwrite"):
-                said = command_line(capsys, *c.arguments("transform", again))
-                assert said.code == 3 and "target rank 1 is being written by another process" in said.err, said
+                finished = run_here(capsys, *c.arguments("transform", again))
+                assert finished.code == 3 and "target rank 1 is being written by another process" in finished.err, (
+                    finished
+                )
                 assert listing(c.dst) == before
             go.read_bytes()
             assert first.wait(60) == 0
@@ -251,9 +246,9 @@ def test_two_runs_at_once(c: Conversion, whole: Conversion, capsys: Capture) -> 
 
 def test_one_rank_without_memory(c: Conversion, whole: Conversion, capsys: Capture, mpi: MPI) -> None:
     env = fault(c, c.folder / "counter", "raise MemoryError", on="pwrite", path="dst/rank_1/.")
-    finished = transform(c, env, mpi=mpi)
+    finished = transform_apart(c, env=env, mpi=mpi, ranks=3)
     assert_failed(finished, c, whole, 1)
-    assert finished.stderr.count("out of memory") == 1 and "fewer processes" in finished.stderr
+    assert finished.err.count("out of memory") == 1 and "fewer processes" in finished.err
     assert_resumed(c, capsys, whole)
 
 
@@ -268,18 +263,18 @@ def test_a_job_that_is_stopped(
     env = fault(c, c.folder / "counter", stop, on="pwrite", path="dst/rank_1/.")
     command = mpirun_command(mpi, 2, [*COMMAND, *c.arguments()])
     finished = run_command(["sh", "-c", f'echo $$ > {launcher}; exec "$@"', "-", *command], env=env)
-    assert finished.returncode != 0 and "wrote" not in finished.stdout, finished
+    assert finished.code != 0 and "wrote" not in finished.out, finished
     words = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
-    said = [line for line in finished.stderr.splitlines() if line.startswith("reshard-mpi: ")]
+    lines = [line for line in finished.err.splitlines() if line.startswith("reshard-mpi: ")]
     if whom == "a rank":
-        assert finished.returncode == 128 + kind and "Traceback" not in finished.stderr, finished
-        assert said == [f"reshard-mpi: {words[kind]}; --resume goes on"], finished
+        assert finished.code == 128 + kind and "Traceback" not in finished.err, finished
+        assert lines == [f"reshard-mpi: {words[kind]}; --resume goes on"], finished
     elif mpi.name == "mpich":
-        assert said == [f"reshard-mpi: {words[kind]}; --resume goes on"], finished
+        assert lines == [f"reshard-mpi: {words[kind]}; --resume goes on"], finished
     else:
-        assert len(said) <= 1, finished  # this launcher may pass on nothing more once it has been told to stop
+        assert len(lines) <= 1, finished  # this launcher may pass on nothing more once it has been told to stop
     if whom == "the launcher" or mpi.name == "mpich":
-        assert "abort(" not in finished.stderr.lower() and "MPI_ABORT" not in finished.stderr, finished
+        assert "abort(" not in finished.err.lower() and "MPI_ABORT" not in finished.err, finished
     assert not c.written(1).exists()
     assert_nothing_half_done(c, whole)
     assert_resumed(c, capsys, whole)

@@ -12,20 +12,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.attempts import (
-    ALONE,
-    ARRAY,
-    BY_RANK,
-    FUNCTION,
-    FUNCTION_2,
-    JOBS,
-    KINDS,
-    Bench,
-    Launch,
-    conversion,
-    ranks_of,
-)
-from support.conversions import COMMAND
+from support.attempts import ALONE, ARRAY, BY_RANK, FUNCTION, FUNCTION_2, JOBS, Bench, Launch, conversion, ranks_of
+from support.command_line import COMMAND
+from support.conversions import of_every_kind
 from support.injector import NO_FAULT, READING, Call, Fault, Injector, needs_compiler
 from support.launch import MPI
 from support.processes import run_command
@@ -56,7 +45,7 @@ def sample(calls: list[Call], count: int) -> list[int]:
     ]
     if count >= len(ends):
         return ends
-    return [ends[round(at * (len(ends) - 1) / (count - 1))] for at in range(count)]
+    return [ends[round(index * (len(ends) - 1) / (count - 1))] for index in range(count)]
 
 
 def _alike(calls: list[Call], left: int, right: int) -> bool:
@@ -76,13 +65,13 @@ def assert_the_rule_holds(bench: Bench, count: int, *, skip: int = 0) -> None:
     assert not broken, f"{len(broken)} of {len(attempts)}:\n" + "\n".join(broken)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@of_every_kind
 @pytest.mark.parametrize("skip", [0, 3])
 def test_alone(tmp_path: Path, kind: str, skip: int) -> None:
     assert_the_rule_holds(Bench(tmp_path, kind, ALONE, verify=skip > 0), 6, skip=skip)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@of_every_kind
 @pytest.mark.parametrize(
     ("launch", "skip"), [(JOBS, 0), (ARRAY, 1), (FUNCTION, 2), (FUNCTION_2, 3), (BY_RANK, 4)], ids=str
 )
@@ -90,7 +79,7 @@ def test_other_launches(tmp_path: Path, kind: str, launch: Launch, skip: int) ->
     assert_the_rule_holds(Bench(tmp_path, kind, launch, verify=launch is JOBS), 3, skip=skip)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@of_every_kind
 def test_ranks(tmp_path: Path, kind: str, mpi: MPI) -> None:
     assert_the_rule_holds(Bench(tmp_path, kind, ranks_of(mpi), verify=kind == "hdf5"), 2)
 
@@ -108,14 +97,14 @@ def test_only_the_target_that_is_filled_together_fails(tmp_path: Path, fault: Fa
     attempt = Bench(tmp_path, "ckpt", JOBS).attempt(fault)
     assert attempt.harmed and not attempt.violations, str(attempt)
     if attempt.codes != (0,):
-        assert "1 of 3 targets failed" in attempt.finished[0].stderr, str(attempt)
+        assert "1 of 3 targets failed" in attempt.finished[0].err, str(attempt)
 
 
 # What makes the structure of a file, and what is said when that is closed: where errors were once swallowed.
 STRUCTURE = ("pwrite", "ftruncate", "fsync", "close")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@of_every_kind
 @pytest.mark.parametrize(("do", "is_lasting"), [("EIO", False), ("ENOSPC", True)])
 def test_every_call_for_a_shards_structure(tmp_path: Path, kind: str, do: str, is_lasting: bool) -> None:
     """Those for the shard of rank 0."""
@@ -155,7 +144,7 @@ def test_killed_while_verifying_together(tmp_path: Path, kind: str, who: str, na
     assert not broken, f"{len(broken)} of {len(attempts)}:\n" + "\n".join(broken)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@of_every_kind
 @pytest.mark.parametrize("who", ["maker", "others"])
 def test_cannot_read_what_was_filled_together(tmp_path: Path, kind: str, who: str) -> None:
     bench = Bench(tmp_path, kind, JOBS, verify=True, names=("longer",))
@@ -192,14 +181,14 @@ def test_it_sees_what_the_hdf5_library_writes(tmp_path: Path) -> None:
     assert names[0] == "create" and names[-1] == "close" and names.count("pwrite") > 2, names
     fault = Fault(1, "ENOSPC", names=("pwrite",))
     finished = run_command(command, env=injector.environment(fault, [folder]))
-    assert finished.returncode and "No space left on device" in finished.stderr
+    assert finished.code and "No space left on device" in finished.err
     assert [call.name for call in injector.calls() if call.is_harmed] == ["pwrite"] and injector.harmed == 1
     run_command(command, env=injector.environment(fault, [tmp_path / "elsewhere"]), check=True)
     assert injector.calls() == []
 
 
 @pytest.mark.skipif(shutil.which("strace") is None, reason="there is no strace")
-@pytest.mark.parametrize("kind", KINDS)
+@of_every_kind
 def test_it_sees_what_the_kernel_sees(tmp_path: Path, kind: str) -> None:
     c, injector = conversion(tmp_path, kind), Injector(tmp_path / "calls")
     command = [*COMMAND, *c.arguments("transform", "--jobs", "2", "--verify", "--progress", "none")]
@@ -209,7 +198,7 @@ def test_it_sees_what_the_kernel_sees(tmp_path: Path, kind: str) -> None:
     every = [*traced, "renameat2"]
     tracing = ["strace", "-f", "-y", "-qq", "-o", str(trace), "-e", f"trace={','.join(every)}"]
     finished = run_command([*tracing, *command], env=injector.environment(NO_FAULT, [c.dst]))
-    if finished.returncode == 1 and not c.dst.exists():
+    if finished.code == 1 and not c.dst.exists():
         pytest.skip("nothing can be traced here")
     lines = [line for line in trace.read_text().splitlines() if str(c.dst) in line and "resumed>" not in line]
     for name, counts_as in traced.items():
@@ -231,4 +220,4 @@ def test_the_long_forms_run(tmp_path: Path, script: str, options: str, says: str
     path = Path(__file__).with_name(script)
     command = [sys.executable, path, *options.split(), "--folder", tmp_path]
     finished = run_command(command, timeout_seconds=120, check=True)
-    assert says in finished.stdout.splitlines()[-1], finished
+    assert says in finished.out.splitlines()[-1], finished

@@ -14,9 +14,11 @@ import signal
 from pathlib import Path
 
 import pytest
-from support.conversions import Conversion, command_line, four_targets
-from support.harm import KILL, KILL_ALL, Capture, assert_nothing_half_done, assert_resumed, fault, transform
+from support.command_line import Capture, run_in_fork
+from support.conversions import Conversion, four_targets, transform_apart
+from support.harm import KILL, KILL_ALL, assert_nothing_half_done, assert_resumed, fault
 from support.launch import MPI
+from support.processes import Finished
 
 
 @pytest.fixture(scope="module", params=["ckpt", "hdf5"])
@@ -24,7 +26,7 @@ def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """A run that nothing happened to."""
     c = four_targets(tmp_path_factory.mktemp("whole"), request.param)
     counter = c.folder / "counter"
-    assert transform(c, fault(c, counter)).returncode == 0
+    assert transform_apart(c, env=fault(c, counter)).code == 0
     assert counter.stat().st_size > 100
     return c
 
@@ -34,44 +36,41 @@ def recovered(
 ) -> int:
     """Kill runs at `kills` instants and resume them; return how many were hit."""
     undisturbed = whole.but(dst=folder / "undisturbed")
-    assert transform(undisturbed, fault(undisturbed, folder / "counter"), *options, mpi=mpi).returncode == 0
+    assert (
+        transform_apart(undisturbed, *options, env=fault(undisturbed, folder / "counter"), mpi=mpi, ranks=3).code == 0
+    )
     instants = random.Random(5).sample(range(1, (folder / "counter").stat().st_size + 1), kills)
     hit = 0
-    for at in instants:
-        c = whole.but(dst=folder / f"killed_{at}")
-        finished = transform(
-            c, fault(c, folder / f"counter_{at}", KILL if at % 2 else KILL_ALL, at=at), *options, mpi=mpi
-        )
-        hit += finished.returncode != 0
+    for number in instants:
+        c = whole.but(dst=folder / f"killed_{number}")
+        env = fault(c, folder / f"counter_{number}", KILL if number % 2 else KILL_ALL, call=number)
+        finished = transform_apart(c, *options, env=env, mpi=mpi, ranks=3)
+        hit += finished.code != 0
         assert_nothing_half_done(c, whole)
         assert_resumed(c, capsys, whole)
     return hit
 
 
+def forked(c: Conversion, env: dict[str, str]) -> Finished:
+    """Run the command line in a fork of this process to which a fault happens."""
+
+    def prepare() -> None:
+        os.environ.update(env)
+        runpy.run_path(str(Path(__file__).with_name("sitecustomize.py")))
+
+    return run_in_fork(*c.arguments("transform", "--progress", "none"), prepare=prepare)
+
+
 def test_alone(whole: Conversion, tmp_path: Path, capsys: Capture) -> None:
     """In forks of this process: no time is spent on starting an interpreter."""
     undisturbed = whole.but(dst=tmp_path / "undisturbed")
-    assert in_fork(undisturbed, fault(undisturbed, tmp_path / "counter"), capsys) == 0
+    assert forked(undisturbed, fault(undisturbed, tmp_path / "counter")).code == 0
     instants = random.Random(5).sample(range(1, (tmp_path / "counter").stat().st_size + 1), 15)
-    for at in instants:
-        c = whole.but(dst=tmp_path / f"killed_{at}")
-        assert in_fork(c, fault(c, tmp_path / f"counter_{at}", KILL, at=at), capsys) == signal.SIGKILL
+    for number in instants:
+        c = whole.but(dst=tmp_path / f"killed_{number}")
+        assert forked(c, fault(c, tmp_path / f"counter_{number}", KILL, call=number)).code == -signal.SIGKILL
         assert_nothing_half_done(c, whole)
         assert_resumed(c, capsys, whole)
-
-
-def in_fork(c: Conversion, env: dict[str, str], capsys: Capture) -> int:
-    """Run the command line in a fork of this process with that environment; return how it ended."""
-    process = os.fork()
-    if process == 0:
-        code = 1
-        try:
-            os.environ.update(env)
-            runpy.run_path(str(Path(__file__).with_name("sitecustomize.py")))
-            code = command_line(capsys, *c.arguments("transform", "--progress", "none")).code
-        finally:
-            os._exit(code)
-    return os.waitpid(process, 0)[1]
 
 
 @pytest.mark.parametrize("jobs", ["2", "3"])

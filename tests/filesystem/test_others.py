@@ -16,14 +16,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from support.checkpoints import as_read, expected_rank, read_shard
-from support.conversions import COMMAND, TENSORS, Conversion, command_line, listing, make
-from support.processes import run_command
+from support.command_line import Capture, run_apart, run_here
+from support.conversions import assert_right, listing, make, of_every_kind, transform_apart
 
 import reshard_mpi
 from reshard_mpi.errors import TargetError
 
-Capture = pytest.CaptureFixture[str]
 PRECIOUS = b"somebody else's bytes"
 SOMEBODY = 4711
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of another user")
@@ -36,11 +34,6 @@ def elsewhere(folder: Path) -> Path:
     for name in ("private", "rank_0/checkpoint_0.ckpt", ".reshard_mpi/run.json", ".reshard_mpi/rank_0.json"):
         (folder / "elsewhere" / name).write_bytes(PRECIOUS)
     return folder / "elsewhere"
-
-
-def assert_right(c: Conversion) -> None:
-    for rank in range(c.target.world_size):
-        assert read_shard(c.written(rank)) == as_read(expected_rank(c.target, TENSORS, rank))
 
 
 def link(path: Path, to: Path) -> None:
@@ -68,9 +61,9 @@ def test_a_link_in_the_place_of_what_is_made_is_refused_by_name(tmp_path: Path, 
     link(c.dst / name, private / to)
     before = listing(private)
     for options in ((), ("--overwrite",), ("--resume",), ("--jobs", "2"), ("--overwrite", "--jobs", "7")):
-        said = command_line(capsys, *c.arguments("transform", *options))
-        assert said.code == 3 and "a symbolic link is in the place of" in said.err, said
-        assert str(c.dst / name) in said.err and "Traceback" not in said.err
+        finished = run_here(capsys, *c.arguments("transform", *options))
+        assert finished.code == 3 and "a symbolic link is in the place of" in finished.err, finished
+        assert str(c.dst / name) in finished.err and "Traceback" not in finished.err
     assert listing(private) == before
 
 
@@ -93,14 +86,14 @@ def test_the_functions_follow_no_link_either(tmp_path: Path, name: str) -> None:
 def test_a_record_that_is_a_link_is_none(tmp_path: Path, capsys: Capture) -> None:
     """Neither believed nor written through."""
     c = make(tmp_path)
-    assert command_line(capsys, *c.arguments()).code == 0
+    assert run_here(capsys, *c.arguments()).code == 0
     record = c.dst / ".reshard_mpi" / "rank_1.json"
     kept = shutil.move(record, tmp_path / "kept.json")
     record.symlink_to(kept)
     before = Path(kept).read_bytes()
-    assert "target rank 1 has not been written" in command_line(capsys, "inspect", str(c.dst)).out
-    said = command_line(capsys, *c.arguments("transform", "--resume"))
-    assert said.code == 0 and not record.is_symlink() and Path(kept).read_bytes() == before
+    assert "target rank 1 has not been written" in run_here(capsys, "inspect", str(c.dst)).out
+    finished = run_here(capsys, *c.arguments("transform", "--resume"))
+    assert finished.code == 0 and not record.is_symlink() and Path(kept).read_bytes() == before
     assert_right(c)
 
 
@@ -113,11 +106,11 @@ def test_what_the_user_names_may_be_links(tmp_path: Path, capsys: Capture) -> No
     for folder in c.src.iterdir():
         (tmp_path / "linked" / folder.name).symlink_to(folder)
     c = c.but(src=tmp_path / "linked")
-    assert command_line(capsys, *c.arguments("transform", "--verify", "--jobs", "7")).code == 0
+    assert run_here(capsys, *c.arguments("transform", "--verify", "--jobs", "7")).code == 0
     assert_right(c)
     farm = tmp_path / "farm"
     subprocess.run(["cp", "-rs", tmp_path / "scratch", farm], check=True)
-    assert command_line(capsys, *c.but(dst=farm).arguments("verify")).code == 0
+    assert run_here(capsys, *c.but(dst=farm).arguments("verify")).code == 0
 
 
 # Swapped while they are written
@@ -144,7 +137,7 @@ FOLDER = (
 
 @pytest.mark.parametrize("jobs", ["1", "3"])
 @pytest.mark.parametrize("moment", ["before", "after"])
-@pytest.mark.parametrize("kind", ["ckpt", "hdf5"])
+@of_every_kind
 @pytest.mark.parametrize("what", ["partial", "folder"])
 @pytest.mark.slow
 def test_nothing_is_written_where_a_swapped_link_leads(
@@ -159,17 +152,17 @@ def test_nothing_is_written_where_a_swapped_link_leads(
     (tmp_path / "stand_in" / "sitecustomize.py").write_text(SWAP.format(**steps))
     before = listing(private)
     environment = {"PYTHONPATH": str(tmp_path / "stand_in")}
-    finished = run_command([*COMMAND, *c.arguments("transform", "--jobs", jobs)], env=environment)
-    assert (tmp_path / "done").exists() and "Traceback" not in finished.stderr, finished
+    finished = transform_apart(c, "--jobs", jobs, env=environment)
+    assert (tmp_path / "done").exists() and "Traceback" not in finished.err, finished
     assert listing(private) == before
     if what == "partial":
-        assert finished.returncode == 4 and "failed: 0;" in finished.stderr, finished
+        assert finished.code == 4 and "failed: 0;" in finished.err, finished
         assert not c.written(0).exists()
     # A folder that is taken away while it is held open gets its file all the same, and is not found again.
     for name in ("rank_0", "rank_0.away"):
         if (c.dst / name).is_symlink():
             (c.dst / name).unlink()
-    assert command_line(capsys, *c.arguments("transform", "--resume")).code == 0
+    assert run_here(capsys, *c.arguments("transform", "--resume")).code == 0
     assert_right(c)
 
 
@@ -184,10 +177,10 @@ def test_what_another_user_has_made_is_refused_by_name(tmp_path: Path, capsys: C
     path.parent.mkdir(parents=True)
     path.touch() if path.suffix == ".lock" else path.mkdir(mode=0o777)
     os.chown(path, SOMEBODY, SOMEBODY)
-    said = command_line(capsys, *c.arguments())
+    finished = run_here(capsys, *c.arguments())
     kind = "a file" if path.suffix == ".lock" else "a folder"
-    assert said.code == 3 and f"{kind} of another user is in the way" in said.err, said
-    assert f"user {SOMEBODY}" in said.err and str(path) in said.err
+    assert finished.code == 3 and f"{kind} of another user is in the way" in finished.err, finished
+    assert f"user {SOMEBODY}" in finished.err and str(path) in finished.err
     assert [file for file in c.dst.rglob("*") if file not in (path, path.parent)] == []
 
 
@@ -198,8 +191,10 @@ def test_a_partial_file_of_another_user_stays(tmp_path: Path, capsys: Capture) -
     partial.parent.mkdir(parents=True)
     partial.write_bytes(PRECIOUS)
     os.chown(partial, SOMEBODY, SOMEBODY)
-    said = command_line(capsys, *c.arguments())
-    assert said.code == 3 and "a file of another user is in the way" in said.err and str(partial) in said.err
+    finished = run_here(capsys, *c.arguments())
+    assert (
+        finished.code == 3 and "a file of another user is in the way" in finished.err and str(partial) in finished.err
+    )
     assert partial.read_bytes() == PRECIOUS and not c.written(0).exists()
 
 
@@ -208,7 +203,7 @@ def test_the_target_folder_may_be_of_another_user(tmp_path: Path, capsys: Captur
     c = make(tmp_path)
     c.dst.mkdir(mode=0o2775)
     os.chown(c.dst, SOMEBODY, SOMEBODY)
-    assert command_line(capsys, *c.arguments()).code == 0
+    assert run_here(capsys, *c.arguments()).code == 0
     assert_right(c)
 
 
@@ -239,10 +234,10 @@ def test_a_lock_that_others_hold_is_named_and_not_waited_for_without_end(
     c = make(tmp_path)
     path = c.dst / ".reshard_mpi" / name
     with lock_held(path) as pid:
-        said = command_line(capsys, *c.arguments())
-    assert said.code in (3, 4) and f"held by process {pid}" in said.err and str(path) in said.err, said
+        finished = run_here(capsys, *c.arguments())
+    assert finished.code in (3, 4) and f"held by process {pid}" in finished.err and str(path) in finished.err, finished
     assert not list(c.dst.glob("rank_*/*"))
-    assert command_line(capsys, *c.arguments("transform", "--resume")).code == 0
+    assert run_here(capsys, *c.arguments("transform", "--resume")).code == 0
     assert_right(c)
 
 
@@ -250,8 +245,8 @@ def test_a_stopped_holder_is_said_to_be_stopped(tmp_path: Path, capsys: Capture)
     c = make(tmp_path)
     with lock_held(c.dst / ".reshard_mpi" / "run.lock") as pid:
         os.kill(pid, signal.SIGSTOP)
-        said = command_line(capsys, *c.arguments())
-    assert said.code == 3 and f"process {pid} (stopped)" in said.err, said
+        finished = run_here(capsys, *c.arguments())
+    assert finished.code == 3 and f"process {pid} (stopped)" in finished.err, finished
 
 
 @pytest.mark.parametrize("name", ["run.lock", "commit.lock", "rank_0.lock", "rank_0.json", "run.json"])
@@ -259,9 +254,9 @@ def test_a_pipe_is_never_waited_for(tmp_path: Path, name: str) -> None:
     c = make(tmp_path)
     (c.dst / ".reshard_mpi").mkdir(parents=True)
     os.mkfifo(c.dst / ".reshard_mpi" / name)
-    finished = run_command([*COMMAND, *c.arguments()], timeout_seconds=30)
+    finished = run_apart(*c.arguments(), timeout_seconds=30)
     if name == "rank_0.json":  # which is none, and is replaced
-        assert finished.returncode == 0, finished
+        assert finished.code == 0, finished
         assert_right(c)
     else:
-        assert finished.returncode == 3 and str(c.dst) in finished.stderr, finished
+        assert finished.code == 3 and str(c.dst) in finished.err, finished

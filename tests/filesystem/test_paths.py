@@ -9,12 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.conversions import Conversion, Said, command_line, listing, make
+from support.command_line import Capture, run_here
+from support.conversions import Conversion, listing, make
+from support.processes import Finished
 
 import reshard_mpi
 from reshard_mpi.errors import ReshardError, SourceError, StrategyError, TargetError
-
-Capture = pytest.CaptureFixture[str]
 
 
 def bind(path: Path) -> None:
@@ -45,45 +45,45 @@ OBSTACLES: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-def refused_by(error: type[ReshardError], call: Callable[[], object]) -> Said:
+def refused_by(error: type[ReshardError], call: Callable[[], object]) -> Finished:
     with pytest.raises(error) as caught:
         call()
-    return Said(error.exit_code, "", str(caught.value))
+    return Finished((), error.exit_code, "", str(caught.value))
 
 
-def a_target(c: Conversion, capsys: Capture) -> tuple[Path, Callable[[], Said]]:
-    return c.written(1), lambda: command_line(capsys, *c.arguments("transform", "--overwrite"))
+def a_target(c: Conversion, capsys: Capture) -> tuple[Path, Callable[[], Finished]]:
+    return c.written(1), lambda: run_here(capsys, *c.arguments("transform", "--overwrite"))
 
 
-def a_target_of_the_function(c: Conversion, capsys: Capture) -> tuple[Path, Callable[[], Said]]:
+def a_target_of_the_function(c: Conversion, capsys: Capture) -> tuple[Path, Callable[[], Finished]]:
     paths = (c.src, c.dst, "checkpoint_", c.src_strategy, c.dst_strategy)
     return c.written(1), lambda: refused_by(TargetError, lambda: reshard_mpi.transform_checkpoints(*paths))
 
 
-def a_target_by_rank(c: Conversion, capsys: Capture) -> tuple[Path, Callable[[], Said]]:
+def a_target_by_rank(c: Conversion, capsys: Capture) -> tuple[Path, Callable[[], Finished]]:
     files = {rank: c.shard(rank) for rank in range(4)}
     path = c.dst / "out.ckpt"
     call = reshard_mpi.transform_checkpoint_by_rank
     return path, lambda: refused_by(TargetError, lambda: call(0, files, path, c.src_strategy, c.dst_strategy))
 
 
-def a_report(c: Conversion, capsys: Capture) -> tuple[Path, Callable[[], Said]]:
+def a_report(c: Conversion, capsys: Capture) -> tuple[Path, Callable[[], Finished]]:
     path = c.dst / "report.json"
-    return path, lambda: command_line(capsys, *c.arguments("transform", "--report", str(path)))
+    return path, lambda: run_here(capsys, *c.arguments("transform", "--report", str(path)))
 
 
-def a_commit_record(c: Conversion, capsys: Capture) -> tuple[Path, Callable[[], Said]]:
-    return c.dst / "reshard.json", lambda: command_line(capsys, *c.arguments("transform", "--jobs", "2"))
+def a_commit_record(c: Conversion, capsys: Capture) -> tuple[Path, Callable[[], Finished]]:
+    return c.dst / "reshard.json", lambda: run_here(capsys, *c.arguments("transform", "--jobs", "2"))
 
 
-def a_lock(c: Conversion, capsys: Capture) -> tuple[Path, Callable[[], Said]]:
-    return c.dst / ".reshard_mpi" / "rank_0.lock", lambda: command_line(capsys, *c.arguments())
+def a_lock(c: Conversion, capsys: Capture) -> tuple[Path, Callable[[], Finished]]:
+    return c.dst / ".reshard_mpi" / "rank_0.lock", lambda: run_here(capsys, *c.arguments())
 
 
-def a_merged_strategy(c: Conversion, capsys: Capture) -> tuple[Path, Callable[[], Said]]:
+def a_merged_strategy(c: Conversion, capsys: Capture) -> tuple[Path, Callable[[], Finished]]:
     assert c.src_strategy is not None
     path = c.dst / "merged"
-    return path, lambda: command_line(capsys, "merge-strategies", str(c.src_strategy), str(path))
+    return path, lambda: run_here(capsys, "merge-strategies", str(c.src_strategy), str(path))
 
 
 OUTPUTS = [
@@ -102,7 +102,7 @@ OUTPUTS = [
 def test_only_files_are_replaced(
     tmp_path: Path,
     capsys: Capture,
-    output: Callable[[Conversion, Capture], tuple[Path, Callable[[], Said]]],
+    output: Callable[[Conversion, Capture], tuple[Path, Callable[[], Finished]]],
     obstacle: str,
 ) -> None:
     c = make(tmp_path)
@@ -113,9 +113,9 @@ def test_only_files_are_replaced(
     if output is a_lock and path.is_symlink():
         name = "a symbolic link"  # wherever it leads to
     before, put_there = sorted(tmp_path.rglob("*")), path.lstat()
-    said = run()
-    assert said.code == (2 if output is a_report else 3) and said.out == "", said
-    assert name in said.err and str(path) in said.err and "Traceback" not in said.err, said
+    finished = run()
+    assert finished.code == (2 if output is a_report else 3) and finished.out == "", finished
+    assert name in finished.err and str(path) in finished.err and "Traceback" not in finished.err, finished
     assert sorted(tmp_path.rglob("*")) == before
     assert (path.lstat().st_mode, path.lstat().st_ino) == (put_there.st_mode, put_there.st_ino)
 
@@ -123,11 +123,11 @@ def test_only_files_are_replaced(
 def test_a_commit_record_is_written_over_a_file_only(tmp_path: Path, capsys: Capture) -> None:
     """Also by the command that does nothing else."""
     c = make(tmp_path)
-    assert command_line(capsys, *c.arguments()).code == 0
+    assert run_here(capsys, *c.arguments()).code == 0
     (c.dst / "reshard.json").unlink()
     os.mkfifo(c.dst / "reshard.json")
-    said = command_line(capsys, "commit", str(c.dst))
-    assert said.code == 3 and "a pipe is in the place of the commit record" in said.err
+    finished = run_here(capsys, "commit", str(c.dst))
+    assert finished.code == 3 and "a pipe is in the place of the commit record" in finished.err
     assert stat.S_ISFIFO((c.dst / "reshard.json").stat().st_mode)
 
 
@@ -135,7 +135,7 @@ def test_a_link_in_the_place_of_a_merged_strategy_stays(tmp_path: Path, capsys: 
     c = make(tmp_path)
     (tmp_path / "link").symlink_to("merged")
     for _ in range(2):
-        assert command_line(capsys, "merge-strategies", str(c.src_strategy), str(tmp_path / "link")).code == 0
+        assert run_here(capsys, "merge-strategies", str(c.src_strategy), str(tmp_path / "link")).code == 0
     assert (tmp_path / "link").is_symlink() and (tmp_path / "merged").is_file()
     assert list(tmp_path.glob(".*")) == []
 
@@ -145,8 +145,8 @@ def test_a_report_in_the_place_of_what_the_run_keeps(tmp_path: Path, capsys: Cap
     c = make(tmp_path)
     (c.dst / ".reshard_mpi").mkdir(parents=True)
     before = listing(tmp_path)
-    said = command_line(capsys, *c.arguments("transform", "--report", str(c.dst / name)))
-    assert said.code == 2 and "the report cannot be written" in said.err and name in said.err
+    finished = run_here(capsys, *c.arguments("transform", "--report", str(c.dst / name)))
+    assert finished.code == 2 and "the report cannot be written" in finished.err and name in finished.err
     assert listing(tmp_path) == before
 
 
@@ -175,11 +175,13 @@ def test_paths_that_lead_nowhere(tmp_path: Path, capsys: Capture, name: str) -> 
         "inspected": ["inspect", str(path)],
     }
     for what, given in arguments.items():
-        said = command_line(capsys, *given)
-        assert said.code == (2 if what == "report" else 3) and said.out == "", (what, said)
-        assert said.err.startswith("reshard-mpi: error: ") and name.split("/", maxsplit=1)[0][:80] in said.err, (
+        finished = run_here(capsys, *given)
+        assert finished.code == (2 if what == "report" else 3) and finished.out == "", (what, finished)
+        assert (
+            finished.err.startswith("reshard-mpi: error: ") and name.split("/", maxsplit=1)[0][:80] in finished.err
+        ), (
             what,
-            said,
+            finished,
         )
     strategies = (c.src_strategy, c.dst_strategy)
     files = {rank: c.shard(rank) for rank in range(4)}
@@ -209,13 +211,13 @@ def test_an_empty_path_is_none(tmp_path: Path, capsys: Capture, option: str) -> 
         given[1 + (option == "DST")] = ""
     else:
         given += [option, ""]
-    said = command_line(capsys, *given)
-    assert said.code == 2 and f"{option}: expected a path, got ''" in said.err and not c.dst.exists()
+    finished = run_here(capsys, *given)
+    assert finished.code == 2 and f"{option}: expected a path, got ''" in finished.err and not c.dst.exists()
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_report_that_may_not_be_written(tmp_path: Path, capsys: Capture) -> None:
     c = make(tmp_path)
     (tmp_path / "closed").mkdir(mode=0o500)
-    said = command_line(capsys, *c.arguments("transform", "--report", str(tmp_path / "closed" / "report.json")))
-    assert said.code == 2 and "the report cannot be written" in said.err and not c.dst.exists()
+    finished = run_here(capsys, *c.arguments("transform", "--report", str(tmp_path / "closed" / "report.json")))
+    assert finished.code == 2 and "the report cannot be written" in finished.err and not c.dst.exists()

@@ -49,7 +49,7 @@ def test_both_ways_find_the_same(
         assert located(path, located(path.with_name("like.ckpt"))) == fast
         with (
             mock.patch.object(module, "usual_value", lambda reader, at: None),
-            mock.patch.object(reading, "learn", lambda *_: None),
+            mock.patch.object(reading, "encoding_of", lambda *_: None),
         ):
             slow = located(path)
         assert fast == slow

@@ -1,12 +1,12 @@
-"""Both formats under the one conformance suite, each through the library it is made with."""
+"""All formats under the one conformance suite, each through a library that it can be made with."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from support import ckpt_peer, hdf5_peer
+from support import ckpt_peer, hdf5_peer, safetensors_peer, torch_peer
 
-from reshard_mpi.formats import ckpt, hdf5
+from reshard_mpi.formats import ckpt, hdf5, safetensors, torch
 from reshard_mpi.testing.conformance import FormatConformance
 from reshard_mpi.testing.samples import Contents
 
@@ -36,7 +36,7 @@ class TestHDF5(FormatConformance):
         hdf5_peer.write(path, contents)
 
     def read_independently(self, path: Path) -> Contents:
-        return hdf5_peer.read(path)
+        return hdf5_peer.read(path, is_whole=True)
 
 
 class TestCompressedHDF5(TestHDF5):
@@ -44,3 +44,26 @@ class TestCompressedHDF5(TestHDF5):
 
     def write_independently(self, path: Path, contents: Contents) -> None:
         hdf5_peer.write(path, contents, compression="gzip", shuffle=True, fletcher32=True)
+
+
+class TestSafetensors(FormatConformance):
+    module = safetensors
+    keeps_order = False
+    cannot_hold = frozenset({"complex128", "hifloat8"})
+
+    def write_independently(self, path: Path, contents: Contents) -> None:
+        safetensors_peer.write(path, contents)
+
+    def read_independently(self, path: Path) -> Contents:
+        return safetensors_peer.read(path)
+
+
+class TestTorch(FormatConformance):
+    module = torch
+    cannot_hold = torch_peer.CANNOT_HOLD
+
+    def write_independently(self, path: Path, contents: Contents) -> None:
+        torch_peer.write(path, contents)
+
+    def read_independently(self, path: Path) -> Contents:
+        return torch_peer.read(path)

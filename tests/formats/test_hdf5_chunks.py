@@ -12,16 +12,16 @@ from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.hdf5 import datasets
 from reshard_mpi.formats.hdf5.datasets import Stamp
 from reshard_mpi.sharding.box import Box
+from reshard_mpi.units import MIB
 
-MIB = 1 << 20
 LENGTH = 3 * MIB
 
 
 def make(path: Path, count: int) -> Stamp:
     with h5py.File(path, "w") as file:
-        for at in range(count):
-            content = np.arange(LENGTH, dtype=np.uint32) + at
-            file.create_dataset(f"w{at}", data=content, chunks=(LENGTH,), compression="gzip", compression_opts=1)
+        for number in range(count):
+            content = np.arange(LENGTH, dtype=np.uint32) + number
+            file.create_dataset(f"w{number}", data=content, chunks=(LENGTH,), compression="gzip", compression_opts=1)
     return Stamp.of(os.stat(path))  # noqa: PTH116
 
 
@@ -30,12 +30,12 @@ def test_the_library_keeps_the_chunk_that_it_has_decoded(tmp_path: Path) -> None
     path = tmp_path / "a.h5"
     stamp = make(path, 2)
     try:
-        for at in range(2):
+        for index in range(2):
             for start in range(0, LENGTH, MIB):
                 box = Box((start,), (start + 5,))
-                found = datasets.read(str(path), stamp, (f"w{at}",), BY_NAME["uint32"], False, box)
-                assert found.tolist() == [start + at + number for number in range(5)]
-            _, kept_bytes, _ = datasets._open(str(path), stamp, (f"w{at}",)).get_access_plist().get_chunk_cache()
+                found = datasets.read(str(path), stamp, (f"w{index}",), BY_NAME["uint32"], False, box)
+                assert found.tolist() == [start + index + number for number in range(5)]
+            _, kept_bytes, _ = datasets._open(str(path), stamp, (f"w{index}",)).get_access_plist().get_chunk_cache()
             assert kept_bytes >= 4 * LENGTH
             assert datasets._open.cache_info().currsize == 1, "chunks of several datasets are more than is allowed"
     finally:

@@ -93,7 +93,7 @@ def test_sums_are_read_both_ways(tmp_path: Path) -> None:
     path = tmp_path / "shard.h5"
     reserve_file(hdf5, str(path), samples.spec_of(CONTENTS)._replace(with_sums=True))
     before = hdf5.locate(str(path))
-    sums = {name: 7 + at for at, name in enumerate(CONTENTS.tensors)}
+    sums = {name: 7 + number for number, name in enumerate(CONTENTS.tensors)}
     seal_file(hdf5, str(path), sums)
     with path.open("rb") as file:
         assert index.stored_sums(file.fileno(), str(path), end_of(path)) == sums
@@ -225,7 +225,9 @@ def test_lengths(tmp_path: Path) -> None:
     manifest = located(path)
     assert changed(path, content[:end]) == manifest
     for size_bytes in (end - 1, end + 1, end + 8, end + 27, end + 28, len(content) - 1):
-        assert "is truncated" in (said := str(changed(path, content[:size_bytes]))) or "goes on" in said, size_bytes
+        assert "is truncated" in (message := str(changed(path, content[:size_bytes]))) or "goes on" in message, (
+            size_bytes
+        )
     assert "goes on after its end" in str(changed(path, content + b"x"))
     assert "goes on after its end" in str(changed(path, content[:end] + b"x" * 100))
 

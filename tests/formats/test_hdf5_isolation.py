@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+from support.processes import run_command
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import hdf5
@@ -135,7 +135,7 @@ def test_a_relative_path_and_one_that_is_no_text(tmp_path: Path, monkeypatch: py
 
 
 def test_one_process_serves_all_files_and_threads(tmp_path: Path) -> None:
-    paths = [str(make(tmp_path / f"{at}.h5", chunks=(2,))) for at in range(8)]
+    paths = [str(make(tmp_path / f"{number}.h5", chunks=(2,))) for number in range(8)]
     hdf5.locate(paths[0])
     process = isolation._keeper._process
     assert process is not None
@@ -184,7 +184,7 @@ isolation._keeper._lock.release()
 assert os.waitpid(child, 0)[1] == 0
 assert list(hdf5.locate({path!r}).tensors) == ["w"] and isolation._keeper._process.pid == ours
 """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=30)
+    run_command([sys.executable, "-c", script], check=True)
 
 
 def test_it_ends_with_who_asks(tmp_path: Path) -> None:
@@ -197,9 +197,9 @@ hdf5.locate({path!r})
 print(isolation._keeper._process.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60, check=False)
+    found = run_command([sys.executable, "-c", script])
     deadline = time.monotonic() + 10
-    while Path(f"/proc/{int(found.stdout)}").exists():
+    while Path(f"/proc/{int(found.out)}").exists():
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
@@ -226,7 +226,7 @@ from reshard_mpi.formats import hdf5
 assert hdf5.locate({str(golden)!r}).tensors
 assert not any(name in sys.modules for name in ("h5py", "numpy", "reshard_mpi.formats.hdf5.isolation")), "loaded"
 """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    run_command([sys.executable, "-c", script], check=True)
 
 
 def test_manifests_survive_pickling(tmp_path: Path) -> None:
@@ -244,6 +244,6 @@ def test_modules_beside_a_file_are_not_run(tmp_path: Path, command: list[str]) -
         (tmp_path / f"{name}.py").write_text("open('it-ran', 'w')\n")
     where = {"transform": ["a.h5", "out"]}.get(command[0], ["a.h5"])
     line = [sys.executable, "-P", "-m", "reshard_mpi", command[0], *where, *command[1:]]
-    finished = subprocess.run(line, check=False, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert finished.returncode == (3 if command[0] == "verify" else 0), finished  # it keeps no sums to verify by
+    finished = run_command(line, cwd=tmp_path)
+    assert finished.code == (3 if command[0] == "verify" else 0), finished  # it keeps no sums to verify by
     assert not (tmp_path / "it-ran").exists()

@@ -19,7 +19,7 @@ import h5py
 import numpy as np
 import pytest
 from support import hdf5_peer
-from support.hostile import elsewhere, read_by_child
+from support.hostile import opened_elsewhere, read_by_child
 
 from reshard_mpi.formats import hdf5
 from reshard_mpi.formats.ckpt.values import encode_header
@@ -30,11 +30,11 @@ from reshard_mpi.protobuf import encode_length, encode_varint
 from reshard_mpi.sharding.strategy.limits import MAX_FILE_BYTES
 from reshard_mpi.testing import samples
 from reshard_mpi.testing.samples import Contents, SampleTensor
+from reshard_mpi.units import MIB
 
 # Of processor time: a second, and what other tests beside this one make of it.
 SECONDS = 1.5
 GROWTH_BYTES = 64 << 20
-MIB = 1 << 20
 
 Make = Callable[[Path], None]
 CASES: dict[str, tuple[str, str, str, Make]] = {}
@@ -55,7 +55,7 @@ def bomb(kind: str, name: str, message: str) -> Callable[[Make], Make]:
 
 @bomb("locate", "w.ckpt", "too many values")
 def values_without_end(path: Path) -> None:
-    path.write_bytes(b"".join(encode_header(f"w{at}", (1,), "Int8", 1) + b"x" for at in range(MAX_TENSORS + 1)))
+    path.write_bytes(b"".join(encode_header(f"w{number}", (1,), "Int8", 1) + b"x" for number in range(MAX_TENSORS + 1)))
 
 
 @bomb("locate", "w.ckpt", "too much memory")
@@ -73,7 +73,7 @@ def long_shapes(path: Path) -> None:
 @bomb("locate", "w.ckpt", "too much memory")
 def strings_without_end(path: Path) -> None:
     text = "🜁".encode("utf-32-le") * (1 << 18)
-    path.write_bytes(b"".join(encode_header(f"s{at}", (0,), "str", len(text)) + text for at in range(80)))
+    path.write_bytes(b"".join(encode_header(f"s{number}", (0,), "str", len(text)) + text for number in range(80)))
 
 
 @bomb("locate", "w.ckpt", "too many fields")
@@ -129,16 +129,16 @@ def soft_links_that_multiply(path: Path) -> None:
 @bomb("locate", "w.h5", "too many objects")
 def links_without_end(path: Path) -> None:
     with h5py.File(path, "w", libver="latest") as file:
-        for at in range(MAX_TENSORS + 1):
-            file.id.links.create_soft(b"w%d" % at, b"nowhere")
+        for number in range(MAX_TENSORS + 1):
+            file.id.links.create_soft(b"w%d" % number, b"nowhere")
 
 
 @bomb("locate", "w.h5", "too many objects")
 def names_without_end_for_one_dataset(path: Path) -> None:
     with h5py.File(path, "w", libver="latest") as file:
         file["w"] = np.zeros(3)
-        for at in range(5000):
-            file.id.links.create_hard(b"w%d" % at, file.id, b"w")
+        for number in range(5000):
+            file.id.links.create_hard(b"w%d" % number, file.id, b"w")
 
 
 @bomb("locate", "w.h5", "chunks that are too large")
@@ -208,7 +208,7 @@ def contents_of_levels(path: Path) -> None:
 @bomb("locate", "w.h5", "cannot be read|too much")
 def a_header_of_gigabytes(path: Path) -> None:
     """A piece of the root's header has the length of a file that is nothing but a hole."""
-    names = [f"w{at}" for at in range(40)]  # with few, the root's header is in pieces as it is
+    names = [f"w{number}" for number in range(40)]  # with few, the root's header is in pieces as it is
     samples.write(hdf5, str(path), Contents.of(SampleTensor.random(name, BY_NAME["int8"], (1,)) for name in names))
     content, size_bytes = bytearray(path.read_bytes()), 3 << 30
     piece = len(content)
@@ -246,12 +246,16 @@ def layout_item(name: bytes, field: int, numbers: bytes) -> bytes:
 
 @bomb("strategy", "s.ckpt", "dev_matrix is too long")
 def a_mesh_without_end(path: Path) -> None:
-    path.write_bytes(b"\x08\x01" + b"".join(layout_item(b"w%d" % at, 1, b"\x81\x08" * 400_000) for at in range(40)))
+    path.write_bytes(
+        b"\x08\x01" + b"".join(layout_item(b"w%d" % number, 1, b"\x81\x08" * 400_000) for number in range(40))
+    )
 
 
 @bomb("strategy", "s.ckpt", "param_split_shape is too long")
 def slices_without_end(path: Path) -> None:
-    path.write_bytes(b"\x08\x01" + b"".join(layout_item(b"w%d" % at, 3, b"\x81\x08" * 400_000) for at in range(40)))
+    path.write_bytes(
+        b"\x08\x01" + b"".join(layout_item(b"w%d" % number, 3, b"\x81\x08" * 400_000) for number in range(40))
+    )
 
 
 @bomb("strategy", "s.ckpt", "damaged")
@@ -333,12 +337,12 @@ def toml_keys_of_many_parts(path: Path) -> None:
 
 @bomb("strategy", "s.toml", "too many dots")
 def toml_keys_in_a_table_of_many_parts(path: Path) -> None:
-    path.write_text(f"[{'.'.join('a' * 100_000)}]\n" + "".join(f"k{at} = 1\n" for at in range(20_000)))
+    path.write_text(f"[{'.'.join('a' * 100_000)}]\n" + "".join(f"k{number} = 1\n" for number in range(20_000)))
 
 
 @bomb("strategy", "s.toml", "too much memory")
 def toml_tables(path: Path) -> None:
-    path.write_text("mesh = { a = 1 }\n" + "".join(f"a{at}.b.c.d.e.f.g.h = 1\n" for at in range(20_000)))
+    path.write_text("mesh = { a = 1 }\n" + "".join(f"a{number}.b.c.d.e.f.g.h = 1\n" for number in range(20_000)))
 
 
 @bomb("strategy", "s.toml", "too much memory")
@@ -413,4 +417,4 @@ def test_bombs(tmp_path: Path, case: str) -> None:
     assert found["growth_bytes"] <= GROWTH_BYTES, found
     assert found["helper_growth_bytes"] <= GROWTH_BYTES, found
     assert found["cpu_seconds"] <= SECONDS, found
-    assert not elsewhere(found, path)
+    assert not opened_elsewhere(found, path)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +14,9 @@ import h5py
 import numpy as np
 import pytest
 from support import ckpt_peer, hdf5_peer
-from support.hostile import elsewhere, read_by_child
-from support.processes import run_command
+from support.command_line import run_apart
+from support.conversions import of_every_kind
+from support.hostile import opened_elsewhere, read_by_child
 
 from reshard_mpi.formats import hdf5
 from reshard_mpi.formats.dtypes import BY_NAME
@@ -26,7 +26,6 @@ from reshard_mpi.sharding.strategy import table
 from reshard_mpi.testing import samples
 from reshard_mpi.testing.samples import Contents, SampleTensor
 
-COMMAND = [sys.executable, "-m", "reshard_mpi"]
 NUMBERS = np.arange(24, dtype=np.float32).reshape(4, 6)
 NAMES = [
     "../../x",
@@ -49,7 +48,7 @@ def files_in(folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("to", ["ckpt", "hdf5"])
-@pytest.mark.parametrize("kind", ["ckpt", "hdf5"])
+@of_every_kind
 def test_names_are_not_paths(tmp_path: Path, kind: str, to: str) -> None:
     src, dst = tmp_path / "a" / "b" / "src", tmp_path / "a" / "b" / "dst"
     src.mkdir(parents=True)
@@ -59,7 +58,7 @@ def test_names_are_not_paths(tmp_path: Path, kind: str, to: str) -> None:
     else:
         samples.write(hdf5, str(src / "w.h5"), contents, ShardIdentity(0, 1, table.dumps(unsharded())))
     before = files_in(tmp_path)
-    run_command([*COMMAND, "transform", src, dst, "--to", to], check=True)
+    run_apart("transform", src, dst, "--to", to, check=True)
     written = {name for name in files_in(tmp_path) - before if "/.reshard_mpi/" not in name}
     ending, peer = {"ckpt": ("ckpt", ckpt_peer), "hdf5": ("h5", hdf5_peer)}[to]
     shard = f"a/b/dst/rank_0/checkpoint_0.{ending}"
@@ -73,7 +72,7 @@ def test_names_of_a_foreign_file_are_not_paths(tmp_path: Path) -> None:
     with h5py.File(src / "w.h5", "w") as file:
         up = h5py.h5g.create(h5py.h5g.create(file.id, b".."), b"..")
         h5py.Group(up)["x\ny"] = NUMBERS
-    run_command([*COMMAND, "transform", src, dst, "--to", "ckpt"], check=True)
+    run_apart("transform", src, dst, "--to", "ckpt", check=True)
     assert {path.name for path in (tmp_path / "a").iterdir()} == {"src", "dst"}
     assert list(ckpt_peer.read(dst / "rank_0" / "checkpoint_0.ckpt").tensors) == ["../../x\ny"]
 
@@ -155,7 +154,7 @@ def test_nothing_outside_is_opened(tmp_path: Path, make: Callable[[h5py.File, Pa
         os.mkfifo(outside / name)
     found = read_by_child("locate", path, HDF5_PLUGIN_PATH=str(outside), HDF5_EXT_PREFIX=str(outside))
     assert found["is_ours"] and LEADING_OUT[make] in found["problem"].partition("\n")[0], found
-    assert not elsewhere(found, path)
+    assert not opened_elsewhere(found, path)
 
 
 # What others would unpickle
@@ -184,7 +183,7 @@ def test_nothing_is_unpickled(tmp_path: Path, name: str, protocol: int | str) ->
     for kind in ("strategy",) if name.startswith("s") else ("locate", "strategy"):
         found = read_by_child(kind, path)
         assert found["is_ours"], found
-        assert not elsewhere(found, path)
+        assert not opened_elsewhere(found, path)
     assert not harm.exists()
     pickle.loads(pickle.dumps(Payload(harm)))
     assert harm.exists()

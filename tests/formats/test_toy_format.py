@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from support import toy_folder, toy_format
-from support.attempts import in_fork
-from support.checkpoints import as_read, expected_rank, read_shard
-from support.conversions import TENSORS, make
+from support.checkpoints import as_read, read_shard
+from support.command_line import run_in_fork
+from support.conversions import make
 from support.toys import in_the_table
 
 from reshard_mpi.errors import ShardError
@@ -34,116 +34,111 @@ class TestToy(FormatConformance):
     def read_independently(self, path: Path) -> Contents:
         data = path.read_bytes()
         (head_bytes,) = struct.unpack_from("<Q", data, 4)
-        facts, at, tensors = json.loads(data[16 : 16 + head_bytes]), 16 + head_bytes, []
+        facts, offset_bytes, tensors = json.loads(data[16 : 16 + head_bytes]), 16 + head_bytes, []
         for name, dtype, shape in facts["tensors"]:
             tensor = SampleTensor(name, BY_NAME[dtype], tuple(shape), b"")
             size_bytes = tensor.dtype.itemsize_bytes
             for length in shape:
                 size_bytes *= length
-            tensors.append(SampleTensor(name, tensor.dtype, tensor.shape, data[at : at + size_bytes]))
-            at += size_bytes
+            tensors.append(
+                SampleTensor(name, tensor.dtype, tensor.shape, data[offset_bytes : offset_bytes + size_bytes])
+            )
+            offset_bytes += size_bytes
         return Contents.of(tensors, facts["strings"])
+
+
+def run(arguments: list[str], code: int = 0) -> str:
+    """Run a command, which must end with `code`, in a fork that knows the toys; return what it complains of."""
+    finished = run_in_fork(*arguments)
+    assert finished.code == code, finished
+    return finished.err
 
 
 @pytest.mark.usefixtures("in_the_table")
 def test_there_and_back(tmp_path: Path) -> None:
     c = make(tmp_path)
-    there = c.but(dst=tmp_path / "toys", options=("--prefix", "t"))
-    done(there.arguments("transform", "--to", "toy", "--verify"))
-    assert [path.name for path in sorted(there.dst.glob("rank_*/*"))] == ["t0.toy", "t1.toy"]
-    done(there.but(options=()).arguments("verify", "--jobs", "1"))
-    done(["verify", str(there.dst), "--jobs", "1"])
-    done(["inspect", str(there.dst), "--json"])
-    back = c.but(src=there.dst, src_strategy=c.dst_strategy, dst_strategy=c.src_strategy)
-    done(back.arguments("transform", "--to", "ckpt"))
+    toys = c.but(dst=tmp_path / "toys", options=("--prefix", "t"))
+    run(toys.arguments("transform", "--to", "toy", "--verify"))
+    assert [path.name for path in sorted(toys.dst.glob("rank_*/*"))] == ["t0.toy", "t1.toy"]
+    run(toys.but(options=()).arguments("verify", "--jobs", "1"))
+    run(["verify", str(toys.dst), "--jobs", "1"])
+    run(["inspect", str(toys.dst), "--json"])
+    back = c.but(src=toys.dst, src_strategy=c.dst_strategy, dst_strategy=c.src_strategy)
+    run(back.arguments("transform", "--to", "ckpt"))
     for rank in range(4):
         (path,) = (c.dst / f"rank_{rank}").iterdir()
-        assert read_shard(path) == as_read(expected_rank(c.source, TENSORS, rank))
-    made = [path.stat().st_ino for path in sorted(there.dst.glob("rank_*/*"))]
-    done(there.arguments("transform", "--to", "toy", "--resume", "--verify"))
-    assert [path.stat().st_ino for path in sorted(there.dst.glob("rank_*/*"))] == made
-
-
-def done(arguments: list[str]) -> str:
-    """Run a command that succeeds; return what it says on standard error."""
-    code, said = in_fork(arguments)
-    assert code == 0, said
-    return said
+        assert read_shard(path) == as_read(c.arrays(rank))
+    made = [path.stat().st_ino for path in sorted(toys.dst.glob("rank_*/*"))]
+    run(toys.arguments("transform", "--to", "toy", "--resume", "--verify"))
+    assert [path.stat().st_ino for path in sorted(toys.dst.glob("rank_*/*"))] == made
 
 
 @pytest.mark.usefixtures("in_the_table")
 def test_what_it_cannot_do_is_refused(tmp_path: Path) -> None:
-    code, error = in_fork(make(tmp_path).arguments("transform", "--to", "toy", "--crc"))
-    assert code == 2 and "--crc is for targets in ckpt" in error
+    assert "--crc is for targets in ckpt" in run(make(tmp_path).arguments("transform", "--to", "toy", "--crc"), 2)
 
 
 @pytest.mark.usefixtures("in_the_table")
 def test_a_folder_with_an_index(tmp_path: Path) -> None:
     """Files that know nothing of each other, made by tasks of an array: the index is there when all of them are."""
     c = make(tmp_path)
-    there = c.but(dst=tmp_path / "toys", options=("--prefix", ""))
-    index = there.dst / toy_folder.INDEX
-    done(there.arguments("transform", "--to", "toys", "--rank", "1"))
+    toys = c.but(dst=tmp_path / "toys", options=("--prefix", ""))
+    index = toys.dst / toy_folder.INDEX
+    run(toys.arguments("transform", "--to", "toys", "--rank", "1"))
     assert not index.exists()
-    done(there.arguments("transform", "--to", "toys", "--rank", "0", "--verify"))
-    assert index.exists() and (there.dst / "reshard.json").exists()
-    assert sorted(path.name for path in there.dst.glob("*.toypart")) == ["part-1-of-2.toypart", "part-2-of-2.toypart"]
-    whole = there.but(options=(), dst_strategy=None)
-    done(whole.arguments("verify", "--jobs", "1"))
-    done(["verify", str(there.dst), "--jobs", "1"])
-    done(["inspect", str(there.dst), "--json"])
-    back = c.but(src=there.dst, src_strategy=None, dst_strategy=c.src_strategy)
-    done(back.arguments("transform", "--to", "ckpt", "--verify"))
+    run(toys.arguments("transform", "--to", "toys", "--rank", "0", "--verify"))
+    assert index.exists() and (toys.dst / "reshard.json").exists()
+    assert sorted(path.name for path in toys.dst.glob("*.toypart")) == ["part-1-of-2.toypart", "part-2-of-2.toypart"]
+    whole = toys.but(options=(), dst_strategy=None)
+    run(whole.arguments("verify", "--jobs", "1"))
+    run(["verify", str(toys.dst), "--jobs", "1"])
+    run(["inspect", str(toys.dst), "--json"])
+    back = c.but(src=toys.dst, src_strategy=None, dst_strategy=c.src_strategy)
+    run(back.arguments("transform", "--to", "ckpt", "--verify"))
     for rank in range(4):
         (path,) = (c.dst / f"rank_{rank}").iterdir()
-        assert read_shard(path) == as_read(expected_rank(c.source, TENSORS, rank))
-    part = there.dst / "part-1-of-2.toypart"
+        assert read_shard(path) == as_read(c.arrays(rank))
+    part = toys.dst / "part-1-of-2.toypart"
     content = bytearray(part.read_bytes())
     content[-1] ^= 1
     part.write_bytes(content)
-    assert str(part) in refused(whole.arguments("verify", "--jobs", "1"), 4)
-    assert str(part) in refused(["verify", str(there.dst), "--jobs", "1"], 4)
+    assert str(part) in run(whole.arguments("verify", "--jobs", "1"), 4)
+    assert str(part) in run(["verify", str(toys.dst), "--jobs", "1"], 4)
     # Made anew, it is no checkpoint until it is whole again.
-    done(there.arguments("transform", "--to", "toys", "--rank", "0", "--overwrite"))
+    run(toys.arguments("transform", "--to", "toys", "--rank", "0", "--overwrite"))
     assert index.exists()
-    (there.dst / "part-1-of-2.toypart").unlink()
-    done(there.arguments("transform", "--to", "toys", "--rank", "1", "--overwrite"))
-    assert not index.exists() and not (there.dst / "reshard.json").exists()
+    (toys.dst / "part-1-of-2.toypart").unlink()
+    run(toys.arguments("transform", "--to", "toys", "--rank", "1", "--overwrite"))
+    assert not index.exists() and not (toys.dst / "reshard.json").exists()
 
 
 @pytest.mark.usefixtures("in_the_table")
 def test_folders_that_are_no_checkpoint(tmp_path: Path) -> None:
     c = make(tmp_path)
-    there = c.but(dst=tmp_path / "toys", options=("--prefix", ""))
-    done(there.arguments("transform", "--to", "toys"))
-    back = c.but(src=there.dst, src_strategy=c.dst_strategy, dst_strategy=c.src_strategy)
-    assert "lists its own pieces" in refused(back.arguments("transform", "--to", "ckpt"), 3)
+    toys = c.but(dst=tmp_path / "toys", options=("--prefix", ""))
+    run(toys.arguments("transform", "--to", "toys"))
+    back = c.but(src=toys.dst, src_strategy=c.dst_strategy, dst_strategy=c.src_strategy)
+    assert "lists its own pieces" in run(back.arguments("transform", "--to", "ckpt"), 3)
     back = back.but(src_strategy=None)
-    part = there.dst / "part-2-of-2.toypart"
+    part = toys.dst / "part-2-of-2.toypart"
     content = part.read_bytes()
     part.write_bytes(content[:-1])
-    assert part.name in refused(back.arguments("transform", "--to", "ckpt"), 3)
+    assert part.name in run(back.arguments("transform", "--to", "ckpt"), 3)
     part.write_bytes(content)
-    (there.dst / "rank_0").mkdir()
-    assert "two checkpoints lie together" in refused(back.arguments("transform", "--to", "ckpt"), 3)
+    (toys.dst / "rank_0").mkdir()
+    assert "two checkpoints lie together" in run(back.arguments("transform", "--to", "ckpt"), 3)
 
 
 @pytest.mark.usefixtures("in_the_table")
 def test_a_folder_whose_file_does_not_fit_its_checksum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     c = make(tmp_path)
-    there = c.but(dst=tmp_path / "toys", options=("--prefix", ""))
-    done(there.arguments("transform", "--to", "toys"))
+    toys = c.but(dst=tmp_path / "toys", options=("--prefix", ""))
+    run(toys.arguments("transform", "--to", "toys"))
 
     def check_crc(path: str) -> bool:
         raise ShardError("a file does not fit its checksum", where=path)
 
     monkeypatch.setattr(toy_folder, "check_crc", check_crc)
-    back = c.but(src=there.dst, src_strategy=None, dst_strategy=c.src_strategy)
-    assert "does not fit its checksum" in refused(back.arguments("transform", "--to", "ckpt", "--verify"), 3)
-    assert "two of the loose files" in refused(back.arguments("plan", "--select", "*.toypart"), 3)
-
-
-def refused(arguments: list[str], expected: int) -> str:
-    code, said = in_fork(arguments)
-    assert code == expected, said
-    return said
+    back = c.but(src=toys.dst, src_strategy=None, dst_strategy=c.src_strategy)
+    assert "does not fit its checksum" in run(back.arguments("transform", "--to", "ckpt", "--verify"), 3)
+    assert "two of the loose files" in run(back.arguments("plan", "--select", "*.toypart"), 3)

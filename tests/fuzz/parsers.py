@@ -80,7 +80,9 @@ def patterns(data: bytes) -> None:
     name, *globs = data.decode("utf-8", "surrogateescape").split("\n")
     globs = [glob for glob in globs if glob]
     strategy = Strategy(1, 1, {}, tuple((glob, replicated(1)) for glob in globs))
-    assert strategy.rule_of(name) == next((at for at, glob in enumerate(globs) if fnmatchcase(name, glob)), None)
+    assert strategy.rule_of(name) == next(
+        (number for number, glob in enumerate(globs) if fnmatchcase(name, glob)), None
+    )
     for base in named_after(name):
         first = next((glob for glob in globs if fnmatchcase(base, glob)), "*")
         assert (base in strategy.followed(name)) == (first != "*")
@@ -118,6 +120,7 @@ def records(data: bytes) -> None:
 # A parser's corpus is the folder of its name, without `_unchecked`.
 PARSERS: dict[str, Callable[[bytes], None]] = {
     "ckpt": partial(shard, "ckpt"),
+    "safetensors": partial(shard, "safetensors"),
     "hdf5_native": partial(shard, "hdf5"),
     "hdf5_native_unchecked": native_without_checksums,
     "hdf5_foreign": partial(shard, "hdf5"),

@@ -15,11 +15,12 @@ from tempfile import TemporaryDirectory
 import h5py
 import numpy as np
 import parsers
-from support import ckpt_peer, hdf5_peer
+from support import ckpt_peer, hdf5_peer, safetensors_peer
 
-from reshard_mpi.formats import ckpt, hdf5
+from reshard_mpi.formats import ckpt, hdf5, safetensors
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import ShardIdentity
+from reshard_mpi.formats.protocol import seal_file
 from reshard_mpi.journal.provenance import SourceFile, Sources
 from reshard_mpi.journal.records import Evidence, RunIdentity, TargetRecord, TensorSum, digest_of_texts
 from reshard_mpi.planning.model import Beginning, Held, Moment
@@ -63,12 +64,29 @@ def ckpts(path: Path) -> Iterator[None]:
     yield
 
 
+def safetensors_files(path: Path) -> Iterator[None]:
+    samples.write(safetensors, str(path), CONTENTS)
+    yield
+    path.unlink()
+    samples.write(safetensors, str(path), Contents.of(TENSORS[:2]))
+    seal_file(safetensors, str(path), crc=True)
+    yield
+    path.unlink()
+    four_bits = SampleTensor.random("four bits", BY_NAME["int4"], (3,))
+    safetensors_peer.write(path, Contents.of([*TENSORS, four_bits], {"a\nstring": "\U0001f701"}))
+    yield
+    entry = {"shape": [2], "data_offsets": [0, 2], "dtype": "U8"}
+    metadata = {"format": "pt", "x": "y" * 99}
+    path.write_bytes(safetensors_peer.file_of({"\u5c42": entry, "__metadata__": metadata}, b"ab"))
+    yield
+
+
 def native_shards(path: Path) -> Iterator[None]:
     placements = table.dumps(stages.to_strategy([StageFile(LAYOUTS, ITEMS)], ""))
     samples.write(hdf5, str(path), CONTENTS, ShardIdentity(1, 4, placements))
     yield
     # So many that the library no longer keeps the links of a group side by side.
-    many = [SampleTensor.random(f"layers.{at}.w", BY_NAME["float16"], (2,)) for at in range(11)]
+    many = [SampleTensor.random(f"layers.{number}.w", BY_NAME["float16"], (2,)) for number in range(11)]
     path.unlink()
     samples.write(hdf5, str(path), Contents.of(many))
     yield
@@ -95,8 +113,8 @@ def foreign_shards(path: Path) -> Iterator[None]:
         file["fixed"] = np.bytes_(b"abc")
     yield
     with h5py.File(path, "w", libver="latest", track_order=True, userblock_size=512) as file:
-        for at in range(12):
-            file[f"w{at}"] = np.int16(at)
+        for number in range(12):
+            file[f"w{number}"] = np.int16(number)
         file.attrs["note"] = "x" * 100
     yield
 
@@ -164,6 +182,7 @@ def name_patterns(path: Path) -> Iterator[None]:
 
 MAKERS = {
     "ckpt": ckpts,
+    "safetensors": safetensors_files,
     "hdf5_native": native_shards,
     "hdf5_foreign": foreign_shards,
     "strategy_protobuf": protobufs,
@@ -182,8 +201,8 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory() as scratch:
             path = Path(scratch, "file")
-            for at, _ in enumerate(make(path)):
-                (folder / f"seed-{at}").write_bytes(path.read_bytes())
+            for number, _ in enumerate(make(path)):
+                (folder / f"seed-{number}").write_bytes(path.read_bytes())
 
 
 if __name__ == "__main__":

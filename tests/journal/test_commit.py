@@ -16,11 +16,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.checkpoints import write_strategy
-from support.conversions import COMMAND, TENSORS, Conversion, command_line, make, shards, side
-from support.launch import MPI, mpirun_command
+from support.command_line import COMMAND, Capture, run_here
+from support.conversions import (
+    TENSORS,
+    Conversion,
+    four_targets,
+    make,
+    of_every_kind,
+    shards,
+    side,
+    transform_apart,
+    transform_here,
+)
+from support.launch import MPI
 from support.oracle import RawLayout
-from support.processes import clean_environment, run_command
+from support.processes import clean_environment
 
 import reshard_mpi
 from reshard_mpi.errors import ReshardError, TargetError
@@ -32,34 +42,20 @@ from reshard_mpi.planning.model import Held
 from reshard_mpi.runs.outcome import Outcome
 from reshard_mpi.runs.write import Writer
 
-Capture = pytest.CaptureFixture[str]
 FOUR = {"w": RawLayout((4,), (0, -1)), "b": RawLayout((2, 2), (1,))}
-KINDS = pytest.mark.parametrize("kind", ["ckpt", "hdf5"])
-
-
-def four(folder: Path, kind: str = "ckpt") -> Conversion:
-    c = make(folder, kind)
-    target = side(4, FOUR)
-    return c.but(target=target, dst_strategy=write_strategy(target, folder / "four"))
 
 
 def record(c: Conversion) -> Path:
     return c.dst / "reshard.json"
 
 
-def run(capsys: Capture, c: Conversion, *options: str) -> tuple[int, str]:
-    """Transform in this process; return the exit code and what is said of it."""
-    said = command_line(capsys, *c.arguments("transform", "--progress", "none", *options))
-    return said.code, said.err
-
-
 # What it says
 
 
-@KINDS
+@of_every_kind
 def test_it_says_what_was_made_of_what(tmp_path: Path, capsys: Capture, kind: str) -> None:
     c = make(tmp_path, kind)
-    assert run(capsys, c)[0] == 0
+    assert transform_here(capsys, c).code == 0
     found = json.loads(record(c).read_text())
     run_facts = json.loads((c.dst / ".reshard_mpi" / "run.json").read_text())
     assert (found["format"], found["version"]) == ("reshard_mpi commit", 1)
@@ -95,14 +91,14 @@ DIVISIONS: dict[str, list[list[str]]] = {
 
 
 @pytest.mark.slow
-@KINDS
+@of_every_kind
 @pytest.mark.parametrize("division", DIVISIONS)
 def test_it_is_the_same_however_the_run_is_divided(tmp_path: Path, capsys: Capture, kind: str, division: str) -> None:
-    c = four(tmp_path, kind)
+    c = four_targets(tmp_path, kind)
     whole = c.but(dst=tmp_path / "whole")
-    assert run(capsys, whole)[0] == 0
+    assert transform_here(capsys, whole).code == 0
     for options in DIVISIONS[division]:
-        assert run(capsys, c, *options) == (0, "")
+        assert transform_here(capsys, c, *options).ended == (0, "")
     assert shards(c.dst) == shards(whole.dst)
     assert record(c).read_bytes() == record(whole).read_bytes()
 
@@ -111,19 +107,19 @@ def test_an_array_makes_it_with_its_last_task_only(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And does not read what other tasks have recorded before all of them have."""
-    c = four(tmp_path)
+    c = four_targets(tmp_path)
     read: list[int] = []
     original = TargetRecord.read
     monkeypatch.setattr(TargetRecord, "read", lambda state, rank: (read.append(rank), original(state, rank))[1])
     for part in (3, 1, 0):
-        assert run(capsys, c, "--part", f"{part}/4", "--resume")[0] == 0
+        assert transform_here(capsys, c, "--part", f"{part}/4", "--resume").code == 0
         assert not record(c).exists()
         assert set(read) <= {part}
         read.clear()
-    assert run(capsys, c, "--part", "2/4", "--resume")[0] == 0
+    assert transform_here(capsys, c, "--part", "2/4", "--resume").code == 0
     assert record(c).exists() and set(read) == {0, 1, 2, 3}
     read.clear()
-    assert run(capsys, c, "--part", "2/4", "--resume")[0] == 0
+    assert transform_here(capsys, c, "--part", "2/4", "--resume").code == 0
     assert set(read) <= {2}  # the record is there: nothing to do
 
 
@@ -135,14 +131,14 @@ def test_the_functions_make_none(tmp_path: Path) -> None:
 
 def test_resume_with_nothing_left(tmp_path: Path, capsys: Capture) -> None:
     c = make(tmp_path)
-    assert run(capsys, c)[0] == 0
+    assert transform_here(capsys, c).code == 0
     before = record(c).stat()
-    assert run(capsys, c, "--resume")[0] == 0
+    assert transform_here(capsys, c, "--resume").code == 0
     assert record(c).stat().st_ino == before.st_ino
     for spoil in (record(c).unlink, lambda: record(c).write_text('{"digest": "of another run"}')):
         text = record(c).read_text()
         spoil()
-        assert run(capsys, c, "--resume")[0] == 0
+        assert transform_here(capsys, c, "--resume").code == 0
         assert record(c).read_text() == text
 
 
@@ -153,9 +149,13 @@ def test_it_cannot_be_written(tmp_path: Path, capsys: Capture, monkeypatch: pyte
     c = make(tmp_path)
     with monkeypatch.context() as patched:
         patched.setattr(committing, "publish_text", full)
-        code, said = run(capsys, c)
-    assert code == 4 and "are complete, but the commit record could not be written" in said and "No space" in said
-    assert run(capsys, c, "--resume") == (0, "")
+        finished = transform_here(capsys, c)
+    assert (
+        finished.code == 4
+        and "are complete, but the commit record could not be written" in finished.err
+        and "No space" in finished.err
+    )
+    assert transform_here(capsys, c, "--resume").ended == (0, "")
     assert record(c).exists()
 
 
@@ -164,14 +164,14 @@ def test_it_cannot_be_written(tmp_path: Path, capsys: Capture, monkeypatch: pyte
 
 def test_commit(tmp_path: Path, capsys: Capture) -> None:
     c = make(tmp_path)
-    assert run(capsys, c)[0] == 0
+    assert transform_here(capsys, c).code == 0
     text = record(c).read_text()
     size = sum(c.written(rank).stat().st_size for rank in range(2))
     for _ in range(2):
         (c.dst / ".reshard.json.0123.partial").write_text("left by one that died")
-        said = command_line(capsys, "commit", str(c.dst))
-        assert (said.code, said.err) == (0, "")
-        assert said.out == f"committed 2 targets, {size} B: {record(c)}\n"
+        finished = run_here(capsys, "commit", str(c.dst))
+        assert finished.ended == (0, "")
+        assert finished.out == f"committed 2 targets, {size} B: {record(c)}\n"
         assert record(c).read_text() == text
         assert not list(c.dst.glob(".*.partial"))
         record(c).unlink()
@@ -212,16 +212,16 @@ def state(c: Conversion, name: str) -> Path:
 
 @pytest.mark.parametrize("spoiled", SPOILS)
 def test_commit_says_what_is_missing(tmp_path: Path, capsys: Capture, spoiled: str) -> None:
-    c = four(tmp_path)
-    assert run(capsys, c)[0] == 0
+    c = four_targets(tmp_path)
+    assert transform_here(capsys, c).code == 0
     text = record(c).read_text()
     spoil, got = SPOILS[spoiled]
     spoil(c)
-    said = command_line(capsys, "commit", str(c.dst))
-    assert said.code == 4 and "1 of 4 targets are not complete: 1\n" in said.err and said.out == ""
-    assert f"target rank 1 {got}" in said.err and "--resume" in said.err and "sbatch --array=1," in said.err
+    finished = run_here(capsys, "commit", str(c.dst))
+    assert finished.code == 4 and "1 of 4 targets are not complete: 1\n" in finished.err and finished.out == ""
+    assert f"target rank 1 {got}" in finished.err and "--resume" in finished.err and "sbatch --array=1," in finished.err
     assert not record(c).exists()  # it was not true any more
-    assert run(capsys, c, "--resume")[0] == 0
+    assert transform_here(capsys, c, "--resume").code == 0
     assert record(c).read_text() == text
 
 
@@ -229,7 +229,7 @@ def test_a_target_that_was_about_to_be_replaced_is_not_committed(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     c = make(tmp_path)
-    assert run(capsys, c)[0] == 0
+    assert transform_here(capsys, c).code == 0
     rename = os.rename
 
     def refuse(file: str, name: str, **folders: int) -> None:
@@ -239,20 +239,20 @@ def test_a_target_that_was_about_to_be_replaced_is_not_committed(
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "rename", refuse)
-        assert run(capsys, c, "--overwrite")[0] == 4
-    said = command_line(capsys, "commit", str(c.dst))
-    assert said.code == 4 and "target rank 1 was about to be put in the place of rank_1/" in said.err, said
+        assert transform_here(capsys, c, "--overwrite").code == 4
+    finished = run_here(capsys, "commit", str(c.dst))
+    assert finished.code == 4 and "target rank 1 was about to be put in the place of rank_1/" in finished.err, finished
     assert not record(c).exists()
-    assert run(capsys, c, "--resume")[0] == 0 and record(c).exists()
+    assert transform_here(capsys, c, "--resume").code == 0 and record(c).exists()
 
 
 def test_missing_ranks_are_said_as_sbatch_takes_them(tmp_path: Path, capsys: Capture) -> None:
     c = make(tmp_path)
     target = side(8, {"w": RawLayout((8,), (0, -1)), "b": RawLayout((8,), (0,))})
-    c = c.but(target=target, dst_strategy=write_strategy(target, tmp_path / "eight"))
-    assert run(capsys, c, "--rank", "1", "--rank", "6")[0] == 0
-    said = command_line(capsys, "commit", str(c.dst))
-    assert said.code == 4 and "6 of 8 targets are not complete: 0,2-5,7\n" in said.err
+    c = c.to(target)
+    assert transform_here(capsys, c, "--rank", "1", "--rank", "6").code == 0
+    finished = run_here(capsys, "commit", str(c.dst))
+    assert finished.code == 4 and "6 of 8 targets are not complete: 0,2-5,7\n" in finished.err
 
 
 @pytest.mark.parametrize(
@@ -274,8 +274,8 @@ def test_commit_of_what_holds_no_run(
     tmp_path: Path, capsys: Capture, make_folder: Callable[[Path], object], got: str
 ) -> None:
     make_folder(tmp_path / "dst")
-    said = command_line(capsys, "commit", str(tmp_path / "dst"))
-    assert said.code == 3 and "holds no run to commit" in said.err and got in said.err
+    finished = run_here(capsys, "commit", str(tmp_path / "dst"))
+    assert finished.code == 3 and "holds no run to commit" in finished.err and got in finished.err
     assert not (tmp_path / "dst").is_dir() or not list(tmp_path.rglob("*.lock"))
 
 
@@ -287,74 +287,77 @@ def run_file(folder: Path) -> Path:
 # Shards that do not belong together
 
 
-@KINDS
+@of_every_kind
 @pytest.mark.parametrize("last", [["--part", "1/2"], ["--rank", "1"], ["--resume"], ["--resume", "--jobs", "3"]])
 def test_targets_of_different_moments(tmp_path: Path, capsys: Capture, kind: str, last: list[str]) -> None:
     c = make(tmp_path, kind)
     for rank in (2, 3):  # target 0 reads 0 and 1, target 1 reads these
         c.rewrite(rank, {"global_step": np.array(8, np.int32)})
-    assert run(capsys, c, "--part", "0/2") == (0, "")
-    code, said = run(capsys, c, *last)
-    assert code == 3 and "different moments" in said, said
-    assert "'global_step' = 7" in said and "'global_step' = 8" in said and "--overwrite" in said
+    assert transform_here(capsys, c, "--part", "0/2").ended == (0, "")
+    finished = transform_here(capsys, c, *last)
+    assert finished.code == 3 and "different moments" in finished.err, finished.err
+    assert "'global_step' = 7" in finished.err and "'global_step' = 8" in finished.err and "--overwrite" in finished.err
     assert c.written(0).exists() and c.written(1).exists() and not record(c).exists()
-    said = command_line(capsys, "commit", str(c.dst)).err
-    assert "different moments" in said and command_line(capsys, "commit", str(c.dst)).code == 3
+    finished = run_here(capsys, "commit", str(c.dst))
+    assert "different moments" in finished.err and run_here(capsys, "commit", str(c.dst)).code == 3
     assert not record(c).exists()
 
 
 def test_targets_made_anew_one_by_one_from_later_shards(tmp_path: Path, capsys: Capture) -> None:
     """Until the last one is replaced they do not belong together, which is nobody's failure."""
     c = make(tmp_path)
-    assert run(capsys, c)[0] == 0
+    assert transform_here(capsys, c).code == 0
     text = record(c).read_text()
     for rank in range(4):
         c.rewrite(rank, {"global_step": np.array(8, np.int32)})
-    code, said = run(capsys, c, "--part", "0/2", "--overwrite")
-    assert code == 0 and "note: not committed yet" in said and "different moments" in said
+    finished = transform_here(capsys, c, "--part", "0/2", "--overwrite")
+    assert finished.code == 0 and "note: not committed yet" in finished.err and "different moments" in finished.err
     assert not record(c).exists()
-    assert run(capsys, c, "--part", "1/2", "--overwrite") == (0, "")
+    assert transform_here(capsys, c, "--part", "1/2", "--overwrite").ended == (0, "")
     assert record(c).read_text() == text
 
 
 def test_targets_of_an_earlier_run_with_more_of_them(tmp_path: Path, capsys: Capture) -> None:
-    c = four(tmp_path)
-    assert run(capsys, c)[0] == 0
+    c = four_targets(tmp_path)
+    assert transform_here(capsys, c).code == 0
     fewer = c.but(dst_strategy=tmp_path / "dst_strategy" / "strategy_0.ckpt")
-    code, said = run(capsys, fewer, "--overwrite", "--rank", "0")
-    assert (code, said) == (0, "") and not record(c).exists()
-    code, said = run(capsys, fewer, "--overwrite", "--rank", "1")
+    finished = transform_here(capsys, fewer, "--overwrite", "--rank", "0")
+    assert finished.ended == (0, "") and not record(c).exists()
+    finished = transform_here(capsys, fewer, "--overwrite", "--rank", "1")
     assert (
-        code == 0 and said == f"note: {c.dst} also holds target ranks 2-3 of an earlier run, which are not committed\n"
+        finished.code == 0
+        and finished.err == f"note: {c.dst} also holds target ranks 2-3 of an earlier run, which are not committed\n"
     )
     assert [target["rank"] for target in json.loads(record(c).read_text())["targets"]] == [0, 1]
 
 
-@KINDS
+@of_every_kind
 def test_targets_that_do_not_hold_the_same_parameters(tmp_path: Path, capsys: Capture, kind: str) -> None:
     c = make(tmp_path, kind)
     for rank in (0, 1):
         c.rewrite(rank, {"moments.w": None})
-    assert run(capsys, c, "--part", "1/2")[0] == 0
-    code, said = run(capsys, c, "--part", "0/2")
-    assert code == 3 and "target rank 0 holds 'moments.w', but those for rank 1 do" in said, said
-    assert "restore the shards" in said and not record(c).exists()
-    assert command_line(capsys, "commit", str(c.dst)).code == 3
+    assert transform_here(capsys, c, "--part", "1/2").code == 0
+    finished = transform_here(capsys, c, "--part", "0/2")
+    assert finished.code == 3 and "target rank 0 holds 'moments.w', but those for rank 1 do" in finished.err, (
+        finished.err
+    )
+    assert "restore the shards" in finished.err and not record(c).exists()
+    assert run_here(capsys, "commit", str(c.dst)).code == 3
 
 
 def test_loose_tensors_that_differ(tmp_path: Path, capsys: Capture) -> None:
     c = make(tmp_path)
     for rank in range(4):
         c.rewrite(rank, {"seed": np.array(rank // 2)})
-    assert run(capsys, c, "--part", "0/2") == (0, "")
-    code, said = run(capsys, c, "--part", "1/2")
-    assert code == 0 and said.count("note: 'seed' differs between ranks 0 and 2") == 1
+    assert transform_here(capsys, c, "--part", "0/2").ended == (0, "")
+    finished = transform_here(capsys, c, "--part", "1/2")
+    assert finished.code == 0 and finished.err.count("note: 'seed' differs between ranks 0 and 2") == 1
     assert record(c).exists()
-    said = command_line(capsys, "commit", str(c.dst)).err
-    assert said.count("note: 'seed' differs between ranks 0 and 2") == 1
+    finished = run_here(capsys, "commit", str(c.dst))
+    assert finished.err.count("note: 'seed' differs between ranks 0 and 2") == 1
     whole = c.but(dst=tmp_path / "whole")
-    code, said = run(capsys, whole)
-    assert said.count("'seed' differs") == 1
+    finished = transform_here(capsys, whole)
+    assert finished.err.count("'seed' differs") == 1
     assert record(whole).read_bytes() == record(c).read_bytes()
 
 
@@ -392,13 +395,13 @@ def test_a_target_that_is_written_withdraws_it(tmp_path: Path) -> None:
 def test_one_that_replaces_a_target_without_a_journal_withdraws_it(tmp_path: Path, capsys: Capture) -> None:
     c = make(tmp_path)
     arguments = (c.src, c.dst, "checkpoint_", c.src_strategy, c.dst_strategy)
-    assert run(capsys, c)[0] == 0
+    assert transform_here(capsys, c).code == 0
     reshard_mpi.transform_checkpoints(*arguments, output_format="hdf5")  # files of other names
     assert record(c).exists()
     reshard_mpi.transform_checkpoints(*arguments, unlisted="drop")
     assert not record(c).exists()
-    assert command_line(capsys, "commit", str(c.dst)).code == 4
-    assert run(capsys, c, "--resume")[0] == 0
+    assert run_here(capsys, "commit", str(c.dst)).code == 4
+    assert transform_here(capsys, c, "--resume").code == 0
     assert record(c).exists()
 
 
@@ -471,13 +474,15 @@ def test_commit_while_a_target_is_written(tmp_path: Path, capsys: Capture) -> No
     process = in_fork(hold)
     try:
         os.read(begun, 1)
-        said = command_line(capsys, "commit", str(tmp_path))
+        finished = run_here(capsys, "commit", str(tmp_path))
     finally:
         os.kill(process, signal.SIGKILL)
         os.waitpid(process, 0)
         os.close(begun)
         os.close(begin)
-    assert said.code == 4 and "1 of 2 targets are not complete: 1\n" in said.err and "is writing" in said.err
+    assert (
+        finished.code == 4 and "1 of 2 targets are not complete: 1\n" in finished.err and "is writing" in finished.err
+    )
 
 
 @pytest.mark.parametrize("turn", range(30))
@@ -510,14 +515,14 @@ def test_a_run_that_has_failed_at_what_another_has_made(
 
     def write(self: Writer, rank: int) -> Outcome:
         if rank == 0:
-            run_command([*COMMAND, *c.arguments("transform", "--rank", "0")], check=True)
+            transform_apart(c, "--rank", "0", check=True)
             assert not (c.dst / "reshard.json").exists()
             raise TargetError("target rank 0 is being written by another process")
         return write_target(self, rank)
 
     monkeypatch.setattr(Writer, "_write_target", write)
-    said = command_line(capsys, *c.arguments())
-    assert said.code == 4 and "target rank 0 is being written" in said.err
+    finished = run_here(capsys, *c.arguments())
+    assert finished.code == 4 and "target rank 0 is being written" in finished.err
     assert json.loads((c.dst / "reshard.json").read_text())["target_ranks"] == 2
 
 
@@ -525,7 +530,7 @@ def test_a_run_that_has_failed_at_what_another_has_made(
 def test_a_kill_at_any_instant(tmp_path: Path, capsys: Capture) -> None:
     """A committed checkpoint is made anew, killed before the n-th thing that it does to the folder, and resumed."""
     c = make(tmp_path)
-    assert run(capsys, c)[0] == 0
+    assert transform_here(capsys, c).code == 0
     text, content = record(c).read_bytes(), shards(c.dst)
     arguments = [str(argument) for argument in c.arguments("transform", "--progress", "none", "--overwrite")]
 
@@ -544,7 +549,7 @@ def test_a_kill_at_any_instant(tmp_path: Path, capsys: Capture) -> None:
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, 1)
             os.dup2(null, 2)
-            assert command_line(capsys, *arguments).code == 0
+            assert run_here(capsys, *arguments).code == 0
 
         return os.waitpid(in_fork(transform), 0)[1]
 
@@ -560,8 +565,8 @@ def test_a_kill_at_any_instant(tmp_path: Path, capsys: Capture) -> None:
         if ended == 0:
             break
         assert ended == signal.SIGKILL
-        code, said = run(capsys, c, "--resume")
-        assert code == 0, said
+        finished = transform_here(capsys, c, "--resume")
+        assert finished.code == 0, finished.err
         assert shards(c.dst) == content and record(c).read_bytes() == text
         assert {path.name for path in c.dst.iterdir()} == {".reshard_mpi", "rank_0", "rank_1", "reshard.json"}
     assert count > 30 and withdrawn > 15
@@ -572,30 +577,30 @@ def test_a_kill_at_any_instant(tmp_path: Path, capsys: Capture) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 5])
 def test_ranks_of_one_job(tmp_path: Path, capsys: Capture, mpi: MPI, ranks: int) -> None:
-    c = four(tmp_path)
+    c = four_targets(tmp_path)
     whole = c.but(dst=tmp_path / "whole")
-    assert run(capsys, whole)[0] == 0
-    finished = run_command(mpirun_command(mpi, ranks, [*COMMAND, *c.arguments()]))
-    assert finished.returncode == 0, finished
+    assert transform_here(capsys, whole).code == 0
+    finished = transform_apart(c, mpi=mpi, ranks=ranks)
+    assert finished.code == 0, finished
     assert record(c).read_bytes() == record(whole).read_bytes()
 
 
 def test_ranks_of_one_job_that_complete_what_does_not_belong_together(
     tmp_path: Path, capsys: Capture, mpi: MPI
 ) -> None:
-    c = four(tmp_path)
-    assert run(capsys, c, "--rank", "0", "--rank", "1")[0] == 0
+    c = four_targets(tmp_path)
+    assert transform_here(capsys, c, "--rank", "0", "--rank", "1").code == 0
     for rank in (2, 3):  # which only the other targets are made from
         c.rewrite(rank, {"global_step": np.array(8, np.int32)})
-    finished = run_command(mpirun_command(mpi, 2, [*COMMAND, *c.arguments("transform", "--resume")]))
-    assert finished.returncode == 3 and finished.stderr.count("different moments") == 1, finished
+    finished = transform_apart(c, "--resume", mpi=mpi)
+    assert finished.code == 3 and finished.err.count("different moments") == 1, finished
     assert c.written(3).exists() and not record(c).exists()
 
 
 @pytest.mark.slow
-@KINDS
+@of_every_kind
 def test_array_tasks_at_once(tmp_path: Path, kind: str) -> None:
-    c = four(tmp_path, kind)
+    c = four_targets(tmp_path, kind)
     tasks = [
         subprocess.Popen([*COMMAND, *c.arguments("transform", "--part", f"{part}/4")], env=clean_environment())
         for part in range(4)
@@ -606,13 +611,13 @@ def test_array_tasks_at_once(tmp_path: Path, kind: str) -> None:
 
 def test_nothing_is_made_of_a_part_of_nothing(tmp_path: Path, capsys: Capture) -> None:
     c = make(tmp_path)
-    assert run(capsys, c, "--part", "2/3") == (0, "")
+    assert transform_here(capsys, c, "--part", "2/3").ended == (0, "")
     assert not c.dst.exists()
 
 
 def test_a_committed_checkpoint_is_a_source_like_any_other(tmp_path: Path, capsys: Capture) -> None:
     c = make(tmp_path)
-    assert run(capsys, c)[0] == 0
+    assert transform_here(capsys, c).code == 0
     back = c.but(src=c.dst, dst=tmp_path / "back", src_strategy=c.dst_strategy, dst_strategy=None)
-    assert run(capsys, back) == (0, "")
+    assert transform_here(capsys, back).ended == (0, "")
     assert reshard_mpi.load_rank(0, back.dst)["w"].tobytes() == TENSORS["w"].tobytes()

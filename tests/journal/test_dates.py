@@ -8,11 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
-from support.conversions import Conversion, command_line, listing, make
+from support.command_line import Capture, run_here
+from support.conversions import Conversion, listing, make
 
 from reshard_mpi.journal.provenance import SourceFile, Sources
 
-Capture = pytest.CaptureFixture[str]
 YEAR = 31_556_952 * 10**9
 DATES = {
     "1901": -69 * YEAR,
@@ -41,17 +41,19 @@ def dated(path: Path, modified_ns: int) -> None:
 def test_a_source_of_that_date(tmp_path: Path, capsys: Capture, date: str) -> None:
     c: Conversion = make(tmp_path)
     dated(c.shard(1), DATES[date])
-    assert command_line(capsys, *c.arguments("transform", "--rank", "0")).code == 0
-    assert command_line(capsys, *c.arguments("transform", "--rank", "1", "--resume")).code == 0
+    assert run_here(capsys, *c.arguments("transform", "--rank", "0")).code == 0
+    assert run_here(capsys, *c.arguments("transform", "--rank", "1", "--resume")).code == 0
     assert (c.dst / "reshard.json").exists()
     made = listing(c.dst)
     for arguments in (c.arguments("transform", "--resume", "--progress", "none"), ["commit", str(c.dst)]):
-        said = command_line(capsys, *arguments)
-        assert said.code == 0 and "wrote 1" not in said.out and said.err == "", said
+        finished = run_here(capsys, *arguments)
+        assert finished.code == 0 and "wrote 1" not in finished.out and finished.err == "", finished
     assert listing(c.dst) == made
     dated(c.shard(1), DATES[date] - 10**9)
-    said = command_line(capsys, *c.arguments("transform", "--resume", "--progress", "none"))
-    assert said.code == 3 and "sources that have changed since" in said.err and said.err.count("error:") == 1
+    finished = run_here(capsys, *c.arguments("transform", "--resume", "--progress", "none"))
+    assert (
+        finished.code == 3 and "sources that have changed since" in finished.err and finished.err.count("error:") == 1
+    )
 
 
 @pytest.mark.parametrize("date", DATES)

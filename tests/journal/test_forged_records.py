@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.conversions import Conversion, command_line, make, shards
+from support.command_line import COMMAND, Capture, run_here, run_in_fork
+from support.conversions import Conversion, make, shards
 from support.forging import MISSING, TEXTS, VALUES, Keys, as_text, forged, path_of, places
 from support.processes import measure_peak
 
@@ -30,10 +31,9 @@ from reshard_mpi.journal.records import (
     written,
 )
 from reshard_mpi.planning.model import Held
+from reshard_mpi.units import MIB
 
-Capture = pytest.CaptureFixture[str]
 RECORDS = ("run.json", "rank_0.json", "reshard.json")
-MIB = 1 << 20
 
 
 @pytest.fixture(scope="module")
@@ -41,16 +41,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Conversion:
     """A conversion that is complete, verified and committed."""
     c = make(tmp_path_factory.mktemp("whole"))
     assert c.src_strategy is not None and c.dst_strategy is not None
-    reshard_mpi_transform(c)
+    assert run_in_fork(*c.arguments("transform", "--verify", "--progress", "none")).code == 0
     return c
-
-
-def reshard_mpi_transform(c: Conversion) -> None:
-    from reshard_mpi.cli import commands
-
-    with pytest.raises(SystemExit) as end:
-        commands.main(c.arguments("transform", "--verify", "--progress", "none"))
-    assert end.value.code == 0
 
 
 @pytest.fixture
@@ -155,17 +147,17 @@ def test_a_record_that_cannot_be(c: Conversion, capsys: Capture, case: str) -> N
     if case == "two sums of one tensor":
         facts["sums"][1][0] = "b"
     path_of(c.dst, name).write_text(as_text(name, forged(facts, place, value)))
-    said = command_line(capsys, "commit", str(c.dst))
+    finished = run_here(capsys, "commit", str(c.dst))
     expected = "a record of a run that is damaged" if name == "run.json" else "1 of 2 targets are not complete: 0\n"
-    assert said.code == (3 if name == "run.json" else 4) and expected in said.err, said
-    assert said.err.count("error:") == 1
-    said = command_line(capsys, *c.arguments("transform", "--resume", "--verify", "--progress", "none"))
+    assert finished.code == (3 if name == "run.json" else 4) and expected in finished.err, finished
+    assert finished.err.count("error:") == 1
+    finished = run_here(capsys, *c.arguments("transform", "--resume", "--verify", "--progress", "none"))
     if name == "run.json":
-        assert said.code == 3 and "holds another run" in said.err
+        assert finished.code == 3 and "holds another run" in finished.err
     elif case == "another file of its rank":  # nobody but who commits compares it with the run
-        assert said.code in (0, 4)
+        assert finished.code in (0, 4)
     else:
-        assert said.code == 0 and "wrote 1 shard" in said.out
+        assert finished.code == 0 and "wrote 1 shard" in finished.out
     assert shards(c.dst) == before
 
 
@@ -173,9 +165,9 @@ def test_many_targets_of_which_none_is_there(c: Conversion, capsys: Capture) -> 
     """As many as a strategy can have: told in no time, and not one by one."""
     path = path_of(c.dst, "run.json")
     path.write_text(as_text("run.json", forged(facts_of(c, "run.json"), ("target_ranks",), 1 << 24)))
-    said = command_line(capsys, "commit", str(c.dst))
-    assert said.code == 4 and "16777216 of 16777216 targets are not complete: 0-16777215\n" in said.err
-    lines = command_line(capsys, "inspect", str(c.dst)).out.splitlines()
+    finished = run_here(capsys, "commit", str(c.dst))
+    assert finished.code == 4 and "16777216 of 16777216 targets are not complete: 0-16777215\n" in finished.err
+    lines = run_here(capsys, "inspect", str(c.dst)).out.splitlines()
     assert "run: 0 of 16777216 targets complete, not committed" in lines and "  and 16777196 more" in lines
     found = inspect(c.dst)["run"]
     assert found["target_ranks"] == 1 << 24 and len(found["incomplete"]) == 1 << 16
@@ -199,12 +191,12 @@ def assert_harmless(c: Conversion, capsys: Capture) -> None:
     before = shards(c.dst)
     for command, *options in COMMANDS:
         alone = [command, str(c.dst), *options]
-        said = command_line(capsys, *(c.arguments(command, *options) if command in ("transform", "plan") else alone))
-        assert said.code in (0, 3, 4), said
-        assert said.err.count("error:") == (said.code != 0 and command != "verify"), said
+        finished = run_here(capsys, *(c.arguments(command, *options) if command in ("transform", "plan") else alone))
+        assert finished.code in (0, 3, 4), finished
+        assert finished.err.count("error:") == (finished.code != 0 and command != "verify"), finished
         assert shards(c.dst) == before
-        if options == ["--json"] and said.code == 0:
-            json.loads(said.out)
+        if options == ["--json"] and finished.code == 0:
+            json.loads(finished.out)
     try:
         inspect(c.dst)
         inspect(c.dst / "reshard.json")
@@ -252,8 +244,8 @@ def test_a_record_without_end_is_not_read(c: Conversion) -> None:
         os.truncate(path_of(c.dst, name), 4 << 30)
         assert read_json(path_of(c.dst, name)) == {}
     assert inspect(c.dst)["commit"] == {"problem": "the commit record is damaged"}
-    found = measure_peak(["reshard-mpi", "inspect", str(c.dst)])
-    assert found.returncode == 0 and found.peak_rss_bytes < 100 * MIB
+    finished = measure_peak([*COMMAND, "inspect", str(c.dst)])
+    assert finished.code == 0 and finished.peak_rss_bytes < 100 * MIB
 
 
 @pytest.mark.parametrize("filling", [b"[],", b"{},"])
@@ -266,7 +258,9 @@ def test_a_record_that_would_take_much_memory_is_not_parsed(tmp_path: Path, fill
 
 def test_there_is_room_for_what_is_real() -> None:
     """20,000 tensors with sums for one target; a commit of 16,384 targets and 640,000 tensors."""
-    names = [f"network.layers.{at // 20}.block_{at % 20}.attention.projection.weight" for at in range(20_001)]
+    names = [
+        f"network.layers.{number // 20}.block_{number % 20}.attention.projection.weight" for number in range(20_001)
+    ]
     sums = tuple(TensorSum(name, "bfloat16", (8192, 8192), (0, 4096), (8192, 512), 1 << 31, False) for name in names)
     record = TargetRecord("0" * 64, 0, "rank_0/c_0.ckpt", 1 << 40, Evidence((0,), Held(0, "0" * 64, 0), (), ()), sums)
     text = record.as_text()

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from support.cases import Side
 from support.checkpoints import as_read, expected_rank, read_shard, write_strategy
+from support.conversions import of_every_kind
 from support.mindformers import SIDES, weights, write_merged
 from support.oracle import RawLayout
 
@@ -44,7 +45,7 @@ def every_type() -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("options", [{}, {"crc_check": True}, {"async_save": "thread"}], ids=str)
-@pytest.mark.parametrize("kind", ["ckpt", "hdf5"])
+@of_every_kind
 def test_it_saves_and_it_loads(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
     """4 ranks to 3 and back: bits, types and appended values are those MindSpore saved."""
     tensors = every_type()

@@ -93,7 +93,9 @@ def test_mindspore_is_right_or_known_to_fail() -> None:
     assert counts["whole checkpoints right"] > EXAMPLES // 8, counts
 
 
-def _one(src: RawLayout, dst: RawLayout, shape: tuple[int, ...], *, name: str = "w", dtype: type = np.float32) -> Case:
+def _case_of_one_tensor(
+    src: RawLayout, dst: RawLayout, shape: tuple[int, ...], *, name: str = "w", dtype: type = np.float32
+) -> Case:
     """A checkpoint of one stage and one tensor."""
     values = np.arange(math.prod(shape)).astype(dtype).reshape(shape)
     return Case(Side(src.stage_size, 1, {name: src}), Side(dst.stage_size, 1, {name: dst}), {name: values})
@@ -102,7 +104,7 @@ def _one(src: RawLayout, dst: RawLayout, shape: tuple[int, ...], *, name: str = 
 def _follower() -> Case:
     """State that the target strategy leaves out."""
     src, dst = RawLayout((4,), (0, -1)), RawLayout((2,), (-1, 0))
-    case = _one(src, dst, (8, 4))
+    case = _case_of_one_tensor(src, dst, (8, 4))
     tensors = {**case.tensors, "moments.w": case.tensors["w"] + 100}
     return Case(
         replace(case.src, layouts=dict.fromkeys(tensors, src)),
@@ -112,19 +114,19 @@ def _follower() -> Case:
 
 
 def _nans() -> Case:
-    case = _one(RawLayout((4,), (0,)), RawLayout((2,), (0,)), (8,), dtype=ml_dtypes.bfloat16)
+    case = _case_of_one_tensor(RawLayout((4,), (0,)), RawLayout((2,), (0,)), (8,), dtype=ml_dtypes.bfloat16)
     case.tensors["w"].view(np.uint16)[3] = 0x7F81  # signalling, with a payload
     return case
 
 
 WHOLE = RawLayout((1,), (-1, -1))
 KNOWN_FAILURES = {
-    NO_MULTIPLE: _one(RawLayout((8,), (0, -1)), RawLayout((6,), (0, -1)), (24, 2)),
-    NO_REFINEMENT: _one(RawLayout((2,), ()), RawLayout((2, 5), ()), ()),
-    HYPHEN: _one(RawLayout((4,), (0, -1)), WHOLE, (8, 4), name="layer-1.w"),
-    UNEVEN: _one(WHOLE, RawLayout((2,), (0, -1), split_sizes=(3, 9)), (12, 2)),
-    TRANSPOSED: _one(RawLayout((2, 2, 2), (0, 1), 2), WHOLE, (8, 4)),
-    INSIDE_AXES: _one(RawLayout((2, 3, 1), (-1, -1), 2), WHOLE, (6, 2)),
+    NO_MULTIPLE: _case_of_one_tensor(RawLayout((8,), (0, -1)), RawLayout((6,), (0, -1)), (24, 2)),
+    NO_REFINEMENT: _case_of_one_tensor(RawLayout((2,), ()), RawLayout((2, 5), ()), ()),
+    HYPHEN: _case_of_one_tensor(RawLayout((4,), (0, -1)), WHOLE, (8, 4), name="layer-1.w"),
+    UNEVEN: _case_of_one_tensor(WHOLE, RawLayout((2,), (0, -1), split_sizes=(3, 9)), (12, 2)),
+    TRANSPOSED: _case_of_one_tensor(RawLayout((2, 2, 2), (0, 1), 2), WHOLE, (8, 4)),
+    INSIDE_AXES: _case_of_one_tensor(RawLayout((2, 3, 1), (-1, -1), 2), WHOLE, (6, 2)),
     UNLISTED: _follower(),
     NANS: _nans(),
 }
@@ -139,7 +141,7 @@ def test_what_mindspore_is_known_to_get_wrong(reason: str, tmp_path: Path) -> No
 
 def test_source_ranks_that_are_not_needed(tmp_path: Path) -> None:
     """1024 ranks to 256: the 64 shards of some rows are enough; MindSpore lists all."""
-    case = _one(RawLayout((2, 64, 8), (0, 1), -1), RawLayout((4, 64), (0, -1)), (2**12, 2**7))
+    case = _case_of_one_tensor(RawLayout((2, 64, 8), (0, 1), -1), RawLayout((4, 64), (0, -1)), (2**12, 2**7))
     src, dst = (write_strategy(side, tmp_path / name) for side, name in ((case.src, "src"), (case.dst, "dst")))
     assert len(reshard_mpi.rank_list_for_transform(5, src, dst)) == 64
     assert len(ms.rank_list_for_transform(5, str(src), str(dst))) == 1024 or not ms.__version__.startswith("2.10")

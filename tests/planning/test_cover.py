@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.in_memory import part
 
 from reshard_mpi.planning.cover import Pieces, UncoveredError
 from reshard_mpi.sharding.box import Box
@@ -27,27 +28,23 @@ def lists(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box], Box]:
     return shape, pieces, draw(boxes(shape))
 
 
-def cut(array: np.ndarray, box: Box) -> np.ndarray:
-    return array[(..., *(slice(low, high) for low, high in zip(box.start, box.stop)))]
-
-
 @settings(max_examples=500)
 @given(lists())
 def test_every_element_comes_from_the_first_piece_that_has_it(drawn: tuple[tuple[int, ...], list[Box], Box]) -> None:
     shape, pieces, box = drawn
     first = np.full(shape, -1)
     for number, piece in reversed(list(enumerate(pieces))):
-        cut(first, piece)[...] = number
+        part(first, piece)[...] = number
     try:
         taken = Pieces(pieces).cover(box)
     except UncoveredError as error:
-        assert (cut(first, error.box) == -1).all() and error.box.size and box.contains(error.box)
+        assert (part(first, error.box) == -1).all() and error.box.size and box.contains(error.box)
         return
     found = np.full(shape, -2)
     for number, region in taken:
-        assert region.size and (cut(found, region) == -2).all()
-        cut(found, region)[...] = number
-    assert (cut(found, box) == cut(first, box)).all() and (cut(first, box) >= 0).all()
+        assert region.size and (part(found, region) == -2).all()
+        part(found, region)[...] = number
+    assert (part(found, box) == part(first, box)).all() and (part(first, box) >= 0).all()
     assert np.count_nonzero(found != -2) == box.size
 
 
@@ -74,7 +71,11 @@ def test_many_pieces(kind: str) -> None:
         pieces, shape = [Box((i * 2, 0), (i * 2 + 2, 5)) for i in range(many)], (2 * many, 5)
     else:  # ranges of the flattened tensor, each of some boxes
         shape = (many, 7)
-        pieces = [box for at in range(0, many * 7, 5) for box in Box.whole(shape).blocks(5, at, min(at + 5, many * 7))]
+        pieces = [
+            box
+            for number in range(0, many * 7, 5)
+            for box in Box.whole(shape).blocks(5, number, min(number + 5, many * 7))
+        ]
     listed = Pieces(pieces)
     step = shape[0] // 64
     for target in range(64):

@@ -11,12 +11,11 @@ import h5py
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from support.checkpoints import as_read, read_shard, write_shard
-from support.conversions import COMMAND, command_line, listing, warnings
-from support.in_memory import Described
-from support.launch import MPI, mpirun_command
-from support.processes import run_command
-from support.wrong_specs import Rule, Slip, Spec, contradictions, outcome, slips, write
+from support.checkpoints import as_read, read_shard, write_ranks, write_shard
+from support.command_line import Capture, run_apart, run_here
+from support.conversions import listing, warnings
+from support.launch import MPI
+from support.wrong_specs import Rule, Slip, Spec, contradictions, outcome, slips
 
 import reshard_mpi
 from reshard_mpi.checkpoints.discovery import find_shards
@@ -26,15 +25,12 @@ from reshard_mpi.engine.excerpts import excerpt
 from reshard_mpi.engine.files import Files
 from reshard_mpi.errors import DisagreementError, StrategyError
 from reshard_mpi.formats.columns import TensorEntry
-from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.places import ByteRange, Decoded
 from reshard_mpi.planning.samples import MAX_PAIRS, PLACE_ELEMENTS, places, rank_pairs
 from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.sharding import strategy
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import Placement, Strategy, unsharded
-
-Capture = pytest.CaptureFixture[str]
 
 MESH = {"dp": 2, "tp": 4}
 COLUMNS, ROWS, WHOLE = {1: ("tp",)}, {0: ("tp",)}, {}
@@ -65,7 +61,7 @@ class Checkpoint:
         self.folder, self.src, self.dst = folder, folder / "src", folder / "dst"
         self.tensors = dict(tensors() if whole is None else whole)
         self.shards = spec.shards(self.tensors)
-        write(self.shards, self.src)
+        write_ranks(self.shards, self.src)
 
     def shard(self, rank: int) -> Path:
         return self.src / f"rank_{rank}" / f"checkpoint_{rank}.ckpt"
@@ -88,10 +84,10 @@ class Checkpoint:
             assert read_shard(self.dst / f"rank_{rank}" / f"checkpoint_{rank}.ckpt") == as_read(arrays)
 
 
-def but(spec: Spec, at: int, **changes: object) -> Spec:
+def but(spec: Spec, number: int, **changes: object) -> Spec:
     """Return a spec with one rule changed."""
-    rule = Rule(**{**{name: getattr(spec.rules[at], name) for name in Rule.__slots__}, **changes})  # type: ignore[arg-type]
-    return Spec(spec.mesh, (*spec.rules[:at], rule, *spec.rules[at + 1 :]), spec.stages)
+    rule = Rule(**{**{name: getattr(spec.rules[number], name) for name in Rule.__slots__}, **changes})  # type: ignore[arg-type]
+    return Spec(spec.mesh, (*spec.rules[:number], rule, *spec.rules[number + 1 :]), spec.stages)
 
 
 WRONG = {
@@ -112,9 +108,9 @@ WRONG = {
 @pytest.mark.parametrize("way", ["transform", "jobs", "plan", "part", "function", "verify"])
 def test_a_wrong_strategy_is_refused_and_named(tmp_path: Path, capsys: Capture, what: str, way: str) -> None:
     c = Checkpoint(tmp_path)
-    spec, *said = WRONG[what]
+    spec, *patterns = WRONG[what]
     if way == "verify":
-        assert command_line(capsys, *c.arguments()).code == 0
+        assert run_here(capsys, *c.arguments()).code == 0
     before = listing(c.dst)
     if way == "function":
         _, source, target, _, src, _, dst, *_ = c.arguments(spec)
@@ -124,10 +120,10 @@ def test_a_wrong_strategy_is_refused_and_named(tmp_path: Path, capsys: Capture, 
     else:
         options = {"jobs": ["--jobs", "3"], "part": ["--part", "1/2"]}.get(way, [])
         command = way if way in ("plan", "verify") else "transform"
-        found = command_line(capsys, *c.arguments(spec, *options, command=command))
-        assert found.code == 3 and found.out == "", found
-        text = found.err
-    for pattern in (*said, r"src\.toml"):
+        finished = run_here(capsys, *c.arguments(spec, *options, command=command))
+        assert finished.code == 3 and finished.out == "", finished
+        text = finished.err
+    for pattern in (*patterns, r"src\.toml"):
         assert pytest.importorskip("re").search(pattern, text), text
     assert listing(c.dst) == before
 
@@ -137,10 +133,10 @@ def test_a_layer_that_is_not_cut_as_the_others_are(tmp_path: Path, capsys: Captu
     whole = {name: array for name, array in tensors().items() if name.endswith("qkv") or name == "norm"}
     truth = Spec(MESH, (Rule("layers.1.qkv", WHOLE), *RIGHT.rules[:1], RIGHT.rules[-1]))
     c = Checkpoint(tmp_path, truth, whole)
-    said = command_line(capsys, *c.arguments(Spec(MESH, truth.rules[1:])))
-    assert said.code == 3 and "different parts of 'layers.1.qkv' on ranks" in said.err, said
+    finished = run_here(capsys, *c.arguments(Spec(MESH, truth.rules[1:])))
+    assert finished.code == 3 and "different parts of 'layers.1.qkv' on ranks" in finished.err, finished
     assert not c.dst.exists()
-    assert command_line(capsys, *c.arguments(truth)).code == 0
+    assert run_here(capsys, *c.arguments(truth)).code == 0
     c.assert_right()
 
 
@@ -149,9 +145,11 @@ def test_partial_sums_that_are_not_cut(tmp_path: Path, capsys: Capture) -> None:
     sums = {f"accu_grads.{name}": array + 1 for name, array in tensors(1).items() if name.startswith("layers")}
     truth = Spec(MESH, (Rule("accu_grads.*", WHOLE), *RIGHT.rules))
     c = Checkpoint(tmp_path, truth, {**tensors(1), **sums})
-    said = command_line(capsys, *c.arguments(Spec(MESH, (Rule("accu_grads.*", ROWS), *RIGHT.rules))))
-    assert said.code == 3 and "different parts of 2 compared tensors ('accu_grads.layers.0." in said.err, said
-    assert command_line(capsys, *c.arguments(truth)).code == 0
+    finished = run_here(capsys, *c.arguments(Spec(MESH, (Rule("accu_grads.*", ROWS), *RIGHT.rules))))
+    assert finished.code == 3 and "different parts of 2 compared tensors ('accu_grads.layers.0." in finished.err, (
+        finished
+    )
+    assert run_here(capsys, *c.arguments(truth)).code == 0
     c.assert_right(
         Spec({"n": 2}, (Rule("layers.*", {0: ("n",)}), Rule("accu_grads.layers.*", {0: ("n",)}), Rule("*", {})))
     )
@@ -159,21 +157,21 @@ def test_partial_sums_that_are_not_cut(tmp_path: Path, capsys: Capture) -> None:
 
 def test_by_all_ranks(tmp_path: Path, mpi: MPI) -> None:
     c = Checkpoint(tmp_path)
-    finished = run_command(mpirun_command(mpi, 3, [*COMMAND, *c.arguments(WRONG["mesh swapped"][0])]))
-    assert finished.returncode == 3 and finished.stderr.count("does not fit the checkpoint") == 1, finished
+    finished = run_apart(*c.arguments(WRONG["mesh swapped"][0]), mpi=mpi, ranks=3)
+    assert finished.code == 3 and finished.err.count("does not fit the checkpoint") == 1, finished
     assert not c.dst.exists()
 
 
 def test_the_right_one(tmp_path: Path, capsys: Capture) -> None:
     c = Checkpoint(tmp_path)
-    said = command_line(capsys, *c.arguments(RIGHT, "--strict"))
-    assert said.code == 0 and warnings(said.err) == []
+    finished = run_here(capsys, *c.arguments(RIGHT, "--strict"))
+    assert finished.code == 0 and warnings(finished.err) == []
     c.assert_right()
 
 
 def test_any_trusts_a_strategy(tmp_path: Path, capsys: Capture) -> None:
     c = Checkpoint(tmp_path)
-    assert command_line(capsys, *c.arguments(WRONG["replicated, but cut"][0], "--replicas", "any")).code == 0
+    assert run_here(capsys, *c.arguments(WRONG["replicated, but cut"][0], "--replicas", "any")).code == 0
     taken = read_shard(c.dst / "rank_0" / "checkpoint_0.ckpt")["layers.0.qkv"]
     assert taken[1] == (2, 8)  # half of what one rank has, as the strategy says
 
@@ -183,12 +181,12 @@ def test_what_the_checkpoint_cannot_show_is_told(tmp_path: Path, capsys: Capture
     cut = Rule("layers.*", {0: ("dp",), 1: ("tp",)})
     c = Checkpoint(tmp_path, Spec(MESH, (cut, Rule("*", WHOLE))))
     for command in ("plan", "transform"):
-        said = command_line(capsys, *c.arguments(Spec(MESH, (cut, Rule("*", WHOLE))), command=command))
-        assert said.code == 0 and said.err.count("cannot show whether") == 1
-        assert "note: no two ranks hold the same of what 'layers.*' matches" in said.err
+        finished = run_here(capsys, *c.arguments(Spec(MESH, (cut, Rule("*", WHOLE))), command=command))
+        assert finished.code == 0 and finished.err.count("cannot show whether") == 1
+        assert "note: no two ranks hold the same of what 'layers.*' matches" in finished.err
     spec = Spec(MESH, (*RIGHT.rules[:2], RIGHT.rules[3]))
-    said = command_line(capsys, *Checkpoint(tmp_path / "right", spec).arguments(spec, command="plan"))
-    assert said.code == 0 and "cannot show" not in said.err
+    finished = run_here(capsys, *Checkpoint(tmp_path / "right", spec).arguments(spec, command="plan"))
+    assert finished.code == 0 and "cannot show" not in finished.err
 
 
 def test_what_copies_cannot_show_is_told(tmp_path: Path, capsys: Capture) -> None:
@@ -200,9 +198,9 @@ def test_what_copies_cannot_show_is_told(tmp_path: Path, capsys: Capture) -> Non
     )
     c = Checkpoint(tmp_path, truth)
     for spec in (truth, exchanged):
-        said = command_line(capsys, *c.arguments(spec, command="plan"))
-        assert said.code == 0 and said.err.replace("note: by rule", "").count("note: ") == 1, said
-        assert "'layers.*' is cut over several axes, and the checkpoint cannot show which of them cuts" in said.err
+        finished = run_here(capsys, *c.arguments(spec, command="plan"))
+        assert finished.code == 0 and finished.err.replace("note: by rule", "").count("note: ") == 1, finished
+        assert "'layers.*' is cut over several axes, and the checkpoint cannot show which of them cuts" in finished.err
 
 
 # Rules
@@ -212,13 +210,13 @@ def test_a_rule_that_may_match_nothing(tmp_path: Path, capsys: Capture) -> None:
     c = Checkpoint(tmp_path)
     extra = Rule("adam_m.*", ROWS)
     spec = Spec(MESH, (extra, *RIGHT.rules))
-    said = command_line(capsys, *c.arguments(spec))
-    assert said.code == 3 and "a rule of the source strategy places no tensor" in said.err
-    assert "'adam_m.*', beside 9 tensors: " in said.err and not c.dst.exists()
+    finished = run_here(capsys, *c.arguments(spec))
+    assert finished.code == 3 and "a rule of the source strategy places no tensor" in finished.err
+    assert "'adam_m.*', beside 9 tensors: " in finished.err and not c.dst.exists()
     arguments = c.arguments(spec)
     text = (tmp_path / "src.toml").read_text()
     (tmp_path / "src.toml").write_text(text.replace('match = "adam_m.*"', 'match = "adam_m.*"\noptional = true'))
-    assert command_line(capsys, *arguments).code == 0
+    assert run_here(capsys, *arguments).code == 0
     c.assert_right()
 
 
@@ -232,30 +230,36 @@ def test_a_rule_for_what_one_of_many_ranks_has_saved(tmp_path: Path, capsys: Cap
         c.shards[rank] = {name: array for name, array in c.shards[rank].items() if name in kept}
         c.rewrite(rank, {})
     target = Spec({"n": 1}, (Rule("*", {}),))
-    said = command_line(capsys, *c.arguments(spec, target=target))
-    assert said.code == 0, said
+    finished = run_here(capsys, *c.arguments(spec, target=target))
+    assert finished.code == 0, finished
     c.assert_right(target)
 
 
 def test_a_rule_of_the_target(tmp_path: Path, capsys: Capture) -> None:
     c = Checkpoint(tmp_path)
     target = Spec({"n": 2}, (Rule("layer.*", {0: ("n",)}), Rule("*", {})))
-    said = command_line(capsys, *c.arguments(target=target))
-    assert said.code == 3 and "a rule of the target strategy places no tensor" in said.err and "dst.toml" in said.err
+    finished = run_here(capsys, *c.arguments(target=target))
+    assert (
+        finished.code == 3
+        and "a rule of the target strategy places no tensor" in finished.err
+        and "dst.toml" in finished.err
+    )
 
 
 def test_a_rule_behind_another(tmp_path: Path, capsys: Capture) -> None:
     c = Checkpoint(tmp_path)
-    said = command_line(capsys, *c.arguments(Spec(MESH, (RIGHT.rules[-1], *RIGHT.rules[:-1]))))
-    assert said.code == 3 and "'layers.*.qkv' (and 2 more), whose tensors '*' before it takes" in said.err, said
-    assert "what to do: put it before '*'" in said.err
+    finished = run_here(capsys, *c.arguments(Spec(MESH, (RIGHT.rules[-1], *RIGHT.rules[:-1]))))
+    assert finished.code == 3 and "'layers.*.qkv' (and 2 more), whose tensors '*' before it takes" in finished.err, (
+        finished
+    )
+    assert "what to do: put it before '*'" in finished.err
 
 
 def test_a_rule_that_is_there_twice(tmp_path: Path, capsys: Capture) -> None:
     c = Checkpoint(tmp_path)
-    said = command_line(capsys, *c.arguments(Spec(MESH, (RIGHT.rules[0], *RIGHT.rules))))
-    assert said.code == 3 and "got: 'layers.*.qkv' twice" in said.err, said
-    assert "what to do: remove one of the two rules" in said.err
+    finished = run_here(capsys, *c.arguments(Spec(MESH, (RIGHT.rules[0], *RIGHT.rules))))
+    assert finished.code == 3 and "got: 'layers.*.qkv' twice" in finished.err, finished
+    assert "what to do: remove one of the two rules" in finished.err
 
 
 def test_optional_is_true_or_false(tmp_path: Path) -> None:
@@ -276,13 +280,13 @@ def test_shards_that_each_hold_what_others_lack(tmp_path: Path, capsys: Capture,
                 c.shards[rank].pop(name)
         c.rewrite(rank, {})
     for options in ([], ["--rank", "0"], ["--rank", "1", "--resume"]):
-        assert command_line(capsys, *c.arguments(spec, *options)).code == 0
+        assert run_here(capsys, *c.arguments(spec, *options)).code == 0
         if options != ["--rank", "0"]:
             c.assert_right()
         if options != ["--rank", "1", "--resume"]:
             shutil.rmtree(c.dst)
             if options:
-                assert command_line(capsys, *c.arguments(spec, *options)).code == 0
+                assert run_here(capsys, *c.arguments(spec, *options)).code == 0
     loaded = reshard_mpi.load_rank(1, c.src, tmp_path / "src.toml", tmp_path / "dst.toml")
     assert set(loaded) == set(c.tensors)
 
@@ -294,14 +298,12 @@ def test_a_tensor_that_neither_the_first_nor_the_last_shard_holds(tmp_path: Path
         c.shards[rank].pop("head")
         c.rewrite(rank, {})
     for options in ([], ["--rank", "0"], ["--rank", "1"]):
-        said = command_line(capsys, *c.arguments(spec, *options))
-        assert said.code == 3 and "head" in said.err, said
+        finished = run_here(capsys, *c.arguments(spec, *options))
+        assert finished.code == 3 and "head" in finished.err, finished
     arguments = c.arguments(spec, "--rank", "0")
-    assert (
-        "add a rule for this name alone to the source strategy: match = 'head'" in command_line(capsys, *arguments).err
-    )
+    assert "add a rule for this name alone to the source strategy: match = 'head'" in run_here(capsys, *arguments).err
     named = Spec({"dp": 4}, (Rule("head", {}), Rule("*", {})))
-    assert command_line(capsys, *c.arguments(named)).code == 0
+    assert run_here(capsys, *c.arguments(named)).code == 0
     c.assert_right()
 
 
@@ -322,8 +324,8 @@ def test_a_task_that_sees_one_stage_only(tmp_path: Path) -> None:
 def test_another_network(tmp_path: Path, capsys: Capture) -> None:
     c = Checkpoint(tmp_path)
     net = Spec(MESH, tuple(Rule(f"net.{rule.match}", rule.split) for rule in RIGHT.rules))
-    said = command_line(capsys, *c.arguments(net))
-    assert said.code == 3 and "places no tensor of the checkpoint" in said.err
+    finished = run_here(capsys, *c.arguments(net))
+    assert finished.code == 3 and "places no tensor of the checkpoint" in finished.err
 
 
 @pytest.mark.parametrize("same", [True, False])
@@ -334,44 +336,44 @@ def test_a_tensor_that_other_stages_have_too(tmp_path: Path, capsys: Capture, sa
     for rank in (2, 3):
         c.rewrite(rank, {"a": whole["a"] + (not same)})
     target = Spec({"n": 2}, (Rule("*", {}),))
-    said = command_line(capsys, *c.arguments(spec, target=target))
-    assert said.code == (0 if same else 3), said
+    finished = run_here(capsys, *c.arguments(spec, target=target))
+    assert finished.code == (0 if same else 3), finished
     if same:
         c.assert_right(target)
     else:
-        assert "other stages hold another 'a' too" in said.err and str(c.shard(2)) in said.err
+        assert "other stages hold another 'a' too" in finished.err and str(c.shard(2)) in finished.err
 
 
 def staged(stages: int, layers: int) -> tuple[Spec, Spec, dict[str, np.ndarray]]:
     """Return a spec whose rules say nothing of stages, one that does, and tensors: layers in turn, both ends."""
     noise = np.random.default_rng(3)
-    whole = {f"layers.{at}.w": noise.standard_normal((8, 4), dtype=np.float32) for at in range(layers)}
-    whole |= {f"layers.{at}.bn.moving_mean": np.ones(4, "f4") for at in range(layers)}
+    whole = {f"layers.{number}.w": noise.standard_normal((8, 4), dtype=np.float32) for number in range(layers)}
+    whole |= {f"layers.{number}.bn.moving_mean": np.ones(4, "f4") for number in range(layers)}
     whole |= {
         "embedding": noise.standard_normal((8, 4), dtype=np.float32),
         "head": noise.standard_normal((4, 4), dtype=np.float32),
     }
     cut = {0: ("tp",)}
-    said = Spec({"dp": 2, "tp": 2}, (Rule("layers.*.w", cut), Rule("embedding", cut), Rule("*", {})), stages)
+    unstaged = Spec({"dp": 2, "tp": 2}, (Rule("layers.*.w", cut), Rule("embedding", cut), Rule("*", {})), stages)
     ends = (Rule("embedding", cut, stages=(0,)), Rule("head", {}, stages=(stages - 1,)))
-    homes = [(f"layers.{at}.", (at * stages // layers,)) for at in range(layers)]
+    homes = [(f"layers.{number}.", (number * stages // layers,)) for number in range(layers)]
     rules = [
         Rule(f"{name}{kind}", split, stages=home) for name, home in homes for kind, split in (("w", cut), ("bn*", {}))
     ]
-    return said, Spec(said.mesh, (*rules, *ends), stages), whole
+    return unstaged, Spec(unstaged.mesh, (*rules, *ends), stages), whole
 
 
 @pytest.mark.parametrize(("stages", "layers"), [(2, 4), (32, 32)])
 def test_rules_that_say_nothing_of_stages(tmp_path: Path, capsys: Capture, stages: int, layers: int) -> None:
     """Each tensor lies in one stage, which the spec leaves open; batch statistics have drifted there."""
-    said, right, whole = staged(stages, layers)
+    unstaged, right, whole = staged(stages, layers)
     c = Checkpoint(tmp_path, right, whole)
     for rank, arrays in c.shards.items():
         c.rewrite(rank, {name: array + rank for name, array in arrays.items() if name.endswith("moving_mean")})
     target = Spec({"n": 2}, (Rule("layers.*.w", {0: ("n",)}), Rule("*", {})))
-    arguments = c.arguments(said, target=target)
-    found = command_line(capsys, *arguments)
-    assert found.code == 0, found
+    arguments = c.arguments(unstaged, target=target)
+    finished = run_here(capsys, *arguments)
+    assert finished.code == 0, finished
     for name in [name for name in whole if name.endswith("moving_mean")]:
         c.tensors[name] = c.tensors[name] + next(rank for rank, arrays in c.shards.items() if name in arrays)
     held = read_shard(c.dst / "rank_0" / "checkpoint_0.ckpt")
@@ -393,14 +395,14 @@ def test_rules_that_say_nothing_of_stages(tmp_path: Path, capsys: Capture, stage
 @pytest.mark.parametrize("gone", [0, 1])
 def test_a_stage_without_any_shard_under_rules(tmp_path: Path, capsys: Capture, gone: int) -> None:
     """What it held is unknown, as the rules do not name it."""
-    said, right, whole = staged(2, 4)
+    unstaged, right, whole = staged(2, 4)
     c = Checkpoint(tmp_path, right, whole)
     for rank in range(4 * gone, 4 * gone + 4):
         shutil.rmtree(c.shard(rank).parent)
     target = Spec({"n": 1}, (Rule("*", {}),))
     for command in ("plan", "transform"):
-        found = command_line(capsys, *c.arguments(said, target=target, command=command))
-        assert found.code == 3 and f"a shard of stage {gone} of the source" in found.err, found
+        finished = run_here(capsys, *c.arguments(unstaged, target=target, command=command))
+        assert finished.code == 3 and f"a shard of stage {gone} of the source" in finished.err, finished
     files = {rank: c.shard(rank) for rank in range(8) if rank // 4 != gone}
     with pytest.raises(reshard_mpi.CoverageError, match=f"a shard of stage {gone}"):
         reshard_mpi.load_rank(0, files, tmp_path / "src.toml", tmp_path / "dst.toml")
@@ -425,15 +427,15 @@ def test_a_few_copies_that_have_drifted(tmp_path: Path, capsys: Capture, name: s
     )
     drifting(c, name, change)
     for options in ([], ["--jobs", "3"]):
-        said = command_line(capsys, *c.arguments(RIGHT, "--overwrite", *options))
-        assert said.code == 0, said
-        (told,) = warnings(said.err)
+        finished = run_here(capsys, *c.arguments(RIGHT, "--overwrite", *options))
+        assert finished.code == 0, finished
+        (told,) = warnings(finished.err)
         assert told.startswith(f"copies of '{name}' differ from rank to rank")
     before = listing(c.dst)
-    said = command_line(capsys, *c.arguments(RIGHT, "--overwrite", "--strict"))
-    assert said.code == 3 and f"'{name}'" in said.err and "have drifted apart" in said.err
+    finished = run_here(capsys, *c.arguments(RIGHT, "--overwrite", "--strict"))
+    assert finished.code == 3 and f"'{name}'" in finished.err and "have drifted apart" in finished.err
     assert listing(c.dst) == before
-    assert warnings(command_line(capsys, *c.arguments(RIGHT, "--overwrite", "--replicas", "any")).err) == []
+    assert warnings(run_here(capsys, *c.arguments(RIGHT, "--overwrite", "--replicas", "any")).err) == []
 
 
 def test_drift_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -453,16 +455,16 @@ def test_a_few_copies_that_have_nothing_in_common(tmp_path: Path, capsys: Captur
     noise = np.random.default_rng(1)
     for rank in range(8):
         c.rewrite(rank, {"head": noise.standard_normal((8, 8), dtype=np.float32)})
-    said = command_line(capsys, *c.arguments())
-    assert said.code == 3 and "other values in 'head'" in said.err
+    finished = run_here(capsys, *c.arguments())
+    assert finished.code == 3 and "other values in 'head'" in finished.err
 
 
 def test_copies_most_of_which_have_drifted(tmp_path: Path, capsys: Capture) -> None:
     c = Checkpoint(tmp_path)
     for name in ("head", "norm"):
         drifting(c, name, 1e-3)
-    said = command_line(capsys, *c.arguments())
-    assert said.code == 3 and "does not fit the checkpoint" in said.err and "--replicas any" in said.err
+    finished = run_here(capsys, *c.arguments())
+    assert finished.code == 3 and "does not fit the checkpoint" in finished.err and "--replicas any" in finished.err
 
 
 def test_parts_that_are_the_same_by_nature(tmp_path: Path, capsys: Capture) -> None:
@@ -476,15 +478,15 @@ def test_parts_that_are_the_same_by_nature(tmp_path: Path, capsys: Capture) -> N
         )
     c.tensors |= moments
     spec = Spec(MESH, RIGHT.rules)
-    assert command_line(capsys, *c.arguments(spec)).code == 0
+    assert run_here(capsys, *c.arguments(spec)).code == 0
 
 
 def test_a_shard_of_another_shape_is_no_proof_against_the_strategy(tmp_path: Path, capsys: Capture) -> None:
     spec = but(RIGHT, 2, optimizer=())  # or nobody else had what rank 5 has of the embedding
     c = Checkpoint(tmp_path, spec)
     c.rewrite(5, {"layers.0.qkv": np.zeros((3, 8), "f4")})
-    said = command_line(capsys, *c.arguments(spec))
-    assert said.code == 0 and "the source strategy" not in said.err
+    finished = run_here(capsys, *c.arguments(spec))
+    assert finished.code == 0 and "the source strategy" not in finished.err
     c.assert_right()
 
 
@@ -492,16 +494,20 @@ def test_one_of_many_that_has_drifted_on_one_rank(tmp_path: Path, capsys: Captur
     """Whichever rank it is: what only tells of a shard looks at few tensors, and of many ways at one of each."""
     mesh = {"a": 2, "b": 2, "c": 2}
     ways = [{}, *({dim: (axis,)} for dim in (0, 1) for axis in mesh), *({0: (a,), 1: (b,)} for a, b in ("ab", "bc"))]
-    spec = Spec(mesh, tuple(Rule(f"k{at}.*", way) for at, way in enumerate(ways)))
+    spec = Spec(mesh, tuple(Rule(f"k{number}.*", way) for number, way in enumerate(ways)))
     noise = np.random.default_rng(3)
-    whole = {f"k{at}.{x}": noise.standard_normal((8, 8), dtype=np.float32) for at in range(len(ways)) for x in "uvwxyz"}
+    whole = {
+        f"k{number}.{x}": noise.standard_normal((8, 8), dtype=np.float32)
+        for number in range(len(ways))
+        for x in "uvwxyz"
+    }
     c = Checkpoint(tmp_path, spec, whole)
     drifted = whole["k0.u"] * np.float32(1.0001)
     for rank in (3, 6):
         c.rewrite(rank, {"k0.u": drifted})
-        said = command_line(capsys, *c.arguments(spec, command="plan", target=Spec({"n": 1}, (Rule("*", {}),))))
-        assert said.code == 0, said
-        (told,) = warnings(said.err)
+        finished = run_here(capsys, *c.arguments(spec, command="plan", target=Spec({"n": 1}, (Rule("*", {}),))))
+        assert finished.code == 0, finished
+        (told,) = warnings(finished.err)
         assert told.startswith("copies of 'k0.u' differ from rank to rank")
         c.rewrite(rank, {"k0.u": whole["k0.u"]})
 
@@ -511,11 +517,11 @@ def test_random_state_that_a_rule_for_all_catches(tmp_path: Path, capsys: Captur
     c = Checkpoint(tmp_path)
     for rank in range(8):
         c.rewrite(rank, {name: np.random.default_rng(rank).integers(0, 256, 600, np.uint8)})
-    said = command_line(capsys, *c.arguments())
-    assert said.code == 0, said
-    (told,) = warnings(said.err)
+    finished = run_here(capsys, *c.arguments())
+    assert finished.code == 0, finished
+    (told,) = warnings(finished.err)
     assert told.startswith(f"copies of '{name}' differ from rank to rank")
-    assert command_line(capsys, *c.arguments(RIGHT, "--overwrite", "--strict")).code == 3
+    assert run_here(capsys, *c.arguments(RIGHT, "--overwrite", "--strict")).code == 3
 
 
 @pytest.mark.parametrize("name", ["strange.weight", "grng", "randomize_weight"])
@@ -523,8 +529,8 @@ def test_whole_numbers_of_another_name_are_no_random_state(tmp_path: Path, capsy
     c = Checkpoint(tmp_path)
     for rank in range(8):
         c.rewrite(rank, {name: np.random.default_rng(rank).integers(0, 256, 600, np.uint8)})
-    said = command_line(capsys, *c.arguments())
-    assert said.code == 3 and f"other values in '{name}'" in said.err
+    finished = run_here(capsys, *c.arguments())
+    assert finished.code == 3 and f"other values in '{name}'" in finished.err
 
 
 @pytest.mark.parametrize("heights", [(3, 1), (3, 1, 3, 1), (5, 4, 3)])
@@ -536,8 +542,8 @@ def test_replicated_but_cut_unevenly(tmp_path: Path, capsys: Capture, heights: t
     for rank, height in enumerate(heights):
         c.rewrite(rank, {"head": head[:height] if height != 1 else head[3:4]})
     for command in ("plan", "transform"):
-        said = command_line(capsys, *c.arguments(spec, command=command, target=Spec({"n": 1}, (Rule("*", {}),))))
-        assert said.code == 3 and "other shapes in 'head'" in said.err and "src.toml" in said.err, said
+        finished = run_here(capsys, *c.arguments(spec, command=command, target=Spec({"n": 1}, (Rule("*", {}),))))
+        assert finished.code == 3 and "other shapes in 'head'" in finished.err and "src.toml" in finished.err, finished
     assert not c.dst.exists()
 
 
@@ -546,8 +552,8 @@ def test_a_shard_of_another_rank(tmp_path: Path, capsys: Capture) -> None:
     ways = [{0: ("dp", "tp")}, {1: ("dp", "tp")}, {0: ("tp", "dp")}, {1: ("tp", "dp")}]
     ways += [{0: ("dp",), 1: ("tp",)}, {0: ("tp",), 1: ("dp",)}]
     over = [({0: ("dp",)}, ("tp",)), ({0: ("tp",)}, ("dp",)), ({1: ("dp",)}, ("tp",)), ({}, ("dp", "tp"))]
-    rules = [Rule(f"x{at}.*", way) for at, way in enumerate(ways)]
-    rules += [Rule(f"y{at}.*", *way) for at, way in enumerate(over)]
+    rules = [Rule(f"x{number}.*", way) for number, way in enumerate(ways)]
+    rules += [Rule(f"y{number}.*", *way) for number, way in enumerate(over)]
     spec = Spec(MESH, (*rules, Rule("norm", ROWS)))
     noise = np.random.default_rng(5)
     whole = {rule.match.replace("*", "w"): noise.standard_normal((8, 8), dtype=np.float32) for rule in rules}
@@ -557,8 +563,8 @@ def test_a_shard_of_another_rank(tmp_path: Path, capsys: Capture) -> None:
         mine, theirs = dict(c.shards[first]), dict(c.shards[second])
         c.rewrite(first, theirs)
         c.rewrite(second, mine)
-        said = command_line(capsys, *c.arguments(spec, target=Spec({"n": 1}, (Rule("*", {}),))))
-        assert said.code == 3 and "'norm'" in said.err, said
+        finished = run_here(capsys, *c.arguments(spec, target=Spec({"n": 1}, (Rule("*", {}),))))
+        assert finished.code == 3 and "'norm'" in finished.err, finished
 
 
 @pytest.mark.parametrize("stages", [8, 16])
@@ -589,8 +595,8 @@ def test_random_state_is_each_ranks_own(tmp_path: Path, capsys: Capture) -> None
     c = Checkpoint(tmp_path, spec, whole)
     for rank in range(8):
         c.rewrite(rank, {"rng": np.full(600, rank, np.uint8), "scale": np.array(rank, "f4")})
-    said = command_line(capsys, *c.arguments(spec))
-    assert said.code == 0 and "note: 'rng' differs between ranks" in said.err, said
+    finished = run_here(capsys, *c.arguments(spec))
+    assert finished.code == 0 and "note: 'rng' differs between ranks" in finished.err, finished
 
 
 def test_a_rank_has_few_values_of_its_own(tmp_path: Path, capsys: Capture) -> None:
@@ -600,9 +606,9 @@ def test_a_rank_has_few_values_of_its_own(tmp_path: Path, capsys: Capture) -> No
     c = Checkpoint(tmp_path, spec, whole)
     for rank in range(8):
         c.rewrite(rank, {f"x.{number}": np.arange(8, dtype=np.int32) + rank for number in range(16)})
-    said = command_line(capsys, *c.arguments(spec))
-    assert said.code == 3 and "16 compared tensors ('x." in said.err, said
-    assert command_line(capsys, *c.arguments(spec, "--unlisted", "replicate")).code == 0
+    finished = run_here(capsys, *c.arguments(spec))
+    assert finished.code == 3 and "16 compared tensors ('x." in finished.err, finished
+    assert run_here(capsys, *c.arguments(spec, "--unlisted", "replicate")).code == 0
 
 
 def test_plan_shows_what_rules_make_of_tensors(
@@ -612,9 +618,9 @@ def test_plan_shows_what_rules_make_of_tensors(
     c = Checkpoint(tmp_path)
     wrong = but(RIGHT, 0, split=COLUMNS)
     for spec, shape in ((RIGHT, [16, 8]), (wrong, [4, 32])):
-        said = command_line(capsys, *c.arguments(spec, command="plan"))
+        finished = run_here(capsys, *c.arguments(spec, command="plan"))
         line = f"by rule 'layers.*.qkv', 'layers.0.qkv' of shape [4, 8] on a rank is {shape} as a whole"
-        assert said.code == 0 and said.err.count(f"note: {line}\n") == 1
+        assert finished.code == 0 and finished.err.count(f"note: {line}\n") == 1
         with caplog.at_level(logging.INFO, "reshard_mpi"):
             reshard_mpi.plan(c.src, tmp_path / "src.toml", tmp_path / "dst.toml")
         assert line in [record.getMessage() for record in caplog.records]
@@ -629,13 +635,13 @@ def test_parts_of_tensors_are_no_ranks_own(tmp_path: Path, capsys: Capture, size
     c = Checkpoint(tmp_path, spec, whole)
     noise = np.random.default_rng(2)
     for rank in range(8):
-        forgotten = {f"x.{at}": noise.standard_normal((2, 2), dtype=np.float32) for at in range(16)}
+        forgotten = {f"x.{number}": noise.standard_normal((2, 2), dtype=np.float32) for number in range(16)}
         c.rewrite(rank, forgotten if size == 1 else {"x.0": noise.integers(0, 9, size)})
-    said = command_line(capsys, *c.arguments(spec))
-    assert said.code == 3 and "no copies of each other" in said.err and "'x.0'" in said.err
-    assert "--unlisted replicate takes one rank's" in said.err and not c.dst.exists()
-    said = command_line(capsys, *c.arguments(spec, "--unlisted", "replicate"))
-    assert said.code == 0 and "x.0" in read_shard(c.dst / "rank_1" / "checkpoint_1.ckpt")
+    finished = run_here(capsys, *c.arguments(spec))
+    assert finished.code == 3 and "no copies of each other" in finished.err and "'x.0'" in finished.err
+    assert "--unlisted replicate takes one rank's" in finished.err and not c.dst.exists()
+    finished = run_here(capsys, *c.arguments(spec, "--unlisted", "replicate"))
+    assert finished.code == 0 and "x.0" in read_shard(c.dst / "rank_1" / "checkpoint_1.ckpt")
 
 
 @pytest.mark.parametrize("kind", [np.int8, np.uint8, np.int64, np.float32])
@@ -646,8 +652,8 @@ def test_forgotten_tensors_of_two_dimensions(tmp_path: Path, capsys: Capture, ki
     for rank in range(8):
         shape = (1, 1) if kind is np.float32 else (4, 8)
         c.rewrite(rank, {"quantized": np.random.default_rng(rank).integers(0, 100, shape).astype(kind)})
-    said = command_line(capsys, *c.arguments(spec))
-    assert said.code == 3 and "no copies of each other" in said.err and "'quantized'" in said.err
+    finished = run_here(capsys, *c.arguments(spec))
+    assert finished.code == 3 and "no copies of each other" in finished.err and "'quantized'" in finished.err
 
 
 # Ranks that are not there
@@ -657,14 +663,14 @@ def test_more_ranks_than_there_are(tmp_path: Path, capsys: Capture) -> None:
     c = Checkpoint(tmp_path)
     more = Spec({"dp": 4, "tp": 4}, (*RIGHT.rules[:2], *RIGHT.rules[3:]))
     c = Checkpoint(tmp_path / "more", Spec(MESH, more.rules))
-    said = command_line(capsys, *c.arguments(more))
-    assert said.code == 0
-    (told,) = warnings(said.err)
+    finished = run_here(capsys, *c.arguments(more))
+    assert finished.code == 0
+    (told,) = warnings(finished.err)
     assert told.startswith("8 of 16 ranks are there: no shard of ranks 8, 9, 10, 11, 12, 13, 14, 15 in ")
     c.assert_right()
     fewer = Spec({"tp": 14}, (Rule("layers.*", {0: ("tp",)}), Rule("*", {})))
-    said = command_line(capsys, *c.arguments(fewer, "--overwrite"))
-    assert said.code == 3 and "no source holds a part of" in said.err
+    finished = run_here(capsys, *c.arguments(fewer, "--overwrite"))
+    assert finished.code == 3 and "no source holds a part of" in finished.err
 
 
 # --unlisted drop
@@ -679,25 +685,18 @@ def test_state_that_only_the_rule_for_all_catches_is_dropped(tmp_path: Path, cap
     for rank, arrays in c.shards.items():
         c.rewrite(rank, {f"{kind}.{name}": -array for name, array in arrays.items() for kind in ("adam_m", "adam_v")})
     for command in ("plan", "transform"):
-        said = command_line(capsys, *c.arguments(spec, "--unlisted", "drop", command=command))
-        assert said.code == 0, said
+        finished = run_here(capsys, *c.arguments(spec, "--unlisted", "drop", command=command))
+        assert finished.code == 0, finished
     c.assert_right()
     loaded = reshard_mpi.load_rank(0, c.src, tmp_path / "src.toml", tmp_path / "dst.toml", unlisted="drop")
     assert set(loaded) == set(whole)
     listed = Spec({"n": 2}, (Rule("layers.*", {0: ("n",)}), Rule("adam_m.*", {}), Rule("*", {})))
-    assert command_line(capsys, *c.arguments(spec, "--unlisted", "drop", "--overwrite", target=listed)).code == 0
+    assert run_here(capsys, *c.arguments(spec, "--unlisted", "drop", "--overwrite", target=listed)).code == 0
     c.tensors |= {name: array for name, array in state.items() if name.startswith("adam_m")}
     c.assert_right(listed)
 
 
 # What a sample costs
-
-
-class Counted(Described):
-    """Shards of thousands of ranks, and which of them have been looked into."""
-
-    def _located(self, rank: int) -> Manifest:
-        return self.held[rank]
 
 
 @pytest.mark.parametrize("mesh", [(16384,), (2048, 8), (64, 32, 8), (3, 5, 7), (16383,)])
@@ -726,7 +725,8 @@ def test_little_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(Files, "read_into", counting)
     whole = {
-        f"layers.{at}.qkv": np.random.default_rng(at).standard_normal((64, 64), dtype=np.float32) for at in range(200)
+        f"layers.{number}.qkv": np.random.default_rng(number).standard_normal((64, 64), dtype=np.float32)
+        for number in range(200)
     }
     spec = Spec(MESH, (Rule("layers.*.qkv", ROWS),))
     c = Checkpoint(tmp_path, spec, whole)

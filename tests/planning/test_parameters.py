@@ -9,15 +9,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import ckpt_peer
-from support.checkpoints import as_read, expected_rank, read_shard, write_shard
-from support.conversions import DST_LAYOUTS, SRC_LAYOUTS, TENSORS, Conversion, command_line, listing, make, make_with
+from support.cases import Side
+from support.checkpoints import as_read, expected_rank, read_shard
+from support.command_line import Capture, run_here
+from support.conversions import (
+    DST_LAYOUTS,
+    SRC_LAYOUTS,
+    TENSORS,
+    Conversion,
+    assert_right,
+    listing,
+    make,
+    of_every_kind,
+    write_conversion,
+)
 from support.oracle import RawLayout
 
 import reshard_mpi
 from reshard_mpi.errors import CoverageError, DisagreementError, StrategyError
 
-Capture = pytest.CaptureFixture[str]
-KINDS = pytest.mark.parametrize("kind", ["ckpt", "hdf5"])
 SRC_CUT = SRC_LAYOUTS["w"]
 
 
@@ -31,7 +41,7 @@ def transform(conversion: Conversion, unlisted: str = "follow") -> None:
 # Unlisted
 
 
-@KINDS
+@of_every_kind
 @pytest.mark.parametrize("state", ["moments", "accum", "stat", "moment1", "adam_m", "adam_v", "exp_avg", "opt.lamb_m"])
 def test_unlisted_state_follows_its_parameter(tmp_path: Path, kind: str, state: str) -> None:
     c = make(tmp_path, kind)
@@ -83,8 +93,8 @@ def test_sharded_and_following_nothing(tmp_path: Path, capsys: Capture) -> None:
     before = listing(tmp_path)
     with pytest.raises(StrategyError, match=r"'head' is sharded in the source(.|\n)*--unlisted replicate"):
         transform(c)
-    said = command_line(capsys, *c.arguments())
-    assert said.code == 3 and "'head'" in said.err
+    finished = run_here(capsys, *c.arguments())
+    assert finished.code == 3 and "'head'" in finished.err
     assert listing(tmp_path) == before
     transform(c, "replicate")
     assert read_shard(c.written(1))["head"] == as_read({"w": TENSORS["w"]})["w"]
@@ -95,35 +105,34 @@ def test_sharded_and_following_nothing(tmp_path: Path, capsys: Capture) -> None:
 # Listed, and not there
 
 
-@KINDS
+@of_every_kind
 def test_listed_but_never_saved(tmp_path: Path, capsys: Capture, kind: str) -> None:
     c = make(tmp_path, kind)
     c = c.but(
         src_strategy=c.strategy("s", {**SRC_LAYOUTS, "adam_v.w": SRC_CUT}),
         dst_strategy=c.strategy("d", {**DST_LAYOUTS, "adam_v.w": DST_LAYOUTS["w"], "x": DST_LAYOUTS["b"]}),
     )
-    said = command_line(capsys, *c.arguments("transform", "--report", str(tmp_path / "report.json")))
-    assert said.code == 0
-    assert "warning: 2 listed parameters are in no source shard: adam_v.w, x" in said.err
+    finished = run_here(capsys, *c.arguments("transform", "--report", str(tmp_path / "report.json")))
+    assert finished.code == 0
+    assert "warning: 2 listed parameters are in no source shard: adam_v.w, x" in finished.err
     assert json.loads((tmp_path / "report.json").read_text())["absent"] == ["adam_v.w", "x"]
-    for rank in range(2):
-        assert read_shard(c.written(rank)) == as_read(expected_rank(c.target, TENSORS, rank))
+    assert_right(c)
     before = listing(tmp_path)
     strict = c.but(dst=tmp_path / "strict")
     for command in ("transform", "plan"):
-        said = command_line(capsys, *strict.arguments(command, "--strict"))
-        assert said.code == 3 and "got: 2 absent: adam_v.w, x" in said.err
+        finished = run_here(capsys, *strict.arguments(command, "--strict"))
+        assert finished.code == 3 and "got: 2 absent: adam_v.w, x" in finished.err
     with pytest.raises(CoverageError, match="2 absent"):
         reshard_mpi.plan(c.src, c.src_strategy, c.dst_strategy, strict=True)
     assert listing(tmp_path) == before
 
 
-@KINDS
+@of_every_kind
 def test_strict_where_all_is_there(tmp_path: Path, capsys: Capture, kind: str) -> None:
-    assert command_line(capsys, *make(tmp_path, kind).arguments("transform", "--strict")).code == 0
+    assert run_here(capsys, *make(tmp_path, kind).arguments("transform", "--strict")).code == 0
 
 
-@KINDS
+@of_every_kind
 def test_present_in_some_holders_and_absent_in_others(tmp_path: Path, capsys: Capture, kind: str) -> None:
     c = make(tmp_path, kind)
     for rank in (1, 3):  # the only holders of the second half
@@ -131,11 +140,11 @@ def test_present_in_some_holders_and_absent_in_others(tmp_path: Path, capsys: Ca
     before = listing(tmp_path)
     with pytest.raises(CoverageError, match=r"'w'(.|\n)*one of ranks 1, 3(.|\n)*shards without the tensor"):
         transform(c)
-    assert command_line(capsys, *c.arguments()).code == 3
+    assert run_here(capsys, *c.arguments()).code == 3
     assert listing(tmp_path) == before
 
 
-@KINDS
+@of_every_kind
 def test_followers_that_only_some_replicas_hold(tmp_path: Path, capsys: Capture, kind: str) -> None:
     """Target 0 opens ranks 0 and 1, target 1 ranks 2 and 3: neither alone can see that something is missing."""
     c = make(tmp_path, kind)
@@ -147,12 +156,12 @@ def test_followers_that_only_some_replicas_hold(tmp_path: Path, capsys: Capture,
     with pytest.raises(CoverageError, match=r"'moments.w'"):
         reshard_mpi.plan(c.src, c.src_strategy, c.dst_strategy)
     for command, options in (("plan", ()), ("transform", ()), ("transform", ("--jobs", "2"))):
-        said = command_line(capsys, *c.arguments(command, *options))
-        assert said.code == 3 and "'moments.w'" in said.err and "what to do" in said.err
+        finished = run_here(capsys, *c.arguments(command, *options))
+        assert finished.code == 3 and "'moments.w'" in finished.err and "what to do" in finished.err
     assert listing(tmp_path) == before
 
 
-@KINDS
+@of_every_kind
 def test_saved_without_redundancy(tmp_path: Path, kind: str) -> None:
     c = make(tmp_path, kind)
     c.rewrite(0, {"w": None})
@@ -160,14 +169,13 @@ def test_saved_without_redundancy(tmp_path: Path, kind: str) -> None:
     c.rewrite(2, {"moments.w": None, "b": None})
     c.rewrite(3, {"w": None})
     transform(c)
-    for rank in range(2):
-        assert read_shard(c.written(rank)) == as_read(expected_rank(c.target, TENSORS, rank))
+    assert_right(c)
 
 
 # Copies that are not alike
 
 
-@KINDS
+@of_every_kind
 @pytest.mark.parametrize("name", ["accu_grads.w", "grad_sum.w", "net.accu_grads.w"])
 def test_partial_sums_that_differ(tmp_path: Path, capsys: Capture, kind: str, name: str) -> None:
     c = make(tmp_path, kind)
@@ -180,12 +188,12 @@ def test_partial_sums_that_differ(tmp_path: Path, capsys: Capture, kind: str, na
     says = rf"copies of '{name}' differ(.|\n)*element \[5, 3\](.|\n)*partial sums(.|\n)*/rank_1/.* and .*/rank_3/"
     with pytest.raises(DisagreementError, match=says):
         transform(c)
-    said = command_line(capsys, *c.arguments())
-    assert said.code == 3 and re.search(says, said.err)
+    finished = run_here(capsys, *c.arguments())
+    assert finished.code == 3 and re.search(says, finished.err)
     assert listing(tmp_path) == before
 
 
-@KINDS
+@of_every_kind
 def test_partial_sums_that_agree(tmp_path: Path, kind: str) -> None:
     c = make(tmp_path, kind)
     for rank in range(4):
@@ -199,30 +207,31 @@ def test_other_copies_are_not_compared(tmp_path: Path) -> None:
     c = make(tmp_path)
     c.rewrite(2, {"w": c.arrays(2)["w"] + 1})  # opening every copy to compare would cost more than the conversion
     transform(c)
-    assert read_shard(c.written(0)) == as_read(expected_rank(c.target, TENSORS, 0))
+    assert read_shard(c.written(0)) == c.expected(0)
 
 
 TIED = {"embedding": np.arange(64, dtype=np.float32).reshape(16, 4), "v": np.ones(4, np.float32)}
-TIED_SRC = {"embedding": RawLayout((2,), (0, -1), stages=(0, 1)), "v": RawLayout((2,), (-1,), stages=(1,))}
-TIED_DST = {"embedding": RawLayout((2,), (-1, 0)), "v": RawLayout((2,), (-1,))}
+TIED_SOURCE = Side(
+    4, 2, {"embedding": RawLayout((2,), (0, -1), stages=(0, 1)), "v": RawLayout((2,), (-1,), stages=(1,))}
+)
+TIED_TARGET = Side(2, 1, {"embedding": RawLayout((2,), (-1, 0)), "v": RawLayout((2,), (-1,))})
 
 
-@KINDS
+@of_every_kind
 def test_tied_copies_of_stages(tmp_path: Path, capsys: Capture, kind: str) -> None:
-    c = make_with(tmp_path, kind, tensors=TIED, src=TIED_SRC, dst=TIED_DST, stages=(2, 1))
+    c = write_conversion(tmp_path, kind, TIED_SOURCE, TIED_TARGET, TIED)
     before = listing(tmp_path)
-    drifted = expected_rank(c.source, TIED, 3)["embedding"].copy()
+    drifted = c.arrays(3)["embedding"].copy()
     drifted[0, 3] = 99
     original = c.shard(3).read_bytes()
-    write_shard({**expected_rank(c.source, TIED, 3), "embedding": drifted}, c.shard(3))
+    c.rewrite(3, {"embedding": drifted})
     with pytest.raises(DisagreementError, match=r"'embedding' differ(.|\n)*\[8, 3\](.|\n)*drifted apart"):
         transform(c)
-    assert command_line(capsys, *c.arguments()).code == 3
+    assert run_here(capsys, *c.arguments()).code == 3
     c.shard(3).write_bytes(original)
     assert listing(tmp_path) == before
     transform(c)
-    for rank in range(2):
-        assert read_shard(c.written(rank)) == as_read(expected_rank(c.target, TIED, rank))
+    assert_right(c)
 
 
 # Values that no strategy lists
@@ -232,38 +241,39 @@ def test_unlisted_values_that_differ_are_told(tmp_path: Path, capsys: Capture) -
     c = make(tmp_path)
     for rank in range(4):
         c.rewrite(rank, {"random_state": np.full(4, rank, np.uint32)})
-    said = command_line(capsys, *c.arguments("transform", "--report", str(tmp_path / "report.json")))
-    assert said.code == 0
+    finished = run_here(capsys, *c.arguments("transform", "--report", str(tmp_path / "report.json")))
+    assert finished.code == 0
     assert (
-        "note: 'random_state' differs between ranks 0 and 1: each rank has its own; one of them was taken" in said.err
+        "note: 'random_state' differs between ranks 0 and 1: each rank has its own; one of them was taken"
+        in finished.err
     )
     notes = json.loads((tmp_path / "report.json").read_text())["notes"]
     assert len(notes) == 2 and all("'random_state'" in note for note in notes)
 
 
 @pytest.mark.slow
-@KINDS
+@of_every_kind
 def test_values_that_differ_between_targets_are_told(tmp_path: Path, capsys: Capture, kind: str) -> None:
     """Each target opens two shards that agree, but not with those of the other: a row statistic cut by data rank."""
     c = make(tmp_path, kind)
     for rank in range(4):
         c.rewrite(rank, {"vr.w": np.full(4, rank // 2, np.float32)})
-    said = command_line(capsys, *c.arguments("plan"))
-    assert said.code == 3 and "are no copies of each other" in said.err and "'vr.w'" in said.err
+    finished = run_here(capsys, *c.arguments("plan"))
+    assert finished.code == 3 and "are no copies of each other" in finished.err and "'vr.w'" in finished.err
     for command, jobs in (("plan", ()), ("transform", ("--jobs", "2"))):
-        said = command_line(capsys, *c.arguments(command, *jobs, "--unlisted", "replicate"))
-        assert said.code == 0
-        assert said.err.count("'vr.w' differs between ranks 0 and 2: no strategy says how it is cut") == 1
+        finished = run_here(capsys, *c.arguments(command, *jobs, "--unlisted", "replicate"))
+        assert finished.code == 0
+        assert finished.err.count("'vr.w' differs between ranks 0 and 2: no strategy says how it is cut") == 1
 
 
-@KINDS
+@of_every_kind
 def test_every_rank_keeps_its_own_values_when_their_number_stays(tmp_path: Path, capsys: Capture, kind: str) -> None:
     c = make(tmp_path, kind)
     c = c.but(dst_strategy=c.strategy("d", {"w": RawLayout((4,), (0, -1)), "b": RawLayout((4,), (-1,))}))
     for rank in range(4):
         c.rewrite(rank, {"random_state": np.full(4, rank, np.uint32)})
-    said = command_line(capsys, *c.arguments("transform", "--progress", "none"))
-    assert said.code == 0 and said.err == ""
+    finished = run_here(capsys, *c.arguments("transform", "--progress", "none"))
+    assert finished.code == 0 and finished.err == ""
     for rank in range(4):
         assert read_shard(c.written(rank))["random_state"][2] == np.full(4, rank, np.uint32).tobytes()
 
@@ -283,7 +293,7 @@ def test_shards_of_different_moments_in_one_target(tmp_path: Path, name: str, un
 
 
 @pytest.mark.slow
-@KINDS
+@of_every_kind
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_shards_of_different_moments_in_different_targets(
     tmp_path: Path, capsys: Capture, kind: str, jobs: int
@@ -291,11 +301,11 @@ def test_shards_of_different_moments_in_different_targets(
     c = make(tmp_path, kind)
     for rank in (2, 3):  # target 0 reads 0 and 1, target 1 reads these
         c.rewrite(rank, {"global_step": np.array(8, np.int32)})
-    said = command_line(capsys, *c.arguments("transform", "--jobs", str(jobs)))
-    assert said.code == 3 and "different moments" in said.err, said
-    assert "'global_step' = 7" in said.err and "'global_step' = 8" in said.err
-    assert f"{c.src}/rank_0" in said.err and f"{c.src}/rank_2" in said.err
-    assert command_line(capsys, *c.arguments("plan")).code == 3
+    finished = run_here(capsys, *c.arguments("transform", "--jobs", str(jobs)))
+    assert finished.code == 3 and "different moments" in finished.err, finished
+    assert "'global_step' = 7" in finished.err and "'global_step' = 8" in finished.err
+    assert f"{c.src}/rank_0" in finished.err and f"{c.src}/rank_2" in finished.err
+    assert run_here(capsys, *c.arguments("plan")).code == 3
     assert not c.dst.exists()
     with pytest.raises(DisagreementError, match="different moments"):
         transform(c)
@@ -313,10 +323,10 @@ def test_strings_are_carried(tmp_path: Path, capsys: Capture) -> None:
             file.write(ckpt_peer.value("note", (0,), "str", "Grüße".encode("utf-32-le")))
             own = f"rank {rank}"
             file.write(ckpt_peer.value("own", (0,), "str", own.encode("utf-32-le")))
-    said = command_line(capsys, *c.arguments())
-    assert said.code == 0 and "the string 'own' of" in said.err and "'note'" not in said.err
+    finished = run_here(capsys, *c.arguments())
+    assert finished.code == 0 and "the string 'own' of" in finished.err and "'note'" not in finished.err
     assert ckpt_peer.read(c.written(1)).strings == {"note": "Grüße", "own": "rank 2"}
     assert reshard_mpi.load_rank(0, c.src, c.src_strategy, c.dst_strategy)["note"] == "Grüße"
     native = c.but(dst=tmp_path / "native", kind="hdf5")
-    assert command_line(capsys, *native.arguments("transform", "--to", "hdf5")).code == 0
+    assert run_here(capsys, *native.arguments("transform", "--to", "hdf5")).code == 0
     assert reshard_mpi.inspect(native.written(1))["strings"] == {"note": "Grüße", "own": "rank 2"}

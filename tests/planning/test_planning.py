@@ -422,7 +422,7 @@ def test_shards_are_outvoted_by_more_than_half_that_fit_the_strategy() -> None:
 
 def test_tensors_held_alike_are_each_checked() -> None:
     """What is computed once for many tensors must not hide that one of them differs."""
-    names = {f"w{at}": (2, 6) for at in range(5)}
+    names = {f"w{number}": (2, 6) for number in range(5)}
     source = two_ranks(**dict.fromkeys(names, ROWS))
     target = one_rank(**dict.fromkeys(names, Placement((1,))))
     assert set(boxes(planned(source, target, shards(names, names))).values()) == {"[0:4, 0:6]"}
@@ -577,8 +577,8 @@ def test_what_targets_need_is_compared_once_by_one_process(case: Case, processes
     assert all(sum(len(counted(one)) for one in share) <= whole / processes + largest for share in shares)
     for share in shares:  # those of the same holders one after another: their shards are opened once
         holdings = [one.holding for one in share]
-        assert len([1 for at, one in enumerate(holdings) if one not in holdings[:at]]) == len(
-            [1 for at, one in enumerate(holdings) if at == 0 or one != holdings[at - 1]]
+        assert len([1 for number, one in enumerate(holdings) if one not in holdings[:number]]) == len(
+            [1 for number, one in enumerate(holdings) if number == 0 or one != holdings[number - 1]]
         )
 
 
@@ -587,7 +587,9 @@ def test_what_targets_need_is_compared_once_by_one_process(case: Case, processes
 
 def test_the_plan_carries_what_the_shard_is_to_say_of_itself() -> None:
     held: dict[str, TensorEntry] = {"b": entry("b", (2,)), "w": entry("w", (2, 6))}
-    plan = planned(two_ranks(w=ROWS), two_ranks(w=COLUMNS), {at: manifest(at, *held.values()) for at in range(2)}, 1)
+    plan = planned(
+        two_ranks(w=ROWS), two_ranks(w=COLUMNS), {number: manifest(number, *held.values()) for number in range(2)}, 1
+    )
     assert (plan.identity.rank, plan.identity.world_size, plan.identity.strategy) == (1, 2, "the table")
     assert [tensor.spec.name for tensor in plan.tensors] == ["b", "w"]  # in the order of the source
     assert tuple(plan.shard.tensors) == tuple(tensor.spec for tensor in plan.tensors)

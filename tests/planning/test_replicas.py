@@ -210,10 +210,10 @@ def transformer(ranks: int, stages: int, parameters: int) -> Strategy:
         ranks,
         stages,
         {
-            f"layers.{at // 4}.{['qkv', 'proj', 'norm', 'mlp'][at % 4]}": (
-                Placement(mesh, splits[at % 4], mesh[0], stages=(at * stages // parameters,)),
+            f"layers.{number // 4}.{['qkv', 'proj', 'norm', 'mlp'][number % 4]}": (
+                Placement(mesh, splits[number % 4], mesh[0], stages=(number * stages // parameters,)),
             )
-            for at in range(parameters)
+            for number in range(parameters)
         },
     )
 

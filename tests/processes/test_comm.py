@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from support.conversions import COMMAND, Conversion, listing, make
+from support.command_line import COMMAND
+from support.conversions import Conversion, listing, make, transform_apart
 from support.launch import MPI, MPI_NAMES, find_mpi, mpirun_command
 from support.processes import Finished, run_command
 
@@ -26,15 +27,11 @@ NO_LAUNCHER = {"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_ARRAY_TASK_ID": 
 REMEDIES = ("the mpirun of that MPI", "--mpi=pmix or --mpi=pmi2", "MPI4PY_LIBMPI", "--part I/N")
 
 
-def run(c: Conversion, *options: str, env: dict[str, str]) -> Finished:
-    return run_command([*COMMAND, *c.arguments("transform", *options)], env=env)
-
-
 def assert_refused(finished: Finished, c: Conversion, times: Sequence[int] = (1,)) -> None:
     """Check that a run was refused with every remedy, told so often, and that nothing was written."""
-    assert finished.returncode == 2, finished
-    assert finished.stderr.count("the launcher does not match the MPI library") in times, finished
-    assert all(remedy in finished.stderr for remedy in REMEDIES), finished
+    assert finished.code == 2, finished
+    assert finished.err.count("the launcher does not match the MPI library") in times, finished
+    assert all(remedy in finished.err for remedy in REMEDIES), finished
     assert not c.dst.exists()
 
 
@@ -56,21 +53,21 @@ def test_a_launcher_that_the_library_does_not_find(tmp_path: Path, mpi: MPI, lau
     c = make(tmp_path)
     told = {name: "0" for name in LAUNCHERS[launcher] if name.endswith("RANK") and launcher != "PMIx"}
     env = {**mpi.environment, **LAUNCHERS[launcher], **told}  # rank 0 tells it for all
-    finished = run(c, env=env)
+    finished = transform_apart(c, env=env)
     assert_refused(finished, c)
-    assert re.search(r"expected: a world of 4 processes(.|\n)*got: a", finished.stderr), finished
-    assert run(c, "--part", "1/2", env=env).returncode == 0
+    assert re.search(r"expected: a world of 4 processes(.|\n)*got: a", finished.err), finished
+    assert transform_apart(c, "--part", "1/2", env=env).code == 0
     assert len(list(c.dst.glob("rank_*/*"))) == 1
-    assert run(c, "--rank", "0", env=env).returncode == 0
+    assert transform_apart(c, "--rank", "0", env=env).code == 0
     assert len(list(c.dst.glob("rank_*/*"))) == 2
     # Whoever has a share of its own says what is wrong with it.
-    again = run(c, "--part", "1/2", env={**mpi.environment, **LAUNCHERS[launcher]})
-    assert again.returncode == 3 and "target rank 1 is there already" in again.stderr
+    again = transform_apart(c, "--part", "1/2", env={**mpi.environment, **LAUNCHERS[launcher]})
+    assert again.code == 3 and "target rank 1 is there already" in again.err
 
 
 def test_a_batch_shell(tmp_path: Path, mpi: MPI) -> None:
     c = make(tmp_path)
-    assert run(c, env={**mpi.environment, **NO_LAUNCHER}).returncode == 0
+    assert transform_apart(c, env={**mpi.environment, **NO_LAUNCHER}).code == 0
     assert len(list(c.dst.glob("rank_*/*"))) == 2
 
 
@@ -102,7 +99,7 @@ def test_parts_under_a_launcher_that_does_not_match(tmp_path: Path, mpi: MPI, ot
     rank = {"mpich": "PMI_RANK", "openmpi": "OMPI_COMM_WORLD_RANK"}[mpi.name]
     parts = ["sh", "-c", f'exec "$@" --part ${rank}/2', "-"]
     command = mpirun_command(mpi, 2, [*parts, *with_library_of(other), *COMMAND, *c.arguments()])
-    assert run_command(command).returncode == 0
+    assert run_command(command).code == 0
     assert len(list(c.dst.glob("rank_*/*"))) == 2
 
 
@@ -112,9 +109,9 @@ def test_a_launcher_without_mpi4py(tmp_path: Path) -> None:
     (tmp_path / "without" / "mpi4py.py").write_text("raise ImportError('No module named mpi4py')")
     path = os.pathsep.join([str(tmp_path / "without"), os.environ.get("PYTHONPATH", "")]).rstrip(":")
     env = {"PMI_SIZE": "4", "PMI_RANK": "0", "PYTHONPATH": path}
-    finished = run(c, env=env)
-    assert finished.returncode == 2, finished
-    assert "MPI cannot be used from Python" in finished.stderr and "pip install mpi4py" in finished.stderr
-    assert "pip install mpich" in finished.stderr and "[mpi]" not in finished.stderr  # not every index has this project
+    finished = transform_apart(c, env=env)
+    assert finished.code == 2, finished
+    assert "MPI cannot be used from Python" in finished.err and "pip install mpi4py" in finished.err
+    assert "pip install mpich" in finished.err and "[mpi]" not in finished.err  # not every index has this project
     assert not c.dst.exists()
-    assert run(c, "--part", "1/2", env=env).returncode == 0  # which needs no MPI
+    assert transform_apart(c, "--part", "1/2", env=env).code == 0  # which needs no MPI

@@ -33,4 +33,4 @@ finally:
 @pytest.mark.parametrize(("signal", "code"), [("SIGTERM", 143), ("SIGINT", 130)])
 def test_a_signal_right_after_the_fork(signal: str, code: int) -> None:
     finished = run_command([sys.executable, "-c", SIGNALLED.format(signal=signal)])
-    assert (finished.stdout, finished.stderr) == (f"ended with {code}\nwent on\n", ""), finished
+    assert (finished.out, finished.err) == (f"ended with {code}\nwent on\n", ""), finished

@@ -7,32 +7,30 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
-from support.cases import Side
-from support.checkpoints import as_read, expected_rank, read_shard, write_strategy
-from support.conversions import COMMAND, TENSORS, Conversion, command_line, listing, make, side
-from support.holders import MIB, TIMEOUT_SECONDS, Holder, ended, until
-from support.launch import MPI, mpirun_command
+from support.checkpoints import read_shard
+from support.command_line import COMMAND, Capture, run_apart, run_here
+from support.conversions import assert_right, listing, make, side, transform_apart
+from support.holders import TIMEOUT_SECONDS, Holder, ended, leased, until
+from support.launch import MPI
 from support.ledgers import Changing
 from support.oracle import RawLayout
-from support.processes import run_command
 from support.stand_ins import doing
 
 import reshard_mpi
 from reshard_mpi.errors import BudgetError, ReshardError, UsageError
-from reshard_mpi.processes.governor.admission import HostGovernor, Unlimited, open_governor
+from reshard_mpi.processes.governor.admission import Governor, open_governor
 from reshard_mpi.processes.governor.allowance import Allowance
 from reshard_mpi.processes.governor.ledger import Ledger
 from reshard_mpi.processes.governor.place import Place
 from reshard_mpi.processes.governor.usage import anonymous_bytes
-from reshard_mpi.units import parse_bytes
-
-Capture = pytest.CaptureFixture[str]
+from reshard_mpi.units import MIB, parse_bytes
 
 # Every process takes this of memory once it has filled its target, and keeps its lease until it is told to go on.
 HOLD = """
@@ -67,14 +65,7 @@ else:
 """
 
 
-@pytest.fixture
-def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A place for leases that no other test shares."""
-    monkeypatch.setenv("RESHARD_MPI_STATE_DIR", str(tmp_path / "state"))
-    return tmp_path / "state"
-
-
-def held(state: Path) -> dict[int, int]:
+def leased_bytes(state: Path) -> dict[int, int]:
     """Return how many bytes every process holds, all at one moment: nobody is admitted while the lock is held."""
     ledger = Ledger(state / os.uname().nodename / "host")
     if not (state / os.uname().nodename).exists():
@@ -83,18 +74,12 @@ def held(state: Path) -> dict[int, int]:
         return {occupant.claim.pid: occupant.claim.size_bytes for occupant in ledger.occupants() if occupant.holds}
 
 
-def of_ranks(folder: Path, layouts: dict[str, RawLayout], ranks: int) -> Conversion:
-    c = make(folder)
-    target: Side = side(ranks, layouts)
-    return c.but(target=target, dst_strategy=write_strategy(target, folder / "of_ranks"))
-
-
 class Crowd:
     """16 processes, of which each makes one target; each projects 64 MiB, and uses what it takes and 16 MiB more."""
 
     def __init__(self, folder: Path, memory: str) -> None:
         self.folder = folder
-        self.c = of_ranks(folder, {"w": RawLayout((4, 4), (1, 0)), "b": RawLayout((4, 4), (-1,))}, 16)
+        self.c = make(folder).to(side(16, {"w": RawLayout((4, 4), (1, 0)), "b": RawLayout((4, 4), (-1,))}))
         (folder / "gate").mkdir()
         env = {
             **os.environ,
@@ -126,7 +111,7 @@ class Crowd:
         """
         deadline = time.monotonic() + TIMEOUT_SECONDS
         while True:
-            inside, holding = self.inside(), held(state)
+            inside, holding = self.inside(), leased_bytes(state)
             assert sum(holding.values()) <= 256 * MIB
             assert len([size_bytes for size_bytes in holding.values() if size_bytes >= 64 * MIB]) <= 4
             if len(inside) == count and all(holding.get(pid) == 64 * MIB for pid in inside.values()):
@@ -142,10 +127,7 @@ class Crowd:
     def ended_well(self) -> bool:
         errors = [process.communicate(timeout=60)[1] for process in self.processes]
         assert [process.returncode for process in self.processes] == [0] * 16, errors
-        return all(
-            read_shard(self.c.written(rank)) == as_read(expected_rank(self.c.target, TENSORS, rank))
-            for rank in range(16)
-        )
+        return all(read_shard(self.c.written(rank)) == self.c.expected(rank) for rank in range(16))
 
     def kill(self) -> None:
         for process in self.processes:
@@ -189,37 +171,37 @@ def test_the_same_without_the_governor_takes_more(tmp_path: Path) -> None:
 @pytest.mark.parametrize("options", [("--jobs", "1"), ("--jobs", "2"), ("--rank", "1")])
 def test_what_can_never_fit_is_refused(tmp_path: Path, capsys: Capture, options: tuple[str, ...]) -> None:
     c = make(tmp_path)
-    said = command_line(capsys, *c.arguments("transform", "--memory", "25M", *options))
-    assert said.code == 5 and said.out == ""
-    assert "can never fit" in said.err and "25.00 MiB or less" in said.err
-    assert "projected 27." in said.err and "27.00 MiB are reserved" in said.err and "--memory" in said.err
+    finished = run_here(capsys, *c.arguments("transform", "--memory", "25M", *options))
+    assert finished.code == 5 and finished.out == ""
+    assert "can never fit" in finished.err and "25.00 MiB or less" in finished.err
+    assert "projected 27." in finished.err and "27.00 MiB are reserved" in finished.err and "--memory" in finished.err
     assert not c.dst.exists()
 
 
 def test_plan_says_so_too(tmp_path: Path, capsys: Capture) -> None:
     c = make(tmp_path)
-    assert command_line(capsys, *c.arguments("plan", "--memory", "25M")).code == 5
-    assert command_line(capsys, *c.arguments("plan", "--memory", "1G")).code == 0
+    assert run_here(capsys, *c.arguments("plan", "--memory", "25M")).code == 5
+    assert run_here(capsys, *c.arguments("plan", "--memory", "1G")).code == 0
 
 
 def test_a_plan_leaves_no_lease_and_a_batch_script_is_for_other_hosts(
     tmp_path: Path, capsys: Capture, state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     c = make(tmp_path)
-    assert command_line(capsys, *c.arguments("plan")).code == 0
+    assert run_here(capsys, *c.arguments("plan")).code == 0
     assert list(state.glob("*/*")) == []
     monkeypatch.setenv("RESHARD_MPI_MEMORY", "25M")
-    assert command_line(capsys, *c.arguments("plan", "--sbatch")).code == 0
-    assert run_command([*COMMAND, *c.arguments("plan", "--sbatch")]).returncode == 0
-    assert run_command([*COMMAND, *c.arguments("plan")]).returncode == 5
+    assert run_here(capsys, *c.arguments("plan", "--sbatch")).code == 0
+    assert run_apart(*c.arguments("plan", "--sbatch")).code == 0
+    assert run_apart(*c.arguments("plan")).code == 5
 
 
 def test_what_can_never_fit_is_refused_on_all_ranks(mpi: MPI, tmp_path: Path) -> None:
     c = make(tmp_path)
     arguments = c.arguments("transform", "--memory", "25M")
-    finished = run_command(mpirun_command(mpi, 2, [*COMMAND, *arguments]))
-    assert finished.returncode == 5, finished
-    assert finished.stderr.count("can never fit") == 1
+    finished = run_apart(*arguments, mpi=mpi)
+    assert finished.code == 5, finished
+    assert finished.err.count("can never fit") == 1
     assert not c.dst.exists()
 
 
@@ -239,18 +221,18 @@ def test_the_functions_refuse_it_too(tmp_path: Path) -> None:
 def test_wrong_amounts(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     c = make(tmp_path)
     for amount in ("much", "-1", "0", "1.5.5G", ""):
-        said = command_line(capsys, *c.arguments("transform", f"--memory={amount}"))
-        assert said.code == 2 and "no amount of memory" in said.err and "--memory" in said.err, amount
-    assert command_line(capsys, *c.arguments("transform", "--max-active", "0")).code == 2
+        finished = run_here(capsys, *c.arguments("transform", f"--memory={amount}"))
+        assert finished.code == 2 and "no amount of memory" in finished.err and "--memory" in finished.err, amount
+    assert run_here(capsys, *c.arguments("transform", "--max-active", "0")).code == 2
     with pytest.raises(UsageError):
         reshard_mpi.transform_checkpoints(c.src, c.dst, "p", c.src_strategy, c.dst_strategy, max_active=0)
     monkeypatch.setenv("RESHARD_MPI_MEMORY", "lots")
-    said = command_line(capsys, *c.arguments())
-    assert said.code == 2 and "RESHARD_MPI_MEMORY" in said.err
+    finished = run_here(capsys, *c.arguments())
+    assert finished.code == 2 and "RESHARD_MPI_MEMORY" in finished.err
     assert not c.dst.exists()
     monkeypatch.setenv("RESHARD_MPI_MEMORY", "10M")
-    assert command_line(capsys, *c.arguments()).code == 5
-    assert command_line(capsys, *c.arguments("transform", "--memory", "1G")).code == 0
+    assert run_here(capsys, *c.arguments()).code == 5
+    assert run_here(capsys, *c.arguments("transform", "--memory", "1G")).code == 0
 
 
 def test_sizes() -> None:
@@ -277,8 +259,8 @@ def test_who_waits_says_so_and_the_report_too(tmp_path: Path, state: Path) -> No
         assert "1 lease holds 120.00 MiB of the 150.00 MiB that this host" in line
         assert listing(c.dst / "rank_0") == {}
         first.let_go()
-        _, said = process.communicate(timeout=60)
-    assert process.returncode == 0 and "s of it waiting" in said
+        _, message = process.communicate(timeout=60)
+    assert process.returncode == 0 and "s of it waiting" in message
     targets = json.loads((tmp_path / "r.json").read_text())["targets"]
     assert targets[0]["waited_seconds"] >= 1 > targets[1]["waited_seconds"]
     assert targets[0]["leased_bytes"] > 25 * MIB
@@ -289,15 +271,13 @@ def test_processes_that_fill_a_target_together_hold_nothing_while_they_wait(
     tmp_path: Path, state: Path, jobs: int
 ) -> None:
     """With one lease for all of them nobody would ever come to the end of it otherwise."""
-    c = of_ranks(tmp_path, {"w": RawLayout((1,), (-1, -1)), "b": RawLayout((1,), (-1,))}, 1)
+    c = make(tmp_path).to(side(1, {"w": RawLayout((1,), (-1, -1)), "b": RawLayout((1,), (-1,))}))
     options = ["--jobs", str(jobs), "--max-active", "1", "--report", str(tmp_path / "r.json")]
-    finished = run_command(
-        [*COMMAND, *c.arguments("transform", *options)], env=doing(tmp_path, "pass"), timeout_seconds=60
-    )
-    assert finished.returncode == 0, finished
+    finished = transform_apart(c, *options, env=doing(tmp_path, "pass"))
+    assert finished.code == 0, finished
     (target,) = json.loads((tmp_path / "r.json").read_text())["targets"]
     assert target["processes"] == jobs
-    assert read_shard(c.written(0)) == as_read(expected_rank(c.target, TENSORS, 0))
+    assert read_shard(c.written(0)) == c.expected(0)
 
 
 # Only one process of a run at a time has room for what this makes it project.
@@ -318,12 +298,11 @@ def test_workers_of_a_run_that_have_room_only_one_after_the_other(
     tmp_path: Path, state: Path, ranks: int, layouts: dict[str, RawLayout], options: tuple[str, ...]
 ) -> None:
     """Who waits for the others with a plan in its hands lets go of it, or those would wait for ever."""
-    c = of_ranks(tmp_path, layouts, ranks)
+    c = make(tmp_path).to(side(ranks, layouts))
     arguments = c.arguments("transform", "--jobs", "8", "--memory", "200M", *options)
-    finished = run_command([*COMMAND, *arguments], env=with_large_targets(tmp_path))
-    assert finished.returncode == 0, finished
-    for rank in range(ranks):
-        assert read_shard(c.written(rank)) == as_read(expected_rank(c.target, TENSORS, rank))
+    finished = run_apart(*arguments, env=with_large_targets(tmp_path))
+    assert finished.code == 0, finished
+    assert_right(c)
     assert list(state.glob("*/*")) == []
 
 
@@ -332,23 +311,22 @@ def test_ranks_of_a_run_that_have_room_only_one_after_the_other(
     mpi: MPI, tmp_path: Path, state: Path, ranks: int, layouts: dict[str, RawLayout]
 ) -> None:
     """What the ranks take for being there is more than is allowed, and they cannot wait for each other's end."""
-    c = of_ranks(tmp_path, layouts, ranks)
+    c = make(tmp_path).to(side(ranks, layouts))
     arguments = c.arguments("transform", "--memory", "200M", "--verify")[:-2]  # without --jobs 1
-    finished = run_command(mpirun_command(mpi, 4, [*COMMAND, *arguments]), env=with_large_targets(tmp_path))
-    assert finished.returncode == 0, finished
-    for rank in range(ranks):
-        assert read_shard(c.written(rank)) == as_read(expected_rank(c.target, TENSORS, rank))
+    finished = run_apart(*arguments, mpi=mpi, ranks=4, env=with_large_targets(tmp_path))
+    assert finished.code == 0, finished
+    assert_right(c)
 
 
 def test_no_more_workers_than_there_can_be_memory_for(tmp_path: Path, state: Path) -> None:
-    c = of_ranks(tmp_path, EACH, 4)
-    finished = run_command([*COMMAND, *c.arguments("transform", "--jobs", "4", "--memory", "140M")])
-    assert finished.returncode == 0 and "note: 2 of 4 processes were started" in finished.stderr, finished
+    c = make(tmp_path).to(side(4, EACH))
+    finished = transform_apart(c, "--jobs", "4", "--memory", "140M")
+    assert finished.code == 0 and "note: 2 of 4 processes were started" in finished.err, finished
 
 
 def test_a_process_that_cannot_grow_starts_over_and_keeps_its_place(tmp_path: Path, state: Path) -> None:
     """It waits bare for all that it needs, and others that came after it do not come before it."""
-    c = of_ranks(tmp_path, EACH, 4)
+    c = make(tmp_path).to(side(4, EACH))
     with ended(first := Holder(state, 100 * MIB, memory="200M").expect("holds")):
         command = [*COMMAND, *c.arguments("transform", "--rank", "0", "--memory", "200M")]
         environment = {**os.environ, **with_large_targets(tmp_path)}
@@ -360,10 +338,10 @@ def test_a_process_that_cannot_grow_starts_over_and_keeps_its_place(tmp_path: Pa
         with ended(later := Holder(state, 100 * MIB, memory="200M")):
             assert later.read().startswith("waits: ")
             first.let_go()
-            _, said = process.communicate(timeout=60)
+            _, message = process.communicate(timeout=60)
             later.expect("holds").let_go()
-    assert process.returncode == 0, said
-    assert read_shard(c.written(0)) == as_read(expected_rank(c.target, TENSORS, 0))
+    assert process.returncode == 0, message
+    assert read_shard(c.written(0)) == c.expected(0)
 
 
 def test_a_process_that_waits_at_its_start_can_be_stopped(tmp_path: Path, state: Path) -> None:
@@ -374,8 +352,8 @@ def test_a_process_that_waits_at_its_start_can_be_stopped(tmp_path: Path, state:
             process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
             assert process.stderr is not None and "waiting for memory" in process.stderr.readline()
             process.send_signal(number)
-            _, said = process.communicate(timeout=60)
-            assert process.returncode == code and said == f"reshard-mpi: {word}; --resume goes on\n"
+            _, message = process.communicate(timeout=60)
+            assert process.returncode == code and message == f"reshard-mpi: {word}; --resume goes on\n"
     assert not c.dst.exists()
 
 
@@ -389,12 +367,12 @@ def test_no_more_at_once_than_allowed(tmp_path: Path, state: Path) -> None:
 
 def test_where_the_host_gets_tighter_others_wait_but_one_goes_on(tmp_path: Path) -> None:
     scope = Changing(allowed=0)
-    governor = HostGovernor(Place(tmp_path, ""), [scope])
+    governor = Governor(Place(tmp_path, ""), [scope])
     admitted = threading.Event()
-    with governor.lease(10, "first", print):  # nothing is free, but somebody has to begin
+    with leased(governor, 10, "first", print):  # nothing is free, but somebody has to begin
 
         def wait() -> None:
-            with governor.lease(10, "second", print):
+            with leased(governor, 10, "second", print):
                 admitted.set()
 
         waiting = threading.Thread(target=wait)
@@ -411,16 +389,16 @@ def test_a_lease_fits_every_scope_it_lies_in(tmp_path: Path) -> None:
     job, other, host = Changing(10), Changing(10), Changing(30)
     job.key, other.key, host.key = "job", "other", "host"
     admitted = threading.Event()
-    with HostGovernor(Place(tmp_path, ""), [job, host]).lease(10, "first", print):
+    with leased(Governor(Place(tmp_path, ""), [job, host]), 10, "first", print):
 
         def wait() -> None:
-            with HostGovernor(Place(tmp_path, ""), [job, host]).lease(10, "second", print):
+            with leased(Governor(Place(tmp_path, ""), [job, host]), 10, "second", print):
                 admitted.set()
 
         waiting = threading.Thread(target=wait)
         waiting.start()
         until(lambda: len(Ledger(tmp_path / "job").occupants()) == 2, "in line")
-        with HostGovernor(Place(tmp_path, ""), [other, host]).lease(10, "third", print):
+        with leased(Governor(Place(tmp_path, ""), [other, host]), 10, "third", print):
             assert [occupant.claim.purpose for occupant in Ledger(tmp_path / "host").occupants()] == ["first", "third"]
         assert not admitted.is_set()
     assert admitted.wait(30)
@@ -437,13 +415,13 @@ class Noting(Changing):
 
 def test_a_process_with_several_leases_is_one_process(tmp_path: Path) -> None:
     scope = Noting(100)
-    governor = HostGovernor(Place(tmp_path, ""), [scope])
-    with governor.lease(10, "a thread", print), governor.lease(20, "another", print):
+    governor = Governor(Place(tmp_path, ""), [scope])
+    with leased(governor, 10, "a thread", print), leased(governor, 20, "another", print):
         assert scope.leased_bytes == {os.getpid(): 30}
 
 
 def test_the_tightest_scope_decides_what_can_never_fit(tmp_path: Path) -> None:
-    governor = HostGovernor(Place(tmp_path, ""), [Changing(10, ceiling=70), Changing(10, ceiling=100)])
+    governor = Governor(Place(tmp_path, ""), [Changing(10, ceiling=70), Changing(10, ceiling=100)])
     governor.require_possible(70, 64)
     with pytest.raises(BudgetError):
         governor.require_possible(71, 64)
@@ -455,29 +433,29 @@ def test_a_full_place_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     def mkfifo(path: Path, mode: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    governor = HostGovernor(Place(tmp_path, ""), [Changing(100)])
+    governor = Governor(Place(tmp_path, ""), [Changing(100)])
     with monkeypatch.context() as patch, pytest.raises(ReshardError) as error:
         patch.setattr(os, "mkfifo", mkfifo)
-        with governor.lease(1, "a target", print):
+        with leased(governor, 1, "a target", print):
             pass
     assert error.value.where == str(tmp_path) and "RESHARD_MPI_STATE_DIR" in error.value.remedy
     assert list(tmp_path.iterdir()) == []
-    with governor.lease(1, "a target", print):
+    with leased(governor, 1, "a target", print):
         pass
 
 
 def test_unlimited_keeps_no_state(state: Path) -> None:
     governor = open_governor(Allowance.of("unlimited", None, {}), os.environ)
-    assert isinstance(governor, Unlimited)
+    assert governor.ceiling_bytes == sys.maxsize
     governor.require_possible(1 << 60, 0)
-    with governor.lease(1 << 60, "all", print) as waited_seconds:
+    with leased(governor, 1 << 60, "all", print) as waited_seconds:
         assert waited_seconds == 0
     assert not state.exists()
 
 
 def test_a_private_place_is_said(tmp_path: Path) -> None:
-    assert HostGovernor(Place(tmp_path, ""), []).notes == ()
-    (note,) = HostGovernor(Place(tmp_path, "job 5 has its own"), []).notes
+    assert Governor(Place(tmp_path, ""), []).notes == ()
+    (note,) = Governor(Place(tmp_path, "job 5 has its own"), []).notes
     assert str(tmp_path) in note and "job 5 has its own" in note
 
 
@@ -509,14 +487,14 @@ def test_governor_shows_leases_and_the_line(state: Path, capsys: Capture) -> Non
         d = Holder(state, MIB, memory="100M")
         with ended(d):
             assert d.read().startswith("waits")
-            text = command_line(capsys, "governor").out
+            text = run_here(capsys, "governor").out
             lines = text.splitlines()
             assert lines[0].startswith("this host: 2 leases hold 96.00 MiB of ") and lines[0].endswith(", 2 waiting")
             assert f"pid {a.pid}" in lines[1] and "holds 64.00 MiB" in lines[1] and f"process {a.pid}" in lines[1]
             assert "1." in lines[3] and f"pid {c.pid}" in lines[3] and "waits for 70.00 MiB" in lines[3]
             assert "2." in lines[4] and f"pid {d.pid}" in lines[4]
             assert "waits for 1.00 MiB within 100.00 MiB" in lines[4]
-            found = json.loads(command_line(capsys, "governor", "--json").out)
+            found = json.loads(run_here(capsys, "governor", "--json").out)
             (host,) = [scope for scope in found["scopes"] if scope["name"] == "this host"]
             assert [lease["pid"] for lease in host["leases"]] == [a.pid, b.pid]
             assert [waiting["size_bytes"] for waiting in host["waiting"]] == [70 * MIB, MIB]
@@ -525,12 +503,12 @@ def test_governor_shows_leases_and_the_line(state: Path, capsys: Capture) -> Non
 
 
 def test_governor_where_nobody_is(state: Path, capsys: Capture) -> None:
-    said = command_line(capsys, "governor")
-    assert said.code == 0 and "this host: 0 leases hold 0 B of " in said.out
+    finished = run_here(capsys, "governor")
+    assert finished.code == 0 and "this host: 0 leases hold 0 B of " in finished.out
 
 
 def test_governor_shows_jobs_it_is_not_in(state: Path, capsys: Capture) -> None:
     job = {"SLURM_JOB_ID": "17", "SLURM_MEM_PER_NODE": "300"}
     with ended(Holder(state, 64 * MIB, memory="100M", env=job).expect("holds")):
-        text = command_line(capsys, "governor").out
+        text = run_here(capsys, "governor").out
         assert "SLURM job 17: 1 lease holds 64.00 MiB of 300.00 MiB" in text

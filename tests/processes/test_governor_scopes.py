@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support.processes import run_command
 
 from reshard_mpi.processes.governor import usage
 from reshard_mpi.processes.governor.scopes import HostScope, SlurmJob, control_groups, find_scopes, slurm_job
@@ -211,7 +212,7 @@ def test_use_of_a_slurm_job() -> None:
 def test_pid_namespaces_have_names_of_their_own() -> None:
     code = "from reshard_mpi.processes.governor.claims import own_pid_namespace as n; print(n())"
     names = {
-        subprocess.run([*prefix, sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        run_command([*prefix, sys.executable, "-c", code], check=True).out
         for prefix in ([], ["unshare", "--pid", "--fork", "--mount-proc"])
     }
     assert len(names) == 2

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import h5py
 import pytest
-from support.conversions import Conversion, make
+from support.conversions import Conversion, make, of_every_kind
 from support.launch import MPI, mpirun_command
 from support.processes import Finished, run_command
 
@@ -53,7 +53,7 @@ class Decoys:
             (folder / f"{name}.py").write_text(text)
         # What Python itself takes from there for `python -m` is nothing that a module could prevent.
         (folder / "empty_program.py").write_text("")
-        while run_command([sys.executable, "-m", "empty_program"], cwd=folder).returncode or self.run_names():
+        while run_command([sys.executable, "-m", "empty_program"], cwd=folder).code or self.run_names():
             for name in self.run_names():
                 (folder / f"{name}.py").unlink()
             self._marks.unlink()
@@ -64,7 +64,7 @@ class Decoys:
     def run(self, *argv: str | Path, code: int = 0, env: dict[str, str] | None = None) -> Finished:
         """Run a command in the folder: it ends with `code`, and no decoy has been run."""
         finished = run_command(argv, cwd=self.folder, env=env)
-        assert finished.returncode == code and "Traceback" not in finished.stderr, finished
+        assert finished.code == code and "Traceback" not in finished.err, finished
         assert self.run_names() == [], finished
         return finished
 
@@ -100,20 +100,20 @@ def test_inspecting_a_foreign_shard(tmp_path: Path) -> None:
     conversion, decoys = conversion_here(tmp_path / "here", "hdf5")
     shard = str(conversion.shard(0).relative_to(conversion.folder))
     for command in ([sys.executable, "-m", OURS], [SCRIPT]):
-        assert "hdf5 shard" in decoys.run(*command, "inspect", shard).stdout
+        assert "hdf5 shard" in decoys.run(*command, "inspect", shard).out
     program = f"import reshard_mpi; print(reshard_mpi.inspect({shard!r})['kind'])"
-    assert decoys.run(sys.executable, "-c", program).stdout == "shard\n"
+    assert decoys.run(sys.executable, "-c", program).out == "shard\n"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ckpt", "hdf5"])
+@of_every_kind
 def test_every_command(tmp_path: Path, kind: str) -> None:
     conversion, decoys = conversion_here(tmp_path / "here", kind)
     strategies = ["--src-strategy", "src_strategy/strategy_0.ckpt", "--dst-strategy", "dst_strategy/strategy_0.ckpt"]
     command = [sys.executable, "-m", OURS]
-    for at, options in enumerate((["--jobs", "1"], ["--jobs", "2", "--verify", "--to", "hdf5"], ["--jobs", "3"])):
-        again = conversion.but(dst=conversion.folder / f"dst_{at}")
-        decoys.run(*command, *arguments("transform", again, *options, "--report", f"report_{at}"))
+    for number, options in enumerate((["--jobs", "1"], ["--jobs", "2", "--verify", "--to", "hdf5"], ["--jobs", "3"])):
+        again = conversion.but(dst=conversion.folder / f"dst_{number}")
+        decoys.run(*command, *arguments("transform", again, *options, "--report", f"report_{number}"))
     done = ["src", "dst_0", *strategies]
     for ended in (
         arguments("plan", conversion, "--replicas", "check"),
@@ -162,7 +162,7 @@ except reshard_mpi.ReshardError as error:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ckpt", "hdf5"])
+@of_every_kind
 def test_every_function(tmp_path: Path, kind: str) -> None:
     """Where decoys lie that its own `import h5py` would take, the program's import comes after ours."""
     conversion, decoys = conversion_here(tmp_path / "here", kind)
@@ -171,7 +171,7 @@ def test_every_function(tmp_path: Path, kind: str) -> None:
     ending = conversion.shard(0).suffix[1:]
     # The program's own import of h5py would take decoys too, so the package has loaded it: of .ckpt it has not.
     program = FUNCTIONS.replace("import h5py", "reshard_mpi.inspect(f'dst_{number}')") if kind == "ckpt" else FUNCTIONS
-    assert decoys.run(sys.executable, "-c", program, ending).stdout == "refused SourceError\n"
+    assert decoys.run(sys.executable, "-c", program, ending).out == "refused SourceError\n"
 
 
 @pytest.mark.slow
@@ -209,7 +209,7 @@ def test_callers_import_their_own_modules(tmp_path: Path) -> None:
         "print(statistics.whose)\n"
     )
     finished = program_in(tmp_path, "program.py", program)
-    assert (finished.returncode, finished.stdout) == (0, "mine\nmine\n"), finished
+    assert (finished.code, finished.out) == (0, "mine\nmine\n"), finished
 
 
 def test_a_module_that_only_the_working_folder_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +259,7 @@ def test_a_working_folder_that_is_gone(tmp_path: Path) -> None:
     program += "print(imports.import_environment()['PYTHONPATH'] != '')"
     (tmp_path / "gone").mkdir()
     finished = run_command([sys.executable, "-c", program], cwd=tmp_path / "gone")
-    assert (finished.returncode, finished.stdout) == (0, "True\n"), finished
+    assert (finished.code, finished.out) == (0, "True\n"), finished
 
 
 def test_a_checkout_as_the_working_folder(tmp_path: Path) -> None:
@@ -277,5 +277,5 @@ def test_a_checkout_as_the_working_folder(tmp_path: Path) -> None:
         "environment = {**os.environ, **imports.import_environment()}\n"
         "subprocess.run(imports.fresh_interpreter(program), env=environment, check=True)\n"
     )
-    ours, theirs = decoys.run(sys.executable, "-P", "-c", start).stdout.split()
+    ours, theirs = decoys.run(sys.executable, "-P", "-c", start).out.split()
     assert ours == str(tmp_path / OURS / "api.py") and not theirs.startswith(str(tmp_path))

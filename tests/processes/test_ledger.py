@@ -13,26 +13,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.crowd import NoNotices, claim
-from support.holders import MIB, TIMEOUT_SECONDS, Holder, ended, until
+from support.crowd import NoNotices, claim, entered
+from support.holders import TIMEOUT_SECONDS, Holder, ended, leased, until
 from support.ledgers import LEASE, in_line, ledger, occupants, pids
 from support.processes import run_command
 
 from reshard_mpi.processes.governor.admission import open_governor
 from reshard_mpi.processes.governor.allowance import Allowance
 from reshard_mpi.processes.governor.ledger import Ledger
-
-
-@pytest.fixture
-def state(tmp_path: Path) -> Path:
-    return tmp_path / "state"
+from reshard_mpi.units import MIB
 
 
 def crowd(folder: Path, sizes_bytes: list[int], allowed_bytes: int) -> dict[str, Any]:
     asked = json.dumps({"folder": str(folder / "ledger"), "allowed_bytes": allowed_bytes, "sizes_bytes": sizes_bytes})
     (folder / "asked").write_text(asked)
     program = ["sh", "-c", 'exec "$0" "$1" < "$2"', sys.executable, Path(__file__).parents[1] / "support" / "crowd.py"]
-    found: dict[str, Any] = json.loads(run_command([*program, folder / "asked"], check=True).stdout)
+    found: dict[str, Any] = json.loads(run_command([*program, folder / "asked"], check=True).out)
     assert set(found["codes"]) == {0}
     return found
 
@@ -128,13 +124,13 @@ def test_who_leaves_the_line_is_passed_over(state: Path, number: signal.Signals)
 def test_a_fork_of_a_holder_does_not_keep_its_lease(state: Path) -> None:
     governor = open_governor(Allowance(64 * MIB), {"RESHARD_MPI_STATE_DIR": str(state)})
     reading, writing = os.pipe()
-    with governor.lease(LEASE, "parent", print):
+    with leased(governor, LEASE, "parent", print):
         pid = os.fork()
         if pid == 0:
             os.read(reading, 1)
             os._exit(0)
     try:
-        with governor.lease(LEASE, "parent again", print) as waited_seconds:
+        with leased(governor, LEASE, "parent again", print) as waited_seconds:
             assert waited_seconds < 1.0
     finally:
         os.write(writing, b".")
@@ -165,12 +161,12 @@ def test_one_comes_as_the_last_one_leaves(tmp_path: Path, monkeypatch: pytest.Mo
 
     def rmdir_after_another_came(folder: Path) -> None:
         monkeypatch.setattr(Path, "rmdir", rmdir)
-        another.enter_context(line.lease(claim(2), lambda held: None, NoNotices()))
+        another.enter_context(entered(line, claim(2), lambda held: None, NoNotices()))
         folder.rmdir()
 
     monkeypatch.setattr(Path, "rmdir", rmdir_after_another_came)
     with contextlib.ExitStack() as another:
-        with line.lease(claim(1), lambda held: None, NoNotices()):
+        with entered(line, claim(1), lambda held: None, NoNotices()):
             pass
         assert [occupant.claim.size_bytes for occupant in line.occupants()] == [2]
     assert not (tmp_path / "line").exists()
@@ -208,10 +204,10 @@ def test_what_another_version_has_written_is_left_alone(state: Path) -> None:
 
 def test_who_is_just_admitted_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line = Ledger(tmp_path)
-    with line.lease(claim(1), lambda held: None, NoNotices()):
+    with entered(line, claim(1), lambda held: None, NoNotices()):
         (lease,) = tmp_path.glob("*.lease")
         waiting = lease.rename(lease.with_suffix(".waiting"))
-        numbers = line._numbers
+        numbers = line._files.numbers
 
         def numbers_before_admission(kind: str) -> list[int]:
             found = numbers(kind)
@@ -219,7 +215,7 @@ def test_who_is_just_admitted_is_seen(tmp_path: Path, monkeypatch: pytest.Monkey
                 waiting.rename(lease)
             return found
 
-        monkeypatch.setattr(line, "_numbers", numbers_before_admission)
+        monkeypatch.setattr(line._files, "numbers", numbers_before_admission)
         assert [occupant.holds for occupant in line.occupants()] == [True]
 
 

@@ -13,24 +13,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from support.conversions import command_line, make
-from support.crowd import NoNotices, claim
-from support.holders import MIB, Holder, ended, until
+from support.command_line import Capture, run_here
+from support.conversions import make, of_every_kind
+from support.crowd import NoNotices, claim, entered
+from support.holders import Holder, ended, until
 from support.ledgers import LEASE, in_line, ledger, occupants, pids
 
 from reshard_mpi.errors import ReshardError
-from reshard_mpi.processes.governor.admission import HostGovernor
+from reshard_mpi.processes.governor.admission import Governor
 from reshard_mpi.processes.governor.ledger import Ledger
 from reshard_mpi.processes.governor.place import Place
 from reshard_mpi.processes.kernel import state_of
-
-Capture = pytest.CaptureFixture[str]
-
-
-@pytest.fixture
-def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("RESHARD_MPI_STATE_DIR", str(tmp_path / "state"))
-    return tmp_path / "state"
+from reshard_mpi.units import MIB
 
 
 def stop(holder: Holder) -> None:
@@ -109,7 +103,7 @@ def test_two_that_take_themselves_for_the_head_are_not_both_admitted(tmp_path: P
     admitted = threading.Event()
 
     def first() -> None:
-        with line.lease(claim(1), judge, Patient()):
+        with entered(line, claim(1), judge, Patient()):
             admitted.set()
 
     thread = threading.Thread(target=first)
@@ -133,8 +127,8 @@ def test_who_waits_says_for_whom(state: Path) -> None:
     with ended(first := Holder(state, LEASE, memory="64M").expect("holds")), continued(first):
         stop(first)
         with ended(second := Holder(state, LEASE, memory="64M")):
-            said = second.read()
-            assert f"on pid {first.pid} (stopped, for " in said and "1 lease holds 64.00 MiB" in said
+            notice = second.read()
+            assert f"on pid {first.pid} (stopped, for " in notice and "1 lease holds 64.00 MiB" in notice
             in_line(state, second)
             with ended(third := Holder(state, LEASE, memory="64M")):
                 assert f"on pid {second.pid} (" in third.read()
@@ -158,9 +152,9 @@ def test_a_lock_that_a_stopped_process_holds_is_named(state: Path) -> None:
     with ended(first), stopped_with_the_lock(ledger(state)._folder) as pid:
         second = Holder(state, MIB, memory="64M")
         with ended(second):
-            said = second.read()
-            assert f"pid {pid} (stopped) keeps the line of this host (--memory) locked" in said
-            assert "kill -CONT" in said
+            notice = second.read()
+            assert f"pid {pid} (stopped) keeps the line of this host (--memory) locked" in notice
+            assert "kill -CONT" in notice
             os.kill(pid, signal.SIGCONT)
             second.expect("holds").let_go()
 
@@ -170,9 +164,9 @@ def test_who_leaves_does_not_wait_for_a_stopped_one(state: Path, capsys: Capture
     with ended(first), stopped_with_the_lock(ledger(state)._folder) as pid:
         first.let_go()
         assert occupants(state) == []  # what it could not remove counts no more
-        said = command_line(capsys, "governor")
-        assert said.code == 0 and f"pid {pid} (stopped) keeps its line locked" in said.out
-        found = json.loads(command_line(capsys, "governor", "--json").out)
+        finished = run_here(capsys, "governor")
+        assert finished.code == 0 and f"pid {pid} (stopped) keeps its line locked" in finished.out
+        found = json.loads(run_here(capsys, "governor", "--json").out)
         (host,) = [scope for scope in found["scopes"] if scope["name"] == "this host"]
         assert host["locked_by"] == [{"pid": pid, "state": "stopped"}]
         os.kill(pid, signal.SIGCONT)
@@ -183,9 +177,9 @@ def test_who_leaves_does_not_wait_for_a_stopped_one(state: Path, capsys: Capture
 def test_governor_says_who_is_stopped(state: Path, capsys: Capture) -> None:
     with ended(first := Holder(state, LEASE, memory="100M").expect("holds")), continued(first):
         stop(first)
-        text = command_line(capsys, "governor").out
+        text = run_here(capsys, "governor").out
         assert f"pid {first.pid}" in text and "stopped" in text
-        found = json.loads(command_line(capsys, "governor", "--json").out)
+        found = json.loads(run_here(capsys, "governor", "--json").out)
         (host,) = [scope for scope in found["scopes"] if scope["name"] == "this host"]
         assert [lease["state"] for lease in host["leases"]] == ["stopped"]
 
@@ -228,7 +222,7 @@ KINDS = ["file", "odd JSON", "folder", "link", "dangling link", "pipe"]
 KINDS += ["of another user"] if os.geteuid() == 0 else []
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@of_every_kind
 def test_stray_entries_harm_nobody(state: Path, kind: str, capsys: Capture) -> None:
     folder = ledger(state)._folder
     for part in (folder.parent.parent, folder.parent):
@@ -237,7 +231,7 @@ def test_stray_entries_harm_nobody(state: Path, kind: str, capsys: Capture) -> N
     first = Holder(state, LEASE, memory="64M").expect("holds")
     with ended(first, second := Holder(state, LEASE, memory="64M")):
         assert second.read().startswith("waits: ")
-        text = command_line(capsys, "governor").out
+        text = run_here(capsys, "governor").out
         assert f"pid {first.pid}" in text and "1 waiting" in text
         first.let_go()
         second.expect("holds").let_go()
@@ -279,8 +273,8 @@ def test_a_run_beside_strays(tmp_path: Path, state: Path, capsys: Capture) -> No
     stray(folder, "file")
     (folder.parent / "a file").touch()
     (folder.parent / "a link").symlink_to("/proc/1")
-    assert command_line(capsys, *c.arguments("transform", "--memory", "1G")).code == 0
-    assert command_line(capsys, "governor").code == 0
+    assert run_here(capsys, *c.arguments("transform", "--memory", "1G")).code == 0
+    assert run_here(capsys, "governor").code == 0
 
 
 # A lease that grows
@@ -289,7 +283,7 @@ def test_a_run_beside_strays(tmp_path: Path, state: Path, capsys: Capture) -> No
 def test_a_lease_grows_in_its_place_or_not_at_all(tmp_path: Path) -> None:
     from support.ledgers import Changing
 
-    governor = HostGovernor(Place(tmp_path, ""), [Changing(100), inner := Changing(60)])
+    governor = Governor(Place(tmp_path, ""), [Changing(100), inner := Changing(60)])
     inner.key = "inner"
     one = governor.take(20, "one", print)
     assert one.grow(60) and one.size_bytes == 60  # alone it would be given anything
@@ -306,7 +300,7 @@ def test_a_lease_grows_in_its_place_or_not_at_all(tmp_path: Path) -> None:
 def test_floors_are_counted_and_not_waited_for(tmp_path: Path) -> None:
     from support.ledgers import Changing
 
-    governor = HostGovernor(Place(tmp_path, ""), [Changing(100)])
+    governor = Governor(Place(tmp_path, ""), [Changing(100)])
     floors = [governor.register(40, f"rank {rank}") for rank in range(4)]
     first = governor.take(20, "first", print)  # nobody works, so it goes on though the floors alone are too much
     assert not first.grow(21) or first.size_bytes == 21

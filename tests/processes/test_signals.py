@@ -10,7 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-from support.conversions import COMMAND, Conversion, command_line, four_targets
+from support.command_line import COMMAND, Capture, run_here
+from support.conversions import Conversion, four_targets
 from support.harm import assert_resumed, fault
 from support.processes import clean_environment, run_command
 
@@ -41,7 +42,7 @@ def test_a_signal_while_a_module_is_loaded(tmp_path: Path, kind: signal.Signals,
     finished = run_command(
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{PROGRAM}", str(int(kind))]
     )
-    assert (finished.returncode, finished.stderr) == (code, ""), finished
+    assert (finished.code, finished.err) == (code, ""), finished
 
 
 def test_an_interrupt_that_is_ignored_stays_so() -> None:
@@ -82,7 +83,7 @@ def _read(terminal: int) -> bytes:
         return b""
 
 
-def held_up(c: Conversion) -> tuple[dict[str, str], Path]:
+def paused(c: Conversion) -> tuple[dict[str, str], Path]:
     """Return the environment in which the second target is begun and not ended, and the file that tells of it."""
     ready = c.folder / "ready"
     wait = f"open({str(ready)!r}, 'w').close(); import time; time.sleep(60)"
@@ -94,10 +95,10 @@ def held_up(c: Conversion) -> tuple[dict[str, str], Path]:
     ("again", "says"), [("--resume", "interrupted; --resume goes on"), ("--overwrite", "interrupted")]
 )
 def test_an_interrupt_is_told_on_a_line_of_its_own(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], jobs: str, again: str, says: str
+    tmp_path: Path, capsys: Capture, jobs: str, again: str, says: str
 ) -> None:
     c = four_targets(tmp_path)
-    env, ready = held_up(c)
+    env, ready = paused(c)
     code, lines = press(b"\x03", [*COMMAND, *c.arguments("transform", again, "--jobs", jobs)], env, ready)
     assert code == 130 and "^C" in lines[-3], lines
     assert lines[-2:] == [f"reshard-mpi: {says}", ""], lines
@@ -106,16 +107,14 @@ def test_an_interrupt_is_told_on_a_line_of_its_own(
         assert any(line.startswith("1 of 4 targets, ") for line in lines), lines  # the line that the ^C comes into
     if again == "--resume":
         whole = c.but(dst=tmp_path / "whole")
-        assert command_line(capsys, *whole.arguments()).code == 0
+        assert run_here(capsys, *whole.arguments()).code == 0
         assert_resumed(c, capsys, whole)
 
 
 @pytest.mark.parametrize("command", ["verify", "plan"])
-def test_what_cannot_be_resumed_does_not_promise_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
-) -> None:
+def test_what_cannot_be_resumed_does_not_promise_it(tmp_path: Path, capsys: Capture, command: str) -> None:
     c = four_targets(tmp_path)
-    assert command_line(capsys, *c.arguments("transform", "--verify")).code == 0
+    assert run_here(capsys, *c.arguments("transform", "--verify")).code == 0
     ready = tmp_path / "ready"
     (tmp_path / "stand_in").mkdir()
     (tmp_path / "stand_in" / "sitecustomize.py").write_text(

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from support.checkpoints import write_strategy
-from support.conversions import COMMAND, Conversion, make, shards, side
+from support.command_line import run_apart
+from support.conversions import Conversion, make, shards, side, transform_apart
 from support.launch import MPI, find_mpi
 from support.launch_scripts import LAUNCH, operands
-from support.processes import run_command
 from support.slurm import Cluster, Task
 from support.slurm_jobs import COMPLETED, TARGETS, rank_environment
 from support.stand_ins import doing, refusing
@@ -28,8 +27,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Conversion:
     """A conversion to 8 targets and, as its target, what one process alone makes of it."""
     c = make(tmp_path_factory.mktemp("reference"))
     target = side(8, TARGETS)
-    c = c.but(target=target, dst_strategy=write_strategy(target, c.folder / "eight"))
-    run_command([*COMMAND, *c.arguments()], check=True)
+    c = c.to(target)
+    transform_apart(c, check=True)
     assert len(list(c.dst.glob("rank_*/*"))) == 8
     return c
 
@@ -71,8 +70,8 @@ def test_srun_that_does_not_match(slurm: Cluster, c: Conversion, mpi: MPI) -> No
     job = slurm.submit(RANKS, *operands(c), options=["--ntasks=2"], env=env)
     ended = slurm.wait(job)[0]
     assert ended.state == "FAILED" and ended.code in (2, 143), slurm.account(job)  # srun ends the others with the first
-    said = slurm.output(job)
-    assert "the launcher does not match the MPI library" in said and "try --mpi=pmix or --mpi=pmi2" in said
+    output = slurm.output(job)
+    assert "the launcher does not match the MPI library" in output and "try --mpi=pmix or --mpi=pmi2" in output
     assert not c.dst.exists()
 
 
@@ -86,8 +85,8 @@ def commit_after(slurm: Cluster, job: str, c: Conversion) -> str:
 
 
 def test_the_script_that_a_plan_prints(slurm: Cluster, reference: Conversion, c: Conversion, tmp_path: Path) -> None:
-    printed = run_command([*COMMAND, *c.arguments("plan", "--sbatch")], check=True)
-    (tmp_path / "printed.sbatch").write_text(printed.stdout)
+    printed = run_apart(*c.arguments("plan", "--sbatch"), check=True)
+    (tmp_path / "printed.sbatch").write_text(printed.out)
     job = slurm.submit(tmp_path / "printed.sbatch", options=[ALL_TASKS])  # said again, so that outputs are found
     last = commit_after(slurm, job, c)
     assert_all_completed(slurm, job, 8)

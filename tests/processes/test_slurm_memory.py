@@ -6,22 +6,14 @@ import os
 from pathlib import Path
 
 import pytest
+from support.large_checkpoints import write_large
 from support.launch import find_mpi
 from support.launch_scripts import LAUNCH
 from support.slurm import Cluster, Task
 from support.slurm_jobs import rank_environment
 
-from reshard_mpi import formats
-from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.manifest import ShardIdentity
-from reshard_mpi.formats.protocol import reserve_file, seal_file
-from reshard_mpi.formats.specs import ShardSpec, TensorSpec
 from reshard_mpi.processes.jobs import ONE_THREAD
-from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Placement, Strategy
-from reshard_mpi.sharding.strategy import table
-from reshard_mpi.sharding.strategy.protobuf import encode_protobuf
-from reshard_mpi.sharding.strategy.stages import to_stage_files
 from reshard_mpi.units import GIB, MIB
 
 RANKS = 4
@@ -77,7 +69,7 @@ write._fill = unbounded
 def test_ranks_survive_the_polling(slurm: Cluster, tmp_path: Path, kind: str) -> None:
     job, task = run(slurm, tmp_path, kind, ALLOWED_MIB[kind])
     assert task == Task("COMPLETED", 0, 0), slurm.account(job)
-    held = held_mib(tmp_path)
+    held = resident_mib(tmp_path)
     print(f"{kind}: {len(held)} ranks held {sum(held):.0f} MiB")
     assert len(held) == RANKS and "waiting for memory" not in slurm.output(job), slurm.account(job)
     assert_written(tmp_path)
@@ -104,7 +96,7 @@ def run(
     mpi = find_mpi("mpich")
     if mpi is None:
         pytest.skip("mpich is not installed")
-    write_source(folder, kind)
+    made = write_large(folder, kind, SOURCE, TARGET, SHAPE, lambda *_: b"")  # how much is moved matters, not what
     (folder / "stand_in").mkdir()
     text = _HOLD.format(window=5 if bounded else 1, ranks=together, folder=str(folder)) + (
         "" if bounded else _UNBOUNDED
@@ -113,9 +105,9 @@ def run(
     path = os.pathsep.join([str(folder / "stand_in"), os.environ.get("PYTHONPATH", "")]).rstrip(":")
     job = slurm.submit(
         LAUNCH / "slurm_mpi.sbatch",
-        folder / "src",
+        made.src,
         folder / "dst",
-        *("--src-strategy", folder / "src.ckpt", "--dst-strategy", folder / "dst.ckpt"),
+        *made.options(),
         options=["--nodes=1", f"--ntasks={RANKS}", f"--mem={allowed_mib}M"],
         env={**rank_environment(mpi), **ONE_THREAD, "PYTHONPATH": path},
     )
@@ -127,20 +119,6 @@ def assert_written(folder: Path) -> None:
     assert len(sizes) == TARGET.world_size and sum(sizes) >= GIB
 
 
-def held_mib(folder: Path) -> list[float]:
+def resident_mib(folder: Path) -> list[float]:
     """Return what every rank held while it waited."""
     return [int(file.read_text()) * 1024 / MIB for file in folder.glob("held_*")]
-
-
-def write_source(folder: Path, kind: str) -> None:
-    """Write shards that are holes for the most part: it matters how much is moved, not what."""
-    for name, strategy in (("src.ckpt", SOURCE), ("dst.ckpt", TARGET)):
-        (folder / name).write_bytes(encode_protobuf(to_stage_files(strategy, {"w": SHAPE})[0]))
-    module = formats.by_name(kind)
-    for rank in range(SOURCE.world_size):
-        box = Layout(SOURCE.find("w")[0], SHAPE).box(rank)
-        path = folder / "src" / f"rank_{rank}" / f"w{module.SUFFIXES[0]}"
-        path.parent.mkdir(parents=True)
-        identity = ShardIdentity(rank, SOURCE.world_size, table.dumps(SOURCE))
-        reserve_file(module, str(path), ShardSpec(identity, (TensorSpec("w", BY_NAME["float32"], SHAPE, box),), {}))
-        seal_file(module, str(path))

@@ -6,7 +6,7 @@ import resource
 from pathlib import Path
 
 import pytest
-from support.conversions import COMMAND
+from support.command_line import COMMAND
 from support.processes import run_command
 
 KIB = 1 << 10
@@ -23,13 +23,13 @@ def test_a_limit_that_may_be_raised(tmp_path: Path, soft_bytes: int) -> None:
     """128 KiB and lists in lists were a segmentation fault."""
     path = tmp_path / "strategy.json"
     path.write_text(DEEP)
-    found = run_command([*limited(soft_bytes, resource.RLIM_INFINITY), "inspect", path])
-    assert found.returncode == 3 and "nested too deep" in found.stderr, found
+    finished = run_command([*limited(soft_bytes, resource.RLIM_INFINITY), "inspect", path])
+    assert finished.code == 3 and "nested too deep" in finished.err, finished
 
 
 @pytest.mark.parametrize("most_bytes", [112 * KIB, 1000 * KIB])
 def test_a_limit_that_may_not(tmp_path: Path, most_bytes: int) -> None:
-    found = run_command([*limited(most_bytes, most_bytes), "inspect", tmp_path])
-    assert found.returncode == 2 and found.stdout == "", found
-    assert "error: the limit on the size of the stack is too low for Python" in found.stderr
-    assert "expected: 1.00 MiB or more" in found.stderr and "ulimit -s 8192" in found.stderr
+    finished = run_command([*limited(most_bytes, most_bytes), "inspect", tmp_path])
+    assert finished.code == 2 and finished.out == "", finished
+    assert "error: the limit on the size of the stack is too low for Python" in finished.err
+    assert "expected: 1.00 MiB or more" in finished.err and "ulimit -s 8192" in finished.err

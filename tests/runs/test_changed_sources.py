@@ -8,18 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.checkpoints import as_read, expected_rank, read_shard
-from support.conversions import TENSORS, Conversion, command_line, listing, make
+from support.checkpoints import expected_rank, read_shard
+from support.command_line import Capture, run_here
+from support.conversions import TENSORS, Conversion, listing, make, transform_here
 
 import reshard_mpi
 from reshard_mpi.runs import write
-
-Capture = pytest.CaptureFixture[str]
-
-
-def transform(capsys: Capture, c: Conversion, *options: str) -> tuple[int, str]:
-    said = command_line(capsys, *c.arguments("transform", "--progress", "none", *options))
-    return said.code, said.err
 
 
 def later(c: Conversion, rank: int) -> None:
@@ -30,7 +24,7 @@ def later(c: Conversion, rank: int) -> None:
 
 def test_a_record_says_which_files_a_target_was_made_from(tmp_path: Path, capsys: Capture) -> None:
     c = make(tmp_path)
-    assert transform(capsys, c)[0] == 0
+    assert transform_here(capsys, c).code == 0
     for rank in range(2):
         record = json.loads((c.dst / ".reshard_mpi" / f"rank_{rank}.json").read_text())
         assert record["sources"]["folder"] == str(c.src)
@@ -45,62 +39,64 @@ def test_a_record_says_which_files_a_target_was_made_from(tmp_path: Path, capsys
 @pytest.mark.parametrize("command", ["transform", "plan"])
 def test_a_finished_target_whose_source_is_another_now(tmp_path: Path, capsys: Capture, how: str, command: str) -> None:
     c = make(tmp_path)
-    assert transform(capsys, c, "--rank", "0")[0] == 0
+    assert transform_here(capsys, c, "--rank", "0").code == 0
     before = listing(c.dst)
     if how == "size":
         c.rewrite(1, {"more": np.array(1)})
     else:
         later(c, 1)
-    said = command_line(capsys, *c.arguments(command, "--resume"))
-    assert said.code == 3 and "target rank 0 was made from sources that have changed since" in said.err, said
-    assert "expected: rank_1/checkpoint_1.ckpt of " in said.err and f"where: {c.src}" in said.err
-    assert "--overwrite" in said.err and listing(c.dst) == before
-    assert transform(capsys, c, "--overwrite")[0] == 0
-    assert transform(capsys, c, "--resume")[0] == 0
+    finished = run_here(capsys, *c.arguments(command, "--resume"))
+    assert finished.code == 3 and "target rank 0 was made from sources that have changed since" in finished.err, (
+        finished
+    )
+    assert "expected: rank_1/checkpoint_1.ckpt of " in finished.err and f"where: {c.src}" in finished.err
+    assert "--overwrite" in finished.err and listing(c.dst) == before
+    assert transform_here(capsys, c, "--overwrite").code == 0
+    assert transform_here(capsys, c, "--resume").code == 0
 
 
 def test_several_sources_that_are_others_now(tmp_path: Path, capsys: Capture) -> None:
     c = make(tmp_path).but(dst_strategy=None)  # one target of all
-    assert transform(capsys, c)[0] == 0
+    assert transform_here(capsys, c).code == 0
     for rank in range(2):
         later(c, rank)
-    code, said = transform(capsys, c, "--resume")
-    assert code == 3 and "and 1 more: rank_1/checkpoint_1.ckpt\n" in said
+    finished = transform_here(capsys, c, "--resume")
+    assert finished.code == 3 and "and 1 more: rank_1/checkpoint_1.ckpt\n" in finished.err
 
 
 def test_a_finished_target_whose_source_is_gone(tmp_path: Path, capsys: Capture) -> None:
     c = make(tmp_path)
-    assert transform(capsys, c, "--rank", "0")[0] == 0
+    assert transform_here(capsys, c, "--rank", "0").code == 0
     c.remove(0)
-    said = f"warning: 3 of 4 ranks are there: no shard of rank 0 in {c.src}\n"
-    assert transform(capsys, c, "--resume") == (0, said)
+    warning = f"warning: 3 of 4 ranks are there: no shard of rank 0 in {c.src}\n"
+    assert transform_here(capsys, c, "--resume").ended == (0, warning)
     assert (c.dst / "reshard.json").exists()
 
 
 def test_one_file_as_source(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     c = make(tmp_path).but(dst_strategy=None)
-    assert transform(capsys, c)[0] == 0
+    assert transform_here(capsys, c).code == 0
     monkeypatch.chdir(c.written(0).parent)
     one = c.but(src=Path(c.written(0).name), dst=tmp_path / "two", src_strategy=None, dst_strategy=c.dst_strategy)
-    assert transform(capsys, one)[0] == 0
+    assert transform_here(capsys, one).code == 0
     found = json.loads((one.dst / "reshard.json").read_text())
     assert found["sources"] == [{"file": "checkpoint_0.ckpt", "size_bytes": c.written(0).stat().st_size}]
     monkeypatch.chdir(tmp_path)
-    assert transform(capsys, one.but(src=c.written(0)), "--resume")[0] == 0
+    assert transform_here(capsys, one.but(src=c.written(0)), "--resume").code == 0
     os.utime(c.written(0), ns=(1, 1))
-    assert "have changed since" in transform(capsys, one.but(src=c.written(0)), "--resume")[1]
+    assert "have changed since" in transform_here(capsys, one.but(src=c.written(0)), "--resume").err
 
 
 def test_targets_that_were_made_from_two_states_of_a_file_are_not_committed(tmp_path: Path, capsys: Capture) -> None:
     c = make(tmp_path)
     c.remove(0, 1)  # so both targets are made from the others
-    assert transform(capsys, c, "--part", "0/2")[0] == 0
+    assert transform_here(capsys, c, "--part", "0/2").code == 0
     later(c, 3)
-    code, said = transform(capsys, c, "--part", "1/2")
-    assert code == 3 and "a source was changed between the targets of ranks 0 and 1" in said
-    assert "rank_3/checkpoint_3.ckpt of " in said and "--overwrite" in said
+    finished = transform_here(capsys, c, "--part", "1/2")
+    assert finished.code == 3 and "a source was changed between the targets of ranks 0 and 1" in finished.err
+    assert "rank_3/checkpoint_3.ckpt of " in finished.err and "--overwrite" in finished.err
     assert c.written(1).exists() and not (c.dst / "reshard.json").exists()
-    assert transform(capsys, c, "--overwrite")[0] == 0
+    assert transform_here(capsys, c, "--overwrite").code == 0
 
 
 @pytest.mark.parametrize("journal", [True, False])
@@ -119,16 +115,17 @@ def test_a_source_that_is_saved_over_while_it_is_read(
     with monkeypatch.context() as patched:
         patched.setattr(write, "_fill", save_over)
         if journal:
-            code, said = transform(capsys, c)
-            assert code == 4 and "1 of 2 targets failed" in said
+            finished = transform_here(capsys, c)
+            assert finished.code == 4 and "1 of 2 targets failed" in finished.err
+            message = finished.err
         else:
             with pytest.raises(reshard_mpi.errors.TransformError) as error:
                 reshard_mpi.transform_checkpoints(c.src, c.dst, "checkpoint_", c.src_strategy, c.dst_strategy)
-            said = str(error.value)
-    assert "sources of target rank 1 were changed while it was written" in said and "rank_3/checkpoint_3" in said
+            message = str(error.value)
+    assert "sources of target rank 1 were changed while it was written" in message and "rank_3/checkpoint_3" in message
     assert list(c.dst.glob("rank_*/*")) == [c.written(0)]
-    assert transform(capsys, c, "--resume" if journal else "--overwrite")[0] == 0
-    assert read_shard(c.written(1)) == as_read(expected_rank(c.target, TENSORS, 1))
+    assert transform_here(capsys, c, "--resume" if journal else "--overwrite").code == 0
+    assert read_shard(c.written(1)) == c.expected(1)
 
 
 # Targets that have no source file in common
@@ -142,20 +139,23 @@ def saved_again(c: Conversion) -> None:
 
 def test_targets_of_two_states_are_not_committed(tmp_path: Path, capsys: Capture) -> None:
     c = make(tmp_path)
-    assert transform(capsys, c, "--rank", "0")[0] == 0
+    assert transform_here(capsys, c, "--rank", "0").code == 0
     saved_again(c)
-    code, said = transform(capsys, c, "--rank", "1", "--resume")
-    assert code == 3 and "other targets were made from what was saved after target rank 0 was made" in said
-    assert "expected: rank_0/checkpoint_0.ckpt of " in said and "--overwrite" in said
-    said = command_line(capsys, "commit", str(c.dst)).err
-    assert "saved after target rank 0" in said and not (c.dst / "reshard.json").exists()
-    assert transform(capsys, c, "--overwrite")[0] == 0 and (c.dst / "reshard.json").exists()
+    finished = transform_here(capsys, c, "--rank", "1", "--resume")
+    assert (
+        finished.code == 3
+        and "other targets were made from what was saved after target rank 0 was made" in finished.err
+    )
+    assert "expected: rank_0/checkpoint_0.ckpt of " in finished.err and "--overwrite" in finished.err
+    finished = run_here(capsys, "commit", str(c.dst))
+    assert "saved after target rank 0" in finished.err and not (c.dst / "reshard.json").exists()
+    assert transform_here(capsys, c, "--overwrite").code == 0 and (c.dst / "reshard.json").exists()
 
 
 def test_what_is_saved_when_all_targets_are_made_is_no_concern(tmp_path: Path, capsys: Capture) -> None:
     c = make(tmp_path)
     for rank in ("0", "1"):
-        assert transform(capsys, c, "--rank", rank)[0] == 0
+        assert transform_here(capsys, c, "--rank", rank).code == 0
     (c.dst / "reshard.json").unlink()
     saved_again(c)
-    assert command_line(capsys, "commit", str(c.dst)).code == 0
+    assert run_here(capsys, "commit", str(c.dst)).code == 0

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from support.command_line import COMMAND
 from support.groups import Group, group_of
-from support.holders import MIB
-from support.many_tensors import SMALL, TARGETS, Checkpoint
+from support.large_checkpoints import SMALL, TARGETS, LargeCheckpoint, write_many
 
-COMMAND = [sys.executable, "-m", "reshard_mpi", "transform"]
+from reshard_mpi.units import MIB
+
 TIMEOUT_SECONDS = 900
 
 
-def tasks(group: Group, folder: Path, made: Checkpoint, count: int, *options: str) -> list[tuple[int, str]]:
+def tasks(group: Group, folder: Path, made: LargeCheckpoint, count: int, *options: str) -> list[tuple[int, str]]:
     """Start so many tasks at once, each for one target in one of several folders; return how they have ended."""
     started: list[subprocess.Popen[bytes]] = []
     for number in range(count):
         target = folder / f"out_{number // TARGETS}"
         command = [
             *COMMAND,
+            "transform",
             made.src,
             target,
             *made.options(),
@@ -33,12 +34,15 @@ def tasks(group: Group, folder: Path, made: Checkpoint, count: int, *options: st
             "1",
             *options,
         ]
-        started.append(start(group, folder, command, folder / f"said_{number}"))
-    return [(process.wait(TIMEOUT_SECONDS), (folder / f"said_{at}").read_text()) for at, process in enumerate(started)]
+        started.append(start(group, folder, command, folder / f"output_{number}"))
+    return [
+        (process.wait(TIMEOUT_SECONDS), (folder / f"output_{index}").read_text())
+        for index, process in enumerate(started)
+    ]
 
 
-def start(group: Group, folder: Path, command: Sequence[str | Path], said: Path) -> subprocess.Popen[bytes]:
-    with said.open("wb") as stream:
+def start(group: Group, folder: Path, command: Sequence[str | Path], output: Path) -> subprocess.Popen[bytes]:
+    with output.open("wb") as stream:
         environment = {**os.environ, "RESHARD_MPI_STATE_DIR": str(folder / "state")}
         environment.pop("RESHARD_MPI_MEMORY", None)
         inside = ["sh", "-c", 'echo $$ > "$0" && exec "$@"', group.folder / "cgroup.procs", *command]
@@ -62,9 +66,9 @@ if os.environ.get("RESHARD_MPI_TEST_FULL_SIZE"):
 )
 def test_no_task_is_killed(tmp_path: Path, kind: str, tensors: int, count: int, limit_mib: int, version: int) -> None:
     with group_of(version, limit_mib * MIB) as group:
-        made = Checkpoint.write(tmp_path / "made", kind, tensors, SMALL)
+        made = write_many(tmp_path / "made", kind, tensors, SMALL)
         ended = tasks(group, tmp_path, made, count)
-        assert {code for code, _ in ended} == {0}, [said for code, said in ended if code]
+        assert {code for code, _ in ended} == {0}, [output for code, output in ended if code]
         assert group.kills == 0
         assert written(tmp_path) == count
         print(f"{count} tasks of {tensors} tensors: peak {group.peak_bytes / MIB:.0f} of {limit_mib} MiB")
@@ -74,7 +78,7 @@ def test_no_task_is_killed(tmp_path: Path, kind: str, tensors: int, count: int, 
 @pytest.mark.parametrize("version", [1, 2])
 def test_the_same_without_the_governor_is_killed(tmp_path: Path, version: int) -> None:
     with group_of(version, 128 * MIB) as group:
-        made = Checkpoint.write(tmp_path / "made", "ckpt", 4_000, SMALL)
+        made = write_many(tmp_path / "made", "ckpt", 4_000, SMALL)
         ended = tasks(group, tmp_path, made, 8, "--memory", "unlimited")
         assert -9 in {code for code, _ in ended} and group.kills > 0
 
@@ -85,9 +89,18 @@ def test_the_same_without_the_governor_is_killed(tmp_path: Path, version: int) -
 def test_workers_of_one_run(tmp_path: Path, version: int, jobs: int) -> None:
     """They wait for each other, so none may keep memory that another one waits for."""
     with group_of(version, 224 * MIB) as group:
-        made = Checkpoint.write(tmp_path / "made", "ckpt", 1_000, SMALL)
-        command = [*COMMAND, made.src, tmp_path / "out_0", *made.options(), "--jobs", str(jobs), "--verify"]
-        code = start(group, tmp_path, command, tmp_path / "said").wait(TIMEOUT_SECONDS)
-        assert (code, group.kills) == (0, 0), (tmp_path / "said").read_text()
+        made = write_many(tmp_path / "made", "ckpt", 1_000, SMALL)
+        command = [
+            *COMMAND,
+            "transform",
+            made.src,
+            tmp_path / "out_0",
+            *made.options(),
+            "--jobs",
+            str(jobs),
+            "--verify",
+        ]
+        code = start(group, tmp_path, command, tmp_path / "output").wait(TIMEOUT_SECONDS)
+        assert (code, group.kills) == (0, 0), (tmp_path / "output").read_text()
         assert written(tmp_path) == TARGETS
         print(f"{jobs} workers: peak {group.peak_bytes / MIB:.0f} of 224 MiB")

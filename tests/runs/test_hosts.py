@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from support.checkpoints import write_strategy
-from support.conversions import COMMAND, Conversion, assert_right, four_targets, resume, shards, side
+from support.command_line import COMMAND, Capture
+from support.conversions import Conversion, assert_right, four_targets, make, of_every_kind, resume, shards, side
 from support.hosts import Hosts, make_hosts
 from support.launch import MPI, PYTEST, RANKS
 from support.oracle import RawLayout
@@ -21,8 +21,6 @@ import reshard_mpi
 from reshard_mpi.processes import hosts as host_names
 from reshard_mpi.processes.comm import SerialComm
 from reshard_mpi.processes.hosts import HOST_VARIABLE, Identity, distinct_names
-
-Capture = pytest.CaptureFixture[str]
 
 # The hosts of the ranks, by rank.
 NAMES = ["node-a", "node-a", "node-b", "node-b"]
@@ -69,28 +67,26 @@ def report_of(c: Conversion) -> dict[str, list[dict[str, object]]]:
 
 def some_targets(folder: Path, kind: str, count: int) -> Conversion:
     """Make a conversion to so many targets that all hold everything."""
-    c = four_targets(folder, kind)
-    target = side(count, {"w": RawLayout((count,), (-1, -1)), "b": RawLayout((count,), (-1,))})
-    return c.but(target=target, dst_strategy=write_strategy(target, folder / "some"))
+    return make(folder, kind).to(side(count, {"w": RawLayout((count,), (-1, -1)), "b": RawLayout((count,), (-1,))}))
 
 
 # The same bytes, and no file by processes of two hosts
 
 
-@pytest.mark.parametrize("kind", ["ckpt", "hdf5"])
+@of_every_kind
 @pytest.mark.parametrize(("targets", "processes"), [(1, [2]), (2, [2, 2]), (3, [1, 1, 2]), (4, [1, 1, 1, 1])])
 def test_the_same_files_as_alone(tmp_path: Path, hosts: Hosts, kind: str, targets: int, processes: list[int]) -> None:
     c = some_targets(tmp_path, kind, targets)
     (tmp_path / "filled").mkdir()
     note = f"open(f'{tmp_path}/filled/{{plan.target_rank}} {{os.uname().nodename}} {{os.getpid()}}', 'x')"
     finished = run(hosts, c, *reporting(c), env=doing(tmp_path, note, "True"))
-    assert finished.returncode == 0 and exit_codes(c) == [0] * 4, finished
-    assert f"wrote {targets} shard" in finished.stdout
+    assert finished.code == 0 and exit_codes(c) == [0] * 4, finished
+    assert f"wrote {targets} shard" in finished.out
     alone = c.but(dst=tmp_path / "alone")
     assert c.src_strategy is not None and c.dst_strategy is not None
     reshard_mpi.transform_checkpoints(c.src, alone.dst, "checkpoint_", c.src_strategy, c.dst_strategy, 1, kind)
     assert shards(c.dst) == shards(alone.dst)
-    assert_right(c, tuple(range(targets)))
+    assert_right(c)
     reported = {target["rank"]: target["processes"] for target in report_of(c)["targets"]}
     assert sorted(map(str, reported.values())) == sorted(map(str, processes))
     filled = [file.name.split() for file in (tmp_path / "filled").iterdir()]
@@ -107,16 +103,16 @@ def test_a_rank_that_fails(tmp_path: Path, capsys: Capture, hosts: Hosts, target
     c = four_targets(tmp_path)
     when = f"plan.target_rank == {target}"
     finished = run(hosts, c, *reporting(c), env=doing(tmp_path, "raise OSError(5, 'the disk is gone')", when))
-    assert finished.returncode == 4 and exit_codes(c) == [4] * 4, finished
+    assert finished.code == 4 and exit_codes(c) == [4] * 4, finished
     named = f"target rank {target} (process {process} on host {NAMES[process]}): the file system refused"
-    assert finished.stderr.count(f"1 of 4 targets failed; the first: {named}") == 1, finished
-    assert f"failed: {target}; complete: 3" in finished.stderr and "--resume" in finished.stderr
+    assert finished.err.count(f"1 of 4 targets failed; the first: {named}") == 1, finished
+    assert f"failed: {target}; complete: 3" in finished.err and "--resume" in finished.err
     (failure,) = report_of(c)["failures"]
     assert "the disk is gone" in str(failure.pop("error"))
     assert failure == {"rank": target, "process": process, "host": NAMES[process], "kind": "ReshardError"}
     others = [rank for rank in range(4) if rank != target]
     assert [reported["rank"] for reported in report_of(c)["targets"]] == others
-    assert_right(c, tuple(others))
+    assert_right(c, others)
     assert "3 were complete" in resume(c, capsys)
     assert_right(c)
 
@@ -125,8 +121,8 @@ def test_a_rank_that_helps_and_fails_is_named_not_the_one_that_leads(tmp_path: P
     c = some_targets(tmp_path, "ckpt", 2)
     helps = "plan.target_rank == 1 and span[0] > 0"
     finished = run(hosts, c, *reporting(c), env=doing(tmp_path, "raise OSError(5, 'the disk is gone')", helps))
-    assert finished.returncode == 4 and exit_codes(c) == [4] * 4, finished
-    assert "the first: target rank 1 (process 3 on host node-b): the file system refused" in finished.stderr
+    assert finished.code == 4 and exit_codes(c) == [4] * 4, finished
+    assert "the first: target rank 1 (process 3 on host node-b): the file system refused" in finished.err
     (failure,) = report_of(c)["failures"]
     assert (failure["rank"], failure["process"], failure["host"]) == (1, 3, "node-b")
     assert_right(c, (0,))
@@ -135,8 +131,8 @@ def test_a_rank_that_helps_and_fails_is_named_not_the_one_that_leads(tmp_path: P
 def test_a_bug_on_one_rank_ends_the_job(tmp_path: Path, hosts: Hosts) -> None:
     c = four_targets(tmp_path)
     finished = run(hosts, c, env=doing(tmp_path, "raise ValueError('a bug')"))
-    assert finished.returncode != 0 and "ValueError: a bug" in finished.stderr, finished
-    assert "process 2 on host node-b ends the job" in finished.stderr
+    assert finished.code != 0 and "ValueError: a bug" in finished.err, finished
+    assert "process 2 on host node-b ends the job" in finished.err
     assert not list(c.dst.glob("rank_1/*"))
 
 
@@ -150,8 +146,8 @@ def test_what_is_wrong_on_one_host_only_is_refused_with_its_name(tmp_path: Path,
     env = doing(tmp_path, "pass")
     (tmp_path / "stand_in" / "sitecustomize.py").write_text(missing)
     finished = run(hosts, c, env=env)
-    assert finished.returncode == 3 and exit_codes(c) == [3] * 4, finished
-    assert finished.stderr.count("error: process 2 on host node-b: ") == 1, finished
+    assert finished.code == 3 and exit_codes(c) == [3] * 4, finished
+    assert finished.err.count("error: process 2 on host node-b: ") == 1, finished
     assert not c.dst.exists()
 
 
@@ -165,10 +161,10 @@ def test_a_rank_that_is_killed(tmp_path: Path, capsys: Capture, mpi: MPI, names:
     hosts = make_hosts(mpi, tmp_path, *names)
     begin = time.monotonic()
     finished = run(hosts, c, env=doing(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)"))
-    assert finished.returncode != 0 and time.monotonic() - begin < 30, finished
+    assert finished.code != 0 and time.monotonic() - begin < 30, finished
     assert not c.written(1).exists()
     resume(c, capsys)
-    assert_right(c, tuple(range(count)))
+    assert_right(c)
     assert not list(c.dst.rglob("*.partial")), "nothing of the dead ones is left"
 
 
@@ -177,8 +173,8 @@ def test_a_rank_that_is_killed(tmp_path: Path, capsys: Capture, mpi: MPI, names:
 
 def test_hosts_as_ranks_see_them(hosts: Hosts) -> None:
     finished = run_command(hosts.command(2, [*PYTEST, RANKS]), check=True)
-    assert finished.stdout.count(" passed") >= 3, finished  # one closing line a rank; two may have run into each other
-    assert "skipped" not in finished.stdout, finished
+    assert finished.out.count(" passed") >= 3, finished  # one closing line a rank; two may have run into each other
+    assert "skipped" not in finished.out, finished
 
 
 def test_a_process_alone_has_the_name_of_its_host(monkeypatch: pytest.MonkeyPatch) -> None:

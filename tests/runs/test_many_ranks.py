@@ -8,13 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.checkpoints import write_shard
-from support.conversions import COMMAND, command_line
+from support.command_line import COMMAND, Capture, run_here
 from support.processes import measure_peak
 
 from reshard_mpi.runs.prepared import MAX_TARGETS
+from reshard_mpi.units import MIB
 
-Capture = pytest.CaptureFixture[str]
-MIB = 1 << 20
 SPEC = """
 mesh = { dp = 1024, tp = 1024 }
 [[parameter]]
@@ -26,7 +25,7 @@ split = { 0 = ["tp"] }
 @pytest.fixture
 def conversion(tmp_path: Path) -> list[str]:
     (tmp_path / "src").mkdir()
-    write_shard({f"w{at}": np.zeros((1024, 1), np.float32) for at in range(4)}, tmp_path / "src" / "net.ckpt")
+    write_shard({f"w{number}": np.zeros((1024, 1), np.float32) for number in range(4)}, tmp_path / "src" / "net.ckpt")
     (tmp_path / "spec.toml").write_text(SPEC)
     return [str(tmp_path / "src"), str(tmp_path / "dst"), "--dst-strategy", str(tmp_path / "spec.toml")]
 
@@ -47,19 +46,19 @@ def test_some_of_a_million_targets(
 
     looked_at: list[Path] = []
     monkeypatch.setattr(prepared, "refuse_overlap", lambda files, target, paths: looked_at.extend(paths))
-    said = command_line(capsys, "plan", *conversion, *some, "--json")
-    assert said.code == 0 and [target["rank"] for target in json.loads(said.out)["targets"]] == ranks
+    finished = run_here(capsys, "plan", *conversion, *some, "--json")
+    assert finished.code == 0 and [target["rank"] for target in json.loads(finished.out)["targets"]] == ranks
     assert len(looked_at) == len(ranks)
 
 
 def test_in_little_memory(conversion: list[str]) -> None:
-    found = measure_peak([*COMMAND, "plan", *conversion, "--rank", "0"])
-    assert found.returncode == 0 and found.peak_rss_bytes < 100 * MIB
+    finished = measure_peak([*COMMAND, "plan", *conversion, "--rank", "0"])
+    assert finished.code == 0 and finished.peak_rss_bytes < 100 * MIB
 
 
 @pytest.mark.parametrize("part", [[], ["--part", "1/3"]])
 def test_too_many_targets_for_one_run(capsys: Capture, conversion: list[str], part: list[str]) -> None:
     for command in ("plan", "transform"):
-        said = command_line(capsys, command, *conversion, *part)
-        assert said.code == 2 and "there are too many targets for one run" in said.err, said
-        assert f"at most {MAX_TARGETS}" in said.err and "16 parts or more (--part I/N)" in said.err
+        finished = run_here(capsys, command, *conversion, *part)
+        assert finished.code == 2 and "there are too many targets for one run" in finished.err, finished
+        assert f"at most {MAX_TARGETS}" in finished.err and "16 parts or more (--part I/N)" in finished.err

@@ -14,23 +14,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.command_line import COMMAND
+from support.large_checkpoints import write_large
 from support.processes import measure_peak
 
 from reshard_mpi import formats
 from reshard_mpi.filesystem.folders import FileIdentity
 from reshard_mpi.formats.columns import TensorEntry, Tensors
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.manifest import Manifest, ShardIdentity
+from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.places import ByteRange, Segments
-from reshard_mpi.formats.protocol import reserve_file, seal_file
-from reshard_mpi.formats.specs import ShardSpec, TensorSpec
 from reshard_mpi.runs.outcome import Reserved
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Placement, Strategy
-from reshard_mpi.sharding.strategy import table
-from reshard_mpi.sharding.strategy.protobuf import encode_protobuf
-from reshard_mpi.sharding.strategy.stages import to_stage_files
 from reshard_mpi.units import GIB, MIB
 
 BOUND_BYTES = 200 * MIB
@@ -71,21 +68,21 @@ def fast_folder() -> Iterator[Path]:
 
 def test_one_tensor_of_2_gib_column_wise(fast_folder: Path) -> None:
     for kind in ("ckpt", "hdf5"):
-        source = _write_source(fast_folder / kind, kind)
+        made = write_large(
+            fast_folder / kind, kind, SOURCE, TARGET, SHAPE, lambda _, box: _elements(0, 64, box).tobytes()
+        )
         target, report = fast_folder / kind / "dst", fast_folder / kind / "report.json"
-        options = ["--src-strategy", source / "src.ckpt", "--dst-strategy", source / "dst.ckpt", "--report", report]
-        command = [sys.executable, "-m", "reshard_mpi"]
-        bounded = measure_peak([*command, "transform", source / "src", target, *options, "--jobs", "2"])
-        assert bounded.returncode == 0, bounded.stderr
+        paths = [made.src, target, *made.options()]
+        bounded = measure_peak([*COMMAND, "transform", *paths, "--report", report, "--jobs", "2"])
+        assert bounded.code == 0, bounded
         print(f"{kind}: peak {bounded.peak_rss_bytes / MIB:.0f} MiB")
         assert bounded.peak_rss_bytes <= BOUND_BYTES
 
-        one = ["--rank", "1", "--overwrite", "--json"]
-        planned = measure_peak([*command, "plan", source / "src", target, *options[:4], *one])
-        projected_bytes = json.loads(planned.stdout)["peak_bytes"]
+        planned = measure_peak([*COMMAND, "plan", *paths, "--rank", "1", "--overwrite", "--json"])
+        projected_bytes = json.loads(planned.out)["peak_bytes"]
         assert bounded.peak_rss_bytes <= projected_bytes <= BOUND_BYTES
-        verified = measure_peak([*command, "verify", source / "src", target, *options[:4], "--jobs", "2"])
-        assert verified.returncode == 0, verified.stderr
+        verified = measure_peak([*COMMAND, "verify", *paths, "--jobs", "2"])
+        assert verified.code == 0, verified
         print(f"{kind}: verify peak {verified.peak_rss_bytes / MIB:.0f} MiB")
         assert verified.peak_rss_bytes <= projected_bytes
 
@@ -98,9 +95,9 @@ def test_one_tensor_of_2_gib_column_wise(fast_folder: Path) -> None:
 
         if kind == "ckpt":
             shutil.rmtree(target)
-            free = [sys.executable, "-c", _UNBOUNDED, source / "src", source / "free", source / "src.ckpt"]
-            unbounded = measure_peak([*free, source / "dst.ckpt"])
-            assert unbounded.returncode == 0, unbounded.stderr
+            paths = [made.src, fast_folder / kind / "free", made.src_strategy, made.dst_strategy]
+            unbounded = measure_peak([sys.executable, "-c", _UNBOUNDED, *paths])
+            assert unbounded.code == 0, unbounded
             print(f"without the bound: peak {unbounded.peak_rss_bytes / MIB:.0f} MiB")
             assert unbounded.peak_rss_bytes > BOUND_BYTES
         shutil.rmtree(fast_folder / kind)
@@ -123,36 +120,8 @@ def test_what_every_process_is_told_of_targets_filled_together() -> None:
     assert first.rank == 1 and first.manifest() == manifest
 
 
-def _write_source(base: Path, kind: str) -> Path:
-    """Write shards whose elements say where they are: column + 49152 x (row modulo 64)."""
-    base.mkdir()
-    for name, strategy in (("src.ckpt", SOURCE), ("dst.ckpt", TARGET)):
-        (base / name).write_bytes(encode_protobuf(to_stage_files(strategy, {"w": SHAPE})[0]))
-    module = formats.by_name(kind)
-    for rank in range(8):
-        box = Layout(SOURCE.find("w")[0], SHAPE).box(rank)
-        path = base / "src" / f"rank_{rank}" / f"w{module.SUFFIXES[0]}"
-        path.parent.mkdir(parents=True)
-        identity = ShardIdentity(rank, 8, table.dumps(SOURCE))
-        place = reserve_file(
-            module, str(path), ShardSpec(identity, (TensorSpec("w", BY_NAME["float32"], SHAPE, box),), {})
-        )
-        pattern = _elements(0, 64, box).tobytes()
-        with path.open("r+b") as stream:
-            done = 0
-            for part in place.tensors["w"].source.ranges:
-                stream.seek(part.offset_bytes)
-                left = part.length_bytes
-                while left:
-                    start = done % len(pattern)
-                    count = min(left, len(pattern) - start)
-                    stream.write(pattern[start : start + count])
-                    done, left = done + count, left - count
-        seal_file(module, str(path))
-    return base
-
-
 def _elements(first_row: int, last_row: int, box: Box) -> np.ndarray:
+    """Return elements that say where they are: column + 49152 x (row modulo 64)."""
     rows = np.arange(first_row, last_row, dtype=np.int64)[:, None] % 64
     columns = np.arange(box.start[1], box.stop[1], dtype=np.int64)[None, :]
     return (columns + SHAPE[1] * rows).astype(np.float32)

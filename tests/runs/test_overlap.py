@@ -7,13 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.checkpoints import as_read, expected_rank, read_shard
-from support.conversions import TENSORS, Conversion, command_line, listing, make, shards
+from support.checkpoints import read_shard
+from support.command_line import Capture, run_here
+from support.conversions import Conversion, listing, make, shards
 
 import reshard_mpi
 from reshard_mpi.errors import TargetError
 
-Capture = pytest.CaptureFixture[str]
 IN_SOURCE = "the target lies in a rank folder of the source"
 IN_TARGET = "the source lies in a rank folder of the target"
 
@@ -160,9 +160,9 @@ def test_a_source_in_a_rank_folder_of_the_target(
 def refused(c: Conversion, capsys: Capture, problem: str) -> None:
     before = listing(c.folder)
     for command in ("transform", "plan"):
-        said = command_line(capsys, *c.arguments(command))
-        assert said.code == 3 and problem in said.err and f"got: {c.dst}" in said.err, said
-        assert f"where: {c.src}" in said.err and "what to do: choose a target" in said.err
+        finished = run_here(capsys, *c.arguments(command))
+        assert finished.code == 3 and problem in finished.err and f"got: {c.dst}" in finished.err, finished
+        assert f"where: {c.src}" in finished.err and "what to do: choose a target" in finished.err
     with pytest.raises(TargetError, match=problem):
         reshard_mpi.transform_checkpoints(c.src, c.dst, "net", c.src_strategy, c.dst_strategy)
     assert listing(c.folder) == before
@@ -176,12 +176,12 @@ def test_a_target_in_the_source_that_nobody_takes_for_a_shard(
     before = shards(c.src)
     monkeypatch.chdir(c.src)
     there = c.but(src=Path(source), dst=Path(target))
-    assert command_line(capsys, *there.arguments()).code == 0
+    assert run_here(capsys, *there.arguments()).code == 0
     for rank in range(2):
-        assert read_shard(there.written(rank)) == as_read(expected_rank(c.target, TENSORS, rank))
+        assert read_shard(there.written(rank)) == c.expected(rank)
     assert shards(c.src) == before
     again = c.but(dst=c.folder / "again")
-    assert command_line(capsys, *again.arguments()).code == 0  # the source is read as before
+    assert run_here(capsys, *again.arguments()).code == 0  # the source is read as before
 
 
 def test_one_target_by_rank_in_place_of_a_source_that_is_not_listed(c: Conversion) -> None:
@@ -208,4 +208,4 @@ def test_one_target_by_rank_under_another_name(c: Conversion) -> None:
     assert not place.exists()
     place = c.src / "out" / "rank_0" / "checkpoint_0.ckpt"
     reshard_mpi.transform_checkpoint_by_rank(0, listed, place, c.src_strategy, c.dst_strategy)
-    assert read_shard(place) == as_read(expected_rank(c.target, TENSORS, 0))
+    assert read_shard(place) == c.expected(0)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
-from support.checkpoints import write_strategy
-from support.conversions import COMMAND, Conversion, command_line, listing, make, side
-from support.launch import MPI, mpirun_command
-from support.oracle import RawLayout
+from support.command_line import COMMAND, Capture, run_here
+from support.conversions import Conversion, four_targets, listing, make, transform_apart
+from support.launch import MPI
 from support.processes import run_command
 
 import reshard_mpi
@@ -21,8 +19,6 @@ from reshard_mpi.filesystem.folders import Folder
 from reshard_mpi.journal.publication import stale_bytes
 from reshard_mpi.runs import preflight
 from reshard_mpi.runs.preflight import Room, Tally, require_room
-
-Capture = pytest.CaptureFixture[str]
 
 # Stands in for what file systems say is free.
 STAND_IN = """
@@ -37,12 +33,6 @@ def statvfs(path):
     return os.statvfs_result(status)
 os.statvfs = statvfs
 """
-
-
-def four(folder: Path) -> Conversion:
-    c = make(folder)
-    target = side(4, {"w": RawLayout((4,), (0, -1)), "b": RawLayout((2, 2), (1,))})
-    return c.but(target=target, dst_strategy=write_strategy(target, folder / "four"))
 
 
 def say_free(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> None:
@@ -64,9 +54,9 @@ def planned(c: Conversion) -> list[int]:
 
 def needed_of(refusal: str) -> int:
     """Return how much room a refused run says it needs."""
-    said = re.search(r"\((\d+) bytes\) free for what this run is to write", refusal)
-    assert said is not None, refusal
-    return int(said[1])
+    needed = re.search(r"\((\d+) bytes\) free for what this run is to write", refusal)
+    assert needed is not None, refusal
+    return int(needed[1])
 
 
 # Room
@@ -76,19 +66,19 @@ def needed_of(refusal: str) -> int:
 def test_no_room(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     c = make(tmp_path)
     say_free(monkeypatch, sum(planned(c)))  # the payloads alone
-    needed = needed_of(command_line(capsys, *c.arguments(command)).err)
+    needed = needed_of(run_here(capsys, *c.arguments(command)).err)
     say_free(monkeypatch, needed - 1)
     before = listing(tmp_path)
-    said = command_line(capsys, *c.arguments(command))
-    assert said.code == 3 and "there is no room for the targets" in said.err, said
+    finished = run_here(capsys, *c.arguments(command))
+    assert finished.code == 3 and "there is no room for the targets" in finished.err, finished
     assert (
-        f"({needed} bytes)" in said.err
-        and f"({needed - 1} bytes)" in said.err
-        and "where: the file system at /" in said.err
+        f"({needed} bytes)" in finished.err
+        and f"({needed - 1} bytes)" in finished.err
+        and "where: the file system at /" in finished.err
     )
     assert listing(tmp_path) == before
     say_free(monkeypatch, needed)
-    assert command_line(capsys, *c.arguments(command)).code == 0
+    assert run_here(capsys, *c.arguments(command)).code == 0
 
 
 def test_no_room_for_the_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,37 +116,36 @@ def test_only_what_is_still_to_be_made_needs_room(
 ) -> None:
     c = make(tmp_path)
     say_free(monkeypatch, 0)
-    both = needed_of(command_line(capsys, *c.arguments()).err)
-    first = needed_of(command_line(capsys, *c.arguments("transform", "--rank", "0")).err)
+    both = needed_of(run_here(capsys, *c.arguments()).err)
+    first = needed_of(run_here(capsys, *c.arguments("transform", "--rank", "0")).err)
     say_free(monkeypatch, first)
-    assert command_line(capsys, *c.arguments("transform", "--rank", "0")).code == 0
+    assert run_here(capsys, *c.arguments("transform", "--rank", "0")).code == 0
     say_free(monkeypatch, 0)
-    second = needed_of(command_line(capsys, *c.arguments("transform", "--resume")).err)
+    second = needed_of(run_here(capsys, *c.arguments("transform", "--resume")).err)
     assert sum(planned(c)) < both < first + second  # each of them counts the commit record, and what is written twice
     say_free(monkeypatch, second - 1)
-    assert command_line(capsys, *c.arguments("transform", "--resume")).code == 3
+    assert run_here(capsys, *c.arguments("transform", "--resume")).code == 3
     say_free(monkeypatch, second)
-    assert command_line(capsys, *c.arguments("transform", "--resume")).code == 0
+    assert run_here(capsys, *c.arguments("transform", "--resume")).code == 0
     say_free(monkeypatch, 0)
-    assert command_line(capsys, *c.arguments("transform", "--resume")).code == 0
+    assert run_here(capsys, *c.arguments("transform", "--resume")).code == 0
 
 
 @pytest.mark.parametrize("jobs", ["2", "3"])
 def test_processes_of_a_run_need_what_they_need_together(tmp_path: Path, jobs: str) -> None:
-    c = four(tmp_path)
+    c = four_targets(tmp_path)
     arguments = [*COMMAND, *c.arguments("transform", "--jobs", jobs)]
-    needed = needed_of(run_command(arguments, env=free(tmp_path, sum(planned(c)))).stderr)
+    needed = needed_of(run_command(arguments, env=free(tmp_path, sum(planned(c)))).err)
     finished = run_command(arguments, env=free(tmp_path, needed - 1))
-    assert finished.returncode == 3 and f"({needed} bytes)" in finished.stderr and not c.dst.exists(), finished
-    assert run_command(arguments, env=free(tmp_path, needed)).returncode == 0
+    assert finished.code == 3 and f"({needed} bytes)" in finished.err and not c.dst.exists(), finished
+    assert run_command(arguments, env=free(tmp_path, needed)).code == 0
 
 
 def test_ranks_of_a_job_need_what_they_need_together(tmp_path: Path, mpi: MPI) -> None:
-    c = four(tmp_path)
+    c = four_targets(tmp_path)
     needed = sum(planned(c))
-    command = mpirun_command(mpi, 3, [*COMMAND, *c.arguments()])
-    finished = run_command(command, env=free(tmp_path, needed - 1))
-    assert finished.returncode == 3 and finished.stderr.count("there is no room") == 1, finished
+    finished = transform_apart(c, mpi=mpi, ranks=3, env=free(tmp_path, needed - 1))
+    assert finished.code == 3 and finished.err.count("there is no room") == 1, finished
     assert not c.dst.exists()
 
 
@@ -191,7 +180,7 @@ def test_file_systems_are_looked_at_one_by_one() -> None:
 
 def test_a_file_system_that_does_not_count(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((1, 1, 0, 0, 0, 0, 0, 0, 0, 255)))
-    assert command_line(capsys, *make(tmp_path).arguments()).code == 0
+    assert run_here(capsys, *make(tmp_path).arguments()).code == 0
 
 
 @pytest.mark.parametrize(("kind", "shares", "code"), [("hdf5", True, 0), ("hdf5", False, 3), ("ckpt", True, 3)])
@@ -201,7 +190,7 @@ def test_blocks_that_may_be_shared_need_no_room(
     c = make(tmp_path, kind)
     say_free(monkeypatch, 0)
     monkeypatch.setattr(preflight, "_can_share", lambda source, target: shares)
-    assert command_line(capsys, *c.arguments()).code == code
+    assert run_here(capsys, *c.arguments()).code == code
     one = partial(
         reshard_mpi.transform_checkpoint_by_rank,
         0,
@@ -226,15 +215,15 @@ def sharing(tmp_path: Path) -> Iterator[Path]:
     os.truncate(image, 320 << 20)
     for command in (["mkfs.xfs", "-q", "-m", "reflink=1", image], ["mount", "-o", "loop", image, folder]):
         try:
-            done = subprocess.run(command, check=False, capture_output=True, timeout=60)
+            finished = run_command(command)
         except FileNotFoundError:
             pytest.skip(f"{command[0]} is not there")
-        if done.returncode:
-            pytest.skip(f"{command[0]} does not work here: {done.stderr.decode()}")
+        if finished.code:
+            pytest.skip(f"{command[0]} does not work here: {finished.err}")
     try:
         yield folder
     finally:
-        subprocess.run(["umount", folder], check=True, timeout=60)
+        run_command(["umount", folder], check=True)
 
 
 def test_whether_blocks_may_be_shared(sharing: Path, tmp_path: Path) -> None:
@@ -255,18 +244,22 @@ def test_a_prefix_that_is_too_long(tmp_path: Path, capsys: Capture) -> None:
     most = os.pathconf(tmp_path, "PC_NAME_MAX") - len(".1.ckpt.0123456789ab.partial")
     for command in ("transform", "plan"):
         before = listing(tmp_path)
-        said = command_line(capsys, *c.arguments(command, "--prefix", "p" * (most + 1)))
-        assert said.code == 3 and "a file name of the target would be too long" in said.err, said
-        assert "at most 255 bytes" in said.err and "256 bytes: .ppp" in said.err and "--prefix" in said.err
+        finished = run_here(capsys, *c.arguments(command, "--prefix", "p" * (most + 1)))
+        assert finished.code == 3 and "a file name of the target would be too long" in finished.err, finished
+        assert "at most 255 bytes" in finished.err and "256 bytes: .ppp" in finished.err and "--prefix" in finished.err
         assert listing(tmp_path) == before
-    assert command_line(capsys, *c.arguments("transform", "--prefix", "p" * most)).code == 0
-    assert command_line(capsys, *c.arguments("transform", "--prefix", "\u00e4" * most, "--overwrite")).code == 3
+    assert run_here(capsys, *c.arguments("transform", "--prefix", "p" * most)).code == 0
+    assert run_here(capsys, *c.arguments("transform", "--prefix", "\u00e4" * most, "--overwrite")).code == 3
 
 
 def test_a_target_folder_with_a_name_that_is_too_long(tmp_path: Path, capsys: Capture) -> None:
     c = make(tmp_path)
-    said = command_line(capsys, *c.but(dst=tmp_path / ("d" * 256)).arguments())
-    assert said.code == 3 and "a file name of the target would be too long" in said.err and "shorter name" in said.err
+    finished = run_here(capsys, *c.but(dst=tmp_path / ("d" * 256)).arguments())
+    assert (
+        finished.code == 3
+        and "a file name of the target would be too long" in finished.err
+        and "shorter name" in finished.err
+    )
 
 
 def test_a_path_that_is_too_long(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,10 +269,10 @@ def test_a_path_that_is_too_long(tmp_path: Path, capsys: Capture, monkeypatch: p
     longest = len("/.reshard_mpi/.rank_1.json.0123456789ab.partial")
     for spare, code in ((0, 3), (1, 0)):
         folder = folder_of(os.pathconf(tmp_path, "PC_PATH_MAX") - longest - spare)
-        said = command_line(capsys, *c.but(dst=folder).arguments("transform", "--prefix", "p"))
-        assert said.code == code, said
+        finished = run_here(capsys, *c.but(dst=folder).arguments("transform", "--prefix", "p"))
+        assert finished.code == code, finished
         if code:
-            assert "a path in the target would be too long" in said.err and "4096 bytes" in said.err
+            assert "a path in the target would be too long" in finished.err and "4096 bytes" in finished.err
             assert not (tmp_path / folder.parts[0]).exists()
 
 
@@ -295,8 +288,8 @@ def folder_of(length: int) -> Path:
 
 def test_shards_of_another_name_are_pointed_out(tmp_path: Path, capsys: Capture) -> None:
     c = make(tmp_path)
-    assert command_line(capsys, *c.arguments()).err.count("note:") == 0
-    said = command_line(capsys, *c.arguments("transform", "--overwrite", "--prefix", "net_"))
+    assert run_here(capsys, *c.arguments()).err.count("note:") == 0
+    finished = run_here(capsys, *c.arguments("transform", "--overwrite", "--prefix", "net_"))
     note = f"note: {c.written(0)} and 1 more will lie beside the new targets: a shard of another run"
-    assert said.code == 0 and said.err.count(note) == 1, said
+    assert finished.code == 0 and finished.err.count(note) == 1, finished
     assert c.written(0).exists()

@@ -9,26 +9,26 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.checkpoints import write_strategy
 from support.ckpt_peer import write as write_ckpt
-from support.conversions import DST_LAYOUTS, Conversion, Said, command_line, make, side
+from support.command_line import Capture, run_here
+from support.conversions import DST_LAYOUTS, Conversion, make, side
 from support.launch import MPI, run_ranks
 from support.oracle import RawLayout
+from support.processes import Finished
 
 import reshard_mpi
 from reshard_mpi.formats import ckpt
 from reshard_mpi.processes.governor import admission
 from reshard_mpi.testing.samples import Contents, SampleTensor
 
-Capture = pytest.CaptureFixture[str]
 Told = list[tuple[str, str]]
 FOUR = {"w": RawLayout((4,), (0, -1)), "b": RawLayout((4,), (-1,))}
 MANY = 99_999_999_999
 
 
-def printed(said: Said) -> Told:
+def printed(finished: Finished) -> Told:
     """What the command line says after `note: ` and `warning: `, with the level that it is logged at."""
-    lines = (line.partition(": ") for line in said.err.splitlines())
+    lines = (line.partition(": ") for line in finished.err.splitlines())
     levels = {"note": "INFO", "warning": "WARNING"}
     return sorted((levels[label], text) for label, _, text in lines if label in levels)
 
@@ -119,8 +119,7 @@ def a_missing_shard_with_values_of_its_own(c: Conversion) -> Conversion:
     for rank in range(4):
         c.rewrite(rank, {"seed": np.array(rank)})
     c.remove(0)
-    target = side(4, FOUR)
-    return c.but(target=target, dst_strategy=write_strategy(target, c.folder / "four"))
+    return c.to(side(4, FOUR))
 
 
 @says("WARNING", "1 listed parameters are in no source shard: never.saved")
@@ -168,24 +167,24 @@ def transform(c: Conversion, process_num: int = 1) -> Callable[[], None]:
 
 def test_transform(spoiled: Conversion, capsys: Capture, logged: Logged, request: pytest.FixtureRequest) -> None:
     c = spoiled
-    said = command_line(capsys, *c.arguments())
-    assert said.code == 0 and expected(printed(said), request), said
-    assert logged.by(transform(c)) == printed(said)
+    finished = run_here(capsys, *c.arguments())
+    assert finished.code == 0 and expected(printed(finished), request), finished
+    assert logged.by(transform(c)) == printed(finished)
 
 
 def test_plan(spoiled: Conversion, capsys: Capture, logged: Logged, request: pytest.FixtureRequest) -> None:
     c = spoiled
-    said = command_line(capsys, *c.arguments("plan"))
-    assert said.code == 0 and expected(printed(said), request), said
+    finished = run_here(capsys, *c.arguments("plan"))
+    assert finished.code == 0 and expected(printed(finished), request), finished
     told = logged.by(lambda: reshard_mpi.plan(c.src, c.src_strategy, c.dst_strategy))
     # Which folder is to be written to, only the command knows.
-    assert told == [one for one in printed(said) if "will lie beside" not in one[1]]
+    assert told == [one for one in printed(finished) if "will lie beside" not in one[1]]
 
 
 def test_one_target(spoiled: Conversion, capsys: Capture, logged: Logged) -> None:
     c = spoiled
-    said = command_line(capsys, *c.arguments("transform", "--rank", "0"))
-    assert said.code == 0
+    finished = run_here(capsys, *c.arguments("transform", "--rank", "0"))
+    assert finished.code == 0
     names = ("rank_{}/net-10_5.ckpt", "rank_{}/checkpoint_{}.ckpt", "n{}.h5")
     paths = {rank: [c.src / name.format(rank, rank) for name in names] for rank in range(4)}
     files = {rank: path for rank, of_rank in paths.items() for path in of_rank if path.exists()}
@@ -194,22 +193,22 @@ def test_one_target(spoiled: Conversion, capsys: Capture, logged: Logged) -> Non
     )
     # A map names its files: nothing is chosen, left out or missed.
     found = ("several checkpoints in", "is left out", "no shard of rank 0", "its own shard cannot be used")
-    assert told == [one for one in printed(said) if not any(part in one[1] for part in found)]
+    assert told == [one for one in printed(finished) if not any(part in one[1] for part in found)]
     loaded = logged.by(lambda: reshard_mpi.load_rank(0, c.src, c.src_strategy, c.dst_strategy))
     besides = ("will lie beside", "memory is shared only")  # it writes nothing, and asks nobody for memory
-    assert loaded == [one for one in printed(said) if not any(part in one[1] for part in besides)]
+    assert loaded == [one for one in printed(finished) if not any(part in one[1] for part in besides)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spoil", [a_damaged_shard, values_of_two_targets_that_differ])
 def test_worker_processes_leave_it_to_their_parent(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], logged: Logged, spoil: Callable[[Conversion], None]
+    tmp_path: Path, capfd: Capture, logged: Logged, spoil: Callable[[Conversion], None]
 ) -> None:
     c = make(tmp_path)
     spoil(c)
-    said = command_line(capfd, *c.arguments("transform", "--jobs", "2"))
-    assert said.code == 0 and len(printed(said)) == 1
-    assert logged.by(transform(c, 2)) == printed(said)
+    finished = run_here(capfd, *c.arguments("transform", "--jobs", "2"))
+    assert finished.code == 0 and len(printed(finished)) == 1
+    assert logged.by(transform(c, 2)) == printed(finished)
     assert capfd.readouterr().err.count("rank 0") <= 1  # what pytest itself may show of the log
 
 
@@ -219,38 +218,38 @@ def test_more_processes_than_there_is_work_for(
 ) -> None:
     c = make(tmp_path)
     monkeypatch.setenv("RESHARD_MPI_MEMORY", "unlimited")  # so many may have to wait for memory, and say so
-    said = command_line(capsys, *c.arguments("transform", "--jobs", str(MANY)))
-    assert said.code == 0
-    ((level, text),) = printed(said)
+    finished = run_here(capsys, *c.arguments("transform", "--jobs", str(MANY)))
+    assert finished.code == 0
+    ((level, text),) = printed(finished)
     assert level == "INFO" and text.startswith(f"{MANY} processes were asked for, 16 started: there are 2 targets")
-    assert logged.by(transform(c, MANY)) == printed(said)
-    said = command_line(capsys, "verify", str(c.src), str(c.dst), *c.arguments()[3:7], "--jobs", str(MANY))
-    assert said.code == 0 and "2 started: there are 2 shards" in printed(said)[0][1]
+    assert logged.by(transform(c, MANY)) == printed(finished)
+    finished = run_here(capsys, "verify", str(c.src), str(c.dst), *c.arguments()[3:7], "--jobs", str(MANY))
+    assert finished.code == 0 and "2 started: there are 2 shards" in printed(finished)[0][1]
     pair = (c.src, c.dst, c.src_strategy, c.dst_strategy)
-    assert logged.by(lambda: reshard_mpi.verify(*pair, process_num=MANY)) == printed(said)
+    assert logged.by(lambda: reshard_mpi.verify(*pair, process_num=MANY)) == printed(finished)
 
 
 def test_verify(tmp_path: Path, capsys: Capture, logged: Logged) -> None:
     c = make(tmp_path)
-    assert command_line(capsys, *c.arguments("transform", "--verify")).code == 0
+    assert run_here(capsys, *c.arguments("transform", "--verify")).code == 0
     (c.dst / "reshard.json").unlink()
     (c.dst / ".reshard_mpi" / "rank_1.json").unlink()
-    said = command_line(capsys, "verify", str(c.dst), "--jobs", "1")
-    assert said.code == 0 and "keep no sums" in printed(said)[0][1]
-    assert logged.by(lambda: reshard_mpi.verify(c.dst)) == printed(said)
+    finished = run_here(capsys, "verify", str(c.dst), "--jobs", "1")
+    assert finished.code == 0 and "keep no sums" in printed(finished)[0][1]
+    assert logged.by(lambda: reshard_mpi.verify(c.dst)) == printed(finished)
     a_damaged_shard(c)
-    said = command_line(capsys, "verify", str(c.src), str(c.dst), *c.arguments()[3:7], "--jobs", "1")
-    assert said.code == 0 and "rank 0 cannot be used" in printed(said)[0][1]
-    assert logged.by(lambda: reshard_mpi.verify(c.src, c.dst, c.src_strategy, c.dst_strategy)) == printed(said)
+    finished = run_here(capsys, "verify", str(c.src), str(c.dst), *c.arguments()[3:7], "--jobs", "1")
+    assert finished.code == 0 and "rank 0 cannot be used" in printed(finished)[0][1]
+    assert logged.by(lambda: reshard_mpi.verify(c.src, c.dst, c.src_strategy, c.dst_strategy)) == printed(finished)
 
 
 def test_verify_says_which_checkpoint_it_has_chosen(tmp_path: Path, capsys: Capture, logged: Logged) -> None:
     c = make(tmp_path)
     several_checkpoints(c)
     transform(c)()
-    said = command_line(capsys, "verify", str(c.src), str(c.dst), *c.arguments()[3:7], "--jobs", "1")
-    assert said.code == 0 and "net-10_5.ckpt chosen" in printed(said)[0][1]
-    assert logged.by(lambda: reshard_mpi.verify(c.src, c.dst, c.src_strategy, c.dst_strategy)) == printed(said)
+    finished = run_here(capsys, "verify", str(c.src), str(c.dst), *c.arguments()[3:7], "--jobs", "1")
+    assert finished.code == 0 and "net-10_5.ckpt chosen" in printed(finished)[0][1]
+    assert logged.by(lambda: reshard_mpi.verify(c.src, c.dst, c.src_strategy, c.dst_strategy)) == printed(finished)
 
 
 def log_on_a_rank(c: Conversion) -> Told:
@@ -275,18 +274,18 @@ def test_one_of_the_ranks_of_an_mpi_run_logs(tmp_path: Path, capsys: Capture, mp
     c = make(tmp_path)
     values_of_two_targets_that_differ(c)
     a_damaged_shard(c)
-    said = command_line(capsys, *c.arguments())
-    assert said.code == 0 and len(printed(said)) == 2
+    finished = run_here(capsys, *c.arguments())
+    assert finished.code == 0 and len(printed(finished)) == 2
     results = run_ranks(mpi, 3, log_on_a_rank, c).results
-    assert [sorted(results[rank]) for rank in range(3)] == [printed(said), [], []]
+    assert [sorted(results[rank]) for rank in range(3)] == [printed(finished), [], []]
 
 
 def test_nothing_is_logged_of_a_call_that_is_refused(tmp_path: Path, capsys: Capture, logged: Logged) -> None:
     c = make(tmp_path)
     a_damaged_shard(c)
     c.dst.write_text("mine")
-    said = command_line(capsys, *c.arguments())
-    assert said.code == 3 and not printed(said)
+    finished = run_here(capsys, *c.arguments())
+    assert finished.code == 3 and not printed(finished)
 
     def refused() -> None:
         with pytest.raises(reshard_mpi.TargetError):

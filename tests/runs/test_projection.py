@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.many_tensors import LARGE, SMALL, WIDE, Checkpoint, Storage
+from support.command_line import COMMAND
+from support.large_checkpoints import LARGE, SMALL, WIDE, Storage, write_many
 from support.processes import Measured, measure_peak, run_command
 
 from reshard_mpi.checkpoints import discovery
@@ -21,9 +22,10 @@ MOST = 1.5
 
 
 def command(*arguments: str | Path) -> Measured:
-    done = measure_peak([sys.executable, "-m", "reshard_mpi", *arguments], timeout_seconds=300)
-    assert done.returncode == 0, done.stderr
-    return done
+    """Run a command that succeeds."""
+    finished = measure_peak([*COMMAND, *arguments], timeout_seconds=300)
+    assert finished.code == 0, finished
+    return finished
 
 
 def judge(what: str, projected_bytes: int, measured_bytes: int, most: float = MOST) -> None:
@@ -48,19 +50,19 @@ CASES = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "to", "tensors", "shape"), CASES)
 def test_projected_and_measured(tmp_path: Path, kind: str, to: str, tensors: int, shape: tuple[int, int]) -> None:
-    made = Checkpoint.write(tmp_path / "made", kind, tensors, shape)
+    made = write_many(tmp_path / "made", kind, tensors, shape)
     what = f"{kind} to {to}, {tensors} tensors"
     options = [*made.options(), "--to", to, "--rank", "1"]
     planned = command("plan", made.src, tmp_path / "out", *options, "--json")
     judge(f"{what}, planned", Projection.of(made.conversion(), to).planning_bytes, planned.peak_rss_bytes)
-    projected_bytes = json.loads(planned.stdout)["peak_bytes"]
+    projected_bytes = json.loads(planned.out)["peak_bytes"]
     report = tmp_path / "report.json"
     written = command("transform", made.src, tmp_path / "out", *options, "--jobs", "1", "--report", report)
     judge(f"{what}, written", projected_bytes, written.peak_rss_bytes)
     assert json.loads(report.read_text())["targets"][0]["leased_bytes"] == projected_bytes
 
     options = [*made.options(), "--to", to, "--rank", "1", "--verify"]
-    projected_bytes = json.loads(command("plan", made.src, tmp_path / "out_2", *options, "--json").stdout)["peak_bytes"]
+    projected_bytes = json.loads(command("plan", made.src, tmp_path / "out_2", *options, "--json").out)["peak_bytes"]
     verified = command("transform", made.src, tmp_path / "out_2", *options, "--jobs", "1")
     judge(f"{what}, written and verified", projected_bytes, verified.peak_rss_bytes)
 
@@ -77,7 +79,7 @@ def test_projected_and_measured(tmp_path: Path, kind: str, to: str, tensors: int
     ],
 )
 def test_verify(tmp_path: Path, kind: str, tensors: int, shape: tuple[int, int]) -> None:
-    made = Checkpoint.write(tmp_path / "made", kind, tensors, shape)
+    made = write_many(tmp_path / "made", kind, tensors, shape)
     command("transform", made.src, tmp_path / "out", *made.options(), "--jobs", "1", "--verify")
     conversion = made.conversion()
     held = SourceCheckpoint.open(discovery.find_shards(str(tmp_path / "out")), conversion.target)
@@ -119,7 +121,7 @@ finally:
     ],
 )
 def test_files_of_other_making(tmp_path: Path, tensors: int, shape: tuple[int, int], storage: Storage) -> None:
-    made = Checkpoint.write(tmp_path / "made", "hdf5", tensors, shape, storage)
+    made = write_many(tmp_path / "made", "hdf5", tensors, shape, storage)
     options = [*made.options(), "--to", "ckpt", "--rank", "1"]
     planned = command("plan", made.src, tmp_path / "out", *options, "--json")
     projection = Projection.of(made.conversion(), "ckpt")
@@ -129,10 +131,10 @@ def test_files_of_other_making(tmp_path: Path, tensors: int, shape: tuple[int, i
         ("planned", projection.planning_bytes, ["plan", made.src, tmp_path / "out", *options]),
         (
             "written",
-            json.loads(planned.stdout)["peak_bytes"],
+            json.loads(planned.out)["peak_bytes"],
             ["transform", made.src, tmp_path / "out", *options, "--jobs", "1"],
         ),
     ]:
-        done = run_command([*with_child, *arguments], timeout_seconds=300)
-        assert done.returncode == 0, done.stderr
-        judge(f"{what}, {name}", projected_bytes, int(done.stderr.split()[-1]))
+        finished = run_command([*with_child, *arguments], timeout_seconds=300)
+        assert finished.code == 0, finished.err
+        judge(f"{what}, {name}", projected_bytes, int(finished.err.split()[-1]))

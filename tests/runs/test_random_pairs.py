@@ -14,7 +14,7 @@ from support.checkpoints import ENDINGS, as_read, expected_rank, read_shard, wri
 import reshard_mpi
 from reshard_mpi.errors import LayoutError
 
-KINDS = st.sampled_from(["ckpt", "hdf5"])
+KINDS = st.sampled_from(["ckpt", "hdf5", "safetensors"])
 
 
 # The first example hypothesis draws is the simplest one, so there are 256 random ones.

@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.cases import Side
-from support.checkpoints import ENDINGS, write_shards, write_strategy
-from support.conversions import Conversion, command_line, make
+from support.checkpoints import ENDINGS
+from support.command_line import Capture, run_here
+from support.conversions import Conversion, make, of_every_kind, write_conversion
 from support.oracle import RawLayout
 
 import reshard_mpi
@@ -27,7 +28,6 @@ from reshard_mpi.runs import preflight
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.testing import samples, strategies
 
-Capture = pytest.CaptureFixture[str]
 BLOCK_BYTES = 4096
 # What an estimate may be too high by, besides as much again as the structure of a shard takes: blocks of structure that
 # the library leaves half empty, and for each tensor that is aligned a gap before it.
@@ -67,13 +67,13 @@ def spec_of(names: list[str], shapes: list[tuple[int, ...]], draw: random.Random
     return ShardSpec(ShardIdentity(3, 64, "x" * draw.choice([0, 5000])), tuple(tensors), {"note": "\n" * 100})
 
 
-@pytest.mark.parametrize("kind", ["ckpt", "hdf5"])
+@of_every_kind
 @given(contents=strategies.contents(), more=st.booleans())
 def test_shards_of_odd_contents(kind: str, contents: samples.Contents, more: bool) -> None:
     check(kind, samples.spec_of(contents), more=more)
 
 
-@pytest.mark.parametrize("kind", ["ckpt", "hdf5"])
+@of_every_kind
 @given(seed=st.integers(0, 1 << 30), count=st.sampled_from([0, 1, 8, 9, 40, 200]), pattern=st.sampled_from(PATTERNS))
 def test_shards_of_many_tensors(kind: str, seed: int, count: int, pattern: str) -> None:
     draw = random.Random(seed)
@@ -91,7 +91,7 @@ def test_shards_of_a_large_model(length: int, dimensions: int) -> None:
         check(kind, spec_of(names, [(1,) * dimensions] * len(names), random.Random(length)), more=True)
 
 
-@pytest.mark.parametrize("kind", ["ckpt", "hdf5"])
+@of_every_kind
 def test_no_fewer_bytes_than_a_shard_of_2001_tensors(kind: str) -> None:
     names = [f"p{i:04}" for i in range(2001)]
     spec = spec_of(names, [(8,)] * len(names), random.Random(1))
@@ -106,9 +106,7 @@ def many(folder: Path, kind: str) -> Conversion:
     tensors = {f"layer.{i}.weight": np.full((2, 16500 if i % 50 == 0 else 8), i, np.float32) for i in range(300)}
     source = Side(2, 1, {name: RawLayout((2,), (0, -1)) for name in tensors})
     target = Side(2, 1, {name: RawLayout((2,), (-1, 0)) for name in tensors})
-    write_shards(source, tensors, folder / "src", kind)
-    strategy_files = (write_strategy(source, folder / "src_strategy"), write_strategy(target, folder / "dst_strategy"))
-    return Conversion(folder, kind, source, target, folder / "src", folder / "dst", *strategy_files)
+    return write_conversion(folder, kind, source, target, tensors)
 
 
 def taken_bytes(*roots: Path) -> int:
@@ -117,7 +115,7 @@ def taken_bytes(*roots: Path) -> int:
     return sum(512 * path.lstat().st_blocks for path in paths)
 
 
-@pytest.mark.parametrize("kind", ["ckpt", "hdf5"])
+@of_every_kind
 @pytest.mark.parametrize("options", [(), ("--verify",)])
 def test_a_run_takes_what_it_asks_for(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, kind: str, options: tuple[str, ...]
@@ -126,12 +124,12 @@ def test_a_run_takes_what_it_asks_for(
     arguments = conversion.arguments("transform", "--to", kind, *options, "--report", str(report))
     with monkeypatch.context() as patch:
         patch.setattr(preflight, "_free_bytes", lambda mount: 0)
-        refused = command_line(capsys, *arguments)
-        said = re.search(r"\((\d+) bytes\) free for", refused.err)
-        assert refused.code == 3 and said is not None, refused
+        refused = run_here(capsys, *arguments)
+        needed = re.search(r"\((\d+) bytes\) free for", refused.err)
+        assert refused.code == 3 and needed is not None, refused
         assert not conversion.dst.exists() and not report.exists()
-    needed_bytes = int(said[1])
-    assert command_line(capsys, *arguments).code == 0
+    needed_bytes = int(needed[1])
+    assert run_here(capsys, *arguments).code == 0
     # The tests' own file system may need no blocks for small files.
     files = [path for path in (*conversion.dst.rglob("*"), report) if path.is_file()]
     lengths = sum(path.stat().st_size for path in files)
@@ -153,7 +151,7 @@ def test_the_commit_record_and_records_of_targets_are_counted(
     """Without anything kept, the function needs less than the command."""
     conversion = make(tmp_path)
     monkeypatch.setattr(preflight, "_free_bytes", lambda mount: 0)
-    by_command = command_line(capsys, *conversion.arguments("transform", "--verify")).err
+    by_command = run_here(capsys, *conversion.arguments("transform", "--verify")).err
     with pytest.raises(reshard_mpi.TargetError) as by_function:
         reshard_mpi.transform_checkpoints(
             conversion.src, conversion.dst, "checkpoint_", conversion.src_strategy, conversion.dst_strategy

@@ -14,26 +14,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.cases import Side
-from support.checkpoints import as_read, expected_rank, read_shard, write_shards, write_strategy
+from support.command_line import COMMAND, Capture, run_apart, run_here
 from support.conversions import (
-    COMMAND,
     Conversion,
     assert_right,
-    command_line,
     four_targets,
     listing,
+    of_every_kind,
     resume,
     shards,
+    transform_apart,
+    write_conversion,
 )
-from support.launch import MPI, RankRun, mpirun_command
+from support.launch import MPI, RankRun
 from support.oracle import RawLayout
 from support.processes import Finished, run_command
 from support.stand_ins import doing, refusing
 
 import reshard_mpi
-
-Capture = pytest.CaptureFixture[str]
-
 
 NO_ROOM_FOR_RANK_3 = """
 from reshard_mpi.formats import ckpt
@@ -46,15 +44,6 @@ def refuse(fd, path, spec):
     return reserve(fd, path, spec)
 ckpt.reserve = refuse
 """
-
-
-def run(c: Conversion, *options: str, env: dict[str, str] | None = None) -> Finished:
-    return run_command([*COMMAND, *c.arguments("transform", *options)], env=env)
-
-
-def run_mpi(mpi: MPI, ranks: int, c: Conversion, *options: str, env: dict[str, str] | None = None) -> Finished:
-    arguments = c.arguments("transform", "--jobs", "1", *options)
-    return run_command(mpirun_command(mpi, ranks, [*COMMAND, *arguments]), env=env)
 
 
 def place(process: int) -> str:
@@ -76,27 +65,29 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 def test_command_line_alone(reference: Conversion, tmp_path: Path, capsys: Capture) -> None:
-    assert command_line(capsys, *reference.but(dst=tmp_path).arguments()).code == 0
+    assert run_here(capsys, *reference.but(dst=tmp_path).arguments()).code == 0
     assert shards(tmp_path) == shards(reference.dst)
 
 
 def test_jobs(reference: Conversion, tmp_path: Path, capsys: Capture) -> None:
-    said = command_line(capsys, *reference.but(dst=tmp_path).arguments("transform", "--jobs", "2"))
-    assert said.code == 0 and said.err.count("target ") == 4
+    finished = run_here(capsys, *reference.but(dst=tmp_path).arguments("transform", "--jobs", "2"))
+    assert finished.code == 0 and finished.err.count("target ") == 4
     assert shards(tmp_path) == shards(reference.dst)
 
 
 def test_parts(reference: Conversion, tmp_path: Path, capsys: Capture) -> None:
     for part in ("0/3", "1/3", "2/3"):
-        assert command_line(capsys, *reference.but(dst=tmp_path).arguments("transform", "--part", part)).code == 0
+        assert run_here(capsys, *reference.but(dst=tmp_path).arguments("transform", "--part", part)).code == 0
     assert shards(tmp_path) == shards(reference.dst)
 
 
 @pytest.mark.parametrize("ranks", [3, 8])
 def test_mpirun(reference: Conversion, tmp_path: Path, mpi: MPI, ranks: int) -> None:
-    finished = run_mpi(mpi, ranks, reference.but(dst=tmp_path), "--report", str(tmp_path / "report.json"))
-    assert finished.returncode == 0, finished
-    assert finished.stdout.count("wrote 4 shards") == 1
+    finished = transform_apart(
+        reference.but(dst=tmp_path), "--report", str(tmp_path / "report.json"), mpi=mpi, ranks=ranks
+    )
+    assert finished.code == 0, finished
+    assert finished.out.count("wrote 4 shards") == 1
     assert shards(tmp_path) == shards(reference.dst)
     assert f'"processes": {ranks}' in (tmp_path / "report.json").read_text()
 
@@ -126,54 +117,51 @@ def test_functions_on_every_rank(reference: Conversion, tmp_path: Path, mpirun: 
 
 
 def assert_others_complete(c: Conversion, finished: Finished) -> None:
-    assert finished.returncode == 4, finished
-    assert finished.stderr.count("1 of 4 targets failed; the first: target rank 1") == 1, finished
-    assert "got: failed: 1; complete: 3" in finished.stderr and "--resume" in finished.stderr
-    assert "Traceback" not in finished.stderr and "wrote" not in finished.stdout
+    assert finished.code == 4, finished
+    assert finished.err.count("1 of 4 targets failed; the first: target rank 1") == 1, finished
+    assert "got: failed: 1; complete: 3" in finished.err and "--resume" in finished.err
+    assert "Traceback" not in finished.err and "wrote" not in finished.out
 
 
 @pytest.mark.parametrize("jobs", ["1", "2"])
 def test_a_target_that_cannot_be_written(tmp_path: Path, capsys: Capture, jobs: str) -> None:
     c = four_targets(tmp_path)
-    finished = run(c, "--jobs", jobs, "--report", str(tmp_path / "report.json"), env=refusing(tmp_path))
+    finished = transform_apart(c, "--jobs", jobs, "--report", str(tmp_path / "report.json"), env=refusing(tmp_path))
     assert_others_complete(c, finished)
-    assert f"{c.dst}/rank_1" in finished.stderr
+    assert f"{c.dst}/rank_1" in finished.err
     (failure,) = json.loads((tmp_path / "report.json").read_text())["failures"]
     assert (failure["rank"], failure["kind"], failure["host"]) == (1, "ReshardError", os.uname().nodename)
     assert failure["process"] == {"1": 0, "2": 1}[jobs]
-    assert f"target rank 1{place(1) if jobs == '2' else ''}: the file system refused" in finished.stderr
+    assert f"target rank 1{place(1) if jobs == '2' else ''}: the file system refused" in finished.err
     assert_right(c, (0, 2, 3))
-    said = resume(c, capsys)
-    assert "wrote 1 shard," in said and "3 were complete" in said
+    output = resume(c, capsys)
+    assert "wrote 1 shard," in output and "3 were complete" in output
     assert_right(c)
 
 
 def test_a_target_that_cannot_be_written_under_mpirun(tmp_path: Path, capsys: Capture, mpi: MPI) -> None:
     c = four_targets(tmp_path)
-    assert_others_complete(c, run_mpi(mpi, 3, c, env=refusing(tmp_path)))
+    assert_others_complete(c, transform_apart(c, mpi=mpi, ranks=3, env=refusing(tmp_path)))
     resume(c, capsys)
     assert_right(c)
 
 
-@pytest.mark.parametrize("kind", ["ckpt", "hdf5"])
+@of_every_kind
 @pytest.mark.parametrize("jobs", ["1", "2"])
 def test_a_file_system_without_room(tmp_path: Path, capsys: Capture, kind: str, jobs: str) -> None:
     tensors = {"w": np.arange(1 << 18, dtype=np.float32).reshape(1024, 256)}
     source = Side(1, 1, {"w": RawLayout((1,), (-1, -1))})
     target = Side(2, 1, {"w": RawLayout((2,), (0, -1), split_sizes=(24, 1000))})
-    write_shards(source, tensors, tmp_path / "src", kind)
-    dst_strategy = write_strategy(target, tmp_path / "d")
-    c = Conversion(tmp_path, kind, source, target, tmp_path / "src", tmp_path / "dst", None, dst_strategy)
+    c = write_conversion(tmp_path, kind, source, target, tensors).but(src_strategy=None)
     limited = ["bash", "-c", 'ulimit -f 256; exec "$@"', "-", *COMMAND, *c.arguments("transform", "--jobs", jobs)]
     finished = run_command(limited)
-    assert finished.returncode == 4, finished
+    assert finished.code == 4, finished
     named = f"target rank 1{place(0) if jobs == '2' else ''}"
-    assert f"1 of 2 targets failed; the first: {named}: the file system refused" in finished.stderr, finished
-    assert "File too large" in finished.stderr and "rank_1/" in finished.stderr
+    assert f"1 of 2 targets failed; the first: {named}: the file system refused" in finished.err, finished
+    assert "File too large" in finished.err and "rank_1/" in finished.err
     assert set(c.dst.glob("rank_*/*")) == {c.written(0)}
     resume(c, capsys)
-    for rank in range(2):
-        assert read_shard(c.written(rank)) == as_read(expected_rank(target, tensors, rank))
+    assert_right(c)
 
 
 # Targets that several processes fill
@@ -183,8 +171,8 @@ def test_a_file_system_without_room(tmp_path: Path, capsys: Capture, kind: str, 
 def test_jobs_that_fill_targets_together(reference: Conversion, tmp_path: Path, jobs: int) -> None:
     c = reference.but(dst=tmp_path / "dst")
     report = tmp_path / "report.json"
-    finished = run(c, "--jobs", str(jobs), "--report", str(report), env=doing(tmp_path, "pass"))
-    assert finished.returncode == 0, finished
+    finished = transform_apart(c, "--jobs", str(jobs), "--report", str(report), env=doing(tmp_path, "pass"))
+    assert finished.code == 0, finished
     assert shards(c.dst) == shards(reference.dst)
     targets = json.loads(report.read_text())["targets"]
     assert sum(target["processes"] - 1 for target in targets) == jobs - {3: 1, 5: 1, 8: 4}[jobs]
@@ -195,8 +183,8 @@ def test_jobs_that_fill_targets_together(reference: Conversion, tmp_path: Path, 
 @pytest.mark.parametrize("ranks", [3, 7])
 def test_ranks_that_fill_targets_together(reference: Conversion, tmp_path: Path, mpi: MPI, ranks: int) -> None:
     c = reference.but(dst=tmp_path / "dst")
-    finished = run_mpi(mpi, ranks, c, env=doing(tmp_path, "pass"))
-    assert finished.returncode == 0, finished
+    finished = transform_apart(c, mpi=mpi, ranks=ranks, env=doing(tmp_path, "pass"))
+    assert finished.code == 0, finished
     assert shards(c.dst) == shards(reference.dst)
 
 
@@ -206,10 +194,12 @@ HAS_HELPED = "plan.target_rank == 3 and span[0] > 0"
 
 def test_a_helper_that_is_killed(tmp_path: Path, capsys: Capture) -> None:
     c = four_targets(tmp_path)
-    finished = run(c, "--jobs", "3", env=doing(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)", HAS_HELPED))
-    assert finished.returncode == 4, finished
-    assert re.search(r"target rank 3 \(process [12] on host .*\): a worker process died", finished.stderr), finished
-    assert "SIGKILL" in finished.stderr
+    finished = transform_apart(
+        c, "--jobs", "3", env=doing(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)", HAS_HELPED)
+    )
+    assert finished.code == 4, finished
+    assert re.search(r"target rank 3 \(process [12] on host .*\): a worker process died", finished.err), finished
+    assert "SIGKILL" in finished.err
     assert not list(c.dst.rglob("*.partial")) and not c.written(3).exists()
     resume(c, capsys)
     assert_right(c)
@@ -217,11 +207,13 @@ def test_a_helper_that_is_killed(tmp_path: Path, capsys: Capture) -> None:
 
 def test_a_helper_that_cannot_read(tmp_path: Path, capsys: Capture) -> None:
     c = four_targets(tmp_path)
-    finished = run(c, "--jobs", "3", env=doing(tmp_path, "raise OSError(5, 'the disk is gone')", HAS_HELPED))
-    assert finished.returncode == 4, finished
+    finished = transform_apart(
+        c, "--jobs", "3", env=doing(tmp_path, "raise OSError(5, 'the disk is gone')", HAS_HELPED)
+    )
+    assert finished.code == 4, finished
     # One or both of those that help: the error is theirs, not that of the one that leads.
-    assert re.search(r"1 of 4 targets failed; the first: target rank 3 \(process [12] on host", finished.stderr)
-    assert "the disk is gone" in finished.stderr and "complete: 3" in finished.stderr
+    assert re.search(r"1 of 4 targets failed; the first: target rank 3 \(process [12] on host", finished.err)
+    assert "the disk is gone" in finished.err and "complete: 3" in finished.err
     assert_right(c, (0, 1, 2))
     resume(c, capsys)
     assert_right(c)
@@ -230,9 +222,9 @@ def test_a_helper_that_cannot_read(tmp_path: Path, capsys: Capture) -> None:
 def test_one_that_leads_is_killed(tmp_path: Path, capsys: Capture) -> None:
     c = four_targets(tmp_path)
     leading = "plan.target_rank == 3 and span[0] == 0"
-    finished = run(c, "--jobs", "3", env=doing(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)", leading))
-    assert finished.returncode == 4, finished
-    assert f"1 of 4 targets failed; the first: target rank 3{place(0)}: a worker process died" in finished.stderr
+    finished = transform_apart(c, "--jobs", "3", env=doing(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)", leading))
+    assert finished.code == 4, finished
+    assert f"1 of 4 targets failed; the first: target rank 3{place(0)}: a worker process died" in finished.err
     resume(c, capsys)
     assert_right(c)
 
@@ -242,16 +234,18 @@ def test_a_target_that_cannot_be_reserved(tmp_path: Path, capsys: Capture) -> No
     env = doing(tmp_path, "pass")
     with (tmp_path / "stand_in" / "sitecustomize.py").open("a") as stream:
         stream.write(NO_ROOM_FOR_RANK_3)
-    finished = run(c, "--jobs", "3", env=env)
-    assert finished.returncode == 4 and "failed: 3; complete: 3" in finished.stderr, finished
+    finished = transform_apart(c, "--jobs", "3", env=env)
+    assert finished.code == 4 and "failed: 3; complete: 3" in finished.err, finished
     resume(c, capsys)
     assert_right(c)
 
 
 def test_a_helper_under_mpi_that_cannot_read(tmp_path: Path, mpi: MPI) -> None:
     c = four_targets(tmp_path)
-    finished = run_mpi(mpi, 3, c, env=doing(tmp_path, "raise OSError(5, 'the disk is gone')", HAS_HELPED))
-    assert finished.returncode == 4 and finished.stderr.count("the disk is gone") == 1, finished
+    finished = transform_apart(
+        c, mpi=mpi, ranks=3, env=doing(tmp_path, "raise OSError(5, 'the disk is gone')", HAS_HELPED)
+    )
+    assert finished.code == 4 and finished.err.count("the disk is gone") == 1, finished
     assert_right(c, (0, 1, 2))
 
 
@@ -260,15 +254,15 @@ def test_a_helper_under_mpi_that_cannot_read(tmp_path: Path, mpi: MPI) -> None:
 
 def test_a_worker_that_is_killed(tmp_path: Path, capsys: Capture) -> None:
     c = four_targets(tmp_path)
-    finished = run(c, "--jobs", "2", env=doing(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)"))
-    assert finished.returncode == 4, finished
+    finished = transform_apart(c, "--jobs", "2", env=doing(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)"))
+    assert finished.code == 4, finished
     # Its worker had 1 and 3 to make, in this order.
     named = f"the first: target rank 1{place(1)}: a worker process died"
-    assert f"2 of 4 targets failed; {named}" in finished.stderr, finished
-    assert "signal SIGKILL while it wrote target rank 1" in finished.stderr and "fewer --jobs" in finished.stderr
-    assert "got: failed: 1, 3; complete: 2" in finished.stderr
-    said = resume(c, capsys)
-    assert "wrote 2 shards" in said and "2 were complete" in said
+    assert f"2 of 4 targets failed; {named}" in finished.err, finished
+    assert "signal SIGKILL while it wrote target rank 1" in finished.err and "fewer --jobs" in finished.err
+    assert "got: failed: 1, 3; complete: 2" in finished.err
+    output = resume(c, capsys)
+    assert "wrote 2 shards" in output and "2 were complete" in output
     assert_right(c)  # nor is the dead one's partial file left
 
 
@@ -299,36 +293,36 @@ def call(c: Conversion, env: dict[str, str]) -> Finished:
 def test_a_caller_of_the_function_that_is_interrupted(tmp_path: Path) -> None:
     c = four_targets(tmp_path)
     finished = call(c, doing(tmp_path, "os.kill(int(os.environ['CALLER']), signal.SIGINT); time.sleep(30)"))
-    assert finished.returncode == -signal.SIGINT and "KeyboardInterrupt" in finished.stderr, finished
+    assert finished.code == -signal.SIGINT and "KeyboardInterrupt" in finished.err, finished
     assert not c.written(1).exists() and not list(c.dst.rglob("*.partial"))
 
 
 def test_the_parent_of_workers_that_is_killed(tmp_path: Path) -> None:
     c = four_targets(tmp_path)
     finished = call(c, doing(tmp_path, "os.kill(os.getppid(), signal.SIGKILL); time.sleep(0.2)"))
-    assert finished.returncode == 1 and "TransformError: the parent of the worker processes died" in finished.stderr
-    assert "signal SIGKILL" in finished.stderr
+    assert finished.code == 1 and "TransformError: the parent of the worker processes died" in finished.err
+    assert "signal SIGKILL" in finished.err
 
 
 def test_a_bug_in_a_worker(tmp_path: Path) -> None:
     c = four_targets(tmp_path)
-    finished = run(c, "--jobs", "2", env=doing(tmp_path, "raise ValueError('a bug')"))
-    assert finished.returncode == 4, finished
-    assert "ValueError: a bug" in finished.stderr and "exit code 1 while it wrote target rank 1" in finished.stderr
+    finished = transform_apart(c, "--jobs", "2", env=doing(tmp_path, "raise ValueError('a bug')"))
+    assert finished.code == 4, finished
+    assert "ValueError: a bug" in finished.err and "exit code 1 while it wrote target rank 1" in finished.err
     assert not list(c.dst.glob("rank_*/.*"))
 
 
 def test_a_bug_alone(tmp_path: Path) -> None:
     c = four_targets(tmp_path)
-    finished = run(c, "--jobs", "1", env=doing(tmp_path, "raise ValueError('a bug')"))
-    assert finished.returncode == 1 and "ValueError: a bug" in finished.stderr, finished
+    finished = transform_apart(c, "--jobs", "1", env=doing(tmp_path, "raise ValueError('a bug')"))
+    assert finished.code == 1 and "ValueError: a bug" in finished.err, finished
     assert not list(c.dst.glob("rank_*/.*"))
 
 
 def test_a_bug_on_one_rank_ends_the_job(tmp_path: Path, mpi: MPI) -> None:
     c = four_targets(tmp_path)
-    finished = run_mpi(mpi, 3, c, env=doing(tmp_path, "raise ValueError('a bug')"))
-    assert finished.returncode != 0 and "ValueError: a bug" in finished.stdout + finished.stderr, finished
+    finished = transform_apart(c, mpi=mpi, ranks=3, env=doing(tmp_path, "raise ValueError('a bug')"))
+    assert finished.code != 0 and "ValueError: a bug" in finished.out + finished.err, finished
     assert not list(c.dst.glob("rank_1/*"))
 
 
@@ -356,12 +350,12 @@ STOPS = {
 def test_a_run_that_is_stopped(tmp_path: Path, capsys: Capture, name: str) -> None:
     jobs, do, code = STOPS[name]
     c = four_targets(tmp_path)
-    finished = run(c, "--jobs", jobs, env=doing(tmp_path, f"{do}; time.sleep(30)"))
-    assert finished.returncode == code, finished
-    assert "Traceback" not in finished.stderr and "wrote" not in finished.stdout, finished.stderr
+    finished = transform_apart(c, "--jobs", jobs, env=doing(tmp_path, f"{do}; time.sleep(30)"))
+    assert finished.code == code, finished
+    assert "Traceback" not in finished.err and "wrote" not in finished.out, finished.err
     word = {130: "interrupted", 143: "terminated"}[code]
-    assert finished.stderr.splitlines()[-1] == f"reshard-mpi: {word}; --resume goes on"
-    assert finished.stderr.count("--resume goes on") == 1
+    assert finished.err.splitlines()[-1] == f"reshard-mpi: {word}; --resume goes on"
+    assert finished.err.count("--resume goes on") == 1
     assert not c.written(1).exists() and not list(c.dst.rglob("*.partial"))
     resume(c, capsys)
     assert_right(c)
@@ -377,8 +371,8 @@ def test_a_run_that_is_stopped_while_strategies_are_read(tmp_path: Path) -> None
     )
     (tmp_path / "stand_in" / "sitecustomize.py").write_text(read)
     begin = time.monotonic()
-    finished = run(c, "--jobs", "2", env={"PYTHONPATH": str(tmp_path / "stand_in")})
-    assert finished.returncode == 143 and finished.stderr == "reshard-mpi: terminated; --resume goes on\n"
+    finished = transform_apart(c, "--jobs", "2", env={"PYTHONPATH": str(tmp_path / "stand_in")})
+    assert finished.code == 143 and finished.err == "reshard-mpi: terminated; --resume goes on\n"
     assert time.monotonic() - begin < 15, finished
     assert not c.dst.exists()
 
@@ -391,23 +385,23 @@ def test_a_refusal_under_mpirun_is_told_once(tmp_path: Path, mpi: MPI) -> None:
     for rank in (1, 3):  # which hold the same
         c.shard(rank).write_bytes(b"")
     before = listing(tmp_path)
-    finished = run_mpi(mpi, 3, c)
-    assert finished.returncode == 3, finished
-    assert finished.stderr.count("reshard-mpi: error: ") == 1 and "a shard is empty" in finished.stderr
+    finished = transform_apart(c, mpi=mpi, ranks=3)
+    assert finished.code == 3, finished
+    assert finished.err.count("reshard-mpi: error: ") == 1 and "a shard is empty" in finished.err
     assert listing(tmp_path) == before
-    finished = run_mpi(mpi, 2, c, "--rank", "99")
-    assert finished.returncode == 2 and finished.stderr.count("target rank out of range") == 1, finished
+    finished = transform_apart(c, "--rank", "99", mpi=mpi)
+    assert finished.code == 2 and finished.err.count("target rank out of range") == 1, finished
 
 
 def test_a_demo_that_cannot_be_made_under_mpirun(tmp_path: Path, mpi: MPI) -> None:
     (tmp_path / "file").write_text("")
-    finished = run_command(mpirun_command(mpi, 2, [*COMMAND, "demo", tmp_path / "file"]))
-    assert finished.returncode == 3 and "Traceback" not in finished.stderr, finished
-    assert finished.stderr.count("reshard-mpi: error: the file system refused") == 1, finished
+    finished = run_apart("demo", tmp_path / "file", mpi=mpi)
+    assert finished.code == 3 and "Traceback" not in finished.err, finished
+    assert finished.err.count("reshard-mpi: error: the file system refused") == 1, finished
 
 
 def test_jobs_do_not_go_with_mpirun(tmp_path: Path, mpi: MPI) -> None:
     c = four_targets(tmp_path)
-    finished = run_command(mpirun_command(mpi, 2, [*COMMAND, *c.arguments("transform", "--jobs", "2")]))
-    assert finished.returncode == 2 and finished.stderr.count("--jobs does not go with an MPI run") == 1, finished
+    finished = transform_apart(c, "--jobs", "2", mpi=mpi)
+    assert finished.code == 2 and finished.err.count("--jobs does not go with an MPI run") == 1, finished
     assert not c.dst.exists()

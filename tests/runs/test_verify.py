@@ -14,22 +14,23 @@ import h5py
 import numpy as np
 import pytest
 from support import ckpt_peer
-from support.checkpoints import Arrays, as_read, expected_rank, read_shard, write_shard, write_shards, write_strategy
+from support.checkpoints import KINDS, Arrays, expected_rank, write_shard, write_shards, write_strategy
+from support.command_line import COMMAND, Capture, run_here
 from support.conversions import (
-    COMMAND,
     TENSORS,
     Conversion,
-    Said,
-    command_line,
+    assert_right,
     four_targets,
     listing,
     make,
+    of_every_kind,
     shards,
     side,
+    transform_apart,
 )
 from support.launch import MPI, mpirun_command
 from support.oracle import RawLayout
-from support.processes import run_command
+from support.processes import Finished, run_command
 from support.stand_ins import doing
 
 import reshard_mpi
@@ -39,16 +40,14 @@ from reshard_mpi.formats.ckpt import sealing
 from reshard_mpi.runs import verify as verifying
 from reshard_mpi.runs import write
 
-Capture = pytest.CaptureFixture[str]
-KINDS = ("ckpt", "hdf5")
 WHOLE = {name: zlib.crc32(array.tobytes()) for name, array in TENSORS.items()}
 
 
-def verify(capsys: Capture, c: Conversion, *options: str, target: bool = True) -> Said:
+def verify(capsys: Capture, c: Conversion, *options: str, target: bool = True) -> Finished:
     arguments = c.arguments("verify", "--jobs", "1", *options)
     if not target:
         arguments = ["verify", str(c.dst), "--jobs", "1", *options]
-    return command_line(capsys, *arguments)
+    return run_here(capsys, *arguments)
 
 
 def flip(path: Path, name: str, element: int = 0) -> int:
@@ -81,12 +80,12 @@ def sums(c: Conversion) -> dict[str, int]:
 
 
 def test_the_record_has_the_sums_of_whole_tensors(c: Conversion, capsys: Capture) -> None:
-    assert command_line(capsys, *c.arguments("transform", "--verify")).code == 0
+    assert run_here(capsys, *c.arguments("transform", "--verify")).code == 0
     assert sums(c) == WHOLE
 
 
 def test_every_division_of_a_run_gives_the_same(c: Conversion, tmp_path: Path, mpi: MPI, capsys: Capture) -> None:
-    assert command_line(capsys, *c.arguments("transform", "--verify")).code == 0
+    assert run_here(capsys, *c.arguments("transform", "--verify")).code == 0
     for name, command in {
         "jobs": [*COMMAND, *c.but(dst=tmp_path / "jobs").arguments("transform", "--verify", "--jobs", "3")],
         "mpi": mpirun_command(mpi, 3, [*COMMAND, *c.but(dst=tmp_path / "mpi").arguments("transform", "--verify")]),
@@ -97,17 +96,17 @@ def test_every_division_of_a_run_gives_the_same(c: Conversion, tmp_path: Path, m
         assert sums(c.but(dst=tmp_path / name)) == WHOLE
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@of_every_kind
 def test_tensors_without_elements(tmp_path: Path, capsys: Capture, kind: str) -> None:
     """They begin at no byte of a target that several processes fill, and have a sum all the same."""
     c = four_targets(tmp_path, kind)
     for rank in range(4):
         c.rewrite(rank, {"a_none": np.zeros((0, 4), np.float32), "x_none": np.zeros((3, 0), np.int64)})
-    assert command_line(capsys, *c.arguments("transform", "--verify")).code == 0
+    assert run_here(capsys, *c.arguments("transform", "--verify")).code == 0
     assert sums(c) == WHOLE | {"a_none": 0, "x_none": 0}
     several = c.but(dst=tmp_path / "several")
     options = ["--verify", "--jobs", "3"]
-    run_command([*COMMAND, *several.arguments("transform", *options)], env=doing(tmp_path, "pass"), check=True)
+    transform_apart(several, *options, env=doing(tmp_path, "pass"), check=True)
     assert shards(several.dst) == shards(c.dst) and sums(several) == sums(c)
     for one in (c, several):
         assert verify(capsys, one).code == verify(capsys, one, target=False).code == 0
@@ -115,7 +114,7 @@ def test_tensors_without_elements(tmp_path: Path, capsys: Capture, kind: str) ->
 
 def test_sums_are_in_native_shards(tmp_path: Path, capsys: Capture) -> None:
     c = four_targets(tmp_path, "hdf5")
-    assert command_line(capsys, *c.arguments("transform", "--verify")).code == 0
+    assert run_here(capsys, *c.arguments("transform", "--verify")).code == 0
     total = {name: zlib.crc32(bytes(TENSORS[name].nbytes)) for name in TENSORS}
     for name in ("w", "moments.w"):
         zeros = total[name]
@@ -140,14 +139,12 @@ def test_a_target_that_is_not_what_was_read_is_not_published(c: Conversion, tmp_
         " b = f.read(1); f.seek(at); f.write(bytes([b[0] ^ 1])); f.close()"
     )
     options = ["--verify", "--report", str(tmp_path / "r.json")]
-    finished = run_command([*COMMAND, *c.arguments("transform", *options)], env=doing(tmp_path, spoil))
-    assert finished.returncode == 4, finished
-    assert "target rank 1: 'w' differs from its source at element [2, 1]" in finished.stderr
+    finished = transform_apart(c, *options, env=doing(tmp_path, spoil))
+    assert finished.code == 4, finished
+    assert "target rank 1: 'w' differs from its source at element [2, 1]" in finished.err
     assert not c.written(1).exists() and c.written(0).exists() and not list(c.dst.rglob("*.partial"))
-    without = run_command(
-        [*COMMAND, *c.but(dst=tmp_path / "without").arguments("transform")], env=doing(tmp_path, spoil)
-    )
-    assert without.returncode == 0  # which is why there is --verify
+    without = transform_apart(c.but(dst=tmp_path / "without"), env=doing(tmp_path, spoil))
+    assert without.code == 0  # which is why there is --verify
 
 
 SPOIL_OWN = """
@@ -162,46 +159,44 @@ SPOIL_OWN = """
 
 def test_one_of_several_that_fill_a_target_finds_the_damage(c: Conversion, tmp_path: Path) -> None:
     when = "plan.target_rank == 3 and span is not None and span[1] >= os.stat(manifest.path).st_size"
-    finished = run_command(
-        [*COMMAND, *c.arguments("transform", "--verify", "--jobs", "3")], env=doing(tmp_path, SPOIL_OWN, when)
-    )
-    assert finished.returncode == 4, finished
-    assert "target rank 3" in finished.stderr and "differs from its source" in finished.stderr
+    finished = transform_apart(c, "--verify", "--jobs", "3", env=doing(tmp_path, SPOIL_OWN, when))
+    assert finished.code == 4, finished
+    assert "target rank 3" in finished.err and "differs from its source" in finished.err
     assert not c.written(3).exists() and c.written(0).exists()
 
 
 def test_a_source_that_was_committed_with_other_sums(tmp_path: Path, capsys: Capture) -> None:
     c = four_targets(tmp_path, "hdf5")
-    assert command_line(capsys, *c.arguments("transform", "--verify")).code == 0
+    assert run_here(capsys, *c.arguments("transform", "--verify")).code == 0
     flip(c.written(2), "w")
     again = ["transform", str(c.dst), str(tmp_path / "again"), "--verify", "--jobs", "1"]
-    said = command_line(capsys, *again)
-    assert said.code == 4 and "'w' is not what the source was committed with" in said.err
+    finished = run_here(capsys, *again)
+    assert finished.code == 4 and "'w' is not what the source was committed with" in finished.err
     assert not (tmp_path / "again" / "reshard.json").exists()
 
 
 def test_a_source_that_was_saved_beside_what_was_committed(tmp_path: Path, capsys: Capture) -> None:
     """Training goes on in the folder of a checkpoint that was resharded for it."""
     c = make(tmp_path)
-    assert command_line(capsys, *c.arguments("transform", "--verify")).code == 0
+    assert run_here(capsys, *c.arguments("transform", "--verify")).code == 0
     trained = {name: array + 1 for name, array in TENSORS.items()}
     for rank in range(2):
         write_shard(expected_rank(c.target, trained, rank), c.written(rank).with_name("net-10_5.ckpt"))
     again = ["transform", str(c.dst), str(tmp_path / "again"), "--verify", "--jobs", "1"]
-    said = command_line(capsys, *again, "--src-strategy", str(c.dst_strategy))
-    assert said.code == 0 and "net-10_5.ckpt chosen" in said.err
+    finished = run_here(capsys, *again, "--src-strategy", str(c.dst_strategy))
+    assert finished.code == 0 and "net-10_5.ckpt chosen" in finished.err
     assert sums(c.but(dst=tmp_path / "again")) == {name: zlib.crc32(array.tobytes()) for name, array in trained.items()}
     assert verify(capsys, c, "--select", "net-10*", target=False).code == 3  # of which there are no sums
     assert verify(capsys, c, "--select", "checkpoint*", target=False).code == 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@of_every_kind
 def test_values_that_each_rank_has_for_itself(tmp_path: Path, capsys: Capture, kind: str) -> None:
     c = make(tmp_path, kind)
     c = c.but(target=c.source, dst_strategy=c.src_strategy)
     for rank in range(4):
         c.rewrite(rank, {"rng": np.array([rank, 7], np.uint32)})
-    assert command_line(capsys, *c.arguments("transform", "--verify")).code == 0
+    assert run_here(capsys, *c.arguments("transform", "--verify")).code == 0
     assert sums(c) == WHOLE
     assert verify(capsys, c, target=False).code == 0
     if kind == "hdf5":  # which knows of itself what it is, without the records
@@ -209,46 +204,46 @@ def test_values_that_each_rank_has_for_itself(tmp_path: Path, capsys: Capture, k
         shutil.rmtree(c.dst / ".reshard_mpi")
         assert verify(capsys, c, target=False).code == 0
     flip(c.written(2), "rng")
-    said = verify(capsys, c, target=False)
-    assert said.code == 4 and "rank 2: 'rng' is damaged" in said.err
+    finished = verify(capsys, c, target=False)
+    assert finished.code == 4 and "rank 2: 'rng' is damaged" in finished.err
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@of_every_kind
 def test_values_that_only_some_ranks_have(tmp_path: Path, capsys: Capture, kind: str) -> None:
     """They are no parts of one tensor, though their elements are together as many as those of the first."""
     c = make(tmp_path, kind)
     c = c.but(target=c.source, dst_strategy=c.src_strategy)
     for rank in range(4):
         c.rewrite(rank, {"rng": np.arange(0 if rank else 3, dtype=np.uint32)})
-    assert command_line(capsys, *c.arguments("transform", "--verify")).code == 0
+    assert run_here(capsys, *c.arguments("transform", "--verify")).code == 0
     assert sums(c) == WHOLE
     assert verify(capsys, c, target=False).code == 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@of_every_kind
 def test_copies_of_a_parameter_that_differ(tmp_path: Path, capsys: Capture, kind: str) -> None:
     """Each target was made right, from sources that contradict each other."""
     c = make(tmp_path, kind)
     c = c.but(target=c.source, dst_strategy=c.src_strategy)
     for rank in range(4):
         c.rewrite(rank, {"b": TENSORS["b"] + rank})
-    said = command_line(capsys, *c.arguments("transform", "--verify", "--replicas", "any"))
-    assert said.code == 4 and "copies of 'b' differ" in said.err
+    finished = run_here(capsys, *c.arguments("transform", "--verify", "--replicas", "any"))
+    assert finished.code == 4 and "copies of 'b' differ" in finished.err
     assert not (c.dst / "reshard.json").exists()
-    said = verify(capsys, c, target=False)
-    assert said.code == 4 and "copies of 'b' differ" in said.err
+    finished = verify(capsys, c, target=False)
+    assert finished.code == 4 and "copies of 'b' differ" in finished.err
 
 
 def test_targets_that_were_made_without_are_pointed_out(tmp_path: Path, capsys: Capture) -> None:
     c = four_targets(tmp_path)
-    assert command_line(capsys, *c.arguments("transform", "--rank", "1", "--rank", "2")).code == 0
-    said = command_line(capsys, *c.arguments("transform", "--verify", "--resume"))
-    assert said.code == 0 and said.err.count("note: targets that were complete already were not verified") == 1
+    assert run_here(capsys, *c.arguments("transform", "--rank", "1", "--rank", "2")).code == 0
+    finished = run_here(capsys, *c.arguments("transform", "--verify", "--resume"))
+    assert finished.code == 0 and finished.err.count("note: targets that were complete already were not verified") == 1
     assert "sums" not in json.loads((c.dst / "reshard.json").read_text())
     c = c.but(dst=tmp_path / "verified")
     for _ in range(2):
-        said = command_line(capsys, *c.arguments("transform", "--verify", "--resume"))
-        assert said.code == 0 and "not verified" not in said.err
+        finished = run_here(capsys, *c.arguments("transform", "--verify", "--resume"))
+        assert finished.code == 0 and "not verified" not in finished.err
 
 
 # MindSpore's checksum
@@ -256,16 +251,16 @@ def test_targets_that_were_made_without_are_pointed_out(tmp_path: Path, capsys: 
 
 def test_crc_is_written_and_checked(tmp_path: Path, capsys: Capture) -> None:
     c = make(tmp_path)
-    assert command_line(capsys, *c.arguments("transform", "--crc")).code == 0
+    assert run_here(capsys, *c.arguments("transform", "--crc")).code == 0
     for rank in range(2):
         data = c.written(rank).read_bytes()
         assert data[-17:] == b"crc_num" + zlib.crc32(data[:-17]).to_bytes(10, "big")
     again = ["transform", str(c.dst), str(tmp_path / "again"), "--jobs", "1", "--src-strategy", str(c.dst_strategy)]
-    assert command_line(capsys, *again, "--verify").code == 0
+    assert run_here(capsys, *again, "--verify").code == 0
     flip(c.written(1), "w")
-    assert command_line(capsys, *again, "--overwrite").code == 0  # which is why there is --verify
-    said = command_line(capsys, *again, "--overwrite", "--verify")
-    assert said.code == 3 and "does not fit its own checksum" in said.err and str(c.written(1)) in said.err
+    assert run_here(capsys, *again, "--overwrite").code == 0  # which is why there is --verify
+    finished = run_here(capsys, *again, "--overwrite", "--verify")
+    assert finished.code == 3 and "does not fit its own checksum" in finished.err and str(c.written(1)) in finished.err
 
 
 def of_four_alike(folder: Path) -> Conversion:
@@ -292,15 +287,14 @@ def assert_replaced(c: Conversion, runs: Sequence[list[str]], capsys: Capture) -
     warned: dict[str, None] = {}
     for run in runs:
         finished = run_command(run)
-        assert finished.returncode == 0, finished
-        warned |= dict.fromkeys(line for line in finished.stderr.splitlines() if line.startswith("warning: "))
+        assert finished.code == 0, finished
+        warned |= dict.fromkeys(line for line in finished.err.splitlines() if line.startswith("warning: "))
     assert len(warned) == 2
     for rank, line in enumerate(warned):
         assert line.startswith(f"warning: the shard of rank {rank} cannot be used, {c.shard(rank)}: a checkpoint does")
         assert line.endswith("; taken from rank 2 instead")
-    for rank in range(4):
-        assert read_shard(c.written(rank)) == as_read(expected_rank(c.target, TENSORS, rank))
-    planned = command_line(capsys, *c.but(dst=c.folder / "other").arguments("plan", "--verify"))
+    assert_right(c)
+    planned = run_here(capsys, *c.but(dst=c.folder / "other").arguments("plan", "--verify"))
     assert planned.code == 0 and [line for line in planned.err.splitlines() if line in warned] == list(warned)
 
 
@@ -310,7 +304,9 @@ def test_a_source_that_does_not_fit_its_checksum_is_replaced(tmp_path: Path, cap
     c = of_four_alike(tmp_path)
     for rank in (0, 1):
         flip(c.shard(rank), "w")
-    divided = {"alone": [[]], "jobs": [["--jobs", "3"]], "tasks": [["--part", f"{at}/4"] for at in range(4)]}[way]
+    divided = {"alone": [[]], "jobs": [["--jobs", "3"]], "tasks": [["--part", f"{number}/4"] for number in range(4)]}[
+        way
+    ]
     runs = [[*COMMAND, *c.arguments("transform", "--verify", *options)] for options in divided]
     assert_replaced(c, runs, capsys)
 
@@ -327,8 +323,10 @@ def test_sources_none_of_which_fits_its_checksum(tmp_path: Path, capsys: Capture
     for rank in range(4):
         flip(c.shard(rank), "w")
     for command in ("transform", "plan"):
-        said = command_line(capsys, *c.arguments(command, "--verify"))
-        assert said.code == 3 and "does not fit its own checksum" in said.err and str(c.shard(0)) in said.err
+        finished = run_here(capsys, *c.arguments(command, "--verify"))
+        assert (
+            finished.code == 3 and "does not fit its own checksum" in finished.err and str(c.shard(0)) in finished.err
+        )
     assert not c.dst.exists()
 
 
@@ -340,9 +338,9 @@ def test_what_changes_the_bytes_makes_another_run(
     tmp_path: Path, capsys: Capture, kind: str, option: str, says: str
 ) -> None:
     c = make(tmp_path, kind)
-    assert command_line(capsys, *c.arguments("transform", "--rank", "0")).code == 0
-    said = command_line(capsys, *c.arguments("transform", "--resume", option))
-    assert said.code == 3 and "holds another run" in said.err and says in said.err
+    assert run_here(capsys, *c.arguments("transform", "--rank", "0")).code == 0
+    finished = run_here(capsys, *c.arguments("transform", "--resume", option))
+    assert finished.code == 3 and "holds another run" in finished.err and says in finished.err
 
 
 def test_a_file_that_shrinks_while_its_checksum_is_made(tmp_path: Path) -> None:
@@ -360,132 +358,141 @@ def test_targets_are_read_back_from_the_disk(c: Conversion, capsys: Capture, mon
         forgotten.append(Path(f"/proc/self/fd/{descriptor}").readlink().parent.name)
 
     monkeypatch.setattr(write, "forget_cached", forget)
-    assert command_line(capsys, *c.arguments("transform", "--verify")).code == 0
+    assert run_here(capsys, *c.arguments("transform", "--verify")).code == 0
     assert sorted(forgotten) == [f"rank_{rank}" for rank in range(4) for _ in ("payload", "structure")]
 
 
 def test_crc_is_for_ckpt(tmp_path: Path, capsys: Capture) -> None:
     c = make(tmp_path, "hdf5")
-    assert command_line(capsys, *c.arguments("transform", "--crc")).code == 2
+    assert run_here(capsys, *c.arguments("transform", "--crc")).code == 2
     assert not c.dst.exists()
 
 
 # Against the source
 
 
-@pytest.mark.parametrize("kinds", [("ckpt", "ckpt"), ("ckpt", "hdf5"), ("hdf5", "ckpt")])
+@pytest.mark.parametrize("kinds", [("ckpt", "ckpt"), ("ckpt", "safetensors"), ("hdf5", "ckpt")])
 def test_pair(tmp_path: Path, capsys: Capture, kinds: tuple[str, str]) -> None:
     c = four_targets(tmp_path, kinds[0])
-    assert command_line(capsys, *c.arguments("transform", "--to", kinds[1])).code == 0
-    said = verify(capsys, c)
-    assert said.code == 0 and "verified 4 shards" in said.out and "by the source: sound" in said.out
+    assert run_here(capsys, *c.arguments("transform", "--to", kinds[1])).code == 0
+    finished = verify(capsys, c)
+    assert finished.code == 0 and "verified 4 shards" in finished.out and "by the source: sound" in finished.out
     (path,) = (c.dst / "rank_2").iterdir()
     offset = flip(path, "w", 3)
-    said = verify(capsys, c)
-    assert said.code == 4 and said.out == ""
-    assert "damage: target rank 2: 'w' differs from its source at element [4, 3]" in said.err
-    assert f"at byte {offset} of {path}" in said.err
-    assert said.err.count("damage: ") == 1
+    finished = verify(capsys, c)
+    assert finished.code == 4 and finished.out == ""
+    assert "damage: target rank 2: 'w' differs from its source at element [4, 3]" in finished.err
+    assert f"at byte {offset} of {path}" in finished.err
+    assert finished.err.count("damage: ") == 1
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@of_every_kind
 def test_pair_with_texts(tmp_path: Path, capsys: Capture, kind: str) -> None:
     c = make(tmp_path)
     for rank in range(4):
         with c.shard(rank).open("ab") as stream:
             stream.write(ckpt_peer.value("note", (0,), "str", "kept".encode("utf-32-le")))
     c = c.but(kind=kind)
-    assert command_line(capsys, *c.arguments("transform", "--verify", "--to", kind)).code == 0
+    assert run_here(capsys, *c.arguments("transform", "--verify", "--to", kind)).code == 0
     assert verify(capsys, c).code == 0
     data = c.written(1).read_bytes()
     before, after = (text.encode("utf-32-le" if kind == "ckpt" else "utf-8") for text in ("kept", "lept"))
     assert data.count(before) == 1
     c.written(1).unlink()
     c.written(1).write_bytes(data.replace(before, after))
-    said = verify(capsys, c)
-    assert said.code == 4 and "rank 1: 'note' is not the text that the source holds" in said.err
-    assert "expected: 'kept'" in said.err and "got: 'lept'" in said.err
-    said = verify(capsys, c, target=False)
-    assert said.code == 4 and "rank 1: the texts of a shard are not what was written" in said.err
+    finished = verify(capsys, c)
+    assert finished.code == 4 and "rank 1: 'note' is not the text that the source holds" in finished.err
+    assert "expected: 'kept'" in finished.err and "got: 'lept'" in finished.err
+    finished = verify(capsys, c, target=False)
+    assert finished.code == 4 and "rank 1: the texts of a shard are not what was written" in finished.err
 
 
 def test_pair_whose_source_does_not_fit_its_checksum(tmp_path: Path, capsys: Capture) -> None:
     """The target was made from what others hold, or before the damage: it is the source that is told of."""
     c = of_four_alike(tmp_path)
-    assert command_line(capsys, *c.arguments()).code == 0
+    assert run_here(capsys, *c.arguments()).code == 0
     flip(c.written(1), "b")
     for rank in range(2):
         flip(c.shard(rank), "w")
-    said = verify(capsys, c)
-    assert said.code == 4 and said.err.count("damage: ") == 1 and "rank 1: 'b' differs from its source" in said.err
-    assert said.err.count("warning: ") == 2 and f"{c.shard(1)}: a checkpoint does not fit its own checksum" in said.err
+    finished = verify(capsys, c)
+    assert (
+        finished.code == 4
+        and finished.err.count("damage: ") == 1
+        and "rank 1: 'b' differs from its source" in finished.err
+    )
+    assert (
+        finished.err.count("warning: ") == 2
+        and f"{c.shard(1)}: a checkpoint does not fit its own checksum" in finished.err
+    )
     for rank in range(2, 4):
         flip(c.shard(rank), "w")
-    said = verify(capsys, c)
-    assert said.code == 4 and "does not fit its own checksum" in said.err and "differs" not in said.err
+    finished = verify(capsys, c)
+    assert finished.code == 4 and "does not fit its own checksum" in finished.err and "differs" not in finished.err
 
 
 def test_pair_of_all_kinds_of_damage(c: Conversion, capsys: Capture) -> None:
-    assert command_line(capsys, *c.arguments()).code == 0
+    assert run_here(capsys, *c.arguments()).code == 0
     held = {name: np.zeros((2, 4), np.float32) for name in ("w", "moments.w")}
     c.written(0).unlink()
     write_shard({**held, "b": np.zeros(4, np.int64)}, c.written(0))  # lacks one, another has another shape
     c.written(1).chmod(0o600)
     c.written(1).write_bytes(b"")
     c.written(2).unlink()
-    said = verify(capsys, c)
-    assert said.code == 4 and said.err.count("damage: ") == 3, said.err
-    assert "a shard is missing" in said.err and "a shard is empty" in said.err
-    assert "is not what the source holds" in said.err
+    finished = verify(capsys, c)
+    assert finished.code == 4 and finished.err.count("damage: ") == 3, finished.err
+    assert "a shard is missing" in finished.err and "a shard is empty" in finished.err
+    assert "is not what the source holds" in finished.err
 
 
 def test_pair_of_much_damage(c: Conversion, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some is located, and that there is more is said."""
     monkeypatch.setattr(verifying, "_MAX_LOCATED", 1)
-    assert command_line(capsys, *c.arguments()).code == 0
+    assert run_here(capsys, *c.arguments()).code == 0
     for name in ("w", "b", "moments.w"):
         flip(c.written(2), name)
-    said = verify(capsys, c)
-    assert said.code == 4 and said.err.count("damage: ") == 2
-    assert said.err.count("differs from its source") == said.err.count("more tensors of this shard differ") == 1
+    finished = verify(capsys, c)
+    assert finished.code == 4 and finished.err.count("damage: ") == 2
+    assert finished.err.count("differs from its source") == finished.err.count("more tensors of this shard differ") == 1
 
 
 def test_pair_whose_source_has_lost_a_shard(c: Conversion, capsys: Capture) -> None:
-    assert command_line(capsys, *c.arguments()).code == 0
+    assert run_here(capsys, *c.arguments()).code == 0
     c.remove(0)
-    said = verify(capsys, c)
-    assert said.code == 0 and "sound" in said.out
-    assert f"warning: no shard of rank 0 in {c.src}; what should be there was taken from" in said.err
+    finished = verify(capsys, c)
+    assert finished.code == 0 and "sound" in finished.out
+    assert f"warning: no shard of rank 0 in {c.src}; what should be there was taken from" in finished.err
 
 
 def test_pair_in_several_processes(c: Conversion, mpi: MPI, capsys: Capture) -> None:
-    assert command_line(capsys, *c.arguments()).code == 0
+    assert run_here(capsys, *c.arguments()).code == 0
     flip(c.written(3), "moments.w", 2)
     arguments = c.arguments("verify")
     for command in ([*COMMAND, *arguments, "--jobs", "3"], mpirun_command(mpi, 3, [*COMMAND, *arguments])):
         finished = run_command(command)
-        assert finished.returncode == 4, finished
-        assert finished.stderr.count("damage: ") == 1
-        assert "target rank 3: 'moments.w' differs from its source at element [6, 2]" in finished.stderr
+        assert finished.code == 4, finished
+        assert finished.err.count("damage: ") == 1
+        assert "target rank 3: 'moments.w' differs from its source at element [6, 2]" in finished.err
 
 
 def test_pair_whose_target_describes_itself(tmp_path: Path, capsys: Capture) -> None:
     c = make(tmp_path).but(kind="hdf5")
-    assert command_line(capsys, *c.arguments("transform", "--to", "hdf5")).code == 0
+    assert run_here(capsys, *c.arguments("transform", "--to", "hdf5")).code == 0
     assert verify(capsys, c.but(dst_strategy=None)).code == 0
-    said = verify(capsys, c.but(dst_strategy=c.src_strategy))
-    assert said.code == 3 and "contradicts what the shards say" in said.err and str(c.written(0)) in said.err
+    finished = verify(capsys, c.but(dst_strategy=c.src_strategy))
+    assert (
+        finished.code == 3 and "contradicts what the shards say" in finished.err and str(c.written(0)) in finished.err
+    )
     flip(c.written(1), "w")
     assert verify(capsys, c.but(dst_strategy=None)).code == 4
     c = c.but(kind="ckpt", dst=tmp_path / "silent")
-    assert command_line(capsys, *c.arguments()).code == 0
-    said = verify(capsys, c.but(dst_strategy=None))
-    assert said.code == 3 and str(c.dst) in said.err and "--dst-strategy" in said.err
+    assert run_here(capsys, *c.arguments()).code == 0
+    finished = verify(capsys, c.but(dst_strategy=None))
+    assert finished.code == 3 and str(c.dst) in finished.err and "--dst-strategy" in finished.err
 
 
 def test_pair_that_cannot_be_compared(c: Conversion, capsys: Capture) -> None:
     assert verify(capsys, c).code == 3  # nothing there
-    assert command_line(capsys, "verify", str(c.src), "--memory", "none").code == 2
+    assert run_here(capsys, "verify", str(c.src), "--memory", "none").code == 2
 
 
 # Against its own sums
@@ -493,27 +500,27 @@ def test_pair_that_cannot_be_compared(c: Conversion, capsys: Capture) -> None:
 
 def test_alone(tmp_path: Path, capsys: Capture) -> None:
     c = four_targets(tmp_path, "hdf5")
-    assert command_line(capsys, *c.arguments("transform", "--verify")).code == 0
+    assert run_here(capsys, *c.arguments("transform", "--verify")).code == 0
     assert "by its own sums, the record of its run: sound" in verify(capsys, c, target=False).out
     (copied := tmp_path / "copied").mkdir()
     for rank in range(4):
         (copied / f"rank_{rank}").mkdir()
         (copied / f"rank_{rank}" / "shard.h5").write_bytes(c.written(rank).read_bytes())
     alone = ["verify", str(copied), "--jobs", "1"]
-    assert "by its own sums: sound" in command_line(capsys, *alone).out
+    assert "by its own sums: sound" in run_here(capsys, *alone).out
     flip(copied / "rank_1" / "shard.h5", "b")
-    said = command_line(capsys, *alone)
-    assert said.code == 4 and "rank 1: 'b' is damaged" in said.err and "shard.h5, bytes " in said.err
-    assert said.err.count("damage: ") == 1  # and not that it differs from its copies as well
+    finished = run_here(capsys, *alone)
+    assert finished.code == 4 and "rank 1: 'b' is damaged" in finished.err and "shard.h5, bytes " in finished.err
+    assert finished.err.count("damage: ") == 1  # and not that it differs from its copies as well
 
 
 def test_alone_ckpt_by_its_record(tmp_path: Path, capsys: Capture) -> None:
     c = four_targets(tmp_path)
-    assert command_line(capsys, *c.arguments("transform", "--verify", "--crc")).code == 0
+    assert run_here(capsys, *c.arguments("transform", "--verify", "--crc")).code == 0
     assert "by its checksum, the record of its run: sound" in verify(capsys, c, target=False).out
     flip(c.written(0), "w")
-    said = verify(capsys, c, target=False)
-    assert said.code == 4 and "rank 0" in said.err and "does not fit its own checksum" in said.err
+    finished = verify(capsys, c, target=False)
+    assert finished.code == 4 and "rank 0" in finished.err and "does not fit its own checksum" in finished.err
 
 
 @pytest.mark.parametrize(
@@ -522,39 +529,41 @@ def test_alone_ckpt_by_its_record(tmp_path: Path, capsys: Capture) -> None:
 )
 def test_alone_a_shard_of_other_tensors(tmp_path: Path, capsys: Capture, changes: Arrays, says: str) -> None:
     c = four_targets(tmp_path)
-    assert command_line(capsys, *c.arguments("transform", "--verify")).code == 0
+    assert run_here(capsys, *c.arguments("transform", "--verify")).code == 0
     arrays = {**expected_rank(c.target, TENSORS, 1), **changes}
     c.written(1).unlink()
     write_shard({name: array for name, array in arrays.items() if array is not None}, c.written(1))
-    said = verify(capsys, c, target=False)
-    assert said.code == 4 and said.err.count("is not what was written") == 1 and f"rank 1: {says}" in said.err
-    assert said.err.count("damage: ") == 2 and "another size" in said.err
+    finished = verify(capsys, c, target=False)
+    assert (
+        finished.code == 4 and finished.err.count("is not what was written") == 1 and f"rank 1: {says}" in finished.err
+    )
+    assert finished.err.count("damage: ") == 2 and "another size" in finished.err
 
 
 def test_alone_without_sums(c: Conversion, capsys: Capture) -> None:
-    assert command_line(capsys, *c.arguments()).code == 0
-    said = verify(capsys, c, target=False)
-    assert said.code == 3 and "keeps no sums" in said.err and "verify SRC DST" in said.err
+    assert run_here(capsys, *c.arguments()).code == 0
+    finished = verify(capsys, c, target=False)
+    assert finished.code == 3 and "keeps no sums" in finished.err and "verify SRC DST" in finished.err
 
 
 def test_alone_where_some_shards_keep_no_sums(tmp_path: Path, capsys: Capture) -> None:
     c = four_targets(tmp_path)
-    assert command_line(capsys, *c.arguments("transform", "--verify", "--rank", "2")).code == 0
-    assert command_line(capsys, *c.arguments("transform", "--resume")).code == 0
-    said = verify(capsys, c, target=False)
-    assert said.code == 0 and "verified 1 shard," in said.out
-    assert "note: 3 of 4 shards keep no sums, that of rank 0 the first" in said.err
+    assert run_here(capsys, *c.arguments("transform", "--verify", "--rank", "2")).code == 0
+    assert run_here(capsys, *c.arguments("transform", "--resume")).code == 0
+    finished = verify(capsys, c, target=False)
+    assert finished.code == 0 and "verified 1 shard," in finished.out
+    assert "note: 3 of 4 shards keep no sums, that of rank 0 the first" in finished.err
 
 
 def test_a_checkpoint_that_does_not_fit_its_commit_record(tmp_path: Path, capsys: Capture) -> None:
     """Sums in the shards that fit, but are those of other bytes."""
     c = four_targets(tmp_path, "hdf5")
-    assert command_line(capsys, *c.arguments("transform", "--verify")).code == 0
+    assert run_here(capsys, *c.arguments("transform", "--verify")).code == 0
     record = json.loads((c.dst / "reshard.json").read_text())
     record["sums"]["w"] = "00000000"
     (c.dst / "reshard.json").write_text(json.dumps(record))
-    said = verify(capsys, c, target=False)
-    assert said.code == 4 and "'w' is not what was committed" in said.err
+    finished = verify(capsys, c, target=False)
+    assert finished.code == 4 and "'w' is not what was committed" in finished.err
 
 
 def swap(c: Conversion) -> None:
@@ -581,8 +590,8 @@ def record(c: Conversion) -> Path:
     return c.dst / ".reshard_mpi" / "rank_1.json"
 
 
-def with_sum(c: Conversion, at: int, value: object) -> None:
-    change(record(c), lambda facts: facts["sums"][0].__setitem__(at, value))
+def with_sum(c: Conversion, number: int, value: object) -> None:
+    change(record(c), lambda facts: facts["sums"][0].__setitem__(number, value))
 
 
 def with_sums(c: Conversion, value: object) -> None:
@@ -616,42 +625,42 @@ SPOILS: dict[str, tuple[Callable[[Conversion], object], str]] = {
 @pytest.mark.parametrize("what", SPOILS)
 def test_alone_finds_what_is_not_as_it_was_written(tmp_path: Path, capsys: Capture, what: str) -> None:
     c = make(tmp_path)
-    assert command_line(capsys, *c.arguments("transform", "--verify")).code == 0
+    assert run_here(capsys, *c.arguments("transform", "--verify")).code == 0
     spoil, expected = SPOILS[what]
     spoil(c)
-    said = verify(capsys, c, target=False)
-    assert said.code == 4 and expected in said.err
+    finished = verify(capsys, c, target=False)
+    assert finished.code == 4 and expected in finished.err
     if what == "commit record is a pipe":  # only a file is ever replaced
-        refused = command_line(capsys, *c.arguments("transform", "--verify", "--resume"))
+        refused = run_here(capsys, *c.arguments("transform", "--verify", "--resume"))
         assert refused.code == 3 and "a pipe is in the place of the commit record" in refused.err
         (c.dst / "reshard.json").unlink()
     if "record" in expected:  # which keeps nobody from going on
-        assert command_line(capsys, *c.arguments("transform", "--verify", "--resume")).code == 0
+        assert run_here(capsys, *c.arguments("transform", "--verify", "--resume")).code == 0
         assert verify(capsys, c, target=False).code == 0 and sums(c) == WHOLE
 
 
 def test_alone_in_the_place_of_another_rank(tmp_path: Path, capsys: Capture) -> None:
     """What a native shard says of itself is known without any record."""
     c = make(tmp_path, "hdf5")
-    assert command_line(capsys, *c.arguments("transform", "--verify")).code == 0
+    assert run_here(capsys, *c.arguments("transform", "--verify")).code == 0
     shutil.rmtree(c.dst / ".reshard_mpi")
     (c.dst / "reshard.json").unlink()
     assert verify(capsys, c, target=False).code == 0
     swap(c)
-    said = verify(capsys, c, target=False)
-    assert said.code == 4 and "rank 1: a shard says it belongs elsewhere" in said.err
+    finished = verify(capsys, c, target=False)
+    assert finished.code == 4 and "rank 1: a shard says it belongs elsewhere" in finished.err
 
 
 def test_alone_one_of_native_shards_is_missing(tmp_path: Path, capsys: Capture) -> None:
     """They say how many there are; a file, or the folder of a rank, is asked for by itself."""
     c = four_targets(tmp_path, "hdf5")
-    assert command_line(capsys, *c.arguments("transform", "--verify")).code == 0
+    assert run_here(capsys, *c.arguments("transform", "--verify")).code == 0
     shutil.rmtree(c.dst / ".reshard_mpi")
     (c.dst / "reshard.json").unlink()
     for rank in (3, 1):
         shutil.rmtree(c.written(rank).parent)
-    said = verify(capsys, c, target=False)
-    assert said.code == 4 and "2 shards are missing, that of rank 1 the first" in said.err
+    finished = verify(capsys, c, target=False)
+    assert finished.code == 4 and "2 shards are missing, that of rank 1 the first" in finished.err
     for place in (c.written(2), c.written(2).parent):
         assert verify(capsys, c.but(dst=place), target=False).code == 0
 
@@ -659,26 +668,31 @@ def test_alone_one_of_native_shards_is_missing(tmp_path: Path, capsys: Capture) 
 def test_alone_whose_own_sums_are_damaged(tmp_path: Path, capsys: Capture) -> None:
     """The record of the run would do, but who has the shard alone would take it for damaged."""
     c = make(tmp_path, "hdf5")
-    assert command_line(capsys, *c.arguments("transform", "--verify")).code == 0
+    assert run_here(capsys, *c.arguments("transform", "--verify")).code == 0
     c.written(1).chmod(0o600)
     with h5py.File(c.written(1)) as file:
         at = file["__reshard_mpi__/sums"].id.get_offset()
     content = bytearray(c.written(1).read_bytes())
     content[at] ^= 1
     c.written(1).write_bytes(content)
-    said = verify(capsys, c, target=False)
-    assert said.code == 4 and "rank 1: " in said.err and "is damaged" in said.err and said.err.count("damage: ") == 1
+    finished = verify(capsys, c, target=False)
+    assert (
+        finished.code == 4
+        and "rank 1: " in finished.err
+        and "is damaged" in finished.err
+        and finished.err.count("damage: ") == 1
+    )
 
 
 def test_alone_while_another_is_about_to_take_its_place(tmp_path: Path, capsys: Capture) -> None:
     """A run that is killed before its target has its name has already said what that will hold."""
     c = make(tmp_path)
-    assert command_line(capsys, *c.arguments("transform", "--verify")).code == 0
+    assert run_here(capsys, *c.arguments("transform", "--verify")).code == 0
     with_sum(c, 5, "00000000")
     change(record(c), lambda facts: facts.update(announced=[1, 1]))
     (c.dst / "reshard.json").unlink()
-    said = verify(capsys, c, target=False)
-    assert said.code == 0 and "note: 1 of 2 shards keep no sums, that of rank 1 the first" in said.err
+    finished = verify(capsys, c, target=False)
+    assert finished.code == 0 and "note: 1 of 2 shards keep no sums, that of rank 1 the first" in finished.err
 
 
 # The functions
@@ -710,7 +724,7 @@ def test_a_target_that_is_not_there_is_called_one(tmp_path: Path, capsys: Captur
     c = make(tmp_path)
     (tmp_path / "empty").mkdir()
     for strategies in (["--src-strategy", str(c.src_strategy)], []):
-        said = command_line(capsys, "verify", str(c.src), str(tmp_path / name), *strategies)
-        assert said.code == 3 and says in said.err and f"where: {tmp_path / name}" in said.err, said
-    said = command_line(capsys, "verify", str(tmp_path / "nosuch"), str(c.dst))
-    assert said.code == 3 and "the source is not there" in said.err
+        finished = run_here(capsys, "verify", str(c.src), str(tmp_path / name), *strategies)
+        assert finished.code == 3 and says in finished.err and f"where: {tmp_path / name}" in finished.err, finished
+    finished = run_here(capsys, "verify", str(tmp_path / "nosuch"), str(c.dst))
+    assert finished.code == 3 and "the source is not there" in finished.err

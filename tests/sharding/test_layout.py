@@ -16,7 +16,7 @@ from reshard_mpi.sharding.layout import Layout, stand_in_shape, whole_shape
 from reshard_mpi.sharding.placement import Piece, Placement, Strategy, unsharded
 
 
-class Held:
+class OracleParameter:
     """One parameter as the oracle sees it: for every rank that holds it, the numbers of the elements it has."""
 
     def __init__(self, raw: RawLayout, shape: tuple[int, ...], world_size: int) -> None:
@@ -35,9 +35,9 @@ class Held:
         return [other for other in self.ranks if np.array_equal(self.parts[other], self.parts[rank])]
 
 
-def held_in(case: Case) -> list[Held]:
+def oracle_parameters(case: Case) -> list[OracleParameter]:
     return [
-        Held(layout, case.tensors[name].shape, side.world_size)
+        OracleParameter(layout, case.tensors[name].shape, side.world_size)
         for side in (case.src, case.dst)
         for name, layout in side.layouts.items()
     ]
@@ -48,44 +48,46 @@ def held_in(case: Case) -> list[Held]:
 
 @given(cases(max_parameters=1))
 def test_every_rank_holds_the_box_of_the_oracle(case: Case) -> None:
-    for held in held_in(case):
-        for rank in held.ranks:
-            np.testing.assert_array_equal(held.elements(held.layout.box(rank)), held.parts[rank])
+    for parameter in oracle_parameters(case):
+        for rank in parameter.ranks:
+            np.testing.assert_array_equal(parameter.elements(parameter.layout.box(rank)), parameter.parts[rank])
 
 
 @given(cases(max_parameters=1))
 def test_a_whole_shape_follows_from_what_any_rank_holds(case: Case) -> None:
-    for held in held_in(case):
-        for rank in held.ranks:
-            assert whole_shape(held.placement, rank, held.parts[rank].shape) == held.shape
+    for parameter in oracle_parameters(case):
+        for rank in parameter.ranks:
+            assert whole_shape(parameter.placement, rank, parameter.parts[rank].shape) == parameter.shape
 
 
 @given(cases(max_parameters=1, empty=False))
 def test_replicas_are_the_ranks_that_hold_the_same_elements(case: Case) -> None:
-    for held in held_in(case):
-        for rank in held.ranks:
-            assert sorted(held.layout.placement.holders(held.layout.placement.piece(rank))) == held.copies_of(rank)
+    for parameter in oracle_parameters(case):
+        for rank in parameter.ranks:
+            assert sorted(
+                parameter.layout.placement.holders(parameter.layout.placement.piece(rank))
+            ) == parameter.copies_of(rank)
 
 
 @given(cases(max_parameters=1, empty=False))
 def test_holders_of_a_piece_are_its_ranks_stage_by_stage(case: Case) -> None:
-    for held in held_in(case):
-        for rank in held.ranks:
-            holders = list(held.placement.holders(held.placement.piece(rank)))
-            assert holders == held.copies_of(rank)
-            assert all(held.placement.piece(other) == held.placement.piece(rank) for other in holders)
+    for parameter in oracle_parameters(case):
+        for rank in parameter.ranks:
+            holders = list(parameter.placement.holders(parameter.placement.piece(rank)))
+            assert holders == parameter.copies_of(rank)
+            assert all(parameter.placement.piece(other) == parameter.placement.piece(rank) for other in holders)
 
 
 @given(cases(max_parameters=1, empty=False))
 def test_the_holder_near_a_rank_is_that_rank_or_at_its_place(case: Case) -> None:
-    for held in held_in(case):
-        placement = held.placement
+    for parameter in oracle_parameters(case):
+        placement = parameter.placement
         size = placement.stage_size
-        for rank in held.ranks:
+        for rank in parameter.ranks:
             piece = placement.piece(rank)
             for home in range(size * (max(placement.stages) + 2)):
                 nearest = placement.holder(piece, home)
-                copies = held.copies_of(rank)
+                copies = parameter.copies_of(rank)
                 assert nearest in copies
                 if home in copies:
                     assert nearest == home
@@ -98,10 +100,14 @@ def test_the_holder_near_a_rank_is_that_rank_or_at_its_place(case: Case) -> None
 
 @given(cases(max_parameters=1, empty=False))
 def test_what_is_said_of_the_cut_is_so(case: Case) -> None:
-    for held in held_in(case):
-        assert held.placement.is_cut == any(part.size < held.numbers.size for part in held.parts.values())
-        firsts = {rank: part.ravel()[0] for rank, part in held.parts.items()}
-        assert len(set(firsts.values())) == np.prod([held.placement.cuts(dim) for dim in range(len(held.shape))])
+    for parameter in oracle_parameters(case):
+        assert parameter.placement.is_cut == any(
+            part.size < parameter.numbers.size for part in parameter.parts.values()
+        )
+        firsts = {rank: part.ravel()[0] for rank, part in parameter.parts.items()}
+        assert len(set(firsts.values())) == np.prod(
+            [parameter.placement.cuts(dim) for dim in range(len(parameter.shape))]
+        )
 
 
 # Parts that meet
@@ -109,17 +115,17 @@ def test_what_is_said_of_the_cut_is_so(case: Case) -> None:
 
 @given(cases(max_parameters=1), st.data())
 def test_the_parts_that_meet_a_box_are_found_as_by_asking_every_rank(case: Case, data: st.DataObject) -> None:
-    for held in held_in(case):
-        start = [data.draw(st.integers(0, length)) for length in held.shape]
-        stop = [data.draw(st.integers(low, length)) for low, length in zip(start, held.shape)]
+    for parameter in oracle_parameters(case):
+        start = [data.draw(st.integers(0, length)) for length in parameter.shape]
+        stop = [data.draw(st.integers(low, length)) for low, length in zip(start, parameter.shape)]
         box = Box(tuple(start), tuple(stop))
         by_rank = {}
-        for rank in held.ranks:
-            shared = np.intersect1d(held.parts[rank], held.elements(box))
+        for rank in parameter.ranks:
+            shared = np.intersect1d(parameter.parts[rank], parameter.elements(box))
             if shared.size:
-                by_rank[held.placement.piece(rank)] = tuple(shared)
-        found = list(held.layout.pieces_meeting(box))
-        assert {piece: tuple(held.elements(region).ravel()) for piece, region in found} == by_rank
+                by_rank[parameter.placement.piece(rank)] = tuple(shared)
+        found = list(parameter.layout.pieces_meeting(box))
+        assert {piece: tuple(parameter.elements(region).ravel()) for piece, region in found} == by_rank
         assert [region.start for _, region in found] == sorted(region.start for _, region in found)
         assert sum(region.size for _, region in found) == box.size
 

@@ -26,15 +26,15 @@ GLOBS = st.one_of(
 def test_a_pattern_matches_what_fnmatch_says(name: str, glob: str) -> None:
     pattern = Pattern(glob)
     assert pattern.matches(name) == fnmatchcase(name, glob)
-    for at in range(len(name) + 1):
-        assert pattern.matches(name, at) == fnmatchcase(name[at:], glob)
+    for number in range(len(name) + 1):
+        assert pattern.matches(name, number) == fnmatchcase(name[number:], glob)
     if not pattern.begins_with_any:
         assert [name[end:] for end in pattern.ends(name)] == [b for b in named_after(name) if fnmatchcase(b, glob)]
 
 
 @given(NAMES, st.lists(GLOBS.filter(bool), max_size=5), st.lists(st.one_of(NAMES, GLOBS), max_size=3))
 def test_the_first_counts_and_what_a_name_follows(name: str, globs: list[str], listed: list[str]) -> None:
-    expected = next((at for at, glob in enumerate(globs) if fnmatchcase(name, glob)), None)
+    expected = next((number for number, glob in enumerate(globs) if fnmatchcase(name, glob)), None)
     assert Patterns(globs).first(name) == expected
     parameters = {parameter: (replicated(1),) for parameter in listed}
     strategy = Strategy(1, 1, parameters, tuple((glob, replicated(1)) for glob in globs))

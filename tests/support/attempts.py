@@ -8,12 +8,9 @@ whole one; nothing half-done is left. Either way the same command, resumed, ends
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import signal
 import sys
-import tempfile
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +18,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from reshard_mpi.cli import commands
 from support.cases import Side
-from support.checkpoints import as_read, expected_rank, read_shard, write_shards, write_strategy
-from support.conversions import COMMAND, Conversion, listing
+from support.checkpoints import read_shard
+from support.command_line import COMMAND, run_in_fork
+from support.conversions import Conversion, listing, write_conversion
 from support.injector import NO_FAULT, Call, Fault, Injector
 from support.launch import MPI, mpirun_command
 from support.oracle import RawLayout
@@ -43,7 +40,6 @@ TENSORS = {
     "global_step": np.array(7, np.int32),
 }
 _CUT = ("long", "longer", "middle", "short", "few")
-KINDS = ("ckpt", "hdf5")
 Listing = dict[str, bytes | None]
 
 _FUNCTION = """
@@ -139,10 +135,7 @@ def ranks_of(mpi: MPI, ranks: int = 2) -> Launch:
 def conversion(folder: Path, kind: str, names: Collection[str] = tuple(TENSORS)) -> Conversion:
     """Write the source, .ckpt shards of the tensors `names`, and return its conversion to shards of `kind`."""
     source, target = _side(2, (-1, 0), (0,), names), _side(3, (0, -1), (-1,), names)
-    write_shards(source, {name: TENSORS[name] for name in names}, folder / "src", "ckpt")
-    strategies = [write_strategy(side, folder / name) for side, name in ((source, "s"), (target, "d"))]
-    options = () if kind == "ckpt" else ("--to", kind)
-    return Conversion(folder, kind, source, target, folder / "src", folder / "dst", *strategies, options)
+    return write_conversion(folder, "ckpt", source, target, {name: TENSORS[name] for name in names}, to=kind)
 
 
 def _side(ranks: int, cut: tuple[int, ...], bias: tuple[int, ...], names: Collection[str]) -> Side:
@@ -172,7 +165,7 @@ class Attempt:
 
     @property
     def codes(self) -> tuple[int, ...]:
-        return tuple(one.returncode for one in self.finished)
+        return tuple(each.code for each in self.finished)
 
     @property
     def harmed(self) -> tuple[Call, ...]:
@@ -199,12 +192,11 @@ class Bench:
         self._verify = verify
         self._folder = folder
         finished, self.calls = self._run(self.conversion, NO_FAULT)
-        if any(one.returncode for one in finished):
+        if any(each.code for each in finished):
             raise AssertionError("\n".join(map(str, finished)))
         self._whole = listing(self.conversion.dst)
         for rank in range(self.conversion.target.world_size):
-            expected = expected_rank(self.conversion.target, {name: TENSORS[name] for name in names}, rank)
-            assert read_shard(self.conversion.written(rank)) == as_read(expected)
+            assert read_shard(self.conversion.written(rank)) == self.conversion.expected(rank)
 
     def attempt(self, fault: Fault) -> Attempt:
         """Run into `fault`, look at what is there, resume, look again."""
@@ -216,9 +208,9 @@ class Bench:
             return Attempt(fault, (), tuple(self._injector.calls()), unclean=(str(failure),))
         killed = fault.do.startswith("kill") and any(call.is_harmed for call in calls)
         left_undone = killed or any(call.is_harmed and call.name == "unlink" for call in calls)
-        succeeded = not any(one.returncode for one in finished)
+        succeeded = not any(each.code for each in finished)
         wrong = wrong_in(c, self._whole, succeeded=succeeded)
-        unclean = [text for one in finished for text in badly_said(one, killed=killed)]
+        unclean = [text for each in finished for text in badly_reported(each, killed=killed)]
         if not succeeded and not left_undone:
             unclean += [f"left behind: {path.relative_to(c.dst)}" for path in c.dst.rglob("*.partial")]
         wrong += self._when_resumed(c)
@@ -234,21 +226,20 @@ class Bench:
     def _when_resumed(self, c: Conversion) -> list[str]:
         """Go on without a fault, and say what is wrong then."""
         if self.launch.is_recorded:
-            arguments = c.arguments("transform", "--progress", "none", "--resume", *self.options)
-            said = in_fork(arguments)
+            finished = run_in_fork(*c.arguments("transform", "--progress", "none", "--resume", *self.options))
         else:
             (finished,), _ = self._run(c, NO_FAULT)
-            said = (finished.returncode, finished.stderr)
-        if said != (0, ""):
-            return [f"resumed, exit {said[0]}: {_end_of(said[1])}"]
-        there = listing(c.dst)
+        if finished.ended != (0, ""):
+            return [f"resumed, exit {finished.code}: {_end_of(finished.err)}"]
+        files = listing(c.dst)
         if not self.launch.is_recorded:  # nobody knows whose a partial file is
-            there = {name: content for name, content in there.items() if not name.endswith(".partial")}
-        found = [f"resumed, but {text}" for text in _differences(there, self._whole)]
+            files = {name: content for name, content in files.items() if not name.endswith(".partial")}
+        problems = [f"resumed, but {text}" for text in _differences(files, self._whole)]
         if self._verify and self.launch.is_recorded:
-            code, err = in_fork(["verify", str(c.dst), "--jobs", "1"])
-            found += [f"verify of what was resumed: exit {code}: {_end_of(err)}"] if code else []
-        return found
+            verified = run_in_fork("verify", str(c.dst), "--jobs", "1")
+            if verified.code:
+                problems.append(f"verify of what was resumed: exit {verified.code}: {_end_of(verified.err)}")
+        return problems
 
 
 def wrong_in(c: Conversion, whole: Listing, *, succeeded: bool) -> list[str]:
@@ -256,55 +247,32 @@ def wrong_in(c: Conversion, whole: Listing, *, succeeded: bool) -> list[str]:
 
     succeeded: all commands of the run said so of all of it.
     """
-    there = listing(c.dst)
-    shards = [name for name in there if _is_final(name)]
-    found = [f"{name} is not whole" for name in shards if whole.get(name) != there[name]]
-    found += [f"exit 0, but {text}" for text in _differences(there, whole)] if succeeded else []
-    if "reshard.json" in there and _differences(there, whole, "rank_"):
-        found.append("committed, though targets are missing or wrong")
-    wrong = [name for name in shards if _sums(there, name) not in ([], _sums(whole, name))]
-    return found + [f"the record of {name} has wrong sums" for name in wrong]
+    files = listing(c.dst)
+    shards = [name for name in files if _is_final(name)]
+    problems = [f"{name} is not whole" for name in shards if whole.get(name) != files[name]]
+    problems += [f"exit 0, but {text}" for text in _differences(files, whole)] if succeeded else []
+    if "reshard.json" in files and _differences(files, whole, "rank_"):
+        problems.append("committed, though targets are missing or wrong")
+    wrong = [name for name in shards if _sums(files, name) not in ([], _sums(whole, name))]
+    return problems + [f"the record of {name} has wrong sums" for name in wrong]
 
 
-def badly_said(finished: Finished, *, killed: bool) -> list[str]:
+def badly_reported(finished: Finished, *, killed: bool) -> list[str]:
     """Return what is wrong with how a command has ended. killed: one of its processes was."""
-    err, code = finished.stderr, finished.returncode
-    found = [f"{word}: {_end_of(err)}" for word in _HARD_ENDS if word in err]
+    err, code = finished.err, finished.code
+    problems = [f"{word}: {_end_of(err)}" for word in _HARD_ENDS if word in err]
     if code and not killed:
-        said = len(re.findall("^reshard-mpi: error: ", err, re.MULTILINE))
+        messages = len(re.findall("^reshard-mpi: error: ", err, re.MULTILINE))
         if code not in _FAILURES:
-            found.append(f"exit code {code}: {_end_of(err)}")
-        elif said != 1:
-            found.append(f"{said} error messages: {_end_of(err)}")
-    return found
+            problems.append(f"exit code {code}: {_end_of(err)}")
+        elif messages != 1:
+            problems.append(f"{messages} error messages: {_end_of(err)}")
+    return problems
 
 
-def in_fork(arguments: Sequence[str], timeout_seconds: int = 60) -> tuple[int, str]:
-    """Run the command line in a fork of this process; return its exit code (negative: killed) and what it complains."""
-    with tempfile.TemporaryFile() as errors:
-        process = os.fork()
-        if process == 0:
-            code = 99
-            try:
-                signal.alarm(timeout_seconds)
-                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-                os.dup2(errors.fileno(), 2)
-                sys.stdout, sys.stderr = (open(fd, "w", closefd=False) for fd in (1, 2))  # noqa: SIM115
-                try:
-                    commands.main(arguments)
-                except SystemExit as end:
-                    code = end.code if isinstance(end.code, int) else 98
-                sys.stderr.flush()
-            finally:
-                os._exit(code)
-        code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-        errors.seek(0)
-        return code, errors.read().decode(errors="replace")
-
-
-def _sums(there: Listing, shard: str) -> list[object]:
+def _sums(files: Listing, shard: str) -> list[object]:
     """Return the sums that the record of a shard has; nothing if there is no record."""
-    content = there.get(f".reshard_mpi/{Path(shard).parent.name}.json")
+    content = files.get(f".reshard_mpi/{Path(shard).parent.name}.json")
     sums = [] if content is None else json.loads(content)["sums"]
     assert isinstance(sums, list)
     return sums
@@ -314,12 +282,12 @@ def _is_final(name: str) -> bool:
     return name.startswith("rank_") and "/" in name and "/." not in name
 
 
-def _differences(found: Listing, expected: Listing, beginning: str = "") -> list[str]:
-    names = [name for name in sorted({*found, *expected}) if name.startswith(beginning)]
+def _differences(files: Listing, expected: Listing, beginning: str = "") -> list[str]:
+    names = [name for name in sorted({*files, *expected}) if name.startswith(beginning)]
     return [
-        f"{name} {'is missing' if name not in found else 'is too much' if name not in expected else 'differs'}"
+        f"{name} {'is missing' if name not in files else 'is too much' if name not in expected else 'differs'}"
         for name in names
-        if name not in found or name not in expected or found[name] != expected[name]
+        if name not in files or name not in expected or files[name] != expected[name]
     ]
 
 

@@ -270,7 +270,7 @@ def _divisors(number: int) -> tuple[int, ...]:
 def _meshes(ranks: int) -> tuple[tuple[int, ...], ...]:
     """Return every mesh of so many ranks without axes of 1, simplest first, then some with one."""
     plain = sorted(_factorizations(ranks), key=lambda mesh: (len(mesh), mesh))
-    with_one = [(*mesh[:at], 1, *mesh[at:]) for mesh in plain[-2:] for at in (0, len(mesh))]
+    with_one = [(*mesh[:place], 1, *mesh[place:]) for mesh in plain[-2:] for place in (0, len(mesh))]
     return (*plain, *with_one) if ranks > 1 else ((1,), (1, 1))
 
 

@@ -5,22 +5,26 @@ Only the strategy files are encoded by the package's own writer, which MindSpore
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import accumulate
 from pathlib import Path
 
-import h5py
 import numpy as np
 
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.sharding.strategy import mindspore
 from reshard_mpi.sharding.strategy.protobuf import encode_protobuf
 from reshard_mpi.testing.samples import Contents, SampleTensor
-from support import ckpt_peer
+from support import ckpt_peer, hdf5_peer, safetensors_peer
 from support.cases import Side
 from support.oracle import RawLayout, optimizer_step, rank_holds, slice_for_rank
 
 Arrays = dict[str, np.ndarray]
-ENDINGS = {"ckpt": "ckpt", "hdf5": "h5"}
+# A shard as it is read back: type name, shape and row-major bytes of every tensor.
+Read = dict[str, tuple[str, tuple[int, ...], bytes]]
+ENDINGS = {"ckpt": "ckpt", "hdf5": "h5", "safetensors": "safetensors"}
+# Those that most tests are run with: one that parsers of ours read and one that a library may have to.
+KINDS = ("ckpt", "hdf5")
 
 
 def expected_rank(side: Side, tensors: Arrays, rank: int) -> Arrays:
@@ -49,46 +53,42 @@ def write_strategy(side: Side, folder: Path, *, shapes: dict[str, tuple[int, ...
 
 def write_shards(side: Side, tensors: Arrays, folder: Path, kind: str, *, pieces: int = 1) -> None:
     """Write the shards of every rank, as the oracle cuts them. pieces: into how many parts .ckpt tensors are cut."""
-    for rank in range(side.world_size):
-        at = folder / f"rank_{rank}" / f"checkpoint_{rank}.{ENDINGS[kind]}"
-        at.parent.mkdir(parents=True)
-        write_shard(expected_rank(side, tensors, rank), at, pieces=pieces)
+    ranks = {rank: expected_rank(side, tensors, rank) for rank in range(side.world_size)}
+    write_ranks(ranks, folder, kind, pieces=pieces)
+
+
+def write_ranks(ranks: Mapping[int, Arrays], folder: Path, kind: str = "ckpt", *, pieces: int = 1) -> None:
+    """Write the shards of these ranks with what each is to hold."""
+    for rank, arrays in ranks.items():
+        path = folder / f"rank_{rank}" / f"checkpoint_{rank}.{ENDINGS[kind]}"
+        path.parent.mkdir(parents=True)
+        write_shard(arrays, path, pieces=pieces)
 
 
 def write_shard(arrays: Arrays, path: Path, *, pieces: int = 1) -> None:
-    """Write one shard in the format its ending says; HDF5 as a foreign file without any of our attributes."""
+    """Write one shard in the format its ending says; HDF5 as other programs do."""
+    samples = [sample(name, array) for name, array in arrays.items()]
     if path.suffix == ".ckpt":
-        ckpt_peer.write(path, Contents.of((_sample(name, array) for name, array in arrays.items()), {}), pieces=pieces)
-        return
-    with h5py.File(path, "w") as file:
-        for name, array in arrays.items():
-            if array.dtype.name == "bfloat16":
-                space = h5py.h5s.create_simple(array.shape) if array.shape else h5py.h5s.create(h5py.h5s.SCALAR)
-                kind = _bfloat16()
-                dataset = h5py.h5d.create(file.id, name.encode(), kind, space)
-                if array.size:
-                    dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, array.view(np.uint16), mtype=kind)
-            else:
-                file.create_dataset(name, data=array)
+        ckpt_peer.write(path, Contents.of(samples), pieces=pieces)
+    elif path.suffix == ".safetensors":
+        safetensors_peer.write(path, Contents.of(samples))
+    else:
+        hdf5_peer.write_foreign(path, samples)
 
 
-def read_shard(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    """Return type name, shape and row-major bytes of every tensor of a shard."""
-    if path.suffix == ".ckpt":
-        found = ckpt_peer.read(path)
-        return {name: (t.dtype.name, tuple(t.shape), t.content) for name, t in found.tensors.items()}
-    tensors = {}
-    with h5py.File(path) as file:
-
-        def visit(name: str, item: object) -> None:
-            if isinstance(item, h5py.Dataset) and not name.startswith("__reshard_mpi__"):
-                tensors[name] = (item.attrs["dtype"].decode(), item.shape, _raw_bytes(item))
-
-        file.visititems(visit)
-    return tensors
+def sample(name: str, array: np.ndarray) -> SampleTensor:
+    """Return an array as a tensor of a shard."""
+    return SampleTensor(name, BY_NAME[array.dtype.name], array.shape, array.tobytes())
 
 
-def as_read(arrays: Arrays) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+def read_shard(path: Path) -> Read:
+    """Return what a shard holds: a .ckpt, a .safetensors, or a native HDF5 file."""
+    peers = {".ckpt": ckpt_peer, ".safetensors": safetensors_peer}
+    contents = peers.get(path.suffix, hdf5_peer).read(path)
+    return {name: (tensor.dtype.name, tuple(tensor.shape), tensor.content) for name, tensor in contents.tensors.items()}
+
+
+def as_read(arrays: Arrays) -> Read:
     """Return arrays in the terms of `read_shard`."""
     return {name: (array.dtype.name, array.shape, array.tobytes()) for name, array in arrays.items()}
 
@@ -104,23 +104,3 @@ def _raw(layout: RawLayout, shape: tuple[int, ...] | None) -> mindspore.RawLayou
         indices_offset=tuple(accumulate(sizes, initial=0))[:-1] if sizes else (),
         tensor_shape=shape,
     )
-
-
-def _sample(name: str, array: np.ndarray) -> SampleTensor:
-    return SampleTensor(name, BY_NAME[array.dtype.name], array.shape, array.tobytes())
-
-
-def _bfloat16() -> object:
-    kind = h5py.h5t.IEEE_F32LE.copy()
-    kind.set_fields(15, 7, 8, 0, 7)
-    kind.set_size(2)
-    kind.set_ebias(127)
-    return kind
-
-
-def _raw_bytes(item: h5py.Dataset) -> bytes:
-    if not item.size:
-        return b""
-    buffer = np.empty(item.shape, np.dtype((np.void, item.id.get_type().get_size())))
-    item.id.read(h5py.h5s.ALL, h5py.h5s.ALL, buffer, mtype=item.id.get_type())
-    return buffer.tobytes()

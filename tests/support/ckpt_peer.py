@@ -62,8 +62,10 @@ def write(path: Path, contents: Contents, *, pieces: int = 1) -> None:
     with path.open("wb") as file:
         for tensor in contents.tensors.values():
             step = max(1, -(-len(tensor.content) // pieces))
-            for at in range(0, max(1, len(tensor.content)), step):
-                file.write(value(tensor.name, tensor.shape, tensor.dtype.mindspore, tensor.content[at : at + step]))
+            for number in range(0, max(1, len(tensor.content)), step):
+                file.write(
+                    value(tensor.name, tensor.shape, tensor.dtype.mindspore, tensor.content[number : number + step])
+                )
         for name, text in contents.strings.items():
             file.write(value(name, (0,), "str", text.encode("utf-32-le") or bytes(4)))
         if not file.tell():

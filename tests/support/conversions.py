@@ -1,22 +1,21 @@
-"""A small conversion with real files, 4 ranks to 2, for tests to spoil; and ways to run the command line on it."""
+"""Conversions with real files for tests to run and to spoil: any that is asked for, and a small one of 4 ranks to 2."""
 
 from __future__ import annotations
 
 import shutil
-import signal
-import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from reshard_mpi.cli import commands
 from support.cases import Side
 from support.checkpoints import (
     ENDINGS,
+    KINDS,
     Arrays,
+    Read,
     as_read,
     expected_rank,
     read_shard,
@@ -24,14 +23,19 @@ from support.checkpoints import (
     write_shards,
     write_strategy,
 )
+from support.command_line import Capture, run_apart, run_here
+from support.launch import MPI
 from support.oracle import RawLayout
+from support.processes import Finished
 
-COMMAND = [sys.executable, "-m", "reshard_mpi"]
+of_every_kind = pytest.mark.parametrize("kind", KINDS)
 
 # Source: 2 data parallel x 2 model parallel ranks; columns cut, so ranks 0 and 2 hold the same, as 1 and 3 do.
 SRC_LAYOUTS = {"w": RawLayout((2, 2), (-1, 0)), "b": RawLayout((2, 2), (-1,))}
 # Target: 2 ranks, rows cut.
 DST_LAYOUTS = {"w": RawLayout((2,), (0, -1)), "b": RawLayout((2,), (-1,))}
+# Another target: 4 ranks.
+FOUR_LAYOUTS = {"w": RawLayout((4,), (0, -1)), "b": RawLayout((2, 2), (1,))}
 TENSORS: Arrays = {
     "w": np.arange(32, dtype=np.float32).reshape(8, 4),
     "b": np.arange(8, dtype=np.int64),
@@ -42,7 +46,10 @@ TENSORS: Arrays = {
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """Paths of a conversion, and what it is about. None: the option is left out."""
+    """Paths of a conversion, and what it is about: the whole tensors, and how both sides hold them.
+
+    kind: the format of shards. A strategy that is None is not given.
+    """
 
     folder: Path
     kind: str
@@ -53,6 +60,7 @@ class Conversion:
     src_strategy: Path | None
     dst_strategy: Path | None
     options: tuple[str, ...] = ()
+    tensors: Arrays = field(default_factory=lambda: TENSORS)
 
     def shard(self, rank: int) -> Path:
         """The source shard of `rank`."""
@@ -64,7 +72,11 @@ class Conversion:
 
     def arrays(self, rank: int) -> Arrays:
         """What the source shard of `rank` holds."""
-        return expected_rank(self.source, TENSORS, rank)
+        return expected_rank(self.source, self.tensors, rank)
+
+    def expected(self, rank: int) -> Read:
+        """What the target shard of `rank` must hold, by the oracle, in the terms of `read_shard`."""
+        return as_read(expected_rank(self.target, self.tensors, rank))
 
     def rewrite(self, rank: int, changes: Mapping[str, np.ndarray | None]) -> None:
         """Write the source shard of `rank` anew, with other tensors in it (None: without)."""
@@ -80,6 +92,10 @@ class Conversion:
         """Write another strategy file and return its path."""
         size = next(iter(layouts.values())).stage_size
         return write_strategy(Side(size, 1, dict(layouts)), self.folder / name)
+
+    def to(self, target: Side) -> Conversion:
+        """Return the same with another target, whose strategy is written."""
+        return self.but(target=target, dst_strategy=write_strategy(target, self.folder / "other_target"))
 
     def but(self, **changes: object) -> Conversion:
         return replace(self, **changes)  # type: ignore[arg-type]
@@ -97,44 +113,38 @@ class Conversion:
         ]
 
 
+def write_conversion(
+    folder: Path,
+    kind: str,
+    source: Side,
+    target: Side,
+    tensors: Arrays,
+    *,
+    to: str | None = None,
+) -> Conversion:
+    """Write shards of `kind` and the strategies of both sides under `folder`. to: another format of the targets."""
+    write_shards(source, tensors, folder / "src", kind)
+    strategies = [
+        write_strategy(side, folder / name) for side, name in ((source, "src_strategy"), (target, "dst_strategy"))
+    ]
+    options = () if to is None else ("--to", to)
+    return Conversion(folder, to or kind, source, target, folder / "src", folder / "dst", *strategies, options, tensors)
+
+
 def make(folder: Path, kind: str = "ckpt") -> Conversion:
-    """Write shards and strategy files under `folder`."""
-    source = side(4, SRC_LAYOUTS)
-    target = side(2, DST_LAYOUTS)
-    write_shards(source, TENSORS, folder / "src", kind)
-    src_strategy = write_strategy(source, folder / "src_strategy")
-    dst_strategy = write_strategy(target, folder / "dst_strategy")
-    return Conversion(folder, kind, source, target, folder / "src", folder / "dst", src_strategy, dst_strategy)
+    """Write the small conversion."""
+    return write_conversion(folder, kind, side(4, SRC_LAYOUTS), side(2, DST_LAYOUTS), TENSORS)
+
+
+def four_targets(folder: Path, kind: str = "ckpt") -> Conversion:
+    """Write the small conversion, with four targets."""
+    return make(folder, kind).to(side(4, FOUR_LAYOUTS))
 
 
 def side(ranks: int, layouts: Mapping[str, RawLayout]) -> Side:
     """Return one stage of ranks with `layouts`; what follows `w` and what every rank holds are not in its strategy."""
-    held = {**layouts, "moments.w": layouts["w"], "global_step": RawLayout((ranks,), ())}
-    return Side(ranks, 1, held, frozenset({"moments.w", "global_step"}))
-
-
-@dataclass(frozen=True, slots=True)
-class Said:
-    """What the command line ended with."""
-
-    code: int
-    out: str
-    err: str
-
-
-def command_line(capsys: pytest.CaptureFixture[str], *arguments: str) -> Said:
-    """Run the command line in this process."""
-    handlers, hook = {kind: signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)}, sys.unraisablehook
-    try:
-        commands.main(arguments)
-    except SystemExit as end:
-        assert isinstance(end.code, int)
-        return Said(end.code, *capsys.readouterr())
-    finally:
-        for kind, handler in handlers.items():
-            signal.signal(kind, handler)
-        sys.unraisablehook = hook
-    raise AssertionError("the command line must exit")
+    every_layout = {**layouts, "moments.w": layouts["w"], "global_step": RawLayout((ranks,), ())}
+    return Side(ranks, 1, every_layout, frozenset({"moments.w", "global_step"}))
 
 
 def listing(folder: Path) -> dict[str, bytes | None]:
@@ -150,51 +160,38 @@ def shards(folder: Path) -> dict[str, bytes | None]:
     return {name: content for name, content in listing(folder).items() if name.startswith("rank_")}
 
 
-TARGETS = {"w": RawLayout((4,), (0, -1)), "b": RawLayout((2, 2), (1,))}
-
-
-def four_targets(folder: Path, kind: str = "ckpt") -> Conversion:
-    """Return the small conversion, with four targets."""
-    c = make(folder, kind)
-    target = side(4, TARGETS)
-    return c.but(target=target, dst_strategy=write_strategy(target, folder / "four"))
-
-
-def assert_right(c: Conversion, ranks: tuple[int, ...] = (0, 1, 2, 3)) -> None:
-    """Check that these targets are right, and that no others and no partial files are there."""
+def assert_right(c: Conversion, ranks: Sequence[int] | None = None) -> None:
+    """Check that these targets (None: all) are right, and that no others and no partial files are there."""
+    ranks = range(c.target.world_size) if ranks is None else ranks
     assert set(c.dst.glob("rank_*/*")) == {c.written(rank) for rank in ranks}
     for rank in ranks:
-        assert read_shard(c.written(rank)) == as_read(expected_rank(c.target, TENSORS, rank))
+        assert read_shard(c.written(rank)) == c.expected(rank)
 
 
-def resume(c: Conversion, capsys: pytest.CaptureFixture[str]) -> str:
+def transform_apart(
+    c: Conversion,
+    *options: str,
+    mpi: MPI | None = None,
+    ranks: int = 2,
+    env: Mapping[str, str] | None = None,
+    check: bool = False,
+) -> Finished:
+    """Run `transform` in a process of its own; with `mpi`, on so many ranks."""
+    return run_apart(*c.arguments("transform", *options), mpi=mpi, ranks=ranks, env=env, check=check)
+
+
+def transform_here(capsys: Capture, c: Conversion, *options: str) -> Finished:
+    """Run `transform` in this process, without progress: on standard error are only notes, warnings and errors."""
+    return run_here(capsys, *c.arguments("transform", "--progress", "none", *options))
+
+
+def resume(c: Conversion, capsys: Capture) -> str:
     """Finish a run in this process; return what it says."""
-    said = command_line(capsys, *c.arguments("transform", "--resume"))
-    assert said.code == 0, said
-    return said.out
+    finished = run_here(capsys, *c.arguments("transform", "--resume"))
+    assert finished.code == 0, finished
+    return finished.out
 
 
-def warnings(said: str) -> list[str]:
-    return [line.removeprefix("warning: ") for line in said.splitlines() if line.startswith("warning: ")]
-
-
-def make_with(
-    tmp_path: Path,
-    kind: str = "ckpt",
-    *,
-    tensors: dict[str, np.ndarray],
-    src: dict[str, RawLayout],
-    dst: dict[str, RawLayout],
-    ranks: tuple[int, int] = (4, 2),
-    stages: tuple[int, int] = (1, 1),
-) -> Conversion:
-    """Make a conversion of these tensors; a layout says where a tensor lies, whether or not the strategy lists it."""
-    source, target = (Side(ranks[i], stages[i], layouts) for i, layouts in enumerate((src, dst)))
-    write_shards(source, tensors, tmp_path / "src", kind)
-    strategies = (write_strategy(side, tmp_path / name) for side, name in ((source, "s"), (target, "d")))
-    return Conversion(tmp_path, kind, source, target, tmp_path / "src", tmp_path / "dst", *strategies)
-
-
-def assert_targets_right(c: Conversion) -> None:
-    for rank in range(c.target.world_size):
-        assert read_shard(c.written(rank)) == as_read(expected_rank(c.target, TENSORS, rank))
+def warnings(text: str) -> list[str]:
+    """Return the warnings among the lines that a command has said."""
+    return [line.removeprefix("warning: ") for line in text.splitlines() if line.startswith("warning: ")]

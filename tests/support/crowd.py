@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard_mpi.processes.forks import Channel, Fork
-from reshard_mpi.processes.governor.claims import Claim, Notices, Occupant, own_pid_namespace
+from reshard_mpi.processes.governor.claims import Claim, Judge, Notices, Occupant, own_pid_namespace
 from reshard_mpi.processes.governor.ledger import Ledger
 
 # So long a lease is held, so that several are held at once.
@@ -55,6 +55,16 @@ def claim(size_bytes: int) -> Claim:
     return Claim(size_bytes, os.getpid(), own_pid_namespace(), "a test", "nothing", size_bytes, time.time())
 
 
+@contextlib.contextmanager
+def entered(ledger: Ledger, wanted: Claim, judge: Judge, notices: Notices) -> Iterator[None]:
+    """Hold what is claimed as long as the block lasts."""
+    position = ledger.enter(wanted, judge, notices)
+    try:
+        yield
+    finally:
+        ledger.leave(position)
+
+
 def visit(folder: Path, number: int, size_bytes: int, allowed_bytes: int, admitted: int, channel: Channel) -> None:
     """Take a lease; write its number to the file `admitted`, and send what was seen."""
     held_bytes = 0
@@ -68,7 +78,7 @@ def visit(folder: Path, number: int, size_bytes: int, allowed_bytes: int, admitt
         return None
 
     ledger = WatchedLedger(folder)
-    with ledger.lease(claim(size_bytes), judge, NoNotices()):
+    with entered(ledger, claim(size_bytes), judge, NoNotices()):
         time.sleep(_HELD_SECONDS)
     switches = int(
         next(
@@ -84,7 +94,7 @@ def main(folder: Path, allowed_bytes: int, sizes_bytes: Sequence[int]) -> dict[s
     folder.mkdir()
     admitted = os.open(folder.parent / "admitted", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     crowd: list[tuple[Fork, Channel]] = []
-    with Ledger(folder).lease(claim(allowed_bytes), lambda held: None, NoNotices()):
+    with entered(Ledger(folder), claim(allowed_bytes), lambda held: None, NoNotices()):
         for number, size_bytes in enumerate(sizes_bytes):
             ours, theirs = Channel.pair()
             process = Fork(lambda: visit(folder, number, size_bytes, allowed_bytes, admitted, theirs))  # noqa: B023

@@ -59,24 +59,24 @@ def group_of(version: int, limit_bytes: int) -> Iterator[Group]:
     """Make a control group that allows so much memory and no swap; skip the test where that cannot be."""
     top = _TOPS[version]
     hierarchy = scopes._HIERARCHIES[2 - version]
-    found = top / f"reshard_mpi_test_{uuid.uuid4().hex[:12]}"
+    folder = top / f"reshard_mpi_test_{uuid.uuid4().hex[:12]}"
     controllers = top / "cgroup.controllers"
     if version == 2 and "memory" not in (controllers.read_text().split() if controllers.exists() else ()):
         pytest.skip("no control groups of version 2 with memory limits here")
     if version == 1 and not (top / hierarchy.limit_file).exists():
         pytest.skip("no control groups of version 1 with memory limits here")
     try:
-        found.mkdir()
+        folder.mkdir()
     except OSError as error:
         pytest.skip(f"control groups cannot be made here: {error}")
-    group = Group(found, version)
+    group = Group(folder, version)
     try:
-        if not (found / hierarchy.limit_file).exists():
+        if not (folder / hierarchy.limit_file).exists():
             pytest.skip("groups at the top have no memory limits here")
-        (found / hierarchy.limit_file).write_text(str(limit_bytes))
+        (folder / hierarchy.limit_file).write_text(str(limit_bytes))
         for name in ("memory.memsw.limit_in_bytes", "memory.swap.max"):
             with contextlib.suppress(OSError):  # a kernel that counts no swap, or a machine that has none
-                (found / name).write_text(str(limit_bytes if version == 1 else 0))
+                (folder / name).write_text(str(limit_bytes if version == 1 else 0))
         yield group
     finally:
         group.empty()

@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
-import pytest
-
 from reshard_mpi.processes.jobs import ONE_THREAD
-from support.conversions import COMMAND, Conversion, command_line, listing
-from support.launch import MPI, mpirun_command
-from support.processes import Finished, run_command
+from support.command_line import Capture
+from support.conversions import Conversion, listing, transform_here
 
-Capture = pytest.CaptureFixture[str]
 # Kills the process, or all of the run, at the instant it is at.
 KILL, KILL_ALL = "os.kill(os.getpid(), signal.SIGKILL)", "kill_all()"
 
 
 def fault(
-    c: Conversion, counter: Path, do: str = "pass", *, at: int = 0, on: str = "", path: str = ""
+    c: Conversion, counter: Path, do: str = "pass", *, call: int = 0, on: str = "", path: str = ""
 ) -> dict[str, str]:
-    """Return the environment in which `do` is done before the `at`-th call for files of `c`, or those of name `on`."""
+    """Return the environment in which `do` is done before a call for files of `c`: of that number, or of name `on`."""
     here = Path(__file__).parents[1]
     return {
         "PYTHONPATH": os.pathsep.join([str(here / "faults"), str(here.parent)]),
         "FAULT_FOLDERS": os.pathsep.join([str(c.src), str(c.dst)]),
         "FAULT_COUNTER": str(counter),
         "FAULT_DO": do,
-        "FAULT_AT": str(at),
+        "FAULT_AT": str(call),
         "FAULT_ON": on,
         "FAULT_PATH": path,
         "FAULT_CUT": "16",
@@ -36,25 +31,19 @@ def fault(
     }
 
 
-def transform(c: Conversion, env: dict[str, str], *options: str, mpi: MPI | None = None, ranks: int = 3) -> Finished:
-    """Run the command line in that environment, alone or on some ranks."""
-    command: Sequence[str] = [*COMMAND, *c.arguments("transform", *options)]
-    return run_command(mpirun_command(mpi, ranks, command) if mpi else command, env=env)
-
-
 def assert_resumed(c: Conversion, capsys: Capture, whole: Conversion) -> None:
     """Resume a run, and check that nothing tells its target from that of `whole`, a run that was left in peace."""
-    said = command_line(capsys, *c.arguments("transform", "--progress", "none", "--resume"))
-    assert (said.code, said.err) == (0, ""), said
-    found, expected = listing(c.dst), listing(whole.dst)
-    assert set(found) == set(expected), set(found) ^ set(expected)
-    differing = {name: (found[name], expected[name]) for name in found if found[name] != expected[name]}
+    finished = transform_here(capsys, c, "--resume")
+    assert finished.ended == (0, ""), finished
+    files, expected = listing(c.dst), listing(whole.dst)
+    assert set(files) == set(expected), set(files) ^ set(expected)
+    differing = {name: (files[name], expected[name]) for name in files if files[name] != expected[name]}
     assert not differing, differing
 
 
 def assert_nothing_half_done(c: Conversion, whole: Conversion) -> None:
     """Check that what has the name of a target is one."""
-    found, expected = listing(c.dst), listing(whole.dst)
-    shards = [name for name in found if name.startswith("rank_") and "/." not in name]
-    broken = [name for name in shards if found[name] != expected[name]]
+    files, expected = listing(c.dst), listing(whole.dst)
+    shards = [name for name in files if name.startswith("rank_") and "/." not in name]
+    broken = [name for name in shards if files[name] != expected[name]]
     assert not broken, broken

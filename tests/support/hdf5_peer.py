@@ -1,9 +1,10 @@
-"""The native HDF5 shard, version 1, written and read with plain h5py."""
+"""HDF5 shards with plain h5py: the native one, version 1, written and read; those of other programs, written."""
 
 from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -18,6 +19,7 @@ _BYTES = {"int4": "i1", "hifloat8": "u1", "float8_e4m3fn": "u1", "float8_e5m2": 
 
 
 def bfloat16() -> Any:
+    """Return the HDF5 type of bfloat16."""
     kind = h5py.h5t.IEEE_F32LE.copy()
     kind.set_fields(15, 7, 8, 0, 7)
     kind.set_size(2)
@@ -26,6 +28,7 @@ def bfloat16() -> Any:
 
 
 def fixed(text: str) -> np.ndarray[Any, Any]:
+    """Return an attribute of text as native shards have it."""
     content = text.encode()
     return np.array(content, dtype=h5py.string_dtype("utf-8", len(content)))
 
@@ -63,6 +66,13 @@ def write(path: Path, contents: Contents, **dataset_options: Any) -> None:
             dataset.attrs["offset"] = np.zeros(len(tensor.shape), dtype=np.int64)
 
 
+def write_foreign(path: Path, tensors: Iterable[SampleTensor]) -> None:
+    """Write a shard as other programs do: datasets, without any attribute of ours."""
+    with h5py.File(path, "w") as file:
+        for tensor in tensors:
+            _create(file, tensor.name, tensor, {})
+
+
 def _create(group: Any, name: str, tensor: SampleTensor, options: dict[str, Any]) -> Any:
     if tensor.dtype.name == "bfloat16":
         group.require_group("/".join(name.split("/")[:-1]) or "/") if "/" in name else None
@@ -78,9 +88,12 @@ def _create(group: Any, name: str, tensor: SampleTensor, options: dict[str, Any]
     return group.create_dataset(name, data=data, **(options if data.size and data.shape else {}))
 
 
-def read(path: Path) -> Contents:
-    """Read a native shard: every dataset's raw elements through the library."""
-    found: dict[str, SampleTensor] = {}
+def read(path: Path, *, is_whole: bool = False) -> Contents:
+    """Read a native shard: every dataset's raw elements through the library.
+
+    is_whole: check that each dataset says of itself that it is all of its tensor.
+    """
+    tensors: dict[str, SampleTensor] = {}
 
     def visit(name: str, item: Any) -> None:
         inside = name.split("/")
@@ -90,18 +103,19 @@ def read(path: Path) -> Contents:
         shown = item.attrs.get("name", name.encode())
         assert shown.decode() == name.rstrip("\0")
         dtype = BY_NAME[item.attrs["dtype"].decode()]
-        assert tuple(item.attrs["global_shape"]) == item.shape and not any(item.attrs["offset"])
+        if is_whole:
+            assert tuple(item.attrs["global_shape"]) == item.shape and not any(item.attrs["offset"])
         raw = np.empty(item.shape, dtype=f"V{dtype.itemsize_bytes}")
         if raw.size:
             item.id.read(h5py.h5s.ALL, h5py.h5s.ALL, raw, mtype=item.id.get_type())
-        found[name] = SampleTensor(name, dtype, item.shape, raw.tobytes())
+        tensors[name] = SampleTensor(name, dtype, item.shape, raw.tobytes())
 
     with h5py.File(path, "r") as file:
         assert file.attrs["format"] == b"reshard_mpi" and file.attrs["version"] == 1
         file.visititems(visit)
         listed = json.loads(bytes(file["__reshard_mpi__/contents"][()]))
-    assert sorted(found) == sorted(listed["tensors"])
-    return Contents.of((found[name] for name in listed["tensors"]), listed["strings"])
+    assert sorted(tensors) == sorted(listed["tensors"])
+    return Contents.of((tensors[name] for name in listed["tensors"]), listed["strings"])
 
 
 def lookup3(data: bytes) -> int:
@@ -113,9 +127,9 @@ def lookup3(data: bytes) -> int:
     rounds = -(-len(data) // 12)
     words = struct.unpack(f"<{3 * rounds}I", data.ljust(12 * rounds, b"\0"))
     a = b = c = (0xDEADBEEF + len(data)) & 0xFFFFFFFF
-    for at in range(0, len(words), 3):
-        a, b, c = ((x + y) & 0xFFFFFFFF for x, y in zip((a, b, c), words[at : at + 3]))
-        if at + 3 < len(words):
+    for number in range(0, len(words), 3):
+        a, b, c = ((x + y) & 0xFFFFFFFF for x, y in zip((a, b, c), words[number : number + 3]))
+        if number + 3 < len(words):
             for by in (4, 6, 8, 16, 19, 4):
                 a, b, c = b, (c + b) & 0xFFFFFFFF, ((a - c) & 0xFFFFFFFF) ^ turned(c, by)
     for by in (14, 11, 25, 16, 4, 14, 24):

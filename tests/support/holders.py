@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Self
 
 from reshard_mpi.processes.governor import admission, ledger
-from reshard_mpi.processes.governor.admission import open_governor
+from reshard_mpi.processes.governor.admission import Governor, Say, open_governor
 from reshard_mpi.processes.governor.allowance import Allowance
 
-MIB = 1 << 20
 TIMEOUT_SECONDS = 60.0
 
 
@@ -59,9 +58,9 @@ class Holder:
         line, _, self._said = self._said.partition(b"\n")
         return line.decode()
 
-    def expect(self, said: str) -> Self:
+    def expect(self, expected: str) -> Self:
         """Wait for the process to say this, passing over what it says of waiting."""
-        while (line := self.read()) != said:
+        while (line := self.read()) != expected:
             assert line.startswith("waits: "), line
         return self
 
@@ -97,11 +96,21 @@ def until(condition: object, what: str) -> None:
         time.sleep(0.005)
 
 
+@contextlib.contextmanager
+def leased(governor: Governor, size_bytes: int, purpose: str, say: Say) -> Iterator[float]:
+    """Hold a lease of `size_bytes` as long as the block lasts; yields the seconds waited."""
+    lease = governor.take(size_bytes, purpose, say)
+    try:
+        yield lease.waited_seconds
+    finally:
+        lease.give_back()
+
+
 def main(memory: str, max_active: str, size_bytes: str, used_bytes: str) -> None:
     admission._FIRST_NOTICE_SECONDS = 0.0
     ledger.WATCH_SECONDS = float(os.environ.get("HOLDER_WATCHES", ledger.WATCH_SECONDS))
     governor = open_governor(Allowance.of(memory, int(max_active) or None, {}), os.environ)
-    with governor.lease(int(size_bytes), f"process {os.getpid()}", lambda text: say(f"waits: {text}")):
+    with leased(governor, int(size_bytes), f"process {os.getpid()}", lambda text: say(f"waits: {text}")):
         memory_in_use = b"\1" * int(used_bytes)
         say("holds")
         sys.stdin.read()

@@ -15,12 +15,13 @@ CHILD = Path(__file__).with_name("hostile_child.py")
 
 
 def read_by_child(kind: str, path: Path, **env: str) -> dict[str, Any]:
+    """Have a child read a file; return what came of it, as `hostile_child.py` says. env: added to its environment."""
     finished = run_command([sys.executable, CHILD, kind, path], env=env, check=True)
-    found: dict[str, Any] = json.loads(finished.stdout)
-    return found
+    outcome: dict[str, Any] = json.loads(finished.out)
+    return outcome
 
 
-def elsewhere(found: dict[str, Any], path: Path) -> set[str]:
+def opened_elsewhere(outcome: dict[str, Any], path: Path) -> set[str]:
     """Return the files that were opened beside `path` and what Python and the package consist of."""
     ours = (sys.prefix, sys.base_prefix, str(Path(reshard_mpi.__file__).parent), "/proc/", os.devnull)
-    return {file for file in found["opened"] if not file.startswith(ours) and not file.isdigit()} - {str(path)}
+    return {file for file in outcome["opened"] if not file.startswith(ours) and not file.isdigit()} - {str(path)}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from reshard_mpi.checkpoints.source import SourceCheckpoint
-from reshard_mpi.errors import ShardError
+from reshard_mpi.errors import ReshardError, ShardError
 from reshard_mpi.formats.columns import TensorEntry, Tensors
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import Manifest
@@ -78,7 +78,7 @@ def needed_holders(
 
     layouts: how source and target hold each tensor.
     """
-    found = set()
+    every_set = set()
     for name, (source, wanted) in layouts.items():
         if not rank_holds(wanted, target):
             continue
@@ -88,8 +88,8 @@ def needed_holders(
             if rank_holds(source, rank):
                 holders[slice_for_rank(numbers, source, rank).ravel(), rank] = True
         needed = np.unique(holders[slice_for_rank(numbers, wanted, target).ravel()], axis=0)
-        found.update(frozenset(np.flatnonzero(row).tolist()) for row in needed)
-    return found
+        every_set.update(frozenset(np.flatnonzero(row).tolist()) for row in needed)
+    return every_set
 
 
 def fewest(holders: Iterable[frozenset[int]]) -> int:
@@ -115,13 +115,18 @@ class Described(SourceCheckpoint):
             raise ShardError("a shard is damaged", got="nothing", where=f"rank_{rank}", remedy="restore it")
         return self.held[rank]
 
+    def check_crc(self, rank: int) -> ReshardError | None:
+        return None
+
 
 def numbers(whole: np.ndarray) -> np.ndarray:
+    """Return an array of the same shape that numbers the elements."""
     return np.arange(whole.size).reshape(whole.shape)
 
 
 def part(array: np.ndarray, box: Box) -> np.ndarray:
-    return array[tuple(slice(low, high) for low, high in zip(box.start, box.stop))]
+    """Return what lies in a box of an array."""
+    return array[(..., *(slice(low, high) for low, high in zip(box.start, box.stop)))]
 
 
 def check_every_element(case: Case, plan: RankPlan) -> None:

@@ -46,7 +46,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What is to happen at the call number `at`, from 1 on: an error's name, "short", "kill", "kill all" or "stop".
+    """What is to happen at the call number `call`, from 1 on: an error's name, "short", "kill", "kill all" or "stop".
 
     short: half is written. kill all: every process of the run, the launcher too. is_lasting: to that call and all later
     ones; with ENOSPC and EDQUOT only to those that need room. names: only these calls count; none: all but those that
@@ -54,7 +54,7 @@ class Fault:
     such a file, or of the "others"; nothing: of all.
     """
 
-    at: int
+    call: int
     do: str
     is_lasting: bool = False
     names: tuple[str, ...] = ()
@@ -63,13 +63,13 @@ class Fault:
 
     def at_call(self, number: int) -> Fault:
         """Return the same at another call."""
-        return replace(self, at=number)
+        return replace(self, call=number)
 
     def __str__(self) -> str:
         which = f" of {','.join(self.names)}" if self.names else ""
         where = f" for *{self.path}*" if self.path else ""
         where += f" of the {self.who}" if self.who else ""
-        return f"{self.do} {'from' if self.is_lasting else 'at'} call {self.at}{which}{where}"
+        return f"{self.do} {'from' if self.is_lasting else 'at'} call {self.call}{which}{where}"
 
 
 NO_FAULT = Fault(0, "EIO")
@@ -88,11 +88,11 @@ class Injector:
 
         The next call makes this one void, so there is one run at a time.
         """
-        action = _ACTIONS.get(fault.do, _FAIL) if fault.at else _COUNT
+        action = _ACTIONS.get(fault.do, _FAIL) if fault.call else _COUNT
         error = getattr(errno, fault.do) if action == _FAIL else 0
         names = f",{','.join(fault.names)},".encode() if fault.names else b""
         which = (_CAPACITY, names, fault.path.encode(), _WHO.index(fault.who))
-        values = (0, fault.at, action, error, fault.is_lasting, 0, *which)
+        values = (0, fault.call, action, error, fault.is_lasting, 0, *which)
         with self._control.open("r+b") as stream:
             stream.write(_CONTROL.pack(*values))
         return {
@@ -106,7 +106,7 @@ class Injector:
         """Return the calls that were counted, in the order in which they were made."""
         with self._control.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as view:
             count = min(_CONTROL.unpack_from(view)[0], _CAPACITY)
-            entries = [_ENTRY.unpack_from(view, _ENTRIES_AT + at * _ENTRY.size) for at in range(count)]
+            entries = [_ENTRY.unpack_from(view, _ENTRIES_AT + number * _ENTRY.size) for number in range(count)]
         return [Call(_text(name), _text(path), pid, bool(harmed)) for name, pid, harmed, path in entries]
 
     @property
@@ -117,7 +117,7 @@ class Injector:
 
 def compiler() -> str | None:
     """Return a C compiler of this machine, or None."""
-    return next((found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
+    return next((path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))), None)
 
 
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="there is no C compiler")

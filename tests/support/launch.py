@@ -44,13 +44,13 @@ class RankRun:
     finished: Finished
 
     @property
-    def returncode(self) -> int:
-        return self.finished.returncode
+    def code(self) -> int:
+        return self.finished.code
 
     @property
     def output(self) -> str:
         """Everything all ranks wrote, with standard error after standard output."""
-        return self.finished.stdout + self.finished.stderr
+        return self.finished.out + self.finished.err
 
 
 def mpirun_command(
@@ -94,7 +94,7 @@ def run_ranks(
             for rank in range(ranks)
             if (file := folder / f"result_{rank}.pickle").exists()
         }
-    if check and (finished.returncode != 0 or len(results) != ranks):
+    if check and (finished.code != 0 or len(results) != ranks):
         missing = sorted(set(range(ranks)) - set(results))
         pytest.fail(f"{function.__name__} on {ranks} ranks, without a result: {missing}\n{finished}", pytrace=False)
     return RankRun(results, finished)
@@ -104,7 +104,7 @@ def run_ranks(
 def find_mpi(name: str) -> MPI | None:
     """Return the MPI implementation called `mpich` or `openmpi`, or None where this machine has none."""
     finder = {"mpich": _mpich_in, "openmpi": _openmpi_in}[name]
-    return next((found for prefix in _prefixes() if (found := finder(prefix)) is not None), None)
+    return next((mpi for prefix in _prefixes() if (mpi := finder(prefix)) is not None), None)
 
 
 def _prefixes() -> Iterator[Path]:
@@ -114,8 +114,8 @@ def _prefixes() -> Iterator[Path]:
         if entry:
             yield Path(entry)
     for launcher in ("mpirun", "mpirun.mpich", "mpirun.openmpi"):
-        if found := shutil.which(launcher):
-            yield Path(found).parent.parent
+        if path := shutil.which(launcher):
+            yield Path(path).parent.parent
 
 
 def _mpich_in(prefix: Path) -> MPI | None:
@@ -153,7 +153,7 @@ def _openmpi_in(prefix: Path) -> MPI | None:
 
 def _library_in(prefix: Path, names: Sequence[str]) -> Path | None:
     folders = ("lib", "lib64", f"lib/{sysconfig.get_config_var('MULTIARCH')}")
-    return next((found for folder in folders if (found := _first_of(prefix / folder, names))), None)
+    return next((library for folder in folders if (library := _first_of(prefix / folder, names))), None)
 
 
 def _first_of(folder: Path, names: Sequence[str]) -> Path | None:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from reshard_mpi.processes.governor.claims import Occupant
 from reshard_mpi.processes.governor.ledger import Ledger
-from support.holders import MIB, Holder, until
+from reshard_mpi.units import MIB
+from support.holders import Holder, until
 
 LEASE = 64 * MIB
 

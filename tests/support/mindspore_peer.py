@@ -9,9 +9,9 @@ from typing import Any
 import mindspore as ms
 import numpy as np
 
+from support.checkpoints import Read
+
 Arrays = Mapping[str, np.ndarray]
-# As checkpoints.read_shard gives a shard: type name, shape and bytes of every tensor.
-Read = dict[str, tuple[str, tuple[int, ...], bytes]]
 
 _KINDS = {"bool": "bool_"}  # where MindSpore's name is not numpy's
 

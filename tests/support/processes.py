@@ -27,25 +27,27 @@ _LINGER_SECONDS = 5.0  # how long after a command's end its children may take to
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A command that has ended; `returncode` is negative where a signal killed it."""
+    """A command that has ended; `code` is its exit code, negative where a signal killed it."""
 
     argv: tuple[str, ...]
-    returncode: int
-    stdout: str
-    stderr: str
+    code: int
+    out: str
+    err: str
+
+    @property
+    def ended(self) -> tuple[int, str]:
+        """The exit code, and all that the command complained of."""
+        return self.code, self.err
 
     def __str__(self) -> str:
-        return _report(self.argv, f"exit code {self.returncode}", self.stdout, self.stderr)
+        return _report(self.argv, f"exit code {self.code}", self.out, self.err)
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class Measured(Finished):
     """A command that has ended, and the peak resident memory of the largest single process of those it started."""
 
-    returncode: int
     peak_rss_bytes: int
-    stdout: str
-    stderr: str
 
 
 # Now and then Open MPI cannot start its own server.
@@ -72,11 +74,11 @@ def run_command(
     begin is started once more: none of our processes ran.
     """
     finished = _run_once(argv, timeout_seconds, env, cwd)
-    if _NEVER_BEGAN in finished.stderr:
+    if _NEVER_BEGAN in finished.err:
         finished = _run_once(argv, timeout_seconds, env, cwd)
-    if check and finished.returncode != 0:
-        problem = f"exit code {finished.returncode}"
-        pytest.fail(_report(finished.argv, problem, finished.stdout, finished.stderr), pytrace=False)
+    if check and finished.code != 0:
+        problem = f"exit code {finished.code}"
+        pytest.fail(_report(finished.argv, problem, finished.out, finished.err), pytrace=False)
     return finished
 
 
@@ -133,27 +135,27 @@ def measure_peak(
         finished = run_command([*launcher, *argv], timeout_seconds=timeout_seconds, env=env, cwd=cwd)
         if not result.exists():
             pytest.fail(f"the peak of a command could not be measured\n{finished}", pytrace=False)
-        returncode, peak_rss_bytes = map(int, result.read_text().split())
-    return Measured(returncode, peak_rss_bytes, finished.stdout, finished.stderr)
+        code, peak_rss_bytes = map(int, result.read_text().split())
+    return Measured(finished.argv, code, finished.out, finished.err, peak_rss_bytes)
 
 
-def _processes_of(mark: str) -> dict[int, str]:
-    """Return process id and command line of every living process that carries `mark`."""
-    wanted = f"{_MARK}={mark}".encode()
-    found = {}
+def processes_with(variable: str) -> dict[int, str]:
+    """Return process id and command line of every living process with `variable`, NAME=VALUE, in its environment."""
+    wanted = variable.encode()
+    commands = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             try:
                 if wanted in (folder / "environ").read_bytes().split(b"\0"):
-                    found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+                    commands[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
             except OSError:  # ended meanwhile, or another user's
                 continue
-    return found
+    return commands
 
 
 def _wait_until_gone(mark: str) -> list[str]:
     deadline = time.monotonic() + _LINGER_SECONDS
-    while left := _processes_of(mark):
+    while left := processes_with(f"{_MARK}={mark}"):
         if time.monotonic() > deadline:
             return [f"{pid} ({command})" for pid, command in left.items()]
         time.sleep(0.02)
@@ -162,7 +164,7 @@ def _wait_until_gone(mark: str) -> list[str]:
 
 def _kill(child: subprocess.Popen[bytes], mark: str) -> None:
     """Kill what is left of a run; more than once, since a process may be starting another just then."""
-    while left := _processes_of(mark):
+    while left := processes_with(f"{_MARK}={mark}"):
         for pid in left:
             try:
                 os.kill(pid, signal.SIGKILL)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from support.processes import clean_environment
+from support.processes import Finished, clean_environment, processes_with
 from support.slurm_setup import CONTROLLER, NODES, missing, on_host, search_path, write_configuration
 
 _POLL_SECONDS = 0.05
@@ -93,9 +93,9 @@ class Cluster:
 
     def command(
         self, *argv: str | os.PathLike[str], env: Mapping[str, str] | None = None, check: bool = True
-    ) -> subprocess.CompletedProcess[str]:
-        """Run a command on the controller's host."""
-        return subprocess.run(
+    ) -> Finished:
+        """Run a command on the controller's host; what it submits goes on, so it is not for `run_command`."""
+        finished = subprocess.run(
             on_host(CONTROLLER, self.folder, argv),
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -105,6 +105,7 @@ class Cluster:
             timeout=_COMMAND_SECONDS,
             check=check,
         )
+        return Finished(tuple(map(str, argv)), finished.returncode, finished.stdout, finished.stderr)
 
     def submit(
         self,
@@ -116,7 +117,7 @@ class Cluster:
         output = Path(tempfile.mkdtemp(dir=self.folder, prefix="output"))
         file = "%a.out" if any(option.startswith("--array") for option in options) else "job.out"
         submitted = self.command("sbatch", "--parsable", f"--output={output}/{file}", *options, *command, env=env)
-        job = submitted.stdout.strip()
+        job = submitted.out.strip()
         self._outputs[job] = output
         return job
 
@@ -174,12 +175,12 @@ class Cluster:
 
     def account(self, job: str) -> str:
         """Everything there is to say of a job: for a test that fails."""
-        parts = {"scontrol show job": self.command("scontrol", "show", "job", job, check=False).stdout}
+        parts = {"scontrol show job": self.command("scontrol", "show", "job", job, check=False).out}
         parts |= {file.name: file.read_text(errors="replace") for file in _logs_in(self._outputs[job])}
         return _titled({**parts, **self._logs()})
 
     def _records(self, job: str) -> list[dict[str, str]]:
-        shown = self.command("scontrol", "--oneliner", "show", "job", job).stdout
+        shown = self.command("scontrol", "--oneliner", "show", "job", job).out
         return [dict(re.findall(r"(\S+?)=(\S*)", line)) for line in shown.splitlines() if line.startswith("JobId=")]
 
     def _lingers(self, job: str) -> bool:
@@ -188,12 +189,12 @@ class Cluster:
         return any(command.startswith(titles) for command in self._processes().values())
 
     def _is_busy(self) -> bool:
-        shown = self.command("scontrol", "--oneliner", "show", "job").stdout
+        shown = self.command("scontrol", "--oneliner", "show", "job").out
         steps = [command for command in self._processes().values() if command.startswith("slurmstepd")]
         return bool(steps or re.search(rf"JobState=({'|'.join(_NOT_ENDED)})", shown))
 
     def _all_idle(self) -> bool:
-        shown = self.command("scontrol", "--oneliner", "show", "node", check=False).stdout
+        shown = self.command("scontrol", "--oneliner", "show", "node", check=False).out
         return re.findall(r"State=(\S+)", shown) == ["IDLE"] * len(NODES)
 
     def _wait(self, condition: Callable[[], bool], what: str) -> None:
@@ -219,16 +220,7 @@ class Cluster:
 
     def _processes(self) -> dict[int, str]:
         """Return id and command line of every living process of the cluster: daemons, and what jobs started."""
-        wanted = f"SLURM_CONF={self.folder / 'slurm.conf'}".encode()
-        found = {}
-        for folder in Path("/proc").iterdir():
-            if folder.name.isdigit():
-                with contextlib.suppress(OSError):  # ended meanwhile
-                    if wanted in (folder / "environ").read_bytes().split(b"\0"):
-                        found[int(folder.name)] = (
-                            (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
-                        )
-        return found
+        return processes_with(f"SLURM_CONF={self.folder / 'slurm.conf'}")
 
 
 @contextlib.contextmanager

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from reshard_mpi.units import MIB
 from support import processes
 from support.launch import mpirun_command
 from support.processes import measure_peak, run_command
-
-MIB = 1 << 20
 
 
 def rank_and_size(label):
@@ -59,19 +58,19 @@ def test_library_belongs_to_launcher(mpi, mpirun):
 
 def test_command_under_mpirun(mpi):
     finished = run_command(mpirun_command(mpi, 2, ["sh", "-c", "echo started"]), check=True)
-    assert finished.stdout.count("started") == 2
+    assert finished.out.count("started") == 2
 
 
 def test_exception_on_one_rank_ends_the_job(mpirun):
     run = mpirun(3, raise_on_rank_1, check=False)
-    assert run.returncode != 0
+    assert run.code != 0
     assert 1 not in run.results
     assert "told to fail" in run.output
 
 
 def test_death_of_one_rank_ends_the_job(mpirun):
     run = mpirun(3, die_on_rank_1, check=False)
-    assert run.returncode != 0
+    assert run.code != 0
     assert 1 not in run.results
 
 
@@ -93,7 +92,7 @@ def test_process_left_behind_is_killed_and_reported(monkeypatch):
 
 def test_command_result():
     finished = run_command(["sh", "-c", "echo out; echo err >&2; echo $NAME; exit 7"], env={"NAME": "value"})
-    assert (finished.returncode, finished.stdout, finished.stderr) == (7, "out\nvalue\n", "err\n")
+    assert (finished.code, finished.out, finished.err) == (7, "out\nvalue\n", "err\n")
 
 
 def test_peak_is_that_of_the_largest_process():
@@ -102,12 +101,12 @@ def test_peak_is_that_of_the_largest_process():
     ballast = bytearray(300 * MIB)  # the tests' own size must not count
     measured = measure_peak([sys.executable, "-c", parent])
     del ballast
-    assert measured.returncode == 3
+    assert measured.code == 3
     assert 200 * MIB < measured.peak_rss_bytes < 240 * MIB
 
 
 def test_peak_of_ranks(mpi):
     code = f"from mpi4py import MPI; x = bytearray({200 * MIB} if MPI.COMM_WORLD.rank == 1 else 1)"
     measured = measure_peak(mpirun_command(mpi, 2, [sys.executable, "-m", "mpi4py", "-c", code]))
-    assert measured.returncode == 0, measured
+    assert measured.code == 0, measured
     assert 200 * MIB < measured.peak_rss_bytes < 280 * MIB

@@ -38,13 +38,13 @@ def locate(path: str, like: Manifest | None = None) -> Manifest:
         if len(head) != head_bytes or zlib.crc32(head) != crc:
             raise ShardError("the head of a shard is damaged", where=path)
         facts: dict[str, Any] = json.loads(head)
-        tensors, at = Tensors(path), _START.size + head_bytes
+        tensors, offset_bytes = Tensors(path), _START.size + head_bytes
         for name, dtype, shape in facts["tensors"]:
             kind = Kind(BY_NAME[dtype], tuple(shape))
-            tensors.add(name, tensors.kind(kind), at if kind.size_bytes else 0)
-            at += kind.size_bytes
-        if at != size_bytes:
-            raise ShardError("a shard has another length", expected=str(at), got=str(size_bytes), where=path)
+            tensors.add(name, tensors.kind(kind), offset_bytes if kind.size_bytes else 0)
+            offset_bytes += kind.size_bytes
+        if offset_bytes != size_bytes:
+            raise ShardError("a shard has another length", expected=str(offset_bytes), got=str(size_bytes), where=path)
         return Manifest(path, NAME, tensors, facts["strings"])
 
 
@@ -60,13 +60,13 @@ def size_at_most_bytes(spec: ShardSpec, *, crc: bool = False) -> int:
 def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
     files.check_names(path, [*spec.specs.names, *spec.strings])
     start = _start(spec)
-    tensors, at = Tensors(path), len(start)
+    tensors, offset_bytes = Tensors(path), len(start)
     for name, dtype, _, box in spec.specs:
         kind = Kind(dtype, box.shape)
-        tensors.add(name, tensors.kind(kind), at if kind.size_bytes else 0)
-        at += kind.size_bytes
+        tensors.add(name, tensors.kind(kind), offset_bytes if kind.size_bytes else 0)
+        offset_bytes += kind.size_bytes
     files.write_all(fd, start, 0)
-    os.ftruncate(fd, at)
+    os.ftruncate(fd, offset_bytes)
     return Manifest(path, NAME, tensors, dict(spec.strings))
 
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import reshard_mpi
 from reshard_mpi.errors import ReshardError
-from support.checkpoints import as_read, read_shard, write_shard
+from support.checkpoints import as_read, read_shard, write_ranks
 from support.oracle import RawLayout, rank_holds, slice_for_rank
 
 Tensors = dict[str, np.ndarray]
@@ -174,8 +174,8 @@ def _rule(draw: st.DrawFn, kind: str, mesh: dict[str, int], stages: int) -> Rule
 
 def _typo(draw: st.DrawFn, spec: Spec) -> Spec:
     """One letter of a pattern too many, too few, or another."""
-    at = draw(st.integers(0, len(spec.rules) - 1))
-    text = spec.rules[at].match
+    number = draw(st.integers(0, len(spec.rules) - 1))
+    text = spec.rules[number].match
     place = draw(st.integers(0, len(text) - 1))
     letter = draw(st.sampled_from("aw*01."))
     changed = draw(
@@ -187,7 +187,7 @@ def _typo(draw: st.DrawFn, spec: Spec) -> Spec:
             ]
         )
     )
-    return _with_rule(spec, at, replace(spec.rules[at], match=changed or "x"))
+    return _with_rule(spec, number, replace(spec.rules[number], match=changed or "x"))
 
 
 def _swapped_mesh(draw: st.DrawFn, spec: Spec) -> Spec:
@@ -195,41 +195,41 @@ def _swapped_mesh(draw: st.DrawFn, spec: Spec) -> Spec:
 
 
 def _swapped_split(draw: st.DrawFn, spec: Spec) -> Spec:
-    at = draw(st.integers(0, len(spec.rules) - 1))
-    axes = [axis for axes in spec.rules[at].split.values() for axis in axes]
+    number = draw(st.integers(0, len(spec.rules) - 1))
+    axes = [axis for axes in spec.rules[number].split.values() for axis in axes]
     other = dict(zip(axes, draw(st.permutations(axes))))
-    split = {dim: tuple(other[axis] for axis in axes) for dim, axes in spec.rules[at].split.items()}
-    return _with_rule(spec, at, replace(spec.rules[at], split=split))
+    split = {dim: tuple(other[axis] for axis in axes) for dim, axes in spec.rules[number].split.items()}
+    return _with_rule(spec, number, replace(spec.rules[number], split=split))
 
 
 def _dropped_axis(draw: st.DrawFn, spec: Spec) -> Spec:
-    at = draw(st.integers(0, len(spec.rules) - 1))
-    rule = spec.rules[at]
+    number = draw(st.integers(0, len(spec.rules) - 1))
+    rule = spec.rules[number]
     uses = [(dim, axis) for dim, axes in rule.split.items() for axis in axes]
     if not uses:
-        return _with_rule(spec, at, replace(rule, optimizer=()))
+        return _with_rule(spec, number, replace(rule, optimizer=()))
     dim, axis = draw(st.sampled_from(uses))
     split = {**rule.split, dim: tuple(other for other in rule.split[dim] if other != axis)}
-    return _with_rule(spec, at, replace(rule, split={d: axes for d, axes in split.items() if axes}, optimizer=()))
+    return _with_rule(spec, number, replace(rule, split={d: axes for d, axes in split.items() if axes}, optimizer=()))
 
 
 def _added_axis(draw: st.DrawFn, spec: Spec) -> Spec:
-    at = draw(st.integers(0, len(spec.rules) - 1))
-    rule = spec.rules[at]
+    number = draw(st.integers(0, len(spec.rules) - 1))
+    rule = spec.rules[number]
     used = {axis for axes in rule.split.values() for axis in axes}
     free = [axis for axis in spec.mesh if axis not in used]
     if not free:
         return spec
     dim = draw(st.integers(0, 1))
     split = {**rule.split, dim: (*rule.split.get(dim, ()), draw(st.sampled_from(free)))}
-    return _with_rule(spec, at, replace(rule, split=split, optimizer=()))
+    return _with_rule(spec, number, replace(rule, split=split, optimizer=()))
 
 
 def _added_optimizer(draw: st.DrawFn, spec: Spec) -> Spec:
-    at = draw(st.integers(0, len(spec.rules) - 1))
-    rule = spec.rules[at]
+    number = draw(st.integers(0, len(spec.rules) - 1))
+    rule = spec.rules[number]
     used = {axis for axes in rule.split.values() for axis in axes}
-    return _with_rule(spec, at, replace(rule, optimizer=tuple(axis for axis in spec.mesh if axis not in used)))
+    return _with_rule(spec, number, replace(rule, optimizer=tuple(axis for axis in spec.mesh if axis not in used)))
 
 
 def _another_mesh(draw: st.DrawFn, spec: Spec) -> Spec:
@@ -250,8 +250,8 @@ def _another_net(draw: st.DrawFn, spec: Spec) -> Spec:
 
 
 def _lost_rule(draw: st.DrawFn, spec: Spec) -> Spec:
-    at = draw(st.integers(0, len(spec.rules) - 1))
-    rules = spec.rules[:at] + spec.rules[at + 1 :]
+    number = draw(st.integers(0, len(spec.rules) - 1))
+    rules = spec.rules[:number] + spec.rules[number + 1 :]
     return replace(spec, rules=rules or (Rule("*", {}),))
 
 
@@ -260,13 +260,13 @@ def _another_order(draw: st.DrawFn, spec: Spec) -> Spec:
 
 
 def _other_stages(draw: st.DrawFn, spec: Spec) -> Spec:
-    at = draw(st.integers(0, len(spec.rules) - 1))
+    number = draw(st.integers(0, len(spec.rules) - 1))
     stage = draw(st.integers(0, spec.stages - 1))
-    return _with_rule(spec, at, replace(spec.rules[at], stages=(stage,)))
+    return _with_rule(spec, number, replace(spec.rules[number], stages=(stage,)))
 
 
-def _with_rule(spec: Spec, at: int, rule: Rule) -> Spec:
-    return replace(spec, rules=(*spec.rules[:at], rule, *spec.rules[at + 1 :]))
+def _with_rule(spec: Spec, number: int, rule: Rule) -> Spec:
+    return replace(spec, rules=(*spec.rules[:number], rule, *spec.rules[number + 1 :]))
 
 
 _SLIPS = {
@@ -285,19 +285,11 @@ _SLIPS = {
 }
 
 
-def write(shards: dict[int, Tensors], folder: Path) -> None:
-    """Write .ckpt shards."""
-    for rank, arrays in shards.items():
-        path = folder / f"rank_{rank}" / f"checkpoint_{rank}.ckpt"
-        path.parent.mkdir(parents=True)
-        write_shard(arrays, path)
-
-
 def outcome(slip: Slip) -> str:
     """Transform by the wrong spec; return "right", "wrong", or "refused"."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write(slip.right.shards(slip.tensors), folder / "src")
+        write_ranks(slip.right.shards(slip.tensors), folder / "src")
         (folder / "src.toml").write_text(slip.wrong.text())
         (folder / "dst.toml").write_text(slip.target.text())
         specs = folder / "src.toml", folder / "dst.toml"

@@ -36,4 +36,4 @@ __all__ = [
 SUFFIXES = (".ckpt",)
 # Nobody else's, as MindSpore's own.
 MODE = 0o600
-TRAITS = Traits(Costs(reading=KIB // 4, writing=KIB // 4, checking=2 * KIB), has_crc=True)
+TRAITS = Traits(Costs(reading=KIB // 4, writing=KIB // 4, checking=2 * KIB), has_crc=True, title="MindSpore checkpoint")

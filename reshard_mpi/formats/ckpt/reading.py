@@ -1,4 +1,4 @@
-"""Locating the tensors of a checkpoint file."""
+"""The tensors of a checkpoint file, located without reading them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import files
 from reshard_mpi.formats.ckpt import structure
-from reshard_mpi.formats.ckpt.values import STRING_TYPE, USUAL_START, Known, Value, is_trailer, learn, value_at
+from reshard_mpi.formats.ckpt.values import STRING_TYPE, USUAL_START, Value, encoding_of, is_trailer, value_at
 from reshard_mpi.formats.ckpt.wire import Reader
 from reshard_mpi.formats.columns import TensorEntry, Tensors
 from reshard_mpi.formats.dtypes import BY_MINDSPORE_NAME, DType
@@ -19,26 +19,27 @@ NAME = "ckpt"
 # First four bytes of a file saved with enc_key, as a little-endian number (seen in files of MindSpore 2.10).
 _ENCRYPTED = {0x7F3A5ED8: "AES-GCM", 0x7F3A5ED9: "AES-CBC", 0x7F3A5EDA: "SM4-CBC"}
 _MAX_PAYLOAD_BYTES = 1 << 63
+_MAX_ALIKE = 16
 
 
 def locate(path: str, like: Manifest | None = None) -> Manifest:
-    """Find the tensors and strings of the checkpoint at `path` without reading any payload.
+    """Return the tensors and strings of the checkpoint at `path` without reading any payload.
 
-    like: another shard; one of the same structure has its tensors at the same places. Raises ShardError if the file is
-    empty, truncated, over-long, encrypted, damaged, or holds map tensors, a tag twice, or a tensor whose content is not
-    as long as its dims and type say.
+    like: another shard; a shard of the same structure is not parsed, since its tensors lie at the same offsets. Raises
+    ShardError if the file is empty, truncated, over-long, encrypted, damaged, or holds map tensors, a tag twice, or a
+    tensor whose content is not as long as its dims and type say.
     """
     with files.opened(path) as (fd, size_bytes):
         if like is not None and like.structure is not None and structure.of_file(fd, like.tensors) == like.structure:
             return like.at(path)
         reader = Reader(fd, path, size_bytes)
         _refuse_encrypted(reader)
-        found = _Reading(reader).manifest()
-        return found._replace(structure=structure.of_file(fd, found.tensors))
+        manifest = _Reading(reader).manifest()
+        return manifest._replace(structure=structure.of_file(fd, manifest.tensors))
 
 
 def read_back(meant: Manifest) -> None:
-    """Look at the structure of a checkpoint that was just written. Raises ShardError if it is not what was meant."""
+    """Read the structure of a checkpoint that was just written. Raises ShardError if it is not that of `meant`."""
     with files.opened(meant.path) as (fd, _):
         if structure.of_file(fd, meant.tensors) != meant.structure:
             raise files.not_as_written(meant.path)
@@ -51,30 +52,32 @@ class _Reading:
         self._reader = reader
         self._tensors = Tensors(reader.path)
         self._strings: dict[str, str] = {}
-        self._known: Known = {}
+        # Of the Values before that were one whole tensor: the bytes before the name -> those between name and content
+        # -> the number of the tensor's kind, and the length of its content.
+        self._known: dict[bytes, dict[bytes, tuple[int, int]]] = {}
         self._kept_bytes = self._text_bytes = self._count = 0
 
     def manifest(self) -> Manifest:
         """Read all of the file."""
-        reader, at = self._reader, 0
-        while (at := self._take_alike(at)) < reader.size_bytes and not is_trailer(reader, at):
-            at = self._take(at)
+        reader, offset = self._reader, 0
+        while (offset := self._take_alike(offset)) < reader.size_bytes and not is_trailer(reader, offset):
+            offset = self._take(offset)
         return Manifest(reader.path, NAME, self._tensors, self._strings)
 
-    def _take_alike(self, at: int) -> int:
-        """Add the tensors from byte `at` on that are, but for their names, like others before; return where one is not.
+    def _take_alike(self, offset: int) -> int:
+        """Add the tensors from `offset` on that differ from earlier ones only by name; return the offset after them.
 
-        Nearly all of a large shard are. The bytes before and after a name are compared as a whole, and little is called
-        for a tensor by itself.
+        Nearly all tensors of a large shard do. The bytes before and after a name are compared as a whole, with as few
+        calls for each tensor as can be.
         """
         reader, known, matches, intern = self._reader, self._known, USUAL_START.match, sys.intern
         size_bytes, names, strings = reader.size_bytes, self._tensors.number_of, self._strings
         add_kind, add_start = self._tensors.kind_of.append, self._tensors.starts.append
-        window, base, last = reader.window(at)
-        while at < size_bytes:
-            if not base <= at <= last:
-                window, base, last = reader.window(at)
-            head = matches(window, at - base)
+        window, base, last = reader.window(offset)
+        while offset < size_bytes:
+            if not base <= offset <= last:
+                window, base, last = reader.window(offset)
+            head = matches(window, offset - base)
             alike = known.get(head[0]) if head else None
             if head is None or alike is None:
                 break
@@ -93,16 +96,17 @@ class _Reading:
                 break
             if start + content_bytes > size_bytes or name in names or name in strings:
                 break
-            self._counted(at, name)
+            self._count_value(offset, name)
             names[name] = len(names)
             add_kind(kind)
             add_start(start)
-            at = start + content_bytes
-        return at
+            offset = start + content_bytes
+        return offset
 
-    def _take(self, at: int) -> int:
-        """Add the tensor or string at byte `at`, all its pieces; return where they end."""
-        first = self._value(at)
+    def _take(self, offset: int) -> int:
+        """Add the tensor or string at `offset` with all its pieces; return the offset after them."""
+        first = value_at(self._reader, offset)
+        self._count_unlike(first)
         pieces, end = [first], first.end
         if first.tag == next(reversed(self._tensors.number_of), None):
             self._require_empty_piece(first)
@@ -110,7 +114,7 @@ class _Reading:
         if first.tag in self._tensors or first.tag in self._strings:
             raise self._reader.damage(
                 f"the name {first.tag!r} appears twice in a shard, with others between",
-                first.at,
+                first.offset,
                 expected="each tensor once, its pieces side by side",
             )
         is_string, held_bytes = first.type_name == STRING_TYPE, first.content.length_bytes
@@ -121,8 +125,7 @@ class _Reading:
             following = value_at(self._reader, end)
             if following.tag != first.tag:
                 break
-            self._kept_bytes += files.kept_kind_bytes(len(following.dims))
-            self._counted(end, following.tag)
+            self._count_unlike(following)
             pieces.append(following)
             held_bytes += following.content.length_bytes
             end = following.end
@@ -131,34 +134,43 @@ class _Reading:
         else:
             entry = _tensor(self._reader, pieces)
             self._tensors.add_entry(entry)
-            if len(pieces) == 1:
-                learn(self._reader, first, self._tensors.kind_of[-1], self._known)
+            if len(pieces) == 1 and held_bytes:
+                self._remember(first)
         return end
 
-    def _value(self, at: int) -> Value:
-        value = value_at(self._reader, at)
-        self._kept_bytes += files.kept_kind_bytes(len(value.dims))
-        self._counted(at, value.tag)
-        return value
+    def _remember(self, tensor: Value) -> None:
+        """Remember how the tensor that was added last is encoded, which is one whole Value."""
+        encoding = encoding_of(self._reader, tensor)
+        if encoding is None:
+            return
+        before_name, after_name = encoding
+        alike = self._known.setdefault(before_name, {})
+        if len(alike) == _MAX_ALIKE:  # a file that is made to be slow: real ones have a few
+            alike.clear()
+        alike[after_name] = self._tensors.kind_of[-1], tensor.content.length_bytes
 
-    def _counted(self, at: int, name: str) -> None:
-        """Count a Value at byte `at`; a piece counts like a tensor, since it brings its own name."""
+    def _count_unlike(self, value: Value) -> None:
+        self._kept_bytes += files.kept_kind_bytes(len(value.dims))
+        self._count_value(value.offset, value.tag)
+
+    def _count_value(self, offset: int, name: str) -> None:
+        """Count a Value, a piece like a tensor: it has a name of its own. Raises ShardError for too many."""
         self._count += 1
         self._kept_bytes += files.kept_bytes(name)
         if self._count > files.MAX_TENSORS:
-            raise self._reader.damage("a shard holds too many values", at, expected=f"{files.MAX_TENSORS} at most")
+            raise self._reader.damage("a shard holds too many values", offset, expected=f"{files.MAX_TENSORS} at most")
         if self._kept_bytes > files.MAX_KEPT_BYTES:
             raise self._reader.damage(
-                "a shard's names take too much memory", at, expected=f"{files.MAX_KEPT_BYTES} bytes at most"
+                "a shard's names take too much memory", offset, expected=f"{files.MAX_KEPT_BYTES} bytes at most"
             )
 
     def _whole_bytes(self, piece: Value) -> int:
-        """Return how many bytes all pieces of a tensor have together; 0 if that cannot be told."""
+        """Return the size of the tensor that `piece` is a piece of; 0 if its type is unknown."""
         dtype = BY_MINDSPORE_NAME.get(piece.type_name)
         return 0 if dtype is None else dtype.itemsize_bytes * math.prod(piece.dims)
 
     def _require_empty_piece(self, piece: Value) -> None:
-        """Raise ShardError if a piece of the last tensor, of which all was there already, brings anything."""
+        """Raise ShardError if `piece`, a further one of the last tensor, which is complete, has any content."""
         whole = self._tensors[piece.tag]
         is_alike = piece.dims == whole.shape or (piece.dims == (0,) and not whole.shape)  # see `_tensor`
         if not is_alike or piece.type_name != whole.dtype.mindspore:
@@ -174,7 +186,7 @@ class _Reading:
         if self._text_bytes > files.MAX_KEPT_BYTES:
             raise self._reader.damage(
                 "a shard's strings take too much memory",
-                pieces[0].at,
+                pieces[0].offset,
                 expected=f"{files.MAX_KEPT_BYTES} bytes at most",
             )
 
@@ -190,8 +202,8 @@ def _refuse_encrypted(reader: Reader) -> None:
             )
 
 
-def _joined(reader: Reader, pieces: list[Value]) -> int:
-    """Check that `pieces` belong to one tensor; return their length in bytes."""
+def _joined_bytes(reader: Reader, pieces: list[Value]) -> int:
+    """Return the length of all pieces together. Raises ShardError if they are not pieces of one tensor."""
     first = pieces[0]
     for piece in pieces:
         if piece.dims != first.dims or piece.type_name != first.type_name:
@@ -201,12 +213,12 @@ def _joined(reader: Reader, pieces: list[Value]) -> int:
 
 def _tensor(reader: Reader, pieces: list[Value]) -> TensorEntry:
     first = pieces[0]
-    length_bytes = _joined(reader, pieces)
+    length_bytes = _joined_bytes(reader, pieces)
     dtype = BY_MINDSPORE_NAME.get(first.type_name)
     if dtype is None:
-        raise reader.damage(f"{first.tag!r} has an unknown type", first.at, got=repr(first.type_name))
+        raise reader.damage(f"{first.tag!r} has an unknown type", first.offset, got=repr(first.type_name))
     if dtype.itemsize_bytes * math.prod(length for length in first.dims if length) >= _MAX_PAYLOAD_BYTES:
-        raise reader.damage(f"the shape of {first.tag!r} is impossibly large", first.at, got=str(list(first.dims)))
+        raise reader.damage(f"the shape of {first.tag!r} is impossibly large", first.offset, got=str(list(first.dims)))
     # Older MindSpore wrote scalars with dims [0]; its reader still takes them so.
     shape = () if first.dims == (0,) and length_bytes == dtype.itemsize_bytes else first.dims
     expected_bytes = dtype.itemsize_bytes * math.prod(shape)
@@ -219,7 +231,7 @@ def _tensor(reader: Reader, pieces: list[Value]) -> TensorEntry:
 def _disagreeing(reader: Reader, piece: Value, type_name: str, dims: tuple[int, ...]) -> ShardError:
     return reader.damage(
         f"the pieces of {piece.tag!r} do not agree in shape and type",
-        piece.at,
+        piece.offset,
         expected=f"{type_name} {list(dims)}",
         got=f"{piece.type_name} {list(piece.dims)}",
     )
@@ -230,7 +242,7 @@ def _wrong_length(reader: Reader, value: Value, dtype: DType, shape: tuple[int, 
     relation = "shorter" if length_bytes < expected_bytes else "longer"
     return reader.damage(
         f"the content of {value.tag!r} is {relation} than its shape",
-        value.at,
+        value.offset,
         expected=f"{expected_bytes} bytes ({dtype} {list(shape)})",
         got=f"{length_bytes} bytes",
         remedy="the shard is truncated or damaged: save or copy it again",
@@ -239,11 +251,11 @@ def _wrong_length(reader: Reader, value: Value, dtype: DType, shape: tuple[int, 
 
 def _string(reader: Reader, pieces: list[Value]) -> str:
     first = pieces[0]
-    length_bytes = _joined(reader, pieces)
+    length_bytes = _joined_bytes(reader, pieces)
     if first.dims not in ((0,), ()) or length_bytes % 4 or length_bytes > files.MAX_STRING_BYTES:
         raise reader.damage(
             f"the string {first.tag!r} is damaged or too long",
-            first.at,
+            first.offset,
             expected=f"dims [0] and UTF-32 of at most {files.MAX_STRING_BYTES} bytes",
             got=f"dims {list(first.dims)} and {length_bytes} bytes",
         )
@@ -252,4 +264,4 @@ def _string(reader: Reader, pieces: list[Value]) -> str:
         # numpy, which MindSpore uses, pads an empty string with a NUL and drops trailing ones on reading.
         return content.decode("utf-32-le").rstrip("\0")
     except UnicodeDecodeError as error:
-        raise reader.damage(f"the string {first.tag!r} is not UTF-32", first.at, got=str(error)) from error
+        raise reader.damage(f"the string {first.tag!r} is not UTF-32", first.offset, got=str(error)) from error

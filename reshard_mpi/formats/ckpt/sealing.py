@@ -1,7 +1,4 @@
-"""Finishing a checkpoint file, and the CRC-32 that MindSpore appends to one: `save_checkpoint(crc_check=True)`.
-
-17 bytes: `crc_num` and, in 10 bytes, the big-endian CRC-32 of everything before them.
-"""
+"""The last step of writing a checkpoint file, and its CRC-32, as `save_checkpoint(crc_check=True)` appends it."""
 
 from __future__ import annotations
 
@@ -19,9 +16,9 @@ _NUMBER_BYTES = CRC_BYTES - len(CRC_MARK)
 
 
 def seal(fd: int, path: str, sums: Mapping[str, int] = NO_SUMS, *, crc: bool = False) -> None:
-    """Make the file read-only for its owner, the mode MindSpore gives its checkpoints. crc: append the CRC-32 first.
+    """Give the file the mode of MindSpore's checkpoints: read-only for its owner. crc: append the CRC-32 first.
 
-    There is no place in it for the sums of tensors.
+    The sums of tensors are dropped, as the format has no place for them.
     """
     if crc:
         size_bytes = os.fstat(fd).st_size
@@ -36,19 +33,19 @@ def stored_sums(path: str) -> Mapping[str, int]:
 
 
 def check_crc(path: str) -> bool:
-    """Tell whether the file at `path` has a trailer. Raises ShardError if it does not fit what is before it."""
+    """Tell whether the file at `path` ends in a CRC-32. Raises ShardError if that is not of what comes before it."""
     with files.opened(path) as (fd, size_bytes):
-        before = size_bytes - CRC_BYTES
-        trailer = os.pread(fd, CRC_BYTES, before) if before >= 0 else b""
+        summed_bytes = size_bytes - CRC_BYTES
+        trailer = os.pread(fd, CRC_BYTES, summed_bytes) if summed_bytes >= 0 else b""
         if not trailer.startswith(CRC_MARK):
             return False
         expected = int.from_bytes(trailer[len(CRC_MARK) :], "big")
-        found = _sum(fd, path, before)
-        if found != expected:
+        computed = _sum(fd, path, summed_bytes)
+        if computed != expected:
             raise ShardError(
                 "a checkpoint does not fit its own checksum: it is damaged",
                 expected=f"CRC-32 {expected:08x}, as its last {CRC_BYTES} bytes say",
-                got=f"{found:08x}",
+                got=f"{computed:08x}",
                 where=path,
                 remedy="copy it again, or use another replica",
             )
@@ -59,11 +56,11 @@ def _sum(fd: int, path: str, size_bytes: int) -> int:
     from zlib_ng.zlib_ng import crc32
 
     buffer = memoryview(bytearray(min(_BLOCK_BYTES, size_bytes)))
-    at = crc = 0
-    while at < size_bytes:
-        count = os.preadv(fd, [buffer[: size_bytes - at]], at)
+    offset = crc = 0
+    while offset < size_bytes:
+        count = os.preadv(fd, [buffer[: size_bytes - offset]], offset)
         if count == 0:
             raise ShardError("a checkpoint became shorter while it was read", where=path)
         crc = crc32(buffer[:count], crc)
-        at += count
+        offset += count
     return crc

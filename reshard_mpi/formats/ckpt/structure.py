@@ -1,6 +1,6 @@
-"""All bytes of a checkpoint file that are no payload, so that files of the same structure are told without parsing.
+"""A digest of all bytes of a checkpoint file but the payloads: files with the same one need not all be parsed.
 
-The ranks of a training that hold shards of one shape write files that differ in nothing but payloads.
+Ranks of a training that hold shards of the same shape write files that differ only in payloads.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from reshard_mpi.formats.columns import Tensors
 from reshard_mpi.formats.manifest import Structure
 from reshard_mpi.formats.places import Segments
 
-# What is so close together is read by one call, and as much at once.
+# Spans with so little between them are read by one call, which reads no more than so much.
 _CLOSE_BYTES, _READ_BYTES = 512, 64 << 10
-# From one byte to another.
+# The first byte, and the one after the last.
 _Span = tuple[int, int]
 
 
 def of_file(fd: int, tensors: Tensors) -> Structure | None:
-    """Return the structure of a file if its tensors lie as these do; None if they cannot."""
+    """Return the structure of a file whose tensors lie where `tensors` says; None if they cannot lie so in it."""
     payloads = list(_payloads(tensors))
     size_bytes = _without_checksum(fd, payloads[-1][1] if payloads else 0)
     spans, last = list[_Span](), 0
@@ -37,21 +37,20 @@ def of_file(fd: int, tensors: Tensors) -> Structure | None:
 
 
 def of_parts(parts: Iterable[bytes], size_bytes: int) -> Structure:
-    """Return the structure of a file of so many bytes, these parts of which are no payload, in order."""
+    """Return the structure of a file of `size_bytes` bytes. parts: all of it but the payloads, in order."""
     return Structure(size_bytes, hashlib.blake2b(b"".join(parts)).digest())
 
 
 def _without_checksum(fd: int, end: int) -> int:
-    """Return how long a file is without the checksum that may be at its end. end: of its last payload."""
+    """Return the length of a file without the checksum that may be at its end. end: of its last payload."""
     size_bytes = os.fstat(fd).st_size
-    before = size_bytes - CRC_BYTES
-    if before < max(end, 1) or os.pread(fd, len(CRC_MARK), before) != CRC_MARK:
-        return size_bytes
-    return before
+    shorter_bytes = size_bytes - CRC_BYTES
+    has_checksum = shorter_bytes >= max(end, 1) and os.pread(fd, len(CRC_MARK), shorter_bytes) == CRC_MARK
+    return shorter_bytes if has_checksum else size_bytes
 
 
 def _payloads(tensors: Tensors) -> Iterator[_Span]:
-    """Yield where payloads lie, in the order of the tensors."""
+    """Yield the spans of the payloads, in the order of the tensors."""
     sizes = [kind.size_bytes for kind in tensors.kinds]
     if not tensors.elsewhere:
         return ((start, start + sizes[kind]) for start, kind in zip(tensors.starts, tensors.kind_of) if sizes[kind])
@@ -64,7 +63,7 @@ def _payloads(tensors: Tensors) -> Iterator[_Span]:
 
 
 def _contents(fd: int, spans: list[_Span]) -> Iterator[bytes]:
-    """Yield the bytes of spans of a file, which ascend; those close to each other are read together.
+    """Yield the bytes of ascending spans of a file; those close to each other are read by one call.
 
     Raises ValueError if the file ends before, OSError if it cannot be read.
     """

@@ -1,4 +1,4 @@
-"""The Values a checkpoint file is made of: found in a file, and encoded up to their content."""
+"""The Values that a checkpoint file consists of: located in a file, and encoded up to their content."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _VARINT = rb"[\x80-\xff]{0,8}[\x00-\x7f]"
 USUAL_START = re.compile(rb"\x0a(%b)\x0a([\x01-\x7f])" % _VARINT)
 _USUAL_MIDDLE = re.compile(rb"\x12(%b)((?:\x08%b){0,%d})\x12([\x01-\x3f])" % (_VARINT, _VARINT, files.MAX_DIMENSIONS))
 _USUAL_END = re.compile(rb"\x1a(%b)" % _VARINT)
-# All between a name and the content. No type's name has the byte that begins the content.
+# All bytes between a name and the content. No name of a type has the byte that begins the content.
 _USUAL_REST = re.compile(
     rb"\x12%b(?:\x08%b){0,%d}\x12[\x01-\x3f][0-9A-Za-z_]+\x1a%b" % (_VARINT, _VARINT, files.MAX_DIMENSIONS, _VARINT)
 )
@@ -38,9 +38,9 @@ _DIM = re.compile(rb"\x08(%b)" % _VARINT)
 
 
 class Value(NamedTuple):
-    """One Value of the file, up to byte `end`: a tensor, or a piece of one."""
+    """One Value of the file, from byte `offset` to byte `end`: a tensor, or a piece of one."""
 
-    at: int
+    offset: int
     tag: str
     dims: tuple[int, ...]
     type_name: str
@@ -48,55 +48,48 @@ class Value(NamedTuple):
     end: int
 
 
-def value_at(reader: Reader, at: int) -> Value:
-    """Return the Value at byte `at`. Raises ShardError if there is none."""
-    value = usual_value(reader, at)
+def value_at(reader: Reader, offset: int) -> Value:
+    """Return the Value at `offset`. Raises ShardError if there is none."""
+    value = usual_value(reader, offset)
     if value is not None:
         return value
-    if reader.read(at, 1) != _VALUE_KEY:
+    if reader.read(offset, 1) != _VALUE_KEY:
         raise reader.damage(
-            "a shard goes on with bytes that are no checkpoint" if at else "a shard is not a MindSpore checkpoint",
-            at,
+            "a shard goes on with bytes that are no checkpoint" if offset else "a shard is not a MindSpore checkpoint",
+            offset,
             expected="a value, which begins with byte 0x0a",
-            got=f"byte 0x{reader.read(at, 1).hex()}, {reader.size_bytes - at} bytes before the end of the file",
+            got=f"byte 0x{reader.read(offset, 1).hex()}, {reader.size_bytes - offset} bytes before the end of the file",
             remedy="save or copy it again",
         )
-    return _value(reader, reader.field(at, reader.size_bytes))
+    return _value(reader, reader.field(offset, reader.size_bytes))
 
 
-def is_trailer(reader: Reader, at: int) -> bool:
-    """Tell whether all that is left from byte `at` on is the checksum of what is before.
+def is_trailer(reader: Reader, offset: int) -> bool:
+    """Tell whether the file ends, from `offset` on, with the checksum of all before.
 
-    Looked for only between Values, where no Value can begin with `c` (the key of a group): a payload that ends like a
-    trailer is not taken for one.
+    To be asked only between Values: no Value can begin with `c`, which would be the key of a group, and a payload that
+    ends like a checksum is not taken for one.
     """
-    return reader.size_bytes - at == CRC_BYTES and reader.read(at, len(CRC_MARK)) == CRC_MARK
+    return reader.size_bytes - offset == CRC_BYTES and reader.read(offset, len(CRC_MARK)) == CRC_MARK
 
 
-# Of Values before: their bytes before the name -> those between name and content -> number of a kind, and how many
-# bytes the content has.
-Known = dict[bytes, dict[bytes, tuple[int, int]]]
-_MAX_ALIKE = 16
+def encoding_of(reader: Reader, value: Value) -> tuple[bytes, bytes] | None:
+    """Return the bytes of a Value before its name, and those between name and content; None if it is encoded unusually.
 
-
-def learn(reader: Reader, value: Value, kind: int, known: Known) -> None:
-    """Remember how a Value is encoded that is a whole tensor of the kind with this number."""
-    window, base, _ = reader.window(value.at)
-    start = USUAL_START.match(window, value.at - base)
+    Two Values with the same of both differ in nothing but name and content.
+    """
+    window, base, _ = reader.window(value.offset)
+    start = USUAL_START.match(window, value.offset - base)
     rest = _USUAL_REST.match(window, start.end() + start[2][0]) if start else None
-    if start and rest and value.content.length_bytes:
-        alike = known.setdefault(start[0], {})
-        if len(alike) == _MAX_ALIKE:  # a file that is made to be slow; there are a few
-            alike.clear()
-        alike[rest[0]] = kind, value.content.length_bytes
+    return (start[0], rest[0]) if start and rest else None
 
 
-def usual_value(reader: Reader, at: int) -> Value | None:
-    """Return the Value at byte `at` if it is encoded as MindSpore does it, else None: then `_value` must look at it.
+def usual_value(reader: Reader, offset: int) -> Value | None:
+    """Return the Value at `offset` if it is encoded as MindSpore does it, else None: then `_value` must look at it.
 
-    Nearly all are, and this costs a third. What it returns is what `_value` would.
+    Nearly all are, and this takes a third of the time. It returns the same as `_value`.
     """
-    head = reader.peek(at)
+    head = reader.peek(offset)
     start = USUAL_START.match(head)
     if start is None:
         return None
@@ -108,10 +101,10 @@ def usual_value(reader: Reader, at: int) -> Value | None:
     last = _USUAL_END.match(head, type_end)
     if last is None:
         return None
-    content = ByteRange(reader.path, at + last.end(), varint(last[1], 0)[0])
+    content = ByteRange(reader.path, offset + last.end(), varint(last[1], 0)[0])
     end = content.offset_bytes + content.length_bytes
-    value_end = at + start.end(1) + varint(start[1], 0)[0]
-    tensor_end = at + middle.end(1) + varint(middle[1], 0)[0]
+    value_end = offset + start.end(1) + varint(start[1], 0)[0]
+    tensor_end = offset + middle.end(1) + varint(middle[1], 0)[0]
     if not end == tensor_end == value_end <= reader.size_bytes:
         return None
     dims = _decode_dims(middle[2])
@@ -119,7 +112,7 @@ def usual_value(reader: Reader, at: int) -> Value | None:
         tag, type_name = head[start.end() : tag_end].decode(), head[middle.end() : type_end].decode()
     except UnicodeDecodeError:
         return None
-    return Value(at, tag, dims, type_name, content, end)
+    return Value(offset, tag, dims, type_name, content, end)
 
 
 # Most tensors of a shard have one of a few shapes.
@@ -129,68 +122,65 @@ def _decode_dims(encoded: bytes) -> tuple[int, ...]:
 
 
 def _value(reader: Reader, value: Field) -> Value:
-    parts = _fields_once(reader, value, _VALUE_FIELDS)
+    parts, _ = _fields_once(reader, value, _VALUE_FIELDS)
     if _MAP_TENSOR in parts:
         raise reader.damage(
             "a shard holds a map tensor (MapParameter), which is not supported",
-            value.at,
+            value.offset,
             remedy="export it as plain tensors, or leave it out when saving",
         )
     tag = _text(reader, _required(reader, value, parts, _TAG, "tag"), files.MAX_NAME_BYTES, "tag")
     tensor = _required(reader, value, parts, _TENSOR, "tensor")
-    dims: list[int] = []
-    parts = _fields_once(reader, tensor, _TENSOR_FIELDS, dims)
+    parts, dims = _fields_once(reader, tensor, _TENSOR_FIELDS, with_dims=True)
     type_name = _text(reader, _required(reader, tensor, parts, _TYPE, "tensor_type"), _MAX_TYPE_BYTES, "tensor_type")
     content = _required(reader, tensor, parts, _CONTENT, "tensor_content")
     place = ByteRange(reader.path, content.start, content.length_bytes)
-    return Value(value.at, tag, tuple(dims), type_name, place, value.end)
+    return Value(value.offset, tag, tuple(dims), type_name, place, value.end)
 
 
 def _fields_once(
-    reader: Reader, message: Field, known: tuple[int, ...], dims: list[int] | None = None
-) -> dict[int, Field]:
+    reader: Reader, message: Field, known: tuple[int, ...], *, with_dims: bool = False
+) -> tuple[dict[int, Field], list[int]]:
     """Return the fields of `message` by number, in whatever order they come; unknown ones are passed over.
 
-    dims: where given, collects field 1, the only one that may be repeated (packed or not).
+    with_dims: field 1 holds dimensions, packed or not, and may come more than once; they are returned as well. Raises
+    ShardError for any other field that comes twice or has the wrong type.
     """
-    found: dict[int, Field] = {}
+    fields: dict[int, Field] = {}
+    dims: list[int] = []
     for field in reader.fields(message.start, message.end):
-        if dims is not None and field.number == _DIMS and field.wire_type in (VARINT, LENGTH):
-            _add_dims(reader, field, dims)
+        if with_dims and field.number == _DIMS and field.wire_type in (VARINT, LENGTH):
+            for dim in _dims(reader, field):
+                dims.append(dim)
+                if len(dims) > files.MAX_DIMENSIONS:
+                    limit = f"{files.MAX_DIMENSIONS} at most"
+                    raise reader.damage("a tensor has too many dimensions", field.offset, expected=limit)
             continue
         if field.number not in known:
             continue
         if field.wire_type != LENGTH:
             raise reader.damage(
                 f"field {field.number} of a value has the wrong type: the shard is damaged",
-                field.at,
+                field.offset,
                 expected=f"wire type {LENGTH}",
                 got=str(field.wire_type),
             )
-        if field.number in found:
-            raise reader.damage(f"field {field.number} of a value appears twice: the shard is damaged", field.at)
-        found[field.number] = field
-    return found
+        if field.number in fields:
+            raise reader.damage(f"field {field.number} of a value appears twice: the shard is damaged", field.offset)
+        fields[field.number] = field
+    return fields, dims
 
 
-def _add_dims(reader: Reader, field: Field, dims: list[int]) -> None:
-    if field.wire_type == VARINT:
-        numbers: Iterator[int] = iter((field.value,))
-    else:
-        numbers = reader.varints(field.start, field.end)
-    for number in numbers:
+def _dims(reader: Reader, field: Field) -> Iterator[int]:
+    for number in (field.value,) if field.wire_type == VARINT else reader.varints(field.start, field.end):
         if number >> 63:
-            raise reader.damage("a dimension is negative", field.at, got=str(number - (1 << 64)))
-        dims.append(number)
-        if len(dims) > files.MAX_DIMENSIONS:
-            raise reader.damage(
-                "a tensor has too many dimensions", field.at, expected=f"{files.MAX_DIMENSIONS} at most"
-            )
+            raise reader.damage("a dimension is negative", field.offset, got=str(number - (1 << 64)))
+        yield number
 
 
 def _required(reader: Reader, message: Field, parts: dict[int, Field], number: int, name: str) -> Field:
     if number not in parts:
-        raise reader.damage(f"a value has no {name}: the shard is damaged or no MindSpore checkpoint", message.at)
+        raise reader.damage(f"a value has no {name}: the shard is damaged or no MindSpore checkpoint", message.offset)
     return parts[number]
 
 
@@ -199,7 +189,7 @@ def _text(reader: Reader, field: Field, limit_bytes: int, name: str) -> str:
     if not 0 < length_bytes <= limit_bytes:
         raise reader.damage(
             f"a {name} has an impossible length",
-            field.at,
+            field.offset,
             expected=f"1 to {limit_bytes} bytes",
             got=f"{length_bytes} bytes",
         )
@@ -217,7 +207,7 @@ def encode_header(tag: str, dims: tuple[int, ...], type_name: str, content_bytes
 
 
 def encode_around(tag_bytes: int, dims: tuple[int, ...], type_name: str, content_bytes: int) -> tuple[bytes, bytes]:
-    """Return the bytes of a Value before its tag, which has so many bytes, and after it up to the content."""
+    """Return the bytes of a Value before its tag, which has `tag_bytes` bytes, and those between tag and content."""
     type_bytes = type_name.encode()
     tensor = b"".join(b"\x08" + encode_varint(length) for length in dims)
     tensor += encode_length(_TYPE, len(type_bytes)) + type_bytes + encode_length(_CONTENT, content_bytes)

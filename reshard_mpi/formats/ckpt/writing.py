@@ -1,4 +1,4 @@
-"""Creating a checkpoint file with everything in it but the payloads."""
+"""Writing all of a checkpoint file but the payloads."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from reshard_mpi.formats.specs import ShardSpec, SpecKind
 
 # MindSpore's synchronous save cuts at exactly this many bytes (`SLICE_SIZE`), and protobuf ends at 2 GiB.
 CUT_BYTES = 512 << 20
-# Headers with so little between them are written together, and as much of them at once.
+# Headers with so little between them are written by one call, which writes no more than so much.
 _SMALL_GAP_BYTES = 16384
 _WRITTEN_BYTES = 256 << 10
 
 
 def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
-    """Write the checkpoint `path` without its payloads, byte for byte as MindSpore's synchronous save would.
+    """Write the checkpoint `path` without its payloads, byte for byte as MindSpore's synchronous save does.
 
-    Tensors come first, in the order of `spec`, then strings. fd: the empty file. Raises TargetError if a name cannot
-    be stored, OSError if it cannot be written.
+    Tensors come first, in the order of `spec`, then strings. fd: the empty file. Returns where the payloads are to be
+    written. Raises TargetError if a name or string cannot be stored, OSError if the file cannot be written.
     """
     files.check_names(path, [*spec.specs.names, *spec.strings])
-    tensors, structure, at = Tensors(path), _Structure(fd), 0
+    tensors, structure, offset = Tensors(path), _Structure(fd), 0
     known: dict[tuple[int, int], tuple[bytes, bytes, int, int]] = {}
     specs = spec.specs
     for name, number in zip(specs.names, specs.kind_of):
@@ -37,44 +37,44 @@ def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
         if alike is None:
             dtype, _, box = kind = specs.kinds[number]
             if kind.size_bytes > CUT_BYTES:
-                at = _reserve_pieces(structure, tensors, name, kind, at)
+                offset = _reserve_pieces(structure, tensors, name, kind, offset)
                 continue
             around = encode_around(len(tag), box.shape, dtype.mindspore, kind.size_bytes)
             alike = known[number, len(tag)] = (*around, tensors.kind(Kind(dtype, box.shape)), kind.size_bytes)
         before, after, own_kind, size_bytes = alike
         header = b"%b%b%b" % (before, tag, after)
-        structure.add(at, header)
-        at += len(header)
-        tensors.add(name, own_kind, at if size_bytes else 0)
-        at += size_bytes
+        structure.add(offset, header)
+        offset += len(header)
+        tensors.add(name, own_kind, offset if size_bytes else 0)
+        offset += size_bytes
     for name, text in spec.strings.items():
         content = _string_content(path, name, text)
         record = encode_header(name, (0,), STRING_TYPE, len(content)) + content
-        structure.add(at, record)
-        at += len(record)
-    if at == 0:
+        structure.add(offset, record)
+        offset += len(record)
+    if offset == 0:
         # A file of 0 bytes cannot be told from a failed copy: a shard of nothing is the checksum of nothing.
         structure.add(0, EMPTY_CHECKPOINT)
-        at = len(EMPTY_CHECKPOINT)
+        offset = len(EMPTY_CHECKPOINT)
     structure.write()
-    os.ftruncate(fd, at)
-    return Manifest(path, NAME, tensors, dict(spec.strings), structure=of_parts(structure.parts, at))
+    os.ftruncate(fd, offset)
+    return Manifest(path, NAME, tensors, dict(spec.strings), structure=of_parts(structure.parts, offset))
 
 
-def _reserve_pieces(structure: _Structure, tensors: Tensors, name: str, kind: SpecKind, at: int) -> int:
-    """Reserve a tensor that is cut into several Values, from byte `at` on; return where it ends."""
+def _reserve_pieces(structure: _Structure, tensors: Tensors, name: str, kind: SpecKind, offset: int) -> int:
+    """Reserve a tensor that is cut into several Values, from `offset` on; return the offset after it."""
     dtype, shape, ranges = kind.dtype, kind.box.shape, []
     for length_bytes in _cuts(kind.size_bytes):
         header = encode_header(name, shape, dtype.mindspore, length_bytes)
-        structure.add(at, header)
-        ranges.append(ByteRange(tensors.path, at + len(header), length_bytes))
-        at += len(header) + length_bytes
+        structure.add(offset, header)
+        ranges.append(ByteRange(tensors.path, offset + len(header), length_bytes))
+        offset += len(header) + length_bytes
     tensors.add_entry(TensorEntry(name, dtype, shape, Segments(tuple(ranges))))
-    return at
+    return offset
 
 
 class _Structure:
-    """Writes what a shard has besides payloads: headers, those close to each other together. parts: all of them."""
+    """Writes all of a file but payloads, and keeps it. parts: what has been added so far."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -82,27 +82,27 @@ class _Structure:
         self._together: list[bytes] = []
         self.parts: list[bytes] = []
 
-    def add(self, at: int, content: bytes) -> None:
-        """Add what begins at byte `at`, behind all that was added before."""
-        gap = at - self._end
-        if gap > _SMALL_GAP_BYTES or at - self._start > _WRITTEN_BYTES:
+    def add(self, offset: int, content: bytes) -> None:
+        """Add the bytes from `offset` on, which is behind all that was added before; they are written later."""
+        gap = offset - self._end
+        if gap > _SMALL_GAP_BYTES or offset - self._start > _WRITTEN_BYTES:
             self.write()
-            self._start = at
+            self._start = offset
         elif gap:
             self._together.append(bytes(gap))
         self._together.append(content)
         self.parts.append(content)
-        self._end = at + len(content)
+        self._end = offset + len(content)
 
     def write(self) -> None:
-        """Write what has been added."""
+        """Write what has been added and is not written yet."""
         if self._together:
             files.write_all(self._fd, b"".join(self._together), self._start)
             self._together.clear()
 
 
 def size_at_most_bytes(spec: ShardSpec, *, crc: bool = False) -> int:
-    """Return what the checkpoint of `spec` takes, with its headers; crc: and the checksum of it all."""
+    """Return the size of the checkpoint of `spec`. crc: with the checksum at its end."""
     size_bytes = CRC_BYTES if crc else 0
     known: dict[tuple[int, int], int] = {}
     specs = spec.specs
@@ -123,7 +123,7 @@ def size_at_most_bytes(spec: ShardSpec, *, crc: bool = False) -> int:
 
 
 def _tag_bytes(name: str) -> int:
-    """Return the length of a name; also of one that `reserve` will refuse."""
+    """Return the length of an encoded name, even of one that `reserve` will refuse."""
     return len(name) if name.isascii() else len(name.encode(errors="replace"))
 
 
@@ -132,7 +132,7 @@ def _header_bytes(tag_bytes: int, dims: tuple[int, ...], type_name: str, content
 
 
 def _cuts(size_bytes: int) -> list[int]:
-    """Return the lengths of the pieces a tensor is written in; one empty piece for a tensor of no elements."""
+    """Return the lengths of the pieces in which a tensor is written; a tensor of no elements has one, empty."""
     whole, rest = divmod(size_bytes, CUT_BYTES)
     return [CUT_BYTES] * whole + ([rest] if rest or not whole else [])
 

@@ -16,11 +16,12 @@ from reshard_mpi.formats.dcp.states import (
     ITEM_PLACE,
     MAX_NUMBER,
     PROPERTIES,
+    TENSOR,
     Chunk,
     ItemKey,
     ItemPlace,
-    Properties,
     States,
+    TensorFacts,
 )
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.nest.text import MAX_DEPTH
@@ -111,11 +112,12 @@ def _metadata(root: Value, end: int) -> Metadata:
             raise _Unsound("a tensor is cut into flattened ranges, as Megatron-Core up to 0.13 does", repr(name))
     left_out: dict[str, str] = {}
     entries: dict[str, ListedTensor | None] = {}
+    alike: dict[int, ListedTensor | str] = {}
     for name, value in _named(state.get("state_dict_metadata"), "state_dict_metadata"):
         if type(value) is Call and value.function.name == "BytesStorageMetadata":
             entries[name] = None
             continue
-        tensor = _tensor(name, value)
+        tensor = alike.get(id(value)) or alike.setdefault(id(value), _tensor(name, value))
         if isinstance(tensor, str):
             left_out[name] = f"{name}: {tensor}"
         else:
@@ -162,19 +164,15 @@ def _keys(entries: Mapping[str, ListedTensor | None]) -> Iterator[ItemKey]:
 
 def _tensor(name: str, value: Value) -> ListedTensor | str:
     """Return a tensor of the metadata; in words what it is, if its elements are of a type that is not known."""
-    state = _state(value, "TensorStorageMetadata")
-    dtype = _properties(state.get("properties")).dtype
-    shape = _numbers(state.get("size"))
-    chunks = state.get("chunks")
-    if type(chunks) is not list:
-        raise _Unsound("a tensor has no list of chunks", name)
+    facts = value if isinstance(value, TensorFacts) else _facts(value)
+    dtype, shape, chunks = facts
     known = BY_TORCH_NAME.get(dtype.name) if dtype.module == "torch" else None
     if known is None:
         return f"a tensor of an unknown type ({dtype})"[:200]
     if len(shape) > files.MAX_DIMENSIONS:
         raise _Unsound("a tensor has too many dimensions", f"{name!r}, {len(shape)}")
     listed: dict[tuple[int, ...], Chunk] = {}
-    for chunk in map(_chunk, chunks):
+    for chunk in chunks:
         if len(chunk.offsets) != len(shape) or len(chunk.sizes) != len(shape):
             raise _Unsound("a chunk has other dimensions than its tensor", f"{name!r}, {chunk} of {list(shape)}")
         if any(low + length > whole for low, length, whole in zip(chunk.offsets, chunk.sizes, shape)):
@@ -184,14 +182,17 @@ def _tensor(name: str, value: Value) -> ListedTensor | str:
     return ListedTensor(known, shape, tuple(listed.values()))
 
 
-def _properties(value: Value) -> Properties:
-    if isinstance(value, Properties):
-        return value
-    state = value.state if type(value) is Call and value.function.name == PROPERTIES.name else None
-    dtype = state[0] if type(state) is tuple and state else None
+def _facts(value: Value) -> TensorFacts:
+    """Return what a tensor is that was read opcode by opcode."""
+    state = _state(value, TENSOR.name)
+    properties, chunks = state.get("properties"), state.get("chunks")
+    is_known = type(properties) is Call and properties.function.name == PROPERTIES.name
+    dtype = properties.state[0] if is_known and type(properties.state) is tuple and properties.state else None
     if type(dtype) is not Global:
         raise _Unsound("a tensor has no properties with a type")
-    return Properties(dtype)
+    if type(chunks) is not list:
+        raise _Unsound("a tensor has no list of chunks")
+    return TensorFacts(dtype, _numbers(state.get("size")), tuple(map(_chunk, chunks)))
 
 
 def _chunk(value: Value) -> Chunk:

@@ -49,6 +49,7 @@ TRAITS = Traits(
         child=60 * MIB,
         child_tensor=3 * KIB,
     ),
+    title="HDF5",
     describes_itself=True,
     keeps_sums=True,
     shares_blocks=True,

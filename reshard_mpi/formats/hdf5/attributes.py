@@ -35,7 +35,7 @@ def _text(content: bytes) -> Any:
 
 
 @lru_cache(maxsize=64)
-def _numbers(numbers: tuple[int, ...]) -> Any:
+def _numbers(numbers: tuple[int, ...] | int) -> Any:
     return np.array(numbers, dtype=np.int64)
 
 
@@ -46,21 +46,16 @@ def write_text(handle: Any, name: str, text: str) -> None:
     h5a.create(handle, name.encode(), kind, _space(None)).write(_text(content), mtype=kind)
 
 
-def write_numbers(handle: Any, name: str, numbers: tuple[int, ...]) -> None:
-    """Attach a list of numbers to an object."""
-    attribute = h5a.create(handle, name.encode(), h5t.NATIVE_INT64, _space(len(numbers)))
-    if numbers:
+def write_numbers(handle: Any, name: str, numbers: tuple[int, ...] | int) -> None:
+    """Attach a list of numbers, or a single one, to an object."""
+    length = len(numbers) if isinstance(numbers, tuple) else None
+    attribute = h5a.create(handle, name.encode(), h5t.NATIVE_INT64, _space(length))
+    if length != 0:
         attribute.write(_numbers(numbers), mtype=h5t.NATIVE_INT64)
 
 
-def write_number(handle: Any, name: str, number: int) -> None:
-    """Attach one number to an object."""
-    attribute = h5a.create(handle, name.encode(), h5t.NATIVE_INT64, _space(None))
-    attribute.write(np.array(number, dtype=np.int64), mtype=h5t.NATIVE_INT64)
-
-
 def read_text(handle: Any, name: str) -> str | None:
-    """Return the attribute `name`, or None if there is none or it is no short fixed-length text."""
+    """Return the text of the attribute `name`; None if there is none, or it is not a short text of fixed length."""
     try:
         attribute = h5a.open(handle, name.encode())
         kind = attribute.get_type()
@@ -76,7 +71,10 @@ def read_text(handle: Any, name: str) -> str | None:
 
 
 def read_numbers(handle: Any, name: str, where: str) -> tuple[int, ...]:
-    """Return a list of numbers (a single one for a scalar attribute). Raises ShardError if it is none."""
+    """Return the numbers of the attribute `name`; of a scalar one, a single number.
+
+    Raises ShardError if there is none, or it holds anything but whole numbers of 0 or more.
+    """
     try:
         attribute = h5a.open(handle, name.encode())
         shape = attribute.shape
@@ -89,10 +87,10 @@ def read_numbers(handle: Any, name: str, where: str) -> tuple[int, ...]:
         raise
     except (LookupError, OSError, TypeError, ValueError) as error:
         raise _damaged(name, str(error), where) from error
-    found = tuple(numbers.reshape(-1).tolist())
-    if found and min(found) < 0:
-        raise _damaged(name, str(list(found)), where)
-    return found
+    values = tuple(numbers.reshape(-1).tolist())
+    if values and min(values) < 0:
+        raise _damaged(name, str(list(values)), where)
+    return values
 
 
 def _damaged(name: str, got: str, where: str) -> ShardError:

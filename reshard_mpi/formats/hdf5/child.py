@@ -1,9 +1,8 @@
-"""The process that has the HDF5 library and reads with it what others may have written: `isolation` starts it.
+"""The process that reads files from anybody with the HDF5 library; `isolation` starts it.
 
-HDF5 is written in C and has been brought down by files before. Here it can bring down nothing but itself: the process
-has no core file, writes no file, has no descriptor to open a second HDF5 file with, and only so much memory and
-processor time for each thing it is asked for. Filters and drivers from outside the library are switched off by the
-environment it is started with.
+HDF5 is written in C, and files have made it crash before. Here only this process ends with it: it leaves no core file,
+writes no file, has no descriptor for a second HDF5 file, and bounded memory and processor time for each request.
+Filters and drivers from outside the library are switched off by the environment it is started with.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# What is imported only now would need a descriptor.
+# Imported at the start, as later there is no descriptor to do it with.
 import numpy as np
 
 from reshard_mpi.errors import ShardError
@@ -36,7 +35,7 @@ _CHUNKS_IN_MEMORY = 4
 _STEP_SECONDS = 0.9
 # At least so fast are chunks decoded.
 _DECODED_BYTES_PER_SECOND = 8 << 20
-# Nobody needs it for longer than it takes to start anew.
+# Without a request for so long the process ends; starting another takes a moment.
 _IDLE_SECONDS = 60.0
 # The file that is read, once for the library and once beside it.
 _DESCRIPTORS = range(3, 5)
@@ -46,8 +45,8 @@ _STEPS = 32
 
 
 def main(requests: int, replies: int) -> None:
-    """Answer what is asked until nobody is there."""
-    # What the process that asks has left open for its children: locks and connections are none of our business.
+    """Answer requests until the asking process is gone, or has none for long. Both are descriptors of pipes."""
+    # Descriptors that the asking process has left open for its children, such as locks and connections.
     os.closerange(_DESCRIPTORS.start, _MAX_DESCRIPTORS)
     limits = _Limits()
     while select.select([requests], [], [], _IDLE_SECONDS)[0]:
@@ -73,7 +72,7 @@ def main(requests: int, replies: int) -> None:
 
 
 def _holds_a_file() -> bool:
-    """Tell whether the library has lost descriptors over a file that it could not read."""
+    """Tell whether a file that could not be read is still open in the library."""
     datasets.forget()
     if not any(map(_is_open, _DESCRIPTORS)):
         return False
@@ -91,15 +90,13 @@ def _is_open(descriptor: int) -> bool:
 
 def _locate(limits: _Limits, path: str) -> tuple[list[Any], None]:
     datasets.forget()
-    limits.allow_bytes(_LOCATE_BYTES)
-    limits.allow_seconds(_STEP_SECONDS)
+    limits.allow(_LOCATE_BYTES, _STEP_SECONDS)
     return ["manifest", wire.from_manifest(reading.locate(path, limits.step))], None
 
 
 def _sums(limits: _Limits, path: str) -> tuple[list[Any], None]:
     datasets.forget()
-    limits.allow_bytes(_LOCATE_BYTES)
-    limits.allow_seconds(_STEP_SECONDS)
+    limits.allow(_LOCATE_BYTES, _STEP_SECONDS)
     return ["sums", reading.stored_sums(path, limits.step)], None
 
 
@@ -119,14 +116,16 @@ def _read(
     # All chunks that the box meets are decoded.
     steps = zip(box.start, box.stop, (max(1, length) for length in chunk))
     covered = math.prod((-(-high // step) - low // step) * step for low, high, step in steps)
-    limits.allow_bytes(_READ_BYTES + _CHUNKS_IN_MEMORY * chunk_bytes + 2 * dtype.itemsize_bytes * box.size)
-    limits.allow_seconds(_STEP_SECONDS + covered * dtype.itemsize_bytes / _DECODED_BYTES_PER_SECOND)
-    found = datasets.read(path, datasets.Stamp(*stamp), tuple(route), dtype, swapped, box)
-    return ["elements", found.nbytes], memoryview(found.reshape(-1).view(np.uint8).data)
+    limits.allow(
+        _READ_BYTES + _CHUNKS_IN_MEMORY * chunk_bytes + 2 * dtype.itemsize_bytes * box.size,
+        _STEP_SECONDS + covered * dtype.itemsize_bytes / _DECODED_BYTES_PER_SECOND,
+    )
+    values = datasets.read(path, datasets.Stamp(*stamp), tuple(route), dtype, swapped, box)
+    return ["elements", values.nbytes], memoryview(values.reshape(-1).view(np.uint8).data)
 
 
 class _Limits:
-    """What the process may take, set anew for everything that is asked of it."""
+    """What the process may take, set anew for each request."""
 
     def __init__(self) -> None:
         self._base_bytes = _data_bytes()
@@ -135,23 +134,23 @@ class _Limits:
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
         resource.setrlimit(resource.RLIMIT_NOFILE, (_DESCRIPTORS.stop, _DESCRIPTORS.stop))
 
-    def allow_bytes(self, count_bytes: int) -> None:
-        """Let memory grow by so much beyond what it was when there was nothing to do."""
-        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        resource.setrlimit(resource.RLIMIT_DATA, (self._base_bytes + count_bytes, hard))
+    def allow(self, size_bytes: int, seconds: float) -> None:
+        """Let memory grow by `size_bytes` beyond that of the idle process, and work on for so much processor time.
 
-    def allow_seconds(self, seconds: float) -> None:
-        """Be killed (SIGPROF) after so much processor time, unless there is progress or an end before."""
+        Then the process is killed (SIGPROF), unless `step` or `release` is called before.
+        """
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (self._base_bytes + size_bytes, hard))
         signal.setitimer(signal.ITIMER_PROF, seconds)
 
     def step(self) -> None:
-        """Have the time for the next step."""
+        """Allow the time for the next step."""
         self._steps += 1
         if self._steps % _STEPS == 0:
-            self.allow_seconds(_STEP_SECONDS)
+            signal.setitimer(signal.ITIMER_PROF, _STEP_SECONDS)
 
     def release(self) -> None:
-        """Take back what was allowed."""
+        """End the limits on the request that has been answered."""
         signal.setitimer(signal.ITIMER_PROF, 0)
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))

@@ -1,4 +1,4 @@
-"""Where the elements of one dataset are: a byte range of the file, or something only the library can decode."""
+"""Where the elements of one dataset lie: in a byte range of the file, or where only the library can read them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from h5py import h5d, h5p, h5s, h5t, h5z
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import files
 from reshard_mpi.formats.dtypes import BY_NAME, DType
-from reshard_mpi.formats.hdf5 import elements, library
+from reshard_mpi.formats.hdf5 import elements, library, schema
 from reshard_mpi.formats.hdf5.schema import Route
 from reshard_mpi.formats.places import ByteRange, Decoded, Segments
 from reshard_mpi.sharding.box import Box
@@ -25,7 +25,7 @@ _MAX_PAYLOAD_BYTES = 1 << 63
 MAX_CHUNK_BYTES = 256 << 20
 # As much as HDF5 keeps of a dataset's chunks by itself.
 _CHUNK_CACHE_BYTES = 1 << 20
-# What decoding a chunk takes beside its own size: as it is stored, and between filters. Measured with 8, 16 and 32 MiB.
+# Memory for decoding a chunk, in multiples of its size, without and with filters. Measured with 8, 16 and 32 MiB.
 _PLAIN_SHARE, _FILTERED_SHARE = 1.1, 2.1
 # Filters that HDF5 has itself. What others do with a hostile file nobody knows, and HDF5 would look for them in
 # whatever folder the environment names.
@@ -41,7 +41,7 @@ _FILTERS = {
 
 
 class Stamp(NamedTuple):
-    """What tells that a file is still the one that was located."""
+    """Tells whether a file is still the one that was located."""
 
     inode: int
     size_bytes: int
@@ -53,7 +53,7 @@ class Stamp(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """The file that is located, open as `fd` beside the library."""
+    """The file whose tensors are located. fd: open besides the library's own descriptor."""
 
     path: str
     fd: int
@@ -61,7 +61,7 @@ class Shard(NamedTuple):
 
 
 class Content(NamedTuple):
-    """What a dataset holds."""
+    """A dataset that holds a tensor."""
 
     stored: elements.Stored
     shape: tuple[int, ...]
@@ -71,8 +71,8 @@ class Content(NamedTuple):
 def shape_of(handle: Any, properties: Any, where: str) -> tuple[int, ...]:
     """Return the shape of a dataset. Raises ShardError if its elements are in other files, or it has no shape.
 
-    The storage, in the dataset's creation `properties`, is looked at first: asking a virtual dataset for its shape can
-    open the files it is made of.
+    properties: those of its creation. They tell the kind of storage, which is checked first: asking a virtual dataset
+    for its shape can open the files that it is made of.
     """
     layout = properties.get_layout()
     external = layout == h5d.CONTIGUOUS and properties.get_external_count() > 0
@@ -92,7 +92,7 @@ def shape_of(handle: Any, properties: Any, where: str) -> tuple[int, ...]:
 
 
 def content(handle: Any, shard: Shard, route: Route, where: str) -> Content:
-    """Return what a dataset holds and where. Raises ShardError if that cannot be read bit by bit."""
+    """Return the type and shape of a dataset and where its elements lie. Raises ShardError if it is not a tensor's."""
     properties = handle.get_create_plist()
     shape = shape_of(handle, properties, where)
     kind = handle.get_type()
@@ -133,7 +133,7 @@ def content(handle: Any, shard: Shard, route: Route, where: str) -> Content:
 
 
 def read_text(handle: Any, shard: Shard, where: str) -> str:
-    """Return a scalar string dataset. Raises ShardError if it is too long."""
+    """Return the string that a dataset holds (see `is_text`). Raises ShardError if it is too long."""
     kind = handle.get_type()
     length_bytes = _variable_length(handle, shard, where) if kind.is_variable_str() else kind.get_size()
     if length_bytes > files.MAX_STRING_BYTES:
@@ -144,9 +144,9 @@ def read_text(handle: Any, shard: Shard, where: str) -> str:
             where=where,
         )
     if kind.is_variable_str():
-        found = np.empty((), dtype=handle.dtype)
-        handle.read(h5s.ALL, h5s.ALL, found)
-        text = found.item()
+        cell = np.empty((), dtype=handle.dtype)
+        handle.read(h5s.ALL, h5s.ALL, cell)
+        text = cell.item()
         return text.decode() if isinstance(text, bytes) else str(text or "")
     fixed = np.zeros((), dtype=f"S{length_bytes}")
     handle.read(h5s.ALL, h5s.ALL, fixed, mtype=kind)
@@ -161,9 +161,9 @@ def is_text(handle: Any, where: str) -> bool:
 
 
 def _variable_length(handle: Any, shard: Shard, where: str) -> int:
-    """Return the length of a variable-length string, from the file itself, before the library makes room for it.
+    """Return the length of a variable-length string, read from the file before the library allocates memory for it.
 
-    HDF5 File Format Specification, "Variable-length" data: a 4-byte length, then the place in a global heap.
+    HDF5 File Format Specification, "Variable-length" data: a 4-byte length, then a reference into a global heap.
     """
     offset = handle.get_offset()
     if offset is None:
@@ -172,7 +172,7 @@ def _variable_length(handle: Any, shard: Shard, where: str) -> int:
 
 
 def _decoded_shape(properties: Any, shape: tuple[int, ...], dtype: DType, where: str) -> tuple[int, ...]:
-    """Return the least that is decoded at once: a chunk, all of a compact dataset, one element of an unwritten one."""
+    """Return the shape that is decoded at once: a chunk, all of a compact dataset, one element of an unwritten one."""
     layout = properties.get_layout()
     if layout != h5d.CHUNKED:
         return shape if layout == h5d.COMPACT else (1,) * len(shape)
@@ -190,7 +190,7 @@ def _decoded_shape(properties: Any, shape: tuple[int, ...], dtype: DType, where:
 
 
 def _whole_chunk_bytes(properties: Any, dtype: DType, chunk: tuple[int, ...]) -> int:
-    """Return the size of a chunk, one at the edge of its tensor too; of what is decoded at once if there are none."""
+    """Return the size of a whole chunk; of a dataset without chunks, of what is decoded at once (shape `chunk`)."""
     lengths = properties.get_chunk() if properties.get_layout() == h5d.CHUNKED else chunk
     return dtype.itemsize_bytes * math.prod(lengths)
 
@@ -209,11 +209,11 @@ def _check_filters(properties: Any, where: str) -> None:
 
 
 def read(path: str, stamp: Stamp, route: Route, dtype: DType, swapped: bool, box: Box) -> np.ndarray[Any, Any]:
-    """Read a box through the library, with no conversion by it: the elements come out as they are in the file."""
-    where = f"{path}, /{'/'.join(route)}"
-    out = np.empty(box.shape, dtype=_RAW[dtype.itemsize_bytes])
-    if out.size == 0:
-        return out
+    """Return the elements of a box. swapped: they are in the other byte order in the file, and are converted here."""
+    where = schema.where(path, route)
+    values = np.empty(box.shape, dtype=_RAW[dtype.itemsize_bytes])
+    if values.size == 0:
+        return values
     with library.failures_named(where):
         handle = _open(path, stamp, route)
         space = handle.get_space()
@@ -222,14 +222,14 @@ def read(path: str, stamp: Stamp, route: Route, dtype: DType, swapped: bool, box
         else:
             space.select_hyperslab(box.start, box.shape)
             memory = h5s.create_simple(box.shape)
-        handle.read(memory, space, out, mtype=handle.get_type())
+        handle.read(memory, space, values, mtype=handle.get_type())
     if swapped:
-        out.reshape(-1).view(f"u{dtype.part_bytes}").byteswap(inplace=True)
-    return out
+        values.reshape(-1).view(f"u{dtype.part_bytes}").byteswap(inplace=True)
+    return values
 
 
 def forget() -> None:
-    """Close what `read` keeps open."""
+    """Close the file and datasets that `read` keeps open."""
     _open.cache_clear()
     _open_file.cache_clear()
 

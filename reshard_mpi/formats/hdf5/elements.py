@@ -1,8 +1,8 @@
-"""Element types and the HDF5 types that hold them.
+"""Element types and the HDF5 types that store them.
 
-Types numpy and HDF5 know are stored as h5py stores them. bfloat16 is a 16-bit HDF5 float, so h5py and h5dump show
-numbers; 8-bit floats stay bytes in native shards, since HDF5 floats show wrong numbers for some of them (256 in e4m3 as
-inf), as do int4 and hifloat8, which HDF5 has no type for. Foreign 8-bit floats are recognised by their fields.
+Types that numpy and HDF5 have are stored as h5py does it. bfloat16 is a 16-bit HDF5 float, so h5py and h5dump show
+numbers. 8-bit floats are bytes in native shards, since as HDF5 floats some show wrong numbers (256 in e4m3 as inf);
+int4 and hifloat8 are bytes, since HDF5 has no type for them. 8-bit floats of other programs are told by their fields.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _COMPLEX_CLASS = getattr(h5t, "COMPLEX", None)
 
 
 class Stored(NamedTuple):
-    """What an HDF5 type holds: the name of an element type, and whether its byte order is not this machine's."""
+    """An element type by name, as an HDF5 type stores it. swapped: not in this machine's byte order."""
 
     name: str
     swapped: bool
@@ -55,7 +55,7 @@ def create(dtype: DType) -> Any:
 
 
 def recognise(kind: Any) -> Stored | None:
-    """Return what elements of the HDF5 type `kind` are, or None where this program has no type for them."""
+    """Return the element type that the HDF5 type `kind` stores; None if it stores none of this program's."""
     match kind.get_class():
         case h5t.INTEGER:
             return _ordered(kind, f"{'int' if kind.get_sign() == h5t.SGN_2 else 'uint'}{8 * kind.get_size()}")
@@ -86,7 +86,7 @@ def _boolean(kind: Any) -> Stored | None:
     """Recognise h5py's booleans: an enumeration of FALSE = 0 and TRUE = 1 in a byte."""
     if kind.get_size() != 1 or kind.get_nmembers() != 2:
         return None
-    members = {kind.get_member_name(i): kind.get_member_value(i) for i in range(2)}
+    members = {kind.get_member_name(index): kind.get_member_value(index) for index in range(2)}
     return Stored("bool", False) if members == {b"FALSE": 0, b"TRUE": 1} else None
 
 
@@ -94,10 +94,10 @@ def _complex_pair(kind: Any) -> Stored | None:
     """Recognise h5py's complex numbers: a compound of the floats `r` and `i`, without gaps."""
     if kind.get_nmembers() != 2:
         return None
-    first, second = (kind.get_member_type(i) for i in range(2))
+    first, second = (kind.get_member_type(index) for index in range(2))
     half = first.get_size()
-    names = [kind.get_member_name(i) for i in range(2)]
-    offsets = [kind.get_member_offset(i) for i in range(2)]
+    names = [kind.get_member_name(index) for index in range(2)]
+    offsets = [kind.get_member_offset(index) for index in range(2)]
     if names != [b"r", b"i"] or offsets != [0, half] or kind.get_size() != 2 * half:
         return None
     part = recognise(first)

@@ -1,12 +1,13 @@
-"""The index of a native shard: where everything lies in it, in one piece behind the end of the HDF5 file.
+"""The index of a native shard, behind the end of the HDF5 file: where everything lies in it, in one piece.
 
-It repeats what HDF5's own structures say, so that they need not be walked, and is tied to them by a checksum of every
-byte of the HDF5 file that is no payload. Where it is not there or does not fit, as in a file that other programs have
-edited or packed anew, the library reads the file.
+It repeats what HDF5's own structures say, so that they need not be read, and holds a checksum of every byte of the
+HDF5 file that is no payload. Where the index is missing or its checksum is wrong, as after other programs have edited
+or repacked the file, the library reads the file.
 
-The end of the HDF5 file is what its superblock says. Behind it: a head (the mark; CRC-32 of the body, of the structure,
-and of the sums; the length of the body), and the body, which is JSON. Its `tensors` are the number of a way and the
-first byte of the payload, in turns; its `ways` are element type, shape, first element of the box, and whole shape.
+The superblock says where the HDF5 file ends. There the index begins with a head (the mark; CRC-32 of the body, of the
+structure, and of the sums; the length of the body). Then comes the body, which is JSON. Its `tensors` alternate between
+the number of a way and the first byte of a payload; each of its `ways` has an element type, the shape and first element
+of a box, and the whole shape.
 """
 
 from __future__ import annotations
@@ -32,20 +33,20 @@ MARK = b"\x89RSX\r\n\x1a\n"
 _HEAD = Struct("<8sIIIQ")
 _SUM = Struct("<I")
 _READ_BYTES = 1 << 20
-# What makes JSON large when it is parsed: numbers, of which a tensor has two, and a way three for each dimension.
+# Numbers make JSON large when it is parsed. A tensor has two of them, a way three for each dimension.
 _MAX_NUMBERS = 8 * files.MAX_TENSORS
 _LONGEST = (1 << 63) - 1
-# What the body holds besides its ways and tensors, and a tensor: a number of a way, the place of a payload.
+# Of the body without ways and tensors; of a tensor, which is the number of a way and the first byte of a payload.
 _BODY_BYTES = 320
 _TENSOR_BYTES = 6 + 1 + 19 + 1
 _WAY_BYTES = 64
 
-# The first byte and the length of something in the file.
+# A byte range of the file: first byte and length.
 Place = tuple[int, int]
 
 
 class Places(NamedTuple):
-    """Where in the HDF5 file that lies which is no tensor. sums: None if there is no place for them."""
+    """Where the texts and the sums of a shard lie in its HDF5 file. sums: None if no place was reserved for them."""
 
     strategy: Place
     contents: Place
@@ -53,15 +54,15 @@ class Places(NamedTuple):
 
 
 def size_at_most_bytes(spec: ShardSpec) -> int:
-    """Return what the index of a shard can take at most."""
+    """Return the size that the index of a shard has at most."""
     ways_bytes = sum(_WAY_BYTES + 2 * len(str(whole)) + len(str(box.start)) for _, whole, box in spec.specs.kinds)
     return _HEAD.size + _BODY_BYTES + ways_bytes + _TENSOR_BYTES * len(spec.tensors)
 
 
 def write(fd: int, scratch: int, manifest: Manifest, places: Places) -> None:
-    """Write the index of an HDF5 file behind its end, without sums. Raises OSError.
+    """Write the index of an HDF5 file behind its end, as that of a shard without sums. Raises OSError.
 
-    scratch: holds the same HDF5 file, without payloads.
+    scratch: the descriptor of a copy of the HDF5 file without payloads, from which the checksum is made.
     """
     assert manifest.identity is not None
     kinds, tensors = manifest.tensors.kinds, manifest.tensors
@@ -79,7 +80,7 @@ def write(fd: int, scratch: int, manifest: Manifest, places: Places) -> None:
 
 
 def write_sums(fd: int, path: str, end: int, sums: Sequence[int]) -> None:
-    """Write the sums of all tensors to their place, and to the index that they are there.
+    """Write the sums of all tensors to the place reserved for them, and their checksum to the index at byte `end`.
 
     Raises ShardError if the index is not what was written a moment ago, OSError if they cannot be written.
     """
@@ -97,9 +98,9 @@ def write_sums(fd: int, path: str, end: int, sums: Sequence[int]) -> None:
 
 
 def locate(fd: int, path: str, end: int) -> Manifest | None:
-    """Return what the native shard behind `fd`, an HDF5 file of so many bytes and its index, holds.
+    """Return the manifest of the native shard `path`, open as `fd`, by its index at byte `end`.
 
-    None if the index is not there or does not fit: then the library must look at the file.
+    None if there is no index or its checksum is wrong: then the library must read the file.
     """
     try:
         return _Index.read(fd, path, end).manifest()
@@ -108,7 +109,7 @@ def locate(fd: int, path: str, end: int) -> Manifest | None:
 
 
 def stored_sums(fd: int, path: str, end: int) -> Mapping[str, int] | None:
-    """Return the sums that the native shard behind `fd` keeps; None if the library must look at it."""
+    """Return the sums that the native shard `path`, open as `fd`, keeps; None if the library must read them."""
     try:
         return _Index.read(fd, path, end).sums()
     except _NOT_OURS:
@@ -116,19 +117,19 @@ def stored_sums(fd: int, path: str, end: int) -> Mapping[str, int] | None:
 
 
 def length_bytes(fd: int, end: int) -> int | None:
-    """Return how long a file is whose HDF5 part ends at `end`, with the index that begins there; None if none does."""
+    """Return the length of a file with the index that begins at byte `end`; None if none begins there."""
     head = os.pread(fd, _HEAD.size, end)
     if not head.startswith(MARK):
         return None
     return end + _HEAD.size + (_HEAD.unpack(head)[4] if len(head) == _HEAD.size else 0)
 
 
-# What JSON and text raise that is not what was written.
+# Raised on reading an index that this program has not written.
 _NOT_OURS = (ValueError, TypeError, KeyError, IndexError, RecursionError, OverflowError, OSError)
 
 
 class _Index(NamedTuple):
-    """An index as it was read: `facts` are what its body says, not yet compared with the file."""
+    """An index as it was read. facts: the values in its body, which are checked when they are used."""
 
     fd: int
     path: str
@@ -222,7 +223,7 @@ def _payloads(tensors: Tensors) -> Iterator[Place]:
 
 
 def _structure(payloads: Iterable[Place], sums: Place | None, end: int) -> Iterator[Place]:
-    """Yield where the bytes are that are neither payloads nor sums. Raises ValueError if those overlap."""
+    """Yield start and end of the spans that are neither payloads nor sums. Raises ValueError if those overlap."""
     last = 0
     for offset_bytes, size_bytes in sorted((*payloads, *([sums] if sums else []), (end, 0))):
         if size_bytes or offset_bytes == end:
@@ -233,11 +234,11 @@ def _structure(payloads: Iterable[Place], sums: Place | None, end: int) -> Itera
 
 
 def _checksum(fd: int, spans: Iterable[Place]) -> int:
-    found = 0
+    checksum = 0
     for start, stop in spans:
-        for at in range(start, stop, _READ_BYTES):
-            found = crc32(_exactly(fd, at, min(_READ_BYTES, stop - at)), found)
-    return found
+        for offset in range(start, stop, _READ_BYTES):
+            checksum = crc32(_exactly(fd, offset, min(_READ_BYTES, stop - offset)), checksum)
+    return checksum
 
 
 def _exactly(fd: int, offset_bytes: int, size_bytes: int) -> bytes:
@@ -247,11 +248,11 @@ def _exactly(fd: int, offset_bytes: int, size_bytes: int) -> bytes:
 
 
 def _whole(value: object) -> int:
-    """Return a number of JSON that is a whole one."""
+    """Return `value`, a number of JSON. Raises ValueError if it is not a whole number."""
     _require(type(value) is int)
     return value  # type: ignore[return-value]
 
 
-def _require(fits: bool) -> None:
-    if not fits:
+def _require(is_valid: bool) -> None:
+    if not is_valid:
         raise ValueError("not what this program has written")

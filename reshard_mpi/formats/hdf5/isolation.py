@@ -1,6 +1,6 @@
-"""Asks a process apart what the HDF5 library says of a file, so that a file that brings it down is an error by name.
+"""Has another process read files with the HDF5 library, so that a file that crashes the library is a named error here.
 
-One such process serves all files of this one, in turn, and is started anew when it has died. It is a fresh interpreter,
+One such process reads all files for this one, in turn, and is started again when it has died. It is a new interpreter,
 never a fork: this process may have threads, MPI, or locks that a fork would keep.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard_mpi.errors import ShardError
-from reshard_mpi.formats.hdf5 import wire
+from reshard_mpi.formats.hdf5 import schema, wire
 from reshard_mpi.processes.imports import fresh_interpreter, import_environment
 from reshard_mpi.processes.jobs import ONE_THREAD
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from reshard_mpi.sharding.box import Box
 
 _START = "from reshard_mpi.formats.hdf5.child import main; main(0, 1)"
-# What the process is given besides this one's environment: no filters or drivers from outside the library, one thread,
-# and, where HDF5 was built with MPI, no part in a job that it is not a rank of; chunks it has decoded go back at once.
+# Variables of the process besides those of this one: one thread; no filters or drivers from outside the library; no
+# part in an MPI job, where HDF5 was built with MPI; memory of decoded chunks is given back at once.
 _ENVIRONMENT = {
     **ONE_THREAD,
     "HDF5_PLUGIN_PRELOAD": "::",
@@ -36,16 +36,16 @@ _ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 20),
 }
 _NOT_PASSED_ON = "HDF5_"
-# Processor time is limited in the process itself; this is for a file system that does not answer.
+# For a file system that does not answer; the process itself limits its processor time.
 _PATIENCE_SECONDS = 600.0
 _REMEDY = "check it with h5dump; save or copy it again"
 
 
 def locate(path: str, size_bytes: int) -> Manifest:
-    """Return what the library finds in the HDF5 file at `path`. Raises ShardError for what is wrong with it."""
-    found = _ask(["locate", str(Path(path).absolute())], path, None)
+    """Return the manifest of the HDF5 file at `path` as the library reads it. Raises ShardError if it cannot."""
+    values = _ask(["locate", str(Path(path).absolute())], path, None)
     try:
-        return wire.to_manifest(path, size_bytes, found, read)
+        return wire.to_manifest(path, size_bytes, values, read)
     except ShardError:
         raise
     except (ValueError, TypeError, KeyError) as error:
@@ -53,11 +53,11 @@ def locate(path: str, size_bytes: int) -> Manifest:
 
 
 def stored_sums(path: str) -> dict[str, int]:
-    """Return the sums that a native shard keeps. Raises ShardError for what is wrong with it."""
-    found = _ask(["sums", str(Path(path).absolute())], path, None)
-    if not isinstance(found, dict) or not all(isinstance(number, int) for number in found.values()):
+    """Return the sums that a native shard keeps, as the library reads them. Raises ShardError if it cannot."""
+    sums = _ask(["sums", str(Path(path).absolute())], path, None)
+    if not isinstance(sums, dict) or not all(isinstance(number, int) for number in sums.values()):
         raise _failed(path, "an answer that cannot be")
-    return found
+    return sums
 
 
 def read(
@@ -69,12 +69,12 @@ def read(
     from reshard_mpi.formats.dtypes import BY_NAME
 
     itemsize = BY_NAME[dtype_name].itemsize_bytes
-    out = np.empty(box.shape, dtype=np.dtype(f"u{itemsize}") if itemsize <= 8 else np.dtype((np.void, itemsize)))
-    if out.size:
-        where = f"{path}, /{'/'.join(route)}"
+    values = np.empty(box.shape, dtype=np.dtype(f"u{itemsize}") if itemsize <= 8 else np.dtype((np.void, itemsize)))
+    if values.size:
+        where = schema.where(path, route)
         request = ["read", str(Path(path).absolute()), stamp, route, dtype_name, swapped, chunk, box.start, box.stop]
-        _ask(request, where, memoryview(out.reshape(-1).view(np.uint8).data))
-    return out
+        _ask(request, where, memoryview(values.reshape(-1).view(np.uint8).data))
+    return values
 
 
 class _Process:
@@ -105,13 +105,13 @@ class _Process:
 
     @property
     def is_there(self) -> bool:
-        """Whether the process waits for requests: it ends by itself when there have been none for long."""
+        """Whether the process still waits for requests; without any for long it ends by itself."""
         return self.owner == os.getpid() and not self._can_receive(0)
 
     def ask(self, request: list[Any], payload: memoryview | None) -> tuple[str, Any]:
-        """Return the answer to `request`; what follows it goes into `payload`.
+        """Return the answer to `request`; elements are read into `payload`.
 
-        Raises EOFError if the process died, TimeoutError if it does not answer.
+        Raises EOFError if the process has ended, TimeoutError if it does not answer, ValueError for a wrong answer.
         """
         try:
             wire.send(self.requests, request)
@@ -154,7 +154,7 @@ class _EndedError(Exception):
 
 
 class _Keeper:
-    """Keeps the process of this one, for all threads in turn."""
+    """Keeps the process that has the library, for all threads in turn."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -175,7 +175,7 @@ class _Keeper:
             except ValueError as error:
                 raise _failed(where, f"an answer that cannot be: {error}"[:200]) from error
             finally:
-                if not answered:  # an interrupt too: what it was about to answer is not for the next who asks
+                if not answered:  # after an interrupt, too: the next request must not get the answer to this one
                     self._end()
 
     def _answer(self, request: list[Any], payload: memoryview | None) -> tuple[str, Any]:
@@ -190,7 +190,7 @@ class _Keeper:
                 exit_code = self._end()
                 if exit_code or attempt:
                     raise _EndedError(exit_code) from None
-                # It had just ended by itself, as it does when it is not needed, or not fit to go on.
+                # It had just ended by itself, as it does when it is not needed, or cannot open another file.
         raise AssertionError("the second attempt has ended")
 
     def _end(self) -> int | None:

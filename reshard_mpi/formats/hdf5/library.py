@@ -1,4 +1,4 @@
-"""Opening HDF5 files through h5py: read-only, without locks, and with every failure told as a ShardError."""
+"""Opening HDF5 files with h5py: read-only, without locks, and with every failure as a ShardError."""
 
 from __future__ import annotations
 
@@ -38,14 +38,13 @@ def open_file(path: str) -> Any:
 
 
 def follow(file: Any, route: tuple[str, ...], access: Any = None) -> Any:
-    """Open the object at `route`, the names of hard links from the root, each opened by itself.
+    """Return the object at `route`, the names of hard links from the root, opened link by link.
 
-    access: how a dataset is opened. HDF5 resolves a whole path through whatever links it meets, out of the file too;
-    single hard links stay in it.
+    access: properties to open a dataset with. Given a whole path, HDF5 follows links even out of the file.
     """
-    at = h5g.open(file, b"/")
+    node = h5g.open(file, b"/")
     for depth, name in enumerate(route, 1):
         if access is not None and depth == len(route):
-            return h5d.open(at, name.encode(), access)
-        at = h5o.open(at, name.encode())
-    return at
+            return h5d.open(node, name.encode(), access)
+        node = h5o.open(node, name.encode())
+    return node

@@ -1,4 +1,4 @@
-"""What a native shard says of itself beyond its datasets: identity, order, strings, and each tensor's place."""
+"""What a native shard records besides its elements: identity, order of tensors, strings, and each tensor's box."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from reshard_mpi.sharding.box import Box
 
 
 class Description(NamedTuple):
-    """The shard as a whole: its identity, the names of its tensors in order, its strings."""
+    """A shard as a whole: its identity, the names of its tensors in order, its strings."""
 
     identity: ShardIdentity
     names: tuple[str, ...]
@@ -26,7 +26,7 @@ class Description(NamedTuple):
 
 
 class Place(NamedTuple):
-    """One tensor: its logical type, the shape of the whole tensor, and the box held here."""
+    """One tensor: its logical type, the shape of the whole tensor, and the box that this shard holds."""
 
     dtype: DType
     global_shape: tuple[int, ...]
@@ -34,7 +34,7 @@ class Place(NamedTuple):
 
 
 def is_native(root: Node, path: str) -> bool:
-    """Tell whether a file is a native shard. Raises ShardError if it is one of a version not known here."""
+    """Tell whether a file is a native shard. Raises ShardError if it is one of an unknown version."""
     if attributes.read_text(root.handle, "format") != schema.FORMAT:
         return False
     version = _number(root, "version", path)
@@ -50,7 +50,7 @@ def is_native(root: Node, path: str) -> bool:
 
 
 def describe(walk: Walk, root: Node, path: str) -> Description:
-    """Read what a native shard says of itself. Raises ShardError if any of it is missing or damaged."""
+    """Return the description of a native shard. Raises ShardError if any of it is missing or damaged."""
     reserved = walk.child(root, schema.RESERVED)
     strategy = _read_bytes(walk.child(reserved, schema.STRATEGY), path).decode()
     names, strings = schema.contents(_read_bytes(walk.child(reserved, schema.CONTENTS), path))
@@ -66,7 +66,7 @@ def describe(walk: Walk, root: Node, path: str) -> Description:
 
 
 def place(handle: Any, stored: elements.Stored, shape: tuple[int, ...], where: str) -> Place:
-    """Read the attributes of a tensor's dataset and check them against its type and shape."""
+    """Return what the attributes of a tensor's dataset say. Raises ShardError if they contradict its type or shape."""
     name = attributes.read_text(handle, "dtype")
     dtype = BY_NAME.get(name or "")
     if dtype is None or elements.stored_as(dtype) != stored.name:
@@ -99,7 +99,7 @@ def _number(root: Node, name: str, path: str) -> int:
 
 
 def _read_bytes(node: Node, path: str) -> bytes:
-    where = f"{path}, /{'/'.join(node.path)}"
+    where = schema.where(path, node.path)
     if not isinstance(node.handle, h5d.DatasetID):
         raise ShardError("an object of a native HDF5 shard is no dataset", where=where)
     shape = shape_of(node.handle, node.handle.get_create_plist(), where)

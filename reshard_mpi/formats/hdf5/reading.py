@@ -1,12 +1,13 @@
-"""Locating the tensors of an HDF5 file, native or foreign, through the library.
+"""The tensors of an HDF5 file, native or foreign, located with the library.
 
-This is done in a process of its own (`child`): a file that is made to harm may bring the library down.
+This runs in a process of its own (`child`): a hostile file may crash the library.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 from h5py import h5d, h5s, h5t
@@ -23,29 +24,29 @@ from reshard_mpi.formats.places import Segments
 
 
 def locate(path: str, on_progress: Callable[[], None] = lambda: None) -> Manifest:
-    """Find the tensors and strings of the HDF5 file at `path` without reading any payload.
+    """Return the tensors and strings of the HDF5 file at `path` without reading any payload.
 
-    on_progress: called for every link and dataset. Raises ShardError if the file is damaged or not HDF5, if anything in
-    it lies in another file, or if a dataset's type is none that tensors have.
+    on_progress: called for every link. Raises ShardError if the file is damaged or not HDF5, if it refers to other
+    files, or if a dataset has a type that no tensor has.
     """
     with files.opened(path) as (fd, _), library.failures_named(path):
         shard = Shard(path, fd, datasets.Stamp.of(os.fstat(fd)))
-        top = root(library.open_file(path))
-        walk = Walk(path, top, on_progress)
-        return (_native if native.is_native(top, path) else _foreign)(shard, walk, top)
+        root_group = root(library.open_file(path))
+        walk = Walk(path, root_group, on_progress)
+        return (_native if native.is_native(root_group, path) else _foreign)(shard, walk, root_group)
 
 
 def stored_sums(path: str, on_progress: Callable[[], None] = lambda: None) -> dict[str, int]:
     """Return the sums of the tensors of the shard at `path`; none if it keeps none. Raises ShardError."""
     with files.opened(path), library.failures_named(path):
-        top = root(library.open_file(path))
-        if not native.is_native(top, path):
+        root_group = root(library.open_file(path))
+        if not native.is_native(root_group, path):
             return {}
-        walk = Walk(path, top, on_progress)
-        reserved = walk.child(top, schema.RESERVED)
+        walk = Walk(path, root_group, on_progress)
+        reserved = walk.child(root_group, schema.RESERVED)
         if not reserved.handle.links.exists(schema.SUMS.encode()):
             return {}
-        names = native.describe(walk, top, path).names
+        names = native.describe(walk, root_group, path).names
         node = walk.child(reserved, schema.SUMS)
         properties = node.handle.get_create_plist()
         shape = datasets.shape_of(node.handle, properties, path)
@@ -62,28 +63,28 @@ def stored_sums(path: str, on_progress: Callable[[], None] = lambda: None) -> di
         return dict(zip(names, map(int, numbers)))
 
 
-def _native(shard: Shard, walk: Walk, top: Node) -> Manifest:
+def _native(shard: Shard, walk: Walk, root_group: Node) -> Manifest:
     path = shard.path
-    description = native.describe(walk, top, path)
+    description = native.describe(walk, root_group, path)
     names = set(description.names)
-    found: dict[str, TensorEntry] = {}
-    spans = _Spans(path)
-    for name, node in _native_datasets(walk, top):
+    entries: dict[str, TensorEntry] = {}
+    spans: list[_Span] = []
+    for name, node in _native_datasets(walk, root_group):
         if name not in names:
             raise _not_in_contents(path, len(names), [name])
-        where = _where(path, node)
-        if name in found:
+        where = schema.where(path, node.path)
+        if name in entries:
             raise ShardError("two datasets of a native HDF5 shard have the same name", got=repr(name), where=where)
         stored, shape, source = datasets.content(node.handle, shard, node.route, where)
         place = native.place(node.handle, stored, shape, where)
         if not isinstance(source, Segments) and node.handle.get_storage_size() == 0:
             raise ShardError("a tensor of a native HDF5 shard was never written", where=where)
-        found[name] = TensorEntry(name, place.dtype, shape, source, place.box, place.global_shape)
-        spans.add(found[name], node)
-    spans.check()
-    if len(found) != len(description.names):
-        raise _not_in_contents(path, len(description.names), sorted(names - found.keys())[:3])
-    tensors = Tensors(path, (found[name] for name in description.names))
+        entries[name] = TensorEntry(name, place.dtype, shape, source, place.box, place.global_shape)
+        spans += _spans(entries[name], node)
+    _require_apart(path, spans)
+    if len(entries) != len(description.names):
+        raise _not_in_contents(path, len(description.names), sorted(names - entries.keys())[:3])
+    tensors = Tensors(path, (entries[name] for name in description.names))
     return Manifest(path, schema.NAME, tensors, description.strings, description.identity)
 
 
@@ -96,22 +97,22 @@ def _not_in_contents(path: str, expected: int, odd: list[str]) -> ShardError:
     )
 
 
-def _native_datasets(walk: Walk, top: Node) -> Iterator[tuple[str, Node]]:
-    for node in walk.datasets(top, skip=(schema.RESERVED,)):
+def _native_datasets(walk: Walk, root_group: Node) -> Iterator[tuple[str, Node]]:
+    for node in walk.datasets(root_group, skip=(schema.RESERVED,)):
         yield "/".join(node.path), node
-    escaped = walk.child(walk.child(top, schema.RESERVED), schema.ESCAPED)
+    escaped = walk.child(walk.child(root_group, schema.RESERVED), schema.ESCAPED)
     for node in walk.datasets(escaped):
         yield schema.unescape(node.path[-1]), node
 
 
-def _foreign(shard: Shard, walk: Walk, top: Node) -> Manifest:
+def _foreign(shard: Shard, walk: Walk, root_group: Node) -> Manifest:
     tensors = Tensors(shard.path)
     strings: dict[str, str] = {}
-    spans = _Spans(shard.path)
+    spans: list[_Span] = []
     kept_bytes = 0
-    for node in walk.datasets(top):
+    for node in walk.datasets(root_group):
         name = "/".join(node.path)
-        where = _where(shard.path, node)
+        where = schema.where(shard.path, node.path)
         if datasets.is_text(node.handle, where):
             strings[name] = datasets.read_text(node.handle, shard, where)
             kept_bytes += files.kept_bytes(strings[name])
@@ -119,7 +120,7 @@ def _foreign(shard: Shard, walk: Walk, top: Node) -> Manifest:
             stored, shape, source = datasets.content(node.handle, shard, node.route, where)
             entry = TensorEntry(name, BY_NAME[stored.name], shape, source)
             tensors.add_entry(entry)
-            spans.add(entry, node)
+            spans += _spans(entry, node)
         kept_bytes += files.kept_bytes(name)
         if kept_bytes > files.MAX_KEPT_BYTES:
             raise ShardError(
@@ -127,36 +128,35 @@ def _foreign(shard: Shard, walk: Walk, top: Node) -> Manifest:
                 expected=f"{files.MAX_KEPT_BYTES} bytes at most",
                 where=where,
             )
-    spans.check()
+    _require_apart(shard.path, spans)
     return Manifest(shard.path, schema.NAME, tensors, strings)
 
 
-class _Spans:
-    """The bytes of a file that its datasets have: those of different ones must not be the same."""
+class _Span(NamedTuple):
+    """A byte range that a dataset has. address: of the dataset, which may have several names."""
 
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self._spans: list[tuple[int, int, int, str]] = []
-
-    def add(self, entry: TensorEntry, node: Node) -> None:
-        if isinstance(entry.source, Segments):
-            for part in entry.source.ranges:
-                self._spans.append((part.offset_bytes, part.length_bytes, node.address, entry.name))
-
-    def check(self) -> None:
-        """Raise ShardError if two datasets share bytes; one dataset may have many names."""
-        last = (0, 0, -1, "")
-        for span in sorted(self._spans):
-            if span[0] < last[0] + last[1] and span[2] != last[2]:
-                raise ShardError(
-                    "two datasets of an HDF5 shard share bytes of the file",
-                    expected="elements of their own for each",
-                    got=f"{last[3]!r} and {span[3]!r}, both with byte {span[0]}",
-                    where=self._path,
-                    remedy="the shard is damaged: save or copy it again",
-                )
-            last = max(last, span, key=lambda span: span[0] + span[1])
+    start: int
+    stop: int
+    address: int
+    name: str
 
 
-def _where(path: str, node: Node) -> str:
-    return f"{path}, /{'/'.join(node.path)}"
+def _spans(entry: TensorEntry, node: Node) -> Iterator[_Span]:
+    if isinstance(entry.source, Segments):
+        for part in entry.source.ranges:
+            yield _Span(part.offset_bytes, part.offset_bytes + part.length_bytes, node.address, entry.name)
+
+
+def _require_apart(path: str, spans: list[_Span]) -> None:
+    """Raise ShardError if different datasets share bytes of the file."""
+    last = _Span(0, 0, -1, "")
+    for span in sorted(spans):
+        if span.start < last.stop and span.address != last.address:
+            raise ShardError(
+                "two datasets of an HDF5 shard share bytes of the file",
+                expected="elements of their own for each",
+                got=f"{last.name!r} and {span.name!r}, both with byte {span.start}",
+                where=path,
+                remedy="the shard is damaged: save or copy it again",
+            )
+        last = max(last, span, key=lambda span: span.stop)

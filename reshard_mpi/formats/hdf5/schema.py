@@ -27,7 +27,7 @@ _UNESCAPED = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz012
 
 
 def routes(names: Iterable[str]) -> dict[str, Route]:
-    """Return the route of each name's dataset: its parts between `/`, or one escaped name where HDF5 cannot hold it.
+    """Return by name the route of each tensor's dataset: its parts between `/`, or an escaped name where need be.
 
     HDF5 has no empty names, takes `.` for the group itself, ends a name at NUL, and cannot have a dataset with the name
     of a group. Routes of different names are different, whatever their order.
@@ -40,13 +40,18 @@ def routes(names: Iterable[str]) -> dict[str, Route]:
     }
 
 
+def where(path: str, route: Iterable[str]) -> str:
+    """Return how errors name the object at `route` of the file `path`."""
+    return f"{path}, /{'/'.join(route)}"
+
+
 def escape(name: str) -> str:
     """Return `name` with every byte but letters, digits, `_` and `-` written as `%XX`."""
     return "".join(chr(byte) if byte in _UNESCAPED else f"%{byte:02X}" for byte in name.encode())
 
 
 def unescape(link: str) -> str:
-    """Return the name that `escape` made `link` from. Raises ValueError if it made none such."""
+    """Return the name that `escape` makes `link` of. Raises ValueError if there is none."""
     name = unquote_to_bytes(link).decode(errors="replace")
     if escape(name) != link:
         raise ValueError(f"an escaped tensor name that is damaged: {link!r}")
@@ -54,12 +59,12 @@ def unescape(link: str) -> str:
 
 
 def contents_text(names: list[str], strings: Mapping[str, str]) -> bytes:
-    """Return the list of contents: the names of the tensors in order, and the strings."""
+    """Return the list of contents as JSON: the names of the tensors in order, and the strings."""
     return json.dumps({"tensors": names, "strings": strings}, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def contents(data: bytes) -> tuple[list[str], dict[str, str]]:
-    """Read what `contents_text` wrote. Raises ValueError or RecursionError for anything else."""
+    """Return the names and strings of a list of contents. Raises ValueError or RecursionError for anything else."""
     if sum(map(data.count, _MARKS)) > _MAX_MARKS:
         raise ValueError("more than names and strings")
     content = json.loads(data)

@@ -1,4 +1,4 @@
-"""Files in memory that the library can open by a name: it follows no link to one that has none."""
+"""Files in memory that the HDF5 library can open: they need a name, as it follows no link to a file without one."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import os
 import tempfile
 from pathlib import Path
 
-# A file system in memory; where there is none, or no room in it, what is for temporary files.
+# A file system in memory; without room in it, the folder for temporary files is used.
 _SHARED_MEMORY = "/dev/shm"
 _PREFIX = "reshard_mpi-"
 
 
 class Scratch:
-    """An empty file of this user alone, open for reading and writing, which goes with the block."""
+    """A file, empty at first, that only this user may open; it is open for reading and writing until the block ends."""
 
     def __init__(self, size_bytes: int) -> None:
-        """Make it where there is room for so much. Raises OSError."""
+        """Make the file where there is room for `size_bytes`. Raises OSError."""
         self.descriptor, self.path = tempfile.mkstemp(prefix=_PREFIX, dir=_folder(size_bytes))
 
     def __enter__(self) -> Scratch:
@@ -27,7 +27,7 @@ class Scratch:
         os.close(self.descriptor)
 
     def forget_name(self) -> None:
-        """Remove the name, so that nothing is left of the file even where this process is killed."""
+        """Remove the name, so that nothing is left of the file even if this process is killed."""
         Path(self.path).unlink(missing_ok=True)
 
 

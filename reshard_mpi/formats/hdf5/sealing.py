@@ -1,4 +1,4 @@
-"""Finishing a native shard: the sums that it keeps of its tensors, in a dataset in the order of its contents."""
+"""The last step of writing a native shard: the sums of its tensors, in a dataset in the order of its contents."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from reshard_mpi.formats.protocol import NO_SUMS
 def seal(fd: int, path: str, sums: Mapping[str, int] = NO_SUMS, *, crc: bool = False) -> None:
     """Write the sums of all tensors, in the order of the list of contents, to the place reserved for them.
 
-    Raises UsageError if a checksum of the whole file is asked for: HDF5 has none; OSError if they cannot be written.
+    Raises UsageError for `crc`, as HDF5 has no checksum of a whole file, OSError if the sums cannot be written.
     """
     if crc:
         raise UsageError(

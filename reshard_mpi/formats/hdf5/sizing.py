@@ -1,7 +1,7 @@
-"""How large a native shard can become: what the HDF5 library makes besides payloads, told without the library.
+"""The size that a native shard has at most, with the structure that the HDF5 library makes; computed without it.
 
-The library allocates as it goes, and what it leaves unused depends on the order of things. The numbers here are
-measured upper bounds for files as `writing` makes them; `tests/test_room.py` holds them against real ones.
+How much space the library leaves unused depends on the order of what it creates. The numbers here are measured upper
+bounds for files as `writing` makes them; `tests/runs/test_room.py` compares them with real files.
 """
 
 from __future__ import annotations
@@ -19,26 +19,24 @@ ALIGNMENT_BYTES = 4096
 # Structure is written in blocks of this size: the default of 2 KiB spreads it all over the file.
 STRUCTURE_BLOCK_BYTES = 16384
 
-# The superblock, the root, the reserved groups and texts, and blocks of structure and of small payloads that are not
-# full.
+# The superblock, the root, the reserved groups and texts, and the unused rest of blocks.
 _FILE_BYTES = 4 * STRUCTURE_BLOCK_BYTES
-# The header of a dataset with its attributes, and its place in the index of its group; each dimension is in three of
-# its messages.
+# The header of a dataset with its attributes, and its entry in its group; each dimension is in three of its messages.
 _TENSOR_BYTES = 380
 _DIMENSION_BYTES = 36
-# A group, and what it takes more when its links no longer fit its header: they go to a heap, with a tree as its index.
+# A group, and the heap and tree to which its links go when they no longer fit its header.
 _GROUP_BYTES = 320
 _LINKS_IN_HEADER = 8
 _HEAP_AND_TREE_BYTES = 2560
 # A long name may begin a new block of the heap, up to twice as large as needed.
 _LONG_NAME_BYTES = 256
-# The attribute that keeps a name which no link can have.
+# The attribute with a tensor's name where no link can have that name.
 _NAME_ATTRIBUTE_BYTES = 80
 _SUM_BYTES = 4
 
 
 def size_at_most_bytes(spec: ShardSpec, *, crc: bool = False) -> int:
-    """Return what the shard of `spec` can take at most, with its structure."""
+    """Return the size that the shard of `spec` has at most."""
     structure_bytes = _FILE_BYTES + len(spec.identity.strategy.encode(errors="surrogatepass"))
     structure_bytes += sum(map(_quoted_bytes, (*spec.strings, *spec.strings.values())))
     specs = spec.specs
@@ -50,10 +48,9 @@ def size_at_most_bytes(spec: ShardSpec, *, crc: bool = False) -> int:
         dimensions += count * len(kind.global_shape)
         aligned += count * (kind.size_bytes >= ALIGNED_FROM_BYTES)
         misaligning += count * bool(kind.size_bytes % ALIGNMENT_BYTES)
-    structure_bytes += (_TENSOR_BYTES + (_SUM_BYTES if spec.with_sums else 0)) * len(
-        spec.tensors
-    ) + _DIMENSION_BYTES * dimensions
-    # A payload is moved up where something before it has an odd end.
+    tensor_bytes = _TENSOR_BYTES + (_SUM_BYTES if spec.with_sums else 0)
+    structure_bytes += tensor_bytes * len(spec.tensors) + _DIMENSION_BYTES * dimensions
+    # There is a gap before an aligned payload where the one before it does not end at a multiple of the alignment.
     gaps = min(aligned, misaligning + structure_bytes // STRUCTURE_BLOCK_BYTES)
     return payload_bytes + structure_bytes + gaps * (ALIGNMENT_BYTES - 1) + index.size_at_most_bytes(spec)
 
@@ -61,7 +58,7 @@ def size_at_most_bytes(spec: ShardSpec, *, crc: bool = False) -> int:
 # The targets of a stage hold tensors of the same names.
 @lru_cache(maxsize=2)
 def _names_bytes(names: tuple[str, ...]) -> int:
-    """Return the room of names: in the list of contents, as links of groups, and as attributes where they are none."""
+    """Return the space for names: in the list of contents, as links of groups, and as attributes."""
     size_bytes = sum(map(_quoted_bytes, names))
     links: Counter[schema.Route] = Counter()
     groups: set[schema.Route] = {(schema.RESERVED,), (schema.RESERVED, schema.ESCAPED)}
@@ -83,7 +80,7 @@ def _quoted_bytes(text: str) -> int:
 
 
 def _link_bytes(name: str) -> int:
-    """Return the room of a link of that name, in a heap or a header."""
+    """Return the space of a link of that name, in a heap or a header."""
     length_bytes = _encoded_bytes(name)
     return length_bytes + length_bytes // 4 + (length_bytes if length_bytes > _LONG_NAME_BYTES else 0)
 

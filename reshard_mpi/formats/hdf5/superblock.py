@@ -1,4 +1,4 @@
-"""Where an HDF5 file ends, as its superblock says, looked at before the library is let at the file.
+"""Where an HDF5 file ends, as its superblock says, read before the library opens the file.
 
 HDF5 File Format Specification, "Format Signature and Superblock": the signature stands at byte 0, 512, 1024, 2048 and
 so on; versions 0 and 1 have the addresses after 24 and 28 bytes, versions 2 and 3 after 12. The end-of-file address
@@ -14,7 +14,7 @@ from reshard_mpi.formats.hdf5 import index
 
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _HEAD_BYTES = 128
-# version -> (byte that holds the size of addresses, first byte of the base address, place of the end-of-file address)
+# version -> (byte with the size of addresses, first byte of the first address, number of the end-of-file address)
 _LAYOUTS = {0: (13, 24, 2), 1: (13, 28, 2), 2: (9, 12, 2), 3: (9, 12, 2)}
 
 
@@ -23,8 +23,8 @@ def end_of_file(fd: int, path: str, size_bytes: int) -> int:
 
     Raises ShardError if it is not HDF5, or not as long as it says.
     """
-    at = _signature(fd, size_bytes)
-    if at is None:
+    offset = _signature(fd, size_bytes)
+    if offset is None:
         raise ShardError(
             "a shard is not an HDF5 file",
             expected="the signature of HDF5",
@@ -32,39 +32,39 @@ def end_of_file(fd: int, path: str, size_bytes: int) -> int:
             where=f"{path}, byte 0",
             remedy="save or copy it again",
         )
-    end = _end_of_file(os.pread(fd, _HEAD_BYTES, at))
+    end = _end_of_file(os.pread(fd, _HEAD_BYTES, offset))
     if end is None:
         return size_bytes
-    said_bytes = end if size_bytes <= end else index.length_bytes(fd, end) or end
-    if said_bytes != size_bytes:
-        problem = "is truncated" if size_bytes < said_bytes else "goes on after its end"
+    expected_bytes = end if size_bytes <= end else index.length_bytes(fd, end) or end
+    if expected_bytes != size_bytes:
+        problem = "is truncated" if size_bytes < expected_bytes else "goes on after its end"
         raise ShardError(
             f"an HDF5 shard {problem}",
-            expected=f"{said_bytes} bytes, as {'its superblock says' if said_bytes == end else 'its index says'}",
+            expected=f"{expected_bytes} bytes, as its {'superblock' if expected_bytes == end else 'index'} says",
             got=f"{size_bytes} bytes",
-            where=f"{path}, superblock at byte {at}",
+            where=f"{path}, superblock at byte {offset}",
             remedy="save or copy it again",
         )
     return end
 
 
 def _signature(fd: int, size_bytes: int) -> int | None:
-    at = 0
-    while at < size_bytes:
-        if os.pread(fd, len(_SIGNATURE), at) == _SIGNATURE:
-            return at
-        at = at * 2 or 512
+    offset = 0
+    while offset < size_bytes:
+        if os.pread(fd, len(_SIGNATURE), offset) == _SIGNATURE:
+            return offset
+        offset = offset * 2 or 512
     return None
 
 
 def _end_of_file(head: bytes) -> int | None:
-    """Return the end-of-file address in the superblock `head`; None where only the library can tell."""
+    """Return the end-of-file address in the superblock `head`; None if only the library can read it."""
     layout = _LAYOUTS.get(head[8]) if len(head) > 8 else None
     if layout is None:
         return None
-    size_at, base_at, place = layout
+    size_at, base_at, number = layout
     if len(head) <= size_at:
         return None
     width = head[size_at]
-    address = head[base_at + place * width : base_at + (place + 1) * width]
+    address = head[base_at + number * width : base_at + (number + 1) * width]
     return int.from_bytes(address, "little") if width in (2, 4, 8) and len(address) == width else None

@@ -1,7 +1,7 @@
-"""Every dataset of an HDF5 file, found without ever leaving the file.
+"""Every dataset of an HDF5 file, without following a link out of the file.
 
-Only hard links are given to the library; soft links are resolved here, part by part. External and user-defined links,
-and soft links that lead nowhere, are refused.
+The library is given hard links only; soft links are resolved here, part by part. External and user-defined links, and
+soft links that lead nowhere, are refused.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ from h5py import h5, h5d, h5g, h5l, h5o, h5p
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import files
+from reshard_mpi.formats.hdf5 import schema
 from reshard_mpi.formats.hdf5.schema import Route
 
-# As many as HDF5 itself follows in a row.
+# In a row, as in HDF5 itself.
 _MAX_SOFT_LINKS = 16
-# The way to each group on the way to an object is kept.
+# Of groups in groups: the route to each of them is kept.
 _MAX_DEPTH = 1024
-# Beyond one for every object of the file: so often may names lead to an object that others have led to before. Groups
-# that share members, and soft links through soft links, make names without end of a few bytes.
+# So many names beyond one for each object may lead to objects that were reached before: groups that share members, and
+# soft links through soft links, make endless names of a few bytes.
 _MAX_AGAIN = 1000
 
 
 class Link(NamedTuple):
-    """A link of a group: its kind, and for a hard one the address it leads to."""
+    """A link of a group. address: of a hard link, that of its object."""
 
     name: str
     kind: int
@@ -33,7 +34,7 @@ class Link(NamedTuple):
 
 
 class Node(NamedTuple):
-    """An object of the file: `path` as it was reached, `route` the hard links that lead to it, `address` its header."""
+    """An object of the file. path: the links that were followed to it. route: hard links to it. address: its header."""
 
     path: Route
     route: Route
@@ -48,13 +49,13 @@ def root(file: Any) -> Node:
 
 
 class Walk:
-    """A walk through the file called `where`; it counts what it meets, so that no file can make it endless.
+    """A walk through the file `path`; it counts what it meets, so that no file can make it endless.
 
-    on_progress: called for every link.
+    top: the root group. on_progress: called for every link.
     """
 
-    def __init__(self, where: str, top: Node, on_progress: Callable[[], None] = lambda: None) -> None:
-        self._where = where
+    def __init__(self, path: str, top: Node, on_progress: Callable[[], None] = lambda: None) -> None:
+        self._path = path
         self._top = top
         self._on_progress = on_progress
         self._met = 0
@@ -63,9 +64,9 @@ class Walk:
         self._hops = 0
 
     def datasets(self, start: Node, *, skip: Route = ()) -> Iterator[Node]:
-        """Yield the datasets under the group `start`, in creation order where that is kept, else by name.
+        """Yield the datasets below the group `start`, in creation order where the file keeps it, else by name.
 
-        skip: the path of a group that is not entered.
+        skip: the path of a group to leave out. Raises ShardError for a link out of the file, and for too many objects.
         """
         # A group that holds itself is not entered again.
         entered = {start.address}
@@ -95,20 +96,22 @@ class Walk:
         raise self._error("an object is missing from an HDF5 shard", (*group.path, name))
 
     def _links(self, group: Node) -> list[Link]:
-        found: list[tuple[bytes, int, int]] = []
+        entries: list[tuple[bytes, int, int]] = []
         room = files.MAX_TENSORS - self._met
 
         def note(name: bytes, info: Any) -> bool:
             self._on_progress()
-            found.append((name, info.type, info.u))
-            return len(found) > room
+            entries.append((name, info.type, info.u))
+            return len(entries) > room
 
         in_creation_order = group.handle.get_create_plist().get_link_creation_order() & h5p.CRT_ORDER_INDEXED
         index = h5.INDEX_CRT_ORDER if in_creation_order else h5.INDEX_NAME
         group.handle.links.iterate(note, info=True, idx_type=index)
-        self._count(len(found), group.path)
+        self._met += len(entries)
+        if self._met > files.MAX_TENSORS:
+            raise self._error("an HDF5 shard holds too many objects", group.path)
         links = []
-        for name, kind, address in found:
+        for name, kind, address in entries:
             try:
                 links.append(Link(name.decode(), kind, address))
             except UnicodeDecodeError as error:
@@ -124,7 +127,7 @@ class Walk:
         return self._open(group, link, path)
 
     def _open(self, group: Node, link: Link, path: Route, hops: int = 0) -> Node:
-        """Open `link` of `group`; `path` is what the object is called."""
+        """Return the object that `link` of `group` leads to. path: what it is called. hops: soft links so far."""
         if link.kind == h5l.TYPE_HARD:
             self._visit(link.address, path)
             handle = h5o.open(group.handle, link.name.encode())
@@ -140,15 +143,16 @@ class Walk:
         return self._resolve(group, group.handle.links.get_val(link.name.encode()), path, hops + 1)
 
     def _resolve(self, group: Node, target: bytes, path: Route, hops: int) -> Node:
-        at = self._top if target.startswith(b"/") else group
+        """Return the object that a soft link of `group` to `target` leads to; `path` is what it is called."""
+        node = self._top if target.startswith(b"/") else group
         for part in target.split(b"/"):
             if part in (b"", b"."):
                 continue
-            if not isinstance(at.handle, h5g.GroupID) or not at.handle.links.exists(part):
+            if not isinstance(node.handle, h5g.GroupID) or not node.handle.links.exists(part):
                 raise self._error(f"a soft link in an HDF5 shard leads nowhere: {target[:200]!r}", path)
-            info = at.handle.links.get_info(part)
-            at = self._open(at, Link(part.decode(), info.type, info.u), path, hops)
-        return at._replace(path=path)
+            info = node.handle.links.get_info(part)
+            node = self._open(node, Link(part.decode(), info.type, info.u), path, hops)
+        return node._replace(path=path)
 
     def _visit(self, address: int, path: Route) -> None:
         if address in self._seen:
@@ -157,14 +161,9 @@ class Walk:
                 raise self._error("an HDF5 shard holds too many objects", path)
         self._seen.add(address)
 
-    def _count(self, number: int, path: Route) -> None:
-        self._met += number
-        if self._met > files.MAX_TENSORS:
-            raise self._error("an HDF5 shard holds too many objects", path)
-
     def _error(self, problem: str, path: Route) -> ShardError:
         return ShardError(
             problem,
-            where=f"{self._where}, {'/' + '/'.join(path)}",
+            where=schema.where(self._path, path),
             remedy="copy what is needed into one plain file (h5repack, h5copy)",
         )

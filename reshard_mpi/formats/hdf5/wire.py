@@ -1,6 +1,6 @@
-"""What the process that has the library and those that ask it tell each other: JSON, and elements as they are.
+"""The messages between the process that has the HDF5 library and the one that asks it: JSON, and plain elements.
 
-JSON, since a library that a hostile file has made run wild must not be able to make who asks do more than fail.
+JSON, so that a hostile file that has taken over the library can make the asking process do nothing but fail.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from reshard_mpi.formats.places import ByteRange, Decoded, Segments
 from reshard_mpi.sharding.box import Box
 
 _LENGTH_BYTES = 8
-# The tensors of a shard and its strings: as many as are read, with the longest names, as JSON.
+# The largest number of tensors and strings of a shard, with the longest names, as JSON.
 _MAX_VALUE_BYTES = 512 << 20
 
-# Reads a box of a dataset: path, stamp, route, name of the element type, whether the byte order is another, box.
+# Reads a box of a dataset: path, stamp, route, name of the element type, whether bytes are swapped, chunk, box.
 Read = Callable[..., Any]
 
 
 def send(fd: int, value: Any, payload: memoryview | None = None) -> None:
-    """Send a JSON value, and then the bytes of `payload`. Raises BrokenPipeError if nobody is there."""
+    """Send a JSON value, and then the bytes of `payload`. Raises BrokenPipeError if nobody reads them."""
     text = json.dumps(value).encode()
     for part in (memoryview(len(text).to_bytes(_LENGTH_BYTES, "little") + text), payload):
         while part:
@@ -36,7 +36,7 @@ def send(fd: int, value: Any, payload: memoryview | None = None) -> None:
 
 
 def receive(fd: int) -> Any:
-    """Wait for a JSON value and return it. Raises EOFError if nobody is there, ValueError if it is too long."""
+    """Wait for a JSON value and return it. Raises EOFError if the sender has ended, ValueError if it is too long."""
     head = bytearray(_LENGTH_BYTES)
     receive_into(fd, memoryview(head))
     length_bytes = int.from_bytes(head, "little")
@@ -48,7 +48,7 @@ def receive(fd: int) -> Any:
 
 
 def receive_into(fd: int, payload: memoryview) -> None:
-    """Wait for as many bytes as `payload` has room for. Raises EOFError if nobody is there."""
+    """Wait for bytes until `payload` is full. Raises EOFError if the sender has ended."""
     while payload:
         count = os.readv(fd, [payload])
         if not count:
@@ -57,14 +57,15 @@ def receive_into(fd: int, payload: memoryview) -> None:
 
 
 def from_manifest(manifest: Manifest) -> list[Any]:
-    """Return a manifest that was made by the library as JSON values."""
+    """Return a manifest that was made with the library as values for JSON."""
     return [[_from_entry(entry) for entry in manifest.tensors.values()], dict(manifest.strings), manifest.identity]
 
 
 def to_manifest(path: str, size_bytes: int, values: list[Any], read: Read) -> Manifest:
-    """Return the manifest that `from_manifest` made `values` of; `read` reads what must be decoded.
+    """Return the manifest of `path` that `from_manifest` turned into `values`.
 
-    Raises ValueError if it is of none, or of one of another file.
+    read: reads what must be decoded. Raises ValueError or TypeError if the values are of no manifest, or place
+    something outside a file of `size_bytes` bytes.
     """
     tensors, strings, identity = values
     entries = (_to_entry(path, size_bytes, read, *tensor) for tensor in tensors)

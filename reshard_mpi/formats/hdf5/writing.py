@@ -1,7 +1,7 @@
-"""Writing a native HDF5 shard with everything in it but the payloads.
+"""Writing all of a native HDF5 shard but the payloads.
 
-The library makes the structure in memory and never writes to the file itself: it takes an error of writing that passes,
-while it closes a file, for none.
+The library makes the structure in memory and never writes to the file itself: while it closes a file, it ignores an
+error of writing that does not last.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from reshard_mpi.formats.specs import ShardSpec, SpecKind
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _COPIED_BYTES = 1 << 20
-# More than the library writes for a tensor: names of any length, groups that it lies in, blocks that are not full.
+# More than the library writes for a tensor, with long names, the groups around it, and the unused rest of blocks.
 _MOST_BYTES = 4096
-# How the library tells that the file system refused, where it does not do so by an OSError.
+# The number of a system error in messages of the library, where it does not raise OSError.
 _SYSTEM_ERROR = re.compile(r"errno = (\d+)")
 
 
 def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
-    """Write the native shard `path` without its payloads. The same `spec` gives the same bytes anywhere.
+    """Write the native shard `path` without its payloads. The same `spec` gives the same bytes on every machine.
 
-    fd: the empty file. Raises TargetError if a name or string cannot be stored, OSError if it cannot be written.
+    fd: the empty file. Returns where the payloads are to be written. Raises TargetError if a name or string cannot be
+    stored, OSError if the file cannot be written.
     """
     names = list(spec.specs.names)
     files.check_names(path, names + list(spec.strings))
@@ -59,15 +60,15 @@ def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
 def _write_structure(
     file: Any, path: str, spec: ShardSpec, strategy: bytes, contents: bytes
 ) -> tuple[Tensors, index.Places]:
-    """Create everything of a shard in a new file; return where its tensors are going to lie at `path`, and the rest."""
+    """Create the structure of a shard in the new HDF5 file `file`; return where tensors and texts lie in `path`."""
     specs = spec.specs
     names = list(specs.names)
-    top = h5g.open(file, b"/")
-    attributes.write_text(top, "format", schema.FORMAT)
-    attributes.write_number(top, "version", schema.VERSION)
-    attributes.write_number(top, "rank", spec.identity.rank)
-    attributes.write_number(top, "world_size", spec.identity.world_size)
-    writer = _Writer(top)
+    root_group = h5g.open(file, b"/")
+    attributes.write_text(root_group, "format", schema.FORMAT)
+    attributes.write_numbers(root_group, "version", schema.VERSION)
+    attributes.write_numbers(root_group, "rank", spec.identity.rank)
+    attributes.write_numbers(root_group, "world_size", spec.identity.world_size)
+    writer = _Writer(root_group)
     writer.group((schema.RESERVED, schema.ESCAPED))
     places = index.Places(writer.text(schema.STRATEGY, strategy), writer.text(schema.CONTENTS, contents), None)
     if spec.with_sums:
@@ -76,16 +77,16 @@ def _write_structure(
     routes = schema.routes(names)
     types = {dtype: elements.create(dtype) for dtype in {kind.dtype for kind in specs.kinds}}
     tensors = Tensors(path)
-    own = [tensors.kind(Kind(dtype, box.shape, box, whole)) for dtype, whole, box in specs.kinds]
+    own_numbers = [tensors.kind(Kind(dtype, box.shape, box, whole)) for dtype, whole, box in specs.kinds]
     for name, number in zip(names, specs.kind_of):
         kind = specs.kinds[number]
         start = _reserve_tensor(writer, routes[name], types[kind.dtype], name, kind)
-        tensors.add(name, own[number], start)
+        tensors.add(name, own_numbers[number], start)
     return tensors, places
 
 
 class _Writer:
-    """Creates the groups and datasets of one file, with property lists made once."""
+    """Creates groups and datasets of one file."""
 
     def __init__(self, top: Any) -> None:
         self._groups: dict[Route, Any] = {(): top}
@@ -93,7 +94,7 @@ class _Writer:
         self._group_properties.set_obj_track_times(False)
         self._links = h5p.create(h5p.LINK_CREATE)
         self._links.set_char_encoding(h5t.CSET_UTF8)
-        # The bytes of a dataset have their place at once, and nothing is written there.
+        # The space of a dataset is allocated when it is created, and not filled.
         self._dataset_properties = h5p.create(h5p.DATASET_CREATE)
         self._dataset_properties.set_layout(h5d.CONTIGUOUS)
         self._dataset_properties.set_alloc_time(h5d.ALLOC_TIME_EARLY)
@@ -101,12 +102,12 @@ class _Writer:
         self._dataset_properties.set_obj_track_times(False)
 
     def group(self, route: Route) -> Any:
-        """Return the group at `route`, made with those above it if it is not there."""
+        """Return the group at `route`; it and those above it are created if need be."""
         for depth in range(1, len(route) + 1):
-            above, here = route[: depth - 1], route[:depth]
-            if here not in self._groups:
-                self._groups[here] = h5g.create(
-                    self._groups[above], here[-1].encode(), lcpl=self._links, gcpl=self._group_properties
+            above, route_here = route[: depth - 1], route[:depth]
+            if route_here not in self._groups:
+                self._groups[route_here] = h5g.create(
+                    self._groups[above], route_here[-1].encode(), lcpl=self._links, gcpl=self._group_properties
                 )
         return self._groups[route]
 
@@ -118,7 +119,7 @@ class _Writer:
         )
 
     def text(self, name: str, content: bytes) -> index.Place:
-        """Create a dataset of bytes in the reserved group; return its place."""
+        """Create a dataset with the bytes `content` in the reserved group; return its byte range."""
         handle = self.dataset((schema.RESERVED, name), h5t.STD_U8LE, (len(content),))
         if content:
             handle.write(h5s.ALL, h5s.ALL, np.frombuffer(content, dtype=np.uint8))
@@ -132,7 +133,7 @@ def _space(shape: tuple[int, ...]) -> Any:
 
 
 def _reserve_tensor(writer: _Writer, route: Route, stored: Any, name: str, kind: SpecKind) -> int:
-    """Create the dataset of a tensor; return where its elements begin."""
+    """Create the dataset of a tensor; return the offset of its elements, 0 if it has none."""
     handle = writer.dataset(route, stored, kind.box.shape)
     attributes.write_text(handle, "dtype", kind.dtype.name)
     attributes.write_numbers(handle, "global_shape", kind.global_shape)
@@ -143,7 +144,7 @@ def _reserve_tensor(writer: _Writer, route: Route, stored: Any, name: str, kind:
 
 
 def _texts(path: str, names: list[str], spec: ShardSpec) -> tuple[bytes, bytes]:
-    """Return the placement table and the list of contents. Raises TargetError if they could not be read back."""
+    """Return the placement table and the list of contents, encoded. Raises TargetError if they are too long to read."""
     too_long = [name for name, text in spec.strings.items() if len(text) > files.MAX_STRING_BYTES // 4]
     try:
         texts = spec.identity.strategy.encode(), schema.contents_text(names, spec.strings)
@@ -160,19 +161,19 @@ def _texts(path: str, names: list[str], spec: ShardSpec) -> tuple[bytes, bytes]:
 
 
 def _refused(error: Exception, scratch: str, path: str) -> Exception:
-    """Return what kept the library from making the structure of the shard `path`."""
+    """Return the error to raise for `error`, which kept the library from making the structure of the shard `path`."""
     if isinstance(error, OSError) and error.errno is not None:
         number = error.errno
     else:
-        said = _SYSTEM_ERROR.search(str(error))
-        if said is None:
+        match = _SYSTEM_ERROR.search(str(error))
+        if match is None:
             return TargetError("the structure of a shard could not be made", got=str(error)[:200], where=path)
-        number = int(said[1])
+        number = int(match[1])
     return OSError(number, os.strerror(number), scratch if number in _FULL else path)
 
 
 def _copy(scratch: int, fd: int) -> None:
-    """Write what has been written to a scratch file to the same places of another, and give that its length."""
+    """Give the file `fd` the length of the scratch file and the same bytes in the places that were written to."""
     size_bytes = os.fstat(scratch).st_size
     os.ftruncate(fd, size_bytes)
     end = 0

@@ -14,9 +14,9 @@ shard, called `NEST`, so that it passes through formats that have names only:
     entry  [key, value], or [key]          which is a tensor; keys are values that are no array, mostly texts
 
 Only objects of `trees.PLAIN` are kept. A tensor that no entry lists belongs to the dictionary with the longest path
-that its name begins with, of those all of whose listed keys are texts and that are no state; the rest of its name is its key, and it comes
-after what is listed, in the order of the shard. So names of tensors are listed only where that would be wrong.
-A shard of names alone, a plain dictionary of tensors followed by texts, has no such string.
+that its name begins with, of those that are no state and all of whose listed keys are texts; the rest of its name is
+its key, and it comes after what is listed, in the order of the shard. So names of tensors are listed only where that
+would be wrong. A shard of names alone, a plain dictionary of tensors followed by texts, has no such string.
 """
 
 from __future__ import annotations

@@ -205,7 +205,7 @@ class _Flattening:
         self._put("]]")
         if value.is_new:
             self._put(',"new":true')
-        if value.state is not None and self._is_kept(value.state, depth + 1):
+        if value.state is not None:
             self._put(',"state":')
             self.write(value.state, prefix, depth + 1, is_state=True)
         if value.items is not None:
@@ -222,7 +222,9 @@ class _Flattening:
         """Tell whether a value that is no tensor can be written, itself if not all of its parts."""
         kind = type(value)
         if kind is Call:
-            return value.function in PLAIN and all(self._is_plain(argument, depth) for argument in value.args)
+            # A dictionary of attributes may lack one; any other state is for the class to understand.
+            parts = value.args if type(value.state) is Dict else (*value.args, value.state)
+            return value.function in PLAIN and all(self._is_plain(part, depth) for part in parts)
         if kind is Global:
             return value in PLAIN
         return kind in _KEPT

@@ -77,8 +77,10 @@ BYTEARRAY = Global("builtins", "bytearray")
 
 _PLAIN_NAMES = {
     "argparse": ("Namespace",),
-    "builtins": ("bool", "bytearray", "bytes", "complex", "dict", "float", "frozenset", "int", "list", "range", "set")
-    + ("slice", "str", "tuple"),
+    "builtins": (
+        *("bool", "bytearray", "bytes", "complex", "dict", "float", "frozenset", "int", "list", "range", "set"),
+        *("slice", "str", "tuple"),
+    ),
     "collections": ("Counter", "OrderedDict", "defaultdict", "deque"),
     "datetime": ("date", "datetime", "time", "timedelta", "timezone"),
     "decimal": ("Decimal",),
@@ -94,9 +96,10 @@ _PLAIN_NAMES = {
     "uuid": ("UUID",),
 }
 # Element types of torch are constants of its module.
-_TORCH_DTYPES = ("bfloat16", "bool", "complex32", "complex64", "complex128", "float16", "float32", "float64") + (
-    *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
-    *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "qint8", "quint8", "qint32"),
+_TORCH_DTYPES = (
+    *("bfloat16", "bool", "complex32", "complex64", "complex128", "float16", "float32", "float64", "float8_e4m3fn"),
+    *("float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2", "int8", "int16"),
+    *("int32", "int64", "uint8", "uint16", "uint32", "uint64", "qint8", "quint8", "qint32"),
 )
 # Making these, of whatever arguments, does nothing but hold data; no others are carried from one file to another.
 PLAIN = frozenset(Global(module, name) for module, names in _PLAIN_NAMES.items() for name in names) | frozenset(

@@ -1,4 +1,4 @@
-"""Files that torch.save writes (`.pt`, `.pth`, `.bin`), located without executing them, and reserved as torch lays them out.
+"""Files of torch.save (`.pt`, `.pth`, `.bin`), located without executing them, and reserved as torch lays them out.
 
 A file is a zip archive of members as they are: a pickle of one object, in which each tensor is a name, a shape and a
 place in a storage, and the bytes of every storage. Files of torch before 1.6 are pickles in a row, and are read too.
@@ -29,4 +29,9 @@ __all__ = [
 
 SUFFIXES = (".pt", ".pth", ".bin")
 MODE = 0o666
-TRAITS = Traits(Costs(reading=3 * KIB, writing=2 * KIB, checking=2 * KIB), describes_itself=True, has_crc=True)
+TRAITS = Traits(
+    Costs(reading=3 * KIB, writing=2 * KIB, checking=2 * KIB),
+    describes_itself=True,
+    has_crc=True,
+    title="torch checkpoint",
+)

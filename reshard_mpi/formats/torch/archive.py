@@ -66,7 +66,7 @@ def directory(fd: int, path: str, size_bytes: int, first_byte: int = 0) -> tuple
 def entry_bytes(content: bytes | bytearray, at: int) -> int:
     """Return how long the entry at byte `at` of a directory is."""
     fields = ENTRY.unpack_from(content, at)
-    return ENTRY.size + sum(fields[_LENGTHS])
+    return ENTRY.size + int(sum(fields[_LENGTHS]))
 
 
 class _Archive:
@@ -206,7 +206,7 @@ class _Archive:
             is_same = is_same and crc == facts[0] and (stored_bytes, size_bytes) in ((facts[1],) * 2, (FULL_4,) * 2)
         if not is_same:
             raise self._damage("a member of a shard contradicts its directory", local_start, got=repr(name[:200]))
-        return local_start + LOCAL.size + name_bytes + extra_bytes
+        return local_start + LOCAL.size + int(name_bytes) + int(extra_bytes)
 
     def _require_disjoint(self, extents: list[tuple[int, int]]) -> None:
         previous_end = 0

@@ -43,13 +43,11 @@ class Mesh(NamedTuple):
         return math.prod(factor.length for factor in self.dimensions[dimension])
 
 
-class _Unclear(Exception):  # noqa: N818 - it becomes a ShardError, which has the name of the tensor
+class _Unclear(Exception):
     """What is unusual about a DTensor, in words."""
 
 
-def described(
-    tensors: Sequence[tuple[str, Value]], path: str
-) -> tuple[Mapping[str, Whole], ShardIdentity | None]:
+def described(tensors: Sequence[tuple[str, Value]], path: str) -> tuple[Mapping[str, Whole], ShardIdentity | None]:
     """Return which parts the DTensors among a file's tensors are, and whose file it is; none if there are none.
 
     Raises ShardError for a mesh or placement that is not known, or does not fit the part that lies in the file.
@@ -139,7 +137,9 @@ def _axes(mesh: Mesh) -> tuple[tuple[int, ...], dict[Factor, int]]:
     axis_of: dict[Factor, int] = {}
     extent = mesh.world_size
     factors = sorted(
-        (factor for dimension in mesh.dimensions for factor in dimension), key=lambda factor: factor.stride, reverse=True
+        (factor for dimension in mesh.dimensions for factor in dimension),
+        key=lambda factor: factor.stride,
+        reverse=True,
     )
     for factor in factors:
         step = factor.length * factor.stride

@@ -32,14 +32,14 @@ class Storage(NamedTuple):
     """A run of elements in a file, which several tensors may share.
 
     key: its name. dtype: None where it is untyped, or of a type that this program does not know (`unknown`).
-    count: of elements, of bytes if it is untyped.
+    elements: how many there are, or bytes if it is untyped.
     """
 
     key: str
     dtype: DType | None
     unknown: str | None
-    count: int
+    elements: int
 
     @property
     def size_bytes(self) -> int:
-        return self.count * (1 if self.dtype is None else self.dtype.itemsize_bytes)
+        return self.elements * (1 if self.dtype is None else self.dtype.itemsize_bytes)

@@ -56,7 +56,7 @@ def _content(data: bytes, fd: int, size_bytes: int) -> Content:
         at = starts[key] + storages.by_key[key].size_bytes
         if len(counted) < _COUNT_BYTES or at > size_bytes:
             raise PickleError("an older checkpoint of torch ends in the middle of a storage", at)
-        if int.from_bytes(counted, "little" if is_little else "big") != storages.by_key[key].count:
+        if int.from_bytes(counted, "little" if is_little else "big") != storages.by_key[key].elements:
             raise PickleError("a storage of an older checkpoint has another size than its pickle says", starts[key])
     if at != size_bytes:
         raise PickleError("something follows the end of an older checkpoint of torch", at)

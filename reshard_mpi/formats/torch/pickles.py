@@ -7,8 +7,10 @@ is bounded, and a name is a name. What is known are the opcodes that protocols 2
 
 from __future__ import annotations
 
+import gc
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from reshard_mpi.formats.nest.trees import BYTEARRAY, FROZENSET, SET, Call, Dict, Global, Value
@@ -51,8 +53,13 @@ _DATA_OF_BUILTINS = frozenset(
         *("set", "slice", "str", "tuple", "Ellipsis", "NotImplemented"),
     )
 )
-# Protocols below 3 spell modules as Python 2 did.
-_OLD_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg", "__builtins__": "builtins"}
+# Protocols below 3 spell some names as Python 2 did.
+OLD_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
+OLD_NAMES = {
+    Global("__builtin__", "xrange"): Global("builtins", "range"),
+    Global("__builtin__", "unicode"): Global("builtins", "str"),
+    Global("__builtin__", "long"): Global("builtins", "int"),
+}
 
 
 class PickleError(Exception):
@@ -72,19 +79,22 @@ class CutShortError(PickleError):
         super().__init__("a pickle ends before it is complete", at)
 
 
-class ReadState(NamedTuple):
-    """An object whose attributes were read at once: what it becomes, where its bytes end, and what the memo takes."""
+class ReadObjects(NamedTuple):
+    """Objects that were read at once: what they become, where their bytes end, and what they put into the memo.
 
-    value: Value
+    cost_bytes: what they take of memory besides the opcode that made the first.
+    """
+
+    values: Sequence[Value]
     end: int
     memoized: Sequence[Value]
     cost_bytes: int
 
 
-# Is given the pickle, the byte behind the opcode that makes an object without arguments, and the memo. Returns None for
-# attributes that are not written as it knows them; then they are read opcode by opcode.
-StateReader = Callable[[bytes, int, Sequence[Value]], ReadState | None]
-NO_STATES: Mapping[Global, StateReader] = {}
+# Is given a pickle, the byte behind the opcode that makes an object without arguments, and the memo. Reads its
+# attributes, and objects that follow it; None if they are not written as it knows them.
+ObjectReader = Callable[[bytes, int, Sequence[Value]], ReadObjects | None]
+NO_OBJECTS: Mapping[Global, ObjectReader] = {}
 
 
 class Readers:
@@ -92,20 +102,20 @@ class Readers:
 
     persistent: makes a value of what a persistent id is. calls: by the name of what is called, a function that makes a
     value of its arguments; other calls become a `Call`. Both raise ValueError for what they do not know.
-    states: by the name of a class whose objects are very many, what reads the attributes of one at once.
+    objects: by the name of a class of which there are very many objects, what reads one with its attributes at once.
     """
 
-    __slots__ = ("calls", "persistent", "states")
+    __slots__ = ("calls", "objects", "persistent")
 
     def __init__(
         self,
         persistent: Callable[[Value], Value],
         calls: Mapping[Global, Callable[..., Value]],
-        states: Mapping[Global, StateReader] = NO_STATES,
+        objects: Mapping[Global, ObjectReader] = NO_OBJECTS,
     ) -> None:
         self.persistent = persistent
         self.calls = calls
-        self.states = states
+        self.objects = objects
 
 
 def no_persistent_ids(_: Value) -> Value:
@@ -142,6 +152,8 @@ for _opcode, _cost in {
 }.items():
     _COSTS[_opcode] = _cost
 _OUT_OF_ORDER_COST = 100
+# How far a pickle is read until it is looked at what its objects take: little can come of so few bytes.
+_LOOKED_AT_BYTES = 4096
 
 
 def load(
@@ -152,7 +164,20 @@ def load(
     Raises CutShortError if it has no end, PickleError for anything that no checkpoint has: unknown opcodes, what runs
     code, more than fits `budget_bytes`.
     """
-    return _Machine(data, start, readers, budget_bytes).run()
+    with _without_collections():
+        return _Machine(data, start, readers, budget_bytes).run()
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Keep the garbage collector from looking for garbage among a million new objects, none of which is."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class _Machine:
@@ -168,195 +193,193 @@ class _Machine:
         self._out_of_order: dict[int, Value] = {}
 
     def run(self) -> tuple[Value, int]:
-        self._at = self._start
-        try:
-            return self._run()
-        except IndexError:
-            if self._at >= len(self._data):
-                raise CutShortError(self._at) from None
-            raise PickleError("a pickle takes what is not on its stack", self._at) from None
-        except (ValueError, TypeError) as error:
-            raise PickleError("a pickle calls something with unusual arguments", self._at, str(error)[:200]) from None
-
-    def _run(self) -> tuple[Value, int]:  # noqa: C901 - one branch an opcode, the frequent ones first
-        data, size, costs, budget = self._data, len(self._data), _COSTS, self._budget_bytes
-        calls, states, persistent = self._readers.calls, self._readers.states, self._readers.persistent
+        data, size, costs = self._data, len(self._data), _COSTS
+        calls, objects, persistent = self._readers.calls, self._readers.objects, self._readers.persistent
         stack: list[Value] = []
         outer: list[list[Value]] = []
         memo: list[Value] = []
         spent, at = 0, self._start
-        while True:
-            self._at = at
-            opcode = data[at]
-            at += 1
-            spent += costs[opcode]
-            if spent > budget:
-                raise PickleError("the objects of a pickle take too much memory", at, f"more than {budget} bytes")
-            if opcode == 0x71 or opcode == 0x72:  # BINPUT, LONG_BINPUT
-                if opcode == 0x71:
-                    number = data[at]
-                    at += 1
-                else:
-                    number = int.from_bytes(data[at : at + 4], "little")
-                    at += 4
-                if number == len(memo):
-                    memo.append(stack[-1])
-                else:
-                    spent += _OUT_OF_ORDER_COST
-                    self._remember(memo, number, stack[-1])
-            elif opcode == 0x68 or opcode == 0x6A:  # BINGET, LONG_BINGET
-                if opcode == 0x68:
-                    number = data[at]
-                    at += 1
-                else:
-                    number = int.from_bytes(data[at : at + 4], "little")
-                    at += 4
-                stack.append(memo[number] if number < len(memo) else self._remembered(number))
-            elif opcode == 0x4B:  # BININT1
-                stack.append(data[at])
+        looked_at = min(size, at + _LOOKED_AT_BYTES)
+        try:
+            while True:
+                if at >= looked_at:
+                    if at >= size:
+                        raise CutShortError(size)
+                    if spent > self._budget_bytes:
+                        raise PickleError("the objects of a pickle take too much memory", at, f"over {spent} bytes")
+                    looked_at = min(size, at + _LOOKED_AT_BYTES)
+                opcode = data[at]
                 at += 1
-            elif opcode == 0x58 or opcode == 0x8C:  # BINUNICODE, SHORT_BINUNICODE
-                if opcode == 0x58:
-                    length, at = int.from_bytes(data[at : at + 4], "little"), at + 4
-                else:
-                    length, at = data[at], at + 1
-                text, at, cost = self._text(at, length)
-                spent += cost
-                stack.append(text)
-            elif opcode == 0x86:  # TUPLE2
-                last = stack.pop()
-                stack[-1] = (stack[-1], last)
-            elif opcode == 0x28:  # MARK
-                outer.append(stack)
-                stack = []
-            elif opcode == 0x74:  # TUPLE
-                made = tuple(stack)
-                stack = outer.pop()
-                stack.append(made)
-            elif opcode == 0x52 or opcode == 0x81:  # REDUCE, NEWOBJ
-                args = stack.pop()
-                function = stack[-1]
-                if type(function) is not Global or type(args) is not tuple:
-                    raise PickleError("a pickle calls what is no name", self._at)
-                maker = calls.get(function)
-                if maker is not None:
-                    stack[-1] = maker(*args)
-                    continue
-                read_state = states.get(function) if opcode == 0x81 and not args else None
-                read = read_state(data, at, memo) if read_state is not None else None
-                if read is None:
-                    stack[-1] = Call(function, args, is_new=opcode == 0x81)
-                else:
-                    stack[-1], at = read.value, read.end
-                    memo += read.memoized
-                    spent += read.cost_bytes
-            elif opcode == 0x51:  # BINPERSID
-                stack[-1] = persistent(stack[-1])
-            elif opcode == 0x29:  # EMPTY_TUPLE
-                stack.append(())
-            elif opcode == 0x85:  # TUPLE1
-                stack[-1] = (stack[-1],)
-            elif opcode == 0x87:  # TUPLE3
-                stack[-3:] = [(stack[-3], stack[-2], stack[-1])]
-            elif opcode == 0x89:  # NEWFALSE
-                stack.append(False)
-            elif opcode == 0x88:  # NEWTRUE
-                stack.append(True)
-            elif opcode == 0x4E:  # NONE
-                stack.append(None)
-            elif opcode == 0x4D:  # BININT2
-                stack.append(int.from_bytes(data[at : at + 2], "little"))
-                at += 2
-            elif opcode == 0x4A:  # BININT
-                stack.append(int.from_bytes(data[at : at + 4], "little", signed=True))
-                at += 4
-            elif opcode == 0x94:  # MEMOIZE
-                memo.append(stack[-1])
-            elif opcode == 0x75:  # SETITEMS
-                pairs = stack
-                stack = outer.pop()
-                self._set_items(stack[-1], pairs)
-            elif opcode == 0x73:  # SETITEM
-                value = stack.pop()
-                key = stack.pop()
-                self._set_items(stack[-1], [key, value])
-            elif opcode == 0x65 or opcode == 0x90:  # APPENDS, ADDITEMS
-                items = stack
-                stack = outer.pop()
-                self._append(stack[-1], items)
-            elif opcode == 0x61:  # APPEND
-                value = stack.pop()
-                self._append(stack[-1], [value])
-            elif opcode == 0x62:  # BUILD
-                state = stack.pop()
-                self._build(stack[-1], state)
-            elif opcode == 0x7D:  # EMPTY_DICT
-                stack.append(Dict())
-            elif opcode == 0x5D:  # EMPTY_LIST
-                stack.append([])
-            elif opcode == 0x47:  # BINFLOAT
-                if at + 8 > size:
-                    raise CutShortError(at)
-                stack.append(_BINFLOAT.unpack_from(data, at)[0])
-                at += 8
-            elif opcode == 0x8A or opcode == 0x8B:  # LONG1, LONG4
-                width = 1 if opcode == 0x8A else 4
-                length, at = int.from_bytes(data[at : at + width], "little"), at + width
-                if length > _MAX_INT_BYTES:
-                    raise PickleError("a number in a pickle is too long", self._at, f"{length} bytes")
-                stack.append(int.from_bytes(data[at : at + length], "little", signed=True))
-                spent += length
-                at += length
-            elif opcode == 0x63:  # GLOBAL
-                module, at = self._line(at)
-                name, at = self._line(at)
-                stack.append(self._global(module, name))
-            elif opcode == 0x93:  # STACK_GLOBAL
-                name = stack.pop()
-                stack[-1] = self._global(stack[-1], name)
-            elif opcode == 0x80:  # PROTO
-                if data[at] > 5:
-                    raise PickleError("a pickle has an unknown protocol", self._at, str(data[at]))
-                at += 1
-            elif opcode == 0x2E:  # STOP
-                if outer or len(stack) != 1:
-                    raise PickleError("a pickle ends with something left on its stack", self._at)
-                return stack[0], at
-            elif opcode == 0x95:  # FRAME
-                at += 8
-            elif opcode in _BYTES_WIDTHS:
-                width = _BYTES_WIDTHS[opcode]
-                length, at = int.from_bytes(data[at : at + width], "little"), at + width
-                if at + length > size:
-                    raise CutShortError(at)
-                spent += length
-                content = bytes(data[at : at + length])
-                at += length
-                stack.append(Call(BYTEARRAY, (content,)) if opcode == _BYTEARRAY8 else content)
-            elif opcode == 0x8D:  # BINUNICODE8
-                length, at = int.from_bytes(data[at : at + 8], "little"), at + 8
-                text, at, cost = self._text(at, length)
-                spent += cost
-                stack.append(text)
-            elif opcode == 0x8F:  # EMPTY_SET
-                stack.append(Call(SET, ([],)))
-            elif opcode == 0x91:  # FROZENSET
-                made_of = stack
-                stack = outer.pop()
-                stack.append(Call(FROZENSET, (made_of,)))
-            elif opcode == 0x92:  # NEWOBJ_EX
-                stack[-3:] = [self._new_with_names(stack[-3], stack[-2], stack[-1])]
-            elif opcode == 0x30:  # POP: of objects that are their own parts
-                if stack:
-                    stack.pop()
-                else:
+                spent += costs[opcode]
+                if opcode == 0x71 or opcode == 0x72:  # BINPUT, LONG_BINPUT
+                    if opcode == 0x71:
+                        number = data[at]
+                        at += 1
+                    else:
+                        number = int.from_bytes(data[at : at + 4], "little")
+                        at += 4
+                    if number == len(memo):
+                        memo.append(stack[-1])
+                    else:
+                        spent += _OUT_OF_ORDER_COST
+                        self._remember(memo, number, stack[-1])
+                elif opcode == 0x68 or opcode == 0x6A:  # BINGET, LONG_BINGET
+                    if opcode == 0x68:
+                        number = data[at]
+                        at += 1
+                    else:
+                        number = int.from_bytes(data[at : at + 4], "little")
+                        at += 4
+                    stack.append(memo[number] if number < len(memo) else self._remembered(number, at))
+                elif opcode == 0x4B:  # BININT1
+                    stack.append(data[at])
+                    at += 1
+                elif opcode == 0x58 or opcode == 0x8C:  # BINUNICODE, SHORT_BINUNICODE
+                    if opcode == 0x58:
+                        length, at = int.from_bytes(data[at : at + 4], "little"), at + 4
+                    else:
+                        length, at = data[at], at + 1
+                    text, at, cost = self._text(at, length)
+                    spent += cost
+                    stack.append(text)
+                elif opcode == 0x86:  # TUPLE2
+                    last = stack.pop()
+                    stack[-1] = (stack[-1], last)
+                elif opcode == 0x28:  # MARK
+                    outer.append(stack)
+                    stack = []
+                elif opcode == 0x74:  # TUPLE
+                    made = tuple(stack)
                     stack = outer.pop()
-            elif opcode == 0x31:  # POP_MARK
-                stack = outer.pop()
-            else:
-                raise PickleError("a pickle has an opcode that no checkpoint has", self._at, f"0x{opcode:02x}")
-            if at > size:
-                raise CutShortError(at)
+                    stack.append(made)
+                elif opcode == 0x52 or opcode == 0x81:  # REDUCE, NEWOBJ
+                    args = stack.pop()
+                    function = stack[-1]
+                    if type(function) is not Global or type(args) is not tuple:
+                        raise PickleError("a pickle calls what is no name", at)
+                    maker = calls.get(function)
+                    if maker is not None:
+                        stack[-1] = maker(*args)
+                        continue
+                    read_objects = objects.get(function) if opcode == 0x81 and not args else None
+                    read = read_objects(data, at, memo) if read_objects is not None else None
+                    if read is None:
+                        stack[-1] = Call(function, args, is_new=opcode == 0x81)
+                    else:
+                        stack[-1:], at = read.values, read.end
+                        memo += read.memoized
+                        spent += read.cost_bytes
+                elif opcode == 0x51:  # BINPERSID
+                    stack[-1] = persistent(stack[-1])
+                elif opcode == 0x29:  # EMPTY_TUPLE
+                    stack.append(())
+                elif opcode == 0x85:  # TUPLE1
+                    stack[-1] = (stack[-1],)
+                elif opcode == 0x87:  # TUPLE3
+                    stack[-3:] = [(stack[-3], stack[-2], stack[-1])]
+                elif opcode == 0x89:  # NEWFALSE
+                    stack.append(False)
+                elif opcode == 0x88:  # NEWTRUE
+                    stack.append(True)
+                elif opcode == 0x4E:  # NONE
+                    stack.append(None)
+                elif opcode == 0x4D:  # BININT2
+                    stack.append(int.from_bytes(data[at : at + 2], "little"))
+                    at += 2
+                elif opcode == 0x4A:  # BININT
+                    stack.append(int.from_bytes(data[at : at + 4], "little", signed=True))
+                    at += 4
+                elif opcode == 0x94:  # MEMOIZE
+                    memo.append(stack[-1])
+                elif opcode == 0x75:  # SETITEMS
+                    pairs = stack
+                    stack = outer.pop()
+                    self._set_items(stack[-1], pairs, at)
+                elif opcode == 0x73:  # SETITEM
+                    value = stack.pop()
+                    key = stack.pop()
+                    self._set_items(stack[-1], [key, value], at)
+                elif opcode == 0x65 or opcode == 0x90:  # APPENDS, ADDITEMS
+                    items = stack
+                    stack = outer.pop()
+                    self._append(stack[-1], items, at)
+                elif opcode == 0x61:  # APPEND
+                    value = stack.pop()
+                    self._append(stack[-1], [value], at)
+                elif opcode == 0x62:  # BUILD
+                    state = stack.pop()
+                    self._build(stack[-1], state, at)
+                elif opcode == 0x7D:  # EMPTY_DICT
+                    stack.append(Dict())
+                elif opcode == 0x5D:  # EMPTY_LIST
+                    stack.append([])
+                elif opcode == 0x47:  # BINFLOAT
+                    if at + 8 > size:
+                        raise CutShortError(at)
+                    stack.append(_BINFLOAT.unpack_from(data, at)[0])
+                    at += 8
+                elif opcode == 0x8A or opcode == 0x8B:  # LONG1, LONG4
+                    width = 1 if opcode == 0x8A else 4
+                    length, at = int.from_bytes(data[at : at + width], "little"), at + width
+                    if length > _MAX_INT_BYTES:
+                        raise PickleError("a number in a pickle is too long", at, f"{length} bytes")
+                    stack.append(int.from_bytes(data[at : at + length], "little", signed=True))
+                    spent += length
+                    at += length
+                elif opcode == 0x63:  # GLOBAL
+                    module, at = self._line(at)
+                    name, at = self._line(at)
+                    stack.append(self._global(module, name, at))
+                elif opcode == 0x93:  # STACK_GLOBAL
+                    name = stack.pop()
+                    stack[-1] = self._global(stack[-1], name, at)
+                elif opcode == 0x80:  # PROTO
+                    if data[at] > 5:
+                        raise PickleError("a pickle has an unknown protocol", at, str(data[at]))
+                    at += 1
+                elif opcode == 0x2E:  # STOP
+                    if outer or len(stack) != 1:
+                        raise PickleError("a pickle ends with something left on its stack", at)
+                    return stack[0], at
+                elif opcode == 0x95:  # FRAME
+                    at += 8
+                elif opcode in _BYTES_WIDTHS:
+                    width = _BYTES_WIDTHS[opcode]
+                    length, at = int.from_bytes(data[at : at + width], "little"), at + width
+                    if at + length > size:
+                        raise CutShortError(at)
+                    spent += length
+                    content = bytes(data[at : at + length])
+                    at += length
+                    stack.append(Call(BYTEARRAY, (content,)) if opcode == _BYTEARRAY8 else content)
+                elif opcode == 0x8D:  # BINUNICODE8
+                    length, at = int.from_bytes(data[at : at + 8], "little"), at + 8
+                    text, at, cost = self._text(at, length)
+                    spent += cost
+                    stack.append(text)
+                elif opcode == 0x8F:  # EMPTY_SET
+                    stack.append(Call(SET, ([],)))
+                elif opcode == 0x91:  # FROZENSET
+                    made_of = stack
+                    stack = outer.pop()
+                    stack.append(Call(FROZENSET, (made_of,)))
+                elif opcode == 0x92:  # NEWOBJ_EX
+                    stack[-3:] = [self._new_with_names(stack[-3], stack[-2], stack[-1], at)]
+                elif opcode == 0x30:  # POP: of objects that are their own parts
+                    if stack:
+                        stack.pop()
+                    else:
+                        stack = outer.pop()
+                elif opcode == 0x31:  # POP_MARK
+                    stack = outer.pop()
+                else:
+                    raise PickleError("a pickle has an opcode that no checkpoint has", at, f"0x{opcode:02x}")
+        except IndexError:
+            if at >= size:
+                raise CutShortError(at) from None
+            raise PickleError("a pickle takes what is not on its stack", at) from None
+        except (ValueError, TypeError) as error:
+            raise PickleError("a pickle calls something with unusual arguments", at, str(error)[:200]) from None
 
     def _remember(self, memo: list[Value], number: int, value: Value) -> None:
         if number < len(memo):
@@ -364,9 +387,9 @@ class _Machine:
         else:
             self._out_of_order[number] = value
 
-    def _remembered(self, number: int) -> Value:
+    def _remembered(self, number: int, at: int) -> Value:
         if number not in self._out_of_order:
-            raise PickleError("a pickle refers to an object that it has not named", self._at, f"number {number}")
+            raise PickleError("a pickle refers to an object that it has not named", at, f"number {number}")
         return self._out_of_order[number]
 
     def _text(self, at: int, length_bytes: int) -> tuple[str, int, int]:
@@ -393,34 +416,35 @@ class _Machine:
         except UnicodeDecodeError:
             raise PickleError("a name in a pickle is no UTF-8", at) from None
 
-    def _global(self, module: Value, name: Value) -> Global:
+    def _global(self, module: Value, name: Value, at: int) -> Global:
         if not isinstance(module, str) or not isinstance(name, str) or len(module) + len(name) > _MAX_GLOBAL_BYTES:
-            raise PickleError("a name in a pickle is no text, or too long", self._at)
+            raise PickleError("a name in a pickle is no text, or too long", at)
         known = self._globals.get((module, name))
         if known is None:
-            known = self._globals[module, name] = Global(_OLD_MODULES.get(module, module), name)
+            known = OLD_NAMES.get(Global(module, name)) or Global(OLD_MODULES.get(module, module), name)
+            self._globals[module, name] = known
             if runs_code(known):
-                raise PickleError("a pickle would run code if it were loaded", self._at, f"{module}.{name}"[:200])
+                raise PickleError("a pickle would run code if it were loaded", at, f"{module}.{name}"[:200])
         return known
 
-    def _new_with_names(self, function: Value, args: Value, names: Value) -> Call:
+    def _new_with_names(self, function: Value, args: Value, names: Value, at: int) -> Call:
         if type(function) is not Global or type(args) is not tuple or type(names) is not Dict:
-            raise PickleError("a pickle calls what is no name", self._at)
+            raise PickleError("a pickle calls what is no name", at)
         if names.flat:
-            raise PickleError("a pickle calls something with named arguments", self._at, str(function))
+            raise PickleError("a pickle calls something with named arguments", at, str(function))
         return Call(function, args, is_new=True)
 
-    def _set_items(self, target: Value, pairs: list[Value]) -> None:
+    def _set_items(self, target: Value, pairs: list[Value], at: int) -> None:
         if len(pairs) % 2:
-            raise PickleError("a pickle sets a key without a value", self._at)
+            raise PickleError("a pickle sets a key without a value", at)
         if type(target) is Dict:
             target.flat += pairs
         elif type(target) is Call:
             target.flat = _joined(target.flat, pairs)
         else:
-            raise PickleError("a pickle sets keys of what is no dictionary", self._at)
+            raise PickleError("a pickle sets keys of what is no dictionary", at)
 
-    def _append(self, target: Value, items: list[Value]) -> None:
+    def _append(self, target: Value, items: list[Value], at: int) -> None:
         if type(target) is list:
             target += items
         elif type(target) is Call:
@@ -429,11 +453,11 @@ class _Machine:
             else:
                 target.items = _joined(target.items, items)
         else:
-            raise PickleError("a pickle appends to what is no list", self._at)
+            raise PickleError("a pickle appends to what is no list", at)
 
-    def _build(self, target: Value, state: Value) -> None:
+    def _build(self, target: Value, state: Value, at: int) -> None:
         if type(target) is not Call or target.state is not None:
-            raise PickleError("a pickle gives attributes to what takes none", self._at)
+            raise PickleError("a pickle gives attributes to what takes none", at)
         target.state = state
 
 

@@ -12,12 +12,13 @@ from typing import NamedTuple
 from reshard_mpi.formats.columns import Kind
 from reshard_mpi.formats.nest.trees import ORDERED_DICT, Call, Dict, Global, Value
 from reshard_mpi.formats.torch.dtypes import STORAGE_OF
-from reshard_mpi.formats.torch.pickles import BYTES, CODECS_ENCODE
+from reshard_mpi.formats.torch.pickles import BYTES, CODECS_ENCODE, OLD_MODULES, OLD_NAMES
 from reshard_mpi.formats.torch.tensors import REBUILD, REBUILD_UNTYPED
 
 # As many items at a time as the standard pickler gives to a dictionary.
 _BATCH = 1000
-_OLD_MODULES = {"builtins": "__builtin__", "copyreg": "copy_reg"}
+_OLD_MODULES = {new: old for old, new in OLD_MODULES.items()}
+_OLD_NAMES = {new: old for old, new in OLD_NAMES.items()}
 _FLOAT = struct.Struct(">d")
 _UNTYPED_STORAGE = Global("torch.storage", "UntypedStorage")
 
@@ -102,8 +103,8 @@ class _Pickler:
             self._memo[key] = b"j" + number.to_bytes(4, "little")
 
     def _global(self, name: Global) -> None:
-        module = _OLD_MODULES.get(name.module, name.module)
-        self._shared(name, lambda: self.parts.append(f"c{module}\n{name.name}\n".encode()))
+        module, old_name = _OLD_NAMES.get(name) or (_OLD_MODULES.get(name.module, name.module), name.name)
+        self._shared(name, lambda: self.parts.append(f"c{module}\n{old_name}\n".encode()))
 
     def _tuple(self, values: tuple[Value, ...]) -> None:
         if not values:
@@ -197,4 +198,3 @@ def _whole(number: int) -> bytes:
         return b"J" + number.to_bytes(4, "little", signed=True)
     length_bytes = number.bit_length() // 8 + 1
     return b"\x8a%c" % length_bytes + number.to_bytes(length_bytes, "little", signed=True)
-

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import files, nest
 from reshard_mpi.formats.columns import Kind, TensorEntry, Tensors
+from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.nest.trees import Value
 from reshard_mpi.formats.places import ByteRange, Segments, Strided
@@ -41,8 +42,7 @@ def locate(path: str, like: Manifest | None = None) -> Manifest:
         found = sorted(found, key=_storage_number)
     wholes, identity = described(found, path)
     tensors = Tensors(path)
-    for name, tensor in found:
-        _add(tensors, name, tensor, content, wholes)
+    _add(tensors, found, content, wholes)
     if not tensors and flattened.left_out:
         raise ShardError(
             "a shard holds no tensor that can be read",
@@ -81,39 +81,39 @@ def _content(fd: int, path: str, size_bytes: int) -> Content:
 
 
 def _storage_number(named: tuple[str, Value]) -> int:
-    key = _local(named[1]).storage.key
+    key = named[1].storage.key if type(named[1]) is StoredTensor else ""
     return int(key) if key.isdecimal() and len(key) < 20 else 0
 
 
-def _local(tensor: Value) -> StoredTensor:
-    """Return what a tensor has in this file."""
-    stored: StoredTensor = tensor.local if type(tensor) is DistributedTensor else tensor
-    return stored
-
-
-def _add(tensors: Tensors, name: str, tensor: Value, content: Content, wholes: Mapping[str, Whole]) -> None:
-    """Add a tensor of the file, with its part of the whole where the file says that it has one."""
-    stored = _local(tensor)
-    whole = wholes.get(name)
-    kind = Kind(stored.dtype, stored.shape, *whole) if whole is not None else Kind(stored.dtype, stored.shape)
-    itemsize_bytes, swapped = stored.dtype.itemsize_bytes, content.swapped and stored.dtype.part_bytes > 1
-    start = content.starts[stored.storage.key] + stored.offset * itemsize_bytes
-    if not kind.size_bytes:
-        tensors.add(name, tensors.kind(kind), 0)
-        return
-    if stored.is_row_major and not swapped:
-        tensors.add(name, tensors.kind(kind), start)
-        return
-    source: Segments | Strided
-    if stored.is_row_major:
-        source = Segments((ByteRange(tensors.path, start, kind.size_bytes),), swapped)
-    else:
-        source = Strided(tensors.path, start, tuple(step * itemsize_bytes for step in stored.strides), swapped)
-    tensors.add_entry(TensorEntry(name, kind.dtype, kind.shape, source, kind.box, kind.global_shape))
+def _add(tensors: Tensors, found: Iterable[tuple[str, Value]], content: Content, wholes: Mapping[str, Whole]) -> None:
+    """Add the tensors of the file, each with its part of the whole where the file says that it has one."""
+    starts, path = content.starts, tensors.path
+    # Most tensors are like others before, so what is known of a kind is looked up.
+    known: dict[tuple[DType, tuple[int, ...], tuple[int, ...], Whole | None], tuple[Kind, int, bool]] = {}
+    for name, tensor in found:
+        stored: StoredTensor = tensor.local if type(tensor) is DistributedTensor else tensor
+        storage, dtype, offset, shape, strides = stored
+        whole = wholes.get(name)
+        alike = known.get((dtype, shape, strides, whole))
+        if alike is None:
+            kind = Kind(dtype, shape, *whole) if whole is not None else Kind(dtype, shape)
+            alike = known[dtype, shape, strides, whole] = kind, tensors.kind(kind), stored.is_row_major
+        kind, number, is_row_major = alike
+        swapped = content.swapped and dtype.part_bytes > 1
+        start = starts[storage.key] + offset * dtype.itemsize_bytes
+        if not kind.size_bytes:
+            tensors.add(name, number, 0)
+        elif is_row_major and not swapped:
+            tensors.add(name, number, start)
+        else:
+            source: Segments | Strided = Segments((ByteRange(path, start, kind.size_bytes),), swapped)
+            if not is_row_major:
+                source = Strided(path, start, tuple(step * dtype.itemsize_bytes for step in strides), swapped)
+            tensors.add_entry(TensorEntry(name, dtype, shape, source, kind.box, kind.global_shape))
 
 
 def _own_strings(content: Content) -> Mapping[str, str] | None:
-    """Return the strings with which this program wrote the file; None if others have written it, or changed it since."""
+    """Return the strings with which this program wrote the file; None if others wrote it, or changed it."""
     if content.own_record is None:
         return None
     try:

@@ -30,7 +30,7 @@ def seal(fd: int, path: str, sums: Mapping[str, int] = NO_SUMS, *, crc: bool = F
         if member.size_bytes:
             files.write_all(fd, found, member.offset_bytes + member.size_bytes + _DESCRIPTOR_CRC_AT)
         at += archive.entry_bytes(directory, at)
-    files.write_all(fd, directory, start)
+    files.write_all(fd, bytes(directory), start)
 
 
 def stored_sums(path: str) -> Mapping[str, int]:

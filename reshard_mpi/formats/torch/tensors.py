@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -22,6 +21,8 @@ _DTENSORS = frozenset(
     for module in ("torch.distributed.tensor", "torch.distributed._tensor", "torch.distributed._tensor.api")
 )
 _MAX_BYTES = 1 << 62
+# The sixth part of a persistent id in files of the older layout.
+_NO_VIEWS: tuple[list[None], ...] = ([], [None])
 
 
 class StoredTensor(NamedTuple):
@@ -57,10 +58,10 @@ def is_tensor(value: Value) -> bool:
 
 def storage(persistent_id: Value) -> Storage:
     """Return the storage that a persistent id names. Raises ValueError if it is of another kind."""
-    if type(persistent_id) is not tuple or len(persistent_id) not in (5, 6) or persistent_id[0] != "storage":
+    if type(persistent_id) is not tuple or len(persistent_id) not in (5, 6):
         raise ValueError("a persistent id that is no storage")
-    _, kind, key, _, count = persistent_id[:5]
-    if len(persistent_id) == 6 and persistent_id[5] is not None:
+    word, kind, key, _, count, *view = persistent_id
+    if word != "storage" or view not in _NO_VIEWS:
         raise ValueError("a storage that is a view of another")
     if type(kind) is not Global or type(key) is not str or type(count) is not int or count < 0:
         raise ValueError("a storage without class, key or size")
@@ -70,7 +71,13 @@ def storage(persistent_id: Value) -> Storage:
 
 
 def _tensor(
-    stored: Value, offset: Value, shape: Value, strides: Value, _grad: Value = None, _hooks: Value = None, bits: Value = None
+    stored: Value,
+    offset: Value,
+    shape: Value,
+    strides: Value,
+    _grad: Value = None,
+    _hooks: Value = None,
+    bits: Value = None,
 ) -> Value:
     if type(stored) is not Storage:
         raise ValueError("a tensor without storage")
@@ -104,12 +111,14 @@ def _of_type(stored: Storage, dtype: DType, offset: Value, shape: Value, strides
         raise ValueError("a tensor without a sound place in its storage")
     if len(lengths) > files.MAX_DIMENSIONS:
         raise ValueError(f"a tensor of {len(lengths)} dimensions, more than {files.MAX_DIMENSIONS}")
-    if dtype.itemsize_bytes * math.prod(length for length in lengths if length) >= _MAX_BYTES:
+    last, size = offset, 1
+    for length, step in zip(lengths, steps):
+        last += (length - 1) * step
+        size *= length or 1
+    if dtype.itemsize_bytes * size >= _MAX_BYTES:
         raise ValueError("a tensor of an impossibly large shape")
-    if 0 not in lengths:
-        last = offset + sum((length - 1) * step for length, step in zip(lengths, steps))
-        if (last + 1) * dtype.itemsize_bytes > stored.size_bytes:
-            raise ValueError(f"a tensor that runs past the end of its storage {stored.key[:60]!r}")
+    if (last + 1) * dtype.itemsize_bytes > stored.size_bytes and 0 not in lengths:
+        raise ValueError(f"a tensor that runs past the end of its storage {stored.key[:60]!r}")
     if bits is not None and (type(bits) is not Dict or any(value is not False for value in bits.flat[1::2])):
         return Unreadable("a conjugated or negated view: save tensor.resolve_conj().resolve_neg()")
     return StoredTensor(stored, dtype, offset, lengths, steps)
@@ -121,8 +130,9 @@ def numbers(value: Value) -> tuple[int, ...]:
         value = value.args[0]
     if type(value) is not tuple and type(value) is not list:
         raise ValueError("a size that is no tuple")
-    if not all(type(number) is int and number >= 0 for number in value):
-        raise ValueError("a size or stride that is no number, or less than 0")
+    for number in value:
+        if type(number) is not int or number < 0:
+            raise ValueError("a size or stride that is no number, or less than 0")
     return tuple(value)
 
 

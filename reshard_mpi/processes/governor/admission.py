@@ -6,12 +6,10 @@ import errno
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager as ContextManager
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple
 
 from reshard_mpi.errors import BudgetError
 from reshard_mpi.processes.governor.allowance import MEMORY_VARIABLE, Allowance
@@ -21,8 +19,6 @@ from reshard_mpi.processes.governor.place import Place, find_place, make_place, 
 from reshard_mpi.processes.governor.scopes import Scope, find_scopes
 from reshard_mpi.processes.kernel import state_of
 from reshard_mpi.units import format_bytes
-
-T = TypeVar("T")
 
 # Leases change hands within milliseconds where targets are small: nobody wants to read of that.
 _FIRST_NOTICE_SECONDS = 1.0
@@ -34,236 +30,6 @@ _MAX_NAMED = 3
 Say = Callable[[str], None]
 
 
-class Lease(Protocol):
-    """Memory that is held until it is given back. numbers: its place in the line of each scope, by the scope's key."""
-
-    @property
-    def size_bytes(self) -> int: ...
-
-    @property
-    def waited_seconds(self) -> float: ...
-
-    @property
-    def numbers(self) -> dict[str, int]: ...
-
-    def grow(self, size_bytes: int) -> bool:
-        """Hold so much from now on, if that fits now; tells whether it does. Nothing is waited for."""
-        ...
-
-    def restate(self, size_bytes: int, *, is_floor: bool) -> None:
-        """Hold so much from now on, whether it fits or not.
-
-        is_floor: it stands for what is in use whatever anybody says.
-        """
-        ...
-
-    def give_back(self) -> None: ...
-
-
-class Governor(Protocol):
-    """Admits what needs memory. notes: what the user should know of how it does that."""
-
-    @property
-    def notes(self) -> tuple[str, ...]: ...
-
-    def require_possible(self, peak_bytes: int, reserved_bytes: int) -> None:
-        """Raise BudgetError if a process that needs `peak_bytes` can never be admitted.
-
-        reserved_bytes: what of it is for the process itself, whatever it does.
-        """
-        ...
-
-    @property
-    def ceiling_bytes(self) -> int:
-        """What all processes together can never exceed."""
-        ...
-
-    def take(
-        self,
-        size_bytes: int,
-        purpose: str,
-        say: Say,
-        *,
-        numbers: Mapping[str, int] | None = None,
-        used_before_bytes: int = 0,
-    ) -> Lease:
-        """Wait until there are `size_bytes`, and hold them.
-
-        purpose: what for, in words. say: is told, now and then, what is waited for. numbers: of the places in line that
-        the process had before. used_before_bytes: what it uses already, for which no lease stands.
-        """
-        ...
-
-    def register(self, size_bytes: int, purpose: str) -> Lease:
-        """Hold `size_bytes` that are in use whatever anybody says; nothing is waited for."""
-        ...
-
-    def is_waited_for(self) -> bool:
-        """Tell whether anybody waits who could be admitted."""
-        ...
-
-    def lease(self, peak_bytes: int, purpose: str, say: Say) -> ContextManager[float]:
-        """Wait until there are `peak_bytes`, and hold them as long as the block lasts; yields the seconds waited."""
-        ...
-
-
-class _Free:
-    """A lease where nobody asks."""
-
-    waited_seconds = 0.0
-
-    def __init__(self, size_bytes: int) -> None:
-        self.size_bytes = size_bytes
-        self.numbers: dict[str, int] = {}
-
-    def grow(self, size_bytes: int) -> bool:
-        self.size_bytes = size_bytes
-        return True
-
-    def restate(self, size_bytes: int, *, is_floor: bool) -> None:
-        self.size_bytes = size_bytes
-
-    def give_back(self) -> None:
-        pass
-
-
-class Unlimited:
-    """Admits everybody at once."""
-
-    notes = ()
-    ceiling_bytes = sys.maxsize
-
-    def require_possible(self, peak_bytes: int, reserved_bytes: int) -> None:
-        pass
-
-    def take(
-        self,
-        size_bytes: int,
-        purpose: str,
-        say: Say,
-        *,
-        numbers: Mapping[str, int] | None = None,
-        used_before_bytes: int = 0,
-    ) -> Lease:
-        return _Free(size_bytes)
-
-    def register(self, size_bytes: int, purpose: str) -> Lease:
-        return _Free(size_bytes)
-
-    def is_waited_for(self) -> bool:
-        return False
-
-    @contextmanager
-    def lease(self, peak_bytes: int, purpose: str, say: Say) -> Iterator[float]:
-        yield 0.0
-
-
-class HostGovernor:
-    """Shares the memory of a host between all processes of a user, through ledgers in `place`.
-
-    scopes: what the process lies in, from the innermost: a lease is taken from each in this order, which is the same
-    for all processes, so none waits for one that waits for it.
-    """
-
-    def __init__(self, place: Place, scopes: Sequence[Scope]) -> None:
-        self._place = place
-        self._scopes = scopes
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        if not self._place.private:
-            return ()
-        return (
-            f"memory is shared only with processes that see {self._place.folder}: {self._place.private}; what others on"
-            " this host are going to need is not known",
-        )
-
-    def require_possible(self, peak_bytes: int, reserved_bytes: int) -> None:
-        tightest = min(self._scopes, key=lambda scope: scope.ceiling_bytes)
-        if peak_bytes <= tightest.ceiling_bytes:
-            return
-        raise BudgetError(
-            "a process can never fit the memory that is allowed",
-            expected=f"{format_bytes(tightest.ceiling_bytes)} or less: that is what {tightest.name} allows",
-            got=f"projected {format_bytes(peak_bytes)}, of which {format_bytes(reserved_bytes)} are reserved for the"
-            " process itself",
-            remedy=f"allow more (--memory, {MEMORY_VARIABLE}, the job's --mem), or do without with --memory unlimited",
-        )
-
-    @property
-    def ceiling_bytes(self) -> int:
-        return min(scope.ceiling_bytes for scope in self._scopes)
-
-    @contextmanager
-    def lease(self, peak_bytes: int, purpose: str, say: Say) -> Iterator[float]:
-        lease = self.take(peak_bytes, purpose, say)
-        try:
-            yield lease.waited_seconds
-        finally:
-            lease.give_back()
-
-    def take(
-        self,
-        size_bytes: int,
-        purpose: str,
-        say: Say,
-        *,
-        numbers: Mapping[str, int] | None = None,
-        used_before_bytes: int = 0,
-    ) -> Lease:
-        begin = time.monotonic()
-        lease = _HostLease()
-        try:
-            for scope in self._scopes:
-                claim = self._claim(scope, size_bytes, purpose)._replace(used_before_bytes=used_before_bytes)
-                notices = _Notices(scope, claim, begin, say)
-                number = (numbers or {}).get(scope.key, 0)
-                self._add(
-                    lease,
-                    scope,
-                    partial(
-                        Ledger.enter, claim=claim, judge=partial(_judge, scope, claim), notices=notices, number=number
-                    ),
-                )
-        except BaseException:
-            lease.give_back()
-            raise
-        lease.waited_seconds = time.monotonic() - begin
-        return lease
-
-    def register(self, size_bytes: int, purpose: str) -> Lease:
-        lease = _HostLease()
-        for scope in self._scopes:
-            claim = self._claim(scope, size_bytes, purpose)._replace(is_floor=True)
-            notices = _Notices(scope, claim, time.monotonic(), lambda _: None)
-            self._add(lease, scope, partial(Ledger.register, claim=claim, notices=notices))
-        return lease
-
-    def is_waited_for(self) -> bool:
-        return any(self._ledger(scope).is_waited_for() for scope in self._scopes)
-
-    def _claim(self, scope: Scope, size_bytes: int, purpose: str) -> Claim:
-        ceiling_bytes = scope.ceiling_bytes
-        return Claim(size_bytes, os.getpid(), own_pid_namespace(), purpose, scope.name, ceiling_bytes, time.time())
-
-    def _ledger(self, scope: Scope) -> Ledger:
-        return Ledger(self._place.folder / scope.key)
-
-    def _add(self, lease: _HostLease, scope: Scope, enter: Callable[[Ledger], Position]) -> None:
-        """Have `lease` hold what `enter` takes of `scope`."""
-        ledger = self._ledger(scope)
-        while True:
-            try:
-                lease.parts.append(_Part(scope, ledger, enter(ledger)))
-                return
-            except FileNotFoundError:
-                make_place(self._place)
-            except OSError as error:
-                if error.errno not in _FULL:
-                    raise
-                raise no_place(self._place.folder, error) from None
-
-
 class _Part(NamedTuple):
     """What a lease holds of one scope."""
 
@@ -272,22 +38,26 @@ class _Part(NamedTuple):
     position: Position
 
 
-class _HostLease:
-    """Memory of this host that is held, in every scope."""
+class Lease:
+    """Memory that is held, in every scope of the process, until it is given back."""
 
-    def __init__(self) -> None:
+    def __init__(self, size_bytes: int) -> None:
         self.parts: list[_Part] = []
         self.waited_seconds = 0.0
+        self._wanted_bytes = size_bytes
 
     @property
     def size_bytes(self) -> int:
-        return min((part.position.claim.size_bytes for part in self.parts), default=0)
+        """What is held; what was last asked for, where nothing limits it."""
+        return min((part.position.claim.size_bytes for part in self.parts), default=self._wanted_bytes)
 
     @property
     def numbers(self) -> dict[str, int]:
+        """The number of its place in the line of each scope, by the scope's key."""
         return {part.scope.key: part.position.number for part in self.parts}
 
     def grow(self, size_bytes: int) -> bool:
+        """Hold `size_bytes` from now on, if that fits now; tell whether it does. Nothing is waited for."""
         before_bytes = self.size_bytes
         for grown, (scope, ledger, position) in enumerate(self.parts):
             judge = partial(_judge, scope, position.claim._replace(size_bytes=size_bytes))
@@ -295,9 +65,15 @@ class _HostLease:
                 for _, other_ledger, other in self.parts[:grown]:
                     other_ledger.resize(other, before_bytes, None)
                 return False
+        self._wanted_bytes = size_bytes
         return True
 
     def restate(self, size_bytes: int, *, is_floor: bool) -> None:
+        """Hold `size_bytes` from now on, whether that fits or not.
+
+        is_floor: the lease stands for what the process uses in any case, and nobody waits for its end.
+        """
+        self._wanted_bytes = size_bytes
         for _, ledger, position in self.parts:
             ledger.resize(position, size_bytes, None, is_floor=is_floor)
 
@@ -307,14 +83,121 @@ class _HostLease:
             ledger.leave(position)
 
 
+class Governor:
+    """Shares the memory of a host between all processes of a user, through ledgers in `place`.
+
+    scopes: those that limit the process, the innermost first; without any it is admitted at once. A lease is taken in
+    each of them in this order, which is the same for all processes, so no two wait for each other.
+    """
+
+    def __init__(self, place: Place, scopes: Sequence[Scope]) -> None:
+        self._place = place
+        self._scopes = scopes
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know about how memory is shared."""
+        if not self._place.private:
+            return ()
+        return (
+            f"memory is shared only with processes that see {self._place.folder}: {self._place.private}; what others on"
+            " this host are going to need is not known",
+        )
+
+    @property
+    def ceiling_bytes(self) -> int:
+        """What all processes together can never exceed."""
+        return min((scope.ceiling_bytes for scope in self._scopes), default=sys.maxsize)
+
+    def require_possible(self, peak_bytes: int, reserved_bytes: int) -> None:
+        """Raise BudgetError if a process that needs `peak_bytes` can never be admitted.
+
+        reserved_bytes: the part of it that the process takes whatever it does.
+        """
+        if peak_bytes <= self.ceiling_bytes:
+            return
+        tightest = min(self._scopes, key=lambda scope: scope.ceiling_bytes)
+        raise BudgetError(
+            "a process can never fit the memory that is allowed",
+            expected=f"{format_bytes(tightest.ceiling_bytes)} or less: that is what {tightest.name} allows",
+            got=f"projected {format_bytes(peak_bytes)}, of which {format_bytes(reserved_bytes)} are reserved for the"
+            " process itself",
+            remedy=f"allow more (--memory, {MEMORY_VARIABLE}, the job's --mem), or do without with --memory unlimited",
+        )
+
+    def take(
+        self,
+        size_bytes: int,
+        purpose: str,
+        say: Say,
+        *,
+        numbers: Mapping[str, int] | None = None,
+        used_before_bytes: int = 0,
+    ) -> Lease:
+        """Wait until `size_bytes` fit every scope, and return a lease of them.
+
+        purpose: what they are for, in words. say: is told now and then what is waited for. numbers: by the key of a
+        scope the place in its line that the process had before. used_before_bytes: what the process uses already
+        without a lease.
+        """
+        begin = time.monotonic()
+        lease = Lease(size_bytes)
+        try:
+            for scope in self._scopes:
+                claim = self._claim(scope, size_bytes, purpose)._replace(used_before_bytes=used_before_bytes)
+                notices = _Notices(scope, claim, begin, say)
+                number = (numbers or {}).get(scope.key, 0)
+                judge = partial(_judge, scope, claim)
+                enter = partial(Ledger.enter, claim=claim, judge=judge, notices=notices, number=number)
+                lease.parts.append(self._part(scope, enter))
+        except BaseException:
+            lease.give_back()
+            raise
+        lease.waited_seconds = time.monotonic() - begin if self._scopes else 0.0
+        return lease
+
+    def register(self, size_bytes: int, purpose: str) -> Lease:
+        """Return a lease of `size_bytes` that are in use in any case; nothing is waited for."""
+        lease = Lease(size_bytes)
+        for scope in self._scopes:
+            claim = self._claim(scope, size_bytes, purpose)._replace(is_floor=True)
+            notices = _Notices(scope, claim, time.monotonic(), lambda _: None)
+            lease.parts.append(self._part(scope, partial(Ledger.register, claim=claim, notices=notices)))
+        return lease
+
+    def is_waited_for(self) -> bool:
+        """Tell whether anybody waits who could be admitted."""
+        return any(self._ledger(scope).is_waited_for() for scope in self._scopes)
+
+    def _claim(self, scope: Scope, size_bytes: int, purpose: str) -> Claim:
+        ceiling_bytes = scope.ceiling_bytes
+        return Claim(size_bytes, os.getpid(), own_pid_namespace(), purpose, scope.name, ceiling_bytes, time.time())
+
+    def _ledger(self, scope: Scope) -> Ledger:
+        return Ledger(self._place.folder / scope.key)
+
+    def _part(self, scope: Scope, enter: Callable[[Ledger], Position]) -> _Part:
+        """Return what `enter` takes of `scope`. Raises ReshardError if there is no room to note it."""
+        ledger = self._ledger(scope)
+        while True:
+            try:
+                return _Part(scope, ledger, enter(ledger))
+            except FileNotFoundError:
+                make_place(self._place)
+            except OSError as error:
+                if error.errno not in _FULL:
+                    raise
+                raise no_place(self._place.folder, error) from None
+
+
 def open_governor(allowance: Allowance, environment: Mapping[str, str], root: Path = Path("/")) -> Governor:
-    """Return what admits processes of this host; nothing is made before the first lease. root: where /proc is."""
+    """Return what admits processes of this host; no file is made before the first lease. root: where /proc is."""
     if allowance.unlimited and allowance.max_active is None:
-        return Unlimited()
+        return Governor(Place(Path(), ""), [])
     place = find_place(environment)
     if allowance.unlimited:
-        return HostGovernor(place, [_Uncounted(allowance.max_active)])
-    return HostGovernor(place, find_scopes(environment, allowance.memory_bytes, allowance.max_active, root))
+        return Governor(place, [_Uncounted(allowance.max_active)])
+    return Governor(place, find_scopes(environment, allowance.memory_bytes, allowance.max_active, root))
 
 
 class _Uncounted(NamedTuple):
@@ -365,9 +248,9 @@ class _Notices:
         why = f"{ahead} ahead in line on {self._scope.name}" if lacking is None else lacking
         now = time.time()
         # The stopped first: somebody has to do something about them.
-        named = sorted(whom, key=lambda one: (not one.claim.is_stopped, one.claim.is_floor, one.since))[:_MAX_NAMED]
+        named = sorted(whom, key=lambda who: (not who.claim.is_stopped, who.claim.is_floor, who.since))[:_MAX_NAMED]
         more = f" and {len(whom) - len(named)} more" if len(whom) > len(named) else ""
-        self._tell(f", on {', '.join(one.told(now) for one in named)}{more}" if named else "", why)
+        self._tell(f", on {', '.join(who.told(now) for who in named)}{more}" if named else "", why)
 
     def tell_locked(self, pids: Sequence[int]) -> None:
         holders = ", ".join(f"pid {pid} ({state_of(pid)})" for pid in pids) or "a process that cannot be seen from here"

@@ -1,8 +1,7 @@
 """What limits the memory of a process: the host, the control groups it is in, its SLURM job.
 
-A lease must fit every scope its holder lies in. Of each scope it is known how much is in use; what the holders of
-leases use is added to what is free, since their leases stand for it. What they use beyond them is in use like any other
-memory.
+A lease must fit every scope of its holder. What a scope allows its leases is the memory that is free, and what the
+holders of leases use already, up to their leases. What they use beyond them is in use like any other memory.
 
 Sources: proc(5) for the host; Linux kernel documentation, admin-guide/cgroup-v2 and cgroup-v1/memory; sbatch(1) and
 srun(1), output environment variables.
@@ -21,10 +20,10 @@ from reshard_mpi.units import MIB
 
 
 class Scope(Protocol):
-    """A set of processes with a limit on the memory of all of them.
+    """A set of processes with a limit on their memory together.
 
-    key: names the scope's ledger, the same in all its processes. name: for people. ceiling_bytes: what a lease can
-    never exceed. most_held: how many leases there may be, None for any number.
+    key: the name of the scope's ledger, the same in all its processes. name: for people. ceiling_bytes: the largest
+    lease that is possible. most_held: how many leases there may be, None for any number.
     """
 
     @property
@@ -40,15 +39,15 @@ class Scope(Protocol):
     def most_held(self) -> int | None: ...
 
     def allowed_bytes(self, leased_bytes: Mapping[int, int]) -> int:
-        """Return how much the leases may hold now, all together.
+        """Return how much all leases may hold together now.
 
-        leased_bytes: what they hold, or will hold, by the process that does.
+        leased_bytes: by process, what its leases hold or will hold.
         """
         ...
 
 
 class HostScope(NamedTuple):
-    """All of the machine, or as much of it as the user gives (`memory_bytes`)."""
+    """The whole machine, or as much of it as the user allows (`memory_bytes`)."""
 
     total_bytes: int
     memory_bytes: int | None = None
@@ -69,12 +68,12 @@ class HostScope(NamedTuple):
         return self.total_bytes if self.memory_bytes is None else min(self.total_bytes, self.memory_bytes)
 
     def allowed_bytes(self, leased_bytes: Mapping[int, int]) -> int:
-        there_bytes = usage.available_bytes() + _used_bytes(leased_bytes, anonymous_bytes)
-        return there_bytes if self.memory_bytes is None else min(there_bytes, self.memory_bytes)
+        free_bytes = usage.available_bytes() + _used_bytes(leased_bytes, anonymous_bytes)
+        return free_bytes if self.memory_bytes is None else min(free_bytes, self.memory_bytes)
 
 
 class ControlGroup(NamedTuple):
-    """A control group with a memory limit. What the kernel can drop of its file cache is free."""
+    """A control group with a memory limit. File cache that the kernel can drop counts as free."""
 
     folder: Path
     ceiling_bytes: int
@@ -89,13 +88,13 @@ class ControlGroup(NamedTuple):
             used_bytes = int((self.folder / self.usage_file).read_text())
             lines = [line.split() for line in (self.folder / "memory.stat").read_text().splitlines()]
         except OSError:
-            return self.ceiling_bytes  # not told, as by kernels that are emulated
+            return self.ceiling_bytes  # unknown, as with kernels that are emulated
         cache_bytes = sum(int(count) for name, count in lines if name in self.cache_names)
         return self.ceiling_bytes - max(0, used_bytes - cache_bytes) + _used_bytes(leased_bytes, anonymous_bytes)
 
 
 class SlurmJob(NamedTuple):
-    """The processes of a SLURM job on this node. SLURM adds up what is resident in each, shared or not."""
+    """The processes of a SLURM job on this node. SLURM adds up the resident memory of each, shared or not."""
 
     job: str
     node: str | None
@@ -115,14 +114,14 @@ class SlurmJob(NamedTuple):
         return self.ceiling_bytes - used_bytes + _used_bytes(leased_bytes, resident_bytes)
 
     def _has(self, environment: Mapping[str, str]) -> bool:
-        """Tell whether a process of such an environment is one of the job's on this node."""
+        """Tell whether a process with this environment belongs to the job and runs on this node."""
         return environment.get("SLURM_JOB_ID") == self.job and environment.get("SLURMD_NODENAME") == self.node
 
 
 class _Hierarchy(NamedTuple):
-    """How a version of control groups names what matters here.
+    """The names that a version of control groups has for its files and values.
 
-    filesystem: as mountinfo calls it. controller: what marks the line of /proc/self/cgroup.
+    filesystem: its name in mountinfo. controller: its name in /proc/self/cgroup.
     """
 
     filesystem: str
@@ -147,9 +146,9 @@ _HIERARCHIES = (
 def find_scopes(
     environment: Mapping[str, str], memory_bytes: int | None, max_active: int | None, root: Path = Path("/")
 ) -> list[Scope]:
-    """Return the scopes this process lies in, from the innermost to the host.
+    """Return the scopes of this process, from the innermost to the host.
 
-    memory_bytes, max_active: what the user allows on this host, None for all there is. root: where /proc is.
+    memory_bytes, max_active: what the user allows on this host, None for no limit. root: the folder that holds /proc.
     """
     host = HostScope.of(memory_bytes, max_active)
     groups = [group for group in control_groups(root) if group.ceiling_bytes < host.total_bytes]
@@ -169,21 +168,18 @@ def control_groups(root: Path = Path("/")) -> Iterator[ControlGroup]:
             _, controllers, path = line.split(":", 2)
             if hierarchy.controller not in controllers.split(","):
                 continue
-            top, inner = _place(hierarchy, path, mounts)
-            if top is None:
+            mount_point, inner = _mounted(hierarchy, path, mounts)
+            if mount_point is None:
                 continue
-            top = root / top.relative_to("/")
-            folder = top / inner
-            for place in (folder, *folder.parents):
-                group = _group(hierarchy, place, top)
+            top = root / mount_point.relative_to("/")
+            for folder in (top / inner, *(top / parent for parent in inner.parents)):
+                group = _group(hierarchy, folder, top)
                 if group is not None:
                     yield group
-                if place == top:
-                    break
 
 
-def _place(hierarchy: _Hierarchy, path: str, mounts: Iterable[str]) -> tuple[Path | None, Path]:
-    """Return where the hierarchy is mounted, and where below that the control group `path` is."""
+def _mounted(hierarchy: _Hierarchy, path: str, mounts: Iterable[str]) -> tuple[Path | None, Path]:
+    """Return where the hierarchy is mounted, None if it is not, and the relative path of the control group `path`."""
     for line in mounts:
         # 36 35 98:0 ROOT MOUNTPOINT options [optional fields] - FILESYSTEM source SUPEROPTIONS
         fields, _, more = line.partition(" - ")
@@ -193,7 +189,7 @@ def _place(hierarchy: _Hierarchy, path: str, mounts: Iterable[str]) -> tuple[Pat
             continue
         if hierarchy.controller and hierarchy.controller not in options.split(","):
             continue
-        # In a container the top of what is mounted is often the container's own group, named from outside.
+        # In a container the root of the mount is often the container's own group, by its name outside.
         inner = Path(path)
         below = inner.relative_to(mounted_root) if inner.is_relative_to(mounted_root) else Path()
         return Path(mount_point), Path() if ".." in below.parts else below
@@ -205,7 +201,7 @@ def _group(hierarchy: _Hierarchy, folder: Path, top: Path) -> ControlGroup | Non
         limit = (folder / hierarchy.limit_file).read_text().strip()
         status = folder.stat()
     except OSError:
-        return None  # the top of all has no limit
+        return None  # the root group has no limit
     if not limit.isdigit():
         return None  # "max"
     key = f"cgroup-{status.st_dev}-{status.st_ino}"
@@ -218,22 +214,23 @@ def slurm_job(environment: Mapping[str, str]) -> SlurmJob | None:
     job = environment.get("SLURM_JOB_ID", "")
     if not job.isdecimal():
         return None
-    # The one that was asked for, in MiB. 0 asks for all there is.
-    for per, count in (
+    # What the job was submitted with, in MiB; 0 is no limit.
+    for size_name, count_name in (
         ("SLURM_MEM_PER_NODE", None),
         ("SLURM_MEM_PER_CPU", "SLURM_CPUS_ON_NODE"),
         ("SLURM_MEM_PER_GPU", "SLURM_GPUS_ON_NODE"),
     ):
-        each, times = environment.get(per, ""), "1" if count is None else environment.get(count, "")
-        if each.isdecimal() and times.isdecimal() and int(each):
-            return SlurmJob(job, environment.get("SLURMD_NODENAME"), int(each) * int(times) * MIB)
+        size_mib = environment.get(size_name, "")
+        count = "1" if count_name is None else environment.get(count_name, "")
+        if size_mib.isdecimal() and count.isdecimal() and int(size_mib):
+            return SlurmJob(job, environment.get("SLURMD_NODENAME"), int(size_mib) * int(count) * MIB)
     return None
 
 
 def _used_bytes(leased_bytes: Mapping[int, int], used_by: Callable[[int], int]) -> int:
-    """Return how much of its leases every process uses already, all together.
+    """Return how much memory of their leases the processes use already, all together.
 
-    What its children use is counted with it, as far as they have no leases of their own.
+    The memory of children without leases of their own is counted as that of their parent.
     """
     used_bytes = 0
     for pid, size_bytes in leased_bytes.items():

@@ -1,6 +1,6 @@
 """How much memory there is and how much processes use.
 
-psutil is loaded by who has to judge whether there is room: processes that only wait in line stay as small as they are.
+psutil is loaded only to judge whether there is room, so processes that wait in line stay small.
 """
 
 from __future__ import annotations
@@ -13,42 +13,38 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def total_bytes() -> int:
-    """Return how much memory this machine has."""
+    """Return the memory of this machine."""
     return os.sysconf("SC_PHYS_PAGES") * _PAGE_BYTES
 
 
 def available_bytes() -> int:
-    """Return how much memory of this machine can be had without swapping."""
+    """Return the memory of this machine that is available without swapping."""
     import psutil
 
-    available: int = psutil.virtual_memory().available
-    return available
+    return int(psutil.virtual_memory().available)
 
 
 def anonymous_bytes(pid: int) -> int:
-    """Return the memory of a process that could not be had again by dropping file cache; 0 if it has ended."""
+    """Return the resident memory of a process that is no file cache; 0 if it has ended."""
     import psutil
 
-    try:
+    with contextlib.suppress(psutil.Error):
         memory = psutil.Process(pid).memory_info()
-    except psutil.Error:
-        return 0
-    return max(0, memory.rss - memory.shared)
+        return max(0, memory.rss - memory.shared)
+    return 0
 
 
 def resident_bytes(pid: int) -> int:
     """Return the resident memory of a process, mapped files included; 0 if it has ended."""
     import psutil
 
-    try:
-        resident: int = psutil.Process(pid).memory_info().rss
-    except psutil.Error:
-        return 0
-    return resident
+    with contextlib.suppress(psutil.Error):
+        return int(psutil.Process(pid).memory_info().rss)
+    return 0
 
 
 def resident_bytes_where(is_of: Callable[[Mapping[str, str]], bool]) -> int:
-    """Return the resident memory of all processes whose environment, as they were started with, `is_of` accepts."""
+    """Return the resident memory of all processes whose environment, as it was at their start, `is_of` accepts."""
     import psutil
 
     used_bytes = 0

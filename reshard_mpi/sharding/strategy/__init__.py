@@ -14,45 +14,49 @@ from reshard_mpi.errors import StrategyError
 
 if TYPE_CHECKING:
     from reshard_mpi.sharding.placement import Strategy
+    from reshard_mpi.sharding.strategy.files import StrategyFile
     from reshard_mpi.sharding.strategy.mindspore import StageFile
 
 __all__ = ["digest", "load"]
 
 
 def load(path: str) -> Strategy:
-    """Read a strategy: a file (MindSpore's protobuf or JSON, a TOML spec), or a folder of them, merged by itself.
+    """Read a strategy: a file (MindSpore's protobuf or JSON, a TOML spec), or a folder of them, which are merged.
 
-    Kinds are told by their contents. In a folder, files of one stage must agree and count once, the stages run from 0
-    without a gap, and files that are no strategies are passed over. Raises StrategyError, or LayoutError for a layout
-    that cannot be; both name the file and the parameter.
+    Files are told apart by their contents. In a folder, files of one stage must agree, the stages run from 0 without a
+    gap, and files that are no strategies are passed over. Raises StrategyError, or LayoutError for a layout that
+    cannot be; both name the file and the parameter.
     """
     from reshard_mpi.sharding.strategy.files import Kind, decode, distinct, look_all, text_of
     from reshard_mpi.sharding.strategy.stages import to_strategy
 
-    specs = []
-
-    def stage_files() -> Iterator[StageFile]:
-        for at, file in enumerate(distinct(look_all(path))):
-            if file.kind is Kind.TOML:
-                specs.append(file)
-            else:
-                yield decode(file)
-            if specs and at:
-                raise StrategyError(
-                    "a TOML spec is the whole strategy, but it is not alone",
-                    expected="one TOML spec, or MindSpore strategy files",
-                    got=f"{specs[0].path.name} among others",
-                    where=path,
-                    remedy="give the file itself instead of the folder",
-                )
-
-    files = stage_files()
-    first = next(files, None)
-    if first is None:
+    files = distinct(look_all(path))
+    first = next(files)
+    if first.kind is Kind.TOML:
         from reshard_mpi.sharding.strategy.toml import parse
 
-        return parse(text_of(specs[0]), str(specs[0].path))
-    return to_strategy((file for part in ([first], files) for file in part), path)
+        if next(files, None) is not None:
+            raise _not_alone(first, path)
+        return parse(text_of(first), str(first.path))
+
+    def stage_files() -> Iterator[StageFile]:
+        yield decode(first)
+        for file in files:
+            if file.kind is Kind.TOML:
+                raise _not_alone(file, path)
+            yield decode(file)
+
+    return to_strategy(stage_files(), path)
+
+
+def _not_alone(spec: StrategyFile, path: str) -> StrategyError:
+    return StrategyError(
+        "a TOML spec is the whole strategy, but it is not alone",
+        expected="one TOML spec, or MindSpore strategy files",
+        got=f"{spec.path.name} among others",
+        where=path,
+        remedy="give the file itself instead of the folder",
+    )
 
 
 def digest(path: str) -> str:
@@ -64,12 +68,12 @@ def digest(path: str) -> str:
 
     from reshard_mpi.sharding.strategy.files import look_all
 
-    found = hashlib.sha256()
+    sha256 = hashlib.sha256()
     in_folder = Path(path).is_dir()
     for file in look_all(path):
         if in_folder:
             name = file.path.name.encode("utf-8", "surrogateescape")
-            found.update(b"%d %s %d " % (len(name), name, file.path.stat().st_size))
+            sha256.update(b"%d %s %d " % (len(name), name, file.path.stat().st_size))
         for block in file.blocks():
-            found.update(block)
-    return found.hexdigest()
+            sha256.update(block)
+    return sha256.hexdigest()

@@ -1,4 +1,7 @@
-"""Checks of plain values out of JSON and TOML: each returns the value with its type known, or raises StrategyError."""
+"""Checks of plain values from JSON and TOML: each returns the value with its type known, or raises StrategyError.
+
+what: how the error calls the value. where: the file and the place in it.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +66,7 @@ def rules(value: Any, what: str, where: str) -> list[Any]:
 
 
 def patterns(globs: Iterable[str], where: str) -> None:
-    """Refuse patterns that take too long to compile."""
+    """Raise StrategyError for patterns that would take too long to compile."""
     length = sum(map(len, globs))
     if length > MAX_PATTERNS_LENGTH:
         raise StrategyError(
@@ -75,7 +78,7 @@ def patterns(globs: Iterable[str], where: str) -> None:
 
 
 def parsed_size(parsed_bytes: int, file_bytes: int, where: str) -> None:
-    """Refuse a file that says little and would take much memory when it is parsed."""
+    """Raise StrategyError for a file whose values would take far more memory than those of a strategy."""
     if parsed_bytes > max(MAX_PARSED_BYTES, MAX_PARSED_TIMES * file_bytes):
         raise StrategyError(
             "the file would take too much memory",
@@ -110,7 +113,7 @@ def _is_unicode(value: str) -> bool:
 
 
 def known_keys(value: dict[str, Any], allowed: Collection[str], what: str, where: str) -> None:
-    """Refuse keys that mean nothing: most likely a slip of the pen that would change the result."""
+    """Raise StrategyError for an unknown key: most likely a slip that would change the result."""
     for key in value:
         if key not in allowed:
             raise StrategyError(

@@ -6,11 +6,13 @@ import hashlib
 import re
 import stat
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import NamedTuple
 
-from reshard_mpi.errors import StrategyError
+from reshard_mpi.errors import ReshardError, StrategyError
+from reshard_mpi.protobuf import WireError, varint
 from reshard_mpi.sharding.strategy.limits import MAX_FILE_BYTES, MAX_SPEC_BYTES
 from reshard_mpi.sharding.strategy.mindspore import REMEDY, StageFile, decode_json
 from reshard_mpi.text import natural_key
@@ -43,27 +45,29 @@ class Kind(Enum):
 
 
 class StrategyFile(NamedTuple):
-    """One strategy file, and what it is written in. It is read when that is asked for, in parts where it can be."""
+    """One strategy file and its kind. It is read only on request, block by block where the reader can do with that."""
 
     path: Path
     kind: Kind
 
     def read(self) -> bytes:
-        """Return all of it. Raises StrategyError."""
-        return _read_bytes(self.path)
+        """Return all of it. Raises StrategyError if it cannot be read, is empty or too large."""
+        _check_size(self.path)
+        with _readable(self.path):
+            return self.path.read_bytes()
 
     def blocks(self) -> Iterator[bytes]:
-        """Yield all of it, block by block. Raises StrategyError."""
-        try:
-            with self.path.open("rb") as opened:
-                while block := opened.read(_BLOCK_BYTES):
-                    yield block
-        except OSError as error:
-            raise _unreadable(self.path, error) from None
+        """Yield all of it, block by block. Raises StrategyError if it cannot be read."""
+        with _readable(self.path), self.path.open("rb") as stream:
+            while block := stream.read(_BLOCK_BYTES):
+                yield block
 
 
 def look(path: str) -> StrategyFile:
-    """Look into one file. Raises StrategyError if it is not there, is empty, or is well known as something else."""
+    """Return one file with its kind. Raises StrategyError if it cannot be read, is empty, or is of a known other kind.
+
+    Those are checkpoints, HDF5 and safetensors files, and the like, which end in what strategies may end in too.
+    """
     file = Path(path)
     _check_size(file)
     head = _head(file)
@@ -80,13 +84,15 @@ def look(path: str) -> StrategyFile:
 
 
 def look_all(path: str) -> Iterator[StrategyFile]:
-    """Yield the strategy files of a folder in the order of their names, or the one file that `path` is.
+    """Yield the strategy files of the folder `path` in the order of their names; if it is a file, that one.
 
     Other files of the folder (checkpoint shards, configurations, notes, hidden files) are passed over. Raises
-    StrategyError where nothing is left.
+    StrategyError if the folder holds no strategy.
     """
     folder = Path(path)
-    if not _is_dir(folder):
+    with _readable(folder):
+        is_folder = folder.is_dir()
+    if not is_folder:
         yield look(path)
         return
     passed: list[str] = []
@@ -110,16 +116,15 @@ def look_all(path: str) -> Iterator[StrategyFile]:
 
 
 def decode(file: StrategyFile) -> StageFile:
-    """Read a MindSpore strategy file of either kind. Raises StrategyError for what is none."""
+    """Read a MindSpore strategy file, protobuf or JSON. Raises StrategyError if it is neither."""
     path = str(file.path)
     if file.kind is Kind.PROTOBUF:
         from reshard_mpi.sharding.strategy.protobuf import decode_protobuf
 
-        try:
-            with file.path.open("rb") as opened:
-                return decode_protobuf(opened, path)
-        except OSError as error:
-            raise _unreadable(file.path, error) from None
+        with _readable(file.path):
+            stream = file.path.open("rb")
+        with stream:
+            return decode_protobuf(stream, path)
     return decode_json(text_of(file), path)
 
 
@@ -135,24 +140,16 @@ def text_of(file: StrategyFile) -> str:
 
 
 def distinct(files: Iterable[StrategyFile]) -> Iterator[StrategyFile]:
-    """Leave out files that repeat another byte for byte, as the ranks of a stage write them."""
+    """Yield the files that differ; of those with the same bytes, as the ranks of a stage write them, the first."""
     seen = set()
     for file in files:
-        found = hashlib.sha256()
+        digest = hashlib.sha256()
         for block in file.blocks():
-            found.update(block)
-        key = found.digest()
+            digest.update(block)
+        key = digest.digest()
         if key not in seen:
             seen.add(key)
             yield file
-
-
-def _read_bytes(file: Path) -> bytes:
-    _check_size(file)
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise _unreadable(file, error) from None
 
 
 def _check_size(file: Path) -> None:
@@ -170,60 +167,54 @@ def _check_size(file: Path) -> None:
 
 
 def _size_bytes(file: Path) -> int:
-    try:
+    with _readable(file):
         status = file.stat()
-    except (OSError, ValueError) as error:
-        raise _unreadable(file, error) from None
     if not stat.S_ISREG(status.st_mode):
         raise StrategyError("the strategy is no regular file", where=str(file), remedy=REMEDY)
     return status.st_size
 
 
 def _head(file: Path) -> bytes:
-    try:
-        with file.open("rb") as opened:
-            return opened.read(_HEAD_BYTES)
-    except OSError as error:
-        raise _unreadable(file, error) from None
-
-
-def _is_dir(folder: Path) -> bool:
-    try:
-        return folder.is_dir()
-    except (OSError, ValueError) as error:
-        raise _unreadable(folder, error) from None
+    with _readable(file), file.open("rb") as stream:
+        return stream.read(_HEAD_BYTES)
 
 
 def _entries(folder: Path) -> list[Path]:
-    try:
+    with _readable(folder):
         return [entry for entry in folder.iterdir() if not entry.name.startswith(".") and entry.is_file()]
-    except OSError as error:
-        raise _unreadable(folder, error) from None
 
 
 def _only_folders(folder: Path) -> str:
-    """Return what a folder is that holds folders but no files: a checkpoint, most likely; nothing if it is empty."""
-    try:
-        folders = sorted((entry for entry in folder.iterdir() if entry.is_dir()), key=lambda at: natural_key(at.name))
-    except OSError as error:
-        raise _unreadable(folder, error) from None
-    shown = [entry.name for entry in folders if not entry.name.startswith(".")]
+    """Describe a folder that holds folders but no files, most likely a checkpoint; "" if it holds no folders."""
+    with _readable(folder):
+        names = sorted((entry.name for entry in folder.iterdir() if entry.is_dir()), key=natural_key)
+    shown = [name for name in names if not name.startswith(".")]
     if not shown:
         return ""
-    ranks = [entry for entry in folders if _RANK_FOLDER.fullmatch(entry.name)]
-    first = next((file for rank in ranks for file in sorted(_entries(rank))), None)
+    rank_folders = [folder / name for name in names if _RANK_FOLDER.fullmatch(name)]
+    first = next((file for rank_folder in rank_folders for file in sorted(_entries(rank_folder))), None)
     if first is not None and (kind := _something_else(_head(first))):
-        return f"a checkpoint: shards in {len(ranks)} rank folders, such as {first.parent.name}/{first.name} ({kind})"
+        example = f"{first.parent.name}/{first.name} ({kind})"
+        return f"a checkpoint: shards in {len(rank_folders)} rank folders, such as {example}"
     return f"no files, but folders: {', '.join(shown[:5])}{', ...' * (len(shown) > 5)}"
 
 
-def _unreadable(file: Path, error: Exception) -> StrategyError:
-    reason = getattr(error, "strerror", None) or str(error)
-    return StrategyError("the strategy cannot be read", got=reason, where=str(file), remedy="check the path")
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Raise StrategyError if the file system refuses what the block does with `path`, or if it is no path."""
+    try:
+        yield
+    except ReshardError:
+        raise
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise StrategyError(
+            "the strategy cannot be read", got=reason, where=str(path), remedy="check the path"
+        ) from None
 
 
 def _passed_over(file: Path) -> str:
-    """Return why a file of a folder is not taken for a strategy; empty if it is."""
+    """Return why a file of a folder is not taken for a strategy; "" if it is."""
     suffix = file.suffix.lower()
     if suffix in _OTHER:
         return "not a strategy's ending"
@@ -237,7 +228,7 @@ def _passed_over(file: Path) -> str:
     if begin.startswith(b"[") and suffix == ".json":
         return "JSON of something else"
     if suffix == ".toml":
-        is_spec = _size_bytes(file) <= MAX_SPEC_BYTES and _TOML_MESH.search(_read_bytes(file))
+        is_spec = _size_bytes(file) <= MAX_SPEC_BYTES and _TOML_MESH.search(StrategyFile(file, Kind.TOML).read())
         return "" if is_spec else "TOML of something else"
     # A ParallelStrategyMap begins with its current_stage, field 1, a number.
     return "" if suffix in _STRATEGY or head.startswith(b"\x08") else "of an unknown kind"
@@ -264,7 +255,7 @@ def _kind(data: bytes, file: Path) -> Kind:
 
 
 def _something_else(head: bytes) -> str:
-    """Return what a file is that is given for a strategy by mistake, told by its first bytes; empty if unknown."""
+    """Return what kind of file, other than a strategy, begins with the bytes `head`; "" if that is not known."""
     if head.startswith(b"\x89HDF\r\n\x1a\n"):
         return "an HDF5 file"
     if head[8:9] == b"{" and head[4:8] == bytes(4):
@@ -275,38 +266,27 @@ def _something_else(head: bytes) -> str:
 
 
 def _protobuf_of_names(head: bytes) -> str:
-    """Tell MindSpore's two files that begin with a named record: a checkpoint, and a group map (group_info.pb)."""
+    """Return "" or which MindSpore file that begins with a named record `head` is of: a checkpoint or a group map."""
     try:
-        _, at = _length(head, 0, 0x0A)
-        name_bytes, at = _length(head, at, 0x0A)
-        at += name_bytes
-        if head[at] == 0x1A:
+        _, offset = _length(head, 0, 0x0A)
+        name_bytes, offset = _length(head, offset, 0x0A)
+        offset += name_bytes
+        if head[offset] == 0x1A:
             return _CHECKPOINT
-        payload_bytes, at = _length(head, at, 0x12)
-        end = min(at + payload_bytes, len(head))
+        payload_bytes, offset = _length(head, offset, 0x12)
+        end = min(offset + payload_bytes, len(head))
         # Numbers: the ranks of a group, or the dimensions of a tensor, which its type follows.
-        while at < end and head[at] == 0x08:
-            _, at = _varint(head, at + 1)
-        if at >= end:
+        while offset < end and head[offset] == 0x08:
+            _, offset = varint(head, offset + 1)
+        if offset >= end:
             return "a MindSpore group map (group_info.pb)"
-        return _CHECKPOINT if head[at] == 0x12 else ""
-    except (IndexError, ValueError):
+        return _CHECKPOINT if head[offset] == 0x12 else ""
+    except (IndexError, WireError):
         return ""
 
 
-def _length(head: bytes, at: int, tag: int) -> tuple[int, int]:
-    """Return the length and the place of the contents of the field that must start at `at` with `tag`."""
-    if head[at] != tag:
-        raise ValueError(tag)
-    return _varint(head, at + 1)
-
-
-def _varint(head: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = head[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, at
-        shift += 7
+def _length(head: bytes, offset: int, key: int) -> tuple[int, int]:
+    """Return the length of the field that must begin at byte `offset` with the byte `key`, and where its content is."""
+    if head[offset] != key:
+        raise WireError
+    return varint(head, offset + 1)

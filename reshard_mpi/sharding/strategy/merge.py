@@ -13,23 +13,18 @@ from pathlib import Path
 from reshard_mpi.errors import StrategyError, TargetError
 from reshard_mpi.filesystem.paths import described, is_replaceable
 from reshard_mpi.sharding.strategy.files import Kind, StrategyFile, decode, distinct, look, look_all, text_of
-from reshard_mpi.sharding.strategy.mindspore import (
-    StageFile,
-    encode_json,
-    parse_json,
-    place,
-)
+from reshard_mpi.sharding.strategy.mindspore import StageFile, encode_json, parse_json, place
 from reshard_mpi.sharding.strategy.protobuf import encode_protobuf, merge_protobuf
-from reshard_mpi.sharding.strategy.stages import by_stage, merged_stages, to_placement
+from reshard_mpi.sharding.strategy.stages import by_stage, merged_stages, stage_unknown, to_placement
 
 
 def merge(sources: str | Sequence[str], out: str) -> None:
     """Merge the strategy files of all pipeline stages into `out`, names prefixed `<stage>-`.
 
-    sources: a folder, or files; any number of files a stage, which must agree. Written is protobuf; JSON if `out` ends
-    in .json or all sources are JSON. `out` appears complete or not at all, and is replaced where it is a file. Raises
-    StrategyError for sources that do not belong together or are merged already, TargetError where `out` cannot be
-    written or is no file.
+    sources: a folder, or files; several files of one stage must agree. The result is protobuf, or JSON if `out` ends in
+    .json or all sources are JSON. `out` appears complete or not at all; a file in its place is replaced. Raises
+    StrategyError for sources that do not belong together or are merged already, TargetError if `out` cannot be
+    written, or something other than a file is in its place.
     """
     paths = [sources] if isinstance(sources, str) else list(sources)
     target = Path(out)
@@ -43,16 +38,16 @@ def merge(sources: str | Sequence[str], out: str) -> None:
             where=out,
             remedy="choose another name",
         )
-    found = chain.from_iterable(_read_sources(path, target) for path in paths)
-    kinds: dict[str, Kind] = {}
-    stages = by_stage(_of_one_stage(found, kinds), ", ".join(paths[:3]))
-    chosen = {kinds[stage.path] for stage in stages}
-    if chosen == {Kind.JSON}:
-        data = _merge_json(stages)
-    elif chosen == {Kind.PROTOBUF} and target.suffix != ".json":
-        data = merge_protobuf(look(stage.path).read() for stage in stages)
+    files = chain.from_iterable(_read_sources(path, target) for path in paths)
+    stages = by_stage(_of_one_stage(files), ", ".join(paths[:3]))
+    chosen = [look(stage.path) for stage in stages]
+    kinds = {file.kind for file in chosen}
+    if kinds == {Kind.JSON}:
+        data = _merge_json(chosen)
+    elif kinds == {Kind.PROTOBUF} and target.suffix != ".json":
+        data = merge_protobuf(file.read() for file in chosen)
     else:
-        data = _convert(stages, kinds, target)
+        data = _convert(stages, chosen, target)
     _write(target, data)
 
 
@@ -61,7 +56,8 @@ def _read_sources(path: str, target: Path) -> Iterator[StrategyFile]:
     return (file for file in look_all(path) if not (target.exists() and file.path.samefile(target)))
 
 
-def _of_one_stage(files: Iterable[StrategyFile], kinds: dict[str, Kind]) -> Iterator[StageFile]:
+def _of_one_stage(files: Iterable[StrategyFile]) -> Iterator[StageFile]:
+    """Yield what the files say. Raises StrategyError for one that is a spec, merged already, or silent on its stage."""
     for file in distinct(files):
         path = str(file.path)
         if file.kind is Kind.TOML:
@@ -76,39 +72,37 @@ def _of_one_stage(files: Iterable[StrategyFile], kinds: dict[str, Kind]) -> Iter
                 remedy="use it as it is, or take it out of the folder",
             )
         if stage.stage is None:
-            raise StrategyError(
-                "a strategy file does not say which stage it is of",
-                expected="at least one strategy item, which tells the stage",
-                got="none",
-                where=path,
-            )
-        kinds[path] = file.kind
+            raise stage_unknown(path)
         yield stage
 
 
-def _merge_json(stages: Sequence[StageFile]) -> bytes:
+def _merge_json(files: Sequence[StrategyFile]) -> bytes:
     items: dict[str, object] = {}
     layouts: dict[str, object] = {}
-    for at, stage in enumerate(stages):
-        content = parse_json(text_of(look(stage.path)), stage.path)
+    for number, file in enumerate(files):
+        content = parse_json(text_of(file), str(file.path))
         items.update(content["parallel_strategy_item"])
-        layouts.update({f"{at}-{name}": layout for name, layout in content["parallel_layout_item"].items()})
+        layouts.update({f"{number}-{name}": layout for name, layout in content["parallel_layout_item"].items()})
     merged = {"current_stage": 1, "parallel_strategy_item": items, "parallel_layout_item": layouts}
     return json.dumps(merged).encode()
 
 
-def _convert(stages: Sequence[StageFile], kinds: dict[str, Kind], target: Path) -> bytes:
+def _convert(stages: Sequence[StageFile], files: Sequence[StrategyFile], target: Path) -> bytes:
+    """Return the merged strategy of stages that are read from `files`, in the format that the ending of `target` says.
+
+    Raises StrategyError for a layout that would mean something else in that format.
+    """
     merged = StageFile(
-        {f"{at}-{name}": layout for at, stage in enumerate(stages) for name, layout in stage.layouts.items()},
+        {f"{number}-{name}": layout for number, stage in enumerate(stages) for name, layout in stage.layouts.items()},
         tuple(item for stage in stages for item in stage.items),
         str(target),
     )
     if target.suffix == ".json":
         return encode_json(merged)
-    for stage in stages:
+    for stage, file in zip(stages, files):
         for name, layout in stage.layouts.items():
             where = place(stage.path, name)
-            if kinds[stage.path] is Kind.JSON and to_placement(layout, where).expanded_shape is not None:
+            if file.kind is Kind.JSON and to_placement(layout, where).expanded_shape is not None:
                 raise StrategyError(
                     "a layout of a JSON file may be a nested one written out, which protobuf could not tell apart",
                     got=f"tensor_map {[list(axes) for axes in layout.tensor_map]}, tensor_shape {layout.tensor_shape}",
@@ -123,10 +117,10 @@ def _write(target: Path, data: bytes) -> None:
     part = target.with_name(f".{target.name}.{uuid.uuid4().hex[:12]}.part")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with part.open("xb") as opened:
-            opened.write(data)
-            opened.flush()
-            os.fsync(opened.fileno())
+        with part.open("xb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
         part.replace(target)
     except OSError as error:
         raise TargetError("the merged strategy cannot be written", got=str(error), where=str(target)) from None

@@ -1,7 +1,7 @@
-"""What MindSpore's strategy files say, as plain values; and its JSON files, to and from these.
+"""The contents of MindSpore's strategy files as plain values, and their JSON form, read and written.
 
-A file is one pipeline stage as one rank saw it, or several merged stages whose names carry `<stage>-`. Here nothing is
-interpreted: `stages` gives the values their meaning. Facts: MindSpore's `node_strategy.proto` and
+A file is one pipeline stage as one rank saw it, or several merged stages whose names begin with `<stage>-`. Nothing is
+interpreted here: `stages` gives the values their meaning. Facts: MindSpore's `node_strategy.proto` and
 `mindspore/parallel/_parallel_serialization.py` of 2.10.
 """
 
@@ -48,7 +48,7 @@ class RawLayout(NamedTuple):
 
 
 class StrategyItem(NamedTuple):
-    """How one operator was cut: MindSpore reads a file's pipeline stage from the first of these."""
+    """How one operator was cut. MindSpore takes the pipeline stage of a file from its first item."""
 
     node_name: str
     stage: int
@@ -64,17 +64,17 @@ class StageFile(NamedTuple):
 
     @property
     def stage(self) -> int | None:
-        """The pipeline stage that a file of one stage tells; None where it holds no strategy item."""
+        """The pipeline stage of a file of one stage; None if it has no strategy item to tell it."""
         return self.items[0].stage if self.items else None
 
 
 def place(path: str, name: str) -> str:
-    """Return the words that name a parameter of a file in an error."""
+    """Return how errors name parameter `name` of the file `path`."""
     return f"{path}, parameter {name!r}" if path else f"parameter {name!r}"
 
 
 def decode_json(data: str, path: str) -> StageFile:
-    """Read a JSON strategy file. Raises StrategyError if it is not one."""
+    """Read a JSON strategy file, whose text is `data`. Raises StrategyError if it is not one."""
     content = parse_json(data, path)
     try:
         items = tuple(
@@ -95,7 +95,7 @@ def decode_json(data: str, path: str) -> StageFile:
 
 
 def parse_json(data: str, path: str) -> dict[str, Any]:
-    """Return the JSON object that `data` is. Raises StrategyError, also where an object has one name twice."""
+    """Return the JSON object `data`. Raises StrategyError for anything else, and if an object has a name twice."""
     parsed_bytes = sum(size_bytes * data.count(mark) for mark, size_bytes in _JSON_BYTES.items())
     parsed_size(parsed_bytes, len(data), path)
     try:
@@ -116,10 +116,10 @@ class _DuplicateError(Exception):
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
+    content = dict(pairs)
+    if len(content) != len(pairs):
         raise _DuplicateError(repr(Counter(name for name, _ in pairs).most_common(1)[0][0]))
-    return made
+    return content
 
 
 def _too_deep(path: str) -> StrategyError:
@@ -140,10 +140,11 @@ def _json_item(node_name: str, item: Any, path: str) -> StrategyItem:
 def _json_layout(item: Any, where: str) -> RawLayout:
     item = table(item, "a layout", where)
     entries = array(item.get("tensor_map"), "tensor_map", where, 2 * MAX_DIMENSIONS)
+    axes_lists = (entry if isinstance(entry, list) else [entry] for entry in entries)
     shape = item.get("tensor_shape")
     return RawLayout(
         integers(item.get("dev_matrix"), "dev_matrix", *_UINT32, where),
-        tuple(integers((e or [-1]) if isinstance(e, list) else [e], "tensor_map", *_INT32, where) for e in entries),
+        tuple(integers(entry or [-1], "tensor_map", *_INT32, where) for entry in axes_lists),
         integer(item.get("opt_weight_shard_size", 0), "opt_weight_shard_size", *_INT32, where),
         integer(item.get("opt_weight_shard_step", 0), "opt_weight_shard_step", *_INT32, where),
         integers(item.get("param_split_shape", []), "param_split_shape", *_INT64, where),
@@ -154,9 +155,9 @@ def _json_layout(item: Any, where: str) -> RawLayout:
 
 
 def encode_json(file: StageFile) -> bytes:
-    """Return the bytes of a JSON strategy file; nested maps come out expanded, as MindSpore writes them.
+    """Return the bytes of a JSON strategy file; nested maps are expanded, as MindSpore does it.
 
-    Raises StrategyError for a nested map of a layout without tensor_shape: its factors cannot be told.
+    Raises StrategyError for a nested map without tensor_shape, since its factors are unknown.
     """
     content = {
         "current_stage": 1,
@@ -173,8 +174,8 @@ def encode_json(file: StageFile) -> bytes:
 
 def _json_of(layout: RawLayout, where: str) -> dict[str, Any]:
     # A -1 beside axes cuts nothing; written out it would be a factor of length 1, which could be any dimension's.
-    cutting = (tuple(axis for axis in axes if axis != -1) for axes in layout.tensor_map)
-    layout = layout._replace(tensor_map=tuple(axes or (-1,) for axes in cutting))
+    axes_in_use = (tuple(axis for axis in axes if axis != -1) for axes in layout.tensor_map)
+    layout = layout._replace(tensor_map=tuple(axes or (-1,) for axes in axes_in_use))
     flat, shape = [axis for axes in layout.tensor_map for axis in axes], layout.tensor_shape
     if layout.is_nested:
         uneven = layout.indices_offset and len(layout.tensor_map[0]) > 1
@@ -186,28 +187,28 @@ def _json_of(layout: RawLayout, where: str) -> dict[str, Any]:
                 remedy="write a protobuf file (an output name that does not end in .json)",
             )
         shape = _expanded(layout, shape, where)
-    made: dict[str, Any] = {"dev_matrix": list(layout.dev_matrix), "tensor_map": flat}
+    values: dict[str, Any] = {"dev_matrix": list(layout.dev_matrix), "tensor_map": flat}
     if shape is not None:
-        made["tensor_shape"] = list(shape)
-    made["field"] = layout.field
-    made["opt_weight_shard_step"] = layout.opt_weight_shard_step
-    made["opt_weight_shard_size"] = layout.opt_weight_shard_size
+        values["tensor_shape"] = list(shape)
+    values["field"] = layout.field
+    values["opt_weight_shard_step"] = layout.opt_weight_shard_step
+    values["opt_weight_shard_size"] = layout.opt_weight_shard_size
     if layout.param_split_shape:
-        made["param_split_shape"] = list(layout.param_split_shape)
+        values["param_split_shape"] = list(layout.param_split_shape)
     if layout.indices_offset:
-        made["indices_offset"] = list(layout.indices_offset)
-    return made
+        values["indices_offset"] = list(layout.indices_offset)
+    return values
 
 
 def _expanded(layout: RawLayout, shape: tuple[int, ...], where: str) -> tuple[int, ...]:
     """Return `shape` with each dimension as its factors: the cuts of all its mesh axes but the last, and the rest."""
-    made: list[int] = []
+    factors: list[int] = []
     for axes, length in zip(layout.tensor_map, shape):
         for axis in axes[:-1]:
             if not 0 <= axis < len(layout.dev_matrix):
                 raise wrong("tensor_map", f"axes of mesh {layout.dev_matrix}", axis, where)
             cut = layout.dev_matrix[-1 - axis]
-            made.append(cut)
+            factors.append(cut)
             length //= cut or 1
-        made.append(length)
-    return tuple(made)
+        factors.append(length)
+    return tuple(factors)

@@ -1,4 +1,4 @@
-"""MindSpore's protobuf strategy files, to and from the values of `mindspore`: item by item, in bounded memory.
+"""MindSpore's protobuf strategy files, read into and written from the values of `mindspore`, in bounded memory.
 
 The messages are those of MindSpore's `node_strategy.proto` (proto2, repeated numbers not packed). A strategy is a
 ParallelStrategyMap:
@@ -32,15 +32,15 @@ from reshard_mpi.sharding.strategy.limits import MAX_AXES, MAX_DIMENSIONS, MAX_I
 from reshard_mpi.sharding.strategy.mindspore import REMEDY, RawLayout, StageFile, StrategyItem, place
 
 _STAGE, _OPERATOR, _PARAMETER = (1, VARINT), (2, LENGTH), (3, LENGTH)
-# In each item: its name, and what is said of it.
+# The fields of each item: its name, and the message about it.
 _NAME, _CONTENT = (1, LENGTH), (2, LENGTH)
-# What is kept of an operator or parameter, and of one input's cuts.
+# Memory of an operator or parameter, and of one input's cuts.
 _KEPT_BYTES = 400
 _KEPT_CUT_BYTES = 80
 _READ_BYTES = MAX_ITEM_BYTES + 64
 
-# A parameter with a short name, in which no control character looks like the next field, and a short layout: lengths of
-# all of it, of the name, and of the layout.
+# A parameter with a short name, in which no control character looks like the next field, and a short layout. Groups:
+# the length of it all, the length of the name, the name, the length of the layout.
 _USUAL_PARAMETER = re.compile(
     rb"\x1a([\x00-\x7f]|[\x80-\xff][\x00-\x7f])\x0a([\x00-\x7f])([\x20-\xff]+)\x12([\x00-\x7f])"
 )
@@ -61,7 +61,7 @@ def decode_protobuf(data: bytes | BinaryIO, path: str) -> StageFile:
 
 
 class _Decoder:
-    """Takes the items of a file one by one. What many operators or parameters have alike is read once."""
+    """Takes the items of a file one by one. A message that many operators or parameters share is decoded once."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -73,31 +73,31 @@ class _Decoder:
         self._kept_bytes = self._read_bytes = 0
 
     def read(self, stream: BinaryIO) -> None:
-        """Take all items of a file, each within bounds."""
-        data, at = b"", 0
+        """Take all items of a file. Raises StrategyError or WireError for what is too large or no strategy."""
+        data, offset = b"", 0
         while True:
-            at = self._take_alike(data, at)
+            offset = self._take_alike(data, offset)
             try:
-                item = protobuf.field(data, at, MAX_ITEM_BYTES)
+                item = protobuf.field(data, offset, MAX_ITEM_BYTES)
             except protobuf.CutShortError:
                 more = stream.read(_READ_BYTES)
-                if not more and at == len(data):
+                if not more and offset == len(data):
                     return
                 if not more:
                     raise
-                data, at = data[at:] + more, 0
+                data, offset = data[offset:] + more, 0
                 continue
-            at = item.end
+            offset = item.end
             self._take(item)
 
-    def _take_alike(self, data: bytes, at: int) -> int:
-        """Take the parameters from byte `at` on that have a layout met before; return where there is another item.
+    def _take_alike(self, data: bytes, offset: int) -> int:
+        """Take the parameters from byte `offset` on whose layouts were met before; return the offset after them.
 
-        Nearly all are such, encoded as MindSpore does it, and this costs a third.
+        Nearly all are such, encoded as MindSpore does it, and this takes a third of the time.
         """
-        layouts, known, matches, begin = self._layouts, self._layout_of, _USUAL_PARAMETER.match, at
+        layouts, known, matches, begin = self._layouts, self._layout_of, _USUAL_PARAMETER.match, offset
         count = 0
-        while item := matches(data, at):
+        while item := matches(data, offset):
             length, name_length, name, content_length = item.groups()
             start, size = item.end(), length[0] if len(length) == 1 else length[0] & 0x7F | length[1] << 7
             end = start + content_length[0]
@@ -109,10 +109,10 @@ class _Decoder:
                     break
             except UnicodeDecodeError:
                 break
-            at, count = end, count + 1
-        self._read_bytes += at - begin
+            offset, count = end, count + 1
+        self._read_bytes += offset - begin
         self._kept_bytes += count * _KEPT_BYTES
-        return at
+        return offset
 
     def _take(self, item: Field) -> None:
         self._read_bytes += item.end - item.start
@@ -125,7 +125,7 @@ class _Decoder:
         parsed_size(self._kept_bytes, self._read_bytes, self._path)
 
     def file(self) -> StageFile:
-        """Return what has been taken."""
+        """Return the contents of the file. Raises StrategyError if it has no current_stage."""
         if not self._has_stage:
             raise _damaged("without current_stage", self._path)
         alike: dict[RawLayout, RawLayout] = {}
@@ -153,7 +153,7 @@ class _Decoder:
 
 
 def encode_protobuf(file: StageFile) -> bytes:
-    """Return the bytes of a protobuf strategy file. Its first strategy item tells MindSpore the stage."""
+    """Return the bytes of a protobuf strategy file."""
     parts = [encode_number(1, 1)]
     for item in file.items:
         cuts = (encode_content(2, _dims(cut)) for cut in item.parallel_strategy)
@@ -165,9 +165,10 @@ def encode_protobuf(file: StageFile) -> bytes:
 
 
 def merge_protobuf(stages: Iterable[bytes]) -> bytes:
-    """Put the strategy files of all stages, each decoded before, into one, the names of parameters `<stage>-<name>`.
+    """Return one strategy file with the contents of the files of all stages; parameters are called `<stage>-<name>`.
 
-    What this program does not know of operators and parameters stays.
+    The files must have been decoded before, so they are known to be sound. Fields of operators and parameters that this
+    program does not know are kept.
     """
     operators: list[bytes] = []
     parameters: list[bytes] = []
@@ -181,7 +182,7 @@ def merge_protobuf(stages: Iterable[bytes]) -> bytes:
 
 
 def _with_stage(stage: int, parameter: bytes) -> Iterator[bytes]:
-    """Yield the fields of a parameter, its name with that of its stage."""
+    """Yield the encoded fields of a parameter, its name prefixed with the number of its stage."""
     for field in protobuf.fields(parameter):
         if field.kind == _NAME:
             yield encode_content(1, b"%d-" % stage, field.content)
@@ -193,7 +194,10 @@ _OPERATOR_FIELDS, _PARAMETER_FIELDS = ("node_name", "parallel_strategys"), ("par
 
 
 def _named(data: bytes, within: str, fields: tuple[str, str], path: str) -> tuple[str, bytes]:
-    """Return the name of an item, and what is said of it; a message that comes twice is both together."""
+    """Return the name of an item and the message about it; protobuf joins a message that comes twice.
+
+    within: how errors call the item. fields: how they call the two fields. Raises StrategyError if one is missing.
+    """
     name: bytes | None = None
     content: bytes | None = None
     for field in protobuf.fields(data):
@@ -230,14 +234,14 @@ def _layout(data: bytes, within: str, path: str, name: str) -> RawLayout:
     where = place(path, name)
     meshes: list[bytes] = []
     maps: list[tuple[int, ...]] = []
-    slices: list[bytes] = []
+    slice_sizes: list[bytes] = []
     offsets: list[bytes] = []
     scalars: dict[str, int | None] = dict.fromkeys(("field", "opt_weight_shard_step", "opt_weight_shard_size"))
     # A mesh axis or dimension too many is told when the layout is given a meaning; this is about memory.
     limit = 2 * MAX_DIMENSIONS
     for field in protobuf.fields(data):
         if field.wire_type == LENGTH and field.number in (1, 3, 4):
-            {1: meshes, 3: slices, 4: offsets}[field.number].append(field.content)
+            {1: meshes, 3: slice_sizes, 4: offsets}[field.number].append(field.content)
         elif field.kind == (2, LENGTH):
             what = "a tensor map", f"{MAX_DIMENSIONS} dimensions"
             maps.append(_numbers(field.content, _int32, limit, *what, where))
@@ -256,7 +260,7 @@ def _layout(data: bytes, within: str, path: str, name: str) -> RawLayout:
         tensor_map,
         scalars["opt_weight_shard_size"] or 0,
         scalars["opt_weight_shard_step"] or 0,
-        _only(slices, "param_split_shape", _int64, MAX_SLICES, where),
+        _only(slice_sizes, "param_split_shape", _int64, MAX_SLICES, where),
         _only(offsets, "indices_offset", _int64, MAX_SLICES, where),
         scalars["field"] or 0,
     )
@@ -265,14 +269,14 @@ def _layout(data: bytes, within: str, path: str, name: str) -> RawLayout:
 _SCALARS = {5: "field", 6: "opt_weight_shard_step", 7: "opt_weight_shard_size"}
 
 
-def _only(found: Sequence[bytes], field: str, convert: Convert, limit: int, where: str) -> tuple[int, ...]:
-    if len(found) > 1:
-        raise StrategyError(f"a layout has several of {field}", expected="one", got=str(len(found)), where=where)
-    return _numbers(found[0], convert, limit, field, f"{limit} numbers", where) if found else ()
+def _only(contents: Sequence[bytes], field: str, convert: Convert, limit: int, where: str) -> tuple[int, ...]:
+    if len(contents) > 1:
+        raise StrategyError(f"a layout has several of {field}", expected="one", got=str(len(contents)), where=where)
+    return _numbers(contents[0], convert, limit, field, f"{limit} numbers", where) if contents else ()
 
 
 def _numbers(data: bytes, convert: Convert, limit: int, what: str, expected: str, where: str) -> tuple[int, ...]:
-    """Return the numbers of a message that has nothing else, whether or not they are packed."""
+    """Return the numbers, packed or not, of a message that holds only these. Raises StrategyError for over `limit`."""
     numbers: list[int] = []
     for field in protobuf.fields(data):
         if field.kind == (1, VARINT):

@@ -46,39 +46,36 @@ def merged_stages(file: StageFile) -> tuple[Layouts, ...] | None:
 
 
 def by_stage(files: Iterable[StageFile], origin: str) -> tuple[StageFile, ...]:
-    """Return one file of each stage, names without stage, from per-rank files or one merged file (or copies of it).
+    """Return one file for each stage, with names that have no stage, from per-rank files or a merged file (or copies).
 
-    Files that agree with an earlier one are not kept. Raises StrategyError if files of one stage disagree, a stage is
-    missing, or merged and other files are mixed.
+    Files that agree with an earlier one are not kept. origin: what the files come from, for errors. Raises
+    StrategyError if files of one stage disagree, a stage is missing, or merged and other files are mixed.
     """
     chosen: dict[int, StageFile] = {}
-    merged_at = silent_at = ""
+    merged_path = silent_path = ""
     for file in files:
         if not file.layouts:
             raise StrategyError("the strategy lists no parameter", where=file.path)
         merged = merged_stages(file)
-        if chosen and bool(merged) != bool(merged_at):
+        if chosen and bool(merged) != bool(merged_path):
             raise StrategyError(
                 "merged strategies and strategies of one stage are mixed",
                 expected="one merged file, or only files of one stage each",
-                got=f"{merged_at or file.path}, which is merged, among others",
+                got=f"{merged_path or file.path}, which is merged, among others",
                 where=origin,
                 remedy="give the merged file itself, or keep it in another folder",
             )
         if merged is None:
-            silent_at = silent_at or (file.path if file.stage is None else "")
-            if silent_at and chosen:
-                raise StrategyError(
-                    "a strategy file does not say which stage it is of",
-                    expected="at least one strategy item, which tells the stage",
-                    got="none",
-                    where=silent_at,
-                )
-            _agree(chosen, file.stage or 0, file)
+            silent_path = silent_path or (file.path if file.stage is None else "")
+            if silent_path and chosen:
+                raise stage_unknown(silent_path)
+            stage = file.stage or 0
+            _require_same(stage, chosen.setdefault(stage, file), file)
         else:
-            merged_at = merged_at or file.path
+            merged_path = merged_path or file.path
             for stage, layouts in enumerate(merged):
-                _agree(chosen, stage, StageFile(layouts, file.items, file.path))
+                stage_file = StageFile(layouts, file.items, file.path)
+                _require_same(stage, chosen.setdefault(stage, stage_file), stage_file)
     if not chosen:
         raise StrategyError("there is no strategy file", where=origin)
     if sorted(chosen) != list(range(len(chosen))):
@@ -86,17 +83,26 @@ def by_stage(files: Iterable[StageFile], origin: str) -> tuple[StageFile, ...]:
     return tuple(chosen[stage] for stage in range(len(chosen)))
 
 
-def _agree(chosen: dict[int, StageFile], stage: int, file: StageFile) -> None:
-    first = chosen.setdefault(stage, file)
+def stage_unknown(path: str) -> StrategyError:
+    """Return the error for a strategy file that does not say which pipeline stage it is of."""
+    return StrategyError(
+        "a strategy file does not say which stage it is of",
+        expected="at least one strategy item, which tells the stage",
+        got="none",
+        where=path,
+    )
+
+
+def _require_same(stage: int, first: StageFile, file: StageFile) -> None:
     if first.layouts == file.layouts:
         return
     names = [*first.layouts, *file.layouts]
     name = next(name for name in names if first.layouts.get(name) != file.layouts.get(name))
-    lacking = next((f.path for f in (first, file) if name not in f.layouts), None)
+    lacking_path = next((f.path for f in (first, file) if name not in f.layouts), None)
     raise StrategyError(
         f"strategy files of stage {stage} disagree",
         expected="the same layouts in every file of one stage",
-        got=f"parameter {name!r} " + (f"not in {lacking}" if lacking else "laid out in two ways"),
+        got=f"parameter {name!r} " + (f"not in {lacking_path}" if lacking_path else "laid out in two ways"),
         where=f"{first.path} and {file.path}",
         remedy="keep the strategy files of one run and one format together, each run in a folder of its own",
     )
@@ -114,17 +120,20 @@ def _gap(stages: list[int], where: str) -> StrategyError:
 
 
 def to_strategy(files: Iterable[StageFile], origin: str) -> Strategy:
-    """Return what the strategy files of a checkpoint say together; `origin` names them in errors."""
+    """Return what the strategy files of a checkpoint say together. origin: what they come from, for errors.
+
+    Raises StrategyError if they do not belong together, LayoutError if a layout contradicts itself.
+    """
     stages = by_stage(files, origin)
     if len(stages) > MAX_STAGES:
         raise StrategyError(
             "the strategy has too many stages", expected=f"at most {MAX_STAGES}", got=str(len(stages)), where=origin
         )
     placements: dict[tuple[object, ...], Placement] = {}
-    # By the identity of a layout, which many parameters have together; the files keep them.
+    # By the identity of a layout, which many parameters share and the files keep.
     known: dict[int, Placement] = {}
-    # The placements of a parameter, each with a stage that holds it so.
-    held: dict[str, list[tuple[Placement, int]]] = {}
+    # For each parameter its placements, each with one of the stages that hold it so.
+    placed: dict[str, list[tuple[Placement, int]]] = {}
     for stage, file in enumerate(stages):
         has_sizes = any(layout.indices_offset for layout in file.layouts.values())
         for name, stated in file.layouts.items():
@@ -137,14 +146,14 @@ def to_strategy(files: Iterable[StageFile], origin: str) -> Strategy:
                     placement = placements[key] = to_placement(layout, place(file.path, name))
                 if not has_sizes:
                     known[id(stated)] = placement
-            held.setdefault(name, []).append((placement, stage))
-    made: dict[tuple[tuple[int, int], ...], tuple[Placement, ...]] = {}
+            placed.setdefault(name, []).append((placement, stage))
+    joined: dict[tuple[tuple[int, int], ...], tuple[Placement, ...]] = {}
     parameters = {}
-    for name, entries in held.items():
-        who = tuple([(id(placement), stage) for placement, stage in entries])
-        if who not in made:
-            made[who] = _by_placement(entries)
-        parameters[name] = made[who]
+    for name, entries in placed.items():
+        combination = tuple([(id(placement), stage) for placement, stage in entries])
+        if combination not in joined:
+            joined[combination] = _by_placement(entries)
+        parameters[name] = joined[combination]
     stage_size = next(iter(placements.values())).stage_size
     if stage_size * len(stages) > MAX_RANKS:
         raise StrategyError("the strategy has too many ranks", expected=f"at most {MAX_RANKS}", where=origin)
@@ -152,11 +161,11 @@ def to_strategy(files: Iterable[StageFile], origin: str) -> Strategy:
 
 
 def _by_placement(entries: Iterable[tuple[Placement, int]]) -> tuple[Placement, ...]:
-    """Return placements, each for all of the stages that are given with it."""
-    stages: dict[Placement, list[int]] = {}
+    """Return each placement once, with all the stages that it is paired with."""
+    stages_of: dict[Placement, list[int]] = {}
     for placement, stage in entries:
-        stages.setdefault(placement, []).append(stage)
-    return tuple(placement.with_stages(tuple(at)) for placement, at in stages.items())
+        stages_of.setdefault(placement, []).append(stage)
+    return tuple(placement.with_stages(tuple(stages)) for placement, stages in stages_of.items())
 
 
 def _with_sizes(name: str, layout: RawLayout, layouts: Layouts) -> RawLayout:
@@ -178,7 +187,7 @@ def _with_sizes(name: str, layout: RawLayout, layouts: Layouts) -> RawLayout:
 
 
 def _meaning(layout: RawLayout) -> tuple[object, ...]:
-    """Return what a placement is made of: many tensors of different shapes share one."""
+    """Return all that the placement of a layout depends on: tensors of different shapes may share a placement."""
     shape = layout.tensor_shape
     if shape is not None and not _may_be_expanded(layout, shape):
         shape = None
@@ -222,7 +231,7 @@ def to_placement(layout: RawLayout, where: str) -> Placement:
 
 
 def located(error: LayoutError, where: str) -> LayoutError:
-    """Return the same error with the place it is about."""
+    """Return `error` with `where` it was met."""
     return type(error)(error.problem, expected=error.expected, got=error.got, where=where, remedy=error.remedy)
 
 
@@ -310,18 +319,18 @@ def to_stage_files(strategy: Strategy, shapes: Mapping[str, Shape] | None = None
             remedy="give the shapes of the parameters",
         )
     stages: list[dict[str, RawLayout]] = [{} for _ in range(strategy.stages)]
-    made: dict[tuple[Placement, Shape | None], RawLayout] = {}
+    layout_of: dict[tuple[Placement, Shape | None], RawLayout] = {}
     for name in dict.fromkeys([*strategy.parameters, *(shapes if strategy.rules else ())]):
         for placement in strategy.find(name):
             key = (placement, shapes.get(name))
-            if key not in made:
-                made[key] = to_layout(placement, key[1], place(strategy.origin, name))
+            if key not in layout_of:
+                layout_of[key] = to_layout(placement, key[1], place(strategy.origin, name))
             for stage in placement.stages:
-                stages[stage][name] = made[key]
+                stages[stage][name] = layout_of[key]
     for stage, layouts in enumerate(stages):
         if not layouts:
             raise StrategyError(f"stage {stage} holds no parameter", where=strategy.origin)
-    return tuple(StageFile(layouts, (StrategyItem(f"stage_{at}", at),)) for at, layouts in enumerate(stages))
+    return tuple(StageFile(layouts, (StrategyItem(f"stage_{stage}", stage),)) for stage, layouts in enumerate(stages))
 
 
 def to_layout(placement: Placement, shape: Shape | None, where: str = "") -> RawLayout:
@@ -355,6 +364,6 @@ def _step(placement: Placement) -> int:
         return 0
     coordinates = [0] * len(placement.mesh)
     lengths = tuple(placement.mesh[axis] for axis in free)
-    for axis, at in zip(free, unravel(pieces - 1, lengths)):
-        coordinates[axis] = at
+    for axis, coordinate in zip(free, unravel(pieces - 1, lengths)):
+        coordinates[axis] = coordinate
     return ravel(tuple(coordinates), placement.mesh) // (pieces - 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from itertools import pairwise
 from typing import Any
 
@@ -23,7 +24,7 @@ from reshard_mpi.sharding.strategy.mindspore import parse_json, place
 from reshard_mpi.sharding.strategy.stages import located
 
 VERSION = 1
-# Stages of all the different ways in which parameters are placed.
+# At most so many stages are kept, added up over the different ways in which parameters are placed.
 _MAX_HELD = 1 << 22
 
 
@@ -47,7 +48,10 @@ def dumps(strategy: Strategy) -> str:
 
 
 def loads(data: str, where: str) -> Strategy:
-    """Read what `dumps` wrote. Raises StrategyError or LayoutError, with `where` in it, for anything else."""
+    """Return the strategy that `dumps` wrote as `data`. Raises StrategyError or LayoutError for anything else.
+
+    where: what the text was read from, for errors.
+    """
     if len(data) > MAX_FILE_BYTES:
         raise StrategyError("the placement table is too large", expected=f"{MAX_FILE_BYTES} bytes", where=where)
     content = parse_json(data, where)
@@ -65,12 +69,12 @@ def loads(data: str, where: str) -> Strategy:
     if world_size % stages:
         raise wrong("stages", f"a divisor of {world_size} ranks", stages, where)
     listed = array(content.get("placements"), "placements", where)
-    placements = tuple(_placement(values, stages, f"{where}, placement {at}") for at, values in enumerate(listed))
+    placements = tuple(_placement(entry, stages, f"{where}, placement {number}") for number, entry in enumerate(listed))
     # Parameters of a checkpoint are placed in a few ways.
     known: dict[tuple[int, ...], tuple[Placement, ...]] = {}
     parameters = {
-        text(name, "a parameter's name", where): _chosen(at, placements, stages, known, place(where, name))
-        for name, at in table(content.get("parameters"), "parameters", where).items()
+        text(name, "a parameter's name", where): _chosen(numbers, placements, stages, known, place(where, name))
+        for name, numbers in table(content.get("parameters"), "parameters", where).items()
     }
     rules = tuple(_rule(rule, placements, where) for rule in checks.rules(content.get("rules"), "rules", where))
     checks.patterns((glob for glob, _ in rules), where)
@@ -78,21 +82,9 @@ def loads(data: str, where: str) -> Strategy:
 
 
 def _placement_values(placement: Placement) -> dict[str, Any]:
-    """Return the fields that differ from their defaults."""
-    values: dict[str, Any] = {"mesh": placement.mesh}
-    if placement.split:
-        values["split"] = placement.split
-    if placement.optimizer != 1:
-        values["optimizer"] = placement.optimizer
-    if placement.sizes:
-        values["sizes"] = placement.sizes
-    if placement.stages != (0,):
-        values["stages"] = placement.stages
-    if placement.expanded_shape is not None:
-        values["expanded_shape"] = placement.expanded_shape
-    if placement.open_ended:
-        values["open_ended"] = True
-    return values
+    """Return the fields that differ from their defaults, in the order in which the class has them."""
+    values = {field.name: getattr(placement, field.name) for field in fields(placement)}
+    return {field.name: values[field.name] for field in fields(placement) if values[field.name] != field.default}
 
 
 def _placement(values: Any, stages: int, where: str) -> Placement:
@@ -108,9 +100,9 @@ def _placement(values: Any, stages: int, where: str) -> Placement:
         integers(axes, "split", 0, max(len(mesh) - 1, 0), where)
         for axes in array(values.get("split", []), "split", where, MAX_DIMENSIONS)
     )
-    at = integers(values.get("stages", [0]), "stages", 0, stages - 1, where)
-    if not at or any(first >= second for first, second in pairwise(at)):
-        raise wrong("stages", "stages in ascending order", list(at[:16]), where)
+    stages_held = integers(values.get("stages", [0]), "stages", 0, stages - 1, where)
+    if not stages_held or any(first >= second for first, second in pairwise(stages_held)):
+        raise wrong("stages", "stages in ascending order", list(stages_held[:16]), where)
     shape = values.get("expanded_shape")
     if shape is not None:
         shape = integers(shape, "expanded_shape", 0, MAX_LENGTH, where)
@@ -125,7 +117,7 @@ def _placement(values: Any, stages: int, where: str) -> Placement:
             split,
             integer(values.get("optimizer", 1), "optimizer", 1, MAX_RANKS, where),
             _sizes(values.get("sizes", []), len(split), where),
-            at,
+            stages_held,
             shape,
             open_ended,
         )
@@ -134,13 +126,13 @@ def _placement(values: Any, stages: int, where: str) -> Placement:
 
 
 def _sizes(value: Any, dims: int, where: str) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    made: dict[int, tuple[int, ...]] = {}
+    by_dim: dict[int, tuple[int, ...]] = {}
     for pair in array(value, "sizes", where, MAX_DIMENSIONS):
         if not isinstance(pair, list) or len(pair) != 2:
             raise wrong("sizes", "pairs of a dimension and its slice sizes", pair, where)
-        dim = integer(pair[0], "sizes", max(made, default=-1) + 1, dims - 1, where)
-        made[dim] = integers(pair[1], "sizes", 0, MAX_LENGTH, where)
-    return tuple(made.items())
+        dim = integer(pair[0], "sizes", max(by_dim, default=-1) + 1, dims - 1, where)
+        by_dim[dim] = integers(pair[1], "sizes", 0, MAX_LENGTH, where)
+    return tuple(by_dim.items())
 
 
 def _chosen(
@@ -153,11 +145,11 @@ def _chosen(
     numbers = integers(value, "placements", 0, len(placements) - 1, where)
     chosen = known.get(numbers)
     if chosen is None:
-        chosen = tuple(placements[at] for at in numbers)
-        held = sum(len(placement.stages) for placement in chosen)
-        if held * (len(known) + 1) > _MAX_HELD:
+        chosen = tuple(placements[number] for number in numbers)
+        count = sum(len(placement.stages) for placement in chosen)
+        if count * (len(known) + 1) > _MAX_HELD:
             raise wrong("placements of the parameters", "a few ways for many parameters", f"{len(known)} ways", where)
-        if not chosen or held > stages or len({at for placement in chosen for at in placement.stages}) != held:
+        if not chosen or count > stages or len({stage for placement in chosen for stage in placement.stages}) != count:
             raise wrong("placements of a parameter", "one or more, each for stages of its own", value, where)
         known[numbers] = chosen
     return chosen

@@ -57,14 +57,14 @@ def parse(data: str, where: str) -> Strategy:
     entries = checks.rules(content.get("parameter"), "[[parameter]]", where)
     if not entries:
         raise wrong("[[parameter]]", "one entry or more", entries, where)
-    rules = tuple(_rule(entry, at, mesh, stages, where) for at, entry in enumerate(entries, 1))
+    rules = tuple(_rule(entry, number, mesh, stages, where) for number, entry in enumerate(entries, 1))
     checks.patterns((glob for glob, _ in rules), where)
     required = frozenset(glob for (glob, _), entry in zip(rules, entries) if glob != "*" and not entry.get("optional"))
     return Strategy(ranks, stages, {}, rules, where, required_rules=required, axes=tuple(mesh))
 
 
-def _rule(entry: Any, at: int, mesh: Mesh, stages: int, where: str) -> tuple[str, Placement]:
-    where = f"{where}, [[parameter]] {at}"
+def _rule(entry: Any, number: int, mesh: Mesh, stages: int, where: str) -> tuple[str, Placement]:
+    where = f"{where}, [[parameter]] {number}"
     entry = table(entry, "a parameter", where)
     known_keys(entry, ("match", "split", "optimizer", "stage", "sizes", "optional"), "a parameter", where)
     glob = text(entry.get("match"), "match", where)
@@ -77,8 +77,8 @@ def _rule(entry: Any, at: int, mesh: Mesh, stages: int, where: str) -> tuple[str
     }
     split = tuple(by_dim.get(dim, ()) for dim in range(max(by_dim, default=-1) + 1))
     sizes = {
-        _dimension(key, "sizes", where): integers(listed, f"sizes {key}", 0, MAX_LENGTH, where)
-        for key, listed in table(entry.get("sizes", {}), "sizes", where).items()
+        _dimension(key, "sizes", where): integers(values, f"sizes {key}", 0, MAX_LENGTH, where)
+        for key, values in table(entry.get("sizes", {}), "sizes", where).items()
     }
     try:
         placement = Placement(
@@ -103,20 +103,20 @@ def _dimension(key: str, what: str, where: str) -> int:
 
 def _axes(value: Any, what: str, mesh: Mesh, where: str) -> tuple[int, ...]:
     names = list(mesh)
-    listed = array(value, what, where, MAX_AXES)
-    for axis in listed:
+    values = array(value, what, where, MAX_AXES)
+    for axis in values:
         if axis not in names:
             raise wrong(what, f"mesh axes ({', '.join(names)})", axis, where)
-    return tuple(names.index(axis) for axis in listed)
+    return tuple(names.index(axis) for axis in values)
 
 
 def _stages(value: Any, stages: int, where: str) -> tuple[int, ...]:
     if value is None:
         return tuple(range(stages))
-    listed = integers(value if isinstance(value, list) else [value], "stage", 0, stages - 1, where)
-    if not listed or len(set(listed)) != len(listed):
+    values = integers(value if isinstance(value, list) else [value], "stage", 0, stages - 1, where)
+    if not values or len(set(values)) != len(values):
         raise wrong("stage", "a stage, or a list of different ones", value, where)
-    return tuple(sorted(listed))
+    return tuple(sorted(values))
 
 
 def _optimizer(cut: tuple[int, ...], placement: Placement, names: tuple[str, ...], where: str) -> int:

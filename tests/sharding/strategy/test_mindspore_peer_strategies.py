@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support.processes import run_command
 
 from reshard_mpi.sharding import strategy
 from reshard_mpi.sharding.strategy.merge import merge
@@ -115,5 +115,4 @@ def test_one_process_may_import_both_in_any_order(tmp_path: Path, order: str) ->
     ours = f"from reshard_mpi.sharding import strategy\nassert strategy.load({path!r}).world_size == 8"
     theirs = f"import mindspore\nassert len(mindspore.build_searched_strategy({path!r})) == {len(LAYOUTS)}"
     code = "\n".join([theirs, ours] if order == "first" else [ours, theirs])
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
+    run_command([sys.executable, "-c", code], timeout_seconds=300, check=True)

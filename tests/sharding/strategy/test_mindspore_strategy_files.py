@@ -207,7 +207,7 @@ def test_split_shape_without_offsets_is_no_uneven_split() -> None:
 
 
 def test_equal_placements_are_one_object() -> None:
-    layouts = {f"w{at}": RawLayout((2,), ((0,), (-1,)), tensor_shape=(10 + at, 4)) for at in range(50)}
+    layouts = {f"w{number}": RawLayout((2,), ((0,), (-1,)), tensor_shape=(10 + number, 4)) for number in range(50)}
     made = to_strategy([decode_json(encode_json(StageFile(layouts)).decode(), "")], "")
     assert len({id(placement) for found in made.parameters.values() for placement in found}) == 1
 

@@ -47,7 +47,7 @@ def test_round_trip_whatever_the_order(strategy: Strategy, random: Any) -> None:
 
 
 def test_equal_placements_are_one_object() -> None:
-    made = loads(dumps(Strategy(2, 1, {str(at): (Placement((2,)),) for at in range(9)})), "")
+    made = loads(dumps(Strategy(2, 1, {str(number): (Placement((2,)),) for number in range(9)})), "")
     assert len({id(placements[0]) for placements in made.parameters.values()}) == 1
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from pathlib import Path
 
 import pytest
 from strategy_examples import one_layout
+from support.processes import run_command
 
 from reshard_mpi.errors import LayoutError, StrategyError
 from reshard_mpi.sharding import strategy
@@ -23,7 +25,7 @@ CHECKPOINT = bytes.fromhex("0a1a 0a0177 1215 0802 1207 466c6f61743332 1a08 00000
 
 
 def merged(layouts: dict[str, RawLayout], stages: int = 1) -> StageFile:
-    return StageFile(layouts, tuple(StrategyItem(f"op{at}", at) for at in range(stages)), "s.ckpt")
+    return StageFile(layouts, tuple(StrategyItem(f"op{number}", number) for number in range(stages)), "s.ckpt")
 
 
 def write(path: Path, layouts: dict[str, RawLayout], stage: int, kind: str = "ckpt") -> None:
@@ -187,13 +189,9 @@ def test_digest(tmp_path: Path) -> None:
 
 
 def test_the_protobuf_library_is_not_loaded_for_json(tmp_path: Path) -> None:
-    import subprocess
-    import sys
-
     write(tmp_path / "a.json", {"w": CUT}, 0, "json")
     code = (
         f"import sys\nfrom reshard_mpi.sharding import strategy\nstrategy.load({json.dumps(str(tmp_path))})\n"
         "print({'google.protobuf', 'numpy'} & set(sys.modules))"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "set()"
+    assert run_command([sys.executable, "-c", code], check=True).out == "set()\n"

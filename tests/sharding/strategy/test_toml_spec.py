@@ -16,7 +16,7 @@ from reshard_mpi.sharding.strategy.toml import parse
 MESH = "mesh = { dp = 2, tp = 4 }\n"
 
 
-def one(rule: str, head: str = MESH) -> Placement:
+def placement_of(rule: str, head: str = MESH) -> Placement:
     return parse(f'{head}[[parameter]]\nmatch = "*"\n{rule}', "spec.toml").rules[0][1]
 
 
@@ -47,13 +47,13 @@ def test_a_spec(tmp_path: Path) -> None:
 
 
 def test_a_rule_fits_tensors_of_any_further_dimensions() -> None:
-    made = one('split = { 1 = ["tp"] }\noptimizer = ["dp"]')
+    made = placement_of('split = { 1 = ["tp"] }\noptimizer = ["dp"]')
     assert Layout(made, (4, 8)).box(6) == Box((2, 4), (4, 6))
     assert Layout(made, (4, 8, 3)).box(6) == Box((2, 4, 0), (4, 6, 3))
 
 
 def test_uneven_sizes() -> None:
-    made = one('split = { 0 = ["dp"] }\nsizes = { 0 = [3, 9] }')
+    made = placement_of('split = { 0 = ["dp"] }\nsizes = { 0 = [3, 9] }')
     assert [Layout(made, (12, 5)).box(rank).start for rank in (0, 4)] == [(0, 0), (3, 0)]
 
 
@@ -74,7 +74,7 @@ def test_no_match_is_not_listed() -> None:
     ],
 )
 def test_optimizer(rule: str, pieces: int) -> None:
-    assert one(rule, "mesh = { dp = 2, one = 1, tp = 4 }\n").optimizer == pieces
+    assert placement_of(rule, "mesh = { dp = 2, one = 1, tp = 4 }\n").optimizer == pieces
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_optimizer(rule: str, pieces: int) -> None:
 )
 def test_optimizer_axes_that_pieces_do_not_go_round_over(rule: str, named: str) -> None:
     with pytest.raises(StrategyError, match="cannot go over these axes") as caught:
-        one(rule)
+        placement_of(rule)
     assert named in caught.value.expected
     assert caught.value.where == "spec.toml, [[parameter]] 1 ('*')"
 
@@ -125,7 +125,7 @@ def test_optimizer_axes_that_pieces_do_not_go_round_over(rule: str, named: str) 
 )
 def test_wrong_rules(rule: str) -> None:
     with pytest.raises(ReshardError) as caught:
-        one(rule)
+        placement_of(rule)
     assert isinstance(caught.value, (StrategyError, LayoutError))
     assert "spec.toml" in caught.value.where
     assert caught.value.expected

@@ -1,0 +1,138 @@
+"""Finishing a file, and the checksum that MindSpore puts into its metadata: `save_checkpoint(crc_check=True)`.
+
+`crc_num` is the decimal CRC-32 of all names, sorted, each followed by its tensor's bytes. A tensor without dimensions
+that is of a whole number v counts as v bytes of 0, since that is what Python's `bytes(v)` makes of it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from reshard_mpi.errors import ShardError, TargetError
+from reshard_mpi.formats import files
+from reshard_mpi.formats.columns import Tensors
+from reshard_mpi.formats.dtypes import DType, numbers
+from reshard_mpi.formats.places import ByteRange
+from reshard_mpi.formats.protocol import NO_SUMS
+from reshard_mpi.formats.safetensors.header import LENGTH_BYTES
+from reshard_mpi.formats.safetensors.metadata import CRC
+from reshard_mpi.formats.safetensors.reading import read
+from reshard_mpi.formats.safetensors.structure import START
+from reshard_mpi.units import GIB, MIB
+
+_BLOCK_BYTES = 2 * MIB
+# MindSpore takes as much memory as the number says.
+_MAX_COUNTED_BYTES = 4 * GIB
+
+
+def seal(fd: int, path: str, sums: Mapping[str, int] = NO_SUMS, *, crc: bool = False) -> None:
+    """Make the file read-only for its owner, the mode MindSpore gives its checkpoints. crc: add `crc_num` first.
+
+    There is no place in it for the sums of tensors. Raises TargetError if it holds what MindSpore cannot sum.
+    """
+    if crc:
+        add_crc(fd, path)
+    os.fchmod(fd, 0o400)
+
+
+def add_crc(fd: int, path: str) -> None:
+    """Add the checksum to the metadata, in the place of spaces at the end of the header."""
+    try:
+        contents = read(fd, path, os.fstat(fd).st_size)
+        entry = f'"{CRC}":"{_sum(fd, contents.tensors)}"'.encode()
+    except _UncountableError as error:
+        raise TargetError(
+            f"{error.name!r} has no place in the checksum that MindSpore checks",
+            expected="a whole number from 0 to 2^32, since it counts as so many bytes",
+            got=str(error.value),
+            where=path,
+            remedy="leave out --crc, or write it as ckpt (--to)",
+        ) from None
+    length_bytes = int.from_bytes(os.pread(fd, LENGTH_BYTES, 0), "little")
+    header = os.pread(fd, length_bytes, LENGTH_BYTES)
+    entry += b"" if header.startswith(b"}", len(START)) else b","
+    patched = START + entry + header[len(START) :]
+    if len(patched.rstrip(b" ")) > length_bytes:
+        raise RuntimeError("a header has no room for a checksum")
+    files.write_all(fd, patched[:length_bytes], LENGTH_BYTES)
+
+
+def stored_sums(path: str) -> Mapping[str, int]:
+    """Return nothing: the format has no place for the sums of tensors."""
+    return NO_SUMS
+
+
+def check_crc(path: str) -> bool:
+    """Tell whether the file at `path` has a checksum. Raises ShardError if it does not fit names and contents."""
+    with files.opened(path) as (fd, size_bytes):
+        contents = read(fd, path, size_bytes)
+        if contents.crc is None:
+            return False
+        try:
+            found = str(_sum(fd, contents.tensors))
+        except _UncountableError as error:
+            found = f"none that can be: {error.name!r} is {error.value}"
+        if found != contents.crc.strip(" "):
+            raise ShardError(
+                "a checkpoint does not fit its own checksum: it is damaged, or has that of another file",
+                expected=f"CRC-32 {contents.crc!r}, as its {CRC} says",
+                got=found,
+                where=path,
+                remedy="copy it again, or use another replica",
+            )
+        return True
+
+
+class _UncountableError(Exception):
+    """A whole number that does not count as so many bytes."""
+
+    def __init__(self, name: str, value: int) -> None:
+        self.name, self.value = name, value
+
+
+def _sum(fd: int, tensors: Tensors) -> int:
+    """Return the checksum of all tensors. Raises _UncountableError if there is none, ShardError if the file is cut."""
+    from zlib_ng.zlib_ng import crc32
+
+    buffer, zeros = memoryview(bytearray(_BLOCK_BYTES)), bytes(_BLOCK_BYTES)
+    crc = 0
+    for name in sorted(tensors):
+        crc = crc32(name.encode(), crc)
+        kind, start = tensors.kind_named(name), tensors.starts[tensors.number_of[name]]
+        place = ByteRange(tensors.path, start, kind.size_bytes)
+        if not kind.shape and _is_whole(kind.dtype):
+            left = _counted(name, _read(fd, place, buffer), kind.dtype)
+            while left:
+                part = min(left, len(zeros))
+                crc = crc32(zeros[:part], crc)
+                left -= part
+            continue
+        at = 0
+        while at < place.length_bytes:
+            piece = place._replace(offset_bytes=start + at, length_bytes=min(len(buffer), place.length_bytes - at))
+            crc = crc32(_read(fd, piece, buffer), crc)
+            at += piece.length_bytes
+    return crc
+
+
+def _is_whole(dtype: DType) -> bool:
+    return dtype.name.startswith(("int", "uint"))
+
+
+def _counted(name: str, content: memoryview, dtype: DType) -> int:
+    value: int = numbers(bytes(content), dtype)[0]
+    if not 0 <= value <= _MAX_COUNTED_BYTES:
+        raise _UncountableError(name, value)
+    return value
+
+
+def _read(fd: int, place: ByteRange, buffer: memoryview) -> memoryview:
+    """Return bytes of the file, read to the beginning of a buffer that is large enough."""
+    done = 0
+    while done < place.length_bytes:
+        count = os.preadv(fd, [buffer[done : place.length_bytes]], place.offset_bytes + done)
+        if count == 0:
+            raise ShardError("a checkpoint became shorter while it was read", where=place.path)
+        done += count
+    return buffer[: place.length_bytes]

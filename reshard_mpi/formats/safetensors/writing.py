@@ -1,0 +1,181 @@
+"""Creating a file with everything in it but the payloads.
+
+The header lists tensors in the order in which they lie in the file, which MindSpore's own parser wants, and the
+reference parser wants no byte between them. So places follow from the order alone: first tensors whose size is a
+multiple of 4096, then the others by falling size of their elements. Then
+
+- where a shard has a tensor of 64 KiB or more, its data begins at a multiple of 4096, and so does every tensor whose
+  size is one: file systems can share their blocks with other files of this kind;
+- every tensor begins at a multiple of its element's size.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from json.encoder import encode_basestring
+from typing import NamedTuple
+
+from reshard_mpi.errors import TargetError
+from reshard_mpi.formats import files
+from reshard_mpi.formats.columns import Kind, Tensors
+from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.formats.safetensors import structure
+from reshard_mpi.formats.safetensors.header import LENGTH_BYTES, MAX_HEADER_BYTES
+from reshard_mpi.formats.safetensors.metadata import CRC, FORMAT, INT4_TAG, METADATA, MINDSPORE, STRING_PREFIX
+from reshard_mpi.formats.safetensors.reading import NAME
+from reshard_mpi.formats.safetensors.types import TAG_OF
+from reshard_mpi.formats.specs import ShardSpec, SpecKind, Specs
+
+BLOCK_BYTES = 4096
+_ALIGNED_FROM_BYTES = 64 << 10
+_SMALL_ALIGNMENT_BYTES = 8
+# Spaces at the end of a header, in the place of which `seal` adds a checksum: `"crc_num":"4294967295",`.
+CRC_ROOM_BYTES = len(CRC) + 16
+# The longest name, escaped, is six times as long; a type, and two offsets.
+_ENTRY_BYTES = 128
+
+
+class Layout(NamedTuple):
+    """A file that is to be written: its header with the length before it, and where which tensor begins.
+
+    order: the numbers of the spec's tensors in file order. starts: the byte of the file at which each of these begins.
+    """
+
+    header: bytes
+    order: Sequence[int]
+    starts: Sequence[int]
+    size_bytes: int
+
+
+def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
+    """Write the file `path` without its payloads. fd: the empty file.
+
+    Raises TargetError for types and names that it cannot hold, OSError if it cannot be written.
+    """
+    return reserve_as(fd, path, spec, NAME, _metadata(spec))
+
+
+def reserve_as(fd: int, path: str, spec: ShardSpec, format_name: str, metadata: dict[str, str]) -> Manifest:
+    """Write a file of the format called so, with this metadata, as `reserve` does."""
+    files.check_names(path, [*spec.specs.names, *spec.strings])
+    layout = lay_out(spec.specs, metadata, path)
+    files.write_all(fd, layout.header, 0)
+    os.ftruncate(fd, layout.size_bytes)
+    specs, tensors = spec.specs, Tensors(path)
+    kinds = [tensors.kind(Kind(kind.dtype, kind.box.shape)) for kind in specs.kinds]
+    for number, start in zip(layout.order, layout.starts):
+        tensors.add(specs.names[number], kinds[specs.kind_of[number]], start)
+    text = layout.header[LENGTH_BYTES:]
+    made = structure.of_header(len(text), (text,), layout.size_bytes)
+    return Manifest(path, format_name, tensors, dict(spec.strings), structure=made)
+
+
+def size_at_most_bytes(spec: ShardSpec, *, crc: bool = False) -> int:
+    """Return what the file of `spec` takes. Raises TargetError for what it cannot hold, and what `crc` cannot."""
+    if crc:
+        _require_summable(spec.specs)
+    return lay_out(spec.specs, _metadata(spec), "").size_bytes
+
+
+def lay_out(specs: Specs, metadata: dict[str, str], path: str) -> Layout:
+    """Return the file of these tensors. Raises TargetError, which names `path`, for what it cannot hold."""
+    require_types(specs, path)
+    sizes = [kind.size_bytes for kind in specs.kinds]
+    ranks = [
+        (size % BLOCK_BYTES != 0 or not size, -kind.dtype.itemsize_bytes) for size, kind in zip(sizes, specs.kinds)
+    ]
+    order = sorted(range(len(specs)), key=lambda number: ranks[specs.kind_of[number]])
+    alignment = BLOCK_BYTES if max(sizes, default=0) >= _ALIGNED_FROM_BYTES else _SMALL_ALIGNMENT_BYTES
+    text = "".join(_entries(specs, order, metadata, path))
+    try:
+        header = text.encode()
+    except UnicodeEncodeError as error:
+        raise TargetError("a name or string is no Unicode text", got=str(error), where=path) from None
+    length_bytes = -(-(LENGTH_BYTES + len(header) + CRC_ROOM_BYTES) // alignment) * alignment - LENGTH_BYTES
+    if length_bytes > MAX_HEADER_BYTES:
+        raise TargetError(
+            "a shard's names are too long for a safetensors file",
+            expected=f"a header of {MAX_HEADER_BYTES} bytes at most",
+            got=f"{length_bytes} bytes",
+            where=path,
+            remedy="write it as ckpt or hdf5 (--to)",
+        )
+    at, starts = LENGTH_BYTES + length_bytes, []
+    for number in order:
+        starts.append(at)
+        at += sizes[specs.kind_of[number]]
+    return Layout(length_bytes.to_bytes(LENGTH_BYTES, "little") + header.ljust(length_bytes), order, starts, at)
+
+
+def require_types(specs: Specs, path: str) -> None:
+    """Raise TargetError for the first tensor of a type that safetensors has not."""
+    for number, kind in enumerate(specs.kinds):
+        if kind.dtype.name not in TAG_OF:
+            raise TargetError(
+                f"{_first(specs, number)!r} has a type that safetensors files cannot hold",
+                expected=", ".join(TAG_OF),
+                got=kind.dtype.name,
+                where=path,
+                remedy="write it as ckpt or hdf5 (--to), or leave it out",
+            )
+
+
+def _require_summable(specs: Specs) -> None:
+    """Raise TargetError for the first tensor that MindSpore's checksum is not defined for, or that has its name."""
+    _require_apart(specs.names, {CRC: ""}, "")
+    for number, kind in enumerate(specs.kinds):
+        if kind.dtype.name == "bfloat16":
+            raise TargetError(
+                f"{_first(specs, number)!r} has a type that MindSpore cannot check in a safetensors file",
+                expected=f"no {kind.dtype.name}, where a checksum is asked for",
+                got=kind.dtype.name,
+                remedy="leave out --crc, or write it as ckpt (--to)",
+            )
+
+
+def _first(specs: Specs, kind: int) -> str:
+    """Return the name of the first tensor of a kind."""
+    return next((name for name, own in zip(specs.names, specs.kind_of) if own == kind), "")
+
+
+def _metadata(spec: ShardSpec) -> dict[str, str]:
+    """Return what goes into the metadata besides types; nothing is called as a tensor."""
+    names = set(spec.specs.names)
+    entries = {FORMAT: MINDSPORE} | {STRING_PREFIX + name: text for name, text in spec.strings.items()}
+    return {key: text for key, text in entries.items() if key != FORMAT or key not in names}
+
+
+def _entries(specs: Specs, order: Sequence[int], metadata: dict[str, str], path: str) -> Iterator[str]:
+    """Yield the parts of a header."""
+    names, kind_of = specs.names, specs.kind_of
+    int4 = {number for number, kind in enumerate(specs.kinds) if kind.dtype.name == "int4"}
+    tags = {names[at]: INT4_TAG for at in order if kind_of[at] in int4} if int4 else {}
+    _require_apart(names, metadata, path)
+    entries = (f"{encode_basestring(key)}:{encode_basestring(text)}" for key, text in (metadata | tags).items())
+    yield f"{structure.START.decode()}{','.join(entries)}}}"
+    kinds = [(_around(kind), kind.size_bytes) for kind in specs.kinds]
+    at = 0
+    for number in order:
+        around, size_bytes = kinds[kind_of[number]]
+        yield f",{encode_basestring(names[number])}{around}[{at},{at + size_bytes}]}}"
+        at += size_bytes
+    yield "}"
+
+
+def _around(kind: SpecKind) -> str:
+    dims = ",".join(map(str, kind.box.shape))
+    return f':{{"dtype":"{TAG_OF[kind.dtype.name]}","shape":[{dims}],"data_offsets":'
+
+
+def _require_apart(names: Sequence[str], metadata: dict[str, str], path: str) -> None:
+    """Raise TargetError for a tensor that is called as an entry of the header, or of its metadata."""
+    for name in names:
+        if name == METADATA or name in metadata:
+            raise TargetError(
+                f"a tensor cannot be called {name!r} in a safetensors file",
+                expected="another name",
+                got="one that the header has for something else",
+                where=path,
+                remedy="write it as ckpt or hdf5 (--to)",
+            )

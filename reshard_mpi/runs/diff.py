@@ -1,0 +1,180 @@
+"""Whether two checkpoints hold the same tensors, whatever their formats, layouts and order of names.
+
+Each is planned as one full checkpoint, so every tensor is looked for, wherever its parts are, and proved to be covered
+as for a transform. Then the tensors are compared, block by block, byte by byte; processes take turns at them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from reshard_mpi.checkpoints import discovery
+from reshard_mpi.checkpoints.source import SourceCheckpoint
+from reshard_mpi.engine.files import Files
+from reshard_mpi.engine.regions import fill, first_difference_of_tensors
+from reshard_mpi.engine.sums import place_of
+from reshard_mpi.errors import DifferenceError
+from reshard_mpi.formats.dtypes import numbers
+from reshard_mpi.formats.places import Decoded
+from reshard_mpi.formats.specs import TensorSpec
+from reshard_mpi.planning.fit import drift_warning
+from reshard_mpi.planning.model import Copy, RankPlan, TensorPlan
+from reshard_mpi.processes.comm import Comm
+from reshard_mpi.runs.conversion import LIMITS, Conversion
+from reshard_mpi.runs.memory import RunMemory
+from reshard_mpi.runs.outcome import Checked, Failure, Outcome, agreed, attempt
+from reshard_mpi.runs.progress import Progress
+from reshard_mpi.runs.request import Request, Strategies
+from reshard_mpi.sharding.box import Box
+from reshard_mpi.sharding.placement import unsharded
+
+# So many tensors that differ are told by one process, element and place; that there are more is said.
+_MAX_TOLD = 20
+_MAX_NAMES = 5
+
+
+class _Side(NamedTuple):
+    """One of the checkpoints: its files as the user named them, and the plan of all that it holds."""
+
+    path: str
+    source: SourceCheckpoint
+    plan: RankPlan
+
+
+def diff(request: Request, comm: Comm, progress: Progress, strategies: Strategies | None = None) -> Outcome:
+    """Compare the checkpoint `request.source` with `request.target`.
+
+    What differs is in the outcome's failures. Raises, on every process alike, what keeps the two from being compared.
+    """
+    with RunMemory(lambda: request.allowance, comm, progress.waiting) as memory:
+        first, second, told = agreed(lambda: _planned(request, comm, strategies, memory), comm)
+        if comm.rank == 0:
+            progress.reading(first.source.described)
+        specs = {spec.name: spec for spec in second.plan.tensors.specs}
+        common = [spec for spec in first.plan.tensors.specs if specs.get(spec.name) == spec]
+        mine = common[comm.rank :: comm.size]
+        found = attempt(lambda: _found(first, second, mine, is_first=comm.rank == 0), comm)
+        if isinstance(found, Outcome):
+            found = found.joined([told])
+        else:
+            failures = tuple(Failure.here(None, comm, error) for error in found)
+            checked = Checked(0, second.path, len(mine), sum(spec.size_bytes for spec in mine), ("the other",))
+            found = told._replace(failures=failures, checked=(checked,))
+        return Outcome(processes=comm.size).joined(comm.allgather(found))
+
+
+def _found(first: _Side, second: _Side, specs: Sequence[TensorSpec], *, is_first: bool) -> list[DifferenceError]:
+    """Return what differs in the tensors `specs`, and, of one process, what tensors the two do not have in common."""
+    return [*(_unlike(first, second) if is_first else ()), *_differences(first, second, specs)]
+
+
+def _planned(
+    request: Request, comm: Comm, strategies: Strategies | None, memory: RunMemory
+) -> tuple[_Side, _Side, Outcome]:
+    """Return both sides, and what is to be said of them."""
+    governor, purpose = memory.open(), f"comparing {request.source} with {request.target}"
+    named = (request.src_strategy, request.dst_strategy) if strategies is None else ()
+    memory.to_open(named, purpose)
+    read = strategies or Strategies.read(request)
+    first_files = discovery.find_shards(request.source, request.select, format_name=request.source_format)
+    second_files = discovery.find_shards(request.target, role="other")
+    memory.to_open(named, purpose, first_files.format, second_files.format)
+    given = None if request.dst_strategy is None else read.target
+    sources = SourceCheckpoint.open(first_files, read.source), SourceCheckpoint.open(second_files, given)
+    conversions = [Conversion(source, unsharded(), replicas=request.replicas) for source in sources]
+    memory.on_giving_way(*(conversion.forget for conversion in conversions))
+    peak_bytes, plans = 0, list[RankPlan]()
+    warnings: list[str] = []
+    for conversion, other in zip(conversions, reversed(sources)):
+        memory.to_plan(conversion, other.files.format, purpose, also_read=other)
+        drifted = conversion.drifted_tensors(process=comm.rank, processes=comm.size)
+        warnings += [drift_warning(drifted)] if drifted else []
+        plans.append(conversion.plan(0, checked=False))
+        peak_bytes += memory.require_possible(plans[-1])
+    while not memory.to_move(peak_bytes, purpose):
+        plans = [conversion.plan(0, checked=False) for conversion in conversions]
+    notes = (*first_files.notes, *second_files.notes, *governor.notes, *_other_texts(*plans))
+    first, second = map(_Side, (request.source, request.target), sources, plans)
+    warnings += [*first_files.warnings, *second_files.warnings]
+    lost = (*plans[0].lost, *plans[1].lost)
+    return first, second, Outcome(notes=tuple(dict.fromkeys(notes)), lost=lost, other_warnings=tuple(warnings))
+
+
+def _other_texts(first: RankPlan, second: RankPlan) -> Iterator[str]:
+    """Yield a note where the two do not hold the same texts, which are no tensors."""
+    names = sorted({**first.strings, **second.strings})
+    differing = [repr(name) for name in names if first.strings.get(name) != second.strings.get(name)]
+    if differing:
+        yield f"texts beside the tensors differ: {_shortened(differing)}"
+
+
+def _unlike(first: _Side, second: _Side) -> Iterator[DifferenceError]:
+    """Yield what the two do not have in common: names, types, shapes."""
+    here, there = ({spec.name: spec for spec in side.plan.tensors.specs} for side in (first, second))
+    for side, other, own, others in ((first, second, here, there), (second, first, there, here)):
+        alone = [repr(name) for name in own if name not in others]
+        if alone:
+            yield DifferenceError(
+                f"{len(alone)} {'tensor is' if len(alone) == 1 else 'tensors are'} in one of them only",
+                expected=f"the tensors of {side.path} in {other.path} as well",
+                got=f"not there: {_shortened(alone)}",
+                where=other.path,
+            )
+    unlike = [name for name, spec in here.items() if name in there and there[name] != spec]
+    for name in unlike[:_MAX_TOLD]:
+        yield DifferenceError(
+            f"{name!r} is of another type or shape",
+            expected=f"{_described(here[name])}, as in {first.path}",
+            got=_described(there[name]),
+            where=second.path,
+        )
+    if len(unlike) > _MAX_TOLD:
+        yield DifferenceError(f"{len(unlike) - _MAX_TOLD} more tensors are of another type or shape")
+
+
+def _differences(first: _Side, second: _Side, specs: Sequence[TensorSpec]) -> Iterator[DifferenceError]:
+    """Yield the first element in which each of the tensors differs that does."""
+    wanted = {spec.name for spec in specs}
+    others = {tensor.spec.name: tensor for tensor in second.plan.tensors if tensor.spec.name in wanted}
+    differing = 0
+    with Files() as files:
+        for tensor in first.plan.tensors:
+            other = others.get(tensor.spec.name)
+            element = other and first_difference_of_tensors(files, tensor, other, LIMITS)
+            if other is None or element is None:
+                continue
+            differing += 1
+            if differing <= _MAX_TOLD:
+                yield DifferenceError(
+                    f"{tensor.spec.name!r} differs at element {list(element)}",
+                    expected=_content(files, tensor, element),
+                    got=_content(files, other, element),
+                    where=f"{first.path} and {second.path}",
+                )
+    if differing > _MAX_TOLD:
+        yield DifferenceError(f"{differing - _MAX_TOLD} more tensors differ")
+
+
+def _content(files: Files, tensor: TensorPlan, element: tuple[int, ...]) -> str:
+    """Say what an element is, and where it lies."""
+    box = Box(element, tuple(index + 1 for index in element))
+    part = next(part for copy in tensor.copies if (part := copy.meeting(box)) is not None)
+    content = bytearray(tensor.spec.dtype.itemsize_bytes)
+    fill(files, part, box, memoryview(content), LIMITS)
+    place = place_of(part, element)
+    where = f"in {_path(part)}" if place is None else f"at byte {place.offset_bytes} of {place.path}"
+    return f"{numbers(bytes(content), tensor.spec.dtype)[0]} ({content.hex()}) {where}"
+
+
+def _path(copy: Copy) -> str:
+    assert isinstance(copy.source.source, Decoded)
+    return copy.source.source.path
+
+
+def _described(spec: TensorSpec) -> str:
+    return f"{spec.dtype.name} of shape {list(spec.global_shape)}"
+
+
+def _shortened(texts: Sequence[str]) -> str:
+    return ", ".join(texts[:_MAX_NAMES]) + (f" and {len(texts) - _MAX_NAMES} more" if len(texts) > _MAX_NAMES else "")

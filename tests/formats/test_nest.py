@@ -1,0 +1,295 @@
+"""Nested dictionaries as names and one text, and back."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reshard_mpi.formats import nest
+from reshard_mpi.formats.nest.trees import ORDERED_DICT, SET, Call, Dict, Global, Unreadable
+
+
+class Tensor(NamedTuple):
+    """A leaf."""
+
+    number: int
+
+
+def is_tensor(value: Any) -> bool:
+    return type(value) is Tensor
+
+
+def shown(value: Any) -> Any:
+    """Return a tree in a form that can be compared: records compare by identity, and no number with itself."""
+    match value:
+        case Dict():
+            return "dict", [(shown(key), shown(part)) for key, part in value.pairs()]
+        case Call():
+            items = None if value.items is None else [shown(item) for item in value.items]
+            flat = None if value.flat is None else [(shown(key), shown(part)) for key, part in value.pairs()]
+            made = value.function, value.is_new, shown(value.state), items, flat
+            return "call", [shown(argument) for argument in value.args], made
+        case float():
+            return "float", value.hex() if math.isfinite(value) else str(value)
+        case list() | tuple() if type(value) in (list, tuple):
+            return type(value).__name__, [shown(item) for item in value]
+    return type(value).__name__, value
+
+
+def dictionary(**entries: Any) -> Dict:
+    return Dict([part for pair in entries.items() for part in pair])
+
+
+def there_and_back(root: Any) -> tuple[nest.Flattened, Any]:
+    flattened = nest.flatten(root, is_tensor)
+    return flattened, nest.rebuild(dict(flattened.tensors), flattened.strings)
+
+
+KEYS = st.one_of(st.sampled_from(["a", "b", "a.b", "", ".", "0", "w"]), st.integers(-2, 3), st.booleans(), st.none())
+PLAIN = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(1 << 70), 1 << 70),
+    st.floats(),
+    st.text(max_size=5),
+    st.binary(max_size=5),
+    st.just(Global("torch", "bfloat16")),
+)
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> Any:
+    count = 0
+
+    def tensor() -> Tensor:
+        nonlocal count
+        count += 1
+        return Tensor(count)
+
+    def pairs(depth: int) -> list[Any]:
+        keys = draw(st.lists(KEYS, max_size=4, unique_by=lambda key: (type(key), key)))
+        flat = []
+        for key in keys:
+            # What is under any other key has no name, so there must be no tensor in it.
+            flat += [key, value(depth + 1) if type(key) in (str, int) else draw(PLAIN)]
+        return flat
+
+    def value(depth: int) -> Any:
+        kind = draw(
+            st.sampled_from(["tensor", "plain"] if depth > 3 else ["tensor"] * 3 + ["plain", "dict"] * 2 + MORE)
+        )
+        match kind:
+            case "tensor":
+                return tensor()
+            case "plain":
+                return draw(PLAIN)
+            case "dict":
+                return Dict(pairs(depth))
+            case "list" | "tuple":
+                items = [value(depth + 1) for _ in range(draw(st.integers(0, 3)))]
+                return items if kind == "list" else tuple(items)
+        made = Call(
+            ORDERED_DICT if kind == "ordered" else Global("argparse", "Namespace"), (), is_new=kind != "ordered"
+        )
+        if kind == "ordered":
+            made.flat = pairs(depth)
+        if draw(st.booleans()):
+            made.state = dictionary(**{name: value(depth + 1) for name in draw(st.sets(st.sampled_from(["s", "t.u"])))})
+        return made
+
+    return Dict(pairs(0))
+
+
+MORE = ["list", "tuple", "ordered", "namespace"]
+
+
+@given(root=trees())
+def test_there_and_back_is_the_identity(root: Any) -> None:
+    try:
+        flattened, again = there_and_back(root)
+    except nest.NestError as error:
+        assert "the same name" in error.problem or "1 to" in error.problem
+        return
+    assert not flattened.left_out
+    assert shown(again) == shown(root)
+
+
+def test_names_are_joined_by_dots() -> None:
+    model = Call(ORDERED_DICT, ())
+    model.flat = ["layer.0.weight", Tensor(0), "layer.0.bias", Tensor(1)]
+    state = Dict([0, dictionary(step=Tensor(2), exp_avg=Tensor(3)), 1, dictionary(step=Tensor(4))])
+    root = dictionary(
+        epoch=3, model=model, optimizer=dictionary(state=state, groups=[dictionary(lr=0.1, params=[0, 1])])
+    )
+    flattened, again = there_and_back(root)
+    assert flattened.tensors == [
+        ("model.layer.0.weight", Tensor(0)),
+        ("model.layer.0.bias", Tensor(1)),
+        ("optimizer.state.0.step", Tensor(2)),
+        ("optimizer.state.0.exp_avg", Tensor(3)),
+        ("optimizer.state.1.step", Tensor(4)),
+    ]
+    assert shown(again) == shown(root)
+    assert json.loads(flattened.strings[nest.NEST]) == {
+        "dict": [
+            ["epoch", 3],
+            ["model", {"call": ["collections", "OrderedDict", []], "dict": []}],
+            [
+                "optimizer",
+                {
+                    "dict": [
+                        ["state", {"dict": [[0, {"dict": []}], [1, {"dict": []}]]}],
+                        ["groups", [{"dict": [["lr", 0.1], ["params", [0, 1]]]}]],
+                    ]
+                },
+            ],
+        ]
+    }
+
+
+def test_a_dictionary_of_tensors_and_texts_needs_no_nest() -> None:
+    root = Dict(["a.b", Tensor(0), "w", Tensor(1), "note", "text"])
+    flattened, again = there_and_back(root)
+    assert flattened == ([("a.b", Tensor(0)), ("w", Tensor(1))], {"note": "text"}, ())
+    assert shown(again) == shown(root)
+
+
+@pytest.mark.parametrize(
+    "root",
+    [
+        Dict(["note", "text", "w", Tensor(0)]),
+        Dict([nest.NEST, "text", "w", Tensor(0)]),
+        Dict(["a", dictionary(b=dictionary(c=Tensor(0))), "a.b", dictionary(d=Tensor(1))]),
+        Dict(["a.b", dictionary(c=Tensor(0)), "a", dictionary(b=dictionary(d=Tensor(1)))]),
+    ],
+    ids=[
+        "a text before tensors",
+        "a text called as the nest is",
+        "paths that could be another's",
+        "the other way round",
+    ],
+)
+def test_what_names_alone_do_not_tell(root: Dict) -> None:
+    _, again = there_and_back(root)
+    assert shown(again) == shown(root)
+
+
+def test_tensors_of_another_shard_have_a_place() -> None:
+    """Stages of a pipeline have the nest of one of them, and tensors of all."""
+    flattened = nest.flatten(dictionary(model=dictionary(w=Tensor(0)), epoch=1), is_tensor)
+    again = nest.rebuild({"model.x": Tensor(5), "other.y": Tensor(6)}, {**flattened.strings, "note": "text"})
+    expected = dictionary(model=dictionary(x=Tensor(5)), epoch=1)
+    expected.flat += ["other.y", Tensor(6), "note", "text"]
+    assert shown(again) == shown(expected)
+
+
+def test_what_cannot_be_carried_is_named() -> None:
+    odd = Call(Global("project", "Config"), (), is_new=True)
+    odd.state = dictionary(w=Tensor(7), same=[Tensor(7)])
+    root = dictionary(config=odd, w=Tensor(0), list=[odd, 1], sparse=Unreadable("a sparse tensor"))
+    root.flat += [None, Tensor(1), (1, (2,)), 5]
+    flattened, again = there_and_back(root)
+    assert flattened.left_out == (
+        "config: an object of project.Config, with 2 tensors in it",
+        "list.0: an object of project.Config, with 2 tensors in it",
+        "sparse: a sparse tensor",
+        "?: what is under a key that is neither text nor number",
+        "?: what is under a key that is neither text nor number",
+    )
+    assert shown(again) == shown(dictionary(w=Tensor(0), list=[None, 1]))
+
+
+def test_an_object_of_what_cannot_be_carried_is_left_out_as_a_whole() -> None:
+    made = Call(SET, ([Tensor(0)],))
+    assert nest.flatten(dictionary(w=Tensor(1), odd=made), is_tensor).left_out == (
+        "odd: an object of builtins.set, with 1 tensor in it",
+    )
+
+
+def own_part() -> Any:
+    root: list[Any] = []
+    root.append(root)
+    return dictionary(a=root)
+
+
+def deep() -> Any:
+    root: Any = Dict()
+    for _ in range(500):
+        root = dictionary(a=root)
+    return root
+
+
+def doubled() -> Any:
+    part: Any = [1]
+    for _ in range(60):
+        part = [part, part]
+    return dictionary(a=part)
+
+
+def doubled_arguments() -> Any:
+    part: Any = (1,)
+    for _ in range(60):
+        part = (part, part)
+    return dictionary(a=Call(SET, (part,)))
+
+
+@pytest.mark.parametrize(
+    "make, problem",
+    [
+        (own_part, "nested too deeply"),
+        (deep, "nested too deeply"),
+        (doubled, "too many values|too much"),
+        (doubled_arguments, "too many values"),
+        (lambda: dictionary(a=dictionary(b=Tensor(0)), **{"a.b": Tensor(1)}), "the same name"),
+        (lambda: Dict(["a", 1, "a", 2]), "a key twice"),
+        (lambda: Dict(["", Tensor(0)]), "1 to 4096 bytes"),
+        (lambda: Dict(["n" * 5000, Tensor(0)]), "1 to 4096 bytes"),
+        (lambda: dictionary(a="x" * (5 << 20), b=1), "too much"),
+        (lambda: Tensor(0), "no dictionary"),
+        (lambda: Call(Global("project", "Model"), ()), "no dictionary"),
+    ],
+)
+def test_trees_that_are_refused(make: Any, problem: str) -> None:
+    with pytest.raises(nest.NestError, match=problem):
+        nest.flatten(make(), is_tensor)
+
+
+@pytest.mark.parametrize(
+    "text, problem",
+    [
+        ("{", "no JSON"),
+        ("[" * 100_000, "no JSON"),
+        ('{"float":NaN}', "no JSON"),
+        ('{"call":["os","system",["true"]]}', "no plain data"),
+        ('{"global":["builtins","eval"]}', "no plain data"),
+        ('{"dict":[["a",{"call":["subprocess","Popen",[]],"state":{"dict":[]}}]]}', "no plain data"),
+        ('{"dict":[[["a"],1]]}', "no key"),
+        ('{"dict":[[{"dict":[]},1]]}', "no plain value"),
+        ('{"dict":[["a",1],["a",2]]}', "key twice"),
+        ('{"dict":[["w"],["w"]]}', "key twice"),
+        ('{"dict":[["w",3]]}', "the place of something else"),
+        ('[{"tensor":null}]', "not in the shard"),
+        ("[]", "no place"),
+        ("7", "no place"),
+        ('{"dict":[],"more":1}', "unknown value"),
+        ('{"set":[]}', "unknown value"),
+        ('{"bytes":"?"}', "base64"),
+        ('{"float":"7ff0"}', "a number that is none"),
+        ('{"float":"3ff0000000000000"}', "finite"),
+        ("[" * 200 + "]" * 200, "too many values or levels"),
+        ('"' + "x" * (5 << 20) + '"', "too long"),
+    ],
+)
+def test_texts_that_are_refused(text: str, problem: str) -> None:
+    with pytest.raises(nest.NestError, match=problem):
+        nest.rebuild({"w": Tensor(0)}, {nest.NEST: text})
+
+
+def test_a_string_and_a_tensor_need_a_place_each() -> None:
+    with pytest.raises(nest.NestError, match="the place of something else"):
+        nest.rebuild({"note": Tensor(0)}, {nest.NEST: '{"dict":[]}', "note": "text"})

@@ -1,0 +1,198 @@
+"""Safetensors files beside the reference library and MindSpore's own files, both ways; and how they are laid out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support import safetensors_peer
+
+from reshard_mpi.errors import ShardError, TargetError
+from reshard_mpi.formats import safetensors
+from reshard_mpi.formats.dtypes import BY_NAME
+from reshard_mpi.formats.protocol import reserve_file, seal_file
+from reshard_mpi.testing import samples, strategies
+from reshard_mpi.testing.samples import Contents, SampleTensor
+
+reference = pytest.importorskip("safetensors")
+
+MINDSPORE = Path(__file__).parent / "golden" / "mindspore"
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file that examples write one after another."""
+    return tmp_path_factory.mktemp("made") / "shard.safetensors"
+
+
+def write(path: Path, contents: Contents, *, crc: bool = False) -> None:
+    spec = samples.spec_of(contents)
+    size_bytes = safetensors.size_at_most_bytes(spec, crc=crc)
+    path.unlink(missing_ok=True)
+    meant = reserve_file(safetensors, str(path), spec)
+    samples.fill(meant, contents)
+    seal_file(safetensors, str(path), crc=crc)
+    safetensors.read_back(meant)
+    assert path.stat().st_size == size_bytes
+
+
+def header(path: Path) -> dict[str, dict[str, object]]:
+    content = path.read_bytes()
+    found: dict[str, dict[str, object]] = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    return found
+
+
+def holdable(contents: Contents) -> Contents:
+    """Return contents of types that the reference has too; it knows nothing of int4."""
+    refused = ("complex128", "hifloat8", "int4")
+    return Contents({name: t for name, t in contents.tensors.items() if t.dtype.name not in refused}, contents.strings)
+
+
+@given(contents=strategies.contents())
+def test_the_reference_reads_what_is_written(path: Path, contents: Contents) -> None:
+    contents = holdable(contents)
+    write(path, contents)
+    found = dict(reference.deserialize(path.read_bytes()))
+    assert found.keys() == contents.tensors.keys()
+    for name, tensor in contents.tensors.items():
+        assert tuple(found[name]["shape"]) == tensor.shape and bytes(found[name]["data"]) == tensor.content
+
+
+@given(contents=strategies.contents())
+def test_what_the_reference_writes_is_read(path: Path, contents: Contents) -> None:
+    contents = holdable(contents)
+    arrays = {name: np.frombuffer(tensor.content, np.uint8) for name, tensor in contents.tensors.items()}
+    tensors = {
+        name: reference.TensorSpec(
+            dtype=tensor.dtype.name,
+            shape=list(tensor.shape),
+            data_ptr=arrays[name].ctypes.data,
+            data_len=len(tensor.content),
+        )
+        for name, tensor in contents.tensors.items()
+    }
+    metadata = {"__reshard_mpi__:" + name: text for name, text in contents.strings.items()}
+    path.unlink(missing_ok=True)
+    path.write_bytes(reference.serialize(tensors, metadata or None))  # of no entries it makes a file that it refuses
+    assert samples.contents_of(safetensors.locate(str(path))) == contents
+
+
+def test_large_tensors_can_share_blocks(tmp_path: Path) -> None:
+    shapes = {
+        "odd": (65_537,),
+        "small": (3,),
+        "large": (64 << 10,),
+        "page": (4096,),
+        "larger": (1 << 20,),
+        "none": (0,),
+    }
+    tensors = [SampleTensor.random(name, BY_NAME["int8"], shape) for name, shape in shapes.items()]
+    tensors += [SampleTensor.random("wide", BY_NAME["float64"], (5,)), SampleTensor.random("p", BY_NAME["int16"], (1,))]
+    path = tmp_path / "shard.safetensors"
+    write(path, Contents.of(tensors))
+    held = safetensors.locate(str(path)).tensors
+    assert list(held) == ["large", "page", "larger", "wide", "p", "odd", "small", "none"]
+    starts = {name: held.starts[number] for name, number in held.number_of.items()}
+    assert all(starts[name] % 4096 == 0 for name in ("large", "page", "larger", "wide"))
+    assert samples.contents_of(safetensors.locate(str(path))) == Contents.of(tensors)
+
+
+@given(contents=strategies.contents())
+def test_every_tensor_begins_at_a_multiple_of_its_element(path: Path, contents: Contents) -> None:
+    write(path, holdable(contents))
+    for entry in safetensors.locate(str(path)).tensors.values():
+        assert all(part.offset_bytes % entry.dtype.itemsize_bytes == 0 for part in entry.source.ranges)
+
+
+def test_the_header_is_in_the_order_of_the_data_and_says_who_wrote_it(tmp_path: Path) -> None:
+    path = tmp_path / "shard.safetensors"
+    write(path, Contents.of([SampleTensor.random(name, BY_NAME[name], (3,)) for name in ("int8", "float64", "int4")]))
+    entries = header(path)
+    assert entries.pop("__metadata__") == {"format": "ms", "int4": "Int4"}
+    assert [entry["data_offsets"] for entry in entries.values()] == [[0, 24], [24, 27], [27, 30]]
+
+
+# What MindSpore has saved
+
+
+def test_every_type_that_mindspore_saves() -> None:
+    held = safetensors.locate(str(MINDSPORE / "types.safetensors"))
+    for name, entry in held.tensors.items():
+        assert entry.dtype.name == {"empty": "float32", "scalar": "float32"}.get(name, name)
+    assert samples.payload(held.tensors["int4"]) == bytes([1, 2, 0xFD, 4])
+    assert samples.payload(held.tensors["int16"]) == np.arange(4, dtype=np.int16).tobytes()
+    assert held.tensors["empty"].shape == (0, 3) and held.tensors["scalar"].shape == ()
+
+
+def test_the_checksum_that_mindspore_saves(tmp_path: Path) -> None:
+    path = MINDSPORE / "with_crc.safetensors"
+    assert safetensors.check_crc(str(path))
+    assert not safetensors.check_crc(str(MINDSPORE / "types.safetensors"))
+    damaged = tmp_path / "damaged.safetensors"
+    damaged.write_bytes(path.read_bytes()[:-1] + b"\x55")
+    with pytest.raises(ShardError, match="checksum"):
+        safetensors.check_crc(str(damaged))
+    ours = tmp_path / "ours.safetensors"
+    write(ours, samples.contents_of(safetensors.locate(str(path))), crc=True)
+    assert header(ours)["__metadata__"]["crc_num"] == header(path)["__metadata__"]["crc_num"] == "445106175"
+    assert ours.stat().st_mode & 0o777 == 0o400
+
+
+def test_a_whole_number_without_dimensions_counts_as_so_many_zeros(tmp_path: Path) -> None:
+    import zlib
+
+    path = tmp_path / "shard.safetensors"
+    step, flag = np.array(5_000_000, np.int64).tobytes(), b"\1"
+    tensors = [SampleTensor("z", BY_NAME["bool"], (), flag), SampleTensor("step", BY_NAME["int64"], (), step)]
+    write(path, Contents.of(tensors, {"note": "é"}), crc=True)
+    expected = zlib.crc32(b"step" + bytes(5_000_000) + b"z" + flag)
+    assert header(path)["__metadata__"] == {"crc_num": str(expected), "format": "ms", "__reshard_mpi__:note": "é"}
+    assert safetensors.check_crc(str(path))
+    assert safetensors.locate(str(path)).strings == {"note": "é"}
+
+
+@pytest.mark.parametrize("value", [-1, 1 << 62])
+def test_a_number_that_mindspore_cannot_sum_is_refused(tmp_path: Path, value: int) -> None:
+    tensor = SampleTensor("step", BY_NAME["int64"], (), value.to_bytes(8, "little", signed=True))
+    with pytest.raises(TargetError, match="'step' has no place in the checksum"):
+        write(tmp_path / "shard.safetensors", Contents.of([tensor]), crc=True)
+
+
+def test_what_mindspore_cannot_check_is_refused(tmp_path: Path) -> None:
+    for tensor in (
+        SampleTensor.random("w", BY_NAME["bfloat16"], (2,)),
+        SampleTensor.random("crc_num", BY_NAME["int8"], (2,)),
+    ):
+        spec = samples.spec_of(Contents.of([tensor]))
+        assert safetensors.size_at_most_bytes(spec)
+        with pytest.raises(TargetError, match=tensor.name):
+            safetensors.size_at_most_bytes(spec, crc=True)
+
+
+def test_names_that_the_header_has_for_itself(tmp_path: Path) -> None:
+    path = tmp_path / "shard.safetensors"
+    named = [SampleTensor.random("format", BY_NAME["int8"], (2,))]
+    write(path, Contents.of(named))
+    # MindSpore would take the entry for the tensor's type.
+    assert header(path)["__metadata__"] == {}
+    assert samples.contents_of(safetensors.locate(str(path))) == Contents.of(named)
+    for contents in (
+        Contents.of([SampleTensor.random("__metadata__", BY_NAME["int8"], (2,))]),
+        Contents.of([SampleTensor.random("__reshard_mpi__:note", BY_NAME["int8"], (2,))], {"note": "x"}),
+    ):
+        with pytest.raises(TargetError, match="cannot be called"):
+            safetensors.size_at_most_bytes(samples.spec_of(contents))
+
+
+@given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=2000), cut=st.integers(65_000, 66_000))
+def test_strings_across_the_ends_of_windows(path: Path, text: str, cut: int) -> None:
+    """What a window ends within is read whole, escaped or not, and what is passed over ends where it should."""
+    for ascii_only in (True, False):
+        metadata = json.dumps({"k": "x" * cut + text, "__reshard_mpi__:s": text}, ensure_ascii=ascii_only)
+        path.unlink(missing_ok=True)
+        path.write_bytes(safetensors_peer.file_of(f'{{"__metadata__":{metadata}}}'.encode()))
+        assert safetensors.locate(str(path)).strings == {"s": text}

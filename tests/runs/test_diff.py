@@ -1,0 +1,143 @@
+"""Two checkpoints are the same, or what differs is named: tensor, element, place; whatever their layouts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import ckpt_peer
+from support.checkpoints import write_shard
+from support.command_line import Capture, run_apart, run_here
+from support.conversions import TENSORS, Conversion, make
+from support.launch import MPI
+from support.processes import Finished
+
+import reshard_mpi
+from reshard_mpi.errors import DifferenceError
+from reshard_mpi.testing.samples import Contents
+
+
+def full(folder: Path, kind: str = "ckpt", **changes: np.ndarray) -> Path:
+    """Write the whole checkpoint as one file, its names in another order, and other tensors in it."""
+    path = folder / f"full.{kind}"
+    write_shard(dict(reversed({**TENSORS, **changes}.items())), path)
+    return path
+
+
+def diff(capsys: Capture, c: Conversion, other: Path, *options: str) -> Finished:
+    return run_here(
+        capsys, "diff", str(c.src), str(other), "--src-strategy", str(c.src_strategy), "--jobs", "1", *options
+    )
+
+
+@pytest.mark.parametrize("kind", ["ckpt", "hdf5"])
+def test_the_same_in_another_layout_and_format(tmp_path: Path, capsys: Capture, kind: str) -> None:
+    c = make(tmp_path)
+    said = diff(capsys, c, full(tmp_path, "h5" if kind == "hdf5" else kind))
+    assert said.code == 0 and said.out.startswith("compared 4 tensors, ") and said.out.endswith(": the same\n"), said
+
+
+def test_two_layouts(tmp_path: Path, capsys: Capture) -> None:
+    c = make(tmp_path)
+    assert run_here(capsys, *c.arguments("transform")).code == 0
+    said = diff(capsys, c, c.dst, "--dst-strategy", str(c.dst_strategy))
+    assert said.code == 0 and "compared 4 tensors" in said.out, said
+
+
+def test_one_element(tmp_path: Path, capsys: Capture) -> None:
+    c = make(tmp_path)
+    changed = TENSORS["w"].copy()
+    changed[5, 2] = 0.5
+    changed[6, 0] = 0.25
+    other = full(tmp_path, w=changed)
+    said = diff(capsys, c, other)
+    assert said.code == 4 and said.out == "", said
+    assert "difference: 'w' differs at element [5, 2]\n" in said.err
+    assert "expected: 22.0 (0000b041) at byte " in said.err and "rank_1/checkpoint_1.ckpt" in said.err
+    assert "got: 0.5 (0000003f) at byte " in said.err and str(other) in said.err
+    assert said.err.count("difference: ") == 1
+
+
+def test_names_types_and_shapes(tmp_path: Path, capsys: Capture) -> None:
+    c = make(tmp_path)
+    other = tmp_path / "other.ckpt"
+    arrays = {"w": TENSORS["w"].astype(np.float64), "moments.w": np.zeros((4, 8), np.float32), "extra": np.zeros(3)}
+    write_shard({**arrays, "global_step": TENSORS["global_step"]}, other)
+    said = diff(capsys, c, other)
+    assert said.code == 4, said
+    assert "1 tensor is in one of them only" in said.err
+    assert "not there: 'b'" in said.err and "not there: 'extra'" in said.err
+    assert "'w' is of another type or shape\n  expected: float32 of shape [8, 4], as in" in said.err
+    assert "got: float64 of shape [8, 4]" in said.err and "got: float32 of shape [4, 8]" in said.err
+
+
+def test_many_differences_are_counted(tmp_path: Path, capsys: Capture) -> None:
+    first, second = tmp_path / "a.ckpt", tmp_path / "b.ckpt"
+    write_shard({f"w{number}": np.full(3, number, np.int32) for number in range(30)}, first)
+    write_shard({f"w{number}": np.full(3, -1, np.int32) for number in range(30)}, second)
+    said = run_here(capsys, "diff", str(first), str(second), "--jobs", "1")
+    assert said.code == 4 and said.err.count("differs at element [0]") == 20, said
+    assert "difference: 10 more tensors differ" in said.err
+
+
+def test_texts_that_differ_are_noted(tmp_path: Path, capsys: Capture) -> None:
+    first, second = tmp_path / "a.ckpt", tmp_path / "b.ckpt"
+    for path, epoch in ((first, "3"), (second, "4")):
+        ckpt_peer.write(path, Contents.of([], {"epoch": epoch}))
+    said = run_here(capsys, "diff", str(first), str(second), "--jobs", "1")
+    assert said.code == 0 and "note: texts beside the tensors differ: 'epoch'" in said.err, said
+
+
+def test_a_hole_is_no_difference_but_refused(tmp_path: Path, capsys: Capture) -> None:
+    c = make(tmp_path)
+    other = full(tmp_path)
+    c.remove(1, 3)
+    said = diff(capsys, c, other)
+    assert said.code == 3 and "reshard-mpi: error: " in said.err, said
+
+
+def test_several_processes_find_the_same(tmp_path: Path, mpi: MPI) -> None:
+    c = make(tmp_path)
+    changed = {name: TENSORS[name].copy() for name in ("w", "b")}
+    changed["w"][7, 3] += 1
+    changed["b"][1] = 9
+    other = full(tmp_path, **changed)
+    arguments = ["diff", c.src, other, "--src-strategy", c.src_strategy]
+    for finished in (run_apart(*arguments, "--jobs", "2"), run_apart(*arguments, mpi=mpi, ranks=3)):
+        assert finished.code == 4, finished
+        assert "'w' differs at element [7, 3]" in finished.err and "'b' differs at element [1]" in finished.err
+        assert finished.err.count("difference: ") == 2
+
+
+def test_as_a_function(tmp_path: Path) -> None:
+    c = make(tmp_path)
+    assert reshard_mpi.diff(c.src, full(tmp_path), c.src_strategy) is None
+    changed = {name: TENSORS[name] + 1 for name in ("w", "b")}
+    with pytest.raises(DifferenceError, match=r"differs at element \[0.*\(and 1 more found\)") as raised:
+        reshard_mpi.diff(c.src, full(tmp_path, **changed), c.src_strategy)
+    assert raised.value.exit_code == 4
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_the_first_difference_is_numpys(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    folder = tmp_path_factory.mktemp("diff")
+    shape = tuple(data.draw(st.lists(st.integers(1, 7), max_size=3)))
+    first = np.arange(int(np.prod(shape, dtype=int)), dtype=np.int64).reshape(shape)
+    second = first.copy()
+    for _ in range(data.draw(st.integers(0, 3))):
+        second[tuple(data.draw(st.integers(0, length - 1)) for length in shape)] += data.draw(st.integers(1, 2**40))
+    write_shard({"w": first}, folder / "a.ckpt")
+    write_shard({"w": second}, folder / "b.h5")
+    differing = np.argwhere(first != second)
+    if not len(differing):
+        reshard_mpi.diff(folder / "a.ckpt", folder / "b.h5")
+        return
+    with pytest.raises(DifferenceError) as raised:
+        reshard_mpi.diff(folder / "a.ckpt", folder / "b.h5")
+    index = tuple(differing[0].tolist())
+    assert raised.value.problem == f"'w' differs at element {list(index)}"
+    assert raised.value.expected.startswith(f"{first[index]} (") and raised.value.got.startswith(f"{second[index]} (")

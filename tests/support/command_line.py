@@ -1,0 +1,77 @@
+"""The command line of the project: run in this process, in a fork of it, in a process of its own, or on ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+
+import pytest
+
+from reshard_mpi.cli import commands
+from support.launch import MPI, mpirun_command
+from support.processes import Finished, run_command
+
+COMMAND = [sys.executable, "-m", "reshard_mpi"]
+Capture = pytest.CaptureFixture[str]
+
+
+def run_here(capsys: Capture, *arguments: str) -> Finished:
+    """Run the command line in this process: the quickest way, and the only one that sees what a test has patched."""
+    handlers, hook = {kind: signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)}, sys.unraisablehook
+    try:
+        commands.main(arguments)
+    except SystemExit as end:
+        assert isinstance(end.code, int)
+        return Finished(("reshard-mpi", *arguments), end.code, *capsys.readouterr())
+    finally:
+        for kind, handler in handlers.items():
+            signal.signal(kind, handler)
+        sys.unraisablehook = hook
+    raise AssertionError("the command line must exit")
+
+
+def run_apart(
+    *arguments: str | os.PathLike[str],
+    mpi: MPI | None = None,
+    ranks: int = 2,
+    env: Mapping[str, str] | None = None,
+    timeout_seconds: float = 60,
+    check: bool = False,
+) -> Finished:
+    """Run the command line in a process of its own, as users do; with `mpi`, on so many ranks. Else: `run_command`."""
+    command = [*COMMAND, *arguments]
+    if mpi is not None:
+        command = mpirun_command(mpi, ranks, command)
+    return run_command(command, env=env, timeout_seconds=timeout_seconds, check=check)
+
+
+def run_in_fork(*arguments: str, prepare: Callable[[], object] | None = None, timeout_seconds: int = 60) -> Finished:
+    """Run the command line in a fork of this process, which saves its start. prepare: what the fork does before."""
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        process = os.fork()
+        if process == 0:
+            code = 99
+            try:
+                signal.alarm(timeout_seconds)
+                os.dup2(out.fileno(), 1)
+                os.dup2(err.fileno(), 2)
+                sys.stdout, sys.stderr = (open(fd, "w", closefd=False) for fd in (1, 2))  # noqa: SIM115
+                if prepare is not None:
+                    prepare()
+                try:
+                    commands.main(arguments)
+                except SystemExit as end:
+                    code = end.code if isinstance(end.code, int) else 98
+                sys.stdout.flush()
+                sys.stderr.flush()
+            finally:
+                os._exit(code)
+        code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        texts = []
+        for stream in (out, err):
+            stream.seek(0)
+            texts.append(stream.read().decode(errors="replace"))
+    return Finished(("reshard-mpi", *arguments), code, *texts)
