@@ -163,15 +163,15 @@ def transform_checkpoints(
     Writes `dst_checkpoints_dir/rank_x/<ckpt_prefix>x.<ending>`; files that are there are replaced, each atomically.
     A strategy of None is one full checkpoint; folders of strategy files are merged. process_num: local processes; 0 is
     1, as for MindSpore, and no more are started than have something to do.
-    output_format: "ckpt", "hdf5" or "safetensors". unlisted: what becomes of parameters the target strategy does not
-    list: "follow", "replicate" or "drop". replicas: what several ranks hold is taken from one of them; "sample" first
-    holds the source strategy against the checkpoint, comparing a few ranks in a few places of a few tensors,
-    "check" compares all copies of what is needed as well, byte by byte, and "any" trusts. memory: how much of a
-    host's memory all processes of the user may take together: a size such as "64G" or a number of bytes,
-    "unlimited", or None for what RESHARD_MPI_MEMORY says and else for all that is free. max_active: how many of
-    them may transform at once on a host. verify: read sources and targets once more and compare them. crc: add
-    the checksum that MindSpore checks (.ckpt, .safetensors). comm: an mpi4py communicator whose ranks share the work;
-    all must make the call.
+    output_format: "ckpt", "hdf5", "safetensors" or "torch". unlisted: what becomes of parameters the target strategy
+    does not list: "follow", "replicate" or "drop". replicas: what several ranks hold is taken from one of them;
+    "sample" first holds the source strategy against the checkpoint, comparing a few ranks in a few places of a few
+    tensors, "check" compares all copies of what is needed as well, byte by byte, and "any" trusts. memory: how much of
+    a host's memory all processes of the user may take together: a size such as "64G" or a number of bytes,
+    "unlimited", or None for what RESHARD_MPI_MEMORY says and else for all that is free. max_active: how many of them
+    may transform at once on a host. verify: read sources and targets once more and compare them. crc: add the checksum
+    that MindSpore checks (.ckpt, .safetensors). comm: an mpi4py communicator whose ranks share the work; all must make
+    the call.
 
     A process waits until there is memory for what it is going to do. The logger "reshard_mpi" is told when that takes
     long, and warned (WARNING) of source files that are missing or damaged, which ranks' are taken instead, and of
@@ -217,7 +217,7 @@ def transform_checkpoint_by_rank(
     """Write the shard of target rank `rank_id` to `save_checkpoint_file_name`, replacing what is there atomically.
 
     checkpoint_files_map: source shards by rank; it may hold more ranks than are needed, or other replicas. The ending
-    of the file name (.ckpt, .h5, .hdf5) tells the format; its folder is made if it is not there. replicas, memory,
+    of the file name (.ckpt, .h5, .pt ...) tells the format; its folder is made if it is not there. replicas, memory,
     max_active, and what is logged: as in `transform_checkpoints`. Raises a ReshardError; then nothing is written.
     """
     rank_id = plain_number(rank_id, "rank_id")

@@ -42,6 +42,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if collection_path == RANKS_FOLDER and not config.getoption("--with-mpi") else None
 
 
+# Libraries whose tests are marked with their names, since they need the library itself.
+_PEERS = ("mindspore", "torch")
 # What takes a cluster, an MPI, or MindSpore itself.
 _SLOW_FIXTURES = {"mpi", "mpirun", "slurm", "mindspore"}
 # Modules of which every test makes many conversions, in one process or in many.
@@ -64,10 +66,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         group = _one_at_a_time(item)
         if group is not None:
             item.add_marker(pytest.mark.xdist_group(group))
-    if importlib.util.find_spec("mindspore") is None:
-        for item in items:
-            if item.get_closest_marker("mindspore"):
-                item.add_marker(pytest.mark.skip(reason="MindSpore is not installed"))
+    for peer in _PEERS:
+        if importlib.util.find_spec(peer) is None:
+            for item in items:
+                if item.get_closest_marker(peer):
+                    item.add_marker(pytest.mark.skip(reason=f"{peer} is not installed"))
 
 
 def _is_slow(item: pytest.Item) -> bool:
@@ -76,7 +79,7 @@ def _is_slow(item: pytest.Item) -> bool:
     A test that starts processes takes a second or so; one of many such, told apart by parameters, would take a minute
     with the others.
     """
-    if _SLOW_FIXTURES & set(getattr(item, "fixturenames", ())) or item.get_closest_marker("mindspore"):
+    if _SLOW_FIXTURES & set(getattr(item, "fixturenames", ())) or any(map(item.get_closest_marker, _PEERS)):
         return True
     if item.path.stem in _SLOW_MODULES:
         return True

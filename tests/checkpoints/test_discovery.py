@@ -14,6 +14,7 @@ from support.toys import in_the_table
 import reshard_mpi
 from reshard_mpi.checkpoints.discovery import ShardFiles, find_shards, shards_from_map
 from reshard_mpi.errors import DisagreementError, ReshardError, SourceError
+from reshard_mpi.formats import SUFFIXES
 
 __all__ = ["in_the_table"]
 
@@ -136,7 +137,7 @@ def test_select_chooses_among_names(tmp_path: Path) -> None:
     assert chosen_files(tmp_path, "*-1_1.ckpt") == {rank: [f"rank_{rank}/a-1_1.ckpt"] for rank in (0, 1)}
     assert find_shards(str(tmp_path), "*.h5").format == "hdf5"
     error = refusal(SourceError, tmp_path, "c*")
-    assert error.expected == "files that end in .ckpt, .h5, .hdf5 and match 'c*' (--select) in its rank folders"
+    assert error.expected == f"files that end in {', '.join(SUFFIXES)} and match 'c*' (--select) in its rank folders"
 
 
 @pytest.mark.parametrize(

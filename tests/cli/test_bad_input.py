@@ -493,7 +493,7 @@ USAGE = {
     "jobs_no_number": (["--jobs", "many"], "--jobs: expected 1 or more, got 'many'"),
     "unknown_option": (["--dtype", "float16"], "unrecognized arguments: --dtype"),
     "shortened_option": (["--over"], "unrecognized arguments: --over"),
-    "unknown_format": (["--to", "torch"], "invalid choice: 'torch'"),
+    "unknown_format": (["--to", "gguf"], "invalid choice: 'gguf'"),
     "unknown_unlisted": (["--unlisted", "ignore"], "invalid choice: 'ignore'"),
     "unknown_progress": (["--progress", "loud"], "invalid choice: 'loud'"),
     "prefix_of_another_folder": (["--prefix", "../x"], "prefix(.|\n)*got: '../x'"),
@@ -538,7 +538,7 @@ def test_wrong_usage_of_the_functions(tmp_path: Path) -> None:
     before = listing(tmp_path)
     for call in (
         lambda: reshard_mpi.transform_checkpoints(*paths, -1),
-        lambda: reshard_mpi.transform_checkpoints(*paths, 1, "torch"),
+        lambda: reshard_mpi.transform_checkpoints(*paths, 1, "gguf"),
         lambda: reshard_mpi.transform_checkpoints(*paths, unlisted="ignore"),
         lambda: reshard_mpi.transform_checkpoints(c.src, c.dst, "a/b", c.src_strategy, c.dst_strategy),
         lambda: reshard_mpi.rank_list_for_transform(2, c.src_strategy, c.dst_strategy),
@@ -546,7 +546,7 @@ def test_wrong_usage_of_the_functions(tmp_path: Path) -> None:
         lambda: reshard_mpi.plan(c.src, c.src_strategy, c.dst_strategy, ranks=[2]),
         lambda: reshard_mpi.load_rank(2, c.src, c.src_strategy, c.dst_strategy),
         lambda: reshard_mpi.load_rank(0, c.src, c.src_strategy, None, unlisted="drop"),
-        lambda: reshard_mpi.transform_checkpoint_by_rank(0, {0: c.shard(0)}, c.folder / "out.pt", *paths[3:]),
+        lambda: reshard_mpi.transform_checkpoint_by_rank(0, {0: c.shard(0)}, c.folder / "out.gguf", *paths[3:]),
     ):
         with pytest.raises(UsageError, match="expected: "):
             call()

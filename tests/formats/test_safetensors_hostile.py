@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.hostile import elsewhere, read_by_child
+from support.hostile import opened_elsewhere, read_by_child
 from support.safetensors_peer import file_of
 
 from reshard_mpi.errors import ShardError
@@ -87,7 +87,7 @@ REFUSED = {
     "metadata null": (raw('{"__metadata__":null,"w":$}'), "damaged"),
     "metadata a list": (raw('{"__metadata__":[],"w":$}'), "damaged"),
     "metadata like a tensor": (raw('{"__metadata__":$,"w":$}'), "damaged"),
-    "a string too long": (file_of({"__metadata__": {"__reshard_mpi__:s": "x" * (7 << 20)}}), "too long"),
+    "a string too long": (file_of({"__metadata__": {"__reshard_mpi__:s": "x" * (17 << 20)}}), "too long"),
     "a string without a name": (file_of({"__metadata__": {"__reshard_mpi__:": "x"}}), "damaged"),
     "Int4 that is none": (raw('{"__metadata__":{"w":"Int4"},"w":$}'), "Int4.*\n.*I8"),
     # Fields
@@ -227,4 +227,4 @@ def test_memory_and_time_are_bounded(tmp_path: Path, bomb: str) -> None:
     assert found["is_ours"] and re.search(message, found["problem"]), found
     assert found["growth_bytes"] <= GROWTH_BYTES, found
     assert found["cpu_seconds"] <= SECONDS, found
-    assert not elsewhere(found, path)
+    assert not opened_elsewhere(found, path)

@@ -17,9 +17,15 @@ from unittest import mock
 
 from reshard_mpi import formats
 from reshard_mpi.errors import ReshardError
+from reshard_mpi.formats import nest
+from reshard_mpi.formats.columns import Kind
+from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.hdf5 import index, superblock
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.formats.places import Decoded
+from reshard_mpi.formats.places import Decoded, Strided
+from reshard_mpi.formats.torch import pickles, pickling
+from reshard_mpi.formats.torch.content import Storages
+from reshard_mpi.formats.torch.tensors import is_tensor
 from reshard_mpi.journal.commit import commit
 from reshard_mpi.journal.commit_record import CommitRecord
 from reshard_mpi.journal.records import COMMIT_RECORD, STATE, RunIdentity, TargetRecord, record_path, run_path
@@ -45,6 +51,30 @@ def shard(format_name: str, data: bytes) -> None:
             if isinstance(entry.source, Decoded) and entry.size_bytes <= _MAX_DECODED:
                 with suppress(ReshardError):
                     assert entry.source.read(Box.whole(entry.shape)).nbytes == entry.size_bytes
+
+
+def torch_pickle(data: bytes) -> None:
+    """Read the pickle of a file of torch, and write what it is a pickle of."""
+    try:
+        root, _ = pickles.load(data, readers=Storages().readers)
+        flattened = nest.flatten(root, is_tensor)
+    except (pickles.PickleError, nest.NestError):
+        return
+    again = nest.rebuild(dict(flattened.tensors), flattened.strings)
+    flattened_again = nest.flatten(again, is_tensor)
+    assert flattened_again.tensors == flattened.tensors
+    assert flattened_again.strings == flattened.strings or flattened.left_out
+
+
+def nest_text(data: bytes) -> None:
+    """Make a tree of the text of a nest and some tensors, and a pickle of the tree."""
+    kind = Kind(BY_NAME["float32"], (2,))
+    leaves = {name: pickling.Leaf(str(at), kind) for at, name in enumerate(("w", "a.w", "a.0.step", "list.0"))}
+    with suppress(nest.NestError):
+        root = nest.rebuild(leaves, {nest.NEST: data.decode(errors="replace"), "note": "text"})
+        again, _ = pickles.load(pickling.dumps(root), readers=Storages().readers)
+        names = {name for name, _ in nest.flatten(again, is_tensor).tensors}
+        assert names <= leaves.keys()
 
 
 class _Any:
@@ -121,6 +151,9 @@ def records(data: bytes) -> None:
 PARSERS: dict[str, Callable[[bytes], None]] = {
     "ckpt": partial(shard, "ckpt"),
     "safetensors": partial(shard, "safetensors"),
+    "torch": partial(shard, "torch"),
+    "torch_pickle": torch_pickle,
+    "nest": nest_text,
     "hdf5_native": partial(shard, "hdf5"),
     "hdf5_native_unchecked": native_without_checksums,
     "hdf5_foreign": partial(shard, "hdf5"),
@@ -162,7 +195,12 @@ def _require_sound(manifest: Manifest, size_bytes: int) -> None:
         if isinstance(entry.source, Decoded):
             assert len(entry.source.chunk) == len(entry.shape)
             continue
-        assert sum(part.length_bytes for part in entry.source.ranges) == entry.size_bytes
-        for part in entry.source.ranges:
+        ranges = entry.stored.ranges if entry.stored is not None else ()
+        if isinstance(entry.source, Strided):
+            assert len(entry.source.strides_bytes) == len(entry.shape)
+            assert all(step >= 0 and step % entry.dtype.itemsize_bytes == 0 for step in entry.source.strides_bytes)
+        else:
+            assert sum(part.length_bytes for part in ranges) == entry.size_bytes
+        for part in ranges:
             assert part.path == manifest.path
             assert part.offset_bytes >= 0 and part.offset_bytes + part.length_bytes <= size_bytes

@@ -44,6 +44,9 @@ CASES = [
     ("ckpt", "hdf5", 2_000, SMALL),
     ("ckpt", "ckpt", 2_000, SMALL),
     ("hdf5", "hdf5", 2_000, SMALL),
+    ("torch", "torch", 17, SMALL),
+    ("torch", "torch", 2_000, SMALL),
+    ("torch", "ckpt", 2_000, SMALL),
 ]
 
 

@@ -15,6 +15,8 @@ from reshard_mpi.formats.nest.trees import PLAIN, Call, Dict, Global, Unreadable
 # What is left out is named, but not without end.
 _MAX_NOTES = 64
 _MAX_LOOKED_INTO = 1 << 16
+# The nest of a dictionary of tensors, of which something else may have been left out.
+_NAMES_ALONE = '{"dict":[]}'
 
 
 class Flattened(NamedTuple):
@@ -43,7 +45,7 @@ def flatten(root: Value, is_tensor: Callable[[Value], bool]) -> Flattened:
         listed |= misplaced
     _require_names(made.tensors)
     text = "".join(made.parts)
-    return Flattened(made.tensors, {NEST: text}, tuple(made.left_out))
+    return Flattened(made.tensors, {} if text == _NAMES_ALONE else {NEST: text}, tuple(made.left_out))
 
 
 def _is_flat(root: Dict, is_tensor: Callable[[Value], bool]) -> bool:
