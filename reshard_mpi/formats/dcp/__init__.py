@@ -42,4 +42,9 @@ __all__ = [
 
 SUFFIXES = (".distcp",)
 MODE = 0o666
-TRAITS = Traits(Costs(reading=6 * KIB, writing=2 * KIB, checking=2 * KIB), shares_blocks=True, is_folder=True)
+TRAITS = Traits(
+    Costs(reading=6 * KIB, writing=2 * KIB, checking=2 * KIB),
+    shares_blocks=True,
+    is_folder=True,
+    title="torch distributed checkpoint",
+)
