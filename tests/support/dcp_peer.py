@@ -16,6 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+import numpy as np
+
+from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.testing.samples import SampleTensor
 from support import torch_peer
 from support.torch_peer import STAND_INS, Tensor
@@ -51,6 +54,10 @@ class TensorProperties:
 
     def __getstate__(self) -> tuple[Any, ...]:
         return self.dtype, LAYOUT, False, _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT, False
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.dtype, _, *rest = state
+        assert rest == [False, _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT, False]
 
 
 @dataclass
@@ -189,3 +196,46 @@ def dumps(value: Any, protocol: int = 4, *, in_c: bool = True) -> bytes:
         stream = io.BytesIO()
         pickle._Pickler(stream, protocol).dump(value)  # type: ignore[attr-defined]
         return stream.getvalue()
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        return getattr(MODULES[module], name)
+
+
+class Checkpoint(NamedTuple):
+    """What a folder holds: whole tensors as their row-major bytes, objects, and paths."""
+
+    tensors: dict[str, SampleTensor]
+    objects: dict[str, Any]
+    paths: dict[str, tuple[str | int, ...]]
+    metadata: Metadata
+
+
+def read(folder: Path) -> Checkpoint:
+    """Read a checkpoint whose items are row-major, as torch does: by its metadata, an item at a time."""
+    metadata = _Unpickler(io.BytesIO((folder / ".metadata").read_bytes())).load()
+    places = {(key.fqn, key.offset): place for key, place in metadata.storage_data.items()}
+    tensors, objects = {}, {}
+    for name, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, BytesStorageMetadata):
+            objects[name] = torch_peer.load(_item(folder, places[name, None]))
+            continue
+        whole, dtype = None, BY_NAME[entry.properties.dtype.name]
+        for chunk in entry.chunks:
+            made = torch_peer.load(_item(folder, places[name, chunk.offsets]), has_sums=False)
+            sample = torch_peer.sample_of(name, made)
+            assert (sample.dtype, sample.shape) == (dtype, tuple(chunk.sizes))
+            element = np.dtype((np.void, dtype.itemsize_bytes))
+            whole = np.zeros(entry.size, element) if whole is None else whole
+            region = tuple(slice(low, low + length) for low, length in zip(chunk.offsets, chunk.sizes))
+            whole[(..., *region)] = np.frombuffer(sample.content, element).reshape(sample.shape)
+        assert whole is not None
+        tensors[name] = SampleTensor(name, dtype, tuple(entry.size), whole.tobytes())
+    return Checkpoint(tensors, objects, metadata.planner_data, metadata)
+
+
+def _item(folder: Path, place: _StorageInfo) -> Any:
+    content = (folder / place.relative_path).read_bytes()[place.offset : place.offset + place.length]
+    assert len(content) == place.length
+    return io.BytesIO(content)

@@ -144,11 +144,11 @@ def _has(fd: int, start: int, content: bytes) -> bool:
 
 
 def _require_types(spec: ShardSpec, path: str) -> None:
-    for kind in spec.specs.kinds:
-        if kind.dtype.name not in BY_TORCH_NAME:
-            specs = spec.specs
-            name = next(name for name, number in zip(specs.names, specs.kind_of) if specs.kinds[number] is kind)
-            _refuse_type(name, str(kind.dtype), path)
+    specs = spec.specs
+    unknown = {number for number, kind in enumerate(specs.kinds) if kind.dtype.name not in BY_TORCH_NAME}
+    for name, number in zip(specs.names, specs.kind_of) if unknown else ():
+        if number in unknown:
+            _refuse_type(name, str(specs.kinds[number].dtype), path)
 
 
 def _refuse_type(name: str, dtype: str, path: str) -> NoReturn:
