@@ -1,7 +1,7 @@
-"""The errors a user can meet. Every one derives from ReshardError and carries the exit code of the command line.
+"""The errors a user can meet. All derive from ReshardError and carry the exit code of the command line.
 
-Those for mistakes that MindSpore 2.10 meets with a ValueError, or a TypeError, are such errors too, so programs that
-catch these go on working. (Where it raises NotADirectoryError, ours is a TargetError.)
+Errors for which MindSpore 2.10 raises ValueError or TypeError derive from that too, so programs that catch it go on
+working. (Where MindSpore raises NotADirectoryError, this is a TargetError.)
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class ReshardError(Exception):
-    """A problem a user can act on, told as: what is wrong, expected, got, where, what to do.
+    """A problem that a user can act on: what is wrong, what was expected, what was there, where, what to do.
 
-    As text it has a line for each of these, with all that is not printable escaped. Instances survive pickling, so an
-    error raised on one rank can be shown on every rank.
+    Its text has a line for each of these, with unprintable characters escaped. It can be pickled, so an error of one
+    rank can be shown on every rank.
     """
 
     exit_code: ClassVar[int] = 3
@@ -34,7 +34,7 @@ class ReshardError(Exception):
         super().__init__(problem)
 
     def __str__(self) -> str:
-        # Of several targets the first to fail is told in its own lines, in which nothing is left to be escaped.
+        # The problem of a TransformError holds the lines of another error, which are escaped already.
         problem = lines(self.problem) if isinstance(self, TransformError) else one_line(self.problem)
         parts = (("expected", self.expected), ("got", self.got), ("where", self.where), ("what to do", self.remedy))
         return "\n".join([problem, *(f"  {label}: {one_line(text)}" for label, text in parts if text)])
@@ -58,7 +58,7 @@ class WrongTypeError(UsageError, TypeError):
 
 
 class SourceError(ReshardError, ValueError):
-    """The source checkpoint is not there, is ambiguous, or its shards do not belong together."""
+    """The source checkpoint does not exist, is ambiguous, or its shards do not belong together."""
 
 
 class ShardError(ReshardError, ValueError):
@@ -92,7 +92,7 @@ class TransformError(ReshardError):
 
 
 class DamageError(ReshardError):
-    """What a shard holds is not what it should hold, by its own sums or by the checkpoint it was made from."""
+    """A shard does not hold what its own sums, or the checkpoint that it was made from, say it should."""
 
     exit_code = 4
 
@@ -104,29 +104,39 @@ class DifferenceError(ReshardError):
 
 
 class BudgetError(ReshardError):
-    """What is to be done can never fit the memory that is allowed."""
+    """The work can never fit the memory that is allowed."""
 
     exit_code = 5
 
 
 @contextmanager
 def only_known_errors() -> Iterator[None]:
-    """Raise what the file system refuses, and a lack of memory, as errors that a user can act on."""
+    """Turn errors of the file system, and a lack of memory, into a ReshardError."""
     try:
         yield
     except (OSError, MemoryError) as error:
         raise as_reshard_error(error) from error
 
 
+_MAX_QUOTED = 80
+
+
+def wrong_type(name: str, expected: str, value: object) -> WrongTypeError:
+    """Return the error for an argument `name` of a type that it cannot have."""
+    text = repr(value)
+    got = f"{type(value).__name__}: {text[:_MAX_QUOTED]}{'...' * (len(text) > _MAX_QUOTED)}"
+    return WrongTypeError(f"{name} is of a wrong type", expected=expected, got=got)
+
+
 def told(error: Exception) -> str:
-    """Return an error in one line, without where it is and what to do."""
+    """Return an error in one line: what is wrong, what was expected, what was there."""
     known = as_reshard_error(error)
     parts = (("expected", known.expected), ("got", known.got))
     return ", ".join([known.problem, *(f"{label} {text}" for label, text in parts if text)])
 
 
 def as_reshard_error(error: Exception, path: Path | None = None) -> ReshardError:
-    """Return `error` as one that can be shown to a user and sent between processes; `path`: what it is about."""
+    """Return `error` as a ReshardError, which can be sent between processes. path: the file, if `error` names none."""
     if isinstance(error, ReshardError):
         return error
     if isinstance(error, OSError):

@@ -1,8 +1,8 @@
-"""How text is shown to people: nothing in it acts on a terminal or passes for something else, and numbers are in order.
+"""Text for people, in which nothing acts on a terminal or looks like something else; numbers, and names in their order.
 
-Names of tensors, files and parameters may hold anything. Control characters (those of one byte above 127 as well) move
-the cursor, change titles and colours, and forge lines; marks of direction turn names round; half of a surrogate pair
-cannot be written at all. All that Python calls not printable is shown as Python writes it: `\\x1b`, `\\u202e`.
+Names of tensors, files and parameters may hold anything. Control characters (even single bytes above 127) move the
+cursor, change titles and colours, and forge lines; direction marks reverse names; half of a surrogate pair cannot be
+written at all. Whatever Python calls unprintable is shown as Python writes it: `\\x1b`, `\\u202e`.
 """
 
 from __future__ import annotations
@@ -11,17 +11,22 @@ import re
 
 
 def one_line(text: str) -> str:
-    """Return `text` with everything escaped that is not printable, line breaks too."""
+    """Return `text` with all unprintable characters escaped, line breaks too."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def lines(text: str) -> str:
-    """Return `text` with everything escaped that is not printable but its line breaks, which are ours."""
+    """Return `text` with all unprintable characters escaped but line breaks, which are our own."""
     return "\n".join(map(one_line, text.split("\n")))
 
 
+def counted(count: int, what: str) -> str:
+    """Return a number of things, as `1 shard` or `4 shards`."""
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
 def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
-    """Return a sort key in which numbers count as numbers: `net-9_5` before `net-10_5`."""
+    """Return a sort key that compares numbers in names as numbers: `net-9_5` comes before `net-10_5`."""
     return tuple((0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.findall(r"\d+|\D+", name))

@@ -20,7 +20,7 @@ from support.processes import Finished
 import reshard_mpi
 from reshard_mpi.errors import ReshardError, TransformError
 from reshard_mpi.runs.progress import Bar, Plain
-from reshard_mpi.text import lines, one_line
+from reshard_mpi.text import counted, lines, one_line
 
 # Colours, a title, a line that is forged, a carriage return, one byte that opens a sequence, turned text, no spaces.
 EVIL = "\x1b[31m\x1b]0;owned\x07\nreshard-mpi: error: forged\r\x7f\x9b1m\u202etxt\u2066\u200f\u2028\u200b"
@@ -179,3 +179,7 @@ def test_bytes_that_are_no_text(tmp_path: Path) -> None:
             assert finished.code == (3 if command[-1] != folder else 0), finished
             assert "Traceback" not in finished.err
             assert_clean(finished.out, finished.err)
+
+
+def test_numbers_of_things() -> None:
+    assert [counted(number, "shard") for number in (0, 1, 2)] == ["0 shards", "1 shard", "2 shards"]

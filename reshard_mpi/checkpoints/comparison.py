@@ -28,10 +28,10 @@ def compare(source: SourceCheckpoint, every: Iterable[Alike], limits: Limits) ->
     tensor, have no copy of it. Raises DisagreementError for the first difference, StrategyError if it is in what the
     source strategy does not list.
     """
-    lost: dict[int, Lost] = {}
+    comparison = _Comparison(source, limits)
     for _, group in groupby(every, key=attrgetter("holding")):
-        _compare_holders(source, tuple(group), limits, lost)
-    return tuple(lost.values())
+        comparison.compare_holders(tuple(group))
+    return tuple(comparison.lost.values())
 
 
 def comparing_bytes(limits: Limits) -> int:
@@ -51,65 +51,68 @@ def difference(source: SourceCheckpoint, check: Check, other_rank: int, element:
     )
 
 
-def _compare_holders(source: SourceCheckpoint, group: Sequence[Alike], limits: Limits, lost: dict[int, Lost]) -> None:
-    """Compare what the same ranks hold. lost: takes those that cannot be read."""
-    from reshard_mpi.engine.files import Files
-    from reshard_mpi.engine.regions import first_difference
+class _Comparison:
+    """Compares copies of a source. lost: the holders that were left out so far."""
 
-    first: dict[tuple[int, str], Copy] = {}  # the first copy of each, by its place in the group and its name
-    for batch in _batches(source, group[0].parts, lost):
-        with Files() as files:
-            for at, one in enumerate(group):
-                for name in one.names:
-                    known = first.get((at, name))
-                    copies = list(_copies(one, name, batch, known))
-                    if copies:
-                        first[at, name] = copies[0]
-                    if len(copies) < 2:
-                        continue
-                    check = Check(name, tuple(copies), refuse=True, why=one.why)
-                    found = first_difference(check, limits=limits, files=files)
-                    if found is not None:
-                        other, element = found
-                        told = difference(source, check, other.source_rank, element)
-                        raise told if one.listed else _of_unlisted(name, told, source)
+    def __init__(self, source: SourceCheckpoint, limits: Limits) -> None:
+        self.lost: dict[int, Lost] = {}
+        self._source = source
+        self._limits = limits
+
+    def compare_holders(self, group: Sequence[Alike]) -> None:
+        """Compare what the same ranks hold. Raises what `compare` does."""
+        from reshard_mpi.engine.files import Files
+        from reshard_mpi.engine.regions import first_difference
+
+        first: dict[tuple[int, str], Copy] = {}  # the first copy of each, by its place in the group and its name
+        for batch in self._batches(group[0].parts):
+            with Files() as files:
+                for place, alike in enumerate(group):
+                    for name in alike.names:
+                        copies = list(_copies(alike, name, batch, first.get((place, name))))
+                        if copies:
+                            first[place, name] = copies[0]
+                        if len(copies) < 2:
+                            continue
+                        check = Check(name, tuple(copies), refuse=True, why=alike.why)
+                        differing = first_difference(check, limits=self._limits, files=files)
+                        if differing is not None:
+                            other, element = differing
+                            error = difference(self._source, check, other.source_rank, element)
+                            raise error if alike.listed else _of_unlisted(name, error, self._source)
+
+    def _batches(self, parts: Sequence[Part]) -> Iterator[list[tuple[int, int, Manifest]]]:
+        """Yield the shards that hold `parts`, some at a time: number of the part, rank, what its shard holds."""
+        source, batch, tensors = self._source, list[tuple[int, int, Manifest]](), 0
+        for number, part in enumerate(parts):
+            for rank in part.placement.holders(part.piece):
+                manifest = source.find(rank) if rank in source else None
+                if manifest is None:
+                    if not source.files.picked or rank in source:
+                        self.lost[rank] = source.lost(rank)
+                    continue
+                if batch and tensors + len(manifest.tensors) > _MAX_TENSORS_AT_ONCE:
+                    yield batch
+                    batch, tensors = [], 0
+                batch.append((number, rank, manifest))
+                tensors += len(manifest.tensors)
+        if batch:
+            yield batch
 
 
-def _of_unlisted(name: str, told: DisagreementError, source: SourceCheckpoint) -> StrategyError:
+def _of_unlisted(name: str, error: DisagreementError, source: SourceCheckpoint) -> StrategyError:
     """Return the error for copies that differ of what only the target strategy cuts: most likely they are no copies."""
     origin = source.strategy.origin
     return StrategyError(
         f"the source strategy does not list {name!r}, whose copies differ, and the target strategy cuts it",
-        expected=f"{told.expected}, or a source strategy that says how it is cut",
-        got=told.got,
-        where=", ".join(filter(None, (origin, told.where))),
+        expected=f"{error.expected}, or a source strategy that says how it is cut",
+        got=error.got,
+        where=", ".join(filter(None, (origin, error.where))),
         remedy="list it in the source strategy as the source is cut",
     )
 
 
-def _batches(
-    source: SourceCheckpoint, parts: Sequence[Part], lost: dict[int, Lost]
-) -> Iterator[list[tuple[int, int, Manifest]]]:
-    """Yield the shards that hold `parts`, some at a time: the part, the rank, and what its shard holds."""
-    batch: list[tuple[int, int, Manifest]] = []
-    tensors = 0
-    for at, part in enumerate(parts):
-        for rank in part.placement.holders(part.piece):
-            manifest = source.find(rank) if rank in source else None
-            if manifest is None:
-                if not source.files.picked or rank in source:
-                    lost[rank] = source.lost(rank)
-                continue
-            if batch and tensors + len(manifest.tensors) > _MAX_TENSORS_AT_ONCE:
-                yield batch
-                batch, tensors = [], 0
-            batch.append((at, rank, manifest))
-            tensors += len(manifest.tensors)
-    if batch:
-        yield batch
-
-
-def _copies(one: Alike, name: str, batch: Iterable[tuple[int, int, Manifest]], known: Copy | None) -> Iterator[Copy]:
+def _copies(alike: Alike, name: str, batch: Iterable[tuple[int, int, Manifest]], known: Copy | None) -> Iterator[Copy]:
     """Yield the copies of one tensor, after the one that is `known`.
 
     Raises DisagreementError for one of another shape or type.
@@ -118,8 +121,8 @@ def _copies(one: Alike, name: str, batch: Iterable[tuple[int, int, Manifest]], k
     if known is not None:
         first = known.source
         yield known
-    for at, rank, manifest in batch:
-        entry, box = manifest.tensors.get(name), one.parts[at].box
+    for number, rank, manifest in batch:
+        entry, box = manifest.tensors.get(name), alike.parts[number].box
         if entry is None:
             continue
         first = first or entry
@@ -131,4 +134,4 @@ def _copies(one: Alike, name: str, batch: Iterable[tuple[int, int, Manifest]], k
                 where=manifest.path,
                 remedy="use shards of one and the same checkpoint",
             )
-        yield Copy(rank, entry, box, one.region)
+        yield Copy(rank, entry, box, alike.region)

@@ -34,16 +34,20 @@ class Opened(NamedTuple):
 
 
 class _Candidates:
-    """The ranks whose shards may be chosen, while those of `lost` may not.
+    """The ranks whose shards may be chosen for a target. lost: those whose shards may not, as far as is known.
 
     At first every rank may, so nothing is opened only to see whether it could be read. Once anything is lost, each is
     looked into before it is chosen.
     """
 
-    def __init__(self, source: SourceCheckpoint, lost: dict[int, Lost]) -> None:
+    def __init__(self, source: SourceCheckpoint) -> None:
+        self.lost: dict[int, Lost] = {}
         self._source = source
-        self._lost = lost
-        self._trusting = not lost
+        self._trusting = True
+
+    def begin_anew(self) -> None:
+        """From now on trust no shard that has not been looked into, if any has been lost."""
+        self._trusting = not self.lost
 
     def __contains__(self, rank: object) -> bool:
         assert isinstance(rank, int)
@@ -52,12 +56,12 @@ class _Candidates:
         return self.open(rank) is not None
 
     def open(self, rank: int) -> Manifest | None:
-        """Return what the shard of `rank` holds; None if it is lost: if it cannot be read, say so in `lost`."""
-        if rank in self._lost:  # one that can be read is lost too where the others contradict it
+        """Return what the shard of `rank` holds; None if it is lost, as one is that cannot be read."""
+        if rank in self.lost:  # one that can be read is lost too where the others contradict it
             return None
         manifest = self._source.find(rank) if rank in self._source else None
         if manifest is None:
-            self._lost[rank] = self._source.lost(rank)
+            self.lost[rank] = self._source.lost(rank)
         return manifest
 
 
@@ -82,18 +86,19 @@ class ShardOpener:
         Raises a ReshardError for what contradicts itself; holes are left for the planner to report.
         """
         self._require_stages_of_rules(target_rank)
-        lost: dict[int, Lost] = {}
+        candidates = _Candidates(self.source)
         while True:
-            known = len(lost)
-            opened = self._try_to_open(target_rank, lost)
+            known = len(candidates.lost)
+            opened = self._try_to_open(target_rank, candidates)
             if opened is not None:
                 return opened
-            if len(lost) == known:
+            if len(candidates.lost) == known:
                 raise RuntimeError("shards are chosen again though none has been lost")
+            candidates.begin_anew()
 
-    def _try_to_open(self, target_rank: int, lost: dict[int, Lost]) -> Opened | None:
-        """Open the shards that a target needs; None, and an entry in `lost`, if one of them turns out to be lost."""
-        source, candidates = self.source.strategy, _Candidates(self.source, lost)
+    def _try_to_open(self, target_rank: int, candidates: _Candidates) -> Opened | None:
+        """Open the shards that a target needs; None if one of them turns out to be lost."""
+        source, lost = self.source.strategy, candidates.lost
         names = self.source.rule_names()
         ranks = set(
             needed_ranks(source, self.target, target_rank, names=names, available=candidates, unlisted=self.unlisted)

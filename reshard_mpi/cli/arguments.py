@@ -1,4 +1,4 @@
-"""The arguments of the command line `reshard-mpi`. Light: this is all that `--help` loads."""
+"""The arguments of the command line `reshard-mpi`. `--help` loads nothing else."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from reshard_mpi import formats
 from reshard_mpi.cli.streams import show
 from reshard_mpi.processes import comm
 from reshard_mpi.text import one_line
+from reshard_mpi.units import parse_bytes
 
 if TYPE_CHECKING:
     from reshard_mpi.runs.request import Request
@@ -42,7 +43,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line; what it returns has the name of the `command`."""
+    """Return the parser of the command line. What it parses has the name of the command as `command`."""
     top = _Parser(
         prog="reshard-mpi",
         description="Rewrite a checkpoint of M ranks as one of N ranks, bit-exactly and in bounded memory.",
@@ -67,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
 
     transform = command("transform", "reshard the checkpoint SRC into the folder DST")
     _add_conversion(transform)
-    transform.add_argument("--jobs", type=_positive, metavar="N", help=_JOBS_HELP)
+    _add_jobs(transform)
     transform.add_argument("--report", type=_path, metavar="FILE.json", help="write what was done, target by target")
     transform.add_argument(
         "--progress", choices=("auto", "plain", "none"), default="auto", help="auto: a live line on a terminal"
@@ -113,12 +114,6 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-_JOBS_HELP = (
-    "local processes, no more than there is work for (default: one a core, up to 8 or the number of targets, the more;"
-    " 1 under a launcher)"
-)
-
-
 def _add_conversion(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", type=_path, metavar="SRC", help="rank_* folders, one checkpoint file, or loose files")
     parser.add_argument("target", type=_path, metavar="DST", help="folder for rank_<r>/<prefix><r>.<ending>")
@@ -127,6 +122,12 @@ def _add_conversion(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--select", metavar="GLOB", help="take only source files whose names match")
     _add_from(parser)
     parser.add_argument("--to", choices=formats.NAMES, help="target format (default: the source's)")
+    parser.add_argument(
+        "--max-shard-size",
+        type=_size,
+        metavar="SIZE",
+        help="how large a file may become with --to hf (default: 5GB, which is 5 * 10^9 bytes)",
+    )
     share = parser.add_mutually_exclusive_group()
     share.add_argument("--rank", type=_rank, action="append", metavar="R", help="make this target only (repeatable)")
     share.add_argument(
@@ -151,7 +152,7 @@ def _add_conversion(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--strict",
         action="store_true",
-        help="refuse if a listed parameter was never saved, or copies have drifted apart",
+        help="refuse if a listed parameter was never saved, copies have drifted apart, or something cannot be carried",
     )
     parser.add_argument(
         "--replicas",
@@ -160,6 +161,16 @@ def _add_conversion(parser: argparse.ArgumentParser) -> None:
         help="what several ranks hold is taken from one of them. sample: before that, hold the source strategy against"
         " the checkpoint, comparing a few ranks in a few places of a few tensors. check: compare all copies of what is"
         " needed as well, byte by byte, once a run (each array task is one). any: trust (default: %(default)s)",
+    )
+
+
+def _add_jobs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--jobs",
+        type=_positive,
+        metavar="N",
+        help="local processes, no more than there is work for (default: one a core, up to 8 or the number of targets,"
+        " the more; 1 under a launcher)",
     )
 
 
@@ -182,7 +193,7 @@ def _add_comparison(parser: argparse.ArgumentParser, source: str, sampled: str) 
         help=f"sample: {sampled}, as transform does. any: trust it (default: %(default)s)",
     )
     _add_memory(parser)
-    parser.add_argument("--jobs", type=_positive, metavar="N", help=_JOBS_HELP)
+    _add_jobs(parser)
 
 
 def _add_memory(parser: argparse.ArgumentParser) -> None:
@@ -225,6 +236,16 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _size(text: str) -> int:
+    try:
+        size_bytes = parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"expected {error}, got {text!r}") from None
+    if size_bytes < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 byte or more, got {text!r}")
+    return size_bytes
+
+
 def _rank(text: str) -> int:
     if not _is_number(text):
         raise argparse.ArgumentTypeError(f"expected a rank, 0 or more, got {text!r}")
@@ -239,51 +260,15 @@ def _part(text: str) -> tuple[int, int]:
 
 
 def request(options: argparse.Namespace) -> Request:
-    """Return what the arguments of `transform` or `plan` ask for."""
+    """Return what the arguments of `transform`, `plan` or `verify` ask for."""
     from reshard_mpi.planning.parameters import Unlisted
     from reshard_mpi.planning.replicas import Replicas
     from reshard_mpi.runs.request import Request
 
-    return Request(
-        source=options.source,
-        target=options.target,
-        src_strategy=options.src_strategy,
-        dst_strategy=options.dst_strategy,
-        prefix=options.prefix,
-        select=options.select,
-        to=options.to,
-        source_format=options.source_format,
-        ranks=tuple(options.rank) if options.rank else None,
-        part=options.part,
-        resume=options.resume,
-        overwrite=options.overwrite,
-        unlisted=Unlisted(options.unlisted),
-        strict=options.strict,
-        memory=options.memory,
-        max_active=options.max_active,
-        verify=options.verify,
-        crc=options.crc,
-        replicas=Replicas(options.replicas),
-        report=getattr(options, "report", None),
-    )
-
-
-def to_compare(options: argparse.Namespace) -> Request:
-    """Return what the arguments of `verify` or `diff` ask for."""
-    from reshard_mpi.planning.parameters import Unlisted
-    from reshard_mpi.planning.replicas import Replicas
-    from reshard_mpi.runs.request import Request
-
-    return Request(
-        source=options.source,
-        target=options.target or options.source,
-        src_strategy=options.src_strategy,
-        dst_strategy=options.dst_strategy,
-        select=options.select,
-        source_format=options.source_format,
-        unlisted=Unlisted(getattr(options, "unlisted", Unlisted.FOLLOW)),
-        recorded=False,
-        memory=options.memory,
-        max_active=options.max_active,
-        replicas=Replicas(options.replicas),
-    )
+    # Most fields are called like their options.
+    named = {field: value for field, value in vars(options).items() if field in Request._fields}
+    named["target"] = options.target or options.source
+    named["ranks"] = tuple(options.rank) if getattr(options, "rank", None) else None
+    named["unlisted"] = Unlisted(getattr(options, "unlisted", Unlisted.FOLLOW))
+    named["replicas"] = Replicas(options.replicas)
+    return Request(**named, recorded=options.command not in ("verify", "diff"))

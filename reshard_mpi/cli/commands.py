@@ -12,11 +12,12 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from reshard_mpi.cli.arguments import parser, request, to_compare
-from reshard_mpi.cli.start import begin_command
+from reshard_mpi.cli.arguments import parser, request
+from reshard_mpi.cli.start import begin_command, stopped_text
 from reshard_mpi.cli.streams import flush_standard_streams, open_standard_streams, show, tell_done
 from reshard_mpi.errors import DamageError, DifferenceError, ReshardError
 from reshard_mpi.processes import comm
@@ -24,12 +25,11 @@ from reshard_mpi.processes.governor.allotment import finish
 from reshard_mpi.processes.jobs import ONE_THREAD
 from reshard_mpi.processes.signals import INTERRUPTED, Terminated, exit_when_terminated, ignore_stops, stopped_by
 from reshard_mpi.processes.stack import require_stack
-from reshard_mpi.text import lines, one_line
+from reshard_mpi.text import counted, lines, one_line
 
 if TYPE_CHECKING:
     from reshard_mpi.runs.outcome import Outcome
     from reshard_mpi.runs.progress import Bar, Plain, Progress, Silent
-    from reshard_mpi.runs.request import Request
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -57,10 +57,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def command() -> NoReturn:
-    """Be the process of the command line: as `main`, but the interpreter is not taken apart at the end.
+    """Run `main` in a process of its own, which ends without taking the interpreter apart.
 
-    That would take longer than a small conversion, as would looking for garbage: hardly anything made here is cyclic.
-    MPI has things to do when a process ends, and so is left to.
+    That would take longer than a small conversion, as would collecting garbage: hardly anything made here is cyclic.
+    With MPI the interpreter ends as usual, since MPI has work to do then.
     """
     gc.disable()
     open_standard_streams()
@@ -83,28 +83,30 @@ def _complain(error: ReshardError | str) -> None:
 
 
 def _last_words(options: argparse.Namespace) -> Callable[[int], None]:
-    """Return what says that a signal has stopped the command, and how to go on, when it is given the exit code."""
+    """Return a function that says, given the exit code, that a signal has stopped the command, and how to go on."""
 
     def say_stopped(code: int) -> None:
         from reshard_mpi.runs.progress import say
 
-        word = "interrupted" if code == INTERRUPTED else "terminated"
         resumes = getattr(options, "command", "") == "transform" and not options.overwrite
-        # On a terminal the line may have begun: with progress, or the ^C that it shows. A launcher may stand on one.
-        begun = "\n" if sys.stderr.isatty() or comm.is_launched(os.environ) else ""
-        say(f"{begun}reshard-mpi: {word}{'; --resume goes on' if resumes else ''}", sys.stderr)
+        # On a terminal the line may hold progress already, or the ^C that it shows; a launcher may write to one.
+        line_break = "\n" if sys.stderr.isatty() or comm.is_launched(os.environ) else ""
+        say(line_break + stopped_text(code, resumes=resumes), sys.stderr)
 
     return say_stopped
+
+
+def _world(options: argparse.Namespace) -> AbstractContextManager[comm.Comm]:
+    """Return the processes that run this command together."""
+    explicit_share = bool(getattr(options, "rank", None) or getattr(options, "part", None))
+    return comm.world(os.environ, explicit_share=explicit_share, stopped=_last_words(options))
 
 
 def _transform(options: argparse.Namespace) -> int:
     from reshard_mpi.errors import UsageError
 
-    asked = request(options)
     begin = time.monotonic()
-    with comm.world(
-        os.environ, explicit_share=bool(options.rank or options.part), stopped=_last_words(options)
-    ) as world:
+    with _world(options) as world:
         unwritable = world.rank == 0 and options.report and not _can_be_written(options.report, options.target)
         if any(world.allgather(unwritable)):
             from reshard_mpi.filesystem.paths import described
@@ -117,7 +119,7 @@ def _transform(options: argparse.Namespace) -> int:
                 remedy="choose another name, in a folder that is there",
             )
         progress = _progress(options.progress, world)
-        outcome = _run("CONVERT", asked, options.jobs, world, progress)
+        outcome = _run("CONVERT", options, world, progress)
         progress.close()
         seconds = time.monotonic() - begin
         from reshard_mpi.cli.report import summary
@@ -137,7 +139,7 @@ def _transform(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace, outcome: Outcome, seconds: float) -> ReshardError | None:
-    """Write the report that was asked for; return what is to be said if the file system refuses it."""
+    """Write the report that was asked for; return the error to raise if the file system refuses it."""
     from reshard_mpi.cli.report import write_report
     from reshard_mpi.errors import TransformError
 
@@ -156,11 +158,12 @@ def _report(options: argparse.Namespace, outcome: Outcome, seconds: float) -> Re
     return None
 
 
-def _run(work: str, request: Request, jobs: int | None, world: comm.Comm, progress: Progress) -> Outcome:
-    """Do what `pool.Task` calls `work`, with MPI or local processes or alone."""
+def _run(work: str, options: argparse.Namespace, world: comm.Comm, progress: Progress) -> Outcome:
+    """Do the work that `runs.workers.Task` calls `work`, in MPI ranks, in local processes, or in this one alone."""
     from reshard_mpi.errors import UsageError
     from reshard_mpi.runs.workers import Task, run_with_workers
 
+    jobs: int | None = options.jobs
     if world.size > 1 and (jobs or 1) > 1:
         raise UsageError(
             "--jobs does not go with an MPI run",
@@ -171,12 +174,12 @@ def _run(work: str, request: Request, jobs: int | None, world: comm.Comm, progre
     if world.size == 1 and (jobs is not None or not comm.is_launched(os.environ)):
         cores = len(os.sched_getaffinity(0))
         if (jobs or cores) > 1:
-            return run_with_workers(request, jobs, progress, Task[work])
-    return Task[work].load()(request, world, progress, None)
+            return run_with_workers(request(options), jobs, progress, Task[work])
+    return Task[work].load()(request(options), world, progress, None)
 
 
 def _can_be_written(path: str, target: str) -> bool:
-    """Tell whether a report may take the name `path`: whatever else is there may be a source or a strategy."""
+    """Tell whether a report may take the name `path`: an existing file may be replaced only if it is a report."""
     from reshard_mpi import formats
     from reshard_mpi.cli import report
     from reshard_mpi.filesystem.paths import is_replaceable
@@ -223,9 +226,7 @@ def _plan(options: argparse.Namespace) -> int:
                 got="--rank" if asked.part is None else "--part",
             )
         asked = asked._replace(resume=not asked.overwrite)  # as the tasks will do it
-    with comm.world(
-        os.environ, explicit_share=bool(options.rank or options.part), stopped=_last_words(options)
-    ) as world:
+    with _world(options) as world:
         # A batch script is for other hosts than this one.
         planned, outcome = plan_targets(asked._replace(memory=UNLIMITED) if options.sbatch else asked, world)
         if world.rank == 0:
@@ -251,8 +252,8 @@ def _commit(options: argparse.Namespace) -> int:
     done = commit(Path(options.target))
     for note in done.notes:
         say(f"note: {one_line(note)}", sys.stderr)
-    targets = "target" if done.targets == 1 else "targets"
-    tell_done(f"committed {done.targets} {targets}, {format_bytes(done.size_bytes)}: {one_line(str(done.path))}")
+    targets, path = counted(done.targets, "target"), one_line(str(done.path))
+    tell_done(f"committed {targets}, {format_bytes(done.size_bytes)}: {path}")
     return 0
 
 
@@ -277,10 +278,10 @@ def _verify(options: argparse.Namespace) -> int:
     from reshard_mpi.runs.progress import Silent, say
 
     begin = time.monotonic()
-    with comm.world(os.environ, explicit_share=False, stopped=_last_words(options)) as world:
+    with _world(options) as world:
         work = "VERIFY_ALONE" if options.target is None else "VERIFY_PAIR"
         progress = _progress("plain", world) if world.rank == 0 else Silent()
-        outcome = _run(work, to_compare(options), options.jobs, world, progress)
+        outcome = _run(work, options, world, progress)
         if world.rank == 0:
             _tell(outcome)
             for failure in outcome.failures:
@@ -295,9 +296,9 @@ def _diff(options: argparse.Namespace) -> int:
     from reshard_mpi.runs.progress import Silent, say
 
     begin = time.monotonic()
-    with comm.world(os.environ, explicit_share=False, stopped=_last_words(options)) as world:
+    with _world(options) as world:
         progress = _progress("plain", world) if world.rank == 0 else Silent()
-        outcome = _run("DIFF", to_compare(options), options.jobs, world, progress)
+        outcome = _run("DIFF", options, world, progress)
         if world.rank == 0:
             _tell(outcome)
             for failure in outcome.failures:
@@ -319,15 +320,15 @@ def _governor(options: argparse.Namespace) -> int:
 def _inspect(options: argparse.Namespace) -> int:
     from reshard_mpi.checkpoints.inspection import as_text, inspect
 
-    found = inspect(options.path)
-    show(json.dumps(found, indent=1) if options.json else as_text(found))
+    facts = inspect(options.path)
+    show(json.dumps(facts, indent=1) if options.json else as_text(facts))
     return 0
 
 
 def _demo(options: argparse.Namespace) -> int:
     from reshard_mpi.cli.demo import run_demo
 
-    with comm.world(os.environ, explicit_share=False, stopped=_last_words(options)) as world:
+    with _world(options) as world:
         account = run_demo(options.folder, world)
         if world.rank == 0:
             tell_done(lines(account))

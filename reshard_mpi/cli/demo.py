@@ -15,10 +15,6 @@ import numpy as np
 from reshard_mpi import formats
 from reshard_mpi.errors import DisagreementError, ReshardError, TargetError, as_reshard_error
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.manifest import ShardIdentity
-from reshard_mpi.formats.places import Segments
-from reshard_mpi.formats.protocol import reserve_file, seal_file
-from reshard_mpi.formats.specs import ShardSpec, TensorSpec
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.outcome import Outcome
 from reshard_mpi.runs.progress import Silent
@@ -29,6 +25,7 @@ from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Placement, Strategy
 from reshard_mpi.sharding.strategy.protobuf import encode_protobuf
 from reshard_mpi.sharding.strategy.stages import to_stage_files
+from reshard_mpi.testing.samples import Contents, SampleTensor, contents_of, write
 from reshard_mpi.units import format_bytes, format_rate
 
 Array = np.ndarray[Any, np.dtype[np.float32]]
@@ -58,10 +55,10 @@ _TARGET = {
 
 
 def run_demo(folder: str | None, comm: Comm) -> str:
-    """Make, reshard and check; return an account of it. The processes of `comm` share the targets.
+    """Make the checkpoint, reshard and check it; return an account. The processes of `comm` share the targets.
 
-    folder: where to leave the files; None for a temporary one.
-    Raises TargetError if `folder` has a demo already, DisagreementError if any element is not where it should be.
+    folder: where to leave the files; None for a temporary one. Raises TargetError if `folder` has a demo already,
+    DisagreementError if any element is not where it should be.
     """
     with _shared_folder(folder, comm) as base:
         tensors = _tensors()
@@ -77,16 +74,16 @@ def run_demo(folder: str | None, comm: Comm) -> str:
         for problem in problems:
             if problem:
                 raise DisagreementError("the demo's result is wrong", expected="every slice bit-exact", got=problem)
-        return _account(base, outcome, seconds, comm, kept=folder is not None)
+        return _account(base, outcome, seconds, comm, is_kept=folder is not None)
 
 
 @contextmanager
 def _shared_folder(folder: str | None, comm: Comm) -> Iterator[Path]:
-    """Yield one folder for all processes; a temporary one is removed again by the first of them."""
-    made = None
+    """Yield one folder for all processes; a temporary one is removed by rank 0 at the end."""
+    base_name = None
     if comm.rank == 0:
-        made = folder or tempfile.mkdtemp(prefix="reshard-mpi-demo-")
-    base = Path(comm.allgather(made)[0] or "")
+        base_name = folder or tempfile.mkdtemp(prefix="reshard-mpi-demo-")
+    base = Path(comm.allgather(base_name)[0] or "")
     present = comm.allgather(folder is not None and any((base / name).exists() for name in ("src", "dst")))
     if any(present):
         raise TargetError(
@@ -125,7 +122,7 @@ def _tensors() -> Arrays:
 
 
 def _try_to_write_source(base: Path, tensors: Arrays) -> ReshardError | None:
-    """Write the source; return, for all processes to raise it, what the file system refused."""
+    """Write the source; return the error if the file system refuses that, for all processes to raise it."""
     try:
         _write_source(base, tensors)
     except OSError as error:
@@ -139,20 +136,13 @@ def _write_source(base: Path, tensors: Arrays) -> None:
     shapes = {name: array.shape for name, array in tensors.items()}
     for name, strategy in (("src_strategy.ckpt", source), ("dst_strategy.ckpt", target)):
         (base / name).write_bytes(encode_protobuf(to_stage_files(strategy, shapes)[0]))
-    module = formats.by_name(formats.DEFAULT)
     for rank in range(source.world_size):
-        boxes = {name: Layout(source.find(name)[0], array.shape).box(rank) for name, array in tensors.items()}
-        specs = tuple(TensorSpec(name, BY_NAME["float32"], array.shape, boxes[name]) for name, array in tensors.items())
+        layouts = {name: Layout(source.find(name)[0], array.shape) for name, array in tensors.items()}
+        slices = ((name, _cut(array, layouts[name].box(rank))) for name, array in tensors.items())
+        contents = Contents.of(SampleTensor(name, BY_NAME["float32"], cut.shape, cut.tobytes()) for name, cut in slices)
         path = base / "src" / f"rank_{rank}" / f"checkpoint_{rank}.ckpt"
         path.parent.mkdir(parents=True)
-        place = reserve_file(module, str(path), ShardSpec(ShardIdentity(rank, source.world_size, ""), specs, {}))
-        with path.open("r+b") as stream:
-            for name, array in tensors.items():
-                segments = place.tensors[name].source
-                assert isinstance(segments, Segments)
-                stream.seek(segments.ranges[0].offset_bytes)
-                stream.write(_cut(array, boxes[name]).tobytes())
-        seal_file(module, str(path))
+        write(formats.by_name(formats.DEFAULT), str(path), contents)
 
 
 def _request(base: Path) -> Request:
@@ -167,22 +157,19 @@ def _request(base: Path) -> Request:
 
 
 def _check(outcome: Outcome, tensors: Arrays, comm: Comm) -> str:
-    """Compare this process's share of the written shards with the whole tensors; return what is wrong."""
+    """Compare this process's share of the written shards with the whole tensors; return what is wrong, or ""."""
     for report in outcome.targets[comm.rank :: comm.size]:
-        data = Path(report.path).read_bytes()
-        manifest = formats.by_name(formats.DEFAULT).locate(report.path)
-        if set(manifest.tensors) != set(tensors):
-            return f"rank {report.rank} holds {sorted(manifest.tensors)}"
-        for name, entry in manifest.tensors.items():
-            assert isinstance(entry.source, Segments)
-            held = b"".join(data[r.offset_bytes : r.offset_bytes + r.length_bytes] for r in entry.source.ranges)
-            if held != _expected(name.removeprefix("moments."), tensors[name], report.rank).tobytes():
+        contents = contents_of(formats.by_name(formats.DEFAULT).locate(report.path))
+        if set(contents.tensors) != set(tensors):
+            return f"rank {report.rank} holds {sorted(contents.tensors)}"
+        for name, tensor in contents.tensors.items():
+            if tensor.content != _expected(name.removeprefix("moments."), tensors[name], report.rank).tobytes():
                 return f"{name!r} of target rank {report.rank} in {report.path}"
     return ""
 
 
 def _expected(name: str, whole: Array, rank: int) -> Array:
-    """Return what target rank `rank` must hold, cut by hand so that the check shares nothing with what it checks."""
+    """Return what target rank `rank` must hold, cut by hand so that the check shares no code with what it checks."""
     if name == "layer3.bias":
         return whole
     if name == "layer3.weight":  # in by 2 over the ranks' last bit, then the optimizer by 2 over their first
@@ -197,7 +184,7 @@ def _cut(array: Array, box: Box) -> Array:
     return array[tuple(slice(low, high) for low, high in zip(box.start, box.stop))]
 
 
-def _account(base: Path, outcome: Outcome, seconds: float, comm: Comm, *, kept: bool) -> str:
+def _account(base: Path, outcome: Outcome, seconds: float, comm: Comm, *, is_kept: bool) -> str:
     written_bytes = sum(target.written_bytes for target in outcome.targets)
     slices = len(outcome.targets) * 2 * len(_SHAPES)
     processes = "1 process" if comm.size == 1 else f"{comm.size} MPI processes"
@@ -212,6 +199,6 @@ def _account(base: Path, outcome: Outcome, seconds: float, comm: Comm, *, kept: 
         f"{processes} wrote {format_bytes(written_bytes)} in {seconds:.3f} s ({format_rate(written_bytes, seconds)});"
         f" all {slices} slices are bit-exact",
     ]
-    if kept:
+    if is_kept:
         lines.append(f"its files: {base}/src, {base}/dst, {base}/src_strategy.ckpt, {base}/dst_strategy.ckpt")
     return "\n".join(lines)

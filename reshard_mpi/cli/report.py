@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from reshard_mpi.text import counted
 from reshard_mpi.units import format_bytes, format_rate
 
 if TYPE_CHECKING:
@@ -18,14 +19,14 @@ _BEGINNING = b'{\n "version": 1,\n "source": '
 
 
 def is_report(path: Path) -> bool:
-    """Tell whether the file at `path` is what `write_report` wrote, or empty."""
+    """Tell whether the file at `path` is a report, or empty."""
     with path.open("rb") as stream:
         head = stream.read(len(_BEGINNING))
     return head in (_BEGINNING, b"")
 
 
 def write_report(path: str, facts: Mapping[str, Any], outcome: Outcome, seconds: float) -> None:
-    """Write the report of a whole run as JSON. Raises OSError if it cannot be written; then there is none."""
+    """Write the report of a run as JSON. Raises OSError if it cannot be written; then no file is left."""
     report = {"version": 1, **facts, "seconds": seconds, **outcome.as_json()}
     try:
         Path(path).write_text(json.dumps(report, indent=1) + "\n")
@@ -37,30 +38,27 @@ def write_report(path: str, facts: Mapping[str, Any], outcome: Outcome, seconds:
 
 def summary(outcome: Outcome, seconds: float) -> str:
     """Return the closing line of a run."""
-    done = [target for target in outcome.targets if not target.skipped]
-    written_bytes = sum(target.written_bytes for target in done)
-    skipped = len(outcome.targets) - len(done)
-    text = (
-        f"wrote {len(done)} {'shard' if len(done) == 1 else 'shards'}, {format_bytes(written_bytes)} in {seconds:.2f} s"
-    )
-    text += f" ({format_rate(written_bytes, seconds)})"
+    made = [target for target in outcome.targets if not target.skipped]
+    skipped = len(outcome.targets) - len(made)
+    text = f"wrote {counted(len(made), 'shard')}, {_speed(sum(target.written_bytes for target in made), seconds)}"
     return text + (f"; {skipped} {'was' if skipped == 1 else 'were'} complete already" if skipped else "")
 
 
 def verified(outcome: Outcome, seconds: float) -> str:
-    """Return the closing line of a run that has found no damage."""
+    """Return the closing line of a verification that found no damage."""
     shards = [checked for checked in outcome.checked if checked.by]
     tensors = sum(checked.tensors for checked in shards)
-    read_bytes = sum(checked.read_bytes for checked in shards)
     by = ", ".join(dict.fromkeys(way for checked in shards for way in checked.by))
-    count = f"{len(shards)} {'shard' if len(shards) == 1 else 'shards'}"
-    rate = f"{format_bytes(read_bytes)} in {seconds:.2f} s ({format_rate(read_bytes, seconds)})"
-    return f"verified {count}, {tensors} tensors, {rate} by {by}: sound"
+    speed = _speed(sum(checked.read_bytes for checked in shards), seconds)
+    return f"verified {counted(len(shards), 'shard')}, {tensors} tensors, {speed} by {by}: sound"
 
 
 def same(outcome: Outcome, seconds: float) -> str:
-    """Return the closing line of a run that has found two checkpoints to hold the same."""
+    """Return the closing line of a comparison that found two checkpoints to hold the same."""
     tensors = sum(checked.tensors for checked in outcome.checked)
-    size_bytes = sum(checked.read_bytes for checked in outcome.checked)
-    rate = f"{format_bytes(size_bytes)} in {seconds:.2f} s ({format_rate(size_bytes, seconds)})"
-    return f"compared {tensors} tensors, {rate}: the same"
+    speed = _speed(sum(checked.read_bytes for checked in outcome.checked), seconds)
+    return f"compared {counted(tensors, 'tensor')}, {speed}: the same"
+
+
+def _speed(size_bytes: int, seconds: float) -> str:
+    return f"{format_bytes(size_bytes)} in {seconds:.2f} s ({format_rate(size_bytes, seconds)})"

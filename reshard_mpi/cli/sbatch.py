@@ -1,6 +1,6 @@
-"""A plan as a batch script for SLURM: an array whose tasks make the targets, sized from what the plan comes to.
+"""A plan as a batch script for SLURM: an array whose tasks make the targets, with memory and time from the plan.
 
-It is text. What it runs is the same `reshard-mpi transform`, with all that the user has asked for.
+The script runs `reshard-mpi transform` with the options that the user has given.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ from typing import NamedTuple
 
 from reshard_mpi.planning.summary import Plan
 from reshard_mpi.runs.request import Request
+from reshard_mpi.text import counted
 from reshard_mpi.units import MIB, format_bytes
 
 # Task numbers stay below SLURM's MaxArraySize, by default 1001.
 _MAX_TASKS = 1000
-# Beside the process itself: the batch shell before it, SLURM's own, and pages on their way to the file system.
+# Memory besides the process itself: the batch shell, SLURM's own, and pages on their way to the file system.
 _BESIDES_BYTES = 64 * MIB
-# What a process takes that finds all complete, where nothing has been planned to size it by.
+# Memory of a process for which nothing is left to be made, so that there is no plan to take it from.
 _IDLE_BYTES = 64 * MIB
-# What a task can count on where hundreds share a file system; alone, one moves a hundred times as much.
+# The rate of a task where hundreds share a file system; alone it is a hundred times as fast.
 _RATE_BYTES_PER_SECOND = 20 * MIB
 # Interpreter, libraries, strategies and headers of shards, all from a file system that is busy.
 _START_MINUTES = 10
-# What stands for itself between $' and '.
+# Characters that stand for themselves between $' and '.
 _PLAIN = {ord(char): char for char in string.ascii_letters + string.digits + "-+._/ ~=,:@%"}
 
 
@@ -44,6 +45,7 @@ PASSED_ON = (
     Option("--select", "select"),
     Option("--from", "source_format"),
     Option("--to", "to"),
+    Option("--max-shard-size", "max_shard_size"),
     Option("--unlisted", "unlisted"),
     Option("--strict", "strict"),
     Option("--overwrite", "overwrite"),
@@ -58,7 +60,7 @@ NOT_PASSED_ON = ("--rank", "--part", "--resume", "--jobs", "--report", "--progre
 
 
 def batch_script(request: Request, plan: Plan, target_ranks: int) -> str:
-    """Return the script. plan: of the targets that are still to be made. target_ranks: how many there are at all."""
+    """Return the script. plan: of the targets that are still to be made. target_ranks: how many there are in all."""
     tasks = min(target_ranks, _MAX_TASKS)
     peak_bytes = plan.peak_bytes if plan.targets else _IDLE_BYTES
     mem_mib = -(-(peak_bytes + _BESIDES_BYTES) // MIB)
@@ -66,8 +68,8 @@ def batch_script(request: Request, plan: Plan, target_ranks: int) -> str:
     minutes = _START_MINUTES + -(-task_bytes // (_RATE_BYTES_PER_SECOND * 60))
     commit = _word(f"reshard-mpi commit {_path(request.target)}")
     lines = [
-        f"Made by reshard-mpi plan --sbatch. {target_ranks} {'target' if target_ranks == 1 else 'targets'}, of which"
-        f" {len(plan.targets)} with {format_bytes(plan.written_bytes)} were still to be made.",
+        f"Made by reshard-mpi plan --sbatch. {counted(target_ranks, 'target')}, of which {len(plan.targets)} with"
+        f" {format_bytes(plan.written_bytes)} were still to be made.",
         _sharing(target_ranks, tasks),
         "",
         "Submit this file where reshard-mpi can be run, since jobs inherit the environment; then the last task, which",
@@ -93,14 +95,14 @@ def batch_script(request: Request, plan: Plan, target_ranks: int) -> str:
         "#SBATCH --open-mode=append",
         "#SBATCH --output=reshard_%A_%a.log",
     ]
-    about = "\n".join(lines).splitlines()  # a path may hold a line break, which must not end the comment
+    comment = "\n".join(lines).splitlines()  # a path may hold a line break, which must not end the comment
     return "\n".join(
-        ["#!/bin/bash", *(f"# {line}".rstrip() for line in about), "#", *settings, "", _command(request, tasks), ""]
+        ["#!/bin/bash", *(f"# {line}".rstrip() for line in comment), "#", *settings, "", _command(request, tasks), ""]
     )
 
 
 def _task_bytes(plan: Plan, target_ranks: int, tasks: int) -> int:
-    """Return what the task with the most to do writes at most."""
+    """Return an upper bound of what any task writes."""
     largest_bytes = max((target.written_bytes for target in plan.targets), default=0)
     if tasks == target_ranks:
         return largest_bytes
@@ -129,12 +131,12 @@ def _command(request: Request, tasks: int) -> str:
 
 
 def _path(path: str) -> str:
-    """Return a path as a word of the shell; absolute, since a job may run elsewhere."""
+    """Return a path as a word of the shell; absolute, since a job may run in another folder."""
     return _word(str(Path(path).absolute()))
 
 
 def _word(text: str) -> str:
-    """Return a word of bash. One with what is not printable is told by its bytes, since people look at the script."""
+    """Return `text` as a word of bash, in which unprintable characters are written as `\\x..`."""
     if text.isprintable():
         return shlex.quote(text)
     shown = (_PLAIN.get(byte) or f"\\x{byte:02x}" for byte in os.fsencode(text))

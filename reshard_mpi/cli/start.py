@@ -1,4 +1,4 @@
-"""The start of the command line: a process waits for memory before it has loaded anything, and so while it is small."""
+"""The start of the command line: a process waits for memory before it loads anything, while it is still small."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from reshard_mpi.processes.signals import INTERRUPTED, Terminated, exit_when_ter
 from reshard_mpi.text import one_line
 
 _COMMANDS = ("transform", "plan", "verify")
-# How a process that starts over tells the next one what it knows.
+# The variable in which a process that starts over passes on what it knows.
 _AGAIN = "RESHARD_MPI_START_OVER"
 _MAX_QUOTED = 120
 _has_begun = False
-# What MPI takes besides, as measured with MPICH and Open MPI.
+# The memory of MPI, as measured with MPICH and Open MPI.
 _MPI_BYTES = 18 << 20
 
 
 def begin_command() -> None:
-    """Begin to be the process of the command line: wait for the memory to load it. Once; again it does nothing."""
+    """Wait until there is memory to load the command line. Only the first call does anything."""
     global _has_begun  # noqa: PLW0603 - a fact of the process
     if _has_begun:
         return
@@ -40,16 +40,20 @@ def begin_command() -> None:
     except (KeyboardInterrupt, Terminated) as stop:
         code = stopped_by(stop) or INTERRUPTED
         ignore_stops()
-        resumes = arguments[0] == "transform" and "--overwrite" not in arguments
-        word = "interrupted" if code == INTERRUPTED else "terminated"
-        _say(f"reshard-mpi: {word}{'; --resume goes on' if resumes else ''}")
+        _say(stopped_text(code, resumes=arguments[0] == "transform" and "--overwrite" not in arguments))
         os._exit(code)
 
 
-def begin(arguments: Sequence[str]) -> None:
-    """Take the first lease of this process, if the command line that begins so is for work that needs memory.
+def stopped_text(code: int, *, resumes: bool) -> str:
+    """Return the last words of a process that a signal has stopped. resumes: the same command can go on."""
+    word = "interrupted" if code == INTERRUPTED else "terminated"
+    return f"reshard-mpi: {word}{'; --resume goes on' if resumes else ''}"
 
-    Whatever is wrong with the arguments is left for the command line to say.
+
+def begin(arguments: Sequence[str]) -> None:
+    """Take the first lease of this process, if the command with these arguments needs memory.
+
+    Wrong arguments are passed over; the command line reports them.
     """
     again = os.environ.pop(_AGAIN, "")
     if not arguments or arguments[0] not in _COMMANDS or {"-h", "--help"} & set(arguments):
@@ -66,31 +70,31 @@ def begin(arguments: Sequence[str]) -> None:
         # All ranks of a job are there already, and MPI goes on only with all of them: none can wait.
         allotment.started(Start(os.getpid(), governor, governor.register(BASE_BYTES + _MPI_BYTES, purpose), None))
         return
-    before = _Before.loads(again)
-    size_bytes = min(max(BASE_BYTES, before.need_bytes), governor.ceiling_bytes)
+    earlier = _Earlier.loads(again)
+    size_bytes = min(max(BASE_BYTES, earlier.need_bytes), governor.ceiling_bytes)
     try:
-        lease = governor.take(size_bytes, purpose, _say, numbers=before.numbers)
+        lease = governor.take(size_bytes, purpose, _say, numbers=earlier.numbers)
     except ReshardError:
-        return  # it will be met again
-    waited_seconds = before.waited_seconds + lease.waited_seconds
+        return  # it will be raised again
+    waited_seconds = earlier.waited_seconds + lease.waited_seconds
 
     def over(size_bytes: int) -> None:
-        if size_bytes > before.need_bytes:
+        if size_bytes > earlier.need_bytes:
             numbers = {key: number + 1 for key, number in lease.numbers.items()}  # the next to that place
-            _start_over(lease, _Before(size_bytes, waited_seconds, numbers))
+            _start_over(lease, _Earlier(size_bytes, waited_seconds, numbers))
 
-    allotment.started(Start(os.getpid(), governor, lease, over, waited_seconds, before.need_bytes))
+    allotment.started(Start(os.getpid(), governor, lease, over, waited_seconds, earlier.need_bytes))
 
 
-class _Before(NamedTuple):
-    """What a process that starts over tells the next one: what it needs, how long it has waited, its places in line."""
+class _Earlier(NamedTuple):
+    """What the process knew that has started over: what it needs, how long it has waited, its places in line."""
 
     need_bytes: int = 0
     waited_seconds: float = 0.0
     numbers: dict[str, int] = {}  # noqa: RUF012 - never changed
 
     @classmethod
-    def loads(cls, text: str) -> _Before:
+    def loads(cls, text: str) -> _Earlier:
         try:
             need_bytes, waited_seconds, numbers = json.loads(text)
             return cls(int(need_bytes), float(waited_seconds), {key: int(number) for key, number in numbers.items()})
@@ -98,26 +102,26 @@ class _Before(NamedTuple):
             return cls()
 
 
-def _start_over(lease: Lease, before: _Before) -> None:
-    """Replace this process by one that has loaded nothing yet; return if that cannot be done."""
+def _start_over(lease: Lease, known: _Earlier) -> None:
+    """Replace this process by one that has loaded nothing yet; return if that fails."""
     lease.give_back()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()
     with contextlib.suppress(OSError):
         command = [sys.executable, *sys.orig_argv[1:]]
-        os.execve(sys.executable, command, {**os.environ, _AGAIN: json.dumps(before)})
+        os.execve(sys.executable, command, {**os.environ, _AGAIN: json.dumps(known)})
 
 
 def _option(arguments: Sequence[str], name: str) -> str | None:
-    """Return the value of an option, the last one given; None if there is none."""
-    found = None
+    """Return the last value that is given for an option; None if there is none."""
+    value = None
     for argument, following in zip(arguments, [*arguments[1:], ""]):
         if argument == name:
-            found = following
+            value = following
         elif argument.startswith(f"{name}="):
-            found = argument.partition("=")[2]
-    return found
+            value = argument.partition("=")[2]
+    return value
 
 
 def _say(text: str) -> None:

@@ -1,9 +1,9 @@
-"""Standard output and standard error of the command line, and what becomes of a command when they take nothing.
+"""Standard output and standard error of the command line, and what happens if they cannot be written.
 
-What is printed is either what a command is for (`plan`, `verify`, `ranks`, `governor`, `inspect`, help): where standard
-output does not take it, as on a full disk, that is an error. Or it only tells of what has been done (`transform`,
-`commit`, `demo`): then it is a warning, and the command has succeeded. Nobody is told anything where the reader has
-gone (`| head`), or where standard output was closed from the beginning.
+For some commands the output is the purpose (`plan`, `verify`, `ranks`, `governor`, `inspect`, help): if it cannot be
+written, as on a full disk, that is an error. Others only report what they have done (`transform`, `commit`, `demo`):
+then it is a warning, and the command has succeeded. If the reader has gone (`| head`), or standard output was closed
+from the beginning, nothing is said.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from reshard_mpi.errors import ReshardError
 
 
 def open_standard_streams() -> None:
-    """Have streams that are closed lead nowhere: the next file to be opened, a target, would come in their places."""
+    """Open closed streams on /dev/null: otherwise a target, opened next, would take their descriptors."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
@@ -25,9 +25,9 @@ def open_standard_streams() -> None:
 
 
 def flush_standard_streams() -> None:
-    """Have all that was printed leave this process. What cannot is dropped: whoever cares has been told.
+    """Write out all that was printed, and drop what cannot be written, which has been reported already.
 
-    Left in a buffer, it would be tried again at the end of the interpreter, and failing become an exit code.
+    Left in a buffer, it would be tried again when the interpreter ends, and change the exit code if it failed again.
     """
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -37,7 +37,7 @@ def flush_standard_streams() -> None:
 
 
 def show(text: str | bytes) -> None:
-    """Print what a command is for. Raises ReshardError if it cannot be written."""
+    """Print the output of a command whose purpose it is. Raises ReshardError if it cannot be written."""
     error = _print(text)
     if error is not None:
         raise ReshardError(
@@ -50,7 +50,7 @@ def show(text: str | bytes) -> None:
 
 
 def tell_done(text: str) -> None:
-    """Print what a command has done; where that cannot be written, a warning that has it."""
+    """Print what a command has done; if it cannot be written, say so, and the text, in a warning."""
     error = _print(text)
     if error is not None:
         with contextlib.suppress(OSError):
@@ -59,7 +59,7 @@ def tell_done(text: str) -> None:
 
 
 def _print(text: str | bytes) -> OSError | None:
-    """Print `text` at once, followed by a line break if it is no bytes. Return what the system refused, if it did."""
+    """Print bytes, or a text and a line break, at once. Return the error if the system refuses that."""
     try:
         if isinstance(text, bytes):
             sys.stdout.buffer.write(text)
@@ -75,7 +75,7 @@ def _print(text: str | bytes) -> OSError | None:
 
 
 def _give_up(stream: TextIO) -> None:
-    """Have what is still to be written to a stream lead nowhere."""
+    """Send all further output of a stream to /dev/null."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)

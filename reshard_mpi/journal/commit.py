@@ -68,16 +68,10 @@ class Standing(NamedTuple):
     problems: Mapping[int, str]
 
     @property
-    def target_ranks(self) -> int:
-        """How many targets the run has."""
-        ranks: int = self.identity.facts["target_ranks"]
-        return ranks
-
-    @property
     def incomplete(self) -> Iterator[tuple[int, str]]:
         """The rank of every target that is not complete, and why. There may be millions."""
         complete = set(self.complete)
-        ranks = (rank for rank in range(self.target_ranks) if rank not in complete)
+        ranks = (rank for rank in range(self.identity.target_ranks) if rank not in complete)
         return ((rank, self.problems.get(rank, _NOT_WRITTEN)) for rank in ranks)
 
 
@@ -128,17 +122,16 @@ def commit_if_complete(
     record is kept. While another process writes a target nothing is done, since that process calls this afterwards.
     Raises DisagreementError or CoverageError as `commit` does.
     """
-    target_ranks = identity.facts["target_ranks"]
     committed = None if any_written else CommitRecord.read(folder)
     if committed is not None and committed.digest == identity.digest:
         return ()
-    if not all_made and not _are_all_recorded(folder / STATE, target_ranks):
+    if not all_made and not _are_all_recorded(folder / STATE, identity.target_ranks):
         return ()
     with _opened(folder) as opened:
         if not try_lock(opened.lock, fcntl.LOCK_EX):
             return ()
         records = []
-        for target_rank in range(target_ranks):
+        for target_rank in range(identity.target_ranks):
             record = _complete_record(folder, identity, target_rank)
             if isinstance(record, str):
                 return ()
@@ -192,9 +185,11 @@ def _publish_index(folder: Folder, format_name: str, records: Sequence[TargetRec
     """Write the index that makes the folder a checkpoint, if its format has one."""
     folder_format, index = formats.folder_by_name(format_name), formats.index_of(format_name)
     if folder_format is not None and index is not None:
-        remove_stale(folder, index)
         files = [folder_format.locate(str(folder.path / record.file)) for record in records]
-        publish_bytes(folder, index, folder_format.index(files))
+        content = folder_format.index(files)
+        if content is not None:
+            remove_stale(folder, index)
+            publish_bytes(folder, index, content)
 
 
 def _sums(identity: RunIdentity, records: Sequence[TargetRecord]) -> dict[str, int]:
@@ -267,7 +262,7 @@ def _require_complete(folder: Path, identity: RunIdentity, besides: str) -> list
 
     besides: what the error is to say besides.
     """
-    target_ranks: int = identity.facts["target_ranks"]
+    target_ranks = identity.target_ranks
     targets = _recorded_targets(folder, identity)
     records = [record for record in targets.values() if isinstance(record, TargetRecord)]
     if len(records) < target_ranks:
@@ -286,7 +281,7 @@ def _require_complete(folder: Path, identity: RunIdentity, besides: str) -> list
 
 def _recorded_targets(folder: Path, identity: RunIdentity) -> dict[int, TargetRecord | str]:
     """Return by rank the records of targets that have one, or why these targets are not complete; ranks ascend."""
-    ranks = (rank for rank in recorded_ranks(folder / STATE) if rank < identity.facts["target_ranks"])
+    ranks = (rank for rank in recorded_ranks(folder / STATE) if rank < identity.target_ranks)
     return {rank: _complete_record(folder, identity, rank) for rank in ranks}
 
 
@@ -334,7 +329,7 @@ def _is_file_of(identity: RunIdentity, record: TargetRecord) -> bool:
     prefix, format_name = identity.facts["prefix"], identity.format
     folder_format = formats.folder_by_name(format_name)
     if folder_format is not None:
-        return record.file == folder_format.file_name(record.rank, identity.facts["target_ranks"], prefix)
+        return record.file == folder_format.file_name(record.rank, identity.target_ranks, prefix)
     is_named = record.file.startswith(f"rank_{record.rank}/{prefix}{record.rank}.")
     return is_named and formats.name_of(record.file) == format_name
 
@@ -348,20 +343,18 @@ def _as_text(identity: RunIdentity, records: Sequence[TargetRecord], sums: Mappi
     if sums:
         head["sums"] = {name: f"{sums[name]:08x}" for name in sorted(sums)}
     files = {file.path: file.size_bytes for record in records for file in record.evidence.sources.files}
-    sources = (json.dumps({"file": path, "size_bytes": files[path]}) for path in sorted(files, key=natural_key))
+    sources = ({"file": path, "size_bytes": files[path]} for path in sorted(files, key=natural_key))
     targets = (
-        json.dumps(
-            {
-                "rank": record.rank,
-                "file": record.file,
-                "size_bytes": record.size_bytes,
-                "read_ranks": record.evidence.read_ranks,
-            }
-        )
+        {
+            "rank": record.rank,
+            "file": record.file,
+            "size_bytes": record.size_bytes,
+            "read_ranks": record.evidence.read_ranks,
+        }
         for record in records
     )
     lists = (
-        f' "{name}": [\n  ' + ",\n  ".join(entries) + "\n ]"
+        f' "{name}": [\n  ' + ",\n  ".join(map(json.dumps, entries)) + "\n ]"
         for name, entries in (("sources", sources), ("targets", targets))
     )
     text = ",\n".join([json.dumps(head, indent=1).removesuffix("\n}"), *lists]) + "\n}\n"

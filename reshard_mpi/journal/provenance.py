@@ -43,20 +43,6 @@ class Sources(NamedTuple):
     files: tuple[SourceFile, ...] = ()
 
     @classmethod
-    def look(cls, source: str, paths: Iterable[str], seen: dict[str, SourceFile]) -> Sources:
-        """Return the state of files of `source`, a folder or one file. Raises OSError if one is gone.
-
-        seen: the state of each file when it was first looked at, which is what is returned; files are added to it.
-        """
-        folder = Path(source) if Path(source).is_dir() else Path(source).parent
-        files = []
-        for path in paths:
-            if path not in seen:
-                seen[path] = _look(folder, os.path.relpath(path, folder))
-            files.append(seen[path])
-        return cls(str(folder.resolve()), tuple(files))
-
-    @classmethod
     def of(cls, facts: Mapping[str, Any]) -> Sources:
         """Return the sources of which `as_json` made `facts`. Raises KeyError, TypeError or ValueError for others."""
         files = tuple(
@@ -93,6 +79,23 @@ class Sources(NamedTuple):
                 continue
             if now != was:
                 yield was, now
+
+
+class FirstLooks:
+    """The state of each file of a source when it was first looked at. source: a folder, or one file."""
+
+    def __init__(self, source: str) -> None:
+        self._folder = Path(source) if Path(source).is_dir() else Path(source).parent
+        self._files: dict[str, SourceFile] = {}
+
+    def sources(self, paths: Iterable[str]) -> Sources:
+        """Return these files of the source, as each was at the first look. Raises OSError if one is gone."""
+        files = []
+        for path in paths:
+            if path not in self._files:
+                self._files[path] = _look(self._folder, os.path.relpath(path, self._folder))
+            files.append(self._files[path])
+        return Sources(str(self._folder.resolve()), tuple(files))
 
 
 def require_same_sources(sources: Mapping[int, Sources], remedy: str) -> None:

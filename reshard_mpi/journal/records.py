@@ -90,6 +90,11 @@ class RunIdentity(NamedTuple):
         return str(self.facts.get("to", formats.DEFAULT))
 
     @property
+    def target_ranks(self) -> int:
+        """How many targets it has."""
+        return int(self.facts["target_ranks"])
+
+    @property
     def digest(self) -> str:
         return hashlib.sha256(json.dumps(self.facts, sort_keys=True).encode()).hexdigest()
 

@@ -76,7 +76,7 @@ def _run(folder: Path) -> dict[str, Any]:
     return {
         "settings": progress.identity.as_json(),
         "in_words": progress.identity.settings,
-        "target_ranks": progress.target_ranks,
+        "target_ranks": progress.identity.target_ranks,
         "complete": list(progress.complete),
         "incomplete": {str(rank): why for rank, why in incomplete.items()},
         "partial": partial,
@@ -134,12 +134,11 @@ def _commit_lines(commit: dict[str, Any]) -> list[str]:
     sums = f", CRC-32 of {len(commit['sums'])} tensors" if commit["sums"] else ""
     count = len(commit["targets"])
     lines = [f"commit: {count} targets{sums}; {count - len(bad)} of them there as committed"]
+    shown = bad
     if "kind" in commit:
         lines.append(f"  {commit['in_words']}")
-        lines += _some([f"  rank {target['rank']}: {target['file']}{_state(target)}" for target in commit["targets"]])
-    else:
-        lines += _some([f"  rank {target['rank']}: {target['file']}{_state(target)}" for target in bad])
-    return lines
+        shown = commit["targets"]
+    return lines + _some([f"  rank {target['rank']}: {target['file']}{_state(target)}" for target in shown])
 
 
 def _state(target: dict[str, Any]) -> str:

@@ -205,6 +205,17 @@ def left_out_of(manifests: Mapping[int, Manifest]) -> Iterator[str]:
         yield f"left out of {shards[0].path}{others}: {'; '.join(left_out[:_MAX_LEFT_OUT])}{more}"
 
 
+def require_nothing_left_out(manifests: Mapping[int, Manifest]) -> None:
+    """Raise DisagreementError if anything in the opened shards cannot be carried."""
+    for said in left_out_of(manifests):
+        raise DisagreementError(
+            "something in the source cannot be carried to the target",
+            expected="tensors and plain data alone, as --strict demands",
+            got=said,
+            remedy="leave --strict out, or save the source without it",
+        )
+
+
 def common_strings(manifests: Mapping[int, Manifest], home: int) -> tuple[dict[str, str], list[str]]:
     """Return the strings of the opened shards, those of rank `home` first, and a note for each that differs."""
     strings: dict[str, str] = {}

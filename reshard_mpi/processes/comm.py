@@ -26,32 +26,32 @@ T = TypeVar("T")
 # other PMI launchers, Open MPI, and srun (whose job-wide SLURM_NTASKS every batch shell has, so it is no sign).
 _SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 _RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
-# Waiting ranks sleep between looking whether the others have arrived, for a small share of what they have waited so
-# far: they neither spin nor come late.
+# A rank that waits for the others sleeps for a small share of the time it has waited so far: it neither spins nor comes
+# late.
 _NAP_SHARE = 0.05
 _SHORTEST_NAP_SECONDS = 0.0002
 _LONGEST_NAP_SECONDS = 0.02
-# How often they do something else meanwhile.
+# How often it does something else meanwhile.
 MEANWHILE_SECONDS = 0.1
-# Launchers do not pass on what they have not yet read of a process when it aborts its job.
+# Launchers need so long to read what a process says before it aborts its job, or they do not pass it on.
 _SPEAK_SECONDS = 0.2
-# With MPICH under srun, an abort waits for a server that may have gone with another rank: then the kernel ends it.
+# With MPICH under srun, an abort waits for a server that may have ended with another rank; then an alarm ends it.
 _ABORT_SECONDS = 2
 _HEAD_START_SECONDS = 1
-# How long a rank that is told to stop waits for the others to be told so too; the tags of the messages in which it says
-# that it is to stop, and that the user has been told.
+# How long a rank that is told to stop waits for the others to be told so too. The tags of two messages: that a rank has
+# been told to stop, and that the user has been told of it.
 _STOP_SECONDS = 2.0
 _STOP_TAG, _TOLD_TAG = 17, 18
 _MAPPED = Path("/proc/self/maps")
 _MPICH_SHARED_MEMORY = "/dev/shm/mpich_shm_"
-# A launcher may start processes that are each told their share and know nothing of each other.
+# Whether this process knows nothing of the others that its launcher has started.
 _is_by_itself = False
 
 
 class Comm(Protocol):
     """A group of processes that run the same program.
 
-    hosts: for every process, by rank, the name of its host, which no other host of the group has.
+    hosts: by rank, the name of each process's host; different hosts have different names.
     """
 
     @property
@@ -64,13 +64,13 @@ class Comm(Protocol):
     def hosts(self) -> Sequence[str]: ...
 
     def meanwhile(self, do: Callable[[], None]) -> None:
-        """Have this process `do` something now and then while it waits for the others."""
+        """Call `do` now and then while this process waits for the others."""
         ...
 
     def allgather(self, value: T) -> list[T]:
-        """Return the values of all processes, by rank, to each.
+        """Return the values of all processes by rank; every process must call this.
 
-        In place of the value of a process that is lost there may be the `Outcome` that says so.
+        In place of the value of a process that was lost there may be an `Outcome` that says so.
         """
         ...
 
@@ -96,7 +96,7 @@ class MPIComm:
 
     def __init__(self, communicator: Any) -> None:
         self._communicator = communicator
-        self._do: Callable[[], None] = _nothing
+        self._do: Callable[[], None] = lambda: None
         self.rank: int = communicator.Get_rank()
         self.size: int = communicator.Get_size()
         # Asking MPI which ranks share memory gives every one of them a host of its own under some launchers.
@@ -122,18 +122,14 @@ class MPIComm:
             time.sleep(min(max(_SHORTEST_NAP_SECONDS, waited_seconds * _NAP_SHARE), _LONGEST_NAP_SECONDS))
 
 
-def _nothing() -> None:
-    pass
-
-
 def launched_size(environment: Mapping[str, str]) -> int:
-    """Return how many processes, at least, the launcher says it started; 1 where there is no launcher."""
+    """Return how many processes the launcher has started, or at least as many; 1 without a launcher."""
     sizes = [int(environment[name]) for name in _SIZE_VARIABLES if environment.get(name, "").isdigit()]
     return max([*sizes, launched_rank(environment) + 1])
 
 
 def launched_rank(environment: Mapping[str, str]) -> int:
-    """Return the rank the launcher says this process has; 0 where there is no launcher."""
+    """Return the rank of this process as its launcher says; 0 without a launcher."""
     ranks = (environment.get(name, "") for name in _RANK_VARIABLES)
     return next((int(rank) for rank in ranks if rank.isdigit()), 0)
 
@@ -144,7 +140,7 @@ def is_launched(environment: Mapping[str, str]) -> bool:
 
 
 def speaks(environment: Mapping[str, str]) -> bool:
-    """Tell whether it falls to this process to say what went wrong: where all fail alike, once is enough."""
+    """Tell whether this process is to report errors: where all fail alike, one report is enough."""
     return _is_by_itself or launched_rank(environment) == 0
 
 
@@ -152,19 +148,19 @@ def speaks(environment: Mapping[str, str]) -> bool:
 def world(
     environment: Mapping[str, str], *, explicit_share: bool, stopped: Callable[[int], None] = lambda _: None
 ) -> Iterator[Comm]:
-    """Yield MPI's world under a launcher, else a process alone; an error nobody handled aborts the whole job.
+    """Yield MPI's world under a launcher, else a process alone. An unhandled error in the block aborts the whole job.
 
-    explicit_share: the user said which targets this process takes, so a launcher that starts unconnected processes
-    is what they want. stopped: told the exit code, on one rank, when a signal to stop ends the job.
-    Raises UsageError if the launcher and the MPI library do not belong together.
+    explicit_share: the user has said which targets this process makes, so the launcher may start unconnected processes.
+    stopped: called with the exit code on one rank when a signal to stop ends the job. Raises UsageError if the launcher
+    and the MPI library do not belong together.
     """
     communicator = None
     if is_launched(environment):
         try:
             communicator = _connect(environment)
         except UsageError:
-            # Launchers that speak PMIx end all processes when the first has failed. It may not be the one to tell
-            # it, so each tells it; mostly only rank 0 comes to.
+            # Launchers that speak PMIx end all processes when the first has failed. That may be any of them, so each
+            # reports it; mostly only rank 0 has the time to.
             ends_others = "PMIX_RANK" in environment
             global _is_by_itself  # noqa: PLW0603 - a fact of the process, as its world is
             _is_by_itself = explicit_share or ends_others
@@ -179,7 +175,7 @@ def world(
     except ReshardError:
         raise  # gathered: every rank raises it alike
     except BaseException as error:
-        # Without this the other ranks would wait for this one for ever.
+        # Otherwise the other ranks would wait for this one for ever.
         code = stopped_by(error)
         if code is None:
             code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
@@ -192,10 +188,10 @@ def world(
 
 
 def _stop(communicator: Any, code: int, stopped: Callable[[int], None]) -> None:
-    """End this process, which was told to stop, if all were told so or another rank ends the job; else it has to.
+    """End this process, which was told to stop, if all ranks were, or another has told the user; else return to abort.
 
-    Where the launcher has passed the signal on, all come here, and nobody has to abort what all leave. Rank 0 hears of
-    all the others; then it says what there is to say and tells them. What else is on its way in MPI stays untouched.
+    If the launcher has passed the signal on to all ranks, all come here, and none has to abort the job. Rank 0 waits
+    for messages of all others, then it tells the user, and them that it has. Other MPI messages are left alone.
     """
     ignore_stops()
     rank, others = communicator.Get_rank(), set(range(communicator.Get_size())) - {communicator.Get_rank()}
@@ -216,18 +212,18 @@ def _stop(communicator: Any, code: int, stopped: Callable[[int], None]) -> None:
         while time.monotonic() < deadline and not is_told():  # which also moves on what is being sent
             time.sleep(_SHORTEST_NAP_SECONDS)
         if rank > 0 or silent:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what the library says of an abort would bury that
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # or messages of the library would bury that
             return
     _remove_shared_memory()
-    # To finalize MPI would wait for what was left in the middle.
+    # Finalizing MPI would wait for messages that were left unfinished.
     os._exit(code)
 
 
 def _remove_shared_memory() -> None:
-    """Remove the names of the shared memory that MPICH has mapped; others that use it still have it.
+    """Remove the names of the shared memory that MPICH has mapped; processes that have mapped it keep it.
 
-    MPICH names it after the launcher's job and step. A SLURM job that is put back starts again as the same step, and
-    would find what this one has left there.
+    MPICH names it after the launcher's job and step. A SLURM job that is requeued starts again as the same step, and
+    would find what this one has left.
     """
     for line in _MAPPED.read_text().splitlines():
         path = line.rpartition(" ")[2]
@@ -245,8 +241,8 @@ def _abort(communicator: Any, code: int) -> None:
 
 
 def _connect(environment: Mapping[str, str]) -> Any:
-    """Return MPI's world. Raises UsageError if there is none, or not the one that the launcher started."""
-    # Initialized only when that has been found to be possible: MPICH ends the process where it is not.
+    """Return MPI's world. Raises UsageError if there is no MPI, or not the one that belongs to the launcher."""
+    # MPI is initialized only once that is known to be possible: otherwise MPICH ends the process.
     checked = "mpi4py.MPI" not in sys.modules and "PMIX_RANK" in environment and "PMI_RANK" not in environment
     mpi = _import_mpi(initialize=not checked)
     launched = launched_size(environment)
@@ -271,7 +267,7 @@ def _mismatch(mpi: Any, launched: int, got: str) -> UsageError:
 
 
 def _has_pmix() -> bool:
-    """Tell whether the MPI library that is loaded can talk to launchers by PMIx."""
+    """Tell whether the loaded MPI library can talk to launchers by PMIx."""
     import ctypes
 
     mapped = {line.split(maxsplit=5)[-1] for line in _MAPPED.read_text().splitlines()}

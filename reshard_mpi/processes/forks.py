@@ -45,17 +45,17 @@ class Channel:
             rest = rest[os.write(self._writing, rest) :]
 
     def receive(self) -> Any:
-        """Wait for a value and return it. Raises EOFError if the other end is closed, or was in the middle of one."""
+        """Wait for a value and return it. Raises EOFError if the other end is closed before all of it has come."""
         return pickle.loads(self._read(int.from_bytes(self._read(_LENGTH_BYTES), "little")))
 
     def is_ready(self, seconds: float) -> bool:
-        """Tell whether before so many seconds there is something to receive, or the other end is closed."""
+        """Wait at most so long; tell whether there is something to receive, or the other end is closed."""
         poll = select.poll()
         poll.register(self._reading, select.POLLIN)
         return bool(poll.poll(seconds * 1000))
 
     def close(self) -> None:
-        """Close this end; the other one learns of it."""
+        """Close this end, which the other one notices."""
         os.close(self._reading)
         os.close(self._writing)
 
@@ -70,7 +70,7 @@ class Channel:
 
 
 def wait_for_any(channels: Iterable[Channel]) -> list[Channel]:
-    """Wait until something can be received, or is known to be closed; return where."""
+    """Wait until one of the channels has something to receive, or is closed; return those that do."""
     by_descriptor = {channel.descriptors[0]: channel for channel in channels}
     poll = select.poll()
     for descriptor in by_descriptor:
@@ -84,10 +84,10 @@ class Fork:
     def __init__(self, work: Callable[[], None]) -> None:
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
-                with contextlib.suppress(OSError):  # it is not for a fork to fail because nobody listens
+                with contextlib.suppress(OSError):  # a fork need not fail because nobody reads
                     stream.flush()
         self._exit_code: int | None = None
-        # A signal that came just after the fork would have the new process go on as if it were this one.
+        # A signal just after the fork would make the new process go on as if it were this one.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
         try:
             self._pid = os.fork()
@@ -103,7 +103,7 @@ class Fork:
         return self._exit_code
 
     def ends_within(self, seconds: float) -> bool:
-        """Tell whether the process ends before so many seconds have passed."""
+        """Wait at most so long for the end of the process; tell whether it has ended."""
         deadline = time.monotonic() + seconds
         while self._exit_code is None:
             pid, status = os.waitpid(self._pid, os.WNOHANG)
@@ -129,9 +129,9 @@ class Fork:
 
 
 def _be_a_process(work: Callable[[], None], mask: Iterable[int]) -> None:
-    """Do `work` in a fork and end: nothing of what the parent was about to do is done here too.
+    """Do `work` in a fork and end the process, so it does nothing that the parent is about to do.
 
-    mask: the signals to be blocked meanwhile.
+    mask: the signals that were blocked before the fork.
     """
     code = 1
     try:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-# Says what this host is called, where its own name will not do.
+# Names this host, if its own name will not do.
 HOST_VARIABLE = "RESHARD_MPI_HOST"
 # Drawn anew whenever a kernel starts: two machines never have the same one, the containers of one machine have.
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -15,9 +15,9 @@ _DIGITS = 8
 
 
 class Identity(NamedTuple):
-    """What tells the host of a process from all others.
+    """Identifies the host of a process.
 
-    kernel: what its kernel has drawn at its start; empty where it does not say.
+    kernel: the random number that its kernel has drawn at its start; empty if it has none.
     """
 
     name: str
@@ -25,7 +25,7 @@ class Identity(NamedTuple):
 
     @classmethod
     def local(cls, environment: Mapping[str, str]) -> Identity:
-        """Return that of this process."""
+        """Return the identity of the host of this process."""
         try:
             kernel = _BOOT_ID.read_text().strip().replace("-", "")
         except OSError:
@@ -34,14 +34,14 @@ class Identity(NamedTuple):
 
 
 def host_name(environment: Mapping[str, str]) -> str:
-    """Return what this host is called: what `RESHARD_MPI_HOST` says, else its own name."""
+    """Return the name of this host: that in `RESHARD_MPI_HOST`, else its own."""
     return environment.get(HOST_VARIABLE) or os.uname().nodename
 
 
 def distinct_names(identities: Sequence[Identity]) -> list[str]:
-    """Return a name for the host of every one of these, the same for the same host and for no other.
+    """Return a name for the host of each identity: the same for one host, and different for different hosts.
 
-    Where hosts have one name, what their kernels have drawn is added to it: `node#1a2b3c4d`.
+    If hosts share a name, the number that their kernels have drawn is added: `node#1a2b3c4d`.
     """
     kernels: dict[str, set[str]] = {}
     for identity in identities:

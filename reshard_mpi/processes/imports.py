@@ -1,11 +1,11 @@
-"""What this package imports never comes from the working folder, which may hold anybody's checkpoint.
+"""This package imports nothing from the working folder, which may hold anybody's checkpoint.
 
-Python looks for modules in the folder of `python -m` and, under `python -c` and at a prompt, in whatever folder the
-process is in. A `resource.py` or `numpy.py` that lies beside a checkpoint would be run. So the modules of this package,
-and what these import in turn, are looked for everywhere else; what the caller's own code imports is found as ever.
-PYTHONPATH is the user's word: what it names is looked into, whichever folder that is.
+With `python -m`, `python -c` and at a prompt, Python looks for modules in the working folder, so it would run a
+`resource.py` or `numpy.py` that lies beside a checkpoint. Imports of this package, and of what it imports, therefore
+leave that folder out; imports of the caller's own code do not change. Folders that the user names in PYTHONPATH are
+always searched.
 
-This module is the first to be imported, so it imports only what no file can stand in for.
+This module is imported first, so it imports only modules that no file can replace.
 """
 
 import os
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 _PACKAGE = "reshard_mpi"
 _HOME = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-# The class, as the interpreter has it: `importlib` may be a file.
+# The interpreter's own class: `importlib` may be a file.
 _PathFinder = sys.modules["_frozen_importlib_external"].PathFinder
-# Run in a fresh interpreter, it imports this package from where it lies in this process, and nothing else from there.
+# Makes a new interpreter import this package from where this process has it, and nothing else from there.
 _BOOT = "import sys; sys.path.insert(0, {home!r}); import reshard_mpi; del sys.path[0]\n{program}"
 
 
@@ -58,30 +58,29 @@ class _NotHereFinder:
 
 
 def keep_out_the_working_folder() -> None:
-    """Have what this package imports from now on never come from the working folder."""
+    """Leave the working folder out of all imports of this package from now on."""
     if _NotHereFinder not in sys.meta_path:
         before = sys.meta_path.index(_PathFinder) if _PathFinder in sys.meta_path else len(sys.meta_path)
         sys.meta_path.insert(before, _NotHereFinder)
 
 
 def fresh_interpreter(program: str) -> list[str]:
-    """Return the command line of an interpreter that imports this package and runs `program`, the text of one."""
+    """Return the command line of an interpreter that imports this package and runs the source code `program`."""
     return [sys.executable, "-P", "-c", _BOOT.format(home=_HOME, program=program)]
 
 
 def import_environment() -> dict[str, str]:
-    """Return the variables that have another interpreter import from where this one does: not from the working folder.
+    """Return the variables with which another interpreter imports from the same folders, but not the working folder.
 
-    This package comes from its own place (see `fresh_interpreter`): where that is a checkout, and the working folder,
-    nothing else comes from there.
+    `fresh_interpreter` finds this package itself, even in a checkout that is the working folder.
     """
     return {"PYTHONPATH": os.pathsep.join(_divided_path()[0])}
 
 
 def _is_for_this_package(frame: "FrameType | None", here: "Sequence[str]") -> bool:
-    """Tell whether this package comes before any code of the caller's own among those who asked for a module.
+    """Tell whether this package, or what it imports, asks for a module, rather than the caller's code.
 
-    The caller's own is the program, and what it has imported from the working folder. frame: the one that asked.
+    frame: that of the import. The caller's code is the program, and what it has imported from the folder `here`.
     """
     folders = set(map(_absolute, here))
     while frame is not None:
@@ -97,7 +96,7 @@ def _is_for_this_package(frame: "FrameType | None", here: "Sequence[str]") -> bo
 
 
 def _folder_of(spec: object) -> str | None:
-    """Return where the module of a spec was found; of a package, the folder that it lies in."""
+    """Return the folder in which the module or package of a spec lies; None if it is not in a file."""
     origin = getattr(spec, "origin", None)
     if not getattr(spec, "has_location", False) or not isinstance(origin, str):
         return None
@@ -106,17 +105,17 @@ def _folder_of(spec: object) -> str | None:
 
 
 def _finders_behind() -> "Sequence[type[_NotHereFinder]]":
-    """Return the finders that come after the usual one, as those of editable installations do."""
+    """Return the finders that come after Python's usual one, such as those of editable installations."""
     behind = sys.meta_path.index(_PathFinder) + 1 if _PathFinder in sys.meta_path else len(sys.meta_path)
     return [finder for finder in sys.meta_path[behind:] if hasattr(finder, "find_spec")]  # type: ignore[misc]
 
 
-# What `_divided_path` has found last, and for what.
+# The last result of `_divided_path`, and what it depends on.
 _divided: "tuple[object, tuple[list[str], list[str]]]" = (None, ([], []))
 
 
 def _divided_path() -> "tuple[list[str], list[str]]":
-    """Return the folders that modules are looked for in: those elsewhere, and those that are the working folder."""
+    """Return `sys.path` in two lists: the entries for other folders, and those for the working folder."""
     global _divided  # noqa: PLW0603 - a cache of one
     try:
         cwd = os.getcwd()
@@ -145,7 +144,7 @@ def _is_working_folder(entry: object, cwd: str, named: "Sequence[str]") -> bool:
 
 
 def _named_by_user() -> "list[str]":
-    """Return what PYTHONPATH names. An empty part of it, as left by `$PYTHONPATH:/more`, names nothing."""
+    """Return the folders in PYTHONPATH. Empty parts of it, as `$PYTHONPATH:/more` may leave, are passed over."""
     if sys.flags.ignore_environment:
         return []
     parts = os.environ.get("PYTHONPATH", "").split(os.pathsep)

@@ -6,31 +6,33 @@ import os
 import resource
 from collections.abc import Mapping
 
+from reshard_mpi.text import counted
+
 # Keeps libraries from starting threads: processes share the cores already.
 ONE_THREAD: Mapping[str, str] = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-# So many processes move the bytes of even a single target faster; more would only wait for the same disk.
+# Up to so many processes make even a single target faster; more would only wait for the same disk.
 _ALWAYS_USEFUL = 8
-# Where a file system is slow to answer more processes than cores may help; beyond this they only take memory.
+# On a slow file system more processes than cores may help; beyond this they only take memory.
 _MOST_A_CORE = 32
-# The pipes to a worker, and what is open in a process besides.
+# The pipes to a worker, and other files that a process has open.
 _DESCRIPTORS_A_WORKER = 2
 _OTHER_DESCRIPTORS = 64
 
 
 def processes_by_default(targets: int) -> int:
-    """Return how many processes make `targets` where nobody says how many: one a core, but no more than are useful."""
+    """Return how many processes make `targets` targets unless the user says: one a core, as far as they are of use."""
     return min(_cores(), max(_ALWAYS_USEFUL, targets))
 
 
 def processes_of_use(asked: int, units: int, unit: str, *, together: bool) -> tuple[int, tuple[str, ...]]:
-    """Return how many processes are started where `asked` are asked for, and a note if these are fewer.
+    """Return how many processes to start if the user asks for `asked`, and a note if they are fewer.
 
-    units: how many there are of what they work on, which `unit` names. together: several may work on one.
+    units: how many things there are to work on. unit: what these are called. together: several may work on one.
     """
-    each, cores = _ALWAYS_USEFUL if together else 1, _cores()
+    per_unit, cores = _ALWAYS_USEFUL if together else 1, _cores()
     limits = {
-        units * each: f"there {_counted(units, unit)}, and no more than {each} can work on one",
-        cores * _MOST_A_CORE: f"there {_counted(cores, 'core')}, and more than {_MOST_A_CORE} on one are of no use",
+        units * per_unit: f"{_there_are(units, unit)}, and no more than {per_unit} can work on one",
+        cores * _MOST_A_CORE: f"{_there_are(cores, 'core')}, and more than {_MOST_A_CORE} on one are of no use",
     }
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if descriptors != resource.RLIM_INFINITY:
@@ -46,5 +48,5 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _counted(count: int, what: str) -> str:
-    return f"is 1 {what}" if count == 1 else f"are {count} {what}s"
+def _there_are(count: int, what: str) -> str:
+    return f"there {'is' if count == 1 else 'are'} {counted(count, what)}"

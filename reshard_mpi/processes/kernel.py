@@ -1,4 +1,4 @@
-"""What the kernel says of processes: whether they run, what they have started, which locks they hold (/proc)."""
+"""What the kernel says about processes in /proc: whether they run, their children, which locks they hold."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ _ENDED = "ended"
 
 
 def read_text(path: str) -> str:
-    """Return the contents of a small file of the kernel's. Raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    """Return the contents of a small file in /proc. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         data = b""
-        while part := os.read(descriptor, _MAX_READ_BYTES):
+        while part := os.read(fd, _MAX_READ_BYTES):
             data += part
     finally:
-        os.close(descriptor)
+        os.close(fd)
     return data.decode(errors="replace")
 
 
 def children_of(pid: int) -> list[int]:
-    """Return the processes that a process has started; nothing if it has ended, or the kernel does not say."""
+    """Return the children of a process; none if it has ended, or the kernel does not tell."""
     try:
         return [int(child) for child in read_text(f"/proc/{pid}/task/{pid}/children").split()]
     except OSError:
@@ -48,20 +48,21 @@ def _state(pid: int) -> str:
         return ""
 
 
-def holders_of_lock(descriptor: int) -> list[int]:
-    """Return the processes that hold a lock (flock) on an open file, as far as they can be seen from this one."""
-    status = os.fstat(descriptor)
-    name = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+def holders_of_lock(fd: int) -> list[int]:
+    """Return the processes that hold a lock (flock) on an open file, as far as this one can see them."""
+    status = os.fstat(fd)
+    own_file = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     try:
         lines = [line.split() for line in read_text("/proc/locks").splitlines()]
     except OSError:
         return []
     # 1: FLOCK  ADVISORY  WRITE 708 00:13:16 0 EOF; "1: -> FLOCK ..." is one that waits
-    held: dict[str, list[int]] = {words[5]: [] for words in lines if words[1] == "FLOCK"}
+    pids_by_file: dict[str, list[int]] = {words[5]: [] for words in lines if words[1] == "FLOCK"}
     for words in lines:
         if words[1] == "FLOCK" and int(words[4]) > 0:
-            held[words[5]].append(int(words[4]))
-    if name in held:
-        return held[name]
-    # Some file systems have another device there than the one that files are said to be on.
-    return [pid for place, pids in held.items() if place.rpartition(":")[2] == str(status.st_ino) for pid in pids]
+            pids_by_file[words[5]].append(int(words[4]))
+    if own_file in pids_by_file:
+        return pids_by_file[own_file]
+    # For some file systems the kernel names another device there than in the status of their files.
+    inode = f":{status.st_ino}"
+    return [pid for file, pids in pids_by_file.items() if file.endswith(inode) for pid in pids]

@@ -1,4 +1,4 @@
-"""Termination as an exception, so that locks are left and partial files removed on the way out."""
+"""Termination as an exception, so that locks are released and partial files removed on the way out."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ _AGAIN_SECONDS = 0.001
 
 
 class Terminated(SystemExit):
-    """SIGTERM, on its way out."""
+    """Raised by SIGTERM."""
 
 
 def ignore_stops() -> None:
-    """From now on signals to stop are not heard: this process is about to end."""
+    """Ignore signals to stop from now on, as this process is about to end."""
     signal.setitimer(signal.ITIMER_REAL, 0)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
 
 
 def stopped_by(error: BaseException) -> int | None:
-    """Return the exit code if it was a signal to stop that raised `error`; None for anything else."""
+    """Return the exit code if a signal to stop has raised `error`; None for other errors."""
     if isinstance(error, Terminated):
         return TERMINATED
     return INTERRUPTED if isinstance(error, KeyboardInterrupt) else None
 
 
 def exit_when_terminated() -> None:
-    """From now on SIGTERM raises Terminated in the main thread; neither it nor an interrupt gets lost."""
+    """Have SIGTERM raise Terminated in the main thread from now on; neither it nor an interrupt gets lost."""
     signal.signal(signal.SIGTERM, _terminate)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # it is ignored in the background of a shell
         signal.signal(signal.SIGINT, _interrupt)
@@ -46,7 +46,7 @@ def exit_when_terminated() -> None:
 
 
 def _stop_handling() -> None:
-    """Leave signals to the system: while Python ends it takes handlers away, and what is still to come would kill."""
+    """Leave signals to the system, since Python removes handlers while it ends, and a late signal would kill it."""
     for number in (signal.SIGTERM, signal.SIGINT):
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
@@ -71,7 +71,7 @@ def _interrupt(signum: int, frame: FrameType | None) -> None:
 
 
 def _is_importing(frame: FrameType | None) -> bool:
-    """Tell whether a module is being loaded: some libraries make of what is raised then an error of their own."""
+    """Tell whether a module is being loaded: some libraries turn what is raised then into an error of their own."""
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             return True
@@ -81,12 +81,12 @@ def _is_importing(frame: FrameType | None) -> bool:
 
 def _handle_again(handler: Callable[[int, FrameType | None], None]) -> None:
     signal.signal(signal.SIGALRM, handler)
-    # Again and again: a signal just before a long call into the system would be handled only after it.
+    # Repeated, since a signal just before a long system call would be handled only after that.
     signal.setitimer(signal.ITIMER_REAL, _AGAIN_SECONDS, _AGAIN_SECONDS)
 
 
 def _raise_again(unraisable: UnraisableHookArgs) -> None:
-    """Python drops what is raised while an object is deleted: have a signal that came just then handled once more."""
+    """Handle a signal again that came while an object was deleted, since Python drops what is raised then."""
     if not issubclass(unraisable.exc_type, SystemExit | KeyboardInterrupt):
         sys.__unraisablehook__(unraisable)
         return

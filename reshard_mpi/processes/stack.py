@@ -1,4 +1,4 @@
-"""The room on the stack that this process may use."""
+"""The size of the stack that this process may use."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import resource
 from reshard_mpi.errors import UsageError
 from reshard_mpi.units import KIB, MIB, format_bytes
 
-# Python 3.11 is brought down by 128 KiB and lists in lists in a file, before it counts how deep they are; below 96 KiB
-# it does not come as far as this program.
+# With 128 KiB Python 3.11 crashes on deeply nested lists in a file before it notices how deep they are; with less than
+# 96 KiB it does not even start this program.
 MIN_STACK_BYTES = MIB
 
 
 def require_stack() -> None:
-    """Have at least the room that Python needs; raises UsageError where the user may not have that."""
+    """Raise the limit on the stack to what Python needs. Raises UsageError if the user may not."""
     allowed_bytes, most_bytes = resource.getrlimit(resource.RLIMIT_STACK)
     if allowed_bytes == resource.RLIM_INFINITY or allowed_bytes >= MIN_STACK_BYTES:
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 
@@ -19,7 +19,7 @@ from reshard_mpi.engine.regions import fill, first_difference, takes_numpy
 from reshard_mpi.errors import CoverageError, DisagreementError, LayoutError
 from reshard_mpi.formats.dtypes import numbers
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.planning.agreement import loose_beginnings, moment_counters
+from reshard_mpi.planning.agreement import loose_beginnings, moment_counters, require_nothing_left_out
 from reshard_mpi.planning.fit import (
     dead_rules,
     require_living_rules,
@@ -49,7 +49,8 @@ _MAX_LOOKED_INTO = 64
 class Conversion:
     """Plans target ranks and checks, before anything is written, what must hold of the source.
 
-    unlisted, strict, replicas: as the command line's options of these names. before_gathering: called before copies are
+    unlisted, strict, replicas: as the command line's options of these names. keeps_strings: targets have a place for
+    them. before_gathering: called before copies are
     compared in a way that takes more memory than planning does.
     """
 
@@ -59,6 +60,7 @@ class Conversion:
     strict: bool = False
     limits: Limits = LIMITS
     replicas: Replicas = Replicas.SAMPLE
+    keeps_strings: bool = True
     before_gathering: Callable[[], object] = lambda: None
     _is_fitting: bool = field(default=False)
     _table: str | None = field(default=None)
@@ -78,6 +80,8 @@ class Conversion:
         self.require_fitting_strategies()
         opened = self._shards().open(target_rank)
         require_same_network(self.source.strategy, opened.manifests.values())
+        if self.strict:
+            require_nothing_left_out(opened.manifests)
         try:
             plan = opened.planner.plan(self._strategy_table())
         except CoverageError as error:
@@ -87,6 +91,9 @@ class Conversion:
             if lone is not None and size > 1 and lone.siblings():
                 error.remedy = f"give {lone.checkpoint}, where the shards of the other ranks are"
             raise
+        if plan.strings and not self.keeps_strings:
+            left_out = f"left out, since the target's format has no place for texts: {', '.join(plan.strings)}"
+            plan = plan._replace(strings={}, notes=(*plan.notes, left_out))
         if not checked:
             return plan
         return self._checked(plan)._replace(
@@ -131,7 +138,11 @@ class Conversion:
 
     def of(self, source: SourceCheckpoint) -> Conversion:
         """Return the same conversion of another source."""
-        return Conversion(source, self.target, self.unlisted, self.strict, self.limits, self.replicas)
+        return replace(self, source=source, _is_fitting=False, _opener=None)
+
+    def to(self, target: Strategy) -> Conversion:
+        """Return the same conversion to other targets."""
+        return replace(self, target=target, _is_fitting=False, _table=None, _opener=None)
 
     def forget(self) -> None:
         """Let go of what has been read of shards; it is read again when it is needed."""

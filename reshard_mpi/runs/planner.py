@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 from reshard_mpi import formats
 from reshard_mpi.checkpoints.comparison import compare, comparing_bytes
 from reshard_mpi.errors import CoverageError, DisagreementError, ReshardError, TransformError, as_reshard_error
 from reshard_mpi.journal.commit import commit_if_complete
-from reshard_mpi.journal.provenance import SourceFile, Sources
+from reshard_mpi.journal.provenance import FirstLooks, Sources
 from reshard_mpi.journal.records import Evidence
 from reshard_mpi.journal.targets import Journal, Unrecorded
 from reshard_mpi.planning.copies import Alike, dealt
@@ -23,7 +24,7 @@ from reshard_mpi.runs.division import Work, divide
 from reshard_mpi.runs.due import DueTargets
 from reshard_mpi.runs.memory import RunMemory
 from reshard_mpi.runs.outcome import Compared, Failure, Outcome, Planned, TargetReport, attempt, record_of
-from reshard_mpi.runs.preflight import Room, may_share, require_short_names, stranger_notes
+from reshard_mpi.runs.preflight import Room, may_share, require_no_strangers, require_short_names, stranger_notes
 from reshard_mpi.runs.prepared import Run
 from reshard_mpi.runs.progress import Progress
 from reshard_mpi.runs.request import Request, Strategies
@@ -63,7 +64,7 @@ class Planner:
         self._memory = memory
         self._comm = comm
         self._opened: _Opened | None = None
-        self._seen: dict[str, SourceFile] = {}
+        self._first_looks = FirstLooks(request.source)
         self._needs = Needs(request)
         self._placed: dict[str, tuple[int, int, dict[str, str]]] = {}
 
@@ -77,7 +78,8 @@ class Planner:
         files = (request.src_strategy, request.dst_strategy) if self._strategies is None else ()
         self._memory.to_open(files, self._purpose)
         before_shards = partial(self._memory.to_open, files, self._purpose)
-        run = Run.open(request, self._strategies, self._known_damage, before_shards)
+        before_filling = partial(self._memory.to_plan, purpose=self._purpose, verify=request.verify)
+        run = Run.open(request, self._strategies, self._known_damage, before_shards, before_filling)
         due = DueTargets(run.conversion, request.source)
         self._memory.on_giving_way(run.conversion.forget, due.forget_plans)
         targets = len(run.targets)
@@ -93,6 +95,10 @@ class Planner:
         ranks = (*((rank, True) for rank in work.leads), *((rank, False) for rank in work.helps))
         plans = [attempt(partial(self._plan_target, opened, rank, leads), self._comm, rank) for rank, leads in ranks]
         rooms, together = self._rooms(run), formats.folder_by_name(run.format) is not None
+        every = range(run.conversion.target.world_size)
+        if together:
+            endings = formats.by_name(run.format).SUFFIXES
+            require_no_strangers(Path(request.target), endings, (run.path(rank).name for rank in every))
         strange = () if together else stranger_notes(map(run.path, work.leads))
         source = run.conversion.source
         notes = (*run.conversion.notes, *governor.notes, *strange)
@@ -202,7 +208,7 @@ class Planner:
         """Look at the files that tensors of `plan` lie in; each is known by what it was at the first look."""
         by_rank = run.conversion.source.files.by_rank
         paths = [path for source_rank in plan.read_ranks for path in by_rank[source_rank]]
-        return Sources.look(self._request.source, paths, self._seen)
+        return self._first_looks.sources(paths)
 
     def _rooms(self, run: Run) -> tuple[Room, ...]:
         """Return the room that this process needs."""

@@ -11,6 +11,20 @@ from reshard_mpi.processes.governor.allowance import Allowance
 from reshard_mpi.sharding import strategy
 from reshard_mpi.sharding.placement import Strategy, unsharded
 
+# 5GB: what huggingface_hub fills files up to.
+_USUAL_FILE_BYTES = 5 * 10**9
+
+
+class TargetFile(NamedTuple):
+    """A file of the target where the caller says which tensors it holds, in whole.
+
+    tensors: what each of them is called in the source, and in the file. size_bytes: of all of them.
+    """
+
+    name: str
+    tensors: tuple[tuple[str, str], ...]
+    size_bytes: int
+
 
 class Request(NamedTuple):
     """What is to be converted, as the options of `reshard-mpi transform` say it.
@@ -22,6 +36,8 @@ class Request(NamedTuple):
     the environment says. max_active: how many processes may transform at once on a host (None: any number).
     verify: read sources and targets again, compare them, and keep sums. crc: add a checksum to target files.
     replicas: which of the ranks that hold the same are compared before. report: where a report will be written.
+    max_shard_size: how large files may become where they are filled up to a size (None: as large as is usual).
+    files: of the target, for a run that writes such.
     """
 
     source: str
@@ -45,6 +61,13 @@ class Request(NamedTuple):
     crc: bool = False
     replicas: Replicas = Replicas.SAMPLE
     report: str | None = None
+    max_shard_size: int | None = None
+    files: tuple[TargetFile, ...] = ()
+
+    @property
+    def most_file_bytes(self) -> int:
+        """How large a file may become that is filled up to a size."""
+        return _USUAL_FILE_BYTES if self.max_shard_size is None else self.max_shard_size
 
     @property
     def allowance(self) -> Allowance:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from reshard_mpi.errors import LayoutError
 from reshard_mpi.sharding.patterns import Patterns, ends_of
+from reshard_mpi.text import counted
 
 Shape = tuple[int, ...]
 
@@ -87,8 +88,7 @@ class Placement:
     @property
     def dimensions(self) -> str:
         """How many dimensions the tensor has, in words."""
-        count = len(self.split)
-        return f"{count} dimension{'' if count == 1 else 's'}{' or more' if self.open_ended else ''}"
+        return counted(len(self.split), "dimension") + (" or more" if self.open_ended else "")
 
     @property
     def stage_size(self) -> int:

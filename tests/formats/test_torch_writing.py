@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from support import torch_peer
 from support.torch_peer import Tensor
 
@@ -71,8 +73,52 @@ def test_order_and_strings_are_those_that_were_given(tmp_path: Path) -> None:
     assert samples.contents_of(located) == CONTENTS
     assert list(located.tensors) == list(CONTENTS.tensors)
     torch.read_back(written)
+
+
+@pytest.mark.parametrize("at", [3, 100, -1, -30, -150])
+def test_a_structure_that_is_not_what_was_meant(tmp_path: Path, at: int) -> None:
+    path = tmp_path / "net.pt"
+    written = samples.write(torch, str(path), CONTENTS)
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
     with pytest.raises(ShardError, match="not what was written"):
-        torch.read_back(written._replace(strings={}))
+        torch.read_back(written)
+
+
+@given(data=st.data())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_knowing_a_file_of_others_makes_no_difference(tmp_path: Path, data: st.DataObject) -> None:
+    """A file that torch has written, and one of zipfile, whose local headers have checksums."""
+    first, second = tmp_path / "first.pt", tmp_path / "second.pt"
+    if data.draw(st.booleans()):
+        content = bytearray((Path(__file__).parent / "golden" / "torch" / "train.pth").read_bytes())
+    else:
+        torch_peer.write(first, Contents.of(TENSORS, {"note": "text"}))
+        content = bytearray(first.read_bytes())
+    first.write_bytes(content)
+    like = torch.locate(str(first))
+    for _ in range(data.draw(st.integers(0, 2))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    second.write_bytes(content)
+    try:
+        expected = torch.locate(str(second))
+    except ShardError as error:
+        with pytest.raises(ShardError) as caught:
+            torch.locate(str(second), like)
+        assert str(caught.value) == str(error)
+    else:
+        assert torch.locate(str(second), like) == expected
+
+
+def test_files_that_differ_in_payloads_alone_have_the_same_structure(tmp_path: Path) -> None:
+    structures = set()
+    for number in range(2):
+        tensors = [SampleTensor.random(t.name, t.dtype, t.shape, seed=number) for t in TENSORS]
+        path = tmp_path / f"{number}.pt"
+        meant = samples.write(torch, str(path), Contents.of(tensors, CONTENTS.strings))
+        structures |= {meant.structure, torch.locate(str(path)).structure}
+    assert len(structures) == 1
 
 
 def test_what_others_have_changed_is_read_as_it_is(tmp_path: Path) -> None:

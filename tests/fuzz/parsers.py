@@ -23,6 +23,7 @@ from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.hdf5 import index, superblock
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.places import Decoded, Strided
+from reshard_mpi.formats.safetensors import index as safetensors_index
 from reshard_mpi.formats.torch import pickles, pickling
 from reshard_mpi.formats.torch.content import Storages
 from reshard_mpi.formats.torch.tensors import is_tensor
@@ -92,17 +93,17 @@ def native_without_checksums(data: bytes) -> None:
         fd = opened.fileno()
         end = superblock.end_of_file(fd, str(path), len(data))
         with mock.patch.object(index, "crc32", lambda *_: _Any()):
-            found = index.locate(fd, str(path), end)
+            manifest = index.locate(fd, str(path), end)
             index.stored_sums(fd, str(path), end)
-        if found is not None:
-            _require_sound(found, end)
+        if manifest is not None:
+            _require_sound(manifest, end)
 
 
 def strategy_file(suffix: str, data: bytes) -> None:
     """Load a strategy, and write it down as native shards do."""
     with _file(data, suffix) as path, suppress(ReshardError):
-        found = strategy.load(str(path))
-        assert table.loads(table.dumps(found), "again") == found
+        loaded = strategy.load(str(path))
+        assert table.loads(table.dumps(loaded), "again") == loaded
 
 
 def patterns(data: bytes) -> None:
@@ -121,8 +122,8 @@ def patterns(data: bytes) -> None:
 def placement_table(data: bytes) -> None:
     """Read the table of a native shard as `source` does."""
     with suppress(ReshardError):
-        found = table.loads(data.decode(errors="replace"), "a shard")
-        assert table.loads(table.dumps(found), "again") == found
+        loaded = table.loads(data.decode(errors="replace"), "a shard")
+        assert table.loads(table.dumps(loaded), "again") == loaded
 
 
 def records(data: bytes) -> None:
@@ -147,6 +148,17 @@ def records(data: bytes) -> None:
             assert one_line(line).isprintable()
 
 
+def hugging_face_index(data: bytes) -> None:
+    """Read the index of a Hugging Face folder; what is read must be what Python's own parser reads."""
+    with _file(data, ".json") as path, suppress(ReshardError):
+        found = safetensors_index.read(str(path))
+        facts = json.loads(data)
+        assert found == facts["weight_map"]
+        assert all(
+            name and not Path(file).is_absolute() and ".." not in Path(file).parts for name, file in found.items()
+        )
+
+
 # A parser's corpus is the folder of its name, without `_unchecked`.
 PARSERS: dict[str, Callable[[bytes], None]] = {
     "ckpt": partial(shard, "ckpt"),
@@ -154,6 +166,7 @@ PARSERS: dict[str, Callable[[bytes], None]] = {
     "torch": partial(shard, "torch"),
     "torch_pickle": torch_pickle,
     "nest": nest_text,
+    "hugging_face_index": hugging_face_index,
     "hdf5_native": partial(shard, "hdf5"),
     "hdf5_native_unchecked": native_without_checksums,
     "hdf5_foreign": partial(shard, "hdf5"),

@@ -23,6 +23,7 @@ from reshard_mpi.formats import ckpt, hdf5, nest, safetensors, torch
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import ShardIdentity
 from reshard_mpi.formats.protocol import seal_file
+from reshard_mpi.formats.safetensors import index as safetensors_index
 from reshard_mpi.journal.provenance import SourceFile, Sources
 from reshard_mpi.journal.records import Evidence, RunIdentity, TargetRecord, TensorSum, digest_of_texts
 from reshard_mpi.planning.model import Beginning, Held, Moment
@@ -80,6 +81,14 @@ def safetensors_files(path: Path) -> Iterator[None]:
     entry = {"shape": [2], "data_offsets": [0, 2], "dtype": "U8"}
     metadata = {"format": "pt", "x": "y" * 99}
     path.write_bytes(safetensors_peer.file_of({"\u5c42": entry, "__metadata__": metadata}, b"ab"))
+    yield
+
+
+def hugging_face_indices(path: Path) -> Iterator[None]:
+    path.write_text(safetensors_index.write({"w": "a.safetensors", "\u5c42\U0001f701": "b/c.safetensors"}, 99))
+    yield
+    besides = {"total_size": 1.5e9, "a": [True, None, {"b": [[], -1, "x\n"]}]}
+    path.write_text(json.dumps({"metadata": besides, "other": {}, "weight_map": {"w": "a.safetensors"}}))
     yield
 
 
@@ -224,6 +233,7 @@ MAKERS = {
     "nest": nests,
     "ckpt": ckpts,
     "safetensors": safetensors_files,
+    "hugging_face_index": hugging_face_indices,
     "hdf5_native": native_shards,
     "hdf5_foreign": foreign_shards,
     "strategy_protobuf": protobufs,

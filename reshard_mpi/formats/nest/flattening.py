@@ -32,7 +32,9 @@ def flatten(root: Value, is_tensor: Callable[[Value], bool]) -> Flattened:
     if type(root) is Dict and _is_flat(root, is_tensor):
         flat = [(key, value) for key, value in root.pairs() if is_tensor(value)]
         _require_names(flat)
-        return Flattened(flat, {key: value for key, value in root.pairs() if type(value) is str}, ())
+        strings = {key: value for key, value in root.pairs() if type(value) is str}
+        _require_short(strings)
+        return Flattened(flat, strings, ())
     if not (type(root) in (Dict, list, tuple) or (type(root) is Call and root.function in PLAIN)):
         raise NestError("it holds no dictionary", described(root, is_tensor))
     listed: set[str] = set()
@@ -61,6 +63,11 @@ def _is_flat(root: Dict, is_tensor: Callable[[Value], bool]) -> bool:
         has_text = is_text
         names.add(key)
     return True
+
+
+def _require_short(strings: dict[str, str]) -> None:
+    if len(strings) > MAX_TENSORS or sum(map(len, (*strings, *strings.values()))) > MAX_CHARACTERS:
+        raise NestError("its texts are too long, or too many", f"more than {MAX_CHARACTERS} characters")
 
 
 def _require_names(tensors: list[tuple[str, Value]]) -> None:

@@ -32,7 +32,10 @@ def rebuild(leaves: Mapping[str, Value], strings: Mapping[str, str]) -> Value:
     except (ValueError, RecursionError) as error:
         raise NestError("the text of the nest is no JSON", str(error)[:100]) from None
     rebuilding = _Rebuilding(leaves)
-    root = rebuilding.value(content, "", 0)
+    try:
+        root = rebuilding.value(content, "", 0)
+    except RecursionError:  # of what is shown of an unknown value
+        raise NestError("the nest has too many values or levels") from None
     rebuilding.add_unlisted(others)
     return root
 

@@ -30,7 +30,7 @@ __all__ = [
 SUFFIXES = (".pt", ".pth", ".bin")
 MODE = 0o666
 TRAITS = Traits(
-    Costs(reading=3 * KIB, writing=2 * KIB, checking=2 * KIB, library=2 * MIB),
+    Costs(reading=3 * KIB // 2, writing=2 * KIB, checking=2 * KIB, library=2 * MIB),
     describes_itself=True,
     has_crc=True,
     title="torch checkpoint",

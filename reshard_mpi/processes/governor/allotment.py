@@ -1,14 +1,14 @@
-"""What a process may use of memory, from its start to its end.
+"""What memory a process may use, from its start to its end.
 
-A process that was started for a run takes a lease while it has loaded next to nothing, and then never waits with
-memory in its hands: its lease grows in its place, or it starts over (`Start`), as small as it was at first, and waits
-for all that it knows by then to need.
+A process that was started for a run takes a lease while it has loaded next to nothing, and never holds memory while it
+waits: its lease grows in its place, or the process starts over (`Start`), as small as at first, and waits for all that
+it knows by then to need.
 
 Others cannot become small again: a rank of an MPI job, a worker, a program that calls the functions. What such a
-process uses for being there is its floor. That is counted but not waited for by anybody, so that nobody waits in a ring
-with floors in their hands. What it needs beyond is a lease of its own: one that cannot grow is given back, with all
-that stood on it (`on_giving_way`), before the process waits for a larger one. While it waits for the other processes of
-its run, which may be waiting for memory, it gives way to whoever is in line.
+process always uses is its floor, which is counted but not waited for by anybody, so processes with floors cannot wait
+for each other. What it needs beyond is another lease. If that cannot grow, it is given back, and all that it was for
+is let go of (`on_giving_way`), before the process waits for a larger one. While the process waits for others of its
+run, which may be waiting for memory, it gives way to whoever is in line.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from reshard_mpi.processes.governor.allowance import Allowance
 from reshard_mpi.processes.governor.usage import resident_bytes
 from reshard_mpi.units import MIB
 
-# An interpreter that has loaded what plans and moves bytes: nothing is planned or moved with less.
+# An interpreter with all modules for planning and moving bytes.
 BASE_BYTES = 43 * MIB
-# The same, forked from a process that has loaded it.
+# The same, forked from a process that has loaded them.
 WORKER_BYTES = 34 * MIB
-# A program that calls the functions has at least so much of that already.
+# The part of that which any program that calls the functions has already.
 _CALLER_BYTES = 22 * MIB
-# The least that is asked for beyond a floor.
+# The smallest lease beyond a floor.
 _LEAST_BYTES = MIB
 
 
 class Start(NamedTuple):
-    """The lease with which a process of this program has started, and how it starts over, if it can.
+    """The lease with which process `pid` has started, and how it starts over, if it can.
 
-    over: replaces this process by one that waits for so much (the argument); None if that is not possible. least_bytes:
-    what this one is known to need by what came before it.
+    over: replaces this process by one that waits for as many bytes as its argument says; None if that is impossible.
+    least_bytes: what the process is known to need since it started over.
     """
 
     pid: int
@@ -53,33 +53,33 @@ _start: Start | None = None
 
 
 def started(start: Start) -> None:
-    """Tell with which lease this process has started."""
+    """Record with which lease this process has started."""
     global _start  # noqa: PLW0603 - a fact of the process
     _start = start
 
 
 def own_start() -> Start | None:
-    """Return the lease with which this process has started; None if it has none, as a fork of one that has."""
+    """Return how this process has started; None if it has no lease of its own, like a fork of one that has."""
     return _start if _start is not None and _start.pid == os.getpid() else None
 
 
 def register_worker(governor: Governor) -> None:
-    """Tell that this process is a fork of one that has held memory for it until now."""
-    with suppress(ReshardError, OSError):  # as where there is no place for it any more; it is asked for again
+    """Take a lease for this process, a fork of one that has held the memory for it until now."""
+    with suppress(ReshardError, OSError):  # such as a full disk; the next lease meets it again
         started(Start(os.getpid(), governor, governor.register(WORKER_BYTES, "a worker"), None))
 
 
 def finish() -> None:
-    """Give back what this process has started with: it is about to end."""
+    """Give back the lease with which this process has started, which is about to end."""
     start = own_start()
     if start is not None:
         start.lease.give_back()
 
 
 class Allotment:
-    """What this process may use, until it is closed.
+    """What memory this process may use, until it is closed.
 
-    on_giving_way: let go of all that the lease is for.
+    on_giving_way: called, one after the other, to free all that the lease is for.
     """
 
     def __init__(self, governor: Governor, say: Say, *, floor_bytes: int, floor: Lease | None, start: Start | None):
@@ -98,9 +98,9 @@ class Allotment:
 
     @classmethod
     def open(cls, allowance: Allowance, environment: Mapping[str, str], say: Say, *, alone: bool) -> Allotment:
-        """Return what this process has, by its start or from now on.
+        """Return the allotment of this process, with the lease that it has started with, if any.
 
-        alone: no other process of the run waits for this one, or is waited for by it.
+        alone: no other process of the run waits for this one, and it waits for none.
         """
         start = own_start()
         if start is None:  # a program that calls the functions
@@ -111,7 +111,7 @@ class Allotment:
         return cls(start.governor, say, floor_bytes=start.lease.size_bytes, floor=start.lease, start=None)
 
     def close(self) -> None:
-        """Give back what is leased; what a process of this program has for being there is its own to its end."""
+        """Give back what is leased, but for the floor of a process of this program, which it has until its end."""
         if self._lease is not None and self._start is None:
             self._lease.give_back()
         if self._floor is not None and own_start() is None:
@@ -123,13 +123,13 @@ class Allotment:
         return self._floor_bytes + (self._lease.size_bytes if self._lease is not None else 0)
 
     def stay(self) -> None:
-        """Start over no more: from now on there is something that would be lost by it."""
+        """Never start over from now on, since something would be lost."""
         self._may_start_over = False
 
     def need(self, peak_bytes: int, purpose: str) -> bool:
-        """Have a lease of `peak_bytes` for all that this process uses from now on, waiting for it where that must be.
+        """Have a lease of `peak_bytes` for all that this process uses from now on; wait for it if need be.
 
-        Tells whether nothing had to be let go of for that. If it had to, that has to be done again.
+        Return False if memory had to be freed for that (`on_giving_way`), so that the work with it must be done again.
         """
         wanted_bytes = self._beyond_floor(peak_bytes)
         if self._lease is None:
@@ -151,7 +151,7 @@ class Allotment:
         return False
 
     def be_floor(self) -> None:
-        """From now on what this process holds is for its being there: others of its run wait while it holds it."""
+        """Make the lease of this process its floor, since others of its run wait while it is held."""
         if self._lease is None:
             return
         self._lease.restate(self._lease.size_bytes, is_floor=True)
@@ -160,18 +160,18 @@ class Allotment:
         self._may_start_over = False
 
     def hand_over(self, size_bytes: int) -> None:
-        """Hold so much less: another process holds it now."""
+        """Hold `size_bytes` less, which another process holds now."""
         if self._floor is not None:
             self._floor_bytes -= size_bytes
             self._floor.restate(self._floor_bytes, is_floor=True)
 
     def give_way(self) -> None:
-        """Let go of everything if others wait for memory: this process waits for something else."""
+        """Free all memory if others wait for some, while this process waits for something else."""
         if self._lease is not None and self._start is None and self.governor.is_waited_for():
             self._let_go()
 
     def take_waited_seconds(self) -> float:
-        """Return how long was waited since this was asked last."""
+        """Return how long this process has waited since the last call."""
         waited_seconds, self.waited_seconds = self.waited_seconds, 0.0
         return waited_seconds
 

@@ -1,4 +1,4 @@
-"""What a user allows a run of a host's memory."""
+"""How much of a host's memory a user allows."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ UNLIMITED = "unlimited"
 
 
 class Allowance(NamedTuple):
-    """How much of a host all processes of the user may have together: None for all there is.
+    """How much memory of a host all processes of the user may have together; None: all that is free.
 
-    max_active: how many may transform at once. unlimited: nobody asks how much memory there is.
+    max_active: how many may work at once, None for any number. unlimited: memory is not looked at.
     """
 
     memory_bytes: int | None = None
@@ -24,9 +24,9 @@ class Allowance(NamedTuple):
 
     @classmethod
     def of(cls, memory: str | int | None, max_active: int | None, environment: Mapping[str, str]) -> Self:
-        """Return what `memory` (a size, "unlimited", or None for what the environment says) and `max_active` allow.
+        """Return the allowance of `memory` (a size, "unlimited", or None: as the environment says) and `max_active`.
 
-        Raises UsageError if they are no sizes or counts.
+        Raises UsageError if they are not a size and a count.
         """
         where = "--memory"
         if memory is None:

@@ -13,11 +13,12 @@ from reshard_mpi.processes.governor import usage
 
 
 class Claim(NamedTuple):
-    """What a lease is for: so many bytes, wanted by a process for a purpose, in the scope that allows no more than so.
+    """What a lease is for: `size_bytes` that process `pid` wants for a purpose in a scope.
 
-    pid_namespace: in which `pid` is the process's number. since: when it joined the line (seconds since the epoch).
-    is_floor: it stands for what the process has in use for being there at all, and keeps while it waits for more; the
-    others do not wait for its end. used_before_bytes: what the process used already, for which no lease stands.
+    pid_namespace: the one in which `pid` is valid. ceiling_bytes: of the scope, as its user allows. since: when the
+    process joined the line (seconds since the epoch). is_floor: it stands for memory that the process uses in any case
+    and keeps while it waits for more, so nobody waits for its end. used_before_bytes: what the process used before, for
+    which it has no lease.
     """
 
     size_bytes: int
@@ -32,7 +33,7 @@ class Claim(NamedTuple):
 
     @classmethod
     def loads(cls, text: bytes) -> Claim | None:
-        """Return the claim that a file says; None if it says none, as one of another version of this program."""
+        """Return the claim in the text of a file; None if there is none, as in a file of another version."""
         try:
             claim = cls(**json.loads(text))
         except (ValueError, TypeError, RecursionError):
@@ -47,7 +48,7 @@ class Claim(NamedTuple):
 
     @property
     def is_here(self) -> bool:
-        """Whether `pid` is the process's number for this process too."""
+        """Whether this process is in the same PID namespace, so `pid` is valid here."""
         return self.pid_namespace == own_pid_namespace()
 
     @property
@@ -57,12 +58,12 @@ class Claim(NamedTuple):
 
     @property
     def state(self) -> str:
-        """What the process does, in a word or a few; empty where that cannot be seen."""
+        """What the process does, in a word or a few; empty if it is in another PID namespace."""
         return kernel.state_of(self.pid) if self.is_here else ""
 
 
 class Occupant(NamedTuple):
-    """Somebody in a ledger. since: when it was admitted, or joined the line. inode: of the file that says so."""
+    """A process in a ledger. since: when it was admitted, or joined the line. inode: of its file."""
 
     number: int
     claim: Claim
@@ -71,26 +72,26 @@ class Occupant(NamedTuple):
     inode: int = 0
 
     def told(self, now: float) -> str:
-        """Say who this is, for people."""
+        """Return who this is and what it does, for people."""
         state = self.claim.state
         return f"pid {self.claim.pid} ({f'{state}, ' if state else ''}for {max(0.0, now - self.since):.0f} s)"
 
 
-# Says, in words, what a claim lacks to fit beside those that are held (the argument); None if it fits.
+# Says in words what a claim lacks to fit beside the claims of leases (the argument); None if it fits.
 Judge = Callable[[Sequence[Claim]], "str | None"]
 
 
 class Notices(Protocol):
-    """What a process that waits says of it, and when: as soon as no seconds are left."""
+    """Says what a process waits for. The next thing is said as soon as no seconds are left."""
 
     def left_seconds(self) -> float: ...
 
     def tell(self, ahead: int, lacking: str | None, whom: Sequence[Occupant]) -> None:
-        """Say that so many are ahead in line or, at its head, what is lacking. whom: who is waited for."""
+        """Say how many are ahead in line or, at its head, what is lacking. whom: who is waited for."""
         ...
 
     def tell_locked(self, pids: Sequence[int]) -> None:
-        """Say that these processes keep everybody from changing the line."""
+        """Say that these processes have the line locked."""
         ...
 
 
@@ -98,7 +99,7 @@ _pid_namespace: dict[int, str] = {}
 
 
 def own_pid_namespace() -> str:
-    """Return what names the PID namespace of this process."""
+    """Return the name of the PID namespace of this process."""
     pid = os.getpid()
     if pid not in _pid_namespace:
         try:
@@ -109,17 +110,17 @@ def own_pid_namespace() -> str:
 
 
 def leased_bytes(claims: Iterable[Claim]) -> Counter[int]:
-    """Return what the processes that can be seen from this one claim, by process.
+    """Return by process the sum of its claims, for processes of this PID namespace.
 
-    Of one that used memory before it claimed any, no more counts than it uses now beyond that.
+    Claims of a process that used memory before its first one count only as far as it has used more since.
     """
     leased: Counter[int] = Counter()
-    before: Counter[int] = Counter()
+    used_before: Counter[int] = Counter()
     for claim in claims:
         if claim.is_here:
             leased[claim.pid] += claim.size_bytes
-            before[claim.pid] = max(before[claim.pid], claim.used_before_bytes)
-    for pid, before_bytes in before.items():
+            used_before[claim.pid] = max(used_before[claim.pid], claim.used_before_bytes)
+    for pid, before_bytes in used_before.items():
         if before_bytes:
             leased[pid] = min(leased[pid], max(0, usage.resident_bytes(pid) - before_bytes))
     return leased

@@ -1,4 +1,4 @@
-"""The lock of a ledger: held for listing and renaming only, and never waited for without a word."""
+"""The lock of a ledger: held only to list and rename files, so whoever waits for it long says for whom."""
 
 from __future__ import annotations
 
@@ -17,40 +17,38 @@ LOCK = "lock"
 _PRIVATE = 0o600
 _SHORTEST_NAP_SECONDS = 0.0001
 _LONGEST_NAP_SECONDS = 0.02
-# It is held for milliseconds, so whoever holds it for so long has been stopped in the middle.
+# It is held for milliseconds, so a process that holds it for so long has been stopped in the middle.
 PATIENCE_SECONDS = 1.0
 _REPEAT_SECONDS = 30.0
 
 
 class BusyError(Exception):
-    """Somebody has held the lock for a long time."""
+    """Another process has held the lock for a long time."""
 
 
 def open_lock(path: Path) -> int:
-    """Open the file that is locked, and make it if it is not there.
+    """Open the file that is locked, which is made if it is not there, and return its descriptor.
 
-    Raises FileNotFoundError if its folder is not there, ReshardError if something else is in its place.
+    Raises FileNotFoundError if its folder is not there, ReshardError if it is not a regular file of this user's.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
-        descriptor = os.open(path, flags, _PRIVATE)
-    except FileNotFoundError:
-        raise
+        fd = os.open(path, flags, _PRIVATE)
     except (IsADirectoryError, NotADirectoryError, PermissionError) as error:
         raise strange_entry(path, error.strerror or str(error)) from None
-    except OSError as error:
+    except OSError:
         if path.is_symlink():
             raise strange_entry(path, "a symbolic link") from None
-        raise error
-    status = os.fstat(descriptor)
+        raise
+    status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-        os.close(descriptor)
+        os.close(fd)
         raise strange_entry(path, "no file" if status.st_uid == os.geteuid() else f"a file of user {status.st_uid}")
-    return descriptor
+    return fd
 
 
 def strange_entry(path: Path, got: str) -> ReshardError:
-    """Return the error for something that lies in the place of a file of a ledger."""
+    """Return the error for something other than a file of this user's at `path`, in a ledger."""
     return ReshardError(
         "what memory processes use cannot be kept: something else is in the place of a file for it",
         expected=f"a file of user {os.geteuid()}, or none",
@@ -60,41 +58,40 @@ def strange_entry(path: Path, got: str) -> ReshardError:
     )
 
 
-def take(descriptor: int, tell: Callable[[Sequence[int]], None] | None) -> None:
+def take(fd: int, tell: Callable[[Sequence[int]], None] | None) -> None:
     """Lock the open file.
 
-    Nobody goes on without the lock: its holder may be in the middle of looking who is there, and when it is continued
-    would admit itself beside whoever was admitted meanwhile, or remove the folder from under them. So whoever waits
-    says for whom (`tell`, after a moment and then now and then), as the holder has to be continued or killed from
-    outside; without `tell`, BusyError is raised then.
+    The lock is never broken: its holder may be stopped while it looks who is there, and once continued would admit
+    itself beside whoever was admitted meanwhile, or remove the folder that they use. Only the user can continue or kill
+    it. So `tell` is called with the holders after a moment and then now and then; without it, BusyError is raised.
     """
     nap_seconds = _SHORTEST_NAP_SECONDS
     due = time.monotonic() + PATIENCE_SECONDS
     while True:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except BlockingIOError:
             pass
         if time.monotonic() >= due:
             if tell is None:
                 raise BusyError
-            tell(holders_of_lock(descriptor))
+            tell(holders_of_lock(fd))
             due = time.monotonic() + _REPEAT_SECONDS
         time.sleep(nap_seconds)
         nap_seconds = min(2 * nap_seconds, _LONGEST_NAP_SECONDS)
 
 
-def unlock(descriptor: int) -> None:
-    """Close a locked file, and drop the lock also where a fork of this process has it open."""
-    fcntl.flock(descriptor, fcntl.LOCK_UN)
-    os.close(descriptor)
+def unlock(fd: int) -> None:
+    """Unlock and close a file; it is unlocked even if a fork of this process has it open."""
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
 
 
-def is_free(descriptor: int) -> bool:
-    """Tell whether nobody holds the lock of the open file; what asks this must close it soon."""
+def is_free(fd: int) -> bool:
+    """Tell whether nobody holds the lock of the open file, which the caller must close soon."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
@@ -111,27 +108,27 @@ def locked(folder: Path, tell: Callable[[Sequence[int]], None] | None) -> Iterat
         with suppress(FileExistsError):
             folder.mkdir(mode=0o700)
         try:
-            descriptor = open_lock(path)
+            fd = open_lock(path)
         except FileNotFoundError:
             if folder.is_symlink():
                 raise strange_entry(folder, "a symbolic link that leads nowhere") from None
             continue  # the last one has just left and removed the folder
         try:
-            take(descriptor, tell)
-            if os.fstat(descriptor).st_nlink:
+            take(fd, tell)
+            if os.fstat(fd).st_nlink:
                 yield
                 return
         finally:
-            unlock(descriptor)
+            unlock(fd)
 
 
 def holders_of(folder: Path) -> list[int]:
-    """Return who holds the lock of the ledger `folder` now, as far as that can be seen."""
+    """Return the processes that hold the lock of the ledger `folder` now, as far as this one can see them."""
     try:
-        descriptor = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        fd = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return []
     try:
-        return holders_of_lock(descriptor)
+        return holders_of_lock(fd)
     finally:
-        os.close(descriptor)
+        os.close(fd)

@@ -1,4 +1,4 @@
-"""Where the ledgers of a user on a host lie: a folder that nobody else can look into or has put there."""
+"""Where the ledgers of a user on a host lie: a folder that only this user has made and can look into."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _PRIVATE_NAMES = ("systemd-private-", ".inst")
 
 
 class Place(NamedTuple):
-    """The folder for the ledgers of one host. private: why other processes of the host may not see it, or nothing."""
+    """The folder for the ledgers of one host. private: why other processes of the host may not see it, or empty."""
 
     folder: Path
     private: str
 
 
 def find_place(environment: Mapping[str, str]) -> Place:
-    """Return this user's place on this host; it is made when it is needed.
+    """Return this user's place on this host, which is made when it is needed (`make_place`).
 
-    Raises ReshardError if what is there is not a folder of this user's, closed to all others, since then somebody else
-    could have put it there; or if it is not there and cannot be made.
+    Raises ReshardError if there is something other than a folder of this user's, closed to all others, since somebody
+    else could have put that there; or if the folder does not exist and cannot be made.
     """
     base = _base(environment)
     place = Place(
@@ -52,14 +52,14 @@ def find_place(environment: Mapping[str, str]) -> Place:
 
 
 def make_place(place: Place) -> None:
-    """Make the place if it is not there, or no more. Raises ReshardError as `find_place` does."""
+    """Make the place if it does not exist. Raises ReshardError as `find_place` does."""
     place.folder.parent.parent.mkdir(parents=True, exist_ok=True)
     for folder in (place.folder.parent, place.folder):
         _make_own(folder)
 
 
 def no_place(folder: Path, error: OSError) -> ReshardError:
-    """Return what says that nothing can be kept in `folder`."""
+    """Return the error for a `folder` in which no ledger can be kept."""
     return ReshardError(
         "there is no place to keep what memory processes use",
         expected="room for small files, and the right to make them",
@@ -114,10 +114,10 @@ def _read_mounts() -> list[str]:
 
 
 def why_private(folder: Path, mounts: Iterable[str], job: str | None) -> str:
-    """Return why `folder` may be seen by some processes of the host only; nothing if nothing speaks for that.
+    """Return why perhaps only some processes of the host see `folder`; empty if all do, as far as is known.
 
-    mounts: lines of /proc/self/mountinfo. SLURM's job_container/tmpfs gives a job folders of its own in the places of
-    /tmp and /dev/shm, named after the job where they come from; systemd and pam_namespace do the like.
+    mounts: lines of /proc/self/mountinfo. SLURM's job_container/tmpfs mounts folders that are named after the job over
+    /tmp and /dev/shm; systemd and pam_namespace do the like.
     """
     for line in mounts:
         root, mount_point = line.split()[3:5]

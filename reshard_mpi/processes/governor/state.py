@@ -18,10 +18,10 @@ from reshard_mpi.units import format_bytes
 
 
 class ScopeState(NamedTuple):
-    """One scope.
+    """One scope and its line.
 
     allowed_bytes: what its leases may hold together now; None for a scope that this process is not in. locked_by: the
-    processes that change its line just now, or have been stopped while they did.
+    processes that are changing its line now, or have been stopped while they did.
     """
 
     name: str
@@ -45,7 +45,7 @@ class ScopeState(NamedTuple):
 
 
 class HostState(NamedTuple):
-    """All scopes that are in use on this host by this user, and those of this process, the host first."""
+    """The scopes of this process, the host first, and all others that this user's processes use on this host."""
 
     place: Place
     scopes: tuple[ScopeState, ...]
@@ -79,7 +79,7 @@ class HostState(NamedTuple):
 
 
 def host_state(allowance: Allowance, environment: Mapping[str, str]) -> HostState:
-    """Return what leases there are on this host now, and what is allowed by `allowance`."""
+    """Return who holds leases on this host now and who waits, and how much `allowance` allows them."""
     place = find_place(environment)
     scopes = {}
     for scope in reversed(find_scopes(environment, allowance.memory_bytes, allowance.max_active)):

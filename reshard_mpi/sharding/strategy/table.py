@@ -70,12 +70,7 @@ def loads(data: str, where: str) -> Strategy:
         raise wrong("stages", f"a divisor of {world_size} ranks", stages, where)
     listed = array(content.get("placements"), "placements", where)
     placements = tuple(_placement(entry, stages, f"{where}, placement {number}") for number, entry in enumerate(listed))
-    # Parameters of a checkpoint are placed in a few ways.
-    known: dict[tuple[int, ...], tuple[Placement, ...]] = {}
-    parameters = {
-        text(name, "a parameter's name", where): _chosen(numbers, placements, stages, known, place(where, name))
-        for name, numbers in table(content.get("parameters"), "parameters", where).items()
-    }
+    parameters = _parameters(table(content.get("parameters"), "parameters", where), placements, stages, where)
     rules = tuple(_rule(rule, placements, where) for rule in checks.rules(content.get("rules"), "rules", where))
     checks.patterns((glob for glob, _ in rules), where)
     return Strategy(world_size, stages, parameters, rules, where)
@@ -135,24 +130,27 @@ def _sizes(value: Any, dims: int, where: str) -> tuple[tuple[int, tuple[int, ...
     return tuple(by_dim.items())
 
 
-def _chosen(
-    value: Any,
-    placements: tuple[Placement, ...],
-    stages: int,
-    known: dict[tuple[int, ...], tuple[Placement, ...]],
-    where: str,
-) -> tuple[Placement, ...]:
-    numbers = integers(value, "placements", 0, len(placements) - 1, where)
-    chosen = known.get(numbers)
-    if chosen is None:
-        chosen = tuple(placements[number] for number in numbers)
-        count = sum(len(placement.stages) for placement in chosen)
-        if count * (len(known) + 1) > _MAX_HELD:
-            raise wrong("placements of the parameters", "a few ways for many parameters", f"{len(known)} ways", where)
-        if not chosen or count > stages or len({stage for placement in chosen for stage in placement.stages}) != count:
-            raise wrong("placements of a parameter", "one or more, each for stages of its own", value, where)
-        known[numbers] = chosen
-    return chosen
+def _parameters(
+    listed: dict[str, Any], placements: tuple[Placement, ...], stages: int, where: str
+) -> dict[str, tuple[Placement, ...]]:
+    """Return the placements of each parameter. Those with the same numbers share one object, as most do."""
+    parameters: dict[str, tuple[Placement, ...]] = {}
+    ways: dict[tuple[int, ...], tuple[Placement, ...]] = {}
+    for name, value in listed.items():
+        text(name, "a parameter's name", where)
+        parameter = place(where, name)
+        numbers = integers(value, "placements", 0, len(placements) - 1, parameter)
+        if numbers not in ways:
+            chosen = tuple(placements[number] for number in numbers)
+            count = sum(len(placement.stages) for placement in chosen)
+            if count * (len(ways) + 1) > _MAX_HELD:
+                got = f"{len(ways)} ways"
+                raise wrong("placements of the parameters", "a few ways for many parameters", got, parameter)
+            if not chosen or count > stages or len({stage for way in chosen for stage in way.stages}) != count:
+                raise wrong("placements of a parameter", "one or more, each for stages of its own", value, parameter)
+            ways[numbers] = chosen
+        parameters[name] = ways[numbers]
+    return parameters
 
 
 def _rule(value: Any, placements: tuple[Placement, ...], where: str) -> tuple[str, Placement]:

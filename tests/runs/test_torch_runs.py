@@ -95,6 +95,13 @@ def test_what_is_left_out_is_said(tmp_path: Path) -> None:
     assert inspect(GOLDEN / "plain.pt")["left_out"][3] == "sparse: a sparse tensor"
 
 
+def test_what_is_left_out_is_refused_if_all_is_wanted(tmp_path: Path) -> None:
+    with pytest.raises(reshard_mpi.ReshardError, match=r"cannot be carried[^\0]*my_project.config.Config"):
+        reshard_mpi.transform(GOLDEN / "plain.pt", tmp_path / "out", to="hdf5", strict=True)
+    assert not list(tmp_path.glob("out/rank_*/*"))
+    reshard_mpi.transform(GOLDEN / "train.pth", tmp_path / "out", to="hdf5", strict=True)
+
+
 def test_a_type_that_torch_has_not_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     contents = Contents.of([SampleTensor.random(name, BY_NAME["int4"], (4,)) for name in ("a", "b")])
     samples.write(ckpt, str(tmp_path / "net.ckpt"), contents)

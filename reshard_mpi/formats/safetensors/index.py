@@ -1,0 +1,127 @@
+"""The index of a folder: which of its files holds which tensor.
+
+{"metadata": {"total_size": BYTES, ...}, "weight_map": {NAME: FILE, ...}}
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import PurePosixPath
+
+from reshard_mpi.errors import ShardError
+from reshard_mpi.formats import files
+from reshard_mpi.formats.safetensors.json_text import JsonText
+
+_METADATA, _TOTAL, _MAP = "metadata", "total_size", "weight_map"
+_ENDING = ".safetensors"
+# As many bytes as a character can be written with, for each byte of a name.
+_ESCAPED = 6
+_MAX_KEY_BYTES = 256
+_MAX_FILE_BYTES = 1024
+
+
+def read(path: str) -> dict[str, str]:
+    """Return the file of each tensor, by the names in the index at `path`.
+
+    Raises ShardError if it is damaged, names a tensor twice, or a file that does not lie in its folder.
+    """
+    with files.opened(path) as (fd, size_bytes):
+        text = JsonText(fd, path, 0, size_bytes, "the index of a checkpoint")
+        weight_map: dict[str, str] | None = None
+        text.require(b"{")
+        if not text.take(b"}"):
+            while True:
+                key = text.text(_MAX_KEY_BYTES)
+                text.require(b":")
+                if key != _MAP:
+                    text.pass_over()
+                elif weight_map is None:
+                    weight_map = _weight_map(text)
+                else:
+                    raise text.damage(f"the index of a checkpoint has {_MAP!r} twice", text.at, expected="it once")
+                if text.take(b"}"):
+                    break
+                text.require(b",")
+        text.require_end()
+        if not weight_map:
+            raise text.damage(f"the index of a checkpoint has no {_MAP!r}", 0, expected="a file for each tensor")
+        return weight_map
+
+
+def _weight_map(text: JsonText) -> dict[str, str]:
+    found: dict[str, str] = {}
+    kept_bytes = 0
+    text.require(b"{")
+    if text.take(b"}"):
+        return found
+    while True:
+        text.next_is(b'"')
+        at = text.at
+        name = text.text(_ESCAPED * files.MAX_NAME_BYTES)
+        text.require(b":")
+        file = text.text(_ESCAPED * _MAX_FILE_BYTES)
+        if not name or name in found:
+            problem = f"the index of a checkpoint names {name!r} twice" if name else "a tensor's name is too long"
+            raise text.damage(problem, at, expected=f"each tensor once, by 1 to {files.MAX_NAME_BYTES} bytes")
+        if file is None or not _is_inside(file):
+            raise text.damage(
+                f"the index of a checkpoint says that {name!r} lies outside of its folder, or in no file of it",
+                at,
+                expected=f"the name of a file in the folder, which ends in {_ENDING}",
+                got=repr(file),
+            )
+        kept_bytes += files.kept_bytes(name)
+        if kept_bytes > files.MAX_KEPT_BYTES or len(found) == files.MAX_TENSORS:
+            raise text.damage(
+                "the index of a checkpoint names too many tensors",
+                at,
+                expected=f"{files.MAX_TENSORS} at most, of {files.MAX_KEPT_BYTES} bytes together",
+            )
+        found[sys.intern(name)] = sys.intern(file)
+        if text.take(b"}"):
+            return found
+        text.require(b",")
+
+
+def _is_inside(file: str) -> bool:
+    """Tell whether a path names a file of the folder, or of one in it, whatever the links there are."""
+    parts = file.split("/")
+    is_plain = all(part and part not in (".", "..") and "\0" not in part for part in parts)
+    return is_plain and not PurePosixPath(file).is_absolute() and file.endswith(_ENDING)
+
+
+def write(files_of: Mapping[str, str], total_bytes: int) -> str:
+    """Return the index of tensors that lie in these files and have so many bytes together."""
+    facts = {_METADATA: {_TOTAL: total_bytes}, _MAP: dict(files_of)}
+    return json.dumps(facts, indent=2, sort_keys=True) + "\n"
+
+
+def require_alike(weight_map: Mapping[str, str], file: str, held: Mapping[str, object], where: str) -> None:
+    """Raise ShardError unless the file called so holds just the tensors that the index says.
+
+    held: the tensors of that file. where: its path.
+    """
+    for name in held:
+        if weight_map.get(name) != file:
+            listed = weight_map.get(name)
+            raise ShardError(
+                f"{name!r} lies in a file that the index does not name for it",
+                expected=f"it in {listed} alone" if listed is not None else f"no {name!r}, which the index lacks",
+                got=f"it in {file}",
+                where=where,
+                remedy=_REMEDY,
+            )
+    for name, listed in weight_map.items():
+        if listed == file and name not in held:
+            raise ShardError(
+                f"{name!r} is not in the file that the index names for it",
+                expected=f"it in {file}",
+                got=f"{len(held)} other tensors",
+                where=where,
+                remedy=_REMEDY,
+            )
+
+
+_REMEDY = "restore files and index of one and the same save, or choose files without the index (--select 'model-*')"
