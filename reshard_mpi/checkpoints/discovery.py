@@ -61,7 +61,7 @@ def find_shards(
             raise _nothing(path, f"a file that ends in {_endings()}", at.name, role)
         if _is_strategy(at):
             raise _nothing(path, "a checkpoint", "a strategy file", role)
-        _require_index(name, at.parent, path, role)
+        _require_index(formats.name_of(path) or name, at.parent, path, role)
         return _by_own_rank(ShardFiles(path, name, {0: (path,)}))
     if not at.is_dir():
         raise SourceError(
@@ -92,7 +92,7 @@ def _require_index(name: str, folder: Path, path: str, role: str) -> None:
     It is written last, so they may be a part of what was to be saved.
     """
     index = formats.index_of(name)
-    if index is not None and not (folder / index).is_file():
+    if index is not None and name not in formats.names_of_folder(str(folder)):
         raise SourceError(
             f"the {role} has files of the format {name}, and no index of them",
             expected=f"{index} beside them, which is written when all are complete",

@@ -52,8 +52,9 @@ def index(shards: Sequence[Manifest]) -> bytes:
     for name, item in items.items():
         places[name] = ItemPlace(INDEX, at, len(item))
         at += len(item)
-    end = len(_pickle(wholes, paths, places, strings, 0))
-    return _pickle(wholes, paths, places, strings, end) + b"".join(items.values())
+    write = _listed(wholes, paths, strings)
+    end = len(_with_objects(write.copy(), places, 0))
+    return _with_objects(write, places, end) + b"".join(items.values())
 
 
 def _wholes(shards: Sequence[Manifest]) -> dict[str, _Whole]:
@@ -106,14 +107,8 @@ def _have_same_names(shard: Manifest, other: Manifest) -> bool:
     return shard.strings == other.strings and list(shard.tensors) == list(other.tensors)
 
 
-def _pickle(
-    wholes: Mapping[str, _Whole],
-    paths: Mapping[str, Keys],
-    places: Mapping[str, ItemPlace],
-    strings: Mapping[str, str],
-    objects_start: int,
-) -> bytes:
-    """Return the pickle. places: those of objects, counted from `objects_start`."""
+def _listed(wholes: Mapping[str, _Whole], paths: Mapping[str, Keys], strings: Mapping[str, str]) -> _Pickler:
+    """Return the pickle with all but where objects lie."""
     write = _Pickler()
     write.raw(b"\x80\x02")
     write.new(_METADATA, "Metadata")
@@ -134,21 +129,25 @@ def _pickle(
         write.text(name)
         write.path(path)
     write.raw(b"u")
-    write.text("storage_data")
-    write.raw(b"}(")
-    for name, whole in wholes.items():
-        for number, (offsets, _, place) in enumerate(whole.pieces.values()):
-            write.item(name, offsets, number, place)
-    for name, place in places.items():
-        write.item(name, None, None, place._replace(offset_bytes=objects_start + place.offset_bytes))
-    write.raw(b"u")
     for name, value in (("storage_meta", b"N"), ("version", _inline(_VERSION))):
         write.text(name)
         write.raw(value)
     if strings:
         write.text(OWN_STRINGS)
         write.raw(b"}(" + b"".join(_inline(part) for pair in strings.items() for part in pair) + b"u")
-    write.raw(b"ub.")
+    write.text("storage_data")
+    write.raw(b"}(")
+    for name, whole in wholes.items():
+        for number, (offsets, _, place) in enumerate(whole.pieces.values()):
+            write.item(name, offsets, number, place)
+    return write
+
+
+def _with_objects(write: _Pickler, places: Mapping[str, ItemPlace], start: int) -> bytes:
+    """Return the whole pickle. places: those of objects, counted from byte `start`."""
+    for name, place in places.items():
+        write.item(name, None, None, place._replace(offset_bytes=start + place.offset_bytes))
+    write.raw(b"uub.")
     return write.content()
 
 
@@ -156,21 +155,29 @@ class _Pickler:
     """A pickle while it is written: what comes again is taken from the memo."""
 
     def __init__(self) -> None:
-        self._parts: list[bytes] = []
+        self._content = bytearray()
         self._memo: dict[Hashable, bytes] = {}
+        # What stands around the parts of an item that differ, once all of that is in the memo.
+        self._around_items: tuple[bytes, ...] = ()
+
+    def copy(self) -> _Pickler:
+        other = _Pickler()
+        other._content, other._memo = self._content[:], self._memo.copy()
+        other._around_items = self._around_items
+        return other
 
     def content(self) -> bytes:
-        return b"".join(self._parts)
+        return bytes(self._content)
 
     def raw(self, content: bytes) -> None:
-        self._parts.append(content)
+        self._content += content
 
     def _is_known(self, key: Hashable) -> bool:
         """Take from the memo what is in it, and tell whether it was."""
         get = self._memo.get(key)
         if get is None:
             return False
-        self._parts.append(get)
+        self._content += get
         return True
 
     def _remember(self, key: Hashable) -> None:
@@ -178,7 +185,7 @@ class _Pickler:
         number = len(self._memo)
         put, get = (b"q%c", b"h%c") if number < 256 else (b"r%b", b"j%b")
         written = number if number < 256 else number.to_bytes(4, "little")
-        self._parts.append(put % written)
+        self._content += put % written
         self._memo[key] = get % written
 
     def text(self, text: str) -> None:
@@ -245,12 +252,21 @@ class _Pickler:
 
     def item(self, name: str, offsets: tuple[int, ...] | None, number: int | None, place: ItemPlace) -> None:
         """Write the key of an item and its place."""
+        start = b"\x8a%c" % _WIDE_BYTES + place.offset_bytes.to_bytes(_WIDE_BYTES, "little")
+        index = b"N" if number is None else _whole(number)
+        length = _whole(place.length_bytes)
+        around, name_get, file_get = self._around_items, self._memo.get(name), self._memo.get(place.file)
+        size_get = b"N" if offsets is None else self._memo.get(offsets)
+        if around and name_get and file_get and size_get:
+            values = (name_get, index, size_get, file_get, start, length)
+            self._content += b"".join(part for pair in zip(around, (*values, b"ub")) for part in pair)
+            return
         self.new(_METADATA, "MetadataIndex")
         self.raw(b"}(")
         self.text("fqn")
         self.text(name)
         self.text("index")
-        self.raw(b"N" if number is None else _whole(number))
+        self.raw(index)
         self.text("offset")
         if offsets is None:
             self.raw(b"N")
@@ -262,10 +278,20 @@ class _Pickler:
         self.text("relative_path")
         self.text(place.file)
         self.text("offset")
-        self.raw(b"\x8a%c" % _WIDE_BYTES + place.offset_bytes.to_bytes(_WIDE_BYTES, "little"))
+        self.raw(start)
         self.text("length")
-        self.raw(_whole(place.length_bytes))
+        self.raw(length)
         self.raw(b"ub")
+        get = self._memo
+        self._around_items = (
+            get[_METADATA, "MetadataIndex"] + b")\x81}(" + get["fqn"],
+            get["index"],
+            get["offset"],
+            b"ub" + get[_FILESYSTEM, "_StorageInfo"] + b")\x81}(" + get["relative_path"],
+            get["offset"],
+            get["length"],
+            b"",
+        )
 
 
 def _inline(text: str) -> bytes:

@@ -29,7 +29,7 @@ _HEAD_BYTES, _TAIL_BYTES = KIB, 2 * KIB
 _MAX_KNOWN = 64
 # Objects are mostly numbers and short lists; of so many small ones it is remembered what they are.
 _SMALL_BYTES, _MAX_REMEMBERED = 4 * KIB, 1024
-_CRC_BYTES, _DESCRIPTOR_CRC_AT, _ENTRY_CRC_AT = 4, 4, 16
+_CRC_BYTES = 4
 
 
 class Wanted(NamedTuple):
@@ -223,14 +223,12 @@ class _Locating:
         """Yield where an item has what depends on its payload, and how many bytes: checksums, and the number of it."""
         start, length_bytes, _ = archive.directory(self._fd, self._path, item.length_bytes, item.offset_bytes)
         directory = os.pread(self._fd, length_bytes, item.offset_bytes + start)
-        at = 0
-        for name, member in members.items():
+        for at, (name, member) in zip(archive.entries(directory), members.items()):
             end = member.offset_bytes + member.size_bytes - item.offset_bytes
             is_number = name == "archive/.data/serialization_id"
             if name == payload or is_number:
-                yield start + at + _ENTRY_CRC_AT, _CRC_BYTES
+                yield start + at + archive.ENTRY_CRC_AT, _CRC_BYTES
                 if member.size_bytes:
-                    yield end + _DESCRIPTOR_CRC_AT, _CRC_BYTES
+                    yield end + archive.DESCRIPTOR_CRC_AT, _CRC_BYTES
             if is_number:
                 yield end - member.size_bytes, member.size_bytes
-            at += archive.entry_bytes(directory, at)

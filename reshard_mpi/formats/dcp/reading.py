@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError, told
-from reshard_mpi.formats import nest
+from reshard_mpi.formats import files, nest
 from reshard_mpi.formats.columns import Kind
 from reshard_mpi.formats.dcp import metadata
 from reshard_mpi.formats.dcp.items import LocatedFile, MisfitError, Wanted, locate_items, named
@@ -23,9 +24,35 @@ from reshard_mpi.text import natural_key
 NAME = "dcp"
 
 
+class _Read(NamedTuple):
+    """Metadata that has been read, and of which file. version: by what it is told that this is still the same."""
+
+    path: str
+    version: tuple[int, ...]
+    metadata: Metadata
+
+
+# Whoever asks for the files of a checkpoint opens it next: its metadata is kept so long, since it may be large.
+_kept: list[_Read] = []
+
+
+def _metadata_of(folder: str) -> _Read:
+    """Return the metadata of a checkpoint, if it has just been read without reading it again."""
+    path = str(Path(folder, INDEX))
+    with files.opened(path) as (fd, _):
+        status = os.fstat(fd)
+    version = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+    for read in _kept:
+        if (read.path, read.version) == (path, version):
+            return read
+    return _Read(path, version, metadata.read(folder))
+
+
 def files_of(folder: str) -> tuple[str, ...]:
     """Return the paths of the metadata and of all files that it names. Raises ShardError if it is damaged."""
-    names = {place.file for place in metadata.read(folder).items.values()} - {INDEX}
+    found = _metadata_of(folder)
+    _kept[:] = [found]
+    names = {place.file for place in found.metadata.items.values()} - {INDEX}
     return tuple(str(Path(folder, name)) for name in (INDEX, *sorted(names, key=natural_key)))
 
 
@@ -34,7 +61,8 @@ def open_folder(folder: str) -> Manifest:
 
     Raises ShardError if metadata and files contradict each other, or an object is lost with its file.
     """
-    found = metadata.read(folder)
+    found = _metadata_of(folder).metadata
+    _kept.clear()
     located, missing = _located(folder, found)
     listed = ListedTensors(folder)
     listed.missing = tuple(missing.values())
@@ -61,20 +89,10 @@ def open_folder(folder: str) -> Manifest:
 def _located(folder: str, found: Metadata) -> tuple[dict[str, LocatedFile], dict[str, str]]:
     """Return what lies in each file, and in words what is wrong with those that cannot be used."""
     wanted: dict[str, list[Wanted]] = {}
-    kinds: dict[tuple[object, ...], Kind] = {}
-    sizes = {
-        ItemKey(name, chunk.offsets): (tensor.dtype, chunk.sizes)
-        for name, tensor in found.entries.items()
-        if tensor is not None
-        for chunk in tensor.chunks
-    }
-    for key, place in found.items.items():
+    for key, kind in _items(found):
+        place = found.items[key]
         if place.file == INDEX and place.offset_bytes < found.end:
             raise ShardError("an item is to lie in the metadata itself", got=named(key), where=str(Path(folder, INDEX)))
-        if key.offsets is None and found.strings is not None:
-            continue  # what this program wrote has all of it in its strings
-        size = sizes.get(key)
-        kind = None if size is None else kinds.get(size) or kinds.setdefault(size, Kind(*size))
         wanted.setdefault(place.file, []).append(Wanted(place.offset_bytes, place.length_bytes, key, kind))
     located, missing = dict[str, LocatedFile](), dict[str, str]()
     for file in sorted(wanted, key=natural_key):
@@ -87,6 +105,21 @@ def _located(folder: str, found: Metadata) -> tuple[dict[str, LocatedFile], dict
         except ShardError as error:
             missing[file] = f"{path}: {told(error)}"
     return located, missing
+
+
+def _items(found: Metadata) -> Iterator[tuple[ItemKey, Kind | None]]:
+    """Yield each item that is to be located, with the kind of tensor that it should be; None for an object.
+
+    The objects of what this program has written are not: its strings have all of them.
+    """
+    kinds: dict[tuple[object, ...], Kind] = {}
+    for name, tensor in found.entries.items():
+        if tensor is not None:
+            for chunk in tensor.chunks:
+                size = tensor.dtype, chunk.sizes
+                yield ItemKey(name, chunk.offsets), kinds.get(size) or kinds.setdefault(size, Kind(*size))
+        elif found.strings is None:
+            yield ItemKey(name, None), None
 
 
 def _require_inside(folder: str, path: str) -> None:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from reshard_mpi.formats.nest.trees import Call, Global, Value
+from reshard_mpi.formats.nest.trees import Call, Dict, Global, Value
 from reshard_mpi.formats.torch.pickles import ObjectReader, ReadObjects
 from reshard_mpi.formats.torch.tensors import SIZE
 
@@ -280,7 +280,7 @@ class States:
             if found is None:
                 break
             if found[6] is not None:
-                chunk = memory.get(found[6])
+                chunk = _chunk_of(memory.get(found[6]))
             else:
                 is_chunk = memory.get(found[1]) == CHUNK
                 chunk = self._chunk(found[0], found.group(2, 3, 4, 5), memory) if is_chunk else None
@@ -327,6 +327,14 @@ def _dtype_of(properties: Value) -> Value:
     """Return the type that properties of a tensor name, which were read opcode by opcode; None if there is none."""
     state = properties.state if type(properties) is Call and properties.function == PROPERTIES else None
     return state[0] if type(state) is tuple and state else None
+
+
+def _chunk_of(value: Value) -> Value:
+    """Return a chunk from the memo, where it may have been read opcode by opcode."""
+    if type(value) is not Call or value.function != CHUNK or type(value.state) is not Dict:
+        return value
+    offsets, sizes = value.state.get("offsets"), value.state.get("sizes")
+    return Chunk(offsets, sizes) if _is_size(offsets) and _is_size(sizes) else None
 
 
 def _is_size(value: Value) -> bool:
