@@ -94,8 +94,7 @@ def files_of(folder: str) -> tuple[str, ...]:
     take in its place.
     """
     weight_map = _weight_map(folder)
-    named = () if weight_map is None else dict.fromkeys(weight_map.values())
-    paths = tuple(str(Path(folder, name)) for name in sorted(named or (SINGLE,)))
+    paths = tuple(str(Path(folder, name)) for name in _named(weight_map))
     return paths if weight_map is None else (str(Path(folder, INDEX)), *paths)
 
 
@@ -105,13 +104,15 @@ def open_folder(folder: str) -> Manifest:
     Raises ShardError if files and index do not fit each other, or a file is missing or damaged: no other has the same.
     """
     weight_map, listed = _weight_map(folder), ListedTensors(folder)
-    for path in files_of(folder)[weight_map is not None :]:
-        held = _located(folder, path).tensors
+    for file in _named(weight_map):
+        held = _located(folder, file).tensors
         if weight_map is not None:
-            index_text.require_alike(weight_map, os.path.relpath(path, folder), held, path)
+            index_text.require_listed(weight_map, file, held, folder)
         for name, number in held.number_of.items():
             kind = held.kinds[held.kind_of[number]]
             listed.add_listed(name, kind.dtype, kind.shape, [Piece(Box.whole(kind.shape), held, number)])
+    if weight_map is not None:
+        index_text.require_all(weight_map, listed, folder)
     return Manifest(folder, NAME, listed)
 
 
@@ -156,16 +157,22 @@ def _weight_map(folder: str) -> dict[str, str] | None:
     return weight_map
 
 
-def _located(folder: str, path: str) -> Manifest:
+def _named(weight_map: Mapping[str, str] | None) -> Sequence[str]:
+    """Return the files of a checkpoint by name, in the order of their names."""
+    return (SINGLE,) if weight_map is None else sorted(set(weight_map.values()))
+
+
+def _located(folder: str, file: str) -> Manifest:
+    path = Path(folder, file)
     if not os.path.lexists(path):
         raise ShardError(
             "a file that the index names is not there",
-            expected=os.path.relpath(path, folder),
+            expected=file,
             got="nothing",
             where=folder,
             remedy="copy or download it again",
         )
-    return reading.locate(path)
+    return reading.locate(str(path))
 
 
 def _require_types(specs: Specs, path: str) -> None:

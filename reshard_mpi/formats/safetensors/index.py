@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import PurePosixPath
 
 from reshard_mpi.errors import ShardError
@@ -20,6 +20,7 @@ _ENDING = ".safetensors"
 _ESCAPED = 6
 _MAX_KEY_BYTES = 256
 _MAX_FILE_BYTES = 1024
+_REMEDY = "restore files and index of one and the same save, or choose files without the index (--select 'model-*')"
 
 
 def read(path: str) -> dict[str, str]:
@@ -52,6 +53,7 @@ def read(path: str) -> dict[str, str]:
 
 def _weight_map(text: JsonText) -> dict[str, str]:
     found: dict[str, str] = {}
+    known: dict[str, str] = {}
     kept_bytes = 0
     text.require(b"{")
     if text.take(b"}"):
@@ -65,7 +67,7 @@ def _weight_map(text: JsonText) -> dict[str, str]:
         if not name or name in found:
             problem = f"the index of a checkpoint names {name!r} twice" if name else "a tensor's name is too long"
             raise text.damage(problem, at, expected=f"each tensor once, by 1 to {files.MAX_NAME_BYTES} bytes")
-        if file is None or not _is_inside(file):
+        if file not in known and (file is None or not _is_inside(file)):
             raise text.damage(
                 f"the index of a checkpoint says that {name!r} lies outside of its folder, or in no file of it",
                 at,
@@ -79,7 +81,10 @@ def _weight_map(text: JsonText) -> dict[str, str]:
                 at,
                 expected=f"{files.MAX_TENSORS} at most, of {files.MAX_KEPT_BYTES} bytes together",
             )
-        found[sys.intern(name)] = sys.intern(file)
+        assert file is not None
+        if file not in known:
+            known[file] = file
+        found[sys.intern(name)] = known[file]
         if text.take(b"}"):
             return found
         text.require(b",")
@@ -89,7 +94,8 @@ def _is_inside(file: str) -> bool:
     """Tell whether a path names a file of the folder, or of one in it, whatever the links there are."""
     parts = file.split("/")
     is_plain = all(part and part not in (".", "..") and "\0" not in part for part in parts)
-    return is_plain and not PurePosixPath(file).is_absolute() and file.endswith(_ENDING)
+    is_short = len(file.encode(errors="replace")) <= _MAX_FILE_BYTES
+    return is_plain and is_short and not PurePosixPath(file).is_absolute() and file.endswith(_ENDING)
 
 
 def write(files_of: Mapping[str, str], total_bytes: int) -> str:
@@ -98,30 +104,29 @@ def write(files_of: Mapping[str, str], total_bytes: int) -> str:
     return json.dumps(facts, indent=2, sort_keys=True) + "\n"
 
 
-def require_alike(weight_map: Mapping[str, str], file: str, held: Mapping[str, object], where: str) -> None:
-    """Raise ShardError unless the file called so holds just the tensors that the index says.
-
-    held: the tensors of that file. where: its path.
-    """
+def require_listed(weight_map: Mapping[str, str], file: str, held: Iterable[str], folder: str) -> None:
+    """Raise ShardError unless the index names this file for each of the tensors that it holds."""
     for name in held:
-        if weight_map.get(name) != file:
-            listed = weight_map.get(name)
+        listed = weight_map.get(name)
+        if listed != file:
             raise ShardError(
                 f"{name!r} lies in a file that the index does not name for it",
                 expected=f"it in {listed} alone" if listed is not None else f"no {name!r}, which the index lacks",
                 got=f"it in {file}",
-                where=where,
-                remedy=_REMEDY,
-            )
-    for name, listed in weight_map.items():
-        if listed == file and name not in held:
-            raise ShardError(
-                f"{name!r} is not in the file that the index names for it",
-                expected=f"it in {file}",
-                got=f"{len(held)} other tensors",
-                where=where,
+                where=folder,
                 remedy=_REMEDY,
             )
 
 
-_REMEDY = "restore files and index of one and the same save, or choose files without the index (--select 'model-*')"
+def require_all(weight_map: Mapping[str, str], held: Collection[str], folder: str) -> None:
+    """Raise ShardError if the index names tensors that are in no file. held: those that are in one."""
+    if len(held) < len(weight_map):
+        missing = sorted(set(weight_map).difference(held))
+        more = f", nor are {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ShardError(
+            f"{missing[0]!r} is not in the file that the index names for it{more}",
+            expected=f"it in {weight_map[missing[0]]}",
+            got="other tensors",
+            where=folder,
+            remedy=_REMEDY,
+        )
