@@ -39,8 +39,7 @@ class ShardFiles(NamedTuple):
 
     def one_by_one(self) -> ShardFiles:
         """Return the files of a folder with an index, each as that of the target it was written as."""
-        index = formats.index_of(self.format)
-        files = (path for path in self.by_rank[0] if Path(path).name != index)
+        files = (path for path in self.by_rank[0] if formats.name_of(path))
         ordered = sorted(files, key=lambda path: natural_key(Path(path).name))
         return self._replace(by_rank={rank: (path,) for rank, path in enumerate(ordered)}, is_folder=False)
 

@@ -393,6 +393,52 @@ def test_an_index_is_read_as_it_is_written(
     assert index.read(str(path)) == weight_map
 
 
+# What MindSpore's unified_safetensors makes
+
+MINDSPORE = Path(__file__).parent / "golden" / "mindspore"
+
+
+@pytest.fixture
+def unified(tmp_path: Path) -> Path:
+    shutil.copytree(MINDSPORE / "unified", tmp_path / "unified")
+    return tmp_path / "unified"
+
+
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_files_that_mindspore_has_unified(unified: Path, tmp_path: Path, is_flat: bool) -> None:
+    if is_flat:
+        path = unified / "param_name_map.json"
+        path.write_text(json.dumps(json.loads(path.read_text())["weight_map"]))
+    done(["diff", str(MINDSPORE / "ranks"), str(unified), "--src-strategy", str(MINDSPORE / "strategy_2x2.ckpt")])
+    strategy = ["--dst-strategy", str(MINDSPORE / "strategy_1x2.ckpt")]
+    done(["transform", str(unified), str(tmp_path / "out"), *strategy, "--prefix", "net_", "--jobs", "1"])
+    for rank in (0, 1):
+        theirs = safetensors_peer.read(MINDSPORE / "transformed_1x2" / f"rank_{rank}" / f"net_{rank}.safetensors")
+        assert safetensors_peer.read(tmp_path / "out" / f"rank_{rank}" / f"net_{rank}.safetensors") == theirs
+
+
+def test_what_may_be_a_slice_is_refused(unified: Path) -> None:
+    held = [
+        SampleTensor.random("moments.w", BY_NAME["float32"], (2, 4)),
+        SampleTensor.random("lr", BY_NAME["int8"], (1,)),
+    ]
+    safetensors_peer.write(unified / "hyper_param.safetensors", Contents.of(held))
+    said = says(unified)
+    assert "'moments.w' may be a slice" in said and "--select" in said
+    done(["transform", str(unified), str(unified / "out"), "--select", "part*", "--jobs", "1"])
+
+
+def test_a_number_that_is_in_a_part_too(unified: Path) -> None:
+    held = [SampleTensor.random("ln.g", BY_NAME["float32"], (1,))]
+    safetensors_peer.write(unified / "hyper_param.safetensors", Contents.of(held))
+    assert "'ln.g' lies in two files" in says(unified)
+
+
+def test_a_part_that_the_map_does_not_fit(unified: Path) -> None:
+    (unified / "part0.safetensors").unlink()
+    assert "part0.safetensors" in says(unified)
+
+
 def test_targets_are_not_written_beside_other_files(tmp_path: Path) -> None:
     c = make(tmp_path)
     stale = tmp_path / "hf" / SINGLE
