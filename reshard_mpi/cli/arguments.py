@@ -152,7 +152,7 @@ def _add_conversion(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--strict",
         action="store_true",
-        help="refuse if a listed parameter was never saved, or copies have drifted apart",
+        help="refuse if a listed parameter was never saved, copies have drifted apart, or something cannot be carried",
     )
     parser.add_argument(
         "--replicas",

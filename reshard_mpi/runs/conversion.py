@@ -19,7 +19,7 @@ from reshard_mpi.engine.regions import fill, first_difference, takes_numpy
 from reshard_mpi.errors import CoverageError, DisagreementError, LayoutError
 from reshard_mpi.formats.dtypes import numbers
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.planning.agreement import loose_beginnings, moment_counters
+from reshard_mpi.planning.agreement import loose_beginnings, moment_counters, require_nothing_left_out
 from reshard_mpi.planning.fit import (
     dead_rules,
     require_living_rules,
@@ -80,6 +80,8 @@ class Conversion:
         self.require_fitting_strategies()
         opened = self._shards().open(target_rank)
         require_same_network(self.source.strategy, opened.manifests.values())
+        if self.strict:
+            require_nothing_left_out(opened.manifests)
         try:
             plan = opened.planner.plan(self._strategy_table())
         except CoverageError as error:

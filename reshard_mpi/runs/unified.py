@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from reshard_mpi.checkpoints import discovery
 from reshard_mpi.checkpoints.source import SourceCheckpoint
-from reshard_mpi.errors import UsageError
+from reshard_mpi.errors import UsageError, wrong_type
 from reshard_mpi.filesystem.folders import Folder, make_folders
 from reshard_mpi.formats import by_name
 from reshard_mpi.formats.specs import Specs
@@ -32,7 +32,6 @@ from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.runs.memory import RunMemory
 from reshard_mpi.runs.outcome import Outcome, agreed, attempt
 from reshard_mpi.runs.overlap import refuse_overlap
-from reshard_mpi.runs.plain import wrong_type
 from reshard_mpi.runs.plans import plan_together
 from reshard_mpi.runs.preflight import Room, Tally, may_share, require_room, require_short_names
 from reshard_mpi.runs.progress import Progress, Silent

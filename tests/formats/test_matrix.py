@@ -36,6 +36,7 @@ FORMS = (
     Form("safetensors", sharded=True),
     Form("safetensors", sharded=False),
     Form("hf", sharded=False),
+    Form("hf", sharded=False),
     Form("torch", sharded=True),
     Form("torch", sharded=False),
 )

@@ -250,6 +250,8 @@ def doubled_arguments() -> Any:
         (lambda: Dict(["", Tensor(0)]), "1 to 4096 bytes"),
         (lambda: Dict(["n" * 5000, Tensor(0)]), "1 to 4096 bytes"),
         (lambda: dictionary(a="x" * (5 << 20), b=1), "too much"),
+        (lambda: dictionary(a="x" * (5 << 20)), "too long, or too many"),
+        (lambda: Dict([part for at in range(140_000) for part in (str(at), "")]), "too long, or too many"),
         (lambda: Tensor(0), "no dictionary"),
         (lambda: Call(Global("project", "Model"), ()), "no dictionary"),
     ],

@@ -17,10 +17,16 @@ from unittest import mock
 
 from reshard_mpi import formats
 from reshard_mpi.errors import ReshardError
+from reshard_mpi.formats import nest
+from reshard_mpi.formats.columns import Kind
+from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.hdf5 import index, superblock
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.formats.places import Decoded
+from reshard_mpi.formats.places import Decoded, Strided
 from reshard_mpi.formats.safetensors import index as safetensors_index
+from reshard_mpi.formats.torch import pickles, pickling
+from reshard_mpi.formats.torch.content import Storages
+from reshard_mpi.formats.torch.tensors import is_tensor
 from reshard_mpi.journal.commit import commit
 from reshard_mpi.journal.commit_record import CommitRecord
 from reshard_mpi.journal.records import COMMIT_RECORD, STATE, RunIdentity, TargetRecord, record_path, run_path
@@ -48,6 +54,30 @@ def shard(format_name: str, data: bytes) -> None:
                     assert entry.source.read(Box.whole(entry.shape)).nbytes == entry.size_bytes
 
 
+def torch_pickle(data: bytes) -> None:
+    """Read the pickle of a file of torch, and write what it is a pickle of."""
+    try:
+        root, _ = pickles.load(data, readers=Storages().readers)
+        flattened = nest.flatten(root, is_tensor)
+    except (pickles.PickleError, nest.NestError):
+        return
+    again = nest.rebuild(dict(flattened.tensors), flattened.strings)
+    flattened_again = nest.flatten(again, is_tensor)
+    assert flattened_again.tensors == flattened.tensors
+    assert flattened_again.strings == flattened.strings or flattened.left_out
+
+
+def nest_text(data: bytes) -> None:
+    """Make a tree of the text of a nest and some tensors, and a pickle of the tree."""
+    kind = Kind(BY_NAME["float32"], (2,))
+    leaves = {name: pickling.Leaf(str(at), kind) for at, name in enumerate(("w", "a.w", "a.0.step", "list.0"))}
+    with suppress(nest.NestError):
+        root = nest.rebuild(leaves, {nest.NEST: data.decode(errors="replace"), "note": "text"})
+        again, _ = pickles.load(pickling.dumps(root), readers=Storages().readers)
+        names = {name for name, _ in nest.flatten(again, is_tensor).tensors}
+        assert names <= leaves.keys()
+
+
 class _Any:
     """A checksum that is right, whatever it is compared with."""
 
@@ -63,17 +93,17 @@ def native_without_checksums(data: bytes) -> None:
         fd = opened.fileno()
         end = superblock.end_of_file(fd, str(path), len(data))
         with mock.patch.object(index, "crc32", lambda *_: _Any()):
-            found = index.locate(fd, str(path), end)
+            manifest = index.locate(fd, str(path), end)
             index.stored_sums(fd, str(path), end)
-        if found is not None:
-            _require_sound(found, end)
+        if manifest is not None:
+            _require_sound(manifest, end)
 
 
 def strategy_file(suffix: str, data: bytes) -> None:
     """Load a strategy, and write it down as native shards do."""
     with _file(data, suffix) as path, suppress(ReshardError):
-        found = strategy.load(str(path))
-        assert table.loads(table.dumps(found), "again") == found
+        loaded = strategy.load(str(path))
+        assert table.loads(table.dumps(loaded), "again") == loaded
 
 
 def patterns(data: bytes) -> None:
@@ -92,8 +122,8 @@ def patterns(data: bytes) -> None:
 def placement_table(data: bytes) -> None:
     """Read the table of a native shard as `source` does."""
     with suppress(ReshardError):
-        found = table.loads(data.decode(errors="replace"), "a shard")
-        assert table.loads(table.dumps(found), "again") == found
+        loaded = table.loads(data.decode(errors="replace"), "a shard")
+        assert table.loads(table.dumps(loaded), "again") == loaded
 
 
 def records(data: bytes) -> None:
@@ -133,6 +163,9 @@ def hugging_face_index(data: bytes) -> None:
 PARSERS: dict[str, Callable[[bytes], None]] = {
     "ckpt": partial(shard, "ckpt"),
     "safetensors": partial(shard, "safetensors"),
+    "torch": partial(shard, "torch"),
+    "torch_pickle": torch_pickle,
+    "nest": nest_text,
     "hugging_face_index": hugging_face_index,
     "hdf5_native": partial(shard, "hdf5"),
     "hdf5_native_unchecked": native_without_checksums,
@@ -175,7 +208,12 @@ def _require_sound(manifest: Manifest, size_bytes: int) -> None:
         if isinstance(entry.source, Decoded):
             assert len(entry.source.chunk) == len(entry.shape)
             continue
-        assert sum(part.length_bytes for part in entry.source.ranges) == entry.size_bytes
-        for part in entry.source.ranges:
+        ranges = entry.stored.ranges if entry.stored is not None else ()
+        if isinstance(entry.source, Strided):
+            assert len(entry.source.strides_bytes) == len(entry.shape)
+            assert all(step >= 0 and step % entry.dtype.itemsize_bytes == 0 for step in entry.source.strides_bytes)
+        else:
+            assert sum(part.length_bytes for part in ranges) == entry.size_bytes
+        for part in ranges:
             assert part.path == manifest.path
             assert part.offset_bytes >= 0 and part.offset_bytes + part.length_bytes <= size_bytes

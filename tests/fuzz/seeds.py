@@ -8,6 +8,8 @@ They are small, since fuzzing changes few bytes at a time. Beside them the corpu
 from __future__ import annotations
 
 import json
+import pickle
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,9 +17,9 @@ from tempfile import TemporaryDirectory
 import h5py
 import numpy as np
 import parsers
-from support import ckpt_peer, hdf5_peer, safetensors_peer
+from support import ckpt_peer, hdf5_peer, safetensors_peer, torch_peer
 
-from reshard_mpi.formats import ckpt, hdf5, safetensors
+from reshard_mpi.formats import ckpt, hdf5, nest, safetensors, torch
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import ShardIdentity
 from reshard_mpi.formats.protocol import seal_file
@@ -189,7 +191,46 @@ def name_patterns(path: Path) -> Iterator[None]:
         yield
 
 
+TORCH_GOLDEN = Path(__file__).parent.parent / "formats" / "golden" / "torch"
+
+
+def torch_files(path: Path) -> Iterator[None]:
+    torch_peer.write(path, CONTENTS)
+    yield
+    path.unlink()
+    samples.write(torch, str(path), CONTENTS)
+    yield
+    path.write_bytes((TORCH_GOLDEN / "legacy.pth").read_bytes())
+    yield
+
+
+def torch_pickles(path: Path) -> Iterator[None]:
+    """The pickles of torch's own files: of training, of plain data, of a rank's DTensors; and one of protocol 5."""
+    for name in ("train.pth", "plain.pt", "dtensor_ranks/model_world_size_4_rank_1.pt"):
+        with zipfile.ZipFile(TORCH_GOLDEN / name) as opened:
+            member = next(info for info in opened.infolist() if info.filename.endswith("/data.pkl"))
+            path.write_bytes(opened.read(member))
+        yield
+    path.write_bytes(pickle.dumps({"a": [1, 2.5, {3}, b"bytes", bytearray(b"x"), frozenset("y")], (1, 2): 1 << 70}, 5))
+    yield
+
+
+def nests(path: Path) -> Iterator[None]:
+    for name in ("train.pth", "plain.pt"):
+        strings = torch.locate(str(TORCH_GOLDEN / name)).strings
+        path.write_text(strings[nest.NEST].replace("A" * 8, "")[:4000])
+        yield
+    path.write_text(
+        '{"dict":[["a",{"dict":[["w"],[0,{"dict":[]}]]}],["list",[{"tensor":null},{"tuple":[1,null]}]],'
+        '["x",{"call":["collections","OrderedDict",[]],"state":{"dict":[["s",true]]},"dict":[]}]]}'
+    )
+    yield
+
+
 MAKERS = {
+    "torch": torch_files,
+    "torch_pickle": torch_pickles,
+    "nest": nests,
     "ckpt": ckpts,
     "safetensors": safetensors_files,
     "hugging_face_index": hugging_face_indices,

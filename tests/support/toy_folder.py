@@ -31,13 +31,13 @@ TRAITS = Traits(Costs(reading=KIB, writing=KIB, checking=2 * KIB), is_folder=Tru
 
 
 def locate(path: str, like: Manifest | None = None) -> Manifest:
-    held = toy_format.locate(path)
+    file = toy_format.locate(path)
     tensors = Tensors(path)
-    for (name, start), entry in zip(map(_parted, held.tensors), held.tensors.values()):
+    for (name, start), entry in zip(map(_parted, file.tensors), file.tensors.values()):
         whole, low = start
         box = Box(low, tuple(map(sum, zip(low, entry.shape))))
         tensors.add_entry(entry._replace(name=name, box=box, global_shape=whole))
-    return held._replace(format=NAME, tensors=tensors)
+    return file._replace(format=NAME, tensors=tensors)
 
 
 def read_back(meant: Manifest) -> None:

@@ -15,6 +15,8 @@ from reshard_mpi.formats.nest.trees import PLAIN, Call, Dict, Global, Unreadable
 # What is left out is named, but not without end.
 _MAX_NOTES = 64
 _MAX_LOOKED_INTO = 1 << 16
+# The nest of a dictionary of tensors, of which something else may have been left out.
+_NAMES_ALONE = '{"dict":[]}'
 
 
 class Flattened(NamedTuple):
@@ -30,7 +32,9 @@ def flatten(root: Value, is_tensor: Callable[[Value], bool]) -> Flattened:
     if type(root) is Dict and _is_flat(root, is_tensor):
         flat = [(key, value) for key, value in root.pairs() if is_tensor(value)]
         _require_names(flat)
-        return Flattened(flat, {key: value for key, value in root.pairs() if type(value) is str}, ())
+        strings = {key: value for key, value in root.pairs() if type(value) is str}
+        _require_short(strings)
+        return Flattened(flat, strings, ())
     if not (type(root) in (Dict, list, tuple) or (type(root) is Call and root.function in PLAIN)):
         raise NestError("it holds no dictionary", described(root, is_tensor))
     listed: set[str] = set()
@@ -43,7 +47,7 @@ def flatten(root: Value, is_tensor: Callable[[Value], bool]) -> Flattened:
         listed |= misplaced
     _require_names(made.tensors)
     text = "".join(made.parts)
-    return Flattened(made.tensors, {NEST: text}, tuple(made.left_out))
+    return Flattened(made.tensors, {} if text == _NAMES_ALONE else {NEST: text}, tuple(made.left_out))
 
 
 def _is_flat(root: Dict, is_tensor: Callable[[Value], bool]) -> bool:
@@ -59,6 +63,11 @@ def _is_flat(root: Dict, is_tensor: Callable[[Value], bool]) -> bool:
         has_text = is_text
         names.add(key)
     return True
+
+
+def _require_short(strings: dict[str, str]) -> None:
+    if len(strings) > MAX_TENSORS or sum(map(len, (*strings, *strings.values()))) > MAX_CHARACTERS:
+        raise NestError("its texts are too long, or too many", f"more than {MAX_CHARACTERS} characters")
 
 
 def _require_names(tensors: list[tuple[str, Value]]) -> None:

@@ -11,7 +11,7 @@ from reshard_mpi.formats.files import MAX_STRING_BYTES
 NEST = "__reshard_mpi_nest__"
 MAX_CHARACTERS = MAX_STRING_BYTES // 4
 # A value that several parts of a tree share is met as often as it is in it.
-MAX_VALUES = 1 << 21
+MAX_VALUES = 1 << 19
 # Trees that people save have a dozen levels.
 MAX_DEPTH = 100
 DOUBLE = struct.Struct(">d")

@@ -7,6 +7,7 @@ nothing is compressed: sizes and places come from the central directory, and eve
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from struct import Struct
 from typing import NamedTuple
 
@@ -26,8 +27,11 @@ FULL_2, FULL_4 = 0xFFFF, 0xFFFFFFFF
 ZIP64_EXTRA = 1
 ENCRYPTED, HAS_DESCRIPTOR, MASKED = 0x41, 0x08, 0x2000
 STORED = 0
+# Where the checksum stands in an entry, and in what follows a payload.
+ENTRY_CRC_AT, DESCRIPTOR_CRC_AT = 16, 4
 # Of an entry: the lengths of name, extra field and comment.
-_LENGTHS = slice(10, 13)
+_LENGTHS_AT, _LENGTHS = 28, Struct("<3H")
+_FLAGS_AT = 8
 # Members besides storages: a dozen.
 _MAX_MEMBERS = files.MAX_TENSORS + 1000
 _MAX_DIRECTORY_BYTES = 32 * MIB
@@ -59,10 +63,20 @@ def directory(fd: int, path: str, size_bytes: int) -> tuple[int, int, int]:
     return _Archive(fd, path, size_bytes).directory()
 
 
-def entry_bytes(content: bytes | bytearray, at: int) -> int:
-    """Return how long the entry at byte `at` of a directory is."""
-    fields = ENTRY.unpack_from(content, at)
-    return ENTRY.size + int(sum(fields[_LENGTHS]))
+def entries(directory: bytes | bytearray) -> Iterator[int]:
+    """Yield where the entries of a directory begin."""
+    at, length_bytes = 0, len(directory)
+    while at + ENTRY.size <= length_bytes:
+        yield at
+        at += ENTRY.size + sum(_LENGTHS.unpack_from(directory, at + _LENGTHS_AT))
+
+
+def storage_entries(directory: bytes | bytearray) -> Iterator[int]:
+    """Yield where the entries of storages begin whose checksums stand in no local header."""
+    for at in entries(directory):
+        name = directory[at + ENTRY.size : at + ENTRY.size + _LENGTHS.unpack_from(directory, at + _LENGTHS_AT)[0]]
+        if b"/data/" in name and directory[at + _FLAGS_AT] & HAS_DESCRIPTOR:
+            yield at
 
 
 class _Archive:

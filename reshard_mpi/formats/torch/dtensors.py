@@ -9,13 +9,11 @@ from typing import NamedTuple
 from reshard_mpi.errors import LayoutError, ShardError
 from reshard_mpi.formats.manifest import ShardIdentity
 from reshard_mpi.formats.nest.trees import Call, Dict, Value
-from reshard_mpi.formats.torch.tensors import DistributedTensor, numbers
+from reshard_mpi.formats.torch.tensors import DistributedTensor, StoredTensor, numbers
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import Placement, Strategy
 from reshard_mpi.sharding.strategy import table
-from reshard_mpi.sharding.strategy.limits import MAX_RANKS
-
-_SIXTEEN = 16
+from reshard_mpi.sharding.strategy.limits import MAX_AXES, MAX_RANKS
 
 
 class Whole(NamedTuple):
@@ -33,11 +31,15 @@ class Factor(NamedTuple):
 
 
 class Mesh(NamedTuple):
-    """The mesh of a tensor, which may be a part of all ranks: each dimension as factors, the major one first."""
+    """The mesh of a tensor, which may be a part of all ranks: each dimension as factors, the major one first.
+
+    counts_all: it says how many ranks there are in all; else there may be more than it has.
+    """
 
     world_size: int
     rank: int
     dimensions: tuple[tuple[Factor, ...], ...]
+    counts_all: bool = True
 
     def length(self, dimension: int) -> int:
         return math.prod(factor.length for factor in self.dimensions[dimension])
@@ -52,31 +54,29 @@ def described(tensors: Sequence[tuple[str, Value]], path: str) -> tuple[Mapping[
 
     Raises ShardError for a mesh or placement that is not known, or does not fit the part that lies in the file.
     """
-    meshes: dict[int, Mesh] = {}
     wholes: dict[str, Whole] = {}
     placements: dict[str, tuple[Placement, ...]] = {}
     known: dict[Placement, Placement] = {}
-    first: tuple[str, Mesh] | None = None
-    for name, tensor in tensors:
-        if type(tensor) is not DistributedTensor:
-            continue
+    distributed = [(name, tensor) for name, tensor in tensors if type(tensor) is DistributedTensor]
+    if not distributed:
+        return {}, None
+    meshes = _meshes(distributed, path)
+    first = meshes[0]
+    for (name, tensor), mesh in zip(distributed, meshes):
         where = f"{path}, {name!r}"
-        try:
-            state = _state(tensor.spec, "DTensorSpec")
-            described_mesh = state.get("mesh")
-            mesh = meshes.get(id(described_mesh)) or meshes.setdefault(id(described_mesh), _mesh(described_mesh))
-            global_shape = _global_shape(state)
-            placement = placement_of(mesh, _cuts(state, mesh, len(global_shape)), global_shape)
-        except (_Unclear, LayoutError, ValueError) as error:
-            raise ShardError("a DTensor cannot be placed", got=str(error)[:300], where=where) from None
-        first = first or (name, mesh)
-        if mesh[:2] != first[1][:2]:
+        if mesh[:2] != first[:2]:
             raise ShardError(
                 "DTensors of one file are of different ranks",
-                expected=f"rank {first[1].rank} of {first[1].world_size}, as {first[0]!r} says",
+                expected=f"rank {first.rank} of {first.world_size}, as {distributed[0][0]!r} says",
                 got=f"rank {mesh.rank} of {mesh.world_size}",
                 where=where,
             )
+        try:
+            state = _state(tensor.spec, "DTensorSpec")
+            global_shape = _global_shape(state)
+            placement = placement_of(mesh, _cuts(state, mesh, len(global_shape)), global_shape)
+        except (_Unclear, LayoutError, ValueError) as error:
+            raise _unplaced(error, where) from None
         box = part_of(placement, mesh.rank, global_shape)
         if box.shape != tensor.local.shape:
             raise ShardError(
@@ -87,10 +87,33 @@ def described(tensors: Sequence[tuple[str, Value]], path: str) -> tuple[Mapping[
             )
         wholes[name] = Whole(box, global_shape)
         placements[name] = (known.setdefault(placement, placement),)
-    if first is None:
-        return {}, None
-    strategy = Strategy(first[1].world_size, 1, placements, origin=path)
-    return wholes, ShardIdentity(first[1].rank, first[1].world_size, table.dumps(strategy))
+    strategy = Strategy(first.world_size, 1, placements, origin=path)
+    return wholes, ShardIdentity(first.rank, first.world_size, table.dumps(strategy))
+
+
+def _meshes(tensors: Sequence[tuple[str, DistributedTensor]], path: str) -> list[Mesh]:
+    """Return the mesh of each DTensor. Those that do not say how many ranks there are have as many as the largest."""
+    known: dict[int, Mesh] = {}
+    described_meshes = []
+    for name, tensor in tensors:
+        try:
+            described_mesh = _state(tensor.spec, "DTensorSpec").get("mesh")
+            described_meshes.append(described_mesh)
+            if id(described_mesh) not in known:
+                known[id(described_mesh)] = _mesh(described_mesh)
+        except (_Unclear, ValueError) as error:
+            raise _unplaced(error, f"{path}, {name!r}") from None
+    world_size = max(mesh.world_size for mesh in known.values())
+    for key, mesh in known.items():
+        if not mesh.counts_all:
+            if mesh.rank >= world_size:
+                raise _unplaced(_Unclear("no mesh of all ranks beside those of some"), path)
+            known[key] = mesh._replace(world_size=world_size)
+    return [known[id(described_mesh)] for described_mesh in described_meshes]
+
+
+def _unplaced(error: Exception, where: str) -> ShardError:
+    return ShardError("a DTensor cannot be placed", got=str(error)[:300], where=where)
 
 
 def chunk_lengths(length: int, cuts: Iterable[int]) -> tuple[int, ...]:
@@ -157,24 +180,49 @@ def _axes(mesh: Mesh) -> tuple[tuple[int, ...], dict[Factor, int]]:
 
 def _mesh(value: Value) -> Mesh:
     state = _state(value, "DeviceMesh")
+    if state.get("_layout") is None and state.get("_flatten_mesh_list") is not None:
+        return _mesh_of_ranks(state)
     ranks, rank = state.get("_flatten_rank_map"), state.get("_rank")
     layout = state.get("_layout")
     if type(ranks) is not tuple or layout is None:
-        raise _Unclear("a mesh of another release than torch 2.13: load the file with torch and save full tensors")
+        raise _Unclear("a mesh of a release of torch that is not known: load the file and save full tensors")
     if not 0 < len(ranks) <= MAX_RANKS or ranks != tuple(range(len(ranks))):
-        raise _Unclear(f"a mesh whose ranks are not counted from 0: {ranks[:_SIXTEEN]}")
+        raise _Unclear(f"a mesh whose ranks are not counted from 0: {ranks[:MAX_AXES]}")
     if type(rank) is not int or not 0 <= rank < len(ranks):
         raise _Unclear(f"a mesh of {len(ranks)} ranks, and a file of rank {rank}"[:200])
     axes = _state(layout, "_MeshLayout").get("axes")
-    if type(axes) not in (tuple, list) or not 0 < len(axes) <= _SIXTEEN:
+    if type(axes) not in (tuple, list) or not 0 < len(axes) <= MAX_AXES:
         raise _Unclear("a mesh without dimensions")
     return Mesh(len(ranks), rank, tuple(_factors(axis) for axis in axes))
+
+
+def _mesh_of_ranks(state: Dict) -> Mesh:
+    """Return a mesh as torch up to 2.8 has it: its ranks one by one, and where among them the file's own is."""
+    array, ranks = state.get("mesh"), numbers(state.get("_flatten_mesh_list"))
+    coordinates = numbers(state.get("_coordinate_on_dim"))
+    if type(array) is not StoredTensor or math.prod(array.shape) != len(ranks) or not 0 < len(ranks) <= MAX_RANKS:
+        raise _Unclear("a mesh whose ranks do not fit its shape")
+    shape = array.shape
+    if len(coordinates) != len(shape) or any(at >= length for at, length in zip(coordinates, shape)):
+        raise _Unclear("a mesh that the file's own rank is not in")
+    counts = [math.prod(shape[dimension + 1 :]) for dimension in range(len(shape))]
+    strides = [ranks[count] - ranks[0] if length > 1 else 0 for length, count in zip(shape, counts)]
+    for number, rank in enumerate(ranks):
+        steps = (number // count % length * stride for length, count, stride in zip(shape, counts, strides))
+        if rank != ranks[0] + sum(steps):
+            raise _Unclear(f"a mesh whose ranks are not evenly apart: {ranks[:MAX_AXES]}")
+    if any(stride <= 0 for length, stride in zip(shape, strides) if length > 1):
+        raise _Unclear(f"a mesh whose ranks do not ascend: {ranks[:MAX_AXES]}")
+    own = ranks[sum(at * count for at, count in zip(coordinates, counts))]
+    has_all = sorted(ranks) == list(range(len(ranks)))
+    dimensions = tuple((Factor(length, stride),) if length > 1 else () for length, stride in zip(shape, strides))
+    return Mesh(len(ranks) if has_all else 0, own, dimensions, counts_all=False)
 
 
 def _factors(axis: Value) -> tuple[Factor, ...]:
     state = _state(axis, "_FlatLayout")
     shape, stride = numbers(state.get("shape")), numbers(state.get("stride"))
-    if len(shape) != len(stride) or len(shape) > _SIXTEEN or 0 in shape:
+    if len(shape) != len(stride) or len(shape) > MAX_AXES or 0 in shape:
         raise _Unclear("a mesh dimension without length")
     factors = tuple(Factor(*pair) for pair in zip(shape, stride) if pair[0] > 1)
     if any(factor.stride == 0 for factor in factors):

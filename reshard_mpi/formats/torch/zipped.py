@@ -33,9 +33,11 @@ def of_archive(fd: int, path: str, size_bytes: int) -> Content:
     top = pickles[0].removesuffix("data.pkl")
     if f"{top}constants.pkl" in members:
         raise ShardError(
-            "an archive is a TorchScript program", expected="a file of torch.save", where=path,
+            "an archive is a TorchScript program",
+            expected="a file of torch.save",
+            where=path,
             remedy="load it with torch.jit.load, and save its state_dict()",
-        )  # fmt: skip
+        )
 
     def small(name: str, default: bytes) -> bytes:
         member = members.get(top + name)
@@ -72,9 +74,11 @@ def of_archive(fd: int, path: str, size_bytes: int) -> Content:
 def _member_bytes(fd: int, path: str, member: archive.Member, most_bytes: int, name: str) -> bytes:
     if member.size_bytes > most_bytes:
         raise ShardError(
-            f"{name} of a shard is too large", expected=f"{most_bytes} bytes at most", got=str(member.size_bytes),
+            f"{name} of a shard is too large",
+            expected=f"{most_bytes} bytes at most",
+            got=f"{member.size_bytes} bytes",
             where=path,
-        )  # fmt: skip
+        )
     content = os.pread(fd, member.size_bytes, member.offset_bytes)
     if len(content) != member.size_bytes:
         raise ShardError(f"a shard ends in the middle of its {name}", where=path)

@@ -6,10 +6,8 @@ import operator
 import os
 from collections.abc import Iterable, Mapping
 
-from reshard_mpi.errors import UsageError, WrongTypeError
+from reshard_mpi.errors import UsageError, wrong_type
 from reshard_mpi.units import parse_bytes
-
-_MAX_QUOTED = 80
 
 
 def plain_number(value: object, name: str) -> int:
@@ -83,10 +81,3 @@ def plain_text(value: object, name: str) -> str:
     if not isinstance(value, str):
         raise wrong_type(name, "a str", value)
     return value
-
-
-def wrong_type(name: str, expected: str, value: object) -> WrongTypeError:
-    """Return the error for an argument `name` of a type that it cannot have."""
-    text = repr(value)
-    got = f"{type(value).__name__}: {text[:_MAX_QUOTED]}{'...' * (len(text) > _MAX_QUOTED)}"
-    return WrongTypeError(f"{name} is of a wrong type", expected=expected, got=got)
