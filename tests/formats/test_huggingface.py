@@ -187,6 +187,8 @@ def test_strings_are_left_out_and_that_is_said(tmp_path: Path) -> None:
     safetensors_peer.write(path, Contents.of([tensor], {"note": "text"}))
     said = done(["transform", str(path), str(tmp_path / "hf"), "--to", "hf", "--jobs", "1", "--verify"])
     assert "has no place for texts: note" in said
+    strict = ["transform", str(path), str(tmp_path / "strict"), "--to", "hf", "--strict", "--jobs", "1"]
+    assert "cannot be carried" in refused(strict) and not (tmp_path / "strict").exists()
     done(["verify", str(path), str(tmp_path / "hf"), "--jobs", "1"])
     done(["verify", str(tmp_path / "hf"), "--jobs", "1"])
 
