@@ -100,7 +100,7 @@ class Conversion:
         )
 
     def _without_strings(self, plan: RankPlan) -> RankPlan:
-        """Return a plan without the texts that the target has no place for. Raises DisagreementError if it is strict."""
+        """Return a plan without the texts that the target has no place for; under `strict`, raise DisagreementError."""
         names = ", ".join(plan.strings)
         if self.strict:
             raise DisagreementError(

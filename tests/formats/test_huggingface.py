@@ -304,6 +304,27 @@ def test_a_file_is_missing(folder: Path) -> None:
     assert "model-00002-of-00003.safetensors" in says(folder)
 
 
+def test_files_without_an_index(folder: Path, tmp_path: Path) -> None:
+    """They are taken together, unless they say themselves that there are more of them."""
+    (folder / INDEX).unlink()
+    done(["diff", str(GOLDEN / "sharded"), str(folder), "--jobs", "1"])
+    (folder / "model-00003-of-00003.safetensors").rename(tmp_path / "lost")
+    arguments = ["transform", str(folder), str(tmp_path / "out"), "--to", "ckpt", "--jobs", "1"]
+    said = refused(arguments)
+    assert "lacks some of its files" in said and "number 3 is not there" in said
+    assert "number 3" in refused([*arguments, "--select", "model-00001*"])
+    one = folder / "model-00001-of-00003.safetensors"
+    done(["transform", str(one), str(tmp_path / "out"), "--to", "ckpt", "--jobs", "1"])
+
+
+def test_a_cache_whose_files_are_links(folder: Path, tmp_path: Path) -> None:
+    for number, path in enumerate(sorted(folder.glob("model*"))):
+        path.rename(tmp_path / f"blob{number}")
+        path.symlink_to(f"../blob{number}")
+    done(["transform", str(folder), str(tmp_path / "out"), "--max-shard-size", "1KB", "--jobs", "1", "--verify"])
+    done(["diff", str(GOLDEN / "sharded"), str(tmp_path / "out"), "--jobs", "1"])
+
+
 def test_a_file_is_cut_short(folder: Path) -> None:
     path = folder / "model-00002-of-00003.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
