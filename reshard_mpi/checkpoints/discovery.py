@@ -62,6 +62,7 @@ def find_shards(
             raise _nothing(path, f"a file that ends in {_endings()}", at.name, role)
         if _is_strategy(at):
             raise _nothing(path, "a checkpoint", "a strategy file", role)
+        _require_index(formats.name_of(path) or name, at.parent, path, role)
         return _by_own_rank(ShardFiles(path, name, {0: (path,)}))
     if not at.is_dir():
         raise SourceError(
@@ -82,8 +83,25 @@ def find_shards(
     if not loose:
         raise _nothing(path, f"rank_* folders or files that end in {wanted}", "neither", role)
     name = _one_format({0: loose}, path)
+    _require_index(name, at, path, role)
     _require_all_parts(loose, path)
     return _by_own_rank(ShardFiles(path, name, {0: tuple(str(entry) for entry in loose)}))
+
+
+def _require_index(name: str, folder: Path, path: str, role: str) -> None:
+    """Raise SourceError for files of a format whose checkpoints are folders if the index is not there.
+
+    It is written last, so they may be a part of what was to be saved.
+    """
+    index = formats.index_of(name)
+    if index is not None and name not in formats.names_of_folder(str(folder)):
+        raise SourceError(
+            f"the {role} has files of the format {name}, and no index of them",
+            expected=f"{index} beside them, which is written when all are complete",
+            got="files alone",
+            where=path,
+            remedy="finish what writes them, or restore the index",
+        )
 
 
 def _require_all_parts(loose: Iterable[Path], path: str) -> None:

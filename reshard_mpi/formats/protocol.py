@@ -92,8 +92,8 @@ class FolderFormat(Format, Protocol):
     def file_name(self, target_rank: int, targets: int, prefix: str) -> str:
         """Return what the file of a target is called in its folder."""
 
-    def index(self, files: Sequence[Manifest]) -> str | None:
-        """Return the text of the index over these files, which lie in its folder, by target rank; None: it has none."""
+    def index(self, files: Sequence[Manifest]) -> bytes | None:
+        """Return the index over these files, which lie in its folder, by target rank; None: it has none."""
 
 
 def reserve_file(module: Format, path: str, spec: ShardSpec) -> Manifest:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from reshard_mpi.formats.columns import Kind
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.nest.trees import Call, Dict, Global
 from reshard_mpi.formats.torch import pickling
-from reshard_mpi.formats.torch.dtensors import Factor, Mesh, chunk_lengths, part_of, placement_of
+from reshard_mpi.formats.torch.dtensors import chunk_lengths, part_of, placement_of
+from reshard_mpi.formats.torch.meshes import Factor, Mesh
 from reshard_mpi.formats.torch.pickling import Leaf, row_major_strides
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import Placement
@@ -169,6 +171,27 @@ def test_meshes_of_older_releases(tmp_path: Path) -> None:
     assert boxes == {"both": Box((2, 0), (4, 3)), "norm": Box((3,), (5,))}
 
 
+def layout_mesh(shape: Shape, strides: Shape, coordinates: Sequence[int]) -> Call:
+    """Return a mesh of torch 2.9, which has lengths and strides, and not the rank itself."""
+    layout = made("_mesh_layout", "_MeshLayout", shape=shape, stride=strides)
+    attributes = {"_flatten_rank_map": (0, 1, 2, 3), "_coordinate_on_dim": list(coordinates)}
+    return made("device_mesh", "DeviceMesh", _device_type="cpu", _layout=layout, **attributes)
+
+
+def test_meshes_of_torch_2_9(tmp_path: Path) -> None:
+    tensors = {
+        "norm": older_tensor("1", layout_mesh((2,), (2,), [1]), [0], (2,), (5,)),
+        "both": older_tensor("0", layout_mesh((2, 2), (2, 1), [1, 1]), [0, 1], (2, 3), (4, 6)),
+    }
+    manifest = torch.locate(str(save_older(tmp_path / "net.pt", tensors, **{"0": 24, "1": 8})))
+    assert manifest.identity is not None and manifest.identity[:2] == (3, 4)
+    boxes = {name: entry.box for name, entry in manifest.tensors.items()}
+    assert boxes == {"norm": Box((3,), (5,)), "both": Box((2, 3), (4, 6))}
+    lone = {"norm": tensors["norm"]}
+    with pytest.raises(ShardError, match="no mesh of all ranks"):
+        torch.locate(str(save_older(tmp_path / "lone.pt", lone, **{"1": 8})))
+
+
 @pytest.mark.parametrize(
     "ranks, problem",
     [
@@ -182,4 +205,22 @@ def test_older_meshes_that_are_refused(tmp_path: Path, ranks: list[list[int]], p
     tensors = {"w": older_tensor("0", mesh, [0, 1], (2, 3), (4, 6))}
     path = save_older(tmp_path / "net.pt", tensors, mesh4=16, **{"0": 24})
     with pytest.raises(ShardError, match=problem):
+        torch.locate(str(path))
+
+
+@pytest.mark.parametrize("attribute", ["_flatten_rank_map", "_rank", "_coordinate_on_dim", "_layout"])
+def test_meshes_of_deeply_nested_values(tmp_path: Path, attribute: str) -> None:
+    """What is wrong with them is told without being shown."""
+    mesh = layout_mesh((2, 2), (2, 1), [0, 0])
+    nested: Any = ()
+    for _ in range(90):
+        nested = (nested,)
+    mesh.state.flat = [part for key, value in mesh.state.pairs() if key != attribute for part in (key, value)]
+    mesh.state.flat += [attribute, nested]
+    path = save_older(tmp_path / "net.pt", {"w": older_tensor("0", mesh, [0, 1], (2, 3), (4, 6))}, **{"0": 24})
+    with zipfile.ZipFile(path) as opened:
+        data = opened.read("net/data.pkl")
+    deep = data.replace(b")" + b"\x85" * 90, b")" + b"\x85" * 100_000)
+    torch_peer.archive(path, {"data.pkl": deep, "data/0": bytes(24), "version": b"3\n"})
+    with pytest.raises(ShardError, match="cannot be placed"):
         torch.locate(str(path))

@@ -19,6 +19,7 @@ with atheris.instrument_imports(include=["reshard_mpi", "tomllib", "json", "fnma
     import parsers
 
     import reshard_mpi.formats.ckpt
+    import reshard_mpi.formats.dcp
     import reshard_mpi.formats.hdf5
     import reshard_mpi.formats.safetensors
     import reshard_mpi.formats.safetensors.index

@@ -17,12 +17,13 @@ from unittest import mock
 
 from reshard_mpi import formats
 from reshard_mpi.errors import ReshardError
-from reshard_mpi.formats import nest
+from reshard_mpi.formats import dcp, nest
 from reshard_mpi.formats.columns import Kind
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.hdf5 import index, superblock
+from reshard_mpi.formats.listed import ListedTensors
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.formats.places import Decoded, Strided
+from reshard_mpi.formats.places import Decoded, Segments, Strided
 from reshard_mpi.formats.safetensors import index as safetensors_index
 from reshard_mpi.formats.torch import pickles, pickling
 from reshard_mpi.formats.torch.content import Storages
@@ -38,6 +39,7 @@ from reshard_mpi.sharding.strategy import table
 from reshard_mpi.text import one_line
 
 CORPUS = Path(__file__).parent / "corpus"
+DCP_FILE = Path(__file__).parent.parent / "formats" / "golden" / "dcp" / "four_ranks" / "__0_0.distcp"
 # Elements of what must be decoded that are looked at: enough for the files of a corpus.
 _MAX_DECODED = 1 << 12
 
@@ -52,6 +54,24 @@ def shard(format_name: str, data: bytes) -> None:
             if isinstance(entry.source, Decoded) and entry.size_bytes <= _MAX_DECODED:
                 with suppress(ReshardError):
                     assert entry.source.read(Box.whole(entry.shape)).nbytes == entry.size_bytes
+
+
+def dcp_metadata(data: bytes) -> None:
+    """Read the metadata of a folder, with one of its files, and what lies in its pieces."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / ".metadata").write_bytes(data)
+        (folder / "__0_0.distcp").write_bytes(DCP_FILE.read_bytes())
+        with suppress(ReshardError):
+            dcp.files_of(name)
+            manifest = dcp.open_folder(name)
+            assert isinstance(manifest.tensors, ListedTensors)
+            for tensors in manifest.tensors.files:
+                for number, kind in enumerate(tensors.kind_of):
+                    place = tensors.source(number)
+                    if tensors.kinds[kind].size_bytes and isinstance(place, Segments):
+                        ends = {part.path: part.offset_bytes + part.length_bytes for part in place.ranges}
+                        assert all(end <= Path(path).stat().st_size for path, end in ends.items())
 
 
 def torch_pickle(data: bytes) -> None:
@@ -163,6 +183,8 @@ def hugging_face_index(data: bytes) -> None:
 PARSERS: dict[str, Callable[[bytes], None]] = {
     "ckpt": partial(shard, "ckpt"),
     "safetensors": partial(shard, "safetensors"),
+    "dcp": partial(shard, "dcp"),
+    "dcp_metadata": dcp_metadata,
     "torch": partial(shard, "torch"),
     "torch_pickle": torch_pickle,
     "nest": nest_text,

@@ -17,9 +17,9 @@ from tempfile import TemporaryDirectory
 import h5py
 import numpy as np
 import parsers
-from support import ckpt_peer, hdf5_peer, safetensors_peer, torch_peer
+from support import ckpt_peer, dcp_peer, hdf5_peer, safetensors_peer, torch_peer
 
-from reshard_mpi.formats import ckpt, hdf5, nest, safetensors, torch
+from reshard_mpi.formats import ckpt, dcp, hdf5, nest, safetensors, torch
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import ShardIdentity
 from reshard_mpi.formats.protocol import seal_file
@@ -200,8 +200,9 @@ def torch_files(path: Path) -> Iterator[None]:
     path.unlink()
     samples.write(torch, str(path), CONTENTS)
     yield
-    path.write_bytes((TORCH_GOLDEN / "legacy.pth").read_bytes())
-    yield
+    for name in ("legacy.pth", "dtensor_ranks/model_world_size_4_rank_2.pt"):
+        path.write_bytes((TORCH_GOLDEN / name).read_bytes())
+        yield
 
 
 def torch_pickles(path: Path) -> Iterator[None]:
@@ -213,6 +214,26 @@ def torch_pickles(path: Path) -> Iterator[None]:
         yield
     path.write_bytes(pickle.dumps({"a": [1, 2.5, {3}, b"bytes", bytearray(b"x"), frozenset("y")], (1, 2): 1 << 70}, 5))
     yield
+
+
+def dcp_files(path: Path) -> Iterator[None]:
+    samples.write(dcp, str(path), CONTENTS)
+    yield
+
+
+def dcp_metadata(path: Path) -> Iterator[None]:
+    """What torch has written, what this program writes, and a pickle of the protocol before."""
+    path.write_bytes((TORCH_GOLDEN.parent / "dcp" / "four_ranks" / ".metadata").read_bytes())
+    yield
+    with TemporaryDirectory() as folder:
+        file = str(Path(folder, "__0_0.distcp"))
+        path.write_bytes(dcp.index([samples.write(dcp, file, Contents.of(TENSORS, {"note": "a text"}))]))
+        yield
+        sample = SampleTensor.random("w", BY_NAME["float32"], (2,))
+        tensors = {"w": dcp_peer.Listed("float32", (4,), [("__0_0.distcp", (at,), sample) for at in (0, 2)])}
+        dcp_peer.write(Path(folder), tensors, {"epoch": ("__0_0.distcp", 3)}, paths={"w": ("w",)}, protocol=2)
+        path.write_bytes(Path(folder, ".metadata").read_bytes())
+        yield
 
 
 def nests(path: Path) -> Iterator[None]:
@@ -228,6 +249,8 @@ def nests(path: Path) -> Iterator[None]:
 
 
 MAKERS = {
+    "dcp": dcp_files,
+    "dcp_metadata": dcp_metadata,
     "torch": torch_files,
     "torch_pickle": torch_pickles,
     "nest": nests,

@@ -86,7 +86,7 @@ def file_name(target_rank: int, targets: int, prefix: str) -> str:
     return f"{prefix}part-{target_rank + 1}-of-{targets}.toypart"
 
 
-def index(files: Sequence[Manifest]) -> str:
+def index(files: Sequence[Manifest]) -> bytes:
     tensors: dict[str, dict[str, Any]] = {}
     strings: dict[str, str] = {}
     for file in files:
@@ -97,7 +97,7 @@ def index(files: Sequence[Manifest]) -> str:
             own = _called(name, entry.global_shape, entry.box.start)
             piece = [Path(file.path).name, own, entry.box.start, entry.box.stop]
             tensors.setdefault(name, tensor)["pieces"].append(piece)
-    return json.dumps({"tensors": tensors, "strings": strings})
+    return json.dumps({"tensors": tensors, "strings": strings}).encode()
 
 
 def _index(folder: str) -> dict[str, Any]:

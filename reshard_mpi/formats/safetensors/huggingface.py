@@ -148,13 +148,13 @@ def file_name(target_rank: int, targets: int, prefix: str) -> str:
     return SINGLE if targets == 1 else f"model-{target_rank + 1:05}-of-{targets:05}.safetensors"
 
 
-def index(held: Sequence[Manifest]) -> str | None:
+def index(held: Sequence[Manifest]) -> bytes | None:
     """Return the index over these files; None if there is one, which needs none."""
     if len(held) == 1:
         return None
     weight_map = {name: Path(file.path).name for file in held for name in file.tensors}
     total_bytes = sum(entry.size_bytes for file in held for entry in file.tensors.values())
-    return index_text.write(weight_map, total_bytes)
+    return index_text.write(weight_map, total_bytes).encode()
 
 
 def _listing(folder: str) -> _Listing:

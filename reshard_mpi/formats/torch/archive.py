@@ -50,17 +50,21 @@ def is_archive(start: bytes) -> bool:
     return start.startswith((LOCAL_MARK, END_MARK))
 
 
-def members(fd: int, path: str, size_bytes: int) -> dict[str, Member]:
+def members(fd: int, path: str, size_bytes: int, first_byte: int = 0) -> dict[str, Member]:
     """Return the members of an archive by name.
 
-    Raises ShardError if it is cut short, damaged or compressed, or members overlap or have the same name.
+    first_byte: where the archive of `size_bytes` begins in its file. Raises ShardError if it is cut short, damaged or
+    compressed, or members overlap or have the same name.
     """
-    return _Archive(fd, path, size_bytes).members()
+    return _Archive(fd, path, size_bytes, first_byte).members()
 
 
-def directory(fd: int, path: str, size_bytes: int) -> tuple[int, int, int]:
-    """Return where the central directory begins, how long it is, and how many members it lists; raises as `members`."""
-    return _Archive(fd, path, size_bytes).directory()
+def directory(fd: int, path: str, size_bytes: int, first_byte: int = 0) -> tuple[int, int, int]:
+    """Return where the central directory begins in the archive, how long it is, and how many members it lists.
+
+    Raises as `members` does.
+    """
+    return _Archive(fd, path, size_bytes, first_byte).directory()
 
 
 def entries(directory: bytes | bytearray) -> Iterator[int]:
@@ -80,12 +84,13 @@ def storage_entries(directory: bytes | bytearray) -> Iterator[int]:
 
 
 class _Archive:
-    """One archive while its structure is read."""
+    """One archive while its structure is read. Places in it are counted from its first byte, but those of members."""
 
-    def __init__(self, fd: int, path: str, size_bytes: int) -> None:
+    def __init__(self, fd: int, path: str, size_bytes: int, first_byte: int = 0) -> None:
         self._fd = fd
         self._path = path
         self._size_bytes = size_bytes
+        self._first_byte = first_byte
 
     def members(self) -> dict[str, Member]:
         start, length_bytes, count = self.directory()
@@ -98,7 +103,7 @@ class _Archive:
             if name in found:
                 raise self._damage("two members of a shard have the same name", start + at, got=repr(name))
             found[name] = member
-            extents.append((local_start, member.offset_bytes + member.size_bytes))
+            extents.append((local_start, member.offset_bytes + member.size_bytes - self._first_byte))
         if at != length_bytes:
             raise self._damage("the directory of a shard has another length than it says", start + at)
         self._require_disjoint(extents)
@@ -185,7 +190,7 @@ class _Archive:
         payload_start = self._payload_start(local_start, raw_name, flags, (crc, size_bytes))
         if payload_start + size_bytes > start:
             raise self._damage("a member of a shard runs into the directory", local_start, got=repr(name))
-        return end, name, local_start, Member(payload_start, size_bytes, crc)
+        return end, name, local_start, Member(self._first_byte + payload_start, size_bytes, crc)
 
     def _wide(self, extra: bytes, short: tuple[int, int, int], at: int) -> tuple[int, ...]:
         """Return the three numbers of an entry, those that are too large for it from its extra field."""
@@ -225,8 +230,10 @@ class _Archive:
             previous_end = end
 
     def _read(self, at: int, length_bytes: int) -> bytes:
+        if at + length_bytes > self._size_bytes:
+            raise self._damage("a shard ends in the middle of its structure", at)
         try:
-            content = os.pread(self._fd, length_bytes, at)
+            content = os.pread(self._fd, length_bytes, self._first_byte + at)
         except (OSError, OverflowError) as error:
             raise self._damage("a shard cannot be read", at, got=str(error)) from error
         if len(content) != length_bytes:
@@ -234,4 +241,6 @@ class _Archive:
         return content
 
     def _damage(self, problem: str, at: int, *, expected: str = "", got: str = "", remedy: str = "") -> ShardError:
-        return ShardError(problem, expected=expected, got=got, where=f"{self._path}, byte {at}", remedy=remedy)
+        return ShardError(
+            problem, expected=expected, got=got, where=f"{self._path}, byte {self._first_byte + at}", remedy=remedy
+        )

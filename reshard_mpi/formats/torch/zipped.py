@@ -19,9 +19,12 @@ _NEWEST_VERSION = 10
 _MAX_SMALL_BYTES = 64
 
 
-def of_archive(fd: int, path: str, size_bytes: int) -> Content:
-    """Read the content of an archive. Raises ShardError if it is not sound, or no checkpoint."""
-    members = archive.members(fd, path, size_bytes)
+def of_archive(fd: int, path: str, size_bytes: int, first_byte: int = 0) -> Content:
+    """Read the content of an archive, which begins at `first_byte` of its file.
+
+    Raises ShardError if it is not sound, or no checkpoint.
+    """
+    members = archive.members(fd, path, size_bytes, first_byte)
     pickles = [name for name in members if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(pickles) != 1:
         raise ShardError(
