@@ -141,6 +141,8 @@ def _umask() -> int:
 def test_one_file_has_no_index(tmp_path: Path) -> None:
     there, _ = written(tmp_path)
     assert sorted(path.name for path in there.dst.glob("model*")) == [SINGLE]
+    said = done(["transform", str(there.dst), str(tmp_path / "out"), "--jobs", "1"])
+    assert "Hugging Face folder, 1 file, 4 tensors" in said
     assert loaded(there.dst).keys() == TENSORS.keys()
     done(["inspect", str(there.dst)])
 
