@@ -46,7 +46,9 @@ def flatten(root: Value, is_tensor: Callable[[Value], bool]) -> Flattened:
         return Flattened(flat, strings, ())
     if not (type(root) in (Dict, list, tuple) or (type(root) is Call and root.function in PLAIN)):
         raise NestError(
-            "it holds no dictionary", described(root, is_tensor), "load it with torch, and save its state_dict()"
+            "it holds no dictionary",
+            described(root, is_tensor),
+            "load it with torch and save its state_dict(), or leave the file out with --select",
         )
     listed: set[str] = set()
     while True:
