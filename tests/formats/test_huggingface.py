@@ -168,7 +168,7 @@ def test_tasks_of_an_array_write_the_index_last(tmp_path: Path) -> None:
 def test_another_size_makes_another_run(tmp_path: Path) -> None:
     there, _ = written(tmp_path, "--max-shard-size", "140")
     said = refused(there.arguments("transform", "--to", "hf", "--max-shard-size", "141", "--resume"))
-    assert "another run" in said
+    assert "another run" in said and "--max-shard-size 141" in said
     said = refused(there.arguments("transform", "--to", "hf", "--overwrite"))
     assert "no part of the checkpoint" in said and "model-00001-of-00003.safetensors" in said
 
