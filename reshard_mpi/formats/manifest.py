@@ -32,7 +32,8 @@ class Manifest(NamedTuple):
     """One shard file: its tensors in the file's order, its strings, and its identity where it carries one.
 
     structure: where a format can tell by it that another file has the same tensors at the same places. left_out: what
-    else is in the file and cannot be carried, in words.
+    else is in the file and cannot be carried, in words. lacks_others: it says that it was saved without what other
+    ranks hold as well.
     """
 
     path: str
@@ -42,6 +43,7 @@ class Manifest(NamedTuple):
     identity: ShardIdentity | None = None
     structure: Structure | None = None
     left_out: tuple[str, ...] = ()
+    lacks_others: bool = False
 
     def at(self, path: str) -> Manifest:
         """Return what a file of the same structure holds."""
