@@ -17,46 +17,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import dcp_peer
-from support.dcp_peer import Listed, MetadataIndex, Size
+from support.dcp_peer import MetadataIndex, Size, arrays_of, listed
 
-from reshard_mpi.checkpoints import discovery
-from reshard_mpi.checkpoints.source import SourceCheckpoint
-from reshard_mpi.engine.arrays import load_shard
 from reshard_mpi.formats import dcp
 from reshard_mpi.formats.dcp import metadata
 from reshard_mpi.formats.dcp.states import States
-from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.nest import NEST
 from reshard_mpi.formats.torch.pickles import PLAIN_CALLS, Readers, load, no_persistent_ids
 from reshard_mpi.formats.torch.tensors import SIZE, numbers
-from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.sharding.placement import unsharded
 from reshard_mpi.testing.checkpoints import Arrays, CheckpointConformance
-from reshard_mpi.testing.samples import SampleTensor
 
 GOLDEN = Path(__file__).parent / "golden" / "dcp"
 EXPECTED = json.loads((GOLDEN / "expected.json").read_text())
-
-
-def arrays_of(folder: Path) -> Arrays:
-    """Return the whole tensors of a checkpoint."""
-    source = SourceCheckpoint.open(discovery.find_shards(str(folder)), None)
-    conversion = Conversion(source, unsharded())
-    return load_shard(conversion.plan(0), limits=conversion.limits)
-
-
-def sample(array: np.ndarray[Any, Any]) -> SampleTensor:
-    return SampleTensor("", BY_NAME[array.dtype.name], array.shape, array.tobytes())
-
-
-def listed(array: np.ndarray[Any, Any], pieces: list[tuple[str, Box]]) -> Listed:
-    """Return a tensor whose pieces lie in these files."""
-    parts = [
-        (file, box.start, sample(np.array(array[tuple(map(slice, box.start, box.stop))], order="C").reshape(box.shape)))
-        for file, box in pieces
-    ]
-    return Listed(array.dtype.name, array.shape, parts)
 
 
 def test_what_torch_has_written() -> None:

@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from formats.test_dcp import GOLDEN, arrays_of, listed
 from support import dcp_peer, torch_peer
-from support.dcp_peer import ChunkStorageMetadata, Metadata, MetadataIndex, Size
+from support.dcp_peer import ChunkStorageMetadata, Metadata, MetadataIndex, Size, arrays_of, listed
 
 from reshard_mpi.errors import DisagreementError, ReshardError, ShardError, SourceError
 from reshard_mpi.formats import dcp
 from reshard_mpi.sharding.box import Box
 
+GOLDEN = Path(__file__).parent / "golden" / "dcp"
 ARRAY = np.arange(24, dtype=np.float32).reshape(6, 4)
 UPPER, LOWER = Box((0, 0), (3, 4)), Box((3, 0), (6, 4))
 PIECES = [("__0_0.distcp", UPPER), ("__1_0.distcp", LOWER)]

@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from formats.test_dcp import GOLDEN
 from hypothesis import given, settings
 from support import dcp_peer, torch_peer
 from support.command_line import run_apart, run_in_fork
@@ -25,6 +24,7 @@ from reshard_mpi.sharding.box import Box
 from reshard_mpi.testing import samples, strategies
 from reshard_mpi.testing.samples import Contents, SampleTensor
 
+GOLDEN = Path(__file__).parent / "golden" / "dcp"
 FLOAT = BY_NAME["float32"]
 
 

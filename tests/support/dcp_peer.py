@@ -18,7 +18,14 @@ from unittest import mock
 
 import numpy as np
 
+from reshard_mpi.checkpoints import discovery
+from reshard_mpi.checkpoints.source import SourceCheckpoint
+from reshard_mpi.engine.arrays import load_shard
 from reshard_mpi.formats.dtypes import BY_NAME
+from reshard_mpi.runs.conversion import Conversion
+from reshard_mpi.sharding.box import Box
+from reshard_mpi.sharding.placement import unsharded
+from reshard_mpi.testing.checkpoints import Arrays
 from reshard_mpi.testing.samples import SampleTensor
 from support import torch_peer
 from support.torch_peer import STAND_INS, Tensor
@@ -239,3 +246,23 @@ def _item(folder: Path, place: _StorageInfo) -> Any:
     content = (folder / place.relative_path).read_bytes()[place.offset : place.offset + place.length]
     assert len(content) == place.length
     return io.BytesIO(content)
+
+
+def arrays_of(folder: Path) -> Arrays:
+    """Return the whole tensors of a checkpoint."""
+    source = SourceCheckpoint.open(discovery.find_shards(str(folder)), None)
+    conversion = Conversion(source, unsharded())
+    return load_shard(conversion.plan(0), limits=conversion.limits)
+
+
+def sample(array: np.ndarray[Any, Any]) -> SampleTensor:
+    return SampleTensor("", BY_NAME[array.dtype.name], array.shape, array.tobytes())
+
+
+def listed(array: np.ndarray[Any, Any], pieces: list[tuple[str, Box]]) -> Listed:
+    """Return a tensor whose pieces lie in these files."""
+    parts = [
+        (file, box.start, sample(np.array(array[tuple(map(slice, box.start, box.stop))], order="C").reshape(box.shape)))
+        for file, box in pieces
+    ]
+    return Listed(array.dtype.name, array.shape, parts)

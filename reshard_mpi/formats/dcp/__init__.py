@@ -43,7 +43,7 @@ __all__ = [
 SUFFIXES = (".distcp",)
 MODE = 0o666
 TRAITS = Traits(
-    Costs(reading=6 * KIB, writing=2 * KIB, checking=2 * KIB),
+    Costs(reading=3 * KIB, writing=2 * KIB, checking=2 * KIB),
     shares_blocks=True,
     is_folder=True,
     title="torch distributed checkpoint",

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from formats.test_dcp import arrays_of
 from support.command_line import run_apart
+from support.dcp_peer import arrays_of
 
 torch = pytest.importorskip("torch")
 
