@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from reshard_mpi.formats.files import MAX_NAME_BYTES, MAX_TENSORS
 from reshard_mpi.formats.nest.text import DOUBLE, MAX_CHARACTERS, MAX_DEPTH, MAX_VALUES, NEST, NestError, owner_of
-from reshard_mpi.formats.nest.trees import PLAIN, Call, Dict, Global, Unreadable, Value
+from reshard_mpi.formats.nest.trees import PLAIN, Call, Dict, Global, Unreadable, Value, parts
 
 # What is left out is named, but not without end.
 _MAX_NOTES = 64
@@ -289,19 +289,8 @@ def _tensors_in(value: Value, is_tensor: Callable[[Value], bool]) -> int:
     while waiting and len(met) < _MAX_LOOKED_INTO:
         part = waiting.pop()
         tensors += is_tensor(part)
-        for further in _parts(part):
+        for further in parts(part):
             if id(further) not in met:
                 met.add(id(further))
                 waiting.append(further)
     return tensors
-
-
-def _parts(value: Value) -> Iterable[Value]:
-    kind = type(value)
-    if kind is list or kind is tuple:
-        return value  # type: ignore[no-any-return]
-    if kind is Dict:
-        return value.flat  # type: ignore[no-any-return]
-    if kind is Call:
-        return (*value.args, *(value.items or ()), *(value.flat or ()), value.state)
-    return ()
