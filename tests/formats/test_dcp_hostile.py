@@ -234,6 +234,8 @@ def test_files_without_metadata(tmp_path: Path) -> None:
 
 def test_a_file_by_itself(tmp_path: Path) -> None:
     write(tmp_path)
+    assert len(dcp.locate(str(tmp_path / "__0_0.distcp")).tensors) == 1
+    (tmp_path / ".metadata").unlink()
     with pytest.raises(ShardError, match="does not say what it holds"):
         dcp.locate(str(tmp_path / "__0_0.distcp"))
 

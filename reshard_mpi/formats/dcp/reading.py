@@ -32,7 +32,8 @@ class _Read(NamedTuple):
     metadata: Metadata
 
 
-# Whoever asks for the files of a checkpoint opens it next: its metadata is kept so long, since it may be large.
+# Whoever asks for the files of a checkpoint opens it next, or goes through them: its metadata is kept so long and no
+# longer, since it may be large.
 _kept: list[_Read] = []
 
 
@@ -84,6 +85,33 @@ def open_folder(folder: str) -> Manifest:
     _require_objects(found, objects, missing, folder)
     strings, left_out = _strings(found, objects, folder)
     return Manifest(folder, NAME, listed, strings, left_out=(*found.left_out, *left_out))
+
+
+def wanted_in(path: str) -> list[Wanted]:
+    """Return the items that the metadata beside a file says lie in it, objects among them.
+
+    Raises ShardError if the metadata is not there, or is damaged.
+    """
+    file, folder = Path(path).name, str(Path(path).parent)
+    if not Path(folder, INDEX).is_file():
+        raise ShardError(
+            "a file of a torch distributed checkpoint does not say what it holds",
+            expected=f"{INDEX} beside it, which does",
+            got="the file alone",
+            where=path,
+            remedy=f"give the folder in which {INDEX} lies",
+        )
+    read = _metadata_of(folder)
+    _kept[:] = [read]
+    found = read.metadata
+    names = {place.file for place in found.items.values()}
+    if file == max(names, key=natural_key, default=file):
+        _kept.clear()  # whoever goes through all files is done
+    return [
+        Wanted(place.offset_bytes, place.length_bytes, key, kind)
+        for key, kind in _items(found)
+        if (place := found.items[key]).file == file
+    ]
 
 
 def _located(folder: str, found: Metadata) -> tuple[dict[str, LocatedFile], dict[str, str]]:
