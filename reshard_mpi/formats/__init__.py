@@ -21,7 +21,7 @@ _MODULES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "hf": (
         "reshard_mpi.formats.safetensors.huggingface",
         (".safetensors",),
-        ("model.safetensors.index.json", "model.safetensors"),
+        ("model.safetensors.index.json", "model.safetensors", "param_name_map.json"),
     ),
     "dcp": ("reshard_mpi.formats.dcp", (".distcp",), (".metadata",)),
     "torch": ("reshard_mpi.formats.torch", (".pt", ".pth", ".bin"), ()),

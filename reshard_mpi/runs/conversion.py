@@ -92,13 +92,26 @@ class Conversion:
                 error.remedy = f"give {lone.checkpoint}, where the shards of the other ranks are"
             raise
         if plan.strings and not self.keeps_strings:
-            left_out = f"left out, since the target's format has no place for texts: {', '.join(plan.strings)}"
-            plan = plan._replace(strings={}, notes=(*plan.notes, left_out))
+            plan = self._without_strings(plan)
         if not checked:
             return plan
         return self._checked(plan)._replace(
             moments=(*plan.moments, *self._moments(plan, opened.manifests)), beginnings=self._beginnings(plan)
         )
+
+    def _without_strings(self, plan: RankPlan) -> RankPlan:
+        """Return a plan without the texts that the target has no place for; under `strict`, raise DisagreementError."""
+        names = ", ".join(plan.strings)
+        if self.strict:
+            raise DisagreementError(
+                "something in the source cannot be carried to the target",
+                expected="no texts beside the tensors, since the target's format has no place for them",
+                got=names,
+                where=self.source.files.path,
+                remedy="leave out --strict, or choose another format (--to)",
+            )
+        left_out = f"left out, since the target's format has no place for texts: {names}"
+        return plan._replace(strings={}, notes=(*plan.notes, left_out))
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -187,6 +187,8 @@ def test_strings_are_left_out_and_that_is_said(tmp_path: Path) -> None:
     safetensors_peer.write(path, Contents.of([tensor], {"note": "text"}))
     said = done(["transform", str(path), str(tmp_path / "hf"), "--to", "hf", "--jobs", "1", "--verify"])
     assert "has no place for texts: note" in said
+    strict = ["transform", str(path), str(tmp_path / "strict"), "--to", "hf", "--strict", "--jobs", "1"]
+    assert "cannot be carried" in refused(strict) and not (tmp_path / "strict").exists()
     done(["verify", str(path), str(tmp_path / "hf"), "--jobs", "1"])
     done(["verify", str(tmp_path / "hf"), "--jobs", "1"])
 
@@ -302,6 +304,27 @@ def test_a_file_is_missing(folder: Path) -> None:
     assert "model-00002-of-00003.safetensors" in says(folder)
 
 
+def test_files_without_an_index(folder: Path, tmp_path: Path) -> None:
+    """They are taken together, unless they say themselves that there are more of them."""
+    (folder / INDEX).unlink()
+    done(["diff", str(GOLDEN / "sharded"), str(folder), "--jobs", "1"])
+    (folder / "model-00003-of-00003.safetensors").rename(tmp_path / "lost")
+    arguments = ["transform", str(folder), str(tmp_path / "out"), "--to", "ckpt", "--jobs", "1"]
+    said = refused(arguments)
+    assert "lacks some of its files" in said and "number 3 is not there" in said
+    assert "number 3" in refused([*arguments, "--select", "model-00001*"])
+    one = folder / "model-00001-of-00003.safetensors"
+    done(["transform", str(one), str(tmp_path / "out"), "--to", "ckpt", "--jobs", "1"])
+
+
+def test_a_cache_whose_files_are_links(folder: Path, tmp_path: Path) -> None:
+    for number, path in enumerate(sorted(folder.glob("model*"))):
+        path.rename(tmp_path / f"blob{number}")
+        path.symlink_to(f"../blob{number}")
+    done(["transform", str(folder), str(tmp_path / "out"), "--max-shard-size", "1KB", "--jobs", "1", "--verify"])
+    done(["diff", str(GOLDEN / "sharded"), str(tmp_path / "out"), "--jobs", "1"])
+
+
 def test_a_file_is_cut_short(folder: Path) -> None:
     path = folder / "model-00002-of-00003.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
@@ -391,6 +414,52 @@ def test_an_index_is_read_as_it_is_written(
     path = tmp_path_factory.getbasetemp() / INDEX
     path.write_text(index.write(weight_map, 7), encoding="utf-8")
     assert index.read(str(path)) == weight_map
+
+
+# What MindSpore's unified_safetensors makes
+
+MINDSPORE = Path(__file__).parent / "golden" / "mindspore"
+
+
+@pytest.fixture
+def unified(tmp_path: Path) -> Path:
+    shutil.copytree(MINDSPORE / "unified", tmp_path / "unified")
+    return tmp_path / "unified"
+
+
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_files_that_mindspore_has_unified(unified: Path, tmp_path: Path, is_flat: bool) -> None:
+    if is_flat:
+        path = unified / "param_name_map.json"
+        path.write_text(json.dumps(json.loads(path.read_text())["weight_map"]))
+    done(["diff", str(MINDSPORE / "ranks"), str(unified), "--src-strategy", str(MINDSPORE / "strategy_2x2.ckpt")])
+    strategy = ["--dst-strategy", str(MINDSPORE / "strategy_1x2.ckpt")]
+    done(["transform", str(unified), str(tmp_path / "out"), *strategy, "--prefix", "net_", "--jobs", "1"])
+    for rank in (0, 1):
+        theirs = safetensors_peer.read(MINDSPORE / "transformed_1x2" / f"rank_{rank}" / f"net_{rank}.safetensors")
+        assert safetensors_peer.read(tmp_path / "out" / f"rank_{rank}" / f"net_{rank}.safetensors") == theirs
+
+
+def test_what_may_be_a_slice_is_refused(unified: Path) -> None:
+    held = [
+        SampleTensor.random("moments.w", BY_NAME["float32"], (2, 4)),
+        SampleTensor.random("lr", BY_NAME["int8"], (1,)),
+    ]
+    safetensors_peer.write(unified / "hyper_param.safetensors", Contents.of(held))
+    said = says(unified)
+    assert "'moments.w' may be a slice" in said and "--select" in said
+    done(["transform", str(unified), str(unified / "out"), "--select", "part*", "--jobs", "1"])
+
+
+def test_a_number_that_is_in_a_part_too(unified: Path) -> None:
+    held = [SampleTensor.random("ln.g", BY_NAME["float32"], (1,))]
+    safetensors_peer.write(unified / "hyper_param.safetensors", Contents.of(held))
+    assert "'ln.g' lies in two files" in says(unified)
+
+
+def test_a_part_that_the_map_does_not_fit(unified: Path) -> None:
+    (unified / "part0.safetensors").unlink()
+    assert "part0.safetensors" in says(unified)
 
 
 def test_targets_are_not_written_beside_other_files(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ FORMS = (
     Form("hf", sharded=False),
     Form("torch", sharded=True),
     Form("torch", sharded=False),
+    Form("dcp", sharded=True, describes_itself=True),
 )
 # What all of them can hold.
 DTYPES = tuple(map(np.dtype, (np.float32, ml_dtypes.bfloat16, np.int8, np.bool_, np.float16, np.int64, np.float64)))

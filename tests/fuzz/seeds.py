@@ -200,8 +200,9 @@ def torch_files(path: Path) -> Iterator[None]:
     path.unlink()
     samples.write(torch, str(path), CONTENTS)
     yield
-    path.write_bytes((TORCH_GOLDEN / "legacy.pth").read_bytes())
-    yield
+    for name in ("legacy.pth", "dtensor_ranks/model_world_size_4_rank_2.pt"):
+        path.write_bytes((TORCH_GOLDEN / name).read_bytes())
+        yield
 
 
 def torch_pickles(path: Path) -> Iterator[None]:

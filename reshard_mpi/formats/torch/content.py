@@ -45,6 +45,9 @@ class Storages:
 
     def _storage(self, persistent_id: Value) -> Storage:
         made = storage(persistent_id)
-        if made.unknown is None and self.by_key.setdefault(made.key, made).size_bytes != made.size_bytes:
+        if made.unknown is not None:
+            return made
+        first = self.by_key.setdefault(made.key, made)
+        if first is not made and first.size_bytes != made.size_bytes:
             raise ValueError(f"a storage of two sizes: {made.key[:60]!r}")
         return made

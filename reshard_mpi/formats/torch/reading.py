@@ -46,7 +46,8 @@ def _parsed(path: str, content: Content) -> Manifest:
     try:
         flattened = nest.flatten(content.root, is_tensor)
     except nest.NestError as error:
-        raise ShardError(f"a shard cannot be read: {error.problem}", got=error.got, where=path) from None
+        problem = f"a shard cannot be read: {error.problem}"
+        raise ShardError(problem, got=error.got, where=path, remedy=error.remedy) from None
     strings = _own_strings(content)
     found = flattened.tensors
     if strings is not None:
