@@ -19,9 +19,7 @@ _NEWEST_VERSION = 10
 _MAX_SMALL_BYTES = 64
 
 
-def of_archive(
-    fd: int, path: str, size_bytes: int, first_byte: int = 0, budget_bytes: int = BUDGET_BYTES
-) -> Content:
+def of_archive(fd: int, path: str, size_bytes: int, first_byte: int = 0, budget_bytes: int = BUDGET_BYTES) -> Content:
     """Read the content of an archive, which begins at `first_byte` of its file.
 
     budget_bytes: what its objects may take of memory. Raises ShardError if it is not sound, or no checkpoint.
