@@ -127,8 +127,6 @@ class TestCommands:
     @pytest.mark.parametrize(
         "name", ["conversion", "planning", "startup", "scaling", "verification", "tensors", "forms"]
     )
-        "name", ["conversion", "planning", "startup", "scaling", "verification", "tensors", "forms"]
-    )
     def test_help_names_every_option(self, name: str, capsys: Capture) -> None:
         with pytest.raises(SystemExit, match="0"):
             parser().parse_args([name, "--help"])
