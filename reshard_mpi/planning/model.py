@@ -295,6 +295,7 @@ class RankPlan(NamedTuple):
     lost: tuple[Lost, ...] = ()
     warnings: tuple[str, ...] = ()
     unplaced: frozenset[str] = frozenset()
+    left_out: tuple[str, ...] = ()
 
     @property
     def shard(self) -> ShardSpec:

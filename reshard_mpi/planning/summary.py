@@ -39,7 +39,7 @@ class RankSummary(NamedTuple):
             peak_bytes=peak_bytes,
             absent=plan.absent,
             notes=plan.notes,
-            warnings=(*warnings_of(plan.lost), *plan.warnings),
+            warnings=(*warnings_of(plan.lost), *plan.warnings, *plan.left_out),
         )
 
 

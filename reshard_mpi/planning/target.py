@@ -185,8 +185,8 @@ class ShardPlanner:
             warnings=(
                 *(self._not_its_own() if same_world and self._rank in self._lost else ()),
                 *(missing for manifest in self._manifests.values() for missing in missing_files(manifest.tensors)),
-                *left_out_of(self._manifests),
             ),
+            left_out=tuple(left_out_of(self._manifests)),
         )
 
     def _target_layout(self, name: str, group: SourceGroup) -> Layout | None:

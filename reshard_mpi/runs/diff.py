@@ -96,7 +96,7 @@ def _planned(
         plans = [conversion.plan(0, checked=False) for conversion in conversions]
     notes = (*first_files.notes, *second_files.notes, *governor.notes, *_other_texts(*plans))
     first, second = map(_Side, (request.source, request.target), sources, plans)
-    warnings += [*first_files.warnings, *second_files.warnings]
+    warnings += [*first_files.warnings, *second_files.warnings, *plans[0].warnings, *plans[1].warnings]
     lost = (*plans[0].lost, *plans[1].lost)
     return first, second, Outcome(notes=tuple(dict.fromkeys(notes)), lost=lost, other_warnings=tuple(warnings))
 
@@ -110,7 +110,11 @@ def _other_texts(first: RankPlan, second: RankPlan) -> Iterator[str]:
 
 
 def _unlike(first: _Side, second: _Side) -> Iterator[DifferenceError]:
-    """Yield what the two do not have in common: names, types, shapes."""
+    """Yield what cannot be compared, and what the two do not have in common: names, types, shapes."""
+    for side in (first, second):
+        for what in side.plan.left_out:
+            problem = f"not all that is in {side.path} can be compared"
+            yield DifferenceError(problem, expected="tensors and plain data alone", got=what, where=side.path)
     here, there = ({spec.name: spec for spec in side.plan.tensors.specs} for side in (first, second))
     for side, other, own, others in ((first, second, here, there), (second, first, there, here)):
         alone = [repr(name) for name in own if name not in others]

@@ -201,7 +201,8 @@ class Planner:
         self.summaries.append(RankSummary.of(plan, peak_bytes))
         if evidence.held.digest not in self._placed:
             self._placed[evidence.held.digest] = (plan.stage, rank, plan.placed)
-        outcome = Outcome(absent=plan.absent, notes=plan.notes, lost=plan.lost, other_warnings=plan.warnings)
+        warnings = (*plan.warnings, *plan.left_out)
+        outcome = Outcome(absent=plan.absent, notes=plan.notes, lost=plan.lost, other_warnings=warnings)
         return Planned(outcome, plan.moments, (evidence.held,), plan.beginnings, plan.alike)
 
     def _sources(self, run: Run, plan: RankPlan) -> Sources:

@@ -47,5 +47,6 @@ def plan_together(
 
 
 def _told(plan: RankPlan) -> Planned:
-    outcome = Outcome(absent=plan.absent, notes=plan.notes, lost=plan.lost, other_warnings=plan.warnings)
+    warnings = (*plan.warnings, *plan.left_out)
+    outcome = Outcome(absent=plan.absent, notes=plan.notes, lost=plan.lost, other_warnings=warnings)
     return Planned(outcome, beginnings=plan.beginnings)
