@@ -16,6 +16,8 @@ from reshard_mpi.engine.regions import fill, first_difference_of_tensors
 from reshard_mpi.engine.sums import place_of
 from reshard_mpi.errors import DifferenceError
 from reshard_mpi.formats.dtypes import numbers
+from reshard_mpi.formats.nest import NEST
+from reshard_mpi.formats.nest import first_difference as first_nest_difference
 from reshard_mpi.formats.places import Decoded
 from reshard_mpi.formats.specs import TensorSpec
 from reshard_mpi.planning.fit import drift_warning
@@ -104,9 +106,13 @@ def _planned(
 def _other_texts(first: RankPlan, second: RankPlan) -> Iterator[str]:
     """Yield a note where the two do not hold the same texts, which are no tensors."""
     names = sorted({**first.strings, **second.strings})
-    differing = [repr(name) for name in names if first.strings.get(name) != second.strings.get(name)]
+    differing = [name for name in names if first.strings.get(name) != second.strings.get(name)]
+    if NEST in differing:
+        differing.remove(NEST)
+        where = first_nest_difference(first.strings.get(NEST), second.strings.get(NEST))
+        yield f"values beside the tensors differ: {where or 'how they are nested'}"
     if differing:
-        yield f"texts beside the tensors differ: {_shortened(differing)}"
+        yield f"texts beside the tensors differ: {_shortened(list(map(repr, differing)))}"
 
 
 def _unlike(first: _Side, second: _Side) -> Iterator[DifferenceError]:

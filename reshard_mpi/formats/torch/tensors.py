@@ -21,6 +21,8 @@ _DTENSORS = frozenset(
     for module in ("torch.distributed.tensor", "torch.distributed._tensor", "torch.distributed._tensor.api")
 )
 _PLAIN_CLASSES = frozenset((Global("torch", "Tensor"), Global("torch.nn.parameter", "Parameter")))
+# What torch itself gives to buffers.
+_OWN_ATTRIBUTES = ("persistent", "_is_buffer")
 _MAX_BYTES = 1 << 62
 # The sixth part of a persistent id in files of the older layout.
 _NO_VIEWS: tuple[list[None], ...] = ([], [None])
@@ -161,7 +163,9 @@ def _with(tensor: Value, *besides: str) -> Value:
 def _attributes(state: Value) -> str:
     """Say which attributes an object has; nothing if it has none."""
     parts = state if type(state) is tuple else (state,)  # in a dictionary, and in slots
-    names = [str(name) for part in parts if type(part) is Dict for name in part.flat[::2]]
+    names = [
+        str(name) for part in parts if type(part) is Dict for name in part.flat[::2] if name not in _OWN_ATTRIBUTES
+    ]
     return f"its attributes {', '.join(names)}" if names else ""
 
 
