@@ -22,6 +22,7 @@ from reshard_mpi.errors import CoverageError, DamageError, DisagreementError, Re
 from reshard_mpi.filesystem.folders import Folder, closing
 from reshard_mpi.filesystem.locks import holders, open_lock, try_lock
 from reshard_mpi.filesystem.paths import require_replaceable
+from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.journal.commit_record import COMMIT_ROOM, CommitRecord
 from reshard_mpi.journal.provenance import require_one_state, require_same_sources
 from reshard_mpi.journal.publication import publish_bytes, publish_text, remove_stale, remove_stale_records
@@ -185,7 +186,10 @@ def _publish_index(folder: Folder, format_name: str, records: Sequence[TargetRec
     """Write the index that makes the folder a checkpoint, if its format has one."""
     folder_format, index = formats.folder_by_name(format_name), formats.index_of(format_name)
     if folder_format is not None and index is not None:
-        files = [folder_format.locate(str(folder.path / record.file)) for record in records]
+        files: list[Manifest] = []
+        for record in records:
+            files.append(folder_format.locate(str(folder.path / record.file)))
+            files[-1].tensors.share_names(files[0].tensors)
         content = folder_format.index(files)
         if content is not None:
             remove_stale(folder, index)
