@@ -53,7 +53,7 @@ def transform(
     dst_strategy: PathLike | None = None,
     *,
     to: str | None = None,
-    prefix: str = "checkpoint_",
+    prefix: str = formats.DEFAULT_PREFIX,
     select: str | None = None,
     source_format: str | None = None,
     ranks: Iterable[int] | None = None,

@@ -29,6 +29,8 @@ _MODULES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
 NAMES = tuple(_MODULES)
 # What the functions with MindSpore's names write, unless they are told.
 DEFAULT = "ckpt"
+# What names of target files begin with, unless the user says otherwise or their format has names of its own.
+DEFAULT_PREFIX = "checkpoint_"
 SUFFIXES = tuple(dict.fromkeys(suffix for _, suffixes, _ in _MODULES.values() for suffix in suffixes))
 
 

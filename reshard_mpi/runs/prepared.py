@@ -146,6 +146,17 @@ def _target_format(request: Request, source_format: str) -> str:
             expected=f"--to {name} without --dst-strategy, or --to {traits.sharded_as} with it",
             got=f"--dst-strategy {request.dst_strategy}",
         )
+    folder_format = formats.folder_by_name(name)
+    if (
+        folder_format is not None
+        and request.prefix not in ("", formats.DEFAULT_PREFIX)
+        and folder_format.file_name(0, 1, "") == folder_format.file_name(0, 1, request.prefix)
+    ):
+        raise UsageError(
+            f"files of a checkpoint in {name} have names of their own",
+            expected="no --prefix",
+            got=f"--prefix {request.prefix}",
+        )
     if request.max_shard_size is not None and not traits.is_filled:
         able = [f"--to {other}" for other in formats.NAMES if formats.by_name(other).TRAITS.is_filled]
         raise UsageError(
