@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from reshard_mpi import formats
 from reshard_mpi.api.calls import (
     PathLike,
     as_replicas,
