@@ -136,7 +136,7 @@ def rank_of_folder(name: str) -> int | None:
 
 
 def both_ways(path: Path) -> tuple[Path, Path]:
-    """Return where a path lies as it was named, and where links lead to: a folder may be met by either."""
+    """Return the absolute path as it was named, and the one that links lead to: a folder may be known by either."""
     return Path(os.path.abspath(path)), real_path(path)  # noqa: PTH100 - the first is not to follow links
 
 
@@ -208,10 +208,10 @@ def _same_checkpoint(candidates: Mapping[int, list[Path]], path: str) -> tuple[d
 
 
 def name_without_rank(rank: int, name: str) -> str:
-    """Return the name of a shard of `rank` as those of other ranks have it too, its epoch and step left as they are."""
+    """Return the name of a shard of `rank` with the rank replaced: the same for all ranks, if epoch and step are."""
     step = _STEP.search(name)
-    at = step.start() if step else name.rindex(".")
-    stem, end = name[:at], name[at:]
+    cut = step.start() if step else name.rindex(".")
+    stem, end = name[:cut], name[cut:]
     return re.sub(rf"(?<!\d){rank}(?!\d)", "<rank>", stem) + end
 
 
