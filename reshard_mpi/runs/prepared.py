@@ -1,4 +1,4 @@
-"""A request looked into: which targets, from which shards, by which strategies, and where they are written."""
+"""Prepares a request: which targets are made, from which shards, by which strategies, and where they are written."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAX_TARGETS = 1 << 16
 
 
 class Run(NamedTuple):
-    """A request that has been looked into: source and strategies are read, the targets are known."""
+    """A prepared request: source and strategies have been read, and the targets are known."""
 
     request: Request
     conversion: Conversion
