@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-from benchmarks import conversion, planning, scaling, startup, tensors, verification
+from benchmarks import conversion, forms, planning, scaling, startup, tensors, verification
 from benchmarks.plot import draw, lacks_matplotlib
 from benchmarks.results import Results
 from benchmarks.targets import LARGE_MB, SMALL_MB
@@ -49,10 +49,16 @@ _VERIFICATION = """\
 Reshards a GPT-like checkpoint with --verify beside the same without it, for .ckpt and HDF5; then sums, in one process
 and from the page cache, a piece of a tensor that is one run and one whose runs have 512 bytes.
 """
+_FORMS = """\
+Takes checkpoints from one form to another: safetensors of 8 ranks to 4 beside MindSpore's transform_checkpoints, and
+to a Hugging Face folder beside its unified_safetensors and torch's consolidation (CPU time); torch's distributed
+checkpoint to another mesh beside its own load and save, and to one file beside dcp_to_torch_save; then a larger
+checkpoint to each form beside `cp` of what was written.
+"""
 _TENSORS = """\
 Reshards checkpoints of very many small tensors, float32 of 64 x 64, cut along rows over 4 ranks, into columns over 2:
-beside safetensors' own loading and saving, beside torch's distributed checkpoint, to and from HDF5, and a larger one
-beside a smaller. Then moves small pieces in the engine alone, and tells its CPU time.
+beside safetensors' own loading and saving, beside torch's distributed checkpoint, to and from every other format, and a
+larger one beside a smaller. Then moves small pieces in the engine alone, and tells its CPU time.
 """
 
 
@@ -98,6 +104,7 @@ def parser() -> argparse.ArgumentParser:
     _add_startup(_command(commands, "startup", "commands that move next to nothing", _STARTUP))
     _add_scaling(_command(commands, "scaling", "one file filled by several processes", _SCALING))
     _add_verification(_command(commands, "verification", "what --verify and verify cost", _VERIFICATION))
+    _add_forms(_command(commands, "forms", "from one form of a checkpoint to another", _FORMS))
     _add_tensors(_command(commands, "tensors", "checkpoints of very many small tensors", _TENSORS))
     return whole
 
@@ -225,6 +232,26 @@ def _add_verification(parser: argparse.ArgumentParser) -> None:
         "--megabytes", type=_positive, default=SMALL_MB, metavar="N", help="size of the tensors (default: %(default)s)"
     )
     parser.set_defaults(run=lambda options: verification.measure(options.megabytes, options.pairs, options.folder))
+
+
+def _add_forms(parser: argparse.ArgumentParser) -> None:
+    for name, size in (("--megabytes", SMALL_MB), ("--large-megabytes", LARGE_MB)):
+        parser.add_argument(name, type=_positive, default=size, metavar="N", help="(default: %(default)s)")
+    for name in ("mindspore", "torch"):
+        text = f"interpreter that has {name} (default: this one)"
+        parser.add_argument(f"--{name}", default=sys.executable, metavar="PYTHON", help=text)
+    parser.set_defaults(
+        run=lambda options: forms.measure(
+            forms.Settings(
+                options.megabytes,
+                options.large_megabytes,
+                options.pairs,
+                options.folder,
+                options.mindspore,
+                options.torch,
+            )
+        )
+    )
 
 
 def _add_tensors(parser: argparse.ArgumentParser) -> None:

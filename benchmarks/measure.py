@@ -35,9 +35,9 @@ class CommandFailedError(Exception):
 class Run:
     """One run of one side.
 
-    seconds: from the start to the end of the command. inner_seconds: what it measured of itself, where it does: the
-    time in the engine, or of one call between barriers. read_bytes, written_bytes: as system calls count them, in all
-    processes, unless the side knows better.
+    seconds: from the start to the end of the command. cpu_seconds: of all its processes. inner_seconds: what it
+    measured of itself, where it does: the time in the engine, or of one call between barriers. read_bytes,
+    written_bytes: as system calls count them, in all processes, unless the side knows better.
     """
 
     seconds: float
@@ -45,6 +45,7 @@ class Run:
     read_bytes: int
     written_bytes: int
     inner_seconds: float | None = None
+    cpu_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,13 @@ def measure(commands: Sequence[Sequence[str]], environment: Mapping[str, str] | 
             f"exit code {next(filter(None, facts['codes']))}: {(said.splitlines() or ['it said nothing'])[-1]}",
             f"{' '.join(commands[0])}\n{said[-_SHOWN_CHARACTERS:]}",
         )
-    run = Run(facts["seconds"], facts["peak_bytes"], facts["read_bytes"], facts["written_bytes"])
+    run = Run(
+        facts["seconds"],
+        facts["peak_bytes"],
+        facts["read_bytes"],
+        facts["written_bytes"],
+        cpu_seconds=facts["cpu_seconds"],
+    )
     return Measured(run, stdout)
 
 

@@ -18,6 +18,7 @@ class Clock(Enum):
 
     COMMAND = "whole command"
     INNER = "inner"
+    CPU = "CPU time of all processes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +156,8 @@ def seconds_of(run: Run, clock: Clock) -> float:
     """Return one of a run's times. Raises NoInnerTimeError."""
     if clock is Clock.COMMAND:
         return run.seconds
+    if clock is Clock.CPU:
+        return run.cpu_seconds
     if run.inner_seconds is None:
         raise NoInnerTimeError("the runs did not report the time in the engine")
     return run.inner_seconds

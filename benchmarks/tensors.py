@@ -14,7 +14,7 @@ from benchmarks.machine import describe
 from benchmarks.measure import PROGRAMS, Run, last_json, settle
 from benchmarks.measure import measure as measure_commands
 from benchmarks.network import Resharding, Shapes
-from benchmarks.peers.ours import Transform
+from benchmarks.peers.ours import Between, Transform
 from benchmarks.peers.torch_dcp import Dcp
 from benchmarks.results import Results
 from benchmarks.rows import Clock, Question, alone, answer, largest_process
@@ -61,7 +61,7 @@ def measure(tensors: int, many: int, pairs: int, folder: Path | None, safetensor
 
     tensors, many: how many there are, and in the larger checkpoint. safetensors, torch: interpreters that have them.
     """
-    needed_bytes = (6 * tensors + 2 * many) * (_TENSOR_BYTES + 512)
+    needed_bytes = (10 * tensors + 2 * many) * (_TENSOR_BYTES + 512)
     with workplace(folder, needed_bytes) as place:
         machine = describe(place)
         few, hdf5, more = (
@@ -81,11 +81,32 @@ def measure(tensors: int, many: int, pairs: int, folder: Path | None, safetensor
         for key, side in (("tensors.to_hdf5", to_hdf5), ("tensors.from_hdf5", from_hdf5)):
             way = key.partition(".")[2].replace("_", " ")
             questions.append(Question(Comparison(side, small), key, f"{what}, {way}"))
+        questions += _other_forms(place, few, what, small)
         rows = answer(questions, pairs)
         runs = [run for question in questions for run in question.comparison.our_runs]
         pieces = [_pieces(place) for _ in range(1 + pairs)][1:]
         rows.append(alone("tensors.piece", f"{_PIECES:,} pieces of 4 KiB, CPU", "one process", pieces, Clock.INNER))
     return Results("tensors", machine, pairs, [*rows, largest_process("tensors.memory", runs)])
+
+
+def _other_forms(place: Path, few: Checkpoint, what: str, small: Transform) -> list[Question]:
+    """Ask for every other form there is, to it and from it, each beside `.ckpt` to `.ckpt`."""
+    output, questions = place / "dst", []
+    source = ("--src-strategy", str(few.src_strategy))
+    target = ("--dst-strategy", str(few.dst_strategy))
+    for form in ("safetensors", "torch", "hf", "dcp"):
+        is_full, jobs = form == "hf", ("--jobs", str(_TARGETS))
+        made = place / f"{form}_source"
+        kept = source if is_full else (*source, "--dst-strategy", str(few.src_strategy))
+        Between("", few.source, made, ("--to", form, *kept, *jobs)).run()
+        to = Between(f"--to {form}", few.source, output, ("--to", form, *source, *(() if is_full else target), *jobs))
+        described = () if form in ("hf", "dcp") else source
+        back = Between(f"{form} --to ckpt", made, output, ("--to", "ckpt", *described, *target, *jobs))
+        questions += [
+            Question(Comparison(to, small), f"tensors.to_{form}", f"{what}, to {form}"),
+            Question(Comparison(back, small), f"tensors.from_{form}", f"{what}, from {form}"),
+        ]
+    return questions
 
 
 def _made(folder: Path, kind: str, count: int) -> Checkpoint:

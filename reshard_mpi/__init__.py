@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         transform,
         transform_checkpoint_by_rank,
         transform_checkpoints,
+        unified_safetensors,
         verify,
     )
     from reshard_mpi.errors import (
@@ -72,6 +73,7 @@ __all__ = [
     "transform",
     "transform_checkpoint_by_rank",
     "transform_checkpoints",
+    "unified_safetensors",
     "verify",
 ]
 

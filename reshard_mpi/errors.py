@@ -118,6 +118,16 @@ def only_known_errors() -> Iterator[None]:
         raise as_reshard_error(error) from error
 
 
+_MAX_QUOTED = 80
+
+
+def wrong_type(name: str, expected: str, value: object) -> WrongTypeError:
+    """Return the error for an argument `name` of a type that it cannot have."""
+    text = repr(value)
+    got = f"{type(value).__name__}: {text[:_MAX_QUOTED]}{'...' * (len(text) > _MAX_QUOTED)}"
+    return WrongTypeError(f"{name} is of a wrong type", expected=expected, got=got)
+
+
 def told(error: Exception) -> str:
     """Return an error in one line: what is wrong, what was expected, what was there."""
     known = as_reshard_error(error)

@@ -8,9 +8,10 @@ import importlib.util
 import inspect
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -33,6 +34,9 @@ settings.load_profile(_PROFILE)
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr == "not slow":
         settings.load_profile("quick")
+    # Else every process that a test starts would compile all of the package again, which takes as long as what it does.
+    sys.dont_write_bytecode = False
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     # A shell that starts the tests in the background has them, and all that they start, ignore interrupts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -42,6 +46,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if collection_path == RANKS_FOLDER and not config.getoption("--with-mpi") else None
 
 
+# Libraries whose tests are marked with their names, since they need the library itself.
+_PEERS = ("mindspore", "torch")
 # What takes a cluster, an MPI, or MindSpore itself.
 _SLOW_FIXTURES = {"mpi", "mpirun", "slurm", "mindspore"}
 # Modules of which every test makes many conversions, in one process or in many.
@@ -64,10 +70,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         group = _one_at_a_time(item)
         if group is not None:
             item.add_marker(pytest.mark.xdist_group(group))
-    if importlib.util.find_spec("mindspore") is None:
-        for item in items:
-            if item.get_closest_marker("mindspore"):
-                item.add_marker(pytest.mark.skip(reason="MindSpore is not installed"))
+    for peer in _PEERS:
+        if importlib.util.find_spec(peer) is None:
+            for item in items:
+                if item.get_closest_marker(peer):
+                    item.add_marker(pytest.mark.skip(reason=f"{peer} is not installed"))
 
 
 def _is_slow(item: pytest.Item) -> bool:
@@ -76,7 +83,7 @@ def _is_slow(item: pytest.Item) -> bool:
     A test that starts processes takes a second or so; one of many such, told apart by parameters, would take a minute
     with the others.
     """
-    if _SLOW_FIXTURES & set(getattr(item, "fixturenames", ())) or item.get_closest_marker("mindspore"):
+    if _SLOW_FIXTURES & set(getattr(item, "fixturenames", ())) or any(map(item.get_closest_marker, _PEERS)):
         return True
     if item.path.stem in _SLOW_MODULES:
         return True
@@ -93,10 +100,16 @@ def _starts_processes(function: object) -> bool:
     code = getattr(inspect.unwrap(function) if callable(function) else function, "__code__", None)
     if code is None or not code.co_filename.startswith(TESTS_FOLDER):
         return False
-    names = set(code.co_names)
+    names = _names_in(code)
     known = getattr(function, "__globals__", {})
     called = (known[name] for name in names if inspect.isfunction(known.get(name)))
     return bool(_STARTERS & names) or any(other is not function and _starts_processes(other) for other in called)
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """Return the names that a function uses, with those of the functions and comprehensions in it."""
+    inner = (_names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return set(code.co_names).union(*inner)
 
 
 def _one_at_a_time(item: pytest.Item) -> str | None:
@@ -121,10 +134,10 @@ def _own_leases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(params=MPI_NAMES)
 def mpi(request: pytest.FixtureRequest) -> MPI:
     """Every MPI implementation of this machine in turn."""
-    found = find_mpi(request.param)
-    if found is None:
+    implementation = find_mpi(request.param)
+    if implementation is None:
         pytest.skip(f"{request.param} is not installed")
-    return found
+    return implementation
 
 
 @pytest.fixture

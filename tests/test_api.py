@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 import numpy as np
 import pytest
-from support.conversions import TENSORS, Conversion, assert_right, listing, make
+from support.conversions import TENSORS, Conversion, assert_right, listing, make, transform_by_function
 
 import reshard_mpi
 from reshard_mpi import UsageError, WrongTypeError
@@ -52,7 +52,7 @@ def test_other_names_do_the_same(tmp_path: Path) -> None:
 def test_no_processes_are_one(tmp_path: Path) -> None:
     """MindSpore does not look at `process_num` where it transforms .ckpt files."""
     c = make(tmp_path)
-    reshard_mpi.transform_checkpoints(c.src, c.dst, "checkpoint_", c.src_strategy, c.dst_strategy, 0)
+    transform_by_function(c, 0)
     assert_right(c)
 
 
@@ -60,8 +60,8 @@ def test_numbers_of_any_type(tmp_path: Path) -> None:
     c = make(tmp_path)
     strategies = (c.src_strategy, c.dst_strategy)
     for rank in (1, np.int64(1), np.uint8(1), True):  # MindSpore takes True for 1
-        found = reshard_mpi.rank_list_for_transform(rank, *strategies)
-        assert found == [2, 3] and {type(one) for one in found} == {int}
+        ranks = reshard_mpi.rank_list_for_transform(rank, *strategies)
+        assert ranks == [2, 3] and {type(one) for one in ranks} == {int}
     files = {np.int32(rank): c.shard(rank) for rank in range(4)}
     one, other = tmp_path / "one.ckpt", tmp_path / "other.ckpt"
     reshard_mpi.transform_checkpoint_by_rank(np.int64(1), MappingProxyType(files), one, *strategies)

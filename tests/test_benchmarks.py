@@ -417,9 +417,9 @@ class TestSurroundings:
         assert not list(tmp_path.iterdir())
 
     def test_machine(self, tmp_path: Path) -> None:
-        found = describe(tmp_path, [(sys.executable, "no-such-package")])
-        assert {"cpu", "cores", "memory", "kernel", "file system", "Python", "numpy"} <= found.keys()
-        assert f"numpy {found['numpy']}" in as_line(found)
+        machine = describe(tmp_path, [(sys.executable, "no-such-package")])
+        assert {"cpu", "cores", "memory", "kernel", "file system", "Python", "numpy"} <= machine.keys()
+        assert f"numpy {machine['numpy']}" in as_line(machine)
         assert file_system(Path("/proc")) == "proc"
 
     def test_xfs_without_root(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

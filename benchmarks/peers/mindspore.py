@@ -26,7 +26,7 @@ class _Tool:
 
 @dataclass(frozen=True, slots=True)
 class TransformCheckpoints(_Tool):
-    """`mindspore.transform_checkpoints` with `processes` processes, as a whole command."""
+    """`mindspore.transform_checkpoints` with `processes` processes, as a whole command. Writes the source's format."""
 
     @property
     def name(self) -> str:
@@ -34,8 +34,22 @@ class TransformCheckpoints(_Tool):
 
     def run(self) -> Run:
         _clear(self.output)
-        program = [self.interpreter, str(PROGRAMS / "mindspore_whole.py"), str(self.processes)]
+        program = [self.interpreter, str(PROGRAMS / "mindspore_whole.py"), str(self.processes), self.checkpoint.format]
         return measure([[*program, *_paths(self.checkpoint, self.output)]]).run
+
+
+@dataclass(frozen=True, slots=True)
+class Unified(_Tool):
+    """`mindspore.unified_safetensors`: whole tensors of all ranks in a few files."""
+
+    @property
+    def name(self) -> str:
+        return f"MindSpore unified_safetensors, max_process_num={self.processes}"
+
+    def run(self) -> Run:
+        _clear(self.output)
+        paths = [str(path) for path in (self.checkpoint.source, self.checkpoint.src_strategy, self.output)]
+        return measure([[self.interpreter, str(PROGRAMS / "mindspore_unified.py"), str(self.processes), *paths]]).run
 
 
 @dataclass(frozen=True, slots=True)

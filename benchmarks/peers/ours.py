@@ -39,18 +39,63 @@ class Transform:
         return lacks_mpi() if self.under_mpi else None
 
     def run(self) -> Run:
-        report = self.output.with_suffix(".json")
-        shutil.rmtree(self.output, ignore_errors=True)
-        settle(self.checkpoint.folder)
         strategies = ["--src-strategy", str(self.checkpoint.src_strategy)]
         if self.checkpoint.dst_strategy is not None:
             strategies += ["--dst-strategy", str(self.checkpoint.dst_strategy)]
-        transform = ["transform", str(self.checkpoint.source), str(self.output), *strategies]
-        jobs = [] if self.under_mpi else ["--jobs", str(self.processes)]
         launcher = (mpirun(self.processes) or []) if self.under_mpi else []
-        options = ["--progress", "none", "--report", str(report), *self.options]
-        measured = measure([[*launcher, *COMMAND, *transform, *jobs, *options]])
-        return with_report(measured.run, json.loads(report.read_text())["targets"])
+        jobs = [] if self.under_mpi else ["--jobs", str(self.processes)]
+        return _transform(self.checkpoint.source, self.output, [*strategies, *jobs, *self.options], launcher)
+
+
+@dataclass(frozen=True, slots=True)
+class Between:
+    """`reshard-mpi transform` from one form of a checkpoint to another, as a whole command. options: of the command."""
+
+    name: str
+    source: Path
+    output: Path
+    options: tuple[str, ...]
+
+    def missing(self) -> str | None:
+        return None if self.source.exists() else f"there is no {self.source.name}: what should make it is missing"
+
+    def run(self) -> Run:
+        return _transform(self.source, self.output, self.options)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """`transform(..., comm=...)` in ranks that have imported it, to the format `to`; inner_seconds: of the call."""
+
+    source: Path
+    output: Path
+    dst_strategy: Path
+    to: str
+    processes: int
+
+    @property
+    def name(self) -> str:
+        return f"transform in {self.processes} MPI ranks"
+
+    def missing(self) -> str | None:
+        return lacks_mpi()
+
+    def run(self) -> Run:
+        shutil.rmtree(self.output, ignore_errors=True)
+        settle(self.output.parent)
+        arguments = [self.source, self.output, self.dst_strategy, self.to]
+        program = [sys.executable, "-m", "mpi4py", "-m", "benchmarks.programs.ours_between_forms"]
+        measured = measure([[*(mpirun(self.processes) or []), *program, *map(str, arguments)]])
+        return replace(measured.run, inner_seconds=last_json(measured.stdout)["seconds"])
+
+
+def _transform(source: Path, output: Path, options: Iterable[str], launcher: Iterable[str] = ()) -> Run:
+    report = output.with_suffix(".json")
+    shutil.rmtree(output, ignore_errors=True)
+    settle(output.parent)
+    said = ["--progress", "none", "--report", str(report)]
+    measured = measure([[*launcher, *COMMAND, "transform", str(source), str(output), *options, *said]])
+    return with_report(measured.run, json.loads(report.read_text())["targets"])
 
 
 @dataclass(frozen=True, slots=True)

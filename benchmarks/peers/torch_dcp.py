@@ -37,16 +37,20 @@ class Dcp:
     def missing(self) -> str | None:
         return lacks(self.interpreter, "torch", "--torch")
 
-    def run(self) -> Run:
-        if not self._source.exists():
+    def make_source(self) -> None:
+        """Have the source made, if it is not there."""
+        if not self.source.exists():
             self._measure("save", self.checkpoint.resharding.source.world_size)
+
+    def run(self) -> Run:
+        self.make_source()
         shutil.rmtree(self.output, ignore_errors=True)
         settle(self.checkpoint.folder)
         measured = self._measure("reshard", self.processes)
         return replace(measured.run, inner_seconds=last_json(measured.stdout)["seconds"])
 
     @property
-    def _source(self) -> Path:
+    def source(self) -> Path:
         return self.checkpoint.folder / "src_dcp"
 
     @property
@@ -60,7 +64,7 @@ class Dcp:
         spec.write_text(json.dumps(self._spec()))
         rendezvous = self.checkpoint.folder / f"rendezvous_{uuid.uuid4().hex}"
         program = [self.interpreter, str(PROGRAMS / "torch_dcp.py"), task, str(spec)]
-        paths = [str(rendezvous), str(self._source), str(self.output)]
+        paths = [str(rendezvous), str(self.source), str(self.output)]
         return measure([[*program, str(rank), *paths] for rank in range(ranks)], _ONE_THREAD)
 
     def _spec(self) -> Mapping[str, Any]:

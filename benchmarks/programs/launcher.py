@@ -28,9 +28,11 @@ def main() -> None:
     ended = dict(os.waitpid(pid, 0) for pid in pids)
     seconds = time.perf_counter() - begin
     read_until, written_until = io_bytes()
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     facts = {
         "seconds": seconds,
-        "peak_bytes": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024,
+        "cpu_seconds": usage.ru_utime + usage.ru_stime,
+        "peak_bytes": usage.ru_maxrss * 1024,
         "read_bytes": read_until - read_bytes,
         "written_bytes": written_until - written_bytes,
         "codes": [os.waitstatus_to_exitcode(status) for status in ended.values()],

@@ -15,6 +15,8 @@ from reshard_mpi.filesystem.paths import real_path
 from reshard_mpi.text import natural_key
 
 _RANK_FOLDER = re.compile(r"rank_(\d+)")
+# One of several files that hold a checkpoint together: how the others are called, its number, and how many there are.
+_PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{1,6})(?P<rest>-of-(?P<total>\d{1,6})\.\w+)")
 _STEP = re.compile(r"-(\d+)_(\d+)\.\w+$")
 # A strategy file kept beside the shards may end in .ckpt too; it begins with the number field `current_stage`, a
 # checkpoint with a nested message (facts of the two protobuf schemas).
@@ -39,7 +41,8 @@ class ShardFiles(NamedTuple):
 
     def one_by_one(self) -> ShardFiles:
         """Return the files of a folder with an index, each as that of the target it was written as."""
-        ordered = sorted(self.by_rank[0][1:], key=lambda path: natural_key(Path(path).name))
+        files = (path for path in self.by_rank[0] if formats.name_of(path))
+        ordered = sorted(files, key=lambda path: natural_key(Path(path).name))
         return self._replace(by_rank={rank: (path,) for rank, path in enumerate(ordered)}, is_folder=False)
 
 
@@ -59,6 +62,7 @@ def find_shards(
             raise _nothing(path, f"a file that ends in {_endings()}", at.name, role)
         if _is_strategy(at):
             raise _nothing(path, "a checkpoint", "a strategy file", role)
+        _require_index(formats.name_of(path) or name, at.parent, path, role)
         return _by_own_rank(ShardFiles(path, name, {0: (path,)}))
     if not at.is_dir():
         raise SourceError(
@@ -79,7 +83,42 @@ def find_shards(
     if not loose:
         raise _nothing(path, f"rank_* folders or files that end in {wanted}", "neither", role)
     name = _one_format({0: loose}, path)
+    _require_index(name, at, path, role)
+    _require_all_parts(loose, path)
     return _by_own_rank(ShardFiles(path, name, {0: tuple(str(entry) for entry in loose)}))
+
+
+def _require_index(name: str, folder: Path, path: str, role: str) -> None:
+    """Raise SourceError for files of a format whose checkpoints are folders if the index is not there.
+
+    It is written last, so they may be a part of what was to be saved.
+    """
+    index = formats.index_of(name)
+    if index is not None and name not in formats.names_of_folder(str(folder)):
+        raise SourceError(
+            f"the {role} has files of the format {name}, and no index of them",
+            expected=f"{index} beside them, which is written when all are complete",
+            got="files alone",
+            where=path,
+            remedy="finish what writes them, or restore the index",
+        )
+
+
+def _require_all_parts(loose: Iterable[Path], path: str) -> None:
+    """Raise SourceError if loose files say how many they are (`model-00001-of-00003`), and others are not there."""
+    parts = [match for entry in loose if (match := _PART.fullmatch(entry.name))]
+    lying = [match for entry in Path(path).iterdir() if (match := _PART.fullmatch(entry.name))] if parts else []
+    there = {(match["stem"], match["rest"], int(match["number"])) for match in lying}
+    for stem, total, rest in dict.fromkeys((match["stem"], match["total"], match["rest"]) for match in parts):
+        missing = [number for number in range(1, int(total) + 1) if (stem, rest, number) not in there]
+        if missing:
+            raise SourceError(
+                "a checkpoint lacks some of its files",
+                expected=f"{int(total)} files, the last of them {stem}-{total}{rest}",
+                got=f"number {missing[0]} is not there" + (f", nor are {len(missing) - 1} more" * (len(missing) > 1)),
+                where=path,
+                remedy="copy or download them again; a file that is given by itself is taken as it is",
+            )
 
 
 def _indexed(path: str, folders: Mapping[int, Path], select: str | None, format_name: str | None) -> str | None:

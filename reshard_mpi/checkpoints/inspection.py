@@ -21,6 +21,9 @@ from reshard_mpi.sharding.placement import Placement, Strategy
 from reshard_mpi.text import one_line
 from reshard_mpi.units import format_bytes
 
+# Of a string so many characters are shown to people.
+_MAX_SHOWN = 200
+
 
 def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return a description of what lies at `path`, as plain values.
@@ -85,6 +88,8 @@ def _shard(manifest: Manifest) -> dict[str, Any]:
         "tensors": {name: _tensor(entry) for name, entry in manifest.tensors.items()},
         "strings": dict(manifest.strings),
     }
+    if manifest.left_out:
+        facts["left_out"] = list(manifest.left_out)
     if manifest.identity is not None:
         facts |= {"rank": manifest.identity.rank, "world_size": manifest.identity.world_size}
     return facts
@@ -189,7 +194,13 @@ def _shard_lines(shard: dict[str, Any]) -> list[str]:
     for name, facts in shard["tensors"].items():
         whole = f"  at {facts['offset']} of {facts['global_shape']}" if "offset" in facts else ""
         lines.append(f"  {name}  {facts['dtype']} {facts['shape']}  {format_bytes(facts['size_bytes'])}{whole}")
-    return [*lines, *(f"  {name}  {text!r}" for name, text in shard["strings"].items())]
+    lines += [f"  {name}  {_shown(text)}" for name, text in shard["strings"].items()]
+    return [*lines, *(f"  left out: {what}" for what in shard.get("left_out", ()))]
+
+
+def _shown(text: str) -> str:
+    """Return a string as people are shown it: of a long one the beginning."""
+    return repr(text) if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]!r}... ({len(text)} characters)"
 
 
 def _strategy_lines(facts: dict[str, Any]) -> list[str]:

@@ -25,6 +25,7 @@ from reshard_mpi.errors import (
 )
 from reshard_mpi.formats.columns import Tensors
 from reshard_mpi.formats.manifest import Manifest, ShardIdentity
+from reshard_mpi.formats.nest import NEST
 from reshard_mpi.planning.losses import Lost, Missing
 from reshard_mpi.sharding.placement import Strategy, unsharded
 from reshard_mpi.sharding.strategy import table
@@ -316,7 +317,17 @@ def _locate(files: ShardFiles, rank: int, like: Manifest | None = None) -> Manif
             tensors.add_entry(entry)
             holder[name] = manifest.path
     strings = {name: text for manifest in manifests for name, text in manifest.strings.items()}
-    return Manifest(files.path, files.format, tensors, strings)
+    for manifest in manifests:
+        if manifest.strings.get(NEST, strings.get(NEST)) != strings.get(NEST):
+            raise SourceError(
+                "two of the loose files have nested dictionaries of their own",
+                expected="one file, or files that are dictionaries of tensors",
+                got=f"{manifest.path} and another",
+                where=files.path,
+                remedy="choose one of them with --select, and convert the others by themselves",
+            )
+    left_out = tuple(what for manifest in manifests for what in manifest.left_out)
+    return Manifest(files.path, files.format, tensors, strings, left_out=left_out)
 
 
 def _described(manifest: Manifest) -> Strategy | None:

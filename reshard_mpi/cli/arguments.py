@@ -12,6 +12,7 @@ from reshard_mpi import formats
 from reshard_mpi.cli.streams import show
 from reshard_mpi.processes import comm
 from reshard_mpi.text import one_line
+from reshard_mpi.units import parse_bytes
 
 if TYPE_CHECKING:
     from reshard_mpi.runs.request import Request
@@ -121,6 +122,12 @@ def _add_conversion(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--select", metavar="GLOB", help="take only source files whose names match")
     _add_from(parser)
     parser.add_argument("--to", choices=formats.NAMES, help="target format (default: the source's)")
+    parser.add_argument(
+        "--max-shard-size",
+        type=_size,
+        metavar="SIZE",
+        help="how large a file may become with --to hf (default: 5GB, which is 5 * 10^9 bytes)",
+    )
     share = parser.add_mutually_exclusive_group()
     share.add_argument("--rank", type=_rank, action="append", metavar="R", help="make this target only (repeatable)")
     share.add_argument(
@@ -145,7 +152,7 @@ def _add_conversion(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--strict",
         action="store_true",
-        help="refuse if a listed parameter was never saved, or copies have drifted apart",
+        help="refuse if a listed parameter was never saved, copies have drifted apart, or something cannot be carried",
     )
     parser.add_argument(
         "--replicas",
@@ -227,6 +234,16 @@ def _positive(text: str) -> int:
     if not _is_number(text) or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected 1 or more, got {text!r}")
     return int(text)
+
+
+def _size(text: str) -> int:
+    try:
+        size_bytes = parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"expected {error}, got {text!r}") from None
+    if size_bytes < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 byte or more, got {text!r}")
+    return size_bytes
 
 
 def _rank(text: str) -> int:

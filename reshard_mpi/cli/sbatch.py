@@ -45,6 +45,7 @@ PASSED_ON = (
     Option("--select", "select"),
     Option("--from", "source_format"),
     Option("--to", "to"),
+    Option("--max-shard-size", "max_shard_size"),
     Option("--unlisted", "unlisted"),
     Option("--strict", "strict"),
     Option("--overwrite", "overwrite"),

@@ -11,18 +11,25 @@ from reshard_mpi.errors import UsageError
 if TYPE_CHECKING:
     from reshard_mpi.formats.protocol import FolderFormat, Format
 
-# name -> (module, file name endings, name of the index that marks a folder as one checkpoint). The endings and indexes
-# are here so that files and folders are recognized without importing a format's module.
-_MODULES: dict[str, tuple[str, tuple[str, ...], str | None]] = {
-    "ckpt": ("reshard_mpi.formats.ckpt", (".ckpt",), None),
-    "hdf5": ("reshard_mpi.formats.hdf5", (".h5", ".hdf5"), None),
-    "safetensors": ("reshard_mpi.formats.safetensors", (".safetensors",), None),
-    "torch": ("reshard_mpi.formats.torch", (".pt", ".pth", ".bin"), None),
+# name -> (module, file name endings, names of files that mark a folder as one checkpoint, the index first). These are
+# here so that files and folders are recognized without importing a format's module. A file whose ending several formats
+# have is a shard of the first.
+_MODULES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
+    "ckpt": ("reshard_mpi.formats.ckpt", (".ckpt",), ()),
+    "hdf5": ("reshard_mpi.formats.hdf5", (".h5", ".hdf5"), ()),
+    "safetensors": ("reshard_mpi.formats.safetensors", (".safetensors",), ()),
+    "hf": (
+        "reshard_mpi.formats.safetensors.huggingface",
+        (".safetensors",),
+        ("model.safetensors.index.json", "model.safetensors", "param_name_map.json"),
+    ),
+    "dcp": ("reshard_mpi.formats.dcp", (".distcp",), (".metadata",)),
+    "torch": ("reshard_mpi.formats.torch", (".pt", ".pth", ".bin"), ()),
 }
 NAMES = tuple(_MODULES)
 # The format that the functions with MindSpore's names write by default.
 DEFAULT = "ckpt"
-SUFFIXES = tuple(suffix for _, suffixes, _ in _MODULES.values() for suffix in suffixes)
+SUFFIXES = tuple(dict.fromkeys(suffix for _, suffixes, _ in _MODULES.values() for suffix in suffixes))
 
 
 def by_name(name: str) -> Format:
@@ -39,7 +46,7 @@ def name_of(path: str) -> str | None:
 
 def index_of(name: str) -> str | None:
     """Return the name of the file that marks a folder as a checkpoint of the format; None if it has no such file."""
-    return _MODULES[name][2]
+    return next(iter(_MODULES[name][2]), None)
 
 
 def folder_by_name(name: str) -> FolderFormat | None:
@@ -49,8 +56,8 @@ def folder_by_name(name: str) -> FolderFormat | None:
 
 
 def names_of_folder(path: str) -> tuple[str, ...]:
-    """Return the names of the formats whose index lies in the folder `path`."""
-    return tuple(name for name, (*_, index) in _MODULES.items() if index and Path(path, index).is_file())
+    """Return the names of the formats a file of which marks the folder `path`."""
+    return tuple(name for name, (*_, marks) in _MODULES.items() if any(Path(path, mark).is_file() for mark in marks))
 
 
 def title(name: str) -> str:

@@ -114,6 +114,18 @@ class Tensors(Mapping[str, TensorEntry]):
         self.kind_of.append(kind)
         self.starts.append(start)
 
+    def add_unnamed(self, kind: int, start: int, source: Place | None = None) -> int:
+        """Add a tensor that only a list of pieces knows, by its number, which is returned.
+
+        source: where it is, if `start` is `ELSEWHERE`.
+        """
+        number = len(self.starts)
+        if source is not None:
+            self.elsewhere[number] = source
+        self.kind_of.append(kind)
+        self.starts.append(start)
+        return number
+
     def add_entry(self, entry: TensorEntry) -> None:
         """Add a tensor. Raises ValueError if there is one of its name already."""
         if entry.name in self.number_of:

@@ -76,11 +76,12 @@ class Format(Protocol):
 class FolderFormat(Format, Protocol):
     """A format whose checkpoints are folders: files of any names, and an index that lists what lies in them.
 
-    The index is the file that `formats.index_of` names; it is written last, when all others are complete.
+    The index is the file that `formats.index_of` names; it is written last, when all others are complete. A folder may
+    also be told by a file that needs no index: `formats.name_of_folder`.
     """
 
     def files_of(self, folder: str) -> tuple[str, ...]:
-        """Return the paths of all files of the checkpoint, the index first. Raises ShardError if it is damaged."""
+        """Return the paths of all files of the checkpoint, an index first. Raises ShardError if it is damaged."""
 
     def open_folder(self, folder: str) -> Manifest:
         """Return the whole tensors of the checkpoint as `ListedTensors`. Raises ShardError if it is damaged.
@@ -91,8 +92,8 @@ class FolderFormat(Format, Protocol):
     def file_name(self, target_rank: int, targets: int, prefix: str) -> str:
         """Return what the file of a target is called in its folder."""
 
-    def index(self, files: Sequence[Manifest]) -> str:
-        """Return the text of the index over these files, which lie in its folder, by target rank."""
+    def index(self, files: Sequence[Manifest]) -> bytes | None:
+        """Return the index over these files, which lie in its folder, by target rank; None: it has none."""
 
 
 def reserve_file(module: Format, path: str, spec: ShardSpec) -> Manifest:

@@ -30,8 +30,10 @@ class Traits(NamedTuple):
 
     title: what people call its checkpoints, if not by its name. describes_itself: a shard says whose it is and how its
     checkpoint is cut. has_crc: a shard can be sealed with a checksum of all of it. keeps_sums: a shard has a place for
-    sums of its tensors. shares_blocks: large tensors lie so that file systems can share their blocks. is_folder: a
-    checkpoint is a folder whose files an index lists, see `protocol.FolderFormat`.
+    sums of its tensors. keeps_strings: and for strings. shares_blocks: large tensors lie so that file systems can share
+    their blocks. is_folder: a checkpoint is a folder whose files an index lists, see `protocol.FolderFormat`.
+    is_filled: it is one full checkpoint in files that are filled up to a size. sharded_as: the format that such a
+    checkpoint gets where it is cut over ranks.
     """
 
     costs: Costs
@@ -40,4 +42,7 @@ class Traits(NamedTuple):
     keeps_sums: bool = False
     shares_blocks: bool = False
     is_folder: bool = False
+    is_filled: bool = False
+    keeps_strings: bool = True
+    sharded_as: str | None = None
     title: str = ""

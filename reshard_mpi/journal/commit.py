@@ -24,7 +24,7 @@ from reshard_mpi.filesystem.locks import holders, open_lock, try_lock
 from reshard_mpi.filesystem.paths import require_replaceable
 from reshard_mpi.journal.commit_record import COMMIT_ROOM, CommitRecord
 from reshard_mpi.journal.provenance import require_one_state, require_same_sources
-from reshard_mpi.journal.publication import publish_text, remove_stale, remove_stale_records
+from reshard_mpi.journal.publication import publish_bytes, publish_text, remove_stale, remove_stale_records
 from reshard_mpi.journal.records import (
     COMMIT_RECORD,
     STATE,
@@ -185,9 +185,11 @@ def _publish_index(folder: Folder, format_name: str, records: Sequence[TargetRec
     """Write the index that makes the folder a checkpoint, if its format has one."""
     folder_format, index = formats.folder_by_name(format_name), formats.index_of(format_name)
     if folder_format is not None and index is not None:
-        remove_stale(folder, index)
         files = [folder_format.locate(str(folder.path / record.file)) for record in records]
-        publish_text(folder, index, folder_format.index(files))
+        content = folder_format.index(files)
+        if content is not None:
+            remove_stale(folder, index)
+            publish_bytes(folder, index, content)
 
 
 def _sums(identity: RunIdentity, records: Sequence[TargetRecord]) -> dict[str, int]:

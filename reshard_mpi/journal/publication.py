@@ -141,9 +141,14 @@ def is_partial(path: Path) -> bool:
 
 def publish_text(folder: Folder, name: str, text: str, *, synced: bool = True) -> None:
     """Write a small file in place of whatever is there. synced: as for `Publication.publish`."""
+    publish_bytes(folder, name, text.encode(), synced=synced)
+
+
+def publish_bytes(folder: Folder, name: str, content: bytes, *, synced: bool = True) -> None:
+    """Write a small file as `publish_text` does."""
     with Publication(folder, name) as publication:
-        with open(publication.descriptor, "w", encoding="utf-8", closefd=False) as stream:
-            stream.write(text)
+        with open(publication.descriptor, "wb", closefd=False) as stream:
+            stream.write(content)
         publication.publish(synced=synced)
 
 

@@ -21,6 +21,8 @@ _SMALL_BYTES = 64 * KIB
 _MOMENT = ("epoch_num", "step_num", "global_step")
 # If stages of the target share more tensors than this, targets compare one digest of all of them.
 _MAX_COMPARED_BY_NAME = 16
+# So many things that one shard holds and that cannot be converted are named.
+_MAX_LEFT_OUT = 8
 _DIFFERENT_MOMENTS = "the shards are of different moments"
 
 
@@ -197,6 +199,29 @@ def require_tensors_or_strings(manifests: Mapping[int, Manifest]) -> None:
                     where=manifest.path,
                     remedy="use shards of one and the same checkpoint",
                 )
+
+
+def left_out_of(manifests: Mapping[int, Manifest]) -> Iterator[str]:
+    """Yield what is to be said of things in the opened shards that cannot be carried: one line for those alike."""
+    alike: dict[tuple[str, ...], list[Manifest]] = {}
+    for manifest in manifests.values():
+        if manifest.left_out:
+            alike.setdefault(manifest.left_out, []).append(manifest)
+    for left_out, shards in alike.items():
+        others = f" and {len(shards) - 1} more shards" if len(shards) > 1 else ""
+        more = f"; and {len(left_out) - _MAX_LEFT_OUT} more" if len(left_out) > _MAX_LEFT_OUT else ""
+        yield f"left out of {shards[0].path}{others}: {'; '.join(left_out[:_MAX_LEFT_OUT])}{more}"
+
+
+def require_nothing_left_out(manifests: Mapping[int, Manifest]) -> None:
+    """Raise DisagreementError if anything in the opened shards cannot be carried."""
+    for said in left_out_of(manifests):
+        raise DisagreementError(
+            "something in the source cannot be carried to the target",
+            expected="tensors and plain data alone, as --strict demands",
+            got=said,
+            remedy="leave --strict out, or save the source without it",
+        )
 
 
 def common_strings(manifests: Mapping[int, Manifest], home: int) -> tuple[dict[str, str], list[str]]:

@@ -14,6 +14,7 @@ from reshard_mpi.planning.agreement import (
     agreement_checks,
     common_strings,
     is_moment,
+    left_out_of,
     require_tensors_or_strings,
     shared_tensors,
 )
@@ -184,6 +185,7 @@ class ShardPlanner:
             warnings=(
                 *(self._not_its_own() if same_world and self._rank in self._lost else ()),
                 *(missing for manifest in self._manifests.values() for missing in missing_files(manifest.tensors)),
+                *left_out_of(self._manifests),
             ),
         )
 

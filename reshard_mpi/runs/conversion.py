@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
 
@@ -19,7 +19,7 @@ from reshard_mpi.engine.regions import fill, first_difference, takes_numpy
 from reshard_mpi.errors import CoverageError, DisagreementError, LayoutError
 from reshard_mpi.formats.dtypes import numbers
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.planning.agreement import loose_beginnings, moment_counters
+from reshard_mpi.planning.agreement import loose_beginnings, moment_counters, require_nothing_left_out
 from reshard_mpi.planning.fit import (
     dead_rules,
     require_living_rules,
@@ -49,8 +49,9 @@ _MAX_LOOKED_INTO = 64
 class Conversion:
     """Plans target ranks and checks the source before anything is written.
 
-    unlisted, strict, replicas: as the command line's options of these names. before_gathering: called before copies are
-    compared with numpy, which takes more memory than planning.
+    unlisted, strict, replicas: as the command line's options of these names. keeps_strings: whether the target format
+    has a place for strings. before_gathering: called before copies are compared with numpy, which takes more memory
+    than planning.
     """
 
     source: SourceCheckpoint
@@ -59,6 +60,7 @@ class Conversion:
     strict: bool = False
     limits: Limits = LIMITS
     replicas: Replicas = Replicas.SAMPLE
+    keeps_strings: bool = True
     before_gathering: Callable[[], object] = lambda: None
     _is_fitting: bool = field(default=False)
     _table: str | None = field(default=None)
@@ -78,6 +80,8 @@ class Conversion:
         self.require_fitting_strategies()
         opened = self._shards().open(target_rank)
         require_same_network(self.source.strategy, opened.manifests.values())
+        if self.strict:
+            require_nothing_left_out(opened.manifests)
         try:
             plan = opened.planner.plan(self._strategy_table())
         except CoverageError as error:
@@ -87,11 +91,27 @@ class Conversion:
             if lone is not None and size > 1 and lone.siblings():
                 error.remedy = f"give {lone.checkpoint}, where the shards of the other ranks are"
             raise
+        if plan.strings and not self.keeps_strings:
+            plan = self._without_strings(plan)
         if not checked:
             return plan
         return self._checked(plan)._replace(
             moments=(*plan.moments, *self._moments(plan, opened.manifests)), beginnings=self._beginnings(plan)
         )
+
+    def _without_strings(self, plan: RankPlan) -> RankPlan:
+        """Return a plan without the texts that the target has no place for; under `strict`, raise DisagreementError."""
+        names = ", ".join(plan.strings)
+        if self.strict:
+            raise DisagreementError(
+                "something in the source cannot be carried to the target",
+                expected="no texts beside the tensors, since the target's format has no place for them",
+                got=names,
+                where=self.source.files.path,
+                remedy="leave out --strict, or choose another format (--to)",
+            )
+        left_out = f"left out, since the target's format has no place for texts: {names}"
+        return plan._replace(strings={}, notes=(*plan.notes, left_out))
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -131,7 +151,11 @@ class Conversion:
 
     def of(self, source: SourceCheckpoint) -> Conversion:
         """Return the same conversion of another source."""
-        return Conversion(source, self.target, self.unlisted, self.strict, self.limits, self.replicas)
+        return replace(self, source=source, _is_fitting=False, _opener=None)
+
+    def to(self, target: Strategy) -> Conversion:
+        """Return the same conversion to other targets."""
+        return replace(self, target=target, _is_fitting=False, _table=None, _opener=None)
 
     def forget(self) -> None:
         """Free what has been read of shards; it is read again when it is needed."""

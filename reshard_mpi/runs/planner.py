@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 from reshard_mpi import formats
@@ -23,7 +24,7 @@ from reshard_mpi.runs.division import Work, divide
 from reshard_mpi.runs.due import DueTargets
 from reshard_mpi.runs.memory import RunMemory
 from reshard_mpi.runs.outcome import Compared, Failure, Outcome, Planned, TargetReport, attempt, record_of
-from reshard_mpi.runs.preflight import Room, may_share, require_short_names, stranger_notes
+from reshard_mpi.runs.preflight import Room, may_share, require_no_strangers, require_short_names, stranger_notes
 from reshard_mpi.runs.prepared import Run
 from reshard_mpi.runs.progress import Progress
 from reshard_mpi.runs.request import Request, Strategies
@@ -77,7 +78,8 @@ class Planner:
         files = (request.src_strategy, request.dst_strategy) if self._strategies is None else ()
         self._memory.to_open(files, self._purpose)
         before_shards = partial(self._memory.to_open, files, self._purpose)
-        run = Run.open(request, self._strategies, self._known_damage, before_shards)
+        before_filling = partial(self._memory.to_plan, purpose=self._purpose, verify=request.verify)
+        run = Run.open(request, self._strategies, self._known_damage, before_shards, before_filling)
         due = DueTargets(run.conversion, request.source)
         self._memory.on_giving_way(run.conversion.forget, due.forget_plans)
         targets = len(run.targets)
@@ -93,6 +95,10 @@ class Planner:
         ranks = (*((rank, True) for rank in work.leads), *((rank, False) for rank in work.helps))
         plans = [attempt(partial(self._plan_target, opened, rank, leads), self._comm, rank) for rank, leads in ranks]
         rooms, together = self._rooms(run), formats.folder_by_name(run.format) is not None
+        every = range(run.conversion.target.world_size)
+        if together:
+            endings = formats.by_name(run.format).SUFFIXES
+            require_no_strangers(Path(request.target), endings, (run.path(rank).name for rank in every))
         strange = () if together else stranger_notes(map(run.path, work.leads))
         source = run.conversion.source
         notes = (*run.conversion.notes, *governor.notes, *strange)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from reshard_mpi import formats
-from reshard_mpi.checkpoints.discovery import ShardFiles, strangers
+from reshard_mpi.checkpoints.discovery import ShardFiles, shards_in, strangers
 from reshard_mpi.errors import TargetError
 from reshard_mpi.units import format_bytes
 
@@ -116,6 +116,24 @@ def stranger_notes(paths: Iterable[Path]) -> tuple[str, ...]:
         return ()
     more = f" and {len(shards) - 1} more" if len(shards) > 1 else ""
     return (f"{shards[0]}{more} will lie beside the new targets: a shard of another run, which is left as it is",)
+
+
+def require_no_strangers(folder: Path, endings: tuple[str, ...], names: Iterable[str]) -> None:
+    """Raise TargetError if files lie in a folder that would be taken for a part of the checkpoint written there.
+
+    endings: of such files. names: of those that are a part of it.
+    """
+    own = set(names)
+    lying = shards_in(folder, None) if folder.is_dir() else []
+    found = [path for path in lying if path.name.endswith(endings) and path.name not in own]
+    if found:
+        raise TargetError(
+            "the target folder holds files that are no part of the checkpoint, and may be taken for one",
+            expected="a folder without other checkpoint files",
+            got=", ".join(path.name for path in found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else ""),
+            where=str(folder),
+            remedy="remove them, or choose another folder",
+        )
 
 
 def may_share(files: ShardFiles, format_name: str, target: Path) -> bool:

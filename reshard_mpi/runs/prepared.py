@@ -13,6 +13,7 @@ from reshard_mpi.errors import ReshardError, UsageError
 from reshard_mpi.filesystem.paths import real_path, require_reachable
 from reshard_mpi.journal.records import RunIdentity
 from reshard_mpi.journal.targets import Journal, Unrecorded
+from reshard_mpi.planning.filling import filled_files, strategy_of
 from reshard_mpi.planning.parameters import Unlisted
 from reshard_mpi.planning.ranks import check_target_rank
 from reshard_mpi.runs.conversion import Conversion
@@ -41,11 +42,13 @@ class Run(NamedTuple):
         strategies: Strategies | None,
         known_damage: Mapping[int, ReshardError],
         before_shards: Callable[[str], None],
+        before_filling: Callable[[Conversion, str], object],
     ) -> Run:
         """Find the shards, and read the strategies where they are not given.
 
         known_damage: what is known to be wrong with source shards. before_shards: is told the format of the shards
-        before any is read. Raises a ReshardError for what is wrong with them.
+        before any is read. before_filling: is told the conversion to one full checkpoint, and the format of the files
+        that this is to be divided into, before that is planned. Raises a ReshardError for what is wrong with them.
         """
         strategies = strategies or Strategies.read(request)
         if request.unlisted is Unlisted.DROP and request.dst_strategy is None:
@@ -57,15 +60,28 @@ class Run(NamedTuple):
         _check_prefix(request.prefix)
         require_reachable(request.source)
         files = discovery.find_shards(request.source, request.select, format_name=request.source_format)
-        name = request.to or files.format
+        name = _target_format(request, files.format)
+        traits = formats.by_name(name).TRAITS
         ranks = request.ranks if request.ranks is not None else range(strategies.target.world_size)
-        if request.part is None:
+        if request.part is None and not traits.is_filled:
             _refuse_overlap(request, files, name, ranks, strategies.target)
         before_shards(files.format)
         source = SourceCheckpoint.open(files, strategies.source, known_damage)
-        conversion = Conversion(source, strategies.target, request.unlisted, request.strict, replicas=request.replicas)
+        conversion = Conversion(
+            source,
+            strategies.target,
+            request.unlisted,
+            request.strict,
+            replicas=request.replicas,
+            keeps_strings=traits.keeps_strings,
+        )
+        if traits.is_filled:
+            before_filling(conversion, name)
+            whole = conversion.plan(0, checked=False).tensors.specs
+            strategies = strategies._replace(target=strategy_of(filled_files(whole, request.most_file_bytes)))
+            conversion = conversion.to(strategies.target)
         targets = _targets(request, strategies.target, conversion)
-        if request.part is not None:  # of millions, so that only its own are looked at
+        if request.part is not None or traits.is_filled:  # of millions, so that only its own are looked at
             _refuse_overlap(request, files, name, targets, strategies.target)
         if formats.folder_by_name(name) is not None and not request.recorded:
             raise UsageError(
@@ -97,6 +113,7 @@ class Run(NamedTuple):
     def _identity(self) -> RunIdentity:
         request = self.request
         strategies = {"src_strategy": request.src_strategy, "dst_strategy": request.dst_strategy}
+        is_filled = formats.by_name(self.format).TRAITS.is_filled
         return RunIdentity(
             {
                 "source": str(real_path(request.source)),
@@ -110,10 +127,31 @@ class Run(NamedTuple):
                 "crc": request.crc,
                 "sums_in_shards": request.verify and formats.by_name(self.format).TRAITS.keeps_sums,
                 "target_ranks": self.conversion.target.world_size,
+                **({"max_shard_size": request.most_file_bytes} if is_filled else {}),
                 **({"from": request.source_format} if request.source_format else {}),
             },
             {name: str(real_path(path)) for name, path in strategies.items() if path is not None},
         )
+
+
+def _target_format(request: Request, source_format: str) -> str:
+    """Return the name of the targets' format. Raises UsageError for options that do not go with it."""
+    own = formats.by_name(source_format).TRAITS
+    is_cut = request.dst_strategy is not None
+    name = request.to or (own.sharded_as if is_cut and own.sharded_as is not None else source_format)
+    traits = formats.by_name(name).TRAITS
+    if traits.is_filled and is_cut:
+        raise UsageError(
+            f"a checkpoint in {name} is not cut over ranks",
+            expected=f"--to {name} without --dst-strategy, or --to {traits.sharded_as} with it",
+            got=f"--dst-strategy {request.dst_strategy}",
+        )
+    if request.max_shard_size is not None and not traits.is_filled:
+        able = [f"--to {other}" for other in formats.NAMES if formats.by_name(other).TRAITS.is_filled]
+        raise UsageError(
+            f"--max-shard-size is for {' or '.join(able)}", expected=" or ".join(able), got=f"targets in {name}"
+        )
+    return name
 
 
 def _refuse_overlap(

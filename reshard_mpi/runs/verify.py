@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import TypeVar
 
+from reshard_mpi import formats
 from reshard_mpi.checkpoints import discovery
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.engine.sums import sum_shard
@@ -63,7 +64,10 @@ def _verify_pair(
         memory.to_open(named, purpose, files.format, target_files.format)
         source = SourceCheckpoint.open(files, read.source)
         target = SourceCheckpoint.open(target_files, None if request.dst_strategy is None else read.target)
-        conversion = Conversion(source, target.strategy, request.unlisted, replicas=request.replicas)
+        keeps_strings = formats.by_name(target_files.format).TRAITS.keeps_strings
+        conversion = Conversion(
+            source, target.strategy, request.unlisted, replicas=request.replicas, keeps_strings=keeps_strings
+        )
         memory.on_giving_way(conversion.forget, target.forget)
         memory.to_plan(conversion, target_files.format, purpose, also_read=target)
         conversion.drifted_tensors(damaged_are_replaced=True, process=comm.rank, processes=comm.size)

@@ -72,6 +72,7 @@ class Task(StrEnum):
     VERIFY_PAIR = "runs.verify:verify_pair"
     VERIFY_ALONE = "runs.verify:verify_alone"
     DIFF = "runs.diff:diff"
+    UNIFY = "runs.unified:unify"
 
     def load(self) -> Callable[[Request, Comm, Progress, Strategies | None], Outcome]:
         """Import the function's module, and return the function."""
@@ -79,6 +80,10 @@ class Task(StrEnum):
         function: Callable[[Request, Comm, Progress, Strategies | None], Outcome]
         function = getattr(importlib.import_module(f"reshard_mpi.{module}"), name)
         return function
+
+
+# What is divided by targets, and not by the shards that are there.
+_OF_TARGETS = (Task.CONVERT, Task.UNIFY)
 
 
 def run_with_workers(request: Request, jobs: int | None, progress: Progress, work: Task = Task.CONVERT) -> Outcome:
@@ -97,7 +102,7 @@ def run_with_workers(request: Request, jobs: int | None, progress: Progress, wor
 def _run_here(request: Request, jobs: int | None, progress: Progress, work: Task, memory: RunMemory) -> Outcome:
     """Be the parent of the workers, in this process."""
     memory.to_open((request.src_strategy, request.dst_strategy), f"reading the strategies of {request.source}")
-    strategies, shards = _read(request), 0 if work is Task.CONVERT else _count_shards(request, work)
+    strategies, shards = _read(request), 0 if work in _OF_TARGETS else _count_shards(request, work)
     work.load()  # once, before workers are forked
     targets = len(request.ranks) if request.ranks else strategies.target.world_size
     notes: tuple[str, ...] = ()
@@ -106,7 +111,8 @@ def _run_here(request: Request, jobs: int | None, progress: Progress, work: Task
     elif work is Task.CONVERT:
         size, notes = processes_of_use(jobs, targets, "target", together=True)
     else:
-        size, notes = processes_of_use(jobs, shards or 1, "shard", together=False)
+        units, unit = (len(request.files), "file") if work is Task.UNIFY else (shards or 1, "shard")
+        size, notes = processes_of_use(jobs, units, unit, together=False)
     parameters = max(len(strategies.target.parameters), len(strategies.source.parameters) if strategies.source else 0)
     useful, size = size, memory.share_out(size, parameters, least=1)
     if size < useful and jobs is not None:

@@ -74,7 +74,7 @@ class Layout:
         return Box(tuple(low), tuple(high))
 
     def pieces_meeting(self, box: Box) -> Iterator[tuple[Piece, Box]]:
-        """Yield the pieces that share elements with `box`, each with the shared box, in row-major order.
+        """Yield the pieces that share elements with `box`, each with the shared box, by index and then by part.
 
         They are computed dimension by dimension, so the cost grows with the pieces yielded and not with the ranks.
         """

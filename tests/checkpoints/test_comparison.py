@@ -36,15 +36,15 @@ def differing(c: Conversion, rank: int = 3) -> None:
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, int, Box]]:
     """Counts what is read to be compared: tensor, rank, and region."""
-    found: Counter[tuple[str, int, Box]] = Counter()
+    regions_read: Counter[tuple[str, int, Box]] = Counter()
     read_region = regions.read_region
 
     def counting(files: object, copy: Copy, region: Box, *rest: object) -> None:
-        found[copy.source.name, copy.source_rank, region] += 1
+        regions_read[copy.source.name, copy.source_rank, region] += 1
         read_region(files, copy, region, *rest)
 
     monkeypatch.setattr(regions, "read_region", counting)
-    return found
+    return regions_read
 
 
 @of_every_kind
@@ -189,8 +189,8 @@ def test_processes_share_what_is_to_be_compared(tmp_path: Path) -> None:
     finished = run_command([sys.executable, str(script), *c.arguments("transform", "--jobs", "3", *CHECK)])
     assert finished.code == 0, finished
     logs = [Counter(log.read_text().splitlines()) for log in tmp_path.glob("read.*")]
-    found = sum(logs, Counter[str]())
-    compared = {line: count for line, count in found.items() if not line.startswith("global_step")}
+    reads = sum(logs, Counter[str]())
+    compared = {line: count for line, count in reads.items() if not line.startswith("global_step")}
     assert compared == {f"{name} {rank}": 1 for name, rank in copies_of(c)}
     busy = [log for log in logs if any(line in compared for line in log)]
     assert len(busy) > 1

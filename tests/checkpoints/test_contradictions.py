@@ -10,21 +10,12 @@ from support import ckpt_peer
 from support.cases import Side
 from support.checkpoints import as_read, expected_rank, read_shard, write_shard, write_strategy
 from support.command_line import Capture, run_here
-from support.conversions import (
-    TENSORS,
-    Conversion,
-    assert_right,
-    listing,
-    make,
-    of_every_kind,
-    warnings,
-    write_conversion,
-)
+from support.conversions import TENSORS, Conversion, assert_right, listing, make, of_every_kind, write_conversion
 from support.oracle import RawLayout
+from support.strategy_files import write_stage_file
 
 import reshard_mpi
 from reshard_mpi.errors import CoverageError, StrategyError
-from reshard_mpi.sharding.strategy.protobuf import encode_protobuf
 
 
 def refused(capsys: Capture, c: Conversion, *options: str) -> str:
@@ -83,7 +74,7 @@ def test_another_holder_is_used_whichever_shard_is_opened_first(
         return
     finished = run_here(capsys, *c.arguments())
     assert finished.code == 0, finished
-    (told,) = warnings(finished.err)
+    (told,) = finished.warnings
     assert f"rank 0 cannot be used, {c.shard(0)}: by it 'w' is float32 [12, 11], but by" in told
     assert told.endswith("taken from rank 3 instead")
     assert_right(c)
@@ -99,7 +90,7 @@ def test_a_shape_that_the_target_cannot_cut_is_the_shards_fault_if_the_others_sa
     write_shard({"w": np.zeros((12, 11), np.float32)}, c.shard(2))
     finished = run_here(capsys, *c.arguments())
     assert finished.code == 0, finished
-    (told,) = warnings(finished.err)
+    (told,) = finished.warnings
     assert "by it 'w' is float32 [12, 11], but by those of 3 other ranks float32 [12, 12]" in told
     assert_right(c)
     for rank in (0, 1, 3):
@@ -238,7 +229,7 @@ def test_what_was_never_saved_need_not_be_placed_and_a_stage_that_is_gone_may_ho
     for rank in (0, 1):
         write_shard({}, c.shard(rank))
     finished = run_here(capsys, *c.arguments("transform", "--strict"))
-    assert finished.code == 0 and warnings(finished.err) == [], finished
+    assert finished.code == 0 and finished.warnings == [], finished
     c = c.but(dst=tmp_path / "other")
     c.remove(0, 1)
     assert "no shard that should hold 'w' is there" in refused(capsys, c)
@@ -262,7 +253,7 @@ def test_what_one_rank_alone_has_saved(
     c = write_conversion(tmp_path, kind, *sides, tensors)
     write_shard({"w": c.arrays(1 - holder)["w"]}, c.shard(1 - holder))
     finished = run_here(capsys, *c.arguments("transform", "--strict"))
-    assert finished.code == 0 and warnings(finished.err) == [], finished
+    assert finished.code == 0 and finished.warnings == [], finished
     for rank in range(2):
         expected = expected_rank(c.target, tensors, rank)
         assert read_shard(c.written(rank)) == as_read(expected)
@@ -325,7 +316,7 @@ def test_a_string_in_place_of_a_tensor_that_others_hold_is_damage(tmp_path: Path
     with_string(c, 1, name)
     finished = run_here(capsys, *c.arguments())
     assert finished.code == 0, finished
-    (told,) = warnings(finished.err)
+    (told,) = finished.warnings
     assert f"rank 1 cannot be used, {c.shard(1)}: by it {name!r} is a string, but by those of 3 other ranks" in told
     assert_right(c)
 
@@ -400,7 +391,7 @@ def test_an_optimizer_cut_of_size_all_and_step_0_is_none(tmp_path: Path, capsys:
         "b": mindspore.RawLayout((2, 2), ((-1,),), -1, 0, param_split_shape=(8,)),
     }
     file = mindspore.StageFile(layouts, (mindspore.StrategyItem("w", 0, ((1, 2),)),))
-    (tmp_path / "theirs").write_bytes(encode_protobuf(file))
+    write_stage_file(tmp_path / "theirs", file)
     assert run_here(capsys, *c.but(src_strategy=tmp_path / "theirs").arguments()).code == 0
     assert_right(c)
     assert TENSORS["w"].shape == (8, 4)

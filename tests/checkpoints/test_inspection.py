@@ -48,8 +48,8 @@ def text(capsys: Capture, path: Path) -> list[str]:
 
 
 def as_json(capsys: Capture, path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(run_here(capsys, "inspect", "--json", str(path)).out)
-    return found
+    facts: dict[str, Any] = json.loads(run_here(capsys, "inspect", "--json", str(path)).out)
+    return facts
 
 
 def test_a_spec_is_shown_in_its_own_words(tmp_path: Path, capsys: Capture) -> None:
@@ -63,15 +63,15 @@ def test_a_spec_is_shown_in_its_own_words(tmp_path: Path, capsys: Capture) -> No
         "  *.uneven  split 0=dp sizes 0=[3, 5]",
         "  *  whole",
     ]
-    found = as_json(capsys, path)
-    assert found["mesh"] == {"dp": 2, "tp": 4}
-    assert [rule["axes"] for rule in found["rules"]] == [
+    facts = as_json(capsys, path)
+    assert facts["mesh"] == {"dp": 2, "tp": 4}
+    assert [rule["axes"] for rule in facts["rules"]] == [
         {"split": {"0": ["dp", "tp"]}, "optimizer": []},
         {"split": {"1": ["tp"]}, "optimizer": ["dp"]},
         {"split": {"0": ["dp"]}, "optimizer": []},
         {"split": {}, "optimizer": []},
     ]
-    assert [rule["match"] for rule in found["rules"]] == ["embedding", "*.weight", "*.uneven", "*"]
+    assert [rule["match"] for rule in facts["rules"]] == ["embedding", "*.weight", "*.uneven", "*"]
 
 
 def test_the_names_of_axes_make_no_other_strategy(tmp_path: Path) -> None:
@@ -120,9 +120,9 @@ def test_a_target_folder_that_is_complete(c: Conversion, capsys: Capture) -> Non
     lines = text(capsys, c.dst)
     assert "run: 4 of 4 targets complete, committed" in lines
     assert lines[-1] == "commit: 4 targets, CRC-32 of 4 tensors; 4 of them there as committed"
-    found = as_json(capsys, c.dst)
-    assert found["kind"] == "checkpoint" and found["run"]["complete"] == [0, 1, 2, 3]
-    assert set(found["commit"]["sums"]) == {"w", "b", "moments.w", "global_step"}
+    facts = as_json(capsys, c.dst)
+    assert facts["kind"] == "checkpoint" and facts["run"]["complete"] == [0, 1, 2, 3]
+    assert set(facts["commit"]["sums"]) == {"w", "b", "moments.w", "global_step"}
 
 
 def test_a_commit_record(c: Conversion, capsys: Capture) -> None:
@@ -139,9 +139,9 @@ def test_a_commit_record(c: Conversion, capsys: Capture) -> None:
         f"  rank 2: rank_2/checkpoint_2.ckpt has 5 bytes, not the {size} that were committed",
         f"  rank 3: rank_3/checkpoint_3.ckpt, {size} B",
     ]
-    found = as_json(capsys, c.dst / "reshard.json")
-    assert found["kind"] == "commit" and found["settings"]["prefix"] == "checkpoint_"
-    assert [target["got_bytes"] for target in found["targets"]] == [size, None, 5, size]
+    facts = as_json(capsys, c.dst / "reshard.json")
+    assert facts["kind"] == "commit" and facts["settings"]["prefix"] == "checkpoint_"
+    assert [target["got_bytes"] for target in facts["targets"]] == [size, None, 5, size]
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"digest": "0", "targets": [{}]}'])

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from support import ckpt_peer, toy_folder
+from support import ckpt_peer, safetensors_peer, toy_folder
 from support.checkpoints import sample
 from support.in_memory import part
 from support.toys import in_the_table
@@ -64,6 +64,20 @@ class TestByList(CheckpointConformance):
         for number, tensors in enumerate(files):
             write(toy_folder.toy_format, str(folder / f"{number}.toypart"), Contents.of(tensors))
         (folder / toy_folder.INDEX).write_text(json.dumps({"tensors": listed, "strings": {}}))
+
+
+class TestHuggingFace(CheckpointConformance):
+    """Whole tensors in files that an index names, or all in one file."""
+
+    def write(self, folder: Path, arrays: Arrays, data: st.DataObject) -> None:
+        names = data.draw(st.sampled_from([["model.safetensors"], ["a.safetensors", "b/c.safetensors"]]))
+        file_of = {name: data.draw(st.sampled_from(names)) for name in arrays}
+        for file in set(file_of.values()):
+            held = (sample(name, array) for name, array in arrays.items() if file_of[name] == file)
+            (folder / file).parent.mkdir(exist_ok=True)
+            safetensors_peer.write(folder / file, Contents.of(held))
+        if len(names) > 1:
+            (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": file_of}))
 
 
 def pieces(shape: tuple[int, ...], data: st.DataObject) -> list[Box]:

@@ -28,10 +28,10 @@ from reshard_mpi.sharding.placement import Placement, Strategy
 FATES = st.sampled_from(["sound", "sound", "missing", "damaged"])
 
 
-def described(case: Case, sound: Collection[int], there: Collection[int]) -> Described:
+def described(case: Case, sound: Collection[int], present: Collection[int]) -> Described:
     every = manifests_of(case.src, case.tensors)
-    files = ShardFiles("nowhere", "ckpt", {rank: (f"rank_{rank}",) for rank in sorted(there)})
-    return Described(files, strategy_of(case.src), held={rank: every[rank] for rank in sound})
+    files = ShardFiles("nowhere", "ckpt", {rank: (f"rank_{rank}",) for rank in sorted(present)})
+    return Described(files, strategy_of(case.src), manifests={rank: every[rank] for rank in sound})
 
 
 def is_left(case: Case, target: int, sound: Collection[int]) -> bool:
@@ -53,16 +53,16 @@ def planned(conversion: Conversion, rank: int) -> RankPlan | str:
 @given(cases(empty=False), st.data())
 def test_every_target_is_planned_if_and_only_if_all_it_needs_is_left(case: Case, data: st.DataObject) -> None:
     fates = data.draw(st.lists(FATES, min_size=case.src.world_size, max_size=case.src.world_size))
-    there = {rank for rank, fate in enumerate(fates) if fate != "missing"}
+    present = {rank for rank, fate in enumerate(fates) if fate != "missing"}
     sound = {rank for rank, fate in enumerate(fates) if fate == "sound"}
     if not sound:
         return
     target = strategy_of(case.dst)
-    conversion = Conversion(described(case, sound, there), target)
+    conversion = Conversion(described(case, sound, present), target)
     some = sorted(data.draw(st.sets(st.sampled_from(range(target.world_size)), min_size=1, max_size=4)))
-    found = {}
+    plans = {}
     for rank in some:
-        plan = found[rank] = planned(conversion, rank)
+        plan = plans[rank] = planned(conversion, rank)
         if not is_left(case, rank, sound):
             assert isinstance(plan, str)
             continue
@@ -70,13 +70,13 @@ def test_every_target_is_planned_if_and_only_if_all_it_needs_is_left(case: Case,
         check_every_element(case, plan)
         assert sound.issuperset(plan.source_ranks)
         for lost in plan.lost:
-            assert lost.rank not in sound and bool(lost.problem) == (lost.rank in there)
+            assert lost.rank not in sound and bool(lost.problem) == (lost.rank in present)
             assert set(lost.taken_from) <= set(plan.read_ranks)
     # Whatever has been met before, for whichever other targets, each target is taken from the same shards.
-    again = Conversion(described(case, sound, there), target)
+    again = Conversion(described(case, sound, present), target)
     for rank in reversed(some):
-        assert planned(again, rank) == found[rank]
-    assert planned(Conversion(described(case, sound, there), target), some[-1]) == found[some[-1]]
+        assert planned(again, rank) == plans[rank]
+    assert planned(Conversion(described(case, sound, present), target), some[-1]) == plans[some[-1]]
 
 
 def test_nothing_is_opened_only_to_see_whether_it_can_be_read() -> None:
@@ -84,31 +84,34 @@ def test_nothing_is_opened_only_to_see_whether_it_can_be_read() -> None:
     tied = Placement((2,), ((0,),), stages=(0, 1))
     strategy = Strategy(4, 2, {"tied": (tied,), "other": (Placement((2,), stages=(1,)),)})
     both = (entry("tied", (2,)), entry("other", (3,)))
-    held = {rank: manifest(rank, *both[: 1 + rank // 2]) for rank in range(4)}
-    files = ShardFiles("nowhere", "ckpt", {rank: (f"rank_{rank}",) for rank in held})
+    manifests = {rank: manifest(rank, *both[: 1 + rank // 2]) for rank in range(4)}
+    files = ShardFiles("nowhere", "ckpt", {rank: (f"rank_{rank}",) for rank in manifests})
     target = Strategy(2, 1, {"tied": (Placement((2,), ((0,),)),), "other": (Placement((2,)),)})
-    source = Described(files, strategy, held=held)
+    source = Described(files, strategy, manifests=manifests)
     assert Conversion(source, target).plan(0, checked=False).read_ranks == (2,)
     assert list(source._manifests) == [2]
-    del held[2]
-    assert Conversion(Described(files, strategy, held=held), target).plan(0, checked=False).read_ranks == (0, 3)
+    del manifests[2]
+    assert Conversion(Described(files, strategy, manifests=manifests), target).plan(0, checked=False).read_ranks == (
+        0,
+        3,
+    )
 
 
 def test_what_is_damaged_is_met_by_each_target_that_looks_for_what_was_never_saved() -> None:
     columns = Placement((2, 2), ((), (1,)))
     strategy = Strategy(4, 1, {"w": (columns,), "accu.w": (columns,)})
-    held = {rank: manifest(rank, entry("w", (8, 2))) for rank in (0, 1, 3)}
+    manifests = {rank: manifest(rank, entry("w", (8, 2))) for rank in (0, 1, 3)}
     files = ShardFiles("nowhere", "ckpt", {rank: (f"rank_{rank}",) for rank in range(4)})
     whole = Placement((8,))
     target = Strategy(8, 1, {"w": (whole,), "accu.w": (whole,)})
-    conversion = Conversion(Described(files, strategy, held=held), target)
+    conversion = Conversion(Described(files, strategy, manifests=manifests), target)
     plans = [conversion.plan(rank, checked=False) for rank in range(2)]
     assert [[lost.rank for lost in plan.lost] for plan in plans] == [[2], [2]]
     assert {plan.absent for plan in plans} == {("accu.w",)}
 
 
 def test_what_the_file_system_says_of_a_shard_is_damage(monkeypatch: pytest.MonkeyPatch) -> None:
-    held = {rank: manifest(rank, entry("w", (3,))) for rank in range(2)}
+    manifests = {rank: manifest(rank, entry("w", (3,))) for rank in range(2)}
     located = Described._located
 
     def refusing(self: Described, rank: int) -> Manifest:
@@ -117,9 +120,9 @@ def test_what_the_file_system_says_of_a_shard_is_damage(monkeypatch: pytest.Monk
         return located(self, rank)
 
     monkeypatch.setattr(Described, "_located", refusing)
-    files = ShardFiles("nowhere", "ckpt", {rank: (f"rank_{rank}",) for rank in held})
+    files = ShardFiles("nowhere", "ckpt", {rank: (f"rank_{rank}",) for rank in manifests})
     same = Strategy(2, 1, {"w": (Placement((2,)),)})
-    plan = Conversion(Described(files, same, held=held), same).plan(0, checked=False)
+    plan = Conversion(Described(files, same, manifests=manifests), same).plan(0, checked=False)
     assert plan.lost == (Lost(0, "rank_0", f"the file system refused, got {os.strerror(errno.ESTALE)}", (1,)),)
 
 

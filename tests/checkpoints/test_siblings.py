@@ -203,9 +203,9 @@ def test_little_of_a_shard_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     samples = siblings._samples
 
     def kept(ours: object, theirs: object) -> list[Check]:
-        found = list(samples(ours, theirs))  # type: ignore[arg-type]
-        compared.extend(found)
-        return found
+        sampled = list(samples(ours, theirs))  # type: ignore[arg-type]
+        compared.extend(sampled)
+        return sampled
 
     monkeypatch.setattr(siblings, "_samples", kept)
     reshard_mpi.plan(tmp_path / "rank_1")

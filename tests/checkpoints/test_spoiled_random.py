@@ -50,9 +50,9 @@ class Spoiled:
     names: frozenset[str]
 
     def source(self) -> SourceCheckpoint:
-        held = {rank: in_memory(rank, arrays, self.texts.get(rank, {})) for rank, arrays in self.shards.items()}
-        files = ShardFiles("nowhere", "ckpt", {rank: (f"rank_{rank}",) for rank in held})
-        return Described(files, strategy_of(self.case.src), held=held)
+        manifests = {rank: in_memory(rank, arrays, self.texts.get(rank, {})) for rank, arrays in self.shards.items()}
+        files = ShardFiles("nowhere", "ckpt", {rank: (f"rank_{rank}",) for rank in manifests})
+        return Described(files, strategy_of(self.case.src), manifests=manifests)
 
 
 def in_memory(rank: int, arrays: Arrays, texts: Mapping[str, str]) -> Manifest:
@@ -115,7 +115,7 @@ def array_of_another_step(array: np.ndarray) -> np.ndarray:
 def with_another_structure(kind: str, arrays: Arrays, name: str, other_name: str) -> Arrays:
     """Return a shard with one tensor changed, or under another name, or without it."""
     array = arrays[name]
-    without = {held: other for held, other in arrays.items() if held != name}
+    without = {other: array for other, array in arrays.items() if other != name}
     if kind in ("dropped", "string"):
         return without
     if kind == "renamed":
@@ -177,10 +177,10 @@ def is_own(name: str) -> bool:
 
 def check_structure(spoiled: Spoiled, replicas: Replicas) -> None:
     """Check that nothing that was opened for a tensor contradicts it where it is not right."""
-    found = outcome(spoiled, replicas)
-    if found is None:
+    result = outcome(spoiled, replicas)
+    if result is None:
         return
-    plans, made = found
+    plans, made = result
     layouts = spoiled.case.src.layouts, spoiled.case.dst.layouts
     for name in wrong_tensors(spoiled, made):
         assert name in spoiled.names, f"{name} is wrong, but no shard with it is spoiled"
@@ -196,16 +196,16 @@ def check_structure(spoiled: Spoiled, replicas: Replicas) -> None:
 
 def check_values(spoiled: Spoiled) -> None:
     """Check that all wrong elements are such as only the spoiled shards hold: nothing could contradict them."""
-    found = outcome(spoiled, Replicas.CHECK)
-    if found is None:
+    result = outcome(spoiled, Replicas.CHECK)
+    if result is None:
         return
-    plans, made = found
+    plans, made = result
     wrong = {name for name in wrong_tensors(spoiled, made) if not is_own(name)}
     for name in wrong:
         assert name in spoiled.names
         if is_told_absent(spoiled, name, plans, made):
             continue
-        alone = held_by_none_but(spoiled.case.src, name, spoiled.case.tensors[name], spoiled.ranks)
+        alone = only_these_hold(spoiled.case.src, name, spoiled.case.tensors[name], spoiled.ranks)
         for rank, arrays in enumerate(made):
             layout = spoiled.case.dst.layouts[name]
             if rank_holds(layout, rank):
@@ -220,7 +220,7 @@ def raw(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).view(f"V{array.dtype.itemsize}")
 
 
-def held_by_none_but(side: Side, name: str, whole: np.ndarray, ranks: Collection[int]) -> np.ndarray:
+def only_these_hold(side: Side, name: str, whole: np.ndarray, ranks: Collection[int]) -> np.ndarray:
     """Return for each element of a tensor whether all ranks that hold it are among `ranks`."""
     alone = np.ones(whole.size, bool)
     numbers = np.arange(whole.size).reshape(whole.shape)

@@ -245,12 +245,12 @@ def test_options_of_open_mpi(tmp_path: Path, version: str) -> None:
     assert finished.code == 0, finished
     (logs,) = (tmp_path / "log_output").iterdir()
     output = [option.format(logs=logs) for option in OPTIONS[version]]
-    found = record()
-    assert "RESHARD_MPI_MEMORY" in found  # ranks on other hosts see it too
-    at = found.index("-n")
-    assert found[:4] == ["--hostfile", "hosts", "--oversubscribe", "--bind-to"]
-    assert found[5 : 5 + len(output)] == output
-    assert found[at:] == ["-n", "7", "reshard-mpi", "transform", "--resume", "SRC", "DST", "--to", "hdf5"]
+    arguments = record()
+    assert "RESHARD_MPI_MEMORY" in arguments  # ranks on other hosts see it too
+    at = arguments.index("-n")
+    assert arguments[:4] == ["--hostfile", "hosts", "--oversubscribe", "--bind-to"]
+    assert arguments[5 : 5 + len(output)] == output
+    assert arguments[at:] == ["-n", "7", "reshard-mpi", "transform", "--resume", "SRC", "DST", "--to", "hdf5"]
 
 
 def test_an_mpirun_that_nobody_knows(tmp_path: Path) -> None:

@@ -17,9 +17,9 @@ ROOT = Path(__file__).parents[2]
 
 def commands(mark: str) -> str:
     """Return the block of commands that the README marks so."""
-    found = re.search(rf"<!-- cluster:{mark} -->\n```sh\n(.*?)```\n", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert found is not None
-    return found[1]
+    match = re.search(rf"<!-- cluster:{mark} -->\n```sh\n(.*?)```\n", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert match is not None
+    return match[1]
 
 
 @pytest.fixture

@@ -48,14 +48,14 @@ def script_of(capsys: Capture, c: Conversion, *options: str) -> str:
 
 def settings(script: str) -> dict[str, str]:
     """Return what #SBATCH lines say, as far as sbatch reads: to the first command."""
-    found = {}
+    settings_found = {}
     for line in script.splitlines():
         if not line.startswith("#") and line.strip():
             break
         if line.startswith("#SBATCH "):
             name, _, value = line.removeprefix("#SBATCH --").partition("=")
-            found[name] = value
-    return found
+            settings_found[name] = value
+    return settings_found
 
 
 def run_script(folder: Path, script: str, task: int, *, program: str | None = None) -> Finished:
@@ -148,7 +148,7 @@ def test_no_option_of_transform_is_forgotten() -> None:
     passed_on = {option.flag for option in PASSED_ON}
     assert flags("transform") == passed_on | {*NOT_PASSED_ON}
     assert passed_on <= flags("plan")
-    of_the_script = {"source", "target", "ranks", "part", "resume", "recorded", "report"}
+    of_the_script = {"source", "target", "ranks", "part", "resume", "recorded", "report", "files"}
     assert {*Request._fields} == {option.field for option in PASSED_ON} | of_the_script
 
 
@@ -171,12 +171,19 @@ GIVEN = (
 def test_an_option_is_passed_on(tmp_path: Path, capsys: Capture, given: str) -> None:
     c = make(tmp_path)
     again = [] if given == "--overwrite" else ["--resume"]
-    found = options_of(words_of(tmp_path, script_of(capsys, c, given)))
-    assert found == options_of(c.arguments("transform", given, *again, "--part", "0/2"))
+    options = options_of(words_of(tmp_path, script_of(capsys, c, given)))
+    assert options == options_of(c.arguments("transform", given, *again, "--part", "0/2"))
+
+
+def test_the_size_of_files_is_passed_on(tmp_path: Path, capsys: Capture) -> None:
+    c = make(tmp_path).but(dst_strategy=None)
+    given = ("--to=hf", "--max-shard-size=140")
+    found = options_of(words_of(tmp_path, script_of(capsys, c, *given)))
+    assert found == options_of(c.arguments("transform", *given, "--resume", "--part", "0/3"))
 
 
 def test_every_option_that_is_passed_on_is_tried() -> None:
-    tried = {given.partition("=")[0] for given in GIVEN} | {"--src-strategy", "--dst-strategy"}
+    tried = {given.partition("=")[0] for given in GIVEN} | {"--src-strategy", "--dst-strategy", "--max-shard-size"}
     assert tried == {option.flag for option in PASSED_ON}
 
 

@@ -182,5 +182,5 @@ def check_written(target: Side, tensors: Arrays, folder: Path) -> None:
 
 
 def names(folder: Path, hidden: Iterable[str] = (".reshard_mpi", "reshard.json")) -> set[str]:
-    found = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
-    return {str(path) for path in found if path.parts[0] not in hidden}
+    files = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    return {str(path) for path in files if path.parts[0] not in hidden}

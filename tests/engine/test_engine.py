@@ -281,8 +281,8 @@ def test_first_difference_is_the_first(data: st.DataObject, limits: Limits) -> N
             path.write_bytes(array.tobytes())
             source = Segments((ByteRange(str(path), 0, array.size),))
             copies.append(Copy(rank, TensorEntry("w", BY_NAME["uint8"], shape, source), box, box))
-        found = first_difference(Check("w", tuple(copies), refuse=True, why=""), limits=limits)
-    assert found == ((copies[2], at) if differs else None)
+        difference = first_difference(Check("w", tuple(copies), refuse=True, why=""), limits=limits)
+    assert difference == ((copies[2], at) if differs else None)
 
 
 @pytest.mark.parametrize("gap", [0, 10])

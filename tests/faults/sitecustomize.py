@@ -45,11 +45,11 @@ def _appended(path: str) -> int:
 
 
 def _event(name: str, *paths: Any) -> None:
-    found = [path for path in paths if str(path).startswith(_folders)]
-    if found:
+    watched = [path for path in paths if str(path).startswith(_folders)]
+    if watched:
         at = _appended(_counter)
-        if at == _at or (name == _on and any(_path in str(path) for path in found)):
-            exec(_do, {"os": os, "signal": signal, "kill_all": kill_all, "path": str(found[0])})
+        if at == _at or (name == _on and any(_path in str(path) for path in watched)):
+            exec(_do, {"os": os, "signal": signal, "kill_all": kill_all, "path": str(watched[0])})
 
 
 def _path_of(descriptor: Any) -> str:

@@ -21,6 +21,7 @@ from support.conversions import assert_right, listing, make, of_every_kind, tran
 
 import reshard_mpi
 from reshard_mpi.errors import TargetError
+from reshard_mpi.journal import targets
 
 PRECIOUS = b"somebody else's bytes"
 SOMEBODY = 4711
@@ -60,7 +61,7 @@ def test_a_link_in_the_place_of_what_is_made_is_refused_by_name(tmp_path: Path, 
     name, to = LINKED[where]
     link(c.dst / name, private / to)
     before = listing(private)
-    for options in ((), ("--overwrite",), ("--resume",), ("--jobs", "2"), ("--overwrite", "--jobs", "7")):
+    for options in ((), ("--overwrite",), ("--resume",), ("--jobs", "2"), ("--overwrite", "--jobs", "3")):
         finished = run_here(capsys, *c.arguments("transform", *options))
         assert finished.code == 3 and "a symbolic link is in the place of" in finished.err, finished
         assert str(c.dst / name) in finished.err and "Traceback" not in finished.err
@@ -192,9 +193,8 @@ def test_a_partial_file_of_another_user_stays(tmp_path: Path, capsys: Capture) -
     partial.write_bytes(PRECIOUS)
     os.chown(partial, SOMEBODY, SOMEBODY)
     finished = run_here(capsys, *c.arguments())
-    assert (
-        finished.code == 3 and "a file of another user is in the way" in finished.err and str(partial) in finished.err
-    )
+    assert finished.code == 3 and "a file of another user is in the way" in finished.err
+    assert str(partial) in finished.err
     assert partial.read_bytes() == PRECIOUS and not c.written(0).exists()
 
 
@@ -214,11 +214,11 @@ def test_the_target_folder_may_be_of_another_user(tmp_path: Path, capsys: Captur
 def lock_held(path: Path, kind: int = fcntl.LOCK_EX) -> Iterator[int]:
     """Have another process hold a lock, and give its number."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    held = (
+    holder = (
         f"import fcntl, sys, time\nfile = open(sys.argv[1], 'a')\nfcntl.flock(file, {kind})\n"
         "print('held', flush=True)\ntime.sleep(600)"
     )
-    with subprocess.Popen([sys.executable, "-c", held, str(path)], stdout=subprocess.PIPE) as process:
+    with subprocess.Popen([sys.executable, "-c", holder, str(path)], stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None and process.stdout.readline() == b"held\n"
             yield process.pid
@@ -226,7 +226,14 @@ def lock_held(path: Path, kind: int = fcntl.LOCK_EX) -> Iterator[int]:
             process.kill()
 
 
-@pytest.mark.slow
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have locks that others hold waited for for a moment only."""
+    monkeypatch.setattr(targets, "_BEGIN_SECONDS", 0.2)
+    monkeypatch.setattr(targets, "_COMMIT_SECONDS", 0.2)
+
+
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("name", ["run.lock", "commit.lock", "rank_0.lock"])
 def test_a_lock_that_others_hold_is_named_and_not_waited_for_without_end(
     tmp_path: Path, capsys: Capture, name: str
@@ -241,6 +248,7 @@ def test_a_lock_that_others_hold_is_named_and_not_waited_for_without_end(
     assert_right(c)
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_stopped_holder_is_said_to_be_stopped(tmp_path: Path, capsys: Capture) -> None:
     c = make(tmp_path)
     with lock_held(c.dst / ".reshard_mpi" / "run.lock") as pid:

@@ -60,9 +60,9 @@ def test_what_mindspore_writes_takes_the_fast_way(tmp_path: Path) -> None:
     path = tmp_path / "shard.ckpt"
     ckpt_peer.write(path, Contents.of(tensors))
     with mock.patch.object(module, "_value", side_effect=AssertionError("the slow way")):
-        found = located(path)
-    assert isinstance(found, Manifest)
-    assert list(found.tensors) == [tensor.name for tensor in tensors]
+        manifest = located(path)
+    assert isinstance(manifest, Manifest)
+    assert list(manifest.tensors) == [tensor.name for tensor in tensors]
 
 
 def test_a_shard_of_the_same_structure_is_not_parsed(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_tensors_that_are_alike_are_not_parsed_again(tmp_path: Path) -> None:
     path = tmp_path / "shard.ckpt"
     ckpt_peer.write(path, Contents.of(tensors))
     with mock.patch.object(module, "usual_value", wraps=module.usual_value) as parsed:
-        found = located(path)
-    assert isinstance(found, Manifest)
-    assert list(found.tensors) == [tensor.name for tensor in tensors]
+        manifest = located(path)
+    assert isinstance(manifest, Manifest)
+    assert list(manifest.tensors) == [tensor.name for tensor in tensors]
     assert parsed.call_count == 1

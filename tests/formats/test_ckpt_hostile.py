@@ -186,8 +186,8 @@ ORDERS = {
 def test_accepted(tmp_path: Path, case: str) -> None:
     path = tmp_path / "shard.ckpt"
     path.write_bytes(ORDERS[case])
-    found = ckpt.locate(str(path)).tensors["w"]
-    assert (found.dtype.name, found.shape, payload(found)) == ("float32", (2, 2), FLOATS)
+    tensor_located = ckpt.locate(str(path)).tensors["w"]
+    assert (tensor_located.dtype.name, tensor_located.shape, payload(tensor_located)) == ("float32", (2, 2), FLOATS)
 
 
 def test_empty_pieces_are_passed_over(tmp_path: Path) -> None:

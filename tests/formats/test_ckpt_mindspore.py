@@ -109,8 +109,8 @@ def test_types_that_mindspore_saves_but_does_not_load(tmp_path: Path, name: str)
         ms.save_checkpoint([{"name": "w", "data": tensor}], str(tmp_path / "w.ckpt"))
     except (RuntimeError, TypeError, ValueError) as error:
         pytest.skip(f"MindSpore cannot make a {name} tensor on this machine: {error}")
-    found = samples.contents_of(ckpt.locate(str(tmp_path / "w.ckpt")))
-    assert found.tensors["w"] == SampleTensor("w", dtype, (6,), content)
+    contents = samples.contents_of(ckpt.locate(str(tmp_path / "w.ckpt")))
+    assert contents.tensors["w"] == SampleTensor("w", dtype, (6,), content)
 
 
 def test_appended_values_keep_their_types(tmp_path: Path) -> None:

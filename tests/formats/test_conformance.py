@@ -7,6 +7,7 @@ from pathlib import Path
 from support import ckpt_peer, hdf5_peer, safetensors_peer, torch_peer
 
 from reshard_mpi.formats import ckpt, hdf5, safetensors, torch
+from reshard_mpi.formats.safetensors import huggingface
 from reshard_mpi.testing.conformance import FormatConformance
 from reshard_mpi.testing.samples import Contents
 
@@ -25,6 +26,10 @@ class TestCheckpoint(FormatConformance):
 class TestCheckpointInPieces(TestCheckpoint):
     """The same with every tensor cut into pieces that end anywhere."""
 
+    # What the format itself writes is the same as above.
+    test_the_same_spec_gives_the_same_bytes = test_writes_every_type_and_shape = None
+    test_both_routes_read_what_is_written = test_knowing_another_shard_makes_no_difference = None
+
     def write_independently(self, path: Path, contents: Contents) -> None:
         ckpt_peer.write(path, contents, pieces=3)
 
@@ -42,6 +47,10 @@ class TestHDF5(FormatConformance):
 class TestCompressedHDF5(TestHDF5):
     """A native shard that someone compressed (h5repack keeps its attributes)."""
 
+    # What the format itself writes is the same as above.
+    test_the_same_spec_gives_the_same_bytes = test_writes_every_type_and_shape = None
+    test_both_routes_read_what_is_written = test_knowing_another_shard_makes_no_difference = None
+
     def write_independently(self, path: Path, contents: Contents) -> None:
         hdf5_peer.write(path, contents, compression="gzip", shuffle=True, fletcher32=True)
 
@@ -56,6 +65,13 @@ class TestSafetensors(FormatConformance):
 
     def read_independently(self, path: Path) -> Contents:
         return safetensors_peer.read(path)
+
+
+class TestHuggingFace(TestSafetensors):
+    """A file of a folder, by itself."""
+
+    module = huggingface
+    cannot_hold = frozenset({"complex128", "hifloat8", "int4"})
 
 
 class TestTorch(FormatConformance):

@@ -18,5 +18,5 @@ def test_as_numpy_shows_them(name: str) -> None:
     if name == "bool":
         content &= 1
     expected = content.view(to_numpy(dtype)).tolist()
-    found = numbers(content.tobytes(), dtype)
-    assert list(map(repr, found)) == list(map(repr, expected))
+    array = numbers(content.tobytes(), dtype)
+    assert list(map(repr, array)) == list(map(repr, expected))

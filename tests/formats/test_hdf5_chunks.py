@@ -33,8 +33,8 @@ def test_the_library_keeps_the_chunk_that_it_has_decoded(tmp_path: Path) -> None
         for index in range(2):
             for start in range(0, LENGTH, MIB):
                 box = Box((start,), (start + 5,))
-                found = datasets.read(str(path), stamp, (f"w{index}",), BY_NAME["uint32"], False, box)
-                assert found.tolist() == [start + index + number for number in range(5)]
+                elements = datasets.read(str(path), stamp, (f"w{index}",), BY_NAME["uint32"], False, box)
+                assert elements.tolist() == [start + index + number for number in range(5)]
             _, kept_bytes, _ = datasets._open(str(path), stamp, (f"w{index}",)).get_access_plist().get_chunk_cache()
             assert kept_bytes >= 4 * LENGTH
             assert datasets._open.cache_info().currsize == 1, "chunks of several datasets are more than is allowed"

@@ -12,6 +12,14 @@ import h5py
 import numpy as np
 import pytest
 from support import hdf5_peer
+from support.hostile_hdf5 import (
+    external_link,
+    external_storage,
+    groups_that_share_members,
+    soft_link_through_an_external_one,
+    soft_links_that_multiply,
+    virtual_dataset,
+)
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import files, hdf5
@@ -20,25 +28,6 @@ from reshard_mpi.testing import samples
 from reshard_mpi.testing.samples import Contents, SampleTensor
 
 NUMBERS = np.arange(24, dtype=np.float32).reshape(4, 6)
-
-
-def external_link(file: h5py.File, secret: Path) -> None:
-    file["w"] = h5py.ExternalLink(str(secret), "/w")
-
-
-def soft_link_through_an_external_one(file: h5py.File, secret: Path) -> None:
-    file["a/x"] = h5py.ExternalLink(str(secret), "/")
-    file["w"] = h5py.SoftLink("/a/x/w")
-
-
-def external_storage(file: h5py.File, secret: Path) -> None:
-    file.create_dataset("w", shape=(4,), dtype="f4", external=[(str(secret), 0, 16)])
-
-
-def virtual_dataset(file: h5py.File, secret: Path) -> None:
-    layout = h5py.VirtualLayout(shape=(4, 6), dtype="f4")
-    layout[:] = h5py.VirtualSource(str(secret), "w", shape=(4, 6))
-    file.create_virtual_dataset("w", layout)
 
 
 def growing_virtual_dataset(file: h5py.File, secret: Path) -> None:
@@ -179,27 +168,11 @@ def test_refused(tmp_path: Path, make: Callable[[h5py.File], None], message: str
     assert caught.value.where.startswith(str(path))
 
 
-def test_endless_files_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Groups that share their members multiply: 2^40 names from 80 links."""
+@pytest.mark.parametrize("make", [groups_that_share_members, soft_links_that_multiply])
+def test_endless_files_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[h5py.File], None]) -> None:
     path = tmp_path / "w.h5"
     with h5py.File(path, "w") as file:
-        inner = file.create_group("g0")
-        inner["w"] = NUMBERS
-        for depth in range(1, 41):
-            outer = file.create_group(f"g{depth}")
-            outer["a"] = outer["b"] = inner
-            inner = outer
-    monkeypatch.setattr(files, "MAX_TENSORS", 2000)
-    with pytest.raises(ShardError, match="too many objects"):
-        hdf5.locate(str(path))
-
-
-def test_soft_links_that_multiply_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "w.h5"
-    with h5py.File(path, "w") as file:
-        file["s0"] = h5py.SoftLink("/")
-        for depth in range(1, 15):
-            file[f"s{depth}"] = h5py.SoftLink("/".join(["", *[f"s{depth - 1}"] * 30]))
+        make(file)
     monkeypatch.setattr(files, "MAX_TENSORS", 2000)
     with pytest.raises(ShardError, match="too many objects"):
         hdf5.locate(str(path))

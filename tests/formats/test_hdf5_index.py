@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 import tempfile
 import zlib
@@ -54,8 +55,8 @@ def read_by_index(path: Path) -> Manifest | None:
 
 def end_of(path: Path) -> int:
     """Return where the HDF5 file ends, and the index begins: version 2 of the superblock says it at byte 28."""
-    found: int = struct.unpack_from("<Q", path.read_bytes(), 28)[0]
-    return found
+    end_bytes: int = struct.unpack_from("<Q", path.read_bytes(), 28)[0]
+    return end_bytes
 
 
 @given(contents=strategies.contents())
@@ -73,9 +74,9 @@ def test_any_number_of_tensors(tmp_path: Path, count: int) -> None:
     names = [f"model.layers.{n}.{'attention.' * (n % 40)}w" for n in range(count)]
     tensors = tuple(TensorSpec(name, BY_NAME["int8"], box.shape, box) for name in names)
     reserve_file(hdf5, str(path), ShardSpec(ShardIdentity(2, 3, "x"), tensors, {"note": "text"}))
-    found = read_by_index(path)
-    assert found is not None and list(found.tensors) == names
-    assert found == located_by_library(path)
+    by_index = read_by_index(path)
+    assert by_index is not None and list(by_index.tensors) == names
+    assert by_index == located_by_library(path)
 
 
 @pytest.mark.parametrize("dtype", BY_NAME.values(), ids=str)
@@ -111,18 +112,19 @@ def test_any_byte_of_structure_changed(tmp_path: Path) -> None:
     path = tmp_path / "shard.h5"
     samples.write(hdf5, str(path), CONTENTS)
     sound, manifest = path.read_bytes(), hdf5.locate(str(path))
-    payloads = {at for entry in manifest.tensors.values() for part in entry.source.ranges for at in span_of(part)}
+    payloads = {
+        offset for entry in manifest.tensors.values() for part in entry.source.ranges for offset in span_of(part)
+    }
     end = end_of(path)
     unused = range(end + 16, end + 20)  # the checksum of sums, where there are none
-    for at in range(len(sound)):
-        content = bytearray(sound)
-        content[at] ^= 1 << at % 8
-        path.write_bytes(content)
-        with path.open("rb") as file:
+    with path.open("r+b") as file:
+        for offset, byte in enumerate(sound):
+            os.pwrite(file.fileno(), bytes([byte ^ 1 << offset % 8]), offset)
             by_index = index.locate(file.fileno(), str(path), end)
-        assert by_index == (manifest if at in payloads or at in unused else None), at
-        if at % 97 == 0:
-            assert located(path) == located_by_library(path)
+            assert by_index == (manifest if offset in payloads or offset in unused else None), offset
+            if offset % 97 == 0:
+                assert located(path) == located_by_library(path)
+            os.pwrite(file.fileno(), sound[offset : offset + 1], offset)
 
 
 def span_of(part: ByteRange) -> range:

@@ -139,20 +139,20 @@ def test_one_process_serves_all_files_and_threads(tmp_path: Path) -> None:
     hdf5.locate(paths[0])
     process = isolation._keeper._process
     assert process is not None
-    found: list[object] = []
+    arrays: list[object] = []
 
     def work() -> None:
         for path in paths:
             source = hdf5.locate(path).tensors["w"].source
             assert isinstance(source, Decoded)
-            found.append(source.read(Box((1,), (3,))).view("f4").tolist())
+            arrays.append(source.read(Box((1,), (3,))).view("f4").tolist())
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == [[1, 2]] * 32
+    assert arrays == [[1, 2]] * 32
     assert isolation._keeper._process is process
 
 
@@ -197,9 +197,9 @@ hdf5.locate({path!r})
 print(isolation._keeper._process.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    found = run_command([sys.executable, "-c", script])
+    finished = run_command([sys.executable, "-c", script])
     deadline = time.monotonic() + 10
-    while Path(f"/proc/{int(found.out)}").exists():
+    while Path(f"/proc/{int(finished.out)}").exists():
         assert time.monotonic() < deadline
         time.sleep(0.02)
 

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from support import hdf5_peer
 from support.hostile import opened_elsewhere, read_by_child
+from support.hostile_hdf5 import groups_that_share_members, soft_links_that_multiply
 
 from reshard_mpi.formats import hdf5
 from reshard_mpi.formats.ckpt.values import encode_header
@@ -106,24 +107,19 @@ def deep_groups(path: Path) -> None:
             group = h5py.h5g.create(group, b"g")
 
 
-@bomb("locate", "w.h5", "too many objects")
-def groups_that_share_members(path: Path) -> None:
-    """2^40 names from 80 links."""
-    with h5py.File(path, "w") as file:
-        inner = file.create_group("g0")
-        inner["w"] = np.zeros(3)
-        for depth in range(1, 41):
-            outer = file.create_group(f"g{depth}")
-            outer["a"] = outer["b"] = inner
-            inner = outer
+def file_of(fill: Callable[[h5py.File], None]) -> Make:
+    """Return what makes a file of that content."""
+
+    def make(path: Path) -> None:
+        with h5py.File(path, "w") as file:
+            fill(file)
+
+    make.__name__ = fill.__name__
+    return make
 
 
-@bomb("locate", "w.h5", "too many objects")
-def soft_links_that_multiply(path: Path) -> None:
-    with h5py.File(path, "w") as file:
-        file["s0"] = h5py.SoftLink("/")
-        for depth in range(1, 15):
-            file[f"s{depth}"] = h5py.SoftLink("/".join(["", *[f"s{depth - 1}"] * 30]))
+for endless in (groups_that_share_members, soft_links_that_multiply):
+    bomb("locate", "w.h5", "too many objects")(file_of(endless))
 
 
 @bomb("locate", "w.h5", "too many objects")
@@ -409,12 +405,12 @@ def test_bombs(tmp_path: Path, case: str) -> None:
     kind, name, message, make = CASES[case]
     path = tmp_path / name
     make(path)
-    found = read_by_child(kind, path)
-    assert found["is_ours"], found
-    assert re.search(message, found["problem"].partition("\n")[0]), found
-    assert path.name in found["problem"]
-    assert len(found["problem"]) < 3000
-    assert found["growth_bytes"] <= GROWTH_BYTES, found
-    assert found["helper_growth_bytes"] <= GROWTH_BYTES, found
-    assert found["cpu_seconds"] <= SECONDS, found
-    assert not opened_elsewhere(found, path)
+    outcome = read_by_child(kind, path)
+    assert outcome["is_ours"], outcome
+    assert re.search(message, outcome["problem"].partition("\n")[0]), outcome
+    assert path.name in outcome["problem"]
+    assert len(outcome["problem"]) < 3000
+    assert outcome["growth_bytes"] <= GROWTH_BYTES, outcome
+    assert outcome["helper_growth_bytes"] <= GROWTH_BYTES, outcome
+    assert outcome["cpu_seconds"] <= SECONDS, outcome
+    assert not opened_elsewhere(outcome, path)

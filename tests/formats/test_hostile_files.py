@@ -17,6 +17,7 @@ from support import ckpt_peer, hdf5_peer
 from support.command_line import run_apart
 from support.conversions import of_every_kind
 from support.hostile import opened_elsewhere, read_by_child
+from support.hostile_hdf5 import external_link, external_storage, soft_link_through_an_external_one, virtual_dataset
 
 from reshard_mpi.formats import hdf5
 from reshard_mpi.formats.dtypes import BY_NAME
@@ -80,28 +81,9 @@ def test_names_of_a_foreign_file_are_not_paths(tmp_path: Path) -> None:
 # What HDF5 can be made to open. The files outside are pipes: whoever opened one would wait for ever.
 
 
-def external_link(file: h5py.File, secret: Path) -> None:
-    file["w"] = h5py.ExternalLink(str(secret), "/w")
-
-
 def user_defined_link(file: h5py.File, secret: Path) -> None:
     """Like an external one, but of a class that nobody has registered; made of one below."""
     file["w"] = h5py.ExternalLink(str(secret), "/user_defined")
-
-
-def soft_link_through_an_external_one(file: h5py.File, secret: Path) -> None:
-    file["a"] = h5py.ExternalLink(str(secret), "/")
-    file["w"] = h5py.SoftLink("/a/w")
-
-
-def external_storage(file: h5py.File, secret: Path) -> None:
-    file.create_dataset("w", shape=(4,), dtype="f4", external=[(str(secret), 0, 16)])
-
-
-def virtual_dataset(file: h5py.File, secret: Path) -> None:
-    layout = h5py.VirtualLayout(shape=(4, 6), dtype="f4")
-    layout[:] = h5py.VirtualSource(str(secret), "w", shape=(4, 6))
-    file.create_virtual_dataset("w", layout)
 
 
 def virtual_text(file: h5py.File, secret: Path) -> None:
@@ -152,9 +134,9 @@ def test_nothing_outside_is_opened(tmp_path: Path, make: Callable[[h5py.File, Pa
     path.write_bytes(content)
     for name in ("secret", "libh5plugin.so", "w.h5"):
         os.mkfifo(outside / name)
-    found = read_by_child("locate", path, HDF5_PLUGIN_PATH=str(outside), HDF5_EXT_PREFIX=str(outside))
-    assert found["is_ours"] and LEADING_OUT[make] in found["problem"].partition("\n")[0], found
-    assert not opened_elsewhere(found, path)
+    outcome = read_by_child("locate", path, HDF5_PLUGIN_PATH=str(outside), HDF5_EXT_PREFIX=str(outside))
+    assert outcome["is_ours"] and LEADING_OUT[make] in outcome["problem"].partition("\n")[0], outcome
+    assert not opened_elsewhere(outcome, path)
 
 
 # What others would unpickle
@@ -181,9 +163,9 @@ def test_nothing_is_unpickled(tmp_path: Path, name: str, protocol: int | str) ->
     else:
         path.write_bytes(pickle.dumps(Payload(harm), int(protocol)))
     for kind in ("strategy",) if name.startswith("s") else ("locate", "strategy"):
-        found = read_by_child(kind, path)
-        assert found["is_ours"], found
-        assert not opened_elsewhere(found, path)
+        outcome = read_by_child(kind, path)
+        assert outcome["is_ours"], outcome
+        assert not opened_elsewhere(outcome, path)
     assert not harm.exists()
     pickle.loads(pickle.dumps(Payload(harm)))
     assert harm.exists()

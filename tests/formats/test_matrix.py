@@ -35,8 +35,11 @@ FORMS = (
     Form("hdf5", sharded=True, describes_itself=True),
     Form("safetensors", sharded=True),
     Form("safetensors", sharded=False),
+    Form("hf", sharded=False),
+    Form("hf", sharded=False),
     Form("torch", sharded=True),
     Form("torch", sharded=False),
+    Form("dcp", sharded=True, describes_itself=True),
 )
 # What all of them can hold.
 DTYPES = tuple(map(np.dtype, (np.float32, ml_dtypes.bfloat16, np.int8, np.bool_, np.float16, np.int64, np.float64)))
@@ -45,7 +48,9 @@ DTYPES = tuple(map(np.dtype, (np.float32, ml_dtypes.bfloat16, np.int8, np.bool_,
 def convert(source: Path, held: tuple[Form, Path], target: Path, wanted: tuple[Form, Path]) -> None:
     """Convert a checkpoint of one form to another, each with its strategy."""
     to, dst_strategy = wanted
-    reshard_mpi.transform(source, target, given(held), dst_strategy if to.sharded else None, to=to.format)
+    most_bytes = 1000 if to.format == "hf" else None  # so that there are several files
+    dst_strategy = dst_strategy if to.sharded else None
+    reshard_mpi.transform(source, target, given(held), dst_strategy, to=to.format, max_shard_size=most_bytes)
 
 
 def given(held: tuple[Form, Path]) -> Path | None:

@@ -211,6 +211,13 @@ def test_an_object_of_what_cannot_be_carried_is_left_out_as_a_whole() -> None:
     )
 
 
+def long_keys() -> Any:
+    root: Any = Dict()
+    for _ in range(90):
+        root = Dict(["k" * 100_000, root])
+    return root
+
+
 def own_part() -> Any:
     root: list[Any] = []
     root.append(root)
@@ -242,6 +249,7 @@ def doubled_arguments() -> Any:
     "make, problem",
     [
         (own_part, "nested too deeply"),
+        (long_keys, "joined by dots are too long"),
         (deep, "nested too deeply"),
         (doubled, "too many values|too much"),
         (doubled_arguments, "too many values"),
@@ -250,6 +258,8 @@ def doubled_arguments() -> Any:
         (lambda: Dict(["", Tensor(0)]), "1 to 4096 bytes"),
         (lambda: Dict(["n" * 5000, Tensor(0)]), "1 to 4096 bytes"),
         (lambda: dictionary(a="x" * (5 << 20), b=1), "too much"),
+        (lambda: dictionary(a="x" * (5 << 20)), "too long, or too many"),
+        (lambda: Dict([part for at in range(140_000) for part in (str(at), "")]), "too long, or too many"),
         (lambda: Tensor(0), "no dictionary"),
         (lambda: Call(Global("project", "Model"), ()), "no dictionary"),
     ],
@@ -273,6 +283,7 @@ def test_trees_that_are_refused(make: Any, problem: str) -> None:
         ('{"dict":[["a",1],["a",2]]}', "key twice"),
         ('{"dict":[["w"],["w"]]}', "key twice"),
         ('{"dict":[["w",3]]}', "the place of something else"),
+        ('{"dict":[["' + "k" * 5000 + '",{"dict":[]}]]}', "joined by dots are too long"),
         ('[{"tensor":null}]', "not in the shard"),
         ("[]", "no place"),
         ("7", "no place"),

@@ -15,6 +15,7 @@ from reshard_mpi.errors import ShardError, TargetError
 from reshard_mpi.formats import safetensors
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.protocol import reserve_file, seal_file
+from reshard_mpi.formats.safetensors.reading import MAX_STRING_BYTES
 from reshard_mpi.testing import samples, strategies
 from reshard_mpi.testing.samples import Contents, SampleTensor
 
@@ -171,6 +172,14 @@ def test_what_mindspore_cannot_check_is_refused(tmp_path: Path) -> None:
         assert safetensors.size_at_most_bytes(spec)
         with pytest.raises(TargetError, match=tensor.name):
             safetensors.size_at_most_bytes(spec, crc=True)
+
+
+def test_a_string_that_would_not_be_read_back_is_refused(path: Path) -> None:
+    longest = "\U0001f701" * (MAX_STRING_BYTES // 4 - 1)
+    write(path, Contents.of([], {"note": longest}))
+    assert safetensors.locate(str(path)).strings == {"note": longest}
+    with pytest.raises(TargetError, match="'note' is too long"):
+        write(path, Contents.of([], {"note": longest + "four"}))
 
 
 def test_names_that_the_header_has_for_itself(tmp_path: Path) -> None:

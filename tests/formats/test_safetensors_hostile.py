@@ -44,8 +44,8 @@ REFUSED = {
     "a list": (file_of(b"[]"), "not a safetensors file"),
     "white space before": (file_of(b" {}"), "not a safetensors file"),
     "a byte order mark before": (file_of("\ufeff{}".encode()), "not a safetensors file"),
-    "padded with NUL": (file_of(b"{}\0\0\0\0\0\0"), "expected: the end of the header"),
-    "two documents": (file_of(b"{}{}"), "expected: the end of the header"),
+    "padded with NUL": (file_of(b"{}\0\0\0\0\0\0"), "expected: nothing more"),
+    "two documents": (file_of(b"{}{}"), "expected: nothing more"),
     "a comment": (raw('{/**/"w":$}'), "damaged"),
     "ends in an entry": (raw('{"w":{"dtype":"F32"'), "damaged"),
     "ends in a string": (raw('{"w":{"dtype":"F3'), "damaged"),
@@ -196,6 +196,7 @@ BOMBS = {
     "empty lists": (b'{"w":[' + b"[]," * 2_000_000, "damaged"),
     "a string": (b'{"' + b"n" * 8_000_000, "damaged"),
     "a string, escaped": (b'{"' + b"\\n" * 4_000_000, "damaged"),
+    "a string that is kept": (b'{"__metadata__":{"__reshard_mpi__:s":"' + b"\\n" * (4 << 20) + b'"', "damaged"),
     "metadata": (b'{"__metadata__":{' + b'"k":"v",' * 1_000_000, "too long"),
     "white space": (b"{" + b" " * 8_000_000, "damaged"),
     "names": (

@@ -19,8 +19,11 @@ with atheris.instrument_imports(include=["reshard_mpi", "tomllib", "json", "fnma
     import parsers
 
     import reshard_mpi.formats.ckpt
+    import reshard_mpi.formats.dcp
     import reshard_mpi.formats.hdf5
     import reshard_mpi.formats.safetensors
+    import reshard_mpi.formats.safetensors.index
+    import reshard_mpi.formats.torch
     import reshard_mpi.sharding.strategy.files
     import reshard_mpi.sharding.strategy.protobuf
     import reshard_mpi.sharding.strategy.toml  # noqa: F401

@@ -17,9 +17,17 @@ from unittest import mock
 
 from reshard_mpi import formats
 from reshard_mpi.errors import ReshardError
+from reshard_mpi.formats import dcp, nest
+from reshard_mpi.formats.columns import Kind
+from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.hdf5 import index, superblock
+from reshard_mpi.formats.listed import ListedTensors
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.formats.places import Decoded
+from reshard_mpi.formats.places import Decoded, Segments, Strided
+from reshard_mpi.formats.safetensors import index as safetensors_index
+from reshard_mpi.formats.torch import pickles, pickling
+from reshard_mpi.formats.torch.content import Storages
+from reshard_mpi.formats.torch.tensors import is_tensor
 from reshard_mpi.journal.commit import commit
 from reshard_mpi.journal.commit_record import CommitRecord
 from reshard_mpi.journal.records import COMMIT_RECORD, STATE, RunIdentity, TargetRecord, record_path, run_path
@@ -31,6 +39,7 @@ from reshard_mpi.sharding.strategy import table
 from reshard_mpi.text import one_line
 
 CORPUS = Path(__file__).parent / "corpus"
+DCP_FILE = Path(__file__).parent.parent / "formats" / "golden" / "dcp" / "four_ranks" / "__0_0.distcp"
 # Elements of what must be decoded that are looked at: enough for the files of a corpus.
 _MAX_DECODED = 1 << 12
 
@@ -45,6 +54,48 @@ def shard(format_name: str, data: bytes) -> None:
             if isinstance(entry.source, Decoded) and entry.size_bytes <= _MAX_DECODED:
                 with suppress(ReshardError):
                     assert entry.source.read(Box.whole(entry.shape)).nbytes == entry.size_bytes
+
+
+def dcp_metadata(data: bytes) -> None:
+    """Read the metadata of a folder, with one of its files, and what lies in its pieces."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / ".metadata").write_bytes(data)
+        (folder / "__0_0.distcp").write_bytes(DCP_FILE.read_bytes())
+        with suppress(ReshardError):
+            dcp.files_of(name)
+            manifest = dcp.open_folder(name)
+            assert isinstance(manifest.tensors, ListedTensors)
+            for tensors in manifest.tensors.files:
+                for number, kind in enumerate(tensors.kind_of):
+                    place = tensors.source(number)
+                    if tensors.kinds[kind].size_bytes and isinstance(place, Segments):
+                        ends = {part.path: part.offset_bytes + part.length_bytes for part in place.ranges}
+                        assert all(end <= Path(path).stat().st_size for path, end in ends.items())
+
+
+def torch_pickle(data: bytes) -> None:
+    """Read the pickle of a file of torch, and write what it is a pickle of."""
+    try:
+        root, _ = pickles.load(data, readers=Storages().readers)
+        flattened = nest.flatten(root, is_tensor)
+    except (pickles.PickleError, nest.NestError):
+        return
+    again = nest.rebuild(dict(flattened.tensors), flattened.strings)
+    flattened_again = nest.flatten(again, is_tensor)
+    assert flattened_again.tensors == flattened.tensors
+    assert flattened_again.strings == flattened.strings or flattened.left_out
+
+
+def nest_text(data: bytes) -> None:
+    """Make a tree of the text of a nest and some tensors, and a pickle of the tree."""
+    kind = Kind(BY_NAME["float32"], (2,))
+    leaves = {name: pickling.Leaf(str(at), kind) for at, name in enumerate(("w", "a.w", "a.0.step", "list.0"))}
+    with suppress(nest.NestError):
+        root = nest.rebuild(leaves, {nest.NEST: data.decode(errors="replace"), "note": "text"})
+        again, _ = pickles.load(pickling.dumps(root), readers=Storages().readers)
+        names = {name for name, _ in nest.flatten(again, is_tensor).tensors}
+        assert names <= leaves.keys()
 
 
 class _Any:
@@ -62,17 +113,17 @@ def native_without_checksums(data: bytes) -> None:
         fd = opened.fileno()
         end = superblock.end_of_file(fd, str(path), len(data))
         with mock.patch.object(index, "crc32", lambda *_: _Any()):
-            found = index.locate(fd, str(path), end)
+            manifest = index.locate(fd, str(path), end)
             index.stored_sums(fd, str(path), end)
-        if found is not None:
-            _require_sound(found, end)
+        if manifest is not None:
+            _require_sound(manifest, end)
 
 
 def strategy_file(suffix: str, data: bytes) -> None:
     """Load a strategy, and write it down as native shards do."""
     with _file(data, suffix) as path, suppress(ReshardError):
-        found = strategy.load(str(path))
-        assert table.loads(table.dumps(found), "again") == found
+        loaded = strategy.load(str(path))
+        assert table.loads(table.dumps(loaded), "again") == loaded
 
 
 def patterns(data: bytes) -> None:
@@ -91,8 +142,8 @@ def patterns(data: bytes) -> None:
 def placement_table(data: bytes) -> None:
     """Read the table of a native shard as `source` does."""
     with suppress(ReshardError):
-        found = table.loads(data.decode(errors="replace"), "a shard")
-        assert table.loads(table.dumps(found), "again") == found
+        loaded = table.loads(data.decode(errors="replace"), "a shard")
+        assert table.loads(table.dumps(loaded), "again") == loaded
 
 
 def records(data: bytes) -> None:
@@ -117,10 +168,27 @@ def records(data: bytes) -> None:
             assert one_line(line).isprintable()
 
 
+def hugging_face_index(data: bytes) -> None:
+    """Read the index of a Hugging Face folder; what is read must be what Python's own parser reads."""
+    with _file(data, ".json") as path, suppress(ReshardError):
+        found = safetensors_index.read(str(path))
+        facts = json.loads(data)
+        assert found == facts["weight_map"]
+        assert all(
+            name and not Path(file).is_absolute() and ".." not in Path(file).parts for name, file in found.items()
+        )
+
+
 # A parser's corpus is the folder of its name, without `_unchecked`.
 PARSERS: dict[str, Callable[[bytes], None]] = {
     "ckpt": partial(shard, "ckpt"),
     "safetensors": partial(shard, "safetensors"),
+    "dcp": partial(shard, "dcp"),
+    "dcp_metadata": dcp_metadata,
+    "torch": partial(shard, "torch"),
+    "torch_pickle": torch_pickle,
+    "nest": nest_text,
+    "hugging_face_index": hugging_face_index,
     "hdf5_native": partial(shard, "hdf5"),
     "hdf5_native_unchecked": native_without_checksums,
     "hdf5_foreign": partial(shard, "hdf5"),
@@ -162,7 +230,12 @@ def _require_sound(manifest: Manifest, size_bytes: int) -> None:
         if isinstance(entry.source, Decoded):
             assert len(entry.source.chunk) == len(entry.shape)
             continue
-        assert sum(part.length_bytes for part in entry.source.ranges) == entry.size_bytes
-        for part in entry.source.ranges:
+        ranges = entry.stored.ranges if entry.stored is not None else ()
+        if isinstance(entry.source, Strided):
+            assert len(entry.source.strides_bytes) == len(entry.shape)
+            assert all(step >= 0 and step % entry.dtype.itemsize_bytes == 0 for step in entry.source.strides_bytes)
+        else:
+            assert sum(part.length_bytes for part in ranges) == entry.size_bytes
+        for part in ranges:
             assert part.path == manifest.path
             assert part.offset_bytes >= 0 and part.offset_bytes + part.length_bytes <= size_bytes

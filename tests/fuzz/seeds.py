@@ -8,6 +8,8 @@ They are small, since fuzzing changes few bytes at a time. Beside them the corpu
 from __future__ import annotations
 
 import json
+import pickle
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,12 +17,13 @@ from tempfile import TemporaryDirectory
 import h5py
 import numpy as np
 import parsers
-from support import ckpt_peer, hdf5_peer, safetensors_peer
+from support import ckpt_peer, dcp_peer, hdf5_peer, safetensors_peer, torch_peer
 
-from reshard_mpi.formats import ckpt, hdf5, safetensors
+from reshard_mpi.formats import ckpt, dcp, hdf5, nest, safetensors, torch
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import ShardIdentity
 from reshard_mpi.formats.protocol import seal_file
+from reshard_mpi.formats.safetensors import index as safetensors_index
 from reshard_mpi.journal.provenance import SourceFile, Sources
 from reshard_mpi.journal.records import Evidence, RunIdentity, TargetRecord, TensorSum, digest_of_texts
 from reshard_mpi.planning.model import Beginning, Held, Moment
@@ -78,6 +81,14 @@ def safetensors_files(path: Path) -> Iterator[None]:
     entry = {"shape": [2], "data_offsets": [0, 2], "dtype": "U8"}
     metadata = {"format": "pt", "x": "y" * 99}
     path.write_bytes(safetensors_peer.file_of({"\u5c42": entry, "__metadata__": metadata}, b"ab"))
+    yield
+
+
+def hugging_face_indices(path: Path) -> Iterator[None]:
+    path.write_text(safetensors_index.write({"w": "a.safetensors", "\u5c42\U0001f701": "b/c.safetensors"}, 99))
+    yield
+    besides = {"total_size": 1.5e9, "a": [True, None, {"b": [[], -1, "x\n"]}]}
+    path.write_text(json.dumps({"metadata": besides, "other": {}, "weight_map": {"w": "a.safetensors"}}))
     yield
 
 
@@ -180,9 +191,72 @@ def name_patterns(path: Path) -> Iterator[None]:
         yield
 
 
+TORCH_GOLDEN = Path(__file__).parent.parent / "formats" / "golden" / "torch"
+
+
+def torch_files(path: Path) -> Iterator[None]:
+    torch_peer.write(path, CONTENTS)
+    yield
+    path.unlink()
+    samples.write(torch, str(path), CONTENTS)
+    yield
+    for name in ("legacy.pth", "dtensor_ranks/model_world_size_4_rank_2.pt"):
+        path.write_bytes((TORCH_GOLDEN / name).read_bytes())
+        yield
+
+
+def torch_pickles(path: Path) -> Iterator[None]:
+    """The pickles of torch's own files: of training, of plain data, of a rank's DTensors; and one of protocol 5."""
+    for name in ("train.pth", "plain.pt", "dtensor_ranks/model_world_size_4_rank_1.pt"):
+        with zipfile.ZipFile(TORCH_GOLDEN / name) as opened:
+            member = next(info for info in opened.infolist() if info.filename.endswith("/data.pkl"))
+            path.write_bytes(opened.read(member))
+        yield
+    path.write_bytes(pickle.dumps({"a": [1, 2.5, {3}, b"bytes", bytearray(b"x"), frozenset("y")], (1, 2): 1 << 70}, 5))
+    yield
+
+
+def dcp_files(path: Path) -> Iterator[None]:
+    samples.write(dcp, str(path), CONTENTS)
+    yield
+
+
+def dcp_metadata(path: Path) -> Iterator[None]:
+    """What torch has written, what this program writes, and a pickle of the protocol before."""
+    path.write_bytes((TORCH_GOLDEN.parent / "dcp" / "four_ranks" / ".metadata").read_bytes())
+    yield
+    with TemporaryDirectory() as folder:
+        file = str(Path(folder, "__0_0.distcp"))
+        path.write_bytes(dcp.index([samples.write(dcp, file, Contents.of(TENSORS, {"note": "a text"}))]))
+        yield
+        sample = SampleTensor.random("w", BY_NAME["float32"], (2,))
+        tensors = {"w": dcp_peer.Listed("float32", (4,), [("__0_0.distcp", (at,), sample) for at in (0, 2)])}
+        dcp_peer.write(Path(folder), tensors, {"epoch": ("__0_0.distcp", 3)}, paths={"w": ("w",)}, protocol=2)
+        path.write_bytes(Path(folder, ".metadata").read_bytes())
+        yield
+
+
+def nests(path: Path) -> Iterator[None]:
+    for name in ("train.pth", "plain.pt"):
+        strings = torch.locate(str(TORCH_GOLDEN / name)).strings
+        path.write_text(strings[nest.NEST].replace("A" * 8, "")[:4000])
+        yield
+    path.write_text(
+        '{"dict":[["a",{"dict":[["w"],[0,{"dict":[]}]]}],["list",[{"tensor":null},{"tuple":[1,null]}]],'
+        '["x",{"call":["collections","OrderedDict",[]],"state":{"dict":[["s",true]]},"dict":[]}]]}'
+    )
+    yield
+
+
 MAKERS = {
+    "dcp": dcp_files,
+    "dcp_metadata": dcp_metadata,
+    "torch": torch_files,
+    "torch_pickle": torch_pickles,
+    "nest": nests,
     "ckpt": ckpts,
     "safetensors": safetensors_files,
+    "hugging_face_index": hugging_face_indices,
     "hdf5_native": native_shards,
     "hdf5_foreign": foreign_shards,
     "strategy_protobuf": protobufs,

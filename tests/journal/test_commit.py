@@ -26,6 +26,7 @@ from support.conversions import (
     shards,
     side,
     transform_apart,
+    transform_by_function,
     transform_here,
 )
 from support.launch import MPI
@@ -56,13 +57,13 @@ def record(c: Conversion) -> Path:
 def test_it_says_what_was_made_of_what(tmp_path: Path, capsys: Capture, kind: str) -> None:
     c = make(tmp_path, kind)
     assert transform_here(capsys, c).code == 0
-    found = json.loads(record(c).read_text())
+    facts = json.loads(record(c).read_text())
     run_facts = json.loads((c.dst / ".reshard_mpi" / "run.json").read_text())
-    assert (found["format"], found["version"]) == ("reshard_mpi commit", 1)
-    assert (found["source"], found["prefix"], found["to"]) == (str(c.src), "checkpoint_", kind)
-    assert found["target_ranks"] == 2 and len(found["src_strategy"]) == len(found["dst_strategy"]) == 64
-    assert {name: found[name] for name in run_facts} == run_facts
-    assert found["targets"] == [
+    assert (facts["format"], facts["version"]) == ("reshard_mpi commit", 1)
+    assert (facts["source"], facts["prefix"], facts["to"]) == (str(c.src), "checkpoint_", kind)
+    assert facts["target_ranks"] == 2 and len(facts["src_strategy"]) == len(facts["dst_strategy"]) == 64
+    assert {name: facts[name] for name in run_facts} == run_facts
+    assert facts["targets"] == [
         {
             "rank": rank,
             "file": str(c.written(rank).relative_to(c.dst)),
@@ -71,10 +72,10 @@ def test_it_says_what_was_made_of_what(tmp_path: Path, capsys: Capture, kind: st
         }
         for rank in range(2)
     ]
-    assert found["sources"] == [
+    assert facts["sources"] == [
         {"file": str(c.shard(rank).relative_to(c.src)), "size_bytes": c.shard(rank).stat().st_size} for rank in range(4)
     ]
-    lines = 3 + len(run_facts) + len(found["sources"]) + 3 + len(found["targets"]) + 2
+    lines = 3 + len(run_facts) + len(facts["sources"]) + 3 + len(facts["targets"]) + 2
     assert record(c).read_text().count("\n") == lines  # a line a file
 
 
@@ -125,7 +126,7 @@ def test_an_array_makes_it_with_its_last_task_only(
 
 def test_the_functions_make_none(tmp_path: Path) -> None:
     c = make(tmp_path)
-    reshard_mpi.transform_checkpoints(c.src, c.dst, "checkpoint_", c.src_strategy, c.dst_strategy)
+    transform_by_function(c)
     assert sorted(path.name for path in c.dst.iterdir()) == ["rank_0", "rank_1"]
 
 
@@ -150,11 +151,8 @@ def test_it_cannot_be_written(tmp_path: Path, capsys: Capture, monkeypatch: pyte
     with monkeypatch.context() as patched:
         patched.setattr(committing, "publish_text", full)
         finished = transform_here(capsys, c)
-    assert (
-        finished.code == 4
-        and "are complete, but the commit record could not be written" in finished.err
-        and "No space" in finished.err
-    )
+    assert finished.code == 4 and "are complete, but the commit record could not be written" in finished.err
+    assert "No space" in finished.err
     assert transform_here(capsys, c, "--resume").ended == (0, "")
     assert record(c).exists()
 
@@ -324,10 +322,8 @@ def test_targets_of_an_earlier_run_with_more_of_them(tmp_path: Path, capsys: Cap
     finished = transform_here(capsys, fewer, "--overwrite", "--rank", "0")
     assert finished.ended == (0, "") and not record(c).exists()
     finished = transform_here(capsys, fewer, "--overwrite", "--rank", "1")
-    assert (
-        finished.code == 0
-        and finished.err == f"note: {c.dst} also holds target ranks 2-3 of an earlier run, which are not committed\n"
-    )
+    assert finished.code == 0
+    assert finished.err == f"note: {c.dst} also holds target ranks 2-3 of an earlier run, which are not committed\n"
     assert [target["rank"] for target in json.loads(record(c).read_text())["targets"]] == [0, 1]
 
 
@@ -480,9 +476,8 @@ def test_commit_while_a_target_is_written(tmp_path: Path, capsys: Capture) -> No
         os.waitpid(process, 0)
         os.close(begun)
         os.close(begin)
-    assert (
-        finished.code == 4 and "1 of 2 targets are not complete: 1\n" in finished.err and "is writing" in finished.err
-    )
+    assert finished.code == 4 and "1 of 2 targets are not complete: 1\n" in finished.err
+    assert "is writing" in finished.err
 
 
 @pytest.mark.parametrize("turn", range(30))

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.command_line import COMMAND, Capture, run_here, run_in_fork
+from support.command_line import Capture, measure_apart, run_here, run_in_fork
 from support.conversions import Conversion, make, shards
 from support.forging import MISSING, TEXTS, VALUES, Keys, as_text, forged, path_of, places
-from support.processes import measure_peak
 
 import reshard_mpi
 from reshard_mpi.checkpoints.inspection import inspect
@@ -82,8 +81,8 @@ def shown(record: RunIdentity | TargetRecord | CommitRecord) -> dict[str, Any]:
                 for rank, file in record.files.items()
             ],
         }
-    found: dict[str, Any] = json.loads(record.as_text())
-    return found
+    facts: dict[str, Any] = json.loads(record.as_text())
+    return facts
 
 
 def without(facts: dict[str, Any]) -> dict[str, Any]:
@@ -104,8 +103,8 @@ def test_what_is_read_is_what_is_written(c: Conversion) -> None:
                 record = read(c, name)
                 if record is None:
                     continue
-                said = json.loads(as_text(name, made))
-                assert shown(record) == (without(said) if name == "reshard.json" else said), (place, kind)
+                written = json.loads(as_text(name, made))
+                assert shown(record) == (without(written) if name == "reshard.json" else written), (place, kind)
 
 
 @pytest.mark.parametrize("kind", TEXTS)
@@ -169,9 +168,9 @@ def test_many_targets_of_which_none_is_there(c: Conversion, capsys: Capture) -> 
     assert finished.code == 4 and "16777216 of 16777216 targets are not complete: 0-16777215\n" in finished.err
     lines = run_here(capsys, "inspect", str(c.dst)).out.splitlines()
     assert "run: 0 of 16777216 targets complete, not committed" in lines and "  and 16777196 more" in lines
-    found = inspect(c.dst)["run"]
-    assert found["target_ranks"] == 1 << 24 and len(found["incomplete"]) == 1 << 16
-    assert found["incomplete"]["0"] == "is of another run" and found["incomplete"]["9"] == "has not been written"
+    run = inspect(c.dst)["run"]
+    assert run["target_ranks"] == 1 << 24 and len(run["incomplete"]) == 1 << 16
+    assert run["incomplete"]["0"] == "is of another run" and run["incomplete"]["9"] == "has not been written"
 
 
 COMMANDS = (
@@ -180,7 +179,7 @@ COMMANDS = (
     ("plan", "--resume"),
     ("transform", "--progress", "none"),
     ("commit",),
-    ("verify",),
+    ("verify", "--jobs", "1"),
     ("inspect",),
     ("inspect", "--json"),
 )
@@ -244,7 +243,7 @@ def test_a_record_without_end_is_not_read(c: Conversion) -> None:
         os.truncate(path_of(c.dst, name), 4 << 30)
         assert read_json(path_of(c.dst, name)) == {}
     assert inspect(c.dst)["commit"] == {"problem": "the commit record is damaged"}
-    finished = measure_peak([*COMMAND, "inspect", str(c.dst)])
+    finished = measure_apart("inspect", str(c.dst))
     assert finished.code == 0 and finished.peak_rss_bytes < 100 * MIB
 
 

@@ -40,12 +40,12 @@ def test_every_element_comes_from_the_first_piece_that_has_it(drawn: tuple[tuple
     except UncoveredError as error:
         assert (part(first, error.box) == -1).all() and error.box.size and box.contains(error.box)
         return
-    found = np.full(shape, -2)
+    taken_from = np.full(shape, -2)
     for number, region in taken:
-        assert region.size and (part(found, region) == -2).all()
-        part(found, region)[...] = number
-    assert (part(found, box) == part(first, box)).all() and (part(first, box) >= 0).all()
-    assert np.count_nonzero(found != -2) == box.size
+        assert region.size and (part(taken_from, region) == -2).all()
+        part(taken_from, region)[...] = number
+    assert (part(taken_from, box) == part(first, box)).all() and (part(first, box) >= 0).all()
+    assert np.count_nonzero(taken_from != -2) == box.size
 
 
 def test_pieces_stay_whole_where_others_do_not_lie_in_them() -> None:

@@ -16,11 +16,11 @@ from support.conversions import (
     DST_LAYOUTS,
     SRC_LAYOUTS,
     TENSORS,
-    Conversion,
     assert_right,
     listing,
     make,
     of_every_kind,
+    transform_by_function,
     write_conversion,
 )
 from support.oracle import RawLayout
@@ -29,13 +29,6 @@ import reshard_mpi
 from reshard_mpi.errors import CoverageError, DisagreementError, StrategyError
 
 SRC_CUT = SRC_LAYOUTS["w"]
-
-
-def transform(conversion: Conversion, unlisted: str = "follow") -> None:
-    c = conversion
-    reshard_mpi.transform_checkpoints(
-        c.src, c.dst, "checkpoint_", c.src_strategy, c.dst_strategy, 1, c.kind, unlisted=unlisted
-    )
 
 
 # Unlisted
@@ -49,7 +42,7 @@ def test_unlisted_state_follows_its_parameter(tmp_path: Path, kind: str, state: 
     held = {rank: {**c.arrays(rank), name: c.arrays(rank)["moments.w"]} for rank in range(4)}
     for rank, arrays in held.items():
         c.rewrite(rank, {name: arrays[name]})
-    transform(c)
+    transform_by_function(c)
     for rank in range(2):
         assert read_shard(c.written(rank))[name] == read_shard(c.written(rank))["moments.w"]
 
@@ -58,14 +51,14 @@ def test_unlisted_state_of_another_shape_does_not_follow(tmp_path: Path) -> None
     c = make(tmp_path)
     for rank in range(4):
         c.rewrite(rank, {"stat.w": np.array([3.0, 4.0])})
-    transform(c)
+    transform_by_function(c)
     for rank in range(2):
         assert read_shard(c.written(rank))["stat.w"] == as_read({"s": np.array([3.0, 4.0])})["s"]
 
 
 def test_replicate(tmp_path: Path) -> None:
     c = make(tmp_path)
-    transform(c, "replicate")
+    transform_by_function(c, unlisted="replicate")
     for rank in range(2):
         whole = {"moments.w": TENSORS["moments.w"]}
         assert read_shard(c.written(rank)) == as_read({**expected_rank(c.target, TENSORS, rank), **whole})
@@ -76,7 +69,7 @@ def test_drop(tmp_path: Path) -> None:
     for rank in range(4):
         with c.shard(rank).open("ab") as file:
             file.write(ckpt_peer.value("note", (0,), "str", "text".encode("utf-32-le")))
-    transform(c, "drop")
+    transform_by_function(c, unlisted="drop")
     for rank in range(2):
         kept = {name: array for name, array in expected_rank(c.target, TENSORS, rank).items() if name in DST_LAYOUTS}
         assert read_shard(c.written(rank)) == as_read(kept)
@@ -92,13 +85,13 @@ def test_sharded_and_following_nothing(tmp_path: Path, capsys: Capture) -> None:
         c.rewrite(rank, {"head": c.arrays(rank)["w"]})
     before = listing(tmp_path)
     with pytest.raises(StrategyError, match=r"'head' is sharded in the source(.|\n)*--unlisted replicate"):
-        transform(c)
+        transform_by_function(c)
     finished = run_here(capsys, *c.arguments())
     assert finished.code == 3 and "'head'" in finished.err
     assert listing(tmp_path) == before
-    transform(c, "replicate")
+    transform_by_function(c, unlisted="replicate")
     assert read_shard(c.written(1))["head"] == as_read({"w": TENSORS["w"]})["w"]
-    transform(c, "drop")
+    transform_by_function(c, unlisted="drop")
     assert "head" not in read_shard(c.written(1))
 
 
@@ -139,7 +132,7 @@ def test_present_in_some_holders_and_absent_in_others(tmp_path: Path, capsys: Ca
         c.rewrite(rank, {"w": None})
     before = listing(tmp_path)
     with pytest.raises(CoverageError, match=r"'w'(.|\n)*one of ranks 1, 3(.|\n)*shards without the tensor"):
-        transform(c)
+        transform_by_function(c)
     assert run_here(capsys, *c.arguments()).code == 3
     assert listing(tmp_path) == before
 
@@ -152,7 +145,7 @@ def test_followers_that_only_some_replicas_hold(tmp_path: Path, capsys: Capture,
         c.rewrite(rank, {"moments.w": None})
     before = listing(tmp_path)
     with pytest.raises(CoverageError, match=r"target rank 0 holds 'moments.w', but those for rank 1 do"):
-        transform(c)
+        transform_by_function(c)
     with pytest.raises(CoverageError, match=r"'moments.w'"):
         reshard_mpi.plan(c.src, c.src_strategy, c.dst_strategy)
     for command, options in (("plan", ()), ("transform", ()), ("transform", ("--jobs", "2"))):
@@ -168,7 +161,7 @@ def test_saved_without_redundancy(tmp_path: Path, kind: str) -> None:
     c.rewrite(1, {"moments.w": None, "b": None})
     c.rewrite(2, {"moments.w": None, "b": None})
     c.rewrite(3, {"w": None})
-    transform(c)
+    transform_by_function(c)
     assert_right(c)
 
 
@@ -187,7 +180,7 @@ def test_partial_sums_that_differ(tmp_path: Path, capsys: Capture, kind: str, na
     before = listing(tmp_path)
     says = rf"copies of '{name}' differ(.|\n)*element \[5, 3\](.|\n)*partial sums(.|\n)*/rank_1/.* and .*/rank_3/"
     with pytest.raises(DisagreementError, match=says):
-        transform(c)
+        transform_by_function(c)
     finished = run_here(capsys, *c.arguments())
     assert finished.code == 3 and re.search(says, finished.err)
     assert listing(tmp_path) == before
@@ -198,7 +191,7 @@ def test_partial_sums_that_agree(tmp_path: Path, kind: str) -> None:
     c = make(tmp_path, kind)
     for rank in range(4):
         c.rewrite(rank, {"accu_grads.w": c.arrays(rank)["w"]})
-    transform(c)
+    transform_by_function(c)
     for rank in range(2):
         assert read_shard(c.written(rank))["accu_grads.w"] == read_shard(c.written(rank))["w"]
 
@@ -206,7 +199,7 @@ def test_partial_sums_that_agree(tmp_path: Path, kind: str) -> None:
 def test_other_copies_are_not_compared(tmp_path: Path) -> None:
     c = make(tmp_path)
     c.rewrite(2, {"w": c.arrays(2)["w"] + 1})  # opening every copy to compare would cost more than the conversion
-    transform(c)
+    transform_by_function(c)
     assert read_shard(c.written(0)) == c.expected(0)
 
 
@@ -226,11 +219,11 @@ def test_tied_copies_of_stages(tmp_path: Path, capsys: Capture, kind: str) -> No
     original = c.shard(3).read_bytes()
     c.rewrite(3, {"embedding": drifted})
     with pytest.raises(DisagreementError, match=r"'embedding' differ(.|\n)*\[8, 3\](.|\n)*drifted apart"):
-        transform(c)
+        transform_by_function(c)
     assert run_here(capsys, *c.arguments()).code == 3
     c.shard(3).write_bytes(original)
     assert listing(tmp_path) == before
-    transform(c)
+    transform_by_function(c)
     assert_right(c)
 
 
@@ -288,7 +281,7 @@ def test_shards_of_different_moments_in_one_target(tmp_path: Path, name: str, un
     for rank in range(4):
         c.rewrite(rank, {name: np.array(5 + (rank == 1), np.int64)})
     with pytest.raises(DisagreementError, match=rf"different moments|'{name}'"):
-        transform(c, unlisted)
+        transform_by_function(c, unlisted=unlisted)
     assert not c.dst.exists()
 
 
@@ -308,7 +301,7 @@ def test_shards_of_different_moments_in_different_targets(
     assert run_here(capsys, *c.arguments("plan")).code == 3
     assert not c.dst.exists()
     with pytest.raises(DisagreementError, match="different moments"):
-        transform(c)
+        transform_by_function(c)
     with pytest.raises(DisagreementError, match="different moments"):
         reshard_mpi.plan(c.src, c.src_strategy, c.dst_strategy)
 

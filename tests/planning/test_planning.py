@@ -38,17 +38,17 @@ LINE = Placement((2,), ((0,),))
 def one_rank(**placements: Placement) -> Strategy:
     """Return a target strategy of a single rank that lists these parameters, or `w` alone."""
     return Strategy(
-        1, 1, {name: (held,) for name, held in (placements or {"w": Placement((1,))}).items()}, origin="dst"
+        1, 1, {name: (placement,) for name, placement in (placements or {"w": Placement((1,))}).items()}, origin="dst"
     )
 
 
 def two_ranks(**placements: Placement) -> Strategy:
-    return Strategy(2, 1, {name: (held,) for name, held in placements.items()}, origin="src")
+    return Strategy(2, 1, {name: (placement,) for name, placement in placements.items()}, origin="src")
 
 
 def shards(*ranks: Mapping[str, tuple[int, ...]]) -> dict[int, Manifest]:
     """Return shards of ranks 0, 1 ... that hold float32 tensors of these shapes."""
-    return {rank: manifest(rank, *(entry(*held) for held in tensors.items())) for rank, tensors in enumerate(ranks)}
+    return {rank: manifest(rank, *(entry(*item) for item in tensors.items())) for rank, tensors in enumerate(ranks)}
 
 
 def planner(
@@ -61,7 +61,7 @@ def planner(
     lost: Iterable[Lost] = (),
     replicas: Replicas = Replicas.ANY,
 ) -> ShardPlanner:
-    unusable = {one.rank: one for one in lost}
+    unusable = {shard.rank: shard for shard in lost}
     return ShardPlanner(
         source, target, rank, manifests, lost=unusable, unlisted=unlisted, strict=strict, replicas=replicas
     )
@@ -118,7 +118,7 @@ def test_what_no_opened_shard_holds_is_a_hole(case: Case, data: st.DataObject) -
     else:
         spoiled = dict(every)
         for other in holders:
-            left = (held for key, held in every[other].tensors.items() if key != name)
+            left = (manifests for key, manifests in every[other].tensors.items() if key != name)
             spoiled[other] = manifest(other, *left)
         got = "shards without the tensor"
     error = refusal(CoverageError, source, target, spoiled, rank)
@@ -202,9 +202,9 @@ def test_the_rank_list_knows_that_a_rule_for_every_name_comes_after_following() 
     """The target holds rows of `moments.w`, as of `w`, not columns as the last rule says."""
     source = two_ranks(**{"w": ROWS, "moments.w": ROWS})
     target = Strategy(2, 1, {}, (("w", ROWS), ("*", COLUMNS)))
-    held = {"w": (2, 6), "moments.w": (2, 6)}
+    manifests = {"w": (2, 6), "moments.w": (2, 6)}
     for rank in (0, 1):
-        plan = planned(source, target, shards(held, held), rank)
+        plan = planned(source, target, shards(manifests, manifests), rank)
         listed = needed_ranks(source, target, rank, names=(), available=range(2), unlisted=Unlisted.FOLLOW)
         assert listed == plan.read_ranks == (rank,)
 
@@ -254,35 +254,35 @@ def test_what_becomes_of_names_that_the_target_does_not_list(unlisted: Unlisted,
 
 
 def test_weights_alone_have_no_strings() -> None:
-    held = {0: manifest(0, entry("w", (4,)), strings={"note": "kept"})}
+    manifests = {0: manifest(0, entry("w", (4,)), strings={"note": "kept"})}
     source = Strategy(1, 1, {"w": (Placement((1,)),)})
-    assert planned(source, one_rank(), held).strings == {"note": "kept"}
-    assert planned(source, one_rank(), held, unlisted=Unlisted.DROP).strings == {}
+    assert planned(source, one_rank(), manifests).strings == {"note": "kept"}
+    assert planned(source, one_rank(), manifests, unlisted=Unlisted.DROP).strings == {}
 
 
 def test_a_sharded_name_that_follows_nothing_is_refused() -> None:
     source, target = two_ranks(w=ROWS, v=LINE), one_rank()
-    held = shards({"w": (2, 6), "v": (2,)}, {"w": (2, 6), "v": (2,)})
-    error = refusal(StrategyError, source, target, held)
+    manifests = shards({"w": (2, 6), "v": (2,)}, {"w": (2, 6), "v": (2,)})
+    error = refusal(StrategyError, source, target, manifests)
     assert "'v' is sharded" in error.problem
     assert error.got == "neither listed"
     assert error.where == "dst"
-    assert boxes(planned(source, target, held, unlisted=Unlisted.REPLICATE))["v"] == "[0:4]"
+    assert boxes(planned(source, target, manifests, unlisted=Unlisted.REPLICATE))["v"] == "[0:4]"
 
 
 def test_state_of_another_shape_does_not_follow() -> None:
     source, target = two_ranks(**{"w": ROWS, "accum.w": LINE}), one_rank()
-    held = shards({"w": (2, 6), "accum.w": (2,)}, {"w": (2, 6), "accum.w": (2,)})
-    error = refusal(StrategyError, source, target, held)
+    manifests = shards({"w": (2, 6), "accum.w": (2,)}, {"w": (2, 6), "accum.w": (2,)})
+    error = refusal(StrategyError, source, target, manifests)
     assert "'accum.w' is sharded" in error.problem
     assert error.got == "'w' listed, but of another shape"
 
 
 def test_a_name_in_no_strategy_is_taken_from_the_own_rank_or_the_home() -> None:
-    held = shards({"w": (2, 6), "seed": (3,)}, {"w": (2, 6), "seed": (3,)})
-    same = planned(two_ranks(w=ROWS), two_ranks(w=ROWS), held, 1)
+    manifests = shards({"w": (2, 6), "seed": (3,)}, {"w": (2, 6), "seed": (3,)})
+    same = planned(two_ranks(w=ROWS), two_ranks(w=ROWS), manifests, 1)
     assert {copy.source_rank for tensor in same.tensors for copy in tensor.copies} == {1}
-    fewer = planned(two_ranks(w=ROWS), one_rank(), held)
+    fewer = planned(two_ranks(w=ROWS), one_rank(), manifests)
     assert {tensor.spec.name: [copy.source_rank for copy in tensor.copies] for tensor in fewer.tensors} == {
         "w": [0, 1],
         "seed": [0],
@@ -291,11 +291,14 @@ def test_a_name_in_no_strategy_is_taken_from_the_own_rank_or_the_home() -> None:
 
 def test_a_name_that_only_other_stages_list_is_on_every_rank() -> None:
     source = Strategy(2, 2, {"w": (Placement((1,), stages=(0,)),), "v": (Placement((1,), stages=(1,)),)})
-    held = shards({"w": (2,), "v": (2,)}, {"v": (2,)})
+    manifests = shards({"w": (2,), "v": (2,)}, {"v": (2,)})
     target = one_rank(w=Placement((1,)), v=Placement((1,)))
-    sources = {tensor.spec.name: tensor.copies[0].source_rank for tensor in planned(source, target, held).tensors}
+    sources = {tensor.spec.name: tensor.copies[0].source_rank for tensor in planned(source, target, manifests).tensors}
     assert sources == {"w": 0, "v": 1}  # where the strategy lists it comes first
-    assert {n: planned(source, target, {0: held[0]}).tensors[n].copies[0].source_rank for n in (0, 1)} == {0: 0, 1: 0}
+    assert {n: planned(source, target, {0: manifests[0]}).tensors[n].copies[0].source_rank for n in (0, 1)} == {
+        0: 0,
+        1: 0,
+    }
 
 
 # Absent, or a hole
@@ -304,9 +307,9 @@ def test_a_name_that_only_other_stages_list_is_on_every_rank() -> None:
 def test_what_no_shard_holds_was_never_saved() -> None:
     source = two_ranks(w=ROWS, accum=ROWS)
     target = one_rank(w=Placement((1,)), accum=Placement((1,)))
-    held = shards({"w": (2, 6)}, {"w": (2, 6)})
-    assert planned(source, target, held).absent == ("accum",)
-    error = refusal(CoverageError, source, target, held, strict=True)
+    manifests = shards({"w": (2, 6)}, {"w": (2, 6)})
+    assert planned(source, target, manifests).absent == ("accum",)
+    error = refusal(CoverageError, source, target, manifests, strict=True)
     assert error.got == "1 absent: accum"
 
 
@@ -340,10 +343,10 @@ def test_a_hole_is_told_with_box_ranks_and_files() -> None:
     assert error.expected == "box [2:4, 0:6] on one of ranks 1, 3"
     assert error.got == "shards without the tensor"
     assert error.where == "rank_1, rank_3"
-    held = shards(both, none, both)
-    error = refusal(CoverageError, source, one_rank(), {0: held[0], 2: held[2]})
+    manifests = shards(both, none, both)
+    error = refusal(CoverageError, source, one_rank(), {0: manifests[0], 2: manifests[2]})
     assert (error.expected, error.got) == ("box [2:4, 0:6] on one of ranks 1, 3", "shard missing")
-    error = refusal(CoverageError, two_ranks(w=ROWS), one_rank(), {0: held[0]})
+    error = refusal(CoverageError, two_ranks(w=ROWS), one_rank(), {0: manifests[0]})
     assert error.expected == "box [2:4, 0:6] on rank 1"
 
 
@@ -358,21 +361,21 @@ def test_a_stage_without_shards_is_a_hole() -> None:
 
 def test_a_tied_parameter_is_taken_from_the_stage_that_is_there() -> None:
     source = Strategy(4, 2, {"w": (replace(ROWS, stages=(0,)), replace(COLUMNS, stages=(1,)))})
-    held = shards({"w": (2, 6)}, {"w": (2, 6)}, {"w": (4, 3)}, {"w": (4, 3)})
+    manifests = shards({"w": (2, 6)}, {"w": (2, 6)}, {"w": (4, 3)}, {"w": (4, 3)})
     for opened, ranks in (((0, 1), [0, 1]), ((2, 3), [2, 3]), ((0, 2, 3), [2, 3]), ((0, 1, 2), [0, 1])):
-        plan = planned(source, one_rank(), {rank: held[rank] for rank in opened})
+        plan = planned(source, one_rank(), {rank: manifests[rank] for rank in opened})
         assert [copy.source_rank for copy in plan.tensors[0].copies] == ranks
 
 
 def test_what_the_opened_shards_lack_is_told_with_the_ranks_that_should_hold_it() -> None:
     source = Strategy(4, 1, {name: (Placement((2, 2), ((1,), ())),) for name in ("w", "v", "accum", "other")})
     target = two_ranks(w=ROWS, v=ROWS, accum=ROWS)
-    held = shards({"w": (2, 6), "v": (2, 6)}, {}, {"v": (2, 6)}, {})
+    manifests = shards({"w": (2, 6), "v": (2, 6)}, {}, {"v": (2, 6)}, {})
     # `other`, which the target does not say how to place, is looked for too: it is refused if any shard holds it.
-    assert planner(source, target, {0: held[0]}).lacking() == {(0, 2): ["accum", "other"]}
-    assert planner(source, target, {2: held[2]}).lacking() == {(0, 2): ["w", "accum", "other"]}
+    assert planner(source, target, {0: manifests[0]}).lacking() == {(0, 2): ["accum", "other"]}
+    assert planner(source, target, {2: manifests[2]}).lacking() == {(0, 2): ["w", "accum", "other"]}
     both = one_rank(w=Placement((1,)), v=Placement((1,)))
-    assert planner(source, both, {0: held[0]}).lacking() == {(1, 3): ["w", "v"], (0, 2): ["accum", "other"]}
+    assert planner(source, both, {0: manifests[0]}).lacking() == {(1, 3): ["w", "v"], (0, 2): ["accum", "other"]}
 
 
 # What does not fit
@@ -387,22 +390,22 @@ def test_a_shape_that_the_layout_does_not_give_is_refused() -> None:
 
 
 def test_a_box_that_the_shard_itself_contradicts_is_refused() -> None:
-    held = shards({"w": (2, 6)}, {"w": (2, 6)})
-    own = held[1].tensors["w"]._replace(box=Box((0, 0), (2, 6)), global_shape=(4, 6))
-    error = refusal(DisagreementError, two_ranks(w=ROWS), one_rank(), {0: held[0], 1: manifest(1, own)})
+    manifests = shards({"w": (2, 6)}, {"w": (2, 6)})
+    own = manifests[1].tensors["w"]._replace(box=Box((0, 0), (2, 6)), global_shape=(4, 6))
+    error = refusal(DisagreementError, two_ranks(w=ROWS), one_rank(), {0: manifests[0], 1: manifest(1, own)})
     assert error.got == "shape [2, 6] at box [0:2, 0:6] of [4, 6]"
 
 
 def test_a_whole_shape_that_a_shard_contradicts_is_refused() -> None:
-    held = shards({"w": (2, 6)}, {"w": (2, 6)})
-    own = held[1].tensors["w"]._replace(box=Box((2, 0), (4, 6)), global_shape=(9, 6))
-    error = refusal(DisagreementError, two_ranks(w=ROWS), one_rank(), {0: held[0], 1: manifest(1, own)})
+    manifests = shards({"w": (2, 6)}, {"w": (2, 6)})
+    own = manifests[1].tensors["w"]._replace(box=Box((2, 0), (4, 6)), global_shape=(9, 6))
+    error = refusal(DisagreementError, two_ranks(w=ROWS), one_rank(), {0: manifests[0], 1: manifest(1, own)})
     assert error.got == "shape [2, 6] at box [2:4, 0:6] of [9, 6]"
 
 
 def test_another_type_is_refused() -> None:
-    held = {0: manifest(0, entry("w", (2, 6))), 1: manifest(1, entry("w", (2, 6), "bfloat16"))}
-    error = refusal(DisagreementError, two_ranks(w=ROWS), one_rank(), held)
+    manifests = {0: manifest(0, entry("w", (2, 6))), 1: manifest(1, entry("w", (2, 6), "bfloat16"))}
+    error = refusal(DisagreementError, two_ranks(w=ROWS), one_rank(), manifests)
     assert error.problem == "source shards disagree in the type of 'w'"
     assert (error.expected, error.got, error.where) == ("float32, as in rank_0", "bfloat16", "rank_1")
 
@@ -475,8 +478,8 @@ def test_step_counters_are_compared_even_if_they_are_dropped() -> None:
 
 
 def test_listed_values_are_not_compared_and_large_ones_only_at_their_beginning() -> None:
-    held: Mapping[str, tuple[int, ...]] = {"w": (2, 6), "b": (3,), "large": (1 << 10, 1 << 10), "empty": (0, 3)}
-    plan = planned(two_ranks(w=ROWS, b=WHOLE), one_rank(), shards(held, held))
+    manifests: Mapping[str, tuple[int, ...]] = {"w": (2, 6), "b": (3,), "large": (1 << 10, 1 << 10), "empty": (0, 3)}
+    plan = planned(two_ranks(w=ROWS, b=WHOLE), one_rank(), shards(manifests, manifests))
     assert compared(plan) == {"large": ((0, 1), False), "empty": ((0, 1), False)}
     assert {copy.region for copy in plan.checks[0].copies} == {Box((0, 0), (16, 1 << 10))}
 
@@ -484,8 +487,8 @@ def test_listed_values_are_not_compared_and_large_ones_only_at_their_beginning()
 def test_a_tensor_that_says_it_is_whole_does_not_follow_what_is_held_alike() -> None:
     whole = entry("stat.w", (2, 6))._replace(box=Box((0, 0), (2, 6)), global_shape=(2, 6))
     halves = (entry("w", (2, 6))._replace(box=Box((low, 0), (low + 2, 6)), global_shape=(4, 6)) for low in (0, 2))
-    held = {rank: manifest(rank, half, whole) for rank, half in enumerate(halves)}
-    assert boxes(planned(two_ranks(w=ROWS), one_rank(), held)) == {"w": "[0:4, 0:6]", "stat.w": "[0:2, 0:6]"}
+    manifests = {rank: manifest(rank, half, whole) for rank, half in enumerate(halves)}
+    assert boxes(planned(two_ranks(w=ROWS), one_rank(), manifests)) == {"w": "[0:4, 0:6]", "stat.w": "[0:2, 0:6]"}
 
 
 def test_the_rank_list_knows_rules_of_fewer_dimensions_than_the_other_side_names() -> None:
@@ -495,16 +498,16 @@ def test_the_rank_list_knows_rules_of_fewer_dimensions_than_the_other_side_names
     columns = Placement((2,), ((), (0,)), open_ended=True)
     target = Strategy(2, 1, {}, (("w", columns), ("b", Placement((2,), ((0,),), open_ended=True))))
     for rank in range(2):
-        found = needed_ranks(source, target, rank, names=["w", "b"], available=range(4), unlisted=Unlisted.FOLLOW)
-        assert found == (0, 1, 2 + rank)
+        ranks = needed_ranks(source, target, rank, names=["w", "b"], available=range(4), unlisted=Unlisted.FOLLOW)
+        assert ranks == (0, 1, 2 + rank)
 
 
 def test_strings_of_the_home_rank_are_taken_and_differences_told() -> None:
-    held = {
+    manifests = {
         rank: manifest(rank, entry("w", (2, 6)), strings={"seed": str(rank), "name": "net", **more})
         for rank, more in enumerate(({}, {"only": "here"}))
     }
-    plan = planned(two_ranks(w=ROWS), two_ranks(w=ROWS), held, 1)
+    plan = planned(two_ranks(w=ROWS), two_ranks(w=ROWS), manifests, 1)
     assert plan.strings == {"name": "net", "only": "here", "seed": "1"}
     assert plan.notes == ("the string 'seed' of rank_0 differs from the one taken",)
 
@@ -515,8 +518,8 @@ def test_strings_of_the_home_rank_are_taken_and_differences_told() -> None:
 def alike(plan: RankPlan) -> set[tuple[tuple[str, ...], str, tuple[int, ...]]]:
     """Return what a plan wants compared: names, region, and the ranks that hold it."""
     return {
-        (one.names, str(one.region), tuple(r for part in one.parts for r in part.placement.holders(part.piece)))
-        for one in plan.alike
+        (group.names, str(group.region), tuple(r for part in group.parts for r in part.placement.holders(part.piece)))
+        for group in plan.alike
     }
 
 
@@ -525,8 +528,8 @@ def alike(plan: RankPlan) -> set[tuple[tuple[str, ...], str, tuple[int, ...]]]:
 def test_all_copies_of_partial_sums_are_compared(name: str, listed: bool) -> None:
     rows = Placement((2, 2), ((1,), ()))
     source = Strategy(4, 1, {"w": (rows,), **({name: (rows,)} if listed else {})})
-    held = shards(*[{"w": (2, 6), name: (2, 6)}] * 4)
-    plan = planned(source, two_ranks(w=ROWS), {0: held[0]})
+    manifests = shards(*[{"w": (2, 6), name: (2, 6)}] * 4)
+    plan = planned(source, two_ranks(w=ROWS), {0: manifests[0]})
     assert alike(plan) == {((name,), "[0:2, 0:6]", (0, 2))}
     assert "partial sums" in plan.alike[0].why
     assert plan.source_ranks == plan.read_ranks == (0,)
@@ -534,32 +537,32 @@ def test_all_copies_of_partial_sums_are_compared(name: str, listed: bool) -> Non
 
 def test_copies_of_a_tied_parameter_are_compared_over_its_stages() -> None:
     source = Strategy(4, 2, {"w": (replace(ROWS, stages=(0, 1)),), "v": (replace(ROWS, stages=(0,)),)})
-    held = shards(*[{"w": (2, 6), "v": (2, 6)}] * 2, *[{"w": (2, 6)}] * 2)
-    plan = planned(source, two_ranks(w=ROWS, v=ROWS), {1: held[1]}, 1)
+    manifests = shards(*[{"w": (2, 6), "v": (2, 6)}] * 2, *[{"w": (2, 6)}] * 2)
+    plan = planned(source, two_ranks(w=ROWS, v=ROWS), {1: manifests[1]}, 1)
     assert alike(plan) == {(("w",), "[2:4, 0:6]", (1, 3))}
     assert "drifted apart" in plan.alike[0].why
 
 
 def test_copies_of_a_tied_parameter_that_stages_cut_differently_are_compared_where_they_meet() -> None:
     source = Strategy(4, 2, {"w": (replace(ROWS, stages=(0,)), replace(COLUMNS, stages=(1,)))})
-    held = shards(*[{"w": (2, 6)}] * 2, *[{"w": (4, 3)}] * 2)
-    plan = planned(source, two_ranks(w=ROWS), {0: held[0]})
+    manifests = shards(*[{"w": (2, 6)}] * 2, *[{"w": (4, 3)}] * 2)
+    plan = planned(source, two_ranks(w=ROWS), {0: manifests[0]})
     assert alike(plan) == {(("w",), "[0:2, 0:3]", (0, 2)), (("w",), "[0:2, 3:6]", (0, 3))}
-    assert all(part.box.contains(one.region) for one in plan.alike for part in one.parts)
+    assert all(part.box.contains(group.region) for group in plan.alike for part in group.parts)
 
 
 def test_other_copies_are_compared_if_that_is_asked() -> None:
-    held = shards(*[{"w": (3, 6), "v": (3, 6), "x": (2, 6), "seed": (4,)}] * 2)
+    manifests = shards(*[{"w": (3, 6), "v": (3, 6), "x": (2, 6), "seed": (4,)}] * 2)
     source = two_ranks(w=WHOLE, v=WHOLE, x=ROWS)
     target = one_rank(**dict.fromkeys("wvx", Placement((1,))))
-    assert alike(planned(source, target, held)) == set()
-    plan = planned(source, target, held, replicas=Replicas.CHECK)
+    assert alike(planned(source, target, manifests)) == set()
+    plan = planned(source, target, manifests, replicas=Replicas.CHECK)
     assert alike(plan) == {(("w", "v"), "[0:3, 0:6]", (0, 1))}  # of x each has one part, of seed nobody says
 
 
-def counted(one: Alike) -> list[str]:
+def counted(group: Alike) -> list[str]:
     """Return names, once for each copy of each element that is read to compare them."""
-    return [name for name in one.names for _ in range(one.copies * one.region.size)]
+    return [name for name in group.names for _ in range(group.copies * group.region.size)]
 
 
 @given(cases(unlisted=False), st.integers(1, 9))
@@ -567,18 +570,18 @@ def test_what_targets_need_is_compared_once_by_one_process(case: Case, processes
     source, target = strategy_of(case.src), strategy_of(case.dst)
     every = manifests_of(case.src, case.tensors)
     plans = [planned(source, target, every, rank, replicas=Replicas.CHECK) for rank in range(target.world_size)]
-    wanted = tuple(dict.fromkeys(one for plan in plans for one in plan.alike))
+    wanted = tuple(dict.fromkeys(group for plan in plans for group in plan.alike))
     shares = [list(dealt(wanted, process, processes)) for process in range(processes)]
-    units = [(name, one.holding, one.region) for share in shares for one in share for name in one.names]
+    units = [(name, group.holding, group.region) for share in shares for group in share for name in group.names]
     assert len(units) == len(set(units))
-    assert set(units) == {(name, one.holding, one.region) for one in wanted for name in one.names}
-    whole = sum(len(counted(one)) for one in wanted)
-    largest = max((len(counted(one._replace(names=("w",)))) for one in wanted), default=0)
-    assert all(sum(len(counted(one)) for one in share) <= whole / processes + largest for share in shares)
+    assert set(units) == {(name, group.holding, group.region) for group in wanted for name in group.names}
+    whole = sum(len(counted(group)) for group in wanted)
+    largest = max((len(counted(group._replace(names=("w",)))) for group in wanted), default=0)
+    assert all(sum(len(counted(group)) for group in share) <= whole / processes + largest for share in shares)
     for share in shares:  # those of the same holders one after another: their shards are opened once
-        holdings = [one.holding for one in share]
-        assert len([1 for number, one in enumerate(holdings) if one not in holdings[:number]]) == len(
-            [1 for number, one in enumerate(holdings) if number == 0 or one != holdings[number - 1]]
+        holdings = [group.holding for group in share]
+        assert len([1 for number, group in enumerate(holdings) if group not in holdings[:number]]) == len(
+            [1 for number, group in enumerate(holdings) if number == 0 or group != holdings[number - 1]]
         )
 
 
@@ -586,9 +589,12 @@ def test_what_targets_need_is_compared_once_by_one_process(case: Case, processes
 
 
 def test_the_plan_carries_what_the_shard_is_to_say_of_itself() -> None:
-    held: dict[str, TensorEntry] = {"b": entry("b", (2,)), "w": entry("w", (2, 6))}
+    manifests: dict[str, TensorEntry] = {"b": entry("b", (2,)), "w": entry("w", (2, 6))}
     plan = planned(
-        two_ranks(w=ROWS), two_ranks(w=COLUMNS), {number: manifest(number, *held.values()) for number in range(2)}, 1
+        two_ranks(w=ROWS),
+        two_ranks(w=COLUMNS),
+        {number: manifest(number, *manifests.values()) for number in range(2)},
+        1,
     )
     assert (plan.identity.rank, plan.identity.world_size, plan.identity.strategy) == (1, 2, "the table")
     assert [tensor.spec.name for tensor in plan.tensors] == ["b", "w"]  # in the order of the source

@@ -74,10 +74,10 @@ def test_a_batch_shell(tmp_path: Path, mpi: MPI) -> None:
 @pytest.fixture
 def other(mpi: MPI) -> MPI:
     """Another implementation than `mpi`."""
-    found = find_mpi(next(name for name in MPI_NAMES if name != mpi.name))
-    if found is None:
+    implementation = find_mpi(next(name for name in MPI_NAMES if name != mpi.name))
+    if implementation is None:
         pytest.skip("one MPI alone always matches")
-    return found
+    return implementation
 
 
 def with_library_of(other: MPI) -> list[str]:

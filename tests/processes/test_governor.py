@@ -494,8 +494,8 @@ def test_governor_shows_leases_and_the_line(state: Path, capsys: Capture) -> Non
             assert "1." in lines[3] and f"pid {c.pid}" in lines[3] and "waits for 70.00 MiB" in lines[3]
             assert "2." in lines[4] and f"pid {d.pid}" in lines[4]
             assert "waits for 1.00 MiB within 100.00 MiB" in lines[4]
-            found = json.loads(run_here(capsys, "governor", "--json").out)
-            (host,) = [scope for scope in found["scopes"] if scope["name"] == "this host"]
+            facts = json.loads(run_here(capsys, "governor", "--json").out)
+            (host,) = [scope for scope in facts["scopes"] if scope["name"] == "this host"]
             assert [lease["pid"] for lease in host["leases"]] == [a.pid, b.pid]
             assert [waiting["size_bytes"] for waiting in host["waiting"]] == [70 * MIB, MIB]
             assert [waiting["ceiling_bytes"] for waiting in host["waiting"]] == [100 * MIB] * 2

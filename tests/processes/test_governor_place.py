@@ -15,10 +15,10 @@ TMPFS = "25 24 0:23 / /dev/shm rw,relatime - tmpfs tmpfs rw"
 
 
 def test_own_folder_is_made_for_this_user_only(tmp_path: Path) -> None:
-    found = find_place({"RESHARD_MPI_STATE_DIR": str(tmp_path / "a" / "b"), "RESHARD_MPI_HOST": "node/1"})
-    folder = found.folder
+    place = find_place({"RESHARD_MPI_STATE_DIR": str(tmp_path / "a" / "b"), "RESHARD_MPI_HOST": "node/1"})
+    folder = place.folder
     assert folder == tmp_path / "a" / "b" / "node_1" and not (tmp_path / "a").exists()
-    make_place(found)
+    make_place(place)
     assert [path.stat().st_mode & 0o777 for path in (folder, folder.parent)] == [0o700, 0o700]
     assert find_place({"RESHARD_MPI_STATE_DIR": str(tmp_path / "a" / "b"), "RESHARD_MPI_HOST": ".."}).folder.name == "_"
 

@@ -35,8 +35,8 @@ def decoy_names() -> list[str]:
     """Return the names of all modules that this package, or what it needs, might ask for."""
     names = {*sys.stdlib_module_names, *packages_distributions(), "sitecustomize", "usercustomize"}
     for package in (OURS, "h5py", "ml_dtypes", "mpi4py", "numpy", "psutil", "zlib_ng", "google"):
-        found = find_spec(package)
-        for folder in (found.submodule_search_locations or []) if found is not None else []:
+        spec = find_spec(package)
+        for folder in (spec.submodule_search_locations or []) if spec is not None else []:
             for file in Path(folder).rglob("*.py"):
                 names.update(_IMPORTED.findall(file.read_text(errors="replace")))
     return sorted(names - {OURS})
@@ -278,4 +278,4 @@ def test_a_checkout_as_the_working_folder(tmp_path: Path) -> None:
         "subprocess.run(imports.fresh_interpreter(program), env=environment, check=True)\n"
     )
     ours, theirs = decoys.run(sys.executable, "-P", "-c", start).out.split()
-    assert ours == str(tmp_path / OURS / "api.py") and not theirs.startswith(str(tmp_path))
+    assert ours == str(tmp_path / OURS / "api" / "__init__.py") and not theirs.startswith(str(tmp_path))

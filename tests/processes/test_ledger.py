@@ -28,9 +28,9 @@ def crowd(folder: Path, sizes_bytes: list[int], allowed_bytes: int) -> dict[str,
     asked = json.dumps({"folder": str(folder / "ledger"), "allowed_bytes": allowed_bytes, "sizes_bytes": sizes_bytes})
     (folder / "asked").write_text(asked)
     program = ["sh", "-c", 'exec "$0" "$1" < "$2"', sys.executable, Path(__file__).parents[1] / "support" / "crowd.py"]
-    found: dict[str, Any] = json.loads(run_command([*program, folder / "asked"], check=True).out)
-    assert set(found["codes"]) == {0}
-    return found
+    facts: dict[str, Any] = json.loads(run_command([*program, folder / "asked"], check=True).out)
+    assert set(facts["codes"]) == {0}
+    return facts
 
 
 def test_what_fits_is_admitted_at_once_and_the_rest_when_there_is_room(state: Path) -> None:
@@ -50,20 +50,20 @@ def test_what_fits_is_admitted_at_once_and_the_rest_when_there_is_room(state: Pa
 
 def test_a_large_lease_among_small_ones_is_granted_in_its_turn(tmp_path: Path) -> None:
     sizes_bytes = [16] * 50 + [256] + [16] * 50
-    found = crowd(tmp_path, sizes_bytes, 256)
-    assert found["order"] == list(range(101))
-    assert max(visit["held_bytes"] for visit in found["visits"]) <= 256
-    assert found["visits"][50]["held_bytes"] == 256
-    assert not found["remains"]
+    report = crowd(tmp_path, sizes_bytes, 256)
+    assert report["order"] == list(range(101))
+    assert max(visit["held_bytes"] for visit in report["visits"]) <= 256
+    assert report["visits"][50]["held_bytes"] == 256
+    assert not report["remains"]
 
 
 @pytest.mark.slow
 def test_200_processes_contend(tmp_path: Path) -> None:
-    found = crowd(tmp_path, [64] * 200, 256)
-    assert found["order"] == list(range(200))
-    assert max(visit["held_bytes"] for visit in found["visits"]) <= 256
+    report = crowd(tmp_path, [64] * 200, 256)
+    assert report["order"] == list(range(200))
+    assert max(visit["held_bytes"] for visit in report["visits"]) <= 256
     # The longest of each process; a few come out long on a machine that does other things as well.
-    locked_seconds = sorted(visit["locked_seconds"] for visit in found["visits"])
+    locked_seconds = sorted(visit["locked_seconds"] for visit in report["visits"])
     print(f"the lock was held {1000 * locked_seconds[100]:.2f} ms, at the longest {1000 * locked_seconds[-1]:.2f} ms")
     assert locked_seconds[180] <= 0.005
 
@@ -210,10 +210,10 @@ def test_who_is_just_admitted_is_seen(tmp_path: Path, monkeypatch: pytest.Monkey
         numbers = line._files.numbers
 
         def numbers_before_admission(kind: str) -> list[int]:
-            found = numbers(kind)
+            listed = numbers(kind)
             if waiting.exists():
                 waiting.rename(lease)
-            return found
+            return listed
 
         monkeypatch.setattr(line._files, "numbers", numbers_before_admission)
         assert [occupant.holds for occupant in line.occupants()] == [True]

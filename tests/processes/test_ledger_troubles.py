@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from support.command_line import Capture, run_here
-from support.conversions import make, of_every_kind
+from support.conversions import make
 from support.crowd import NoNotices, claim, entered
 from support.holders import Holder, ended, until
 from support.ledgers import LEASE, in_line, ledger, occupants, pids
@@ -166,8 +166,8 @@ def test_who_leaves_does_not_wait_for_a_stopped_one(state: Path, capsys: Capture
         assert occupants(state) == []  # what it could not remove counts no more
         finished = run_here(capsys, "governor")
         assert finished.code == 0 and f"pid {pid} (stopped) keeps its line locked" in finished.out
-        found = json.loads(run_here(capsys, "governor", "--json").out)
-        (host,) = [scope for scope in found["scopes"] if scope["name"] == "this host"]
+        facts = json.loads(run_here(capsys, "governor", "--json").out)
+        (host,) = [scope for scope in facts["scopes"] if scope["name"] == "this host"]
         assert host["locked_by"] == [{"pid": pid, "state": "stopped"}]
         os.kill(pid, signal.SIGCONT)
         Holder(state, MIB, memory="64M").expect("holds").let_go()
@@ -179,8 +179,8 @@ def test_governor_says_who_is_stopped(state: Path, capsys: Capture) -> None:
         stop(first)
         text = run_here(capsys, "governor").out
         assert f"pid {first.pid}" in text and "stopped" in text
-        found = json.loads(run_here(capsys, "governor", "--json").out)
-        (host,) = [scope for scope in found["scopes"] if scope["name"] == "this host"]
+        facts = json.loads(run_here(capsys, "governor", "--json").out)
+        (host,) = [scope for scope in facts["scopes"] if scope["name"] == "this host"]
         assert [lease["state"] for lease in host["leases"]] == ["stopped"]
 
 
@@ -222,7 +222,7 @@ KINDS = ["file", "odd JSON", "folder", "link", "dangling link", "pipe"]
 KINDS += ["of another user"] if os.geteuid() == 0 else []
 
 
-@of_every_kind
+@pytest.mark.parametrize("kind", KINDS)
 def test_stray_entries_harm_nobody(state: Path, kind: str, capsys: Capture) -> None:
     folder = ledger(state)._folder
     for part in (folder.parent.parent, folder.parent):

@@ -40,8 +40,8 @@ def c(reference: Conversion, tmp_path: Path) -> Conversion:
 
 
 def assert_all_completed(slurm: Cluster, job: str, tasks: int) -> None:
-    found = slurm.wait(job)
-    assert found == dict.fromkeys(range(tasks), COMPLETED), slurm.account(job)
+    ended_tasks = slurm.wait(job)
+    assert ended_tasks == dict.fromkeys(range(tasks), COMPLETED), slurm.account(job)
 
 
 # The same bytes

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support.checkpoints import expected_rank, read_shard
 from support.command_line import Capture, run_here
-from support.conversions import TENSORS, Conversion, listing, make, transform_here
+from support.conversions import TENSORS, Conversion, listing, make, transform_by_function, transform_here
 
 import reshard_mpi
 from reshard_mpi.runs import write
@@ -77,14 +77,16 @@ def test_one_file_as_source(tmp_path: Path, capsys: Capture, monkeypatch: pytest
     c = make(tmp_path).but(dst_strategy=None)
     assert transform_here(capsys, c).code == 0
     monkeypatch.chdir(c.written(0).parent)
-    one = c.but(src=Path(c.written(0).name), dst=tmp_path / "two", src_strategy=None, dst_strategy=c.dst_strategy)
-    assert transform_here(capsys, one).code == 0
-    found = json.loads((one.dst / "reshard.json").read_text())
-    assert found["sources"] == [{"file": "checkpoint_0.ckpt", "size_bytes": c.written(0).stat().st_size}]
+    from_one_file = c.but(
+        src=Path(c.written(0).name), dst=tmp_path / "two", src_strategy=None, dst_strategy=c.dst_strategy
+    )
+    assert transform_here(capsys, from_one_file).code == 0
+    facts = json.loads((from_one_file.dst / "reshard.json").read_text())
+    assert facts["sources"] == [{"file": "checkpoint_0.ckpt", "size_bytes": c.written(0).stat().st_size}]
     monkeypatch.chdir(tmp_path)
-    assert transform_here(capsys, one.but(src=c.written(0)), "--resume").code == 0
+    assert transform_here(capsys, from_one_file.but(src=c.written(0)), "--resume").code == 0
     os.utime(c.written(0), ns=(1, 1))
-    assert "have changed since" in transform_here(capsys, one.but(src=c.written(0)), "--resume").err
+    assert "have changed since" in transform_here(capsys, from_one_file.but(src=c.written(0)), "--resume").err
 
 
 def test_targets_that_were_made_from_two_states_of_a_file_are_not_committed(tmp_path: Path, capsys: Capture) -> None:
@@ -120,7 +122,7 @@ def test_a_source_that_is_saved_over_while_it_is_read(
             message = finished.err
         else:
             with pytest.raises(reshard_mpi.errors.TransformError) as error:
-                reshard_mpi.transform_checkpoints(c.src, c.dst, "checkpoint_", c.src_strategy, c.dst_strategy)
+                transform_by_function(c)
             message = str(error.value)
     assert "sources of target rank 1 were changed while it was written" in message and "rank_3/checkpoint_3" in message
     assert list(c.dst.glob("rank_*/*")) == [c.written(0)]
@@ -142,10 +144,8 @@ def test_targets_of_two_states_are_not_committed(tmp_path: Path, capsys: Capture
     assert transform_here(capsys, c, "--rank", "0").code == 0
     saved_again(c)
     finished = transform_here(capsys, c, "--rank", "1", "--resume")
-    assert (
-        finished.code == 3
-        and "other targets were made from what was saved after target rank 0 was made" in finished.err
-    )
+    assert finished.code == 3
+    assert "other targets were made from what was saved after target rank 0 was made" in finished.err
     assert "expected: rank_0/checkpoint_0.ckpt of " in finished.err and "--overwrite" in finished.err
     finished = run_here(capsys, "commit", str(c.dst))
     assert "saved after target rank 0" in finished.err and not (c.dst / "reshard.json").exists()

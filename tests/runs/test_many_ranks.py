@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.checkpoints import write_shard
-from support.command_line import COMMAND, Capture, run_here
-from support.processes import measure_peak
+from support.command_line import Capture, measure_apart, run_here
 
 from reshard_mpi.runs.prepared import MAX_TARGETS
 from reshard_mpi.units import MIB
@@ -52,7 +51,7 @@ def test_some_of_a_million_targets(
 
 
 def test_in_little_memory(conversion: list[str]) -> None:
-    finished = measure_peak([*COMMAND, "plan", *conversion, "--rank", "0"])
+    finished = measure_apart("plan", *conversion, "--rank", "0")
     assert finished.code == 0 and finished.peak_rss_bytes < 100 * MIB
 
 

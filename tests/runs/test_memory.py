@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.command_line import COMMAND
+from support.command_line import measure_apart
 from support.large_checkpoints import write_large
 from support.processes import measure_peak
 
@@ -73,15 +73,15 @@ def test_one_tensor_of_2_gib_column_wise(fast_folder: Path) -> None:
         )
         target, report = fast_folder / kind / "dst", fast_folder / kind / "report.json"
         paths = [made.src, target, *made.options()]
-        bounded = measure_peak([*COMMAND, "transform", *paths, "--report", report, "--jobs", "2"])
+        bounded = measure_apart("transform", *paths, "--report", report, "--jobs", "2")
         assert bounded.code == 0, bounded
         print(f"{kind}: peak {bounded.peak_rss_bytes / MIB:.0f} MiB")
         assert bounded.peak_rss_bytes <= BOUND_BYTES
 
-        planned = measure_peak([*COMMAND, "plan", *paths, "--rank", "1", "--overwrite", "--json"])
+        planned = measure_apart("plan", *paths, "--rank", "1", "--overwrite", "--json")
         projected_bytes = json.loads(planned.out)["peak_bytes"]
         assert bounded.peak_rss_bytes <= projected_bytes <= BOUND_BYTES
-        verified = measure_peak([*COMMAND, "verify", *paths, "--jobs", "2"])
+        verified = measure_apart("verify", *paths, "--jobs", "2")
         assert verified.code == 0, verified
         print(f"{kind}: verify peak {verified.peak_rss_bytes / MIB:.0f} MiB")
         assert verified.peak_rss_bytes <= projected_bytes

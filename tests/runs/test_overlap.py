@@ -175,10 +175,10 @@ def test_a_target_in_the_source_that_nobody_takes_for_a_shard(
 ) -> None:
     before = shards(c.src)
     monkeypatch.chdir(c.src)
-    there = c.but(src=Path(source), dst=Path(target))
-    assert run_here(capsys, *there.arguments()).code == 0
+    nested = c.but(src=Path(source), dst=Path(target))
+    assert run_here(capsys, *nested.arguments()).code == 0
     for rank in range(2):
-        assert read_shard(there.written(rank)) == c.expected(rank)
+        assert read_shard(nested.written(rank)) == c.expected(rank)
     assert shards(c.src) == before
     again = c.but(dst=c.folder / "again")
     assert run_here(capsys, *again.arguments()).code == 0  # the source is read as before

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support.ckpt_peer import write as write_ckpt
 from support.command_line import Capture, run_here
-from support.conversions import DST_LAYOUTS, Conversion, make, side
+from support.conversions import DST_LAYOUTS, Conversion, make, side, transform_by_function
 from support.launch import MPI, run_ranks
 from support.oracle import RawLayout
 from support.processes import Finished
@@ -160,9 +160,7 @@ def expected(told: Told, request: pytest.FixtureRequest) -> bool:
 
 
 def transform(c: Conversion, process_num: int = 1) -> Callable[[], None]:
-    return lambda: reshard_mpi.transform_checkpoints(
-        c.src, c.dst, "checkpoint_", c.src_strategy, c.dst_strategy, process_num, c.kind
-    )
+    return lambda: transform_by_function(c, process_num)
 
 
 def test_transform(spoiled: Conversion, capsys: Capture, logged: Logged, request: pytest.FixtureRequest) -> None:

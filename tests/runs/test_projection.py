@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.command_line import COMMAND
+from support.command_line import measure_apart
 from support.large_checkpoints import LARGE, SMALL, WIDE, Storage, write_many
-from support.processes import Measured, measure_peak, run_command
+from support.processes import Measured, run_command
 
 from reshard_mpi.checkpoints import discovery
 from reshard_mpi.checkpoints.source import SourceCheckpoint
@@ -23,7 +23,7 @@ MOST = 1.5
 
 def command(*arguments: str | Path) -> Measured:
     """Run a command that succeeds."""
-    finished = measure_peak([*COMMAND, *arguments], timeout_seconds=300)
+    finished = measure_apart(*arguments, timeout_seconds=300)
     assert finished.code == 0, finished
     return finished
 
@@ -44,6 +44,11 @@ CASES = [
     ("ckpt", "hdf5", 2_000, SMALL),
     ("ckpt", "ckpt", 2_000, SMALL),
     ("hdf5", "hdf5", 2_000, SMALL),
+    ("torch", "torch", 17, SMALL),
+    ("torch", "torch", 2_000, SMALL),
+    ("torch", "ckpt", 2_000, SMALL),
+    ("safetensors", "safetensors", 17, SMALL),
+    ("safetensors", "safetensors", 2_000, SMALL),
 ]
 
 
@@ -73,6 +78,8 @@ def test_projected_and_measured(tmp_path: Path, kind: str, to: str, tensors: int
     [
         ("ckpt", 17, SMALL),
         ("hdf5", 17, SMALL),
+        ("safetensors", 17, SMALL),
+        ("safetensors", 2_000, SMALL),
         ("ckpt", 3, LARGE),
         ("ckpt", 2, WIDE),
         ("hdf5", 200, SMALL),

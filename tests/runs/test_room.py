@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from support.cases import Side
 from support.checkpoints import ENDINGS
 from support.command_line import Capture, run_here
-from support.conversions import Conversion, make, of_every_kind, write_conversion
+from support.conversions import Conversion, make, of_every_kind, transform_by_function, write_conversion
 from support.oracle import RawLayout
 
 import reshard_mpi
@@ -153,9 +153,7 @@ def test_the_commit_record_and_records_of_targets_are_counted(
     monkeypatch.setattr(preflight, "_free_bytes", lambda mount: 0)
     by_command = run_here(capsys, *conversion.arguments("transform", "--verify")).err
     with pytest.raises(reshard_mpi.TargetError) as by_function:
-        reshard_mpi.transform_checkpoints(
-            conversion.src, conversion.dst, "checkpoint_", conversion.src_strategy, conversion.dst_strategy
-        )
+        transform_by_function(conversion)
     numbers = [re.search(r"\((\d+) bytes\) free for", text) for text in (by_command, str(by_function.value))]
     kept, alone = (int(number[1]) for number in numbers if number is not None)
     assert alone >= math.ceil(payload_of(conversion) / BLOCK_BYTES) * BLOCK_BYTES

@@ -24,6 +24,7 @@ from support.conversions import (
     resume,
     shards,
     transform_apart,
+    transform_by_function,
     write_conversion,
 )
 from support.launch import MPI, RankRun
@@ -59,7 +60,7 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     """A conversion and, as its target, what one process alone makes of it."""
     c = four_targets(tmp_path_factory.mktemp("reference"), request.param)
     assert c.src_strategy is not None and c.dst_strategy is not None
-    reshard_mpi.transform_checkpoints(c.src, c.dst, "checkpoint_", c.src_strategy, c.dst_strategy, 1, c.kind)
+    transform_by_function(c)
     assert_right(c)
     return c
 
@@ -272,7 +273,7 @@ def test_a_worker_that_is_killed_under_the_function(tmp_path: Path, monkeypatch:
     monkeypatch.syspath_prepend(tmp_path / "stand_in")
     named = re.escape(f"target rank 1{place(1)}: a worker process died")
     with pytest.raises(reshard_mpi.errors.TransformError, match=rf"{named}(.|\n)*SIGKILL"):
-        reshard_mpi.transform_checkpoints(c.src, c.dst, "checkpoint_", c.src_strategy, c.dst_strategy, 2)
+        transform_by_function(c, 2)
 
 
 # A caller of the function that forks must not be forked itself: a fresh process is the parent of the workers.

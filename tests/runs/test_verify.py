@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from support import ckpt_peer
 from support.checkpoints import KINDS, Arrays, expected_rank, write_shard, write_shards, write_strategy
-from support.command_line import COMMAND, Capture, run_here
+from support.command_line import Capture, run_apart, run_here
 from support.conversions import (
     TENSORS,
     Conversion,
@@ -28,9 +28,9 @@ from support.conversions import (
     side,
     transform_apart,
 )
-from support.launch import MPI, mpirun_command
+from support.launch import MPI
 from support.oracle import RawLayout
-from support.processes import Finished, run_command
+from support.processes import Finished
 from support.stand_ins import doing
 
 import reshard_mpi
@@ -44,7 +44,7 @@ WHOLE = {name: zlib.crc32(array.tobytes()) for name, array in TENSORS.items()}
 
 
 def verify(capsys: Capture, c: Conversion, *options: str, target: bool = True) -> Finished:
-    arguments = c.arguments("verify", "--jobs", "1", *options)
+    arguments = c.arguments("verify", *options)
     if not target:
         arguments = ["verify", str(c.dst), "--jobs", "1", *options]
     return run_here(capsys, *arguments)
@@ -86,11 +86,10 @@ def test_the_record_has_the_sums_of_whole_tensors(c: Conversion, capsys: Capture
 
 def test_every_division_of_a_run_gives_the_same(c: Conversion, tmp_path: Path, mpi: MPI, capsys: Capture) -> None:
     assert run_here(capsys, *c.arguments("transform", "--verify")).code == 0
-    for name, command in {
-        "jobs": [*COMMAND, *c.but(dst=tmp_path / "jobs").arguments("transform", "--verify", "--jobs", "3")],
-        "mpi": mpirun_command(mpi, 3, [*COMMAND, *c.but(dst=tmp_path / "mpi").arguments("transform", "--verify")]),
-    }.items():
-        run_command(command, env=doing(tmp_path, "pass"), check=True)  # which cuts targets at every 16 bytes
+    env = doing(tmp_path, "pass")  # which cuts targets at every 16 bytes
+    transform_apart(c.but(dst=tmp_path / "jobs"), "--verify", "--jobs", "3", env=env, check=True)
+    transform_apart(c.but(dst=tmp_path / "mpi"), "--verify", mpi=mpi, ranks=3, env=env, check=True)
+    for name in ("jobs", "mpi"):
         assert listing(tmp_path / name / "rank_3") == listing(c.dst / "rank_3")
         assert shards(tmp_path / name) == shards(c.dst)
         assert sums(c.but(dst=tmp_path / name)) == WHOLE
@@ -108,8 +107,8 @@ def test_tensors_without_elements(tmp_path: Path, capsys: Capture, kind: str) ->
     options = ["--verify", "--jobs", "3"]
     transform_apart(several, *options, env=doing(tmp_path, "pass"), check=True)
     assert shards(several.dst) == shards(c.dst) and sums(several) == sums(c)
-    for one in (c, several):
-        assert verify(capsys, one).code == verify(capsys, one, target=False).code == 0
+    for written in (c, several):
+        assert verify(capsys, written).code == verify(capsys, written, target=False).code == 0
 
 
 def test_sums_are_in_native_shards(tmp_path: Path, capsys: Capture) -> None:
@@ -282,11 +281,10 @@ def with_checksum(path: Path) -> None:
     path.write_bytes(data + b"crc_num" + zlib.crc32(data).to_bytes(10, "big"))
 
 
-def assert_replaced(c: Conversion, runs: Sequence[list[str]], capsys: Capture) -> None:
-    """Check that `runs` take rank 2's shard instead of the damaged ones of ranks 0 and 1, say so, and are right."""
+def assert_replaced(c: Conversion, runs: Sequence[Finished], capsys: Capture) -> None:
+    """Check that `runs` took rank 2's shard instead of the damaged ones of ranks 0 and 1, said so, and are right."""
     warned: dict[str, None] = {}
-    for run in runs:
-        finished = run_command(run)
+    for finished in runs:
         assert finished.code == 0, finished
         warned |= dict.fromkeys(line for line in finished.err.splitlines() if line.startswith("warning: "))
     assert len(warned) == 2
@@ -307,15 +305,14 @@ def test_a_source_that_does_not_fit_its_checksum_is_replaced(tmp_path: Path, cap
     divided = {"alone": [[]], "jobs": [["--jobs", "3"]], "tasks": [["--part", f"{number}/4"] for number in range(4)]}[
         way
     ]
-    runs = [[*COMMAND, *c.arguments("transform", "--verify", *options)] for options in divided]
-    assert_replaced(c, runs, capsys)
+    assert_replaced(c, [transform_apart(c, "--verify", *options) for options in divided], capsys)
 
 
 def test_and_by_all_ranks(tmp_path: Path, capsys: Capture, mpi: MPI) -> None:
     c = of_four_alike(tmp_path)
     for rank in (0, 1):
         flip(c.shard(rank), "w")
-    assert_replaced(c, [mpirun_command(mpi, 3, [*COMMAND, *c.arguments("transform", "--verify")])], capsys)
+    assert_replaced(c, [transform_apart(c, "--verify", mpi=mpi, ranks=3)], capsys)
 
 
 def test_sources_none_of_which_fits_its_checksum(tmp_path: Path, capsys: Capture) -> None:
@@ -324,9 +321,8 @@ def test_sources_none_of_which_fits_its_checksum(tmp_path: Path, capsys: Capture
         flip(c.shard(rank), "w")
     for command in ("transform", "plan"):
         finished = run_here(capsys, *c.arguments(command, "--verify"))
-        assert (
-            finished.code == 3 and "does not fit its own checksum" in finished.err and str(c.shard(0)) in finished.err
-        )
+        assert finished.code == 3 and "does not fit its own checksum" in finished.err
+        assert str(c.shard(0)) in finished.err
     assert not c.dst.exists()
 
 
@@ -415,15 +411,10 @@ def test_pair_whose_source_does_not_fit_its_checksum(tmp_path: Path, capsys: Cap
     for rank in range(2):
         flip(c.shard(rank), "w")
     finished = verify(capsys, c)
-    assert (
-        finished.code == 4
-        and finished.err.count("damage: ") == 1
-        and "rank 1: 'b' differs from its source" in finished.err
-    )
-    assert (
-        finished.err.count("warning: ") == 2
-        and f"{c.shard(1)}: a checkpoint does not fit its own checksum" in finished.err
-    )
+    assert finished.code == 4 and finished.err.count("damage: ") == 1
+    assert "rank 1: 'b' differs from its source" in finished.err
+    assert finished.err.count("warning: ") == 2
+    assert f"{c.shard(1)}: a checkpoint does not fit its own checksum" in finished.err
     for rank in range(2, 4):
         flip(c.shard(rank), "w")
     finished = verify(capsys, c)
@@ -466,9 +457,10 @@ def test_pair_whose_source_has_lost_a_shard(c: Conversion, capsys: Capture) -> N
 def test_pair_in_several_processes(c: Conversion, mpi: MPI, capsys: Capture) -> None:
     assert run_here(capsys, *c.arguments()).code == 0
     flip(c.written(3), "moments.w", 2)
-    arguments = c.arguments("verify")
-    for command in ([*COMMAND, *arguments, "--jobs", "3"], mpirun_command(mpi, 3, [*COMMAND, *arguments])):
-        finished = run_command(command)
+    for finished in (
+        run_apart(*c.arguments("verify", "--jobs", "3")),
+        run_apart(*c.arguments("verify"), mpi=mpi, ranks=3),
+    ):
         assert finished.code == 4, finished
         assert finished.err.count("damage: ") == 1
         assert "target rank 3: 'moments.w' differs from its source at element [6, 2]" in finished.err
@@ -479,9 +471,8 @@ def test_pair_whose_target_describes_itself(tmp_path: Path, capsys: Capture) -> 
     assert run_here(capsys, *c.arguments("transform", "--to", "hdf5")).code == 0
     assert verify(capsys, c.but(dst_strategy=None)).code == 0
     finished = verify(capsys, c.but(dst_strategy=c.src_strategy))
-    assert (
-        finished.code == 3 and "contradicts what the shards say" in finished.err and str(c.written(0)) in finished.err
-    )
+    assert finished.code == 3 and "contradicts what the shards say" in finished.err
+    assert str(c.written(0)) in finished.err
     flip(c.written(1), "w")
     assert verify(capsys, c.but(dst_strategy=None)).code == 4
     c = c.but(kind="ckpt", dst=tmp_path / "silent")
@@ -534,9 +525,8 @@ def test_alone_a_shard_of_other_tensors(tmp_path: Path, capsys: Capture, changes
     c.written(1).unlink()
     write_shard({name: array for name, array in arrays.items() if array is not None}, c.written(1))
     finished = verify(capsys, c, target=False)
-    assert (
-        finished.code == 4 and finished.err.count("is not what was written") == 1 and f"rank 1: {says}" in finished.err
-    )
+    assert finished.code == 4 and finished.err.count("is not what was written") == 1
+    assert f"rank 1: {says}" in finished.err
     assert finished.err.count("damage: ") == 2 and "another size" in finished.err
 
 
@@ -676,12 +666,8 @@ def test_alone_whose_own_sums_are_damaged(tmp_path: Path, capsys: Capture) -> No
     content[at] ^= 1
     c.written(1).write_bytes(content)
     finished = verify(capsys, c, target=False)
-    assert (
-        finished.code == 4
-        and "rank 1: " in finished.err
-        and "is damaged" in finished.err
-        and finished.err.count("damage: ") == 1
-    )
+    assert finished.code == 4 and "rank 1: " in finished.err and "is damaged" in finished.err
+    assert finished.err.count("damage: ") == 1
 
 
 def test_alone_while_another_is_about_to_take_its_place(tmp_path: Path, capsys: Capture) -> None:

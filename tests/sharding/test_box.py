@@ -31,10 +31,10 @@ def boxes(draw: st.DrawFn, within: Box) -> Box:
 def nested_boxes(draw: st.DrawFn, count: int) -> tuple[tuple[int, ...], list[Box]]:
     """Draw a shape, and boxes in it of which each contains the next."""
     shape = draw(SHAPES)
-    found = [Box.whole(shape)]
+    nested = [Box.whole(shape)]
     for _ in range(count):
-        found.append(draw(boxes(found[-1])))
-    return shape, found[1:]
+        nested.append(draw(boxes(nested[-1])))
+    return shape, nested[1:]
 
 
 @st.composite

@@ -124,10 +124,11 @@ def test_the_parts_that_meet_a_box_are_found_as_by_asking_every_rank(case: Case,
             shared = np.intersect1d(parameter.parts[rank], parameter.elements(box))
             if shared.size:
                 by_rank[parameter.placement.piece(rank)] = tuple(shared)
-        found = list(parameter.layout.pieces_meeting(box))
-        assert {piece: tuple(parameter.elements(region).ravel()) for piece, region in found} == by_rank
-        assert [region.start for _, region in found] == sorted(region.start for _, region in found)
-        assert sum(region.size for _, region in found) == box.size
+        meeting = list(parameter.layout.pieces_meeting(box))
+        assert {piece: tuple(parameter.elements(region).ravel()) for piece, region in meeting} == by_rank
+        pieces = [(piece.index, piece.part) for piece, _ in meeting]
+        assert pieces == sorted(pieces)
+        assert sum(region.size for _, region in meeting) == box.size
 
 
 @given(cases(max_parameters=2, empty=False))
@@ -149,8 +150,8 @@ def test_the_cost_of_finding_parts_does_not_grow_with_the_ranks(monkeypatch: pyt
     piece_box = Layout.piece_box
     monkeypatch.setattr(Layout, "piece_box", lambda layout, piece: asked.append(piece) or piece_box(layout, piece))
     layout = Layout(Placement((4096, 8), ((1,), ()), 4096), (8 * 4096 * 2, 3))
-    found = list(layout.pieces_meeting(Box((9, 0), (11, 3))))
-    assert [piece.part for piece, _ in found] == [4, 5]
+    meeting = list(layout.pieces_meeting(Box((9, 0), (11, 3))))
+    assert [piece.part for piece, _ in meeting] == [4, 5]
     assert len(asked) == 2
 
 

@@ -98,11 +98,11 @@ def test_the_true_way_is_among_those_that_fit_without_a_shape(case: Case) -> Non
         assume(any(raw.is_nested for raw in raws))
         true = [boxes(placement_of(raw), whole.shape) for raw in raws]
         sides = [expanded(raw, whole.shape) if raw.is_nested else placement_of(raw) for raw in raws]
-        found = alignments(*sides)
-        assert all(len(one.split) == len(other.split) or not (one.split and other.split) for one, other in found)
+        ways = alignments(*sides)
+        assert all(len(one.split) == len(other.split) or not (one.split and other.split) for one, other in ways)
         if all(side.expanded_shape for side in sides):
             continue  # they may meet in fewer dimensions than the tensor has, see below
-        assert true in [[boxes(one, whole.shape) for one in pair] for pair in found]
+        assert true in [[boxes(one, whole.shape) for one in pair] for pair in ways]
 
 
 @given(NESTED)

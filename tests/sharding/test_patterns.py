@@ -67,9 +67,9 @@ def test_many_patterns_and_long_names(monkeypatch: pytest.MonkeyPatch, part: str
     def count_ends(self: Pattern, name: str) -> Iterator[int]:
         nonlocal looked
         looked += 1
-        found = list(ends(self, name))
-        assert not found
-        return iter(found)
+        ends_found = list(ends(self, name))
+        assert not ends_found
+        return iter(ends_found)
 
     monkeypatch.setattr(Pattern, "matches", count_matches)
     monkeypatch.setattr(Pattern, "ends", count_ends)

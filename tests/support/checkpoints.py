@@ -13,11 +13,11 @@ import numpy as np
 
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.sharding.strategy import mindspore
-from reshard_mpi.sharding.strategy.protobuf import encode_protobuf
 from reshard_mpi.testing.samples import Contents, SampleTensor
 from support import ckpt_peer, hdf5_peer, safetensors_peer
 from support.cases import Side
 from support.oracle import RawLayout, optimizer_step, rank_holds, slice_for_rank
+from support.strategy_files import write_stage_file
 
 Arrays = dict[str, np.ndarray]
 # A shard as it is read back: type name, shape and row-major bytes of every tensor.
@@ -44,10 +44,7 @@ def write_strategy(side: Side, folder: Path, *, shapes: dict[str, tuple[int, ...
         shown = shapes or {}
         raw = {name: _raw(layout, shown.get(name)) for name, layout in layouts.items()}
         file = mindspore.StageFile(raw, (mindspore.StrategyItem("net/MatMul-op0", stage, ((1, 1),)),))
-        if shapes is None:
-            (folder / f"strategy_{stage}.ckpt").write_bytes(encode_protobuf(file))
-        else:
-            (folder / f"strategy_{stage}.json").write_bytes(mindspore.encode_json(file))
+        write_stage_file(folder / f"strategy_{stage}.{'ckpt' if shapes is None else 'json'}", file)
     return folder if side.stages > 1 else next(folder.iterdir())
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from reshard_mpi.cli import commands
 from support.launch import MPI, mpirun_command
-from support.processes import Finished, run_command
+from support.processes import Finished, Measured, measure_peak, run_command
 
 COMMAND = [sys.executable, "-m", "reshard_mpi"]
 Capture = pytest.CaptureFixture[str]
@@ -46,6 +46,11 @@ def run_apart(
     if mpi is not None:
         command = mpirun_command(mpi, ranks, command)
     return run_command(command, env=env, timeout_seconds=timeout_seconds, check=check)
+
+
+def measure_apart(*arguments: str | os.PathLike[str], timeout_seconds: float = 120) -> Measured:
+    """Run the command line in a process of its own, and measure its peak memory."""
+    return measure_peak([*COMMAND, *arguments], timeout_seconds=timeout_seconds)
 
 
 def run_in_fork(*arguments: str, prepare: Callable[[], object] | None = None, timeout_seconds: int = 60) -> Finished:

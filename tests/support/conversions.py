@@ -6,10 +6,12 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+import reshard_mpi
 from support.cases import Side
 from support.checkpoints import (
     ENDINGS,
@@ -98,10 +100,11 @@ class Conversion:
         return self.but(target=target, dst_strategy=write_strategy(target, self.folder / "other_target"))
 
     def but(self, **changes: object) -> Conversion:
+        """Return the same with other values of these fields; nothing is written."""
         return replace(self, **changes)  # type: ignore[arg-type]
 
     def arguments(self, command: str = "transform", *options: str) -> list[str]:
-        """Return the command line."""
+        """Return the command line; `--jobs 1` unless another number is given, so that no worker is started."""
         given = [command, str(self.src), str(self.dst)]
         for name, path in (("--src-strategy", self.src_strategy), ("--dst-strategy", self.dst_strategy)):
             given += [name, str(path)] if path is not None else []
@@ -109,7 +112,7 @@ class Conversion:
             *given,
             *self.options,
             *options,
-            *(["--jobs", "1"] if command == "transform" and "--jobs" not in options else []),
+            *(["--jobs", "1"] if command in ("transform", "verify") and "--jobs" not in options else []),
         ]
 
 
@@ -180,6 +183,12 @@ def transform_apart(
     return run_apart(*c.arguments("transform", *options), mpi=mpi, ranks=ranks, env=env, check=check)
 
 
+def transform_by_function(c: Conversion, process_num: int = 1, **options: Any) -> None:
+    """Call `transform_checkpoints` for targets of the conversion's format."""
+    paths = (c.src, c.dst, "checkpoint_", c.src_strategy, c.dst_strategy)
+    reshard_mpi.transform_checkpoints(*paths, process_num, **{"output_format": c.kind, **options})
+
+
 def transform_here(capsys: Capture, c: Conversion, *options: str) -> Finished:
     """Run `transform` in this process, without progress: on standard error are only notes, warnings and errors."""
     return run_here(capsys, *c.arguments("transform", "--progress", "none", *options))
@@ -190,8 +199,3 @@ def resume(c: Conversion, capsys: Capture) -> str:
     finished = run_here(capsys, *c.arguments("transform", "--resume"))
     assert finished.code == 0, finished
     return finished.out
-
-
-def warnings(text: str) -> list[str]:
-    """Return the warnings among the lines that a command has said."""
-    return [line.removeprefix("warning: ") for line in text.splitlines() if line.startswith("warning: ")]

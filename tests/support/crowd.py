@@ -52,6 +52,7 @@ class NoNotices:
 
 
 def claim(size_bytes: int) -> Claim:
+    """Return what this process would enter in the ledger for a lease of that size."""
     return Claim(size_bytes, os.getpid(), own_pid_namespace(), "a test", "nothing", size_bytes, time.time())
 
 
@@ -69,10 +70,10 @@ def visit(folder: Path, number: int, size_bytes: int, allowed_bytes: int, admitt
     """Take a lease; write its number to the file `admitted`, and send what was seen."""
     held_bytes = 0
 
-    def judge(held: Sequence[Claim]) -> str | None:
+    def judge(leases: Sequence[Claim]) -> str | None:
         nonlocal held_bytes
-        held_bytes = sum(other.size_bytes for other in held) + size_bytes
-        if held and held_bytes > allowed_bytes:
+        held_bytes = sum(other.size_bytes for other in leases) + size_bytes
+        if leases and held_bytes > allowed_bytes:
             return "no room"
         os.write(admitted, b"%d\n" % number)
         return None
@@ -91,10 +92,11 @@ def visit(folder: Path, number: int, size_bytes: int, allowed_bytes: int, admitt
 
 
 def main(folder: Path, allowed_bytes: int, sizes_bytes: Sequence[int]) -> dict[str, Any]:
+    """Have the crowd take its leases; return in which order, and what each saw."""
     folder.mkdir()
     admitted = os.open(folder.parent / "admitted", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     crowd: list[tuple[Fork, Channel]] = []
-    with entered(Ledger(folder), claim(allowed_bytes), lambda held: None, NoNotices()):
+    with entered(Ledger(folder), claim(allowed_bytes), lambda leases: None, NoNotices()):
         for number, size_bytes in enumerate(sizes_bytes):
             ours, theirs = Channel.pair()
             process = Fork(lambda: visit(folder, number, size_bytes, allowed_bytes, admitted, theirs))  # noqa: B023

@@ -107,6 +107,7 @@ def leased(governor: Governor, size_bytes: int, purpose: str, say: Say) -> Itera
 
 
 def main(memory: str, max_active: str, size_bytes: str, used_bytes: str) -> None:
+    """Take a lease, say so, and hold it until standard input is closed."""
     admission._FIRST_NOTICE_SECONDS = 0.0
     ledger.WATCH_SECONDS = float(os.environ.get("HOLDER_WATCHES", ledger.WATCH_SECONDS))
     governor = open_governor(Allowance.of(memory, int(max_active) or None, {}), os.environ)

@@ -108,12 +108,12 @@ def fewest(holders: Iterable[frozenset[int]]) -> int:
 class Described(SourceCheckpoint):
     """A checkpoint of shards that are in no file, some of them damaged."""
 
-    held: dict[int, Manifest] = field(default_factory=dict)
+    manifests: dict[int, Manifest] = field(default_factory=dict)
 
     def _located(self, rank: int) -> Manifest:
-        if rank not in self.held:
+        if rank not in self.manifests:
             raise ShardError("a shard is damaged", got="nothing", where=f"rank_{rank}", remedy="restore it")
-        return self.held[rank]
+        return self.manifests[rank]
 
     def check_crc(self, rank: int) -> ReshardError | None:
         return None
@@ -140,9 +140,9 @@ def check_every_element(case: Case, plan: RankPlan) -> None:
         np.testing.assert_array_equal(part(whole, tensor.spec.box), wanted)
         moved = []
         for copy in tensor.copies:
-            held = slice_for_rank(whole, case.src.layouts[tensor.spec.name], copy.source_rank)
-            np.testing.assert_array_equal(part(whole, copy.source_box), held)
-            assert copy.source.shape == held.shape
+            source_part = slice_for_rank(whole, case.src.layouts[tensor.spec.name], copy.source_rank)
+            np.testing.assert_array_equal(part(whole, copy.source_box), source_part)
+            assert copy.source.shape == source_part.shape
             assert copy.source_box.contains(copy.region)
             moved.append(part(whole, copy.region).ravel())
         np.testing.assert_array_equal(np.sort(np.concatenate([np.array([], int), *moved])), np.sort(wanted.ravel()))

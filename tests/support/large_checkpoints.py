@@ -27,8 +27,8 @@ from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Placement, Strategy
 from reshard_mpi.sharding.strategy import table
-from reshard_mpi.sharding.strategy.protobuf import encode_protobuf
 from reshard_mpi.sharding.strategy.stages import to_stage_files
+from support.strategy_files import write_stage_file
 
 Shape = tuple[int, int]
 # Options of h5py for a dataset.
@@ -47,9 +47,11 @@ class LargeCheckpoint(NamedTuple):
     dst_strategy: Path
 
     def options(self) -> list[str | Path]:
+        """Return the options of the command line that name both strategies."""
         return ["--src-strategy", self.src_strategy, "--dst-strategy", self.dst_strategy]
 
     def conversion(self) -> Conversion:
+        """Return the conversion as the package sees it."""
         files = discovery.find_shards(str(self.src))
         source = SourceCheckpoint.open(files, strategy.load(str(self.src_strategy)))
         return Conversion(source, strategy.load(str(self.dst_strategy)))
@@ -100,7 +102,7 @@ def _write_strategies(folder: Path, source: Strategy, target: Strategy, shape: S
     folder.mkdir(exist_ok=True)
     made = LargeCheckpoint(folder / "src", folder / "src.ckpt", folder / "dst.ckpt")
     for path, side in ((made.src_strategy, source), (made.dst_strategy, target)):
-        path.write_bytes(encode_protobuf(to_stage_files(side, dict.fromkeys(side.parameters, shape))[0]))
+        write_stage_file(path, to_stage_files(side, dict.fromkeys(side.parameters, shape))[0])
     return made
 
 

@@ -15,10 +15,12 @@ LEASE = 64 * MIB
 
 
 def ledger(state: Path) -> Ledger:
+    """Return the ledger of this host in a folder of leases."""
     return Ledger(state / os.uname().nodename / "host")
 
 
 def occupants(state: Path) -> list[Occupant]:
+    """Return who holds a lease of this host or waits for one."""
     return ledger(state).occupants()
 
 

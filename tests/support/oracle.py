@@ -7,6 +7,7 @@ them hold the same slice. Slow, and plain enough to be checked by reading it bes
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -83,6 +84,7 @@ def _slice_count(layout: RawLayout, dim: int) -> int:
     return int(np.prod([layout.dev_matrix[device_dim] for device_dim in _device_dims(layout, dim)], dtype=int))
 
 
+@functools.lru_cache(maxsize=4096)
 def _slice_numbers(layout: RawLayout, local_rank: int) -> tuple[int, ...]:
     """Return which slice of each tensor dimension a rank holds."""
     coordinates = np.unravel_index(local_rank, layout.dev_matrix)

@@ -39,6 +39,11 @@ class Finished:
         """The exit code, and all that the command complained of."""
         return self.code, self.err
 
+    @property
+    def warnings(self) -> list[str]:
+        """The warnings among the lines that the command complained of."""
+        return [line.removeprefix("warning: ") for line in self.err.splitlines() if line.startswith("warning: ")]
+
     def __str__(self) -> str:
         return _report(self.argv, f"exit code {self.code}", self.out, self.err)
 

@@ -13,6 +13,7 @@ from mpi4py import MPI
 
 
 def main(folder: Path) -> None:
+    """Call the function that `folder` has, and leave there what it returned."""
     call = json.loads((folder / "call.json").read_text())
     # Before the job is killed for taking too long, every rank says where it hangs.
     faulthandler.dump_traceback_later(max(call["complain_at"] - time.time(), 0.1))

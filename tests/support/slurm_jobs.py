@@ -18,4 +18,5 @@ LOOPBACK = {
 
 
 def rank_environment(mpi: MPI) -> dict[str, str]:
+    """Return what srun needs in the environment to start ranks of `mpi`."""
     return {**mpi.environment, **LOOPBACK, "SLURM_MPI_TYPE": PLUGINS[mpi.name]}

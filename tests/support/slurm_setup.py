@@ -148,16 +148,16 @@ def _prepare_pmix(folder: Path) -> None:
 
 
 def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+    with contextlib.ExitStack() as bound:
+        sockets = [bound.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [each.getsockname()[1] for each in sockets]
 
 
 def _free_range(count: int) -> int:
     """Return the first of `count` ports that follow each other and are free."""
     for first in range(21000, 32000, count):
-        with contextlib.ExitStack() as held, contextlib.suppress(OSError):
+        with contextlib.ExitStack() as bound, contextlib.suppress(OSError):
             for port in range(first, first + count):
-                held.enter_context(socket.create_server(("127.0.0.1", port)))
+                bound.enter_context(socket.create_server(("127.0.0.1", port)))
             return first
     raise RuntimeError(f"no {count} free ports in a row")

@@ -31,13 +31,13 @@ TRAITS = Traits(Costs(reading=KIB, writing=KIB, checking=2 * KIB), is_folder=Tru
 
 
 def locate(path: str, like: Manifest | None = None) -> Manifest:
-    held = toy_format.locate(path)
+    file = toy_format.locate(path)
     tensors = Tensors(path)
-    for (name, start), entry in zip(map(_parted, held.tensors), held.tensors.values()):
+    for (name, start), entry in zip(map(_parted, file.tensors), file.tensors.values()):
         whole, low = start
         box = Box(low, tuple(map(sum, zip(low, entry.shape))))
         tensors.add_entry(entry._replace(name=name, box=box, global_shape=whole))
-    return held._replace(format=NAME, tensors=tensors)
+    return file._replace(format=NAME, tensors=tensors)
 
 
 def read_back(meant: Manifest) -> None:
@@ -86,7 +86,7 @@ def file_name(target_rank: int, targets: int, prefix: str) -> str:
     return f"{prefix}part-{target_rank + 1}-of-{targets}.toypart"
 
 
-def index(files: Sequence[Manifest]) -> str:
+def index(files: Sequence[Manifest]) -> bytes:
     tensors: dict[str, dict[str, Any]] = {}
     strings: dict[str, str] = {}
     for file in files:
@@ -97,7 +97,7 @@ def index(files: Sequence[Manifest]) -> str:
             own = _called(name, entry.global_shape, entry.box.start)
             piece = [Path(file.path).name, own, entry.box.start, entry.box.stop]
             tensors.setdefault(name, tensor)["pieces"].append(piece)
-    return json.dumps({"tensors": tensors, "strings": strings})
+    return json.dumps({"tensors": tensors, "strings": strings}).encode()
 
 
 def _index(folder: str) -> dict[str, Any]:

@@ -9,12 +9,23 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from reshard_mpi.formats.files import MAX_NAME_BYTES, MAX_TENSORS
-from reshard_mpi.formats.nest.text import DOUBLE, MAX_CHARACTERS, MAX_DEPTH, MAX_VALUES, NEST, NestError, owner_of
-from reshard_mpi.formats.nest.trees import PLAIN, Call, Dict, Global, Unreadable, Value
+from reshard_mpi.formats.nest.losses import described
+from reshard_mpi.formats.nest.text import (
+    DOUBLE,
+    MAX_CHARACTERS,
+    MAX_DEPTH,
+    MAX_VALUES,
+    NEST,
+    NestError,
+    owner_of,
+    require_short,
+)
+from reshard_mpi.formats.nest.trees import PLAIN, Call, Dict, Global, Value
 
 # What is left out is named, but not without end.
-_MAX_NOTES = 64
-_MAX_LOOKED_INTO = 1 << 16
+_MAX_NOTES, _MAX_NOTED_CHARACTERS = 64, 300
+# The nest of a dictionary of tensors, of which something else may have been left out.
+_NAMES_ALONE = '{"dict":[]}'
 
 
 class Flattened(NamedTuple):
@@ -30,9 +41,15 @@ def flatten(root: Value, is_tensor: Callable[[Value], bool]) -> Flattened:
     if type(root) is Dict and _is_flat(root, is_tensor):
         flat = [(key, value) for key, value in root.pairs() if is_tensor(value)]
         _require_names(flat)
-        return Flattened(flat, {key: value for key, value in root.pairs() if type(value) is str}, ())
+        strings = {key: value for key, value in root.pairs() if type(value) is str}
+        _require_short(strings)
+        return Flattened(flat, strings, ())
     if not (type(root) in (Dict, list, tuple) or (type(root) is Call and root.function in PLAIN)):
-        raise NestError("it holds no dictionary", described(root, is_tensor))
+        raise NestError(
+            "it holds no dictionary",
+            described(root, is_tensor),
+            "load it with torch and save its state_dict(), or leave the file out with --select",
+        )
     listed: set[str] = set()
     while True:
         made = _Flattening(is_tensor, listed)
@@ -43,7 +60,7 @@ def flatten(root: Value, is_tensor: Callable[[Value], bool]) -> Flattened:
         listed |= misplaced
     _require_names(made.tensors)
     text = "".join(made.parts)
-    return Flattened(made.tensors, {NEST: text}, tuple(made.left_out))
+    return Flattened(made.tensors, {} if text == _NAMES_ALONE else {NEST: text}, tuple(made.left_out))
 
 
 def _is_flat(root: Dict, is_tensor: Callable[[Value], bool]) -> bool:
@@ -59,6 +76,11 @@ def _is_flat(root: Dict, is_tensor: Callable[[Value], bool]) -> bool:
         has_text = is_text
         names.add(key)
     return True
+
+
+def _require_short(strings: dict[str, str]) -> None:
+    if len(strings) > MAX_TENSORS or sum(map(len, (*strings, *strings.values()))) > MAX_CHARACTERS:
+        raise NestError("its texts are too long, or too many", f"more than {MAX_CHARACTERS} characters")
 
 
 def _require_names(tensors: list[tuple[str, Value]]) -> None:
@@ -138,6 +160,7 @@ class _Flattening:
         self, pairs: Iterable[tuple[Value, Value]], prefix: str, depth: int, *, is_state: bool = False
     ) -> None:
         """Write the entries of a dictionary."""
+        require_short(prefix)
         number, self._dicts = self._dicts, self._dicts + 1
         seen: set[tuple[type, Value]] = set()
         waiting: list[str] = []
@@ -184,6 +207,7 @@ class _Flattening:
 
     def _items(self, values: Iterable[Value], prefix: str, depth: int) -> None:
         """Write the items of a list or tuple."""
+        require_short(prefix)
         for at, value in enumerate(values):
             if at:
                 self._put(",")
@@ -244,7 +268,8 @@ class _Flattening:
 
     def _leave_out(self, prefix: str, key: Value, what: str) -> None:
         if len(self.left_out) < _MAX_NOTES:
-            self.left_out.append(f"{prefix}{str(key)[:200] if type(key) in (str, int) else '?'}: {what}")
+            name = f"{prefix}{key}" if type(key) in (str, int) else f"{prefix}?"
+            self.left_out.append(f"{name[:_MAX_NOTED_CHARACTERS]}: {what}")
 
 
 _KEPT = frozenset((type(None), bool, int, float, str, bytes, list, tuple, Dict))
@@ -256,43 +281,3 @@ def _is_key(value: Value) -> bool:
     if type(value) is tuple:
         return all(type(item) in _PLAIN_KEYS for item in value)
     return type(value) in _PLAIN_KEYS
-
-
-def described(value: Value, is_tensor: Callable[[Value], bool]) -> str:
-    """Return in words what a value is that is left out, and how many tensors are lost with it."""
-    if is_tensor(value):
-        return "a lone tensor"
-    if type(value) is Unreadable:
-        return value.what
-    if type(value) is Global:
-        return str(value)[:200]
-    if type(value) is not Call:
-        return f"a value of another kind ({type(value).__name__})"
-    tensors = _tensors_in(value, is_tensor)
-    lost = f", with {tensors} tensor{'' if tensors == 1 else 's'} in it" if tensors else ""
-    return f"an object of {value.function}"[:200] + lost
-
-
-def _tensors_in(value: Value, is_tensor: Callable[[Value], bool]) -> int:
-    """Return how many different tensors there are in a value, as far as it is looked into."""
-    waiting, met = [value], {id(value)}
-    tensors = 0
-    while waiting and len(met) < _MAX_LOOKED_INTO:
-        part = waiting.pop()
-        tensors += is_tensor(part)
-        for further in _parts(part):
-            if id(further) not in met:
-                met.add(id(further))
-                waiting.append(further)
-    return tensors
-
-
-def _parts(value: Value) -> Iterable[Value]:
-    kind = type(value)
-    if kind is list or kind is tuple:
-        return value  # type: ignore[no-any-return]
-    if kind is Dict:
-        return value.flat  # type: ignore[no-any-return]
-    if kind is Call:
-        return (*value.args, *(value.items or ()), *(value.flat or ()), value.state)
-    return ()

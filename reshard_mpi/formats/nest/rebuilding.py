@@ -10,7 +10,16 @@ import struct
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from reshard_mpi.formats.nest.text import DOUBLE, MAX_CHARACTERS, MAX_DEPTH, MAX_VALUES, NEST, NestError, owner_of
+from reshard_mpi.formats.nest.text import (
+    DOUBLE,
+    MAX_CHARACTERS,
+    MAX_DEPTH,
+    MAX_VALUES,
+    NEST,
+    NestError,
+    owner_of,
+    require_short,
+)
 from reshard_mpi.formats.nest.trees import PLAIN, Call, Dict, Global, Value
 
 
@@ -32,7 +41,10 @@ def rebuild(leaves: Mapping[str, Value], strings: Mapping[str, str]) -> Value:
     except (ValueError, RecursionError) as error:
         raise NestError("the text of the nest is no JSON", str(error)[:100]) from None
     rebuilding = _Rebuilding(leaves)
-    root = rebuilding.value(content, "", 0)
+    try:
+        root = rebuilding.value(content, "", 0)
+    except RecursionError:  # of what is shown of an unknown value
+        raise NestError("the nest has too many values or levels") from None
     rebuilding.add_unlisted(others)
     return root
 
@@ -78,6 +90,7 @@ class _Rebuilding:
         raise NestError("the nest has an unknown value", str(content)[:100])
 
     def _items(self, items: list[Any], prefix: str, depth: int) -> list[Value]:
+        require_short(prefix)
         made = []
         for at, content in enumerate(items):
             if type(content) is dict and "tensor" in content:
@@ -99,6 +112,7 @@ class _Rebuilding:
         self, flat: list[Value], entries: list[Any], prefix: str, depth: int, *, is_state: bool = False
     ) -> None:
         """Add what the entries of a dictionary describe to its keys and values."""
+        require_short(prefix)
         number, is_open = len(self._dicts), not is_state
         keys: set[Value] = set()
         self._dicts.append((flat, keys))

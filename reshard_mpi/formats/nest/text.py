@@ -5,25 +5,34 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 
-from reshard_mpi.formats.files import MAX_STRING_BYTES
+from reshard_mpi.formats.files import MAX_NAME_BYTES, MAX_STRING_BYTES
 
 # The string of a shard that holds the text.
 NEST = "__reshard_mpi_nest__"
 MAX_CHARACTERS = MAX_STRING_BYTES // 4
 # A value that several parts of a tree share is met as often as it is in it.
-MAX_VALUES = 1 << 21
+MAX_VALUES = 1 << 19
 # Trees that people save have a dozen levels.
 MAX_DEPTH = 100
 DOUBLE = struct.Struct(">d")
 
 
 class NestError(Exception):
-    """What keeps a tree from being names and a text, or these from being a tree: the problem, and what was met."""
+    """What keeps a tree from being names and a text, or these from being a tree: what was met, and what to do."""
 
-    def __init__(self, problem: str, got: str = "") -> None:
-        super().__init__(problem, got)
+    def __init__(self, problem: str, got: str = "", remedy: str = "") -> None:
+        super().__init__(problem, got, remedy)
         self.problem = problem
         self.got = got
+        self.remedy = remedy
+
+
+def require_short(prefix: str) -> None:
+    """Raise NestError if names that begin so would be too long: many such prefixes are kept at a time."""
+    if len(prefix) > MAX_NAME_BYTES:
+        raise NestError(
+            "its keys joined by dots are too long", f"more than {MAX_NAME_BYTES} characters: {prefix[:60]!r}"
+        )
 
 
 def owner_of(name: str, paths: Mapping[str, int]) -> int | None:

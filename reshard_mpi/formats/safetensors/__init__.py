@@ -15,7 +15,7 @@ from reshard_mpi.formats.safetensors.reading import NAME, locate, read_back
 from reshard_mpi.formats.safetensors.sealing import check_crc, seal, stored_sums
 from reshard_mpi.formats.safetensors.writing import reserve, size_at_most_bytes
 from reshard_mpi.formats.traits import Costs, Traits
-from reshard_mpi.units import KIB
+from reshard_mpi.units import KIB, MIB
 
 __all__ = [
     "MODE",
@@ -34,4 +34,6 @@ __all__ = [
 SUFFIXES = (".safetensors",)
 # Nobody else's, as MindSpore's own.
 MODE = 0o600
-TRAITS = Traits(Costs(reading=KIB // 4, writing=KIB, checking=2 * KIB), has_crc=True, shares_blocks=True)
+TRAITS = Traits(
+    Costs(reading=KIB // 4, writing=KIB // 4, checking=5 * KIB, library=2 * MIB), has_crc=True, shares_blocks=True
+)

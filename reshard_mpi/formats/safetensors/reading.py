@@ -27,7 +27,8 @@ _MAX_SPELLINGS = 2048
 _FIELDS = ("dtype", "shape", "data_offsets")
 # A character may be written with six bytes, those outside of the basic plane with twelve.
 _ESCAPED = 6
-_MAX_CHARACTERS = files.MAX_STRING_BYTES // 4
+# Of a string as it is written: it takes up to twelve times as much memory while it is read.
+MAX_STRING_BYTES = files.MAX_STRING_BYTES // 2
 
 
 class Contents(NamedTuple):
@@ -236,7 +237,7 @@ class _Reading:
             key = header.text(_ESCAPED * (files.MAX_NAME_BYTES + len(STRING_PREFIX)))
             header.require(b":")
             is_string = key is not None and key.startswith(STRING_PREFIX)
-            text = header.text(2 * _ESCAPED * _MAX_CHARACTERS if is_string else _MAX_TYPE_BYTES)
+            text = header.text(MAX_STRING_BYTES if is_string else _MAX_TYPE_BYTES)
             if key is not None:
                 self._add_metadata(key_at, key, text)
             if header.take(b"}"):
@@ -254,11 +255,11 @@ class _Reading:
         if key == CRC:
             self._crc = text if text is not None else "too long"
         elif key != name:
-            if text is None or len(text) > _MAX_CHARACTERS or not name:
+            if text is None or not name:
                 raise self._header.damage(
                     f"the string {name!r} is damaged or too long",
                     at,
-                    expected=f"{_MAX_CHARACTERS} characters at most",
+                    expected=f"{MAX_STRING_BYTES} bytes at most",
                 )
             self._keep(at, files.kept_bytes(name) + files.kept_bytes(text))
             self._strings[name] = text

@@ -23,7 +23,7 @@ from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.safetensors import structure
 from reshard_mpi.formats.safetensors.header import LENGTH_BYTES, MAX_HEADER_BYTES
 from reshard_mpi.formats.safetensors.metadata import CRC, FORMAT, INT4_TAG, METADATA, MINDSPORE, STRING_PREFIX
-from reshard_mpi.formats.safetensors.reading import NAME
+from reshard_mpi.formats.safetensors.reading import MAX_STRING_BYTES, NAME
 from reshard_mpi.formats.safetensors.types import TAG_OF
 from reshard_mpi.formats.specs import ShardSpec, SpecKind, Specs
 
@@ -140,8 +140,19 @@ def _first(specs: Specs, kind: int) -> str:
 
 
 def _metadata(spec: ShardSpec) -> dict[str, str]:
-    """Return what goes into the metadata besides types; nothing is called as a tensor."""
+    """Return what goes into the metadata besides types; nothing is called as a tensor.
+
+    Raises TargetError for a string that would not be read back.
+    """
     names = set(spec.specs.names)
+    for name, text in spec.strings.items():
+        size_bytes = len(encode_basestring(text).encode(errors="replace"))
+        if size_bytes > MAX_STRING_BYTES:
+            raise TargetError(
+                f"the string {name!r} is too long for a safetensors file",
+                expected=f"{MAX_STRING_BYTES} bytes at most, as JSON",
+                got=f"{size_bytes} bytes",
+            )
     entries = {FORMAT: MINDSPORE} | {STRING_PREFIX + name: text for name, text in spec.strings.items()}
     return {key: text for key, text in entries.items() if key != FORMAT or key not in names}
 

@@ -11,7 +11,7 @@ from reshard_mpi.formats.torch.reading import NAME, locate, read_back
 from reshard_mpi.formats.torch.sealing import check_crc, seal, stored_sums
 from reshard_mpi.formats.torch.writing import reserve, size_at_most_bytes
 from reshard_mpi.formats.traits import Costs, Traits
-from reshard_mpi.units import KIB
+from reshard_mpi.units import KIB, MIB
 
 __all__ = [
     "MODE",
@@ -29,4 +29,9 @@ __all__ = [
 
 SUFFIXES = (".pt", ".pth", ".bin")
 MODE = 0o666
-TRAITS = Traits(Costs(reading=3 * KIB, writing=2 * KIB, checking=2 * KIB), describes_itself=True, has_crc=True)
+TRAITS = Traits(
+    Costs(reading=3 * KIB // 2, writing=2 * KIB, checking=2 * KIB, library=2 * MIB),
+    describes_itself=True,
+    has_crc=True,
+    title="torch checkpoint",
+)

@@ -7,6 +7,7 @@ nothing is compressed: sizes and places come from the central directory, and eve
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from struct import Struct
 from typing import NamedTuple
 
@@ -26,8 +27,11 @@ FULL_2, FULL_4 = 0xFFFF, 0xFFFFFFFF
 ZIP64_EXTRA = 1
 ENCRYPTED, HAS_DESCRIPTOR, MASKED = 0x41, 0x08, 0x2000
 STORED = 0
+# Where the checksum stands in an entry, and in what follows a payload.
+ENTRY_CRC_AT, DESCRIPTOR_CRC_AT = 16, 4
 # Of an entry: the lengths of name, extra field and comment.
-_LENGTHS = slice(10, 13)
+_LENGTHS_AT, _LENGTHS = 28, Struct("<3H")
+_FLAGS_AT = 8
 # Members besides storages: a dozen.
 _MAX_MEMBERS = files.MAX_TENSORS + 1000
 _MAX_DIRECTORY_BYTES = 32 * MIB
@@ -46,32 +50,47 @@ def is_archive(start: bytes) -> bool:
     return start.startswith((LOCAL_MARK, END_MARK))
 
 
-def members(fd: int, path: str, size_bytes: int) -> dict[str, Member]:
+def members(fd: int, path: str, size_bytes: int, first_byte: int = 0) -> dict[str, Member]:
     """Return the members of an archive by name.
 
-    Raises ShardError if it is cut short, damaged or compressed, or members overlap or have the same name.
+    first_byte: where the archive of `size_bytes` begins in its file. Raises ShardError if it is cut short, damaged or
+    compressed, or members overlap or have the same name.
     """
-    return _Archive(fd, path, size_bytes).members()
+    return _Archive(fd, path, size_bytes, first_byte).members()
 
 
-def directory(fd: int, path: str, size_bytes: int) -> tuple[int, int, int]:
-    """Return where the central directory begins, how long it is, and how many members it lists; raises as `members`."""
-    return _Archive(fd, path, size_bytes).directory()
+def directory(fd: int, path: str, size_bytes: int, first_byte: int = 0) -> tuple[int, int, int]:
+    """Return where the central directory begins in the archive, how long it is, and how many members it lists.
+
+    Raises as `members` does.
+    """
+    return _Archive(fd, path, size_bytes, first_byte).directory()
 
 
-def entry_bytes(content: bytes | bytearray, at: int) -> int:
-    """Return how long the entry at byte `at` of a directory is."""
-    fields = ENTRY.unpack_from(content, at)
-    return ENTRY.size + int(sum(fields[_LENGTHS]))
+def entries(directory: bytes | bytearray) -> Iterator[int]:
+    """Yield where the entries of a directory begin."""
+    at, length_bytes = 0, len(directory)
+    while at + ENTRY.size <= length_bytes:
+        yield at
+        at += ENTRY.size + sum(_LENGTHS.unpack_from(directory, at + _LENGTHS_AT))
+
+
+def storage_entries(directory: bytes | bytearray) -> Iterator[int]:
+    """Yield where the entries of storages begin whose checksums stand in no local header."""
+    for at in entries(directory):
+        name = directory[at + ENTRY.size : at + ENTRY.size + _LENGTHS.unpack_from(directory, at + _LENGTHS_AT)[0]]
+        if b"/data/" in name and directory[at + _FLAGS_AT] & HAS_DESCRIPTOR:
+            yield at
 
 
 class _Archive:
-    """One archive while its structure is read."""
+    """One archive while its structure is read. Places in it are counted from its first byte, but those of members."""
 
-    def __init__(self, fd: int, path: str, size_bytes: int) -> None:
+    def __init__(self, fd: int, path: str, size_bytes: int, first_byte: int = 0) -> None:
         self._fd = fd
         self._path = path
         self._size_bytes = size_bytes
+        self._first_byte = first_byte
 
     def members(self) -> dict[str, Member]:
         start, length_bytes, count = self.directory()
@@ -84,7 +103,7 @@ class _Archive:
             if name in found:
                 raise self._damage("two members of a shard have the same name", start + at, got=repr(name))
             found[name] = member
-            extents.append((local_start, member.offset_bytes + member.size_bytes))
+            extents.append((local_start, member.offset_bytes + member.size_bytes - self._first_byte))
         if at != length_bytes:
             raise self._damage("the directory of a shard has another length than it says", start + at)
         self._require_disjoint(extents)
@@ -171,7 +190,7 @@ class _Archive:
         payload_start = self._payload_start(local_start, raw_name, flags, (crc, size_bytes))
         if payload_start + size_bytes > start:
             raise self._damage("a member of a shard runs into the directory", local_start, got=repr(name))
-        return end, name, local_start, Member(payload_start, size_bytes, crc)
+        return end, name, local_start, Member(self._first_byte + payload_start, size_bytes, crc)
 
     def _wide(self, extra: bytes, short: tuple[int, int, int], at: int) -> tuple[int, ...]:
         """Return the three numbers of an entry, those that are too large for it from its extra field."""
@@ -211,8 +230,10 @@ class _Archive:
             previous_end = end
 
     def _read(self, at: int, length_bytes: int) -> bytes:
+        if at + length_bytes > self._size_bytes:
+            raise self._damage("a shard ends in the middle of its structure", at)
         try:
-            content = os.pread(self._fd, length_bytes, at)
+            content = os.pread(self._fd, length_bytes, self._first_byte + at)
         except (OSError, OverflowError) as error:
             raise self._damage("a shard cannot be read", at, got=str(error)) from error
         if len(content) != length_bytes:
@@ -220,4 +241,6 @@ class _Archive:
         return content
 
     def _damage(self, problem: str, at: int, *, expected: str = "", got: str = "", remedy: str = "") -> ShardError:
-        return ShardError(problem, expected=expected, got=got, where=f"{self._path}, byte {at}", remedy=remedy)
+        return ShardError(
+            problem, expected=expected, got=got, where=f"{self._path}, byte {self._first_byte + at}", remedy=remedy
+        )

@@ -30,7 +30,10 @@ class Content(NamedTuple):
 
 
 class Storages:
-    """The storages that a pickle names, while it is read. by_key: one of each; all of a key have the same size."""
+    """The storages that a pickle names, while it is read.
+
+    by_key: one of each, of types that are known; all of a key have the same size.
+    """
 
     def __init__(self) -> None:
         self.by_key: dict[str, Storage] = {}
@@ -42,6 +45,9 @@ class Storages:
 
     def _storage(self, persistent_id: Value) -> Storage:
         made = storage(persistent_id)
-        if self.by_key.setdefault(made.key, made).size_bytes != made.size_bytes:
+        if made.unknown is not None:
+            return made
+        first = self.by_key.setdefault(made.key, made)
+        if first is not made and first.size_bytes != made.size_bytes:
             raise ValueError(f"a storage of two sizes: {made.key[:60]!r}")
         return made

@@ -7,10 +7,12 @@ without reading the file, finds them.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from typing import NamedTuple
 
 from reshard_mpi.formats import files
+from reshard_mpi.formats.manifest import Structure
 from reshard_mpi.formats.torch.archive import (
     END,
     END64,
@@ -30,7 +32,7 @@ from reshard_mpi.formats.torch.archive import (
 ALIGNMENT_BYTES = 64
 TOP = "archive/"
 _UTF8, _DESCRIPTOR = 0x0800, 0x0008
-_DESCRIPTOR_MARK = b"PK\x07\x08"
+DESCRIPTOR_MARK = b"PK\x07\x08"
 _MADE_BY, _NEEDED = 798, 45
 # Parts with so little between them are written together, and as much of them at once.
 _SMALL_GAP_BYTES = 16384
@@ -89,16 +91,14 @@ def descriptor(member: Placed) -> bytes:
         return b""
     width = 8 if member.is_large else 4
     size = member.size_bytes.to_bytes(width, "little")
-    return _DESCRIPTOR_MARK + member.crc.to_bytes(4, "little") + size + size
+    return DESCRIPTOR_MARK + member.crc.to_bytes(4, "little") + size + size
 
 
 def ends(members: list[Placed], start: int) -> bytes:
     """Return the directory of an archive, which begins at byte `start`, and what follows it."""
     directory = b"".join(map(_entry, members))
     count, length_bytes = len(members), len(directory)
-    end64 = END64.pack(
-        END64_MARK, END64.size - 12, _MADE_BY, _NEEDED, 0, 0, count, count, length_bytes, start
-    )  # fmt: skip
+    end64 = END64.pack(END64_MARK, END64.size - 12, _MADE_BY, _NEEDED, 0, 0, count, count, length_bytes, start)
     locator = LOCATOR.pack(LOCATOR_MARK, 0, start + length_bytes, 1)
     short = min(count, FULL_2)
     end = END.pack(END_MARK, 0, 0, short, short, min(length_bytes, FULL_4), min(start, FULL_4), 0)
@@ -122,12 +122,16 @@ def _wide(member: Placed) -> bytes:
 
 
 class Writer:
-    """Writes what an archive has besides payloads, in ascending order: parts close to each other by one call."""
+    """Writes what an archive has besides payloads, in ascending order: parts close to each other by one call.
+
+    digest: of all of it, as it was written.
+    """
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._start = self._end = 0
         self._together: list[bytes] = []
+        self.digest = hashlib.blake2b()
 
     def add(self, at: int, content: bytes) -> None:
         """Add what begins at byte `at`, behind all that was added before."""
@@ -138,6 +142,7 @@ class Writer:
         elif gap:
             self._together.append(bytes(gap))
         self._together.append(content)
+        self.digest.update(content)
         self._end = at + len(content)
 
     def write(self) -> None:
@@ -146,7 +151,8 @@ class Writer:
             files.write_all(self._fd, b"".join(self._together), self._start)
             self._together.clear()
 
-    def finish(self) -> None:
-        """Write the rest, and have the file end with it."""
+    def finish(self) -> Structure:
+        """Write the rest, and have the file end with it. Return its structure, which has no checksums yet."""
         self.write()
         os.ftruncate(self._fd, self._end)
+        return Structure(self._end, self.digest.digest())

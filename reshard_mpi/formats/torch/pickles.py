@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import gc
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from reshard_mpi.formats.nest.trees import BYTEARRAY, FROZENSET, SET, Call, Dict, Global, Value
 from reshard_mpi.units import MIB
@@ -78,18 +79,43 @@ class CutShortError(PickleError):
         super().__init__("a pickle ends before it is complete", at)
 
 
+class ReadObjects(NamedTuple):
+    """Objects that were read at once: what they become, where their bytes end, and what they put into the memo.
+
+    cost_bytes: what they take of memory besides the opcode that made the first.
+    """
+
+    values: Sequence[Value]
+    end: int
+    memoized: Sequence[Value]
+    cost_bytes: int
+
+
+# Is given a pickle, the byte behind the opcode that makes an object without arguments, and the memo. Reads its
+# attributes, and objects that follow it; None if they are not written as it knows them.
+ObjectReader = Callable[[bytes, int, Sequence[Value]], ReadObjects | None]
+NO_OBJECTS: Mapping[Global, ObjectReader] = {}
+
+
 class Readers:
     """What a caller makes of some things that a pickle names, while it is read.
 
     persistent: makes a value of what a persistent id is. calls: by the name of what is called, a function that makes a
     value of its arguments; other calls become a `Call`. Both raise ValueError for what they do not know.
+    objects: by the name of a class of which there are very many objects, what reads one with its attributes at once.
     """
 
-    __slots__ = ("calls", "persistent")
+    __slots__ = ("calls", "objects", "persistent")
 
-    def __init__(self, persistent: Callable[[Value], Value], calls: Mapping[Global, Callable[..., Value]]) -> None:
+    def __init__(
+        self,
+        persistent: Callable[[Value], Value],
+        calls: Mapping[Global, Callable[..., Value]],
+        objects: Mapping[Global, ObjectReader] = NO_OBJECTS,
+    ) -> None:
         self.persistent = persistent
         self.calls = calls
+        self.objects = objects
 
 
 def no_persistent_ids(_: Value) -> Value:
@@ -168,7 +194,7 @@ class _Machine:
 
     def run(self) -> tuple[Value, int]:
         data, size, costs = self._data, len(self._data), _COSTS
-        calls, persistent = self._readers.calls, self._readers.persistent
+        calls, objects, persistent = self._readers.calls, self._readers.objects, self._readers.persistent
         stack: list[Value] = []
         outer: list[list[Value]] = []
         memo: list[Value] = []
@@ -232,10 +258,17 @@ class _Machine:
                     if type(function) is not Global or type(args) is not tuple:
                         raise PickleError("a pickle calls what is no name", at)
                     maker = calls.get(function)
-                    if maker is None:
+                    if maker is not None:
+                        stack[-1] = maker(*args)
+                        continue
+                    read_objects = objects.get(function) if opcode == 0x81 and not args else None
+                    read = read_objects(data, at, memo) if read_objects is not None else None
+                    if read is None:
                         stack[-1] = Call(function, args, is_new=opcode == 0x81)
                     else:
-                        stack[-1] = maker(*args)
+                        stack[-1:], at = read.values, read.end
+                        memo += read.memoized
+                        spent += read.cost_bytes
                 elif opcode == 0x51:  # BINPERSID
                     stack[-1] = persistent(stack[-1])
                 elif opcode == 0x29:  # EMPTY_TUPLE

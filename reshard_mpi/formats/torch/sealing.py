@@ -12,7 +12,6 @@ from reshard_mpi.formats.torch import archive
 from reshard_mpi.units import MIB
 
 _BLOCK_BYTES = 2 * MIB
-_CRC_AT, _DESCRIPTOR_CRC_AT = 16, 4
 
 
 def seal(fd: int, path: str, sums: Mapping[str, int] = NO_SUMS, *, crc: bool = False) -> None:
@@ -24,12 +23,10 @@ def seal(fd: int, path: str, sums: Mapping[str, int] = NO_SUMS, *, crc: bool = F
     members = archive.members(fd, path, size_bytes)
     start, length_bytes, _ = archive.directory(fd, path, size_bytes)
     directory = bytearray(os.pread(fd, length_bytes, start))
-    at = 0
-    for member, found in zip(members.values(), _sums(fd, path, members)):
-        directory[at + _CRC_AT : at + _CRC_AT + 4] = found
+    for at, member, found in zip(archive.entries(directory), members.values(), _sums(fd, path, members)):
+        directory[at + archive.ENTRY_CRC_AT : at + archive.ENTRY_CRC_AT + len(found)] = found
         if member.size_bytes:
-            files.write_all(fd, found, member.offset_bytes + member.size_bytes + _DESCRIPTOR_CRC_AT)
-        at += archive.entry_bytes(directory, at)
+            files.write_all(fd, found, member.offset_bytes + member.size_bytes + archive.DESCRIPTOR_CRC_AT)
     files.write_all(fd, bytes(directory), start)
 
 

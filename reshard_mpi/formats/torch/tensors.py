@@ -99,8 +99,8 @@ def _untyped_tensor(
     if type(stored) is not Storage or type(kind) is not Global:
         raise ValueError("a tensor without storage or type")
     dtype = BY_TORCH_NAME.get(kind.name) if kind.module == "torch" else None
-    if dtype is None:
-        return Unreadable(f"a tensor of an unknown type ({kind})"[:200])
+    if dtype is None or stored.unknown is not None:
+        return Unreadable(f"a tensor of an unknown type ({stored.unknown or kind})"[:200])
     return _of_type(stored, dtype, offset, shape, strides, bits)
 
 

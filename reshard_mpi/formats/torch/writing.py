@@ -6,7 +6,6 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterator
-from typing import NoReturn
 from zlib import crc32
 
 from reshard_mpi.errors import TargetError
@@ -36,8 +35,8 @@ _HOLDERS = "--to ckpt or --to hdf5"
 _ID_DIGITS = 40
 # What a pickle has of a tensor besides name, shape and strides, and of its first one of a kind.
 _PICKLED_BYTES, _PICKLED_KIND_BYTES, _NUMBER_BYTES = 96, 256, 11
-# No character of a nest takes more in a pickle, nor in the record that is added.
-_NEST_FACTOR = 10
+# No character of a string, or of a nest, takes more in a pickle.
+_PICKLED_CHARACTER_BYTES = 5
 
 
 def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
@@ -76,8 +75,7 @@ def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
     add("version", b"3\n")
     add(".data/serialization_id", _identity(pickle))
     writer.add(members[-1].end, ends(members, members[-1].end))
-    writer.finish()
-    return Manifest(path, NAME, tensors, strings)
+    return Manifest(path, NAME, tensors, strings, structure=writer.finish())
 
 
 def size_at_most_bytes(spec: ShardSpec, *, crc: bool = False) -> int:
@@ -91,10 +89,16 @@ def size_at_most_bytes(spec: ShardSpec, *, crc: bool = False) -> int:
         MEMBER_BYTES + 2 * (len(TOP) + 16) + _PICKLED_BYTES + 4 * len(name) + dimensions[kind]
         for name, kind in zip(specs.names, specs.kind_of)
     )
-    of_strings = sum(_NEST_FACTOR * (len(name) + len(text) + 16) for name, text in spec.strings.items())
+    of_strings = sum(_string_bytes(name, text) for name, text in spec.strings.items())
     small_members = 7 * (MEMBER_BYTES + 2 * len(TOP) + 128)
     of_kinds = _PICKLED_KIND_BYTES * (len(specs.kinds) + 1)
     return specs.size_bytes + of_tensors + of_strings + of_kinds + small_members + ENDS_BYTES
+
+
+def _string_bytes(name: str, text: str) -> int:
+    """Return what a string takes at most in the pickle, and in the record beside a nest."""
+    recorded_bytes = len(json.dumps(name)) + len(json.dumps(text)) + 16
+    return _PICKLED_CHARACTER_BYTES * (len(name) + len(text) + 16) + recorded_bytes
 
 
 def _root(spec: ShardSpec, path: str) -> Value:
@@ -123,18 +127,14 @@ def _require_types(spec: ShardSpec, path: str) -> None:
     specs = spec.specs
     unknown = {number for number, kind in enumerate(specs.kinds) if kind.dtype.name not in BY_TORCH_NAME}
     if unknown:
-        first = next(at for at, kind in enumerate(specs.kind_of) if kind in unknown)
-        _refuse_type(specs[first].name, str(specs[first].dtype), path)
-
-
-def _refuse_type(name: str, dtype: str, path: str) -> NoReturn:
-    raise TargetError(
-        f"a file of torch cannot hold {name!r}",
-        expected=f"one of {', '.join(BY_TORCH_NAME)}",
-        got=dtype,
-        where=path,
-        remedy=f"choose a format that holds {dtype}: {_HOLDERS}",
-    )
+        name, dtype, *_ = next(specs[at] for at, kind in enumerate(specs.kind_of) if kind in unknown)
+        raise TargetError(
+            f"a file of torch cannot hold {name!r}",
+            expected=f"one of {', '.join(BY_TORCH_NAME)}",
+            got=str(dtype),
+            where=path,
+            remedy=f"choose a format that holds {dtype}: {_HOLDERS}",
+        )
 
 
 def _identity(pickle: bytes) -> bytes:

@@ -19,9 +19,12 @@ _NEWEST_VERSION = 10
 _MAX_SMALL_BYTES = 64
 
 
-def of_archive(fd: int, path: str, size_bytes: int) -> Content:
-    """Read the content of an archive. Raises ShardError if it is not sound, or no checkpoint."""
-    members = archive.members(fd, path, size_bytes)
+def of_archive(fd: int, path: str, size_bytes: int, first_byte: int = 0) -> Content:
+    """Read the content of an archive, which begins at `first_byte` of its file.
+
+    Raises ShardError if it is not sound, or no checkpoint.
+    """
+    members = archive.members(fd, path, size_bytes, first_byte)
     pickles = [name for name in members if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(pickles) != 1:
         raise ShardError(
@@ -33,9 +36,11 @@ def of_archive(fd: int, path: str, size_bytes: int) -> Content:
     top = pickles[0].removesuffix("data.pkl")
     if f"{top}constants.pkl" in members:
         raise ShardError(
-            "an archive is a TorchScript program", expected="a file of torch.save", where=path,
+            "an archive is a TorchScript program",
+            expected="a file of torch.save",
+            where=path,
             remedy="load it with torch.jit.load, and save its state_dict()",
-        )  # fmt: skip
+        )
 
     def small(name: str, default: bytes) -> bytes:
         member = members.get(top + name)
@@ -72,9 +77,11 @@ def of_archive(fd: int, path: str, size_bytes: int) -> Content:
 def _member_bytes(fd: int, path: str, member: archive.Member, most_bytes: int, name: str) -> bytes:
     if member.size_bytes > most_bytes:
         raise ShardError(
-            f"{name} of a shard is too large", expected=f"{most_bytes} bytes at most", got=str(member.size_bytes),
+            f"{name} of a shard is too large",
+            expected=f"{most_bytes} bytes at most",
+            got=f"{member.size_bytes} bytes",
             where=path,
-        )  # fmt: skip
+        )
     content = os.pread(fd, member.size_bytes, member.offset_bytes)
     if len(content) != member.size_bytes:
         raise ShardError(f"a shard ends in the middle of its {name}", where=path)

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 from support.processes import run_command
+from support.strategy_files import write_stage_file
 
 from reshard_mpi.sharding import strategy
 from reshard_mpi.sharding.strategy.merge import merge
-from reshard_mpi.sharding.strategy.mindspore import RawLayout, StageFile, StrategyItem, encode_json
+from reshard_mpi.sharding.strategy.mindspore import RawLayout, StageFile, StrategyItem
 from reshard_mpi.sharding.strategy.protobuf import encode_protobuf
 
 pytestmark = pytest.mark.mindspore
@@ -36,15 +37,15 @@ def write_stages(folder: Path, kind: str, layouts: dict[str, RawLayout]) -> None
     folder.mkdir()
     for rank in range(4):
         stage = rank // 2
-        held = {name: layout for name, layout in layouts.items() if name != "flat" or stage == 0}
-        file = StageFile(held, (StrategyItem(f"MatMul_{stage}", stage, ((1, 2), (2, 1))),))
-        (folder / f"strategy{rank}.{kind}").write_bytes(encode_json(file) if kind == "json" else encode_protobuf(file))
+        kept = {name: layout for name, layout in layouts.items() if name != "flat" or stage == 0}
+        file = StageFile(kept, (StrategyItem(f"MatMul_{stage}", stage, ((1, 2), (2, 1))),))
+        write_stage_file(folder / f"strategy{rank}.{kind}", file)
 
 
 def test_it_reads_every_layout_we_write(tmp_path: Path) -> None:
     import mindspore
 
-    (tmp_path / "s.ckpt").write_bytes(encode_protobuf(StageFile(LAYOUTS, (StrategyItem("MatMul", 0),))))
+    write_stage_file(tmp_path / "s.ckpt", StageFile(LAYOUTS, (StrategyItem("MatMul", 0),)))
     read = mindspore.build_searched_strategy(str(tmp_path / "s.ckpt"))
     assert list(read) == list(LAYOUTS)
     for name, layout in LAYOUTS.items():
@@ -102,7 +103,7 @@ def test_it_lists_ranks_from_merged_files_we_write(tmp_path: Path) -> None:
     write_stages(tmp_path / "in", "ckpt", layouts)
     merge(str(tmp_path / "in"), str(tmp_path / "src.ckpt"))
     target = StageFile({"w": RawLayout((2,), ((0,), (-1,)))}, (StrategyItem("MatMul", 0),))
-    (tmp_path / "dst.ckpt").write_bytes(encode_protobuf(target))
+    write_stage_file(tmp_path / "dst.ckpt", target)
     listed = mindspore.rank_list_for_transform(0, str(tmp_path / "src.ckpt"), str(tmp_path / "dst.ckpt"))
     assert set(listed) & {0, 4}
     assert all(0 <= rank < 8 for rank in listed)
@@ -110,7 +111,7 @@ def test_it_lists_ranks_from_merged_files_we_write(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("order", ["first", "last"])
 def test_one_process_may_import_both_in_any_order(tmp_path: Path, order: str) -> None:
-    (tmp_path / "s.ckpt").write_bytes(encode_protobuf(StageFile(LAYOUTS, (StrategyItem("MatMul", 0),))))
+    write_stage_file(tmp_path / "s.ckpt", StageFile(LAYOUTS, (StrategyItem("MatMul", 0),)))
     path = str(tmp_path / "s.ckpt")
     ours = f"from reshard_mpi.sharding import strategy\nassert strategy.load({path!r}).world_size == 8"
     theirs = f"import mindspore\nassert len(mindspore.build_searched_strategy({path!r})) == {len(LAYOUTS)}"

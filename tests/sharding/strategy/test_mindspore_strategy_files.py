@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from strategy_examples import one_layout, whole_strategies
-from support.merged_files import to_merged_file
+from support.strategy_files import to_merged_file
 
 from reshard_mpi.errors import LayoutError, StrategyError
 from reshard_mpi.sharding import strategy

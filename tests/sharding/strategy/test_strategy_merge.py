@@ -7,12 +7,13 @@ import os
 from pathlib import Path
 
 import pytest
+from support.strategy_files import write_stage_file
 from support.strategy_messages import messages
 
 from reshard_mpi.errors import StrategyError, TargetError
 from reshard_mpi.sharding import strategy
 from reshard_mpi.sharding.strategy.merge import merge
-from reshard_mpi.sharding.strategy.mindspore import RawLayout, StageFile, StrategyItem, encode_json
+from reshard_mpi.sharding.strategy.mindspore import RawLayout, StageFile, StrategyItem
 from reshard_mpi.sharding.strategy.protobuf import encode_protobuf
 
 CUT = RawLayout((2, 2), ((0,), (-1,)), 2, 2, (512, 16), field=7)
@@ -25,10 +26,9 @@ def stage_file(stage: int, *names: str, layout: RawLayout = CUT) -> StageFile:
 
 def two_stages(folder: Path, kind: str = "ckpt") -> Path:
     folder.mkdir()
-    encode = encode_json if kind == "json" else encode_protobuf
     for rank in range(4):
         names = ("a", "b-1") if rank < 2 else ("a", "c")
-        (folder / f"s{rank}.{kind}").write_bytes(encode(stage_file(rank // 2, *names)))
+        write_stage_file(folder / f"s{rank}.{kind}", stage_file(rank // 2, *names))
     return folder
 
 
@@ -74,17 +74,17 @@ def test_a_name_in_json_makes_json(tmp_path: Path) -> None:
 
 def test_both_kinds_together(tmp_path: Path) -> None:
     files = [tmp_path / "s0.ckpt", tmp_path / "s1.json"]
-    files[0].write_bytes(encode_protobuf(stage_file(0, "a")))
-    files[1].write_bytes(encode_json(stage_file(1, "a")))
+    write_stage_file(files[0], stage_file(0, "a"))
+    write_stage_file(files[1], stage_file(1, "a"))
     for out in ("out.ckpt", "out.json"):
         merge([str(file) for file in files], str(tmp_path / out))
         assert strategy.load(str(tmp_path / out)).find("a")[0].stages == (0, 1)
-    files[0].write_bytes(encode_protobuf(stage_file(0, "a", layout=NESTED)))
+    write_stage_file(files[0], stage_file(0, "a", layout=NESTED))
     with pytest.raises(StrategyError, match="nested layout cannot be written as JSON"):
         merge([str(file) for file in files], str(tmp_path / "refused.json"))
-    files[0].write_bytes(encode_protobuf(stage_file(0, "a")))
+    write_stage_file(files[0], stage_file(0, "a"))
     shaped = RawLayout((2, 2), ((1,), (0,), (-1,)), tensor_shape=(2, 8, 8))
-    files[1].write_bytes(encode_json(stage_file(1, "a", layout=shaped)))
+    write_stage_file(files[1], stage_file(1, "a", layout=shaped))
     with pytest.raises(StrategyError, match="may be a nested one"):
         merge([str(file) for file in files], str(tmp_path / "refused.ckpt"))
     assert not list(tmp_path.glob("*refused*"))
@@ -108,15 +108,15 @@ def test_what_is_merged_already_is_refused(tmp_path: Path) -> None:
 
 def test_sources_that_do_not_belong_together(tmp_path: Path) -> None:
     folder, out = two_stages(tmp_path / "in"), str(tmp_path / "out.ckpt")
-    (folder / "s1.ckpt").write_bytes(encode_protobuf(stage_file(0, "a", layout=NESTED)))
+    write_stage_file(folder / "s1.ckpt", stage_file(0, "a", layout=NESTED))
     with pytest.raises(StrategyError, match="stage 0 disagree"):
         merge(str(folder), out)
     with pytest.raises(StrategyError, match="got: stage 1"):
         merge([str(folder / "s2.ckpt")], out)
-    (folder / "s1.ckpt").write_bytes(encode_protobuf(StageFile({"a": CUT})))
+    write_stage_file(folder / "s1.ckpt", StageFile({"a": CUT}))
     with pytest.raises(StrategyError, match="which stage"):
         merge(str(folder), out)
-    (folder / "s1.ckpt").write_bytes(encode_protobuf(StageFile({}, (StrategyItem("MatMul", 0),))))
+    write_stage_file(folder / "s1.ckpt", StageFile({}, (StrategyItem("MatMul", 0),)))
     with pytest.raises(StrategyError, match="no parameter"):
         merge(str(folder), out)
     (folder / "s1.ckpt").unlink()

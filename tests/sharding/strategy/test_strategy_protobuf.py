@@ -73,8 +73,8 @@ def test_any_encoding_of_it(file: StageFile, seed: Any) -> None:
     theirs = messages().strategy_map.FromString(other)
     theirs.DiscardUnknownFields()
     assert theirs == by_google(file)
-    found = decode_protobuf(other, "")
-    assert (found.layouts, found.items) == (file.layouts, file.items)
+    decoded = decode_protobuf(other, "")
+    assert (decoded.layouts, decoded.items) == (file.layouts, file.items)
 
 
 # Message -> field -> the message in it; numbers are in messages called `dims`.
@@ -89,12 +89,12 @@ UNKNOWN = protobuf.encode_number(1023, 5) + protobuf.encode_content(77, b"later"
 
 
 def spelt_otherwise(data: bytes, seed: Any, kind: str) -> bytes:
-    found = list(protobuf.fields(data))
+    fields = list(protobuf.fields(data))
     if kind == "dims":
-        numbers = b"".join(protobuf.encode_varint(field.value) for field in found)
+        numbers = b"".join(protobuf.encode_varint(field.value) for field in fields)
         return protobuf.encode_content(1, numbers) if seed.random() < 0.5 else data
     parts = []
-    for field in found:
+    for field in fields:
         inside = INSIDE.get(kind, {}).get(field.number)
         if inside is None or field.wire_type != protobuf.LENGTH:
             parts.append(data[field.start : field.end])

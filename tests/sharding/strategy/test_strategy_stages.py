@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from strategy_examples import one_layout
 from support.processes import run_command
+from support.strategy_files import write_stage_file
 
 from reshard_mpi.errors import LayoutError, StrategyError
 from reshard_mpi.sharding import strategy
 from reshard_mpi.sharding.placement import Placement
-from reshard_mpi.sharding.strategy.mindspore import RawLayout, StageFile, StrategyItem, encode_json
-from reshard_mpi.sharding.strategy.protobuf import encode_protobuf
+from reshard_mpi.sharding.strategy.mindspore import RawLayout, StageFile, StrategyItem
 from reshard_mpi.sharding.strategy.stages import to_strategy
 
 CUT = RawLayout((2,), ((0,),))
@@ -28,9 +28,8 @@ def merged(layouts: dict[str, RawLayout], stages: int = 1) -> StageFile:
     return StageFile(layouts, tuple(StrategyItem(f"op{number}", number) for number in range(stages)), "s.ckpt")
 
 
-def write(path: Path, layouts: dict[str, RawLayout], stage: int, kind: str = "ckpt") -> None:
-    file = StageFile(layouts, (StrategyItem("MatMul", stage),))
-    path.write_bytes(encode_json(file) if kind == "json" else encode_protobuf(file))
+def write(path: Path, layouts: dict[str, RawLayout], stage: int) -> None:
+    write_stage_file(path, StageFile(layouts, (StrategyItem("MatMul", stage),)))
 
 
 def test_a_merged_file() -> None:
@@ -142,7 +141,7 @@ def test_files_of_one_stage_that_disagree(tmp_path: Path) -> None:
 
 def test_a_missing_stage(tmp_path: Path) -> None:
     write(tmp_path / "a.ckpt", {"w": CUT}, 0)
-    write(tmp_path / "b.json", {"w": CUT}, 2, "json")
+    write(tmp_path / "b.json", {"w": CUT}, 2)
     with pytest.raises(StrategyError, match="stages 0, 2"):
         strategy.load(str(tmp_path))
 
@@ -159,7 +158,7 @@ def test_merged_and_other_files_are_not_mixed(tmp_path: Path) -> None:
 
 
 def test_a_file_that_tells_no_stage_must_be_alone(tmp_path: Path) -> None:
-    (tmp_path / "a.ckpt").write_bytes(encode_protobuf(StageFile({"w": CUT})))
+    write_stage_file(tmp_path / "a.ckpt", StageFile({"w": CUT}))
     assert strategy.load(str(tmp_path)).world_size == 2
     write(tmp_path / "b.ckpt", {"w": CUT}, 1)
     with pytest.raises(StrategyError, match="which stage"):
@@ -189,7 +188,7 @@ def test_digest(tmp_path: Path) -> None:
 
 
 def test_the_protobuf_library_is_not_loaded_for_json(tmp_path: Path) -> None:
-    write(tmp_path / "a.json", {"w": CUT}, 0, "json")
+    write(tmp_path / "a.json", {"w": CUT}, 0)
     code = (
         f"import sys\nfrom reshard_mpi.sharding import strategy\nstrategy.load({json.dumps(str(tmp_path))})\n"
         "print({'google.protobuf', 'numpy'} & set(sys.modules))"

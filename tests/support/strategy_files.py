@@ -1,12 +1,19 @@
-"""One MindSpore strategy file of all stages."""
+"""MindSpore's strategy files: of one stage, and one of all stages."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from reshard_mpi.sharding.placement import Shape, Strategy
-from reshard_mpi.sharding.strategy.mindspore import StageFile
+from reshard_mpi.sharding.strategy.mindspore import StageFile, encode_json
+from reshard_mpi.sharding.strategy.protobuf import encode_protobuf
 from reshard_mpi.sharding.strategy.stages import merged_stages, to_stage_files
+
+
+def write_stage_file(path: Path, file: StageFile) -> None:
+    """Write a strategy file: as JSON where the path ends so, else as protobuf."""
+    path.write_bytes(encode_json(file) if path.suffix == ".json" else encode_protobuf(file))
 
 
 def to_merged_file(strategy: Strategy, shapes: Mapping[str, Shape] | None = None) -> StageFile:

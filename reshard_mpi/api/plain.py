@@ -6,9 +6,8 @@ import operator
 import os
 from collections.abc import Iterable, Mapping
 
-from reshard_mpi.errors import UsageError, WrongTypeError
-
-_MAX_QUOTED = 80
+from reshard_mpi.errors import UsageError, wrong_type
+from reshard_mpi.units import parse_bytes
 
 
 def plain_number(value: object, name: str) -> int:
@@ -26,6 +25,18 @@ def plain_number_or_none(value: object, name: str) -> int | None:
 def plain_size(value: object, name: str) -> str | int | None:
     """Return a size as a str, an int or None. Raises WrongTypeError."""
     return value if value is None or isinstance(value, str) else plain_number(value, name)
+
+
+def plain_bytes(value: object, name: str) -> int | None:
+    """Return a size in bytes, which may be a text or left out. Raises WrongTypeError, UsageError if it is no size."""
+    size = plain_size(value, name)
+    try:
+        size_bytes = parse_bytes(size) if isinstance(size, str) else size
+    except ValueError as error:
+        raise UsageError(f"{name} is no size", expected=str(error), got=repr(size)) from None
+    if size_bytes is not None and size_bytes < 1:
+        raise UsageError(f"{name} is out of range", expected="1 byte or more", got=repr(size))
+    return size_bytes
 
 
 def plain_numbers(values: object, name: str) -> list[int]:
@@ -70,10 +81,3 @@ def plain_text(value: object, name: str) -> str:
     if not isinstance(value, str):
         raise wrong_type(name, "a str", value)
     return value
-
-
-def wrong_type(name: str, expected: str, value: object) -> WrongTypeError:
-    """Return the error for argument `name`, whose type is wrong. expected: the right type, in words."""
-    text = repr(value)
-    got = f"{type(value).__name__}: {text[:_MAX_QUOTED]}{'...' * (len(text) > _MAX_QUOTED)}"
-    return WrongTypeError(f"{name} is of a wrong type", expected=expected, got=got)

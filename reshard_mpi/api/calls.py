@@ -1,0 +1,119 @@
+"""What the public functions do alike: arguments in plain values, sources that are found, runs that are begun."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from reshard_mpi import formats
+from reshard_mpi.api.plain import (
+    plain_files,
+    plain_path,
+    plain_text,
+)
+from reshard_mpi.checkpoints import discovery
+from reshard_mpi.checkpoints.source import SourceCheckpoint
+from reshard_mpi.errors import UsageError
+from reshard_mpi.filesystem.paths import require_reachable
+from reshard_mpi.planning.parameters import Unlisted
+from reshard_mpi.planning.replicas import Replicas
+from reshard_mpi.processes.comm import MPIComm, SerialComm
+from reshard_mpi.runs.conversion import Conversion
+from reshard_mpi.runs.outcome import Outcome
+from reshard_mpi.runs.progress import Silent, log
+from reshard_mpi.runs.request import Request
+from reshard_mpi.runs.workers import Task, run_with_workers
+from reshard_mpi.sharding import strategy
+from reshard_mpi.sharding.placement import Strategy, unsharded
+
+PathLike = str | os.PathLike[str]
+
+
+def as_unlisted(value: str) -> Unlisted:
+    """Return the named choice. Raises UsageError for an unknown one."""
+    try:
+        return Unlisted(value)
+    except ValueError:
+        raise UsageError("unknown value of unlisted", expected=", ".join(Unlisted), got=repr(value)) from None
+
+
+def as_replicas(value: str) -> Replicas:
+    """Return the named choice. Raises UsageError for an unknown one."""
+    try:
+        return Replicas(value)
+    except ValueError:
+        raise UsageError("unknown value of replicas", expected=", ".join(Replicas), got=repr(value)) from None
+
+
+def known_format(name: object, argument: str) -> str | None:
+    """Return the name of a format, or None for none. Raises UsageError for an unknown one."""
+    return None if name is None else formats.by_name(plain_text(name, argument)).NAME
+
+
+def refuse_both(options: Mapping[str, bool]) -> None:
+    if all(options.values()):
+        raise UsageError(f"{' and '.join(options)} exclude each other", expected="one of them", got="both")
+
+
+def run(
+    request: Request,
+    processes: int,
+    communicator: Any,
+    work: Task = Task.CONVERT,
+    *,
+    processes_name: str = "process_num",
+) -> Outcome:
+    if processes < 1:
+        raise UsageError(f"{processes_name} is out of range", expected="1 or more", got=str(processes))
+    if processes > 1 and communicator is None:
+        outcome = run_with_workers(request, processes, Silent(), work)
+    else:
+        comm = SerialComm() if communicator is None else MPIComm(communicator)
+        outcome = work.load()(request, comm, Silent(), None)
+    if communicator is None or communicator.Get_rank() == 0:
+        log(outcome.notes, outcome.warnings)
+    return outcome
+
+
+def raise_first(outcome: Outcome) -> None:
+    """Raise the first failure, which says how many more there are."""
+    if outcome.failures:
+        first = outcome.failures[0].named(alone=True)
+        if len(outcome.failures) > 1:
+            first.problem += f" (and {len(outcome.failures) - 1} more found)"
+        raise first
+
+
+def found_shards(source: object, select: str | None, source_format: object) -> discovery.ShardFiles:
+    path = plain_path(source, "source")
+    require_reachable(path)
+    return discovery.find_shards(path, select, format_name=known_format(source_format, "source_format"))
+
+
+def listed_shards(files: object, name: str) -> discovery.ShardFiles:
+    by_rank = plain_files(files, name)
+    for path in by_rank.values():
+        require_reachable(path)
+    return discovery.shards_from_map(by_rank)
+
+
+def both_strategies(src_strategy: PathLike | None, dst_strategy: PathLike | None) -> tuple[Strategy | None, Strategy]:
+    source = None if src_strategy is None else strategy.load(plain_path(src_strategy, "the source strategy"))
+    target = unsharded() if dst_strategy is None else strategy.load(plain_path(dst_strategy, "the target strategy"))
+    return source, target
+
+
+def conversion_of(
+    files: discovery.ShardFiles,
+    src_strategy: PathLike | None,
+    dst_strategy: PathLike | None,
+    unlisted: str,
+    strict: bool = False,
+    replicas: str = "sample",
+) -> Conversion:
+    source, target = both_strategies(src_strategy, dst_strategy)
+    if dst_strategy is None and as_unlisted(unlisted) is Unlisted.DROP:
+        raise UsageError("unlisted='drop' needs a list to go by", expected="a target strategy", got="None")
+    checkpoint = SourceCheckpoint.open(files, source)
+    return Conversion(checkpoint, target, as_unlisted(unlisted), strict, replicas=as_replicas(replicas))

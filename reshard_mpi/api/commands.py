@@ -1,0 +1,256 @@
+"""The functions that do what commands do, and `load_rank`, which returns a rank's part of a checkpoint as arrays."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from reshard_mpi.api.calls import (
+    PathLike,
+    as_replicas,
+    as_unlisted,
+    conversion_of,
+    found_shards,
+    known_format,
+    listed_shards,
+    raise_first,
+    refuse_both,
+    run,
+)
+from reshard_mpi.api.plain import (
+    plain_bytes,
+    plain_number,
+    plain_number_or_none,
+    plain_numbers,
+    plain_path,
+    plain_path_or_none,
+    plain_share,
+    plain_size,
+    plain_text,
+)
+from reshard_mpi.errors import only_known_errors
+from reshard_mpi.planning.summary import Plan, RankSummary
+from reshard_mpi.processes.comm import SerialComm
+from reshard_mpi.processes.governor.allowance import Allowance
+from reshard_mpi.runs.memory import RunMemory
+from reshard_mpi.runs.outcome import Report
+from reshard_mpi.runs.plans import plan_together
+from reshard_mpi.runs.progress import Silent, log
+from reshard_mpi.runs.request import Request
+from reshard_mpi.runs.workers import Task
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+@only_known_errors()
+def transform(
+    source: PathLike,
+    target: PathLike,
+    src_strategy: PathLike | None = None,
+    dst_strategy: PathLike | None = None,
+    *,
+    to: str | None = None,
+    prefix: str = "checkpoint_",
+    select: str | None = None,
+    source_format: str | None = None,
+    ranks: Iterable[int] | None = None,
+    part: tuple[int, int] | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    unlisted: str = "follow",
+    strict: bool = False,
+    replicas: str = "sample",
+    verify: bool = False,
+    crc: bool = False,
+    memory: str | int | None = None,
+    max_active: int | None = None,
+    max_shard_size: str | int | None = None,
+    jobs: int = 1,
+    comm: Any = None,
+) -> Report:
+    """Reshard the checkpoint `source` into the folder `target`, as `reshard-mpi transform` does with these options.
+
+    Keeps the record of the run in the folder, so it can be resumed, and commits it when all targets are there.
+    source_format: of the files that are meant, where those of several formats lie there. ranks: the targets to make
+    (None: all); part: (i, n), the i-th from 0 of n shares of them. max_shard_size: how large files may become with
+    "hf", as "5GB" (the default) or a number of bytes. jobs: local processes, 1 or more; comm: an mpi4py communicator
+    whose ranks share the work instead, all of which make the call and get the same report. Raises a ReshardError:
+    before anything is written for what is refused, and a TransformError where some targets could not be written.
+    """
+    begin = time.monotonic()
+    request = Request(
+        source=plain_path(source, "source"),
+        target=plain_path(target, "target"),
+        src_strategy=plain_path_or_none(src_strategy, "src_strategy"),
+        dst_strategy=plain_path_or_none(dst_strategy, "dst_strategy"),
+        prefix=plain_text(prefix, "prefix"),
+        select=None if select is None else plain_text(select, "select"),
+        source_format=known_format(source_format, "source_format"),
+        to=known_format(to, "to"),
+        ranks=None if ranks is None else tuple(plain_numbers(ranks, "ranks")),
+        part=None if part is None else plain_share(part, "part"),
+        resume=resume,
+        overwrite=overwrite,
+        unlisted=as_unlisted(unlisted),
+        strict=strict,
+        memory=plain_size(memory, "memory"),
+        max_active=plain_number_or_none(max_active, "max_active"),
+        verify=verify,
+        crc=crc,
+        replicas=as_replicas(replicas),
+        max_shard_size=plain_bytes(max_shard_size, "max_shard_size"),
+    )
+    refuse_both({"ranks": ranks is not None, "part": part is not None})
+    refuse_both({"resume": resume, "overwrite": overwrite})
+    outcome = run(request, plain_number(jobs, "jobs"), comm, processes_name="jobs")
+    outcome.raise_failures()
+    return Report.of(outcome, time.monotonic() - begin)
+
+
+@only_known_errors()
+def plan(
+    source: PathLike,
+    src_strategy: PathLike | None = None,
+    dst_strategy: PathLike | None = None,
+    *,
+    ranks: Iterable[int] | None = None,
+    select: str | None = None,
+    source_format: str | None = None,
+    unlisted: str = "follow",
+    strict: bool = False,
+    replicas: str = "sample",
+    memory: str | int | None = None,
+) -> Plan:
+    """Return what a transform of `source` would do, writing nothing. ranks: the target ranks (None: all).
+
+    source_format: of the files that are meant, where those of several formats lie there.
+    memory, and what is logged: as in `transform_checkpoints`. Raises what the transform would refuse.
+    """
+    targets = None if ranks is None else plain_numbers(ranks, "ranks")
+    files = found_shards(source, select, source_format)
+    allowed = plain_size(memory, "memory")
+    with RunMemory(lambda: Allowance.of(allowed, None, os.environ), SerialComm(), Silent().waiting) as allotted:
+        purpose = f"planning from {files.path}"
+        notes = allotted.open().notes
+        allotted.to_open((src_strategy, dst_strategy), purpose, files.format)
+        conversion = conversion_of(files, src_strategy, dst_strategy, unlisted, strict, replicas)
+        allotted.on_giving_way(conversion.forget)
+        every = range(conversion.target.world_size) if targets is None else targets
+        projection = allotted.to_plan(conversion, files.format, purpose, targets=len(every))
+        plans, told = plan_together(conversion, every, notes)
+        for rank_plan in plans:
+            allotted.require_possible(rank_plan)
+        log((*told.notes, *conversion.shown_rules()), told.warnings)
+        summaries = tuple(RankSummary.of(rank_plan, projection.peak_bytes(rank_plan)) for rank_plan in plans)
+        return Plan(summaries, conversion.source.described)
+
+
+@only_known_errors()
+def verify(
+    source: PathLike,
+    target: PathLike | None = None,
+    src_strategy: PathLike | None = None,
+    dst_strategy: PathLike | None = None,
+    *,
+    select: str | None = None,
+    source_format: str | None = None,
+    unlisted: str = "follow",
+    replicas: str = "sample",
+    process_num: int = 1,
+    memory: str | int | None = None,
+    max_active: int | None = None,
+    comm: Any = None,
+) -> None:
+    """Verify that `target` holds what a transform of `source` would write, or, without it, that `source` fits its sums.
+
+    Formats and layouts may differ. replicas: "sample" holds the source strategy against the source as
+    `transform_checkpoints` does, "any" trusts it. process_num (1 or more), memory, max_active, comm, and what is
+    logged: as there. Raises DamageError for the first damage found, naming tensor, file and byte, and how many more
+    there are; another ReshardError if the two cannot be compared, or `source` keeps no sums.
+    """
+    request = Request(
+        source=plain_path(source, "source"),
+        target=plain_path(source if target is None else target, "target"),
+        src_strategy=plain_path_or_none(src_strategy, "src_strategy"),
+        dst_strategy=plain_path_or_none(dst_strategy, "dst_strategy"),
+        select=select,
+        source_format=known_format(source_format, "source_format"),
+        unlisted=as_unlisted(unlisted),
+        recorded=False,
+        memory=plain_size(memory, "memory"),
+        max_active=plain_number_or_none(max_active, "max_active"),
+        replicas=as_replicas(replicas),
+    )
+    work = Task.VERIFY_ALONE if target is None else Task.VERIFY_PAIR
+    raise_first(run(request, plain_number(process_num, "process_num"), comm, work))
+
+
+@only_known_errors()
+def diff(
+    first: PathLike,
+    second: PathLike,
+    first_strategy: PathLike | None = None,
+    second_strategy: PathLike | None = None,
+    *,
+    select: str | None = None,
+    source_format: str | None = None,
+    replicas: str = "sample",
+    jobs: int = 1,
+    memory: str | int | None = None,
+    max_active: int | None = None,
+    comm: Any = None,
+) -> None:
+    """Compare two checkpoints: whether they hold the same tensors, whatever their formats, layouts and order of names.
+
+    A strategy of None: the shards describe themselves, or are one full checkpoint. select: of the first one's files.
+    replicas: as in `verify`. Raises DifferenceError for the first difference, naming tensor, element, values and
+    places, and how many more there are; another ReshardError if the two cannot be compared.
+    """
+    request = Request(
+        source=plain_path(first, "first"),
+        target=plain_path(second, "second"),
+        src_strategy=plain_path_or_none(first_strategy, "first_strategy"),
+        dst_strategy=plain_path_or_none(second_strategy, "second_strategy"),
+        select=None if select is None else plain_text(select, "select"),
+        source_format=known_format(source_format, "source_format"),
+        recorded=False,
+        memory=plain_size(memory, "memory"),
+        max_active=plain_number_or_none(max_active, "max_active"),
+        replicas=as_replicas(replicas),
+    )
+    outcome = run(request, plain_number(jobs, "jobs"), comm, Task.DIFF, processes_name="jobs")
+    raise_first(outcome)
+
+
+@only_known_errors()
+def load_rank(
+    rank: int,
+    source: PathLike | Mapping[int, PathLike],
+    src_strategy: PathLike | None = None,
+    dst_strategy: PathLike | None = None,
+    *,
+    select: str | None = None,
+    source_format: str | None = None,
+    unlisted: str = "follow",
+    replicas: str = "sample",
+) -> dict[str, np.ndarray[Any, Any] | str]:
+    """Return what target rank `rank` holds, resharded at load time: owned C-contiguous arrays, and strings as str.
+
+    source: a checkpoint folder or file, or a map from source rank to shard file. bfloat16 and float8 arrays have
+    ml_dtypes types; int4 comes as int8. replicas, and what is logged: as in `transform_checkpoints`. Nothing is
+    written. Memory: that of the arrays.
+    """
+    rank = plain_number(rank, "rank")
+    if isinstance(source, Mapping):
+        files = listed_shards(source, "source")
+    else:
+        files = found_shards(source, select, source_format)
+    conversion = conversion_of(files, src_strategy, dst_strategy, unlisted, replicas=replicas)
+    (rank_plan,), told = plan_together(conversion, [rank])
+    log(told.notes, told.warnings)
+    from reshard_mpi.engine.arrays import load_shard
+
+    return {**load_shard(rank_plan, limits=conversion.limits), **rank_plan.strings}

@@ -1,0 +1,274 @@
+"""The functions with MindSpore's names, arguments and file conventions."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from reshard_mpi import formats
+from reshard_mpi.api.calls import (
+    PathLike,
+    as_replicas,
+    as_unlisted,
+    both_strategies,
+    conversion_of,
+    listed_shards,
+    raise_first,
+    run,
+)
+from reshard_mpi.api.plain import (
+    plain_number,
+    plain_number_or_none,
+    plain_numbers,
+    plain_path,
+    plain_path_or_none,
+    plain_share,
+    plain_size,
+    plain_text,
+)
+from reshard_mpi.errors import TargetError, UsageError, only_known_errors
+from reshard_mpi.journal.targets import Unrecorded
+from reshard_mpi.planning.ranks import needed_ranks
+from reshard_mpi.processes.comm import SerialComm
+from reshard_mpi.processes.governor.allowance import Allowance
+from reshard_mpi.runs.conversion import Conversion
+from reshard_mpi.runs.memory import RunMemory
+from reshard_mpi.runs.overlap import refuse_posing
+from reshard_mpi.runs.plans import plan_together
+from reshard_mpi.runs.preflight import Tally, may_share, require_room, require_short_names, stranger_notes
+from reshard_mpi.runs.progress import Silent, log
+from reshard_mpi.runs.request import Request
+from reshard_mpi.runs.unified import numbers_of, request_of_files
+from reshard_mpi.runs.workers import Task
+from reshard_mpi.runs.write import write_whole
+from reshard_mpi.sharding.placement import unsharded
+from reshard_mpi.sharding.strategy.merge import merge
+
+
+@only_known_errors()
+def transform_checkpoints(
+    src_checkpoints_dir: PathLike,
+    dst_checkpoints_dir: PathLike,
+    ckpt_prefix: str,
+    src_strategy_file: PathLike | None = None,
+    dst_strategy_file: PathLike | None = None,
+    process_num: int = 1,
+    output_format: str = formats.DEFAULT,
+    *,
+    unlisted: str = "follow",
+    replicas: str = "sample",
+    memory: str | int | None = None,
+    max_active: int | None = None,
+    verify: bool = False,
+    crc: bool = False,
+    comm: Any = None,
+) -> None:
+    """Transform the whole checkpoint under `src_checkpoints_dir` (`rank_x` folders) to the target strategy.
+
+    Writes `dst_checkpoints_dir/rank_x/<ckpt_prefix>x.<ending>`; files that are there are replaced, each atomically.
+    A strategy of None is one full checkpoint; folders of strategy files are merged. process_num: local processes; 0 is
+    1, as for MindSpore, and no more are started than have something to do.
+    output_format: "ckpt", "hdf5", "safetensors" or "torch". unlisted: what becomes of parameters the target strategy
+    does not list: "follow", "replicate" or "drop". replicas: what several ranks hold is taken from one of them;
+    "sample" first holds the source strategy against the checkpoint, comparing a few ranks in a few places of a few
+    tensors, "check" compares all copies of what is needed as well, byte by byte, and "any" trusts. memory: how much of
+    a host's memory all processes of the user may take together: a size such as "64G" or a number of bytes,
+    "unlimited", or None for what RESHARD_MPI_MEMORY says and else for all that is free. max_active: how many of them
+    may transform at once on a host. verify: read sources and targets once more and compare them. crc: add the checksum
+    that MindSpore checks (.ckpt, .safetensors). comm: an mpi4py communicator whose ranks share the work; all must make
+    the call.
+
+    A process waits until there is memory for what it is going to do. The logger "reshard_mpi" is told when that takes
+    long, and warned (WARNING) of source files that are missing or damaged, which ranks' are taken instead, and of
+    listed parameters that were never saved; what else the command line has to say are notes (INFO).
+
+    Raises a ReshardError: before anything is written if the source cannot be transformed exactly (a BudgetError if it
+    can never fit the memory), and a TransformError if some targets could not be written.
+    """
+    formats.by_name(plain_text(output_format, "output_format"))
+    request = Request(
+        source=plain_path(src_checkpoints_dir, "src_checkpoints_dir"),
+        target=plain_path(dst_checkpoints_dir, "dst_checkpoints_dir"),
+        src_strategy=plain_path_or_none(src_strategy_file, "src_strategy_file"),
+        dst_strategy=plain_path_or_none(dst_strategy_file, "dst_strategy_file"),
+        prefix=plain_text(ckpt_prefix, "ckpt_prefix"),
+        to=output_format,
+        overwrite=True,
+        unlisted=as_unlisted(unlisted),
+        recorded=False,
+        memory=plain_size(memory, "memory"),
+        max_active=plain_number_or_none(max_active, "max_active"),
+        verify=verify,
+        crc=crc,
+        replicas=as_replicas(replicas),
+    )
+    outcome = run(request, plain_number(process_num, "process_num") or 1, comm)
+    outcome.raise_failures()
+
+
+@only_known_errors()
+def transform_checkpoint_by_rank(
+    rank_id: int,
+    checkpoint_files_map: Mapping[int, PathLike],
+    save_checkpoint_file_name: PathLike,
+    src_strategy_file: PathLike | None = None,
+    dst_strategy_file: PathLike | None = None,
+    *,
+    unlisted: str = "follow",
+    replicas: str = "sample",
+    memory: str | int | None = None,
+    max_active: int | None = None,
+) -> None:
+    """Write the shard of target rank `rank_id` to `save_checkpoint_file_name`, replacing what is there atomically.
+
+    checkpoint_files_map: source shards by rank; it may hold more ranks than are needed, or other replicas. The ending
+    of the file name (.ckpt, .h5, .pt ...) tells the format; its folder is made if it is not there. replicas, memory,
+    max_active, and what is logged: as in `transform_checkpoints`. Raises a ReshardError; then nothing is written.
+    """
+    rank_id = plain_number(rank_id, "rank_id")
+    path = Path(plain_path(save_checkpoint_file_name, "save_checkpoint_file_name"))
+    name = formats.name_of(path.name)
+    if name is None:
+        raise UsageError(
+            "the file to save has an unknown ending",
+            expected=" or ".join(formats.SUFFIXES),
+            got=path.name,
+            where=str(path),
+        )
+    files = listed_shards(checkpoint_files_map, "checkpoint_files_map")
+    allowed = plain_size(memory, "memory"), plain_number_or_none(max_active, "max_active")
+    with RunMemory(lambda: Allowance.of(*allowed, os.environ), SerialComm(), Silent().waiting) as allotted:
+        purpose = f"target rank {rank_id} at {path}"
+        notes = allotted.open().notes
+        allotted.to_open((src_strategy_file, dst_strategy_file), purpose, files.format)
+        conversion = conversion_of(files, src_strategy_file, dst_strategy_file, unlisted, replicas=replicas)
+        target = _require_free(path, rank_id, conversion, (src_strategy_file, dst_strategy_file))
+        # Where the folder is not that of the rank, shards of other ranks may well lie in it.
+        strange = stranger_notes([path] if path.parent.name == f"rank_{rank_id}" else [])
+        allotted.on_giving_way(conversion.forget)
+        allotted.to_plan(conversion, name, purpose)
+        (rank_plan,), told = plan_together(conversion, [rank_id], (*notes, *strange))
+        tally = Tally()
+        size_bytes, left_bytes = formats.by_name(name).size_at_most_bytes(rank_plan.shard), target.left_bytes(path)
+        tally.add(path, size_bytes, left_bytes=left_bytes)
+        require_room([tally.rooms(1, partial(may_share, conversion.source.files, name, path))])
+        peak_bytes = allotted.require_possible(rank_plan)
+        log(told.notes, told.warnings)
+        while not allotted.to_move(peak_bytes, purpose):
+            rank_plan = conversion.plan(rank_id, checked=False)
+        with target.writing(rank_id, path, mode=formats.by_name(name).MODE) as publication:
+            write_whole(rank_plan, name, publication, conversion.limits, Silent().moved)
+
+
+def _require_free(
+    path: Path, rank_id: int, conversion: Conversion, strategies: Iterable[PathLike | None]
+) -> Unrecorded:
+    """Return what the shard of a target is written by. Raises a ReshardError if it cannot be written to `path`."""
+    refuse_posing(conversion.source.files, path)
+    target = Unrecorded(path.parent)
+    require_short_names(target.paths(rank_id, path))
+    target.check()
+    target.is_done(rank_id, path)
+    real = os.path.realpath(path)
+    for given in strategies:
+        if given is not None and path.exists() and os.path.realpath(given) in (real, os.path.dirname(real)):  # noqa: PTH120
+            raise TargetError("the target is one of the strategies", expected="another file", where=str(path))
+    return target
+
+
+@only_known_errors()
+def unified_safetensors(
+    src_dir: PathLike,
+    src_strategy_file: PathLike | None,
+    dst_dir: PathLike,
+    merge_with_redundancy: bool = True,
+    file_suffix: str | None = None,
+    max_process_num: int = 64,
+    choice_func: Callable[[str], bool | str] | None = None,
+    split_dst_file: tuple[int, int] | None = None,
+    *,
+    replicas: str = "sample",
+    memory: str | int | None = None,
+    max_active: int | None = None,
+) -> None:
+    """Put the checkpoint under `src_dir` together to whole tensors in a few files under `dst_dir`.
+
+    Writes `part0.safetensors` and so on, of some 3 GiB, and `param_name_map.json`, which says what is in which; what
+    the strategy does not place, such as step counters, goes to `hyper_param.safetensors`. MindSpore's
+    `load_distributed_checkpoint` reads them. Files that are there are replaced, each atomically, the map last.
+    merge_with_redundancy: not needed, since shards are looked into; whichever rank holds a slice, it is found.
+    file_suffix: the end of the names of the files to take, before the ending; without it, the newest. max_process_num:
+    local processes, at most one a file and as many as there are cores. choice_func: is given the name of each tensor;
+    False leaves it out, a text is the name it gets. split_dst_file: (i, n), to write the i-th from 1 of n shares of
+    the parts; the first writes the map and what is no part as well. replicas, memory, max_active, and what is logged:
+    as in `transform_checkpoints`. Raises a ReshardError: before anything is written if it cannot be done exactly.
+    """
+    if split_dst_file is None or not tuple(split_dst_file):
+        part = None
+    else:
+        first, *others = plain_numbers(split_dst_file, "split_dst_file")
+        part = plain_share((first - 1, *others), "split_dst_file")
+    suffix = None if file_suffix is None else plain_text(file_suffix, "file_suffix")
+    request = Request(
+        source=plain_path(src_dir, "src_dir"),
+        target=plain_path(dst_dir, "dst_dir"),
+        src_strategy=plain_path_or_none(src_strategy_file, "src_strategy_file"),
+        select=None if suffix is None else f"*{glob.escape(suffix)}.safetensors",
+        part=part,
+        recorded=False,
+        memory=plain_size(memory, "memory"),
+        max_active=plain_number_or_none(max_active, "max_active"),
+        replicas=as_replicas(replicas),
+    )
+    most = plain_number(max_process_num, "max_process_num")
+    chosen = request_of_files(request, choice_func)
+    if not (numbers := numbers_of(chosen)):
+        raise UsageError("split_dst_file has more shares than there are parts", got=repr(split_dst_file))
+    processes = min(most, len(numbers), len(os.sched_getaffinity(0)))
+    raise_first(run(chosen, processes, None, Task.UNIFY, processes_name="max_process_num"))
+
+
+@only_known_errors()
+def rank_list_for_transform(
+    rank_id: int,
+    src_strategy_file: PathLike | None = None,
+    dst_strategy_file: PathLike | None = None,
+    *,
+    unlisted: str = "follow",
+) -> list[int]:
+    """Return the source ranks whose shards target rank `rank_id` needs, ascending and as few as are enough.
+
+    Raises UsageError if the target has no such rank, StrategyError or LayoutError for what is wrong with the files.
+    """
+    rank_id = plain_number(rank_id, "rank_id")
+    source, target = both_strategies(src_strategy_file, dst_strategy_file)
+    source = source or unsharded()
+    # Strategies made of rules list no names; a rule's own glob then stands for the parameters it is for. Each stage may
+    # have others of these.
+    names = [glob for glob, _ in (*source.rules, *target.rules)]
+    every, choice = range(source.world_size), as_unlisted(unlisted)
+    found = needed_ranks(source, target, rank_id, names=names, available=every, unlisted=choice, from_any_stage=True)
+    return list(found)
+
+
+# MindSpore's other names of the same.
+rank_list_for_convert = rank_list_for_transform
+convert_checkpoint_by_rank = transform_checkpoint_by_rank
+convert_checkpoints = transform_checkpoints
+
+
+@only_known_errors()
+def merge_pipeline_strategys(src_strategy_dirs: PathLike | Sequence[PathLike], dst_strategy_file: PathLike) -> None:
+    """Merge the strategy files of all pipeline stages (a folder, or paths) into one file.
+
+    Files of one stage must agree; the stages run from 0. Raises StrategyError.
+    """
+    out = plain_path(dst_strategy_file, "dst_strategy_file")
+    if isinstance(src_strategy_dirs, Sequence) and not isinstance(src_strategy_dirs, str | bytes):
+        merge([plain_path(path, "one of src_strategy_dirs") for path in src_strategy_dirs], out)
+    else:
+        merge(plain_path(src_strategy_dirs, "src_strategy_dirs"), out)

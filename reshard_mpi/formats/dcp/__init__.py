@@ -1,0 +1,50 @@
+"""Checkpoints of torch.distributed.checkpoint (DCP): a folder of files, and `.metadata` that lists what lies in them.
+
+A file is archives of torch one after another, each of one piece of a tensor or of one object. The metadata is a pickle;
+neither is executed. Written are a file a rank, with the pieces of that rank, and the metadata when all are complete.
+Facts of the layout are of torch 2.13.
+"""
+
+from __future__ import annotations
+
+from reshard_mpi.formats.dcp.indexing import index
+from reshard_mpi.formats.dcp.reading import NAME, files_of, open_folder
+from reshard_mpi.formats.dcp.writing import (
+    check_crc,
+    file_name,
+    locate,
+    read_back,
+    reserve,
+    seal,
+    size_at_most_bytes,
+    stored_sums,
+)
+from reshard_mpi.formats.traits import Costs, Traits
+from reshard_mpi.units import KIB
+
+__all__ = [
+    "MODE",
+    "NAME",
+    "SUFFIXES",
+    "TRAITS",
+    "check_crc",
+    "file_name",
+    "files_of",
+    "index",
+    "locate",
+    "open_folder",
+    "read_back",
+    "reserve",
+    "seal",
+    "size_at_most_bytes",
+    "stored_sums",
+]
+
+SUFFIXES = (".distcp",)
+MODE = 0o666
+TRAITS = Traits(
+    Costs(reading=3 * KIB, writing=2 * KIB, checking=2 * KIB),
+    shares_blocks=True,
+    is_folder=True,
+    title="torch distributed checkpoint",
+)

@@ -1,0 +1,234 @@
+"""The items of a file: archives of torch one after another, each of one tensor or object.
+
+Those of tensors that are alike differ in their payloads and in checksums only. So the structure of each is compared
+with those met before, byte by byte, and parsed where it is another one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from reshard_mpi.errors import ShardError
+from reshard_mpi.formats import files
+from reshard_mpi.formats.columns import ELSEWHERE, Kind, Tensors
+from reshard_mpi.formats.dcp.states import ItemKey
+from reshard_mpi.formats.nest.trees import Unreadable, Value
+from reshard_mpi.formats.places import ByteRange, Place, Segments, Strided
+from reshard_mpi.formats.torch import archive
+from reshard_mpi.formats.torch.content import Content
+from reshard_mpi.formats.torch.tensors import StoredTensor
+from reshard_mpi.formats.torch.zipped import of_archive
+from reshard_mpi.units import KIB
+
+# What is before the payload of an item, and what is behind it, of torch 2.13: 704 to 768 bytes, and 873.
+_HEAD_BYTES, _TAIL_BYTES = KIB, 2 * KIB
+# A checkpoint has a few dozen sorts of items of one length at the most.
+_MAX_KNOWN = 64
+# Objects are mostly numbers and short lists; of so many small ones it is remembered what they are.
+_SMALL_BYTES, _MAX_REMEMBERED = 4 * KIB, 1024
+_CRC_BYTES = 4
+
+
+class Wanted(NamedTuple):
+    """An item that is to be located. kind: of the tensor that it should be; None for an object."""
+
+    offset_bytes: int
+    length_bytes: int
+    key: ItemKey
+    kind: Kind | None
+
+
+class LocatedFile(NamedTuple):
+    """The items of a file: its tensors, the number of each among them, and the objects as trees."""
+
+    tensors: Tensors
+    numbers: dict[ItemKey, int]
+    objects: dict[ItemKey, Value]
+
+
+class _Sort(NamedTuple):
+    """What items of one structure have alike: all bytes before the payload, and those behind it but for checksums."""
+
+    head: bytes
+    tail: re.Pattern[bytes]
+    tail_start: int
+    payload_start: int
+    tensor: StoredTensor
+    swapped: bool
+
+
+def locate_items(path: str, wanted: Sequence[Wanted]) -> LocatedFile:
+    """Locate items of the file at `path`. Raises ShardError if one is not there, or is not what it should be."""
+    ordered = sorted(wanted, key=lambda item: item.offset_bytes)
+    with files.opened(path) as (fd, size_bytes):
+        _require_apart(ordered, path, size_bytes)
+        try:
+            return _Locating(fd, path).located(ordered)
+        except OSError as error:
+            raise ShardError("a file of a checkpoint cannot be read", got=str(error), where=path) from error
+
+
+def _require_apart(ordered: Sequence[Wanted], path: str, size_bytes: int) -> None:
+    end, previous = 0, ordered[0].key
+    for item in ordered:
+        if item.offset_bytes < end:
+            raise MisfitError(
+                "two items of a checkpoint lie over each other",
+                expected="each chunk and object in bytes of its own",
+                got=f"{named(previous)} and {named(item.key)}",
+                where=f"{path}, byte {item.offset_bytes}",
+            )
+        end, previous = item.offset_bytes + item.length_bytes, item.key
+        if end > size_bytes:
+            raise ShardError(
+                f"a file of a checkpoint ends before {named(item.key)} does",
+                expected=f"{end} bytes or more",
+                got=str(size_bytes),
+                where=path,
+                remedy="copy it again",
+            )
+
+
+class MisfitError(ShardError):
+    """Files that are sound, but are not those that the metadata is about."""
+
+
+def named(key: ItemKey) -> str:
+    """Return what errors call an item."""
+    return repr(key.name) if key.offsets is None else f"the chunk of {key.name!r} at {list(key.offsets)}"
+
+
+class _Locating:
+    """A file while its items are located."""
+
+    def __init__(self, fd: int, path: str) -> None:
+        self._fd = fd
+        self._path = path
+        self._sorts: dict[int, list[_Sort]] = {}
+        self._remembered: dict[bytes, Value] = {}
+
+    def located(self, ordered: Sequence[Wanted]) -> LocatedFile:
+        tensors, numbers, objects = Tensors(self._path), dict[ItemKey, int](), dict[ItemKey, Value]()
+        kinds: dict[Kind, int] = {}
+        for item in ordered:
+            if item.kind is None:
+                objects[item.key] = self._object(item)
+                continue
+            payload_start, stored, swapped = self._tensor(item)
+            dtype, shape = item.kind[:2]
+            if stored.dtype is not dtype or stored.shape != shape:
+                raise MisfitError(
+                    f"{named(item.key)} is not what the metadata says",
+                    expected=f"{dtype} {list(shape)}",
+                    got=f"{stored.dtype} {list(stored.shape)}",
+                    where=f"{self._path}, byte {item.offset_bytes}",
+                    remedy="look whether file and metadata are of the same save, and save the checkpoint again",
+                )
+            kind = kinds.get(item.kind)
+            if kind is None:
+                kind = kinds[item.kind] = tensors.kind(item.kind)
+            start = payload_start + stored.offset * dtype.itemsize_bytes
+            place = self._place(stored, start, swapped)
+            numbers[item.key] = tensors.add_unnamed(kind, start if place is None else ELSEWHERE, place)
+        return LocatedFile(tensors, numbers, objects)
+
+    def _place(self, stored: StoredTensor, start: int, swapped: bool) -> Place | None:
+        """Return where a tensor is that is not one run of bytes as this machine has them; None if it is."""
+        itemsize_bytes = stored.dtype.itemsize_bytes
+        swapped = swapped and stored.dtype.part_bytes > 1
+        if 0 in stored.shape or (stored.is_row_major and not swapped):
+            return None
+        if not stored.is_row_major:
+            return Strided(self._path, start, tuple(step * itemsize_bytes for step in stored.strides), swapped)
+        size_bytes = Kind(stored.dtype, stored.shape).size_bytes
+        return Segments((ByteRange(self._path, start, size_bytes),), swapped)
+
+    def _tensor(self, item: Wanted) -> tuple[int, StoredTensor, bool]:
+        """Return where the payload of an item begins, what lies in it, and whether its bytes are swapped."""
+        sorts = self._sorts.setdefault(item.length_bytes, [])
+        head = os.pread(self._fd, min(_HEAD_BYTES, item.length_bytes), item.offset_bytes)
+        for sort in sorts:
+            if head.startswith(sort.head):
+                tail = os.pread(self._fd, item.length_bytes - sort.tail_start, item.offset_bytes + sort.tail_start)
+                if sort.tail.fullmatch(tail):
+                    return item.offset_bytes + sort.payload_start, sort.tensor, sort.swapped
+        content = self._content(item)
+        stored = content.root
+        if type(stored) is Unreadable:
+            raise self._unusual(item, stored.what)
+        if type(stored) is not StoredTensor:
+            raise MisfitError(
+                f"{named(item.key)} is no tensor",
+                expected="a chunk, as the metadata says",
+                got="another object",
+                where=f"{self._path}, byte {item.offset_bytes}",
+                remedy="look whether file and metadata are of the same save",
+            )
+        payload_start = content.starts[stored.storage.key]
+        if len(sorts) < _MAX_KNOWN:
+            sorts[:0] = self._sorts_of(item, head, payload_start, content)
+        return payload_start, stored, content.swapped
+
+    def _object(self, item: Wanted) -> Value:
+        is_small = item.length_bytes <= _SMALL_BYTES
+        content = os.pread(self._fd, item.length_bytes, item.offset_bytes) if is_small else b""
+        if content in self._remembered:
+            return self._remembered[content]
+        root = self._content(item).root
+        if content and len(self._remembered) < _MAX_REMEMBERED:
+            self._remembered[content] = root
+        return root
+
+    def _content(self, item: Wanted) -> Content:
+        if not archive.is_archive(os.pread(self._fd, 4, item.offset_bytes)):
+            raise self._unusual(item, "no archive of torch")
+        return of_archive(self._fd, self._path, item.length_bytes, item.offset_bytes)
+
+    def _unusual(self, item: Wanted, what: str) -> ShardError:
+        return ShardError(
+            f"{named(item.key)} cannot be read",
+            expected="a plain tensor or object as torch.save writes it",
+            got=what,
+            where=f"{self._path}, byte {item.offset_bytes}",
+        )
+
+    def _sorts_of(self, item: Wanted, head: bytes, payload_start: int, content: Content) -> list[_Sort]:
+        """Return what is alike in items such as this one, if it is laid out as torch does."""
+        first, stored = item.offset_bytes, content.root
+        members = archive.members(self._fd, self._path, item.length_bytes, first)
+        payload = f"archive/data/{stored.storage.key}"
+        before = {name for name, member in members.items() if member.offset_bytes < payload_start}
+        head_bytes = payload_start - first
+        tail_start = head_bytes + members[payload].size_bytes if payload in members else 0
+        tail_bytes = item.length_bytes - tail_start
+        if not before >= {"archive/data.pkl", "archive/byteorder"} or members.get(payload, (0,))[0] != payload_start:
+            return []
+        if head_bytes > len(head) or tail_bytes > _TAIL_BYTES:
+            return []
+        tail = os.pread(self._fd, tail_bytes, first + tail_start)
+        changing = sorted((at - tail_start, length) for at, length in self._checksums(item, members, payload))
+        pattern, at = [], 0
+        for start, length in changing:
+            if start >= at:
+                pattern.append(re.escape(tail[at:start]) + b".{%d}" % length)
+                at = start + length
+        pattern.append(re.escape(tail[at:]))
+        compiled = re.compile(b"".join(pattern), re.DOTALL)
+        return [_Sort(head[:head_bytes], compiled, tail_start, head_bytes, stored, content.swapped)]
+
+    def _checksums(self, item: Wanted, members: dict[str, archive.Member], payload: str) -> Iterator[tuple[int, int]]:
+        """Yield where an item has what depends on its payload, and how many bytes: checksums, and the number of it."""
+        start, length_bytes, _ = archive.directory(self._fd, self._path, item.length_bytes, item.offset_bytes)
+        directory = os.pread(self._fd, length_bytes, item.offset_bytes + start)
+        for at, (name, member) in zip(archive.entries(directory), members.items()):
+            end = member.offset_bytes + member.size_bytes - item.offset_bytes
+            is_number = name == "archive/.data/serialization_id"
+            if name == payload or is_number:
+                yield start + at + archive.ENTRY_CRC_AT, _CRC_BYTES
+                if member.size_bytes:
+                    yield end + archive.DESCRIPTOR_CRC_AT, _CRC_BYTES
+            if is_number:
+                yield end - member.size_bytes, member.size_bytes

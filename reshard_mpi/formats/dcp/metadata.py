@@ -1,0 +1,281 @@
+"""The file `.metadata` of a checkpoint: which tensors and objects there are, and in which bytes of which file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from reshard_mpi.errors import ShardError
+from reshard_mpi.formats import files
+from reshard_mpi.formats.dcp.paths import Keys
+from reshard_mpi.formats.dcp.states import (
+    CHUNK,
+    ITEM_KEY,
+    ITEM_PLACE,
+    MAX_NUMBER,
+    PROPERTIES,
+    TENSOR,
+    Chunk,
+    ItemKey,
+    ItemPlace,
+    States,
+    TensorFacts,
+)
+from reshard_mpi.formats.dtypes import DType
+from reshard_mpi.formats.nest.text import MAX_DEPTH
+from reshard_mpi.formats.nest.trees import Call, Dict, Global, Value
+from reshard_mpi.formats.torch.dtypes import BY_TORCH_NAME
+from reshard_mpi.formats.torch.pickles import PLAIN_CALLS, PickleError, Readers, load, no_persistent_ids
+from reshard_mpi.formats.torch.tensors import SIZE, numbers
+from reshard_mpi.units import MIB
+
+INDEX = ".metadata"
+# An attribute that this program adds: the strings of the checkpoint, with the text of its nest.
+OWN_STRINGS = "reshard_mpi_strings"
+# An attribute that Megatron-Core adds.
+_MEGATRON = "mcore_data"
+# That of 250,000 items has 48 MB, and its objects take so much memory by the count of `pickles`.
+_MAX_BYTES = 48 * MIB
+_BUDGET_BYTES = 144 * MIB
+# What torch calls these classes; older releases keep them in other modules.
+_TORCH = "torch."
+
+
+class ListedTensor(NamedTuple):
+    """A tensor as the metadata has it, and its chunks, each once."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+
+class Metadata(NamedTuple):
+    """What the metadata lists.
+
+    entries: tensors by name, None for an object. items: where each chunk and object lies. paths: the keys under which
+    an entry lies in nested dictionaries and lists, where that is known. strings: those with which this program wrote
+    the checkpoint, None if others did. end: the byte behind the metadata in its file. left_out: in words.
+    """
+
+    entries: Mapping[str, ListedTensor | None]
+    items: Mapping[ItemKey, ItemPlace]
+    paths: Mapping[str, Keys]
+    strings: Mapping[str, str] | None
+    end: int
+    left_out: tuple[str, ...]
+
+
+class _Unsound(Exception):
+    """What is wrong with the metadata, and what was met."""
+
+
+def read(folder: str) -> Metadata:
+    """Read the metadata of the checkpoint in `folder`, without executing it. Raises ShardError if it is not sound."""
+    path = str(Path(folder, INDEX))
+    with files.opened(path) as (fd, size_bytes):
+        if size_bytes > _MAX_BYTES:
+            raise ShardError(
+                "the metadata of a checkpoint is too large",
+                expected=f"{_MAX_BYTES} bytes at most",
+                got=str(size_bytes),
+                where=path,
+            )
+        content = os.pread(fd, size_bytes, 0)
+    if len(content) != size_bytes:
+        raise ShardError("the metadata of a checkpoint cannot be read to its end", where=path)
+    readers = Readers(no_persistent_ids, {**PLAIN_CALLS, SIZE: numbers}, States().readers)
+    try:
+        root, end = load(content, readers=readers, budget_bytes=_BUDGET_BYTES)
+        return _metadata(root, end)
+    except PickleError as error:
+        raise ShardError(
+            f"the metadata of a checkpoint cannot be read: {error.problem}",
+            got=error.got,
+            where=f"{path}, byte {error.at}",
+            remedy="copy it again, or save the checkpoint again",
+        ) from None
+    except _Unsound as error:
+        raise ShardError(
+            f"the metadata of a checkpoint is not sound: {error.args[0]}",
+            got=str(error.args[1])[:300] if len(error.args) > 1 else "",
+            where=path,
+            remedy="copy it again, or save the checkpoint again",
+        ) from None
+
+
+def _metadata(root: Value, end: int) -> Metadata:
+    state = _state(root, "Metadata")
+    for name, facts in _named(state.get(_MEGATRON) or Dict(), _MEGATRON):
+        if type(facts) is Dict and facts.get("nd_reformulated_orig_global_shape") is not None:
+            raise _Unsound("a tensor is cut into flattened ranges, as Megatron-Core up to 0.13 does", repr(name))
+    left_out: dict[str, str] = {}
+    entries: dict[str, ListedTensor | None] = {}
+    alike: dict[int, ListedTensor | str] = {}
+    for name, value in _named(state.get("state_dict_metadata"), "state_dict_metadata"):
+        if type(value) is Call and value.function.name == "BytesStorageMetadata":
+            entries[name] = None
+            continue
+        tensor = alike.get(id(value)) or alike.setdefault(id(value), _tensor(name, value))
+        if isinstance(tensor, str):
+            left_out[name] = f"{name}: {tensor}"
+        else:
+            entries[name] = tensor
+    items: dict[ItemKey, ItemPlace] = {}
+    for key_value, place_value in _pairs(state.get("storage_data"), "storage_data"):
+        key, place = _key(key_value), _place(place_value)
+        if key in items:
+            raise _Unsound("an item is listed twice in storage_data", key)
+        if key.name in left_out:
+            continue
+        if key.name not in entries:
+            raise _Unsound("storage_data has an item of what state_dict_metadata does not list", key.name)
+        items[key] = place
+    _require_same_items(entries, items)
+    own = state.get(OWN_STRINGS)
+    strings = None if own is None else dict(_named(own, OWN_STRINGS))
+    if strings is not None and not all(type(text) is str for text in strings.values()):
+        raise _Unsound(f"{OWN_STRINGS} is no dictionary of texts")
+    return Metadata(entries, items, _paths(state.get("planner_data"), entries), strings, end, tuple(left_out.values()))
+
+
+def _require_same_items(entries: Mapping[str, ListedTensor | None], items: Mapping[ItemKey, ItemPlace]) -> None:
+    """Raise _Unsound unless each chunk and each object has an item, and each item is of one of them."""
+    listed = 0
+    for key in _keys(entries):
+        listed += 1
+        if key not in items:
+            raise _Unsound("storage_data does not say where a chunk or object lies", key)
+    if listed != len(items):
+        every = set(_keys(entries))
+        key = next(key for key in items if key not in every)
+        raise _Unsound("storage_data has a chunk that state_dict_metadata does not list", key)
+
+
+def _keys(entries: Mapping[str, ListedTensor | None]) -> Iterator[ItemKey]:
+    """Yield the keys of all items that there should be, each once."""
+    for name, tensor in entries.items():
+        if tensor is None:
+            yield ItemKey(name, None)
+        else:
+            yield from (ItemKey(name, chunk.offsets) for chunk in tensor.chunks)
+
+
+def _tensor(name: str, value: Value) -> ListedTensor | str:
+    """Return a tensor of the metadata; in words what it is, if its elements are of a type that is not known."""
+    facts = value if isinstance(value, TensorFacts) else _facts(value)
+    dtype, shape, chunks = facts
+    known = BY_TORCH_NAME.get(dtype.name) if dtype.module == "torch" else None
+    if known is None:
+        return f"a tensor of an unknown type ({dtype})"[:200]
+    if len(shape) > files.MAX_DIMENSIONS:
+        raise _Unsound("a tensor has too many dimensions", f"{name!r}, {len(shape)}")
+    listed: dict[tuple[int, ...], Chunk] = {}
+    for chunk in chunks:
+        if len(chunk.offsets) != len(shape) or len(chunk.sizes) != len(shape):
+            raise _Unsound("a chunk has other dimensions than its tensor", f"{name!r}, {chunk} of {list(shape)}")
+        if any(low + length > whole for low, length, whole in zip(chunk.offsets, chunk.sizes, shape)):
+            raise _Unsound("a chunk does not lie in its tensor", f"{name!r}, {chunk} of {list(shape)}")
+        if listed.setdefault(chunk.offsets, chunk) != chunk:
+            raise _Unsound("a tensor has two chunks of different sizes at one place", f"{name!r}, {chunk}")
+    return ListedTensor(known, shape, tuple(listed.values()))
+
+
+def _facts(value: Value) -> TensorFacts:
+    """Return what a tensor is that was read opcode by opcode."""
+    state = _state(value, TENSOR.name)
+    properties, chunks = state.get("properties"), state.get("chunks")
+    is_known = type(properties) is Call and properties.function.name == PROPERTIES.name
+    dtype = properties.state[0] if is_known and type(properties.state) is tuple and properties.state else None
+    if type(dtype) is not Global:
+        raise _Unsound("a tensor has no properties with a type")
+    if type(chunks) is not list:
+        raise _Unsound("a tensor has no list of chunks")
+    return TensorFacts(dtype, _numbers(state.get("size")), tuple(map(_chunk, chunks)))
+
+
+def _chunk(value: Value) -> Chunk:
+    if isinstance(value, Chunk):
+        return value
+    state = _state(value, CHUNK.name)
+    return Chunk(_numbers(state.get("offsets")), _numbers(state.get("sizes")))
+
+
+def _key(value: Value) -> ItemKey:
+    if isinstance(value, ItemKey):
+        return value
+    state = _state(value, ITEM_KEY.name)
+    name, offsets = state.get("fqn"), state.get("offset")
+    if type(name) is not str:
+        raise _Unsound("an item of storage_data has no name", name)
+    return ItemKey(name, None if offsets is None else _numbers(offsets))
+
+
+def _place(value: Value) -> ItemPlace:
+    if isinstance(value, ItemPlace):
+        file, offset_bytes, length_bytes = value
+    else:
+        state = _state(value, ITEM_PLACE.name)
+        if state.get("transform_descriptors"):
+            raise _Unsound("an item is compressed or otherwise transformed", state.get("transform_descriptors"))
+        file, offset_bytes, length_bytes = (state.get(name) for name in ("relative_path", "offset", "length"))
+    if type(offset_bytes) is not int or type(length_bytes) is not int or min(offset_bytes, length_bytes) < 0:
+        raise _Unsound("an item has no place in its file", value)
+    if offset_bytes + length_bytes >= MAX_NUMBER:
+        raise _Unsound("an item lies where no file can have it", value)
+    if type(file) is not str or "/" in file or "\0" in file or file in ("", ".", ".."):
+        raise _Unsound("an item is to lie in a file that is not beside the metadata", repr(file))
+    return ItemPlace(file, offset_bytes, length_bytes)
+
+
+def _paths(value: Value, entries: Mapping[str, ListedTensor | None]) -> Mapping[str, Keys]:
+    """Return the paths of entries, as far as the metadata has them and they are those of the names."""
+    if type(value) is not Dict:
+        return {}
+    found: dict[str, Keys] = {}
+    for name, path in value.pairs():
+        if type(name) is not str or type(path) is not tuple or not 0 < len(path) < MAX_DEPTH:
+            continue
+        if name in entries and all(type(key) in (str, int) for key in path) and ".".join(map(str, path)) == name:
+            found[name] = path
+    return found
+
+
+def _named(value: Value, what: str) -> Iterator[tuple[str, Value]]:
+    """Yield the entries of a dictionary whose keys are names."""
+    names: set[str] = set()
+    for name, entry in _pairs(value, what):
+        if type(name) is not str or not 0 < len(name.encode("utf-8", "surrogatepass")) <= files.MAX_NAME_BYTES:
+            raise _Unsound(f"{what} has a key that is no name of 1 to {files.MAX_NAME_BYTES} bytes", repr(name)[:100])
+        if name in names:
+            raise _Unsound(f"{what} has a name twice", repr(name))
+        names.add(name)
+        yield name, entry
+    if len(names) > files.MAX_TENSORS:
+        raise _Unsound(f"{what} has too many names", f"{len(names)}, more than {files.MAX_TENSORS}")
+
+
+def _pairs(value: Value, what: str) -> Iterator[tuple[Value, Value]]:
+    if type(value) is not Dict:
+        raise _Unsound(f"it has no dictionary {what}")
+    return value.pairs()
+
+
+def _numbers(value: Value) -> tuple[int, ...]:
+    try:
+        found = numbers(value)
+    except ValueError as error:
+        raise _Unsound(str(error)) from None
+    if any(number >= MAX_NUMBER for number in found):
+        raise _Unsound("a size is impossibly large", found)
+    return found
+
+
+def _state(value: Value, class_name: str) -> Dict:
+    """Return the attributes of an object of a class of torch."""
+    if type(value) is not Call or value.function.name != class_name or not value.function.module.startswith(_TORCH):
+        raise _Unsound(f"no {class_name} where one should be", str(getattr(value, "function", type(value).__name__)))
+    if type(value.state) is not Dict:
+        raise _Unsound(f"a {class_name} has no attributes")
+    return value.state

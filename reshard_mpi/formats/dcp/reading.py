@@ -1,0 +1,171 @@
+"""Opening a checkpoint: its metadata and the files that it names."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from reshard_mpi.errors import ShardError, told
+from reshard_mpi.formats import files, nest
+from reshard_mpi.formats.columns import Kind
+from reshard_mpi.formats.dcp import metadata
+from reshard_mpi.formats.dcp.items import LocatedFile, MisfitError, Wanted, locate_items, named
+from reshard_mpi.formats.dcp.metadata import INDEX, Metadata
+from reshard_mpi.formats.dcp.paths import Leaf, is_leaf, tree_of
+from reshard_mpi.formats.dcp.states import Chunk, ItemKey
+from reshard_mpi.formats.listed import ListedTensors, Piece
+from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.formats.nest.trees import Value
+from reshard_mpi.sharding.box import Box
+from reshard_mpi.text import natural_key
+
+NAME = "dcp"
+
+
+class _Read(NamedTuple):
+    """Metadata that has been read, and of which file. version: by what it is told that this is still the same."""
+
+    path: str
+    version: tuple[int, ...]
+    metadata: Metadata
+
+
+# Whoever asks for the files of a checkpoint opens it next: its metadata is kept so long, since it may be large.
+_kept: list[_Read] = []
+
+
+def _metadata_of(folder: str) -> _Read:
+    """Return the metadata of a checkpoint, if it has just been read without reading it again."""
+    path = str(Path(folder, INDEX))
+    with files.opened(path) as (fd, _):
+        status = os.fstat(fd)
+    version = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+    for read in _kept:
+        if (read.path, read.version) == (path, version):
+            return read
+    return _Read(path, version, metadata.read(folder))
+
+
+def files_of(folder: str) -> tuple[str, ...]:
+    """Return the paths of the metadata and of all files that it names. Raises ShardError if it is damaged."""
+    found = _metadata_of(folder)
+    _kept[:] = [found]
+    names = {place.file for place in found.metadata.items.values()} - {INDEX}
+    return tuple(str(Path(folder, name)) for name in (INDEX, *sorted(names, key=natural_key)))
+
+
+def open_folder(folder: str) -> Manifest:
+    """Return the tensors of the checkpoint in `folder`, and its objects as the text of a nest.
+
+    Raises ShardError if metadata and files contradict each other, or an object is lost with its file.
+    """
+    found = _metadata_of(folder).metadata
+    _kept.clear()
+    located, missing = _located(folder, found)
+    listed = ListedTensors(folder)
+    listed.missing = tuple(missing.values())
+    boxes: dict[Chunk, Box] = {}
+    place_of = {key: (file.tensors, number) for file in located.values() for key, number in file.numbers.items()}
+    for name, tensor in found.entries.items():
+        if tensor is None:
+            continue
+        pieces = []
+        for chunk in tensor.chunks:
+            place = place_of.get(ItemKey(name, chunk.offsets))
+            if place is not None:
+                pieces.append(Piece(boxes.get(chunk) or boxes.setdefault(chunk, _box(chunk)), *place))
+        try:
+            listed.add_listed(name, tensor.dtype, tensor.shape, pieces)
+        except ValueError as error:
+            raise ShardError("the metadata contradicts itself", got=str(error), where=folder) from None
+    objects = {key.name: value for file in located.values() for key, value in file.objects.items()}
+    _require_objects(found, objects, missing, folder)
+    strings, left_out = _strings(found, objects, folder)
+    return Manifest(folder, NAME, listed, strings, left_out=(*found.left_out, *left_out))
+
+
+def _located(folder: str, found: Metadata) -> tuple[dict[str, LocatedFile], dict[str, str]]:
+    """Return what lies in each file, and in words what is wrong with those that cannot be used."""
+    wanted: dict[str, list[Wanted]] = {}
+    for key, kind in _items(found):
+        place = found.items[key]
+        if place.file == INDEX and place.offset_bytes < found.end:
+            raise ShardError("an item is to lie in the metadata itself", got=named(key), where=str(Path(folder, INDEX)))
+        wanted.setdefault(place.file, []).append(Wanted(place.offset_bytes, place.length_bytes, key, kind))
+    located, missing = dict[str, LocatedFile](), dict[str, str]()
+    for file in sorted(wanted, key=natural_key):
+        path = str(Path(folder, file))
+        _require_inside(folder, path)
+        try:
+            located[file] = locate_items(path, wanted[file])
+        except MisfitError:
+            raise
+        except ShardError as error:
+            missing[file] = f"{path}: {told(error)}"
+    return located, missing
+
+
+def _items(found: Metadata) -> Iterator[tuple[ItemKey, Kind | None]]:
+    """Yield each item that is to be located, with the kind of tensor that it should be; None for an object.
+
+    The objects of what this program has written are not: its strings have all of them.
+    """
+    kinds: dict[tuple[object, ...], Kind] = {}
+    for name, tensor in found.entries.items():
+        if tensor is not None:
+            for chunk in tensor.chunks:
+                size = tensor.dtype, chunk.sizes
+                yield ItemKey(name, chunk.offsets), kinds.get(size) or kinds.setdefault(size, Kind(*size))
+        elif found.strings is None:
+            yield ItemKey(name, None), None
+
+
+def _require_inside(folder: str, path: str) -> None:
+    """Raise ShardError if a file is a link to somewhere outside of the checkpoint's folder."""
+    real = os.path.realpath(path)
+    if os.path.dirname(real) != os.path.realpath(folder):  # noqa: PTH120 - of text, as of links
+        raise ShardError(
+            "a file of a checkpoint is a link that leads out of its folder",
+            expected=f"a file in {folder}",
+            got=real,
+            where=path,
+            remedy="copy the file to where the link is",
+        )
+
+
+def _require_objects(found: Metadata, objects: Mapping[str, Value], missing: Mapping[str, str], folder: str) -> None:
+    """Raise ShardError if a file that cannot be used has objects: no other file has them."""
+    if found.strings is not None:
+        return
+    for name, entry in found.entries.items():
+        if entry is None and name not in objects:
+            raise ShardError(
+                f"{name!r} cannot be read",
+                expected="the file that holds it",
+                got=missing.get(found.items[ItemKey(name, None)].file, "nothing"),
+                where=folder,
+                remedy="restore the files of the checkpoint",
+            )
+
+
+def _strings(found: Metadata, objects: Mapping[str, Value], folder: str) -> tuple[Mapping[str, str], tuple[str, ...]]:
+    """Return the strings of the checkpoint with the text of its nest, and in words what is left out of that."""
+    if found.strings is not None:
+        return found.strings, ()
+    values = (
+        (found.paths.get(name, (name,)), Leaf(name) if entry is not None else objects[name])
+        for name, entry in found.entries.items()
+    )
+    try:
+        flattened = nest.flatten(tree_of(values, folder), is_leaf)
+    except nest.NestError as error:
+        raise ShardError(f"a checkpoint cannot be read: {error.problem}", got=error.got, where=folder) from None
+    if [name for name, _ in flattened.tensors] != [leaf.name for _, leaf in flattened.tensors]:
+        raise ShardError("the paths of a checkpoint do not lead to its names", where=folder)
+    return flattened.strings, flattened.left_out
+
+
+def _box(chunk: Chunk) -> Box:
+    return Box(chunk.offsets, tuple(low + length for low, length in zip(chunk.offsets, chunk.sizes)))

@@ -1,0 +1,161 @@
+"""Creating the file of a target with everything in it but the elements of its tensors, and reading it back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
+
+from reshard_mpi.errors import ShardError, TargetError
+from reshard_mpi.formats import files, nest
+from reshard_mpi.formats.columns import Kind, Tensors
+from reshard_mpi.formats.dcp import contents, layout
+from reshard_mpi.formats.dcp.paths import Keys, Leaf, flattened
+from reshard_mpi.formats.dcp.reading import NAME
+from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.formats.nest.trees import Value
+from reshard_mpi.formats.protocol import NO_SUMS
+from reshard_mpi.formats.specs import ShardSpec
+from reshard_mpi.formats.torch.dtypes import BY_TORCH_NAME
+from reshard_mpi.formats.torch.layout import Writer
+from reshard_mpi.units import KIB
+
+# What an item takes besides its payload: the gap before it and its own structure, measured for 32 dimensions.
+_ITEM_BYTES = 4 * KIB + 3 * KIB
+
+
+def file_name(target_rank: int, targets: int, prefix: str) -> str:
+    """Return what torch calls the file of a rank; a prefix of the user's has no place in it."""
+    return f"__{target_rank}_0.distcp"
+
+
+def size_at_most_bytes(spec: ShardSpec, *, crc: bool = False) -> int:
+    """Return what the file of `spec` can take. Raises TargetError for what torch cannot hold."""
+    _require_types(spec, "")
+    entries_of(spec.specs.names, spec.strings, "")
+    specs = spec.specs
+    dimensions = [len(kind.global_shape) for kind in specs.kinds]
+    record_bytes = contents.size_at_most_bytes(list(specs.names), dimensions, dict(spec.strings))
+    return specs.size_bytes + _ITEM_BYTES * len(specs) + record_bytes
+
+
+def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
+    """Write the file `path`: an item for each tensor, in the order of `spec`, and a record of them behind.
+
+    fd: the empty file. Raises TargetError for what torch cannot hold, or strings from which its objects cannot be made.
+    """
+    specs, strings = spec.specs, dict(spec.strings)
+    files.check_names(path, [*specs.names, *strings])
+    _require_types(spec, path)
+    entries_of(specs.names, strings, path)
+    tensors, writer, end = Tensors(path), Writer(fd), 0
+    kinds = [tensors.kind(Kind(kind.dtype, kind.box.shape, kind.box, kind.global_shape)) for kind in specs.kinds]
+    layouts = [layout.of_tensor(Kind(kind.dtype, kind.box.shape)) for kind in specs.kinds]
+    for name, kind in zip(specs.names, specs.kind_of):
+        item = layouts[kind]
+        start = item.start_behind(end)
+        payload_start = start + len(item.head)
+        writer.add(start, item.head)
+        writer.add(payload_start + item.payload_bytes, item.tail)
+        tensors.add(name, kinds[kind], payload_start)
+        end = start + item.length_bytes
+    writer.add(end, contents.record_of(tensors, strings))
+    writer.finish()
+    return Manifest(path, NAME, tensors, strings)
+
+
+def locate(path: str, like: Manifest | None = None) -> Manifest:
+    """Find the tensors of a file that this program has written. Raises ShardError if it is another one, or damaged."""
+    with files.opened(path) as (fd, size_bytes):
+        found = contents.read(fd, path, size_bytes)
+        tensors, end = found.tensors, 0
+        layouts = [layout.of_tensor(Kind(kind.dtype, kind.shape)) for kind in tensors.kinds]
+        for name, start, kind in zip(tensors, tensors.starts, tensors.kind_of):
+            item = layouts[kind]
+            head_start, tail_start = start - len(item.head), start + item.payload_bytes
+            is_inside = end <= head_start and tail_start + len(item.tail) <= found.end
+            if not is_inside or not _has(fd, head_start, item.head) or not _has(fd, tail_start, item.tail):
+                raise ShardError(
+                    f"{name!r} is not where its file says",
+                    expected="an item of its type and shape",
+                    got="something else",
+                    where=f"{path}, byte {head_start}",
+                    remedy="copy it again",
+                )
+            end = tail_start + len(item.tail)
+    return Manifest(path, NAME, tensors, found.strings)
+
+
+def read_back(meant: Manifest) -> None:
+    """Look at the structure of a file that was just written. Raises ShardError if it is not what was meant."""
+    found = locate(meant.path)
+    if found.tensors != meant.tensors or found.strings != meant.strings:
+        raise files.not_as_written(meant.path)
+
+
+def seal(fd: int, path: str, sums: Mapping[str, int] = NO_SUMS, *, crc: bool = False) -> None:
+    """Do nothing: all but payloads is there, and there is no place for what depends on them."""
+
+
+def stored_sums(path: str) -> Mapping[str, int]:
+    """Return nothing: the format has no place for the sums of tensors."""
+    return NO_SUMS
+
+
+def check_crc(path: str) -> bool:
+    """Tell that a file has no checksum of all of it."""
+    return False
+
+
+def entries_of(names: Sequence[str], strings: Mapping[str, str], where: str) -> list[tuple[str, Keys, Value]]:
+    """Return what a checkpoint of these tensors and strings has: name, path, and a `Leaf` or an object.
+
+    Raises TargetError if the strings do not fit the tensors, or two entries have the same name.
+    """
+    try:
+        root = nest.rebuild({name: Leaf(name) for name in names}, strings)
+    except nest.NestError as error:
+        raise TargetError(
+            f"the nested dictionaries of the source cannot be made again: {error.problem}",
+            got=error.got,
+            where=where,
+            remedy="choose another format with --to, which keeps the tensors by their names",
+        ) from None
+    entries: list[tuple[str, Keys, Value]] = []
+    met: set[str] = set()
+    for path, value in flattened(root):
+        name = ".".join(map(str, path))
+        if type(value) is Leaf and value.name != name:
+            name, path = value.name, (value.name,)
+        if name in met:
+            raise TargetError(
+                "two entries have the same name when their keys are joined by dots, as torch does",
+                got=repr(name),
+                where=where,
+                remedy="choose another format with --to",
+            )
+        met.add(name)
+        entries.append((name, path, value))
+    return entries
+
+
+def _has(fd: int, start: int, content: bytes) -> bool:
+    return os.pread(fd, len(content), start) == content
+
+
+def _require_types(spec: ShardSpec, path: str) -> None:
+    specs = spec.specs
+    unknown = {number for number, kind in enumerate(specs.kinds) if kind.dtype.name not in BY_TORCH_NAME}
+    for name, number in zip(specs.names, specs.kind_of) if unknown else ():
+        if number in unknown:
+            _refuse_type(name, str(specs.kinds[number].dtype), path)
+
+
+def _refuse_type(name: str, dtype: str, path: str) -> NoReturn:
+    raise TargetError(
+        f"a torch distributed checkpoint cannot hold {name!r}",
+        expected=f"one of {', '.join(BY_TORCH_NAME)}",
+        got=dtype,
+        where=path,
+        remedy=f"choose a format that holds {dtype}: --to ckpt or --to hdf5",
+    )

@@ -1,0 +1,235 @@
+"""Folders as Hugging Face's libraries save and load them: safetensors files that hold whole tensors, and an index.
+
+A checkpoint is `model.safetensors`, or files such as `model-00001-of-00003.safetensors` and the index
+`model.safetensors.index.json` (see `index`). Loaders disagree on folders whose files and index do not fit each other;
+such a folder is refused. A file says in its metadata that it is of torch (`format`: `pt`), since some loaders refuse
+anything else; there is no place for strings.
+
+What MindSpore's `unified_safetensors` makes is read as well: files that `param_name_map.json` names in place of an
+index, and beside them `hyper_param.safetensors`. There MindSpore puts what its strategy does not list, as rank 0 has
+it, which may be a slice; so from there only single numbers are taken.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from reshard_mpi.errors import ShardError, TargetError, UsageError
+from reshard_mpi.formats import files
+from reshard_mpi.formats.columns import Tensors
+from reshard_mpi.formats.listed import ListedTensors, Piece
+from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.formats.protocol import NO_SUMS
+from reshard_mpi.formats.safetensors import index as index_text
+from reshard_mpi.formats.safetensors import reading, writing
+from reshard_mpi.formats.safetensors.metadata import FORMAT, TORCH
+from reshard_mpi.formats.safetensors.reading import read_back
+from reshard_mpi.formats.safetensors.sealing import stored_sums
+from reshard_mpi.formats.specs import ShardSpec, Specs
+from reshard_mpi.formats.traits import Costs, Traits
+from reshard_mpi.sharding.box import Box
+from reshard_mpi.units import KIB, MIB
+
+__all__ = [
+    "MODE",
+    "NAME",
+    "SUFFIXES",
+    "TRAITS",
+    "check_crc",
+    "file_name",
+    "files_of",
+    "index",
+    "locate",
+    "open_folder",
+    "read_back",
+    "reserve",
+    "seal",
+    "size_at_most_bytes",
+    "stored_sums",
+]
+
+NAME, SUFFIXES, MODE = "hf", (".safetensors",), 0o666
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+MAP, HYPER = "param_name_map.json", "hyper_param.safetensors"
+TRAITS = Traits(
+    Costs(reading=KIB // 4, writing=KIB // 4, checking=5 * KIB, library=2 * MIB),
+    shares_blocks=True,
+    is_folder=True,
+    is_filled=True,
+    keeps_strings=False,
+    sharded_as=reading.NAME,
+    title="Hugging Face folder",
+)
+_METADATA = {FORMAT: TORCH}
+
+
+def locate(path: str, like: Manifest | None = None) -> Manifest:
+    """Find the tensors of one of the files, as of any safetensors file."""
+    return reading.locate(path, like)._replace(format=NAME, strings={})
+
+
+def size_at_most_bytes(spec: ShardSpec, *, crc: bool = False) -> int:
+    """Return what the file of `spec` takes. Raises TargetError for what it cannot hold."""
+    _require_types(spec.specs, "")
+    return writing.lay_out(spec.specs, _METADATA, "").size_bytes
+
+
+def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
+    """Write the file `path` without its payloads. Raises TargetError for what it cannot hold."""
+    _require_types(spec.specs, path)
+    return writing.reserve_as(fd, path, spec._replace(strings={}), NAME, _METADATA)
+
+
+def seal(fd: int, path: str, sums: Mapping[str, int] = NO_SUMS, *, crc: bool = False) -> None:
+    """Do nothing: the file is as it should be. Raises UsageError if a checksum is asked for."""
+    if crc:
+        raise UsageError("files of Hugging Face's form have no checksum", expected="no --crc", got="--crc", where=path)
+
+
+def check_crc(path: str) -> bool:
+    """Say no: the form has no checksum, and one of MindSpore's may have come with metadata of another file."""
+    return False
+
+
+class _Listing(NamedTuple):
+    """What a folder consists of.
+
+    listed_by: the name of the file that says which file holds which tensor (weight_map), if there is one. has_hyper:
+    `HYPER` lies beside it.
+    """
+
+    listed_by: str | None
+    weight_map: dict[str, str]
+    has_hyper: bool = False
+
+    @property
+    def files(self) -> Sequence[str]:
+        """The files that hold tensors, in the order of their names."""
+        named = set(self.weight_map.values()) if self.listed_by is not None else {SINGLE}
+        return sorted({*named, HYPER} if self.has_hyper else named)
+
+
+def files_of(folder: str) -> tuple[str, ...]:
+    """Return the paths of the index, if there is one, and of all files that it names.
+
+    Raises ShardError if the index is damaged, or files lie beside it, or beside `model.safetensors`, that some loaders
+    take in its place.
+    """
+    listing = _listing(folder)
+    names = listing.files if listing.listed_by is None else (listing.listed_by, *listing.files)
+    return tuple(str(Path(folder, name)) for name in names)
+
+
+def open_folder(folder: str) -> Manifest:
+    """Return the tensors of the checkpoint, file by file.
+
+    Raises ShardError if files and index do not fit each other, or a file is missing or damaged: no other has the same.
+    """
+    listing, listed = _listing(folder), ListedTensors(folder)
+    for file in listing.files:
+        held = _located(folder, file).tensors
+        if listing.has_hyper and file == HYPER:
+            _require_numbers(held, listing.weight_map)
+        elif listing.listed_by is not None:
+            index_text.require_listed(listing.weight_map, file, held, folder)
+        for name, number in held.number_of.items():
+            kind = held.kinds[held.kind_of[number]]
+            listed.add_listed(name, kind.dtype, kind.shape, [Piece(Box.whole(kind.shape), held, number)])
+    index_text.require_all(listing.weight_map, listed, folder)
+    return Manifest(folder, NAME, listed)
+
+
+def file_name(target_rank: int, targets: int, prefix: str) -> str:
+    """Return what a file is called: loaders know them by these names, so there is no prefix."""
+    return SINGLE if targets == 1 else f"model-{target_rank + 1:05}-of-{targets:05}.safetensors"
+
+
+def index(held: Sequence[Manifest]) -> bytes | None:
+    """Return the index over these files; None if there is one, which needs none."""
+    if len(held) == 1:
+        return None
+    weight_map = {name: Path(file.path).name for file in held for name in file.tensors}
+    total_bytes = sum(entry.size_bytes for file in held for entry in file.tensors.values())
+    return index_text.write(weight_map, total_bytes).encode()
+
+
+def _listing(folder: str) -> _Listing:
+    """Return what a folder consists of. Raises ShardError as `files_of` does."""
+    if Path(folder, INDEX).is_file():
+        weight_map = index_text.read(str(Path(folder, INDEX)))
+        if os.path.lexists(Path(folder, SINGLE)) and SINGLE not in weight_map.values():
+            raise ShardError(
+                f"{SINGLE} lies beside an index that does not name it: one of them is left from another save",
+                expected=f"either {SINGLE} or {INDEX}: some programs load the one, some the other",
+                got="both",
+                where=folder,
+                remedy=f"remove the old one, or choose files with --select: {SINGLE}, or 'model-*'",
+            )
+        return _Listing(INDEX, weight_map)
+    if Path(folder, MAP).is_file():
+        weight_map = index_text.read(str(Path(folder, MAP)), may_be_flat=True)
+        has_hyper = HYPER not in weight_map.values() and os.path.lexists(Path(folder, HYPER))
+        return _Listing(MAP, weight_map, has_hyper)
+    others = sorted(entry.name for entry in Path(folder).iterdir() if entry.name.endswith(SUFFIXES))
+    others.remove(SINGLE)
+    if others:
+        raise ShardError(
+            f"other files lie beside {SINGLE}, and no index says whether they belong to it",
+            expected=f"{SINGLE} alone, or {INDEX}",
+            got=", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else ""),
+            where=folder,
+            remedy=f"remove what does not belong to it, or choose with --select (such as --select {SINGLE})",
+        )
+    return _Listing(None, {})
+
+
+def _require_numbers(held: Tensors, weight_map: Mapping[str, str]) -> None:
+    """Raise ShardError unless a file holds single numbers only, and none that the map names for another file."""
+    for name, entry in held.items():
+        if name in weight_map:
+            raise ShardError(
+                f"{name!r} lies in two files",
+                expected=f"it in {weight_map[name]} alone, as {MAP} says",
+                got=f"it in {HYPER} too",
+                where=held.path,
+                remedy="remove the one that is left from another save",
+            )
+        if math.prod(entry.shape) != 1:
+            raise ShardError(
+                f"{name!r} may be a slice: MindSpore puts there what rank 0 has of a tensor that its strategy lacks",
+                expected="single numbers, such as step counters",
+                got=f"{entry.dtype} {list(entry.shape)}",
+                where=held.path,
+                remedy="leave that file out (--select 'part*'), or take it at its word (--select '*.safetensors')",
+            )
+
+
+def _located(folder: str, file: str) -> Manifest:
+    path = Path(folder, file)
+    if not os.path.lexists(path):
+        raise ShardError(
+            "a file that the index names is not there",
+            expected=file,
+            got="nothing",
+            where=folder,
+            remedy="copy or download it again",
+        )
+    return reading.locate(str(path))
+
+
+def _require_types(specs: Specs, path: str) -> None:
+    """Raise TargetError for the first tensor of MindSpore's Int4, which torch would take for int8."""
+    for name, kind in zip(specs.names, specs.kind_of):
+        if specs.kinds[kind].dtype.name == "int4":
+            raise TargetError(
+                f"{name!r} has a type that Hugging Face's libraries do not know",
+                expected="a type that torch has",
+                got="int4",
+                where=path,
+                remedy="write it as safetensors, ckpt or hdf5 (--to)",
+            )
+    files.check_names(path, list(specs.names))

@@ -1,0 +1,223 @@
+"""One checkpoint of whole tensors in a few files, as MindSpore's `unified_safetensors` makes it of shards.
+
+`part0.safetensors`, `part1.safetensors` and so on hold the tensors that the source strategy places;
+`hyper_param.safetensors` those that it does not, such as step counters; `param_name_map.json`, written last, says which
+part holds which tensor. MindSpore's `load_distributed_checkpoint` reads them by these names.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from reshard_mpi.checkpoints import discovery
+from reshard_mpi.checkpoints.source import SourceCheckpoint
+from reshard_mpi.errors import UsageError, wrong_type
+from reshard_mpi.filesystem.folders import Folder, make_folders
+from reshard_mpi.formats import by_name
+from reshard_mpi.formats.specs import Specs
+from reshard_mpi.journal.provenance import FirstLooks
+from reshard_mpi.journal.publication import publish_text
+from reshard_mpi.journal.records import Evidence
+from reshard_mpi.journal.targets import Unrecorded
+from reshard_mpi.planning.agreement import require_one_moment
+from reshard_mpi.planning.filling import filled_files, strategy_of
+from reshard_mpi.planning.model import PlannedTensors, RankPlan
+from reshard_mpi.planning.parameters import Unlisted
+from reshard_mpi.processes.comm import Comm, SerialComm
+from reshard_mpi.runs.conversion import Conversion
+from reshard_mpi.runs.memory import RunMemory
+from reshard_mpi.runs.outcome import Outcome, agreed, attempt
+from reshard_mpi.runs.overlap import refuse_overlap
+from reshard_mpi.runs.plans import plan_together
+from reshard_mpi.runs.preflight import Room, Tally, may_share, require_room, require_short_names
+from reshard_mpi.runs.progress import Progress, Silent
+from reshard_mpi.runs.request import Request, Strategies, TargetFile
+from reshard_mpi.runs.write import write_whole
+from reshard_mpi.units import GIB
+
+FORMAT = "safetensors"
+PART, HYPER, MAP = "part{}.safetensors", "hyper_param.safetensors", "param_name_map.json"
+# What MindSpore makes a part of.
+MOST_BYTES = 3 * GIB
+
+# What is asked of each name: whether it is taken, or how it is to be called.
+Choose = Callable[[str], object]
+
+
+def request_of_files(request: Request, choose: Choose | None) -> Request:
+    """Return the request with the files that its checkpoint is to become, for which all of it is planned."""
+    with RunMemory(lambda: request.allowance, SerialComm(), Silent().waiting) as memory:
+        purpose = f"planning {request.target} from {request.source}"
+        memory.open()
+        memory.to_open((request.src_strategy,), purpose)
+        files, read = discovery.find_shards(request.source, request.select), Strategies.read(request)
+        memory.to_open((request.src_strategy,), purpose, files.format)
+        source = SourceCheckpoint.open(files, read.source)
+        conversion = Conversion(source, read.target, replicas=request.replicas)
+        memory.on_giving_way(conversion.forget)
+        memory.to_plan(conversion, FORMAT, purpose)
+        plan = conversion.plan(0, checked=False)
+        unified = unified_files(plan, choose)
+    is_all = sum(len(file.tensors) for file in unified) == len(plan.tensors)
+    # What is left out must not follow what is not.
+    return request._replace(files=unified, unlisted=request.unlisted if is_all else Unlisted.DROP)
+
+
+def unified_files(plan: RankPlan, choose: Choose | None) -> tuple[TargetFile, ...]:
+    """Return the files of the checkpoint that `plan` has as one.
+
+    Raises UsageError if `choose` answers anything but a bool or a text, two tensors get one name, or none is left.
+    """
+    names: dict[str, str] = {}
+    owners: dict[str, str] = {}
+    specs = plan.tensors.specs
+    for name in specs.names:
+        chosen = name if choose is None else _chosen(name, choose(name))
+        if chosen is None:
+            continue
+        other = owners.setdefault(chosen, name)
+        if other != name:
+            raise UsageError(f"choice_func gives two tensors the name {chosen!r}", got=f"{other!r} and {name!r}")
+        names[name] = chosen
+    if specs.names and not names:
+        raise UsageError("choice_func leaves nothing", expected="True or a name for some tensor", got="False for all")
+    kinds = dict(zip(specs.names, specs.kind_of))
+    placed = [name for name in names if name not in plan.loose]
+    of_parts = Specs(placed, specs.kinds, [kinds[name] for name in placed])
+    parts = filled_files(of_parts, MOST_BYTES) if placed or not names else []
+    held = [(PART.format(number), part) for number, part in enumerate(parts)]
+    loose = [name for name in names if name in plan.loose]
+    return tuple(
+        TargetFile(file, tuple((n, names[n]) for n in own), sum(specs.kinds[kinds[n]].size_bytes for n in own))
+        for file, own in (*held, *([(HYPER, loose)] if loose else []))
+    )
+
+
+def numbers_of(request: Request) -> Sequence[int]:
+    """Return the numbers of the files that fall to a request: its share of the parts, and the first has all others."""
+    parts = [number for number, file in enumerate(request.files) if file.name != HYPER]
+    share, shares = request.part or (0, 1)
+    others = [number for number in range(len(request.files)) if number not in parts] if share == 0 else []
+    return [*parts[share::shares], *others]
+
+
+def _chosen(name: str, answer: object) -> str | None:
+    """Return what a tensor is to be called; None if it is left out."""
+    if isinstance(answer, str):
+        return answer
+    if isinstance(answer, bool):
+        return name if answer else None
+    raise wrong_type(f"what choice_func returns for {name!r}", "True, False or a name", answer)
+
+
+class _Opened(NamedTuple):
+    """What writing begins with. mine: the files that fall to this process, by number."""
+
+    conversion: Conversion
+    journal: Unrecorded
+    mine: Sequence[int]
+    plans: Mapping[int, RankPlan]
+    rooms: tuple[Room, ...]
+    told: Outcome
+
+
+def unify(request: Request, comm: Comm, progress: Progress, strategies: Strategies | None = None) -> Outcome:
+    """Write the files that `request` lists, or its part of them; return what all processes of `comm` did.
+
+    Whoever has the first part writes the map, when its own files are there. Raises, on every process alike, what
+    refuses the run before anything is written; files that failed are in the outcome.
+    """
+    with RunMemory(lambda: request.allowance, comm, progress.waiting) as memory:
+        opened = agreed(lambda: _opened(request, comm, memory, strategies), comm)
+        plans = opened.plans.values()
+        every = comm.allgather(([moment for plan in plans for moment in plan.moments], opened.rooms))
+        require_one_moment(moment for moments, _ in every for moment in moments)
+        require_room(rooms for _, rooms in every)
+        has_map = comm.rank == 0 and (request.part is None or request.part[0] == 0)
+        agreed(lambda: _withdraw_map(request) if has_map else None, comm)
+        outcome = opened.told.joined(comm.allgather(_write(request, opened, comm, memory, progress)))
+        agreed(lambda: _publish_map(request) if has_map and not outcome.failures else None, comm)
+        return outcome
+
+
+def _opened(request: Request, comm: Comm, memory: RunMemory, strategies: Strategies | None) -> _Opened:
+    """Plan the files that fall to this process, and look whether they can be written."""
+    purpose = f"planning {request.target} from {request.source}"
+    notes = memory.open().notes
+    named = (request.src_strategy,) if strategies is None else ()
+    memory.to_open(named, purpose)
+    read = strategies or Strategies.read(request)
+    files = discovery.find_shards(request.source, request.select)
+    memory.to_open(named, purpose, files.format)
+    source = SourceCheckpoint.open(files, read.source)
+    target = strategy_of([[name for name, _ in file.tensors] for file in request.files])
+    conversion = Conversion(source, target, request.unlisted, replicas=request.replicas)
+    memory.on_giving_way(conversion.forget)
+    mine = numbers_of(request)[comm.rank :: comm.size]
+    memory.to_plan(conversion, FORMAT, purpose, targets=len(mine))
+    paths = {number: Path(request.target, request.files[number].name) for number in mine}
+    refuse_overlap(files, request.target, paths.values())
+    journal = Unrecorded(Path(request.target))
+    journal.check()
+    for number, path in paths.items():
+        require_short_names(journal.paths(number, path))
+        journal.is_done(number, path)
+    plans, told = plan_together(conversion, mine, notes)
+    renamed = {plan.target_rank: _renamed(plan, request.files[plan.target_rank]) for plan in plans}
+    tally = Tally()
+    for number, plan in renamed.items():
+        size_bytes = by_name(FORMAT).size_at_most_bytes(plan.shard)
+        tally.add(paths[number], size_bytes, left_bytes=journal.left_bytes(paths[number]))
+        memory.require_possible(plan)
+    rooms = tally.rooms(comm.size, lambda: may_share(files, FORMAT, Path(request.target, MAP)))
+    return _Opened(conversion, journal, mine, renamed, rooms, told)
+
+
+def _renamed(plan: RankPlan, file: TargetFile) -> RankPlan:
+    """Return the plan of a file with the names that its tensors get."""
+    names = dict(file.tensors)
+    groups = tuple(group._replace(names=[names[name] for name in group.names]) for group in plan.tensors.groups)
+    return plan._replace(tensors=PlannedTensors(groups, plan.tensors.group_of))
+
+
+def _write(request: Request, opened: _Opened, comm: Comm, memory: RunMemory, progress: Progress) -> Outcome:
+    """Write the files that fall to this process; one that fails does not stop the others."""
+    first_looks = FirstLooks(request.source)
+    module = by_name(FORMAT)
+
+    def write(number: int) -> Outcome:
+        file, plan = request.files[number], opened.plans[number]
+        path = Path(request.target, file.name)
+        while not memory.to_move(memory.require_possible(plan), f"{path}"):
+            plan = _renamed(opened.conversion.plan(number, checked=False), file)
+        by_rank = opened.conversion.source.files.by_rank
+        read = [source for rank in plan.read_ranks for source in by_rank[rank]]
+        evidence = Evidence.of(plan, first_looks.sources(read))
+        with opened.journal.writing(number, path, evidence, module.MODE, progress.waiting) as publication:
+            write_whole(plan, FORMAT, publication, opened.conversion.limits, progress.moved)
+        return Outcome()
+
+    done = [attempt(partial(write, number), comm, number) for number in opened.mine]
+    return Outcome().joined(done)
+
+
+def _withdraw_map(request: Request) -> None:
+    """Remove the map of files that will change."""
+    make_folders(Path(request.target))
+    with Folder.open(Path(request.target)) as folder:
+        if folder.remove(MAP):
+            folder.sync()
+
+
+def _publish_map(request: Request) -> None:
+    """Write which part holds which tensor, and how many bytes these have together."""
+    parts = [file for file in request.files if file.name != HYPER]
+    total_bytes = sum(file.size_bytes for file in parts)
+    weight_map = {name: file.name for file in parts for _, name in file.tensors}
+    text = json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": weight_map}, indent=4)
+    with Folder.open(Path(request.target)) as folder:
+        publish_text(folder, MAP, text)

@@ -1,0 +1,207 @@
+"""Checkpoints of torch.distributed.checkpoint: what torch 2.13 has written, and what a peer of this program does.
+
+`golden/dcp/four_ranks` is of a mesh of 2 x 2 ranks: boxes of rows, columns and both, uneven and empty chunks, a
+replicated tensor, a transposed one, objects, lists, a key with dots.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import dcp_peer
+from support.dcp_peer import MetadataIndex, Size, arrays_of, listed
+
+from reshard_mpi.formats import dcp
+from reshard_mpi.formats.dcp import metadata
+from reshard_mpi.formats.dcp.states import States
+from reshard_mpi.formats.nest import NEST
+from reshard_mpi.formats.torch.pickles import PLAIN_CALLS, Readers, load, no_persistent_ids
+from reshard_mpi.formats.torch.tensors import SIZE, numbers
+from reshard_mpi.sharding.box import Box
+from reshard_mpi.testing.checkpoints import Arrays, CheckpointConformance
+
+GOLDEN = Path(__file__).parent / "golden" / "dcp"
+EXPECTED = json.loads((GOLDEN / "expected.json").read_text())
+
+
+def test_what_torch_has_written() -> None:
+    found = arrays_of(GOLDEN / "four_ranks")
+    assert {name: (zlib.crc32(array.tobytes()), list(array.shape)) for name, array in found.items()} == {
+        name: (facts["crc32"], facts["shape"]) for name, facts in EXPECTED.items()
+    }
+    manifest = dcp.open_folder(str(GOLDEN / "four_ranks"))
+    assert manifest.left_out == ()
+    assert {name: entry.dtype.name for name, entry in manifest.tensors.items()} == {
+        name: facts["dtype"] for name, facts in EXPECTED.items()
+    }
+    assert json.loads(manifest.strings[NEST])["dict"] == [
+        ["model", {"dict": []}],
+        ["plainlist", [1, 2, 3]],
+        ["none", None],
+        ["keys.with.dots", {"dict": []}],
+        [
+            "optim",
+            {
+                "dict": [
+                    ["state", {"dict": [["row", {"dict": []}]]}],
+                    [
+                        "param_groups",
+                        [{"dict": [["lr", 0.1], ["betas", {"tuple": [0.9, 0.95]}], ["params", ["row"]]]}],
+                    ],
+                ]
+            },
+        ],
+        ["step", 12],
+        ["name", "run"],
+        ["list", [{"tensor": None}, {"dict": []}]],
+    ]
+
+
+def test_its_files() -> None:
+    names = [Path(path).name for path in dcp.files_of(str(GOLDEN / "four_ranks"))]
+    assert names == [".metadata", *(f"__{rank}_0.distcp" for rank in range(4))]
+
+
+class TestPieces(CheckpointConformance):
+    """Random chunks in random files, some of which overlap."""
+
+    def write(self, folder: Path, arrays: Arrays, data: st.DataObject) -> None:
+        files = data.draw(st.integers(1, 3))
+        tensors = {}
+        for name, array in arrays.items():
+            boxes = {box.start: box for box in reversed(boxes_of(array.shape, data))}
+            pieces = [(f"__{data.draw(st.integers(0, files - 1))}_0.distcp", box) for box in boxes.values()]
+            tensors[name] = listed(array, pieces)
+        dcp_peer.write(folder, tensors, {"epoch": ("__0_0.distcp", 3)})
+
+
+def boxes_of(shape: tuple[int, ...], data: st.DataObject) -> list[Box]:
+    """Draw boxes that cover a tensor together, and some that overlap these."""
+    whole = Box.whole(shape)
+    if not whole.size or not shape:
+        return [whole]
+    dimension = data.draw(st.integers(0, len(shape) - 1))
+    cuts = sorted({0, shape[dimension], data.draw(st.integers(0, shape[dimension]))})
+    found = [
+        Box(
+            tuple(low if at == dimension else 0 for at in range(len(shape))),
+            tuple(high if at == dimension else length for at, length in enumerate(shape)),
+        )
+        for low, high in pairwise(cuts)
+    ]
+    if data.draw(st.booleans()):
+        start = tuple(data.draw(st.integers(0, length)) for length in shape)
+        found.append(Box(start, tuple(data.draw(st.integers(low, high)) for low, high in zip(start, shape))))
+    return found
+
+
+def test_a_transposed_item(tmp_path: Path) -> None:
+    array = np.arange(12, dtype=np.int16).reshape(3, 4)
+    tensor = listed(array, [("a", Box.whole(array.shape))])
+    dcp_peer.write(tmp_path, {"w": tensor}, made=dcp_peer.transposed)
+    assert arrays_of(tmp_path)["w"].tolist() == array.tolist()
+
+
+def test_paths_become_a_nest(tmp_path: Path) -> None:
+    one = np.ones(2, np.float32)
+    tensors = {name: listed(one, [("a", Box((0,), (2,)))]) for name in ("a.b.c", "l.1")}
+    objects = {"l.0": ("a", [1, 2]), "a.b.lr": ("b", 0.5), "n": ("b", (1, None))}
+    paths = {"a.b.c": ("a.b", "c"), "l.1": ("l", 1), "l.0": ("l", 0), "a.b.lr": ("a.b", "lr"), "n": ("n",)}
+    dcp_peer.write(tmp_path, tensors, objects, paths=paths)
+    assert json.loads(dcp.open_folder(str(tmp_path)).strings[NEST]) == {
+        "dict": [
+            ["l", [[1, 2], {"tensor": None}]],
+            ["a.b", {"dict": [["lr", 0.5]]}],
+            ["n", {"tuple": [1, None]}],
+        ]
+    }
+
+
+@st.composite
+def listings(draw: st.DrawFn) -> dcp_peer.Metadata:
+    """Draw metadata of tensors that are alike or not, in few or many pieces; what it says need not be sound."""
+    small = st.one_of(st.integers(0, 3), st.integers(0, 300), st.integers(0, 70000), st.integers(0, 1 << 40))
+    sizes = st.lists(small, max_size=5).map(Size)
+    shared = draw(st.lists(sizes, min_size=1, max_size=4))
+    some = st.one_of(sizes, st.sampled_from(shared))
+    torch = dcp_peer.MODULES["torch"]
+    names = draw(st.lists(st.text(max_size=8), max_size=8, unique=True))
+    entries: dict[str, Any] = {}
+    places = {}
+    files = draw(st.lists(st.text("ab_0.\u00e9", min_size=1, max_size=5), min_size=1, max_size=2))
+    for name in names:
+        copy = draw(st.sampled_from([name, (name + "x")[:-1]]))
+        if draw(st.booleans()) and entries:
+            entries[name] = draw(st.sampled_from([*entries.values(), dcp_peer.BytesStorageMetadata()]))
+        else:
+            chunks = draw(st.lists(st.builds(dcp_peer.ChunkStorageMetadata, some, some), max_size=4))
+            dtype = getattr(torch, draw(st.sampled_from(["float32", "bfloat16"])))
+            entries[name] = dcp_peer.TensorStorageMetadata(dcp_peer.TensorProperties(dtype), draw(some), chunks)
+        for _ in range(draw(st.integers(0, 3))):
+            key = MetadataIndex(copy, draw(st.one_of(st.none(), small)), draw(st.one_of(st.none(), some)))
+            places[key] = dcp_peer._StorageInfo(draw(st.sampled_from(files)), draw(small), draw(small))
+    return dcp_peer.Metadata(entries, {name: (name, 1) for name in names}, places)
+
+
+def said(content: bytes, readers: Readers) -> Any:
+    """Return what metadata says, or what is wrong with it."""
+    root, end = load(content, readers=readers)
+    try:
+        return metadata._metadata(root, end)
+    except metadata._Unsound as error:
+        return error.args[0]
+
+
+@settings(max_examples=300, deadline=None)
+@given(listings(), st.sampled_from([2, 4, 5]), st.booleans())
+def test_many_at_once_are_read_as_one_by_one(listing: dcp_peer.Metadata, protocol: int, in_c: bool) -> None:
+    content = dcp_peer.dumps(listing, protocol, in_c=in_c)
+    calls = {**PLAIN_CALLS, SIZE: numbers}
+    one_by_one = said(content, Readers(no_persistent_ids, calls))
+    assert said(content, Readers(no_persistent_ids, calls, States().readers)) == one_by_one
+
+
+def test_many_are_read_at_once() -> None:
+    """Nearly nothing of large metadata is read opcode by opcode, so it takes little time."""
+    size, chunk = Size((4, 4)), [dcp_peer.ChunkStorageMetadata(Size((2 * at, 0)), Size((2, 4))) for at in range(2)]
+    dtype = dcp_peer.MODULES["torch"].float32
+    names = [f"layers.{number}.weight" for number in range(400)]
+    entries = {
+        name: dcp_peer.TensorStorageMetadata(dcp_peer.TensorProperties(dtype), size, list(chunk)) for name in names
+    }
+    places = {
+        MetadataIndex(name, at, Size((2 * at, 0))): dcp_peer._StorageInfo("file", 10 * at, 10)
+        for at in range(2)
+        for name in names
+    }
+    content = dcp_peer.dumps(dcp_peer.Metadata(entries, None, places))
+    states = States()
+    calls = 0
+
+    def counting(reader: Any) -> Any:
+        def read(*args: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            return reader(*args)
+
+        return read
+
+    objects = {name: counting(reader) for name, reader in states.readers.items()}
+    found = said(content, Readers(no_persistent_ids, {**PLAIN_CALLS, SIZE: numbers}, objects))
+    assert len(found.items) == 800 and len(found.entries) == 400
+    assert calls < 450
+
+
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_protocols(tmp_path: Path, protocol: int) -> None:
+    array = np.arange(6, dtype=np.float64)
+    dcp_peer.write(tmp_path, {"w": listed(array, [("a", Box((0,), (4,))), ("b", Box((4,), (6,)))])}, protocol=protocol)
+    assert arrays_of(tmp_path)["w"].tolist() == array.tolist()

@@ -1,0 +1,296 @@
+"""Folders that nobody's torch has saved whole: each is refused by name, though torch itself loads some in silence."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import dcp_peer, torch_peer
+from support.dcp_peer import ChunkStorageMetadata, Metadata, MetadataIndex, Size, arrays_of, listed
+
+from reshard_mpi.errors import DisagreementError, ReshardError, ShardError, SourceError
+from reshard_mpi.formats import dcp
+from reshard_mpi.sharding.box import Box
+
+GOLDEN = Path(__file__).parent / "golden" / "dcp"
+ARRAY = np.arange(24, dtype=np.float32).reshape(6, 4)
+UPPER, LOWER = Box((0, 0), (3, 4)), Box((3, 0), (6, 4))
+PIECES = [("__0_0.distcp", UPPER), ("__1_0.distcp", LOWER)]
+
+
+def write(folder: Path, spoil: Callable[[Metadata], object] = lambda _: None, **options: Any) -> None:
+    """Write a tensor in two pieces, and an object."""
+    tensors = options.pop("tensors", {"w": listed(ARRAY, PIECES)})
+    dcp_peer.write(folder, tensors, {"lr": ("__0_0.distcp", 0.5)}, spoil=spoil, **options)
+
+
+def refused(folder: Path, problem: str) -> str:
+    with pytest.raises(ReshardError) as caught:
+        arrays_of(folder)
+    assert problem in str(caught.value)
+    return str(caught.value)
+
+
+def places(metadata: Metadata) -> list[Any]:
+    """Return where the object, the upper and the lower piece lie."""
+    return list(metadata.storage_data.values())
+
+
+def chunks(metadata: Metadata) -> list[ChunkStorageMetadata]:
+    found: list[ChunkStorageMetadata] = metadata.state_dict_metadata["w"].chunks
+    return found
+
+
+def keys(metadata: Metadata) -> list[MetadataIndex]:
+    return list(metadata.storage_data)
+
+
+def without_chunk(metadata: Metadata) -> None:
+    del chunks(metadata)[1]
+    del metadata.storage_data[keys(metadata)[2]]
+
+
+def again(metadata: Metadata) -> None:
+    """Have both pieces in the bytes of the first."""
+    places(metadata)[2].__dict__.update(places(metadata)[1].__dict__)
+
+
+SPOILED: dict[str, tuple[Callable[[Metadata], object], str]] = {
+    "a chunk is missing": (without_chunk, "no piece of 'w'"),
+    "a chunk is missing in one table": (lambda m: chunks(m).pop(), "a chunk that state_dict_metadata does not list"),
+    "a chunk has no place": (lambda m: m.storage_data.pop(keys(m)[2]), "does not say where a chunk"),
+    "a chunk is smaller than its item": (
+        lambda m: setattr(chunks(m)[1], "sizes", Size((2, 4))),
+        "is not what the metadata says",
+    ),
+    "a chunk is larger than its item": (
+        lambda m: setattr(chunks(m)[0], "sizes", Size((4, 4))),
+        "is not what the metadata says",
+    ),
+    "a chunk of two sizes": (
+        lambda m: chunks(m).append(ChunkStorageMetadata(Size((0, 0)), Size((1, 4)))),
+        "two chunks of different sizes",
+    ),
+    "a chunk outside of its tensor": (
+        lambda m: setattr(m.state_dict_metadata["w"], "size", Size((5, 4))),
+        "does not lie in its tensor",
+    ),
+    "a chunk of other dimensions": (
+        lambda m: setattr(m.state_dict_metadata["w"], "size", Size((6, 4, 1))),
+        "other dimensions than its tensor",
+    ),
+    "a larger tensor": (lambda m: setattr(m.state_dict_metadata["w"], "size", Size((7, 4))), "no piece of 'w'"),
+    "an impossible size": (
+        lambda m: setattr(m.state_dict_metadata["w"], "size", Size((1 << 63, 4))),
+        "impossibly large",
+    ),
+    "a negative size": (lambda m: setattr(chunks(m)[0], "sizes", Size((-1, 4))), "less than 0"),
+    "another type": (
+        lambda m: setattr(m.state_dict_metadata["w"].properties, "dtype", dcp_peer.MODULES["torch"].int32),
+        "is not what the metadata says",
+    ),
+    "an object where a tensor should be": (lambda m: m.storage_data.update(swapped(m)), "is no tensor"),
+    "a tensor that is listed as an object": (
+        lambda m: m.state_dict_metadata.update(w=dcp_peer.BytesStorageMetadata()),
+        "does not say where a chunk or object lies",
+    ),
+    "a name is missing": (lambda m: m.state_dict_metadata.pop("w"), "does not list"),
+    "two pieces in the same bytes": (again, "lie over each other"),
+    "pieces that overlap by a byte": (
+        lambda m: setattr(places(m)[1], "offset", places(m)[1].offset - 1),
+        "lie over each other",
+    ),
+    "an item that begins elsewhere": (lambda m: setattr(places(m)[2], "offset", 1), "no piece of 'w'"),
+    "an item that ends earlier": (
+        lambda m: setattr(places(m)[2], "length", places(m)[2].length - 1),
+        "__1_0.distcp",
+    ),
+    "an item behind the end": (lambda m: setattr(places(m)[2], "offset", 1 << 40), "ends before"),
+    "an item at a negative byte": (lambda m: setattr(places(m)[2], "offset", -1), "has no place in its file"),
+    "an item where no file is": (lambda m: setattr(places(m)[2], "offset", 1 << 62), "where no file can have it"),
+    "an item of no length": (lambda m: setattr(places(m)[2], "length", None), "has no place in its file"),
+    "a file above the folder": (lambda m: setattr(places(m)[2], "relative_path", "../x.distcp"), "not beside"),
+    "a file by its absolute path": (lambda m: setattr(places(m)[2], "relative_path", "/etc/passwd"), "not beside"),
+    "the folder above": (lambda m: setattr(places(m)[2], "relative_path", ".."), "not beside"),
+    "a file without a name": (lambda m: setattr(places(m)[2], "relative_path", ""), "not beside"),
+    "a file whose name is no text": (lambda m: setattr(places(m)[2], "relative_path", 7), "not beside"),
+    "an item in the metadata": (
+        lambda m: setattr(places(m)[2], "relative_path", ".metadata"),
+        "in the metadata itself",
+    ),
+    "compressed items": (
+        lambda m: setattr(places(m)[2], "transform_descriptors", ["zstd"]),
+        "compressed or otherwise transformed",
+    ),
+    "no storage_data": (lambda m: setattr(m, "storage_data", None), "no dictionary storage_data"),
+    "no state_dict_metadata": (lambda m: setattr(m, "state_dict_metadata", [1]), "no dictionary state_dict_metadata"),
+    "a key that is no index": (lambda m: m.storage_data.update({"w": places(m)[0]}), "no MetadataIndex"),
+    "a name that is no text": (lambda m: m.state_dict_metadata.update({7: None}), "a key that is no name"),
+    "an entry of no kind": (lambda m: m.state_dict_metadata.update(w=3), "no TensorStorageMetadata"),
+}
+
+
+def swapped(metadata: Metadata) -> dict[Any, Any]:
+    """Have the tensor's first piece where the object is."""
+    of_object, of_piece, _ = keys(metadata)
+    return {of_object: places(metadata)[1], of_piece: places(metadata)[0]}
+
+
+@pytest.mark.parametrize("what", SPOILED)
+def test_metadata_that_is_wrong(tmp_path: Path, what: str) -> None:
+    spoil, problem = SPOILED[what]
+    write(tmp_path)
+    assert arrays_of(tmp_path)["w"].tolist() == ARRAY.tolist()
+    write(tmp_path, spoil)
+    said = refused(tmp_path, problem)
+    assert str(tmp_path) in said
+
+
+def test_metadata_of_another_save(tmp_path: Path) -> None:
+    """Torch overwrites files first, and the metadata last; so a crash leaves the metadata of the save before."""
+    write(tmp_path)
+    old = (tmp_path / ".metadata").read_bytes()
+    pieces = [("__0_0.distcp", Box((0, 0), (4, 3))), ("__1_0.distcp", Box((4, 0), (8, 3)))]
+    write(tmp_path, tensors={"w": listed(ARRAY.reshape(8, 3), pieces)})
+    (tmp_path / ".metadata").write_bytes(old)
+    refused(tmp_path, "is not what the metadata says")
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / "__1_0.distcp").unlink()
+    assert "__1_0.distcp" in refused(tmp_path, "no piece of 'w'")
+
+
+def test_a_missing_file_with_an_object(tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / "__0_0.distcp").unlink()
+    assert "__0_0.distcp" in refused(tmp_path, "'lr' cannot be read")
+
+
+def test_a_missing_file_of_copies(tmp_path: Path) -> None:
+    """Pieces that others have too are taken from those."""
+    write(tmp_path, tensors={"w": listed(ARRAY, [*PIECES, ("__2_0.distcp", Box((1, 0), (6, 4)))])})
+    (tmp_path / "__1_0.distcp").unlink()
+    assert arrays_of(tmp_path)["w"].tolist() == ARRAY.tolist()
+
+
+def test_a_file_cut_short(tmp_path: Path) -> None:
+    write(tmp_path)
+    path = tmp_path / "__1_0.distcp"
+    path.write_bytes(path.read_bytes()[:-1])
+    assert "ends before" in refused(tmp_path, "no piece of 'w'")
+
+
+def test_a_file_of_zeros(tmp_path: Path) -> None:
+    write(tmp_path)
+    path = tmp_path / "__1_0.distcp"
+    path.write_bytes(bytes(path.stat().st_size))
+    assert "no archive of torch" in refused(tmp_path, "no piece of 'w'")
+
+
+def test_pieces_that_overlap_with_other_bytes(tmp_path: Path) -> None:
+    other = ARRAY.copy()
+    other[3] += 1
+    tensor = listed(ARRAY, PIECES)
+    extra = listed(other, [("__2_0.distcp", Box((1, 0), (5, 4)))]).pieces
+    write(tmp_path, tensors={"w": tensor._replace(pieces=[*tensor.pieces, *extra])})
+    with pytest.raises(DisagreementError, match="'w'"):
+        arrays_of(tmp_path)
+
+
+def test_a_link_out_of_the_folder(tmp_path: Path) -> None:
+    inside = tmp_path / "checkpoint"
+    inside.mkdir()
+    write(inside)
+    shutil.move(inside / "__1_0.distcp", tmp_path / "elsewhere")
+    (inside / "__1_0.distcp").symlink_to(tmp_path / "elsewhere")
+    refused(inside, "a link that leads out of its folder")
+
+
+@pytest.mark.parametrize("what", ["fifo", "folder"])
+def test_what_is_no_file(tmp_path: Path, what: str) -> None:
+    write(tmp_path)
+    path = tmp_path / "__1_0.distcp"
+    path.unlink()
+    os.mkfifo(path) if what == "fifo" else path.mkdir()
+    refused(tmp_path, "no piece of 'w'")
+
+
+def test_files_without_metadata(tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / ".metadata").unlink()
+    with pytest.raises(SourceError, match="no index of them"):
+        arrays_of(tmp_path)
+    with pytest.raises(SourceError, match="no index of them"):
+        arrays_of(tmp_path / "__0_0.distcp")
+
+
+def test_a_file_by_itself(tmp_path: Path) -> None:
+    write(tmp_path)
+    with pytest.raises(ShardError, match="does not say what it holds"):
+        dcp.locate(str(tmp_path / "__0_0.distcp"))
+
+
+def test_flattened_ranges_of_megatron() -> None:
+    with pytest.raises(ShardError, match="flattened ranges"):
+        dcp.files_of(str(GOLDEN / "flattened"))
+
+
+class Shell:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("touch pwned",)
+
+
+PICKLES = {
+    "nothing": (b"", "empty"),
+    "no pickle": (b"metadata", "cannot be read"),
+    "a shell command": (pickle.dumps(Shell()), "would run code"),
+    "another object": (pickle.dumps({"a": 1}), "no Metadata"),
+    "a far memo": (b"\x80\x04Nr\xff\xff\xff\xff.", "no Metadata"),
+    "nested tuples": (b"\x80\x04)" + b"\x85" * 3_000_000 + b".", "take too much memory"),
+    "many lists": (b"\x80\x04" + b"]" * 4_000_000 + b".", "take too much memory"),
+}
+
+
+@pytest.mark.parametrize("what", PICKLES)
+def test_metadata_that_is_none(tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    content, problem = PICKLES[what]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".metadata").write_bytes(content)
+    with pytest.raises(ShardError, match=problem):
+        dcp.open_folder(str(tmp_path))
+    assert not (tmp_path / "pwned").exists()
+
+
+def test_metadata_that_ends_early(tmp_path: Path) -> None:
+    write(tmp_path)
+    whole = (tmp_path / ".metadata").read_bytes()
+    for length in range(1, len(whole), 7):
+        (tmp_path / ".metadata").write_bytes(whole[:length])
+        with pytest.raises(ShardError):
+            dcp.open_folder(str(tmp_path))
+
+
+def test_an_item_whose_archive_leads_elsewhere(tmp_path: Path) -> None:
+    """The structure of each item is looked at, also of those that look like one that was met before."""
+    tensors = {name: listed(ARRAY, [("a", Box.whole(ARRAY.shape))]) for name in ("v", "w", "x")}
+    dcp_peer.write(tmp_path, tensors)
+    path = tmp_path / "a"
+    content = bytearray(path.read_bytes())
+    at = content.rindex(b"PK\x01\x02")
+    content[at + 42 : at + 46] = (1).to_bytes(4, "little")
+    path.write_bytes(content)
+    refused(tmp_path, "no piece of")
+
+
+def test_objects_with_tensors_in_them_are_named(tmp_path: Path) -> None:
+    held = torch_peer.tensor(listed(ARRAY, [("a", UPPER)]).pieces[0][2], "0")
+    dcp_peer.write(tmp_path, {"w": listed(ARRAY, PIECES)}, {"state": ("a", [1, held])})
+    assert any("state.1" in text for text in dcp.open_folder(str(tmp_path)).left_out)

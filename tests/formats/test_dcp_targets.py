@@ -1,0 +1,251 @@
+"""Targets in the form of torch.distributed.checkpoint: what a peer reads of them, and runs that make them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from support import dcp_peer, torch_peer
+from support.command_line import run_apart, run_in_fork
+from support.conversions import TENSORS, Conversion, make
+from support.launch import MPI
+
+from reshard_mpi.errors import DisagreementError, ShardError, TargetError
+from reshard_mpi.formats import dcp
+from reshard_mpi.formats.dcp.layout import of_tensor
+from reshard_mpi.formats.dtypes import BY_NAME
+from reshard_mpi.formats.manifest import ShardIdentity
+from reshard_mpi.formats.nest import NEST
+from reshard_mpi.formats.specs import ShardSpec, TensorSpec
+from reshard_mpi.sharding.box import Box
+from reshard_mpi.testing import samples, strategies
+from reshard_mpi.testing.samples import Contents, SampleTensor
+
+GOLDEN = Path(__file__).parent / "golden" / "dcp"
+FLOAT = BY_NAME["float32"]
+
+
+def run(arguments: list[str], code: int = 0) -> str:
+    """Run a command, which must end with `code`; return what it says."""
+    finished = run_in_fork(*arguments)
+    assert finished.code == code, finished
+    return finished.out + finished.err
+
+
+def conversion(folder: Path) -> Conversion:
+    """Write the small conversion from 4 ranks to 2, with targets in this form."""
+    return make(folder).but(options=("--to", "dcp"))
+
+
+def assert_whole(folder: Path) -> None:
+    """Check that a peer finds the tensors of the small conversion."""
+    found = dcp_peer.read(folder).tensors
+    assert {name: tensor.content for name, tensor in found.items()} == {
+        name: array.tobytes() for name, array in TENSORS.items()
+    }
+
+
+def test_what_is_written_is_read_by_others(tmp_path: Path) -> None:
+    c = conversion(tmp_path)
+    run(c.arguments("transform", "--verify"))
+    assert sorted(path.name for path in c.dst.glob("__*")) == ["__0_0.distcp", "__1_0.distcp"]
+    assert_whole(c.dst)
+    (first, second) = dcp_peer.read(c.dst).metadata.state_dict_metadata["w"].chunks
+    assert (first.offsets, first.sizes) == ((0, 0), (4, 4)) and (second.offsets, second.sizes) == ((4, 0), (4, 4))
+    run(c.but(options=(), dst_strategy=None).arguments("verify"))
+    run(["verify", str(c.dst)])
+    assert "torch distributed checkpoint, 2 files, 4 tensors" in run(["plan", str(c.dst), str(tmp_path / "x")])
+    run(["inspect", str(c.dst), "--json"])
+    back = c.but(src=c.dst, src_strategy=None, dst=tmp_path / "back", options=("--to", "ckpt"))
+    run(back.arguments("transform", "--verify"))
+    assert "the same" in run(["diff", str(c.dst), str(back.dst), "--dst-strategy", str(c.dst_strategy)])
+
+
+def test_without_a_strategy_it_is_one_full_checkpoint(tmp_path: Path) -> None:
+    c = conversion(tmp_path).but(dst_strategy=None)
+    run(c.arguments("transform"))
+    assert [path.name for path in c.dst.glob("__*")] == ["__0_0.distcp"]
+    assert_whole(c.dst)
+
+
+def test_damage_is_found(tmp_path: Path) -> None:
+    c = conversion(tmp_path)
+    run(c.arguments("transform", "--verify"))
+    path = c.dst / "__0_0.distcp"
+    content = bytearray(path.read_bytes())
+    at = content.index(TENSORS["w"][1].tobytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+    alone = c.but(options=(), dst_strategy=None)
+    assert "'w'" in run(alone.arguments("verify"), 4)
+    assert "'w'" in run(["verify", str(c.dst)], 4)
+    content[at] ^= 1
+    content[content.index(b"PK\x03\x04")] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ShardError, match="is not where its file says"):
+        dcp.locate(str(path))
+
+
+def test_tasks_of_an_array(tmp_path: Path) -> None:
+    """The metadata is there when all files are, and goes before one of them is made anew."""
+    c = conversion(tmp_path)
+    index = c.dst / ".metadata"
+    run(c.arguments("transform", "--part", "0/2"))
+    assert not index.exists()
+    assert "no index of them" in run(["plan", str(c.dst), str(tmp_path / "x")], 3)
+    run(c.arguments("transform", "--part", "1/2"))
+    assert_whole(c.dst)
+    inodes = [path.stat().st_ino for path in sorted(c.dst.glob("__*"))]
+    run(c.arguments("transform", "--resume"))
+    assert [path.stat().st_ino for path in sorted(c.dst.glob("__*"))] == inodes
+    (c.dst / "__0_0.distcp").unlink()
+    run(c.arguments("transform", "--rank", "1", "--overwrite"))
+    assert not index.exists()
+    run(c.arguments("transform", "--resume"))
+    assert_whole(c.dst)
+
+
+def test_ranks_of_mpi(tmp_path: Path, mpi: MPI) -> None:
+    c = conversion(tmp_path)
+    run_apart(*c.arguments("transform", "--verify"), mpi=mpi, ranks=2, check=True)
+    assert_whole(c.dst)
+
+
+def test_real_ones_to_a_file_of_torch_and_back(tmp_path: Path) -> None:
+    source, file, again = str(GOLDEN / "four_ranks"), str(tmp_path / "file"), str(tmp_path / "again")
+    run(["transform", source, file, "--to", "torch", "--jobs", "1", "--strict"])
+    run(["transform", file, again, "--to", "dcp", "--jobs", "1", "--strict"])
+    assert "the same" in run(["diff", source, again])
+    assert dcp.open_folder(again).strings == dcp.open_folder(source).strings
+    before, after = dcp_peer.read(tmp_path / "again"), dcp.metadata.read(source)
+    assert before.paths == dict(after.paths)
+    assert before.objects["optim.param_groups.0.betas"] == (0.9, 0.95)
+
+
+def test_a_lost_file_is_refused(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(GOLDEN / "four_ranks", source)
+    (source / "__2_0.distcp").unlink()
+    said = run(["transform", str(source), str(tmp_path / "x"), "--to", "ckpt"], 3)
+    assert "__2_0.distcp" in said and not (tmp_path / "x").exists()
+
+
+NESTS = {
+    "numbers as keys": '{"dict":[["w"],["state",{"dict":[[0,{"dict":[["step",{"float":"7ff0000000000000"}]]}]]}]]}',
+    "tuples and lists": '{"dict":[["t",{"tuple":[1,[2,{"tuple":[]}]]}],["l",[[],{"dict":[]}]],["e",{"dict":[]}]]}',
+    "other classes": '{"dict":[["o",{"call":["collections","OrderedDict",[]],"dict":[["x",1]]}],'
+    '["n",{"call":["argparse","Namespace",[]],"new":true,"state":{"dict":[["lr",0.5]]}}]]}',
+    "a list as root": '[1,{"dict":[["x",2]]}]',
+}
+
+
+def written(folder: Path, shards: list[ShardSpec]) -> None:
+    """Write files of zeros, and their metadata."""
+    made = []
+    for spec in shards:
+        path = str(folder / dcp.file_name(spec.identity.rank, len(shards), ""))
+        fd = os.open(path, os.O_RDWR | os.O_CREAT)
+        dcp.read_back(dcp.reserve(fd, path, spec))
+        os.close(fd)
+        assert Path(path).stat().st_size <= dcp.size_at_most_bytes(spec)
+        made.append(dcp.locate(path))
+    (folder / ".metadata").write_bytes(dcp.index(made))
+
+
+def spec_of(names: list[str], strings: dict[str, str], rank: int = 0, of: int = 1) -> ShardSpec:
+    box = Box((2 * rank,), (2 * rank + 2,))
+    return ShardSpec(ShardIdentity(rank, of, ""), [TensorSpec(name, FLOAT, (2 * of,), box) for name in names], strings)
+
+
+@pytest.mark.parametrize("what", NESTS)
+def test_nests_come_back(tmp_path: Path, what: str) -> None:
+    strings = {NEST: NESTS[what]}
+    names = [] if what == "a list as root" else ["w"] if "w" in NESTS[what] else ["e.w"] if '"e"' in NESTS[what] else []
+    written(tmp_path, [spec_of(names, strings)])
+    assert dcp.open_folder(str(tmp_path)).strings == strings
+
+
+def test_objects_that_others_read(tmp_path: Path) -> None:
+    strings = {NEST: '{"dict":[["model",{"dict":[]}],["epoch",3],["groups",[{"dict":[["lr",0.5]]},1]],["l",[1,2]]]}'}
+    written(tmp_path, [spec_of(["model.w"], strings)])
+    found = dcp_peer.read(tmp_path)
+    assert found.objects == {"epoch": 3, "groups.0.lr": 0.5, "groups.1": 1, "l": [1, 2]}
+    assert found.paths == {
+        "model.w": ("model", "w"),
+        "epoch": ("epoch",),
+        "groups.0.lr": ("groups", 0, "lr"),
+        "groups.1": ("groups", 1),
+        "l": ("l",),
+    }
+
+
+def test_ranks_with_nests_of_their_own(tmp_path: Path) -> None:
+    """Stages of a pipeline hold other tensors, in other dictionaries; the checkpoint has all of them."""
+    strings = [{NEST: f'{{"dict":[["stage{rank}",{{"dict":[]}}],["epoch",3]]}}'} for rank in range(2)]
+    written(tmp_path, [spec_of([f"stage{rank}.w"], strings[rank], rank, 2) for rank in range(2)])
+    manifest = dcp_peer.read(tmp_path)
+    assert manifest.objects == {"epoch": 3}
+    assert manifest.paths == {"stage0.w": ("stage0", "w"), "epoch": ("epoch",), "stage1.w": ("stage1", "w")}
+
+
+def test_types_that_torch_has_not(tmp_path: Path) -> None:
+    spec = ShardSpec(ShardIdentity(0, 1, ""), [TensorSpec("w", BY_NAME["int4"], (2,), Box((0,), (2,)))], {})
+    with pytest.raises(TargetError, match="cannot hold 'w'"):
+        dcp.size_at_most_bytes(spec)
+
+
+def test_names_that_torch_joins_to_the_same(tmp_path: Path) -> None:
+    strings = {NEST: '{"dict":[["a",{"dict":[["b",1]]}],["a.b",2]]}'}
+    with pytest.raises(TargetError, match="same name when their keys are joined"):
+        dcp.size_at_most_bytes(spec_of([], strings))
+
+
+def test_files_of_different_tensors_under_one_name(tmp_path: Path) -> None:
+    with pytest.raises(DisagreementError, match="'w'"):
+        written(tmp_path, [spec_of(["w"], {}, 0, 2), spec_of(["w"], {}, 1, 3)])
+
+
+def test_large_payloads_begin_at_blocks() -> None:
+    large, small = (of_tensor(samples_kind(length)) for length in (1 << 16, 4))
+    assert (large.start_behind(1) + len(large.head)) % 4096 == 0
+    assert (small.start_behind(1) + len(small.head)) % 64 == 0
+
+
+def samples_kind(length: int) -> dcp.layout.Kind:
+    return dcp.layout.Kind(FLOAT, (length,))
+
+
+@settings(deadline=None, max_examples=60)
+@given(contents=strategies.contents())
+def test_any_contents_come_back(tmp_path_factory: pytest.TempPathFactory, contents: Contents) -> None:
+    held = [tensor for tensor in contents.tensors.values() if tensor.dtype.name not in torch_peer.CANNOT_HOLD]
+    texts = {name: text for name, text in contents.strings.items() if name != NEST}
+    contents = Contents.of(held, texts)
+    folder = tmp_path_factory.mktemp("any")
+    path = folder / "__0_0.distcp"
+    samples.write(dcp, str(path), contents)
+    manifest = dcp.locate(str(path))
+    assert samples.contents_of(manifest) == contents
+    (folder / ".metadata").write_bytes(dcp.index([manifest]))
+    opened = dcp.open_folder(str(folder))
+    assert opened.strings == texts and set(opened.tensors) == set(contents.tensors)
+    found = dcp_peer.read(folder)
+    assert found.tensors == contents.tensors
+    assert found.objects == texts
+
+
+def test_a_file_that_ends_early(tmp_path: Path) -> None:
+    path = tmp_path / "__0_0.distcp"
+    samples.write(dcp, str(path), Contents.of([SampleTensor.random("w", FLOAT, (3,))], {"note": "text"}))
+    whole = path.read_bytes()
+    for length in range(1, len(whole), 97):
+        path.write_bytes(whole[:length])
+        with pytest.raises(ShardError):
+            dcp.locate(str(path))
+    for at in range(len(whole) - 300, len(whole)):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(ShardError):
+            dcp.locate(str(path))

@@ -1,0 +1,473 @@
+"""Hugging Face's folders: read by their index, cut and written as the reference does it, refused where it must be."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support import safetensors_peer
+from support.command_line import run_in_fork
+from support.conversions import TENSORS, Conversion, listing, make
+
+import reshard_mpi
+from reshard_mpi.errors import ShardError, TargetError, UsageError
+from reshard_mpi.formats.dtypes import BY_NAME
+from reshard_mpi.formats.safetensors import huggingface, index
+from reshard_mpi.formats.specs import SpecKind, Specs
+from reshard_mpi.planning.filling import filled_files, strategy_of
+from reshard_mpi.sharding.box import Box
+from reshard_mpi.testing.samples import Contents, SampleTensor
+
+GOLDEN = Path(__file__).parent / "golden" / "hugging_face"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+def done(arguments: list[str]) -> str:
+    """Run a command that succeeds; return what it says on standard error."""
+    return refused(arguments, 0)
+
+
+def refused(arguments: list[str], code: int = 3) -> str:
+    """Run a command, which must end with `code`; return what it complains of."""
+    finished = run_in_fork(*arguments)
+    assert finished.code == code, finished
+    return finished.err
+
+
+def loaded(folder: Path) -> dict[str, np.ndarray]:
+    """Return the tensors of a folder as the reference library reads them, by its index."""
+    load_file = pytest.importorskip("safetensors.numpy").load_file
+    path = folder / INDEX
+    if not path.exists():
+        return dict(load_file(folder / SINGLE))
+    weight_map = json.loads(path.read_text())["weight_map"]
+    held = {file: load_file(folder / file) for file in set(weight_map.values())}
+    assert sum(map(len, held.values())) == len(weight_map)
+    return {name: held[file][name] for name, file in weight_map.items()}
+
+
+# How tensors are cut into files
+
+
+def specs(sizes: dict[str, int]) -> Specs:
+    kinds = {size: SpecKind(BY_NAME["int8"], (size,), Box.whole((size,))) for size in sorted(set(sizes.values()))}
+    numbers = {size: number for number, size in enumerate(kinds)}
+    return Specs(list(sizes), list(kinds.values()), [numbers[size] for size in sizes.values()])
+
+
+@given(sizes=st.lists(st.integers(0, 12), max_size=30), most_bytes=st.integers(1, 20))
+def test_cut_as_the_reference_cuts(sizes: list[int], most_bytes: int) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    state = {f"t{number}": size for number, size in enumerate(sizes)}
+    pattern = "model{suffix}.safetensors"
+    split = hub.split_state_dict_into_shards_factory(
+        state, get_storage_size=int, filename_pattern=pattern, max_shard_size=most_bytes
+    )
+    files = filled_files(specs(state), most_bytes)
+    named = {huggingface.file_name(at, len(files), "ignored"): names for at, names in enumerate(files)}
+    assert {file: list(names) for file, names in split.filename_to_tensors.items() if names} == {
+        file: names for file, names in named.items() if names
+    }
+
+
+@given(sizes=st.lists(st.integers(0, 12), max_size=30), most_bytes=st.integers(1, 20))
+def test_files_are_filled_in_order(sizes: list[int], most_bytes: int) -> None:
+    state = {f"t{number}": size for number, size in enumerate(sizes)}
+    files = filled_files(specs(state), most_bytes)
+    assert sorted(name for names in files for name in names) == sorted(state)
+    small = [names for names in files if not any(state[name] > most_bytes for name in names)]
+    assert [name for names in small for name in names] == [name for name in state if state[name] <= most_bytes]
+    assert all(len(names) == 1 or sum(map(state.__getitem__, names)) <= most_bytes for names in files)
+    for names, following in pairwise(small):
+        assert sum(map(state.__getitem__, names)) + state[following[0]] > most_bytes
+    strategy = strategy_of(files)
+    assert strategy.world_size == len(files) >= 1
+    for stage, names in enumerate(files):
+        assert all(strategy.find(name)[0].stages == (stage,) for name in names)
+
+
+# There and back
+
+
+def written(tmp_path: Path, *options: str) -> tuple[Conversion, Conversion]:
+    """Write the small conversion as a folder; return it, and that conversion."""
+    c = make(tmp_path)
+    there = c.but(dst=tmp_path / "hf", dst_strategy=None)
+    done(there.arguments("transform", "--to", "hf", *options))
+    return there, c
+
+
+def test_there_and_back(tmp_path: Path) -> None:
+    there, c = written(tmp_path, "--max-shard-size", "140", "--verify")
+    files = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
+    assert sorted(path.name for path in there.dst.glob("model*")) == [*files, INDEX]
+    found = loaded(there.dst)
+    assert found.keys() == TENSORS.keys()
+    assert all(found[name].dtype == a.dtype and np.array_equal(found[name], a) for name, a in TENSORS.items())
+    facts = json.loads((there.dst / INDEX).read_text())
+    assert facts["metadata"] == {"total_size": sum(array.nbytes for array in TENSORS.values())}
+    for file in files:
+        content = (there.dst / file).read_bytes()
+        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        assert header["__metadata__"] == {"format": "pt"}
+        assert (there.dst / file).stat().st_mode & 0o777 == 0o666 & ~_umask()
+    done(there.arguments("verify", "--jobs", "1"))
+    done(["verify", str(there.dst), "--jobs", "1"])
+    done(["inspect", str(there.dst), "--json"])
+    back = c.but(src=there.dst, src_strategy=None, dst=tmp_path / "back")
+    done(back.arguments("transform", "--verify"))
+    for rank in range(2):
+        found_shard = safetensors_peer.read(back.dst / f"rank_{rank}" / f"checkpoint_{rank}.safetensors")
+        assert found_shard.tensors.keys() == TENSORS.keys()
+    done(["diff", str(c.src), str(back.dst), *_strategies(c)])
+
+
+def _strategies(c: Conversion) -> list[str]:
+    return ["--src-strategy", str(c.src_strategy), "--dst-strategy", str(c.dst_strategy), "--jobs", "1"]
+
+
+def _umask() -> int:
+    status = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in status if line.startswith("Umask:")).split()[1], 8)
+
+
+def test_one_file_has_no_index(tmp_path: Path) -> None:
+    there, _ = written(tmp_path)
+    assert sorted(path.name for path in there.dst.glob("model*")) == [SINGLE]
+    assert loaded(there.dst).keys() == TENSORS.keys()
+    done(["inspect", str(there.dst)])
+
+
+def test_tasks_of_an_array_write_the_index_last(tmp_path: Path) -> None:
+    c = make(tmp_path)
+    there = c.but(dst=tmp_path / "hf", dst_strategy=None, options=("--to", "hf", "--max-shard-size", "140"))
+    for rank in (2, 0, 1):
+        assert not (there.dst / INDEX).exists()
+        done(there.arguments("transform", "--rank", str(rank)))
+    assert (there.dst / INDEX).exists()
+    made = listing(there.dst)
+    done(there.arguments("transform", "--resume"))
+    assert listing(there.dst) == made
+    # Made anew, it is no checkpoint until it is whole again.
+    done(there.arguments("transform", "--rank", "0", "--overwrite"))
+    assert (there.dst / INDEX).exists()
+    (there.dst / "model-00001-of-00003.safetensors").unlink()
+    done(there.arguments("transform", "--rank", "1", "--overwrite"))
+    assert not (there.dst / INDEX).exists()
+
+
+def test_another_size_makes_another_run(tmp_path: Path) -> None:
+    there, _ = written(tmp_path, "--max-shard-size", "140")
+    said = refused(there.arguments("transform", "--to", "hf", "--max-shard-size", "141", "--resume"))
+    assert "another run" in said
+    said = refused(there.arguments("transform", "--to", "hf", "--overwrite"))
+    assert "no part of the checkpoint" in said and "model-00001-of-00003.safetensors" in said
+
+
+def test_several_processes_of_a_function(tmp_path: Path) -> None:
+    c = make(tmp_path)
+    report = reshard_mpi.transform(
+        c.src, tmp_path / "hf", c.src_strategy, to="hf", max_shard_size="140 B", jobs=2, verify=True
+    )
+    assert len(report.targets) == 3
+    assert loaded(tmp_path / "hf").keys() == TENSORS.keys()
+    assert reshard_mpi.load_rank(0, tmp_path / "hf")["w"].tobytes() == TENSORS["w"].tobytes()
+
+
+def test_strings_are_left_out_and_that_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "full.safetensors"
+    tensor = SampleTensor.random("w", BY_NAME["float32"], (2, 3))
+    safetensors_peer.write(path, Contents.of([tensor], {"note": "text"}))
+    said = done(["transform", str(path), str(tmp_path / "hf"), "--to", "hf", "--jobs", "1", "--verify"])
+    assert "has no place for texts: note" in said
+    strict = ["transform", str(path), str(tmp_path / "strict"), "--to", "hf", "--strict", "--jobs", "1"]
+    assert "cannot be carried" in refused(strict) and not (tmp_path / "strict").exists()
+    done(["verify", str(path), str(tmp_path / "hf"), "--jobs", "1"])
+    done(["verify", str(tmp_path / "hf"), "--jobs", "1"])
+
+
+# What Hugging Face's libraries have saved
+
+
+def test_saved_folders() -> None:
+    held = huggingface.open_folder(str(GOLDEN / "sharded")).tensors
+    weight_map = json.loads((GOLDEN / "sharded" / INDEX).read_text())["weight_map"]
+    assert held.keys() == weight_map.keys()
+    assert len(huggingface.files_of(str(GOLDEN / "sharded"))) == 4
+    tied = huggingface.open_folder(str(GOLDEN / "tied")).tensors
+    assert "lm_head.weight" not in tied and len(tied) == 11
+
+
+def test_a_saved_folder_is_cut_anew(tmp_path: Path) -> None:
+    """The order in which tensors were saved is not in the files, so others may come together than before."""
+    done(["transform", str(GOLDEN / "sharded"), str(tmp_path / "hf"), "--max-shard-size", "1KB", "--jobs", "1"])
+    ours, theirs = (json.loads((folder / INDEX).read_text()) for folder in (tmp_path / "hf", GOLDEN / "sharded"))
+    assert list(ours["weight_map"]) == list(theirs["weight_map"])
+    assert set(ours["weight_map"].values()) == set(theirs["weight_map"].values())
+    assert ours["metadata"]["total_size"] == theirs["metadata"]["total_size"]
+    done(["diff", str(GOLDEN / "sharded"), str(tmp_path / "hf"), "--jobs", "1"])
+
+
+# Wrong usage
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--to", "hf", "--dst-strategy", "x.toml"], "not cut over ranks"),
+        (["--to", "ckpt", "--max-shard-size", "5GB"], "--max-shard-size is for --to hf"),
+        (["--to", "hf", "--crc"], "--crc is for targets in"),
+    ],
+)
+def test_options_that_do_not_go_together(tmp_path: Path, options: list[str], says: str) -> None:
+    (tmp_path / "x.toml").write_text('mesh = { dp = 2 }\n[[parameter]]\nmatch = "*"\n')
+    options = [str(tmp_path / option) if option.endswith(".toml") else option for option in options]
+    said = refused(["transform", str(GOLDEN / "sharded"), str(tmp_path / "out"), *options, "--jobs", "1"], 2)
+    assert says in said and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("size", ["0", "-1", "many", "5XB"])
+def test_a_size_that_is_none(tmp_path: Path, size: str) -> None:
+    said = refused(["transform", str(GOLDEN / "sharded"), str(tmp_path), "--to", "hf", f"--max-shard-size={size}"], 2)
+    assert "--max-shard-size" in said
+    with pytest.raises(UsageError, match="max_shard_size"):
+        reshard_mpi.transform(GOLDEN / "sharded", tmp_path, to="hf", max_shard_size=size)
+
+
+def test_functions_that_keep_no_record_write_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="runs that keep a record"):
+        reshard_mpi.transform_checkpoints(GOLDEN / "sharded", tmp_path / "out", "p", output_format="hf")
+
+
+def test_a_type_that_torch_has_not_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "full.safetensors"
+    safetensors_peer.write(path, Contents.of([SampleTensor.random("four", BY_NAME["int4"], (3,))]))
+    said = refused(["transform", str(path), str(tmp_path / "hf"), "--to", "hf", "--jobs", "1"])
+    assert "'four'" in said and "int4" in said and "--to" in said
+    assert not (tmp_path / "hf").exists()
+
+
+# Folders that are no sound checkpoint
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    shutil.copytree(GOLDEN / "sharded", tmp_path / "sharded")
+    return tmp_path / "sharded"
+
+
+def change(folder: Path, **weight_map: str | None) -> None:
+    """Change what the index says of tensors (None: nothing any more)."""
+    facts: dict[str, Any] = json.loads((folder / INDEX).read_text())
+    facts["weight_map"] |= {name.replace("__", "."): file for name, file in weight_map.items()}
+    facts["weight_map"] = {name: file for name, file in facts["weight_map"].items() if file is not None}
+    (folder / INDEX).write_text(json.dumps(facts))
+
+
+def says(folder: Path) -> str:
+    with pytest.raises(ShardError) as caught:
+        huggingface.files_of(str(folder))
+        huggingface.open_folder(str(folder))
+    said = str(caught.value)
+    # Through the command line nothing is written, and it is the same that is said.
+    assert caught.value.problem in refused(
+        ["transform", str(folder), str(folder / "out"), "--to", "ckpt", "--jobs", "1"]
+    )
+    assert not (folder / "out").exists()
+    return said
+
+
+def test_an_old_single_file_beside_an_index(folder: Path) -> None:
+    shutil.copy(GOLDEN / "tied" / SINGLE, folder)
+    said = says(folder)
+    assert SINGLE in said and INDEX in said and "--select" in said
+    out = folder.parent / "chosen"
+    done(["transform", str(folder), str(out), "--select", SINGLE, "--to", "ckpt", "--jobs", "1"])
+    done(["diff", str(GOLDEN / "tied"), str(out), "--jobs", "1"])
+
+
+def test_other_files_beside_a_single_file(folder: Path) -> None:
+    shutil.copy(GOLDEN / "tied" / SINGLE, folder)
+    (folder / INDEX).unlink()
+    assert "model-00001-of-00003.safetensors" in says(folder)
+
+
+def test_a_file_is_missing(folder: Path) -> None:
+    (folder / "model-00002-of-00003.safetensors").unlink()
+    assert "model-00002-of-00003.safetensors" in says(folder)
+
+
+def test_files_without_an_index(folder: Path, tmp_path: Path) -> None:
+    """They are taken together, unless they say themselves that there are more of them."""
+    (folder / INDEX).unlink()
+    done(["diff", str(GOLDEN / "sharded"), str(folder), "--jobs", "1"])
+    (folder / "model-00003-of-00003.safetensors").rename(tmp_path / "lost")
+    arguments = ["transform", str(folder), str(tmp_path / "out"), "--to", "ckpt", "--jobs", "1"]
+    said = refused(arguments)
+    assert "lacks some of its files" in said and "number 3 is not there" in said
+    assert "number 3" in refused([*arguments, "--select", "model-00001*"])
+    one = folder / "model-00001-of-00003.safetensors"
+    done(["transform", str(one), str(tmp_path / "out"), "--to", "ckpt", "--jobs", "1"])
+
+
+def test_a_cache_whose_files_are_links(folder: Path, tmp_path: Path) -> None:
+    for number, path in enumerate(sorted(folder.glob("model*"))):
+        path.rename(tmp_path / f"blob{number}")
+        path.symlink_to(f"../blob{number}")
+    done(["transform", str(folder), str(tmp_path / "out"), "--max-shard-size", "1KB", "--jobs", "1", "--verify"])
+    done(["diff", str(GOLDEN / "sharded"), str(tmp_path / "out"), "--jobs", "1"])
+
+
+def test_a_file_is_cut_short(folder: Path) -> None:
+    path = folder / "model-00002-of-00003.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    assert path.name in says(folder)
+
+
+def test_a_tensor_that_the_index_lacks(folder: Path) -> None:
+    change(folder, model__norm__weight=None)
+    said = says(folder)
+    assert "'model.norm.weight'" in said and "which the index lacks" in said
+
+
+def test_a_tensor_that_no_file_has(folder: Path) -> None:
+    change(folder, extra="model-00001-of-00003.safetensors")
+    assert "'extra'" in says(folder)
+
+
+def test_a_tensor_in_another_file_than_the_index_says(folder: Path) -> None:
+    change(folder, model__norm__weight="model-00001-of-00003.safetensors")
+    assert "'model.norm.weight'" in says(folder)
+
+
+def test_a_tensor_in_two_files(folder: Path) -> None:
+    path = folder / "model-00003-of-00003.safetensors"
+    held = list(safetensors_peer.read(path).tensors.values())
+    safetensors_peer.write(path, Contents.of([*held, SampleTensor.random("model.norm.weight", BY_NAME["int8"], (2,))]))
+    said = says(folder)
+    assert "'model.norm.weight'" in said and "model-00002-of-00003.safetensors alone" in said
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        *("../a.safetensors", "/tmp/a.safetensors", "b/../../a.safetensors", "./a.safetensors", "a//b.safetensors"),
+        *("", "a.bin", "a\0.safetensors", "n" * 5000 + ".safetensors"),
+    ],
+)
+def test_an_index_that_points_outside_of_the_folder(folder: Path, file: str) -> None:
+    change(folder, model__norm__weight=file)
+    assert "'model.norm.weight'" in says(folder)
+
+
+INDICES = {
+    "empty": b"",
+    "no object": b"[]",
+    "no map": b'{"metadata": {"total_size": 1}}',
+    "an empty map": b'{"weight_map": {}}',
+    "a map twice": b'{"weight_map": {"a": "a.safetensors"}, "weight_map": {"a": "a.safetensors"}}',
+    "a tensor twice": b'{"weight_map": {"a": "a.safetensors", "a": "b.safetensors"}}',
+    "a file that is a number": b'{"weight_map": {"a": 1}}',
+    "no name": b'{"weight_map": {"": "a.safetensors"}}',
+    "cut short": b'{"weight_map": {"a": "a.safetensors"',
+    "more behind": b'{"weight_map": {"a": "a.safetensors"}} {}',
+    "nested deeply": b'{"metadata": ' + b"[" * 100_000,
+    "nested objects": b'{"metadata": ' + b'{"a":' * 100_000,
+    "a number that is none": b'{"metadata": 01, "weight_map": {"a": "a.safetensors"}}',
+    "names that are too many": b'{"weight_map": {'
+    + b",".join(b'"%d":"a.safetensors"' % at for at in range(140_000))
+    + b"}}",
+}
+
+
+@pytest.mark.parametrize("case", INDICES)
+def test_an_index_that_is_damaged(tmp_path: Path, case: str) -> None:
+    path = tmp_path / INDEX
+    path.write_bytes(INDICES[case])
+    with pytest.raises(ShardError) as caught:
+        index.read(str(path))
+    assert str(path) in caught.value.where
+
+
+def test_what_an_index_may_say_besides(tmp_path: Path) -> None:
+    path = tmp_path / INDEX
+    besides = {"total_size": 1.5e9, "total_parameters": None, "a": [True, {"b": [[], {}, -1, "x"]}], "c": "d"}
+    facts = {"metadata": besides, "weight_map": {"a": "x/b.safetensors"}, "other": [1, 2]}
+    path.write_text(json.dumps(facts, indent=1))
+    assert index.read(str(path)) == facts["weight_map"]
+
+
+NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
+
+
+@given(weight_map=st.dictionaries(NAMES, st.just("a.safetensors"), min_size=1))
+def test_an_index_is_read_as_it_is_written(
+    weight_map: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.getbasetemp() / INDEX
+    path.write_text(index.write(weight_map, 7), encoding="utf-8")
+    assert index.read(str(path)) == weight_map
+
+
+# What MindSpore's unified_safetensors makes
+
+MINDSPORE = Path(__file__).parent / "golden" / "mindspore"
+
+
+@pytest.fixture
+def unified(tmp_path: Path) -> Path:
+    shutil.copytree(MINDSPORE / "unified", tmp_path / "unified")
+    return tmp_path / "unified"
+
+
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_files_that_mindspore_has_unified(unified: Path, tmp_path: Path, is_flat: bool) -> None:
+    if is_flat:
+        path = unified / "param_name_map.json"
+        path.write_text(json.dumps(json.loads(path.read_text())["weight_map"]))
+    done(["diff", str(MINDSPORE / "ranks"), str(unified), "--src-strategy", str(MINDSPORE / "strategy_2x2.ckpt")])
+    strategy = ["--dst-strategy", str(MINDSPORE / "strategy_1x2.ckpt")]
+    done(["transform", str(unified), str(tmp_path / "out"), *strategy, "--prefix", "net_", "--jobs", "1"])
+    for rank in (0, 1):
+        theirs = safetensors_peer.read(MINDSPORE / "transformed_1x2" / f"rank_{rank}" / f"net_{rank}.safetensors")
+        assert safetensors_peer.read(tmp_path / "out" / f"rank_{rank}" / f"net_{rank}.safetensors") == theirs
+
+
+def test_what_may_be_a_slice_is_refused(unified: Path) -> None:
+    held = [
+        SampleTensor.random("moments.w", BY_NAME["float32"], (2, 4)),
+        SampleTensor.random("lr", BY_NAME["int8"], (1,)),
+    ]
+    safetensors_peer.write(unified / "hyper_param.safetensors", Contents.of(held))
+    said = says(unified)
+    assert "'moments.w' may be a slice" in said and "--select" in said
+    done(["transform", str(unified), str(unified / "out"), "--select", "part*", "--jobs", "1"])
+
+
+def test_a_number_that_is_in_a_part_too(unified: Path) -> None:
+    held = [SampleTensor.random("ln.g", BY_NAME["float32"], (1,))]
+    safetensors_peer.write(unified / "hyper_param.safetensors", Contents.of(held))
+    assert "'ln.g' lies in two files" in says(unified)
+
+
+def test_a_part_that_the_map_does_not_fit(unified: Path) -> None:
+    (unified / "part0.safetensors").unlink()
+    assert "part0.safetensors" in says(unified)
+
+
+def test_targets_are_not_written_beside_other_files(tmp_path: Path) -> None:
+    c = make(tmp_path)
+    stale = tmp_path / "hf" / SINGLE
+    stale.parent.mkdir()
+    stale.write_bytes(b"precious")
+    there = c.but(dst=stale.parent, dst_strategy=None)
+    said = refused(there.arguments("transform", "--to", "hf", "--max-shard-size", "140", "--overwrite"))
+    assert SINGLE in said and TargetError.__name__ not in said
+    assert stale.read_bytes() == b"precious" and len(listing(stale.parent)) == 1

@@ -1,0 +1,106 @@
+"""Checkpoints exchanged with torch.distributed.checkpoint: its processes save what we read, and load what we write."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.command_line import run_apart
+from support.dcp_peer import arrays_of
+
+torch = pytest.importorskip("torch")
+
+pytestmark = pytest.mark.torch
+
+SCRIPT = Path(__file__).parent.parent / "support" / "dcp_ranks.py"
+TARGET = """
+mesh = { dp = 2 }
+[[parameter]]
+match = "*.0.weight"
+split = { 0 = ["dp"] }
+[[parameter]]
+match = "*.0.bias"
+split = { 0 = ["dp"] }
+[[parameter]]
+match = "further.both"
+split = { 1 = ["dp"] }
+"""
+
+
+def processes(work: str, ranks: int, folder: Path, whole: Path) -> None:
+    """Have processes of torch save or load a checkpoint."""
+    meeting = folder.with_name(f"{folder.name}.{work}")
+    started = [
+        subprocess.Popen(
+            [sys.executable, SCRIPT, work, str(rank), str(ranks), meeting, folder, whole],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        said = [process.communicate(timeout=240)[1] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0] * ranks, "\n".join(said)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A checkpoint of four processes, and its whole tensors."""
+    folder = tmp_path_factory.mktemp("saved")
+    processes("save", 4, folder / "checkpoint", folder / "whole.pt")
+    return folder / "checkpoint", folder / "whole.pt"
+
+
+def bits(tensor: Any) -> bytes:
+    return bytes(tensor.contiguous().flatten().view(torch.uint8).numpy()) if tensor.numel() else b""
+
+
+def assert_same(whole: Path, found: dict[str, bytes]) -> None:
+    assert found == {name: bits(tensor) for name, tensor in torch.load(whole).items()}
+
+
+def flattened(value: Any, path: str = "") -> dict[str, bytes]:
+    """Return the tensors of nested dictionaries and lists by name."""
+    if isinstance(value, torch.Tensor):
+        return {path: bits(value)}
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return {
+        name: content
+        for key, part in inner
+        for name, content in flattened(part, f"{path}.{key}" if path else str(key)).items()
+    }
+
+
+def test_what_four_processes_save(saved: tuple[Path, Path]) -> None:
+    assert_same(saved[1], {name: array.tobytes() for name, array in arrays_of(saved[0]).items()})
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_two_processes_load(tmp_path: Path, saved: tuple[Path, Path], ranks: int) -> None:
+    """Into another mesh: a model and its optimizer, DTensors, plain tensors and objects."""
+    (tmp_path / "target.toml").write_text(TARGET)
+    strategy = [] if ranks == 1 else ["--dst-strategy", tmp_path / "target.toml"]
+    run_apart("transform", saved[0], tmp_path / "made", "--strict", "--jobs", "1", *strategy, check=True)
+    assert len(list((tmp_path / "made").glob("__*"))) == ranks
+    processes("load", 2, tmp_path / "made", saved[1])
+
+
+def test_through_a_file_of_torch_to_one_of_torch(tmp_path: Path, saved: tuple[Path, Path]) -> None:
+    """There and back, and then made one file by torch: nested as it was saved."""
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    run_apart("transform", saved[0], tmp_path / "file", "--to", "torch", "--strict", "--jobs", "1", check=True)
+    (path,) = (tmp_path / "file").glob("rank_0/*.pt")
+    assert_same(saved[1], flattened(torch.load(path)))
+    run_apart("transform", tmp_path / "file", tmp_path / "made", "--to", "dcp", "--strict", "--jobs", "1", check=True)
+    dcp_to_torch_save(tmp_path / "made", tmp_path / "one.pt")
+    one, expected = torch.load(tmp_path / "one.pt", weights_only=False), torch.load(path)
+    assert_same(saved[1], flattened(one))
+    assert one["optim"]["param_groups"] == expected["optim"]["param_groups"]
+    assert one["plain list"] == [1, 2, "a"] and one["list"][2] == 5 and one["a.b"].keys() == {"c.d"}

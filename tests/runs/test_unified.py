@@ -1,0 +1,182 @@
+"""`unified_safetensors`: whole tensors in a few files, by the names that MindSpore's loader reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support import safetensors_peer
+from support.checkpoints import as_read, read_shard, sample
+from support.conversions import TENSORS, Conversion, make
+
+import reshard_mpi
+from reshard_mpi import unified_safetensors
+from reshard_mpi.errors import ReshardError, SourceError, UsageError
+from reshard_mpi.runs import unified
+from reshard_mpi.testing.samples import Contents
+
+MINDSPORE = Path(__file__).parents[1] / "formats" / "golden" / "mindspore"
+STRATEGY = MINDSPORE / "strategy_2x2.ckpt"
+PLACED = {name: array for name, array in TENSORS.items() if name != "global_step"}
+
+
+@pytest.fixture
+def c(tmp_path: Path) -> Conversion:
+    return make(tmp_path, "safetensors")
+
+
+def weight_map(folder: Path) -> dict[str, str]:
+    found: dict[str, str] = json.loads((folder / "param_name_map.json").read_text())["weight_map"]
+    return found
+
+
+@pytest.mark.parametrize("ranks", ["ranks", "ranks_without_redundancy"])
+@pytest.mark.parametrize("redundant", [True, False])
+def test_what_mindspore_makes(tmp_path: Path, ranks: str, redundant: bool) -> None:
+    unified_safetensors(MINDSPORE / ranks, STRATEGY, tmp_path / "out", merge_with_redundancy=redundant)
+    theirs = MINDSPORE / "unified"
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(path.name for path in theirs.iterdir())
+    for file in ("part0.safetensors", "hyper_param.safetensors"):
+        assert read_shard(tmp_path / "out" / file) == read_shard(theirs / file)
+    ours_map, their_map = (json.loads((at / "param_name_map.json").read_text()) for at in (tmp_path / "out", theirs))
+    assert ours_map == their_map
+
+
+def test_whole_tensors_and_no_slices(c: Conversion) -> None:
+    """What follows a parameter is put together as well; MindSpore leaves rank 0's slice of it as if it were all."""
+    unified_safetensors(c.src, c.src_strategy, c.dst)
+    assert read_shard(c.dst / "part0.safetensors") == as_read(PLACED)
+    assert read_shard(c.dst / "hyper_param.safetensors") == as_read({"global_step": TENSORS["global_step"]})
+    assert weight_map(c.dst) == dict.fromkeys(PLACED, "part0.safetensors")
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unified, "MOST_BYTES", 200)
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("processes", [1, 2, 64])
+def test_parts_by_several_processes(c: Conversion, processes: int) -> None:
+    unified_safetensors(c.src, c.src_strategy, c.dst, max_process_num=processes)
+    files = weight_map(c.dst)
+    assert sorted(set(files.values())) == ["part0.safetensors", "part1.safetensors"]
+    assert files.keys() == PLACED.keys()
+    for name, file in files.items():
+        assert read_shard(c.dst / file)[name] == as_read(TENSORS)[name]
+    # As one full checkpoint it is the same as the ranks.
+    reshard_mpi.diff(c.src, c.dst, c.src_strategy)
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_shares_of_the_files(c: Conversion) -> None:
+    unified_safetensors(c.src, c.src_strategy, c.dst, split_dst_file=(2, 2))
+    assert sorted(path.name for path in c.dst.iterdir()) == ["part1.safetensors"]
+    unified_safetensors(c.src, c.src_strategy, c.dst, split_dst_file=(1, 2))
+    assert (c.dst / "param_name_map.json").exists() and len(list(c.dst.glob("*.safetensors"))) == 3
+    with pytest.raises(UsageError, match="more shares than"):
+        unified_safetensors(c.src, c.src_strategy, c.dst, split_dst_file=(4, 4))
+    for share in ((0, 2), (3, 2), (1,), (1, 2, 3)):
+        with pytest.raises(UsageError, match="split_dst_file"):
+            unified_safetensors(c.src, c.src_strategy, c.dst, split_dst_file=share)
+
+
+def test_what_is_left_out_is_nowhere(c: Conversion) -> None:
+    unified_safetensors(c.src, c.src_strategy, c.dst, choice_func=lambda name: name != "moments.w")
+    chosen = {name: array for name, array in TENSORS.items() if name != "moments.w"}
+    held = read_shard(c.dst / "part0.safetensors") | read_shard(c.dst / "hyper_param.safetensors")
+    assert held == as_read(chosen)
+
+
+def test_other_names(c: Conversion) -> None:
+    names = {"w": "model.weight", "global_step": "step"}
+    unified_safetensors(c.src, c.src_strategy, c.dst, choice_func=lambda name: names.get(name, name == "b"))
+    assert read_shard(c.dst / "part0.safetensors") == as_read({"model.weight": TENSORS["w"], "b": TENSORS["b"]})
+    assert read_shard(c.dst / "hyper_param.safetensors") == as_read({"step": TENSORS["global_step"]})
+    assert weight_map(c.dst).keys() == {"model.weight", "b"}
+
+
+def _same(_: str) -> str:
+    return "w"
+
+
+def _nothing(_: str) -> bool:
+    return False
+
+
+def _number(_: str) -> int:
+    return 1
+
+
+def _no_text(name: str) -> str:
+    return f"\ud800{name}"
+
+
+@pytest.mark.parametrize(
+    ("choose", "says"),
+    [
+        (_same, "two tensors the name"),
+        (_nothing, "leaves nothing"),
+        (_number, "choice_func returns"),
+        (_no_text, "Unicode"),
+    ],
+)
+def test_choices_that_cannot_be(c: Conversion, choose: Callable[[str], bool | str], says: str) -> None:
+    with pytest.raises(ReshardError, match=says):
+        unified_safetensors(c.src, c.src_strategy, c.dst, choice_func=choose)
+    assert not c.dst.exists() or not list(c.dst.iterdir())
+
+
+def test_the_end_of_names(c: Conversion) -> None:
+    for rank in range(4):
+        c.shard(rank).rename(c.shard(rank).with_name(f"net_{rank}-1_10.safetensors"))
+        later = [sample(name, np.zeros_like(array)) for name, array in c.arrays(rank).items()]
+        safetensors_peer.write(c.shard(rank).with_name(f"net_{rank}-3_10.safetensors"), Contents.of(later))
+    unified_safetensors(c.src, c.src_strategy, c.dst, file_suffix="1_10")
+    assert read_shard(c.dst / "part0.safetensors") == as_read(PLACED)
+    unified_safetensors(c.src, c.src_strategy, c.dst)
+    assert not any(any(content) for _, _, content in read_shard(c.dst / "part0.safetensors").values())
+    with pytest.raises(SourceError):
+        unified_safetensors(c.src, c.src_strategy, c.dst, file_suffix="[3]_10")
+
+
+def test_a_lost_shard_that_another_rank_has(c: Conversion) -> None:
+    c.remove(0)
+    unified_safetensors(c.src, c.src_strategy, c.dst)
+    assert read_shard(c.dst / "part0.safetensors") == as_read(PLACED)
+    c.remove(2)
+    with pytest.raises(ReshardError):
+        unified_safetensors(c.src, c.src_strategy, c.dst.with_name("other"))
+    assert not c.dst.with_name("other").exists()
+
+
+def test_shards_without_a_strategy_are_refused(c: Conversion) -> None:
+    with pytest.raises(SourceError):
+        unified_safetensors(c.src, None, c.dst)
+
+
+def test_the_source_is_left_alone(c: Conversion) -> None:
+    for target in (c.src, c.src / "rank_0"):
+        with pytest.raises(ReshardError):
+            unified_safetensors(c.src, c.src_strategy, target)
+    assert not list(c.src.rglob("part*"))
+
+
+def test_files_that_are_there_are_replaced_and_a_failure_leaves_no_map(
+    c: Conversion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unified_safetensors(c.src, c.src_strategy, c.dst)
+    before = (c.dst / "part0.safetensors").stat().st_ino
+    unified_safetensors(c.src, c.src_strategy, c.dst)
+    assert (c.dst / "part0.safetensors").stat().st_ino != before
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(unified, "write_whole", fail)
+    with pytest.raises(ReshardError, match="No space left"):
+        unified_safetensors(c.src, c.src_strategy, c.dst, max_process_num=1)
+    assert not (c.dst / "param_name_map.json").exists() and (c.dst / "part0.safetensors").exists()
