@@ -202,7 +202,7 @@ def require_tensors_or_strings(manifests: Mapping[int, Manifest]) -> None:
 
 
 def left_out_of(manifests: Mapping[int, Manifest]) -> Iterator[str]:
-    """Yield what is to be said of things in the opened shards that cannot be carried: one line for those alike."""
+    """Yield a warning for things in the opened shards that cannot be converted; one for all shards with the same."""
     alike: dict[tuple[str, ...], list[Manifest]] = {}
     for manifest in manifests.values():
         if manifest.left_out:
@@ -214,12 +214,12 @@ def left_out_of(manifests: Mapping[int, Manifest]) -> Iterator[str]:
 
 
 def require_nothing_left_out(manifests: Mapping[int, Manifest]) -> None:
-    """Raise DisagreementError if anything in the opened shards cannot be carried."""
-    for said in left_out_of(manifests):
+    """Raise DisagreementError if anything in the opened shards cannot be converted."""
+    for warning in left_out_of(manifests):
         raise DisagreementError(
             "something in the source cannot be carried to the target",
             expected="tensors and plain data alone, as --strict demands",
-            got=said,
+            got=warning,
             remedy="leave --strict out, or save the source without it",
         )
 

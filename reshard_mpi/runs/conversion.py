@@ -100,7 +100,7 @@ class Conversion:
         )
 
     def _without_strings(self, plan: RankPlan) -> RankPlan:
-        """Return a plan without the texts that the target has no place for; under `strict`, raise DisagreementError."""
+        """Return a plan without strings, for which the target has no place. Raises DisagreementError if `strict`."""
         names = ", ".join(plan.strings)
         if self.strict:
             raise DisagreementError(

@@ -119,9 +119,9 @@ def stranger_notes(paths: Iterable[Path]) -> tuple[str, ...]:
 
 
 def require_no_strangers(folder: Path, endings: tuple[str, ...], names: Iterable[str]) -> None:
-    """Raise TargetError if files lie in a folder that would be taken for a part of the checkpoint written there.
+    """Raise TargetError if a folder has foreign files that would be taken for a part of the checkpoint written there.
 
-    endings: of such files. names: of those that are a part of it.
+    endings: of the names of such files. names: of the files that are part of the checkpoint.
     """
     own = set(names)
     lying = shards_in(folder, None) if folder.is_dir() else []

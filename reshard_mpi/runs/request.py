@@ -11,14 +11,14 @@ from reshard_mpi.processes.governor.allowance import Allowance
 from reshard_mpi.sharding import strategy
 from reshard_mpi.sharding.placement import Strategy, unsharded
 
-# 5GB: what huggingface_hub fills files up to.
+# 5 GB, the size up to which huggingface_hub fills files.
 _USUAL_FILE_BYTES = 5 * 10**9
 
 
 class TargetFile(NamedTuple):
-    """A file of the target where the caller says which tensors it holds, in whole.
+    """A file of the target, for which the caller says which tensors it holds, each whole.
 
-    tensors: what each of them is called in the source, and in the file. size_bytes: of all of them.
+    tensors: the name of each in the source, and that in the file. size_bytes: of all of them.
     """
 
     name: str
@@ -36,8 +36,8 @@ class Request(NamedTuple):
     replaced. memory: a size, "unlimited", or None for what the environment says. max_active: how many processes of a
     host may transform at once; None: any number. verify: read sources and targets again, compare them, and keep sums.
     crc: add a checksum to target files. replicas: which copies are compared before one is taken. report: path of the
-    report that will be written; None: none. max_shard_size: the most bytes of a file, where files are filled up to a size;
-    None: what is usual. files: those of the target, for a run whose caller says which tensors each holds.
+    report that will be written; None: none. max_shard_size: the most bytes of a file, where files are filled up to a
+    size; None: the usual size. files: those of the target, for a run whose caller says which tensors each holds.
     """
 
     source: str
@@ -66,7 +66,7 @@ class Request(NamedTuple):
 
     @property
     def most_file_bytes(self) -> int:
-        """How large a file may become that is filled up to a size."""
+        """The most bytes of a file that is filled up to a size."""
         return _USUAL_FILE_BYTES if self.max_shard_size is None else self.max_shard_size
 
     @property
