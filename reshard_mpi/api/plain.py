@@ -28,7 +28,7 @@ def plain_size(value: object, name: str) -> str | int | None:
 
 
 def plain_bytes(value: object, name: str) -> int | None:
-    """Return a size (a text or a number) in bytes; None for None. Raises WrongTypeError, UsageError if it is no size."""
+    """Return a size, a text or a number, in bytes; None for None. Raises WrongTypeError or UsageError."""
     size = plain_size(value, name)
     try:
         size_bytes = parse_bytes(size) if isinstance(size, str) else size

@@ -101,7 +101,7 @@ def unified_files(plan: RankPlan, choose: Choose | None) -> tuple[TargetFile, ..
 
 
 def numbers_of(request: Request) -> Sequence[int]:
-    """Return the numbers of the files that a request writes: its share of the parts; with the first, also all others."""
+    """Return the numbers of the files that a request writes: its share of the parts; the first share has all others."""
     parts = [number for number, file in enumerate(request.files) if file.name != HYPER]
     share, shares = request.part or (0, 1)
     others = [number for number in range(len(request.files)) if number not in parts] if share == 0 else []
