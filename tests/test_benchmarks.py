@@ -100,6 +100,19 @@ class TestCommands:
         assert set(rows) == keys("tensors.")
         assert {key for key, row in rows.items() if row["skipped"]} == {"tensors.ckpt", "tensors.torch"}
 
+    def test_forms(self, tmp_path: Path, bare_interpreter: Path) -> None:
+        sizes = ["--megabytes", "1", "--large-megabytes", "1", "--pairs", "1"]
+        peers = ["--mindspore", bare_interpreter, "--torch", bare_interpreter]
+        rows = run_benchmark(tmp_path, "forms", *sizes, *peers)
+        assert set(rows) == keys("forms.")
+        with_figures = {key for key, row in rows.items() if row["skipped"] is None}
+        assert with_figures == {"forms.memory", *(key for key in rows if key.startswith("forms.cp."))}
+
+    def test_forms_beside_the_peers_that_are_installed(self, tmp_path: Path) -> None:
+        rows = run_benchmark(tmp_path, "forms", "--megabytes", "1", "--large-megabytes", "1", "--pairs", "1")
+        if find_spec("torch") and find_spec("mindspore"):
+            assert {key: row["skipped"] for key, row in rows.items() if row["skipped"]} == {}
+
     def test_scaling(self, tmp_path: Path) -> None:
         sizes = ["--megabytes", "1", "--processes", "1", "2"]
         rows = run_benchmark(tmp_path, "scaling", "--pairs", "1", *sizes)
@@ -111,7 +124,11 @@ class TestCommands:
         assert set(rows) == keys("verify.")
         assert all(row["skipped"] is None for row in rows.values())
 
-    @pytest.mark.parametrize("name", ["conversion", "planning", "startup", "scaling", "verification", "tensors"])
+    @pytest.mark.parametrize(
+        "name", ["conversion", "planning", "startup", "scaling", "verification", "tensors", "forms"]
+    )
+        "name", ["conversion", "planning", "startup", "scaling", "verification", "tensors", "forms"]
+    )
     def test_help_names_every_option(self, name: str, capsys: Capture) -> None:
         with pytest.raises(SystemExit, match="0"):
             parser().parse_args([name, "--help"])
