@@ -132,7 +132,7 @@ class SourceCheckpoint:
 
     @property
     def described(self) -> str:
-        """The checkpoint in one line of words: its format, files, ranks and tensors."""
+        """What it is, in a line: its format, files, ranks and tensors."""
         files = sum(map(len, self.files.by_rank.values())) - (1 if self.files.is_folder else 0)
         ranks, tensors = self.strategy.world_size, self.extent.tensors
         counts = [f"{files} {'file' if files == 1 else 'files'}"]

@@ -58,7 +58,7 @@ def require_never_saved(
     origins: tuple[Placement, ...],
     source: Strategy,
     target: Strategy,
-    held: Iterable[tuple[Collection[str], SourceGroup]],
+    wanted: Iterable[tuple[Collection[str], SourceGroup]],
     manifests: Mapping[int, Manifest],
     lost: Mapping[int, Lost],
 ) -> None:
@@ -66,13 +66,13 @@ def require_never_saved(
 
     Nothing is raised for what was evidently never saved: state named after a parameter (`adam_m.weight`) of a kind
     (`adam_m.`) that the target gets of no parameter, while every opened shard holds all that it should. origins: where
-    the source strategy places the tensor. held: the names of all that the target gets, by group.
+    the source strategy places the tensor. wanted: the names of all that the target gets, by group.
     """
     stages = {stage for origin in origins for stage in origin.stages}
     suspects = [shard for rank, shard in lost.items() if shard.problem and source.stage_of(rank) in stages]
     if not suspects:
         return
-    groups = list(held)
+    groups = list(wanted)
     lacking = (
         rank
         for _, group in groups

@@ -23,8 +23,8 @@ _MAX_SAMPLED, _SAMPLED_ELEMENTS = 4, 4096
 class PiecesOf:
     """Finds the pieces that one target reads.
 
-    target_rank, targets: the rank and how many ranks there are; where several files hold the same, the target prefers
-    that whose place among the files is nearest to its own among the targets, so that targets read different files.
+    target_rank, targets: the rank, and how many ranks there are. Of several files that hold the same, the target
+    prefers the first one from its own place on among the files, so that targets read different files.
     """
 
     def __init__(self, target_rank: int, targets: int) -> None:

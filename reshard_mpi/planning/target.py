@@ -164,7 +164,7 @@ class ShardPlanner:
         strings, notes = common_strings(self._manifests, self._home)
         if self._unlisted is Unlisted.DROP:
             strings = {}
-        held = ((way.names, way.group, way.layout) for way in self._ways.values())
+        wanted = ((way.names, way.group, way.layout) for way in self._ways.values())
         loose = frozenset(name for way in self._ways.values() if not way.group.listed for name in way.names)
         identity = ShardIdentity(self._rank, self._target.world_size, strategy_table)
         return RankPlan(
@@ -180,7 +180,7 @@ class ShardPlanner:
             loose=loose,
             unplaced=frozenset(name for name in loose if not self._lists(name)),
             moments=tuple(self._shared()),
-            alike=tuple(copies_alike(held, self._box, self._replicas)),
+            alike=tuple(copies_alike(wanted, self._box, self._replicas)),
             lost=self._replaced(groups) if self._lost else (),
             warnings=(
                 *(self._not_its_own() if same_world and self._rank in self._lost else ()),
@@ -319,7 +319,7 @@ class ShardPlanner:
         part, all parts that it holds.
         """
         nearest: dict[int, set[int]] = {rank: set() for rank in sorted(self._lost)}
-        held: dict[int, set[int]] = {rank: set() for rank in nearest}
+        others: dict[int, set[int]] = {rank: set() for rank in nearest}
         for way, group in zip(self._ways.values(), groups):
             for part, route in zip(way.parts, group.routes):
                 first = part.placement.holder(part.piece, self._home)
@@ -327,9 +327,9 @@ class ShardPlanner:
                     if rank == first:
                         instead.add(route.source_rank)
                     elif way.group.listed and rank in part.placement.holders(part.piece):
-                        held[rank].add(route.source_rank)
+                        others[rank].add(route.source_rank)
         return tuple(
-            self._lost[rank]._replace(taken_from=tuple(sorted(nearest[rank] or held[rank]))) for rank in nearest
+            self._lost[rank]._replace(taken_from=tuple(sorted(nearest[rank] or others[rank]))) for rank in nearest
         )
 
     def _not_its_own(self) -> Iterator[str]:
@@ -361,8 +361,8 @@ class ShardPlanner:
             if origins and not any(self._source.stage_of(rank) in stages for rank in self._manifests):
                 raise stage_missing(name, origins, self._source, self._manifests, self._lost)
             if self._lost:
-                held = [(way.names, way.group) for way in self._ways.values()]
-                require_never_saved(name, origins, self._source, self._target, held, self._manifests, self._lost)
+                wanted = [(way.names, way.group) for way in self._ways.values()]
+                require_never_saved(name, origins, self._source, self._target, wanted, self._manifests, self._lost)
             if name in self._target.parameters:
                 absent.append(name)
         if absent and self._strict:

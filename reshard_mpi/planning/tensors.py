@@ -135,12 +135,12 @@ class SourceTensors:
     def _resolve(self, name: str, placements: tuple[Placement, ...]) -> SourceGroup:
         """Return the group of a tensor. placements: those of the strategy; if empty, the tensor is on every rank."""
         kinds = self._kinds(name)
-        held = self._held_in(placements, kinds)
-        listed = bool(held)
+        kinds_in_stages = self._held_in(placements, kinds)
+        listed = bool(kinds_in_stages)
         if not listed:  # in no strategy, or only in stages where the strategy does not list it
             placements = (everywhere(self._strategy),)
-            held = kinds
-        first_rank, first = next(iter(held.items()))
+            kinds_in_stages = kinds
+        first_rank, first = next(iter(kinds_in_stages.items()))
         near = next(placement for placement in placements if self._strategy.stage_of(first_rank) in placement.stages)
         try:
             shape = first.global_shape
@@ -152,9 +152,9 @@ class SourceTensors:
             error.remedy = error.remedy or "check that the strategy is that of this checkpoint"
             raise
         for layout in layouts:
-            for rank in self._held_in((layout.placement,), held):
+            for rank in self._held_in((layout.placement,), kinds_in_stages):
                 self._check(name, rank, layout, first_rank, kinds)
-        for rank, kind in held.items():
+        for rank, kind in kinds_in_stages.items():
             if kind.dtype != first.dtype:
                 raise DisagreementError(
                     f"source shards disagree in the type of {name!r}",
@@ -163,7 +163,7 @@ class SourceTensors:
                     where=self._manifests[rank].path,
                     remedy="use shards of one and the same checkpoint",
                 )
-        return SourceGroup(first.dtype, layouts[0].shape, layouts, listed, tuple(held))
+        return SourceGroup(first.dtype, layouts[0].shape, layouts, listed, tuple(kinds_in_stages))
 
     def _held_in(self, placements: tuple[Placement, ...], kinds: Mapping[int, Kind]) -> dict[int, Kind]:
         """Return the kinds on those ranks whose stage is one of a placement."""

@@ -26,9 +26,9 @@ class TargetReport(NamedTuple):
     """One complete target.
 
     requested_bytes: read from source files. mapped_bytes: mapped of them. process: which process of the run led the
-    target. processes: how many filled it. seconds: for all that was done for it. engine_seconds, waited_seconds: of
-    these, for moving bytes and for waiting for memory, in the slowest process. leased_bytes: memory that each process
-    had asked for. skipped: it was complete before this run.
+    target. processes: how many filled it. seconds: for all that was done for it. engine_seconds: of these, for moving
+    bytes; waited_seconds: for waiting for memory; each the longest of any process. leased_bytes: memory that each
+    process had asked for. skipped: whether it was complete before this run.
     """
 
     rank: int
