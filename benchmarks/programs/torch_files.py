@@ -40,7 +40,11 @@ def shard(source: Path, output: Path, ranks: int) -> None:
 def consolidate(source: Path, output: Path) -> None:
     """Put shards together."""
     output.mkdir()
-    consolidate_safetensors_files(str(source), str(output), num_threads=2)
+    names: dict[str, int] = {}
+    for path in source.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            names.update(dict.fromkeys(file.keys(), 1))  # all into the first file, which is the only one
+    consolidate_safetensors_files(str(source), str(output), names, num_threads=2)
 
 
 def main() -> None:

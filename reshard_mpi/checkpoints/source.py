@@ -119,6 +119,9 @@ class SourceCheckpoint:
             strategy = unsharded(files.path)
         if strategy.world_size == 1 and manifest.identity is None:
             files = require_full(files, manifest, said=said)
+            if manifest.lacks_others:
+                warning = f"{manifest.path} was saved without what other ranks hold: tensors of theirs may be missing"
+                files = files._replace(warnings=(*files.warnings, warning))
         outside = [rank for rank in files.by_rank if rank >= strategy.world_size]
         if outside:
             raise SourceError(
@@ -133,7 +136,8 @@ class SourceCheckpoint:
     @property
     def described(self) -> str:
         """What it is, in a line: its format, files, ranks and tensors."""
-        files = sum(map(len, self.files.by_rank.values())) - (1 if self.files.is_folder else 0)
+        paths = [path for paths in self.files.by_rank.values() for path in paths]
+        files = sum(formats.name_of(path) is not None for path in paths) if self.files.is_folder else len(paths)
         ranks, tensors = self.strategy.world_size, self.extent.tensors
         counts = [f"{files} {'file' if files == 1 else 'files'}"]
         counts += [f"{ranks} ranks"] if ranks > 1 else []
@@ -327,7 +331,8 @@ def _locate(files: ShardFiles, rank: int, like: Manifest | None = None) -> Manif
                 remedy="choose one of them with --select, and convert the others by themselves",
             )
     left_out = tuple(what for manifest in manifests for what in manifest.left_out)
-    return Manifest(files.path, files.format, tensors, strings, left_out=left_out)
+    lacks_others = any(manifest.lacks_others for manifest in manifests)
+    return Manifest(files.path, files.format, tensors, strings, left_out=left_out, lacks_others=lacks_others)
 
 
 def _described(manifest: Manifest) -> Strategy | None:

@@ -32,7 +32,8 @@ class Manifest(NamedTuple):
     """One shard file: its tensors in the file's order, its strings, and its identity if it has one.
 
     structure: if the format has it, another file with an equal one has the same tensors at the same places. left_out:
-    in words, what else is in the file and cannot be converted.
+    in words, what else is in the file and cannot be converted. lacks_others: whether it states
+    that it was saved without what other ranks hold as well.
     """
 
     path: str
@@ -42,6 +43,7 @@ class Manifest(NamedTuple):
     identity: ShardIdentity | None = None
     structure: Structure | None = None
     left_out: tuple[str, ...] = ()
+    lacks_others: bool = False
 
     def at(self, path: str) -> Manifest:
         """Return the manifest of the file `path`, which must have the same structure."""

@@ -39,6 +39,7 @@ _OPTIONS = {
     "strict": "--strict",
     "crc": "--crc",
     "sums_in_shards": "--verify",
+    "max_shard_size": "--max-shard-size",
 }
 # Settings -> the checks of their values.
 SETTINGS: dict[str, Callable[[Any], Any]] = {
@@ -53,6 +54,7 @@ SETTINGS: dict[str, Callable[[Any], Any]] = {
     "crc": fields.flag,
     "sums_in_shards": fields.flag,
     "target_ranks": lambda value: fields.number(value, 1, _MAX_RANKS),
+    "max_shard_size": lambda value: fields.number(value, 1, _MAX_TENSOR_BYTES),
     "src_strategy_file": fields.path,
     "dst_strategy_file": fields.path,
 }

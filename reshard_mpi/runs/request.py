@@ -13,6 +13,8 @@ from reshard_mpi.sharding.placement import Strategy, unsharded
 
 # 5 GB, the size up to which huggingface_hub fills files.
 _USUAL_FILE_BYTES = 5 * 10**9
+# No file is larger, and records of runs hold no larger number.
+_MOST_FILE_BYTES = 1 << 62
 
 
 class TargetFile(NamedTuple):
@@ -67,7 +69,7 @@ class Request(NamedTuple):
     @property
     def most_file_bytes(self) -> int:
         """The most bytes of a file that is filled up to a size."""
-        return _USUAL_FILE_BYTES if self.max_shard_size is None else self.max_shard_size
+        return _USUAL_FILE_BYTES if self.max_shard_size is None else min(self.max_shard_size, _MOST_FILE_BYTES)
 
     @property
     def allowance(self) -> Allowance:

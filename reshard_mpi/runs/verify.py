@@ -228,7 +228,7 @@ def _compare(plan: RankPlan, shard: Manifest) -> tuple[Checked, list[ReshardErro
 def _no_sums(path: str) -> SourceError:
     return SourceError(
         "the checkpoint keeps no sums to verify it against",
-        expected="HDF5 shards or records made by transform --verify, or .ckpt files with a checksum (--crc)",
+        expected="HDF5 shards or records made by transform --verify, or files with a checksum (--crc)",
         got="none of them",
         where=path,
         remedy="give its source as well: reshard-mpi verify SRC DST",

@@ -7,10 +7,12 @@ replicated tensor, a transposed one, objects, lists, a key with dots.
 from __future__ import annotations
 
 import json
+import types
 import zlib
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -205,3 +207,43 @@ def test_protocols(tmp_path: Path, protocol: int) -> None:
     array = np.arange(6, dtype=np.float64)
     dcp_peer.write(tmp_path, {"w": listed(array, [("a", Box((0,), (4,))), ("b", Box((4,), (6,)))])}, protocol=protocol)
     assert arrays_of(tmp_path)["w"].tolist() == array.tolist()
+
+
+def test_what_older_releases_wrote(tmp_path: Path) -> None:
+    """Before torch 2.3 properties were those of sharded tensors, and the metadata had three attributes."""
+    array = np.arange(6, dtype=np.float32)
+    older = type("TensorProperties", (dcp_peer.TensorProperties,), {})
+    older.__module__ = "torch.distributed._shard.sharded_tensor.metadata"
+
+    def spoil(made: dcp_peer.Metadata) -> None:
+        del made.storage_meta, made.version
+        tensor = made.state_dict_metadata["w"]
+        tensor.properties = older(tensor.properties.dtype)
+
+    module = types.ModuleType(older.__module__)
+    module.TensorProperties = older  # type: ignore[attr-defined]
+    with mock.patch.dict(dcp_peer.MODULES, {older.__module__: module}):
+        pieces = [("a", Box((0,), (4,))), ("b", Box((4,), (6,)))]
+        dcp_peer.write(tmp_path, {"w": listed(array, pieces)}, spoil=spoil)
+    assert arrays_of(tmp_path)["w"].tolist() == array.tolist()
+
+
+def test_a_type_that_is_not_known_is_named(tmp_path: Path) -> None:
+    array = np.arange(6, dtype=np.uint8)
+
+    def spoil(made: dcp_peer.Metadata) -> None:
+        made.state_dict_metadata["q"].properties.dtype = dcp_peer.quantized
+
+    pieces = [("a", Box((0,), (6,)))]
+    dcp_peer.write(tmp_path, {"q": listed(array, pieces), "w": listed(array, pieces)}, spoil=spoil)
+    manifest = dcp.open_folder(str(tmp_path))
+    assert list(manifest.tensors) == ["w"]
+    assert manifest.left_out == ("q: a tensor of an unknown type (torch.quint4x2)",)
+
+
+def test_many_pieces_of_one_tensor(tmp_path: Path) -> None:
+    """More than one pickler's batch, and more than a frame of its bytes."""
+    array = np.arange(3000, dtype=np.int32)
+    pieces = [(f"__{at % 3}_0.distcp", Box((at,), (at + 1,))) for at in range(3000)]
+    dcp_peer.write(tmp_path, {"w": listed(array, pieces)})
+    assert arrays_of(tmp_path)["w"].tobytes() == array.tobytes()

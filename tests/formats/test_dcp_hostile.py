@@ -234,6 +234,8 @@ def test_files_without_metadata(tmp_path: Path) -> None:
 
 def test_a_file_by_itself(tmp_path: Path) -> None:
     write(tmp_path)
+    assert len(dcp.locate(str(tmp_path / "__0_0.distcp")).tensors) == 1
+    (tmp_path / ".metadata").unlink()
     with pytest.raises(ShardError, match="does not say what it holds"):
         dcp.locate(str(tmp_path / "__0_0.distcp"))
 
@@ -294,3 +296,28 @@ def test_objects_with_tensors_in_them_are_named(tmp_path: Path) -> None:
     held = torch_peer.tensor(listed(ARRAY, [("a", UPPER)]).pieces[0][2], "0")
     dcp_peer.write(tmp_path, {"w": listed(ARRAY, PIECES)}, {"state": ("a", [1, held])})
     assert any("state.1" in text for text in dcp.open_folder(str(tmp_path)).left_out)
+
+
+PATHS: dict[str, tuple[dict[str, tuple[str | int, ...]], str]] = {
+    "a list with a gap of a billion": ({"w": ("w",), "a.1000000000": ("a", 1_000_000_000)}, "lack most of their items"),
+    "lists with gaps": ({f"a{at}.60000": (f"a{at}", 60_000) for at in range(3)}, "lack most of their items"),
+    "a place before the first": ({"a.-1": ("a", -1)}, "lack most of their items"),
+    "an entry in an entry": ({"a": ("a",), "a.b": ("a", "b")}, "are to lie at one place"),
+    "a list that is a dictionary": ({"a.0": ("a", 0), "a.b": ("a", "b")}, "are to lie at one place"),
+}
+
+
+@pytest.mark.parametrize("what", PATHS)
+def test_paths_that_cannot_be(tmp_path: Path, what: str) -> None:
+    paths, problem = PATHS[what]
+    objects = {name: ("a", None) for name in paths if name != "w"}
+    dcp_peer.write(tmp_path, {"w": listed(ARRAY, PIECES)}, objects, paths=paths)
+    refused(tmp_path, problem)
+
+
+def test_objects_that_take_too_much_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each by itself is small enough to be read."""
+    monkeypatch.setattr(dcp.items, "BUDGET_BYTES", 100_000)
+    objects = {f"o{at}": ("a", [at] * 300) for at in range(8)}
+    dcp_peer.write(tmp_path, {"w": listed(ARRAY, PIECES)}, objects)
+    assert "take too much memory" in refused(tmp_path, "cannot be read")

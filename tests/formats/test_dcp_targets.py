@@ -125,6 +125,21 @@ def test_real_ones_to_a_file_of_torch_and_back(tmp_path: Path) -> None:
     assert before.objects["optim.param_groups.0.betas"] == (0.9, 0.95)
 
 
+def test_real_ones_are_verified_by_their_checksums(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(GOLDEN / "four_ranks", source)
+    assert "verified 4 shards" in run(["verify", str(source)])
+    path = source / "__1_0.distcp"
+    entry = dcp.locate(str(path)).tensors["model.col [0, 4]"]
+    assert entry.stored is not None
+    content = bytearray(path.read_bytes())
+    content[entry.stored.ranges[0].offset_bytes] ^= 1
+    path.write_bytes(content)
+    assert "does not fit its own checksum" in run(["verify", str(source)], 4)
+    said = run(["transform", str(source), str(tmp_path / "x"), "--to", "ckpt", "--verify"], 3)
+    assert str(path) in said and not (tmp_path / "x").exists()
+
+
 def test_a_lost_file_is_refused(tmp_path: Path) -> None:
     source = tmp_path / "source"
     shutil.copytree(GOLDEN / "four_ranks", source)

@@ -141,6 +141,8 @@ def _umask() -> int:
 def test_one_file_has_no_index(tmp_path: Path) -> None:
     there, _ = written(tmp_path)
     assert sorted(path.name for path in there.dst.glob("model*")) == [SINGLE]
+    said = done(["transform", str(there.dst), str(tmp_path / "out"), "--jobs", "1"])
+    assert "Hugging Face folder, 1 file, 4 tensors" in said
     assert loaded(there.dst).keys() == TENSORS.keys()
     done(["inspect", str(there.dst)])
 
@@ -166,7 +168,7 @@ def test_tasks_of_an_array_write_the_index_last(tmp_path: Path) -> None:
 def test_another_size_makes_another_run(tmp_path: Path) -> None:
     there, _ = written(tmp_path, "--max-shard-size", "140")
     said = refused(there.arguments("transform", "--to", "hf", "--max-shard-size", "141", "--resume"))
-    assert "another run" in said
+    assert "another run" in said and "--max-shard-size 141" in said
     said = refused(there.arguments("transform", "--to", "hf", "--overwrite"))
     assert "no part of the checkpoint" in said and "model-00001-of-00003.safetensors" in said
 

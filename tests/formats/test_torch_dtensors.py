@@ -224,3 +224,13 @@ def test_meshes_of_deeply_nested_values(tmp_path: Path, attribute: str) -> None:
     torch_peer.archive(path, {"data.pkl": deep, "data/0": bytes(24), "version": b"3\n"})
     with pytest.raises(ShardError, match="cannot be placed"):
         torch.locate(str(path))
+
+
+def test_tensors_of_very_many_pieces_are_not_counted_without_end(tmp_path: Path) -> None:
+    ranks = 1 << 17
+    layout = made("_mesh_layout", "_MeshLayout", shape=(ranks,), stride=(1,))
+    mesh = made("device_mesh", "DeviceMesh", _layout=layout, _flatten_rank_map=tuple(range(ranks)), _rank=0)
+    tensors = {f"w{at}": older_tensor("0", mesh, [0], (1,), (at + 1,)) for at in range(9)}
+    path = save_older(tmp_path / "net.pt", tensors, **{"0": 4})
+    with pytest.raises(ShardError, match="cut in different ways"):
+        torch.locate(str(path))

@@ -129,6 +129,10 @@ def _modules() -> dict[str, types.ModuleType]:
 
 
 MODULES = _modules()
+# An element type of torch that no other format has.
+quantized = torch_peer._Element("quint4x2")
+quantized.__module__ = "torch"  # type: ignore[attr-defined]
+MODULES["torch"].quint4x2 = quantized  # type: ignore[attr-defined]
 Spoil = Callable[[Metadata], object]
 
 

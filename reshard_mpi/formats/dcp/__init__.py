@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from reshard_mpi.formats.dcp.indexing import index
 from reshard_mpi.formats.dcp.reading import NAME, files_of, open_folder
+from reshard_mpi.formats.dcp.single import check_crc, locate
 from reshard_mpi.formats.dcp.writing import (
-    check_crc,
     file_name,
-    locate,
     read_back,
     reserve,
     seal,

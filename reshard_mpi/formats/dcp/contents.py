@@ -67,6 +67,11 @@ def size_at_most_bytes(names: list[str], dimensions: list[int], strings: dict[st
     return of_names + of_kinds + of_strings + 512 + _END.size
 
 
+def is_there(fd: int, size_bytes: int) -> bool:
+    """Tell whether a file ends as those do that this program has written."""
+    return os.pread(fd, len(_MARK), max(0, size_bytes - _END.size)) == _MARK
+
+
 def read(fd: int, path: str, size_bytes: int) -> Contents:
     """Read what a file says of itself. Raises ShardError if it says nothing, or is damaged."""
     end = os.pread(fd, _END.size, max(0, size_bytes - _END.size))

@@ -15,10 +15,11 @@ from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import files
 from reshard_mpi.formats.columns import ELSEWHERE, Kind, Tensors
 from reshard_mpi.formats.dcp.states import ItemKey
-from reshard_mpi.formats.nest.trees import Unreadable, Value
+from reshard_mpi.formats.nest.trees import Unreadable, Value, parts
 from reshard_mpi.formats.places import ByteRange, Place, Segments, Strided
 from reshard_mpi.formats.torch import archive
 from reshard_mpi.formats.torch.content import Content
+from reshard_mpi.formats.torch.pickles import BUDGET_BYTES
 from reshard_mpi.formats.torch.tensors import StoredTensor
 from reshard_mpi.formats.torch.zipped import of_archive
 from reshard_mpi.units import KIB
@@ -30,6 +31,7 @@ _MAX_KNOWN = 64
 # Objects are mostly numbers and short lists; of so many small ones it is remembered what they are.
 _SMALL_BYTES, _MAX_REMEMBERED = 4 * KIB, 1024
 _CRC_BYTES = 4
+_PART_BYTES = 100
 
 
 class Wanted(NamedTuple):
@@ -60,13 +62,28 @@ class _Sort(NamedTuple):
     swapped: bool
 
 
-def locate_items(path: str, wanted: Sequence[Wanted]) -> LocatedFile:
+class Budget:
+    """What all objects of a checkpoint together may take of memory."""
+
+    def __init__(self) -> None:
+        self.left_bytes = BUDGET_BYTES
+
+    def spend(self, value: Value) -> None:
+        """Count a value, each part of it as often as it is met, since it is written so."""
+        waiting = [value]
+        while waiting and self.left_bytes > 0:
+            part = waiting.pop()
+            self.left_bytes -= _PART_BYTES + (len(part) if isinstance(part, (str, bytes)) else 0)
+            waiting += parts(part)
+
+
+def locate_items(path: str, wanted: Sequence[Wanted], budget: Budget) -> LocatedFile:
     """Locate items of the file at `path`. Raises ShardError if one is not there, or is not what it should be."""
     ordered = sorted(wanted, key=lambda item: item.offset_bytes)
     with files.opened(path) as (fd, size_bytes):
         _require_apart(ordered, path, size_bytes)
         try:
-            return _Locating(fd, path).located(ordered)
+            return _Locating(fd, path, budget).located(ordered)
         except OSError as error:
             raise ShardError("a file of a checkpoint cannot be read", got=str(error), where=path) from error
 
@@ -104,9 +121,10 @@ def named(key: ItemKey) -> str:
 class _Locating:
     """A file while its items are located."""
 
-    def __init__(self, fd: int, path: str) -> None:
+    def __init__(self, fd: int, path: str, budget: Budget) -> None:
         self._fd = fd
         self._path = path
+        self._budget = budget
         self._sorts: dict[int, list[_Sort]] = {}
         self._remembered: dict[bytes, Value] = {}
 
@@ -177,7 +195,15 @@ class _Locating:
         content = os.pread(self._fd, item.length_bytes, item.offset_bytes) if is_small else b""
         if content in self._remembered:
             return self._remembered[content]
-        root = self._content(item).root
+        if self._budget.left_bytes <= 0:
+            raise ShardError(
+                "the objects of a checkpoint take too much memory",
+                expected=f"{BUDGET_BYTES} bytes at most",
+                got=f"more, without {named(item.key)}",
+                where=self._path,
+            )
+        root = of_archive(self._fd, self._path, item.length_bytes, item.offset_bytes, self._budget.left_bytes).root
+        self._budget.spend(root)
         if content and len(self._remembered) < _MAX_REMEMBERED:
             self._remembered[content] = root
         return root

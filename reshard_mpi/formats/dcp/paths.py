@@ -17,7 +17,7 @@ Keys = tuple[str | int, ...]
 
 # Dictionaries of other classes; what is in them is flattened like that of a plain one.
 _DICTIONARIES = frozenset(Global("collections", name) for name in ("OrderedDict", "defaultdict"))
-# A list may lack items, which torch fills with None: those that were empty dictionaries.
+# Lists may lack items, which torch fills with None: those that were empty dictionaries.
 _MOST_LACKING = 1 << 16
 
 
@@ -37,22 +37,25 @@ def tree_of(values: Iterable[tuple[Keys, Value]], where: str) -> Value:
     Raises ShardError if two paths contradict each other.
     """
     root: dict[str | int, Value] = {}
-    lists: list[tuple[dict[str | int, Value], str | int]] = []
+    lists: list[_List] = []
     for path, value in values:
         inner = root
         for key, further in pairwise(path):
-            made = inner.get(key)
-            if made is None:
-                made = inner[key] = _List() if type(further) is int else _Dictionary()
+            if key not in inner:
+                inner[key] = _List() if type(further) is int else _Dictionary()
                 if type(further) is int:
-                    lists.append((inner, key))
+                    lists.append(inner[key])
+            made = inner[key]
             if type(made) is not (_List if type(further) is int else _Dictionary):
                 raise _contradiction(path, where)
             inner = made
         if path[-1] in inner:
             raise _contradiction(path, where)
         inner[path[-1]] = value
-    return _finished(root, where)
+    places = [[key for key in made if type(key) is int] for made in lists]
+    if sum(max(keys) + 1 - len(keys) for keys in places) > _MOST_LACKING or any(min(keys) < 0 for keys in places):
+        raise ShardError("lists of a checkpoint lack most of their items", where=where)
+    return _finished(root)
 
 
 class _Dictionary(dict[str | int, Value]):
@@ -63,17 +66,11 @@ class _List(dict[str | int, Value]):
     """A list of the tree while it is made, by place."""
 
 
-def _finished(made: Mapping[str | int, Value], where: str) -> Value:
-    values = {
-        key: _finished(value, where) if type(value) in (_Dictionary, _List) else value for key, value in made.items()
-    }
+def _finished(made: Mapping[str | int, Value]) -> Value:
+    values = {key: _finished(value) if type(value) in (_Dictionary, _List) else value for key, value in made.items()}
     if type(made) is not _List:
         return Dict([part for pair in values.items() for part in pair])
     length = max(key for key in values if type(key) is int) + 1
-    if length - len(values) > _MOST_LACKING or min(key for key in values if type(key) is int) < 0:
-        raise ShardError(
-            "a list of a checkpoint lacks most of its items", got=f"{len(values)} of {length}", where=where
-        )
     return [values.get(at) for at in range(length)]
 
 

@@ -11,7 +11,7 @@ from reshard_mpi.errors import ShardError, told
 from reshard_mpi.formats import files, nest
 from reshard_mpi.formats.columns import Kind
 from reshard_mpi.formats.dcp import metadata
-from reshard_mpi.formats.dcp.items import LocatedFile, MisfitError, Wanted, locate_items, named
+from reshard_mpi.formats.dcp.items import Budget, LocatedFile, MisfitError, Wanted, locate_items, named
 from reshard_mpi.formats.dcp.metadata import INDEX, Metadata
 from reshard_mpi.formats.dcp.paths import Leaf, is_leaf, tree_of
 from reshard_mpi.formats.dcp.states import Chunk, ItemKey
@@ -32,7 +32,8 @@ class _Read(NamedTuple):
     metadata: Metadata
 
 
-# Whoever asks for the files of a checkpoint opens it next: its metadata is kept so long, since it may be large.
+# Whoever asks for the files of a checkpoint opens it next, or goes through them: its metadata is kept so long and no
+# longer, since it may be large.
 _kept: list[_Read] = []
 
 
@@ -86,6 +87,33 @@ def open_folder(folder: str) -> Manifest:
     return Manifest(folder, NAME, listed, strings, left_out=(*found.left_out, *left_out))
 
 
+def wanted_in(path: str) -> list[Wanted]:
+    """Return the items that the metadata beside a file says lie in it, objects among them.
+
+    Raises ShardError if the metadata is not there, or is damaged.
+    """
+    file, folder = Path(path).name, str(Path(path).parent)
+    if not Path(folder, INDEX).is_file():
+        raise ShardError(
+            "a file of a torch distributed checkpoint does not say what it holds",
+            expected=f"{INDEX} beside it, which does",
+            got="the file alone",
+            where=path,
+            remedy=f"give the folder in which {INDEX} lies",
+        )
+    read = _metadata_of(folder)
+    _kept[:] = [read]
+    found = read.metadata
+    names = {place.file for place in found.items.values()}
+    if file == max(names, key=natural_key, default=file):
+        _kept.clear()  # whoever goes through all files is done
+    return [
+        Wanted(place.offset_bytes, place.length_bytes, key, kind)
+        for key, kind in _items(found)
+        if (place := found.items[key]).file == file
+    ]
+
+
 def _located(folder: str, found: Metadata) -> tuple[dict[str, LocatedFile], dict[str, str]]:
     """Return what lies in each file, and in words what is wrong with those that cannot be used."""
     wanted: dict[str, list[Wanted]] = {}
@@ -94,12 +122,13 @@ def _located(folder: str, found: Metadata) -> tuple[dict[str, LocatedFile], dict
         if place.file == INDEX and place.offset_bytes < found.end:
             raise ShardError("an item is to lie in the metadata itself", got=named(key), where=str(Path(folder, INDEX)))
         wanted.setdefault(place.file, []).append(Wanted(place.offset_bytes, place.length_bytes, key, kind))
+    budget = Budget()
     located, missing = dict[str, LocatedFile](), dict[str, str]()
     for file in sorted(wanted, key=natural_key):
         path = str(Path(folder, file))
         _require_inside(folder, path)
         try:
-            located[file] = locate_items(path, wanted[file])
+            located[file] = locate_items(path, wanted[file], budget)
         except MisfitError:
             raise
         except ShardError as error:

@@ -64,7 +64,7 @@ def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
     return Manifest(path, NAME, tensors, strings)
 
 
-def locate(path: str, like: Manifest | None = None) -> Manifest:
+def locate_own(path: str) -> Manifest:
     """Find the tensors of a file that this program has written. Raises ShardError if it is another one, or damaged."""
     with files.opened(path) as (fd, size_bytes):
         found = contents.read(fd, path, size_bytes)
@@ -88,7 +88,7 @@ def locate(path: str, like: Manifest | None = None) -> Manifest:
 
 def read_back(meant: Manifest) -> None:
     """Look at the structure of a file that was just written. Raises ShardError if it is not what was meant."""
-    found = locate(meant.path)
+    found = locate_own(meant.path)
     if found.tensors != meant.tensors or found.strings != meant.strings:
         raise files.not_as_written(meant.path)
 
@@ -100,11 +100,6 @@ def seal(fd: int, path: str, sums: Mapping[str, int] = NO_SUMS, *, crc: bool = F
 def stored_sums(path: str) -> Mapping[str, int]:
     """Return nothing: the format has no place for the sums of tensors."""
     return NO_SUMS
-
-
-def check_crc(path: str) -> bool:
-    """Tell that a file has no checksum of all of it."""
-    return False
 
 
 def entries_of(names: Sequence[str], strings: Mapping[str, str], where: str) -> list[tuple[str, Keys, Value]]:

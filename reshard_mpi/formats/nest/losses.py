@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
-from reshard_mpi.formats.nest.trees import Call, Dict, Global, Unreadable, Value
+from reshard_mpi.formats.nest.trees import Call, Global, Unreadable, Value, parts
 
 # So many parts of a value are looked into for tensors that are lost with it.
 _MAX_LOOKED_INTO = 1 << 16
@@ -32,19 +32,8 @@ def _tensors_in(value: Value, is_tensor: Callable[[Value], bool]) -> int:
     while waiting and len(met) < _MAX_LOOKED_INTO:
         part = waiting.pop()
         tensors += is_tensor(part)
-        for further in _parts(part):
+        for further in parts(part):
             if id(further) not in met:
                 met.add(id(further))
                 waiting.append(further)
     return tensors
-
-
-def _parts(value: Value) -> Iterable[Value]:
-    kind = type(value)
-    if kind is list or kind is tuple:
-        return value  # type: ignore[no-any-return]
-    if kind is Dict:
-        return value.flat  # type: ignore[no-any-return]
-    if kind is Call:
-        return (*value.args, *(value.items or ()), *(value.flat or ()), value.state)
-    return ()

@@ -6,7 +6,7 @@ is a leaf of the format that made the tree, such as a tensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 # Any of the above. What a hostile file makes of it may be its own part, and as deep as it is long.
@@ -62,6 +62,18 @@ class Call:
     def pairs(self) -> Iterator[tuple[Value, Value]]:
         flat = self.flat or []
         return zip(flat[::2], flat[1::2])
+
+
+def parts(value: Value) -> Iterable[Value]:
+    """Return what a value has in it, one level down."""
+    kind = type(value)
+    if kind is list or kind is tuple:
+        return value  # type: ignore[no-any-return]
+    if kind is Dict:
+        return value.flat  # type: ignore[no-any-return]
+    if kind is Call:
+        return (*value.args, *(value.items or ()), *(value.flat or ()), value.state)
+    return ()
 
 
 class Unreadable(NamedTuple):

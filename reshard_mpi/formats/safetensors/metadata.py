@@ -13,5 +13,7 @@ FORMAT, MINDSPORE, TORCH = "format", "ms", "pt"
 CRC = "crc_num"
 # In an entry with the name of a tensor: one value a byte, stored as I8.
 INT4_TAG = "Int4"
+# "True" where what several ranks hold is in the file of one of them.
+REMOVED = "remove_redundancy"
 # A string of a shard, behind this prefix. Other entries of foreign files are not kept.
 STRING_PREFIX = "__reshard_mpi__:"

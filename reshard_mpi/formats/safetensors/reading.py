@@ -14,7 +14,7 @@ from reshard_mpi.formats.columns import Kind, Tensors
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.safetensors import structure
 from reshard_mpi.formats.safetensors.header import Header, Usual
-from reshard_mpi.formats.safetensors.metadata import CRC, INT4_TAG, METADATA, STRING_PREFIX
+from reshard_mpi.formats.safetensors.metadata import CRC, INT4_TAG, METADATA, REMOVED, STRING_PREFIX
 from reshard_mpi.formats.safetensors.types import BY_TAG, INT4
 
 NAME = "safetensors"
@@ -32,11 +32,12 @@ MAX_STRING_BYTES = files.MAX_STRING_BYTES // 2
 
 
 class Contents(NamedTuple):
-    """What a file holds. crc: its entry `crc_num`, if it has one."""
+    """What a file holds. crc: its entry `crc_num`, if it has one. lacks_others: see `Manifest`."""
 
     tensors: Tensors
     strings: dict[str, str]
     crc: str | None
+    lacks_others: bool
 
 
 def locate(path: str, like: Manifest | None = None) -> Manifest:
@@ -49,8 +50,9 @@ def locate(path: str, like: Manifest | None = None) -> Manifest:
     with files.opened(path) as (fd, size_bytes):
         if like is not None and like.structure is not None and structure.of_file(fd, size_bytes) == like.structure:
             return like.at(path)
-        contents = read(fd, path, size_bytes)
-        return Manifest(path, NAME, contents.tensors, contents.strings, structure=structure.of_file(fd, size_bytes))
+        tensors, strings, _, lacks_others = read(fd, path, size_bytes)
+        made = structure.of_file(fd, size_bytes)
+        return Manifest(path, NAME, tensors, strings, structure=made, lacks_others=lacks_others)
 
 
 def read_back(meant: Manifest) -> None:
@@ -77,6 +79,7 @@ class _Reading:
         self._strings: dict[str, str] = {}
         self._int4: dict[str, int] = {}
         self._crc: str | None = None
+        self._lacks_others = False
         self._has_metadata = False
         self._kept_bytes = 0
 
@@ -95,7 +98,7 @@ class _Reading:
         header.require_end()
         self._require_tiles()
         self._mark_int4()
-        return Contents(self._tensors, self._strings, self._crc)
+        return Contents(self._tensors, self._strings, self._crc, self._lacks_others)
 
     def _add_usual(self, entry: Usual) -> None:
         """Add a tensor of the usual form; its kind is looked at once for all that are alike."""
@@ -252,6 +255,8 @@ class _Reading:
         name = key.removeprefix(STRING_PREFIX)
         if (key == CRC and self._crc is not None) or key in self._int4 or (key != name and name in self._strings):
             raise self._header.damage(f"the metadata of a shard says {key!r} twice", at, expected="it once")
+        if key == REMOVED:
+            self._lacks_others = text == "True"
         if key == CRC:
             self._crc = text if text is not None else "too long"
         elif key != name:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -13,6 +14,9 @@ from reshard_mpi.formats.torch.tensors import DistributedTensor, numbers
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import Placement, Strategy
 from reshard_mpi.sharding.strategy import table
+
+# Pieces of tensors whose pieces are not of one length: of those that are cut differently, and of all.
+_MAX_DIFFERENT_PIECES, _MAX_PIECES = 1 << 20, 1 << 24
 
 
 class Whole(NamedTuple):
@@ -29,7 +33,7 @@ def described(tensors: Sequence[tuple[str, Value]], path: str) -> tuple[Mapping[
     """
     wholes: dict[str, Whole] = {}
     placements: dict[str, tuple[Placement, ...]] = {}
-    known: dict[Placement, Placement] = {}
+    placing = _Placing()
     distributed = [(name, tensor) for name, tensor in tensors if type(tensor) is DistributedTensor]
     if not distributed:
         return {}, None
@@ -47,10 +51,9 @@ def described(tensors: Sequence[tuple[str, Value]], path: str) -> tuple[Mapping[
         try:
             state = state_of(tensor.spec, "DTensorSpec")
             global_shape = _global_shape(state)
-            placement = placement_of(mesh, _cuts(state, mesh, len(global_shape)), global_shape)
+            placement, box = placing.of(mesh, _cuts(state, mesh, len(global_shape)), global_shape)
         except (UnclearError, LayoutError, ValueError) as error:
             raise _unplaced(error, where) from None
-        box = part_of(placement, mesh.rank, global_shape)
         if box.shape != tensor.local.shape:
             raise ShardError(
                 "a DTensor does not have the part that its mesh and placements say",
@@ -59,7 +62,7 @@ def described(tensors: Sequence[tuple[str, Value]], path: str) -> tuple[Mapping[
                 where=where,
             )
         wholes[name] = Whole(box, global_shape)
-        placements[name] = (known.setdefault(placement, placement),)
+        placements[name] = (placement,)
     strategy = Strategy(first.world_size, 1, placements, origin=path)
     return wholes, ShardIdentity(first.rank, first.world_size, table.dumps(strategy))
 
@@ -89,6 +92,30 @@ def _meshes(tensors: Sequence[tuple[str, DistributedTensor]], path: str) -> list
     return [known[id(described_mesh)] for described_mesh in described_meshes]
 
 
+class _Placing:
+    """Places tensors; those that are alike once. A hostile file cannot have it count pieces without end."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], tuple[Placement, Box]] = {}
+        self._different = self._all = 0
+
+    def of(self, mesh: Mesh, cuts: Mapping[int, Sequence[int]], global_shape: tuple[int, ...]) -> tuple[Placement, Box]:
+        """Return how a tensor is placed, and which part of it the file's own rank has."""
+        key = mesh, tuple((dimension, *at) for dimension, at in sorted(cuts.items())), global_shape
+        if key not in self._known:
+            counts = ((dimension, math.prod(map(mesh.length, at))) for dimension, at in cuts.items())
+            self._different += sum(count for dimension, count in counts if global_shape[dimension] % count)
+            if self._different > _MAX_DIFFERENT_PIECES:
+                raise UnclearError("too many tensors that are cut in different ways")
+            placement = placement_of(mesh, cuts, global_shape)
+            self._known[key] = placement, part_of(placement, mesh.rank, global_shape)
+        placement, box = self._known[key]
+        self._all += sum(len(sizes) for _, sizes in placement.sizes)
+        if self._all > _MAX_PIECES:
+            raise UnclearError("too many pieces of tensors that are cut unevenly")
+        return placement, box
+
+
 def _unplaced(error: Exception, where: str) -> ShardError:
     return ShardError("a DTensor cannot be placed", got=str(error)[:300], where=where)
 
@@ -113,9 +140,9 @@ def placement_of(mesh: Mesh, cuts: Mapping[int, Sequence[int]], global_shape: tu
     for dimension, length in enumerate(global_shape):
         factors = [factor for at in cuts.get(dimension, ()) for factor in mesh.dimensions[at]]
         split.append(tuple(axis_of[factor] for factor in factors))
-        pieces = chunk_lengths(length, (mesh.length(at) for at in cuts.get(dimension, ())))
-        if len(set(pieces)) > 1:
-            sizes.append((dimension, pieces))
+        counts = [mesh.length(at) for at in cuts.get(dimension, ())]
+        if length % math.prod(counts):
+            sizes.append((dimension, chunk_lengths(length, counts)))
     return Placement(lengths, tuple(split), sizes=tuple(sizes))
 
 
@@ -124,10 +151,14 @@ def part_of(placement: Placement, rank: int, global_shape: tuple[int, ...]) -> B
     uneven = dict(placement.sizes)
     start, stop = [], []
     for dimension, index in enumerate(placement.piece(rank).index):
-        count = placement.slices(dimension)
-        pieces = uneven.get(dimension) or (global_shape[dimension] // count,) * count
-        start.append(sum(pieces[:index]))
-        stop.append(start[-1] + pieces[index])
+        pieces = uneven.get(dimension)
+        if pieces is None:
+            length = global_shape[dimension] // placement.slices(dimension)
+            start.append(index * length)
+        else:
+            length = pieces[index]
+            start.append(sum(pieces[:index]))
+        stop.append(start[-1] + length)
     return Box(tuple(start), tuple(stop))
 
 

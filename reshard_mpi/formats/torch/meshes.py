@@ -8,8 +8,10 @@ from typing import NamedTuple
 
 from reshard_mpi.formats.nest.trees import Call, Dict, Value
 from reshard_mpi.formats.torch.tensors import StoredTensor, numbers
-from reshard_mpi.sharding.strategy.limits import MAX_AXES, MAX_RANKS
+from reshard_mpi.sharding.strategy.limits import MAX_AXES
 
+# The largest trainings known have some tens of thousands.
+_MAX_RANKS = 1 << 17
 # In the place of a rank.
 UNSAID = -1
 
@@ -54,7 +56,7 @@ def mesh_of(value: Value) -> Mesh:
     if layout is None or state.get("_flatten_rank_map") is None:
         raise UnclearError("a mesh of a release of torch that is not known: load the file and save full tensors")
     ranks = numbers(state.get("_flatten_rank_map"))
-    if not 0 < len(ranks) <= MAX_RANKS or ranks != tuple(range(len(ranks))):
+    if not 0 < len(ranks) <= _MAX_RANKS or ranks != tuple(range(len(ranks))):
         raise UnclearError(f"a mesh whose ranks are not counted from 0: {ranks[:MAX_AXES]}")
     dimensions = _dimensions(state_of(layout, "_MeshLayout"))
     if rank is None:
@@ -100,7 +102,7 @@ def _mesh_of_ranks(state: Dict) -> Mesh:
     """Return a mesh as torch up to 2.8 has it: its ranks one by one, and where among them the file's own is."""
     array, ranks = state.get("mesh"), numbers(state.get("_flatten_mesh_list"))
     coordinates = numbers(state.get("_coordinate_on_dim"))
-    if type(array) is not StoredTensor or math.prod(array.shape) != len(ranks) or not 0 < len(ranks) <= MAX_RANKS:
+    if type(array) is not StoredTensor or math.prod(array.shape) != len(ranks) or not 0 < len(ranks) <= _MAX_RANKS:
         raise UnclearError("a mesh whose ranks do not fit its shape")
     shape = array.shape
     if len(coordinates) != len(shape) or any(at >= length for at, length in zip(coordinates, shape)):

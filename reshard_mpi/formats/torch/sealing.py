@@ -43,19 +43,22 @@ def check_crc(path: str) -> bool:
     with files.opened(path) as (fd, size_bytes):
         if not archive.is_archive(os.pread(fd, 4, 0)):
             return False
-        members = archive.members(fd, path, size_bytes)
-        sizes = (member.size_bytes for member in members.values())
-        if any(size and not member.crc for size, member in zip(sizes, members.values())):
-            return False
-        for (name, member), found in zip(members.items(), _sums(fd, path, members)):
-            if int.from_bytes(found, "little") != member.crc:
-                raise ShardError(
-                    "a member of a shard does not fit its own checksum: it is damaged",
-                    expected=f"CRC-32 {member.crc:08x}, as the directory says",
-                    got=f"{int.from_bytes(found, 'little'):08x}",
-                    where=f"{path}, member {name!r}",
-                    remedy="copy it again, or use another replica",
-                )
+        return check_members(fd, path, archive.members(fd, path, size_bytes))
+
+
+def check_members(fd: int, path: str, members: Mapping[str, archive.Member]) -> bool:
+    """Tell whether every member of an archive has a checksum. Raises ShardError if one does not fit."""
+    if any(member.size_bytes and not member.crc for member in members.values()):
+        return False
+    for (name, member), found in zip(members.items(), _sums(fd, path, members)):
+        if int.from_bytes(found, "little") != member.crc:
+            raise ShardError(
+                "a member of a shard does not fit its own checksum: it is damaged",
+                expected=f"CRC-32 {member.crc:08x}, as the directory says",
+                got=f"{int.from_bytes(found, 'little'):08x}",
+                where=f"{path}, byte {member.offset_bytes}, member {name!r}",
+                remedy="copy it again, or use another replica",
+            )
     return True
 
 

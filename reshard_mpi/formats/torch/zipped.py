@@ -9,7 +9,7 @@ from reshard_mpi.errors import ShardError
 from reshard_mpi.formats.nest.trees import Value
 from reshard_mpi.formats.torch import archive
 from reshard_mpi.formats.torch.content import MAX_PICKLE_BYTES, Content, Storages
-from reshard_mpi.formats.torch.pickles import PickleError, load
+from reshard_mpi.formats.torch.pickles import BUDGET_BYTES, PickleError, load
 from reshard_mpi.units import MIB
 
 # What this program adds to archives whose names alone do not tell how it met them (`writing.py`).
@@ -19,10 +19,10 @@ _NEWEST_VERSION = 10
 _MAX_SMALL_BYTES = 64
 
 
-def of_archive(fd: int, path: str, size_bytes: int, first_byte: int = 0) -> Content:
+def of_archive(fd: int, path: str, size_bytes: int, first_byte: int = 0, budget_bytes: int = BUDGET_BYTES) -> Content:
     """Read the content of an archive, which begins at `first_byte` of its file.
 
-    Raises ShardError if it is not sound, or no checkpoint.
+    budget_bytes: what its objects may take of memory. Raises ShardError if it is not sound, or no checkpoint.
     """
     members = archive.members(fd, path, size_bytes, first_byte)
     pickles = [name for name in members if name.endswith("/data.pkl") and name.count("/") == 1]
@@ -55,7 +55,7 @@ def of_archive(fd: int, path: str, size_bytes: int, first_byte: int = 0) -> Cont
     pickle = members[pickles[0]]
     data = _member_bytes(fd, path, pickle, MAX_PICKLE_BYTES, "data.pkl")
     storages = Storages()
-    root = _unpickled(data, storages, path)
+    root = _unpickled(data, storages, path, budget_bytes)
     starts = {}
     for key, storage in storages.by_key.items():
         needed_bytes = storage.size_bytes
@@ -88,9 +88,9 @@ def _member_bytes(fd: int, path: str, member: archive.Member, most_bytes: int, n
     return content
 
 
-def _unpickled(data: bytes, storages: Storages, path: str) -> Value:
+def _unpickled(data: bytes, storages: Storages, path: str, budget_bytes: int) -> Value:
     try:
-        root, end = load(data, readers=storages.readers)
+        root, end = load(data, readers=storages.readers, budget_bytes=budget_bytes)
         if end != len(data):
             raise PickleError("a pickle ends before its member does", end)
     except PickleError as error:
