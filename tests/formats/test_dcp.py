@@ -6,7 +6,9 @@ replicated tensor, a transposed one, objects, lists, a key with dots.
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 import types
 import zlib
 from itertools import pairwise
@@ -18,7 +20,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import dcp_peer
+from support import dcp_peer, torch_peer
 from support.dcp_peer import MetadataIndex, Size, arrays_of, listed
 
 from reshard_mpi.formats import dcp
@@ -247,3 +249,18 @@ def test_many_pieces_of_one_tensor(tmp_path: Path) -> None:
     pieces = [(f"__{at % 3}_0.distcp", Box((at,), (at + 1,))) for at in range(3000)]
     dcp_peer.write(tmp_path, {"w": listed(array, pieces)})
     assert arrays_of(tmp_path)["w"].tobytes() == array.tobytes()
+
+
+def test_items_of_the_other_byte_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = "big" if sys.byteorder == "little" else "little"
+
+    def item(value: Any) -> bytes:
+        stream = io.BytesIO()
+        torch_peer.save(stream, value, byteorder=other.encode())  # type: ignore[arg-type]
+        return stream.getvalue()
+
+    array = np.arange(12, dtype=np.int32).reshape(3, 4)
+    swapped = listed(array.byteswap(), [("a", Box((0, 0), (2, 4))), ("b", Box((2, 0), (3, 4)))])
+    monkeypatch.setattr(dcp_peer, "item", item)
+    dcp_peer.write(tmp_path, {"w": swapped})
+    assert arrays_of(tmp_path)["w"].tolist() == array.tolist()

@@ -104,10 +104,10 @@ class _Patterns(NamedTuple):
 def _patterns(put: bytes) -> _Patterns:
     """Return the patterns. put: the opcode that gives each object a number in the memo, or nothing."""
     get, number = _GET, _NUMBER
-    counted = b"|".join((number + rb"\x85", number * 2 + rb"\x86", number * 3 + rb"\x87", rb"\((?:%s){4,}t" % number))
+    counted = b"|".join((number + rb"\x85", number * 2 + rb"\x86", number * 3 + rb"\x87", rb"\((?:%s){4,64}t" % number))
     size = rb"(%s(?:(?:\)|(?:%s)%s)\x85%sR%s)?)" % (get, counted, put, put, put)
     begin, new = rb"%s}%s\(" % (put, put), rb"(%s)\)\x81" % get
-    text = rb"(%s|\x8c.[ -~]+%s)" % (get, put) if put else b"(%s)" % get
+    text = rb"(%s|\x8c.[ -~]{1,255}%s)" % (get, put) if put else b"(%s)" % get
     key = begin + rb"(%s)%s(%s)(?:N|%s)(%s)(?:N|%s)ub" % (get, text, get, number, get, size)
     place = new + begin + rb"(%s)%s(%s)(%s)(%s)(%s)(?:(%s)N)?ub" % (get, text, get, number, get, number, get)
     properties = rb"(?:%s%s\((%s)%s[\x88\x89]%s[\x88\x89]t%sb|(%s))" % (new, put, get, get, get, put, get)
