@@ -320,7 +320,8 @@ class RankPlan(NamedTuple):
 
     @property
     def held(self) -> Held:
-        digest = hashlib.sha256("\0".join(map("\0".join, self.placed.items())).encode()).hexdigest()
+        placed = "\0".join(map("\0".join, self.placed.items())).encode("utf-8", "surrogatepass")
+        digest = hashlib.sha256(placed).hexdigest()
         return Held(self.stage, digest, self.target_rank)
 
     @property

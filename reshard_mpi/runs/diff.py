@@ -122,7 +122,7 @@ def _other_texts(first: RankPlan, second: RankPlan) -> Iterator[str]:
 
 
 def _unlike(first: _Side, second: _Side) -> Iterator[DifferenceError]:
-    """Yield what cannot be compared, the tensors that only one of the two has, and those that differ in type or shape."""
+    """Yield what cannot be compared, the tensors that only one of them has, and those that differ in type or shape."""
     for side in (first, second):
         for what in side.plan.left_out:
             problem = f"not all that is in {side.path} can be compared"

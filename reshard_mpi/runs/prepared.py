@@ -149,6 +149,7 @@ def _target_format(request: Request, source_format: str) -> str:
     folder_format = formats.folder_by_name(name)
     if (
         folder_format is not None
+        and request.recorded
         and request.prefix not in ("", formats.DEFAULT_PREFIX)
         and folder_format.file_name(0, 1, "") == folder_format.file_name(0, 1, request.prefix)
     ):

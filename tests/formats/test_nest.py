@@ -191,17 +191,26 @@ def test_tensors_of_another_shard_have_a_place() -> None:
 def test_what_cannot_be_carried_is_named() -> None:
     odd = Call(Global("project", "Config"), (), is_new=True)
     odd.state = dictionary(w=Tensor(7), same=[Tensor(7)])
-    root = dictionary(config=odd, w=Tensor(0), list=[odd, 1], sparse=Unreadable("a sparse tensor"))
+    root = dictionary(
+        config=odd, w=Tensor(0), list=[odd, 1], meta=Unreadable("a tensor without elements", is_empty=True)
+    )
     root.flat += [None, Tensor(1), (1, (2,)), 5]
     flattened, again = there_and_back(root)
     assert flattened.left_out == (
         "config: an object of project.Config, with 2 tensors in it",
         "list.0: an object of project.Config, with 2 tensors in it",
-        "sparse: a sparse tensor",
+        "meta: a tensor without elements",
         "?: what is under a key that is neither text nor number",
         "?: what is under a key that is neither text nor number",
     )
     assert shown(again) == shown(dictionary(w=Tensor(0), list=[None, 1]))
+
+
+def test_tensors_that_cannot_be_read_are_refused() -> None:
+    root = dictionary(w=Tensor(0), deep=[dictionary(sparse=Unreadable("a sparse tensor"))])
+    with pytest.raises(nest.NestError, match="tensors that cannot be read") as error:
+        nest.flatten(root, is_tensor)
+    assert error.value.got == "deep.0.sparse: a sparse tensor"
 
 
 def test_an_object_of_what_cannot_be_carried_is_left_out_as_a_whole() -> None:

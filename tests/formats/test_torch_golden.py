@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import nest, torch
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.places import Strided
@@ -57,12 +58,18 @@ def test_what_is_left_out_is_named() -> None:
     assert torch.locate(str(GOLDEN / "plain.pt")).left_out == (
         "config: an object of my_project.config.Config, with 1 tensor in it",
         "function: random.Random",
-        "conj: a conjugated or negated view: save tensor.resolve_conj().resolve_neg()",
-        "sparse: a sparse tensor",
-        "quantized: a quantized tensor",
         "meta: a tensor without elements (meta)",
     )
     assert torch.locate(str(GOLDEN / "train.pth")).left_out == ()
+
+
+def test_tensors_that_cannot_be_read_are_refused() -> None:
+    with pytest.raises(ShardError, match="tensors that cannot be read") as error:
+        torch.locate(str(GOLDEN / "unreadable.pt"))
+    assert error.value.got == (
+        "odd.conj: a conjugated or negated view: save tensor.resolve_conj().resolve_neg();"
+        " odd.sparse: a sparse tensor; odd.quantized: a quantized tensor"
+    )
 
 
 def test_a_flat_file_has_no_nest() -> None:

@@ -371,14 +371,14 @@ def test_views_lie_in_the_storage_that_they_share(tmp_path: Path) -> None:
     assert [type(entry.source) for entry in tensors.values()] == [Segments, Strided, Strided, *[Segments] * 3]
 
 
-def test_a_type_that_is_not_known_here_is_left_out(tmp_path: Path) -> None:
+def test_a_type_that_is_not_known_here_is_refused(tmp_path: Path) -> None:
     kind = type("ComplexHalfStorage", (), {"__module__": "torch"})
     with mock.patch.object(STAND_INS["torch"], "ComplexHalfStorage", kind, create=True):
         odd = tensor(Stored(kind, "1", 6, FLOATS))
         torch_peer.save(tmp_path / "net.pt", {"w": tensor(), "odd": odd})
-    manifest = torch.locate(str(tmp_path / "net.pt"))
-    assert list(manifest.tensors) == ["w"]
-    assert manifest.left_out == ("odd: a tensor of an unknown type (ComplexHalfStorage)",)
+    with pytest.raises(ShardError, match="tensors that cannot be read") as error:
+        torch.locate(str(tmp_path / "net.pt"))
+    assert error.value.got == "odd: a tensor of an unknown type (ComplexHalfStorage)"
 
 
 def test_conjugated_bits_that_are_not_set(tmp_path: Path) -> None:

@@ -162,7 +162,7 @@ def test_values_that_differ_are_named(tmp_path: Path, capsys: Capture) -> None:
 
 
 def test_what_cannot_be_compared_is_not_called_the_same(tmp_path: Path, capsys: Capture) -> None:
-    first = saved(tmp_path / "a.pt", odd=torch_peer.Tensor(UTILS._rebuild_sparse_tensor))
+    first = saved(tmp_path / "a.pt", odd=torch_peer.Tensor(UTILS._rebuild_meta_tensor_no_storage))
     finished = run_here(capsys, "diff", str(first), str(first), "--jobs", "1")
     assert finished.code == 4 and "difference: not all that is in" in finished.err, finished
     assert "odd" in finished.err and finished.out == ""
@@ -176,3 +176,11 @@ def test_attributes_of_a_tensor_are_left_out_by_name(tmp_path: Path, capsys: Cap
     finished = run_here(capsys, "transform", source, target, "--jobs", "1")
     assert finished.code == 0 and "w: its attributes tag" in finished.err, finished
     assert run_here(capsys, "transform", source, f"{target}2", "--jobs", "1", "--strict").code == 3
+
+
+def test_a_tensor_that_cannot_be_read_is_refused(tmp_path: Path, capsys: Capture) -> None:
+    first = saved(tmp_path / "a.pt", optimizer={"odd": torch_peer.Tensor(UTILS._rebuild_sparse_tensor)})
+    for arguments in (["diff", str(first), str(first)], ["transform", str(first), str(tmp_path / "out")]):
+        finished = run_here(capsys, *arguments, "--jobs", "1")
+        assert finished.code == 3 and "got: optimizer.odd: a sparse tensor" in finished.err, finished
+    assert not (tmp_path / "out").exists()

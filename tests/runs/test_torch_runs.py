@@ -92,7 +92,7 @@ def test_what_is_left_out_is_said(tmp_path: Path) -> None:
     report = reshard_mpi.transform(GOLDEN / "plain.pt", tmp_path / "out", to="ckpt")
     said = "\n".join(report.warnings)
     assert "left out of" in said and "config: an object of my_project.config.Config, with 1 tensor in it" in said
-    assert inspect(GOLDEN / "plain.pt")["left_out"][3] == "sparse: a sparse tensor"
+    assert inspect(GOLDEN / "plain.pt")["left_out"][1] == "function: random.Random"
 
 
 def test_what_is_left_out_is_refused_if_all_is_wanted(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def _stand_ins() -> dict[str, types.ModuleType]:
 
         return made
 
-    made_by = ("tensor_v2", "tensor_v3", "parameter", "parameter_with_state", "sparse_tensor")
+    made_by = ("tensor_v2", "tensor_v3", "parameter", "parameter_with_state", "sparse_tensor", "meta_tensor_no_storage")
     functions = {f"_rebuild_{name}": function(f"_rebuild_{name}") for name in made_by}
     utils = _module("torch._utils", **functions)
     storage = _module("torch.storage", UntypedStorage=type("UntypedStorage", (), {}))

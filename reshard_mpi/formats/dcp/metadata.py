@@ -56,7 +56,7 @@ class Metadata(NamedTuple):
 
     entries: tensors by name, None for an object. items: where each chunk and object lies. paths: the keys under which
     an entry lies in nested dictionaries and lists, where that is known. strings: those with which this program wrote
-    the checkpoint, None if others did. end: the byte behind the metadata in its file. left_out: in words.
+    the checkpoint, None if others did. end: the byte behind the metadata in its file.
     """
 
     entries: Mapping[str, ListedTensor | None]
@@ -64,7 +64,6 @@ class Metadata(NamedTuple):
     paths: Mapping[str, Keys]
     strings: Mapping[str, str] | None
     end: int
-    left_out: tuple[str, ...]
 
 
 class _Unsound(Exception):
@@ -110,25 +109,19 @@ def _metadata(root: Value, end: int) -> Metadata:
     for name, facts in _named(state.get(_MEGATRON) or Dict(), _MEGATRON):
         if type(facts) is Dict and facts.get("nd_reformulated_orig_global_shape") is not None:
             raise _Unsound("a tensor is cut into flattened ranges, as Megatron-Core up to 0.13 does", repr(name))
-    left_out: dict[str, str] = {}
     entries: dict[str, ListedTensor | None] = {}
-    alike: dict[int, ListedTensor | str] = {}
+    alike: dict[int, ListedTensor] = {}
     for name, value in _named(state.get("state_dict_metadata"), "state_dict_metadata"):
         if type(value) is Call and value.function.name == "BytesStorageMetadata":
             entries[name] = None
             continue
         tensor = alike.get(id(value)) or alike.setdefault(id(value), _tensor(name, value))
-        if isinstance(tensor, str):
-            left_out[name] = f"{name}: {tensor}"
-        else:
-            entries[name] = tensor
+        entries[name] = tensor
     items: dict[ItemKey, ItemPlace] = {}
     for key_value, place_value in _pairs(state.get("storage_data"), "storage_data"):
         key, place = _key(key_value), _place(place_value)
         if key in items:
             raise _Unsound("an item is listed twice in storage_data", key)
-        if key.name in left_out:
-            continue
         if key.name not in entries:
             raise _Unsound("storage_data has an item of what state_dict_metadata does not list", key.name)
         items[key] = place
@@ -137,7 +130,7 @@ def _metadata(root: Value, end: int) -> Metadata:
     strings = None if own is None else dict(_named(own, OWN_STRINGS))
     if strings is not None and not all(type(text) is str for text in strings.values()):
         raise _Unsound(f"{OWN_STRINGS} is no dictionary of texts")
-    return Metadata(entries, items, _paths(state.get("planner_data"), entries), strings, end, tuple(left_out.values()))
+    return Metadata(entries, items, _paths(state.get("planner_data"), entries), strings, end)
 
 
 def _require_same_items(entries: Mapping[str, ListedTensor | None], items: Mapping[ItemKey, ItemPlace]) -> None:
@@ -162,13 +155,13 @@ def _keys(entries: Mapping[str, ListedTensor | None]) -> Iterator[ItemKey]:
             yield from (ItemKey(name, chunk.offsets) for chunk in tensor.chunks)
 
 
-def _tensor(name: str, value: Value) -> ListedTensor | str:
-    """Return a tensor of the metadata; in words what it is, if its elements are of a type that is not known."""
+def _tensor(name: str, value: Value) -> ListedTensor:
+    """Return a tensor of the metadata. Raises _Unsound if there can be none like it, or this program reads none."""
     facts = value if isinstance(value, TensorFacts) else _facts(value)
     dtype, shape, chunks = facts
     known = BY_TORCH_NAME.get(dtype.name) if dtype.module == "torch" else None
     if known is None:
-        return f"a tensor of an unknown type ({dtype})"[:200]
+        raise _Unsound("a tensor is of a type that is not known here", f"{name!r}: {dtype}"[:200])
     if len(shape) > files.MAX_DIMENSIONS:
         raise _Unsound("a tensor has too many dimensions", f"{name!r}, {len(shape)}")
     listed: dict[tuple[int, ...], Chunk] = {}

@@ -84,7 +84,7 @@ def open_folder(folder: str) -> Manifest:
     objects = {key.name: value for file in located.values() for key, value in file.objects.items()}
     _require_objects(found, objects, missing, folder)
     strings, left_out = _strings(found, objects, folder)
-    return Manifest(folder, NAME, listed, strings, left_out=(*found.left_out, *left_out))
+    return Manifest(folder, NAME, listed, strings, left_out=left_out)
 
 
 def wanted_in(path: str) -> list[Wanted]:

@@ -20,10 +20,12 @@ from reshard_mpi.formats.nest.text import (
     owner_of,
     require_short,
 )
-from reshard_mpi.formats.nest.trees import PLAIN, Call, Dict, Global, Value
+from reshard_mpi.formats.nest.trees import PLAIN, Call, Dict, Global, Unreadable, Value
 
 # What is left out is named, but not without end.
 _MAX_NOTES, _MAX_NOTED_CHARACTERS = 64, 300
+_MAX_SHOWN = 3
+_OTHER_KEYS = "load it with torch, and save it with other keys"
 # The nest of a dictionary of tensors, of which something else may have been left out.
 _NAMES_ALONE = '{"dict":[]}'
 
@@ -58,6 +60,12 @@ def flatten(root: Value, is_tensor: Callable[[Value], bool]) -> Flattened:
         if not misplaced:
             break
         listed |= misplaced
+    if made.unreadable:
+        raise NestError(
+            "it holds tensors that cannot be read",
+            "; ".join(made.unreadable[:_MAX_SHOWN]) + (" ..." if len(made.unreadable) > _MAX_SHOWN else ""),
+            "load it with torch, make them dense and of a usual type, and save it again",
+        )
     _require_names(made.tensors)
     text = "".join(made.parts)
     return Flattened(made.tensors, {} if text == _NAMES_ALONE else {NEST: text}, tuple(made.left_out))
@@ -81,6 +89,15 @@ def _is_flat(root: Dict, is_tensor: Callable[[Value], bool]) -> bool:
 def _require_short(strings: dict[str, str]) -> None:
     if len(strings) > MAX_TENSORS or sum(map(len, (*strings, *strings.values()))) > MAX_CHARACTERS:
         raise NestError("its texts are too long, or too many", f"more than {MAX_CHARACTERS} characters")
+    for text in (*strings, *strings.values()):
+        _require_text(text)
+
+
+def _require_text(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise NestError("a name or text is no Unicode text", repr(text[:60]), _OTHER_KEYS) from None
 
 
 def _require_names(tensors: list[tuple[str, Value]]) -> None:
@@ -88,10 +105,13 @@ def _require_names(tensors: list[tuple[str, Value]]) -> None:
         raise NestError("it holds too many tensors", f"{len(tensors)}, more than {MAX_TENSORS}")
     names: set[str] = set()
     for name, _ in tensors:
-        if not 0 < len(name.encode("utf-8", "surrogatepass")) <= MAX_NAME_BYTES:
-            raise NestError(f"a tensor's name does not have 1 to {MAX_NAME_BYTES} bytes", repr(name[:60]))
+        _require_text(name)
+        if not 0 < len(name.encode()) <= MAX_NAME_BYTES:
+            problem = f"a tensor's name does not have 1 to {MAX_NAME_BYTES} bytes"
+            raise NestError(problem, repr(name[:60]), _OTHER_KEYS)
         if name in names:
-            raise NestError("two tensors have the same name, their keys joined by dots", repr(name))
+            problem = "two tensors have the same name, their keys joined by dots"
+            raise NestError(problem, repr(name), _OTHER_KEYS)
         names.add(name)
 
 
@@ -108,6 +128,7 @@ class _Flattening:
         self.parts: list[str] = []
         self.tensors: list[tuple[str, Value]] = []
         self.left_out: list[str] = []
+        self.unreadable: list[str] = []
 
     def misplaced(self) -> set[str]:
         """Return the tensors without an entry that would be taken for those of another dictionary."""
@@ -200,7 +221,7 @@ class _Flattening:
                 self.write(value, f"{name}.", depth + 1)
                 self._put("]")
             else:
-                self._leave_out(prefix, key, described(value, self._is_tensor))
+                self._leave_out(prefix, key, described(value, self._is_tensor), value)
         if is_open:
             self._open.setdefault(prefix, number)
         self._unlisted += ((f"{prefix}{key}", number) for key in waiting)
@@ -219,7 +240,7 @@ class _Flattening:
                 self.write(value, f"{prefix}{at}.", depth + 1)
             else:
                 self._count(depth)
-                self._leave_out(prefix, at, described(value, self._is_tensor))
+                self._leave_out(prefix, at, described(value, self._is_tensor), value)
                 self._put("null")
 
     def _call(self, value: Call, prefix: str, depth: int) -> None:
@@ -266,10 +287,12 @@ class _Flattening:
             return self._is_kept(value, depth) and all(self._is_plain(part, depth + 1) for part in further)
         return self._is_kept(value, depth)
 
-    def _leave_out(self, prefix: str, key: Value, what: str) -> None:
-        if len(self.left_out) < _MAX_NOTES:
+    def _leave_out(self, prefix: str, key: Value, what: str, value: Value = None) -> None:
+        is_lost = type(value) is Unreadable and not value.is_empty
+        noted = self.unreadable if is_lost else self.left_out
+        if len(noted) < _MAX_NOTES:
             name = f"{prefix}{key}" if type(key) in (str, int) else f"{prefix}?"
-            self.left_out.append(f"{name[:_MAX_NOTED_CHARACTERS]}: {what}")
+            noted.append(f"{name[:_MAX_NOTED_CHARACTERS]}: {what}")
 
 
 _KEPT = frozenset((type(None), bool, int, float, str, bytes, list, tuple, Dict))

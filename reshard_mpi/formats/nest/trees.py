@@ -77,9 +77,10 @@ def parts(value: Value) -> Iterable[Value]:
 
 
 class Unreadable(NamedTuple):
-    """A leaf that is no plain value, and cannot be a tensor of a shard: why, in words."""
+    """A tensor that cannot be one of a shard: why, in words. is_empty: nothing is lost with it."""
 
     what: str
+    is_empty: bool = False
 
 
 ORDERED_DICT = Global("collections", "OrderedDict")

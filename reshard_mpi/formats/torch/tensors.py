@@ -210,6 +210,8 @@ CALLS: Mapping[Global, Callable[..., Value]] = {
     Global("torch._utils", "_rebuild_sparse_csr_tensor"): _unreadable("a sparse tensor"),
     Global("torch._utils", "_rebuild_nested_tensor"): _unreadable("a nested tensor"),
     Global("torch._utils", "_rebuild_qtensor"): _unreadable("a quantized tensor"),
-    Global("torch._utils", "_rebuild_meta_tensor_no_storage"): _unreadable("a tensor without elements (meta)"),
+    Global("torch._utils", "_rebuild_meta_tensor_no_storage"): lambda *_: Unreadable(
+        "a tensor without elements (meta)", is_empty=True
+    ),
 }
 READERS = Readers(storage, CALLS)
