@@ -1,8 +1,8 @@
 """The public functions. None uses MPI unless a communicator is given, so they may be called on one rank or on all.
 
-What the command line prints as notes and warnings is logged by the logger "reshard_mpi", each text once: notes at
-level INFO, warnings, and what is waited for, at level WARNING. With a communicator its rank 0 logs; worker processes
-log nothing. Ranks that call a function without one log for themselves.
+They log what the command line prints, to the logger "reshard_mpi": notes at level INFO, warnings and reasons for
+waiting at level WARNING, each text once. With a communicator, its rank 0 logs. Without one, each rank that calls a
+function logs for itself. Worker processes log nothing.
 """
 
 from __future__ import annotations

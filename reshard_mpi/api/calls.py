@@ -1,4 +1,4 @@
-"""What the public functions do alike: arguments in plain values, sources that are found, runs that are begun."""
+"""What the public functions have in common: they turn arguments into plain values, find sources, and begin runs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def as_replicas(value: str) -> Replicas:
 
 
 def known_format(name: object, argument: str) -> str | None:
-    """Return the name of a format, or None for none. Raises UsageError for an unknown one."""
+    """Return the name of a format; None for None. Raises UsageError for an unknown one."""
     return None if name is None else formats.by_name(plain_text(name, argument)).NAME
 
 

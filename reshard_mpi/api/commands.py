@@ -1,4 +1,4 @@
-"""The functions that do what commands do, and `load_rank`, which returns a rank's part of a checkpoint as arrays."""
+"""The functions that do what commands do, and `load_rank`, which returns the shard of a rank as arrays."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from reshard_mpi import formats
 from reshard_mpi.api.calls import (
     PathLike,
     as_replicas,
@@ -53,7 +54,7 @@ def transform(
     dst_strategy: PathLike | None = None,
     *,
     to: str | None = None,
-    prefix: str = "checkpoint_",
+    prefix: str = formats.DEFAULT_PREFIX,
     select: str | None = None,
     source_format: str | None = None,
     ranks: Iterable[int] | None = None,
@@ -73,12 +74,12 @@ def transform(
 ) -> Report:
     """Reshard the checkpoint `source` into the folder `target`, as `reshard-mpi transform` does with these options.
 
-    Keeps the record of the run in the folder, so it can be resumed, and commits it when all targets are there.
-    source_format: of the files that are meant, where those of several formats lie there. ranks: the targets to make
-    (None: all); part: (i, n), the i-th from 0 of n shares of them. max_shard_size: how large files may become with
-    "hf", as "5GB" (the default) or a number of bytes. jobs: local processes, 1 or more; comm: an mpi4py communicator
-    whose ranks share the work instead, all of which make the call and get the same report. Raises a ReshardError:
-    before anything is written for what is refused, and a TransformError where some targets could not be written.
+    The folder keeps a record of the run, so that it can be resumed, and is committed when all targets are complete.
+    source_format: read only files of this format, if there are several. ranks: the targets to make; None: all. part:
+    (i, n), share number i from 0 of n shares of them. max_shard_size: the most bytes of a file of format "hf", as "5GB"
+    (the default) or a number of bytes. jobs: how many local processes, 1 or more. comm: an mpi4py communicator whose
+    ranks share the work instead; all of them must make the call, and get the same report. Raises a ReshardError before
+    anything is written if the transform is refused, and a TransformError if some targets could not be written.
     """
     begin = time.monotonic()
     request = Request(
@@ -126,8 +127,8 @@ def plan(
 ) -> Plan:
     """Return what a transform of `source` would do, writing nothing. ranks: the target ranks (None: all).
 
-    source_format: of the files that are meant, where those of several formats lie there.
-    memory, and what is logged: as in `transform_checkpoints`. Raises what the transform would refuse.
+    source_format: read only files of this format, if there are several. memory, and the log: as in
+    `transform_checkpoints`. Raises a ReshardError if the transform would be refused.
     """
     targets = None if ranks is None else plain_numbers(ranks, "ranks")
     files = found_shards(source, select, source_format)
@@ -138,12 +139,12 @@ def plan(
         allotted.to_open((src_strategy, dst_strategy), purpose, files.format)
         conversion = conversion_of(files, src_strategy, dst_strategy, unlisted, strict, replicas)
         allotted.on_giving_way(conversion.forget)
-        every = range(conversion.target.world_size) if targets is None else targets
-        projection = allotted.to_plan(conversion, files.format, purpose, targets=len(every))
-        plans, told = plan_together(conversion, every, notes)
+        wanted = range(conversion.target.world_size) if targets is None else targets
+        projection = allotted.to_plan(conversion, files.format, purpose, targets=len(wanted))
+        plans, outcome = plan_together(conversion, wanted, notes)
         for rank_plan in plans:
             allotted.require_possible(rank_plan)
-        log((*told.notes, *conversion.shown_rules()), told.warnings)
+        log((*outcome.notes, *conversion.shown_rules()), outcome.warnings)
         summaries = tuple(RankSummary.of(rank_plan, projection.peak_bytes(rank_plan)) for rank_plan in plans)
         return Plan(summaries, conversion.source.described)
 
@@ -166,10 +167,10 @@ def verify(
 ) -> None:
     """Verify that `target` holds what a transform of `source` would write, or, without it, that `source` fits its sums.
 
-    Formats and layouts may differ. replicas: "sample" holds the source strategy against the source as
-    `transform_checkpoints` does, "any" trusts it. process_num (1 or more), memory, max_active, comm, and what is
-    logged: as there. Raises DamageError for the first damage found, naming tensor, file and byte, and how many more
-    there are; another ReshardError if the two cannot be compared, or `source` keeps no sums.
+    Formats and layouts may differ. replicas: "sample" checks the source strategy as in `transform_checkpoints`, "any"
+    does not. process_num (1 or more), memory, max_active, comm and the log: as there. Raises DamageError for the first
+    damage, with tensor, file and byte, and how many more there are; another ReshardError if the two cannot be compared,
+    or if `source` keeps no sums.
     """
     request = Request(
         source=plain_path(source, "source"),
@@ -205,9 +206,9 @@ def diff(
 ) -> None:
     """Compare two checkpoints: whether they hold the same tensors, whatever their formats, layouts and order of names.
 
-    A strategy of None: the shards describe themselves, or are one full checkpoint. select: of the first one's files.
-    replicas: as in `verify`. Raises DifferenceError for the first difference, naming tensor, element, values and
-    places, and how many more there are; another ReshardError if the two cannot be compared.
+    A strategy of None means that the shards describe themselves, or are one full checkpoint. select, source_format: for
+    the files of the first one. replicas: as in `verify`. Raises DifferenceError for the first difference, with tensor,
+    element, values and places, and how many more there are; another ReshardError if the two cannot be compared.
     """
     request = Request(
         source=plain_path(first, "first"),
@@ -237,11 +238,11 @@ def load_rank(
     unlisted: str = "follow",
     replicas: str = "sample",
 ) -> dict[str, np.ndarray[Any, Any] | str]:
-    """Return what target rank `rank` holds, resharded at load time: owned C-contiguous arrays, and strings as str.
+    """Return the shard of target rank `rank` without writing it: C-contiguous arrays, and strings as str, by name.
 
-    source: a checkpoint folder or file, or a map from source rank to shard file. bfloat16 and float8 arrays have
-    ml_dtypes types; int4 comes as int8. replicas, and what is logged: as in `transform_checkpoints`. Nothing is
-    written. Memory: that of the arrays.
+    source: a checkpoint folder or file, or a map from source rank to shard file. Arrays of bfloat16 and float8 have
+    types of ml_dtypes; int4 comes as int8. Each array owns its memory. replicas, and the log: as in
+    `transform_checkpoints`. Raises a ReshardError.
     """
     rank = plain_number(rank, "rank")
     if isinstance(source, Mapping):
@@ -249,8 +250,8 @@ def load_rank(
     else:
         files = found_shards(source, select, source_format)
     conversion = conversion_of(files, src_strategy, dst_strategy, unlisted, replicas=replicas)
-    (rank_plan,), told = plan_together(conversion, [rank])
-    log(told.notes, told.warnings)
+    (rank_plan,), outcome = plan_together(conversion, [rank])
+    log(outcome.notes, outcome.warnings)
     from reshard_mpi.engine.arrays import load_shard
 
     return {**load_shard(rank_plan, limits=conversion.limits), **rank_plan.strings}

@@ -69,24 +69,23 @@ def transform_checkpoints(
 ) -> None:
     """Transform the whole checkpoint under `src_checkpoints_dir` (`rank_x` folders) to the target strategy.
 
-    Writes `dst_checkpoints_dir/rank_x/<ckpt_prefix>x.<ending>`; files that are there are replaced, each atomically.
-    A strategy of None is one full checkpoint; folders of strategy files are merged. process_num: local processes; 0 is
-    1, as for MindSpore, and no more are started than have something to do.
-    output_format: "ckpt", "hdf5", "safetensors" or "torch". unlisted: what becomes of parameters the target strategy
-    does not list: "follow", "replicate" or "drop". replicas: what several ranks hold is taken from one of them;
-    "sample" first holds the source strategy against the checkpoint, comparing a few ranks in a few places of a few
-    tensors, "check" compares all copies of what is needed as well, byte by byte, and "any" trusts. memory: how much of
-    a host's memory all processes of the user may take together: a size such as "64G" or a number of bytes,
-    "unlimited", or None for what RESHARD_MPI_MEMORY says and else for all that is free. max_active: how many of them
-    may transform at once on a host. verify: read sources and targets once more and compare them. crc: add the checksum
-    that MindSpore checks (.ckpt, .safetensors). comm: an mpi4py communicator whose ranks share the work; all must make
-    the call.
+    Writes `dst_checkpoints_dir/rank_x/<ckpt_prefix>x.<ending>`; existing files are replaced, each atomically. A
+    strategy of None means one full checkpoint; the strategy files of a folder are merged. process_num: how many local
+    processes; 0 is 1, as in MindSpore, and no more are started than have something to do. output_format: "ckpt",
+    "hdf5", "safetensors" or "torch". unlisted: what becomes of parameters that the target strategy does not list:
+    "follow", "replicate" or "drop". replicas: which copies are compared before that of one rank is taken: "sample"
+    compares a few ranks in a few places of a few tensors, and so checks the source strategy; "check" compares all
+    needed copies as well, byte by byte; "any" compares none. memory: how much of a host's memory all processes of the
+    user may take together: a size such as "64G" or a number of bytes, "unlimited", or None for RESHARD_MPI_MEMORY, or
+    without that all that is free. max_active: how many of them may transform at once on a host. verify: read sources
+    and targets once more and compare them. crc: add the checksum that MindSpore checks (.ckpt, .safetensors). comm: an
+    mpi4py communicator whose ranks share the work; all must make the call.
 
-    A process waits until there is memory for what it is going to do. The logger "reshard_mpi" is told when that takes
-    long, and warned (WARNING) of source files that are missing or damaged, which ranks' are taken instead, and of
-    listed parameters that were never saved; what else the command line has to say are notes (INFO).
+    A process waits until there is memory for what it is going to do. The logger "reshard_mpi" gets a warning (WARNING)
+    if that takes long, for missing or damaged source files, with the ranks whose files are used instead, and for listed
+    parameters that were never saved. Everything else that the command line prints is logged as notes (INFO).
 
-    Raises a ReshardError: before anything is written if the source cannot be transformed exactly (a BudgetError if it
+    Raises a ReshardError before anything is written if the source cannot be transformed exactly (a BudgetError if it
     can never fit the memory), and a TransformError if some targets could not be written.
     """
     formats.by_name(plain_text(output_format, "output_format"))
@@ -123,11 +122,11 @@ def transform_checkpoint_by_rank(
     memory: str | int | None = None,
     max_active: int | None = None,
 ) -> None:
-    """Write the shard of target rank `rank_id` to `save_checkpoint_file_name`, replacing what is there atomically.
+    """Write the shard of target rank `rank_id` to `save_checkpoint_file_name`; an existing file is replaced atomically.
 
-    checkpoint_files_map: source shards by rank; it may hold more ranks than are needed, or other replicas. The ending
-    of the file name (.ckpt, .h5, .pt ...) tells the format; its folder is made if it is not there. replicas, memory,
-    max_active, and what is logged: as in `transform_checkpoints`. Raises a ReshardError; then nothing is written.
+    checkpoint_files_map: source shards by rank; it may have more ranks than are needed, or other replicas. The ending
+    of the file name (.ckpt, .h5, .pt ...) tells the format; its folder is made if there is none. replicas, memory,
+    max_active and the log: as in `transform_checkpoints`. Raises a ReshardError, and then writes nothing.
     """
     rank_id = plain_number(rank_id, "rank_id")
     path = Path(plain_path(save_checkpoint_file_name, "save_checkpoint_file_name"))
@@ -147,17 +146,17 @@ def transform_checkpoint_by_rank(
         allotted.to_open((src_strategy_file, dst_strategy_file), purpose, files.format)
         conversion = conversion_of(files, src_strategy_file, dst_strategy_file, unlisted, replicas=replicas)
         target = _require_free(path, rank_id, conversion, (src_strategy_file, dst_strategy_file))
-        # Where the folder is not that of the rank, shards of other ranks may well lie in it.
+        # In a folder that is not that of the rank, shards of other ranks are no strangers.
         strange = stranger_notes([path] if path.parent.name == f"rank_{rank_id}" else [])
         allotted.on_giving_way(conversion.forget)
         allotted.to_plan(conversion, name, purpose)
-        (rank_plan,), told = plan_together(conversion, [rank_id], (*notes, *strange))
+        (rank_plan,), outcome = plan_together(conversion, [rank_id], (*notes, *strange))
         tally = Tally()
         size_bytes, left_bytes = formats.by_name(name).size_at_most_bytes(rank_plan.shard), target.left_bytes(path)
         tally.add(path, size_bytes, left_bytes=left_bytes)
         require_room([tally.rooms(1, partial(may_share, conversion.source.files, name, path))])
         peak_bytes = allotted.require_possible(rank_plan)
-        log(told.notes, told.warnings)
+        log(outcome.notes, outcome.warnings)
         while not allotted.to_move(peak_bytes, purpose):
             rank_plan = conversion.plan(rank_id, checked=False)
         with target.writing(rank_id, path, mode=formats.by_name(name).MODE) as publication:
@@ -167,7 +166,7 @@ def transform_checkpoint_by_rank(
 def _require_free(
     path: Path, rank_id: int, conversion: Conversion, strategies: Iterable[PathLike | None]
 ) -> Unrecorded:
-    """Return what the shard of a target is written by. Raises a ReshardError if it cannot be written to `path`."""
+    """Return the journal by which the shard is written. Raises a ReshardError if it cannot be written to `path`."""
     refuse_posing(conversion.source.files, path)
     target = Unrecorded(path.parent)
     require_short_names(target.paths(rank_id, path))
@@ -195,17 +194,17 @@ def unified_safetensors(
     memory: str | int | None = None,
     max_active: int | None = None,
 ) -> None:
-    """Put the checkpoint under `src_dir` together to whole tensors in a few files under `dst_dir`.
+    """Merge the shards of the checkpoint under `src_dir` into whole tensors, in a few files under `dst_dir`.
 
-    Writes `part0.safetensors` and so on, of some 3 GiB, and `param_name_map.json`, which says what is in which; what
-    the strategy does not place, such as step counters, goes to `hyper_param.safetensors`. MindSpore's
-    `load_distributed_checkpoint` reads them. Files that are there are replaced, each atomically, the map last.
-    merge_with_redundancy: not needed, since shards are looked into; whichever rank holds a slice, it is found.
-    file_suffix: the end of the names of the files to take, before the ending; without it, the newest. max_process_num:
-    local processes, at most one a file and as many as there are cores. choice_func: is given the name of each tensor;
-    False leaves it out, a text is the name it gets. split_dst_file: (i, n), to write the i-th from 1 of n shares of
-    the parts; the first writes the map and what is no part as well. replicas, memory, max_active, and what is logged:
-    as in `transform_checkpoints`. Raises a ReshardError: before anything is written if it cannot be done exactly.
+    Writes `part0.safetensors` and so on, of some 3 GiB each, and `param_name_map.json`, which tells which of them holds
+    which tensor. Tensors that the strategy does not place, such as step counters, go to `hyper_param.safetensors`.
+    MindSpore's `load_distributed_checkpoint` reads these files. Existing files are replaced, each atomically, the map
+    last. merge_with_redundancy: not needed, since a slice is found whichever rank holds it. file_suffix: how the names
+    of the files to read end, before the ending; None: the newest files are read. max_process_num: how many local
+    processes at most; never more than files or cores. choice_func: called with the name of each tensor; False leaves
+    the tensor out, a text is its new name. split_dst_file: (i, n), to write only share number i from 1 of n shares of
+    the parts; the first also writes the map and the other files. replicas, memory, max_active and the log: as in
+    `transform_checkpoints`. Raises a ReshardError: before anything is written if it cannot be done exactly.
     """
     if split_dst_file is None or not tuple(split_dst_file):
         part = None
@@ -240,22 +239,23 @@ def rank_list_for_transform(
     *,
     unlisted: str = "follow",
 ) -> list[int]:
-    """Return the source ranks whose shards target rank `rank_id` needs, ascending and as few as are enough.
+    """Return the source ranks whose shards target rank `rank_id` needs, ascending, and as few as suffice.
 
-    Raises UsageError if the target has no such rank, StrategyError or LayoutError for what is wrong with the files.
+    Raises UsageError if the target has no such rank, StrategyError or LayoutError if the strategy files are wrong.
     """
     rank_id = plain_number(rank_id, "rank_id")
     source, target = both_strategies(src_strategy_file, dst_strategy_file)
     source = source or unsharded()
-    # Strategies made of rules list no names; a rule's own glob then stands for the parameters it is for. Each stage may
-    # have others of these.
+    # Strategies made of rules list no names, so a rule's own glob stands for the parameters that it places, which may
+    # be different ones in each stage.
     names = [glob for glob, _ in (*source.rules, *target.rules)]
-    every, choice = range(source.world_size), as_unlisted(unlisted)
-    found = needed_ranks(source, target, rank_id, names=names, available=every, unlisted=choice, from_any_stage=True)
-    return list(found)
+    available, choice = range(source.world_size), as_unlisted(unlisted)
+    return list(
+        needed_ranks(source, target, rank_id, names=names, available=available, unlisted=choice, from_any_stage=True)
+    )
 
 
-# MindSpore's other names of the same.
+# MindSpore's other names of the same functions.
 rank_list_for_convert = rank_list_for_transform
 convert_checkpoint_by_rank = transform_checkpoint_by_rank
 convert_checkpoints = transform_checkpoints
@@ -265,7 +265,7 @@ convert_checkpoints = transform_checkpoints
 def merge_pipeline_strategys(src_strategy_dirs: PathLike | Sequence[PathLike], dst_strategy_file: PathLike) -> None:
     """Merge the strategy files of all pipeline stages (a folder, or paths) into one file.
 
-    Files of one stage must agree; the stages run from 0. Raises StrategyError.
+    Files of the same stage must agree; stages are numbered from 0. Raises StrategyError.
     """
     out = plain_path(dst_strategy_file, "dst_strategy_file")
     if isinstance(src_strategy_dirs, Sequence) and not isinstance(src_strategy_dirs, str | bytes):

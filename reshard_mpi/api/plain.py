@@ -1,4 +1,4 @@
-"""Arguments of the public functions as plain values: what numpy, pathlib and others make is taken as what it means."""
+"""Turns arguments of the public functions (numpy integers, pathlib paths and the like) into plain Python values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from reshard_mpi.units import parse_bytes
 
 
 def plain_number(value: object, name: str) -> int:
-    """Return a whole number of any type as a plain one; True is 1, as for MindSpore. Raises WrongTypeError."""
+    """Return a whole number of any type as an int; True is 1, as in MindSpore. Raises WrongTypeError."""
     try:
         return int(operator.index(value))  # type: ignore[arg-type]
     except TypeError:
@@ -23,12 +23,12 @@ def plain_number_or_none(value: object, name: str) -> int | None:
 
 
 def plain_size(value: object, name: str) -> str | int | None:
-    """Return a size, which may be a text or left out, as a plain value. Raises WrongTypeError."""
+    """Return a size as a str, an int or None. Raises WrongTypeError."""
     return value if value is None or isinstance(value, str) else plain_number(value, name)
 
 
 def plain_bytes(value: object, name: str) -> int | None:
-    """Return a size in bytes, which may be a text or left out. Raises WrongTypeError, UsageError if it is no size."""
+    """Return a size, a text or a number, in bytes; None for None. Raises WrongTypeError or UsageError."""
     size = plain_size(value, name)
     try:
         size_bytes = parse_bytes(size) if isinstance(size, str) else size
@@ -40,14 +40,14 @@ def plain_bytes(value: object, name: str) -> int | None:
 
 
 def plain_numbers(values: object, name: str) -> list[int]:
-    """Return whole numbers as plain ones. Raises WrongTypeError."""
+    """Return whole numbers of any types as ints. Raises WrongTypeError."""
     if not isinstance(values, Iterable):
         raise wrong_type(name, "whole numbers, such as [0, 1]", values)
     return [plain_number(value, f"one of {name}") for value in values]
 
 
 def plain_share(value: object, name: str) -> tuple[int, int]:
-    """Return which of how many shares, from 0. Raises UsageError if there is no such share."""
+    """Return (i, n): share number i, from 0, of n shares. Raises UsageError if there is no such share."""
     numbers = plain_numbers(value, name)
     if len(numbers) != 2 or not 0 <= numbers[0] < numbers[1]:
         raise UsageError(f"{name} is no share", expected="(i, n) with i from 0 to n - 1", got=repr(value))
@@ -55,7 +55,7 @@ def plain_share(value: object, name: str) -> tuple[int, int]:
 
 
 def plain_path(value: object, name: str) -> str:
-    """Return a path as text. Raises UsageError if it cannot be one."""
+    """Return a path as a str. Raises UsageError if it cannot be a path."""
     path = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(path, str):
         raise wrong_type(name, "a str or a pathlib.Path", value)
@@ -69,7 +69,7 @@ def plain_path_or_none(value: object, name: str) -> str | None:
 
 
 def plain_files(files: object, name: str) -> dict[int, str]:
-    """Return a map from rank to shard file. Raises UsageError if it is none."""
+    """Return a dict from rank to the path of its shard. Raises UsageError if `files` is no such map."""
     if not isinstance(files, Mapping):
         raise wrong_type(name, "a dict from rank to checkpoint file", files)
     ranks = {rank: plain_number(rank, f"a rank in {name}") for rank in files}
@@ -77,7 +77,7 @@ def plain_files(files: object, name: str) -> dict[int, str]:
 
 
 def plain_text(value: object, name: str) -> str:
-    """Return a text. Raises WrongTypeError if it is none."""
+    """Return `value`, a str. Raises WrongTypeError if it is none."""
     if not isinstance(value, str):
         raise wrong_type(name, "a str", value)
     return value

@@ -16,31 +16,31 @@ from reshard_mpi.planning.model import Check, Copy, Limits
 from reshard_mpi.planning.tensors import Part
 from reshard_mpi.units import KIB
 
-# Shards of so many tensors in all are compared at a time, some 600 bytes each; where more ranks hold the same, the
-# first of them is read once more for each such batch.
+# How many tensors the shards of a batch may have in all; each takes some 600 bytes. If the ranks that hold the same
+# have more, they are compared in several batches, and the first of them is read again for each.
 _MAX_TENSORS_AT_ONCE = 20_000
 
 
-def compare(source: SourceCheckpoint, every: Iterable[Alike], limits: Limits) -> tuple[Lost, ...]:
-    """Compare all copies of `every`, those of the same holders one after another; return the holders left out.
+def compare(source: SourceCheckpoint, all_alike: Iterable[Alike], limits: Limits) -> tuple[Lost, ...]:
+    """Compare all copies of tensors that should be the same; return the shards that could not be read.
 
-    Every copy is read once, in blocks of which two are in memory. Shards that cannot be read, and those that lack a
-    tensor, have no copy of it. Raises DisagreementError for the first difference, StrategyError if it is in what the
-    source strategy does not list.
+    all_alike: the tensors and their holders; those of the same holders must follow one another. Each copy is read once,
+    in blocks, two of which are in memory at a time. A shard that lacks a tensor is passed over. Raises
+    DisagreementError for the first difference, or StrategyError if the source strategy does not list the tensor.
     """
     comparison = _Comparison(source, limits)
-    for _, group in groupby(every, key=attrgetter("holding")):
+    for _, group in groupby(all_alike, key=attrgetter("holding")):
         comparison.compare_holders(tuple(group))
     return tuple(comparison.lost.values())
 
 
 def comparing_bytes(limits: Limits) -> int:
-    """Project what comparing takes besides what is there: two blocks, a window, records."""
+    """Return how much memory `compare` takes besides what is in use already: two blocks, a window, and shard tables."""
     return limits.buffer_bytes + limits.window_bytes + 2 * _MAX_TENSORS_AT_ONCE * KIB
 
 
 def difference(source: SourceCheckpoint, check: Check, other_rank: int, element: Sequence[int]) -> DisagreementError:
-    """Return the error for copies that differ, the first one of `check` and that of another rank."""
+    """Return the error for the first copy of `check` and that of another rank, which differ first at `element`."""
     ranks = (check.copies[0].source_rank, other_rank)
     return DisagreementError(
         f"copies of {check.name!r} differ",
@@ -52,7 +52,7 @@ def difference(source: SourceCheckpoint, check: Check, other_rank: int, element:
 
 
 class _Comparison:
-    """Compares copies of a source. lost: the holders that were left out so far."""
+    """Compares copies of a source. lost: the holders that could not be read so far, by rank."""
 
     def __init__(self, source: SourceCheckpoint, limits: Limits) -> None:
         self.lost: dict[int, Lost] = {}
@@ -60,11 +60,11 @@ class _Comparison:
         self._limits = limits
 
     def compare_holders(self, group: Sequence[Alike]) -> None:
-        """Compare what the same ranks hold. Raises what `compare` does."""
+        """Compare the tensors of `group`, which the same ranks hold. Raises what `compare` raises."""
         from reshard_mpi.engine.files import Files
         from reshard_mpi.engine.regions import first_difference
 
-        first: dict[tuple[int, str], Copy] = {}  # the first copy of each, by its place in the group and its name
+        first: dict[tuple[int, str], Copy] = {}  # the first copy of each tensor, by its place in the group and its name
         for batch in self._batches(group[0].parts):
             with Files() as files:
                 for place, alike in enumerate(group):
@@ -82,7 +82,7 @@ class _Comparison:
                             raise error if alike.listed else _of_unlisted(name, error, self._source)
 
     def _batches(self, parts: Sequence[Part]) -> Iterator[list[tuple[int, int, Manifest]]]:
-        """Yield the shards that hold `parts`, some at a time: number of the part, rank, what its shard holds."""
+        """Yield the shards that hold `parts`, in batches of (number of the part, rank, manifest)."""
         source, batch, tensors = self._source, list[tuple[int, int, Manifest]](), 0
         for number, part in enumerate(parts):
             for rank in part.placement.holders(part.piece):
@@ -101,7 +101,7 @@ class _Comparison:
 
 
 def _of_unlisted(name: str, error: DisagreementError, source: SourceCheckpoint) -> StrategyError:
-    """Return the error for copies that differ of what only the target strategy cuts: most likely they are no copies."""
+    """Return the error for differing copies of a tensor that only the target strategy lists, and cuts."""
     origin = source.strategy.origin
     return StrategyError(
         f"the source strategy does not list {name!r}, whose copies differ, and the target strategy cuts it",
@@ -113,9 +113,9 @@ def _of_unlisted(name: str, error: DisagreementError, source: SourceCheckpoint) 
 
 
 def _copies(alike: Alike, name: str, batch: Iterable[tuple[int, int, Manifest]], known: Copy | None) -> Iterator[Copy]:
-    """Yield the copies of one tensor, after the one that is `known`.
+    """Yield the copies of one tensor in a batch of shards, after the `known` one of an earlier batch.
 
-    Raises DisagreementError for one of another shape or type.
+    Raises DisagreementError for a copy of another shape or type.
     """
     first: TensorEntry | None = None
     if known is not None:

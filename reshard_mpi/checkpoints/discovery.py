@@ -24,11 +24,11 @@ _STRATEGY_FIRST_BYTE = b"\x08"
 
 
 class ShardFiles(NamedTuple):
-    """The files of a checkpoint by rank, all of one format; several of a rank together hold its tensors.
+    """The files of a checkpoint by rank, all of one format. The files of a rank hold its tensors together.
 
-    notes: what was chosen where there was a choice. picked: the caller named them one by one; no others are missed.
-    warnings: files that could not be told to be of any rank. is_folder: an index lists what lies in the files, which
-    are all of one full checkpoint.
+    path: what the user named. notes: what was chosen if there was a choice. picked: whether the caller named the files
+    one by one, so that ranks without a file are not missing. warnings: on files whose rank is unknown. is_folder:
+    whether an index lists the contents of the files, which make up one full checkpoint; their rank is then 0.
     """
 
     path: str
@@ -40,7 +40,7 @@ class ShardFiles(NamedTuple):
     is_folder: bool = False
 
     def one_by_one(self) -> ShardFiles:
-        """Return the files of a folder with an index, each as that of the target it was written as."""
+        """Return the files of a folder with an index, each as that of the target rank that it was written for."""
         files = (path for path in self.by_rank[0] if formats.name_of(path))
         ordered = sorted(files, key=lambda path: natural_key(Path(path).name))
         return self._replace(by_rank={rank: (path,) for rank, path in enumerate(ordered)}, is_folder=False)
@@ -55,16 +55,16 @@ def find_shards(
     format_name: take only files of this format; one file is then of it whatever its ending. Raises SourceError where
     there is nothing or no clear choice.
     """
-    at = Path(path)
-    if at.is_file():
+    given = Path(path)
+    if given.is_file():
         name = format_name or formats.name_of(path)
         if name is None:
-            raise _nothing(path, f"a file that ends in {_endings()}", at.name, role)
-        if _is_strategy(at):
+            raise _nothing(path, f"a file that ends in {_endings()}", given.name, role)
+        if _is_strategy(given):
             raise _nothing(path, "a checkpoint", "a strategy file", role)
-        _require_index(formats.name_of(path) or name, at.parent, path, role)
+        _require_index(formats.name_of(path) or name, given.parent, path, role)
         return _by_own_rank(ShardFiles(path, name, {0: (path,)}))
-    if not at.is_dir():
+    if not given.is_dir():
         raise SourceError(
             f"the {role} is not there",
             expected="a folder or a checkpoint file",
@@ -72,26 +72,26 @@ def find_shards(
             where=path,
             remedy="check the path, and that this machine sees it",
         )
-    folders = rank_folders(at)
+    folders = rank_folders(given)
     name = _indexed(path, folders, select, format_name)
     if name is not None and (folder_format := formats.folder_by_name(name)) is not None:
         return ShardFiles(path, name, {0: folder_format.files_of(path)}, is_folder=True)
     wanted = f"{_endings(format_name)}{_selected(select)}"
     if folders:
         return _from_folders(path, folders, select, role, format_name)
-    loose = shards_in(at, select, format_name)
+    loose = shards_in(given, select, format_name)
     if not loose:
         raise _nothing(path, f"rank_* folders or files that end in {wanted}", "neither", role)
     name = _one_format({0: loose}, path)
-    _require_index(name, at, path, role)
+    _require_index(name, given, path, role)
     _require_all_parts(loose, path)
     return _by_own_rank(ShardFiles(path, name, {0: tuple(str(entry) for entry in loose)}))
 
 
 def _require_index(name: str, folder: Path, path: str, role: str) -> None:
-    """Raise SourceError for files of a format whose checkpoints are folders if the index is not there.
+    """Raise SourceError for files of a format whose checkpoints are folders, if the folder has no index.
 
-    It is written last, so they may be a part of what was to be saved.
+    The index is written last, so such files may be only a part of a checkpoint.
     """
     index = formats.index_of(name)
     if index is not None and name not in formats.names_of_folder(str(folder)):
@@ -105,12 +105,12 @@ def _require_index(name: str, folder: Path, path: str, role: str) -> None:
 
 
 def _require_all_parts(loose: Iterable[Path], path: str) -> None:
-    """Raise SourceError if loose files say how many they are (`model-00001-of-00003`), and others are not there."""
+    """Raise SourceError if names of loose files tell their number (`model-00001-of-00003`), and some are missing."""
     parts = [match for entry in loose if (match := _PART.fullmatch(entry.name))]
     lying = [match for entry in Path(path).iterdir() if (match := _PART.fullmatch(entry.name))] if parts else []
-    there = {(match["stem"], match["rest"], int(match["number"])) for match in lying}
+    present = {(match["stem"], match["rest"], int(match["number"])) for match in lying}
     for stem, total, rest in dict.fromkeys((match["stem"], match["total"], match["rest"]) for match in parts):
-        missing = [number for number in range(1, int(total) + 1) if (stem, rest, number) not in there]
+        missing = [number for number in range(1, int(total) + 1) if (stem, rest, number) not in present]
         if missing:
             raise SourceError(
                 "a checkpoint lacks some of its files",
@@ -122,7 +122,7 @@ def _require_all_parts(loose: Iterable[Path], path: str) -> None:
 
 
 def _indexed(path: str, folders: Mapping[int, Path], select: str | None, format_name: str | None) -> str | None:
-    """Return the format whose index makes the folder `path` a checkpoint; None if there is none, or others are meant.
+    """Return the format whose index makes the folder `path` a checkpoint; None if there is none, or it is not wanted.
 
     Raises SourceError where two checkpoints lie there.
     """
@@ -169,20 +169,20 @@ def strangers(path: Path) -> list[Path]:
 
 
 def rank_of_folder(name: str) -> int | None:
-    """Return the rank whose folder has this name; None if it is no name of a rank folder."""
+    """Return the rank of a folder by its name; None if that is no name of a rank folder."""
     match = _RANK_FOLDER.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def both_ways(path: Path) -> tuple[Path, Path]:
-    """Return where a path lies as it was named, and where links lead to: a folder may be met by either."""
+    """Return the absolute path as it was named, and the one that links lead to: a folder may be known by either."""
     return Path(os.path.abspath(path)), real_path(path)  # noqa: PTH100 - the first is not to follow links
 
 
-def rank_folders(at: Path) -> dict[int, Path]:
-    """Return the `rank_*` folders in the folder `at` by rank. Raises SourceError if two are of one rank."""
+def rank_folders(folder: Path) -> dict[int, Path]:
+    """Return the `rank_*` folders in `folder` by rank. Raises SourceError if two are of one rank."""
     folders: dict[int, Path] = {}
-    for entry in sorted(at.iterdir()):
+    for entry in sorted(folder.iterdir()):
         rank = rank_of_folder(entry.name)
         if rank is not None and entry.is_dir():
             other = folders.setdefault(rank, entry)
@@ -191,7 +191,7 @@ def rank_folders(at: Path) -> dict[int, Path]:
                     "two folders are of one rank",
                     expected="one folder a rank",
                     got=f"{other.name} and {entry.name}",
-                    where=str(at),
+                    where=str(folder),
                     remedy="remove the one that does not belong to the checkpoint",
                 )
     return folders
@@ -227,7 +227,7 @@ def _require_one_step(chosen: Mapping[int, Path], path: str) -> None:
 
 
 def _same_checkpoint(candidates: Mapping[int, list[Path]], path: str) -> tuple[dict[int, Path], tuple[str, ...]]:
-    """Choose in each rank folder the file of the newest checkpoint that all of them have."""
+    """Return by rank the file of the newest checkpoint that all rank folders have, with a note if there are several."""
     if all(len(entries) == 1 for entries in candidates.values()):
         return {rank: entries[0] for rank, entries in candidates.items()}, ()
     for key_of in (lambda rank, name: name, name_without_rank):
@@ -247,19 +247,19 @@ def _same_checkpoint(candidates: Mapping[int, list[Path]], path: str) -> tuple[d
 
 
 def name_without_rank(rank: int, name: str) -> str:
-    """Return the name of a shard of `rank` as those of other ranks have it too, its epoch and step left as they are."""
+    """Return the name of a shard of `rank` with the rank replaced: the same for all ranks, if epoch and step are."""
     step = _STEP.search(name)
-    at = step.start() if step else name.rindex(".")
-    stem, end = name[:at], name[at:]
+    cut = step.start() if step else name.rindex(".")
+    stem, end = name[:cut], name[cut:]
     return re.sub(rf"(?<!\d){rank}(?!\d)", "<rank>", stem) + end
 
 
 def shards_in(folder: Path, select: str | None, format_name: str | None = None) -> list[Path]:
-    """Return the shards that lie in `folder` itself, in natural order.
+    """Return the shards directly in `folder`, in natural order of their names.
 
     select: a glob that their names must match. format_name: only those of this format.
     """
-    found = [
+    shards = [
         entry
         for entry in folder.iterdir()
         if (name := formats.name_of(entry.name))
@@ -269,7 +269,7 @@ def shards_in(folder: Path, select: str | None, format_name: str | None = None) 
         and entry.is_file()
         and not _is_strategy(entry)
     ]
-    return sorted(found, key=lambda entry: natural_key(entry.name))
+    return sorted(shards, key=lambda entry: natural_key(entry.name))
 
 
 def _is_strategy(entry: Path) -> bool:
@@ -302,7 +302,7 @@ def _one_format(candidates: Mapping[int, Iterable[Path]], path: str) -> str:
 
 
 def _by_own_rank(files: ShardFiles) -> ShardFiles:
-    """Sort loose files by the ranks they say they have; those that say nothing make up one full checkpoint."""
+    """Return loose files by the ranks that they state; files that state none make up one full checkpoint."""
     if not formats.by_name(files.format).TRAITS.describes_itself:
         return files
     ranks: dict[int, str] = {}

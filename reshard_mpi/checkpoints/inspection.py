@@ -1,4 +1,4 @@
-"""What a strategy file, a shard or a checkpoint folder holds, for people and scripts to read."""
+"""Descriptions of strategy files, shards and checkpoint folders, for people and scripts."""
 
 from __future__ import annotations
 
@@ -26,38 +26,38 @@ _MAX_SHOWN = 200
 
 
 def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return what lies at `path` as plain values.
+    """Return a description of what lies at `path`, as plain values.
 
-    kind is "shard", "checkpoint", "strategy", "run" (a target folder without a complete target) or "commit" (its
-    commit record). A checkpoint that a run has made, or is making, says so under "run" and "commit". Raises SourceError
-    if it is nothing that can be read.
+    "kind" is "shard", "checkpoint", "strategy", "run" (a target folder without a complete target) or "commit" (the
+    commit record of a target folder). For a checkpoint that a run has made, or is making, "run" and "commit" describe
+    that. Raises SourceError if there is nothing that can be read.
     """
-    at = os.fspath(path)
-    if not Path(at).exists():
-        raise SourceError("nothing to inspect", expected="a shard, a checkpoint folder or a strategy", where=at)
-    if Path(at).name == STATE:
-        at = str(Path(at).parent)
-    record = about_record(Path(at))
+    name = os.fspath(path)
+    if not Path(name).exists():
+        raise SourceError("nothing to inspect", expected="a shard, a checkpoint folder or a strategy", where=name)
+    if Path(name).name == STATE:
+        name = str(Path(name).parent)
+    record = about_record(Path(name))
     if record is not None:
         return record
-    state = state_of(Path(at)) if Path(at).is_dir() else {}
+    state = state_of(Path(name)) if Path(name).is_dir() else {}
     try:
-        files = discovery.find_shards(at)
+        files = discovery.find_shards(name)
     except SourceError:
         if state:
-            return {"kind": "run", "path": at, **state}
-        if any(Path(at).glob("rank_*")):
+            return {"kind": "run", "path": name, **state}
+        if any(Path(name).glob("rank_*")):
             raise
-        return _strategy(at)
-    if not Path(at).is_file():
+        return _strategy(name)
+    if not Path(name).is_file():
         return {**_checkpoint(in_its_rank(files)), **state}
-    name = formats.name_of(at)
-    assert name is not None  # or find_shards would have raised
+    format_name = formats.name_of(name)
+    assert format_name is not None  # or find_shards would have raised
     try:
-        return {"kind": "shard", **_shard(formats.by_name(name).locate(at))}
+        return {"kind": "shard", **_shard(formats.by_name(format_name).locate(name))}
     except ReshardError as shard_error:
         try:  # MindSpore's strategy files end in .ckpt too
-            return _strategy(at)
+            return _strategy(name)
         except ReshardError:
             raise shard_error from None
 
@@ -68,13 +68,13 @@ def _checkpoint(files: discovery.ShardFiles) -> dict[str, Any]:
         shards = {0: [_shard(folder_format.open_folder(files.path))]}
     else:
         shards = {rank: [_shard(module.locate(path)) for path in paths] for rank, paths in files.by_rank.items()}
-    every = [shard for of_rank in shards.values() for shard in of_rank]
+    sizes_bytes = [shard["size_bytes"] for rank_shards in shards.values() for shard in rank_shards]
     return {
         "kind": "checkpoint",
         "path": files.path,
         "format": files.format,
         "ranks": len(shards),
-        "size_bytes": sum(shard["size_bytes"] for shard in every),
+        "size_bytes": sum(sizes_bytes),
         "notes": list(files.notes),
         "shards": shards,
     }
@@ -111,7 +111,7 @@ def _tensor(entry: TensorEntry) -> dict[str, Any]:
 
 def _strategy(path: str) -> dict[str, Any]:
     try:
-        found = strategy.load(path)
+        loaded = strategy.load(path)
     except StrategyError as error:
         raise SourceError(
             "neither a checkpoint nor a strategy",
@@ -120,22 +120,22 @@ def _strategy(path: str) -> dict[str, Any]:
             where=path,
             remedy="give one of these",
         ) from None
-    return {"kind": "strategy", "path": path, **_strategy_facts(found)}
+    return {"kind": "strategy", "path": path, **_strategy_facts(loaded)}
 
 
-def _strategy_facts(found: Strategy) -> dict[str, Any]:
+def _strategy_facts(loaded: Strategy) -> dict[str, Any]:
     facts: dict[str, Any] = {
-        "ranks": found.world_size,
-        "stages": found.stages,
+        "ranks": loaded.world_size,
+        "stages": loaded.stages,
         "parameters": {
-            name: [_placement(placement, found) for placement in placements]
-            for name, placements in found.parameters.items()
+            name: [_placement(placement, loaded) for placement in placements]
+            for name, placements in loaded.parameters.items()
         },
-        "rules": [{"match": glob, **_placement(placement, found)} for glob, placement in found.rules],
+        "rules": [{"match": glob, **_placement(placement, loaded)} for glob, placement in loaded.rules],
     }
-    if found.axes:
-        (lengths,) = {placement.mesh for _, placement in found.rules}
-        facts["mesh"] = dict(zip(found.axes, lengths, strict=True))
+    if loaded.axes:
+        (lengths,) = {placement.mesh for _, placement in loaded.rules}
+        facts["mesh"] = dict(zip(loaded.axes, lengths, strict=True))
     return facts
 
 
@@ -156,7 +156,7 @@ def _placement(placement: Placement, strategy: Strategy) -> dict[str, Any]:
 
 
 def _optimizer_axes(placement: Placement) -> list[int]:
-    """Return the axes that the optimizer cut of a spec goes over: the last of those that cut no dimension."""
+    """Return the axes over which the optimizer cuts, in a spec: the last of those that cut no dimension."""
     axes: list[int] = []
     for axis in reversed(placement.free_axes):
         if math.prod(placement.mesh[chosen] for chosen in axes) == placement.optimizer:
@@ -166,25 +166,25 @@ def _optimizer_axes(placement: Placement) -> list[int]:
     return axes
 
 
-def as_text(found: dict[str, Any]) -> str:
-    """Return what `inspect` found as lines for people."""
-    return "\n".join(map(one_line, _lines(found)))
+def as_text(facts: dict[str, Any]) -> str:
+    """Return a description by `inspect` as lines for people."""
+    return "\n".join(map(one_line, _lines(facts)))
 
 
-def _lines(found: dict[str, Any]) -> list[str]:
-    if found["kind"] == "strategy":
-        return _strategy_lines(found)
-    if found["kind"] in ("run", "commit"):
-        return as_lines(found)
-    if found["kind"] == "shard":
-        return _shard_lines(found)
-    total = format_bytes(found["size_bytes"])
-    lines = [f"checkpoint: {found['ranks']} ranks, {found['format']}, {total} of tensors", *found["notes"]]
-    for rank, shards in found["shards"].items():
+def _lines(facts: dict[str, Any]) -> list[str]:
+    if facts["kind"] == "strategy":
+        return _strategy_lines(facts)
+    if facts["kind"] in ("run", "commit"):
+        return as_lines(facts)
+    if facts["kind"] == "shard":
+        return _shard_lines(facts)
+    total = format_bytes(facts["size_bytes"])
+    lines = [f"checkpoint: {facts['ranks']} ranks, {facts['format']}, {total} of tensors", *facts["notes"]]
+    for rank, shards in facts["shards"].items():
         for shard in shards:
             size = format_bytes(shard["size_bytes"])
             lines.append(f"  rank {rank}: {len(shard['tensors'])} tensors, {size}  {shard['path']}")
-    return [*lines, *as_lines({name: found[name] for name in ("run", "commit") if name in found})]
+    return [*lines, *as_lines({name: facts[name] for name in ("run", "commit") if name in facts})]
 
 
 def _shard_lines(shard: dict[str, Any]) -> list[str]:
@@ -203,18 +203,18 @@ def _shown(text: str) -> str:
     return repr(text) if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]!r}... ({len(text)} characters)"
 
 
-def _strategy_lines(found: dict[str, Any]) -> list[str]:
-    count = f"{len(found['parameters'])} parameters" if found["parameters"] or not found["rules"] else ""
-    rules = f"{len(found['rules'])} rules" if found["rules"] else ""
+def _strategy_lines(facts: dict[str, Any]) -> list[str]:
+    count = f"{len(facts['parameters'])} parameters" if facts["parameters"] or not facts["rules"] else ""
+    rules = f"{len(facts['rules'])} rules" if facts["rules"] else ""
     listed = ", ".join(filter(None, (count, rules)))
-    lines = [f"strategy: {found['ranks']} ranks in {found['stages']} stages, {listed}"]
-    if "mesh" in found:
-        lines.append(f"  mesh {' '.join(f'{axis}={length}' for axis, length in found['mesh'].items())}")
-    every = [*found["parameters"].items(), *((rule["match"], [rule]) for rule in found["rules"])]
-    placed = ((name, facts) for name, placements in every for facts in placements)
-    if "mesh" in found:
-        return lines + [f"  {name}  {_named_placement_text(facts, found['stages'])}" for name, facts in placed]
-    return lines + [f"  {name}  {_placement_text(facts)}" for name, facts in placed]
+    lines = [f"strategy: {facts['ranks']} ranks in {facts['stages']} stages, {listed}"]
+    if "mesh" in facts:
+        lines.append(f"  mesh {' '.join(f'{axis}={length}' for axis, length in facts['mesh'].items())}")
+    listed_placements = [*facts["parameters"].items(), *((rule["match"], [rule]) for rule in facts["rules"])]
+    placed = ((name, placement) for name, placements in listed_placements for placement in placements)
+    if "mesh" in facts:
+        return lines + [f"  {name}  {_named_placement_text(placement, facts['stages'])}" for name, placement in placed]
+    return lines + [f"  {name}  {_placement_text(placement)}" for name, placement in placed]
 
 
 def _placement_text(facts: dict[str, Any]) -> str:
@@ -227,14 +227,14 @@ def _placement_text(facts: dict[str, Any]) -> str:
 
 
 def _named_placement_text(facts: dict[str, Any], stages: int) -> str:
-    """Return one rule of a spec in the spec's own words. stages: how many the strategy has."""
+    """Return a placement by a rule of a spec, in the words of the spec. stages: how many the strategy has."""
     axes, sizes = facts["axes"], facts.get("sizes", {})
     cuts = " ".join(f"{dim}={'+'.join(names)}" for dim, names in axes["split"].items())
-    held = "" if len(facts["stages"]) == stages else f"stage {' '.join(map(str, facts['stages']))}"
+    of_stages = "" if len(facts["stages"]) == stages else f"stage {' '.join(map(str, facts['stages']))}"
     parts = [
         f"split {cuts}" if cuts else "",
         f"optimizer {'+'.join(axes['optimizer'])}" if axes["optimizer"] else "",
         " ".join(f"sizes {dim}={lengths}" for dim, lengths in sizes.items()),
-        held,
+        of_stages,
     ]
     return " ".join(filter(None, parts)) or "whole"

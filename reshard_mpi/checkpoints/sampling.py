@@ -1,4 +1,4 @@
-"""A source checkpoint held against its strategy: a few shards compared in a few places of a few tensors."""
+"""Checks a source strategy against its checkpoint: compares a few shards in a few places of a few tensors."""
 
 from __future__ import annotations
 
@@ -26,19 +26,20 @@ from reshard_mpi.units import MIB
 if TYPE_CHECKING:
     from reshard_mpi.engine.files import Files
 
-# Parts with fewer different elements than these in what is compared may be the same by chance, or be zeros or ones.
+# Parts of which fewer different elements, or fewer bytes, are compared may be equal by chance, or be all zeros or ones.
 _TELLING_ELEMENTS = 4
 _TELLING_BYTES = 16
-# Copies have drifted apart if their difference has no more than this share of the variance of either; it is 2 for
-# values that have nothing in common. Of few elements much less, since they may come close by chance.
+# Copies have drifted apart, and are not of different data, if the mean square of their difference is at most this share
+# of the variance of either; for independent values it is 2. Few elements may come close by chance, so their share is
+# much lower.
 _CLOSE_SHARE = 0.4
 _CLOSE_SHARE_OF_FEW = 1e-3
 _FEW_ELEMENTS = 16
-# Of chunks that must be decoded whole so much is read of a pair, but one tensor of each way at least; and of large ones
-# one place of a tensor.
+# Chunks must be decoded whole. So much is decoded for a pair, but one tensor of each placement at least; if chunks are
+# larger than this, only one place of each tensor is compared.
 _MAX_DECODED_BYTES = 4 * MIB
 _LARGE_CHUNK_BYTES = MIB
-# Where two copies have different shapes, so many other shards of the stage are asked which of them is damaged.
+# If two copies have different shapes, so many other shards of the stage tell which of them is damaged.
 _MAX_WITNESSES = 6
 
 
@@ -52,13 +53,13 @@ def drifted_tensors(
     process: int,
     processes: int,
 ) -> tuple[str, ...]:
-    """Return the tensors whose copies have drifted apart, as far as a sample shows; one process's share of the pairs.
+    """Return the names of tensors whose copies have drifted apart, by the pairs of shards that this process compares.
 
-    is_wanted: tells which tensors the targets have, out of those present. is_known: whether a tensor has been looked
-    for. damaged_are_replaced: shards that do not fit their own checksum are not read for the targets. Raises
-    StrategyError if the source's strategy is not that of the checkpoint, CoverageError for a tensor that is not known,
-    ShardError if a shard that differs from another does not fit its own checksum. Shards that cannot be read are passed
-    over.
+    is_wanted: tells whether targets have a tensor, given its name and the names present. is_known: tells whether the
+    tensor of a name is looked for in all shards that may hold it. damaged_are_replaced: whether shards that do not fit
+    their own checksum are not read for the targets anyway. Raises StrategyError if the source strategy is not that of
+    the checkpoint, CoverageError for a wanted tensor that is not known, ShardError if a shard that differs from another
+    does not fit its own checksum. Shards that cannot be read are passed over.
     """
     from reshard_mpi.engine.files import Files
 
@@ -74,7 +75,8 @@ def drifted_tensors(
             if first is None or second is None:
                 continue
             for shard, other in ((first, second), (second, first)):
-                unknown = next((n for n in shard.tensors.keys() - other.tensors.keys() if not is_known(n)), None)
+                alone = shard.tensors.keys() - other.tensors.keys()
+                unknown = next((name for name in alone if not is_known(name)), None)
                 if unknown is not None and is_wanted(unknown, shard.tensors):
                     raise unknown_tensor(unknown, strategy, shard.path)
             sampled = sampler.choose(strategy.stage_of(pair.first), first.tensors, second.tensors)
@@ -92,7 +94,7 @@ def drifted_tensors(
 
 
 class _Excerpts:
-    """What has been read of shards in a few places, so that a shard that is in many pairs is read once."""
+    """Reads shards in a few places, and keeps what was read, since a shard may be in many pairs."""
 
     def __init__(self, files: Files) -> None:
         from reshard_mpi.engine.excerpts import excerpt
@@ -101,7 +103,10 @@ class _Excerpts:
         self._read: dict[tuple[str, str], list[bytes]] = {}
 
     def of(self, shard: Manifest, name: str, boxes: Sequence[Box]) -> Iterator[bytes]:
-        """Yield the bytes of each of these boxes of the shard's part of a tensor, in this machine's byte order."""
+        """Yield the bytes of each box of the shard's part of a tensor, in this machine's byte order.
+
+        Calls for the same shard and tensor must give the same boxes, or the first of them.
+        """
         read = self._read.setdefault((shard.path, name), [])
         for number, box in enumerate(boxes):
             if number == len(read):
@@ -110,7 +115,7 @@ class _Excerpts:
 
 
 def _require_homes(source: SourceCheckpoint, strays: Iterable[Sampled], pair: Pair, excerpts: _Excerpts) -> None:
-    """Raise StrategyError for a tensor that a stage has besides those the strategy gives it to, and not the same."""
+    """Raise StrategyError if a tensor lies in a stage where it should not, and differs from that in its own stage."""
     stage_size = source.strategy.stage_size
     for name, _, home_stage in strays:
         assert home_stage is not None
@@ -122,7 +127,7 @@ def _require_homes(source: SourceCheckpoint, strays: Iterable[Sampled], pair: Pa
             continue
         try:
             likeness, _ = _likeness(home, shard, name, True, excerpts)
-        except (ShardError, OSError):  # for planning to find, if it is needed
+        except (ShardError, OSError):  # planning reports it if the shard is needed
             continue
         if likeness is not Likeness.SAME:
             raise stray(name, home_stage, source.strategy, (home.path, shard.path))
@@ -131,21 +136,22 @@ def _require_homes(source: SourceCheckpoint, strays: Iterable[Sampled], pair: Pa
 def _compared(
     sampled: Iterable[Sampled], pair: Pair, first: Manifest, second: Manifest, excerpts: _Excerpts
 ) -> Iterator[Compared]:
-    """Compare tensors in two shards, as many of either sort as the pair is worth: those of which they should hold one
-    part, and others. Those that cannot be compared, as where a shard is damaged, are left to planning.
+    """Compare tensors in two shards: `pair.tensors` at most whose parts should be the same, and as many of the others.
+
+    Tensors that cannot be compared, for instance because a shard is damaged, are left to planning.
     """
     one_part_of: dict[tuple[int, Shape | None], bool] = {}
     left = {True: pair.tensors, False: pair.tensors}
     decoded_bytes, ways = 0, set()
     for name, placement, _ in sampled:
         entry, other = first.tensors[name], second.tensors[name]
-        # What is placed in one way is held alike, unless the placement is in factors of the shape.
+        # Equal placements give equal answers, unless the placement cuts factors of the shape.
         key = (id(placement), entry.shape if placement is not None and placement.expanded_shape else None)
         try:
             one_part = one_part_of.get(key)
             if one_part is None:
                 one_part = one_part_of[key] = should_be_one_part(placement, pair, entry.shape)
-            if one_part and is_partial_sum(name):  # all copies of these are compared while planning
+            if one_part and is_partial_sum(name):  # planning has all copies of these compared
                 continue
             if not left[one_part] or (decoded_bytes >= _MAX_DECODED_BYTES and (placement, one_part) in ways):
                 continue
@@ -161,28 +167,29 @@ def _compared(
 
 
 def _is_damage(tensor: Compared, pair: Pair, source: SourceCheckpoint) -> bool:
-    """Tell whether a part of another shape than its copy is the odd one out among several shards of its stage.
+    """Tell whether two copies have different shapes because one shard is damaged: no other of its stage has that shape.
 
-    Such a shard is dealt with as damaged if it is needed. Where others have the odd shape too, or there are no others,
-    the strategy may well be wrong: the tensor is cut, and unevenly.
+    A damaged shard is dealt with if it is needed. If other shards have either shape too, or there are no others, the
+    strategy may be wrong: the tensor is cut, and unevenly.
     """
     if tensor.likeness is not Likeness.OF_ANOTHER_SHAPE or not tensor.one_part or tensor.placement is None:
         return False
     if tensor.placement.sizes:
-        return True  # other shards have other shapes, and tell nothing
+        return True  # parts have different shapes anyway, so other shards show nothing
     size = source.strategy.stage_size
     stage = source.strategy.stage_of(pair.first)
     others = (rank for rank in range(stage * size, (stage + 1) * size) if rank in source and rank not in pair[:2])
     manifests = [source.find(rank) for rank in (*pair[:2], *islice(others, _MAX_WITNESSES))]
     entries = [manifest.tensors[tensor.name] for manifest in manifests if manifest and tensor.name in manifest.tensors]
-    holders = [sum((one.shape, one.dtype) == (e.shape, e.dtype) for e in entries) for one in entries[:2]]
+    kinds = [(entry.shape, entry.dtype) for entry in entries]
+    holders = [kinds.count(kind) for kind in kinds[:2]]
     return min(holders) == 1 and max(holders) > 1
 
 
 def _likeness(
     first: Manifest, second: Manifest, name: str, one_part: bool, excerpts: _Excerpts
 ) -> tuple[Likeness, bool]:
-    """Return how alike two parts are, and whether they have enough different values to tell different parts apart."""
+    """Return how alike two parts are, and whether their values vary enough that different parts would differ."""
     entry, other = first.tensors[name], second.tensors[name]
     if entry.shape != other.shape or entry.dtype != other.dtype:
         return Likeness.OF_ANOTHER_SHAPE, True
@@ -198,7 +205,7 @@ def _likeness(
 
 
 def _decoded_bytes(entry: TensorEntry) -> int:
-    """Return how much is decoded to read one place of a tensor; 0 where it lies in the file as it is."""
+    """Return how much is decoded to read one place of a tensor; 0 if its bytes are stored as they are."""
     if not isinstance(entry.source, Decoded):
         return 0
     return math.prod(entry.source.chunk) * entry.dtype.itemsize_bytes
@@ -218,7 +225,8 @@ def _is_close(content: bytes, other: bytes, dtype: DType) -> bool:
     if len(ours) == 1:
         return bool(abs(ours[0] - theirs[0]) <= _CLOSE_SHARE_OF_FEW * abs(ours[0]))
     share = _CLOSE_SHARE if len(ours) >= _FEW_ELEMENTS else _CLOSE_SHARE_OF_FEW
-    return _mean_square([own - its for own, its in zip(ours, theirs)]) <= share * min(map(_variance, (ours, theirs)))
+    differences = [own - counterpart for own, counterpart in zip(ours, theirs)]
+    return _mean_square(differences) <= share * min(map(_variance, (ours, theirs)))
 
 
 def _variance(values: Sequence[complex]) -> float:

@@ -1,4 +1,4 @@
-"""Which source shards are opened for a target: those it needs and, in place of lost ones, others that hold the same."""
+"""Opens the source shards that a target needs and, in place of lost ones, others that hold the same."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from reshard_mpi.planning.target import ShardPlanner
 from reshard_mpi.sharding.patterns import Pattern
 from reshard_mpi.sharding.placement import Placement, Strategy
 
-# A shard that lacks a parameter is no sign that the others do (see `_other_holders`), but strategies also list what is
-# never saved, and opening a thousand shards to be sure of that would take minutes.
+# If a shard lacks a parameter, others may still hold it (see `_other_holders`). But strategies also list parameters
+# that are never saved, and to open a thousand shards to be sure of that would take minutes.
 _MAX_LOOKED_INTO = 64
-# Where shards contradict each other or a strategy, so many others of each stage are asked.
+# If shards contradict each other or a strategy, so many others of each stage are asked.
 _MAX_WITNESSES = 16
 
 
 class Opened(NamedTuple):
-    """The shards opened for a target, and what plans it from them."""
+    """The shards opened for a target by rank, and the planner that plans the target from them."""
 
     manifests: dict[int, Manifest]
     planner: ShardPlanner
 
 
 class _Candidates:
-    """The ranks whose shards may be chosen for a target. lost: those whose shards may not, as far as is known.
+    """The ranks whose shards may be chosen for a target. lost: those that may not, as far as is known, by rank.
 
-    At first every rank may, so nothing is opened only to see whether it could be read. Once anything is lost, each is
-    looked into before it is chosen.
+    At first every shard is trusted, so that none is opened only to see whether it can be read. Once one is lost, every
+    other is opened before it counts as a candidate.
     """
 
     def __init__(self, source: SourceCheckpoint) -> None:
@@ -46,7 +46,7 @@ class _Candidates:
         self._trusting = True
 
     def begin_anew(self) -> None:
-        """From now on trust no shard that has not been looked into, if any has been lost."""
+        """From now on, if any shard has been lost, trust none that has not been opened."""
         self._trusting = not self.lost
 
     def __contains__(self, rank: object) -> bool:
@@ -56,8 +56,8 @@ class _Candidates:
         return self.open(rank) is not None
 
     def open(self, rank: int) -> Manifest | None:
-        """Return what the shard of `rank` holds; None if it is lost, as one is that cannot be read."""
-        if rank in self.lost:  # one that can be read is lost too where the others contradict it
+        """Return the manifest of a rank's shard; None if it is lost. One that cannot be read becomes lost."""
+        if rank in self.lost:  # which may be readable, but outvoted
             return None
         manifest = self._source.find(rank) if rank in self._source else None
         if manifest is None:
@@ -69,8 +69,8 @@ class _Candidates:
 class ShardOpener:
     """Opens source shards for the targets of a conversion.
 
-    What is opened for a target, and so where it is taken from, follows from the target and the files alone, not from
-    what has been met for other targets: every process, and every division of a run, finds the same.
+    Which shards are opened depends on the target and the files alone, not on other targets opened before. So all
+    processes, however a run is divided, take a target's data from the same shards.
     """
 
     source: SourceCheckpoint
@@ -83,16 +83,17 @@ class ShardOpener:
     def open(self, target_rank: int) -> Opened:
         """Open the shards that a target needs.
 
-        Raises a ReshardError for what contradicts itself; holes are left for the planner to report.
+        Raises a ReshardError if shards contradict each other or a strategy. Parts that no shard holds are reported
+        later, by the planner.
         """
         self._require_stages_of_rules(target_rank)
         candidates = _Candidates(self.source)
         while True:
-            known = len(candidates.lost)
+            lost_before = len(candidates.lost)
             opened = self._try_to_open(target_rank, candidates)
             if opened is not None:
                 return opened
-            if len(candidates.lost) == known:
+            if len(candidates.lost) == lost_before:
                 raise RuntimeError("shards are chosen again though none has been lost")
             candidates.begin_anew()
 
@@ -116,17 +117,16 @@ class ShardOpener:
             return None
         if self._lists_unseen(target_rank, manifests):
             seen = {source.stage_of(rank) for rank in manifests}
-            self._add(
-                manifests, (r for r in self._stage_ranks(candidates) if source.stage_of(r) not in seen), candidates
-            )
+            unseen = (rank for rank in self._stage_ranks(candidates) if source.stage_of(rank) not in seen)
+            self._add(manifests, unseen, candidates)
         self._add(manifests, self._holders_of_unseen(target_rank, manifests), candidates)
         try:
             planner = self._planner(target_rank, manifests, lost)
-            while found := self._other_holders(planner, manifests, candidates):
-                self._add(manifests, found, candidates)
+            while holders := self._other_holders(planner, manifests, candidates):
+                self._add(manifests, holders, candidates)
                 planner = self._planner(target_rank, manifests, lost)
         except (DisagreementError, LayoutError, StrategyError):
-            # It is the shards that are wrong, and no strategy, if others contradict them.
+            # If other shards contradict some of these, those are wrong and not the strategy.
             outvoted = self._outvoted(manifests, lost)
             if not outvoted.keys() & manifests.keys():
                 raise
@@ -135,7 +135,7 @@ class ShardOpener:
         return Opened(manifests, planner)
 
     def _require_any_left(self, target_rank: int, ranks: Collection[int], lost: Mapping[int, Lost]) -> None:
-        """Raise CoverageError if all that is left to choose are shards that are known to be lost."""
+        """Raise CoverageError if all shards that are left to choose from are known to be lost."""
         if lost.keys() >= set(ranks) and lost.keys() >= self.source.files.by_rank.keys():
             raise CoverageError(
                 f"no source shard can be used for target rank {target_rank}",
@@ -146,7 +146,7 @@ class ShardOpener:
             )
 
     def _stage_ranks(self, candidates: _Candidates) -> Iterator[int]:
-        """Yield a rank of each stage that has a shard which can be used."""
+        """Yield one rank with a usable shard for each stage that has one."""
         for stage, first in self.source.stage_ranks().items():
             size = self.source.strategy.stage_size
             others = (rank for rank in range(stage * size, (stage + 1) * size) if rank in self.source)
@@ -156,7 +156,7 @@ class ShardOpener:
         return self.source.files.picked and rank not in self.source
 
     def _add(self, manifests: dict[int, Manifest], ranks: Iterable[int], candidates: _Candidates) -> None:
-        """Open shards, as far as they can be read, and keep all in the order of their ranks."""
+        """Open those shards that are not lost and add them to `manifests`, which stays in the order of ranks."""
         opened = {rank: candidates.open(rank) for rank in sorted(ranks) if rank not in manifests}
         manifests.update((rank, manifest) for rank, manifest in opened.items() if manifest is not None)
         for rank in sorted(manifests):
@@ -177,28 +177,32 @@ class ShardOpener:
     def _other_holders(
         self, planner: ShardPlanner, manifests: dict[int, Manifest], candidates: _Candidates
     ) -> Collection[int]:
-        """Return ranks not opened yet that hold what the opened shards lack.
+        """Return ranks that are not opened yet and hold names that the opened shards lack; empty if there are none.
 
-        Shards saved without redundancy hold each parameter on one of the ranks that have it alike.
+        There may be some if shards were saved without redundancy: then only one of several ranks with equal copies has
+        saved each parameter.
         """
-        found: set[int] = set()
+        chosen: set[int] = set()
         for holders, names in planner.lacking().items():
-            if not found.intersection(holders):  # else that one may hold these too: looked at again with it
+            if not chosen.intersection(holders):  # a chosen holder may hold these too; the next call shows it
                 others = [rank for rank in holders if rank in self.source and rank not in manifests]
-                found.update(self._one_with(names, holders, others[:_MAX_LOOKED_INTO], candidates))
-        if found:
-            return found
-        # A part without elements may be saved with any other, and a name that only other parts have is a hole.
+                chosen.update(self._first_with(names, holders, others[:_MAX_LOOKED_INTO], candidates))
+        if chosen:
+            return chosen
+        # A name that only ranks with other parts hold must be found too: if the needed part has elements, it is a hole.
         for origins, names in planner.unseen().items():
             first = tuple(self._first_of_stages(origins))
             others = [rank for rank in first if rank not in manifests]
-            found.update(self._one_with(names, first, others, candidates))
-        return found
+            chosen.update(self._first_with(names, first, others, candidates))
+        return chosen
 
-    def _one_with(
+    def _first_with(
         self, names: Iterable[str], holders: tuple[int, ...], others: Iterable[int], candidates: _Candidates
     ) -> Iterator[int]:
-        """Yield the first of `others` that holds one of the names; with none, these `holders` never saved them."""
+        """Yield the first of `others` that holds one of the names.
+
+        If there is none, and no damaged shard among them, it is noted that these `holders` never saved the names.
+        """
         never_saved = self._never_saved.setdefault(holders, set())
         unseen = [name for name in names if name not in never_saved]
         damaged = False
@@ -213,37 +217,40 @@ class ShardOpener:
             never_saved.update(unseen)
 
     def _first_of_stages(self, origins: Iterable[Placement]) -> Iterator[int]:
-        """Yield the first ranks of each stage that holds any of these placements, as far as they have shards."""
+        """Yield the first ranks that have shards, of each stage in which one of these placements is."""
         size = self.source.strategy.stage_size
         for stage in sorted({stage for origin in origins for stage in origin.stages}):
             ranks = range(stage * size, (stage + 1) * size)
             yield from islice((rank for rank in ranks if rank in self.source), _MAX_WITNESSES)
 
     def _outvoted(self, manifests: Mapping[int, Manifest], lost: Collection[int]) -> dict[int, Lost]:
-        """Return the shards that contradict in shape or type what most of those say that hold the tensor.
+        """Return the shards that contradict the majority of a tensor's holders about its shape or type, by rank.
 
-        Others are asked for the tensors in which those opened contradict each other; where they do not, for all, since
-        the one that is wrong may be the only one opened.
+        Further shards are asked about the tensors on which the opened ones disagree; and if that shows no majority,
+        about all tensors, since the wrong shard may be the only one of its stage that was opened.
         """
         source = self.source.strategy
-        every = tuple(dict.fromkeys(name for manifest in manifests.values() for name in manifest.tensors))
-        disputed = tuple(dispute.name for dispute in disputes(source, manifests, every))
-        for names in filter(None, (disputed, every)):
+        all_names = tuple(dict.fromkeys(name for manifest in manifests.values() for name in manifest.tensors))
+        disputed = tuple(dispute.name for dispute in disputes(source, manifests, all_names))
+        for names in filter(None, (disputed, all_names)):
             asked = dict(manifests)
             for rank in witnesses(source, names, {*manifests, *lost}, self.source.files.by_rank, _MAX_WITNESSES):
                 witness = self.source.find(rank)
                 if witness is not None:
                     asked[rank] = witness
-            found: dict[int, Lost] = {}
+            outvoted: dict[int, Lost] = {}
             for dispute in disputes(source, asked, names):
                 for rank, problem in dispute.outvoted().items():
-                    found.setdefault(rank, Lost(rank, asked[rank].path, problem))
-            if found:
-                return found
+                    outvoted.setdefault(rank, Lost(rank, asked[rank].path, problem))
+            if outvoted:
+                return outvoted
         return {}
 
     def _lists_unseen(self, target_rank: int, manifests: dict[int, Manifest]) -> bool:
-        """Tell whether the target lists names that only shards of stages not opened yet could hold."""
+        """Tell whether the target lists names that no opened shard holds and the source strategy does not place.
+
+        Any stage may hold these.
+        """
         stage = self.target.stage_of(target_rank)
         return self.source.strategy.stages > 1 and any(
             not any(name in manifest.tensors for manifest in manifests.values())
@@ -253,7 +260,7 @@ class ShardOpener:
         )
 
     def _holders_of_unseen(self, target_rank: int, manifests: dict[int, Manifest]) -> set[int]:
-        """Return who has the names that the target needs and no opened shard has, as far as only rules place them."""
+        """Return ranks that hold names which the target needs, only rules place, and no opened shard holds."""
         seen = {name for manifest in manifests.values() for name in manifest.tensors}
         return {
             next(iter(ranks.values()))
@@ -262,27 +269,27 @@ class ShardOpener:
         }
 
     def _require_stages_of_rules(self, target_rank: int) -> None:
-        """Raise CoverageError if the target may hold what, by rules, stages without any sound shard have."""
+        """Raise CoverageError if the target may need tensors that rules place in a stage without any sound shard."""
         source = self.source.strategy
         for glob, placement in source.rules:
-            there = self.source.stage_ranks()
-            missing = [stage for stage in placement.stages if stage not in there]
-            if not missing or glob in self.source.rule_names():  # by this name it may well be in all of its stages
+            present = self.source.stage_ranks()
+            missing = [stage for stage in placement.stages if stage not in present]
+            if not missing or glob in self.source.rule_names():  # this one tensor may be in all stages of its rule
                 continue
             names = [glob, *filter(Pattern(glob).matches, self.target.parameters)]
             holding = [placement.stages for name in names for placement in self.target.find(name)]
             if holding and not any(self.target.stage_of(target_rank) in stages for stages in holding):
                 continue
-            damaged = (self.source.lost(r) for r in self.source.files.by_rank if source.stage_of(r) in missing)
+            damaged = (self.source.lost(rank) for rank in self.source.files.by_rank if source.stage_of(rank) in missing)
             raise CoverageError(
                 f"no shard that should hold {glob!r} is there",
                 expected=f"a shard of stage {missing[0]} of the source",
-                got="; ".join([f"shards of stage {', '.join(map(str, there))}", *map(str, islice(damaged, 4))]),
+                got="; ".join([f"shards of stage {', '.join(map(str, present))}", *map(str, islice(damaged, 4))]),
                 where=self.source.files.path,
                 remedy="restore the shards of that stage",
             )
 
     def knows(self, name: str) -> bool:
-        """Tell whether a tensor that a shard holds is looked for in the shards of all targets, whoever holds it."""
+        """Tell whether targets find the tensor of this name whichever shards hold it."""
         strategy = self.source.strategy
         return not strategy.rules or name in self.source.rule_names() or name in listed_names(strategy)

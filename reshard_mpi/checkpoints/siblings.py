@@ -1,7 +1,7 @@
-"""One shard given as a checkpoint, while shards of other ranks lie beside it: all of it, or a part of theirs?
+"""Whether one shard that was given as a checkpoint is all of it, or one of the parts that lie beside it.
 
-Of a data parallel run every rank has all of the checkpoint; of any other run one shard is only a part. Nothing in a
-shard tells which, so it is compared with those in the rank folders beside its own.
+In a data-parallel run every rank saves the whole checkpoint; in any other run one shard is only a part. Nothing in a
+shard tells which, so it is compared with the shards in the rank folders beside its own.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from reshard_mpi.planning.samples import kind_of
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.units import MIB
 
-# Ranks that differ at all differ in their neighbours: those have other parts of what is cut over the fastest mesh axis,
-# the last one mostly of what is cut over any.
+# If ranks hold different parts, neighbours do: they differ in what is cut over the fastest mesh axis, and the last rank
+# in most of what is cut over any axis.
 _MAX_SIBLINGS = 4
-# Of each shard not more than 96 KiB are read. Tensors whose names are alike but for numbers are cut alike, so one of
-# each kind is enough: a model has some dozens of kinds.
+# At most 96 KiB of each shard are read. Tensors whose names differ only in numbers are cut alike, so one of each kind
+# is enough: a model has some dozens of kinds.
 _MAX_KINDS = 96
 _SAMPLES = 4
 _SAMPLE_BYTES = 256
@@ -43,16 +43,16 @@ _LIMITS = Limits(buffer_bytes=MIB, window_bytes=MIB)
 
 
 class LoneShard(NamedTuple):
-    """The only rank of a checkpoint that was given, whose files lie in `folder`, a rank folder."""
+    """A single rank that was given as a checkpoint. folder: the rank folder that holds its files."""
 
     rank: int
     folder: Path
 
     @classmethod
     def candidates(cls, files: ShardFiles) -> list[LoneShard]:
-        """Return the one rank of `files` by the folder that was named, then by the one that links lead to.
+        """Return the one rank of `files`, first by the folder as it was named, then by the one that links lead to.
 
-        Nothing if there are several ranks; neither counts if it is no rank folder.
+        Empty if `files` has several ranks; a folder that is no rank folder is left out.
         """
         if len(files.by_rank) != 1:
             return []
@@ -62,7 +62,7 @@ class LoneShard(NamedTuple):
 
     @classmethod
     def of(cls, files: ShardFiles) -> LoneShard | None:
-        """Return the one rank of `files`, with others beside it if there are any; None if it is in no rank folder."""
+        """Return the candidate with other ranks beside it, or else the first one; None if there is no candidate."""
         candidates = cls.candidates(files)
         return next((lone for lone in candidates if lone.siblings()), candidates[0] if candidates else None)
 
@@ -77,11 +77,11 @@ class LoneShard(NamedTuple):
             folders = rank_folders(self.checkpoint)
         except (OSError, SourceError):
             return {}
-        return {rank: found for rank, folder in folders.items() if rank != self.rank and (found := _shards(folder))}
+        return {rank: shards for rank, folder in folders.items() if rank != self.rank and (shards := _shards(folder))}
 
 
 def in_its_rank(files: ShardFiles) -> ShardFiles:
-    """Return `files`, with a file or rank folder that was given by itself taken for the rank of that folder."""
+    """Return `files`; if a file or rank folder was given alone, its rank is that of the folder instead of 0."""
     candidates = LoneShard.candidates(files)
     if not candidates or files.picked:
         return files
@@ -92,10 +92,11 @@ def in_its_rank(files: ShardFiles) -> ShardFiles:
 
 
 def require_full(files: ShardFiles, manifest: Manifest, *, said: bool) -> ShardFiles:
-    """Return `files`, one full checkpoint, with a note if that took a comparison to find out.
+    """Return `files`, which are one full checkpoint; with a note if only a comparison could show that.
 
-    manifest: what the files hold. said: the user said that it is sharded over one rank. Raises SourceError, which names
-    the folder to give, if shards of other ranks lie beside it and hold something else, or none of them can be compared.
+    manifest: of the files. said: whether the user has said that the checkpoint is of one rank. Raises SourceError,
+    which names the folder to give instead, if shards of other ranks lie beside it and differ, or if it should be
+    compared with others and cannot be.
     """
     lone = LoneShard.of(files)
     if lone is None:
@@ -140,15 +141,15 @@ def _shards(folder: Path) -> list[Path]:
 
 
 def _nearest_and_last(rank: int, siblings: Mapping[int, object]) -> list[int]:
-    """Return a handful of ranks: those next to `rank`, and the last one."""
+    """Return a few of the other ranks: those nearest to `rank`, and the last one."""
     near = sorted(siblings, key=lambda other: (abs(other - rank), other))
     return list(dict.fromkeys([*near[: _MAX_SIBLINGS - 1], *sorted(siblings)[-1:]]))
 
 
 def _counterpart(files: ShardFiles, rank: int, other_rank: int, candidates: list[Path]) -> Manifest:
-    """Return what the files of another rank hold that are called as those of `files` are, which are of `rank`.
+    """Return the manifest of those files of another rank that have the same names as `files`, which are of `rank`.
 
-    Raises SourceError if there are several files of other names.
+    A single file may have another name. Raises SourceError if several files have.
     """
     (paths,) = files.by_rank.values()
     chosen = [_namesake(Path(path).name, rank, other_rank, candidates) for path in paths]
@@ -179,7 +180,7 @@ def _locate(path: Path) -> Manifest:
 
 
 def _difference(shard: Manifest, other: Manifest) -> str:
-    """Return in what another rank's shard differs, as the end of a sentence; nothing if no difference is seen."""
+    """Return how another rank's shard differs, as the end of a sentence; empty if no difference is seen."""
     ours, theirs = shard.tensors, other.tensors
     if ours.keys() != theirs.keys():
         name = min(ours.keys() ^ theirs.keys())
@@ -203,22 +204,22 @@ def _type(entry: TensorEntry) -> str:
 
 
 def _one_of_each_kind(tensors: Mapping[str, TensorEntry]) -> Iterator[str]:
-    """Yield a name of each kind of tensor, of which there may be one in every layer; the largest first."""
+    """Yield one name for each kind of tensor (names that differ only in numbers); the largest tensors first."""
     kinds: dict[str, list[str]] = {}
     for name in tensors:
         kinds.setdefault(kind_of(name), []).append(name)
-    drawn = random.Random(_SEED)
-    chosen = [drawn.choice(names) for names in kinds.values()]
+    generator = random.Random(_SEED)
+    chosen = [generator.choice(names) for names in kinds.values()]
     yield from sorted(chosen, key=lambda name: -tensors[name].size_bytes)[:_MAX_KINDS]
 
 
 def _samples(ours: TensorEntry, theirs: TensorEntry) -> Iterator[Check]:
-    """Yield pairs of pieces to compare: the beginning, the end, and what lies at places in between drawn by lot."""
+    """Yield checks of the beginning, the end, and places in between that are drawn from a fixed seed."""
     whole = Box.whole(ours.shape)
     count = math.prod(ours.shape)
     length = min(count, max(1, _SAMPLE_BYTES // ours.dtype.itemsize_bytes))
-    drawn = random.Random(_SEED)
-    places = {0, count - length, *(drawn.randint(0, count - length) for _ in range(_SAMPLES - 2))}
+    generator = random.Random(_SEED)
+    places = {0, count - length, *(generator.randint(0, count - length) for _ in range(_SAMPLES - 2))}
     for first in sorted(places):
         for region in whole.blocks(max(1, length), first, first + length):
             copies = (Copy(0, ours, whole, region), Copy(1, theirs, whole, region))

@@ -31,7 +31,7 @@ from reshard_mpi.sharding.placement import Strategy, unsharded
 from reshard_mpi.sharding.strategy import table
 from reshard_mpi.units import MIB
 
-# What is kept of shards besides the last one, since neighbouring targets read from the same ones.
+# How much of the structure of shards is kept besides that of the last one, since neighbouring targets read the same.
 MAX_KEPT_BYTES = 56 * MIB
 NO_DAMAGE: Mapping[int, ReshardError] = MappingProxyType({})
 # What is wrong with one shard alone, so that others may be read in its place.
@@ -39,10 +39,11 @@ _DAMAGE = (ShardError, DisagreementError, OSError)
 
 
 class Extent(NamedTuple):
-    """What the largest of several shards take, as far as they have been read.
+    """How large the shards are that have been read so far.
 
-    tensors: how many one of them holds, kinds: of how many kinds. decoding_bytes: of memory, to decode one. is_native:
-    all describe themselves. is_as_stored: elements are read as they lie in the files, without numpy.
+    tensors, kinds: the most tensors, and the most kinds of them, that one shard holds. decoding_bytes: the most memory
+    that decoding one takes. is_native: whether all describe themselves. is_as_stored: whether all elements are read as
+    they are in the files, without numpy.
     """
 
     tensors: int = 0
@@ -173,7 +174,7 @@ class SourceCheckpoint:
         return manifest
 
     def find(self, rank: int) -> Manifest | None:
-        """Return what the shard of `rank`, which is there, holds; None if it is damaged: `lost` says how."""
+        """Return the manifest of `rank`, which must have files; None if they are damaged: `lost` tells how."""
         try:
             return self.manifest(rank)
         except ReshardError:
@@ -182,14 +183,14 @@ class SourceCheckpoint:
             return None
 
     def lost(self, rank: int) -> Lost:
-        """Say what keeps the shard of `rank` from being read: it is missing, or `find` has found it damaged."""
+        """Return why the shard of `rank` cannot be read: it is missing, or `find` has seen that it is damaged."""
         error = self._damage.get(rank)
         if error is None:
             return Lost(rank, self.files.path, "")
         return Lost(rank, error.where or self.files.by_rank[rank][0], told(error))
 
     def check_crc(self, rank: int) -> ReshardError | None:
-        """Read the files of `rank` that have a checksum of their own; return what is wrong with them, if anything."""
+        """Check the files of `rank` against their own checksums, if they have any; return the first error."""
         module = formats.by_name(self.files.format)
         for path in self.files.by_rank[rank]:
             try:
@@ -211,11 +212,11 @@ class SourceCheckpoint:
 
     @property
     def extent(self) -> Extent:
-        """What the largest of the shards take that have been read."""
+        """How large the shards are that have been read so far."""
         return reduce(Extent.including, self._unchecked.values(), self._extent)
 
     def forget(self) -> None:
-        """Let go of the structure of all shards; it is read again when it is asked for."""
+        """Free the structure of all shards; it is read again when it is asked for."""
         self._extent = self.extent
         self._manifests.clear()
         self._unchecked.clear()
@@ -224,10 +225,10 @@ class SourceCheckpoint:
         return Tensors.kept_bytes(manifest.tensors for manifest in self._manifests.values())
 
     def rule_names(self) -> Mapping[str, Mapping[int, int]]:
-        """Return the names that shards hold, where the strategy has rules: for each a rank by stage that has it.
+        """Return, for each name that shards hold, one rank that holds it by stage; empty if the strategy has no rules.
 
-        If the first and the last shard of a stage do not hold the same, they are saved without redundancy, and all of
-        the stage are looked into.
+        Only the first and the last shard of a stage are read; but if they do not hold the same names, the checkpoint
+        was saved without redundancy, and all shards of the stage are read.
         """
         if self._rule_names is None:
             self._rule_names = {}
@@ -248,7 +249,7 @@ class SourceCheckpoint:
             self.strategy = self.strategy.listing(self.rule_names())
 
     def _telling_ranks(self, stage: int, first: int) -> list[int]:
-        """Return the ranks whose shards together tell what a stage has; first: the lowest with a sound shard."""
+        """Return ranks whose shards together hold all names of a stage. first: the lowest rank with a sound shard."""
         end = (stage + 1) * self.strategy.stage_size
         ranks = [rank for rank in range(first, end) if rank in self]
         last = next(rank for rank in reversed(ranks) if self.find(rank) is not None)
@@ -258,12 +259,12 @@ class SourceCheckpoint:
     def stage_ranks(self) -> dict[int, int]:
         """Return, for each stage that has a sound shard, the lowest rank that has one."""
         if self._stage_ranks is None:
-            found: dict[int, int] = {}
+            ranks: dict[int, int] = {}
             for rank in sorted(self.files.by_rank):
                 stage = self.strategy.stage_of(rank)
-                if stage not in found and self.find(rank) is not None:
-                    found[stage] = rank
-            self._stage_ranks = found
+                if stage not in ranks and self.find(rank) is not None:
+                    ranks[stage] = rank
+            self._stage_ranks = ranks
         return self._stage_ranks
 
 

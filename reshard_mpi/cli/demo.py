@@ -151,7 +151,7 @@ def _request(base: Path) -> Request:
         target=str(base / "dst"),
         src_strategy=str(base / "src_strategy.ckpt"),
         dst_strategy=str(base / "dst_strategy.ckpt"),
-        prefix="checkpoint_",
+        prefix=formats.DEFAULT_PREFIX,
         strict=True,
     )
 

@@ -1,4 +1,4 @@
-"""Tensors of a source as arrays."""
+"""The tensors of one target rank as numpy arrays, read from the source without a target file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from reshard_mpi.planning.model import Limits, RankPlan
 
 
 def load_shard(plan: RankPlan, *, limits: Limits) -> dict[str, np.ndarray[Any, Any]]:
-    """Return every tensor of `plan` as an owned C-contiguous array of its own type."""
+    """Return every tensor of `plan` by name, as a C-contiguous array of the tensor's type that owns its memory.
+
+    Raises ShardError if a source file cannot be read.
+    """
     arrays = {}
     with Files() as files:
         for tensor in plan.tensors:

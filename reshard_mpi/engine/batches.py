@@ -1,8 +1,7 @@
-"""Small tensors moved many at a time: what one costs by itself is more than moving its bytes.
+"""Moves small tensors many at a time, since the cost of handling one alone exceeds that of moving its bytes.
 
-Tensors that follow each other in the target are put together in one buffer, with whatever lies between them, and
-written by one call. Their sources are mapped; numpy takes the runs of all that are alike from their places to their
-places at once.
+Tensors that follow each other in the target are put together in one buffer, with the bytes between them, and written by
+one call. Their sources are mapped. For all tensors that are alike, numpy moves the runs of bytes at once.
 """
 
 from __future__ import annotations
@@ -21,23 +20,24 @@ from reshard_mpi.planning.model import Group, Limits, PlannedTensors
 from reshard_mpi.sharding.strides import Strides
 
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
-# From one byte of a file to another.
+# The first byte of a range of a file, and the one after its last.
 Span = tuple[int, int]
 
-# So many runs are moved at once, by lists of their places; a tensor that has more of them in a part is moved by itself.
+# How many runs are moved at once, by arrays of their places; and how many a tensor may have in one part to be batched.
 _MAX_RUNS = 1 << 16
 _MAX_RUNS_OF_ONE = 1 << 13
-# Together with what lies between them tensors are written only if they are smaller than this on average: that is read
-# first, and so is their place.
+# Only tensors that are smaller than this on average are written together with the bytes between them, since those must
+# be read first.
 _WRITTEN_TOGETHER_BYTES = 16 << 10
-# No more of a source is mapped than so many times what is taken of it, but for a little.
+# No more of a source is mapped than so many times the bytes taken from it, and this much besides.
 _SPARSE, _LITTLE_BYTES = 16, 64 << 10
 
 
 class _Route(NamedTuple):
-    """Where a part of some tensors comes from: a file, and where each tensor begins there.
+    """Where one part of several tensors comes from.
 
-    first_bytes, span_bytes: where in what the source holds of a tensor the part begins, and how far it reaches.
+    path, starts: the source file, and the offset of each source tensor in it. first_bytes: offset of the part in its
+    source tensor. span_bytes: from the part's first byte to the end of its last. itemsize: in bytes.
     """
 
     path: str
@@ -53,7 +53,11 @@ class _Route(NamedTuple):
 
 
 class _Places(NamedTuple):
-    """The tensors of a target in file order: group, place in the group, first byte, size; and what can be batched."""
+    """The tensors of a target in file order, one array element for each.
+
+    groups: number of the tensor's group. in_group: its place in that. starts, sizes: its offset in the target file and
+    its size, in bytes. small: whether it can be moved in a batch.
+    """
 
     groups: Numbers
     in_group: Numbers
@@ -63,7 +67,10 @@ class _Places(NamedTuple):
 
 
 class Batches:
-    """The small tensors of one target, where they are many. most_bytes: how large one of them is at the most."""
+    """Moves the small tensors of one target.
+
+    span: only tensors in this range of the target file; None: all. most_bytes: the largest size of a small tensor.
+    """
 
     def __init__(
         self, tensors: PlannedTensors, target: Manifest, span: Span | None, limits: Limits, most_bytes: int
@@ -75,7 +82,7 @@ class Batches:
         self._places = _places(tensors, target, span, limits, most_bytes)
 
     def stretches(self) -> Iterator[tuple[int, int, bool]]:
-        """Yield stretches of tensors, in file order: the first, the one after the last, and whether they are small."""
+        """Yield stretches of tensors in file order: number of the first, that after the last, whether all are small."""
         small = self._places.small
         ends = [*(np.flatnonzero(small[1:] != small[:-1]) + 1).tolist(), len(small)]
         first = 0
@@ -84,17 +91,17 @@ class Batches:
             first = end
 
     def move(self, files: Files, first: int, last: int, buffer: memoryview) -> None:
-        """Move the small tensors from one number to another."""
+        """Move the small tensors from number `first` up to `last`, which is not included."""
         starts, sizes = self._places.starts[first:last], self._places.sizes[first:last]
-        at = 0
-        while at < len(starts):
-            room = starts[at] + len(buffer)
-            count = int(np.searchsorted(starts[at:] + sizes[at:], room, "right"))
-            self._move(files, first + at, first + at + count, buffer)
-            at += count
+        done = 0
+        while done < len(starts):
+            buffer_end = starts[done] + len(buffer)
+            count = int(np.searchsorted(starts[done:] + sizes[done:], buffer_end, "right"))
+            self._move(files, first + done, first + done + count, buffer)
+            done += count
 
     def _move(self, files: Files, first: int, last: int, buffer: memoryview) -> None:
-        """Move tensors that the buffer has room for; fewer at a time if their sources lie too far apart."""
+        """Move tensors that fit into the buffer; fewer at a time if their sources are too far apart to be mapped."""
         parts = list(self._parts(first, last))
         windows: dict[str, tuple[int, int]] = {}
         for route, starts, _ in parts:
@@ -116,10 +123,10 @@ class Batches:
         if together and moved_bytes < len(content):
             files.read_target(ByteRange(self._path, begin, len(content)), content)
         for path, (low, high) in windows.items():
-            own = [part for part in parts if part[0].path == path]
-            requested_bytes = sum(len(starts) * route.size_bytes for route, starts, _ in own)
+            of_file = [part for part in parts if part[0].path == path]
+            requested_bytes = sum(len(starts) * route.size_bytes for route, starts, _ in of_file)
             with files.window(ByteRange(path, low, high - low), requested_bytes) as window:
-                for route, starts, targets in own:
+                for route, starts, targets in of_file:
                     _take(window, starts - low, content, targets - begin, route)
         if together:
             files.write(ByteRange(self._path, begin, len(content)), content, moved_bytes)
@@ -129,7 +136,7 @@ class Batches:
             files.write(ByteRange(self._path, start, size), content[start - begin : start - begin + size])
 
     def _parts(self, first: int, last: int) -> Iterator[tuple[_Route, Numbers, Numbers]]:
-        """Yield what comes by each route: where the tensors begin in its file, and where in the target."""
+        """Yield each route with the offsets of its tensors, in its source file and in the target file."""
         groups = self._places.groups[first:last]
         for number in np.unique(groups).tolist():
             chosen = np.flatnonzero(groups == number) + first
@@ -146,15 +153,15 @@ class Batches:
 def _places(tensors: PlannedTensors, target: Manifest, span: Span | None, limits: Limits, most_bytes: int) -> _Places:
     groups = np.asarray(tensors.group_of, np.int64)
     numbers = target.tensors.number_of
-    own = np.fromiter((numbers[name] for name in tensors.specs.names), np.int64, len(tensors))
-    starts = np.asarray(target.tensors.starts, np.int64)[own]
+    in_file_order = np.fromiter((numbers[name] for name in tensors.specs.names), np.int64, len(tensors))
+    starts = np.asarray(target.tensors.starts, np.int64)[in_file_order]
     sizes = np.array([group.kind.size_bytes for group in tensors.groups], np.int64)[groups]
     is_small = [
         0 < group.kind.size_bytes <= most_bytes and _is_plain(group) and _is_close(group, limits) and _is_in_runs(group)
         for group in tensors.groups
     ]
     small = np.array(is_small, bool)[groups] & (starts != ELSEWHERE)
-    # Only where they follow each other in the file, and nobody else fills a part of them.
+    # Batches need tensors that follow each other in the file, and of which no other process writes a part.
     small[1:] &= starts[1:] >= starts[:-1] + sizes[:-1]
     if span is not None:
         small &= (starts >= span[0]) & (starts + sizes <= span[1])
@@ -162,18 +169,18 @@ def _places(tensors: PlannedTensors, target: Manifest, span: Span | None, limits
 
 
 def _is_plain(group: Group) -> bool:
-    """Tell whether all parts of the tensors lie in one piece in their files, as this machine has them."""
+    """Tell whether each source tensor is one range of its file, in this machine's byte order."""
     return all(ELSEWHERE not in _starts(route.tensors.starts, route.numbers) for route in group.routes)
 
 
 def _is_in_runs(group: Group) -> bool:
-    """Tell whether the tensors lie in runs that are not too many, on both sides."""
-    every = (route.strides(group.kind.box) for route in group.routes)
-    return all(strides.size <= _MAX_RUNS_OF_ONE * strides.run_length for strides in every)
+    """Tell whether no part of the tensors has too many runs."""
+    all_strides = (route.strides(group.kind.box) for route in group.routes)
+    return all(strides.size <= _MAX_RUNS_OF_ONE * strides.run_length for strides in all_strides)
 
 
 def _is_close(group: Group, limits: Limits) -> bool:
-    """Tell whether the parts of each of the tensors lie close enough together in their files."""
+    """Tell whether the parts of each tensor are close enough together in their files to be mapped."""
     itemsize = group.kind.dtype.itemsize_bytes
     span_bytes = sum(route.source_box.span_of(route.region) for route in group.routes) * itemsize
     return span_bytes <= min(limits.window_bytes, _LITTLE_BYTES + _SPARSE * group.kind.size_bytes)
@@ -193,29 +200,33 @@ def _routes(group: Group) -> Iterator[_Route]:
             yield _Route(route.tensors.path, starts, strides.source_offset * itemsize, span_bytes, strides, itemsize)
 
 
-# What a few copies have alike; each takes 128 KiB at the most.
+# Many copies have the same strides. One entry takes 128 KiB at the most.
 @lru_cache(maxsize=16)
 def _runs(strides: Strides, itemsize: int) -> tuple[Numbers, Numbers]:
-    """Return where the runs begin, in bytes, in the source and in the target."""
-    at = to = np.zeros(1, np.int64)
+    """Return the offsets of the runs, in bytes, in a source tensor and in the target tensor."""
+    sources = targets = np.zeros(1, np.int64)
     for length, step, target_step in strides.dimensions[:-1] if strides.run_length > 1 else strides.dimensions:
-        each = np.arange(length, dtype=np.int64)
-        at, to = np.add.outer(at, each * step).reshape(-1), np.add.outer(to, each * target_step).reshape(-1)
-    return (at + strides.source_offset) * itemsize, (to + strides.target_offset) * itemsize
+        indices = np.arange(length, dtype=np.int64)
+        sources = np.add.outer(sources, indices * step).reshape(-1)
+        targets = np.add.outer(targets, indices * target_step).reshape(-1)
+    return (sources + strides.source_offset) * itemsize, (targets + strides.target_offset) * itemsize
 
 
 def _take(window: memoryview, starts: Numbers, content: memoryview, targets: Numbers, route: _Route) -> None:
-    """Take the runs of tensors that begin at `starts` of the window to their places in those at `targets`."""
-    own, others = _runs(route.strides, route.itemsize)
+    """Copy the runs of a route from source tensors to target tensors.
+
+    starts, targets: the offsets of these tensors in `window` and in `content`.
+    """
+    source_runs, target_runs = _runs(route.strides, route.itemsize)
     run_bytes = route.strides.run_length * route.itemsize
-    held, places = _runs_anywhere(window, run_bytes), _runs_anywhere(content, run_bytes)
-    step = max(1, _MAX_RUNS // len(own))
+    read, written = _runs_anywhere(window, run_bytes), _runs_anywhere(content, run_bytes)
+    step = max(1, _MAX_RUNS // len(source_runs))
     for first in range(0, len(starts), step):
-        at = np.add.outer(starts[first : first + step], own).reshape(-1)
-        to = np.add.outer(targets[first : first + step], others).reshape(-1)
-        places[to] = held[at]
+        source_offsets = np.add.outer(starts[first : first + step], source_runs).reshape(-1)
+        target_offsets = np.add.outer(targets[first : first + step], target_runs).reshape(-1)
+        written[target_offsets] = read[source_offsets]
 
 
 def _runs_anywhere(data: memoryview, run_bytes: int) -> np.ndarray[Any, np.dtype[np.void]]:
-    """Return an array in which every byte of `data` begins a run of so many bytes, as far as it has room."""
+    """Return an array whose element number n is the run of `run_bytes` bytes that begins at byte n of `data`."""
     return np.ndarray((len(data) - run_bytes + 1,), np.dtype((np.void, run_bytes)), data, 0, (1,))

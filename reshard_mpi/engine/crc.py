@@ -1,8 +1,8 @@
-"""CRC-32 of whole tensors, put together from the parts that ranks hold: in any order, without gathering the tensor.
+"""The CRC-32 of a whole tensor from the parts that ranks hold: in any order, without gathering the tensor.
 
-A part's sum is the CRC-32 of the whole tensor's row-major bytes with zeros in place of all that the part does not hold.
-CRC-32 is affine over bits, so the sums of disjoint parts, each with the sum of the zeros taken away, add up (by
-exclusive or) to that of the whole: `zlib.crc32(whole.tobytes())`. So neither layout nor format matters.
+A part's sum is the CRC-32 of the whole tensor's row-major bytes, with zeros in place of what the part does not hold.
+CRC-32 is affine over bits, so the sums of disjoint parts, each less the sum of all zeros, add up (by exclusive or) to
+that of the whole, `zlib.crc32(whole.tobytes())`. So neither layout nor format matters.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     Sums = np.ndarray[Any, np.dtype[np.uint32]]
 
 _ONES = 0xFFFFFFFF
-# Of shorter runs the sums of all are made at once, byte after byte, by numpy; longer ones one by one by the library.
+# Runs shorter than this are summed all at once, byte after byte, by numpy; longer ones one by one by the library.
 _SHORT_BYTES = 48
-# A tensor's parts have their runs at a few different distances; the tables of one take 40 KiB.
+# Runs are only a few different distances apart; the tables of one distance take 40 KiB.
 _KEPT_STEPS = 64
 
 
 class PartSum:
-    """The sum of one part of a tensor, while it is being read.
+    """The sum of one part of a tensor, to which blocks are added as they are read.
 
-    whole: the box of the whole tensor. The blocks that are added must be disjoint.
+    whole: the box of the whole tensor. The blocks must be disjoint.
     """
 
     def __init__(self, whole: Box, itemsize_bytes: int) -> None:
@@ -63,7 +63,7 @@ def sum_of_whole(parts: Iterable[int], size_bytes: int) -> int:
 
 
 def has_short_runs(box: Box, whole: Box, itemsize_bytes: int) -> bool:
-    """Tell whether a part lies in its whole in runs so short that numpy is loaded to sum it."""
+    """Tell whether the runs of a part in its whole tensor are so short that numpy is loaded to sum them."""
     length = run_length(box, box, whole)
     return length < box.size and length * itemsize_bytes < _SHORT_BYTES
 
@@ -74,17 +74,17 @@ def sum_of_zeros(size_bytes: int) -> int:
 
 
 def _shifted(state: int, count_bytes: int) -> int:
-    """Return what becomes of a remainder when so many zero bytes follow."""
+    """Return the remainder `state` after so many more zero bytes."""
     return crc32_combine(state, 0, count_bytes)
 
 
 def _remainder(data: memoryview) -> int:
-    """Return the remainder of `data` alone: CRC-32 without its inversions, which is linear."""
+    """Return the remainder of `data` from state 0: CRC-32 without its inversions, and therefore linear."""
     return crc32(data, _ONES) ^ _ONES
 
 
 def _sum_of_runs(data: memoryview, runs: Runs, itemsize: int) -> int:
-    """Return the remainder of all runs, with zeros between them as far as they are apart in the whole."""
+    """Return the remainder of all runs, with as many zero bytes between them as lie there in the whole tensor."""
     first, length, step = runs.source_offset * itemsize, runs.length * itemsize, runs.source_step * itemsize
     apart = runs.target_step * itemsize
     if runs.repeats == 1:
@@ -108,14 +108,14 @@ def _sum_of_runs(data: memoryview, runs: Runs, itemsize: int) -> int:
 
 @lru_cache(_KEPT_STEPS)
 def _gap(count_bytes: int) -> tuple[list[int], ...]:
-    """Return, for each byte of a CRC-32 so far, what it adds to the CRC-32 after so many more zero bytes."""
-    tables = [_combined([_shifted(1 << bit, count_bytes) for bit in range(at, at + 8)]) for at in range(0, 32, 8)]
+    """Return four tables, for the low to the high byte of a CRC-32: their part of it after so many zero bytes."""
+    tables = [_combined([_shifted(1 << bit, count_bytes) for bit in range(low, low + 8)]) for low in range(0, 32, 8)]
     inversions = _shifted(_ONES, count_bytes) ^ _ONES
     return (*tables[:3], [value ^ inversions for value in tables[3]])
 
 
 def _combined(bits: list[int]) -> list[int]:
-    """Return the exclusive or of those of eight values that each number below 256 has bits for."""
+    """Return a table of 256 values: entry n is the exclusive or of those of eight values whose bits are set in n."""
     table = [0]
     for value in bits:
         table += [value ^ other for other in table]
@@ -133,7 +133,7 @@ def _short_remainders(rows: np.ndarray[Any, np.dtype[np.uint8]]) -> Sums:
 
 
 def _joined(remainders: Sums, apart_bytes: int) -> int:
-    """Return the remainder of pieces of equal length that begin at even distances, from those of each."""
+    """Return the remainder of all pieces from that of each; they are equally long and begin `apart_bytes` apart."""
     import numpy as np
 
     while len(remainders) > 1:
@@ -150,18 +150,18 @@ def _joined(remainders: Sums, apart_bytes: int) -> int:
 
 @lru_cache(_KEPT_STEPS)
 def _tables(count_bytes: int) -> list[Sums]:
-    """Return, for each byte of a remainder, what it becomes when so many zero bytes follow."""
+    """Return four tables, for the low to the high byte of a remainder: their part of it after so many zero bytes."""
     import numpy as np
 
     return [
-        np.array(_combined([_shifted(1 << bit, count_bytes) for bit in range(at, at + 8)]), np.uint32)
-        for at in range(0, 32, 8)
+        np.array(_combined([_shifted(1 << bit, count_bytes) for bit in range(low, low + 8)]), np.uint32)
+        for low in range(0, 32, 8)
     ]
 
 
 @lru_cache(1)
 def _byte_table() -> Sums:
-    """Return what a byte becomes by itself."""
+    """Return the remainder of each single byte."""
     import numpy as np
 
     return np.array(_combined([_shifted(1 << bit, 1) for bit in range(8)]), np.uint32)

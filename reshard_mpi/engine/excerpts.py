@@ -30,7 +30,7 @@ def excerpt(files: Files, entry: TensorEntry, box: Box) -> bytes:
 
 
 def _parts(entry: TensorEntry, box: Box) -> Iterator[tuple[ByteRange, int]]:
-    """Yield the ranges of files that a box is taken from, and where each begins in its row-major bytes."""
+    """Yield the file ranges that make up a box, each with its offset in the row-major bytes of the box."""
     stored, itemsize = entry.stored, entry.dtype.itemsize_bytes
     assert stored is not None
     if entry.steps is None and len(stored.ranges) == 1:

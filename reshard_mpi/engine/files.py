@@ -1,4 +1,4 @@
-"""Open files by path, exact reads and writes, bounded windows into them, and the count of what was asked for."""
+"""Files that are opened once by path: exact reads and writes, mapped windows, copies, and the count of bytes moved."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ OnBytes = Callable[[int], None]
 
 # Far below the usual limit of 1024 descriptors; a target rarely reads from more files than this at once.
 _MAX_OPEN_FILES = 128
-# One call moves no more, so that progress is seen and signals are heard between calls.
+# One call moves at most this much, so that progress can be shown and signals are handled between calls.
 _MAX_CALL_BYTES = 64 * MIB
-# How many places one call can read to (IOV_MAX).
+# How many places one call can read into (IOV_MAX).
 _MAX_VECTOR = 1024
-# What a file system says when it cannot copy between two files by itself; and when it cannot read the one or write the
-# other, which is told by doing the one and then the other.
+# Errors of a file system that cannot copy between two files by itself; or that cannot read one or write the other, in
+# which case the read or the write that is tried instead tells which.
 _NO_KERNEL_COPY = {errno.ENOSYS, errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF, errno.EIO}
 _REMEDY = (
     "make sure nothing writes to the source; restore the file, or remove it if other ranks hold the same, and run the"
@@ -36,7 +36,7 @@ _REMEDY = (
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes counted while moving: asked of sources, lying in mapped windows, written to the target."""
+    """How many bytes were read from sources, mapped of them, and written to the target."""
 
     requested_bytes: int = 0
     mapped_bytes: int = 0
@@ -44,7 +44,10 @@ class Traffic:
 
 
 class ByteRuns(NamedTuple):
-    """`repeats` byte ranges of `length_bytes` at even distances, in one source file and in one target file."""
+    """`repeats` byte ranges of `length_bytes` each, in one source file and in one target file.
+
+    Offsets are those of the first range; steps lead from one range to the next. All are in bytes.
+    """
 
     source: str
     source_offset: int
@@ -57,10 +60,10 @@ class ByteRuns(NamedTuple):
 
 
 class Files:
-    """Descriptors of source files, opened on first use and closed together, and that of the target, if there is one.
+    """Source files, opened on first use and closed together, and a target file, if there is one.
 
-    on_bytes: called with the number of target bytes just written. target: open for writing; whoever opened it closes
-    it.
+    on_bytes: called with the number of target bytes just written. target: descriptor that is open for writing (and for
+    reading, if `read_target` is called); the caller closes it.
     """
 
     def __init__(self, on_bytes: OnBytes = lambda _: None, target: int = -1) -> None:
@@ -95,38 +98,42 @@ class Files:
         self.traffic.requested_bytes += part.length_bytes
 
     def read_scattered(self, part: ByteRange, places: Sequence[memoryview]) -> None:
-        """Read the bytes of `part` to `places`, one after another: equally long, and together as long as `part`.
+        """Read the bytes of `part` into `places`, one after another.
 
-        Raises ShardError if they cannot be read.
+        The places must be equally long, and together as long as `part`. Raises ShardError if the bytes cannot be read.
         """
-        descriptor, at, length = self._source(part.path), part.offset_bytes, len(places[0])
+        descriptor, offset, length = self._source(part.path), part.offset_bytes, len(places[0])
         for first in range(0, len(places), _MAX_VECTOR):
-            some = places[first : first + _MAX_VECTOR]
+            vector = places[first : first + _MAX_VECTOR]
             try:
-                count = os.preadv(descriptor, some, at)
+                count = os.preadv(descriptor, vector, offset)
             except OSError as error:
                 raise unreadable(part.path, error) from error
             self.traffic.requested_bytes += count
-            if count < length * len(some):  # interrupted by a signal, or the file ends
-                self._read_rest(part.path, at, some, count)
-            at += length * len(some)
+            if count < length * len(vector):  # interrupted by a signal, or the file ends
+                self._read_rest(part.path, offset, vector, count)
+            offset += length * len(vector)
 
-    def _read_rest(self, path: str, at: int, places: Sequence[memoryview], done: int) -> None:
+    def _read_rest(self, path: str, offset: int, places: Sequence[memoryview], done: int) -> None:
+        """Read the bytes from `offset` on into `places`, of which the first `done` bytes have been read."""
         for place in places:
             skipped = min(done, len(place))
             if skipped < len(place):
-                self.read_into(ByteRange(path, at + skipped, len(place) - skipped), place[skipped:])
+                self.read_into(ByteRange(path, offset + skipped, len(place) - skipped), place[skipped:])
             done -= skipped
-            at += len(place)
+            offset += len(place)
 
     def advise(self, part: ByteRange) -> None:
-        """Have the file system begin to read `part`, which is soon asked for; where it takes no advice, nothing is."""
+        """Advise the kernel to read `part` ahead; does nothing if that is not possible."""
         with suppress(OSError, ShardError):
             os.posix_fadvise(self._source(part.path), part.offset_bytes, part.length_bytes, os.POSIX_FADV_WILLNEED)
 
     @contextmanager
     def window(self, part: ByteRange, requested_bytes: int) -> Iterator[memoryview]:
-        """Map the bytes of `part` for reading; `requested_bytes` of them are going to be used."""
+        """Map the bytes of `part` for reading. requested_bytes: how many of them are used, for `traffic`.
+
+        Raises ShardError if they cannot be mapped.
+        """
         start = part.offset_bytes - part.offset_bytes % mmap.ALLOCATIONGRANULARITY
         length = part.offset_bytes + part.length_bytes - start
         source = self._source(part.path)
@@ -142,7 +149,7 @@ class Files:
             yield inner
 
     def read_target(self, part: ByteRange, buffer: memoryview) -> None:
-        """Fill `buffer` with what the target has at `part`. Raises OSError."""
+        """Fill `buffer` with the bytes of `part`, a range of the target. Raises OSError."""
         done = 0
         while done < part.length_bytes:
             count = os.preadv(self._target, [buffer[done:]], part.offset_bytes + done)
@@ -151,9 +158,9 @@ class Files:
             done += count
 
     def write(self, part: ByteRange, buffer: memoryview, moved_bytes: int | None = None) -> None:
-        """Write `buffer` to the bytes of `part`, a range of the target.
+        """Write `buffer` to `part`, a range of the target.
 
-        moved_bytes: how many of them are elements; None: all.
+        moved_bytes: how many of the bytes count as written (others were there before); None: all. Raises OSError.
         """
         done = 0
         while done < part.length_bytes:
@@ -164,51 +171,54 @@ class Files:
         self._wrote(part.length_bytes if moved_bytes is None else moved_bytes)
 
     def copy(self, runs: ByteRuns, buffer: memoryview) -> None:
-        """Copy runs of bytes, inside the kernel where the file systems can, else through `buffer`.
+        """Copy runs of bytes: inside the kernel if the file systems can do that, else through `buffer`.
 
-        Raises ShardError if the source cannot be read.
+        Raises ShardError if the source cannot be read, OSError if the target cannot be written.
         """
         done = self._copy_in_kernel(runs) if self._kernel_copies else 0
         whole, done = divmod(done, runs.length_bytes)
-        for turn in range(whole, runs.repeats):
-            at = runs.source_offset + turn * runs.source_step + done
-            to = runs.target_offset + turn * runs.target_step + done
-            self._copy_through(runs, at, to, runs.length_bytes - done, buffer)
+        for number in range(whole, runs.repeats):
+            source_offset = runs.source_offset + number * runs.source_step + done
+            target_offset = runs.target_offset + number * runs.target_step + done
+            self._copy_through(runs, source_offset, target_offset, runs.length_bytes - done, buffer)
             done = 0
 
     def _copy_in_kernel(self, runs: ByteRuns) -> int:
-        """Copy runs and return how many bytes of them; not all once the file systems turn out not to do it."""
+        """Copy runs in order; return how many bytes. It stops early if the file systems turn out not to support it."""
         source, target, length = self._source(runs.source), self._target, runs.length_bytes
-        at, to, copied, told = runs.source_offset, runs.target_offset, 0, 0
+        source_offset, target_offset, copied, reported = runs.source_offset, runs.target_offset, 0, 0
         try:
             for _ in range(runs.repeats):
                 left = length
                 while left:
-                    count = os.copy_file_range(source, target, min(left, _MAX_CALL_BYTES), at, to)
+                    count = os.copy_file_range(source, target, min(left, _MAX_CALL_BYTES), source_offset, target_offset)
                     if count == 0:
-                        raise _became_shorter(ByteRange(runs.source, at, left))
+                        raise _became_shorter(ByteRange(runs.source, source_offset, left))
                     left -= count
-                    at += count
-                    to += count
+                    source_offset += count
+                    target_offset += count
                     copied += count
-                at += runs.source_step - length
-                to += runs.target_step - length
-                if copied - told >= _MAX_CALL_BYTES:
-                    self._wrote(copied - told)
-                    told = copied
+                source_offset += runs.source_step - length
+                target_offset += runs.target_step - length
+                if copied - reported >= _MAX_CALL_BYTES:
+                    self._wrote(copied - reported)
+                    reported = copied
         except OSError as error:
             if error.errno not in _NO_KERNEL_COPY:
                 raise _about(error, runs.source, runs.target) from None
             self._kernel_copies = False
         self.traffic.requested_bytes += copied
-        self._wrote(copied - told)
+        self._wrote(copied - reported)
         return copied
 
-    def _copy_through(self, runs: ByteRuns, at: int, to: int, length_bytes: int, buffer: memoryview) -> None:
+    def _copy_through(
+        self, runs: ByteRuns, source_offset: int, target_offset: int, length_bytes: int, buffer: memoryview
+    ) -> None:
+        """Copy bytes between the files of `runs` through `buffer`."""
         for done in range(0, length_bytes, len(buffer)):
             count = min(len(buffer), length_bytes - done)
-            self.read_into(ByteRange(runs.source, at + done, count), buffer[:count])
-            self.write(ByteRange(runs.target, to + done, count), buffer[:count])
+            self.read_into(ByteRange(runs.source, source_offset + done, count), buffer[:count])
+            self.write(ByteRange(runs.target, target_offset + done, count), buffer[:count])
 
     def _wrote(self, count_bytes: int) -> None:
         self.traffic.written_bytes += count_bytes
@@ -228,12 +238,12 @@ class Files:
 
 
 def _about(error: OSError, path: str, other: str | None = None) -> OSError:
-    """Return an error of the file system that says which file it is about; calls by descriptor do not."""
+    """Return a file system's error with the paths it is about, which calls by descriptor leave out."""
     return OSError(error.errno, error.strerror, path, None, other)
 
 
 def forget_cached(descriptor: int) -> None:
-    """Have what is read of a file next come from the disk, as far as the file system knows the difference."""
+    """Write a file to the disk and drop it from the page cache, so that it is read back from the disk if possible."""
     os.fsync(descriptor)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 

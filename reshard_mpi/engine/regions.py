@@ -1,4 +1,4 @@
-"""A region of a source tensor in a buffer, and where copies of one differ; numpy is loaded only to gather its runs."""
+"""Reads regions of source tensors into buffers, and compares copies; numpy is loaded only to gather many runs."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from reshard_mpi.engine.stream import Stream
 from reshard_mpi.planning.model import Check, Copy, Limits, TensorPlan
 from reshard_mpi.sharding.box import Box
 
-# So many runs are read one by one, straight to their places; more are gathered by numpy from a mapped window.
+# Up to so many runs are read one by one, straight to their places; more are gathered by numpy from a mapped window.
 _FEW_RUNS = 32
 
 
 def takes_numpy(copy: Copy, place: Box, buffer_bytes: int) -> bool:
-    """Tell whether bringing a copy into blocks of `place`, of so many bytes, may take numpy."""
+    """Tell whether numpy may be needed to read a copy into blocks of box `place`, each of `buffer_bytes` at most."""
     if not copy.source.is_as_stored:
         return True
     length = copy.strides(place).run_length
@@ -22,7 +22,10 @@ def takes_numpy(copy: Copy, place: Box, buffer_bytes: int) -> bool:
 
 
 def fill(files: Files, copy: Copy, block: Box, buffer: memoryview, limits: Limits) -> None:
-    """Fill what `buffer` has of the copy; it holds the elements of `block`, where all of the copy goes, row-major."""
+    """Read the source of a copy into its target region of `buffer`, which holds the elements of `block`, row-major.
+
+    All of the copy's target region must lie in `block`. Raises ShardError if the source cannot be read.
+    """
     strides = copy.strides(block)
     stored = copy.source.stored
     if stored is not None and not stored.swapped and strides.size <= _FEW_RUNS * strides.run_length:
@@ -41,16 +44,17 @@ def fill(files: Files, copy: Copy, block: Box, buffer: memoryview, limits: Limit
 
 
 def read_region(files: Files, copy: Copy, region: Box, buffer: memoryview, limits: Limits) -> None:
-    """Fill `buffer` with the row-major bytes of a region of the target, all of which the copy gives."""
+    """Fill `buffer` with the row-major bytes of a region of the target, which must lie in the copy's target region."""
     fill(files, copy.part(region), region, buffer, limits)
 
 
 def first_difference(
     check: Check, *, limits: Limits, files: Files | None = None
 ) -> tuple[Copy, tuple[int, ...]] | None:
-    """Return the first copy that differs from the check's first one, and the element (index in the target) where.
+    """Return a copy that differs from the check's first one, and the index of the first element that differs.
 
-    Every copy is read once. files: open files of the caller's, for many checks of the same ones.
+    The index is that in the target. None if all copies are equal. Every copy is read once. files: open files to use;
+    None: they are opened for this check alone.
     """
     if files is None:
         with Files() as files:
@@ -60,7 +64,7 @@ def first_difference(
     most_elements = max(1, min(first.region.size, limits.buffer_bytes // 2 // itemsize))
     expected, got = bytearray(most_elements * itemsize), bytearray(most_elements * itemsize)
     for block in first.target_region.blocks(most_elements):
-        # What is left of a larger block before is the same in both.
+        # Behind the block, both contents have the same bytes of a larger block before, so all can be compared.
         expected_block, got_block = (memoryview(content)[: block.size * itemsize] for content in (expected, got))
         read_region(files, first, block, expected_block, limits)
         for copy in others:
@@ -73,7 +77,10 @@ def first_difference(
 def first_difference_of_tensors(
     files: Files, first: TensorPlan, second: TensorPlan, limits: Limits
 ) -> tuple[int, ...] | None:
-    """Return the first element, in row-major order, in which two plans of the same box and type differ."""
+    """Return the index of the first element, in row-major order, in which two tensors of the same box and type differ.
+
+    None if they are equal.
+    """
     box, itemsize = first.spec.box, first.spec.dtype.itemsize_bytes
     most_elements = max(1, min(box.size, limits.buffer_bytes // 2 // itemsize))
     expected, got = bytearray(most_elements * itemsize), bytearray(most_elements * itemsize)
@@ -89,7 +96,7 @@ def first_difference_of_tensors(
 
 
 def _first_differing_byte(left: bytearray, right: bytearray) -> int:
-    """Return where two contents differ for the first time, by halves; they do differ."""
+    """Return the offset of the first byte in which two contents differ, found by halves. They must differ."""
     start, stop = 0, len(left)
     while stop - start > 1:
         middle = (start + stop) // 2
@@ -101,7 +108,7 @@ def _first_differing_byte(left: bytearray, right: bytearray) -> int:
 
 
 def _element(block: Box, number: int) -> tuple[int, ...]:
-    """Return the global index of an element, counted in the row-major order of a block."""
+    """Return the global index of element `number` in the row-major order of a block."""
     index = []
     for start, length in zip(reversed(block.start), reversed(block.shape)):
         number, place = divmod(number, length)

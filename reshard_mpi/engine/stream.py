@@ -1,4 +1,4 @@
-"""A tensor's bytes as one stream, whatever the ranges of a file they lie in."""
+"""A tensor's bytes as one stream, in however many ranges of files they are."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Stream:
         self._starts = (0, *accumulate(part.length_bytes for part in self._ranges))
 
     def within(self, span: tuple[int, int] | None) -> tuple[int, int]:
-        """Return from which byte to which of the stream lies in a span of the file; None: all of it.
+        """Return the first byte of the stream that lies in a span of the file, and the one after the last.
 
-        The ranges must be those of one file, ascending.
+        span: first byte and end; None: all of the file. All ranges must be in that one file, ascending.
         """
         if span is None:
             return 0, self._starts[-1]
@@ -35,36 +35,39 @@ class Stream:
         return (inside[0][0], inside[-1][1]) if inside else (0, 0)
 
     def one_part(self, offset_bytes: int, length_bytes: int) -> ByteRange | None:
-        """Return the file range of `length_bytes` bytes from `offset_bytes` on, or None where they are in several."""
-        at = bisect_right(self._starts, offset_bytes) - 1
-        if not length_bytes or offset_bytes + length_bytes > self._starts[at + 1]:
+        """Return the file range of `length_bytes` bytes from `offset_bytes` on; None if they are in several ranges."""
+        number = bisect_right(self._starts, offset_bytes) - 1
+        if not length_bytes or offset_bytes + length_bytes > self._starts[number + 1]:
             return None
-        part = self._ranges[at]
-        return ByteRange(part.path, part.offset_bytes + offset_bytes - self._starts[at], length_bytes)
+        part = self._ranges[number]
+        return ByteRange(part.path, part.offset_bytes + offset_bytes - self._starts[number], length_bytes)
 
     def parts(self, offset_bytes: int, length_bytes: int) -> Iterator[ByteRange]:
         """Yield the file ranges of `length_bytes` bytes from `offset_bytes` on."""
-        at = bisect_right(self._starts, offset_bytes) - 1
+        number = bisect_right(self._starts, offset_bytes) - 1
         while length_bytes > 0:
-            part = self._ranges[at]
-            skip = offset_bytes - self._starts[at]
+            part = self._ranges[number]
+            skip = offset_bytes - self._starts[number]
             count = min(length_bytes, part.length_bytes - skip)
             yield ByteRange(part.path, part.offset_bytes + skip, count)
             offset_bytes += count
             length_bytes -= count
-            at += 1
+            number += 1
 
 
 def byte_runs(runs: Runs, itemsize: int, source: Stream, target: Stream, span: tuple[int, int]) -> Iterator[ByteRuns]:
-    """Yield what `runs` of elements are in the files, as far as it lies in `span`, bytes of the target stream."""
+    """Yield `runs` of elements as runs of bytes in files.
+
+    itemsize: of an element, in bytes. span: only what lies between these bytes of the target stream.
+    """
     length, source_step, target_step = runs.length * itemsize, runs.source_step * itemsize, runs.target_step * itemsize
-    source_at, target_at = runs.source_offset * itemsize, runs.target_offset * itemsize
+    source_start, target_start = runs.source_offset * itemsize, runs.target_offset * itemsize
     target_bytes = (runs.repeats - 1) * target_step + length
-    if target_at >= span[1] or target_at + target_bytes <= span[0]:
+    if target_start >= span[1] or target_start + target_bytes <= span[0]:
         return
-    if span[0] <= target_at and target_at + target_bytes <= span[1]:
-        read = source.one_part(source_at, (runs.repeats - 1) * source_step + length)
-        written = target.one_part(target_at, target_bytes)
+    if span[0] <= target_start and target_start + target_bytes <= span[1]:
+        read = source.one_part(source_start, (runs.repeats - 1) * source_step + length)
+        written = target.one_part(target_start, target_bytes)
         if read and written:
             yield ByteRuns(
                 source=read.path,
@@ -81,14 +84,14 @@ def byte_runs(runs: Runs, itemsize: int, source: Stream, target: Stream, span: t
         for half in _halves(runs):
             yield from byte_runs(half, itemsize, source, target, span)
         return
-    skipped, end = max(span[0] - target_at, 0), min(span[1] - target_at, length)
-    to = target_at + skipped
-    for read in source.parts(source_at + skipped, end - skipped):
-        at = read.offset_bytes
-        for written in target.parts(to, read.length_bytes):
-            yield ByteRuns(read.path, at, 0, written.path, written.offset_bytes, 0, written.length_bytes, 1)
-            at += written.length_bytes
-        to += read.length_bytes
+    skipped, end = max(span[0] - target_start, 0), min(span[1] - target_start, length)
+    target_offset = target_start + skipped
+    for read in source.parts(source_start + skipped, end - skipped):
+        read_offset = read.offset_bytes
+        for written in target.parts(target_offset, read.length_bytes):
+            yield ByteRuns(read.path, read_offset, 0, written.path, written.offset_bytes, 0, written.length_bytes, 1)
+            read_offset += written.length_bytes
+        target_offset += read.length_bytes
 
 
 def _halves(runs: Runs) -> tuple[Runs, Runs]:

@@ -1,4 +1,4 @@
-"""Sums what targets were to be made of, from the sources, and what they hold, read back."""
+"""Sums of tensors (CRC-32, see `crc`): by the sources that targets are made from, and by the targets, read back."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from reshard_mpi.planning.listed import PiecesOf
 from reshard_mpi.planning.model import Copy, Limits, RankPlan, TensorPlan
 from reshard_mpi.sharding.box import Box
 
-# From one byte of a file to another.
+# The first byte of a range of a file, and the one after its last.
 Span = tuple[int, int]
 
 
 class Summed(NamedTuple):
-    """The sum of one tensor's part, by its sources (None where they were not asked) and as the shard holds it."""
+    """The sum of one tensor's part. expected: by its sources; None if these were not read. found: by the shard."""
 
     tensor: TensorSpec
     expected: int | None
@@ -31,9 +31,10 @@ class Summed(NamedTuple):
 
 
 def sum_shard(plan: RankPlan, target: Manifest, *, span: Span | None, limits: Limits) -> Iterator[Summed]:
-    """Yield the sums of every tensor of `plan`, read from the sources and from the shard at `target`.
+    """Yield the sums of every tensor of `plan`, by its sources and by the shard `target`.
 
-    span: only elements that begin between these bytes of the target file, and tensors of none; None: all of them.
+    span: only elements that begin in this range of the target file, and tensors without elements; None: all. Raises
+    ShardError if a file cannot be read.
     """
     buffer = memoryview(bytearray(limits.buffer_bytes))
     with Files() as files:
@@ -41,7 +42,7 @@ def sum_shard(plan: RankPlan, target: Manifest, *, span: Span | None, limits: Li
             spec, entry = tensor.spec, target.tensors[tensor.spec.name]
             first, last = (0, spec.box.size) if span is None else _elements_within(entry, span)
             if first == last and spec.box.size:
-                continue  # none of it begins there; what has no element belongs to every span
+                continue  # no element begins in the span; a tensor without elements belongs to every span
             blocks = tuple(spec.box.blocks(max(1, len(buffer) // spec.dtype.itemsize_bytes), first, last))
             expected = _sum(files, spec, tensor.copies, blocks, buffer, limits)
             found = _sum(files, spec, _own(spec, target), blocks, buffer, limits)
@@ -49,7 +50,7 @@ def sum_shard(plan: RankPlan, target: Manifest, *, span: Span | None, limits: Li
 
 
 def sum_tensors(tensors: Iterable[TensorSpec], shard: Manifest, *, limits: Limits) -> Iterator[Summed]:
-    """Yield the sums of `tensors` as the shard at `shard` holds them."""
+    """Yield the sums of `tensors` by the shard that holds them. Raises ShardError if it cannot be read."""
     buffer = memoryview(bytearray(limits.buffer_bytes))
     with Files() as files:
         for spec in tensors:
@@ -63,7 +64,7 @@ def takes_numpy(spec: TensorSpec, entry: TensorEntry) -> bool:
 
 
 def copies_and_target(tensor: TensorPlan, target: Manifest) -> Iterator[tuple[Copy, Copy]]:
-    """Yield, for what each source gives of a tensor, the same region in the source and in the shard at `target`."""
+    """Yield copies that make up a tensor, each with one of the same region by the shard `target`, which holds it."""
     for copy in tensor.copies:
         for own in _own(tensor.spec, target):
             part = own.meeting(copy.target_region)
@@ -72,7 +73,7 @@ def copies_and_target(tensor: TensorPlan, target: Manifest) -> Iterator[tuple[Co
 
 
 def place_of(copy: Copy, element: Sequence[int]) -> ByteRange | None:
-    """Return where in its file an element (index in the target) is, as far as it is in one piece; None: compressed."""
+    """Return the first file range of an element's bytes. element: its index in the target. None if it is compressed."""
     stored = copy.source.stored
     if stored is None:
         return None
@@ -82,13 +83,13 @@ def place_of(copy: Copy, element: Sequence[int]) -> ByteRange | None:
 
 
 def _own(spec: TensorSpec, shard: Manifest) -> tuple[Copy, ...]:
-    """Return where a shard holds a tensor itself."""
+    """Return the copies that a shard itself gives of its part of a tensor."""
     copy = Copy(-1, shard.tensors[spec.name], spec.box, spec.box)
     return PiecesOf(0, 1).copies(copy, shard.tensors) if isinstance(shard.tensors, ListedTensors) else (copy,)
 
 
 def _elements_within(entry: TensorEntry, span: Span) -> tuple[int, int]:
-    """Return from which element to which those lie that begin in a span of the file."""
+    """Return the first element that begins in a span of the file, and the one after the last."""
     assert isinstance(entry.source, Segments)
     itemsize = entry.dtype.itemsize_bytes
     start, stop = Stream(entry.source).within(span)
@@ -98,6 +99,7 @@ def _elements_within(entry: TensorEntry, span: Span) -> tuple[int, int]:
 def _sum(
     files: Files, spec: TensorSpec, copies: Sequence[Copy], blocks: Iterable[Box], buffer: memoryview, limits: Limits
 ) -> int:
+    """Return the sum of the elements in `blocks`, read by `copies`."""
     itemsize = spec.dtype.itemsize_bytes
     summed = PartSum(Box.whole(spec.global_shape), itemsize)
     for block in blocks:
@@ -105,7 +107,7 @@ def _sum(
             part = copy.meeting(block)
             if part is not None:
                 region = part.target_region
-                held = buffer[: region.size * itemsize]
-                read_region(files, part, region, held, limits)
-                summed.add(region, held)
+                content = buffer[: region.size * itemsize]
+                read_region(files, part, region, content, limits)
+                summed.add(region, content)
     return summed.value

@@ -1,4 +1,4 @@
-"""Copies in which the axes change places: moved tile by tile, so that on neither side bytes are met one by one."""
+"""Moves copies in which axes change places tile by tile, so that runs are long both in the source and in the target."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from reshard_mpi.planning.model import Copy, Limits, TensorPlan
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strides import Strides, paired
 
-# From one byte of a tensor's row-major order to another.
+# The first of a tensor's row-major bytes, and the one after the last.
 Span = tuple[int, int]
 
 
 def fill_tiles(files: Files, tensor: TensorPlan, place: Stream, span: Span, buffer: memoryview, limits: Limits) -> None:
-    """Write what of a tensor lies in `span`, bytes of its row-major order, to where `place` has it."""
+    """Write the bytes `span` of a tensor to their place in the target. place: where all of its bytes go."""
     box, itemsize = tensor.spec.box, tensor.spec.dtype.itemsize_bytes
     for block in box.blocks(box.size, span[0] // itemsize, -(-span[1] // itemsize)):
         for copy in tensor.copies:
@@ -31,20 +31,20 @@ def fill_tiles(files: Files, tensor: TensorPlan, place: Stream, span: Span, buff
 
 
 def _write(files: Files, content: memoryview, strides: Strides, itemsize: int, place: Stream, span: Span) -> None:
-    """Write a tile to its place. strides: how its elements lie in `content` and in the tensor."""
+    """Write the part of a tile that lies in `span`. strides: of its elements in `content` and in the target tensor."""
     for runs in strides.runs():
         for number in range(runs.repeats):
-            start = (runs.source_offset + number * runs.source_step) * itemsize
-            to = (runs.target_offset + number * runs.target_step) * itemsize
-            first, last = max(span[0], to), min(span[1], to + runs.length * itemsize)
+            source_start = (runs.source_offset + number * runs.source_step) * itemsize
+            target_start = (runs.target_offset + number * runs.target_step) * itemsize
+            first, last = max(span[0], target_start), min(span[1], target_start + runs.length * itemsize)
             for part in place.parts(first, last - first):
-                at = start + first - to
-                files.write(part, content[at : at + part.length_bytes])
+                offset = source_start + first - target_start
+                files.write(part, content[offset : offset + part.length_bytes])
                 first += part.length_bytes
 
 
 def tiles(copy: Copy, limit: int) -> Iterator[Copy]:
-    """Cut a copy into parts of at most `limit` elements whose runs are long in the source as well as in the target."""
+    """Yield parts of a copy that have at most `limit` elements, with long runs both in the source and in the target."""
     region, to = copy.region, copy.target_region
     pairs = paired(region, to, copy.order)
     if not pairs:

@@ -1,8 +1,8 @@
-"""Executes the plan of one target: fills the shard file that a format has reserved for it.
+"""Executes the plan of one target: fills the shard file whose space a format has reserved.
 
-What is one run, or a few, or long ones, the kernel copies. What has its axes in another order goes by `tiles`. Short
-runs of a source that has them one after another are read straight to their places in a buffer. The rest is brought
-there region by region: see `regions`.
+Copies of few or long runs are made by the kernel. Copies in which axes change places go tile by tile (`tiles`). Short
+runs that follow one another in the source are read straight to their places in a buffer (`scatter`). All other copies
+are read into a buffer region by region (`regions`), and small tensors are moved many at a time (`batches`).
 """
 
 from __future__ import annotations
@@ -27,36 +27,37 @@ from reshard_mpi.units import KIB, MIB
 if TYPE_CHECKING:
     from reshard_mpi.engine.batches import Batches
 
-# Small tensors, which are moved many at a time unless they are few: then it takes longer to load numpy for that.
+# Tensors up to this size are moved many at a time, unless they are so few that loading numpy takes longer.
 SMALL_BYTES = 64 * KIB
 _FEW_COPIES = 500
-# Shorter runs cost more in system calls than gathering them through the buffer does, unless there are just a few.
+# Shorter runs take longer by system calls than through the buffer, unless there are just a few.
 _MIN_KERNEL_COPY_BYTES = 128 * KIB
 _FEW_RUNS = 4
 # File systems that share blocks do so between multiples of this.
 _BLOCK_BYTES = 4096
-# How much of the next tensor is asked for ahead, and by how much more than needed that may be.
+# How much of the next tensor is read ahead at most and at least, and how many times what is needed that may be.
 _READ_AHEAD_BYTES = 32 * MIB
 _MIN_READ_AHEAD_BYTES = 128 * KIB
 _READ_AHEAD_OVER = 2
 # A run that is read to its place costs an entry in a vector; below this, numpy does it faster.
 _MIN_SCATTER_BYTES = 512
-# Where runs of several sources alternate in the target, so much of it is completed before the next is begun.
+# If runs of several sources alternate in the target, so much of the target is completed before more is begun.
 _INTERLEAVED_BYTES = 4 * MIB
 
-# From one byte of a file to another.
+# The first byte of a range (of a file, or of a tensor's row-major bytes), and the one after its last.
 Span = tuple[int, int]
-# Fills what a copy gives of a block of a tensor: the copy, the block, and where its elements go.
+# Reads a copy into a block of a tensor. Takes the copy, the block, and the buffer that holds the block's elements.
 Fill = Callable[[Copy, Box, memoryview], None]
 
 
 def write_shard(
     plan: RankPlan, target: Manifest, descriptor: int, *, span: Span | None, limits: Limits, on_bytes: OnBytes
 ) -> Traffic:
-    """Write every tensor of `plan` to the ranges that `target` reserved, and return what was moved.
+    """Write every tensor of `plan` to the ranges that `target` reserved, and return how many bytes were moved.
 
-    descriptor: of the target file, open for reading and writing. span: only what lies between these bytes of it, while
-    others fill the rest; None: all of it. on_bytes: called with the number of target bytes just written.
+    descriptor: of the target file, open for reading and writing. span: write only this range of the file, while other
+    processes write the rest; None: all of it. on_bytes: called with the number of target bytes just written. Raises
+    ShardError if a source cannot be read, OSError if the target cannot be written.
     """
     buffer = memoryview(bytearray(limits.buffer_bytes))
     tensors = plan.tensors
@@ -66,13 +67,13 @@ def write_shard(
             if batches and is_small:
                 batches.move(files, first, last, buffer)
             else:
-                each = (tensors[at] for at in range(first, last))
-                _write_each(files, _parts_within(each, target, span), target, buffer, limits)
+                stretch = (tensors[number] for number in range(first, last))
+                _write_each(files, _parts_within(stretch, target, span), target, buffer, limits)
         return files.traffic
 
 
 def _batches(tensors: PlannedTensors, target: Manifest, span: Span | None, limits: Limits) -> Batches | None:
-    """Return what moves small tensors many at a time, if there are many."""
+    """Return what moves small tensors many at a time; None if they are few."""
     if not are_many(tensors):
         return None
     from reshard_mpi.engine.batches import Batches  # which loads numpy
@@ -81,7 +82,7 @@ def _batches(tensors: PlannedTensors, target: Manifest, span: Span | None, limit
 
 
 def _write_each(files: Files, parts: Iterator[_Part], target: Manifest, buffer: memoryview, limits: Limits) -> None:
-    """Write tensors one after another, each in the way that suits it."""
+    """Write tensors one after another, each in the way that suits its copies, and read the next one ahead."""
     scatter = Scatter(files)
     for part, following in pairwise(chain(parts, (None,))):
         assert part is not None
@@ -95,8 +96,8 @@ def _write_each(files: Files, parts: Iterator[_Part], target: Manifest, buffer: 
         elif _is_scattered(tensor):
             _fill_blocks(files, tensor, part.place, part.span, buffer, scatter.fill)
         else:
-            bring = partial(_bring, files, limits)
-            _fill_blocks(files, tensor, part.place, part.span, buffer, bring)
+            read = partial(_read, files, limits)
+            _fill_blocks(files, tensor, part.place, part.span, buffer, read)
 
 
 def are_many(tensors: PlannedTensors) -> bool:
@@ -115,7 +116,7 @@ def is_gathered(tensor: TensorPlan, limits: Limits) -> bool:
 
 
 class _Part(NamedTuple):
-    """What of one tensor is to be written: the bytes `span` of its row-major order, which `place` has."""
+    """The part of one tensor to write: the bytes `span` of its row-major order. place: where all of its bytes go."""
 
     tensor: TensorPlan
     place: Stream
@@ -123,6 +124,7 @@ class _Part(NamedTuple):
 
 
 def _parts_within(tensors: Iterable[TensorPlan], target: Manifest, span: Span | None) -> Iterator[_Part]:
+    """Yield the parts of tensors that lie in a span of the target file; None: all of it."""
     for tensor in tensors:
         content = target.tensors[tensor.spec.name].source
         assert isinstance(content, Segments)
@@ -133,9 +135,9 @@ def _parts_within(tensors: Iterable[TensorPlan], target: Manifest, span: Span | 
 
 
 def _read_ahead(files: Files, tensor: TensorPlan, place: TensorEntry) -> None:
-    """Have the sources of a tensor read, from the beginning and as far as is bearable, while the one before is moved.
+    """Have the kernel read the beginning of a tensor's sources ahead, while the tensor before it is moved.
 
-    Not where blocks may come to be shared: those are never read.
+    Sources whose blocks the target file may share are left out, since these are never read.
     """
     for copy in tensor.copies:
         source, region = copy.source.source, copy.region
@@ -157,12 +159,12 @@ def _is_aligned(content: Place) -> bool:
     return isinstance(content, Segments) and all(part.offset_bytes % _BLOCK_BYTES == 0 for part in content.ranges)
 
 
-def _bring(files: Files, limits: Limits, copy: Copy, block: Box, buffer: memoryview) -> None:
+def _read(files: Files, limits: Limits, copy: Copy, block: Box, buffer: memoryview) -> None:
     fill(files, copy, block, buffer, limits)
 
 
 def _is_turned(tensor: TensorPlan, limits: Limits) -> bool:
-    """Tell whether axes change places in a tensor that is too large to be put together at once."""
+    """Tell whether axes change places in a tensor that is too large for the buffer."""
     if tensor.spec.size_bytes <= limits.buffer_bytes:
         return False
     if all(copy.order is None and copy.source.steps is None for copy in tensor.copies):
@@ -187,7 +189,7 @@ def _in_long_runs(copy: Copy, target: Box) -> bool:
 
 
 def _in_source_order(copy: Copy, target: Box) -> bool:
-    """Tell whether all of the copy's region is one run in its source, and its runs are not too short to be read."""
+    """Tell whether a copy is one run in its source, and its runs in the target are not too short to be read singly."""
     if not copy.source.is_as_stored:
         return False
     strides = copy.strides(target)
@@ -195,7 +197,7 @@ def _in_source_order(copy: Copy, target: Box) -> bool:
 
 
 def _copy_runs(files: Files, tensor: TensorPlan, place: Stream, span: Span, buffer: memoryview) -> None:
-    """Copy what of the tensor lies in `span`, bytes of its row-major order, run by run."""
+    """Copy the bytes `span` of a tensor run by run."""
     box, itemsize = tensor.spec.box, tensor.spec.dtype.itemsize_bytes
     sources = [Stream(stored) for copy in tensor.copies if (stored := copy.source.stored) is not None]
     if _alternate(tensor):
@@ -207,12 +209,12 @@ def _copy_runs(files: Files, tensor: TensorPlan, place: Stream, span: Span, buff
             part = copy if block is box else copy.meeting(block)
             if part is not None:
                 for runs in part.strides(box).runs():
-                    for bytes_of_it in byte_runs(runs, itemsize, source, place, span):
-                        files.copy(bytes_of_it, buffer)
+                    for file_runs in byte_runs(runs, itemsize, source, place, span):
+                        files.copy(file_runs, buffer)
 
 
 def _alternate(tensor: TensorPlan) -> bool:
-    """Tell whether the copies' places in the target tensor lie between each other, instead of one after another."""
+    """Tell whether copies interleave in the target tensor, instead of following one another."""
     if len(tensor.copies) == 1:
         return False
     box = tensor.spec.box
@@ -221,21 +223,21 @@ def _alternate(tensor: TensorPlan) -> bool:
     return any(offset + length > following for (offset, length), (following, _) in pairwise(spans))
 
 
-def _fill_blocks(files: Files, tensor: TensorPlan, place: Stream, span: Span, buffer: memoryview, bring: Fill) -> None:
-    """Put together, block by block, what of the tensor lies in `span`, bytes of its row-major order."""
+def _fill_blocks(files: Files, tensor: TensorPlan, place: Stream, span: Span, buffer: memoryview, read: Fill) -> None:
+    """Write the bytes `span` of a tensor, block by block: each is put together in the buffer first."""
     box, itemsize = tensor.spec.box, tensor.spec.dtype.itemsize_bytes
     for block in box.blocks(max(1, len(buffer) // itemsize), *_elements(span, itemsize)):
-        at, length = box.offset_of(block) * itemsize, block.size * itemsize
+        offset, length = box.offset_of(block) * itemsize, block.size * itemsize
         for copy in tensor.copies:
             part = copy.meeting(block)
             if part is not None:
-                bring(part, block, buffer[:length])
-        done, end = max(span[0] - at, 0), min(span[1] - at, length)
-        for target in place.parts(at + done, end - done):
+                read(part, block, buffer[:length])
+        done, end = max(span[0] - offset, 0), min(span[1] - offset, length)
+        for target in place.parts(offset + done, end - done):
             files.write(target, buffer[done : done + target.length_bytes])
             done += target.length_bytes
 
 
 def _elements(span: Span, itemsize: int) -> Span:
-    """Return the elements that have bytes in `span`."""
+    """Return the first element that has bytes in `span`, and the one after the last."""
     return span[0] // itemsize, -(-span[1] // itemsize)

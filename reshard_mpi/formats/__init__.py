@@ -1,4 +1,4 @@
-"""The formats by name. A format's module, and so its library, is imported when a file of it is met."""
+"""The formats by name. A format's module, and with it a library, is imported only when it is needed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from reshard_mpi.errors import UsageError
 if TYPE_CHECKING:
     from reshard_mpi.formats.protocol import FolderFormat, Format
 
-# name -> (module, file name endings, names of files that mark a folder as one checkpoint, the index first). What marks
-# files and folders stands here too, so that they are told without importing h5py. A file whose ending several formats
+# name -> (module, file name endings, names of files that mark a folder as one checkpoint, the index first). These are
+# here so that files and folders are recognized without importing a format's module. A file whose ending several formats
 # have is a shard of the first.
 _MODULES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "ckpt": ("reshard_mpi.formats.ckpt", (".ckpt",), ()),
@@ -27,8 +27,10 @@ _MODULES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "torch": ("reshard_mpi.formats.torch", (".pt", ".pth", ".bin"), ()),
 }
 NAMES = tuple(_MODULES)
-# What the functions with MindSpore's names write, unless they are told.
+# The format that the functions with MindSpore's names write by default.
 DEFAULT = "ckpt"
+# What names of target files begin with, unless the user says otherwise or their format has names of its own.
+DEFAULT_PREFIX = "checkpoint_"
 SUFFIXES = tuple(dict.fromkeys(suffix for _, suffixes, _ in _MODULES.values() for suffix in suffixes))
 
 
@@ -40,17 +42,17 @@ def by_name(name: str) -> Format:
 
 
 def name_of(path: str) -> str | None:
-    """Return the name of the format that the ending of `path` marks, or None."""
+    """Return the name of the format whose file name endings `path` has; None if there is none."""
     return next((name for name, (_, suffixes, _) in _MODULES.items() if path.endswith(suffixes)), None)
 
 
 def index_of(name: str) -> str | None:
-    """Return the name of the file that makes a folder a checkpoint of the format called `name`; None: no folder is."""
+    """Return the name of the file that marks a folder as a checkpoint of the format; None if it has no such file."""
     return next(iter(_MODULES[name][2]), None)
 
 
 def folder_by_name(name: str) -> FolderFormat | None:
-    """Return the format called `name` if its checkpoints are folders. Raises UsageError if there is none."""
+    """Return the format called `name` if its checkpoints are folders, else None. Raises UsageError if unknown."""
     module = by_name(name)
     return cast("FolderFormat", module) if module.TRAITS.is_folder else None
 
@@ -61,5 +63,5 @@ def names_of_folder(path: str) -> tuple[str, ...]:
 
 
 def title(name: str) -> str:
-    """Return what people call checkpoints of the format called `name`."""
+    """Return the words for a checkpoint of the format called `name`."""
     return by_name(name).TRAITS.title or name

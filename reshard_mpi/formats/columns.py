@@ -1,4 +1,4 @@
-"""The tensors of a shard, kept by column: a shard may hold a hundred thousand of them, of a few kinds."""
+"""The tensors of a shard in columns, since a shard may hold a hundred thousand of them, of a few kinds."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from reshard_mpi.sharding.box import Box
 
 
 class TensorEntry(NamedTuple):
-    """One tensor of one shard: its type, the shape held here, and where the elements are.
+    """One tensor of one shard.
 
-    box: the part of the whole tensor this is, and global_shape that tensor's shape, where the file itself says so;
-    None in formats that leave it to the strategy.
+    shape: of the part that the shard holds. source: where its elements are. box: the part's box in the whole tensor,
+    and global_shape: the shape of that; None if the file does not say, and the strategy must.
     """
 
     name: str
@@ -35,7 +35,7 @@ class TensorEntry(NamedTuple):
 
     @property
     def stored(self) -> Segments | None:
-        """The bytes that its elements are taken from, `steps` apart; None where only a library can read them."""
+        """The bytes that contain its elements, which are `steps` apart; None if only a library can read them."""
         source = self.source
         if isinstance(source, Strided):
             distances = ((length - 1) * stride for length, stride in zip(self.shape, source.strides_bytes))
@@ -45,19 +45,19 @@ class TensorEntry(NamedTuple):
 
     @property
     def steps(self) -> tuple[int, ...] | None:
-        """How many elements apart neighbours are in each dimension of `stored`; None: they are in row-major order."""
+        """For each dimension, how many elements apart neighbours are in `stored`; None: it is row-major."""
         if not isinstance(self.source, Strided):
             return None
         return tuple(stride // self.dtype.itemsize_bytes for stride in self.source.strides_bytes)
 
     @property
     def is_as_stored(self) -> bool:
-        """Whether its bytes can be taken from the file as they are."""
+        """Whether its bytes can be copied from the file as they are."""
         return not isinstance(self.source, Decoded) and not self.source.swapped
 
 
 class Kind(NamedTuple):
-    """What many tensors of a shard have alike: all but name and place. See `TensorEntry`."""
+    """What many tensors of a shard have in common: all but name and place. See `TensorEntry`."""
 
     dtype: DType
     shape: tuple[int, ...]
@@ -69,20 +69,20 @@ class Kind(NamedTuple):
         return self.dtype.itemsize_bytes * math.prod(self.shape)
 
 
-# Measured: the name of a tensor with its number, the columns of its kind and its place, and a place of another sort.
+# Measured: for each tensor, its name and number; its kind and start; and its place if that is in `elsewhere`.
 _NAME_BYTES, _PLACE_BYTES, _ELSEWHERE_BYTES = 400, 16, 600
 KEPT_TENSOR_BYTES, KEPT_PLACE_BYTES = _NAME_BYTES + _PLACE_BYTES, _PLACE_BYTES
 
-# In the place of where a tensor begins: it is not one run of its shard's file, or not as this machine has it.
+# The start of a tensor that is not one run of its shard's file, or not in this machine's byte order.
 ELSEWHERE = -1
 
 
 class Tensors(Mapping[str, TensorEntry]):
-    """The tensors of one shard in the file's order, by column, since it may hold a hundred thousand of a few kinds.
+    """The tensors of one shard in the file's order, in columns. A tensor's number is its place in that order.
 
-    kinds: in the order in which they are met. kind_of: the number of each tensor's kind. starts: the byte of the file
-    `path` at which its elements begin, where they are one run there (any byte, if there are none). Else it is
-    `ELSEWHERE`, and `elsewhere` says where, by the number of the tensor.
+    path: of the shard. number_of: by name. kinds: the different kinds, in the order in which they were added. kind_of:
+    for each tensor, the number of its kind. starts: for each, the offset of its elements in the file `path`, if they
+    are one run there (any offset, if there are none); else `ELSEWHERE`. elsewhere: the places of these, by number.
     """
 
     __slots__ = ("_number_of_kind", "elsewhere", "kind_of", "kinds", "number_of", "path", "starts")
@@ -99,14 +99,17 @@ class Tensors(Mapping[str, TensorEntry]):
             self.add_entry(entry)
 
     def kind(self, kind: Kind) -> int:
-        """Return the number of a kind, which is new if it has not been met before."""
+        """Return the number of a kind; add the kind if it is new."""
         number = self._number_of_kind.setdefault(kind, len(self.kinds))
         if number == len(self.kinds):
             self.kinds.append(kind)
         return number
 
     def add(self, name: str, kind: int, start: int) -> None:
-        """Add a tensor that is one run of the file, of a kind with this number. The caller knows that it is new."""
+        """Add a tensor that is one run of the file.
+
+        kind: number of its kind. start: its offset in bytes. There must be no tensor of its name yet.
+        """
         self.number_of[name] = len(self.starts)
         self.kind_of.append(kind)
         self.starts.append(start)
@@ -124,7 +127,7 @@ class Tensors(Mapping[str, TensorEntry]):
         return number
 
     def add_entry(self, entry: TensorEntry) -> None:
-        """Add a tensor. Raises ValueError if there is one of its name."""
+        """Add a tensor. Raises ValueError if there is one of its name already."""
         if entry.name in self.number_of:
             raise ValueError(f"two tensors called {entry.name!r}")
         kind, source = self.kind(Kind(entry.dtype, entry.shape, entry.box, entry.global_shape)), entry.source
@@ -139,12 +142,12 @@ class Tensors(Mapping[str, TensorEntry]):
         self.add(entry.name, kind, start)
 
     def share_names(self, other: Tensors) -> None:
-        """Keep the names together with another shard that has the same ones in the same order."""
+        """Share the table of names with another shard if that has the same names in the same order, to save memory."""
         if self.number_of is not other.number_of and list(self.number_of) == list(other.number_of):
             self.number_of = other.number_of
 
     def at(self, path: str) -> Tensors:
-        """Return the tensors of a file that has the same ones at the same places."""
+        """Return the tensors of the file `path`, which must have the same tensors at the same places."""
         other = Tensors(path)
         other.number_of, other.kinds, other._number_of_kind = self.number_of, self.kinds, self._number_of_kind
         other.kind_of, other.starts = self.kind_of, self.starts
@@ -172,7 +175,7 @@ class Tensors(Mapping[str, TensorEntry]):
         return TensorEntry(name, dtype, shape, self.source(number), box, global_shape)
 
     def kind_named(self, name: str) -> Kind:
-        """Return what kind of tensor is called so. Raises KeyError if none is."""
+        """Return the kind of the tensor of this name. Raises KeyError if there is none."""
         return self.kinds[self.kind_of[self.number_of[name]]]
 
     def keys(self) -> KeysView[str]:
@@ -188,7 +191,7 @@ class Tensors(Mapping[str, TensorEntry]):
         return len(self.starts)
 
     def __eq__(self, other: object) -> bool:
-        """Tell whether the same tensors lie at the same places, in the same order."""
+        """Tell whether both have the same tensors at the same places, in the same order."""
         return isinstance(other, Tensors) and self._columns() == other._columns()
 
     def __hash__(self) -> int:

@@ -1,6 +1,6 @@
 """Element types: their size, and their names in numpy and in MindSpore's checkpoints.
 
-Bytes are moved, never converted, so a type is little more than a size; numpy is imported only where values are shown.
+Bytes are moved, never converted, so a type is little more than a size; numpy is imported only to show values.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _ALL = (
 BY_NAME = {dtype.name: dtype for dtype in _ALL}
 BY_MINDSPORE_NAME = {dtype.mindspore: dtype for dtype in _ALL}
 
-# How the standard library reads these; for the others see `numbers`.
+# Format characters of the struct module; for other types see `numbers`.
 _CODES = {
     "int8": "b",
     "uint8": "B",
@@ -78,7 +78,10 @@ _E4M3_NAN = 0x7F
 
 
 def numbers(content: bytes, dtype: DType) -> list[Any]:
-    """Return the values of elements in this machine's byte order, as `to_numpy` shows them, without numpy."""
+    """Return the values of elements, whose bytes are in this machine's byte order, as Python numbers.
+
+    They are those that an array of type `to_numpy(dtype)` shows.
+    """
     if dtype.part_bytes < dtype.itemsize_bytes:
         parts = numbers(content, BY_NAME["float32" if dtype.part_bytes == 4 else "float64"])
         return [complex(real, imaginary) for real, imaginary in zip(parts[::2], parts[1::2])]
@@ -95,14 +98,14 @@ def numbers(content: bytes, dtype: DType) -> list[Any]:
 
 
 def _e4m3(bits: int) -> float:
-    """Return an 8-bit float of 4 bits of exponent (bias 7) and 3 of mantissa, which has NaN and no infinity."""
+    """Return the value of an 8-bit float: 4 bits of exponent (bias 7), 3 of mantissa, NaN but no infinity."""
     sign, exponent, mantissa = -1.0 if bits & 0x80 else 1.0, bits >> 3 & 0xF, bits & 7
     if bits & _E4M3_NAN == _E4M3_NAN:
         return float("nan")
     return sign * (mantissa * 2.0**-9 if exponent == 0 else (8 + mantissa) * 2.0 ** (exponent - 10))
 
 
-# Types numpy has no number for come from ml_dtypes, or stay raw bytes where even that has none.
+# Types that numpy does not have come from ml_dtypes, or are shown as raw integers if that lacks them too.
 _FROM_ML_DTYPES = {"bfloat16", "float8_e4m3fn", "float8_e5m2"}
 _AS_BYTES = {"int4": "int8", "hifloat8": "uint8"}
 

@@ -1,4 +1,4 @@
-"""Opening the files of untrusted shards, and creating new ones; what every format does before its own work."""
+"""Opens files of untrusted shards, writes to new ones, and bounds their structure: what all formats have in common."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from contextlib import contextmanager
 
 from reshard_mpi.errors import ShardError, TargetError
 
-# Names are kept in memory for every tensor; no framework makes one this long.
+# Names of all tensors are kept in memory; no framework makes one this long.
 MAX_NAME_BYTES = 4096
-# What the structure of one shard may hold, so that a small hostile file cannot fill the memory, nor take long: the
-# largest checkpoints known, mixtures of experts, hold some fifty thousand tensors.
+# Bounds the structure of one shard, so that a small hostile file can neither fill the memory nor take long. The largest
+# checkpoints known, mixtures of experts, have some fifty thousand tensors.
 MAX_TENSORS = 1 << 17
-# The placement table of a checkpoint takes some 40 bytes a parameter.
+# The placement table of a checkpoint takes some 40 bytes for each parameter.
 MAX_TEXT_BYTES = 16 << 20
-# What is kept of a shard's tensors and strings may take so much memory.
+# How much memory the kept structure of a shard may take, its strings included.
 MAX_KEPT_BYTES = 48 << 20
-# What a tensor takes besides its name, its kind apart, or a string.
+# How much memory a tensor or string takes besides its text; a kind of tensors; each dimension of a kind.
 _ENTRY_BYTES = 160
 _KIND_BYTES = 700
 _DIMENSION_BYTES = 60
@@ -29,18 +29,18 @@ MAX_DIMENSIONS = 32
 
 
 def kept_bytes(text: str) -> int:
-    """Return how much memory is kept for a tensor of this name, besides its kind, or for a string."""
+    """Return how much memory a tensor of this name takes (without its kind), or a string."""
     return _ENTRY_BYTES + sys.getsizeof(text)
 
 
 def kept_kind_bytes(dimensions: int) -> int:
-    """Return how much memory is kept for a kind of tensors with so many dimensions."""
+    """Return how much memory a kind of tensors with so many dimensions takes."""
     return _KIND_BYTES + _DIMENSION_BYTES * dimensions
 
 
 @contextmanager
 def opened(path: str) -> Iterator[tuple[int, int]]:
-    """Open the regular file `path` for reading; gives its descriptor and its size in bytes.
+    """Open the regular file `path` for reading, for a `with` block; yields its descriptor and its size in bytes.
 
     Raises ShardError if it cannot be opened, is no regular file, or is empty.
     """
@@ -67,7 +67,7 @@ def opened(path: str) -> Iterator[tuple[int, int]]:
 
 
 def write_all(fd: int, data: bytes, offset_bytes: int) -> None:
-    """Write all of `data` at `offset_bytes`; one write may take less than it is given."""
+    """Write all of `data` at `offset_bytes`, however little a single call writes. Raises OSError."""
     left = memoryview(data)
     while left:
         written = os.pwrite(fd, left, offset_bytes)
@@ -76,7 +76,7 @@ def write_all(fd: int, data: bytes, offset_bytes: int) -> None:
 
 
 def not_as_written(path: str) -> ShardError:
-    """Return the error for a shard whose structure is not what was written."""
+    """Return the error for a shard that is read back and does not have the structure that was written."""
     return ShardError(
         "a shard is not what was written a moment ago",
         expected="the structure that was meant",

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint whose index lists the pieces of each of them, in whatever files they lie."""
+"""The tensors of a checkpoint whose index lists the pieces of each tensor, in any of its files."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.places import Segments
 from reshard_mpi.sharding.box import Box
 
-# In the place of where a tensor's elements are, if only its pieces have a place.
+# The place of a tensor that has none of its own, since only its pieces have places.
 _NOWHERE = Segments(())
 
 
 class Piece(NamedTuple):
-    """A part of a tensor as a checkpoint lists it: `box` of the whole tensor is the tensor `number` of a file."""
+    """A listed part of a tensor. box: in the whole tensor. tensors, number: the tensors of a file, and which it is."""
 
     box: Box
     tensors: Tensors
     number: int
 
 
-# What many tensors of a list have alike: the box of each piece, and the file that it lies in.
+# What many listed tensors have in common: for each piece, its box and the tensors of its file.
 PieceList = tuple[tuple[Box, Tensors], ...]
 
 
 class ListedTensors(Tensors):
-    """The whole tensors of a checkpoint whose pieces are listed one by one: their places are those of the pieces.
+    """The whole tensors of a checkpoint whose pieces are listed one by one; only the pieces have places.
 
-    Pieces may lie in any files, several of a tensor in one of them, and may overlap if they hold the same there.
-    lists: the different lists of pieces. list_of: the number of each tensor's. numbers: its pieces' numbers in their
-    files. missing: what is wrong with files of which no piece is listed, in words.
+    A file may have several pieces of a tensor. Pieces may overlap if they hold the same there. lists: the different
+    lists of pieces. list_of: for each tensor, the number of its list. numbers: for each tensor, the numbers of its
+    pieces in their files. missing: in words, why no pieces of some files are listed.
     """
 
     __slots__ = ("_number_of_list", "list_of", "lists", "missing", "numbers")
@@ -46,7 +46,7 @@ class ListedTensors(Tensors):
         self._number_of_list: dict[tuple[tuple[Box, int], ...], int] = {}
 
     def add_listed(self, name: str, dtype: DType, shape: tuple[int, ...], pieces: Sequence[Piece]) -> None:
-        """Add a tensor. Raises ValueError if there is one of its name, or a piece does not fit it."""
+        """Add a tensor. Raises ValueError if there is one of its name already, or if a piece does not fit it."""
         if name in self.number_of:
             raise ValueError(f"two tensors called {name!r}")
         whole = Box.whole(shape)
@@ -55,19 +55,19 @@ class ListedTensors(Tensors):
             if (kind.dtype, kind.shape) != (dtype, box.shape) or not (box.ndim == whole.ndim and whole.contains(box)):
                 raise ValueError(f"a piece of {name!r} is {kind.dtype} {list(kind.shape)}, listed as {dtype} at {box}")
         key = tuple((piece.box, id(piece.tensors)) for piece in pieces)
-        listed = self._number_of_list.setdefault(key, len(self.lists))
-        if listed == len(self.lists):
+        list_number = self._number_of_list.setdefault(key, len(self.lists))
+        if list_number == len(self.lists):
             self.lists.append(tuple((piece.box, piece.tensors) for piece in pieces))
         self.elsewhere[len(self.starts)] = _NOWHERE
         self.add(name, self.kind(Kind(dtype, shape)), ELSEWHERE)
-        self.list_of.append(listed)
+        self.list_of.append(list_number)
         self.numbers.append(tuple(piece.number for piece in pieces))
 
     @property
     def files(self) -> tuple[Tensors, ...]:
-        """The files that pieces lie in."""
-        every = {id(tensors): tensors for pieces in self.lists for _, tensors in pieces}
-        return tuple(every.values())
+        """The tensors of each file that has pieces."""
+        by_identity = {id(tensors): tensors for pieces in self.lists for _, tensors in pieces}
+        return tuple(by_identity.values())
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ListedTensors) or list(self) != list(other):
@@ -82,6 +82,6 @@ class ListedTensors(Tensors):
         return super().__hash__()
 
     def _pieces(self) -> Iterator[object]:
-        for listed, numbers in zip(self.list_of, self.numbers):
-            pieces = zip(self.lists[listed], numbers)
+        for list_number, numbers in zip(self.list_of, self.numbers):
+            pieces = zip(self.lists[list_number], numbers)
             yield [(box, tensors.source(number)) for (box, tensors), number in pieces]

@@ -1,4 +1,4 @@
-"""What a shard file holds: the one description that formats give, planning matches and the engine follows."""
+"""The description of a shard file: a format gives it, planning compares it, and the engine reads and writes by it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from reshard_mpi.formats.places import Decoded, Place, Segments
 
 
 class ShardIdentity(NamedTuple):
-    """What a self-describing shard says of its place in its checkpoint.
+    """What a self-describing shard says about its place in its checkpoint.
 
-    strategy: the placement table of the whole checkpoint (text made by `strategy.table`).
+    strategy: how the whole checkpoint is sharded, as text (see `strategy.table`).
     """
 
     rank: int
@@ -22,18 +22,18 @@ class ShardIdentity(NamedTuple):
 
 
 class Structure(NamedTuple):
-    """What makes two files of a format the same but for payloads: their length, and a digest of all else."""
+    """Equal for two files of a format that differ only in payloads: their length, and a digest of all other bytes."""
 
     size_bytes: int
     digest: bytes
 
 
 class Manifest(NamedTuple):
-    """One shard file: its tensors in the file's order, its strings, and its identity where it carries one.
+    """One shard file: its tensors in the file's order, its strings, and its identity if it has one.
 
-    structure: where a format can tell by it that another file has the same tensors at the same places. left_out: what
-    else is in the file and cannot be carried, in words. lacks_others: it says that it was saved without what other
-    ranks hold as well.
+    structure: if the format has it, another file with an equal one has the same tensors at the same places. left_out:
+    in words, what else is in the file and cannot be converted. lacks_others: whether it states
+    that it was saved without what other ranks hold as well.
     """
 
     path: str
@@ -46,12 +46,12 @@ class Manifest(NamedTuple):
     lacks_others: bool = False
 
     def at(self, path: str) -> Manifest:
-        """Return what a file of the same structure holds."""
+        """Return the manifest of the file `path`, which must have the same structure."""
         return self._replace(path=path, tensors=self.tensors.at(path))
 
     @property
     def is_as_stored(self) -> bool:
-        """Whether all elements lie in the file as they are on this machine."""
+        """Whether all tensors are stored row-major and in this machine's byte order."""
         return all(isinstance(source, Segments) and not source.swapped for source in self._otherwise_stored())
 
     @property
@@ -61,5 +61,6 @@ class Manifest(NamedTuple):
         return max((source.decoding_bytes for source in sources if isinstance(source, Decoded)), default=0)
 
     def _otherwise_stored(self) -> Iterator[Place]:
+        """Yield the places of tensors, or of their pieces, that are not one run of a file in this byte order."""
         files = self.tensors.files if isinstance(self.tensors, ListedTensors) else (self.tensors,)
         return (source for tensors in files for source in tensors.elsewhere.values())

@@ -1,4 +1,4 @@
-"""Where the elements of a tensor are: byte ranges of files, at even distances in one, or behind a library."""
+"""Where the elements of a tensor are: in byte ranges of files, at even distances in a file, or behind a library."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ByteRange(NamedTuple):
 class Segments(NamedTuple):
     """A tensor's row-major bytes as one stream of byte ranges, which may be cut at any byte.
 
-    swapped: the file has the byte order this machine has not.
+    swapped: whether the file has the other byte order than this machine.
     """
 
     ranges: tuple[ByteRange, ...]
@@ -31,10 +31,10 @@ class Segments(NamedTuple):
 
 
 class Strided(NamedTuple):
-    """A tensor whose elements lie at even distances in one file, as those of a view of an array do.
+    """A tensor whose elements are at even distances in one file, as those of a view of an array are.
 
-    offset_bytes: where its first element begins. strides_bytes: how far apart neighbours are, dimension by dimension:
-    multiples of the element's size, 0 where all indices are the same element. swapped: as of `Segments`.
+    offset_bytes: of its first element. strides_bytes: for each dimension, how far apart neighbours are: a multiple of
+    the element's size, or 0 if all indices mean the same element. swapped: as in `Segments`.
     """
 
     path: str
@@ -48,9 +48,9 @@ class Decoded:
     """A tensor that must be read through its library (compressed or chunked storage).
 
     read: returns a box of the tensor, in the tensor's own coordinates, as a C-contiguous array of raw elements
-    (unsigned integers or void of the element's size, in this machine's byte order). chunk: the shape in which the
-    library decodes. decoding_bytes: what one chunk takes of memory besides the box that is read. kept_bytes: what the
-    library keeps of it while it decodes the next.
+    (unsigned integers or void of the element's size, in this machine's byte order). chunk: the shape that the library
+    decodes at once. decoding_bytes: the memory that decoding a chunk takes, besides the box that is read. kept_bytes:
+    the memory that the library keeps for a chunk while it decodes the next.
     """
 
     path: str

@@ -1,4 +1,4 @@
-"""What a checkpoint format is: a few functions. A format module provides them at module level."""
+"""The functions that make up a checkpoint format, which a format module provides at module level."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NO_SUMS: Mapping[str, int] = {}
 
 
 class Format(Protocol):
-    """Says where the bytes of a shard live; never plans or moves payload bytes.
+    """Tells where the bytes of a shard are; never plans or moves payload bytes.
 
     NAME is the format's name in options and reports, SUFFIXES the file name endings that mark it. MODE: the permissions
     that a file has while it is written, before the user's mask. TRAITS: what it can do.
@@ -41,36 +41,36 @@ class Format(Protocol):
         """
 
     def read_back(self, meant: Manifest) -> None:
-        """Look at the structure of a shard that was just written. Raises ShardError if it is not what was meant."""
+        """Read back the structure of a shard that was just written. Raises ShardError if it is not as in `meant`."""
 
     def size_at_most_bytes(self, spec: ShardSpec, *, crc: bool = False) -> int:
-        """Return what the shard of `spec` can take at most, structure and gaps included: never less than it will.
+        """Return an upper bound of the size of the shard of `spec` in bytes, structure and gaps included.
 
-        crc: sealed with a checksum of the whole file. Loads no library. Raises TargetError for a tensor of a type that
-        the format has not, or that `crc` cannot take: before anything is written, every target is asked for.
+        crc: whether it will have a checksum of the whole file. Loads no library. Raises TargetError for a tensor of a
+        type that the format does not have, or not with `crc`; it is called for every target before anything is written.
         """
 
     def reserve(self, fd: int, path: str, spec: ShardSpec) -> Manifest:
         """Write everything but payloads to an empty file, and give it its final length.
 
-        fd: the file, open for reading and writing. path: what it is called. The manifest returned tells where each
-        payload is to be written; every tensor of it has Segments. Raises TargetError for what cannot be stored, OSError
-        if it cannot be written.
+        fd: the file, open for reading and writing. path: of that file. The returned manifest tells where each payload
+        must be written; the place of each tensor is Segments. Raises TargetError for what cannot be stored, OSError if
+        the file cannot be written.
         """
 
     def seal(self, fd: int, path: str, sums: Mapping[str, int] = NO_SUMS, *, crc: bool = False) -> None:
         """Finish the file after its payloads are in place (permissions; whatever depends on the payload).
 
-        sums: of its tensors, in file order (see `checksum`), to be kept in it where the format has a place for them and
-        it was reserved with one; none if they are not known. crc: add a checksum of the whole file. Raises UsageError
-        if the format has none, OSError if it cannot be written.
+        sums: of its tensors by name, which are stored if the file was reserved with a place for them; empty if they are
+        not known. crc: add a checksum of the whole file. Raises UsageError if the format has no such checksum, OSError
+        if the file cannot be written.
         """
 
     def stored_sums(self, path: str) -> Mapping[str, int]:
-        """Return the sums of its tensors that the shard at `path` keeps; none if it keeps none. Raises ShardError."""
+        """Return the sums that the shard at `path` has of its tensors, by name; empty if none. Raises ShardError."""
 
     def check_crc(self, path: str) -> bool:
-        """Tell whether the file has a checksum of all of it. Raises ShardError if it does not fit."""
+        """Tell whether the file has a checksum of all of its bytes. Raises ShardError if they do not fit it."""
 
 
 class FolderFormat(Format, Protocol):
@@ -90,7 +90,7 @@ class FolderFormat(Format, Protocol):
         """
 
     def file_name(self, target_rank: int, targets: int, prefix: str) -> str:
-        """Return what the file of a target is called in its folder."""
+        """Return the name of the file of a target in the folder."""
 
     def index(self, files: Sequence[Manifest]) -> bytes | None:
         """Return the index over these files, which lie in its folder, by target rank; None: it has none."""

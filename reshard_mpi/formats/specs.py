@@ -1,4 +1,4 @@
-"""A shard that is to be written: its tensors, strings and place in its checkpoint."""
+"""The specification of a shard to be written: its tensors, strings and place in its checkpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from reshard_mpi.sharding.box import Box
 
 
 class TensorSpec(NamedTuple):
-    """A tensor of a shard that is to be written: `box` of a tensor of shape `global_shape`."""
+    """A tensor of a shard to be written: part `box` of a tensor of shape `global_shape`."""
 
     name: str
     dtype: DType
@@ -25,7 +25,7 @@ class TensorSpec(NamedTuple):
 
 
 class SpecKind(NamedTuple):
-    """What many tensors of a shard that is to be written have alike. See `TensorSpec`."""
+    """What many tensors of a shard to be written have in common. See `TensorSpec`."""
 
     dtype: DType
     global_shape: tuple[int, ...]
@@ -37,9 +37,9 @@ class SpecKind(NamedTuple):
 
 
 class Specs(Sequence[TensorSpec]):
-    """The tensors of a shard that is to be written, in file order, by column.
+    """The tensors of a shard to be written, in file order, in columns.
 
-    kind_of: the number of each one's kind.
+    kinds: the different kinds. kind_of: for each tensor, the number of its kind.
     """
 
     __slots__ = ("kind_of", "kinds", "names")
@@ -51,7 +51,7 @@ class Specs(Sequence[TensorSpec]):
 
     @classmethod
     def of(cls, tensors: Sequence[TensorSpec]) -> Specs:
-        """Return the same tensors by column."""
+        """Return the same tensors in columns."""
         if isinstance(tensors, cls):
             return tensors
         numbers: dict[SpecKind, int] = {}
@@ -59,13 +59,13 @@ class Specs(Sequence[TensorSpec]):
         return cls([tensor.name for tensor in tensors], list(numbers), kind_of)
 
     @overload
-    def __getitem__(self, at: int) -> TensorSpec: ...
+    def __getitem__(self, index: int) -> TensorSpec: ...
     @overload
-    def __getitem__(self, at: slice) -> Specs: ...
-    def __getitem__(self, at: int | slice) -> TensorSpec | Specs:
-        if isinstance(at, slice):
-            return Specs(self.names[at], self.kinds, self.kind_of[at])
-        return TensorSpec(self.names[at], *self.kinds[self.kind_of[at]])
+    def __getitem__(self, index: slice) -> Specs: ...
+    def __getitem__(self, index: int | slice) -> TensorSpec | Specs:
+        if isinstance(index, slice):
+            return Specs(self.names[index], self.kinds, self.kind_of[index])
+        return TensorSpec(self.names[index], *self.kinds[self.kind_of[index]])
 
     def __len__(self) -> int:
         return len(self.names)
@@ -78,7 +78,7 @@ class Specs(Sequence[TensorSpec]):
 
 
 class ShardSpec(NamedTuple):
-    """A shard that is to be written, tensors in file order. with_sums: it is to keep a sum of each of them."""
+    """A shard to be written, its tensors in file order. with_sums: whether it gets room for a sum of each tensor."""
 
     identity: ShardIdentity
     tensors: Sequence[TensorSpec]
@@ -87,5 +87,5 @@ class ShardSpec(NamedTuple):
 
     @property
     def specs(self) -> Specs:
-        """The tensors by column."""
+        """The tensors in columns."""
         return Specs.of(self.tensors)

@@ -1,4 +1,4 @@
-"""What a format can do, and what memory it takes: nothing outside of `formats` asks what it is called."""
+"""What a format can do, and how much memory it takes. Code outside of `formats` asks for traits, never for names."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 
 class Costs(NamedTuple):
-    """What memory a process needs because of a format, in bytes, measured and rounded up (`test_projection.py`).
+    """How much memory a process needs because of a format, in bytes, measured and rounded up (`test_projection.py`).
 
-    reading, writing, checking: for each tensor of a shard whose structure is read, that is written, that is compared
-    with the sums it keeps. library: what is loaded to write, with numpy if `uses_numpy`. cached, most_cached: what that
-    keeps of each tensor, and at the most. child, child_tensor: a process that reads files of other making, and each
-    tensor of those; none if there is no such process.
+    reading, writing, checking: for each tensor of a shard that is read, written, or compared with its own sums.
+    library: for what is loaded to write; numpy comes on top if `uses_numpy`. cached: what the library keeps for each
+    tensor; most_cached: at most. child, child_tensor: for a child process that reads files that other programs have
+    written, and for each tensor of these; 0 if there is no such process.
     """
 
     reading: int
@@ -28,12 +28,12 @@ class Costs(NamedTuple):
 class Traits(NamedTuple):
     """What a format can do.
 
-    title: what people call its checkpoints, if not by its name. describes_itself: a shard says whose it is and how its
-    checkpoint is cut. has_crc: a shard can be sealed with a checksum of all of it. keeps_sums: a shard has a place for
-    sums of its tensors. keeps_strings: and for strings. shares_blocks: large tensors lie so that file systems can share
-    their blocks. is_folder: a checkpoint is a folder whose files an index lists, see `protocol.FolderFormat`.
-    is_filled: it is one full checkpoint in files that are filled up to a size. sharded_as: the format that such a
-    checkpoint gets where it is cut over ranks.
+    title: the words for its checkpoints, if not its name. describes_itself: a shard states its rank and how its
+    checkpoint is sharded. has_crc: a shard can be sealed with a checksum of the whole file. keeps_sums: a shard has a
+    place for sums of its tensors. keeps_strings: it has a place for strings. shares_blocks: large tensors are aligned
+    so that file systems can share their blocks. is_folder: a checkpoint is a folder whose files an index lists (see
+    `protocol.FolderFormat`). is_filled: a checkpoint is a full one, in files that are filled up to a size. sharded_as:
+    the format in which such a checkpoint is written instead if it is cut over ranks.
     """
 
     costs: Costs

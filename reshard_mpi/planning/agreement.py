@@ -1,4 +1,4 @@
-"""What the shards of one checkpoint must say alike, besides the shapes and types of their tensors."""
+"""What the shards of one checkpoint must agree in, besides the shapes and types of their tensors."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from reshard_mpi.planning.tensors import SourceGroup, SourceTensors
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.units import KIB
 
-# Small enough to read from every opened shard for nothing; of larger tensors as much tells shards apart.
+# Costs next to nothing to read from every opened shard. Of a larger tensor, as many bytes tell shards apart.
 _SMALL_BYTES = 64 * KIB
 # How MindSpore records the moment of a checkpoint: ModelCheckpoint's append_info, and the optimizers' step counter.
 _MOMENT = ("epoch_num", "step_num", "global_step")
-# Of more tensors that stages of the target share, only a digest is compared between targets.
-_MAX_TOLD_APART = 16
-# Of what one shard holds and cannot be carried, so much is named.
+# If stages of the target share more tensors than this, targets compare one digest of all of them.
+_MAX_COMPARED_BY_NAME = 16
+# So many things that one shard holds and that cannot be converted are named.
 _MAX_LEFT_OUT = 8
 _DIFFERENT_MOMENTS = "the shards are of different moments"
 
@@ -32,10 +32,11 @@ def is_moment(name: str) -> bool:
 
 
 def agreement_checks(tensors: SourceTensors, wanted: Container[str], *, same_world: bool) -> Iterator[Check]:
-    """Yield the checks on tensors that every opened shard holds whole; of large ones on their beginning.
+    """Yield the checks on tensors that every opened shard holds whole. Of a large one only the beginning is compared.
 
-    The step counters must agree. Others that no strategy lists are expected to, if the target wants them; where source
-    and target have as many ranks they may differ (random state), since each rank then keeps its own.
+    wanted: the names of the tensors that the target holds. same_world: whether source and target have as many ranks.
+    Step counters must be equal. Wanted tensors that no strategy lists should be, and a difference is reported; with
+    `same_world` they are not compared, since each rank keeps its own (random state).
     """
     for name in tensors.names:
         group = tensors.group(name)
@@ -54,31 +55,34 @@ def agreement_checks(tensors: SourceTensors, wanted: Container[str], *, same_wor
 
 
 def moment_counters(manifests: Mapping[int, Manifest]) -> Iterator[tuple[str, TensorPlan]]:
-    """Yield the step counters of the opened shards, each as one of them has it, with the path of that shard.
+    """Yield each step counter of the opened shards once: the path of a shard that has it, and how to read it there.
 
-    All opened shards have the same (see `agreement_checks`); those of other targets: see `require_one_moment`.
+    `agreement_checks` compares the counters of the shards opened for one target, `require_one_moment` those of targets.
     """
-    found = set()
+    yielded = set()
     for rank, manifest in manifests.items():
         for name in _MOMENT:
             entry = manifest.tensors.get(name)
-            if entry is not None and entry.size_bytes <= _SMALL_BYTES and name not in found:
-                found.add(name)
+            if entry is not None and entry.size_bytes <= _SMALL_BYTES and name not in yielded:
+                yielded.add(name)
                 box = Box.whole(entry.shape)
                 spec, copy = TensorSpec(name, entry.dtype, entry.shape, box), Copy(rank, entry, box, box)
-                held = manifest.tensors
-                copies = PiecesOf(0, 1).copies(copy, held) if isinstance(held, ListedTensors) else (copy,)
+                tensors = manifest.tensors
+                copies = PiecesOf(0, 1).copies(copy, tensors) if isinstance(tensors, ListedTensors) else (copy,)
                 yield manifest.path, TensorPlan(spec, copies)
 
 
 def shared_tensors(
     stages: tuple[int, ...], tensors: Mapping[str, SourceGroup], manifests: Mapping[int, Manifest]
 ) -> Iterator[Moment]:
-    """Yield the names of the tensors that `stages` of the target share, and of a few what each of them is."""
+    """Yield the names of the tensors that `stages` of the target share and, if these are few, their types and shapes.
+
+    tensors: those that the stages share, by name. manifests: the opened shards, by rank.
+    """
     names = sorted(tensors)
-    few = len(names) <= _MAX_TOLD_APART
-    said = [] if few else [f"{name} {group.dtype} {list(group.shape)}" for name, group in tensors.items()]
-    digest = hashlib.sha256("\0".join(sorted(said)).encode()).hexdigest()
+    few = len(names) <= _MAX_COMPARED_BY_NAME
+    lines = [] if few else [f"{name} {group.dtype} {list(group.shape)}" for name, group in tensors.items()]
+    digest = hashlib.sha256("\0".join(sorted(lines)).encode()).hexdigest()
     path = manifests[min(manifests)].path
     yield Moment(
         f"tensors of stages {', '.join(map(str, stages))}",
@@ -90,12 +94,12 @@ def shared_tensors(
 
 
 def loose_beginnings(plan: RankPlan) -> Iterator[TensorPlan]:
-    """Yield the beginnings of the tensors that no strategy places, as the target takes them."""
+    """Yield the plans of the first bytes of tensors that no strategy places, 64 KiB of each at most."""
     groups = plan.tensors.groups
-    for number, at in zip(plan.tensors.group_of, plan.tensors.place_in_group) if plan.loose else ():
-        name = groups[number].names[at]
+    for number, place in zip(plan.tensors.group_of, plan.tensors.place_in_group) if plan.loose else ():
+        name = groups[number].names[place]
         if name in plan.loose and name not in _MOMENT and groups[number].kind.size_bytes:
-            tensor = groups[number].tensor(at)
+            tensor = groups[number].tensor(place)
             spec, copy = tensor.spec, tensor.copies[0]
             start = next(spec.box.blocks(_SMALL_BYTES // spec.dtype.itemsize_bytes))
             yield TensorPlan(
@@ -104,36 +108,40 @@ def loose_beginnings(plan: RankPlan) -> Iterator[TensorPlan]:
 
 
 def differing_beginnings(beginnings: Iterable[Beginning], told: Collection[str]) -> Iterator[str]:
-    """Yield a note for each tensor that targets take from source ranks that differ in it. told: the notes so far."""
+    """Yield a note for each tensor that different targets take from source ranks whose values differ.
+
+    told: the notes that the user has got already; a tensor of which one of these tells is left out.
+    """
     first: dict[str, Beginning] = {}
-    for one in sorted(beginnings, key=lambda beginning: beginning.rank):
-        other = first.setdefault(one.name, one)
-        noted = any(note.startswith(f"{one.name!r} differs") for note in told)
-        if other.digest != one.digest and not noted:
+    for beginning in sorted(beginnings, key=lambda each: each.rank):
+        other = first.setdefault(beginning.name, beginning)
+        noted = any(note.startswith(f"{beginning.name!r} differs") for note in told)
+        if other.digest != beginning.digest and not noted:
             yield (
-                f"{one.name!r} differs between ranks {other.rank} and {one.rank}: no strategy says how it is cut,"
-                " so each target took one of them whole"
+                f"{beginning.name!r} differs between ranks {other.rank} and {beginning.rank}: no strategy says how it"
+                " is cut, so each target took one of them whole"
             )
 
 
-def differing_stages(held: Iterable[Held]) -> tuple[int, ...]:
-    """Return the target stages whose ranks would not all hold the same parameters."""
-    digests: dict[int, set[str]] = {}
-    for one in held:
-        digests.setdefault(one.stage, set()).add(one.digest)
-    return tuple(sorted(stage for stage, found in digests.items() if len(found) > 1))
+def differing_stages(digests: Iterable[Held]) -> tuple[int, ...]:
+    """Return the target stages whose ranks would not all hold the same parameters, ascending."""
+    by_stage: dict[int, set[str]] = {}
+    for held in digests:
+        by_stage.setdefault(held.stage, set()).add(held.digest)
+    return tuple(sorted(stage for stage, different in by_stage.items() if len(different) > 1))
 
 
 def require_same_names(names: Mapping[int, Collection[str]], where: str) -> None:
     """Raise CoverageError for a parameter that one target rank of a stage would hold and another not.
 
-    names: what strategies place, by target rank. Only source shards that contradict each other lead here.
+    That happens only if source shards contradict each other. names: of the parameters that strategies place, by target
+    rank.
     """
-    having = {name: rank for rank, held in names.items() for name in held}
-    for rank, held in names.items():
-        missing = sorted(having.keys() - held)
+    holder_of = {name: rank for rank, rank_names in names.items() for name in rank_names}
+    for rank, rank_names in names.items():
+        missing = sorted(holder_of.keys() - rank_names)
         if missing:
-            other = having[missing[0]]
+            other = holder_of[missing[0]]
             raise CoverageError(
                 f"no shard opened for target rank {rank} holds {missing[0]!r}, but those for rank {other} do",
                 expected="each parameter in all of the shards that should hold a part of it",
@@ -146,17 +154,17 @@ def require_same_names(names: Mapping[int, Collection[str]], where: str) -> None
 def require_same_shapes(placed: Mapping[int, Mapping[str, str]], where: str) -> None:
     """Raise DisagreementError for a parameter that target ranks of a stage would hold with different shapes or types.
 
-    placed: type and whole shape of what strategies place, by name and target rank.
+    placed: by target rank, the type and whole shape of each parameter that strategies place, by name.
     """
     first: dict[str, tuple[int, str]] = {}
-    for rank, held in placed.items():
-        for name, what in held.items():
-            other, expected = first.setdefault(name, (rank, what))
-            if what != expected:
+    for rank, described in placed.items():
+        for name, description in described.items():
+            other, expected = first.setdefault(name, (rank, description))
+            if description != expected:
                 raise DisagreementError(
                     f"source shards disagree in the type or shape of {name!r}",
                     expected=f"{expected}, as by the shards opened for target rank {other}",
-                    got=f"{what} by those for target rank {rank}",
+                    got=f"{description} by those for target rank {rank}",
                     where=where,
                     remedy="use shards of one and the same checkpoint; reshard-mpi inspect shows what they hold",
                 )
@@ -194,7 +202,7 @@ def require_tensors_or_strings(manifests: Mapping[int, Manifest]) -> None:
 
 
 def left_out_of(manifests: Mapping[int, Manifest]) -> Iterator[str]:
-    """Yield what is to be said of things in the opened shards that cannot be carried: one line for those alike."""
+    """Yield a warning for things in the opened shards that cannot be converted; one for all shards with the same."""
     alike: dict[tuple[str, ...], list[Manifest]] = {}
     for manifest in manifests.values():
         if manifest.left_out:
@@ -206,18 +214,21 @@ def left_out_of(manifests: Mapping[int, Manifest]) -> Iterator[str]:
 
 
 def require_nothing_left_out(manifests: Mapping[int, Manifest]) -> None:
-    """Raise DisagreementError if anything in the opened shards cannot be carried."""
-    for said in left_out_of(manifests):
+    """Raise DisagreementError if anything in the opened shards cannot be converted."""
+    for warning in left_out_of(manifests):
         raise DisagreementError(
             "something in the source cannot be carried to the target",
             expected="tensors and plain data alone, as --strict demands",
-            got=said,
+            got=warning,
             remedy="leave --strict out, or save the source without it",
         )
 
 
 def common_strings(manifests: Mapping[int, Manifest], home: int) -> tuple[dict[str, str], list[str]]:
-    """Return the strings of the opened shards, those of rank `home` first, and a note for each that differs."""
+    """Return the strings of the opened shards by name, and a note for each string that differs between them.
+
+    Where they differ, that of rank `home` is taken, or else of the lowest rank.
+    """
     strings: dict[str, str] = {}
     notes = []
     for rank in sorted(manifests, key=lambda rank: (rank != home, rank)):

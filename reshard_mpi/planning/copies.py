@@ -1,4 +1,4 @@
-"""Copies that must be the same: which ones a run compares, and which of its processes."""
+"""Copies that must be the same: which of them a run compares, and which of its processes does so."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from reshard_mpi.sharding.placement import Piece, Placement
 
 _PARTIAL_SUMS = "they are partial sums of a step that is not finished: save at the end of a step"
 
-# Who holds the same parts: the same ranks.
+# Identifies the ranks that hold the same parts: equal ones stand for the same ranks.
 Holding = tuple[tuple[Placement, Piece], ...]
 
 
 class Alike(NamedTuple):
-    """`region` of each of the tensors `names`, which all holders of `parts` have.
+    """A region of some tensors of which several ranks hold copies that must be the same.
 
-    why: what a difference would mean. listed: whether the source strategy says that all of them have it.
+    names: of the tensors. parts: each lies in `region`, and all ranks that hold one of them have a copy. why: what a
+    difference would mean. listed: whether the source strategy lists the tensors.
     """
 
     names: tuple[str, ...]
@@ -36,22 +37,23 @@ class Alike(NamedTuple):
 
     @property
     def copies(self) -> int:
-        """How many ranks hold it."""
+        """How many ranks hold a copy."""
         return sum(part.placement.copies for part in self.parts)
 
 
 def copies_alike(
     wanted: Iterable[tuple[Iterable[str], SourceGroup, Layout]], box_of: Callable[[Layout], Box], replicas: Replicas
 ) -> Iterator[Alike]:
-    """Yield the copies of needed parts that must be the same: those that may well not be; with CHECK all others too.
+    """Yield the copies of needed parts to compare: those that are likely to differ, and with CHECK all others too.
 
-    What the source strategy does not list should be whole on every rank. If the target cuts it, its targets take their
-    parts from the copies of different ranks, which only together make it up if all of them are the same.
+    A tensor that the source strategy does not list should be whole on every rank. If the target strategy cuts it,
+    targets take their parts from copies on different ranks, and these make up one tensor only if all copies are equal.
 
-    wanted: the tensors of a target by how source and target hold them. box_of: which box that is.
+    wanted: the names of the tensors of a target, with how the source and how the target hold them. box_of: returns the
+    target's box by the latter.
     """
-    names: dict[tuple[tuple[Layout, ...], Layout, str, bool], list[str]] = {}
-    for every, group, target in wanted:
+    names_by_key: dict[tuple[tuple[Layout, ...], Layout, str, bool], list[str]] = {}
+    for group_names, group, target in wanted:
         if not group.listed:
             if not target.placement.is_cut:
                 continue
@@ -60,20 +62,21 @@ def copies_alike(
             why = "the stages that share the parameter have drifted apart"
         else:
             why = "these ranks should hold the same" if replicas is Replicas.CHECK else ""
-        for name in every:
+        for name in group_names:
             partial = group.listed and is_partial_sum(name)
             if partial or why:
                 key = (group.layouts, target, _PARTIAL_SUMS if partial else why, group.listed)
-                names.setdefault(key, []).append(name)
-    for (layouts, target, why, listed), found in names.items():
-        for one in _alike(tuple(found), [parts_meeting(layout, box_of(target)) for layout in layouts], why):
-            yield one._replace(listed=listed)
+                names_by_key.setdefault(key, []).append(name)
+    for (layouts, target, why, listed), names in names_by_key.items():
+        for alike in _alike(tuple(names), [parts_meeting(layout, box_of(target)) for layout in layouts], why):
+            yield alike._replace(listed=listed)
 
 
 def _alike(names: tuple[str, ...], alternatives: Iterable[tuple[Part, ...]], why: str) -> Iterator[Alike]:
-    """Yield what of the needed parts several ranks have.
+    """Yield the regions of the needed parts that several ranks have.
 
-    alternatives: the needed parts by each placement of the tensors (stages that share them may cut them differently).
+    alternatives: the needed parts, once for each placement of the tensors (stages that share them may cut them
+    differently).
     """
     regions: list[tuple[Box, tuple[Part, ...]]] = []
     for parts in alternatives:
@@ -87,31 +90,32 @@ def _alike(names: tuple[str, ...], alternatives: Iterable[tuple[Part, ...]], why
             if (shared := region.intersect(part.region)) is not None
         ]
     for region, same in regions:
-        found = Alike(names, tuple(part._replace(region=region) for part in same), region, why)
-        if found.copies > 1:
-            yield found
+        alike = Alike(names, tuple(part._replace(region=region) for part in same), region, why)
+        if alike.copies > 1:
+            yield alike
 
 
-def dealt(every: Sequence[Alike], process: int, processes: int) -> Iterator[Alike]:
-    """Yield what one process of a run compares, those of the same holders one after another.
+def dealt(all_alike: Sequence[Alike], process: int, processes: int) -> Iterator[Alike]:
+    """Yield what process number `process` of a run compares; what the same ranks hold follows one another.
 
-    What all targets need is laid end to end and cut where processes have as much to read, so nothing is compared twice
-    and few processes open a shard. Every process must give the same `every`.
+    all_alike: what all targets need, equal in all processes. It is cut into stretches that take as much reading each,
+    so nothing is compared twice and few processes open the same shard.
     """
     by_holding: dict[Holding, list[Alike]] = {}
-    for one in every:
-        by_holding.setdefault(one.holding, []).append(one)
-    line = [one for group in by_holding.values() for one in group]
-    whole = sum(len(one.names) * _weight(one) for one in line)
-    start, stop = (whole * at // processes for at in (process, process + 1))
-    at = 0
-    for one in line:
-        weight = _weight(one)
-        first, last = (min(max(0, -(-(cut - at) // weight)), len(one.names)) for cut in (start, stop))
+    for alike in all_alike:
+        by_holding.setdefault(alike.holding, []).append(alike)
+    line = [alike for same_holders in by_holding.values() for alike in same_holders]
+    total = sum(len(alike.names) * _weight(alike) for alike in line)
+    start, stop = (total * number // processes for number in (process, process + 1))
+    before = 0  # the weight of all that comes earlier in the line
+    for alike in line:
+        weight = _weight(alike)
+        first, last = (min(max(0, -(-(cut - before) // weight)), len(alike.names)) for cut in (start, stop))
         if first < last:
-            yield one if last - first == len(one.names) else one._replace(names=one.names[first:last])
-        at += len(one.names) * weight
+            yield alike if last - first == len(alike.names) else alike._replace(names=alike.names[first:last])
+        before += len(alike.names) * weight
 
 
-def _weight(one: Alike) -> int:
-    return one.copies * max(1, one.region.size)
+def _weight(alike: Alike) -> int:
+    """Return how many elements are read to compare one tensor; at least 1 a copy."""
+    return alike.copies * max(1, alike.region.size)

@@ -1,4 +1,4 @@
-"""Shards that contradict each other in the shape or type of a tensor: which of them the others outvote."""
+"""Shards that contradict each other about the shape or type of a tensor, and which of them the others outvote."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ _STRING = "a string"
 
 
 class Claim(NamedTuple):
-    """What a shard says of a tensor: its type and whole shape; of one that does not fit the strategy, the part's."""
+    """What a shard says of a tensor.
+
+    shape: of the whole tensor; of the shard's part if that does not fit the strategy, as `fits` tells.
+    """
 
     dtype: str
     shape: Shape
@@ -35,15 +38,16 @@ class Claim(NamedTuple):
 
 
 class Dispute(NamedTuple):
-    """A tensor that shards contradict each other in, and what each of them says of it, by rank."""
+    """A tensor about which shards contradict each other. claims: what each of them says of it, by rank."""
 
     name: str
     claims: Mapping[int, Claim]
 
     def outvoted(self) -> dict[int, str]:
-        """Return what is wrong with the shards that more than half of all contradict; nobody without such a majority.
+        """Return what is wrong with each shard that contradicts the majority, by rank.
 
-        A majority that does not fit the strategy is none: then the strategy is wrong.
+        Empty if no claim is made by more than half of all shards, or if that claim does not fit the strategy: then the
+        strategy is wrong.
         """
         (winner, votes), *_ = Counter(self.claims.values()).most_common(1)
         if not winner.fits or votes * 2 <= len(self.claims):
@@ -56,12 +60,12 @@ class Dispute(NamedTuple):
 
 
 def disputes(strategy: Strategy, manifests: Mapping[int, Manifest], names: Iterable[str]) -> Iterator[Dispute]:
-    """Yield those of the named tensors that these shards contradict each other in.
+    """Yield those of the named tensors about which these shards contradict each other.
 
-    Only ranks that should hold a part of a tensor by the strategy have a say in it.
+    A rank that should not hold a part of a tensor, by the strategy, has no say about it.
     """
     for name in names:
-        claims = {rank: said for rank, manifest in manifests.items() if (said := claim(strategy, name, rank, manifest))}
+        claims = {rank: made for rank, manifest in manifests.items() if (made := claim(strategy, name, rank, manifest))}
         if len(set(claims.values())) > 1:
             yield Dispute(name, claims)
 
@@ -83,10 +87,7 @@ def claim(strategy: Strategy, name: str, rank: int, manifest: Manifest) -> Claim
 def witnesses(
     strategy: Strategy, names: Iterable[str], opened: Collection[int], available: Collection[int], each: int
 ) -> Iterator[int]:
-    """Yield the first `each` of the available ranks of every stage that holds one of the named tensors.
-
-    opened: the ranks whose shards have been asked already, which are left out.
-    """
+    """Yield the first available ranks not opened yet, `each` of every stage that holds one of the named tensors."""
     stages = {stage for name in names for placement in _placements(strategy, name) for stage in placement.stages}
     for stage in sorted(stages):
         ranks = range(stage * strategy.stage_size, (stage + 1) * strategy.stage_size)
@@ -94,14 +95,17 @@ def witnesses(
 
 
 @lru_cache(maxsize=4096)
-def _whole(placement: Placement, rank: int, held: Shape, box: Box | None, stated: Shape | None) -> Shape | None:
-    """Return the shape of the whole tensor; None if what `rank` holds of it does not fit the placement."""
+def _whole(placement: Placement, rank: int, part: Shape, box: Box | None, stated: Shape | None) -> Shape | None:
+    """Return the shape of the whole tensor; None if the part that `rank` holds does not fit the placement.
+
+    part: its shape. box, stated: its box and the shape of the whole tensor, where the shard says them.
+    """
     try:
-        whole = whole_shape(placement, rank, held) if stated is None else stated
+        whole = whole_shape(placement, rank, part) if stated is None else stated
         expected = Layout(placement, whole).box(rank)
     except LayoutError:
         return None
-    return whole if held == expected.shape and box in (None, expected) else None
+    return whole if part == expected.shape and box in (None, expected) else None
 
 
 def _placements(strategy: Strategy, name: str) -> tuple[Placement, ...]:

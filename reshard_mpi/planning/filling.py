@@ -1,4 +1,4 @@
-"""Tensors dealt out to files that are filled up to a size, as Hugging Face's libraries do it."""
+"""Deals tensors out to files that are filled up to a size, as Hugging Face's libraries do."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from reshard_mpi.sharding.placement import Placement, Strategy
 
 
 def filled_files(specs: Specs, most_bytes: int) -> list[list[str]]:
-    """Return the names that each file holds, the tensors in their order.
+    """Return the names of the tensors that each file holds, in their order.
 
-    A file is begun when the next tensor would make the one that is being filled larger than `most_bytes`. A tensor that
-    is larger by itself has a file of its own, which comes before the one that is being filled.
+    A new file is begun when the next tensor would make the current one larger than `most_bytes`. A tensor that is
+    larger by itself gets a file of its own, which comes before the current one.
     """
     sizes = [kind.size_bytes for kind in specs.kinds]
     done: list[list[str]] = []
@@ -32,7 +32,10 @@ def filled_files(specs: Specs, most_bytes: int) -> list[list[str]]:
 
 
 def strategy_of(named: Sequence[Sequence[str]]) -> Strategy:
-    """Return the strategy of such files: a stage of one rank for each, which holds its tensors whole."""
+    """Return the strategy of files with whole tensors: one stage of one rank for each file.
+
+    named: the names of the tensors in each file.
+    """
     parameters: dict[str, tuple[Placement, ...]] = {}
     for stage, names in enumerate(named):
         placement = (Placement((1,), stages=(stage,)),)

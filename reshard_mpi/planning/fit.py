@@ -1,4 +1,4 @@
-"""Whether a strategy fits its checkpoint, by the names of the tensors and by what samples of them show."""
+"""Whether a strategy fits its checkpoint: by the names of the tensors, and by the values in samples of them."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from reshard_mpi.sharding.patterns import Pattern
 from reshard_mpi.sharding.placement import Placement, Shape, Strategy
 from reshard_mpi.units import KIB
 
-# What a rank has for itself (random state, counters) is small, of one dimension at most, and where it is of floating
-# point one number.
+# A value that each rank has for itself (random state, a counter) is small, has one dimension at most, and only one
+# element if that is a floating-point number. More of them than so many are suspicious.
 _MAX_OWN_BYTES = 64 * KIB
 _MAX_OWN_TENSORS = 4
-# Statistics that data-parallel ranks gather each from its own data: batch normalization in MindSpore and torch.
+# Statistics that each data-parallel rank gathers from its own data: batch normalization in MindSpore and torch.
 _STATISTICS = {"moving_mean", "moving_variance", "running_mean", "running_var", "num_batches_tracked"}
 _RANDOM_STATE = re.compile(r"(?:^|[^a-z])(?:rng|random|seeds?)(?:[^a-z]|$)", re.IGNORECASE)
-# Of tensors that have drifted apart, so many are named in one line.
+# So many of the tensors that have drifted apart are named in one line.
 _MAX_NAMED = 8
 
 
 class Likeness(Enum):
-    """How alike the parts of a tensor are that two shards hold, as far as a sample shows.
+    """How alike two shards' parts of a tensor are, as far as a sample shows.
 
-    CLOSE: nearly the same values, as copies have that have drifted apart.
+    CLOSE: the values are nearly the same, as in copies that have drifted apart.
     """
 
     SAME = "same"
@@ -42,11 +42,11 @@ class Likeness(Enum):
 
 
 class Compared(NamedTuple):
-    """What the shards of a pair hold of one tensor.
+    """The result of comparing one tensor in the two shards of a pair.
 
-    placement: how their stage holds it; None: no strategy says so. one_part: whether they should hold the same part.
-    telling: whether what was compared has enough different values to differ in different parts. floating: the type is
-    one of floating point. shape: of the part on the first rank. size_bytes: of the larger part.
+    placement: how their stage holds it; None: no strategy lists it. one_part: whether they should hold the same part.
+    telling: whether the compared values vary enough that different parts would differ. floating: whether it is of a
+    floating-point type. shape: of the part on the first rank. size_bytes: of the larger part.
     """
 
     name: str
@@ -64,9 +64,9 @@ class Compared(NamedTuple):
 
     @property
     def may_drift(self) -> bool:
-        """Whether ranks may have values of their own for all that a strategy can say.
+        """Whether ranks may have different values even though the strategy says that they hold copies.
 
-        Scalars, statistics, and the state of random number generators.
+        True for scalars, statistics, and the state of random number generators.
         """
         if self.likeness is Likeness.OF_ANOTHER_SHAPE:
             return False
@@ -76,7 +76,7 @@ class Compared(NamedTuple):
 
     @property
     def may_be_own(self) -> bool:
-        """Whether it can be a value that each rank has for itself, if no strategy lists it."""
+        """Whether it may be a value that each rank has for itself, provided that no strategy lists it."""
         if self.may_drift:
             return True
         if len(self.shape) > 1 or self.size_bytes > _MAX_OWN_BYTES:
@@ -85,9 +85,9 @@ class Compared(NamedTuple):
 
 
 def should_be_one_part(placement: Placement | None, pair: Pair, part_shape: Shape) -> bool:
-    """Tell whether two ranks should hold the same part of a tensor, of which the first has a part of `part_shape`.
+    """Tell whether the two ranks of a pair should hold the same part of a tensor.
 
-    Raises LayoutError if the placement does not fit that.
+    part_shape: of the part on the first rank. Raises LayoutError if the placement does not fit it.
     """
     if placement is None:
         return True
@@ -100,9 +100,9 @@ def judge(
 ) -> tuple[str, ...]:
     """Return the names of the tensors whose copies have drifted apart on a pair of ranks.
 
-    Raises StrategyError if the strategy cannot be that of the checkpoint: most of the tensors that are held in one way
-    differ where they should be the same, or a few do that have nothing in common; or any are the same where they should
-    be different. paths: of the two shards. unlisted: what becomes of tensors in no strategy.
+    paths: of the two shards. unlisted: what becomes of tensors in no strategy. Raises StrategyError if the strategy
+    cannot be that of the checkpoint: if, of the tensors held in one way, most copies differ or some have nothing in
+    common; if parts that should be different are the same; or if tensors that it does not list look like parts.
     """
     by_placement: dict[Placement | None, list[Compared]] = {}
     all_copies = []
@@ -119,7 +119,7 @@ def judge(
             continue
         words = _words(placement, strategy.axes)
         copies = [tensor for tensor in tensors if tensor.one_part]
-        # A pair that only tells of its shards has few tensors of a way; one of another moment differs in most of all.
+        # Of a pair with few tensors, all copies count at once: a shard of another moment differs in most of them.
         drifted += _judge_copies(pair, copies, all_copies if pair.tensors < MAX_TENSORS else copies, words, where)
         _judge_parts(pair, [tensor for tensor in tensors if not tensor.one_part], words, where)
     return tuple(drifted)
@@ -128,21 +128,21 @@ def judge(
 def _judge_copies(
     pair: Pair, tensors: Sequence[Compared], among: Sequence[Compared], placed: str, where: str
 ) -> list[str]:
-    """Judge tensors that a pair of ranks should hold alike; return those that have drifted apart.
+    """Return the names of the tensors whose copies have drifted apart, of those that a pair of ranks should hold alike.
 
-    among: if most of these differ, they have not drifted.
+    among: if most of these differ, any difference is more than drift. Raises StrategyError for such a difference.
     """
-    counted = [tensor for tensor in tensors if not tensor.may_drift]
-    differing = [tensor for tensor in counted if tensor.differs]
+    comparable = [tensor for tensor in tensors if not tensor.may_drift]
+    differing = [tensor for tensor in comparable if tensor.differs]
     unlike = [tensor for tensor in differing if tensor.likeness is not Likeness.CLOSE]
-    of_among = [tensor.differs for tensor in among if not tensor.may_drift]
-    if 2 * sum(of_among) > len(of_among):
+    differ = [tensor.differs for tensor in among if not tensor.may_drift]
+    if 2 * sum(differ) > len(differ):
         unlike = differing
     if unlike:
         what = "shapes" if any(tensor.likeness is Likeness.OF_ANOTHER_SHAPE for tensor in unlike) else "values"
         raise StrategyError(
             "the source strategy does not fit the checkpoint: parts that should be the same differ",
-            expected=f"the same of {_some(counted)} on ranks {pair.first} and {pair.second}, by {placed}",
+            expected=f"the same of {_some(comparable)} on ranks {pair.first} and {pair.second}, by {placed}",
             got=f"other {what} in {_some(unlike)}",
             where=where,
             remedy="correct the strategy: these are cut over more ranks than it says, its mesh is not that of the"
@@ -153,7 +153,7 @@ def _judge_copies(
 
 
 def _judge_parts(pair: Pair, tensors: Sequence[Compared], placed: str, where: str) -> None:
-    """Judge tensors of which a pair of ranks should hold different parts."""
+    """Raise StrategyError if a pair of ranks holds the same part of a tensor of which it should hold different ones."""
     same = [tensor for tensor in tensors if tensor.telling and not tensor.differs]
     if same:
         raise StrategyError(
@@ -167,7 +167,7 @@ def _judge_parts(pair: Pair, tensors: Sequence[Compared], placed: str, where: st
 
 
 def _judge_unlisted(pair: Pair, tensors: Sequence[Compared], where: str) -> None:
-    """Judge tensors that no strategy lists: each rank may have its own, but not if they look like parts of a tensor."""
+    """Raise StrategyError for tensors that no strategy lists and that look like parts of a tensor, not a rank's own."""
     suspects = [tensor for tensor in tensors if tensor.differs and not tensor.may_be_own]
     own = [tensor for tensor in tensors if tensor.differs and not tensor.may_drift]
     if len(own) > _MAX_OWN_TENSORS:
@@ -185,9 +185,9 @@ def _judge_unlisted(pair: Pair, tensors: Sequence[Compared], where: str) -> None
 
 
 def stray(name: str, home_stage: int, strategy: Strategy, paths: tuple[str, str]) -> StrategyError:
-    """Return the error for a tensor that lies in a stage besides those it should lie in, with other values.
+    """Return the error for a tensor that also lies in a stage where it should not, and has other values there.
 
-    paths: of a shard of stage `home_stage`, where it should be, and of the one that has other values.
+    paths: of a shard of stage `home_stage`, where it should be, and of the shard that has other values.
     """
     return StrategyError(
         f"the source strategy does not fit the checkpoint: other stages hold another {name!r} too",
@@ -200,7 +200,7 @@ def stray(name: str, home_stage: int, strategy: Strategy, paths: tuple[str, str]
 
 
 def unknown_tensor(name: str, strategy: Strategy, path: str) -> CoverageError:
-    """Return the error for a tensor that a few shards hold, and not those by which the names are known."""
+    """Return the error for a tensor that some shards hold, but not those that were read to learn the names."""
     return CoverageError(
         f"{name!r} is in some shards only, and no strategy lists it by its name",
         expected="every tensor in the first or the last shard of its stage, where the source strategy goes by patterns",
@@ -231,14 +231,14 @@ def require_no_drift(names: Sequence[str], where: str) -> None:
 
 
 class DeadRule(NamedTuple):
-    """A rule that places nothing: `glob` matches no tensor, or only such as the rule `taken_by` has before it."""
+    """A rule that places no tensor. taken_by: an earlier rule that takes tensors `glob` matches; empty if none does."""
 
     glob: str
     taken_by: str
 
 
 def dead_rules(strategy: Strategy, names: Iterable[str]) -> list[DeadRule]:
-    """Return the rules of a spec that should place one of these tensors and place none."""
+    """Return the rules of a spec that must place one of these tensors at least, and place none."""
     by_rule: dict[int, list[str]] = {}
     for name in dict.fromkeys(names):
         rule = strategy.rule_of(name)
@@ -278,24 +278,24 @@ def require_living_rules(strategy: Strategy, names: Collection[str], which: str,
 
 def require_same_network(strategy: Strategy, manifests: Iterable[Manifest]) -> None:
     """Raise StrategyError if a source strategy lists parameters one by one and the shards hold none of them."""
-    every = list(manifests)
-    names = dict.fromkeys(name for manifest in every for name in manifest.tensors)
+    opened = list(manifests)
+    names = dict.fromkeys(name for manifest in opened for name in manifest.tensors)
     if strategy.rules or not names or any(find_or_follow(strategy, name, lambda _: True) for name in names):
         return
     raise StrategyError(
         "no tensor of the checkpoint is in the source strategy",
         expected=", ".join(map(repr, list(strategy.parameters)[:3])),
         got=", ".join(map(repr, list(names)[:3])),
-        where=_where(strategy, every[0].path),
+        where=_where(strategy, opened[0].path),
         remedy="check that checkpoint and strategy belong to the same network",
     )
 
 
 def unconfirmed_rules(strategy: Strategy) -> Iterator[str]:
-    """Yield notes on rules of a spec that cut as no comparison of shards can show to be right.
+    """Yield notes on rules of a spec that cut tensors in a way that no comparison of shards can confirm.
 
-    Shards only show which ranks hold the same. That says nothing where no ranks do, and is the same for every order of
-    the axes that cut a tensor.
+    A comparison only shows which ranks hold the same. It shows nothing where no two ranks do, and nothing about the
+    order of several axes that cut a tensor.
     """
     cutting = [(glob, placement) for glob, placement in strategy.rules if strategy.required_rules and placement.is_cut]
     alone = [glob for glob, placement in cutting if placement.copies == len(placement.stages)]
@@ -313,9 +313,9 @@ def unconfirmed_rules(strategy: Strategy) -> Iterator[str]:
 
 
 def shown_rules(strategy: Strategy, shapes: Mapping[str, tuple[int, Shape]]) -> Iterator[str]:
-    """Yield for each rule of a spec that cuts what it makes of one of the tensors, for people to see what is wrong.
+    """Yield for each rule of a spec that cuts the whole shape of one tensor by it, so that people see what is wrong.
 
-    shapes: of the parts of some ranks, with the rank, by name.
+    shapes: by name, a rank and the shape of its part.
     """
     if not strategy.required_rules:
         return
@@ -334,7 +334,7 @@ def shown_rules(strategy: Strategy, shapes: Mapping[str, tuple[int, Shape]]) -> 
 
 
 def _where(strategy: Strategy, *paths: str) -> str:
-    """Name the strategy, where it has a file, and the shards that an error is about."""
+    """Return the file of the strategy, if it has one, and the paths of the shards that an error is about, as words."""
     return " and ".join(filter(None, (strategy.origin, *paths)))
 
 
@@ -343,7 +343,7 @@ def _quoted(names: Sequence[str], limit: int = 3) -> str:
 
 
 def _count_cutting_axes(placement: Placement) -> int:
-    """Return how many axes of the mesh cut a tensor; what the optimizer cuts over counts as one."""
+    """Return how many axes of the mesh cut a tensor; a cut by the optimizer counts as one more."""
     axes = [axis for over in placement.split for axis in over if placement.mesh[axis] > 1]
     return len(axes) + (placement.optimizer > 1)
 
@@ -354,7 +354,7 @@ def _some(tensors: Sequence[Compared]) -> str:
 
 
 def _words(placement: Placement, axes: tuple[str, ...]) -> str:
-    """Return how a placement cuts, in words. axes: the names of the mesh's axes, where they have any."""
+    """Return how a placement cuts, in words. axes: the names of the mesh's axes; empty if they have none."""
     names = axes if len(axes) == len(placement.mesh) else tuple(map(str, range(len(placement.mesh))))
     mesh = " ".join(f"{name}={length}" for name, length in zip(axes, placement.mesh)) if axes else list(placement.mesh)
     cuts = [

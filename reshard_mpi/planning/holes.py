@@ -1,4 +1,4 @@
-"""What no source shard gives, told with the ranks that should hold it and what is wrong with their shards."""
+"""Errors for what no source shard gives: which ranks should hold it, and what is wrong with their shards."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from reshard_mpi.planning.losses import Lost
 from reshard_mpi.planning.tensors import Part, SourceGroup
 from reshard_mpi.sharding.placement import Placement, Strategy, named_after
 
-# Of shards that cannot be used, so many are described in one message.
-_MAX_TOLD = 4
+# So many shards that cannot be used are described in one message.
+_MAX_DESCRIBED = 4
 
 
 def hole(
@@ -22,7 +22,7 @@ def hole(
     damaged = [lost[rank] for rank in holders if rank in lost and lost[rank].problem]
     if damaged:
         others = len(holders) - len(damaged)
-        got = _told(damaged) + (f"; {others} without it, or missing" if others else "")
+        got = _described(damaged) + (f"; {others} without it, or missing" if others else "")
     else:
         opened = any(rank in manifests for rank in holders)
         got = "shards without the tensor" if opened else "shard missing"
@@ -42,13 +42,13 @@ def stage_missing(
     manifests: Mapping[int, Manifest],
     lost: Mapping[int, Lost],
 ) -> CoverageError:
-    """Return the error for a tensor of stages of which no shard was opened."""
+    """Return the error for a tensor if no shard of the stages that should hold it was opened."""
     stages = {stage for origin in origins for stage in origin.stages}
-    damaged = [one for rank, one in lost.items() if one.problem and source.stage_of(rank) in stages]
+    damaged = [shard for rank, shard in lost.items() if shard.problem and source.stage_of(rank) in stages]
     return CoverageError(
         f"no shard that should hold {name!r} is there",
         expected=f"a shard of stage {origins[0].stages[0]} of the source",
-        got=f"shards of {_one_of(tuple(manifests))}" + (f"; {_told(damaged)}" if damaged else ""),
+        got=f"shards of {_one_of(tuple(manifests))}" + (f"; {_described(damaged)}" if damaged else ""),
         remedy="restore the shards of that stage",
     )
 
@@ -58,24 +58,24 @@ def require_never_saved(
     origins: tuple[Placement, ...],
     source: Strategy,
     target: Strategy,
-    held: Iterable[tuple[Collection[str], SourceGroup]],
+    wanted: Iterable[tuple[Collection[str], SourceGroup]],
     manifests: Mapping[int, Manifest],
     lost: Mapping[int, Lost],
 ) -> None:
-    """Raise CoverageError if a damaged shard may well be the one that holds what all opened ones lack.
+    """Raise CoverageError if a tensor that all opened shards lack may be in a damaged one.
 
-    It may, unless the name is one of a kind that is nowhere, as state that was never saved; and even then where shards
-    are seen to be saved without redundancy, some lacking what others hold. held: all that the target gets, by what is
-    alike.
+    Nothing is raised for what was evidently never saved: state named after a parameter (`adam_m.weight`) of a kind
+    (`adam_m.`) that the target gets of no parameter, while every opened shard holds all that it should. origins: where
+    the source strategy places the tensor. wanted: the names of all that the target gets, by group.
     """
     stages = {stage for origin in origins for stage in origin.stages}
-    suspects = [one for rank, one in lost.items() if one.problem and source.stage_of(rank) in stages]
+    suspects = [shard for rank, shard in lost.items() if shard.problem and source.stage_of(rank) in stages]
     if not suspects:
         return
-    every = list(held)
+    groups = list(wanted)
     lacking = (
         rank
-        for _, group in every
+        for _, group in groups
         if group.listed
         for layout in group.layouts
         for rank in manifests
@@ -83,18 +83,18 @@ def require_never_saved(
     )
     base = next((base for base in named_after(name) if source.find(base) or target.find(base)), name)
     kind = name.removesuffix(base)
-    has_kind = any(other.startswith(kind) for names, _ in every for other in names)
+    has_kind = any(other.startswith(kind) for names, _ in groups for other in names)
     if has_kind or not kind or next(lacking, None) is not None:
         raise CoverageError(
             f"{name!r} is in no shard that was opened, but may be in one that is damaged",
             expected=f"a shard with {name!r}",
-            got=_told(suspects),
+            got=_described(suspects),
             remedy="restore these shards, or remove them if it was never saved",
         )
 
 
-def _told(lost: list[Lost]) -> str:
-    return "; ".join([*map(str, lost[:_MAX_TOLD]), *(["..."] if len(lost) > _MAX_TOLD else [])])
+def _described(lost: list[Lost]) -> str:
+    return "; ".join([*map(str, lost[:_MAX_DESCRIBED]), *(["..."] if len(lost) > _MAX_DESCRIBED else [])])
 
 
 def _one_of(ranks: tuple[int, ...]) -> str:

@@ -1,4 +1,4 @@
-"""Tensors of which a checkpoint lists every piece: which pieces the parts of a target come from."""
+"""Tensors of which a checkpoint lists the pieces: which pieces the parts of a target come from."""
 
 from __future__ import annotations
 
@@ -14,14 +14,18 @@ from reshard_mpi.planning.model import Check, Copy, Group, PlannedTensors, Route
 from reshard_mpi.planning.replicas import Replicas, home_rank
 from reshard_mpi.sharding.box import Box
 
-# Of files that cannot be used, so many are described in one message.
-_MAX_TOLD = 4
-# Of tensors of one kind, so many overlaps are compared, and so much of each, unless all are to be.
+# So many files that cannot be used are described in one message.
+_MAX_DESCRIBED = 4
+# Unless all are compared: so many overlaps of tensors of one kind, and so many elements of each overlap.
 _MAX_SAMPLED, _SAMPLED_ELEMENTS = 4, 4096
 
 
 class PiecesOf:
-    """Finds pieces for one target. target_rank, targets: of which files it prefers those near its own place."""
+    """Finds the pieces that one target reads.
+
+    target_rank, targets: the rank, and how many ranks there are. Of several files that hold the same, the target
+    prefers the first one from its own place on among the files, so that targets read different files.
+    """
 
     def __init__(self, target_rank: int, targets: int) -> None:
         self._target_rank = target_rank
@@ -31,7 +35,7 @@ class PiecesOf:
         self._places: dict[int, dict[int, int]] = {}
 
     def planned(self, tensors: PlannedTensors) -> PlannedTensors:
-        """Return the same tensors, what comes from a list of pieces taken from the pieces themselves.
+        """Return the same tensors with every route from a list of pieces replaced by routes from the pieces themselves.
 
         Raises CoverageError for a part that no piece has.
         """
@@ -59,13 +63,16 @@ class PiecesOf:
         return PlannedTensors(groups, group_of)
 
     def copies(self, copy: Copy, tensors: ListedTensors) -> tuple[Copy, ...]:
-        """Return the copies from pieces that one from a list of pieces stands for."""
+        """Return the copies from single pieces that replace one copy from a list of pieces."""
         name, number = copy.source.name, tensors.number_of[copy.source.name]
         route = Route(copy.source_rank, copy.source_box, copy.region, tensors, (number,), copy.to, copy.order)
         return tuple(made.copy(0, name) for made in self._routes(route, name, [0]))
 
     def _routes(self, route: Route, name: str, places: Sequence[int]) -> Iterator[Route]:
-        """Yield routes from pieces. places: of tensors of the route with one list of pieces; name: of the first."""
+        """Yield the routes from single pieces that replace one route.
+
+        places: of the tensors in the route, all with the same list of pieces. name: of the first of them, for errors.
+        """
         tensors = route.tensors
         if not isinstance(tensors, ListedTensors):
             yield route._replace(numbers=array("I", (route.numbers[place] for place in places)))
@@ -73,26 +80,30 @@ class PiecesOf:
         numbers = [route.numbers[place] for place in places]
         pieces = tensors.lists[tensors.list_of[numbers[0]]]
         order, taken = self._taken(tensors, tensors.list_of[numbers[0]], route.region, name)
-        for at, region in taken:
-            box, file = pieces[order[at]]
-            own = array("I", (tensors.numbers[number][order[at]] for number in numbers))
-            yield Route(route.source_rank, box, region, file, own, route.taking(region), route.order)
+        for place, region in taken:
+            box, file = pieces[order[place]]
+            in_file = array("I", (tensors.numbers[number][order[place]] for number in numbers))
+            yield Route(route.source_rank, box, region, file, in_file, route.target_of(region), route.order)
 
-    def _taken(self, tensors: ListedTensors, listed: int, region: Box, name: str) -> tuple[list[int], list[Taken]]:
-        """Return the pieces in the order in which they are preferred, and what of a region is taken from which."""
-        pieces = tensors.lists[listed]
+    def _taken(self, tensors: ListedTensors, list_number: int, region: Box, name: str) -> tuple[list[int], list[Taken]]:
+        """Return the numbers of a list's pieces by preference, and by place in that order what is taken from which.
+
+        Raises CoverageError if the pieces do not make up the region.
+        """
+        pieces = tensors.lists[list_number]
         known = self._known.get(id(pieces))
         if known is None:
             if id(tensors) not in self._places:
-                self._places[id(tensors)] = {id(file): at for at, file in enumerate(tensors.files)}
-            place = self._places[id(tensors)]
-            home = home_rank(self._target_rank, self._targets, len(place))
-            order = sorted(range(len(pieces)), key=lambda at: (place[id(pieces[at][1])] - home) % len(place))
-            known = self._known[id(pieces)] = pieces, order, Pieces([pieces[at][0] for at in order])
+                self._places[id(tensors)] = {id(file): number for number, file in enumerate(tensors.files)}
+            places = self._places[id(tensors)]
+            home = home_rank(self._target_rank, self._targets, len(places))
+            order = sorted(range(len(pieces)), key=lambda piece: (places[id(pieces[piece][1])] - home) % len(places))
+            known = self._known[id(pieces)] = pieces, order, Pieces([pieces[piece][0] for piece in order])
         try:
             return known[1], known[2].cover(region)
         except UncoveredError as error:
-            missing = "; ".join(tensors.missing[:_MAX_TOLD]) + ("; ..." if len(tensors.missing) > _MAX_TOLD else "")
+            more = "; ..." if len(tensors.missing) > _MAX_DESCRIBED else ""
+            missing = "; ".join(tensors.missing[:_MAX_DESCRIBED]) + more
             raise CoverageError(
                 f"no piece of {name!r} that the checkpoint lists has a part that target rank {self._target_rank} needs",
                 expected=f"box {error.box}",
@@ -102,14 +113,17 @@ class PiecesOf:
             ) from None
 
     def checks(self, groups: Sequence[Group], replicas: Replicas) -> Iterator[Check]:
-        """Yield the checks that pieces which overlap hold the same there: of a few their beginnings, or of all."""
+        """Yield the checks that overlapping pieces hold the same where they overlap.
+
+        With CHECK all overlaps are compared whole; with SAMPLE the beginnings of a few; with ANY none.
+        """
         if replicas is Replicas.ANY:
             return
-        left = None if replicas is Replicas.CHECK else _MAX_SAMPLED
+        limit = None if replicas is Replicas.CHECK else _MAX_SAMPLED
         for group in groups:
             for route in group.routes:
                 if isinstance(route.tensors, ListedTensors):
-                    yield from islice(self._overlaps(group, route, whole=left is None), left)
+                    yield from islice(self._overlaps(group, route, whole=limit is None), limit)
 
     def _overlaps(self, group: Group, route: Route, *, whole: bool) -> Iterator[Check]:
         tensors = route.tensors
@@ -120,18 +134,18 @@ class PiecesOf:
             key = (id(pieces), route.region)
             if key not in self._overlapping:
                 self._overlapping[key] = list(overlapping([box for box, _ in pieces], route.region))
-            for one, other, region in self._overlapping[key]:
+            for first, second, region in self._overlapping[key]:
                 shared = region if whole else next(region.blocks(_SAMPLED_ELEMENTS))
-                copies = (self._piece(tensors, number, at, name, shared) for at in (one, other))
+                copies = (self._piece(tensors, number, piece, name, shared) for piece in (first, second))
                 yield Check(name, tuple(copies), refuse=True, why="the checkpoint lists the same part of it twice")
 
-    def _piece(self, tensors: ListedTensors, number: int, at: int, name: str, region: Box) -> Copy:
-        box, file = tensors.lists[tensors.list_of[number]][at]
-        return Route(0, box, region, file, (tensors.numbers[number][at],)).copy(0, name)
+    def _piece(self, tensors: ListedTensors, number: int, piece: int, name: str, region: Box) -> Copy:
+        box, file = tensors.lists[tensors.list_of[number]][piece]
+        return Route(0, box, region, file, (tensors.numbers[number][piece],)).copy(0, name)
 
 
 def missing_files(tensors: Tensors) -> Iterator[str]:
-    """Yield what is to be said of files of a list that cannot be used."""
+    """Yield a warning for each file of a list of pieces that cannot be used."""
     for missing in tensors.missing if isinstance(tensors, ListedTensors) else ():
         yield f"a file of the checkpoint cannot be used, what it holds was taken from others: {missing}"
 

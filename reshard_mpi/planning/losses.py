@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
-# Of ranks that are all told alike, so many are named.
+# So many ranks are named of those of which the same is said.
 _MAX_NAMED = 8
 
 
 class Lost(NamedTuple):
-    """A source shard that cannot be used: what is wrong with it (nothing: it is missing), and where.
+    """A source shard that cannot be used.
 
+    where: its path, or the folder in which it is missing. problem: what is wrong with it; empty if it is missing.
     taken_from: the ranks whose shards are used in its place; none if nothing of it is needed.
     """
 
@@ -25,7 +26,7 @@ class Lost(NamedTuple):
 
 
 class Missing(NamedTuple):
-    """The ranks that a source strategy of `world_size` ranks has and the folder at `where` has not."""
+    """The ranks of a source strategy that have no shard in the folder at `where`. world_size: how many ranks it has."""
 
     ranks: tuple[int, ...]
     world_size: int
@@ -37,34 +38,34 @@ class Missing(NamedTuple):
 
 
 def merged(losses: Iterable[Lost]) -> tuple[Lost, ...]:
-    """Return what targets say of the same shards as one, by rank."""
-    found: dict[Lost, set[int]] = {}
+    """Return each lost shard once, by rank, with all the ranks that any target takes its data from instead."""
+    sources: dict[Lost, set[int]] = {}
     for lost in losses:
-        found.setdefault(lost._replace(taken_from=()), set()).update(lost.taken_from)
-    return tuple(lost._replace(taken_from=tuple(sorted(found[lost]))) for lost in sorted(found))
+        sources.setdefault(lost._replace(taken_from=()), set()).update(lost.taken_from)
+    return tuple(lost._replace(taken_from=tuple(sorted(sources[lost]))) for lost in sorted(sources))
 
 
 def warnings_of(losses: Iterable[Lost], missing: Missing | None = None) -> Iterator[str]:
-    """Yield what the user is told of shards that could not be used: a line for all that are missing, one a file else.
+    """Yield what the user is told of shards that cannot be used: a line for all missing ones, one for each damaged one.
 
-    missing: all ranks that are not there, also those of which nothing is needed; None: only those that are needed.
+    missing: all ranks that have no shard, even if nothing of them is needed; None: tell only of those that are needed.
     """
-    every = merged(losses)
-    needed = [lost for lost in every if not lost.problem and lost.taken_from]
+    all_lost = merged(losses)
+    needed = [lost for lost in all_lost if not lost.problem and lost.taken_from]
     others = sorted({rank for lost in needed for rank in lost.taken_from})
     instead = f"; what should be there was taken from {named(others)} instead" if needed else ""
     if missing is not None:
         yield f"{missing}{instead}"
     elif needed:
         yield f"no shard of {named([lost.rank for lost in needed])} in {needed[0].where}{instead}"
-    for lost in every:
+    for lost in all_lost:
         if lost.problem:
             instead = f"; taken from {named(lost.taken_from)} instead" if lost.taken_from else ""
             yield f"the shard of rank {lost.rank} cannot be used, {lost.where}: {lost.problem}{instead}"
 
 
 def named(ranks: Collection[int]) -> str:
-    """Return ranks in words."""
+    """Return ranks in words: `rank 3`, or `ranks 1, 2`."""
     shown = ", ".join(str(rank) for rank in list(ranks)[:_MAX_NAMED])
     more = f" and {len(ranks) - _MAX_NAMED} more" if len(ranks) > _MAX_NAMED else ""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{more}"

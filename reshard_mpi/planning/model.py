@@ -1,4 +1,4 @@
-"""The records a plan consists of."""
+"""The records that a plan consists of."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from reshard_mpi.planning.losses import Lost
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strides import Strides, paired
 
-# What a plan keeps of each tensor, and of each copy.
+# How much memory a plan takes for each tensor, and for each copy.
 _TENSOR_BYTES, _COPY_BYTES = 24, 8
 
 
 class Limits(NamedTuple):
-    """How much memory moving bytes may take, in one process.
+    """How much memory one process may use to move bytes.
 
-    buffer_bytes: the buffer in which a run of target bytes is put together. window_bytes: how much of source files is
-    mapped at any moment.
+    buffer_bytes: size of the buffer in which a run of target bytes is put together. window_bytes: how much of source
+    files is mapped at any moment.
     """
 
     buffer_bytes: int
@@ -32,10 +32,11 @@ class Limits(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """What is taken from `source`, which holds `source_box` on `source_rank`: `region` of it, in its coordinates.
+    """A region of a source tensor that becomes a region of a target tensor.
 
-    to: which region of the target that becomes, in the target's coordinates; None: the same. order: the dimensions of
-    the source as they follow each other in the target; None: as in the source. Either region may have further
+    source: the tensor as it is on `source_rank`, where it holds `source_box`. region: what is taken, in coordinates of
+    the source. to: what that becomes, in coordinates of the target; None: the same region. order: the dimensions of the
+    source in the order in which they come in the target; None: as in the source. Either region may have further
     dimensions of length 1.
     """
 
@@ -55,16 +56,16 @@ class Copy(NamedTuple):
         return self.region.size * self.source.dtype.itemsize_bytes
 
     def strides(self, target: Box) -> Strides:
-        """Return how its elements lie in the source and in an array that holds `target`."""
+        """Return the strides of the copied elements in the source and in a row-major array that holds box `target`."""
         return Strides.between(self.region, self.source_box, self.target_region, target, self.order, self.source.steps)
 
     @property
     def source_strides(self) -> Strides:
-        """How its elements lie in the source and in a row-major array of the region alone, in the source's order."""
+        """Strides of the copied elements in the source, and in a row-major array of the source region alone."""
         return Strides.between(self.region, self.source_box, self.region, self.region, steps=self.source.steps)
 
     def part(self, target_region: Box) -> Copy:
-        """Return what becomes `target_region`, which lies in that of this copy."""
+        """Return the part of this copy that becomes `target_region`, which must lie in its own."""
         if self.to is None:
             return self._replace(region=target_region)
         start, stop = list(self.region.start), list(self.region.stop)
@@ -74,16 +75,19 @@ class Copy(NamedTuple):
         return self._replace(region=Box(tuple(start), tuple(stop)), to=target_region)
 
     def meeting(self, target_region: Box) -> Copy | None:
-        """Return what becomes a part of `target_region`; None if nothing does."""
+        """Return the part of this copy that lies in `target_region`; None if nothing does."""
         shared = self.target_region.intersect(target_region)
         return None if shared is None else self.part(shared)
 
     def rows(self, first: int, last: int) -> Copy:
-        """Return what comes from some rows of the region in the source, counted from its own first one."""
+        """Return the part of this copy from row `first` up to `last` of the source region, counted from its start."""
         return self._cut(0, first, last)
 
     def _cut(self, dim: int, first: int, last: int) -> Copy:
-        """Return what comes from a part of the region along one dimension of the source that is longer than 1."""
+        """Return the part between two indices of a source dimension, counted from the region's start.
+
+        The region must be longer than 1 in that dimension.
+        """
         region = _cut(self.region, dim, first, last)
         if self.to is None:
             return self._replace(region=region)
@@ -91,7 +95,10 @@ class Copy(NamedTuple):
         return self._replace(region=region, to=_cut(self.to, other, first, last))
 
     def halves(self) -> tuple[Copy, Copy]:
-        """Cut it in two where that brings the most apart in the source. It has two elements or more."""
+        """Return two copies for this one, cut along the dimension that spans the most in the source.
+
+        It must have two elements at least.
+        """
         shape, steps = self.region.shape, self.source.steps
         dim = next(dim for dim, length in enumerate(shape) if length > 1)
         if steps is not None:
@@ -101,23 +108,23 @@ class Copy(NamedTuple):
 
 
 def _cut(box: Box, dim: int, first: int, last: int) -> Box:
-    """Return the part of a box that lies between two indices of one dimension, counted from its own first one."""
+    """Return the part of a box between two indices of one dimension, counted from its start."""
     low = box.start[dim]
     start = (*box.start[:dim], low + first, *box.start[dim + 1 :])
     return Box(start, (*box.stop[:dim], low + last, *box.stop[dim + 1 :]))
 
 
 class TensorPlan(NamedTuple):
-    """One target tensor and the copies that make it up, disjoint and together exactly its box."""
+    """One target tensor and the copies that make it up: they are disjoint and together exactly its box."""
 
     spec: TensorSpec
     copies: tuple[Copy, ...]
 
 
 class Route(NamedTuple):
-    """Where one part of some target tensors comes from: what is alike of their copies (see `Copy`).
+    """Where one part of several target tensors comes from: one `Copy` for each, alike in all but the source tensor.
 
-    tensors: all that this rank holds. numbers: of the tensors in it that are taken, one for each target tensor.
+    tensors: all that `source_rank` holds. numbers: of the source tensors among them, one for each target tensor.
     """
 
     source_rank: int
@@ -128,14 +135,15 @@ class Route(NamedTuple):
     to: Box | None = None
     order: tuple[int, ...] | None = None
 
-    def copy(self, at: int, name: str) -> Copy:
-        """Return this part of the target tensor at place `at`, which is called `name` in the source."""
-        dtype, shape, box, whole = self.tensors.kinds[self.tensors.kind_of[self.numbers[at]]]
-        entry = TensorEntry(name, dtype, shape, self.tensors.source(self.numbers[at]), box, whole)
+    def copy(self, place: int, name: str) -> Copy:
+        """Return the copy for the target tensor at `place` of the group; `name` is that of its source tensor."""
+        number = self.numbers[place]
+        dtype, shape, box, whole = self.tensors.kinds[self.tensors.kind_of[number]]
+        entry = TensorEntry(name, dtype, shape, self.tensors.source(number), box, whole)
         return Copy(self.source_rank, entry, self.source_box, self.region, self.to, self.order)
 
-    def taking(self, region: Box) -> Box | None:
-        """Return what a part of the region becomes in the target, as `to` says it."""
+    def target_of(self, region: Box) -> Box | None:
+        """Return `to` for a part of the region: what it becomes in the target; None: the same region."""
         if self.to is None:
             return None
         start, stop = list(self.to.start), list(self.to.stop)
@@ -145,30 +153,30 @@ class Route(NamedTuple):
         return Box(tuple(start), tuple(stop))
 
     def strides(self, target: Box) -> Strides:
-        """Return how the elements of each of them lie in its source and in an array that holds `target`."""
+        """Return the strides of each copy's elements in its source and in a row-major array that holds box `target`."""
         to = self.region if self.to is None else self.to
         return Strides.between(self.region, self.source_box, to, target, self.order)
 
 
 class Group(NamedTuple):
-    """Target tensors that are alike, and come from the same ranks in the same way: nothing but names and places differ.
+    """Target tensors of one kind that come from the same ranks in the same way; only names and source tensors differ.
 
-    routes: the parts that make up each of them, disjoint and together exactly its box.
+    routes: the parts that make up each tensor, disjoint and together exactly its box.
     """
 
     kind: SpecKind
     names: Sequence[str]
     routes: tuple[Route, ...]
 
-    def tensor(self, at: int) -> TensorPlan:
-        name = self.names[at]
-        return TensorPlan(TensorSpec(name, *self.kind), tuple(route.copy(at, name) for route in self.routes))
+    def tensor(self, place: int) -> TensorPlan:
+        name = self.names[place]
+        return TensorPlan(TensorSpec(name, *self.kind), tuple(route.copy(place, name) for route in self.routes))
 
 
 class PlannedTensors(Sequence[TensorPlan]):
-    """The tensors of one target in file order, kept by groups, since there may be a hundred thousand of them.
+    """The tensors of one target in file order. They are kept in groups, since there may be a hundred thousand of them.
 
-    group_of: the number of each tensor's group; those of a group are in its order.
+    group_of: for each tensor, the number of its group. The tensors of a group come in the order of its names.
     """
 
     __slots__ = ("_place_in_group", "group_of", "groups")
@@ -194,29 +202,29 @@ class PlannedTensors(Sequence[TensorPlan]):
     def place_in_group(self) -> Sequence[int]:
         """The place of each tensor in its group."""
         if self._place_in_group is None:
-            met = [0] * len(self.groups)
+            counts = [0] * len(self.groups)
             self._place_in_group = array("I")
             for number in self.group_of:
-                self._place_in_group.append(met[number])
-                met[number] += 1
+                self._place_in_group.append(counts[number])
+                counts[number] += 1
         return self._place_in_group
 
     @property
     def specs(self) -> Specs:
-        names = [self.groups[number].names[at] for number, at in zip(self.group_of, self.place_in_group)]
+        names = [self.groups[number].names[place] for number, place in zip(self.group_of, self.place_in_group)]
         return Specs(names, [group.kind for group in self.groups], self.group_of)
 
     def __iter__(self) -> Iterator[TensorPlan]:
-        return (self.groups[number].tensor(at) for number, at in zip(self.group_of, self.place_in_group))
+        return (self.groups[number].tensor(place) for number, place in zip(self.group_of, self.place_in_group))
 
     @overload
-    def __getitem__(self, at: int) -> TensorPlan: ...
+    def __getitem__(self, index: int) -> TensorPlan: ...
     @overload
-    def __getitem__(self, at: slice) -> Sequence[TensorPlan]: ...
-    def __getitem__(self, at: int | slice) -> TensorPlan | Sequence[TensorPlan]:
-        if isinstance(at, slice):
-            return [self[one] for one in range(*at.indices(len(self)))]
-        return self.groups[self.group_of[at]].tensor(self.place_in_group[at])
+    def __getitem__(self, index: slice) -> Sequence[TensorPlan]: ...
+    def __getitem__(self, index: int | slice) -> TensorPlan | Sequence[TensorPlan]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        return self.groups[self.group_of[index]].tensor(self.place_in_group[index])
 
     def __len__(self) -> int:
         return len(self.group_of)
@@ -231,7 +239,7 @@ class PlannedTensors(Sequence[TensorPlan]):
 class Check(NamedTuple):
     """Copies of one region of one tensor that must hold the same bytes.
 
-    refuse: a difference stops the target; otherwise it is only reported. why: what a difference would mean.
+    refuse: whether a difference stops the target; else it is only reported. why: what a difference would mean.
     """
 
     name: str
@@ -241,10 +249,10 @@ class Check(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """What all shards of a checkpoint say alike, as the shard at `path` says it.
+    """One thing in which all shards of a checkpoint must agree, as the shard at `path` has it.
 
-    When it was saved: the name and value of a counter. Or what several stages of the target hold: the name of a
-    tensor with its type and whole shape, and which tensors there are.
+    It is the name and value of a step counter; or, where several stages of the target share tensors, the name of one
+    with its type and whole shape, or the names of all.
     """
 
     name: str
@@ -253,7 +261,7 @@ class Moment(NamedTuple):
 
 
 class Beginning(NamedTuple):
-    """How a tensor that no strategy places begins on source rank `rank`: a digest of its first bytes."""
+    """The first bytes of a tensor that no strategy places, on source rank `rank`, as a digest."""
 
     name: str
     digest: str
@@ -261,7 +269,7 @@ class Beginning(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What the target ranks of a stage hold, as far as strategies place it: `digest` of `RankPlan.placed` of `rank`."""
+    """A digest of what strategies place on target rank `rank` (`RankPlan.placed`), the same on all ranks of a stage."""
 
     stage: int
     digest: str
@@ -269,14 +277,14 @@ class Held(NamedTuple):
 
 
 class RankPlan(NamedTuple):
-    """All that one target rank needs: what to write, from where, and what must hold first.
+    """All that is needed to make one target: what to write, where it comes from, and what must be checked before.
 
-    source_ranks: the shards opened. absent: names the strategies list that no source shard holds. notes: what the user
-    should be told. loose: tensors that the source strategy does not place. moments: the step counters of the shards
-    opened, and what stages of the target share. beginnings: of the loose tensors, where other targets should have the
-    same. alike: copies that must be the same, which whoever plans all targets of a process compares at once. lost:
-    source shards that could not be used. warnings: what besides was taken from elsewhere than it should have been.
-    unplaced: the loose tensors that the target strategy does not place either.
+    checks: made for this target alone. absent: names that strategies list and no source shard holds. notes: for the
+    user. source_ranks: those whose shards were opened. loose: names of tensors that the source strategy does not place.
+    unplaced: those of them that the target strategy does not place either. moments: what must agree with other targets:
+    step counters, and the tensors that stages of the target share. beginnings: of the loose tensors that should be the
+    same in other targets. alike: copies that must be the same; compared at once for all targets of a process. lost:
+    source shards that cannot be used. warnings: other things that were not taken from where they should have been.
     """
 
     target_rank: int
@@ -295,6 +303,7 @@ class RankPlan(NamedTuple):
     lost: tuple[Lost, ...] = ()
     warnings: tuple[str, ...] = ()
     unplaced: frozenset[str] = frozenset()
+    left_out: tuple[str, ...] = ()
 
     @property
     def shard(self) -> ShardSpec:
@@ -302,11 +311,11 @@ class RankPlan(NamedTuple):
 
     @property
     def placed(self) -> dict[str, str]:
-        """Type and whole shape of what strategies place here, by name; all ranks of a stage must have the same."""
+        """Type and whole shape of each tensor that strategies place here, by name; alike on all ranks of a stage."""
         placed: dict[str, str] = {}
         for kind, names, _ in self.tensors.groups:
-            what = f"{kind.dtype.name} {list(kind.global_shape)}"
-            placed.update((name, what) for name in names if name not in self.unplaced)
+            description = f"{kind.dtype.name} {list(kind.global_shape)}"
+            placed.update((name, description) for name in names if name not in self.unplaced)
         return dict(sorted(placed.items()))
 
     @property
@@ -316,17 +325,17 @@ class RankPlan(NamedTuple):
 
     @property
     def read_ranks(self) -> tuple[int, ...]:
-        """The source ranks that tensors are taken from, ascending; others were only opened, to compare."""
+        """The source ranks that tensors are taken from, ascending; the others were opened only to be compared."""
         return tuple(sorted({route.source_rank for group in self.tensors.groups for route in group.routes}))
 
     @property
     def copies(self) -> int:
-        """How many copies all tensors are made of."""
+        """How many copies make up all tensors."""
         return sum(len(group.names) * len(group.routes) for group in self.tensors.groups)
 
     @property
     def kept_bytes(self) -> int:
-        """How much memory the plan takes, with the shards that it refers to."""
+        """How much memory the plan takes, with the tables of the source shards that it refers to."""
         shards = {id(route.tensors): route.tensors for group in self.tensors.groups for route in group.routes}
         return Tensors.kept_bytes(shards.values()) + _COPY_BYTES * self.copies + _TENSOR_BYTES * len(self.tensors)
 

@@ -1,4 +1,4 @@
-"""Which placement a parameter has: its own where a strategy lists it, else that of the parameter it is named after."""
+"""Which placement a parameter has: its own if a strategy lists it, else that of the parameter it is named after."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import StrEnum
 from reshard_mpi.errors import StrategyError
 from reshard_mpi.sharding.placement import Placement, Strategy, named_after
 
-# Gradients in mid-accumulation: every data-parallel rank holds its own partial sum, so copies of them may differ.
+# Gradients that are still being accumulated: each data-parallel rank holds its own partial sum, so copies may differ.
 _PARTIAL_SUMS = ("accu_grads", "grad_sum")
 _WILDCARDS = frozenset("*?[")
 
@@ -22,13 +22,13 @@ class Unlisted(StrEnum):
 
 
 def find_or_follow(strategy: Strategy, name: str, fits: Callable[[str], bool]) -> tuple[Placement, ...]:
-    """Return the placements `strategy` gives `name`, or those of the listed name it follows; empty if neither.
+    """Return the placements that `strategy` gives `name`, else those of the listed name that it is named after.
 
-    fits: tells whether the parameter has the same whole shape as the one of the given name. A rule that catches every
-    name (`*`) is for what neither is listed nor follows.
+    fits: tells whether the parameter has the same whole shape as the one of a given name; it only follows such. A rule
+    for every name (`*`) places what is neither listed nor follows another. Empty if nothing places the parameter.
     """
     listed = strategy.parameters.get(name)
-    if listed:  # as nearly all are
+    if listed:  # the common case, so it comes first
         return listed
     listed = strategy.find(name)
     if listed and not strategy.is_only_caught(name):
@@ -38,10 +38,10 @@ def find_or_follow(strategy: Strategy, name: str, fits: Callable[[str], bool]) -
 
 
 def is_dropped(target: Strategy, name: str, present: Container[str]) -> bool:
-    """Tell whether a target leaves out a tensor when it is to have nothing but what its strategy lists.
+    """Tell whether a target leaves out a tensor if it gets nothing but what its strategy lists (`Unlisted.DROP`).
 
-    What only a rule for every name (`*`) catches is listed, unless it is named after a parameter that is listed or
-    `present` in the checkpoint: then it is state of that parameter.
+    A tensor that only a rule for every name (`*`) places counts as listed, unless it is the state of a parameter: named
+    after one that is listed, or that is `present` in the checkpoint.
     """
     if not target.is_only_caught(name):
         return not target.find(name)
@@ -49,7 +49,7 @@ def is_dropped(target: Strategy, name: str, present: Container[str]) -> bool:
 
 
 def listed_names(strategy: Strategy) -> Iterator[str]:
-    """Yield the names that a strategy lists one by one, also in rules without wildcards."""
+    """Yield the names that a strategy lists one by one, and those of its rules that have no wildcards."""
     yield from strategy.parameters
     yield from (glob for glob, _ in strategy.rules if not _WILDCARDS.intersection(glob))
 
@@ -65,7 +65,7 @@ def is_partial_sum(name: str) -> bool:
 
 
 def require_common_parameters(source: Strategy, target: Strategy) -> None:
-    """Raise StrategyError if no parameter that one strategy lists means anything to the other."""
+    """Raise StrategyError if neither strategy places any parameter that the other lists. Rules are not looked at."""
     if source.rules or target.rules:
         return
     if any(find_or_follow(source, name, lambda _: True) for name in target.parameters):

@@ -19,7 +19,7 @@ from reshard_mpi.sharding.layout import Layout, stand_in_shape
 from reshard_mpi.sharding.nesting import alignments
 from reshard_mpi.sharding.placement import Piece, Placement, Strategy
 
-# The needed pieces of one parameter by placement; more than one placement where a nested layout leaves it open.
+# The needed pieces of one parameter, by placement; several if the layout can be divided in several ways (nesting).
 Needs = tuple[tuple[Placement, tuple[Piece, ...]], ...]
 
 
@@ -46,9 +46,10 @@ def needed_ranks(
 ) -> tuple[int, ...]:
     """Return the source ranks that target rank `target_rank` reads, ascending; at least one.
 
-    names: parameters known besides the listed ones (strategies made of rules list none). available: the ranks that
-    may be chosen; pieces none of them holds are left for the plan to report, where shapes are known. from_any_stage:
-    what rules place lies in one of their stages, it is not known in which, so all of them are needed.
+    names: parameters that are known besides the listed ones (a strategy made of rules lists none). available: the ranks
+    that may be chosen. A piece that none of them holds is reported later, by the plan, which knows the shapes.
+    from_any_stage: a parameter that a rule places lies in one of the rule's stages, but it is not known in which, so
+    ranks of all of them are returned. Raises UsageError, StrategyError or LayoutError.
     """
     check_target_rank(target_rank, target)
     require_common_parameters(source, target)
@@ -57,13 +58,13 @@ def needed_ranks(
     unplaced: dict[tuple[Placement, ...], None] = {}
     seen = set()
     known = dict.fromkeys((*target.parameters, *source.parameters, *names))
-    listed = set()
+    listed_ways = set()
     for name in known:
-        alike = (id(source.parameters.get(name)), id(target.parameters.get(name)))
-        if alike in listed:
+        way = (id(source.parameters.get(name)), id(target.parameters.get(name)))
+        if way in listed_ways:
             continue
         if name in source.parameters and name in target.parameters:
-            listed.add(alike)  # all else about these names is the same
+            listed_ways.add(way)  # names that both strategies list in the same way need the same
         origins, placements = _placements(source, target, name, unlisted, known)
         if origins and not placements and unlisted is Unlisted.FOLLOW:
             unplaced[origins] = None
@@ -78,8 +79,8 @@ def needed_ranks(
         try:
             needs = [
                 need
-                for of_name in alternatives
-                for need in _choose_alternative(of_name, placement, target_rank, home, available)
+                for options in alternatives
+                for need in _choose_alternative(options, placement, target_rank, home, available)
             ]
         except LayoutError as error:
             error.where = f"parameter {name!r}, {source.origin or 'source'} to {target.origin or 'target'}"
@@ -91,18 +92,19 @@ def needed_ranks(
     for origins in unplaced:
         ranks.update(_one_of_its_stages(origins, source, ranks, home, available))
     if not ranks:
-        fallback = home if home in available else next((r for r in range(source.world_size) if r in available), home)
-        ranks.add(fallback)
+        by_preference = chain((home,), range(source.world_size))
+        ranks.add(next((rank for rank in by_preference if rank in available), home))
     return tuple(sorted(ranks))
 
 
 def wants(
     source: Strategy, target: Strategy, target_rank: int, name: str, unlisted: Unlisted, present: Container[str]
 ) -> bool:
-    """Tell whether target rank `target_rank` needs parts of a name that the source strategy places.
+    """Tell whether the shards that hold a name must be opened for target rank `target_rank`.
 
-    Or whether it has to be refused if any shard holds the name: it is sharded, and the target does not place it.
-    present: the tensors of the checkpoint, as far as they are known.
+    They must if the target needs parts of it. They also must if the source strategy cuts it and the target strategy
+    does not place it, since the target is refused if any shard holds it. present: the tensors that are known to be in
+    the checkpoint.
     """
     origins, placements = _placements(source, target, name, unlisted, present)
     if origins and not placements:
@@ -113,7 +115,7 @@ def wants(
 def _one_of_its_stages(
     origins: tuple[Placement, ...], source: Strategy, chosen: Collection[int], home: int, available: Container[int]
 ) -> tuple[int, ...]:
-    """Return the rank that shows whether a parameter was saved; none if one of its stages is among those `chosen`."""
+    """Return an available rank whose shard shows whether a parameter was saved; none if that of a `chosen` one does."""
     stages = [stage for origin in origins for stage in origin.stages]
     if any(source.stage_of(rank) in stages for rank in chosen):
         return ()
@@ -126,33 +128,33 @@ def _one_of_its_stages(
 def _choose_alternative(
     alternatives: tuple[Placement, ...], target: Placement, target_rank: int, home: int, available: Container[int]
 ) -> Needs:
-    """Return what to read of which of a parameter's source placements.
+    """Return the needed pieces by one of a parameter's source placements.
 
-    The stage of `home` comes first; one whose every needed piece is available is preferred to one with holes.
+    That of the stage of `home` is taken; but if needed pieces of it are not available, the first one that has them all.
     """
     ordered = sorted(alternatives, key=lambda placement: home // placement.stage_size not in placement.stages)
-    found = [_needs(placement, target, target_rank) for placement in ordered]
-    if len(found) == 1:
-        return found[0]
-    available_ones = (
+    options = [_needs(placement, target, target_rank) for placement in ordered]
+    if len(options) == 1:
+        return options[0]
+    complete = (
         needs
-        for needs in found
+        for needs in options
         if all(
             any(rank in available for rank in placement.holders(piece))
             for placement, pieces in needs
             for piece in pieces
         )
     )
-    return next(available_ones, found[0])
+    return next(complete, options[0])
 
 
 def _placements(
     source: Strategy, target: Strategy, name: str, unlisted: Unlisted, present: Container[str]
 ) -> tuple[tuple[Placement, ...], tuple[Placement, ...]]:
-    """Return where `name` comes from and how the target holds it.
+    """Return the placements of `name` in the source and in the target.
 
-    The first is empty where the source strategy does not place it, or the target drops it, and then the other is as
-    well. With FOLLOW only the second is empty where the name is sharded and the target does not say how to place it.
+    Both are empty if the source strategy does not place it or the target drops it. With FOLLOW, only the second is
+    empty if the source cuts the parameter and the target strategy does not place it.
     """
     origins = find_or_follow(source, name, lambda _: True)
     if not origins or (unlisted is Unlisted.DROP and is_dropped(target, name, present)):

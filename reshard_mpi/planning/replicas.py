@@ -1,4 +1,4 @@
-"""Which of several holders of a piece is read: few files in all, and not the same ones for every target."""
+"""Which of several holders of a piece is read: few files for each target, and not the same ones for all targets."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ Choice = dict[tuple[Placement, Piece], int]
 
 
 class Replicas(StrEnum):
-    """What is done about ranks that hold the same before one of them is taken: nothing, a sample of them is compared,
-    or all are."""
+    """Which copies on several ranks are compared before one of them is taken: none, a sample of them, or all."""
 
     ANY = "any"
     SAMPLE = "sample"
@@ -21,23 +20,23 @@ class Replicas(StrEnum):
 
 
 def home_rank(target_rank: int, targets: int, sources: int) -> int:
-    """Return the source rank nearest to which a target looks for copies: spreads targets evenly over sources."""
+    """Return the source rank that a target prefers to others that hold the same; targets spread evenly over sources."""
     return target_rank * sources // targets
 
 
 def choose_holders(demands: Demands, home: int, available: Container[int]) -> Choice:
-    """Choose for every demanded piece one rank that holds it, out of the `available` ones.
+    """Return for each demanded piece an `available` rank that holds it, so that few ranks are chosen in all.
 
-    Pieces with the fewest holders are settled first; whatever the ranks chosen so far hold is taken from them, and
-    ranks that turn out to be superfluous are dropped. Where stages share a parameter, looking first in another of them
-    than that of `home` may need fewer ranks. Pieces without any available holder are left out.
+    Pieces with the fewest holders come first; what ranks chosen before hold is taken from them, and ranks that turn out
+    to be superfluous are dropped. If stages share a parameter, each of these stages is tried as the preferred one, not
+    only that of `home`. Pieces that no available rank holds are left out.
     """
     settled = (_settle(demands, start, available) for start in _starts(demands, home))
     return _assign(demands, min(settled, key=len), home)
 
 
 def _starts(demands: Demands, home: int) -> list[int]:
-    """Return `home` and, if stages share a parameter, the ranks at its place in those stages."""
+    """Return `home` and, if stages share a parameter, the ranks that have the same place in those stages."""
     starts = {home: None}
     for placement in demands:
         if len(placement.stages) > 1:
@@ -67,22 +66,22 @@ def _available_holder(placement: Placement, piece: Piece, home: int, available: 
     return next((rank for rank in placement.holders(piece) if rank in available), None)
 
 
-def _held_by(demands: Demands, ranks: Collection[int]) -> dict[tuple[Placement, Piece], list[int]]:
-    held: dict[tuple[Placement, Piece], list[int]] = {}
+def _holders_among(ranks: Collection[int], demands: Demands) -> dict[tuple[Placement, Piece], list[int]]:
+    """Return which of the ranks hold each demanded piece; pieces that none of them holds are left out."""
+    holders: dict[tuple[Placement, Piece], list[int]] = {}
     for placement, pieces in demands.items():
         wanted = set(pieces)
         for rank in ranks:
             if rank // placement.stage_size in placement.stages:
                 piece = placement.piece(rank)
                 if piece in wanted:
-                    held.setdefault((placement, piece), []).append(rank)
-    return held
+                    holders.setdefault((placement, piece), []).append(rank)
+    return holders
 
 
 def _without_superfluous(demands: Demands, chosen: list[int]) -> list[int]:
-    held = _held_by(demands, chosen)
     serves: dict[int, list[list[int]]] = {rank: [] for rank in chosen}
-    for ranks in held.values():
+    for ranks in _holders_among(chosen, demands).values():
         for rank in ranks:
             serves[rank].append(ranks)
     # Ranks chosen first hold pieces few others hold, so the last chosen are the likelier to be superfluous.
@@ -96,7 +95,7 @@ def _without_superfluous(demands: Demands, chosen: list[int]) -> list[int]:
 
 def _assign(demands: Demands, ranks: list[int], home: int) -> Choice:
     choice = {}
-    for (placement, piece), holders in _held_by(demands, ranks).items():
+    for (placement, piece), holders in _holders_among(ranks, demands).items():
         nearest = placement.holder(piece, home)
         choice[placement, piece] = nearest if nearest in holders else holders[0]
     return choice

@@ -1,8 +1,8 @@
-"""Which shards a sample compares, in which tensors and where, and what a strategy must be told by what is found.
+"""Which shards a sample compares, in which tensors, and in which places of these.
 
-A strategy that does not fit its checkpoint gives itself away: ranks that should hold the same part of a tensor do not,
-or ranks that should hold different parts hold the same. Either shows in the shards of two ranks that are neighbours
-along one axis of a mesh, so a few pairs of shards tell of every axis, however many ranks there are.
+If a strategy does not fit its checkpoint, ranks that should hold the same part of a tensor hold different ones, or
+ranks that should hold different parts hold the same. Either shows in the shards of two ranks that are neighbours along
+one axis of a mesh, so a few pairs of shards show it for every axis, however many ranks there are.
 """
 
 from __future__ import annotations
@@ -22,23 +22,22 @@ from reshard_mpi.sharding.placement import Placement, Shape, Strategy, unravel
 
 T = TypeVar("T")
 
-# A run's pairs of shards, and of small checkpoints (so many shards) also the pairs that tell of each shard by itself.
+# How many pairs of shards a run compares. If there are so few shards, further pairs show which shard is damaged.
 MAX_PAIRS = 16
 MAX_SHARDS = 8
-# Of a pair, so many tensors are compared, or so many of a pair that only tells of its shards; each in three places of
-# so many elements.
+# How many tensors of a pair are compared, and how many of a further pair; each in three places of so many elements.
 MAX_TENSORS = 48
 FEW_TENSORS = 8
 PLACE_ELEMENTS = 32
-# Where the shards of a stage are not all there, or lie damaged, so many are tried as the first of a pair.
+# Since shards may be missing or damaged, so many of a stage are tried as the first of a pair.
 _MAX_TRIED = 64
-# A checkpoint has a few meshes, and tensors in a few sets of stages; of more than so many, some are looked at.
+# A checkpoint has few combinations of a mesh and a set of stages. If it has more than so many, only some are looked at.
 _MAX_WAYS = 256
 _DIGITS = re.compile(r"\d+")
 
 
 class Pair(NamedTuple):
-    """Two ranks of one stage whose shards are compared, in so many tensors at most."""
+    """Two ranks of one stage whose shards are compared. tensors: in how many tensors at most."""
 
     first: int
     second: int
@@ -46,7 +45,10 @@ class Pair(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """A way along one axis of a mesh: `length` coordinates that lie `stride` ranks apart, `distance` of them on."""
+    """A step along one axis of a mesh, from a rank to another, around the end if need be.
+
+    stride: how many ranks neighbours on the axis lie apart. length: of the axis. distance: of the step, in coordinates.
+    """
 
     stride: int
     length: int
@@ -58,12 +60,12 @@ class _Step(NamedTuple):
 
 
 def rank_pairs(strategy: Strategy, present: Collection[int]) -> tuple[Pair, ...]:
-    """Return the pairs of `present` ranks to compare, MAX_PAIRS at most: the same for equal arguments.
+    """Return the pairs of `present` ranks to compare; equal arguments give the same pairs.
 
-    Every step along an axis of a mesh, by each divisor of its length and to its end, is made in a stage that holds what
-    is placed over that mesh: for each kind of tensors, so that what one stage alone has is looked at as well. What is
-    left of the pairs goes round the stages. In a checkpoint of MAX_SHARDS shards each is compared with all its
-    neighbours.
+    Along each axis of each mesh, ranks are paired whose coordinates differ by a divisor of the axis' length or by its
+    whole length less 1, in a stage that has tensors on that mesh; for each kind of tensor, so that those of a single
+    stage are compared as well. Further pairs are taken from the stages in turn, up to MAX_PAIRS in all. In a checkpoint
+    of at most MAX_SHARDS shards, each is also compared with all its neighbours, in FEW_TENSORS tensors.
     """
     steps = _spread(_steps(_meshes(strategy)), MAX_PAIRS)
     by_stage: dict[int, list[int]] = {}
@@ -93,9 +95,9 @@ def rank_pairs(strategy: Strategy, present: Collection[int]) -> tuple[Pair, ...]
 
 
 def share(pairs: Iterable[Pair], process: int, processes: int) -> list[Pair]:
-    """Return the pairs that one process compares: as many tensors as the others, in neighbouring shards.
+    """Return the pairs that one process compares: neighbouring ones, with about as many tensors as others compare.
 
-    It has opened some of these for its own targets.
+    It has opened some of these shards for its own targets.
     """
     line = sorted(pairs)
     ends = list(accumulate(pair.tensors for pair in line))
@@ -103,13 +105,14 @@ def share(pairs: Iterable[Pair], process: int, processes: int) -> list[Pair]:
 
 
 def _meshes(strategy: Strategy) -> dict[Shape, None]:
-    placements = {id(p): p for listed in strategy.parameters.values() for p in listed}
-    placements |= {id(p): p for _, p in strategy.rules}
-    return dict.fromkeys(p.mesh for p in placements.values())
+    """Return the different meshes of a strategy, in the order in which it uses them."""
+    placements = {id(placement): placement for listed in strategy.parameters.values() for placement in listed}
+    placements |= {id(placement): placement for _, placement in strategy.rules}
+    return dict.fromkeys(placement.mesh for placement in placements.values())
 
 
 def _steps(meshes: Iterable[Shape]) -> list[_Step]:
-    """Return the steps along the axes of meshes; of those that lead from rank 0 to the same rank, one."""
+    """Return the steps along the axes of meshes; of those that lead from rank 0 to the same rank, only the first."""
     steps: dict[int, _Step] = {}
     for mesh in meshes:
         stride = 1
@@ -122,7 +125,7 @@ def _steps(meshes: Iterable[Shape]) -> list[_Step]:
 
 
 def _held_ways(strategy: Strategy) -> set[tuple[Shape, frozenset[int]]]:
-    """Return over which meshes the tensors of one kind and one way of placing them lie, and in which stages."""
+    """Return a mesh and the stages for each kind of tensor and each way in which tensors of that kind are placed."""
     stages_of: dict[tuple[str, tuple[object, ...]], set[int]] = {}
     meshes: dict[tuple[object, ...], Shape] = {}
 
@@ -135,10 +138,10 @@ def _held_ways(strategy: Strategy) -> set[tuple[Shape, frozenset[int]]]:
 
 
 def _covering(held: Iterable[tuple[Shape, frozenset[int]]], present: Collection[int]) -> Iterator[tuple[int, _Step]]:
-    """Yield stages and steps until all that is held has had every step of its mesh in a stage that holds it.
+    """Yield stages and steps to make in them, until every mesh has had all its steps in one of its stages.
 
-    held: meshes, and the stages over which what lies so goes. present: the stages that have shards. Those that serve
-    the most are yielded first, MAX_PAIRS at most.
+    held: meshes, each with the stages that have tensors on it. present: the stages that have shards. Stages and steps
+    that serve the most meshes come first; MAX_PAIRS are yielded at most.
     """
     ways = _spread(sorted(held, key=lambda way: (way[0], sorted(way[1]))), _MAX_WAYS)
     needs = [(stages, step) for mesh, stages in ways for step in _steps([mesh])]
@@ -150,14 +153,14 @@ def _covering(held: Iterable[tuple[Shape, frozenset[int]]], present: Collection[
         for stage in _spread(sorted(stages.intersection(present)), MAX_PAIRS):
             served_by.setdefault((stage, partner), set()).add(number)
     for _ in range(MAX_PAIRS):
-        best = min(served_by, key=lambda made: (-len(served_by[made]), made), default=None)
+        best = min(served_by, key=lambda option: (-len(served_by[option]), option), default=None)
         if best is None or not served_by[best]:
             return
         stage, partner = best
         yield stage, step_to[partner]
         done = served_by.pop(best)
-        for others in served_by.values():
-            others -= done
+        for needed in served_by.values():
+            needed -= done
 
 
 def _spread(values: list[T], limit: int) -> list[T]:
@@ -172,10 +175,10 @@ def _pair(first: int, second: int) -> Pair:
 
 
 class Sampled(NamedTuple):
-    """A tensor that the shards of a pair are compared in.
+    """A tensor in which the shards of a pair are compared.
 
-    placement: how its stage holds it; None: no strategy says so. home_stage: where the strategy only gives it to other
-    stages, one of them.
+    placement: how their stage holds it; None: the strategy does not list it there. home_stage: a stage in which the
+    strategy lists it, if that is only in others.
     """
 
     name: str
@@ -184,7 +187,10 @@ class Sampled(NamedTuple):
 
 
 class Sampler:
-    """Chooses the tensors that pairs of shards are compared in, out of those that the targets have."""
+    """Chooses the tensors in which pairs of shards are compared.
+
+    is_wanted: tells whether targets need the tensor of a given name, given all names.
+    """
 
     def __init__(self, strategy: Strategy, is_wanted: Callable[[str, Container[str]], bool]) -> None:
         self._strategy = strategy
@@ -194,10 +200,11 @@ class Sampler:
         self._chosen: dict[int, tuple[frozenset[str], tuple[Sampled, ...]]] = {}
 
     def choose(self, stage: int, first: Tensors, second: Tensors) -> tuple[Sampled, ...]:
-        """Return the tensors that two shards of `stage` both hold in the order in which they are worth comparing.
+        """Return the tensors to compare in two shards of `stage`, which both hold them; the most telling first.
 
-        Of the tensors that are held in one way and have one name but for the numbers in it: the first, the last, and
-        others, MAX_TENSORS in all. A slip in a pattern splits such names, so either part is looked at.
+        Tensors that are placed alike, and have the same name but for the numbers in it, are a kind. Kinds take turns:
+        the first of each, the last of each, then others, MAX_TENSORS in all. Where a pattern covers only some of such
+        names by mistake, these are kinds of their own, so both are looked at.
         """
         names = frozenset(first.keys() & second.keys())
         known = self._chosen.get(stage)
@@ -217,9 +224,9 @@ class Sampler:
             )
             near = next((placement for placement in placements if stage in placement.stages), None)
             home_stage = placements[0].stages[0] if placements and near is None else None
-            of_way = kinds.setdefault(self._way(near), {})
-            of_way.setdefault(kind_of(name), []).append(Sampled(name, near, home_stage))
-        queues = [_in_turn(list(map(_ends_first, of_way.values()))) for of_way in kinds.values()]
+            by_name = kinds.setdefault(self._way(near), {})
+            by_name.setdefault(kind_of(name), []).append(Sampled(name, near, home_stage))
+        queues = [_in_turn(list(map(_ends_first, by_name.values()))) for by_name in kinds.values()]
         return tuple(islice(_in_turn([list(queue) for queue in queues]), MAX_TENSORS))
 
     def _way(self, placement: Placement | None) -> int:
@@ -232,7 +239,7 @@ class Sampler:
 
 
 def kind_of(name: str) -> str:
-    """Return a name without its numbers: the same for a parameter in all layers."""
+    """Return a name with its numbers replaced: the same for a parameter in all layers."""
     return _DIGITS.sub("#", name)
 
 
@@ -244,7 +251,7 @@ def _same_shape(tensors: Tensors, names: Container[str], name: str, base: str) -
 
 
 def _ends_first(tensors: list[Sampled]) -> list[Sampled]:
-    """Return the first, the last, and the others in an order that has nothing to do with theirs."""
+    """Return the first, the last, and the others in a shuffled order, always the same."""
     others = sorted(tensors[1:-1], key=lambda tensor: zlib.crc32(tensor.name.encode("utf-8", "surrogatepass")))
     return [tensors[0], *tensors[-1:], *others] if len(tensors) > 1 else tensors
 
@@ -257,25 +264,26 @@ def _in_turn(queues: list[list[Sampled]]) -> Iterator[Sampled]:
 
 @lru_cache(maxsize=4 * MAX_TENSORS)
 def places(name: str, shape: Shape) -> tuple[Box, ...]:
-    """Return the boxes of a shard's part of a tensor in which it is compared, each one run of its row-major bytes.
+    """Return the boxes in which a part of a tensor is compared; each is one run of the part's row-major bytes.
 
-    The beginning, the end, and a place between them that its name draws; a small one whole. shape: of the part.
+    They are the beginning, the end, and one place between them that depends on the name; of a small part, all of it.
+    shape: of the part.
     """
     box = Box.whole(shape)
     if box.size <= 3 * PLACE_ELEMENTS:
         return (box,)
-    dim, below = len(shape), 1  # the dimensions from `dim` on fit a place, whole
+    dim, below = len(shape), 1  # a place can hold the dimensions from `dim` on whole
     while below * shape[dim - 1] <= PLACE_ELEMENTS:
         dim -= 1
         below *= shape[dim]
     cut = dim - 1
     count = max(1, PLACE_ELEMENTS // below)
     rows = box.size // below
-    drawn = zlib.crc32(name.encode("utf-8", "surrogatepass")) % rows
-    found = []
-    for row in (0, drawn, rows - 1):
+    drawn_row = zlib.crc32(name.encode("utf-8", "surrogatepass")) % rows
+    boxes = []
+    for row in (0, drawn_row, rows - 1):
         start = list(unravel(row, shape[:dim]))
         start[cut] = min(start[cut], shape[cut] - count)
         low = (*start, *(0,) * (len(shape) - dim))
-        found.append(Box(low, (*(at + 1 for at in start[:cut]), start[cut] + count, *shape[dim:])))
-    return tuple(found)
+        boxes.append(Box(low, (*(index + 1 for index in start[:cut]), start[cut] + count, *shape[dim:])))
+    return tuple(boxes)

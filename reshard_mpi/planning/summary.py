@@ -1,4 +1,4 @@
-"""What a plan amounts to, for people and scripts: sizes, files and memory of every target rank."""
+"""A summary of a plan for people and scripts: sizes, files and memory of every target rank."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from reshard_mpi.units import format_bytes
 
 
 class RankSummary(NamedTuple):
-    """One target rank.
+    """The summary of one target rank's plan.
 
-    read_ranks: the source ranks its tensors come from. peak_bytes: the resident memory its process is projected to
-    need at most. warnings: of shards that cannot be used.
+    read_ranks: the source ranks that its tensors come from. written_bytes, needed_bytes: payload written, and read.
+    peak_bytes: the most resident memory that its process is projected to need. warnings: of shards that cannot be used.
     """
 
     rank: int
@@ -39,19 +39,19 @@ class RankSummary(NamedTuple):
             peak_bytes=peak_bytes,
             absent=plan.absent,
             notes=plan.notes,
-            warnings=(*warnings_of(plan.lost), *plan.warnings),
+            warnings=(*warnings_of(plan.lost), *plan.warnings, *plan.left_out),
         )
 
 
 class Plan(NamedTuple):
-    """The targets of a conversion, in the order of their ranks. source: what they are made from, in a line."""
+    """The targets of a conversion, in the order of their ranks. source: one line that describes the checkpoint."""
 
     targets: tuple[RankSummary, ...]
     source: str
 
     @property
     def peak_bytes(self) -> int:
-        """The most that any process needs."""
+        """The most memory that any process needs."""
         return max((target.peak_bytes for target in self.targets), default=0)
 
     @property

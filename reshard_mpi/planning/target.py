@@ -1,4 +1,4 @@
-"""The plan of one target rank: every byte of its shard has exactly one source, or it is refused."""
+"""The plan of one target rank: every byte of its shard has exactly one source, or an error is raised."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from reshard_mpi.sharding.placement import Piece, Placement, Strategy, named_aft
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """Tensors that source and target hold alike, by name in order, and the parts that are needed of each."""
+    """Tensors that are alike in source and target, by name in file order, and the parts that are needed of each."""
 
     number: int
     group: SourceGroup
@@ -45,11 +45,11 @@ class _Way:
 
 
 class ShardPlanner:
-    """Plans one target rank out of the source shards opened for it.
+    """Plans one target rank from the source shards that were opened for it.
 
-    manifests: the opened shards by rank, those of `needed_ranks` at least. lost: those that were needed but could not
-    be used. unlisted: what becomes of parameters the target strategy does not list. strict: listed parameters that were
-    never saved are an error. replicas: which copies must be the same.
+    manifests: the opened shards by rank, those of `needed_ranks` at least. lost: the shards that were needed and cannot
+    be used, by rank. unlisted: what becomes of parameters that the target strategy does not list. strict: whether a
+    listed parameter that was never saved is an error. replicas: which copies are compared.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class ShardPlanner:
         self._replicas = replicas
         self._boxes: dict[Layout, Box] = {}
         self._layouts: dict[tuple[SourceGroup, int], Layout | None] = {}  # by the identity of kept placements
-        # All that goes into this shard, by the way in which it is held; and in order.
+        # All that goes into this shard: by the way in which it is held, and by name in file order.
         self._ways: dict[tuple[SourceGroup, Layout], _Way] = {}
         self._wanted: dict[str, _Way] = {}
         for name in self._tensors.names:
@@ -96,9 +96,9 @@ class ShardPlanner:
         self._listed_here = tuple(self._find_listed_here())
 
     def lacking(self) -> dict[tuple[int, ...], list[str]]:
-        """Return the names that no opened shard holds where needed, by the ranks any of which should hold them.
+        """Return the names of which no opened shard has a needed part, by the ranks each of which should have it.
 
-        Of a name that no opened shard holds at all: the ranks that hold the same as one of those opened.
+        If no opened shard holds the name at all, these are the ranks that should hold the same part as an opened one.
         """
         lacking: dict[tuple[int, ...], list[str]] = {}
         for way in self._ways.values():
@@ -107,20 +107,20 @@ class ShardPlanner:
                     holders = tuple(part.placement.holders(part.piece))
                     if not any(rank in way.group.ranks for rank in holders):
                         lacking.setdefault(holders, []).extend(way.names)
-        found: dict[object, list[tuple[int, ...]]] = {}  # many tensors are held alike
+        holders_of: dict[object, list[tuple[int, ...]]] = {}  # many tensors are placed alike
         for origins, names in self.unseen().items():
-            if origins not in found:
-                found[origins] = [tuple(self._alike(origin)) for origin in origins]
-            for ranks in found[origins]:
+            if origins not in holders_of:
+                holders_of[origins] = [tuple(self._alike(origin)) for origin in origins]
+            for ranks in holders_of[origins]:
                 lacking.setdefault(ranks, []).extend(names)
         lacking.pop((), None)
         return lacking
 
     def unseen(self) -> dict[tuple[Placement, ...], list[str]]:
-        """Return the listed names that this shard should have, and no opened shard holds, by where they come from.
+        """Return the listed names that this shard should have and no opened shard holds, by their source placements.
 
-        Shards of stages in which the source strategy does not list the name do not count. A name that the source
-        strategy does not place comes from every rank.
+        A shard of a stage in which the source strategy does not list the name does not count as holding it. A name that
+        the source strategy does not place is taken to be on every rank.
         """
         unseen: dict[tuple[Placement, ...], list[str]] = {}
         for name in self._listed_here:
@@ -129,7 +129,7 @@ class ShardPlanner:
         return unseen
 
     def _find_listed_here(self) -> Iterator[str]:
-        """Yield the names not seen that a strategy lists and that the target needs, or would have to refuse."""
+        """Yield the listed names that no opened shard holds and that this target needs or must refuse (see `wants`)."""
         for name in dict.fromkeys((*listed_names(self._target), *listed_names(self._source))):
             if name in self._tensors and (not self._source.find(name) or self._tensors.group(name).listed):
                 continue
@@ -141,15 +141,15 @@ class ShardPlanner:
                 yield name
 
     def _alike(self, origin: Placement) -> Iterator[int]:
-        """Yield the ranks that hold the same as the first opened one that holds anything of `origin`."""
+        """Yield the ranks that hold the same part by `origin` as the first opened rank in one of its stages."""
         opened = next((rank for rank in self._manifests if self._source.stage_of(rank) in origin.stages), None)
         return iter(()) if opened is None else origin.holders(origin.piece(opened))
 
     def plan(self, strategy_table: str) -> RankPlan:
-        """Return the plan.
+        """Return the plan of this target rank.
 
-        strategy_table: what the shard is to say of the whole checkpoint. Raises CoverageError for a part without
-        source, LayoutError or DisagreementError for what does not fit.
+        strategy_table: the description of the target strategy that goes into the shard. Raises CoverageError for a part
+        that no source holds, LayoutError or DisagreementError if shards contradict strategies or each other.
         """
         choice = self._choose()
         absent = self._absent()
@@ -164,7 +164,7 @@ class ShardPlanner:
         strings, notes = common_strings(self._manifests, self._home)
         if self._unlisted is Unlisted.DROP:
             strings = {}
-        held = ((way.names, way.group, way.layout) for way in self._ways.values())
+        wanted = ((way.names, way.group, way.layout) for way in self._ways.values())
         loose = frozenset(name for way in self._ways.values() if not way.group.listed for name in way.names)
         identity = ShardIdentity(self._rank, self._target.world_size, strategy_table)
         return RankPlan(
@@ -180,17 +180,17 @@ class ShardPlanner:
             loose=loose,
             unplaced=frozenset(name for name in loose if not self._lists(name)),
             moments=tuple(self._shared()),
-            alike=tuple(copies_alike(held, self._box, self._replicas)),
+            alike=tuple(copies_alike(wanted, self._box, self._replicas)),
             lost=self._replaced(groups) if self._lost else (),
             warnings=(
                 *(self._not_its_own() if same_world and self._rank in self._lost else ()),
                 *(missing for manifest in self._manifests.values() for missing in missing_files(manifest.tensors)),
-                *left_out_of(self._manifests),
             ),
+            left_out=tuple(left_out_of(self._manifests)),
         )
 
     def _target_layout(self, name: str, group: SourceGroup) -> Layout | None:
-        """Return how this target rank holds a tensor, None if it does not."""
+        """Return how this target rank holds a tensor; None if it does not."""
         if self._unlisted is Unlisted.DROP and is_dropped(self._target, name, self._tensors):
             return None
         placements = self._target_placements(name)
@@ -200,7 +200,7 @@ class ShardPlanner:
         return self._layouts[key]
 
     def _placed(self, name: str, group: SourceGroup, placements: tuple[Placement, ...]) -> Layout | None:
-        """Return how this target rank holds the tensors of a group that the target strategy places so."""
+        """Return how this target rank holds the tensors of a group by these target placements; None if it does not."""
         is_cut = any(layout.placement.is_cut for layout in group.layouts)
         if not placements and self._unlisted is Unlisted.FOLLOW and is_cut:
             raise StrategyError(
@@ -211,7 +211,7 @@ class ShardPlanner:
                 remedy="add it to the target strategy, or use --unlisted replicate or --unlisted drop",
             )
         placements = placements or (everywhere(self._target),)
-        placement = next((p for p in placements if self._stage in p.stages), None)
+        placement = next((option for option in placements if self._stage in option.stages), None)
         if placement is None:
             return None
         try:
@@ -234,7 +234,10 @@ class ShardPlanner:
         return self._boxes[target]
 
     def _needed_parts(self, name: str, group: SourceGroup, box: Box) -> tuple[Part, ...]:
-        """Return the parts to read for the target's box, of the layout whose parts are all at hand."""
+        """Return the parts to read for a box, by the first layout all of whose parts should be in opened shards.
+
+        Layouts of the home rank's stage come first. Raises CoverageError if the parts do not make up the box.
+        """
         ordered = sorted(group.layouts, key=lambda layout: not self._is_near(layout.placement))
         options = [parts_meeting(layout, box) for layout in ordered]
         at_hand = (option for option in options if all(map(self._is_at_hand, option)))
@@ -248,7 +251,10 @@ class ShardPlanner:
         return any(rank in self._manifests for rank in part.placement.holders(part.piece))
 
     def _covering(self, parts: tuple[Part, ...], name: str, box: Box) -> tuple[Part, ...]:
-        """Return `parts`, proved to cover `box`: as different pieces they are disjoint, so their sizes must add up."""
+        """Return `parts` if they cover `box`, else raise CoverageError.
+
+        Different pieces are disjoint, so parts of different pieces cover the box if their sizes add up to its size.
+        """
         covered = sum(part.region.size for part in parts)
         if covered != box.size or len({part.piece for part in parts}) != len(parts):
             raise CoverageError(
@@ -259,7 +265,7 @@ class ShardPlanner:
         return parts
 
     def _choose(self) -> list[Sequence[int | None]]:
-        """Return the rank to read each needed part from, by the number of the way in which tensors are held."""
+        """Return the rank to read each part of each `_Way` from; None if no opened rank should hold the part."""
         demands: dict[Placement, dict[Piece, None]] = {}
         for way in self._ways.values():
             for part in way.parts if way.group.listed else ():
@@ -273,7 +279,10 @@ class ShardPlanner:
         ]
 
     def _planned(self, way: _Way, chosen: Sequence[int | None]) -> Group:
-        """Return where the tensors that are held in one way come from."""
+        """Return where the tensors that are held in one way come from. chosen: a rank for each part.
+
+        If the chosen rank lacks the tensors, another holder is taken. Raises CoverageError if there is none.
+        """
         routes = []
         for part, rank in zip(way.parts, chosen):
             if rank not in way.group.ranks:
@@ -290,7 +299,7 @@ class ShardPlanner:
         return bool(self._target.find(name)) and not self._target.is_only_caught(name)
 
     def _shared(self) -> Iterator[Moment]:
-        """Yield what this and other stages of the target hold: all of their ranks must have the same."""
+        """Yield the tensors that this stage of the target shares with others: all ranks of them must have the same."""
         if self._target.stages == 1:
             return
         placed = (*self._target.parameters.values(), *((rule,) for _, rule in self._target.rules))
@@ -304,26 +313,27 @@ class ShardPlanner:
                 yield from shared_tensors(stages, tensors, self._manifests)
 
     def _replaced(self, groups: Sequence[Group]) -> tuple[Lost, ...]:
-        """Return the shards that could not be used, with the ranks that what they should have given is taken from.
+        """Return the shards that cannot be used, with the ranks from which their data is taken instead.
 
-        That is what they hold nearest to the target; if nothing is, all that they hold.
+        Those are the ranks that give the parts for which the lost shard is the preferred holder; if there is no such
+        part, all parts that it holds.
         """
         nearest: dict[int, set[int]] = {rank: set() for rank in sorted(self._lost)}
-        held: dict[int, set[int]] = {rank: set() for rank in nearest}
-        for way, made in zip(self._ways.values(), groups):
-            for part, route in zip(way.parts, made.routes):
+        others: dict[int, set[int]] = {rank: set() for rank in nearest}
+        for way, group in zip(self._ways.values(), groups):
+            for part, route in zip(way.parts, group.routes):
                 first = part.placement.holder(part.piece, self._home)
                 for rank, instead in nearest.items():
                     if rank == first:
                         instead.add(route.source_rank)
                     elif way.group.listed and rank in part.placement.holders(part.piece):
-                        held[rank].add(route.source_rank)
+                        others[rank].add(route.source_rank)
         return tuple(
-            self._lost[rank]._replace(taken_from=tuple(sorted(nearest[rank] or held[rank]))) for rank in nearest
+            self._lost[rank]._replace(taken_from=tuple(sorted(nearest[rank] or others[rank]))) for rank in nearest
         )
 
     def _not_its_own(self) -> Iterator[str]:
-        """Yield what is to be said of values that each rank has for itself, if the shard with those is lost."""
+        """Yield a warning if this rank's own values, which no strategy places, are taken from another rank's shard."""
         loose = [name for name, way in self._wanted.items() if not way.group.listed and not is_moment(name)]
         if loose:
             names = ", ".join(map(repr, loose[:3])) + (" ..." if len(loose) > 3 else "")
@@ -337,18 +347,22 @@ class ShardPlanner:
         return self._home if self._home in group.ranks else group.ranks[0]
 
     def _absent(self) -> tuple[str, ...]:
-        """Return the listed parameters this shard should have that were never saved, as opened holders show."""
+        """Return the listed parameters that this shard should have and that were never saved, as opened shards show.
+
+        Raises CoverageError if a shard that may hold one was not opened or is damaged, or if `strict`; StrategyError if
+        the checkpoint has no parameter at all that the target strategy lists.
+        """
         absent = []
         for name in self._listed_here:
             if name in self._tensors or not (name in self._target.parameters or name in self._source.parameters):
-                continue  # what only a rule names need not be there
+                continue  # a name that only a rule gives need not be in the checkpoint
             origins = find_or_follow(self._source, name, lambda _: True)
             stages = {stage for origin in origins for stage in origin.stages}
             if origins and not any(self._source.stage_of(rank) in stages for rank in self._manifests):
                 raise stage_missing(name, origins, self._source, self._manifests, self._lost)
             if self._lost:
-                held = [(way.names, way.group) for way in self._ways.values()]
-                require_never_saved(name, origins, self._source, self._target, held, self._manifests, self._lost)
+                wanted = [(way.names, way.group) for way in self._ways.values()]
+                require_never_saved(name, origins, self._source, self._target, wanted, self._manifests, self._lost)
             if name in self._target.parameters:
                 absent.append(name)
         if absent and self._strict:

@@ -1,4 +1,4 @@
-"""What the opened source shards say of each tensor, checked against the source strategy."""
+"""The tensors of the opened source shards, checked against the source strategy and each other."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from reshard_mpi.sharding.placement import Piece, Placement, Shape, Strategy
 
 
 class Part(NamedTuple):
-    """A needed part of a tensor: the `region` of what the holders of `piece` have, which is `box`."""
+    """A needed part of a tensor: `region`, which lies in `box`, which the holders of `piece` have."""
 
     placement: Placement
     piece: Piece
@@ -34,10 +34,10 @@ def parts_meeting(layout: Layout, box: Box) -> tuple[Part, ...]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SourceGroup:
-    """What tensors of the source checkpoint that are alike have in common: all but names and places.
+    """What source tensors of one kind have in common, that is all but their names and where their bytes are.
 
-    layouts: where their parts are; more than one where stages that share them cut them differently. listed: whether the
-    strategy says so (else they are taken to be on every rank). ranks: the opened shards that hold a part of each.
+    shape: of each whole tensor. layouts: how ranks hold it; several if stages that share it cut it differently. listed:
+    whether the strategy places it (else it is taken to be on every rank). ranks: the opened ones that hold a part.
     """
 
     dtype: DType
@@ -48,11 +48,11 @@ class SourceGroup:
 
     @property
     def is_tied(self) -> bool:
-        """Whether several stages share them."""
+        """Whether several stages share the tensors."""
         return sum(len(layout.placement.stages) for layout in self.layouts) > 1
 
 
-# The number of the kind that a tensor has in each of the opened shards; _LACKING where it is not.
+# For each opened shard, the number of the kind that a tensor has in it; _LACKING if the shard does not hold it.
 _Signature = tuple[int, ...]
 _LACKING = -1
 
@@ -60,7 +60,7 @@ _LACKING = -1
 class SourceTensors:
     """The tensors of the opened shards of one source checkpoint, in the order in which the shards list them.
 
-    What is alike for many tensors is found out once: a checkpoint has thousands of them, placed in a few ways.
+    A checkpoint has thousands of tensors, but of few kinds and placed in few ways, so each group is made once.
     """
 
     def __init__(self, strategy: Strategy, manifests: Mapping[int, Manifest]) -> None:
@@ -82,35 +82,35 @@ class SourceTensors:
         return name in self._signatures
 
     def layout(self, placement: Placement, shape: Shape) -> Layout:
-        """Return the layout, one and the same for all tensors of this placement and shape."""
+        """Return the layout of this placement and shape; always the same object."""
         key = (placement, shape)
         if key not in self._layouts:
             self._layouts[key] = Layout(placement, shape)
         return self._layouts[key]
 
     def group(self, name: str) -> SourceGroup:
-        """Return what the tensor called `name`, which an opened shard holds, is: one object for all that are alike.
+        """Return the group of a tensor that an opened shard holds; tensors that are alike have the same object.
 
         Raises LayoutError or DisagreementError if the shards contradict the strategy or each other.
         """
-        found = self._group_by_name.get(name)
-        if found is None:
+        group = self._group_by_name.get(name)
+        if group is None:
             placements = self._strategy.parameters.get(name)
             if not placements:
                 placements = find_or_follow(self._strategy, name, lambda base: self._held_alike(name, base))
             key = (id(placements), self._signatures[name])
-            found = self._groups.get(key)
-            if found is None:
-                found = self._groups[key] = self._resolve(name, placements)
-            self._group_by_name[name] = found
-        return found
+            group = self._groups.get(key)
+            if group is None:
+                group = self._groups[key] = self._resolve(name, placements)
+            self._group_by_name[name] = group
+        return group
 
     def entries(self, name: str) -> dict[int, TensorEntry]:
-        """Return what the opened shards that hold a part of the tensor say of it, by rank."""
+        """Return the entry of a tensor in each opened shard that holds a part of it, by rank."""
         return {rank: self._manifests[rank].tensors[name] for rank in self.group(name).ranks}
 
     def same_shape(self, name: str, base: str) -> bool:
-        """Tell whether two tensors have the same whole shape; a `base` that no shard holds contradicts nothing."""
+        """Tell whether two tensors have the same whole shape; true too if no opened shard holds `base`."""
         return base not in self._signatures or self.group(base).shape == self.group(name).shape
 
     def _all_signatures(self) -> dict[str, _Signature]:
@@ -125,7 +125,7 @@ class SourceTensors:
         return dict(zip(names, zip(*columns)))
 
     def _kinds(self, name: str) -> dict[int, Kind]:
-        """Return what kind of tensor `name` is on the opened ranks that hold it."""
+        """Return the kind of a tensor on each opened rank that holds it."""
         return {
             rank: tensors.kinds[number]
             for rank, tensors, number in zip(self._ranks, self._held, self._signatures[name])
@@ -133,14 +133,14 @@ class SourceTensors:
         }
 
     def _resolve(self, name: str, placements: tuple[Placement, ...]) -> SourceGroup:
-        """Bind the placements of `name` to the shapes its shards hold; without any it is on every rank."""
+        """Return the group of a tensor. placements: those of the strategy; if empty, the tensor is on every rank."""
         kinds = self._kinds(name)
-        held = self._held_in(placements, kinds)
-        listed = bool(held)
+        kinds_in_stages = self._held_in(placements, kinds)
+        listed = bool(kinds_in_stages)
         if not listed:  # in no strategy, or only in stages where the strategy does not list it
             placements = (everywhere(self._strategy),)
-            held = kinds
-        first_rank, first = next(iter(held.items()))
+            kinds_in_stages = kinds
+        first_rank, first = next(iter(kinds_in_stages.items()))
         near = next(placement for placement in placements if self._strategy.stage_of(first_rank) in placement.stages)
         try:
             shape = first.global_shape
@@ -152,9 +152,9 @@ class SourceTensors:
             error.remedy = error.remedy or "check that the strategy is that of this checkpoint"
             raise
         for layout in layouts:
-            for rank in self._held_in((layout.placement,), held):
+            for rank in self._held_in((layout.placement,), kinds_in_stages):
                 self._check(name, rank, layout, first_rank, kinds)
-        for rank, kind in held.items():
+        for rank, kind in kinds_in_stages.items():
             if kind.dtype != first.dtype:
                 raise DisagreementError(
                     f"source shards disagree in the type of {name!r}",
@@ -163,10 +163,10 @@ class SourceTensors:
                     where=self._manifests[rank].path,
                     remedy="use shards of one and the same checkpoint",
                 )
-        return SourceGroup(first.dtype, layouts[0].shape, layouts, listed, tuple(held))
+        return SourceGroup(first.dtype, layouts[0].shape, layouts, listed, tuple(kinds_in_stages))
 
     def _held_in(self, placements: tuple[Placement, ...], kinds: Mapping[int, Kind]) -> dict[int, Kind]:
-        """Return the kinds on ranks in whose stages one of `placements` is."""
+        """Return the kinds on those ranks whose stage is one of a placement."""
         stages = {stage for placement in placements for stage in placement.stages}
         return {rank: kind for rank, kind in kinds.items() if self._strategy.stage_of(rank) in stages}
 
@@ -180,7 +180,7 @@ class SourceTensors:
         )
 
     def _check(self, name: str, rank: int, layout: Layout, first_rank: int, kinds: Mapping[int, Kind]) -> None:
-        """Raise DisagreementError if what `rank` holds is not what the layout, found by `first_rank`, says."""
+        """Raise DisagreementError if `rank` does not hold what the layout says, which was derived from `first_rank`."""
         kind, first = kinds[rank], kinds[first_rank]
         box = layout.box(rank)
         whole = kind.global_shape

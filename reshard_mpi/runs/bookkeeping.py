@@ -1,4 +1,4 @@
-"""What one process of a run is going to write, and how large that becomes: targets, records, commit record, report."""
+"""How much one process of a run is going to write at most: targets, their records, the commit record and the report."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from reshard_mpi.planning.model import RankPlan
 from reshard_mpi.runs.preflight import Room, Tally
 from reshard_mpi.runs.request import Request
 
-# A number in JSON with what parts it from the next.
+# A number in JSON, with its separator.
 _NUMBER_BYTES = 24
-# The name of an element type, a sum, a flag, and what parts them.
+# The name of an element type, a sum and a flag in JSON, with their separators.
 _SUM_BYTES = 48
 # The identity of a run, with paths and options; keys of a record; a digest.
 _IDENTITY_BYTES = 16384
 _LINE_BYTES = 256
-# Numbers and names of fields that the report has of a target; a rank that it was read from, on a line of its own.
+# What the report says of a target, and of each rank that it was read from, on a line of its own.
 _REPORTED_TARGET_BYTES = 640
 _REPORTED_RANK_BYTES = 16
-# What the report has of a run besides: warnings and notes are few.
+# What the report says of the run as a whole; warnings and notes are few.
 _REPORT_BYTES = 65536
 
 
@@ -34,11 +34,14 @@ class Needs:
         self._tally = Tally()
         self._read_ranks: dict[str, tuple[int, ...]] = {}
         self._sources: set[str] = set()
-        self._held: set[str] = set()
+        self._stage_digests: set[str] = set()
         self._summed: set[str] = set()
 
     def add(self, plan: RankPlan, evidence: Evidence, format_name: str, path: Path, left_bytes: int) -> None:
-        """Add the target of `plan`, and its record. left_bytes: what the dead have left of it."""
+        """Add the target of `plan` and its record.
+
+        path: of the target file. left_bytes: size of what an earlier run has left of it.
+        """
         request = self._request
         self._read_ranks[str(path)] = plan.read_ranks
         if request.recorded:
@@ -46,17 +49,17 @@ class Needs:
             record_bytes = record_at_most_bytes(plan, evidence, file, sums=request.verify)
             self._tally.add_record(record_path(Path(request.target, STATE), plan.target_rank), record_bytes)
             self._sources.update(source.path for source in evidence.sources.files)
-            if request.verify and evidence.held.digest not in self._held:
-                self._held.add(evidence.held.digest)
+            if request.verify and evidence.held.digest not in self._stage_digests:
+                self._stage_digests.add(evidence.held.digest)
                 self._summed.update(plan.tensors.specs.names)
         module = formats.by_name(format_name)
         size_bytes = module.size_at_most_bytes(plan.shard._replace(with_sums=request.verify), crc=request.crc)
         self._tally.add(path, size_bytes, left_bytes=left_bytes)
 
     def rooms(self, reported: int, processes: int, shares: Callable[[], bool]) -> tuple[Room, ...]:
-        """Return what is needed, as `Tally.rooms` does.
+        """Return the room that is needed on each file system, as `Tally.rooms` does.
 
-        reported: how many targets the report will have that this process writes, if one was asked for.
+        reported: how many targets are in the report that this process writes, if any. processes, shares: see there.
         """
         request = self._request
         if request.recorded and self._read_ranks:
@@ -70,22 +73,22 @@ class Needs:
 
 
 def record_at_most_bytes(plan: RankPlan, evidence: Evidence, file: str, *, sums: bool) -> int:
-    """Return what the record of a target can take; sums: with the sums of its tensors."""
+    """Return the most bytes that the record of a target can take. sums: whether it has the sums of the tensors."""
     record = TargetRecord("0" * 64, plan.target_rank, file, 0, evidence, announced=(0, 0))
     size_bytes = len(record.as_text()) + 4 * _NUMBER_BYTES
     if sums:
         for group in plan.tensors.groups:
-            own_bytes = 3 * len(group.kind.global_shape) * _NUMBER_BYTES + _SUM_BYTES
-            size_bytes += sum(own_bytes + _text_bytes(name) for name in group.names)
+            tensor_bytes = 3 * len(group.kind.global_shape) * _NUMBER_BYTES + _SUM_BYTES
+            size_bytes += sum(tensor_bytes + _text_bytes(name) for name in group.names)
     return size_bytes
 
 
 def commit_record_at_most_bytes(
     targets: Iterable[tuple[str, Sequence[int]]], sources: Iterable[str], summed: Collection[str]
 ) -> int:
-    """Return what of the commit record is of these targets (paths, and ranks they are read from), sources and tensors.
+    """Return the most bytes that a commit record can take.
 
-    summed: the names of tensors whose sums it has.
+    targets: of each, its path and the ranks it is read from. sources: paths. summed: names of tensors with a sum.
     """
     size_bytes = _IDENTITY_BYTES
     size_bytes += sum(_LINE_BYTES + _text_bytes(file) + _NUMBER_BYTES * len(ranks) for file, ranks in targets)
@@ -94,11 +97,11 @@ def commit_record_at_most_bytes(
 
 
 def report_at_most_bytes(targets: int, longest_path: str, most_ranks: int) -> int:
-    """Return what a report of so many targets takes, each read from no more than `most_ranks` source ranks."""
+    """Return the most bytes that a report of so many targets can take, each read from `most_ranks` source ranks."""
     target_bytes = _REPORTED_TARGET_BYTES + _text_bytes(longest_path) + _REPORTED_RANK_BYTES * most_ranks
     return _REPORT_BYTES + targets * target_bytes
 
 
 def _text_bytes(text: str) -> int:
-    """Return what a text takes in JSON, where other than ASCII characters are written as numbers."""
+    """Return how many bytes a text takes in JSON, which escapes all but ASCII characters."""
     return len(json.dumps(text)) + 2

@@ -1,4 +1,4 @@
-"""One source checkpoint and one target strategy: the plans of the target's ranks."""
+"""A conversion, of one source checkpoint to one target strategy: plans the target ranks and checks the source."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 
 from reshard_mpi.checkpoints.comparison import difference
 from reshard_mpi.checkpoints.sampling import drifted_tensors
@@ -37,21 +37,21 @@ from reshard_mpi.sharding.placement import Strategy
 from reshard_mpi.sharding.strategy import table
 from reshard_mpi.units import MIB
 
-# The buffer is large enough that what Python does for each filling of it is small beside moving the bytes. The window
-# is the most that is mapped of sources at once. `projection` knows how large the process is beside these.
+# The buffer is so large that Python's work for each filling takes little time compared with moving the bytes. The
+# window is the most that is mapped of sources at once. `projection` knows how much memory the process takes besides.
 LIMITS = Limits(buffer_bytes=2 * MIB, window_bytes=16 * MIB)
 
-# Before it is said that no shard holds a tensor, so many are looked into: some may be saved without what others hold.
+# So many shards are opened before a tensor counts as absent, since shards may be saved without what others hold.
 _MAX_LOOKED_INTO = 64
 
 
 @dataclass(slots=True)
 class Conversion:
-    """Plans target ranks and checks, before anything is written, what must hold of the source.
+    """Plans target ranks and checks the source before anything is written.
 
-    unlisted, strict, replicas: as the command line's options of these names. keeps_strings: targets have a place for
-    them. before_gathering: called before copies are
-    compared in a way that takes more memory than planning does.
+    unlisted, strict, replicas: as the command line's options of these names. keeps_strings: whether the target format
+    has a place for strings. before_gathering: called before copies are compared with numpy, which takes more memory
+    than planning.
     """
 
     source: SourceCheckpoint
@@ -70,11 +70,11 @@ class Conversion:
         self.source.list_rule_names()
 
     def plan(self, target_rank: int, *, checked: bool = True) -> RankPlan:
-        """Return the plan of one target rank, its checks passed.
+        """Return the plan of one target rank, after its checks have passed.
 
-        checked: False leaves out what reads tensors of the source: another process, or an earlier call, has done that.
-        What the plan says must be `alike` is left to `comparison.compare`, since targets share it. Raises a
-        ReshardError where the target cannot be made exactly.
+        checked: False leaves out all that reads tensors of the source, if another process or an earlier call has done
+        so. The copies in `plan.alike`, which targets share, are left to `comparison.compare`. Raises a ReshardError if
+        the target cannot be made exactly.
         """
         check_target_rank(target_rank, self.target)
         self.require_fitting_strategies()
@@ -100,7 +100,7 @@ class Conversion:
         )
 
     def _without_strings(self, plan: RankPlan) -> RankPlan:
-        """Return a plan without the texts that the target has no place for; under `strict`, raise DisagreementError."""
+        """Return a plan without strings, for which the target has no place. Raises DisagreementError if `strict`."""
         names = ", ".join(plan.strings)
         if self.strict:
             raise DisagreementError(
@@ -115,11 +115,11 @@ class Conversion:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the user should know of source and strategies as they were found."""
+        """What the user should know about the source and the strategies."""
         return (*self.source.files.notes, *unconfirmed_rules(self.source.strategy))
 
     def shown_rules(self) -> tuple[str, ...]:
-        """Return what rules of a spec make of the source's tensors, a line for each rule that cuts."""
+        """Return, for each rule of the source's spec that cuts, a line with the whole shape of one tensor by it."""
         shapes = {}
         for name, ranks in self.source.rule_names().items():
             rank = next(iter(ranks.values()))
@@ -129,9 +129,9 @@ class Conversion:
     def drifted_tensors(
         self, *, damaged_are_replaced: bool = False, process: int = 0, processes: int = 1
     ) -> tuple[str, ...]:
-        """Return the tensors whose copies have drifted apart, as far as one process's share of a sample shows.
+        """Return the names of tensors whose copies have drifted apart, as one process's share of a sample shows.
 
-        Raises what `sampling.drifted_tensors` does. With `replicas` ANY nothing is read.
+        With `replicas` ANY nothing is read. Raises what `sampling.drifted_tensors` raises.
         """
         self.require_fitting_strategies()
         if self.replicas is Replicas.ANY:
@@ -158,17 +158,18 @@ class Conversion:
         return replace(self, target=target, _is_fitting=False, _table=None, _opener=None)
 
     def forget(self) -> None:
-        """Let go of what has been read of shards; it is read again when it is needed."""
+        """Free what has been read of shards; it is read again when it is needed."""
         self.source.forget()
         self._opener = None
 
     def require_fitting_strategies(self) -> None:
-        """Raise StrategyError if a rule of a spec places nothing.
+        """Raise StrategyError if a rule of a spec places no tensor.
 
-        One shard of every stage tells that; where a stage has none, nothing is told.
+        Shards of every stage are needed to see that; if a stage has none, nothing is raised.
         """
         source = self.source
-        sides = [(s, side) for s, side in ((source.strategy, "source"), (self.target, "target")) if s.required_rules]
+        both = ((source.strategy, "source"), (self.target, "target"))
+        sides = [(strategy, side) for strategy, side in both if strategy.required_rules]
         if self._is_fitting or not sides:
             return
         stage_ranks = source.stage_ranks()
@@ -188,10 +189,11 @@ class Conversion:
         return self.target.stages == 1 and not self._has_uneven_slices()
 
     def _has_uneven_slices(self) -> bool:
-        return any(p.sizes for placements in self.target.parameters.values() for p in placements)
+        all_placements = chain.from_iterable(self.target.parameters.values())
+        return any(placement.sizes for placement in all_placements)
 
     def target_weights(self, targets: Sequence[int]) -> dict[int, int]:
-        """Return how large the shards of `targets` will be relative to each other (bytes, or 1 where all are alike)."""
+        """Return the relative sizes of the shards of `targets`: in bytes, or 1 each if all are equal."""
         if self.has_even_targets:
             return dict.fromkeys(targets, 1)
         uneven = self._has_uneven_slices()
@@ -249,17 +251,17 @@ class Conversion:
             )
 
     def _checked(self, plan: RankPlan) -> RankPlan:
-        """Run the plan's checks; a difference that matters refuses the target, another becomes a note."""
+        """Return the plan with a note for each failed check. Raises DisagreementError if one refuses the target."""
         if not plan.checks:
             return plan
         notes = []
         for check in plan.checks:
             if any(takes_numpy(copy, copy.target_region, self.limits.buffer_bytes) for copy in check.copies):
                 self.before_gathering()
-            found = first_difference(check, limits=self.limits)
-            if found is None:
+            differing = first_difference(check, limits=self.limits)
+            if differing is None:
                 continue
-            first, (other, index) = check.copies[0], found
+            first, (other, index) = check.copies[0], differing
             if check.refuse:
                 raise difference(self.source, check, other.source_rank, index)
             notes.append(
@@ -268,20 +270,21 @@ class Conversion:
         return plan._replace(notes=(*plan.notes, *notes))
 
     def _itemsizes_by_layout(self) -> dict[Layout, int]:
-        """Return how the target holds the tensors that the first shard of each stage shows, with their element sizes.
+        """Return, for each target layout, the sum of the element sizes of the tensors that have it.
 
-        Tensors with the same layout are added up. What does not fit is left out: planning refuses it by name.
+        The first shard of each stage tells which tensors there are. A tensor that does not fit its strategy is left
+        out; planning raises an error that names it.
         """
         first = {rank: self.source.manifest(rank) for rank in self.source.stage_ranks().values()}
-        shown = SourceTensors(self.source.strategy, first)
-        found: dict[Layout, int] = {}
-        for name in shown.names:
+        tensors = SourceTensors(self.source.strategy, first)
+        itemsizes: dict[Layout, int] = {}
+        for name in tensors.names:
             with contextlib.suppress(LayoutError, DisagreementError):
-                group = shown.group(name)
-                for placement in find_or_follow(self.target, name, partial(shown.same_shape, name)):
-                    layout = shown.layout(placement, group.shape)
-                    found[layout] = found.get(layout, 0) + group.dtype.itemsize_bytes
-        return found
+                group = tensors.group(name)
+                for placement in find_or_follow(self.target, name, partial(tensors.same_shape, name)):
+                    layout = tensors.layout(placement, group.shape)
+                    itemsizes[layout] = itemsizes.get(layout, 0) + group.dtype.itemsize_bytes
+        return itemsizes
 
     def _strategy_table(self) -> str:
         if self._table is None:

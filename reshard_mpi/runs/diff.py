@@ -1,7 +1,7 @@
 """Whether two checkpoints hold the same tensors, whatever their formats, layouts and order of names.
 
-Each is planned as one full checkpoint, so every tensor is looked for, wherever its parts are, and proved to be covered
-as for a transform. Then the tensors are compared, block by block, byte by byte; processes take turns at them.
+Each is planned as one full checkpoint, which finds all parts of every tensor and proves that they cover it, as for a
+transform. Then the tensors are compared byte by byte, in blocks; they are dealt out to the processes of the run.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from reshard_mpi.engine.regions import fill, first_difference_of_tensors
 from reshard_mpi.engine.sums import place_of
 from reshard_mpi.errors import DifferenceError
 from reshard_mpi.formats.dtypes import numbers
+from reshard_mpi.formats.nest import NEST
+from reshard_mpi.formats.nest import first_difference as first_nest_difference
 from reshard_mpi.formats.places import Decoded
 from reshard_mpi.formats.specs import TensorSpec
 from reshard_mpi.planning.fit import drift_warning
@@ -29,13 +31,13 @@ from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import unsharded
 
-# So many tensors that differ are told by one process, element and place; that there are more is said.
-_MAX_TOLD = 20
+# One process describes so many tensors that differ, and names so many; of more it gives the number.
+_MAX_DESCRIBED = 20
 _MAX_NAMES = 5
 
 
 class _Side(NamedTuple):
-    """One of the checkpoints: its files as the user named them, and the plan of all that it holds."""
+    """One of the two checkpoints: its path as the user named it, and the plan of all that it holds."""
 
     path: str
     source: SourceCheckpoint
@@ -45,34 +47,40 @@ class _Side(NamedTuple):
 def diff(request: Request, comm: Comm, progress: Progress, strategies: Strategies | None = None) -> Outcome:
     """Compare the checkpoint `request.source` with `request.target`.
 
-    What differs is in the outcome's failures. Raises, on every process alike, what keeps the two from being compared.
+    The differences are the outcome's failures. Raises a ReshardError, the same on all processes, if the two cannot be
+    compared.
     """
     with RunMemory(lambda: request.allowance, comm, progress.waiting) as memory:
-        first, second, told = agreed(lambda: _planned(request, comm, strategies, memory), comm)
+        first, second, planned = agreed(lambda: _planned(request, comm, strategies, memory), comm)
         if comm.rank == 0:
             progress.reading(first.source.described)
         specs = {spec.name: spec for spec in second.plan.tensors.specs}
         common = [spec for spec in first.plan.tensors.specs if specs.get(spec.name) == spec]
         mine = common[comm.rank :: comm.size]
-        found = attempt(lambda: _found(first, second, mine, is_first=comm.rank == 0), comm)
-        if isinstance(found, Outcome):
-            found = found.joined([told])
+        differences = attempt(lambda: _all_differences(first, second, mine, is_first=comm.rank == 0), comm)
+        if isinstance(differences, Outcome):
+            outcome = differences.joined([planned])
         else:
-            failures = tuple(Failure.here(None, comm, error) for error in found)
+            failures = tuple(Failure.here(None, comm, error) for error in differences)
             checked = Checked(0, second.path, len(mine), sum(spec.size_bytes for spec in mine), ("the other",))
-            found = told._replace(failures=failures, checked=(checked,))
-        return Outcome(processes=comm.size).joined(comm.allgather(found))
+            outcome = planned._replace(failures=failures, checked=(checked,))
+        return Outcome(processes=comm.size).joined(comm.allgather(outcome))
 
 
-def _found(first: _Side, second: _Side, specs: Sequence[TensorSpec], *, is_first: bool) -> list[DifferenceError]:
-    """Return what differs in the tensors `specs`, and, of one process, what tensors the two do not have in common."""
+def _all_differences(
+    first: _Side, second: _Side, specs: Sequence[TensorSpec], *, is_first: bool
+) -> list[DifferenceError]:
+    """Return the differences of values in the tensors `specs`.
+
+    is_first: whether this is the first process, which also returns the tensors that are not alike in both.
+    """
     return [*(_unlike(first, second) if is_first else ()), *_differences(first, second, specs)]
 
 
 def _planned(
     request: Request, comm: Comm, strategies: Strategies | None, memory: RunMemory
 ) -> tuple[_Side, _Side, Outcome]:
-    """Return both sides, and what is to be said of them."""
+    """Return both sides, planned, and an outcome with the notes and warnings on them."""
     governor, purpose = memory.open(), f"comparing {request.source} with {request.target}"
     named = (request.src_strategy, request.dst_strategy) if strategies is None else ()
     memory.to_open(named, purpose)
@@ -96,23 +104,32 @@ def _planned(
         plans = [conversion.plan(0, checked=False) for conversion in conversions]
     notes = (*first_files.notes, *second_files.notes, *governor.notes, *_other_texts(*plans))
     first, second = map(_Side, (request.source, request.target), sources, plans)
-    warnings += [*first_files.warnings, *second_files.warnings]
+    warnings += [*first_files.warnings, *second_files.warnings, *plans[0].warnings, *plans[1].warnings]
     lost = (*plans[0].lost, *plans[1].lost)
     return first, second, Outcome(notes=tuple(dict.fromkeys(notes)), lost=lost, other_warnings=tuple(warnings))
 
 
 def _other_texts(first: RankPlan, second: RankPlan) -> Iterator[str]:
-    """Yield a note where the two do not hold the same texts, which are no tensors."""
+    """Yield a note if the two do not hold the same strings."""
     names = sorted({**first.strings, **second.strings})
-    differing = [repr(name) for name in names if first.strings.get(name) != second.strings.get(name)]
+    differing = [name for name in names if first.strings.get(name) != second.strings.get(name)]
+    if NEST in differing:
+        differing.remove(NEST)
+        where = first_nest_difference(first.strings.get(NEST), second.strings.get(NEST))
+        yield f"values beside the tensors differ: {where or 'how they are nested'}"
     if differing:
-        yield f"texts beside the tensors differ: {_shortened(differing)}"
+        yield f"texts beside the tensors differ: {_shortened(list(map(repr, differing)))}"
 
 
 def _unlike(first: _Side, second: _Side) -> Iterator[DifferenceError]:
-    """Yield what the two do not have in common: names, types, shapes."""
-    here, there = ({spec.name: spec for spec in side.plan.tensors.specs} for side in (first, second))
-    for side, other, own, others in ((first, second, here, there), (second, first, there, here)):
+    """Yield what cannot be compared, the tensors that only one of the two has, and those that differ in type or shape."""
+    for side in (first, second):
+        for what in side.plan.left_out:
+            problem = f"not all that is in {side.path} can be compared"
+            yield DifferenceError(problem, expected="tensors and plain data alone", got=what, where=side.path)
+    first_specs, second_specs = ({spec.name: spec for spec in side.plan.tensors.specs} for side in (first, second))
+    pairs = ((first, second, first_specs, second_specs), (second, first, second_specs, first_specs))
+    for side, other, own, others in pairs:
         alone = [repr(name) for name in own if name not in others]
         if alone:
             yield DifferenceError(
@@ -121,20 +138,20 @@ def _unlike(first: _Side, second: _Side) -> Iterator[DifferenceError]:
                 got=f"not there: {_shortened(alone)}",
                 where=other.path,
             )
-    unlike = [name for name, spec in here.items() if name in there and there[name] != spec]
-    for name in unlike[:_MAX_TOLD]:
+    unlike = [name for name, spec in first_specs.items() if second_specs.get(name, spec) != spec]
+    for name in unlike[:_MAX_DESCRIBED]:
         yield DifferenceError(
             f"{name!r} is of another type or shape",
-            expected=f"{_described(here[name])}, as in {first.path}",
-            got=_described(there[name]),
+            expected=f"{_described(first_specs[name])}, as in {first.path}",
+            got=_described(second_specs[name]),
             where=second.path,
         )
-    if len(unlike) > _MAX_TOLD:
-        yield DifferenceError(f"{len(unlike) - _MAX_TOLD} more tensors are of another type or shape")
+    if len(unlike) > _MAX_DESCRIBED:
+        yield DifferenceError(f"{len(unlike) - _MAX_DESCRIBED} more tensors are of another type or shape")
 
 
 def _differences(first: _Side, second: _Side, specs: Sequence[TensorSpec]) -> Iterator[DifferenceError]:
-    """Yield the first element in which each of the tensors differs that does."""
+    """Yield the first differing element of each of the tensors `specs` that differs."""
     wanted = {spec.name for spec in specs}
     others = {tensor.spec.name: tensor for tensor in second.plan.tensors if tensor.spec.name in wanted}
     differing = 0
@@ -145,19 +162,19 @@ def _differences(first: _Side, second: _Side, specs: Sequence[TensorSpec]) -> It
             if other is None or element is None:
                 continue
             differing += 1
-            if differing <= _MAX_TOLD:
+            if differing <= _MAX_DESCRIBED:
                 yield DifferenceError(
                     f"{tensor.spec.name!r} differs at element {list(element)}",
                     expected=_content(files, tensor, element),
                     got=_content(files, other, element),
                     where=f"{first.path} and {second.path}",
                 )
-    if differing > _MAX_TOLD:
-        yield DifferenceError(f"{differing - _MAX_TOLD} more tensors differ")
+    if differing > _MAX_DESCRIBED:
+        yield DifferenceError(f"{differing - _MAX_DESCRIBED} more tensors differ")
 
 
 def _content(files: Files, tensor: TensorPlan, element: tuple[int, ...]) -> str:
-    """Say what an element is, and where it lies."""
+    """Return the value of an element and its place in the files, as words."""
     box = Box(element, tuple(index + 1 for index in element))
     part = next(part for copy in tensor.copies if (part := copy.meeting(box)) is not None)
     content = bytearray(tensor.spec.dtype.itemsize_bytes)

@@ -1,4 +1,4 @@
-"""Comparing what shards hold with what they were made from: by sums, and byte by byte where those differ."""
+"""Compares shards with the sources they were made from: by sums, and byte by byte if those differ."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from reshard_mpi.planning.model import Check, Copy, Limits, RankPlan
 
 
 def sums_as_planned(plan: RankPlan, target: Manifest, span: Span | None, limits: Limits) -> tuple[TensorSum, ...]:
-    """Return the sums of what the shard at `target` holds, each found to be that of its sources.
+    """Return the sums of the tensors in the shard `target`, each of which is also the sum of its sources.
 
-    span: only of elements that begin between these bytes of the file. Raises DamageError for the first tensor that
-    differs, naming the element and its place in the files.
+    span: only of elements that begin in this range of the file; None: all. Raises DamageError for the first tensor that
+    differs from its sources, with the element and its place in the files.
     """
-    found = []
+    sums = []
     for summed in sum_shard(plan, target, span=span, limits=limits):
         if summed.expected != summed.found:
             raise where_it_differs(plan, target, summed.tensor.name, limits)
-        found.append(tensor_sum(summed.tensor, summed.found, loose=summed.tensor.name in plan.loose))
-    return tuple(found)
+        sums.append(tensor_sum(summed.tensor, summed.found, loose=summed.tensor.name in plan.loose))
+    return tuple(sums)
 
 
 def tensor_sum(spec: TensorSpec, value: int, *, loose: bool) -> TensorSum:
@@ -32,14 +32,14 @@ def tensor_sum(spec: TensorSpec, value: int, *, loose: bool) -> TensorSum:
 
 
 def where_it_differs(plan: RankPlan, target: Manifest, name: str, limits: Limits) -> DamageError:
-    """Return the error for a tensor of the shard at `target` that is not what its sources hold."""
+    """Return the error for a tensor of the shard `target` that differs from its sources."""
     from reshard_mpi.engine.regions import first_difference
 
     tensor = next(tensor for tensor in plan.tensors if tensor.spec.name == name)
     for source, own in copies_and_target(tensor, target):
-        found = first_difference(Check(name, (source, own), refuse=True, why=""), limits=limits)
-        if found is not None:
-            _, element = found
+        differing = first_difference(Check(name, (source, own), refuse=True, why=""), limits=limits)
+        if differing is not None:
+            _, element = differing
             return DamageError(
                 f"{name!r} differs from its source at element {list(element)}",
                 expected=_content(source, element),
@@ -57,7 +57,7 @@ def where_it_differs(plan: RankPlan, target: Manifest, name: str, limits: Limits
 
 
 def _content(copy: Copy, element: Sequence[int]) -> str:
-    """Say what an element is, in hexadecimal as it lies in the file, and where."""
+    """Return the bytes of an element as hexadecimal digits, and their place in the file, as words."""
     place = place_of(copy, element)
     if place is None:
         return "another value, compressed" if copy.source_rank < 0 else f"what rank {copy.source_rank} has, compressed"

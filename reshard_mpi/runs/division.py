@@ -1,6 +1,6 @@
-"""Who makes which target: whole targets for every process, and those that are left over filled together.
+"""Which process makes which target: each makes whole targets alone; those left over are filled by several together.
 
-Everything here is computed alike by every process, so none has to ask another.
+Every process computes the same division, so none has to ask another.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ CUT_BYTES = 1 << 20
 
 
 class Share(NamedTuple):
-    """The part of a target that a process fills: from `start` to `stop` of its `whole` equal parts."""
+    """The part of a target that a process fills: of `whole` equal parts, those from `start` up to `stop`."""
 
     target: int
     start: int
@@ -24,34 +24,34 @@ class Share(NamedTuple):
     def range_of(self, size_bytes: int) -> tuple[int, int]:
         """Return the first byte, and the one after the last, of this share of a file of `size_bytes`.
 
-        Cuts lie at multiples of `CUT_BYTES`; a share of a small file may hold nothing.
+        Cuts are at multiples of `CUT_BYTES`, so a share of a small file may be empty.
         """
         pieces = -(-size_bytes // CUT_BYTES)
-        first, last = (pieces * at // self.whole for at in (self.start, self.stop))
+        first, last = (pieces * part // self.whole for part in (self.start, self.stop))
         return min(first * CUT_BYTES, size_bytes), min(last * CUT_BYTES, size_bytes)
 
 
 class Work(NamedTuple):
-    """What one process does: targets it makes alone, and its shares of those it makes with others of its host."""
+    """What one process does: targets that it makes alone, and its shares of those it makes with others of its host."""
 
     alone: tuple[int, ...] = ()
     shares: tuple[Share, ...] = ()
 
     @property
     def leads(self) -> tuple[int, ...]:
-        """The targets that this process begins and ends: who fills the first bytes of a shared one leads it."""
+        """The targets that this process begins and completes: its own, and shared ones whose first bytes it fills."""
         return (*self.alone, *(share.target for share in self.shares if share.start == 0))
 
     @property
     def helps(self) -> tuple[int, ...]:
-        """The targets that this process fills a part of for another one that leads."""
+        """The targets of which this process fills a part while another process leads."""
         return tuple(share.target for share in self.shares if share.start > 0)
 
 
 def assign(weights: Mapping[int, int], processes: Sequence[int]) -> dict[int, list[int]]:
-    """Share out targets over `processes`: the largest first, each to the process with the least so far.
+    """Return the targets of each process: the largest targets are given out first, each to the least loaded process.
 
-    Of processes with as much, the first in the order given.
+    Of equally loaded processes, the one with the fewest targets gets it, or else the first in the order given.
     """
     shares: dict[int, list[int]] = {process: [] for process in processes}
     loads = [(0, 0, order, process) for order, process in enumerate(processes)]
@@ -63,21 +63,22 @@ def assign(weights: Mapping[int, int], processes: Sequence[int]) -> dict[int, li
 
 
 def divide(weights: Mapping[int, int], hosts: Sequence[object]) -> list[Work]:
-    """Return the work of every process.
+    """Return the work of each process.
 
-    weights: the targets, with sizes relative to each other. hosts: for every process, what names its host; only
-    processes of one host fill a file together. As many targets as go evenly over a host's processes are made alone;
-    the rest, the smallest, are cut so that all of them end together.
+    weights: the relative size of each target. hosts: the name of each process's host; only processes of one host fill a
+    file together. Each process of a host makes equally many targets alone. The targets left over, the smallest ones,
+    are cut so that all processes of the host finish at the same time.
     """
     weights = {target: max(1, weight) for target, weight in weights.items()}
     by_host: dict[object, list[int]] = {}
     for process, host in enumerate(hosts):
         by_host.setdefault(host, []).append(process)
-    turns = sorted((at, process) for processes in by_host.values() for at, process in enumerate(processes))
-    alone = assign(weights, [process for _, process in turns])
+    turns = sorted((turn, process) for processes in by_host.values() for turn, process in enumerate(processes))
+    assigned = assign(weights, [process for _, process in turns])
     works = [Work()] * len(hosts)
     for processes in by_host.values():
-        mine = sorted((t for process in processes for t in alone[process]), key=lambda rank: (-weights[rank], rank))
+        mine = [target for process in processes for target in assigned[process]]
+        mine.sort(key=lambda rank: (-weights[rank], rank))
         whole = len(mine) - len(mine) % len(processes)
         made_alone = assign({target: weights[target] for target in mine[:whole]}, processes)
         loads = [sum(weights[target] for target in made_alone[process]) for process in processes]
@@ -88,33 +89,33 @@ def divide(weights: Mapping[int, int], hosts: Sequence[object]) -> list[Work]:
 
 
 def _cut(weights: Mapping[int, int], loads: Sequence[int]) -> list[tuple[Share, ...]]:
-    """Cut the targets, laid end to end, into one piece a process, the longer the less the process has to do anyway."""
-    scale = len(loads)  # levels are then whole numbers
+    """Return the shares of each process, cut from the targets laid end to end; a larger load gets less."""
+    scale = len(loads)  # makes the levels whole numbers
     lengths = _fill_up([load * scale for load in loads], sum(weights.values()) * scale)
     shares: list[tuple[Share, ...]] = []
     begin = 0
     for length in lengths:
-        end, at, own = begin + length, 0, []
+        end, target_begin, own = begin + length, 0, []
         for target, weight in weights.items():
             whole = weight * scale
-            start, stop = max(begin, at) - at, min(end, at + whole) - at
+            start, stop = max(begin, target_begin) - target_begin, min(end, target_begin + whole) - target_begin
             if start < stop:
                 own.append(Share(target, start, stop, whole))
-            at += whole
+            target_begin += whole
         shares.append(tuple(own))
         begin = end
     return shares
 
 
 def _fill_up(loads: Sequence[int], amount: int) -> list[int]:
-    """Return how much to add to each load so that `amount` is added in all and the lowest come to one level."""
-    order = sorted(range(len(loads)), key=lambda at: (loads[at], at))
+    """Return how much to add to each load: `amount` in all, so that the lowest loads are raised to one level."""
+    order = sorted(range(len(loads)), key=lambda number: (loads[number], number))
     added = [0] * len(loads)
     count = len(loads)
-    while count > 1 and sum(loads[order[count - 1]] - loads[at] for at in order[:count]) > amount:
+    while count > 1 and sum(loads[order[count - 1]] - loads[number] for number in order[:count]) > amount:
         count -= 1
-    rest = amount - sum(loads[order[count - 1]] - loads[at] for at in order[:count])
+    rest = amount - sum(loads[order[count - 1]] - loads[number] for number in order[:count])
     even, odd = divmod(rest, count)
-    for place, at in enumerate(order[:count]):
-        added[at] = loads[order[count - 1]] - loads[at] + even + (place < odd)
+    for place, number in enumerate(order[:count]):
+        added[number] = loads[order[count - 1]] - loads[number] + even + (place < odd)
     return added

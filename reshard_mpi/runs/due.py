@@ -1,4 +1,4 @@
-"""The targets that one process of a run is to write, and their plans: kept, or made again when they are written."""
+"""The targets that one process of a run is to write. Their plans are kept, or made again when they are written."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from reshard_mpi.runs.projection import MAX_KEPT_PLANS, MAX_KEPT_PLANS_BYTES
 
 
 class DueTargets:
-    """Targets by rank: `evidence`, what their records are to say; `peak_bytes`, what writing them is projected to take.
+    """The targets that are to be written.
 
-    source: the checkpoint they are made from, as the user named it.
+    evidence: by rank, what the target's record says of its sources. peak_bytes: by rank, the memory that writing it is
+    projected to take. source: path of the source checkpoint, as the user named it.
     """
 
     def __init__(self, conversion: Conversion, source: str) -> None:
@@ -32,12 +33,12 @@ class DueTargets:
             self._kept_bytes += plan.kept_bytes
 
     def forget_plans(self) -> None:
-        """Let go of the plans; they are made again when they are needed."""
+        """Free the plans; they are made again when they are needed."""
         self._plans.clear()
         self._kept_bytes = 0
 
     def plan(self, rank: int) -> RankPlan:
-        """Return the plan of a target. Raises ShardError if it would be taken from other shards by now."""
+        """Return the plan of a target. Raises ShardError if a plan made again would read other shards than before."""
         kept = self._plans.get(rank)
         if kept is not None:
             return kept

@@ -1,4 +1,4 @@
-"""What one process of a run may use of memory: asked for before it is used, step by step as more becomes known."""
+"""The memory of one process of a run: asked for before it is used, step by step as it becomes known how much."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.runs.projection import INTERPRETER_BYTES, Projection, opening_bytes
 from reshard_mpi.units import KIB, MIB
 
-# What at least one of several workers needs besides for being there, so that any of them comes to an end.
+# At least one of several workers needs so much besides its own size, or none could finish.
 _WORK_BYTES = 24 * MIB
-# What a worker does not give back any more of what it has read and planned of a tensor.
+# How much memory for a tensor that a worker has planned it never gives back.
 _PLANNED_BYTES = 3 * KIB
 
 
 class RunMemory:
-    """What a process holds of memory as long as the block lasts.
+    """Holds memory for this process as long as the `with` block lasts.
 
-    Where there is no room for more, what was read and planned is let go of, or the process starts over; so whoever has
-    asked for memory looks whether what it needs is still there. While the process waits for others of its run it gives
-    way to those in line.
+    If there is not enough for a request, what was read and planned is freed, or the process starts over; so after a
+    request callers must see whether what they need is still there. While the process waits for others of its run, it
+    gives way to processes that wait for memory.
     """
 
     def __init__(self, allowance: Callable[[], Allowance], comm: Comm, say: Callable[[str], None]) -> None:
@@ -52,19 +52,19 @@ class RunMemory:
             self._allotment.close()
 
     def open(self) -> Governor:
-        """Find out how much memory there may be; return what grants it. Raises a ReshardError."""
+        """Return the governor of this host's memory; the first call opens it. Raises a ReshardError."""
         if self._allotment is None:
             self._allotment = Allotment.open(self._allowance(), os.environ, self._say, alone=self._comm.size == 1)
-            self._allotment.on_giving_way.append(self._let_go)
+            self._allotment.on_giving_way.append(self._free)
             self._comm.meanwhile(self._allotment.give_way)
         return self._allotment.governor
 
-    def on_giving_way(self, *let_go: Callable[[], None]) -> None:
-        """Have what was read and planned be let go of so, from now on, where others need the memory."""
-        self._on_giving_way = list(let_go)
+    def on_giving_way(self, *free: Callable[[], None]) -> None:
+        """Set the functions that free what was read and planned, for when other processes need memory."""
+        self._on_giving_way = list(free)
 
     def to_open(self, strategies: Iterable[str | os.PathLike[str] | None], purpose: str, *source_formats: str) -> None:
-        """Have the memory to read strategies and, where formats are known, the first shards."""
+        """Wait for the memory to read strategies and, for given source formats, the first shards."""
         self._need(opening_bytes(strategies, *source_formats), purpose)
 
     def to_plan(
@@ -77,10 +77,10 @@ class RunMemory:
         verify: bool = False,
         also_read: SourceCheckpoint | None = None,
     ) -> Projection:
-        """Have the memory to read the shards of a conversion and to plan its targets; return what is projected.
+        """Wait for the memory to read the shards of a conversion and to plan its targets; return the projection.
 
-        targets: how many are planned at the most. verify: what is written is compared with its sources. also_read: a
-        checkpoint that is only compared with them.
+        targets: how many are planned at most. verify: whether targets are compared with their sources afterwards.
+        also_read: another checkpoint that is read to be compared.
         """
         self._projection = Projection.of(conversion, target_format, targets=targets, verify=verify, also_read=also_read)
         self._need(self._projection.planning_bytes, purpose)
@@ -89,37 +89,37 @@ class RunMemory:
 
     @property
     def projection(self) -> Projection:
-        """What has been projected when targets were planned."""
+        """The projection made by `to_plan`."""
         if self._projection is None:
             raise RuntimeError("targets are planned before anything is moved")
         return self._projection
 
     def require_possible(self, plan: RankPlan) -> int:
-        """Return what the target of `plan` is projected to take. Raises BudgetError if there can never be so much."""
+        """Return the bytes that making the target of `plan` takes. Raises BudgetError if there can never be so many."""
         peak_bytes = self.projection.peak_bytes(plan)
-        if not self._allowance().unlimited:  # as for a script for other hosts, though this process holds a lease here
+        if not self._allowance().unlimited:  # for a script for other hosts it is, though this process holds a lease
             self.open().require_possible(peak_bytes, INTERPRETER_BYTES)
         return peak_bytes
 
     def to_move(self, peak_bytes: int, purpose: str) -> bool:
-        """Have `peak_bytes` in all, to move bytes or to compare them. Tells whether what was planned is still there."""
+        """Wait for `peak_bytes` of memory in all, to move or compare bytes; tell whether plans have not been freed."""
         return self._need(peak_bytes, purpose)
 
     def turn(self) -> None:
-        """Let others have their turn between two targets, if this process has a floor to stay on."""
+        """Give way to other processes between two targets, if this process keeps enough memory to go on."""
         if self._allotment is not None:
             self._allotment.give_way()
 
     def settle(self) -> None:
-        """From now on there is something to lose: this process does not start over."""
+        """From now on, do not start this process over: it has something to lose."""
         if self._allotment is not None:
             self._allotment.stay()
 
     def share_out(self, jobs: int, parameters: int, *, least: int) -> int:
-        """Have the memory to fork workers; return how many, `jobs` or as many as can ever be there at once.
+        """Wait for the memory to fork workers; return how many: `jobs`, or as many as there can be memory for.
 
-        From now on this process stays as it is. parameters: how many the strategies have, so many tensors each of them
-        is going to plan. least: so many workers are there in any case.
+        This process keeps its memory from now on. parameters: how many the strategies list, which is how many tensors
+        each worker plans. least: at least so many workers.
         """
         governor = self.open()
         assert self._allotment is not None
@@ -130,12 +130,12 @@ class RunMemory:
         return size
 
     def worker_is_there(self) -> None:
-        """Leave to a worker what was held for it: it says itself what it takes."""
+        """Give up the memory that was held for one worker, which asks for its own."""
         assert self._allotment is not None
         self._allotment.hand_over(WORKER_BYTES)
 
     def take_waited_seconds(self) -> float:
-        """Return how long was waited since this was asked last."""
+        """Return for how long this process has waited for memory since the last call."""
         return self._allotment.take_waited_seconds() if self._allotment is not None else 0.0
 
     def _need(self, peak_bytes: int, purpose: str) -> bool:
@@ -143,7 +143,7 @@ class RunMemory:
         assert self._allotment is not None
         return self._allotment.need(peak_bytes, purpose)
 
-    def _let_go(self) -> None:
-        for let_go in self._on_giving_way:
-            let_go()
+    def _free(self) -> None:
+        for free in self._on_giving_way:
+            free()
         gc.collect()

@@ -1,4 +1,4 @@
-"""What a run comes to: its targets, what went wrong, and what is to be said of its source."""
+"""The results of a run: its targets, failures, notes and warnings, of one process or of all together."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from reshard_mpi.errors import ReshardError, TransformError, as_reshard_error
 from reshard_mpi.filesystem.folders import FileIdentity
 from reshard_mpi.planning.losses import Lost, Missing, merged, warnings_of
 
-if TYPE_CHECKING:  # this module is loaded before the engine is, to tell of it
+if TYPE_CHECKING:  # this module is loaded early, before memory for the engine has been asked for
     from reshard_mpi.formats.manifest import Manifest
     from reshard_mpi.journal.records import TensorSum
     from reshard_mpi.planning.copies import Alike
@@ -23,11 +23,12 @@ if TYPE_CHECKING:  # this module is loaded before the engine is, to tell of it
 
 
 class TargetReport(NamedTuple):
-    """One complete target. requested_bytes were asked of source files, mapped_bytes lay in windows on them.
+    """One complete target.
 
-    process: which process of the run led it. processes: how many filled it. seconds: all that was done for this target.
-    engine_seconds, waited_seconds: what of it moving bytes took, and waiting for memory, the longest of the processes.
-    leased_bytes: how much memory each of them had to wait for.
+    requested_bytes: read from source files. mapped_bytes: mapped of them. process: which process of the run led the
+    target. processes: how many filled it. seconds: for all that was done for it. engine_seconds: of these, for moving
+    bytes; waited_seconds: for waiting for memory; each the longest of any process. leased_bytes: memory that each
+    process had asked for. skipped: whether it was complete before this run.
     """
 
     rank: int
@@ -47,9 +48,9 @@ class TargetReport(NamedTuple):
 
 
 class Reserved(NamedTuple):
-    """A target that several processes fill: it is there, but for its payloads, in the file that `manifest` names.
+    """A target that several processes are going to fill: its file exists, with everything but the payloads.
 
-    Every process is told of all of them, and needs few, so they come packed. identity: of that file.
+    packed: its manifest, compressed, since each process gets those of all targets and needs few. identity: of the file.
     """
 
     rank: int
@@ -61,13 +62,13 @@ class Reserved(NamedTuple):
         return cls(rank, zlib.compress(pickle.dumps(manifest), level=1), identity)
 
     def manifest(self) -> Manifest:
-        """Return where everything has its place."""
+        """Return the manifest of the file, with the place of each tensor."""
         manifest: Manifest = pickle.loads(zlib.decompress(self.packed))
         return manifest
 
 
 class Filled(NamedTuple):
-    """What one of several processes has moved into a target."""
+    """One process's share of a target that has been filled."""
 
     rank: int
     requested_bytes: int
@@ -77,7 +78,7 @@ class Filled(NamedTuple):
 
 
 class Verified(NamedTuple):
-    """What one of several processes has found a target to hold, and that it is what the sources hold."""
+    """One process's share of a target that has been read back and compared with its sources. sums: of the tensors."""
 
     rank: int
     sums: tuple[TensorSum, ...]
@@ -85,10 +86,11 @@ class Verified(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """A shard that has been verified: what was read of it, and by what it was found sound.
+    """A shard that has been verified.
 
-    by: as "its own sums"; nothing if there was nothing to go by. sums: what it holds, as far as it is known of what.
-    lost: the shards of its source that could not be used. world_size: how many shards it says there are; 0: nothing.
+    tensors, read_bytes: how much of it was read. by: what it was compared with, such as "its own sums"; empty if there
+    was nothing. sums: of its tensors whose place in the whole is known. lost: source shards that cannot be used.
+    world_size: how many shards there are by its own account; 0 if it does not say.
     """
 
     rank: int
@@ -102,7 +104,7 @@ class Checked(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """What went wrong, for which target rank (None: for none), and in which process of the run, on which host."""
+    """An error in one process of a run, on `host`. rank: the target rank that it is about; None: of none."""
 
     rank: int | None
     process: int
@@ -111,13 +113,13 @@ class Failure(NamedTuple):
 
     @classmethod
     def here(cls, rank: int | None, comm: Comm, error: ReshardError) -> Failure:
-        """Return what went wrong in this process of `comm`."""
+        """Return a failure of this process of `comm`."""
         return cls(rank, comm.rank, comm.hosts[comm.rank], error)
 
     def named(self, *, alone: bool) -> ReshardError:
-        """Return the error, its problem beginning with what failed and where.
+        """Return the error with the target rank and the process at the beginning of its message.
 
-        alone: the run has but one process, so there is no need to say which.
+        alone: whether the run has only one process, which then is not named.
         """
         target = "" if self.rank is None or self._is_named() else f"target rank {self.rank}"
         place = "" if alone else f"process {self.process} on host {self.host}"
@@ -131,9 +133,11 @@ class Failure(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What one process came to, or all of them together, and what is to be said of it.
+    """The results of one process, or of all together.
 
-    lost: source shards that could not be used. missing: the ranks that have none. processes: how many there were.
+    absent: names of listed parameters that no shard holds. notes, other_warnings: for the user. lost: source shards
+    that cannot be used. checked: shards that were verified. missing: source ranks without a shard. processes: how many
+    the run had.
     """
 
     targets: tuple[TargetReport, ...] = ()
@@ -148,29 +152,31 @@ class Outcome(NamedTuple):
 
     def joined(self, others: Iterable[Outcome]) -> Outcome:
         """Return this outcome and the `others` as one, targets in the order of their ranks."""
-        every = [self, *others]
+        outcomes = [self, *others]
+        targets = (target for outcome in outcomes for target in outcome.targets)
+        checked = (shard for outcome in outcomes for shard in outcome.checked)
         return Outcome(
-            tuple(sorted((t for one in every for t in one.targets), key=lambda target: target.rank)),
-            tuple(failure for one in every for failure in one.failures),
-            tuple(dict.fromkeys(name for one in every for name in one.absent)),
-            tuple(dict.fromkeys(note for one in every for note in one.notes)),
-            merged(lost for one in every for lost in one.lost),
-            tuple(dict.fromkeys(warning for one in every for warning in one.other_warnings)),
-            tuple(sorted((c for one in every for c in one.checked), key=lambda checked: checked.rank)),
-            max(one.processes for one in every),
-            next((one.missing for one in every if one.missing is not None), None),
+            tuple(sorted(targets, key=lambda target: target.rank)),
+            tuple(failure for outcome in outcomes for failure in outcome.failures),
+            tuple(dict.fromkeys(name for outcome in outcomes for name in outcome.absent)),
+            tuple(dict.fromkeys(note for outcome in outcomes for note in outcome.notes)),
+            merged(lost for outcome in outcomes for lost in outcome.lost),
+            tuple(dict.fromkeys(warning for outcome in outcomes for warning in outcome.other_warnings)),
+            tuple(sorted(checked, key=lambda shard: shard.rank)),
+            max(outcome.processes for outcome in outcomes),
+            next((outcome.missing for outcome in outcomes if outcome.missing is not None), None),
         )
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What the user must know of the source."""
+        """What the user must know about the source."""
         absent = self.absent
         names = ", ".join(absent[:3]) + (" ..." if len(absent) > 3 else "")
         missed = (f"{len(absent)} listed parameters are in no source shard: {names}",) if absent else ()
         return (*warnings_of(self.lost, self.missing), *self.other_warnings, *missed)
 
     def raise_failures(self) -> None:
-        """Raise what refused the run, or a TransformError that names the targets that failed."""
+        """Raise the error that refused the run, or a TransformError that names the targets that failed; if any."""
         if not self.failures:
             return
         ranks = sorted({failure.rank for failure in self.failures if failure.rank is not None})
@@ -197,7 +203,7 @@ class Outcome(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a transform has done: its targets in the order of their ranks, and what is to be said of its source.
+    """The result of a transform: its targets in the order of their ranks, with notes and warnings.
 
     seconds: how long it took. processes: how many took part.
     """
@@ -219,10 +225,10 @@ class Report(NamedTuple):
 
 
 class Planned(NamedTuple):
-    """What a process tells the others of its plans, before anything is written.
+    """What a process tells the others about its plans before anything is written.
 
-    outcome: what is to be said of them, and what refuses the run. What targets must have in common: moments, held,
-    beginnings (see `RankPlan`). alike: copies that must be the same. rooms: what is needed on file systems.
+    outcome: notes, warnings, and failures that refuse the run. moments, held, beginnings: what targets must have in
+    common (see `RankPlan`). alike: copies that must be the same. rooms: the room that it needs on file systems.
     """
 
     outcome: Outcome = Outcome()
@@ -233,26 +239,28 @@ class Planned(NamedTuple):
     rooms: tuple[Room, ...] = ()
 
     def joined(self, others: Iterable[Planned]) -> Planned:
-        """Return what this and the `others` say together, without rooms."""
-        every = [self, *others]
+        """Return this and the `others` as one, without rooms; of what is equal, only the first."""
+        parts = [self, *others]
+        digests = (held for part in reversed(parts) for held in part.held)
+        beginnings = (beginning for part in reversed(parts) for beginning in part.beginnings)
         return Planned(
-            self.outcome.joined(one.outcome for one in every[1:]),
-            tuple(dict.fromkeys(moment for one in every for moment in one.moments)),
-            tuple({(held.stage, held.digest): held for one in reversed(every) for held in one.held}.values()),
-            tuple({(start.name, start.digest): start for one in reversed(every) for start in one.beginnings}.values()),
-            tuple(dict.fromkeys(alike for one in every for alike in one.alike)),
+            self.outcome.joined(part.outcome for part in parts[1:]),
+            tuple(dict.fromkeys(moment for part in parts for moment in part.moments)),
+            tuple({(held.stage, held.digest): held for held in digests}.values()),
+            tuple({(beginning.name, beginning.digest): beginning for beginning in beginnings}.values()),
+            tuple(dict.fromkeys(alike for part in parts for alike in part.alike)),
         )
 
 
 class Compared(NamedTuple):
-    """What a process has found of copies. drifted: tensors whose copies have drifted apart."""
+    """The result of comparing copies in one process. drifted: names of tensors whose copies have drifted apart."""
 
     outcome: Outcome = Outcome()
     drifted: tuple[str, ...] = ()
 
 
 class Part(NamedTuple):
-    """What a process has done for targets that several fill together, so far; its failures are in the outcome."""
+    """What a process has done so far for targets that several fill together. outcome: with its failures."""
 
     outcome: Outcome = Outcome()
     reserved: tuple[Reserved, ...] = ()
@@ -260,13 +268,13 @@ class Part(NamedTuple):
     verified: tuple[Verified, ...] = ()
 
     def joined(self, others: Iterable[Part]) -> Part:
-        """Return what this and the `others`, of the same process, have done."""
-        every = [self, *others]
+        """Return this and the `others`, of the same process, as one."""
+        parts = [self, *others]
         return Part(
-            self.outcome.joined(one.outcome for one in every[1:]),
-            tuple(reserved for one in every for reserved in one.reserved),
-            tuple(filled for one in every for filled in one.filled),
-            tuple(verified for one in every for verified in one.verified),
+            self.outcome.joined(part.outcome for part in parts[1:]),
+            tuple(reserved for part in parts for reserved in part.reserved),
+            tuple(filled for part in parts for filled in part.filled),
+            tuple(verified for part in parts for verified in part.verified),
         )
 
 
@@ -275,18 +283,18 @@ R = TypeVar("R", Planned, Compared, Part)
 
 
 def record_of(kind: type[R], value: R | Outcome) -> R:
-    """Return what a process says of its own; the outcome alone of one that failed before, or died."""
+    """Return `value` as a record of `kind`; an outcome, of a process that failed or died, as a record of that alone."""
     return kind(value) if isinstance(value, Outcome) else value
 
 
-# What a process fails at without being in the wrong itself.
+# Errors that are no fault of this program: they become failures of a target or a process.
 EXPECTED = (ReshardError, OSError, MemoryError)
 
 
 def attempt(do: Callable[[], T], comm: Comm, rank: int | None = None, path: Path | None = None) -> T | Outcome:
-    """Return what `do` comes to; an error that is expected is a failure of this process, and of the target `rank`.
+    """Return what `do` returns; if it raises an expected error, an outcome with that as a failure of this process.
 
-    path: where an error of the system happened that does not say so.
+    rank: the target that the failure is about. path: what a system error is about, if it does not say so.
     """
     try:
         return do()
@@ -295,7 +303,7 @@ def attempt(do: Callable[[], T], comm: Comm, rank: int | None = None, path: Path
 
 
 def agreed(begin: Callable[[], T], comm: Comm) -> T:
-    """Return what `begin` does; raise, on all processes alike, what went wrong with it on one of them."""
+    """Return what `begin` returns; raise the same error on all processes if it fails on any. All must call this."""
     done = attempt(lambda: (begin(),), comm)
     for outcome in comm.allgather(done if isinstance(done, Outcome) else Outcome()):
         for failure in outcome.failures:

@@ -1,4 +1,4 @@
-"""Targets that would be written to the source, or be taken for a part of it when it is read the next time."""
+"""Refuses targets that would overwrite the source, or would be read as a part of it the next time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _OUTSIDE = "choose a target outside the source; a source is never written to"
 
 
 def refuse_overlap(files: ShardFiles, target: str, target_files: Iterable[Path]) -> None:
-    """Raise TargetError if targets are the source, in one of its rank folders, or have it in one of theirs.
+    """Raise TargetError if targets are the source or lie in one of its rank folders, or the source in one of theirs.
 
     files: of the source. target: the folder of all targets. target_files: their final paths.
     """
@@ -46,9 +46,9 @@ def refuse_overlap(files: ShardFiles, target: str, target_files: Iterable[Path])
 
 
 def refuse_posing(files: ShardFiles, target_file: Path) -> None:
-    """Raise TargetError if the file would lie in a rank folder of the source: it would be read with it the next time.
+    """Raise TargetError if the file is a source shard, or lies in a rank folder of the source (to be read with it).
 
-    files: those shards of the source that were listed.
+    files: the listed shards of the source.
     """
     if real_path(target_file) in _real_shards(files):
         raise TargetError("the target is one of the sources", expected="another file", where=str(target_file))
@@ -78,19 +78,19 @@ def _real_shards(files: ShardFiles) -> list[Path]:
 
 
 def _rank_folders(files: ShardFiles) -> list[Path]:
-    """Return the rank folders that shards lie in, as they were named and as links lead to them."""
-    ways = [way for folder in _folders(files) for way in both_ways(folder)]
-    ways += [shard.parent for shard in _real_shards(files)]
-    return [way for way in dict.fromkeys(ways) if rank_of_folder(way.name) is not None]
+    """Return the rank folders that shards lie in, both as they were named and as links lead to them."""
+    folders = [path for folder in _folders(files) for path in both_ways(folder)]
+    folders += [shard.parent for shard in _real_shards(files)]
+    return [folder for folder in dict.fromkeys(folders) if rank_of_folder(folder.name) is not None]
 
 
 def _followed(folders: Iterable[Path]) -> dict[Path, Path]:
-    """Return where links lead to, for each of the folders."""
+    """Return the real path of each folder."""
     return {folder: real_path(folder) for folder in folders}
 
 
 def _real_files(paths: Sequence[Path]) -> list[Path]:
-    """Return where links lead to, for each of many files in few folders."""
+    """Return the real paths of files; quick for many files in few folders."""
     folders = _followed({path.parent for path in paths})
     places = (folders[path.parent] / path.name for path in paths)
     return [real_path(place) if _is_link(place) else place for place in places]
@@ -99,7 +99,7 @@ def _real_files(paths: Sequence[Path]) -> list[Path]:
 def _is_link(path: Path) -> bool:
     try:
         return path.is_symlink()
-    except OSError:  # no name that a file could have, which is said of targets later on
+    except OSError:  # no name that a file could have; for targets, a later check raises the error
         return False
 
 

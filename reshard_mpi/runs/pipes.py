@@ -1,4 +1,4 @@
-"""What a worker says to its parent, and hears from it, over a pipe."""
+"""How a worker and its parent talk over a pipe: values, progress, and the end of the worker."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PROGRESS_SECONDS = 0.1
 
 
 class PipeComm:
-    """A worker's side: values go through the parent."""
+    """The `Comm` of a worker, whose values go through its parent."""
 
     def __init__(self, channel: Channel, rank: int, size: int) -> None:
         self._channel = channel
@@ -43,7 +43,7 @@ class PipeComm:
 
 
 class PipeProgress:
-    """Tells the parent what a worker does, not more often than is worth it."""
+    """The `Progress` of a worker, which sends it to its parent; bytes moved are added up and sent now and then."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -81,17 +81,17 @@ class PipeProgress:
 
 
 def tell(progress: Progress, kind: str, arguments: tuple[Any, ...]) -> None:
-    """Pass on what a worker has said of its progress: the name of a method, and its arguments."""
+    """Call the method of `progress` that a worker has named, with the arguments it has sent."""
     getattr(progress, kind)(*arguments)
 
 
 @contextlib.contextmanager
 def ends_quietly() -> Iterator[None]:
-    """End this process without a word where there is nothing to say or nobody left to hear it."""
+    """End this process silently when it is interrupted, or when its parent is gone."""
     os.setpgid(0, 0)  # an interrupt from the terminal is for the parent, which ends the others itself
     try:
         yield
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     except (BrokenPipeError, EOFError, ConnectionResetError):
-        sys.exit(1)  # the parent is gone, and with it whoever wanted to know
+        sys.exit(1)  # the parent is gone, so nobody reads what is sent

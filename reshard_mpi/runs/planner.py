@@ -1,4 +1,4 @@
-"""The first phase of a run in one process: its targets are planned, and what must hold of the source is looked at."""
+"""The first phase of a run in one process: it plans its targets, and checks the source."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _NOT_VERIFIED = (
 
 
 class _Opened(NamedTuple):
-    """What planning begins with: the run, its journal, the work of every process, and what this one is to write."""
+    """What planning has opened: the run, its journal, the work of each process, and the targets this one writes."""
 
     run: Run
     journal: Journal | Unrecorded
@@ -45,7 +45,7 @@ class _Opened(NamedTuple):
 
 
 class Planner:
-    """The first phase of a run in one process: what it will write is planned and nothing is written yet."""
+    """Plans what one process of a run is going to write; nothing is written before `begin`."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Planner:
         self._placed: dict[str, tuple[int, int, dict[str, str]]] = {}
 
     def plan(self) -> Planned | Outcome:
-        """Plan this process's part of the targets; failures in what it returns refuse the run."""
+        """Plan this process's part of the targets. A failure in what is returned refuses the run."""
         return attempt(self._planned, self._comm)
 
     def _planned(self) -> Planned:
@@ -86,7 +86,7 @@ class Planner:
         self._memory.to_plan(run.conversion, run.format, self._purpose, targets=targets, verify=request.verify)
         run.conversion.require_fitting_strategies()
         journal = run.journal()
-        for rank in run.targets[-1:]:  # whose number is the longest
+        for rank in run.targets[-1:]:  # the one with the longest number
             require_short_names(journal.paths(rank, run.path(rank)))
         journal.check()
         works = divide(run.conversion.target_weights(run.targets), self._comm.hosts)
@@ -111,14 +111,14 @@ class Planner:
     def _purpose(self) -> str:
         return f"planning {self._request.target} from {self.source}"
 
-    def compare(self, every: Sequence[Alike]) -> Compared | Outcome:
-        """Compare this process's share of the copies that must be the same, and of a sample; refuse what differs."""
-        return attempt(partial(self._compared, every), self._comm)
+    def compare(self, all_alike: Sequence[Alike]) -> Compared | Outcome:
+        """Compare this process's share of the copies `all_alike`, and of a sample. A failure refuses the run."""
+        return attempt(partial(self._compared, all_alike), self._comm)
 
-    def _compared(self, every: Sequence[Alike]) -> Compared:
+    def _compared(self, all_alike: Sequence[Alike]) -> Compared:
         opened = self._require_opened()
         conversion = opened.run.conversion
-        mine = list(dealt(every, self._comm.rank, self._comm.size))
+        mine = list(dealt(all_alike, self._comm.rank, self._comm.size))
         lost: tuple[Lost, ...] = ()
         projection = self._memory.to_plan(
             conversion,
@@ -137,12 +137,12 @@ class Planner:
         return Compared(Outcome(lost=lost), drifted)
 
     def shown_rules(self) -> tuple[str, ...]:
-        """Return what rules of the source's spec make of its tensors, in words."""
+        """Return lines that show what the rules of the source's spec make of its tensors."""
         return self._require_opened().run.conversion.shown_rules()
 
     @property
     def described_source(self) -> str:
-        """What the source is, in a line."""
+        """The source in one line of words."""
         return self._require_opened().run.conversion.source.described
 
     def read_ranks(self) -> set[int]:
@@ -151,16 +151,16 @@ class Planner:
         return {rank for target in evidence.values() for rank in target.read_ranks}
 
     def check_sources(self, ranks: Iterable[int]) -> dict[int, ReshardError] | Outcome:
-        """Return what is wrong with those of the source shards that do not fit the checksum of their own."""
+        """Return, by rank, the errors of those source shards that do not fit their own checksums."""
         source = self._require_opened().run.conversion.source
         try:
-            found = [(rank, source.check_crc(rank)) for rank in ranks]
+            errors = [(rank, source.check_crc(rank)) for rank in ranks]
         except MemoryError as error:
             return Outcome(failures=(Failure.here(None, self._comm, as_reshard_error(error)),))
-        return {rank: error for rank, error in found if error is not None}
+        return {rank: error for rank, error in errors if error is not None}
 
     def begin(self, progress: Progress) -> Outcome:
-        """Make the target folder ready, if this process has anything to write; failures refuse the run."""
+        """Make the target folder ready if this process has anything to write. A failure refuses the run."""
         return attempt(partial(self._begun, progress), self._comm)
 
     def _begun(self, progress: Progress) -> Outcome:
@@ -174,17 +174,20 @@ class Planner:
         return Outcome()
 
     def writer(self, progress: Progress) -> Writer:
-        """Return what writes that has been planned."""
+        """Return the writer of what has been planned."""
         run, journal, works, due = self._require_opened()
         return Writer(run, journal, works, self._comm, due, self._memory, progress)
 
     def commit(self, made: Outcome) -> Outcome:
-        """Commit what all processes have made, if that completes the run; return what is to be said of it."""
+        """Commit the targets if all of the run are complete now; return notes and failures of that.
+
+        made: the outcome of all processes.
+        """
         return attempt(lambda: Outcome(notes=self._commit(made)), self._comm)
 
     def placed(self, stage: int) -> dict[int, dict[str, str]]:
-        """Return what strategies place on the target ranks of `stage`; of ranks that have the same, one."""
-        return {rank: placed for at, rank, placed in self._placed.values() if at == stage}
+        """Return what strategies place on target ranks of `stage` (see `RankPlan.placed`); of equal ranks, only one."""
+        return {rank: placed for of_stage, rank, placed in self._placed.values() if of_stage == stage}
 
     def _plan_target(self, opened: _Opened, rank: int, leads: bool) -> Planned:
         run, path = opened.run, opened.run.path(rank)
@@ -201,11 +204,12 @@ class Planner:
         self.summaries.append(RankSummary.of(plan, peak_bytes))
         if evidence.held.digest not in self._placed:
             self._placed[evidence.held.digest] = (plan.stage, rank, plan.placed)
-        outcome = Outcome(absent=plan.absent, notes=plan.notes, lost=plan.lost, other_warnings=plan.warnings)
+        warnings = (*plan.warnings, *plan.left_out)
+        outcome = Outcome(absent=plan.absent, notes=plan.notes, lost=plan.lost, other_warnings=warnings)
         return Planned(outcome, plan.moments, (evidence.held,), plan.beginnings, plan.alike)
 
     def _sources(self, run: Run, plan: RankPlan) -> Sources:
-        """Look at the files that tensors of `plan` lie in; each is known by what it was at the first look."""
+        """Return the source files of `plan`, each as it was when this run first looked at it."""
         by_rank = run.conversion.source.files.by_rank
         paths = [path for source_rank in plan.read_ranks for path in by_rank[source_rank]]
         return self._first_looks.sources(paths)

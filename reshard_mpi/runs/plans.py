@@ -1,4 +1,4 @@
-"""The plans of several targets in one process, for the functions that need no run."""
+"""Plans several targets in one process, for the functions that need no run."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from reshard_mpi.runs.outcome import Outcome, Planned
 def plan_together(
     conversion: Conversion, targets: Iterable[int], notes: tuple[str, ...] = ()
 ) -> tuple[list[RankPlan], Outcome]:
-    """Plan targets, check what they must have in common and compare copies; return what is to be said of them as well.
+    """Return the plans of targets, and an outcome with the notes and warnings on them.
 
-    notes: what besides is to be said. Raises what a run would refuse.
+    What targets must have in common is checked, and copies are compared. notes: further notes for the outcome. Raises
+    a ReshardError if a run would be refused.
     """
     plans = [conversion.plan(rank) for rank in targets]
     files = conversion.source.files
@@ -33,19 +34,20 @@ def plan_together(
         placed = {plan.target_rank: plan.placed for plan in plans if plan.stage == stage}
         require_same_names(placed, files.path)
         require_same_shapes(placed, files.path)
-    every = tuple(dict.fromkeys(alike for plan in plans for alike in plan.alike))
-    lost = compare(conversion.source, dealt(every, 0, 1), conversion.limits)
+    all_alike = tuple(dict.fromkeys(alike for plan in plans for alike in plan.alike))
+    lost = compare(conversion.source, dealt(all_alike, 0, 1), conversion.limits)
     drifted = conversion.drifted_tensors()
     if conversion.strict:
         require_no_drift(drifted, files.path)
     compared = Outcome(lost=lost, other_warnings=(drift_warning(drifted),) if drifted else ())
     begun = Outcome(notes=(*conversion.notes, *notes), other_warnings=files.warnings, missing=conversion.source.missing)
-    planned = Planned(begun).joined([*map(_told, plans), Planned(compared)])
+    planned = Planned(begun).joined([*map(_planned, plans), Planned(compared)])
     notes = planned.outcome.notes
     differing = differing_beginnings(planned.beginnings, notes)
     return plans, planned.outcome._replace(notes=(*notes, *differing))
 
 
-def _told(plan: RankPlan) -> Planned:
-    outcome = Outcome(absent=plan.absent, notes=plan.notes, lost=plan.lost, other_warnings=plan.warnings)
+def _planned(plan: RankPlan) -> Planned:
+    warnings = (*plan.warnings, *plan.left_out)
+    outcome = Outcome(absent=plan.absent, notes=plan.notes, lost=plan.lost, other_warnings=warnings)
     return Planned(outcome, beginnings=plan.beginnings)

@@ -1,4 +1,4 @@
-"""What a run looks at before it creates anything: room on the file system, names that it takes, other shards there."""
+"""What a run checks before it creates anything: free room, the length of names, and other shards in the way."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from reshard_mpi.units import format_bytes
 # To share blocks of two files (`struct file_clone_range`): the source's descriptor, its offset, a length, an offset.
 _CLONE_RANGE = 0x4020940D
 _BLOCK_BYTES = 4096
-# Where the pieces of a file are a file system keeps in blocks, from so large a file on: ext4 has 340 in one, and those
-# of a file that several processes fill may well have less than a MiB.
+# For a file of at least this size, a file system keeps the list of its pieces in blocks of their own, one for each 64
+# MiB: ext4 has 340 pieces in a block, and in a file that several processes fill these may be smaller than a MiB.
 _LISTED_FROM_BYTES = 1 << 20
 _LISTED_BYTES = 64 << 20
-# Names of a file, of a lock and of what they were written as, in the folder that they lie in.
+# The entries of a file in its folder: its own, that of its lock, and the temporary ones.
 _DIRECTORY_ENTRY_BYTES = 512
 
 
 class Room(NamedTuple):
-    """What one process of a run takes of a file system at most, and what is free there.
+    """The most that one process of a run takes of a file system, and what is free there.
 
-    mount: the folder where that file system begins, which is how the processes of a run tell several of them apart.
+    mount: the top folder of that file system, by which the processes of a run know it.
     """
 
     mount: str
@@ -39,7 +39,7 @@ class Room(NamedTuple):
 
 
 class Tally:
-    """Adds up what one process is going to write, target after target, by file system."""
+    """Adds up, by file system, the room for what one process is going to write, target after target."""
 
     def __init__(self) -> None:
         self._held_bytes: defaultdict[str, int] = defaultdict(int)
@@ -47,9 +47,9 @@ class Tally:
         self._record_bytes: defaultdict[str, int] = defaultdict(int)
 
     def add(self, path: Path, size_bytes: int, *, left_bytes: int) -> None:
-        """Add a target. What lies in its place is free again once it is replaced, what the dead left of it before.
+        """Add a target. The file that it replaces is freed after it is written, leftovers of earlier runs before that.
 
-        size_bytes: what the file takes at most, with its structure. left_bytes: what the dead have left.
+        size_bytes: the most that the file takes, with its structure. left_bytes: size of the leftovers.
         """
         mount = _mount_of(path.parent)
         folder_bytes = 0 if path.parent.exists() else _BLOCK_BYTES
@@ -58,7 +58,7 @@ class Tally:
         self._held_bytes[mount] = held_bytes - _replaced_bytes(path)
 
     def add_record(self, path: Path, size_bytes: int) -> None:
-        """Add a small file that the run keeps, and may write anew: for an instant both are there."""
+        """Add a small file that the run keeps and may write anew: then the old and the new one exist for a moment."""
         mount = _mount_of(path.parent)
         record_bytes = on_disk_bytes(size_bytes + _DIRECTORY_ENTRY_BYTES, mount)
         self._record_bytes[mount] = max(self._record_bytes[mount], record_bytes)
@@ -66,21 +66,21 @@ class Tally:
         self._peak_bytes[mount] = max(self._peak_bytes[mount], self._held_bytes[mount])
 
     def rooms(self, processes: int, shares: Callable[[], bool]) -> tuple[Room, ...]:
-        """Return what has been added up; nothing where file systems may share blocks, which takes no room.
+        """Return the room that is needed; empty if targets may share blocks with the source, and so take none.
 
-        processes: how many there are in the run, each of which may need as much. shares: tells whether that may be so;
-        asked only if it matters. Raises OSError where a file system does not say what is free.
+        processes: how many the run has, each of which may need as much. shares: tells whether blocks may be shared;
+        called only if there is not enough room. Raises OSError if a file system cannot be asked what is free.
         """
         needed = ((mount, peak + self._record_bytes[mount]) for mount, peak in self._peak_bytes.items())
-        found = ((mount, needed_bytes, _free_bytes(mount)) for mount, needed_bytes in needed)
-        rooms = tuple(Room(mount, needed, free) for mount, needed, free in found if free is not None)
+        with_free = ((mount, needed_bytes, _free_bytes(mount)) for mount, needed_bytes in needed)
+        rooms = tuple(Room(mount, needed, free) for mount, needed, free in with_free if free is not None)
         if any(room.needed_bytes * processes > room.free_bytes for room in rooms) and shares():
             return ()
         return rooms
 
 
 def on_disk_bytes(size_bytes: int, mount: str) -> int:
-    """Return what a file of so many bytes takes of a file system at most: whole blocks, and the list of these."""
+    """Return the most bytes that a file of a given size takes on a file system: its blocks, and the list of these."""
     block_bytes = max(_BLOCK_BYTES, os.statvfs(mount).f_frsize)
     blocks = -(-size_bytes // block_bytes)
     lists = -(-size_bytes // _LISTED_BYTES) if size_bytes >= _LISTED_FROM_BYTES else 0
@@ -90,7 +90,7 @@ def on_disk_bytes(size_bytes: int, mount: str) -> int:
 def require_room(shares: Iterable[Sequence[Room]]) -> None:
     """Raise TargetError if what the processes of a run need together does not fit a file system.
 
-    shares: what each of them needs. All that is known of the same `shares` is the same on every process.
+    shares: what each of them needs. Equal shares give the same result on every process.
     """
     needed_bytes: defaultdict[str, int] = defaultdict(int)
     free_bytes: dict[str, int] = {}
@@ -110,18 +110,18 @@ def require_room(shares: Iterable[Sequence[Room]]) -> None:
 
 
 def stranger_notes(paths: Iterable[Path]) -> tuple[str, ...]:
-    """Return a note on shards that lie beside those that are written to `paths`, if there are any."""
-    found = [file for path in paths for file in strangers(path)]
-    if not found:
+    """Return a note on foreign shards in the folders of the targets `paths`, if there are any."""
+    shards = [file for path in paths for file in strangers(path)]
+    if not shards:
         return ()
-    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-    return (f"{found[0]}{more} will lie beside the new targets: a shard of another run, which is left as it is",)
+    more = f" and {len(shards) - 1} more" if len(shards) > 1 else ""
+    return (f"{shards[0]}{more} will lie beside the new targets: a shard of another run, which is left as it is",)
 
 
 def require_no_strangers(folder: Path, endings: tuple[str, ...], names: Iterable[str]) -> None:
-    """Raise TargetError if files lie in a folder that would be taken for a part of the checkpoint written there.
+    """Raise TargetError if a folder has foreign files that would be taken for a part of the checkpoint written there.
 
-    endings: of such files. names: of those that are a part of it.
+    endings: of the names of such files. names: of the files that are part of the checkpoint.
     """
     own = set(names)
     lying = shards_in(folder, None) if folder.is_dir() else []
@@ -137,13 +137,13 @@ def require_no_strangers(folder: Path, endings: tuple[str, ...], names: Iterable
 
 
 def may_share(files: ShardFiles, format_name: str, target: Path) -> bool:
-    """Tell whether blocks of `files` can be shared with a file of a format at `target`."""
+    """Tell whether a target of a format at the path `target` can share blocks with source files."""
     aligned = files.format == format_name and formats.by_name(format_name).TRAITS.shares_blocks
     return aligned and _can_share(Path(next(iter(files.by_rank.values()))[0]), target)
 
 
 def _can_share(source: Path, target: Path) -> bool:
-    """Tell whether the file system shares blocks, by having it do so with a file without a name."""
+    """Tell whether the file system shares blocks, tried with a file without a name."""
     try:
         trial = os.open(_nearest(target.parent), os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError:
@@ -159,7 +159,7 @@ def _can_share(source: Path, target: Path) -> bool:
 
 
 def require_short_names(paths: Iterable[Path]) -> None:
-    """Raise TargetError if a path, or a name in it, is longer than the file system takes."""
+    """Raise TargetError if a path, or a name in it, is longer than the file system allows."""
     for path in paths:
         most_name_bytes, most_path_bytes = _longest(_nearest(path.parent))
         name = max(path.parts, key=_length)
@@ -171,7 +171,7 @@ def require_short_names(paths: Iterable[Path]) -> None:
                 where=str(path.parent),
                 remedy="take a shorter --prefix" if name == path.name else "take a target with a shorter name",
             )
-        if _length(str(path)) >= most_path_bytes:  # it ends in a byte of its own
+        if _length(str(path)) >= most_path_bytes:  # the limit counts a byte for its end
             raise TargetError(
                 "a path in the target would be too long",
                 expected=f"less than {most_path_bytes} bytes",
@@ -191,7 +191,7 @@ def _longest(folder: Path) -> tuple[int, int]:
 
 
 def _nearest(folder: Path) -> Path:
-    """Return the folder, or the nearest above it that is there already."""
+    """Return the folder, or the nearest one above it that exists."""
     while not os.path.exists(folder):  # noqa: PTH110 - Path.exists raises where a name is too long
         folder = folder.parent
     return folder
@@ -206,7 +206,7 @@ def _mount_of(folder: Path) -> str:
 
 
 def _free_bytes(mount: str) -> int | None:
-    """Return what this user may take; None where the file system does not count."""
+    """Return how much is free for this user; None if the file system does not count blocks."""
     status = os.statvfs(mount)
     free_blocks = status.f_bfree if os.geteuid() == 0 else status.f_bavail
     return free_blocks * status.f_frsize if status.f_blocks else None

@@ -1,4 +1,4 @@
-"""A request looked into: which targets, from which shards, by which strategies, and where they are written."""
+"""Prepares a request: which targets are made, from which shards, by which strategies, and where they are written."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAX_TARGETS = 1 << 16
 
 
 class Run(NamedTuple):
-    """A request that has been looked into: source and strategies are read, the targets are known."""
+    """A prepared request: source and strategies have been read, and the targets are known."""
 
     request: Request
     conversion: Conversion
@@ -44,7 +44,7 @@ class Run(NamedTuple):
         before_shards: Callable[[str], None],
         before_filling: Callable[[Conversion, str], object],
     ) -> Run:
-        """Find the shards, and read the strategies where they are not given.
+        """Prepare a request: find the shards, and read the strategies unless they are given.
 
         known_damage: what is known to be wrong with source shards. before_shards: is told the format of the shards
         before any is read. before_filling: is told the conversion to one full checkpoint, and the format of the files
@@ -103,7 +103,7 @@ class Run(NamedTuple):
         return _target_file(self.request, self.format, target_rank, self.strategies.target.world_size)
 
     def journal(self) -> Journal | Unrecorded:
-        """Return what keeps the state of this run in the target folder."""
+        """Return the journal, which keeps the state of this run in the target folder."""
         request = self.request
         if not request.recorded:
             return Unrecorded(Path(request.target))
@@ -135,7 +135,7 @@ class Run(NamedTuple):
 
 
 def _target_format(request: Request, source_format: str) -> str:
-    """Return the name of the targets' format. Raises UsageError for options that do not go with it."""
+    """Return the name of the targets' format. Raises UsageError for options that it does not allow."""
     own = formats.by_name(source_format).TRAITS
     is_cut = request.dst_strategy is not None
     name = request.to or (own.sharded_as if is_cut and own.sharded_as is not None else source_format)
@@ -145,6 +145,17 @@ def _target_format(request: Request, source_format: str) -> str:
             f"a checkpoint in {name} is not cut over ranks",
             expected=f"--to {name} without --dst-strategy, or --to {traits.sharded_as} with it",
             got=f"--dst-strategy {request.dst_strategy}",
+        )
+    folder_format = formats.folder_by_name(name)
+    if (
+        folder_format is not None
+        and request.prefix not in ("", formats.DEFAULT_PREFIX)
+        and folder_format.file_name(0, 1, "") == folder_format.file_name(0, 1, request.prefix)
+    ):
+        raise UsageError(
+            f"files of a checkpoint in {name} have names of their own",
+            expected="no --prefix",
+            got=f"--prefix {request.prefix}",
         )
     if request.max_shard_size is not None and not traits.is_filled:
         able = [f"--to {other}" for other in formats.NAMES if formats.by_name(other).TRAITS.is_filled]
@@ -157,7 +168,7 @@ def _target_format(request: Request, source_format: str) -> str:
 def _refuse_overlap(
     request: Request, files: discovery.ShardFiles, format_name: str, ranks: Sequence[int], target: Strategy
 ) -> None:
-    """Raise TargetError for targets that overlap with the source, UsageError if they are too many to be looked at."""
+    """Raise TargetError if targets overlap with the source, UsageError if they are too many to be checked."""
     if len(ranks) > MAX_TARGETS:
         parts = -(-target.world_size // MAX_TARGETS)
         raise UsageError(
@@ -194,12 +205,12 @@ def _targets(request: Request, target: Strategy, conversion: Conversion) -> tupl
         for rank in request.ranks:
             check_target_rank(rank, target)
         return tuple(sorted(set(request.ranks)))
-    every = range(target.world_size)
+    all_ranks = range(target.world_size)
     if request.part is None:
-        return tuple(every)
+        return tuple(all_ranks)
     share, shares = request.part
-    if shares >= len(every):
-        return tuple(every[share : share + 1])
+    if shares >= len(all_ranks):
+        return tuple(all_ranks[share : share + 1])
     if conversion.has_even_targets:
-        return tuple(every[share::shares])  # as `assign` deals out what is alike
-    return tuple(sorted(assign(conversion.target_weights(every), range(shares))[share]))
+        return tuple(all_ranks[share::shares])  # as `assign` deals out equal targets
+    return tuple(sorted(assign(conversion.target_weights(all_ranks), range(shares))[share]))

@@ -1,4 +1,4 @@
-"""What a run says while it works: on a terminal, in a batch job's output, or to the logger of a caller."""
+"""The progress of a run, shown on a terminal, in a batch job's output, or by the logger of a caller."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from reshard_mpi.units import format_bytes, format_rate
 if TYPE_CHECKING:
     from reshard_mpi.runs.outcome import TargetReport
 
-# Often enough to see that it lives, seldom enough to cost nothing.
+# Seconds between two lines (on a terminal, elsewhere): short enough to show progress, long enough to cost nothing.
 _REFRESH_SECONDS = 0.2
 _PLAIN_SECONDS = 10.0
-# Waiting for memory that is worth mentioning.
+# Shorter waiting for memory is not worth mentioning.
 _WORTH_SECONDS = 1.0
 
 
 def say(text: str, stream: TextIO, end: str = "\n") -> None:
-    """Print at once what a run can do without: nothing is to fail because nobody listens any more."""
+    """Print a text at once. Nothing is raised if the stream is closed, since a run can do without its output."""
     with contextlib.suppress(OSError):
         print(text, end=end, file=stream, flush=True)
 
 
 def log(notes: Iterable[str], warnings: Iterable[str]) -> None:
-    """Tell the logger "reshard_mpi" what the command line prints: notes at level INFO, warnings at WARNING."""
-    import logging  # when there is a caller: the command line does without
+    """Log notes at level INFO and warnings at level WARNING, to the logger "reshard_mpi"."""
+    import logging  # only here, since the command line does without
 
     logger = logging.getLogger("reshard_mpi")
     for note in notes:
@@ -39,7 +39,11 @@ def log(notes: Iterable[str], warnings: Iterable[str]) -> None:
 
 
 class Progress(Protocol):
-    """Is told what is read, once by every process which targets it is to write, and then what happens to them."""
+    """Shows the progress of a run.
+
+    `reading`: the source in one line. `assigned`: the targets of a process. `started`, `moved`, `finished`: a target is
+    begun, so many bytes are written, a target is complete. `waiting`: for what the process waits. `close`: the end.
+    """
 
     def reading(self, source: str) -> None: ...
 
@@ -57,7 +61,7 @@ class Progress(Protocol):
 
 
 class Silent:
-    """Says nothing, but to the log that a caller of the functions may listen to."""
+    """Shows nothing; what is waited for goes to the log."""
 
     def reading(self, source: str) -> None:
         pass
@@ -82,7 +86,7 @@ class Silent:
 
 
 class Plain:
-    """A line for every finished target, and now and then one for the bytes moved so far."""
+    """Prints a line for each finished target, and one every few seconds for the bytes written so far."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
@@ -121,7 +125,7 @@ class Plain:
 
 
 class Bar:
-    """One line on a terminal that is written anew as bytes move."""
+    """Prints one line on a terminal, again and again as bytes are written."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr

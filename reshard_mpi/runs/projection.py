@@ -1,6 +1,6 @@
-"""How much memory a process of a run is going to use: projected before it does, from what is known by then.
+"""Projects how much memory a process of a run is going to use, before it does, from what is known by then.
 
-All figures are of resident memory, measured (`tests/test_projection.py`) and rounded up.
+All figures are of resident memory, in bytes, measured (`tests/runs/test_projection.py`) and rounded up.
 """
 
 from __future__ import annotations
@@ -25,35 +25,37 @@ from reshard_mpi.runs.selfcheck import Summing
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.units import KIB, MIB
 
-# An interpreter with what plans and moves bytes; what is added by numpy, and by MPI.
+# An interpreter with the modules that plan and move bytes; what numpy adds, and what MPI adds.
 INTERPRETER_BYTES = 27 * MIB
 _NUMPY_BYTES = 13 * MIB
 _MPI_BYTES = 18 * MIB
-# What is read of a strategy file, for each of its bytes, at the most while it is parsed.
+# How many bytes parsing a strategy file takes at most for each of its bytes.
 _PARSING_SHARE = 11
-# A parameter of a strategy; of the larger of the two, for both.
+# For each parameter of the larger of the two strategies, for both.
 _PARAMETER_BYTES = KIB // 2
-# A tensor while its target is planned; of a plan that is kept; the sum of one.
+# For each tensor while its target is planned; for each in a plan that is kept.
 _PLANNED_BYTES = KIB // 2
 _KEPT_PLAN_BYTES = 64
-# A kind of tensors in a plan, and in the structure of several shards.
+# For each kind of tensors, in a plan and in the structure of several shards.
 _KIND_BYTES = 8 * KIB
+# For each sum of a tensor.
 _SUM_BYTES = KIB
-# A copy beyond the first of a target tensor.
+# For each copy beyond the first of a target tensor.
 _COPY_BYTES = 16
-# A copy of a small tensor where those are moved many at a time.
+# For each copy of a small tensor, if these are moved many at a time.
 _BATCHED_BYTES = 32
-# A window begins and ends with a page, and with it the kernel maps what it has of the file around.
+# A window begins and ends with a page, and the kernel maps pages around it that are in memory.
 _AROUND_BYTES = 256 * KIB
-# What a process keeps of plans.
+# How many plans a process keeps, and how large they may be together.
 MAX_KEPT_PLANS = 4
 MAX_KEPT_PLANS_BYTES = 56 * MIB
 
 
 def opening_bytes(strategies: Iterable[str | os.PathLike[str] | None], *source_formats: str) -> int:
-    """Project what a process needs that reads strategy files, and then the structure of first shards.
+    """Return the bytes that a process needs to read strategy files, and then the structure of the first shards.
 
-    What planning loads later is as large as the structure of 10,000 tensors. source_formats: once they are known.
+    strategies: paths of the files; None: no such file. source_formats: of the shards, once they are known. Modules that
+    planning loads later take as much as the structure of 10,000 tensors, so this counts that as well.
     """
     children = max((_costs(name).child for name in source_formats), default=0)
     shard_bytes = children + _NUMPY_BYTES if children else 0
@@ -66,7 +68,7 @@ def opening_bytes(strategies: Iterable[str | os.PathLike[str] | None], *source_f
 
 
 def checking_bytes(source_format: str, summing: Summing) -> int:
-    """Project what a process needs that checks a shard against the sums that it keeps."""
+    """Return the bytes that a process needs to check a shard against its own sums."""
     child_bytes, costs = 0, _costs(source_format)
     if costs.child and not summing.is_native:
         child_bytes = costs.child + summing.tensors * costs.child_tensor + LIMITS.buffer_bytes + summing.decoding_bytes
@@ -75,12 +77,12 @@ def checking_bytes(source_format: str, summing: Summing) -> int:
 
 
 class Projection(NamedTuple):
-    """What a conversion takes in one process.
+    """The memory that a conversion takes in one process.
 
-    planning_bytes: at the most while it plans. base_bytes: an interpreter with its libraries, and what it has read and
-    planned. tensor_bytes: a tensor that is written, in this program and in the library of its format. compares: what is
-    in the target is read beside its sources, all of them through windows. decoding_bytes: what it takes to decode a
-    tensor of that; of the sources it is known with their tensors. has_numpy: it is in base_bytes already.
+    planning_bytes: the most while it plans. base_bytes: an interpreter with its libraries, and what has been read and
+    planned. tensor_bytes: for each tensor that is written, in this program and in the library of the format. compares:
+    whether the target is read as well as its sources, and all of them through windows. has_numpy: whether base_bytes
+    includes numpy. decoding_bytes: the most that decoding a tensor of the target takes.
     """
 
     planning_bytes: int
@@ -100,16 +102,16 @@ class Projection(NamedTuple):
         verify: bool = False,
         also_read: SourceCheckpoint | None = None,
     ) -> Projection:
-        """Project from what is known of a conversion as soon as one of its shards has been read.
+        """Return the projection of a conversion of which at least one shard has been read.
 
-        targets: how many are planned at the most. verify: what is written is compared with its sources. also_read:
-        nothing is written, and this is compared.
+        targets: how many are planned at most. verify: whether targets are compared with their sources afterwards.
+        also_read: a checkpoint that is compared with the sources; then nothing is written.
         """
         source, target = conversion.source, conversion.target
         costs, target_costs = _costs(source.files.format), _costs(target_format)
         per_shard, has_numpy = source.extent.tensors, not source.extent.is_as_stored
         known_bytes = _known_bytes(per_shard, source)
-        # Plans keep the names of their shards, which are kept anyway where all shards have the same.
+        # Plans keep the names in their shards. If all shards have the same names, these are kept anyway.
         plan_bytes = _KEPT_PLAN_BYTES + (KEPT_TENSOR_BYTES if source.strategy.stages > 1 else 0)
         kept_bytes = min(MAX_KEPT_PLANS_BYTES, per_shard * min(MAX_KEPT_PLANS, targets) * plan_bytes)
         parameters = max(len(source.strategy.parameters), len(target.parameters))
@@ -123,7 +125,9 @@ class Projection(NamedTuple):
             extent = also_read.extent
             base_bytes += _known_bytes(extent.tensors, also_read)
             if not extent.is_native:
-                base_bytes += target_costs.child if source.extent.is_native or not costs.child else 0  # it serves both
+                base_bytes += (
+                    target_costs.child if source.extent.is_native or not costs.child else 0
+                )  # one child reads both
                 base_bytes += extent.tensors * target_costs.child_tensor
             if not extent.is_as_stored and not has_numpy:
                 base_bytes, has_numpy = base_bytes + _NUMPY_BYTES, True
@@ -137,12 +141,12 @@ class Projection(NamedTuple):
 
     @property
     def gathering_bytes(self) -> int:
-        """At the most while it compares copies that lie in many runs in their shards."""
+        """The most while copies that are many runs in their shards are compared."""
         numpy_bytes = 0 if self.has_numpy else _NUMPY_BYTES
         return self.planning_bytes + numpy_bytes + LIMITS.buffer_bytes + LIMITS.window_bytes
 
     def peak_bytes(self, plan: RankPlan) -> int:
-        """Project the most that a process needs which plans and writes this target."""
+        """Return the most bytes that a process needs to plan and write this target."""
         decoding_bytes, buffer_bytes, window_bytes, has_numpy = self.decoding_bytes, 0, 0, self.has_numpy
         records_bytes = self.tensor_bytes * len(plan.tensors)
         if are_many(plan.tensors):
@@ -150,17 +154,17 @@ class Projection(NamedTuple):
             window_bytes = max(window_bytes, plan.needed_bytes)
             records_bytes += _BATCHED_BYTES * plan.copies
         for group in plan.tensors.groups:
-            alike = group.tensor(0)
+            first = group.tensor(0)
             buffer_bytes = max(buffer_bytes, min(LIMITS.buffer_bytes, group.kind.size_bytes))
             records_bytes += _COPY_BYTES * (len(group.routes) - 1) * len(group.names)
             through_windows = any(
                 is_gathered(tensor, LIMITS) or (self.compares and _is_gathered_to_compare(tensor))
-                for tensor in (alike, *_otherwise_stored(group))
+                for tensor in (first, *_otherwise_stored(group))
             )
-            has_numpy = has_numpy or through_windows or (self.compares and _is_in_short_runs(alike))
-            for source in (copy.source for tensor in (alike, *_otherwise_stored(group)) for copy in tensor.copies):
+            has_numpy = has_numpy or through_windows or (self.compares and _is_in_short_runs(first))
+            for source in (copy.source for tensor in (first, *_otherwise_stored(group)) for copy in tensor.copies):
                 if isinstance(source.source, Decoded):
-                    read_bytes = 2 * min(LIMITS.buffer_bytes, source.size_bytes)  # there and here
+                    read_bytes = 2 * min(LIMITS.buffer_bytes, source.size_bytes)  # in the child and in this process
                     decoding_bytes = max(
                         decoding_bytes, source.source.decoding_bytes + source.source.kept_bytes + read_bytes
                     )
@@ -176,17 +180,20 @@ def _costs(format_name: str) -> Costs:
 
 
 def _known_bytes(tensors: int, checkpoint: SourceCheckpoint) -> int:
-    """Project what is kept of the structure of shards with so many tensors each: those of a stage have the same."""
+    """Return the bytes kept for the structure of shards with so many tensors each; those of a stage share the names."""
     shards, stages = len(checkpoint.files.by_rank), checkpoint.strategy.stages
     alike_bytes = tensors * (stages * KEPT_TENSOR_BYTES + max(0, shards - stages) * KEPT_PLACE_BYTES)
     return min(MAX_KEPT_BYTES + tensors * KEPT_TENSOR_BYTES, alike_bytes)
 
 
 def _otherwise_stored(group: Group) -> Iterator[TensorPlan]:
-    """Yield the tensors of a group that are not one run of their shards' files: they need not be stored alike."""
-    for at in range(1, len(group.names)):
-        if any(route.numbers[at] in route.tensors.elsewhere for route in group.routes if route.tensors.elsewhere):
-            yield group.tensor(at)
+    """Yield the tensors of a group, besides the first, that are not one run of a shard's file.
+
+    Only such tensors may be stored otherwise than the first.
+    """
+    for place in range(1, len(group.names)):
+        if any(route.numbers[place] in route.tensors.elsewhere for route in group.routes if route.tensors.elsewhere):
+            yield group.tensor(place)
 
 
 def _is_gathered_to_compare(tensor: TensorPlan) -> bool:
@@ -203,12 +210,12 @@ def _regions(tensor: TensorPlan) -> Iterator[Box]:
 
 
 def _loaded_bytes() -> int:
-    """What this process has loaded besides an interpreter with this program."""
+    """Return the bytes of libraries that this process has loaded besides this program."""
     return _MPI_BYTES if "mpi4py.MPI" in sys.modules else 0
 
 
 def _size_bytes(path: str | os.PathLike[str]) -> int:
-    """Return how large a file is, or all files of a folder; 0 for what is not there."""
+    """Return the size of a file, or of all files in a folder; 0 if there is nothing."""
     try:
         with os.scandir(path) as entries:
             return sum(entry.stat().st_size for entry in entries if entry.is_file())

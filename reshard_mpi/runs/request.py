@@ -1,4 +1,4 @@
-"""What a user asks for, and the strategies that this names. Light: it is there before anything else is."""
+"""What a user asks for, and the strategies that the request names. This module loads little, since it comes first."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from reshard_mpi.processes.governor.allowance import Allowance
 from reshard_mpi.sharding import strategy
 from reshard_mpi.sharding.placement import Strategy, unsharded
 
-# 5GB: what huggingface_hub fills files up to.
+# 5 GB, the size up to which huggingface_hub fills files.
 _USUAL_FILE_BYTES = 5 * 10**9
 # No file is larger, and records of runs hold no larger number.
 _MOST_FILE_BYTES = 1 << 62
 
 
 class TargetFile(NamedTuple):
-    """A file of the target where the caller says which tensors it holds, in whole.
+    """A file of the target, for which the caller says which tensors it holds, each whole.
 
-    tensors: what each of them is called in the source, and in the file. size_bytes: of all of them.
+    tensors: the name of each in the source, and that in the file. size_bytes: of all of them.
     """
 
     name: str
@@ -29,17 +29,17 @@ class TargetFile(NamedTuple):
 
 
 class Request(NamedTuple):
-    """What is to be converted, as the options of `reshard-mpi transform` say it.
+    """What is to be converted, in the terms of the options of `reshard-mpi transform`.
 
-    src_strategy, dst_strategy: files or folders; None as the options left out. ranks: the targets to make (None: all).
-    part: (i, n) for the i-th of n shares of them. to: a format's name, None for the source's. source_format: of the
-    files that are meant, None for what lies there. recorded: keep a journal
-    in the target folder; without one, existing target files are replaced. memory: a size, "unlimited", or None for what
-    the environment says. max_active: how many processes may transform at once on a host (None: any number).
-    verify: read sources and targets again, compare them, and keep sums. crc: add a checksum to target files.
-    replicas: which of the ranks that hold the same are compared before. report: where a report will be written.
-    max_shard_size: how large files may become where they are filled up to a size (None: as large as is usual).
-    files: of the target, for a run that writes such.
+    src_strategy, dst_strategy: paths of files or folders; None if left out. prefix: of target file names. select: a
+    glob that source file names must match. to: name of the target format; None: that of the source. source_format: read
+    only files of this format; None: of whichever there is. ranks: the targets to make; None: all. part: (i, n) for
+    share number i of n of them. recorded: keep a journal in the target folder; without one, existing target files are
+    replaced. memory: a size, "unlimited", or None for what the environment says. max_active: how many processes of a
+    host may transform at once; None: any number. verify: read sources and targets again, compare them, and keep sums.
+    crc: add a checksum to target files. replicas: which copies are compared before one is taken. report: path of the
+    report that will be written; None: none. max_shard_size: the most bytes of a file, where files are filled up to a
+    size; None: the usual size. files: those of the target, for a run whose caller says which tensors each holds.
     """
 
     source: str
@@ -68,19 +68,19 @@ class Request(NamedTuple):
 
     @property
     def most_file_bytes(self) -> int:
-        """How large a file may become that is filled up to a size."""
+        """The most bytes of a file that is filled up to a size."""
         return _USUAL_FILE_BYTES if self.max_shard_size is None else min(self.max_shard_size, _MOST_FILE_BYTES)
 
     @property
     def allowance(self) -> Allowance:
-        """How much of a host's memory may be taken. Raises UsageError if `memory` is no size."""
+        """How much of a host's memory may be used. Raises UsageError if `memory` is no size."""
         return Allowance.of(self.memory, self.max_active, os.environ)
 
 
 class Strategies(NamedTuple):
-    """How both sides of a conversion are sharded, as the request's files say. source: None if the shards must say it.
+    """The strategies of both sides of a conversion. source: None if the shards must describe themselves.
 
-    The digests tell whether the files are those of another run; None for a side without files.
+    The digests are those of the files, which tell whether another run had the same; None for a side without files.
     """
 
     source: Strategy | None
@@ -90,7 +90,7 @@ class Strategies(NamedTuple):
 
     @classmethod
     def read(cls, request: Request) -> Strategies:
-        """Read the files that `request` names. Raises StrategyError or LayoutError for what is wrong with them."""
+        """Read the strategy files that `request` names. Raises StrategyError or LayoutError if they are wrong."""
         source, target = request.src_strategy, request.dst_strategy
         return cls(
             strategy.load(source) if source else None,

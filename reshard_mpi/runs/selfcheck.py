@@ -1,4 +1,4 @@
-"""What shards are found to be by what is kept of them: their own checksums and sums, and the records of their run."""
+"""Checks shards against what is kept of them: their own checksums and sums, and the records of their run."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from reshard_mpi.sharding.strategy import table
 
 
 class Summing(NamedTuple):
-    """What it takes to sum the tensors of a shard.
+    """What summing the tensors of a shard takes.
 
-    is_native: the shard describes itself, so what is in it is read in this process. decoding_bytes: of memory, for the
-    tensor that takes most. with_numpy: numpy is loaded for it.
+    tensors: how many. is_native: whether the shard describes itself, and so is read in this process. decoding_bytes:
+    the most memory that decoding one tensor takes. with_numpy: whether numpy is loaded.
     """
 
     tensors: int
@@ -47,15 +47,16 @@ class Summing(NamedTuple):
 def check_shard(
     files: ShardFiles, rank: int, limits: Limits, before_sums: Callable[[Summing], None]
 ) -> tuple[Checked, list[ReshardError]]:
-    """Check what one rank holds against the checksum, the sums and the record that there are of it.
+    """Check the files of one rank against their checksums, their sums, and their record, as far as they have these.
 
-    before_sums: is told of each file what it takes to sum it, before that is done.
+    before_sums: called for each file with what summing it takes, before it is summed. Returns the damage as errors;
+    raises a ReshardError if a file cannot be checked.
     """
     module, folder = formats.by_name(files.format), Path(files.path)
     record = TargetRecord.read(folder / STATE, rank)
     damage: list[ReshardError] = []
     by: dict[str, None] = {}
-    found: list[TensorSum] = []
+    sums: list[TensorSum] = []
     tensors = read_bytes = world_size = 0
     if record is None and os.path.lexists(record_path(folder / STATE, rank)):
         remedy = "reshard-mpi verify SRC DST, if there is a source; transform with --resume makes the target anew"
@@ -64,7 +65,7 @@ def check_shard(
     for path in files.by_rank[rank]:
         shard = module.locate(path)
         is_recorded = record is not None and _is_of(record, folder, path)
-        recorded = {one.name: one for one in record.sums} if record is not None and is_recorded else {}
+        recorded = {tensor.name: tensor for tensor in record.sums} if record is not None and is_recorded else {}
         listed = table.loads(shard.identity.strategy, shard.path).parameters if shard.identity is not None else ()
         with_numpy = any(takes_numpy(spec, shard.tensors[spec.name]) for spec, _ in _placed(shard, recorded, listed))
         before_sums(Summing(len(shard.tensors), shard.identity is not None, shard.decoding_bytes, with_numpy))
@@ -84,25 +85,25 @@ def check_shard(
         specs = [spec for spec in placed if spec.name in stored or spec.name in recorded]
         for summed in sum_tensors(specs, shard, limits=limits):
             name = summed.tensor.name
-            found.append(tensor_sum(summed.tensor, summed.found, loose=placed[summed.tensor]))
+            sums.append(tensor_sum(summed.tensor, summed.found, loose=placed[summed.tensor]))
             tensors += 1
             read_bytes += summed.tensor.size_bytes
             written = {stored[name]} if name in stored else set()
             written |= {recorded[name].value} if name in recorded else set()
             damage += [_damaged(shard, name, value, summed.found) for value in written - {summed.found}]
     path = files.by_rank[rank][0]
-    return Checked(rank, path, tensors, read_bytes, tuple(by), tuple(found), world_size=world_size), damage
+    return Checked(rank, path, tensors, read_bytes, tuple(by), tuple(sums), world_size=world_size), damage
 
 
-def check_together(files: ShardFiles, found: Iterable[Checked], *, sound: bool) -> Iterator[DamageError]:
-    """Yield what is wrong with all the shards together: copies differ, some are missing, wholes are not as committed.
+def check_together(files: ShardFiles, checked: Iterable[Checked], *, sound: bool) -> Iterator[DamageError]:
+    """Yield the damage that all shards together show: copies differ, shards are missing, or sums are not as committed.
 
-    sound: each of them has been found so by itself.
+    checked: all shards. sound: whether each of them is sound by itself.
     """
-    checked = tuple(found)
+    shards = tuple(checked)
     sums: dict[str, int] = {}
     try:
-        sums.update(sums_of_wholes({one.rank: one.sums for one in checked if sound}))
+        sums.update(sums_of_wholes({shard.rank: shard.sums for shard in shards if sound}))
     except DamageError as error:
         error.where = files.path
         yield error
@@ -111,10 +112,10 @@ def check_together(files: ShardFiles, found: Iterable[Checked], *, sound: bool) 
     if record is None and os.path.lexists(folder / COMMIT_RECORD):
         remedy = "reshard-mpi commit writes it anew, if the records of the run are there"
         yield DamageError("the commit record is damaged", where=str(folder / COMMIT_RECORD), remedy=remedy)
-    paths = [Path(path) for at in files.by_rank.values() for path in at]
+    paths = [Path(path) for rank_paths in files.by_rank.values() for path in rank_paths]
     if record is None or not {folder / file for file in record.files.values()}.issuperset(paths):
         if all(path.parent.parent == folder for path in paths):  # not a file or the folder of a rank by itself
-            yield from _missing(files, max((one.world_size for one in checked), default=0), "the others say")
+            yield from _missing(files, max((shard.world_size for shard in shards), default=0), "the others say")
         return
     yield from _missing(files, len(record.files), f"{COMMIT_RECORD} says")
     for name, value in record.sums.items():
@@ -151,12 +152,12 @@ def _elsewhere(own: int, rank: int, path: str) -> Iterator[DamageError]:
 
 
 def _is_of(record: TargetRecord, folder: Path, path: str) -> bool:
-    """Tell whether a record is of the file at `path`, and not of one that was about to take its place."""
+    """Tell whether a record is that of the file at `path`, and not of one that was about to replace it."""
     return folder / record.file == Path(path) and (record.announced is None or record.is_about(Path(path).stat()))
 
 
 def _against_record(shard: Manifest, record: TargetRecord, recorded: Mapping[str, TensorSum]) -> Iterator[DamageError]:
-    """Yield what a shard is not that its record says it is, besides the bytes of its tensors."""
+    """Yield what differs between a shard and its record, besides the bytes of its tensors."""
     size_bytes = Path(shard.path).stat().st_size
     if size_bytes != record.size_bytes:
         expected, got = f"{record.size_bytes} bytes, as it was written", f"{size_bytes}"
@@ -164,36 +165,37 @@ def _against_record(shard: Manifest, record: TargetRecord, recorded: Mapping[str
     if digest_of_texts(shard.strings) != record.evidence.texts:
         yield DamageError("the texts of a shard are not what was written", where=shard.path, remedy="restore the file")
     for name in dict.fromkeys((*recorded, *shard.tensors)) if recorded else ():
-        one, entry = recorded.get(name), shard.tensors.get(name)
-        if one is None or entry is None or not _fits(one, entry):
+        tensor, entry = recorded.get(name), shard.tensors.get(name)
+        if tensor is None or entry is None or not _fits(tensor, entry):
             yield DamageError(
                 f"{name!r} is not what was written",
-                expected="no such tensor" if one is None else f"{one.dtype} of shape {list(one.shape)}",
+                expected="no such tensor" if tensor is None else f"{tensor.dtype} of shape {list(tensor.shape)}",
                 got="no such tensor" if entry is None else f"{entry.dtype.name} of shape {list(entry.shape)}",
                 where=shard.path,
                 remedy="restore the file",
             )
 
 
-def _fits(one: TensorSum, entry: TensorEntry) -> bool:
-    return (one.dtype, one.shape) == (entry.dtype.name, entry.shape)
+def _fits(tensor: TensorSum, entry: TensorEntry) -> bool:
+    return (tensor.dtype, tensor.shape) == (entry.dtype.name, entry.shape)
 
 
 def _placed(
     shard: Manifest, recorded: Mapping[str, TensorSum], listed: Container[str]
 ) -> Iterator[tuple[TensorSpec, bool]]:
-    """Yield the tensors of a shard whose place in the whole is known, from itself or from its record if that fits.
+    """Yield the tensors of a shard whose place in the whole tensor is known, and whether each is loose.
 
-    listed: what the strategy in the shard places. Of each tensor: whether it is loose, for all that is known.
+    The place is known from the shard itself, or from its record if that fits. listed: names that the strategy in the
+    shard places; a tensor is loose if its record says so, or without one, if it is not among these.
     """
     for name, entry in shard.tensors.items():
-        one = recorded.get(name)
-        loose = name not in listed if one is None else one.loose
+        tensor = recorded.get(name)
+        loose = name not in listed if tensor is None else tensor.loose
         if entry.box is not None and entry.global_shape is not None:
             yield TensorSpec(name, entry.dtype, entry.global_shape, entry.box), loose
-        elif one is not None and _fits(one, entry):
-            stop = tuple(low + length for low, length in zip(one.start, entry.shape))
-            yield TensorSpec(name, entry.dtype, one.global_shape, Box(one.start, stop)), loose
+        elif tensor is not None and _fits(tensor, entry):
+            stop = tuple(low + length for low, length in zip(tensor.start, entry.shape))
+            yield TensorSpec(name, entry.dtype, tensor.global_shape, Box(tensor.start, stop)), loose
 
 
 def _damaged(shard: Manifest, name: str, expected: int, found: int) -> DamageError:

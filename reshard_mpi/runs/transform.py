@@ -1,8 +1,8 @@
-"""A run: which process makes which target, and what happens when one of them cannot.
+"""The phases of a run, and how its processes agree on errors.
 
-Every process of a run executes `convert` (alone, as MPI rank, or as local worker): it plans its targets, learns
-whether any process found a reason to refuse, and only then writes. Errors are caught target by target and gathered,
-so the outcome is the same on every process.
+Every process of a run calls `convert`: alone, as an MPI rank, or as a local worker. It plans its targets, learns
+whether any process has an error that refuses the run, and only then writes. Errors are caught for each target and
+gathered, so the outcome is the same on every process.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ T = TypeVar("T")
 
 
 def convert(request: Request, comm: Comm, progress: Progress, strategies: Strategies | None = None) -> Outcome:
-    """Make the targets of `request` that fall to this process; return what all processes of `comm` did.
+    """Make this process's part of the targets of `request`; return the outcome of all processes of `comm`.
 
-    strategies: what the request's files say, where that has been read already. Every process of `comm` must call it
-    with the same request. Raises, on every process alike, the error that refused the run before anything was written.
-    Targets that failed while they were written are in the outcome.
+    Every process of `comm` must call it with the same request. strategies: those of the request, if they have been read
+    already. Raises the same error on every process if the run is refused, before anything is written. Targets that fail
+    later are in the outcome.
     """
     with RunMemory(lambda: request.allowance, comm, progress.waiting) as memory:
         return _convert(request, comm, progress, strategies, memory)
@@ -51,28 +51,28 @@ def _convert(
     planner, planned = _planned(request, comm, progress, strategies, memory)
     _refuse(comm.allgather(planner.begin(progress)), comm)
     if comm.rank == 0:
-        progress.reading(planner.described_source)  # not before: a process alone may have started over until here
+        progress.reading(planner.described_source)  # not earlier, since a process alone may have started over until now
     written = planner.writer(progress).write()
-    said = Outcome(
+    plans_outcome = Outcome(
         notes=planned.notes,
         lost=planned.lost,
         missing=planned.missing,
         other_warnings=planned.other_warnings,
         processes=comm.size,
     )
-    outcome = said.joined(comm.allgather(planner.outcome.joined([written])))
+    outcome = plans_outcome.joined(comm.allgather(planner.outcome.joined([written])))
     if not request.recorded:
         return outcome
-    # Also where targets have failed: a run like this one may have made them, and left it to this one to commit.
+    # Even if targets have failed: another run may have made them meanwhile, and left it to this one to commit.
     committed, *_ = comm.allgather(planner.commit(outcome) if comm.rank == 0 else Outcome())
     failures, notes = (*outcome.failures, *committed.failures), (*outcome.notes, *committed.notes)
     return outcome._replace(failures=failures, notes=notes)
 
 
 def plan_targets(request: Request, comm: Comm) -> tuple[Plan, Outcome]:
-    """Plan the targets of `request` without writing; return the plan and what the user should be told.
+    """Plan the targets of `request` without writing; return the plan, and an outcome with notes and warnings.
 
-    Raises, on every process alike, what `convert` would refuse.
+    Raises, the same on every process, the errors for which `convert` refuses a run.
     """
     with RunMemory(lambda: request.allowance, comm, Plain().waiting) as memory:
         return _plan_targets(request, comm, memory)
@@ -89,17 +89,18 @@ def _plan_targets(request: Request, comm: Comm, memory: RunMemory) -> tuple[Plan
 def _planned(
     request: Request, comm: Comm, progress: Progress, strategies: Strategies | None, memory: RunMemory
 ) -> tuple[Planner, Outcome]:
-    """Have every process plan its targets and compare what must be the same; raise what refuses the run, on all alike.
+    """Plan the targets of all processes and compare the copies that must be the same.
 
-    Returns what has planned, and what is to be said of the plans.
+    Returns this process's planner, and the outcome of all. Raises the same error on every process if it refuses the
+    run.
     """
     planner, planned = _plan_with_sound_sources(request, comm, strategies, memory)
     outcome = planned.outcome
     if planned.alike or request.replicas is not Replicas.ANY:
         compared = [record_of(Compared, value) for value in comm.allgather(planner.compare(planned.alike))]
-        _refuse([one.outcome for one in compared], comm)
-        outcome = outcome.joined(one.outcome for one in compared)
-        drifted = tuple(dict.fromkeys(name for one in compared for name in one.drifted))
+        _refuse([share.outcome for share in compared], comm)
+        outcome = outcome.joined(share.outcome for share in compared)
+        drifted = tuple(dict.fromkeys(name for share in compared for name in share.drifted))
         if request.strict:
             require_no_drift(drifted, request.source)
         if drifted:
@@ -110,10 +111,10 @@ def _planned(
 def _plan_with_sound_sources(
     request: Request, comm: Comm, strategies: Strategies | None, memory: RunMemory
 ) -> tuple[Planner, Planned]:
-    """Have every process plan its targets, to verify from shards that fit the checksums they have of their own.
+    """Plan the targets of all processes; if they will be verified, only from shards that fit their own checksums.
 
-    Shards that do not are lost, so what they hold is planned from others; raises, as `_plan_together` does, if no
-    other has it. Returns what has planned, and what is to be said of the plans.
+    A shard that does not fit is lost, and all is planned again without it. Returns this process's planner, and what all
+    say about their plans. Raises as `_plan_together` does, also if no other shard holds what a lost one held.
     """
     checked: set[int] = set()
     damage: dict[int, ReshardError] = {}
@@ -124,47 +125,47 @@ def _plan_with_sound_sources(
             return planner, planned
         read = {rank for ranks in _gather(comm, planner.read_ranks()) for rank in ranks}
         to_check = sorted(read - checked)
-        found = _gather(comm, planner.check_sources(to_check[comm.rank :: comm.size]))
-        if not any(found):
+        errors = _gather(comm, planner.check_sources(to_check[comm.rank :: comm.size]))
+        if not any(errors):
             return planner, planned
         checked |= read
-        damage = damage | {rank: error for damaged in found for rank, error in damaged.items()}
+        damage = damage | {rank: error for share in errors for rank, error in share.items()}
 
 
 def _plan_together(planner: Planner, comm: Comm) -> Planned:
-    """Have every process plan its targets; raise what refuses the run, on every process alike.
+    """Plan the targets of all processes; return what all say about their plans.
 
-    Returns what is to be said of the plans together.
+    Raises the same error on every process if the run is refused.
     """
-    every = [record_of(Planned, value) for value in comm.allgather(planner.plan())]
-    _refuse([one.outcome for one in every], comm)
-    require_one_moment(moment for one in every for moment in one.moments)
-    require_room(one.rooms for one in every)
-    for stage in differing_stages(held for one in every for held in one.held):
+    all_planned = [record_of(Planned, value) for value in comm.allgather(planner.plan())]
+    _refuse([planned.outcome for planned in all_planned], comm)
+    require_one_moment(moment for planned in all_planned for moment in planned.moments)
+    require_room(planned.rooms for planned in all_planned)
+    for stage in differing_stages(held for planned in all_planned for held in planned.held):
         shares = _gather(comm, planner.placed(stage))
-        placed = {rank: held for share in shares for rank, held in share.items()}
+        placed = {rank: described for share in shares for rank, described in share.items()}
         require_same_names(placed, planner.source)
         require_same_shapes(placed, planner.source)
-    together = Planned().joined(every)
+    together = Planned().joined(all_planned)
     notes = together.outcome.notes
     notes = (*notes, *differing_beginnings(together.beginnings, notes))
     return together._replace(outcome=together.outcome._replace(notes=notes))
 
 
 def _gather(comm: Comm, value: T | Outcome) -> list[T]:
-    """Return the values of all processes; raise, on all alike, what kept one of them from having its own."""
+    """Return the values of all processes; raise the same error on all if one has an outcome with a failure instead."""
     values = comm.allgather(value)
     _refuse([failed for failed in values if isinstance(failed, Outcome)], comm)
     return [value for value in values if not isinstance(value, Outcome)]
 
 
 def _refuse(outcomes: Sequence[Outcome], comm: Comm) -> None:
-    """Raise the first of the errors that the processes found while planning, if any."""
+    """Raise the first failure of the outcomes, if any; the same on every process."""
     failures = [failure for outcome in outcomes for failure in outcome.failures]
     if not failures:
         return
     first = failures[0]
-    # What is wrong for some processes only may be wrong on their hosts, as where a file system is not mounted.
+    # An error of only some processes may be due to their hosts, for instance a file system that is not mounted.
     everywhere = len({failure.process for failure in failures}) == comm.size
     error = first.named(alone=everywhere or len(set(comm.hosts)) == 1)
     others = {failure.rank for failure in failures} - {first.rank, None}

@@ -1,4 +1,4 @@
-"""One checkpoint of whole tensors in a few files, as MindSpore's `unified_safetensors` makes it of shards.
+"""Merges shards into a checkpoint of whole tensors in a few files, as MindSpore's `unified_safetensors` does.
 
 `part0.safetensors`, `part1.safetensors` and so on hold the tensors that the source strategy places;
 `hyper_param.safetensors` those that it does not, such as step counters; `param_name_map.json`, written last, says which
@@ -41,15 +41,15 @@ from reshard_mpi.units import GIB
 
 FORMAT = "safetensors"
 PART, HYPER, MAP = "part{}.safetensors", "hyper_param.safetensors", "param_name_map.json"
-# What MindSpore makes a part of.
+# The size up to which MindSpore fills a part.
 MOST_BYTES = 3 * GIB
 
-# What is asked of each name: whether it is taken, or how it is to be called.
+# Called with the name of each tensor; returns whether to take it, or its new name.
 Choose = Callable[[str], object]
 
 
 def request_of_files(request: Request, choose: Choose | None) -> Request:
-    """Return the request with the files that its checkpoint is to become, for which all of it is planned."""
+    """Return the request with the files to write, which are found by planning the whole checkpoint."""
     with RunMemory(lambda: request.allowance, SerialComm(), Silent().waiting) as memory:
         purpose = f"planning {request.target} from {request.source}"
         memory.open()
@@ -63,14 +63,15 @@ def request_of_files(request: Request, choose: Choose | None) -> Request:
         plan = conversion.plan(0, checked=False)
         unified = unified_files(plan, choose)
     is_all = sum(len(file.tensors) for file in unified) == len(plan.tensors)
-    # What is left out must not follow what is not.
+    # Otherwise tensors that are left out would be placed like those they are named after.
     return request._replace(files=unified, unlisted=request.unlisted if is_all else Unlisted.DROP)
 
 
 def unified_files(plan: RankPlan, choose: Choose | None) -> tuple[TargetFile, ...]:
-    """Return the files of the checkpoint that `plan` has as one.
+    """Return the files to write for a checkpoint. plan: of all of it, as one shard.
 
-    Raises UsageError if `choose` answers anything but a bool or a text, two tensors get one name, or none is left.
+    Raises UsageError if `choose` gives two tensors one name or leaves none, WrongTypeError if it returns neither a bool
+    nor a text.
     """
     names: dict[str, str] = {}
     owners: dict[str, str] = {}
@@ -87,18 +88,20 @@ def unified_files(plan: RankPlan, choose: Choose | None) -> tuple[TargetFile, ..
         raise UsageError("choice_func leaves nothing", expected="True or a name for some tensor", got="False for all")
     kinds = dict(zip(specs.names, specs.kind_of))
     placed = [name for name in names if name not in plan.loose]
-    of_parts = Specs(placed, specs.kinds, [kinds[name] for name in placed])
-    parts = filled_files(of_parts, MOST_BYTES) if placed or not names else []
-    held = [(PART.format(number), part) for number, part in enumerate(parts)]
+    part_specs = Specs(placed, specs.kinds, [kinds[name] for name in placed])
+    parts = filled_files(part_specs, MOST_BYTES) if placed or not names else []
+    files = [(PART.format(number), part) for number, part in enumerate(parts)]
     loose = [name for name in names if name in plan.loose]
     return tuple(
-        TargetFile(file, tuple((n, names[n]) for n in own), sum(specs.kinds[kinds[n]].size_bytes for n in own))
-        for file, own in (*held, *([(HYPER, loose)] if loose else []))
+        TargetFile(
+            file, tuple((name, names[name]) for name in own), sum(specs.kinds[kinds[name]].size_bytes for name in own)
+        )
+        for file, own in (*files, *([(HYPER, loose)] if loose else []))
     )
 
 
 def numbers_of(request: Request) -> Sequence[int]:
-    """Return the numbers of the files that fall to a request: its share of the parts, and the first has all others."""
+    """Return the numbers of the files that a request writes: its share of the parts; the first share has all others."""
     parts = [number for number, file in enumerate(request.files) if file.name != HYPER]
     share, shares = request.part or (0, 1)
     others = [number for number in range(len(request.files)) if number not in parts] if share == 0 else []
@@ -106,7 +109,7 @@ def numbers_of(request: Request) -> Sequence[int]:
 
 
 def _chosen(name: str, answer: object) -> str | None:
-    """Return what a tensor is to be called; None if it is left out."""
+    """Return the new name of a tensor, by what `choose` returned for it; None if the tensor is left out."""
     if isinstance(answer, str):
         return answer
     if isinstance(answer, bool):
@@ -115,37 +118,37 @@ def _chosen(name: str, answer: object) -> str | None:
 
 
 class _Opened(NamedTuple):
-    """What writing begins with. mine: the files that fall to this process, by number."""
+    """What planning has opened. mine: numbers of the files that this process writes. plans: of these, by number."""
 
     conversion: Conversion
     journal: Unrecorded
     mine: Sequence[int]
     plans: Mapping[int, RankPlan]
     rooms: tuple[Room, ...]
-    told: Outcome
+    outcome: Outcome
 
 
 def unify(request: Request, comm: Comm, progress: Progress, strategies: Strategies | None = None) -> Outcome:
-    """Write the files that `request` lists, or its part of them; return what all processes of `comm` did.
+    """Write the files that `request` lists, or its part of them; return the outcome of all processes of `comm`.
 
-    Whoever has the first part writes the map, when its own files are there. Raises, on every process alike, what
-    refuses the run before anything is written; files that failed are in the outcome.
+    The request with the first part also writes the map, when its own files are complete. Raises the same error on every
+    process if the run is refused, before anything is written. Files that fail later are in the outcome.
     """
     with RunMemory(lambda: request.allowance, comm, progress.waiting) as memory:
         opened = agreed(lambda: _opened(request, comm, memory, strategies), comm)
         plans = opened.plans.values()
-        every = comm.allgather(([moment for plan in plans for moment in plan.moments], opened.rooms))
-        require_one_moment(moment for moments, _ in every for moment in moments)
-        require_room(rooms for _, rooms in every)
+        gathered = comm.allgather(([moment for plan in plans for moment in plan.moments], opened.rooms))
+        require_one_moment(moment for moments, _ in gathered for moment in moments)
+        require_room(rooms for _, rooms in gathered)
         has_map = comm.rank == 0 and (request.part is None or request.part[0] == 0)
         agreed(lambda: _withdraw_map(request) if has_map else None, comm)
-        outcome = opened.told.joined(comm.allgather(_write(request, opened, comm, memory, progress)))
+        outcome = opened.outcome.joined(comm.allgather(_write(request, opened, comm, memory, progress)))
         agreed(lambda: _publish_map(request) if has_map and not outcome.failures else None, comm)
         return outcome
 
 
 def _opened(request: Request, comm: Comm, memory: RunMemory, strategies: Strategies | None) -> _Opened:
-    """Plan the files that fall to this process, and look whether they can be written."""
+    """Plan the files that this process writes, and check that they can be written."""
     purpose = f"planning {request.target} from {request.source}"
     notes = memory.open().notes
     named = (request.src_strategy,) if strategies is None else ()
@@ -166,7 +169,7 @@ def _opened(request: Request, comm: Comm, memory: RunMemory, strategies: Strateg
     for number, path in paths.items():
         require_short_names(journal.paths(number, path))
         journal.is_done(number, path)
-    plans, told = plan_together(conversion, mine, notes)
+    plans, outcome = plan_together(conversion, mine, notes)
     renamed = {plan.target_rank: _renamed(plan, request.files[plan.target_rank]) for plan in plans}
     tally = Tally()
     for number, plan in renamed.items():
@@ -174,18 +177,18 @@ def _opened(request: Request, comm: Comm, memory: RunMemory, strategies: Strateg
         tally.add(paths[number], size_bytes, left_bytes=journal.left_bytes(paths[number]))
         memory.require_possible(plan)
     rooms = tally.rooms(comm.size, lambda: may_share(files, FORMAT, Path(request.target, MAP)))
-    return _Opened(conversion, journal, mine, renamed, rooms, told)
+    return _Opened(conversion, journal, mine, renamed, rooms, outcome)
 
 
 def _renamed(plan: RankPlan, file: TargetFile) -> RankPlan:
-    """Return the plan of a file with the names that its tensors get."""
+    """Return the plan of a file with the new names of its tensors."""
     names = dict(file.tensors)
     groups = tuple(group._replace(names=[names[name] for name in group.names]) for group in plan.tensors.groups)
     return plan._replace(tensors=PlannedTensors(groups, plan.tensors.group_of))
 
 
 def _write(request: Request, opened: _Opened, comm: Comm, memory: RunMemory, progress: Progress) -> Outcome:
-    """Write the files that fall to this process; one that fails does not stop the others."""
+    """Write this process's files. One that fails does not stop the others."""
     first_looks = FirstLooks(request.source)
     module = by_name(FORMAT)
 
@@ -201,12 +204,12 @@ def _write(request: Request, opened: _Opened, comm: Comm, memory: RunMemory, pro
             write_whole(plan, FORMAT, publication, opened.conversion.limits, progress.moved)
         return Outcome()
 
-    done = [attempt(partial(write, number), comm, number) for number in opened.mine]
-    return Outcome().joined(done)
+    outcomes = [attempt(partial(write, number), comm, number) for number in opened.mine]
+    return Outcome().joined(outcomes)
 
 
 def _withdraw_map(request: Request) -> None:
-    """Remove the map of files that will change."""
+    """Remove the map of an earlier run, whose files will change."""
     make_folders(Path(request.target))
     with Folder.open(Path(request.target)) as folder:
         if folder.remove(MAP):
@@ -214,7 +217,7 @@ def _withdraw_map(request: Request) -> None:
 
 
 def _publish_map(request: Request) -> None:
-    """Write which part holds which tensor, and how many bytes these have together."""
+    """Write the map: which part holds which tensor, and how many bytes all parts have together."""
     parts = [file for file in request.files if file.name != HYPER]
     total_bytes = sum(file.size_bytes for file in parts)
     weight_map = {name: file.name for file in parts for _, name in file.tensors}

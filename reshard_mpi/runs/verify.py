@@ -1,6 +1,6 @@
 """Runs that verify a checkpoint: against the one it was made from, or against the sums that it keeps itself.
 
-Every process takes a share of the shards. Damage is told tensor by tensor; one damaged shard does not stop the others.
+Each process checks a share of the shards. Damage is reported for each tensor; a damaged shard does not stop the others.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from reshard_mpi.runs.selfcheck import Summing, check_shard, check_together
 
 T = TypeVar("T")
 
-# So many damaged tensors of one shard are located; that there are more is said.
+# So many damaged tensors of one shard are located; if there are more, one line says so.
 _MAX_LOCATED = 20
 _MAX_QUOTED = 200
-# Where there is room to sum a shard of any kind there is for its structure.
+# Memory enough to sum a shard with numpy is enough to read its structure.
 _BEFORE_LOCATING = Summing(0, is_native=False, decoding_bytes=0, with_numpy=True)
 
 
 def verify_pair(request: Request, comm: Comm, progress: Progress, strategies: Strategies | None = None) -> Outcome:
     """Verify that the checkpoint `request.target` holds what a transform of `request.source` to it would write.
 
-    Damage is in the outcome's failures. Raises, on every process alike, what keeps the two from being compared.
+    Damage is in the outcome's failures. Raises a ReshardError, the same on every process, if the two cannot be
+    compared.
     """
-
     with RunMemory(lambda: request.allowance, comm, progress.waiting) as memory:
         return _verify_pair(request, comm, progress, strategies, memory)
 
@@ -57,19 +57,19 @@ def _verify_pair(
         named = (request.src_strategy, request.dst_strategy) if strategies is None else ()
         memory.to_open(named, purpose)
         read = strategies or Strategies.read(request)
-        files, held = (
+        files, target_files = (
             _shards(request.source, request.select, request.source_format),
             _shards(request.target, role="target"),
         )
-        memory.to_open(named, purpose, files.format, held.format)
+        memory.to_open(named, purpose, files.format, target_files.format)
         source = SourceCheckpoint.open(files, read.source)
-        target = SourceCheckpoint.open(held, None if request.dst_strategy is None else read.target)
-        keeps_strings = formats.by_name(held.format).TRAITS.keeps_strings
+        target = SourceCheckpoint.open(target_files, None if request.dst_strategy is None else read.target)
+        keeps_strings = formats.by_name(target_files.format).TRAITS.keeps_strings
         conversion = Conversion(
             source, target.strategy, request.unlisted, replicas=request.replicas, keeps_strings=keeps_strings
         )
         memory.on_giving_way(conversion.forget, target.forget)
-        memory.to_plan(conversion, held.format, purpose, also_read=target)
+        memory.to_plan(conversion, target_files.format, purpose, also_read=target)
         conversion.drifted_tensors(damaged_are_replaced=True, process=comm.rank, processes=comm.size)
         return conversion, target, governor
 
@@ -79,33 +79,33 @@ def _verify_pair(
     weights = conversion.target_weights(range(conversion.target.world_size))
 
     def check(rank: int) -> tuple[Checked, list[ReshardError]]:
-        what = f"target rank {rank} of {request.target}"
-        memory.to_plan(conversion, target.files.format, what, also_read=target)
+        rank_purpose = f"target rank {rank} of {request.target}"
+        memory.to_plan(conversion, target.files.format, rank_purpose, also_read=target)
         plan = conversion.plan(rank, checked=False)
         if rank not in target:
             raise DamageError("a shard is missing", expected=f"one of target rank {rank}", where=target.files.path)
         peak_bytes = memory.require_possible(plan)
-        while not memory.to_move(peak_bytes, what):
+        while not memory.to_move(peak_bytes, rank_purpose):
             plan = conversion.plan(rank, checked=False)
         shard = target.manifest(rank)
         _require_same_tensors(plan, shard)
-        done, damage = _compare(plan, shard)
+        checked, damage = _compare(plan, shard)
         unfit: dict[int, ReshardError] = {}
-        while damage and (found := _unfit(conversion.source, plan, unfit)):
-            unfit |= found
+        while damage and (errors := _unfit(conversion.source, plan, unfit)):  # the sources may be what is damaged
+            unfit |= errors
             sound = SourceCheckpoint.open(conversion.source.files, conversion.source.strategy, unfit)
             plan = conversion.of(sound).plan(rank, checked=False)
-            done, damage = _compare(plan, shard)
-        return done, damage
+            checked, damage = _compare(plan, shard)
+        return checked, damage
 
-    return _besides(_each(weights, comm, check), governor, conversion.source.files, target.files)
+    return _with_notes(_each(weights, comm, check), governor, conversion.source.files, target.files)
 
 
 def verify_alone(request: Request, comm: Comm, progress: Progress, strategies: Strategies | None = None) -> Outcome:
     """Verify the checkpoint `request.source` against the sums that it keeps.
 
-    Damage is in the outcome's failures. Raises, on every process alike, what keeps it from being verified: above all
-    that it keeps no sums.
+    Damage is in the outcome's failures. Raises a ReshardError, the same on every process, if it cannot be verified, for
+    instance since it keeps no sums.
     """
     with RunMemory(lambda: request.allowance, comm, progress.waiting) as memory:
         return _verify_alone(request, comm, memory)
@@ -125,7 +125,7 @@ def _verify_alone(request: Request, comm: Comm, memory: RunMemory) -> Outcome:
         before_sums(_BEFORE_LOCATING)
         return check_shard(files, rank, LIMITS, before_sums)
 
-    outcome = _besides(_each(dict.fromkeys(files.by_rank, 1), comm, check), governor, files)
+    outcome = _with_notes(_each(dict.fromkeys(files.by_rank, 1), comm, check), governor, files)
     damage = check_together(files, outcome.checked, sound=not outcome.failures)
     outcome = outcome._replace(failures=(*outcome.failures, *(Failure.here(None, comm, error) for error in damage)))
     if not outcome.failures and not any(checked.by for checked in outcome.checked):
@@ -147,50 +147,50 @@ def _shards(
 def _each(
     weights: Mapping[int, int], comm: Comm, check: Callable[[int], tuple[Checked, list[ReshardError]]]
 ) -> Outcome:
-    """Check this process's share of the ranks; return what all processes have found."""
+    """Check this process's share of the ranks; return the outcome of all processes."""
     checked: list[Checked] = []
     failures: list[Failure] = []
     for rank in assign(weights, range(comm.size))[comm.rank]:
         try:
-            done, damage = check(rank)
+            shard, damage = check(rank)
         except EXPECTED as error:
             failures.append(Failure.here(rank, comm, as_reshard_error(error)))
             continue
         failures += [Failure.here(rank, comm, error) for error in damage]
-        checked.append(done)
-    lost = tuple(lost for done in checked for lost in done.lost)
+        checked.append(shard)
+    lost = tuple(lost for shard in checked for lost in shard.lost)
     own = Outcome(failures=tuple(failures), lost=lost, checked=tuple(checked))
-    found = Outcome(processes=comm.size).joined(comm.allgather(own))
-    return found._replace(failures=tuple(sorted(found.failures, key=lambda failure: failure.rank or 0)))
+    outcome = Outcome(processes=comm.size).joined(comm.allgather(own))
+    return outcome._replace(failures=tuple(sorted(outcome.failures, key=lambda failure: failure.rank or 0)))
 
 
-def _besides(outcome: Outcome, governor: Governor, *read: discovery.ShardFiles) -> Outcome:
-    """Return `outcome` with what is to be said of the files that were read, and of the governor."""
+def _with_notes(outcome: Outcome, governor: Governor, *read: discovery.ShardFiles) -> Outcome:
+    """Return `outcome` with the notes and warnings on the files that were read, and on memory."""
     notes = dict.fromkeys((*(note for files in read for note in files.notes), *governor.notes, *outcome.notes))
     warnings = dict.fromkeys((*(text for files in read for text in files.warnings), *outcome.other_warnings))
     return outcome._replace(notes=tuple(notes), other_warnings=tuple(warnings))
 
 
 def _require_same_tensors(plan: RankPlan, shard: Manifest) -> None:
-    """Raise DamageError if the shard does not hold the tensors that are planned, of these types and shapes."""
+    """Raise DamageError if the shard does not hold exactly the planned tensors with their types and shapes."""
     planned = {name: (group.kind.dtype, group.kind.box.shape) for group in plan.tensors.groups for name in group.names}
     kinds = ((kind.dtype, kind.shape) for kind in map(shard.tensors.kinds.__getitem__, shard.tensors.kind_of))
-    held = dict(zip(shard.tensors, kinds))
-    for name in [*planned, *(name for name in held if name not in planned)]:
-        if planned.get(name) != held.get(name):
+    present = dict(zip(shard.tensors, kinds))
+    for name in [*planned, *(name for name in present if name not in planned)]:
+        if planned.get(name) != present.get(name):
             raise DamageError(
                 f"{name!r} is not what the source holds",
                 expected=_described(planned.get(name)),
-                got=_described(held.get(name)),
+                got=_described(present.get(name)),
                 where=shard.path,
                 remedy="give the strategies and the --unlisted it was made with, or make it anew with --overwrite",
             )
 
 
 def _unfit(source: SourceCheckpoint, plan: RankPlan, known: Collection[int]) -> dict[int, ReshardError]:
-    """Return what is wrong with source shards of `plan`, besides those `known`, that do not fit their own checksum."""
-    found = ((rank, source.check_crc(rank)) for rank in plan.read_ranks if rank not in known)
-    return {rank: error for rank, error in found if error is not None}
+    """Return the errors of source shards of `plan` that do not fit their own checksums, besides those `known`."""
+    errors = ((rank, source.check_crc(rank)) for rank in plan.read_ranks if rank not in known)
+    return {rank: error for rank, error in errors if error is not None}
 
 
 def _described(tensor: tuple[object, ...] | None) -> str:
@@ -207,6 +207,7 @@ def _quoted(text: str | None) -> str:
 
 
 def _compare(plan: RankPlan, shard: Manifest) -> tuple[Checked, list[ReshardError]]:
+    """Compare a shard with its sources; return what was checked, and the damage."""
     damage: list[ReshardError] = []
     for name in sorted(plan.strings.keys() | shard.strings.keys()):
         expected, got = (strings.get(name) for strings in (plan.strings, shard.strings))

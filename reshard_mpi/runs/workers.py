@@ -1,9 +1,9 @@
 """Local processes: workers that run as the processes of one run, and the parent that connects them.
 
-Workers are forked from a fresh interpreter that has loaded what moves bytes and nothing else: no MPI, no HDF5, no
-threads. So what is loaded is loaded once, however many workers there are. The command line is such an interpreter; a
-caller of the Python functions may be anything, so there one is started. A worker that dies is reported with the target
-it was writing.
+Workers are forked from an interpreter that has loaded only the modules that move bytes: no MPI, no HDF5, no threads. So
+modules are loaded once, however many workers there are. The command line is such an interpreter. A caller of the Python
+functions may be any process, so a fresh interpreter is started for it. A worker that dies is reported with the target
+that it was writing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from reshard_mpi.runs.progress import Progress
 from reshard_mpi.runs.request import Request, Strategies
 
 _START = "from reshard_mpi.runs.workers import parent_main; parent_main(*{descriptors})"
-# What must not be there when a process is forked: libraries whose state does not survive it.
+# Libraries that must not be loaded when a process is forked, since their state does not survive it.
 _NOT_TO_FORK = ("h5py", "mpi4py.MPI")
 _TO_STOP = (signal.SIGINT, signal.SIGTERM)
 _THREADS = Path("/proc/self/task")
@@ -47,7 +47,11 @@ _STOP_SECONDS = 10.0
 
 @dataclass(slots=True)
 class _Worker:
-    """A worker and what is known of it: the targets it has still to make, the one it is at, those it has made."""
+    """A worker, as its parent knows it.
+
+    to_make: its targets. target: the one that it is making. made: its complete ones. gathering, value: whether it waits
+    for gathered values, and its own. lost: the outcome for a worker that has died.
+    """
 
     rank: int
     process: Fork
@@ -62,7 +66,7 @@ class _Worker:
 
 
 class Task(StrEnum):
-    """What workers do together: functions of a request, a communicator, a progress, and the strategies."""
+    """What workers do together. Each value names a function of a request, a communicator, a progress and strategies."""
 
     CONVERT = "runs.transform:convert"
     VERIFY_PAIR = "runs.verify:verify_pair"
@@ -71,11 +75,11 @@ class Task(StrEnum):
     UNIFY = "runs.unified:unify"
 
     def load(self) -> Callable[[Request, Comm, Progress, Strategies | None], Outcome]:
-        """Return the function, with all that it needs loaded."""
+        """Import the function's module, and return the function."""
         module, _, name = self.partition(":")
-        found: Callable[[Request, Comm, Progress, Strategies | None], Outcome]
-        found = getattr(importlib.import_module(f"reshard_mpi.{module}"), name)
-        return found
+        function: Callable[[Request, Comm, Progress, Strategies | None], Outcome]
+        function = getattr(importlib.import_module(f"reshard_mpi.{module}"), name)
+        return function
 
 
 # What is divided by targets, and not by the shards that are there.
@@ -83,11 +87,11 @@ _OF_TARGETS = (Task.CONVERT, Task.UNIFY)
 
 
 def run_with_workers(request: Request, jobs: int | None, progress: Progress, work: Task = Task.CONVERT) -> Outcome:
-    """Do `work` in `jobs` local processes and return what they did together.
+    """Do `work` in `jobs` local processes; return their common outcome.
 
-    jobs: None for one a core, but no more than are useful; where it is more than there is work for, a note in the
-    outcome says how many there were. Raises what refused the run. A worker's death is a failure of the target it was
-    making.
+    jobs: None for one on each core, but no more than are useful. If fewer than `jobs` are started, a note in the
+    outcome says so. Raises the error that refused the run. A worker that dies is a failure of the targets it has not
+    made.
     """
     if not _may_fork():
         return _run_elsewhere(request, jobs, progress, work)
@@ -96,10 +100,10 @@ def run_with_workers(request: Request, jobs: int | None, progress: Progress, wor
 
 
 def _run_here(request: Request, jobs: int | None, progress: Progress, work: Task, memory: RunMemory) -> Outcome:
-    """Be the parent of the workers."""
+    """Be the parent of the workers, in this process."""
     memory.to_open((request.src_strategy, request.dst_strategy), f"reading the strategies of {request.source}")
     strategies, shards = _read(request), 0 if work in _OF_TARGETS else _count_shards(request, work)
-    work.load()  # here, so that no worker has to
+    work.load()  # once, before workers are forked
     targets = len(request.ranks) if request.ranks else strategies.target.world_size
     notes: tuple[str, ...] = ()
     if jobs is None:
@@ -115,7 +119,7 @@ def _run_here(request: Request, jobs: int | None, progress: Progress, work: Task
         notes = (*notes, f"{size} of {useful} processes were started: there can be no memory for more at once")
     workers: list[_Worker] = []
     stopped = True
-    # A signal to stop is for when all workers are known, and not for while they are ended.
+    # Signals to stop are held back while workers are started or ended, so that none of them is forgotten.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _TO_STOP)
     try:
         try:
@@ -135,7 +139,7 @@ def _run_here(request: Request, jobs: int | None, progress: Progress, work: Task
 
 
 def parent_main(*descriptors: int) -> None:
-    """Be the parent of workers for a process that must not fork; it is at the other end of the channel."""
+    """Be the parent of workers for a process that must not fork, which is at the other end of the channel."""
     exit_when_terminated()
     channel = Channel(*descriptors)
     with ends_quietly():
@@ -148,7 +152,7 @@ def parent_main(*descriptors: int) -> None:
 
 
 def _may_fork() -> bool:
-    """Tell whether nothing in this process would be broken in a fork of it."""
+    """Tell whether this process may be forked: it has one thread, and none of the libraries that must not be forked."""
     return len(list(_THREADS.iterdir())) == 1 and not any(name in sys.modules for name in _NOT_TO_FORK)
 
 
@@ -160,7 +164,7 @@ def _read(request: Request) -> Strategies:
 
 
 def _count_shards(request: Request, work: Task) -> int:
-    """Return how many shards there are to verify; 0 where that cannot be told: the workers will say why."""
+    """Return how many shards there are to verify; 0 if that is unknown, for which the workers will raise an error."""
     from reshard_mpi.checkpoints import discovery
 
     path, select, only = request.target, None, None
@@ -219,13 +223,13 @@ def _start(
     mask: Iterable[int],
     governor: Governor,
 ) -> _Worker:
-    """Start a worker, in which the signals of `mask` are held back."""
+    """Fork a worker. others: those started before. mask: the signals that are blocked in it."""
     ours, theirs = Channel.pair()
 
     def be_child() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for other in (ours, *(worker.channel for worker in others)):
-            other.close()  # or its holder would not learn that the parent has closed it
+            other.close()  # or the worker at its other end would not see that the parent has closed it
         _work(theirs, work, request, strategies, rank, size, governor)
 
     process = Fork(be_child)
@@ -242,7 +246,7 @@ def _work(
     size: int,
     governor: Governor,
 ) -> None:
-    """Be a worker."""
+    """Be a worker: do the work, and send the result to the parent."""
     with ends_quietly():
         try:
             comm, progress = PipeComm(channel, rank, size), PipeProgress(channel)
@@ -256,7 +260,10 @@ def _work(
 
 
 def _serve(workers: list[_Worker], progress: Progress, memory: RunMemory) -> Outcome | ReshardError:
-    """Pass gathered values around until every worker has said its result or is lost; return what they say alike."""
+    """Serve the workers until each has sent its result or died; return their result, which is the same for all.
+
+    When all that are alive have sent a value to gather, each gets the values of all.
+    """
     result: Outcome | ReshardError | None = None
     lost = Outcome()
     open_workers = list(workers)
@@ -302,14 +309,14 @@ def _note(worker: _Worker, kind: str, arguments: tuple[Any, ...]) -> None:
 
 
 def _death(worker: _Worker) -> Outcome:
-    """Return what a worker that died has made, and failures for what it has not."""
+    """Return the outcome for a worker that died: the targets it has made, and failures for the others."""
     code = worker.process.wait()
     hint = {
         -signal.SIGKILL: "killed from outside, as the kernel does when memory runs out: try fewer --jobs",
         -signal.SIGBUS: "a source file became shorter while it was read: make sure nothing writes to the source",
     }.get(code, "")
-    at = "between targets" if worker.target is None else f"while it wrote target rank {worker.target}"
-    error = TransformError("a worker process died", expected="a result", got=f"{_cause(code)} {at}", remedy=hint)
+    moment = "between targets" if worker.target is None else f"while it wrote target rank {worker.target}"
+    error = TransformError("a worker process died", expected="a result", got=f"{_cause(code)} {moment}", remedy=hint)
     made = {report.rank for report in worker.made}
     left = sorted({*worker.to_make} - made, key=lambda rank: (rank != worker.target, rank))
     host = host_name(os.environ)
@@ -321,7 +328,7 @@ def _cause(exit_code: int) -> str:
 
 
 def _join(workers: list[_Worker], *, stopped: bool) -> None:
-    """Wait for the end of the workers; ask for it first if the run is `stopped`."""
+    """Wait until the workers end; if the run is `stopped`, terminate them first. Kill those that do not end in time."""
     deadline = time.monotonic() + _STOP_SECONDS
     for worker in workers:
         if stopped:

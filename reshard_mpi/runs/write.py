@@ -1,4 +1,4 @@
-"""The second phase of a run: targets are written, each whole or not at all, alone or several processes together."""
+"""The second phase of a run: it writes targets, each whole or not at all, alone or by several processes together."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 
 class _Led(NamedTuple):
-    """A target that others help to fill, between its reservation and its publication."""
+    """A shared target that this process leads, between its reservation and its publication. begin: a monotonic time."""
 
     publication: Publication
     reserved: Reserved
@@ -51,10 +51,10 @@ class _Led(NamedTuple):
 
 
 class Writer:
-    """What one process of a run does to write its part of the targets.
+    """Writes one process's part of the targets of a run.
 
-    works: the work of every process of `comm`. memory: asked for what is done for a target; while others are waited
-    for, whoever is in line gets it.
+    works: the work of each process of `comm`. due: the targets that this process writes. memory: asked for each target;
+    while this process waits for others of the run, processes in line get it.
     """
 
     def __init__(
@@ -80,26 +80,26 @@ class Writer:
         self._led: dict[int, _Led] = {}
 
     def write(self) -> Outcome:
-        """Write what falls to this process and return what it has led; failures do not stop the others.
+        """Write this process's part; return the outcome for the targets it leads. A failure does not stop the others.
 
-        Shared targets are filled last, so that processes that have finished wait as little as can be for others.
+        Shared targets are filled after all others, so that processes wait as little as possible for one another.
         """
         self._progress.assigned(tuple(rank for rank in self._work.leads if rank in self._due.evidence))
         if not any(work.shares for work in self._works):
             return self._write_alone()
         with ExitStack() as publications:
             begun = self._reserve(publications)
-            reserved = {one.rank: one for part in self._told_by_all(begun) for one in part.reserved}
+            reserved = {target.rank: target for part in self._gathered(begun) for target in part.reserved}
             alone = self._write_alone()
-            parts = self._told_by_all(self._fill(reserved))
+            parts = self._gathered(self._fill(reserved))
             if self._run.request.verify:
-                verified = self._told_by_all(self._verify(reserved, parts))
-                parts = [part.joined([found]) for part, found in zip(parts, verified)]
+                verified = self._gathered(self._verify(reserved, parts))
+                parts = [filled.joined([compared]) for filled, compared in zip(parts, verified)]
             shared = self._publish(parts)
         return begun.outcome.joined([alone, shared])
 
-    def _told_by_all(self, part: Part) -> list[Part]:
-        """Return what every process has done, this one `part`."""
+    def _gathered(self, part: Part) -> list[Part]:
+        """Return the parts of all processes, in their order. part: that of this one."""
         return [record_of(Part, value) for value in self._comm.allgather(part)]
 
     def _write_alone(self) -> Outcome:
@@ -124,7 +124,7 @@ class Writer:
         return self._finished(plan, begin, waited_seconds, [filled])
 
     def _reserve(self, publications: ExitStack) -> Part:
-        """Make the files of the shared targets that this process leads."""
+        """Make the files of the shared targets that this process leads, with everything but the payloads."""
 
         def reserve(rank: int) -> Part:
             begin = time.monotonic()
@@ -159,8 +159,8 @@ class Writer:
         return Part().joined(parts)
 
     def _verify(self, reservations: Mapping[int, Reserved], parts: Sequence[Part]) -> Part:
-        """Compare this process's shares of the targets that have been filled with their sources."""
-        done = []
+        """Compare this process's shares of the targets that all have filled with their sources."""
+        verified = []
         for share in self._work.shares:
             reserved = reservations.get(share.target)
             if reserved is not None and not self._parts_of(share.target, parts, verified=False)[1]:
@@ -173,15 +173,15 @@ class Writer:
                         sums = _verified(plan, manifest, descriptor, span, self._limits)
                     return Part(verified=(Verified(rank, sums, waited_seconds),))
 
-                done.append(record_of(Part, self._attempt(share.target, verify)))
-        return Part().joined(done)
+                verified.append(record_of(Part, self._attempt(share.target, verify)))
+        return Part().joined(verified)
 
     def _writing(self, rank: int) -> AbstractContextManager[Publication]:
         path, say = self._run.path(rank), self._progress.waiting
         return self._journal.writing(rank, path, self._due.evidence[rank], self._format.MODE, say)
 
     def _reserved(self, publication: Publication, plan: RankPlan) -> Manifest:
-        """Write all of a target but its payloads."""
+        """Write all of a target but its payloads; return its manifest, with the place of each tensor."""
         shard = plan.shard._replace(with_sums=self._run.request.verify)
         return self._format.reserve(publication.descriptor, str(publication.partial), shard)
 
@@ -192,24 +192,24 @@ class Writer:
         return opened_partial(self._run.path(rank), Path(reserved.manifest().path).name, reserved.identity)
 
     def _seal(self, publication: Publication, manifest: Manifest, sums: Sequence[TensorSum]) -> None:
-        """Finish a target and put it in place, if what lies on the disk is what was meant."""
-        sums_by_name = {one.name: one.value for one in sums}
+        """Finish a target, read its structure back, and put it in place."""
+        sums_by_name = {tensor.name: tensor.value for tensor in sums}
         self._format.seal(publication.descriptor, manifest.path, sums_by_name, crc=self._run.request.crc)
         _require_as_meant(self._format, publication, manifest, sums_by_name)
         publication.publish(sums)
 
     def _publish(self, parts: Sequence[Part]) -> Outcome:
-        """Put the shared targets that this process leads in place, where every other one has done its part."""
+        """Put the shared targets that this process leads in place, if all other processes have done their parts."""
 
         def publish(rank: int) -> Outcome:
             led = self._led[rank]
             filled, failures = self._parts_of(rank, parts, verified=self._run.request.verify)
             if failures:
                 return Outcome(failures=failures)
-            found = [verified for part in parts for verified in part.verified if verified.rank == rank]
+            compared = [verified for part in parts for verified in part.verified if verified.rank == rank]
             plan, waited_seconds = self._plan(rank)
-            self._seal(led.publication, led.reserved.manifest(), _joined(found, plan))
-            waited_seconds += led.waited_seconds + max((one.waited_seconds for one in found), default=0.0)
+            self._seal(led.publication, led.reserved.manifest(), _joined(compared, plan))
+            waited_seconds += led.waited_seconds + max((share.waited_seconds for share in compared), default=0.0)
             return self._finished(plan, led.begin, waited_seconds, filled)
 
         return Outcome().joined([self._attempt(rank, publish) for rank in self._led])
@@ -217,30 +217,30 @@ class Writer:
     def _parts_of(
         self, rank: int, parts: Sequence[Part], *, verified: bool
     ) -> tuple[list[Filled], tuple[Failure, ...]]:
-        """Return what every process that shares the target `rank` has filled, and the failures of those that have not.
+        """Return the filled parts of the shared target `rank`, and failures of the processes that have not done theirs.
 
-        parts: what every process says of its own work; in place of one that died, what became of it. verified: a part
-        must have been verified as well.
+        parts: of all processes; that of a process that died has only the outcome of its death. verified: whether parts
+        must have been verified too.
         """
-        found: list[Filled] = []
+        all_filled: list[Filled] = []
         failures: list[Failure] = []
         for process, (work, part) in enumerate(zip(self._works, parts)):
             if rank not in {share.target for share in work.shares}:
                 continue
             own = [filled for filled in part.filled if filled.rank == rank]
-            is_whole = own and (not verified or any(found.rank == rank for found in part.verified))
+            is_whole = own and (not verified or any(share.rank == rank for share in part.verified))
             if is_whole and not any(failure.rank == rank for failure in part.outcome.failures):
-                found += own
+                all_filled += own
                 continue
             of_rank = [failure for failure in part.outcome.failures if failure.rank == rank]
             of_process = [failure._replace(rank=rank) for failure in part.outcome.failures]
             error = TransformError("a process did not do its part", expected="all of the target filled and verified")
             unknown = Failure(rank, process, self._comm.hosts[process], error)
             failures.append([*of_rank, *of_process, unknown][0])
-        return found, tuple(failures)
+        return all_filled, tuple(failures)
 
     def _plan(self, rank: int) -> tuple[RankPlan, float]:
-        """Have the memory that the target `rank` takes; return its plan, and the seconds waited."""
+        """Wait for the memory that a target takes; return its plan, and the seconds waited."""
         purpose = f"target rank {rank} of {self._run.request.target}"
         self._memory.to_move(self._due.peak_bytes[rank], purpose)
         return self._due.plan(rank), self._memory.take_waited_seconds()
@@ -269,7 +269,7 @@ class Writer:
 
 
 def write_whole(plan: RankPlan, format_name: str, publication: Publication, limits: Limits, on_bytes: OnBytes) -> None:
-    """Write the shard of `plan` and put it in place: reserve, move, seal, look at it."""
+    """Write the shard of `plan`, read its structure back, and put it in place."""
     module, fd, path = formats.by_name(format_name), publication.descriptor, str(publication.partial)
     manifest = module.reserve(fd, path, plan.shard)
     _fill(plan, manifest, fd, None, limits, on_bytes)
@@ -279,7 +279,7 @@ def write_whole(plan: RankPlan, format_name: str, publication: Publication, limi
 
 
 def _require_as_meant(module: Format, publication: Publication, manifest: Manifest, sums: Mapping[str, int]) -> None:
-    """Raise TransformError if the structure of a sealed target is not, on the disk, what was meant."""
+    """Raise TransformError if a sealed target, read back from the disk, has not the intended structure and sums."""
     forget_cached(publication.descriptor)
     try:
         module.read_back(manifest)
@@ -303,7 +303,7 @@ def _not_as_meant(path: str, got: str) -> TransformError:
 def _verified(
     plan: RankPlan, manifest: Manifest, descriptor: int, span: Span | None, limits: Limits
 ) -> tuple[TensorSum, ...]:
-    """Return the sums of what has been filled. Raises DamageError if it is not what the sources hold."""
+    """Return the sums of the tensors in a filled `span`. Raises DamageError if they differ from their sources."""
     from reshard_mpi.runs.differences import sums_as_planned
 
     forget_cached(descriptor)
@@ -311,6 +311,7 @@ def _verified(
 
 
 def _joined(parts: Sequence[Verified], plan: RankPlan) -> tuple[TensorSum, ...]:
+    """Return the sums of a target's tensors, joined from those of its parts."""
     if not parts:
         return ()
     from reshard_mpi.journal.sums import joined_sums

@@ -1,4 +1,4 @@
-"""For authors of further formats: a conformance suite to subclass, and hypothesis strategies for what shards hold.
+"""For authors of further formats: conformance suites to subclass, and hypothesis strategies for contents of shards.
 
-Needs the `test` extra (pytest, hypothesis); nothing else of the program imports it.
+Needs the `test` extra (pytest, hypothesis). No other part of the program imports it.
 """

@@ -1,7 +1,7 @@
-"""The conformance suite of checkpoints: however one lies in its files, its tensors are found, whole and in part.
+"""The conformance suite of checkpoints: in whatever form one is stored, its tensors are read whole and in part.
 
-Who adds a form of checkpoint subclasses `CheckpointConformance` and gives a function that writes random tensors in that
-form. What is planned from it is compared with what numpy cuts out of the tensors.
+The author of a form of checkpoint subclasses `CheckpointConformance`, with a function that writes random tensors in
+that form. The shards planned from it are compared with those that numpy cuts out of the tensors.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from reshard_mpi.sharding.placement import Placement, Strategy
 
 Arrays = Mapping[str, "np.ndarray[Any, Any]"]
 _DTYPES = ("float32", "int16", "float64", "uint8", "complex64")
-# Targets hold tensors whole, or cut so along some dimension.
+# Into how many parts targets cut tensors along one dimension.
 _CUTS = (1, 2, 3, 4)
 
 _inherited = settings(deadline=None, suppress_health_check=[HealthCheck.differing_executors, HealthCheck.too_slow])
@@ -35,23 +35,23 @@ _inherited = settings(deadline=None, suppress_health_check=[HealthCheck.differin
 
 @st.composite
 def tensors(draw: st.DrawFn) -> dict[str, np.ndarray[Any, Any]]:
-    """Draw tensors whose dimensions every target cuts evenly; some have none, or no elements."""
-    made = {}
+    """Draw tensors with dimensions that targets can cut evenly; some have no dimension, or no elements."""
+    arrays = {}
     for number in range(draw(st.integers(1, 4))):
         shape = tuple(draw(st.lists(st.sampled_from([12, 24, 1, 0, 5]), max_size=3)))
         count = int(np.prod(shape, dtype=int))
         dtype = draw(st.sampled_from(_DTYPES))
         whole = (np.arange(count) + 1000 * number).astype(dtype).reshape(shape)
         for name in (f"layer.{number}.w", *([f"layer.{number}.again"] if draw(st.booleans()) else [])):
-            made[name] = np.asarray(whole + np.array(len(name), dtype))
-    return made
+            arrays[name] = np.asarray(whole + np.array(len(name), dtype))
+    return arrays
 
 
 class CheckpointConformance:
-    """Subclass with `write`; set `may_be_lost` if each file holds what no other has."""
+    """The tests of a form of checkpoint. Subclasses define `write`."""
 
     def write(self, folder: Path, arrays: Arrays, data: st.DataObject) -> Strategy | None:
-        """Write the tensors, cut in a way that is drawn; return the strategy of that, if the form needs one."""
+        """Write the tensors, cut in a way that is drawn from `data`; return the strategy, if the form needs one."""
         raise NotImplementedError
 
     @_inherited
@@ -79,9 +79,9 @@ class CheckpointConformance:
             else:
                 lost.write_bytes(lost.read_bytes()[: data.draw(st.integers(0, lost.stat().st_size - 1))])
             try:
-                found = discovery.find_shards(conversion.source.files.path)
-                given = None if found.is_folder else conversion.source.strategy
-                again = Conversion(SourceCheckpoint.open(found, given), conversion.target)
+                left = discovery.find_shards(conversion.source.files.path)
+                strategy = None if left.is_folder else conversion.source.strategy
+                again = Conversion(SourceCheckpoint.open(left, strategy), conversion.target)
                 for rank in range(again.target.world_size):
                     for name, array in load_shard(again.plan(rank), limits=again.limits).items():
                         expected = _cut(arrays[name], _box(again.target, name, arrays[name].shape, rank))
@@ -106,13 +106,13 @@ class CheckpointConformance:
 
 
 def _target(arrays: Arrays, data: st.DataObject) -> Strategy:
-    """Draw a strategy for targets: each tensor cut along one dimension that its length allows, or along none."""
+    """Draw a target strategy that cuts each tensor along one dimension of suitable length, or not at all."""
     ranks = data.draw(st.sampled_from(_CUTS))
     parameters = {}
     for name, array in arrays.items():
-        able = [dim for dim, length in enumerate(array.shape) if length % ranks == 0]
-        dim = data.draw(st.sampled_from([None, *able]))
-        split = tuple((0,) if at == dim else () for at in range(array.ndim)) if dim is not None else ()
+        suitable = [dim for dim, length in enumerate(array.shape) if length % ranks == 0]
+        cut = data.draw(st.sampled_from([None, *suitable]))
+        split = tuple((0,) if dim == cut else () for dim in range(array.ndim)) if cut is not None else ()
         parameters[name] = (Placement((ranks,), split),)
     return Strategy(ranks, 1, parameters)
 
@@ -122,5 +122,5 @@ def _box(target: Strategy, name: str, shape: tuple[int, ...], rank: int) -> Box:
 
 
 def _cut(array: np.ndarray[Any, Any], box: Box) -> np.ndarray[Any, Any]:
-    place: tuple[Any, ...] = (..., *(slice(low, high) for low, high in zip(box.start, box.stop)))
-    return np.array(array[place], order="C")
+    index: tuple[Any, ...] = (..., *(slice(low, high) for low, high in zip(box.start, box.stop)))
+    return np.array(array[index], order="C")

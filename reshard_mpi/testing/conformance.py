@@ -1,7 +1,7 @@
-"""The conformance suite of formats: what every format module must do, tested through a second route.
+"""The conformance suite of formats: what every format module must do, tested by a second way to read and write.
 
-A format's author subclasses `FormatConformance`, names the module, and gives two functions that write and read shards
-by other means than the module under test (the format's own library). Everything else is inherited.
+The author of a format subclasses `FormatConformance`, names the module, and gives two functions that write and read
+shards without the module under test (with the format's own library). All tests are inherited.
 """
 
 from __future__ import annotations
@@ -32,15 +32,18 @@ ODD_NAMES = (
     *("__reshard_mpi__", "__reshard_mpi__/strategy", "n" * 2000, "/".join("d" * 400)),
 )
 
-# Every subclass is an executor of its own, and each example writes files.
+# Subclasses run the same tests, which hypothesis calls differing executors; and each example writes files.
 _inherited = settings(deadline=None, suppress_health_check=[HealthCheck.differing_executors, HealthCheck.too_slow])
 
 
 class FormatConformance:
-    """Subclass with `module`, `write_independently`, `read_independently`; set what does not hold, or not for all."""
+    """The tests of a format. Subclasses define `module`, `write_independently` and `read_independently`.
+
+    They set the other attributes if the format does not have these properties.
+    """
 
     module: Format
-    # Whether a file cut off exactly between two tensors is known to be incomplete.
+    # Whether a file that was cut off exactly between two tensors is refused.
     counts_itself: bool = True
     # Whether tensors are written in the order in which they are given.
     keeps_order: bool = True
@@ -84,8 +87,8 @@ class FormatConformance:
             samples.write(self.module, str(path), contents)
             like, other = self.module.locate(str(path)), path.with_name(f"other{path.suffix}")
             content = bytearray(path.read_bytes())
-            for at, byte in flips:
-                content[at % len(content)] = byte
+            for offset, byte in flips:
+                content[offset % len(content)] = byte
             other.write_bytes(content)
             try:
                 expected = self.module.locate(str(other))
@@ -256,8 +259,8 @@ class FormatConformance:
             path, content, whole = self._sound_file(path.parent)
             structure = _outside(samples.all_ranges(whole), len(content))
             damaged = bytearray(content)
-            for at in data.draw(st.lists(st.sampled_from(structure), min_size=1, max_size=4)):
-                damaged[at] = data.draw(st.integers(0, 255))
+            for offset in data.draw(st.lists(st.sampled_from(structure), min_size=1, max_size=4)):
+                damaged[offset] = data.draw(st.integers(0, 255))
             path.write_bytes(damaged)
             try:
                 manifest = self.module.locate(str(path))
@@ -268,12 +271,13 @@ class FormatConformance:
             assert all(0 <= first <= last <= len(content) for first, last in ranges)
 
     def _holdable(self, contents: Contents) -> Contents:
-        """Return contents without what the format cannot hold."""
-        held = {name: t for name, t in contents.tensors.items() if t.dtype.name not in self.cannot_hold}
-        return Contents(held, contents.strings if self.module.TRAITS.keeps_strings else {})
+        """Return the contents without what the format cannot hold."""
+        tensors = contents.tensors.values()
+        kept = {tensor.name: tensor for tensor in tensors if tensor.dtype.name not in self.cannot_hold}
+        return Contents(kept, contents.strings if self.module.TRAITS.keeps_strings else {})
 
     def _require_refused(self, folder: Path, contents: Contents, named: str) -> None:
-        """Require that contents are refused, by name, when their size is asked for, and when they are written."""
+        """Require that `size_at_most_bytes` and `reserve` refuse the contents, with the type's name in the error."""
         spec = samples.spec_of(contents)
         with pytest.raises(TargetError, match=f"'w'[^\0]*{named}"):
             self.module.size_at_most_bytes(spec)
@@ -281,10 +285,10 @@ class FormatConformance:
             reserve_file(self.module, str(self._path(folder)), spec)
         assert not list(folder.iterdir())
 
-    def _assert_same(self, found: Contents, expected: Contents) -> None:
-        assert found == expected
+    def _assert_same(self, actual: Contents, expected: Contents) -> None:
+        assert actual == expected
         if self.keeps_order:
-            assert list(found.tensors) == list(expected.tensors), "the order of tensors differs"
+            assert list(actual.tensors) == list(expected.tensors), "the order of tensors differs"
 
     @property
     def _name(self) -> str:
@@ -320,6 +324,6 @@ def _some_contents() -> Contents:
 
 
 def _outside(ranges: Sequence[tuple[int, int]], size_bytes: int) -> list[int]:
-    """Return the bytes of a file that are in none of `ranges`."""
-    payload = {at for first, last in ranges for at in range(first, last)}
-    return [at for at in range(size_bytes) if at not in payload]
+    """Return the offsets of the bytes of a file that are in none of `ranges`."""
+    payload = {offset for first, last in ranges for offset in range(first, last)}
+    return [offset for offset in range(size_bytes) if offset not in payload]

@@ -1,4 +1,4 @@
-"""Tensors with bytes, for tests, and the two ways between them and what a format describes."""
+"""Tensors with their bytes, for tests: how they are written by a format, and read by what a format says."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class SampleTensor:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What a shard holds, payloads included: tensors by name in file order, and strings."""
+    """The contents of a shard, payloads included: tensors by name in file order, and strings."""
 
     tensors: Mapping[str, SampleTensor]
     strings: Mapping[str, str] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class Contents:
 
 
 def spec_of(contents: Contents, identity: ShardIdentity | None = None) -> ShardSpec:
-    """Return the spec of a shard that holds whole tensors."""
+    """Return the spec of a shard with these contents; its tensors are whole."""
     tensors = tuple(
         TensorSpec(tensor.name, tensor.dtype, tensor.shape, Box.whole(tensor.shape))
         for tensor in contents.tensors.values()
@@ -75,27 +75,28 @@ def payload(entry: TensorEntry) -> bytes:
 
 
 def contents_of(manifest: Manifest) -> Contents:
-    """Return what a located shard holds, payloads included."""
-    tensors = (SampleTensor(e.name, e.dtype, e.shape, payload(e)) for e in manifest.tensors.values())
+    """Return the contents of a located shard, payloads included."""
+    entries = manifest.tensors.values()
+    tensors = (SampleTensor(entry.name, entry.dtype, entry.shape, payload(entry)) for entry in entries)
     return Contents.of(tensors, manifest.strings)
 
 
 def fill(manifest: Manifest, contents: Contents) -> None:
-    """Write the payloads of `contents` where a reserved shard wants them."""
+    """Write the payloads of `contents` to the ranges that a reserved shard has for them."""
     for name, entry in manifest.tensors.items():
         assert isinstance(entry.source, Segments), f"{name} is reserved without byte ranges"
         content = contents.tensors[name].content
-        at = 0
+        done = 0
         for part in entry.source.ranges:
             with Path(part.path).open("r+b") as file:
                 file.seek(part.offset_bytes)
-                file.write(content[at : at + part.length_bytes])
-            at += part.length_bytes
-        assert at == len(content), f"{name} has {len(content)} bytes and room for {at}"
+                file.write(content[done : done + part.length_bytes])
+            done += part.length_bytes
+        assert done == len(content), f"{name} has {len(content)} bytes and room for {done}"
 
 
 def write(module: Format, path: str, contents: Contents, identity: ShardIdentity | None = None) -> Manifest:
-    """Write a whole shard through the format: reserve, payloads, seal."""
+    """Write a shard by the format: reserve it, write the payloads, seal it."""
     manifest = reserve_file(module, path, spec_of(contents, identity))
     fill(manifest, contents)
     seal_file(module, path)
@@ -103,7 +104,7 @@ def write(module: Format, path: str, contents: Contents, identity: ShardIdentity
 
 
 def all_ranges(manifest: Manifest) -> Sequence[tuple[int, int]]:
-    """Return (first byte, byte after the last) of every byte range of a shard, in file order."""
+    """Return the first byte, and the one after the last, of every byte range of a shard, in file order."""
     return sorted(
         (part.offset_bytes, part.offset_bytes + part.length_bytes)
         for entry in manifest.tensors.values()

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for what shards hold: types, shapes, names, tensors."""
+"""Hypothesis strategies for the contents of shards: types, shapes, names, tensors."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def string_values() -> st.SearchStrategy[str]:
 @st.composite
 def contents(draw: st.DrawFn, *, max_tensors: int = 6) -> Contents:
     """A shard's tensors, with random bits, and its strings."""
-    found = draw(st.lists(names(), max_size=max_tensors + 2, unique=True))
+    drawn = draw(st.lists(names(), max_size=max_tensors + 2, unique=True))
     seed = draw(st.integers(0, 1000))
-    tensors = [SampleTensor.random(name, draw(dtypes()), draw(shapes()), seed=seed) for name in found[2:]]
-    return Contents.of(tensors, {name: draw(string_values()) for name in found[:2]})
+    tensors = [SampleTensor.random(name, draw(dtypes()), draw(shapes()), seed=seed) for name in drawn[2:]]
+    return Contents.of(tensors, {name: draw(string_values()) for name in drawn[:2]})

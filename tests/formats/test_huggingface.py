@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support import safetensors_peer
+from support.checkpoints import write_shard
 from support.command_line import run_in_fork
 from support.conversions import TENSORS, Conversion, listing, make
 
@@ -473,3 +474,21 @@ def test_targets_are_not_written_beside_other_files(tmp_path: Path) -> None:
     said = refused(there.arguments("transform", "--to", "hf", "--max-shard-size", "140", "--overwrite"))
     assert SINGLE in said and TargetError.__name__ not in said
     assert stale.read_bytes() == b"precious" and len(listing(stale.parent)) == 1
+
+
+def test_a_prefix_is_no_part_of_their_names(tmp_path: Path) -> None:
+    c = make(tmp_path, "safetensors").but(dst_strategy=None)
+    for form in ("hf", "dcp"):
+        said = refused(c.arguments("transform", "--to", form, "--prefix", "net"), 2)
+        assert "have names of their own" in said and not c.dst.exists()
+
+
+def test_a_part_of_another_save(tmp_path: Path) -> None:
+    parts = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    for name, file in (*parts.items(), ("c", "model-00003-of-00003.safetensors")):
+        write_shard({name: np.zeros(3)}, tmp_path / file)
+    (tmp_path / INDEX).write_text(json.dumps({"metadata": {"total_size": 48}, "weight_map": parts}))
+    with pytest.raises(ShardError, match=r"left from another save(.|\n)*model-00003-of-00003"):
+        reshard_mpi.load_rank(0, tmp_path)
+    (tmp_path / "model-00003-of-00003.safetensors").unlink()
+    assert set(reshard_mpi.load_rank(0, tmp_path)) == {"a", "b"}

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import ckpt_peer
-from support.checkpoints import write_shard
+from support import ckpt_peer, torch_peer
+from support.checkpoints import sample, write_shard
 from support.command_line import Capture, run_apart, run_here
 from support.conversions import TENSORS, Conversion, make
 from support.launch import MPI
@@ -141,3 +141,38 @@ def test_the_first_difference_is_numpys(tmp_path_factory: pytest.TempPathFactory
     index = tuple(differing[0].tolist())
     assert raised.value.problem == f"'w' differs at element {list(index)}"
     assert raised.value.expected.startswith(f"{first[index]} (") and raised.value.got.startswith(f"{second[index]} (")
+
+
+UTILS = torch_peer.STAND_INS["torch._utils"]
+
+
+def saved(path: Path, **values: object) -> Path:
+    """Write a file of torch with values beside a tensor."""
+    weights = sample("w", np.arange(4, dtype=np.float32))
+    torch_peer.save(path, {"w": torch_peer.tensor(weights, "0"), **values})
+    return path
+
+
+def test_values_that_differ_are_named(tmp_path: Path, capsys: Capture) -> None:
+    first = saved(tmp_path / "a.pt", optimizer={"groups": [{"lr": 0.1, "name": "all"}]}, epoch=3)
+    second = saved(tmp_path / "b.pt", optimizer={"groups": [{"lr": 0.2, "name": "all"}]}, epoch=3)
+    finished = run_here(capsys, "diff", str(first), str(second), "--jobs", "1")
+    assert finished.code == 0, finished
+    assert "note: values beside the tensors differ: optimizer.groups.0.lr (0.1 and 0.2)\n" in finished.err
+
+
+def test_what_cannot_be_compared_is_not_called_the_same(tmp_path: Path, capsys: Capture) -> None:
+    first = saved(tmp_path / "a.pt", odd=torch_peer.Tensor(UTILS._rebuild_sparse_tensor))
+    finished = run_here(capsys, "diff", str(first), str(first), "--jobs", "1")
+    assert finished.code == 4 and "difference: not all that is in" in finished.err, finished
+    assert "odd" in finished.err and finished.out == ""
+
+
+def test_attributes_of_a_tensor_are_left_out_by_name(tmp_path: Path, capsys: Capture) -> None:
+    weights = torch_peer.tensor(sample("w", np.arange(4, dtype=np.float32)), "0")
+    marked = torch_peer.Tensor(UTILS._rebuild_parameter_with_state, weights, True, {}, {"tag": "x"})
+    torch_peer.save(tmp_path / "a.pt", {"w": marked})
+    source, target = str(tmp_path / "a.pt"), str(tmp_path / "out")
+    finished = run_here(capsys, "transform", source, target, "--jobs", "1")
+    assert finished.code == 0 and "w: its attributes tag" in finished.err, finished
+    assert run_here(capsys, "transform", source, f"{target}2", "--jobs", "1", "--strict").code == 3

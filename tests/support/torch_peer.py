@@ -84,7 +84,8 @@ def _stand_ins() -> dict[str, types.ModuleType]:
 
         return made
 
-    functions = {name: function(name) for name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter")}
+    made_by = ("tensor_v2", "tensor_v3", "parameter", "parameter_with_state", "sparse_tensor")
+    functions = {f"_rebuild_{name}": function(f"_rebuild_{name}") for name in made_by}
     utils = _module("torch._utils", **functions)
     storage = _module("torch.storage", UntypedStorage=type("UntypedStorage", (), {}))
     elements = {name: _Element(name) for name in (*STORAGES, *UNTYPED)}

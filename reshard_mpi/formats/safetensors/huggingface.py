@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -65,6 +66,7 @@ TRAITS = Traits(
     title="Hugging Face folder",
 )
 _METADATA = {FORMAT: TORCH}
+_PART = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
 def locate(path: str, like: Manifest | None = None) -> Manifest:
@@ -169,6 +171,7 @@ def _listing(folder: str) -> _Listing:
                 where=folder,
                 remedy=f"remove the old one, or choose files with --select: {SINGLE}, or 'model-*'",
             )
+        _require_no_other_parts(folder, weight_map)
         return _Listing(INDEX, weight_map)
     if Path(folder, MAP).is_file():
         weight_map = index_text.read(str(Path(folder, MAP)), may_be_flat=True)
@@ -185,6 +188,20 @@ def _listing(folder: str) -> _Listing:
             remedy=f"remove what does not belong to it, or choose with --select (such as --select {SINGLE})",
         )
     return _Listing(None, {})
+
+
+def _require_no_other_parts(folder: str, weight_map: Mapping[str, str]) -> None:
+    """Raise ShardError if a part of another save lies beside those that the index names."""
+    named = set(weight_map.values())
+    others = sorted(name for name in os.listdir(folder) if _PART.fullmatch(name) and name not in named)  # noqa: PTH208
+    if others:
+        raise ShardError(
+            "parts lie beside the index that it does not name: they are left from another save",
+            expected=f"the {len(named)} files that {INDEX} names",
+            got=", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else ""),
+            where=folder,
+            remedy="remove the old ones",
+        )
 
 
 def _require_numbers(held: Tensors, weight_map: Mapping[str, str]) -> None:

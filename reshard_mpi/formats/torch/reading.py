@@ -22,6 +22,9 @@ from reshard_mpi.formats.torch.zipped import of_archive
 
 NAME = "torch"
 
+# That so many tensors have a class or attributes of their own is said, and of how many more there are.
+_MAX_BESIDES = 100
+
 
 def locate(path: str, like: Manifest | None = None) -> Manifest:
     """Find the tensors of the file at `path` without executing anything, and without reading any payload.
@@ -65,7 +68,8 @@ def _parsed(path: str, content: Content) -> Manifest:
             remedy="load it with torch, and save its state_dict()",
         )
     texts = flattened.strings if strings is None else strings
-    return Manifest(path, NAME, tensors, texts, identity, left_out=flattened.left_out)
+    besides = tuple(f"{name}: {tensor.besides}" for name, tensor in found if getattr(tensor, "besides", ""))
+    return Manifest(path, NAME, tensors, texts, identity, left_out=(*flattened.left_out, *besides[:_MAX_BESIDES]))
 
 
 def read_back(meant: Manifest) -> None:
@@ -105,7 +109,7 @@ def _add(tensors: Tensors, found: Iterable[tuple[str, Value]], content: Content,
     known: dict[tuple[DType, tuple[int, ...], tuple[int, ...], Whole | None], tuple[Kind, int, bool]] = {}
     for name, tensor in found:
         stored: StoredTensor = tensor.local if type(tensor) is DistributedTensor else tensor
-        storage, dtype, offset, shape, strides = stored
+        storage, dtype, offset, shape, strides, _ = stored
         whole = wholes.get(name)
         alike = known.get((dtype, shape, strides, whole))
         if alike is None:

@@ -20,19 +20,26 @@ _DTENSORS = frozenset(
     Global(module, "DTensor")
     for module in ("torch.distributed.tensor", "torch.distributed._tensor", "torch.distributed._tensor.api")
 )
+_PLAIN_CLASSES = frozenset((Global("torch", "Tensor"), Global("torch.nn.parameter", "Parameter")))
+# What torch itself gives to buffers.
+_OWN_ATTRIBUTES = ("persistent", "_is_buffer")
 _MAX_BYTES = 1 << 62
 # The sixth part of a persistent id in files of the older layout.
 _NO_VIEWS: tuple[list[None], ...] = ([], [None])
 
 
 class StoredTensor(NamedTuple):
-    """A tensor as it lies in a storage: of which element on, its shape, and how many elements apart its items are."""
+    """A tensor as it lies in a storage: of which element on, its shape, and how many elements apart its items are.
+
+    besides: what else it is in its file, which is not kept: a class of its own, attributes.
+    """
 
     storage: Storage
     dtype: DType
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    besides: str = ""
 
     @property
     def is_row_major(self) -> bool:
@@ -136,9 +143,30 @@ def numbers(value: Value) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _first(tensor: Value, *_: Value) -> Value:
+def _parameter(tensor: Value, *_: Value) -> Value:
     """Return the tensor that a parameter is made of."""
     return tensor
+
+
+def _parameter_with_state(tensor: Value, _grad: Value, _hooks: Value, state: Value) -> Value:
+    """Return the tensor that a parameter with attributes is made of."""
+    return _with(tensor, _attributes(state))
+
+
+def _with(tensor: Value, *besides: str) -> Value:
+    """Return a tensor of which is known what it is besides."""
+    if type(tensor) is not StoredTensor:
+        return tensor
+    return tensor._replace(besides=", ".join(filter(None, (tensor.besides, *besides)))[:200])
+
+
+def _attributes(state: Value) -> str:
+    """Say which attributes an object has; nothing if it has none."""
+    parts = state if type(state) is tuple else (state,)  # in a dictionary, and in slots
+    names = [
+        str(name) for part in parts if type(part) is Dict for name in part.flat[::2] if name not in _OWN_ATTRIBUTES
+    ]
+    return f"its attributes {', '.join(names)}" if names else ""
 
 
 def _from_type(rebuild: Value, kind: Value, args: Value, state: Value) -> Value:
@@ -150,7 +178,9 @@ def _from_type(rebuild: Value, kind: Value, args: Value, state: Value) -> Value:
     if rebuild == _FROM_TYPE:
         raise ValueError("a tensor of a class within another")
     maker = CALLS.get(rebuild)
-    return Unreadable(f"a tensor made by {rebuild}"[:200]) if maker is None else maker(*args)
+    if maker is None:
+        return Unreadable(f"a tensor made by {rebuild}"[:200])
+    return _with(maker(*args), "" if kind in _PLAIN_CLASSES else f"its class {kind}", _attributes(state))
 
 
 def _distributed(kind: Global, state: Value) -> Value:
@@ -173,8 +203,8 @@ CALLS: Mapping[Global, Callable[..., Value]] = {
     REBUILD: _tensor,
     REBUILD_UNTYPED: _untyped_tensor,
     Global("torch._utils", "_rebuild_tensor"): _tensor,
-    Global("torch._utils", "_rebuild_parameter"): _first,
-    Global("torch._utils", "_rebuild_parameter_with_state"): _first,
+    Global("torch._utils", "_rebuild_parameter"): _parameter,
+    Global("torch._utils", "_rebuild_parameter_with_state"): _parameter_with_state,
     _FROM_TYPE: _from_type,
     Global("torch._utils", "_rebuild_sparse_tensor"): _unreadable("a sparse tensor"),
     Global("torch._utils", "_rebuild_sparse_csr_tensor"): _unreadable("a sparse tensor"),
