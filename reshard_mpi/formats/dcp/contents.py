@@ -15,10 +15,12 @@ from zlib import crc32
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import files
 from reshard_mpi.formats.columns import Kind, Tensors
-from reshard_mpi.formats.dtypes import BY_NAME
+from reshard_mpi.formats.dcp.states import MAX_NUMBER
 from reshard_mpi.formats.nest.trees import Dict, Value
+from reshard_mpi.formats.torch.dtypes import BY_TORCH_NAME
 from reshard_mpi.formats.torch.pickles import PickleError, load
 from reshard_mpi.formats.torch.pickling import dumps
+from reshard_mpi.formats.torch.tensors import numbers as numbers_of
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.units import MIB
 
@@ -93,29 +95,45 @@ def read(fd: int, path: str, size_bytes: int) -> Contents:
         if at != len(content):
             raise _damaged(path)
         return _contents(root, path, start)
-    except (PickleError, ValueError, TypeError, KeyError, IndexError):
+    except (PickleError, ValueError, KeyError, IndexError):
         raise _damaged(path) from None
 
 
 def _contents(root: Value, path: str, end: int) -> Contents:
-    """Return the contents that a record describes; raises anything for one that is damaged."""
-    kinds, names, strings = root.get("kinds"), root.get("names"), dict(root.get("strings").pairs())
-    kind_of = _little_endian(array("I", bytes.fromhex(root.get("kind_of"))))
-    starts = _little_endian(array("q", bytes.fromhex(root.get("starts"))))
-    if not len(names) == len(kind_of) == len(starts) == len(set(names)) <= files.MAX_TENSORS:
+    """Return the contents that a record describes. Raises ValueError, KeyError or IndexError if it is damaged."""
+    if type(root) is not Dict:
         raise ValueError
-    if not all(type(text) is str for text in (*names, *strings, *strings.values())):
+    kinds, names, strings = root.get("kinds"), root.get("names"), root.get("strings")
+    if type(kinds) is not list or type(names) is not list or type(strings) is not Dict:
+        raise ValueError
+    kind_of, starts = array("I", _bytes(root.get("kind_of"))), array("q", _bytes(root.get("starts")))
+    if not len(names) == len(kind_of) == len(starts) <= files.MAX_TENSORS:
+        raise ValueError
+    if not all(type(text) is str for text in (*names, *strings.flat)) or len(set(names)) < len(names):
         raise ValueError
     tensors = Tensors(path)
-    numbers = []
-    for dtype, whole, low, high in kinds:
-        box = Box(low, high)
-        if not Box.whole(whole).contains(box):
-            raise ValueError
-        numbers.append(tensors.kind(Kind(BY_NAME[dtype], box.shape, box, whole)))
-    for name, kind, start in zip(names, kind_of, starts):
+    numbers = [tensors.kind(_kind(kind)) for kind in kinds]
+    for name, kind, start in zip(names, _little_endian(kind_of), _little_endian(starts)):
         tensors.add(name, numbers[kind], start)
-    return Contents(tensors, strings, end)
+    return Contents(tensors, dict(strings.pairs()), end)
+
+
+def _kind(value: Value) -> Kind:
+    """Return the kind that a record describes; raises as `_contents` does."""
+    if type(value) is not tuple or len(value) != 4 or type(value[0]) is not str:
+        raise ValueError
+    dtype, (whole, low, high) = BY_TORCH_NAME[value[0]], map(numbers_of, value[1:])
+    box = Box(low, high)
+    kind = Kind(dtype, box.shape, box, whole)
+    if box.ndim > files.MAX_DIMENSIONS or not Box.whole(whole).contains(box) or kind.size_bytes >= MAX_NUMBER:
+        raise ValueError
+    return kind
+
+
+def _bytes(text: Value) -> bytes:
+    if type(text) is not str:
+        raise ValueError
+    return bytes.fromhex(text)
 
 
 def _little_endian(numbers: array[int]) -> array[int]:
