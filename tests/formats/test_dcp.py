@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from support import dcp_peer, torch_peer
 from support.dcp_peer import MetadataIndex, Size, arrays_of, listed
 
+from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import dcp
 from reshard_mpi.formats.dcp import metadata
 from reshard_mpi.formats.dcp.states import States
