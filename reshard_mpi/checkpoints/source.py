@@ -24,8 +24,7 @@ from reshard_mpi.errors import (
     told,
 )
 from reshard_mpi.formats.columns import Tensors
-from reshard_mpi.formats.manifest import Manifest, ShardIdentity
-from reshard_mpi.formats.nest import NEST
+from reshard_mpi.formats.manifest import NEST, Manifest, ShardIdentity
 from reshard_mpi.planning.losses import Lost, Missing
 from reshard_mpi.sharding.placement import Strategy, unsharded
 from reshard_mpi.sharding.strategy import table

@@ -9,6 +9,14 @@ from reshard_mpi.formats.columns import Tensors
 from reshard_mpi.formats.listed import ListedTensors
 from reshard_mpi.formats.places import Decoded, Place, Segments
 
+# The string of a shard that holds what is neither tensor nor text, and how all of it is nested (see `nest`).
+NEST = "__reshard_mpi_nest__"
+
+
+def shown_string(name: str) -> str:
+    """Return what people are told that a string of a shard is."""
+    return "what is neither tensor nor text, and how all is nested" if name == NEST else repr(name)
+
 
 class ShardIdentity(NamedTuple):
     """What a self-describing shard says about its place in its checkpoint.

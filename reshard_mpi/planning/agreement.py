@@ -7,7 +7,7 @@ from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 
 from reshard_mpi.errors import CoverageError, DisagreementError
 from reshard_mpi.formats.listed import ListedTensors
-from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.formats.manifest import Manifest, shown_string
 from reshard_mpi.formats.specs import TensorSpec
 from reshard_mpi.planning.listed import PiecesOf
 from reshard_mpi.planning.model import Beginning, Check, Copy, Held, Moment, RankPlan, TensorPlan
@@ -234,5 +234,5 @@ def common_strings(manifests: Mapping[int, Manifest], home: int) -> tuple[dict[s
     for rank in sorted(manifests, key=lambda rank: (rank != home, rank)):
         for name, text in manifests[rank].strings.items():
             if strings.setdefault(name, text) != text:
-                notes.append(f"the string {name!r} of {manifests[rank].path} differs from the one taken")
+                notes.append(f"the string {shown_string(name)} of {manifests[rank].path} differs from the one taken")
     return dict(sorted(strings.items())), notes

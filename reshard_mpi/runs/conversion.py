@@ -18,7 +18,7 @@ from reshard_mpi.engine.files import Files
 from reshard_mpi.engine.regions import fill, first_difference, takes_numpy
 from reshard_mpi.errors import CoverageError, DisagreementError, LayoutError
 from reshard_mpi.formats.dtypes import numbers
-from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.formats.manifest import Manifest, shown_string
 from reshard_mpi.planning.agreement import loose_beginnings, moment_counters, require_nothing_left_out
 from reshard_mpi.planning.fit import (
     dead_rules,
@@ -101,7 +101,7 @@ class Conversion:
 
     def _without_strings(self, plan: RankPlan) -> RankPlan:
         """Return a plan without strings, for which the target has no place. Raises DisagreementError if `strict`."""
-        names = ", ".join(plan.strings)
+        names = ", ".join(map(shown_string, plan.strings))
         if self.strict:
             raise DisagreementError(
                 "something in the source cannot be carried to the target",

@@ -16,7 +16,7 @@ from reshard_mpi.engine.regions import fill, first_difference_of_tensors
 from reshard_mpi.engine.sums import place_of
 from reshard_mpi.errors import DifferenceError
 from reshard_mpi.formats.dtypes import numbers
-from reshard_mpi.formats.nest import NEST
+from reshard_mpi.formats.manifest import NEST
 from reshard_mpi.formats.nest import first_difference as first_nest_difference
 from reshard_mpi.formats.places import Decoded
 from reshard_mpi.formats.specs import TensorSpec

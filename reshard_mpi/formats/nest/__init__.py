@@ -21,9 +21,10 @@ would be wrong. A shard of names alone, a plain dictionary of tensors followed b
 
 from __future__ import annotations
 
+from reshard_mpi.formats.manifest import NEST
 from reshard_mpi.formats.nest.comparing import first_difference
 from reshard_mpi.formats.nest.flattening import Flattened, flatten
 from reshard_mpi.formats.nest.rebuilding import rebuild
-from reshard_mpi.formats.nest.text import NEST, NestError
+from reshard_mpi.formats.nest.text import NestError
 
 __all__ = ["NEST", "Flattened", "NestError", "first_difference", "flatten", "rebuild"]

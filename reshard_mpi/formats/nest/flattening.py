@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from reshard_mpi.formats.files import MAX_NAME_BYTES, MAX_TENSORS
+from reshard_mpi.formats.manifest import NEST
 from reshard_mpi.formats.nest.losses import described
 from reshard_mpi.formats.nest.text import (
     DOUBLE,
     MAX_CHARACTERS,
     MAX_DEPTH,
     MAX_VALUES,
-    NEST,
     NestError,
     owner_of,
     require_short,

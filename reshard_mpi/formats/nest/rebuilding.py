@@ -10,12 +10,12 @@ import struct
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+from reshard_mpi.formats.manifest import NEST
 from reshard_mpi.formats.nest.text import (
     DOUBLE,
     MAX_CHARACTERS,
     MAX_DEPTH,
     MAX_VALUES,
-    NEST,
     NestError,
     owner_of,
     require_short,

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 
 from reshard_mpi.formats.files import MAX_NAME_BYTES, MAX_STRING_BYTES
 
-# The string of a shard that holds the text.
-NEST = "__reshard_mpi_nest__"
 MAX_CHARACTERS = MAX_STRING_BYTES // 4
 # A value that several parts of a tree share is met as often as it is in it.
 MAX_VALUES = 1 << 19
