@@ -194,14 +194,14 @@ def test_what_cannot_be_carried_is_named() -> None:
     root = dictionary(
         config=odd, w=Tensor(0), list=[odd, 1], meta=Unreadable("a tensor without elements", is_empty=True)
     )
-    root.flat += [None, Tensor(1), (1, (2,)), 5]
+    root.flat += [None, [odd], (1, (2,)), 5]
     flattened, again = there_and_back(root)
     assert flattened.left_out == (
         "config: an object of project.Config, with 2 tensors in it",
         "list.0: an object of project.Config, with 2 tensors in it",
         "meta: a tensor without elements",
-        "?: what is under a key that is neither text nor number",
-        "?: what is under a key that is neither text nor number",
+        "None: what is under a key that is neither text nor number",
+        "(1, (2,)): what is under a key that is neither text nor number",
     )
     assert shown(again) == shown(dictionary(w=Tensor(0), list=[None, 1]))
 
@@ -211,6 +211,9 @@ def test_tensors_that_cannot_be_read_are_refused() -> None:
     with pytest.raises(nest.NestError, match="tensors that cannot be read") as error:
         nest.flatten(root, is_tensor)
     assert error.value.got == "deep.0.sparse: a sparse tensor"
+    with pytest.raises(nest.NestError, match="tensors that cannot be read") as error:
+        nest.flatten(Dict(["w", Tensor(0), True, Tensor(1)]), is_tensor)
+    assert error.value.got == "True: what is under a key that is neither text nor number"
 
 
 def test_an_object_of_what_cannot_be_carried_is_left_out_as_a_whole() -> None:

@@ -202,7 +202,7 @@ class _Flattening:
             self._count(depth)
             name = f"{prefix}{key}"
             if not _is_key(key) or not (type(key) in (str, int) or self._is_plain(value, depth + 1)):
-                self._leave_out(prefix, key, "what is under a key that is neither text nor number")
+                self._leave_out(prefix, key, "what is under a key that is neither text nor number", value)
                 continue
             if type(key) is not tuple:
                 if (type(key), key) in seen:
@@ -288,10 +288,10 @@ class _Flattening:
         return self._is_kept(value, depth)
 
     def _leave_out(self, prefix: str, key: Value, what: str, value: Value = None) -> None:
-        is_lost = type(value) is Unreadable and not value.is_empty
+        is_lost = self._is_tensor(value) or (type(value) is Unreadable and not value.is_empty)
         noted = self.unreadable if is_lost else self.left_out
         if len(noted) < _MAX_NOTES:
-            name = f"{prefix}{key}" if type(key) in (str, int) else f"{prefix}?"
+            name = f"{prefix}{key}" if type(key) in (str, int) else f"{prefix}{key!r}"
             noted.append(f"{name[:_MAX_NOTED_CHARACTERS]}: {what}")
 
 

@@ -19,7 +19,7 @@ def described(value: Value, is_tensor: Callable[[Value], bool]) -> str:
     if type(value) is Global:
         return str(value)[:200]
     if type(value) is not Call:
-        return f"a value of another kind ({type(value).__name__})"
+        return "a tensor within an object, or a value of another kind"
     tensors = _tensors_in(value, is_tensor)
     lost = f", with {tensors} tensor{'' if tensors == 1 else 's'} in it" if tensors else ""
     return f"an object of {value.function}"[:200] + lost
