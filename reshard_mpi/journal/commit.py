@@ -124,7 +124,7 @@ def commit_if_complete(
     Raises DisagreementError or CoverageError as `commit` does.
     """
     committed = None if any_written else CommitRecord.read(folder)
-    if committed is not None and committed.digest == identity.digest:
+    if committed is not None and committed.digest == identity.digest and _has_index(folder, identity.format):
         return ()
     if not all_made and not _are_all_recorded(folder / STATE, identity.target_ranks):
         return ()
@@ -180,6 +180,12 @@ def _commit(
     _publish_index(opened.folder, identity.format, records)
     publish_text(opened.folder, COMMIT_RECORD, _as_text(begun, records, sums))
     return Committed(folder / COMMIT_RECORD, len(records), sum(record.size_bytes for record in records), notes)
+
+
+def _has_index(folder: Path, format_name: str) -> bool:
+    """Tell whether the index lies in a folder of a format that has one; a full checkpoint of one file may need none."""
+    index = formats.index_of(format_name)
+    return index is None or (folder / index).exists()
 
 
 def _publish_index(folder: Folder, format_name: str, records: Sequence[TargetRecord]) -> None:

@@ -90,7 +90,8 @@ class Checked(NamedTuple):
 
     tensors, read_bytes: how much of it was read. by: what it was compared with, such as "its own sums"; empty if there
     was nothing. sums: of its tensors whose place in the whole is known. lost: source shards that cannot be used.
-    world_size: how many shards there are by its own account; 0 if it does not say.
+    world_size: how many shards there are by its own account; 0 if it does not say. left_out: what its sources hold that
+    no shard can, in words.
     """
 
     rank: int
@@ -101,6 +102,7 @@ class Checked(NamedTuple):
     sums: tuple[TensorSum, ...] = ()
     lost: tuple[Lost, ...] = ()
     world_size: int = 0
+    left_out: tuple[str, ...] = ()
 
 
 class Failure(NamedTuple):

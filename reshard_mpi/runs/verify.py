@@ -159,7 +159,8 @@ def _each(
         failures += [Failure.here(rank, comm, error) for error in damage]
         checked.append(shard)
     lost = tuple(lost for shard in checked for lost in shard.lost)
-    own = Outcome(failures=tuple(failures), lost=lost, checked=tuple(checked))
+    left_out = tuple(text for shard in checked for text in shard.left_out)
+    own = Outcome(failures=tuple(failures), lost=lost, other_warnings=left_out, checked=tuple(checked))
     outcome = Outcome(processes=comm.size).joined(comm.allgather(own))
     return outcome._replace(failures=tuple(sorted(outcome.failures, key=lambda failure: failure.rank or 0)))
 
@@ -222,7 +223,8 @@ def _compare(plan: RankPlan, shard: Manifest) -> tuple[Checked, list[ReshardErro
             damage.append(where_it_differs(plan, shard, summed.tensor.name, LIMITS))
     read_bytes = plan.written_bytes
     by = ("the source",) if not damage else ()
-    return Checked(plan.target_rank, shard.path, len(plan.tensors), read_bytes, by, lost=plan.lost), damage
+    checked = Checked(plan.target_rank, shard.path, len(plan.tensors), read_bytes, by)
+    return checked._replace(lost=plan.lost, left_out=plan.left_out), damage
 
 
 def _no_sums(path: str) -> SourceError:

@@ -89,6 +89,10 @@ def test_a_folder_with_an_index(tmp_path: Path) -> None:
     run(toys.arguments("transform", "--to", "toys", "--rank", "0", "--verify"))
     assert index.exists() and (toys.dst / "reshard.json").exists()
     assert sorted(path.name for path in toys.dst.glob("*.toypart")) == ["part-1-of-2.toypart", "part-2-of-2.toypart"]
+    content = index.read_bytes()
+    index.unlink()
+    run(toys.arguments("transform", "--to", "toys", "--resume"))
+    assert index.read_bytes() == content  # without it nobody finds the files
     whole = toys.but(options=(), dst_strategy=None)
     run(whole.arguments("verify", "--jobs", "1"))
     run(["verify", str(toys.dst), "--jobs", "1"])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from support import torch_peer
+from support.command_line import Capture, run_here
 
 import reshard_mpi
 from reshard_mpi import formats
@@ -93,6 +94,12 @@ def test_what_is_left_out_is_said(tmp_path: Path) -> None:
     said = "\n".join(report.warnings)
     assert "left out of" in said and "config: an object of my_project.config.Config, with 1 tensor in it" in said
     assert inspect(GOLDEN / "plain.pt")["left_out"][1] == "function: random.Random"
+
+
+def test_verify_says_what_it_could_not_compare(tmp_path: Path, capsys: Capture) -> None:
+    reshard_mpi.transform(GOLDEN / "plain.pt", tmp_path / "out", to="ckpt")
+    finished = run_here(capsys, "verify", str(GOLDEN / "plain.pt"), str(tmp_path / "out"), "--jobs", "1")
+    assert finished.code == 0 and "warning: left out of" in finished.err, finished
 
 
 def test_what_is_left_out_is_refused_if_all_is_wanted(tmp_path: Path) -> None:
