@@ -140,8 +140,9 @@ def test_what_is_wrong_on_one_host_only_is_refused_with_its_name(tmp_path: Path,
     c = four_targets(tmp_path)
     missing = (
         "import os\nfrom reshard_mpi.checkpoints import discovery\n\nfind = discovery.find_shards\n\n"
-        "def stand_in(source, select):\n    return find(source + '/missing'[: 8 * (os.uname().nodename == 'node-b')],"
-        " select)\n\ndiscovery.find_shards = stand_in\n"
+        "def stand_in(source, *given, **named):\n"
+        "    return find(source + '/missing'[: 8 * (os.uname().nodename == 'node-b')], *given, **named)\n\n"
+        "discovery.find_shards = stand_in\n"
     )
     env = doing(tmp_path, "pass")
     (tmp_path / "stand_in" / "sitecustomize.py").write_text(missing)
