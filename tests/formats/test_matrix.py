@@ -36,7 +36,6 @@ FORMS = (
     Form("safetensors", sharded=True),
     Form("safetensors", sharded=False),
     Form("hf", sharded=False),
-    Form("hf", sharded=False),
     Form("torch", sharded=True),
     Form("torch", sharded=False),
     Form("dcp", sharded=True, describes_itself=True),
