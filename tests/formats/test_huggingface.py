@@ -492,3 +492,13 @@ def test_a_part_of_another_save(tmp_path: Path) -> None:
         reshard_mpi.load_rank(0, tmp_path)
     (tmp_path / "model-00003-of-00003.safetensors").unlink()
     assert set(reshard_mpi.load_rank(0, tmp_path)) == {"a", "b"}
+
+
+@pytest.mark.parametrize("limit", [[], ["--max-shard-size", "40"]], ids=["one file", "several"])
+def test_files_are_counted_without_the_index(tmp_path: Path, limit: list[str]) -> None:
+    c = make(tmp_path, "safetensors").but(dst_strategy=None)
+    done(c.arguments("transform", "--to", "hf", *limit))
+    files = len(list(c.dst.glob("*.safetensors")))
+    said = done(["transform", str(c.dst), str(tmp_path / "again"), "--to", "ckpt", "--jobs", "1"])
+    counted = "1 file," if files == 1 else f"{files} files,"
+    assert (files > 1) == bool(limit) and said.startswith(f"source: Hugging Face folder, {counted}"), said

@@ -316,3 +316,10 @@ def test_texts_that_are_refused(text: str, problem: str) -> None:
 def test_a_string_and_a_tensor_need_a_place_each() -> None:
     with pytest.raises(nest.NestError, match="the place of something else"):
         nest.rebuild({"note": Tensor(0)}, {nest.NEST: '{"dict":[]}', "note": "text"})
+
+
+@pytest.mark.parametrize("root", [["w\ud800", Tensor(0)], ["w", Tensor(0), "note", "\udfff"]], ids=["name", "text"])
+def test_what_is_no_unicode_text_is_refused(root: list[Any]) -> None:
+    with pytest.raises(nest.NestError, match="no Unicode text") as error:
+        nest.flatten(Dict(root), is_tensor)
+    assert "other keys" in error.value.remedy
