@@ -75,6 +75,7 @@ def test_its_files() -> None:
     assert names == [".metadata", *(f"__{rank}_0.distcp" for rank in range(4))]
 
 
+@pytest.mark.slow
 class TestPieces(CheckpointConformance):
     """Random chunks in random files, some of which overlap."""
 
@@ -165,6 +166,7 @@ def said(content: bytes, readers: Readers) -> Any:
         return error.args[0]
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(listings(), st.sampled_from([2, 4, 5]), st.booleans())
 def test_many_at_once_are_read_as_one_by_one(listing: dcp_peer.Metadata, protocol: int, in_c: bool) -> None:
@@ -243,6 +245,7 @@ def test_a_type_that_is_not_known_is_refused(tmp_path: Path) -> None:
         dcp.open_folder(str(tmp_path))
 
 
+@pytest.mark.slow
 def test_many_pieces_of_one_tensor(tmp_path: Path) -> None:
     """More than one pickler's batch, and more than a frame of its bytes."""
     array = np.arange(3000, dtype=np.int32)

@@ -107,6 +107,7 @@ def changed(path: Path, content: bytes) -> Manifest | str:
     return located(path)
 
 
+@pytest.mark.slow
 def test_any_byte_of_structure_changed(tmp_path: Path) -> None:
     """What the index says is believed only where all is as it was written; else the library says what there is."""
     path = tmp_path / "shard.h5"

@@ -62,6 +62,7 @@ def test_every_format_is_in_the_matrix() -> None:
     assert {form.format for form in FORMS} == {*formats.NAMES}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("second", FORMS, ids=str)
 @pytest.mark.parametrize("first", FORMS, ids=str)
 @settings(max_examples=2)
