@@ -86,7 +86,7 @@ class Run(NamedTuple):
         if formats.folder_by_name(name) is not None and not request.recorded:
             raise UsageError(
                 f"a folder of the format {name} is written by runs that keep a record",
-                expected="reshard-mpi transform",
+                expected="reshard-mpi transform, or reshard_mpi.transform",
                 got="a function that keeps none",
             )
         if request.crc and not formats.by_name(name).TRAITS.has_crc:

@@ -12,7 +12,8 @@ from typing import NamedTuple
 from reshard_mpi.formats.columns import Kind
 from reshard_mpi.formats.nest.trees import ORDERED_DICT, Call, Dict, Global, Value
 from reshard_mpi.formats.torch.dtypes import STORAGE_OF
-from reshard_mpi.formats.torch.pickles import BYTES, CODECS_ENCODE, OLD_MODULES, OLD_NAMES
+from reshard_mpi.formats.torch.names import OLD_MODULES, OLD_NAMES
+from reshard_mpi.formats.torch.pickles import BYTES, CODECS_ENCODE
 from reshard_mpi.formats.torch.tensors import REBUILD, REBUILD_UNTYPED
 
 # As many items at a time as the standard pickler gives to a dictionary.
