@@ -115,12 +115,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_conversion(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "source", type=_path, metavar="SRC", help="rank_* folders, one file, loose files, or an indexed folder"
-    )
-    parser.add_argument(
-        "target", type=_path, metavar="DST", help="folder for rank_<r>/<prefix><r>.<ending> (hf, dcp: files in it)"
-    )
+    source = "rank_* folders, one checkpoint file, loose files, or a folder with an index (hf, dcp)"
+    parser.add_argument("source", type=_path, metavar="SRC", help=source)
+    target = "folder for rank_<r>/<prefix><r>.<ending>; hf and dcp have their files in it"
+    parser.add_argument("target", type=_path, metavar="DST", help=target)
     _add_strategies(parser)
     parser.add_argument("--prefix", default=formats.DEFAULT_PREFIX, help="of target file names (default: %(default)s)")
     parser.add_argument("--select", metavar="GLOB", help="take only source files whose names match")
