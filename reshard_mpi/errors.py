@@ -69,6 +69,10 @@ class StrategyError(ReshardError, ValueError):
     """A strategy file or spec cannot be read, or says something impossible."""
 
 
+class MapError(ReshardError, ValueError):
+    """A map between two models cannot be read, is not one-to-one, or does not fit the checkpoint."""
+
+
 class LayoutError(ReshardError, ValueError):
     """A placement does not fit its mesh, or a tensor's shape does not fit its placement."""
 

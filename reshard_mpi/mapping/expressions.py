@@ -1,0 +1,101 @@
+"""Numbers of [axes]: integers, or expressions over integers and keys of a model's configuration, `+ - * /` and ()."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+_TOKEN = re.compile(r"\s*(?:(?P<number>[0-9]+)|(?P<key>[A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z0-9_]+)*)|(?P<mark>[-+*/()]))")
+_MAX_TEXT, _MAX_NESTED, _MAX_VALUE = 1_000, 32, 1 << 62
+
+
+class ExpressionProblem(ValueError):
+    """What is wrong with an expression."""
+
+
+def evaluated(text: str, config: Mapping[str, object] | None) -> int:
+    """Return the value of an expression.
+
+    config: a model's configuration; a dotted key is looked up in tables within it. Raises ExpressionProblem if a key is
+    not there or is no integer, or if a division leaves a rest.
+    """
+    if len(text) > _MAX_TEXT:
+        raise ExpressionProblem(f"it is longer than {_MAX_TEXT} characters")
+    reader = _Reader(text, config)
+    value = reader.sum(0)
+    if reader.peek() is not None:
+        raise ExpressionProblem(f"unexpected {reader.peek()!r}")
+    return value
+
+
+class _Reader:
+    def __init__(self, text: str, config: Mapping[str, object] | None) -> None:
+        self._config = config
+        self._tokens: list[tuple[str, str]] = []
+        position = 0
+        while text[position:].strip():
+            found = _TOKEN.match(text, position)
+            if found is None or found.lastgroup is None:
+                raise ExpressionProblem(f"unexpected {text[position:].strip()[:20]!r}")
+            self._tokens.append((found.lastgroup, found.group(found.lastgroup)))
+            position = found.end()
+        self._next = 0
+
+    def peek(self) -> str | None:
+        return self._tokens[self._next][1] if self._next < len(self._tokens) else None
+
+    def sum(self, nested: int) -> int:
+        value = self._product(nested)
+        while (mark := self.peek()) in ("+", "-"):
+            self._next += 1
+            other = self._product(nested)
+            value = _bounded(value + other if mark == "+" else value - other)
+        return value
+
+    def _product(self, nested: int) -> int:
+        value = self._factor(nested)
+        while (mark := self.peek()) in ("*", "/"):
+            self._next += 1
+            other = self._factor(nested)
+            if mark == "*":
+                value = _bounded(value * other)
+            elif other == 0 or value % other:
+                raise ExpressionProblem(f"{value} / {other} is no integer")
+            else:
+                value //= other
+        return value
+
+    def _factor(self, nested: int) -> int:
+        if self._next == len(self._tokens):
+            raise ExpressionProblem("it ends where a number or a key is expected")
+        kind, text = self._tokens[self._next]
+        self._next += 1
+        if kind == "number":
+            return _bounded(int(text) if len(text) < 20 else _MAX_VALUE + 1)
+        if kind == "key":
+            return self._configured(text)
+        if text == "(" and nested < _MAX_NESTED:
+            value = self.sum(nested + 1)
+            if self.peek() != ")":
+                raise ExpressionProblem("')' is missing")
+            self._next += 1
+            return value
+        raise ExpressionProblem(f"unexpected {text!r}")
+
+    def _configured(self, key: str) -> int:
+        if self._config is None:
+            raise ExpressionProblem(f"{key!r} is a key of the model's configuration, and none is given")
+        value: object = self._config
+        for part in key.split("."):
+            if not isinstance(value, Mapping) or part not in value:
+                raise ExpressionProblem(f"the configuration has no {key!r}")
+            value = value[part]
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ExpressionProblem(f"{key!r} of the configuration is no integer: {str(value)[:40]!r}")
+        return _bounded(value)
+
+
+def _bounded(value: int) -> int:
+    if abs(value) > _MAX_VALUE:
+        raise ExpressionProblem("a number is too large")
+    return value

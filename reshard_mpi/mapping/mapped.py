@@ -1,0 +1,287 @@
+"""What a map makes of a checkpoint: which tensors there are then, and which boxes of its own each is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from reshard_mpi.errors import MapError
+from reshard_mpi.formats.dtypes import DType
+from reshard_mpi.mapping.following import followed
+from reshard_mpi.mapping.matching import Direction, Inventory, Kind, Match, matches, told_direction, whole_pair
+from reshard_mpi.mapping.names import NamePattern
+from reshard_mpi.mapping.pairs import Pair, Place, TargetShape
+from reshard_mpi.mapping.rules import TYPES, Fill, Rules
+from reshard_mpi.sharding.box import Box
+from reshard_mpi.sharding.patterns import Pattern
+
+_MAX_NAMED = 5
+_FLOATS = frozenset(TYPES.values())
+_OWN = Place(0, ())
+
+
+class Made(NamedTuple):
+    """A tensor that is made of others.
+
+    shape: its pairs, and what of it is zeros. sources: the names of the tensors that pairs take from. where: the place
+    of the equation in the map; empty for a tensor that no equation takes.
+    """
+
+    name: str
+    dtype: DType
+    shape: TargetShape
+    sources: Mapping[Place, str]
+    where: str
+
+
+class Constant(NamedTuple):
+    """A tensor that is made up. element: the bytes of each of its elements."""
+
+    name: str
+    kind: Kind
+    element: bytes
+    where: str
+
+
+class Equal(NamedTuple):
+    """Tensors of which one is taken for all. where: the place of the equation in the map."""
+
+    names: tuple[str, ...]
+    where: str
+
+
+class Pads(NamedTuple):
+    """Boxes of a source tensor that are padding. are_dropped: whether they may hold anything; else only zeros."""
+
+    name: str
+    boxes: tuple[Box, ...]
+    are_dropped: bool
+    where: str
+
+
+class Mapped(NamedTuple):
+    """All that a map makes of a checkpoint. left_out: the names of tensors that go nowhere. kept: of those that no
+    equation takes.
+    """
+
+    made: tuple[Made, ...]
+    constants: tuple[Constant, ...]
+    equal: tuple[Equal, ...]
+    pads: tuple[Pads, ...]
+    left_out: tuple[str, ...]
+    kept: tuple[str, ...]
+    direction: Direction | None
+
+
+class Choice(NamedTuple):
+    """What is taken of the tensors that a map makes, by their new names.
+
+    include: globs of which one must match; None: all. exclude: globs of which none may. types: globs with the types that
+    floating-point tensors become.
+    """
+
+    include: tuple[str, ...] | None = None
+    exclude: tuple[str, ...] = ()
+    types: tuple[tuple[str, DType], ...] = ()
+
+
+def applied(rules: Rules | None, choice: Choice, inventory: Inventory, forward: bool | None = None) -> Mapped:
+    """Return what a map makes of the tensors of a checkpoint.
+
+    rules: None: every tensor keeps its name and shape. forward: the direction; None: as the names tell. Raises MapError
+    if the map does not fit.
+    """
+    taken: list[Match] = []
+    left = dict.fromkeys(inventory)
+    dropped: list[str] = []
+    direction = None
+    if rules is not None:
+        direction = told_direction(rules, inventory, forward)
+        taken = list(matches(rules, inventory, direction))
+        for match in taken:
+            for name in (*match.sources.values(), *match.equal):
+                left.pop(name, None)
+        dropped = _dropped(rules, left, direction)
+        for name in dropped:
+            del left[name]
+        states = list(followed(taken, left, inventory))
+        for match in states:
+            for name in (*match.sources.values(), *match.equal):
+                left.pop(name, None)
+        parameters = len(taken)
+        taken += states
+    else:
+        parameters = 0
+    position = {name: number for number, name in enumerate(inventory)}
+    made = [(position[name], _kept(name, inventory[name])) for name in left]
+    for number, match in enumerate(taken):
+        first = min(position[name] for name in match.sources.values())
+        made += [(first, tensor) for tensor in _of_match(match, inventory, direction, is_state=number >= parameters)]
+    made.sort(key=lambda placed: placed[0])
+    tensors = [tensor for _, tensor in made]
+    _require_different(tensors)
+    constants = _made_up(rules, tensors, direction) if rules is not None and direction is not None else []
+    chosen, excluded = _chosen(choice, tensors)
+    wanted = {constant.name for constant in constants if _is_chosen(choice, constant.name)}
+    used = {name for tensor in chosen for name in tensor.sources.values()}
+    return Mapped(
+        tuple(_typed(choice, tensor, inventory) for tensor in chosen),
+        tuple(constant for constant in constants if constant.name in wanted),
+        tuple(
+            Equal((next(iter(match.sources.values())), *match.equal), match.rule.where)
+            for match in taken
+            if match.equal and next(iter(match.sources.values())) in used
+        ),
+        tuple(_pads(taken, used)),
+        (*dropped, *excluded),
+        tuple(left) if rules is not None else (),
+        direction,
+    )
+
+
+def _kept(name: str, kind: Kind) -> Made:
+    return Made(name, kind.dtype, TargetShape(kind.shape, (whole_pair(_OWN, kind.shape),), ()), {_OWN: name}, "")
+
+
+def _of_match(match: Match, inventory: Inventory, direction: Direction | None, *, is_state: bool) -> Iterator[Made]:
+    assert direction is not None
+    _, target = direction.sides(match.rule)
+    for place, shape in match.geometry.targets.items():
+        type_name = None if is_state else target[place.term].type_name
+        dtypes = {inventory[match.sources[pair.source]].dtype: match.sources[pair.source] for pair in shape.pairs}
+        if not dtypes:
+            dtypes = {inventory[name].dtype: name for name in match.sources.values()}
+        if type_name is None and len(dtypes) > 1:
+            raise MapError(
+                f"the tensors that make up {match.targets[place]} are of different types",
+                expected="one type, or a type in the equation",
+                got=", ".join(f"{name} {dtype}" for dtype, name in dtypes.items()),
+                where=match.rule.where,
+            )
+        dtype = next(iter(dtypes)) if type_name is None else TYPES[type_name]
+        for source_dtype, name in dtypes.items():
+            _require_convertible(name, source_dtype, dtype, match.rule.where)
+        yield Made(match.targets[place], dtype, shape, match.sources, match.rule.where)
+
+
+def _require_convertible(name: str, source: DType, target: DType, where: str) -> None:
+    if source != target and not {source, target} <= _FLOATS:
+        raise MapError(
+            f"{name} cannot become {target}", expected=f"one of {', '.join(TYPES)}", got=str(source), where=where
+        )
+
+
+def _require_different(tensors: Iterable[Made]) -> None:
+    """Raise MapError if two tensors have one name."""
+    origin: dict[str, Made] = {}
+    for tensor in tensors:
+        other = origin.setdefault(tensor.name, tensor)
+        if other is not tensor:
+            described = (f"{next(iter(each.sources.values()), '')} ({each.where or 'as it is'})" for each in (other, tensor))
+            raise MapError(
+                f"two tensors would have the name {tensor.name}",
+                got=" and ".join(described),
+                where=tensor.where or other.where,
+            )
+
+
+def _dropped(rules: Rules, left: Mapping[str, None], direction: Direction) -> list[str]:
+    dropped: dict[str, None] = {}
+    for drop in rules.drops:
+        if drop.side != direction.source_side:
+            made_up = any(fill.side == drop.side and _may_make(fill, drop.glob) for fill in rules.fills)
+            if not (made_up or drop.is_optional):
+                raise MapError(
+                    f"read {direction}, the map loses what it leaves out in the other direction",
+                    expected="a [[map]] entry with fill that makes it up, or optional = true",
+                    got=f"drop = {drop.glob!r}",
+                    where=drop.where,
+                )
+            continue
+        pattern = Pattern(drop.glob)
+        names = [name for name in left if pattern.matches(name)]
+        if not names and not drop.is_optional:
+            raise MapError(
+                "nothing is left out by a pattern",
+                expected=f"tensors {drop.glob!r} that no equation takes",
+                got=", ".join(list(left)[:_MAX_NAMED]) or "none that is left",
+                where=drop.where,
+                remedy="mend the pattern, or say optional = true if it need not match",
+            )
+        dropped.update(dict.fromkeys(names))
+    return list(dropped)
+
+
+def _may_make(fill: Fill, glob: str) -> bool:
+    """Tell whether what a fill makes up can be what a glob leaves out."""
+    return Pattern(glob).matches(fill.name.filled({capture.name: "0" for capture in fill.name.captures}))
+
+
+def _made_up(rules: Rules, tensors: Sequence[Made], direction: Direction) -> list[Constant]:
+    names = {tensor.name for tensor in tensors}
+    made: dict[str, Constant] = {}
+    for fill in rules.fills:
+        if fill.side != direction.target_side:
+            continue
+        for constant in _of_fill(fill, tensors):
+            if constant.name in names or constant.name in made:
+                raise MapError(f"what is made up has the name of another tensor: {constant.name}", where=fill.where)
+            made[constant.name] = constant
+    return list(made.values())
+
+
+def _of_fill(fill: Fill, tensors: Sequence[Made]) -> Iterator[Constant]:
+    if fill.beside is None:
+        assert fill.shape is not None and fill.dtype is not None
+        yield Constant(fill.name.text, Kind(fill.dtype, fill.shape), fill.element(fill.dtype), fill.where)
+        return
+    beside: NamePattern = fill.beside
+    for tensor in tensors:
+        values = beside.match(tensor.name)
+        if values is not None:
+            name = fill.name.filled({capture.name: value for capture, value in zip(beside.captures, values)})
+            dtype = fill.dtype or tensor.dtype
+            shape = tensor.shape.shape if fill.shape is None else fill.shape
+            yield Constant(name, Kind(dtype, shape), fill.element(dtype), fill.where)
+
+
+def _is_chosen(choice: Choice, name: str) -> bool:
+    if choice.include is not None and not any(Pattern(glob).matches(name) for glob in choice.include):
+        return False
+    return not any(Pattern(glob).matches(name) for glob in choice.exclude)
+
+
+def _chosen(choice: Choice, tensors: Sequence[Made]) -> tuple[list[Made], list[str]]:
+    """Return the tensors that are taken, and the names of the others."""
+    if choice.include is None and not choice.exclude:
+        return list(tensors), []
+    for option, globs in (("--include", choice.include or ()), ("--exclude", choice.exclude)):
+        for glob in globs:
+            pattern = Pattern(glob)
+            if not any(pattern.matches(tensor.name) for tensor in tensors):
+                raise MapError(
+                    f"{option} {glob} matches no tensor",
+                    got=", ".join(tensor.name for tensor in tensors[:_MAX_NAMED]) + " ...",
+                    remedy="give a pattern of the names that the target has",
+                )
+    chosen = [tensor for tensor in tensors if _is_chosen(choice, tensor.name)]
+    if not chosen:
+        raise MapError("--include and --exclude leave no tensor")
+    taken = {tensor.name for tensor in chosen}
+    return chosen, [tensor.name for tensor in tensors if tensor.name not in taken]
+
+
+def _typed(choice: Choice, tensor: Made, inventory: Inventory) -> Made:
+    """Return a tensor with the type that `--dtype` gives it: the last pattern that matches counts."""
+    dtype = next((dtype for glob, dtype in reversed(choice.types) if Pattern(glob).matches(tensor.name)), None)
+    if dtype is None or tensor.dtype not in _FLOATS:
+        return tensor
+    return tensor._replace(dtype=dtype)
+
+
+def _pads(taken: Iterable[Match], used: set[str]) -> Iterator[Pads]:
+    for match in taken:
+        for place, name in match.sources.items():
+            boxes = match.geometry.pads.get(place.term, ())
+            if boxes and name in used:
+                yield Pads(name, boxes, match.rule.drops_pads, match.rule.where)

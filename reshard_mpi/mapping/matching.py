@@ -1,0 +1,353 @@
+"""Where equations apply: which tensors of a checkpoint are those of a side, and what the other side is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from math import prod
+from typing import NamedTuple
+
+from reshard_mpi.errors import MapError
+from reshard_mpi.formats.dtypes import DType
+from reshard_mpi.mapping.pairs import (
+    EquationProblem,
+    Geometry,
+    Pair,
+    Place,
+    TargetShape,
+    geometry,
+)
+from reshard_mpi.mapping.rules import EquationRule, Rules
+from reshard_mpi.mapping.sizes import Dimension, SizesProblem, extent, solved
+from reshard_mpi.mapping.syntax import Term, axes_of, pads_of
+from reshard_mpi.sharding.box import Box
+
+_MAX_NAMED = 5
+
+
+class Kind(NamedTuple):
+    """Type and shape of a whole tensor."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+
+
+# The tensors of a checkpoint by name, in its order.
+Inventory = Mapping[str, Kind]
+# What the captures that all names share stand for.
+Key = tuple[str, ...]
+
+
+class Match(NamedTuple):
+    """One set of tensors that an equation takes.
+
+    sources: their names. targets: the names of what is made of them. equal: tensors that must hold the same as the
+    first one, which is taken.
+    """
+
+    rule: EquationRule
+    sources: Mapping[Place, str]
+    targets: Mapping[Place, str]
+    geometry: Geometry
+    equal: tuple[str, ...] = ()
+
+
+class Direction(NamedTuple):
+    """Which side of equations the source's tensors are on."""
+
+    is_forward: bool
+
+    def sides(self, rule: EquationRule) -> tuple[Sequence[Term], Sequence[Term]]:
+        """Return the terms of the source and those of the target."""
+        sides = rule.equation.left, rule.equation.right
+        return sides if self.is_forward else sides[::-1]
+
+    @property
+    def source_side(self) -> str:
+        return "left" if self.is_forward else "right"
+
+    @property
+    def target_side(self) -> str:
+        return "right" if self.is_forward else "left"
+
+    def __str__(self) -> str:
+        return "forward" if self.is_forward else "backward"
+
+
+class _Candidates(NamedTuple):
+    """The tensors that fit the terms of a side: for each term, by key, the names by the values of other captures."""
+
+    by_term: tuple[Mapping[Key, Mapping[tuple[int, ...], str]], ...]
+
+    def keys(self) -> list[Key]:
+        return list(dict.fromkeys(key for names in self.by_term for key in names))
+
+    def lacking(self, key: Key) -> list[int]:
+        """Return the numbers of the terms that no tensor fits with this key."""
+        return [number for number, names in enumerate(self.by_term) if key not in names]
+
+
+def told_direction(rules: Rules, inventory: Inventory, forward: bool | None) -> Direction:
+    """Return the direction in which a map is read.
+
+    forward: as the user says; None: as the names tell. Raises MapError if they fit neither direction, or both.
+    """
+    if forward is not None:
+        return Direction(forward)
+    unmet = {direction: _unmet(rules, inventory, direction) for direction in (Direction(True), Direction(False))}
+    fitting = [direction for direction, missing in unmet.items() if missing is None]
+    if len(fitting) == 1:
+        return fitting[0]
+    if fitting:
+        raise MapError(
+            "the map can be read in both directions",
+            expected="--forward, from left to right, or --reverse",
+            got="tensors that fit the left and the right sides of its equations",
+            where=rules.where,
+        )
+    forwards, backwards = unmet.values()
+    raise MapError(
+        "the map does not fit the checkpoint in either direction",
+        expected=f"tensors for the equation at {_place(forwards)}, or read backwards for that at {_place(backwards)}",
+        got=_shown(inventory),
+        where=rules.where,
+        remedy="mend the names, or say optional = true where an equation need not apply;"
+        " --forward and --reverse tell what is wrong with one direction",
+    )
+
+
+def _place(missing: str | None) -> str:
+    return missing or ""
+
+
+def _unmet(rules: Rules, inventory: Inventory, direction: Direction) -> str | None:
+    """Return the place of an equation that applies nowhere in this direction, though it must; None if there is none."""
+    any_applies = False
+    for rule in rules.equations:
+        source, _ = direction.sides(rule)
+        candidates = _candidates(source, rule, inventory)
+        applies = any(not candidates.lacking(key) for key in candidates.keys())
+        any_applies = any_applies or applies
+        if not applies and not rule.is_optional:
+            return rule.where
+    return None if any_applies else rules.where
+
+
+def matches(rules: Rules, inventory: Inventory, direction: Direction) -> Iterator[Match]:
+    """Yield the sets of tensors that equations take: of several equations the first one.
+
+    Raises MapError if tensors are there in part, if shapes do not fit, or if an equation that must applies nowhere.
+    """
+    left = dict(inventory)
+    known: dict[object, Geometry] = {}
+    for rule in rules.equations:
+        source, target = direction.sides(rule)
+        candidates = _candidates(source, rule, left)
+        applies = False
+        for key in candidates.keys():
+            lacking = candidates.lacking(key)
+            if lacking:
+                if not rule.is_optional:
+                    raise _in_part(rule, source, candidates, key, lacking, inventory)
+                continue
+            applies = True
+            match = _match(rule, source, target, key, candidates, inventory, rules.axes, known)
+            for name in (*match.sources.values(), *match.equal):
+                left.pop(name, None)
+            yield match
+        if not applies and not rule.is_optional:
+            raise MapError(
+                "an equation applies nowhere",
+                expected=f"tensors {', '.join(_shown_term(term) for term in source)}",
+                got=_shown(left or inventory),
+                where=rule.where,
+                remedy="mend the names, or say optional = true if it need not apply",
+            )
+
+
+def _candidates(side: Sequence[Term], rule: EquationRule, inventory: Inventory) -> _Candidates:
+    by_term = []
+    for term in side:
+        names: dict[Key, dict[tuple[int, ...], str]] = {}
+        captures = [capture.name for capture in term.name.captures]
+        shared = [captures.index(name) for name in rule.shared]
+        others = [number for number in range(len(captures)) if number not in shared]
+        plain = term.name.text if not captures else None
+        for name in (plain,) if plain is not None and plain in inventory else () if plain is not None else inventory:
+            values = term.name.match(name)
+            if values is None or not _fits(term, inventory[name].shape):
+                continue
+            key = tuple(values[number] for number in shared)
+            names.setdefault(key, {})[tuple(int(values[number]) for number in others)] = name
+        by_term.append(names)
+    return _Candidates(tuple(by_term))
+
+
+def _fits(term: Term, shape: tuple[int, ...]) -> bool:
+    """Tell whether a shape has the term's number of dimensions, and those lengths that are numbers."""
+    if term.dims is None:
+        return True
+    if len(term.dims) != len(shape):
+        return False
+    for dim, length in zip(term.dims, shape):
+        names = list(axes_of(dim))
+        if all(name.isdecimal() for name in names) and extent(dim, {}) != length:
+            return False
+    return True
+
+
+def _match(
+    rule: EquationRule,
+    source: Sequence[Term],
+    target: Sequence[Term],
+    key: Key,
+    candidates: _Candidates,
+    inventory: Inventory,
+    axes: Mapping[str, int],
+    known: dict[object, Geometry],
+) -> Match:
+    held = [names[key] for names in candidates.by_term]
+    counts = _counts(rule, source, held)
+    shapes = []
+    for term, names in zip(source, held):
+        of_term = {inventory[name].shape for name in names.values()}
+        if len(of_term) > 1:
+            raise MapError(
+                f"tensors that {term.name.text} stands for have different shapes",
+                got=", ".join(f"{name} {list(inventory[name].shape)}" for name in list(names.values())[:_MAX_NAMED]),
+                where=rule.where,
+            )
+        shapes.append(of_term.pop())
+    cached = (id(rule), tuple(shapes), tuple(counts.items()))
+    made = known.get(cached)
+    if made is None:
+        try:
+            made = known[cached] = _geometry(rule, source, target, shapes, {**axes, **counts}, counts)
+        except (SizesProblem, EquationProblem) as error:
+            first = [next(iter(names.values())) for names in held]
+            raise MapError(
+                "an equation does not fit the shapes of its tensors",
+                expected=", ".join(_shown_term(term) for term in source),
+                got=f"{', '.join(f'{name} {list(shape)}' for name, shape in zip(first, shapes))}: {error}",
+                where=rule.where,
+            ) from None
+    sources = {Place(number, values): name for number, names in enumerate(held) for values, name in names.items()}
+    shared = dict(zip(rule.shared, key))
+    equal: tuple[str, ...] = ()
+    if rule.copies and len(source) > 1:
+        equal = tuple(name for place, name in sources.items() if place.term > 0)
+        sources = {place: name for place, name in sources.items() if place.term == 0}
+    targets = {place: _filled(target[place.term], shared, place.values) for place in made.targets}
+    return Match(rule, sources, targets, made, equal)
+
+
+def _filled(term: Term, shared: Mapping[str, str], values: tuple[int, ...]) -> str:
+    others = [capture.name for capture in term.name.captures if capture.name not in shared]
+    return term.name.filled({**shared, **dict(zip(others, values))})
+
+
+def _counts(
+    rule: EquationRule, source: Sequence[Term], held: Sequence[Mapping[tuple[int, ...], str]]
+) -> dict[str, int]:
+    """Return the lengths of the axes that names stand for. Raises MapError unless they go from 0 on without a gap."""
+    counts: dict[str, int] = {}
+    for term, names in zip(source, held):
+        others = [capture.name for capture in term.name.captures if capture.name not in rule.shared]
+        lengths = [1 + max(values[number] for values in names) for number in range(len(others))]
+        if prod(lengths) != len(names):
+            raise MapError(
+                f"some of the tensors that {term.name.text} stands for are not there",
+                expected=f"{' and '.join(f'{axis} from 0 to {length - 1}' for axis, length in zip(others, lengths))}",
+                got=f"{len(names)} of {prod(lengths)}: {', '.join(list(names.values())[:_MAX_NAMED])} ...",
+                where=rule.where,
+            )
+        for axis, length in zip(others, lengths):
+            if counts.setdefault(axis, length) != length:
+                raise MapError(
+                    f"there are not as many tensors of one name as of another for {axis!r}",
+                    expected=f"{counts[axis]} tensors {term.name.text}",
+                    got=str(length),
+                    where=rule.where,
+                )
+    return counts
+
+
+def _geometry(
+    rule: EquationRule,
+    source: Sequence[Term],
+    target: Sequence[Term],
+    shapes: Sequence[tuple[int, ...]],
+    known: Mapping[str, int],
+    counts: Mapping[str, int],
+) -> Geometry:
+    if source[0].dims is None:
+        numbers = range(len(target))
+        wholes = [shapes[0] if rule.copies else shapes[number] for number in numbers]
+        origins = [0 if rule.copies else number for number in numbers]
+        return Geometry(
+            {
+                Place(number, ()): TargetShape(shape, (whole_pair(Place(origin, ()), shape),), ())
+                for number, shape, origin in zip(numbers, wholes, origins)
+            },
+            {},
+        )
+    dimensions = [
+        Dimension(dim, length, f"dimension {number} of {term.name.text}")
+        for term, shape in zip(source, shapes)
+        for number, (dim, length) in enumerate(zip(term.dims or (), shape))
+    ]
+    for axis, length in counts.items():
+        if known[axis] != length:
+            raise SizesProblem(f"there are {length} tensors for {axis!r}, not {known[axis]}")
+    sizes = solved(dimensions, known)
+    for term in target:
+        for dim in term.dims or ():
+            names = (*axes_of(dim), *(padded.multiple for padded in pads_of(dim)))
+            unknown = [name for name in names if not name.isdecimal() and name not in sizes]
+            if unknown:
+                raise SizesProblem(f"nothing tells how long {unknown[0]!r} is: give it in [axes]")
+    if rule.copies:
+        return geometry(source[:1], target, sizes, copies=len(target) > 1)
+    return geometry(source, target, sizes)
+
+
+def whole_pair(place: Place, shape: tuple[int, ...]) -> Pair:
+    """Return the pair that takes a tensor as it is."""
+    return Pair(place, Box.whole(shape), Box.whole(shape), None)
+
+
+def _in_part(
+    rule: EquationRule,
+    source: Sequence[Term],
+    candidates: _Candidates,
+    key: Key,
+    lacking: Collection[int],
+    inventory: Inventory,
+) -> MapError:
+    shared = dict(zip(rule.shared, key))
+    missing = [_filled_in_part(source[number], shared) for number in lacking]
+    there = [next(iter(names[key].values())) for names in candidates.by_term if key in names]
+    other = next((name for name in missing if name in inventory), None)
+    shape = f" ({other} has the shape {list(inventory[other].shape)})" if other is not None else ""
+    return MapError(
+        "an equation applies in part: some of its tensors are there, and others not",
+        expected=", ".join(_shown_term(term) for term in source),
+        got=f"{', '.join(there)} without {', '.join(missing)}{shape}",
+        where=rule.where,
+        remedy="mend the equation, or say optional = true if it applies only where all are there",
+    )
+
+
+def _filled_in_part(term: Term, shared: Mapping[str, str]) -> str:
+    others = {capture.name: f"{{{capture.name}}}" for capture in term.name.captures}
+    return term.name.filled(others | dict(shared))
+
+
+def _shown_term(term: Term) -> str:
+    if term.dims is None:
+        return term.name.text
+    return f"{term.name.text} of {len(term.dims)} {'dimension' if len(term.dims) == 1 else 'dimensions'}"
+
+
+def _shown(inventory: Inventory) -> str:
+    names = [f"{name} {list(kind.shape)}" for name, kind in list(inventory.items())[:_MAX_NAMED]]
+    return ", ".join(names) + (" ..." if len(inventory) > _MAX_NAMED else "") if names else "no tensors"
