@@ -26,6 +26,7 @@ from reshard_mpi.errors import (
 from reshard_mpi.formats.columns import Tensors
 from reshard_mpi.formats.manifest import NEST, Manifest, ShardIdentity
 from reshard_mpi.planning.losses import Lost, Missing
+from reshard_mpi.planning.model import RankPlan
 from reshard_mpi.sharding.placement import Strategy, unsharded
 from reshard_mpi.sharding.strategy import table
 from reshard_mpi.units import MIB
@@ -142,6 +143,18 @@ class SourceCheckpoint:
         counts += [f"{ranks} ranks"] if ranks > 1 else []
         counts += [f"{tensors} {'tensor' if tensors == 1 else 'tensors'}{' a rank' if ranks > 1 else ''}"]
         return ", ".join([formats.title(self.files.format), *counts])
+
+    @property
+    def stored(self) -> SourceCheckpoint:
+        """The checkpoint as it lies in its files."""
+        return self
+
+    def completed(self, plan: RankPlan, *, checked: bool) -> RankPlan:
+        """Return the plan of a target with what there is to say of the checkpoint besides.
+
+        checked: whether what can be wrong with its tensors' values is looked at.
+        """
+        return plan
 
     def __contains__(self, rank: object) -> bool:
         return rank in self.files.by_rank

@@ -86,6 +86,7 @@ def parser() -> argparse.ArgumentParser:
     verify.add_argument("source", type=_path, metavar="SRC", help="a checkpoint")
     verify.add_argument("target", type=_path, metavar="DST", nargs="?", help="what transform has made of it")
     _add_strategies(verify, "sharded (default: as its shards say, else one full checkpoint)")
+    _add_map(verify)
     _add_comparison(verify, "SRC", "hold the source strategy against SRC")
     diff = command("diff", "check that two checkpoints hold the same tensors, whatever their formats and layouts")
     diff.add_argument("source", type=_path, metavar="A", help="a checkpoint")
@@ -93,6 +94,7 @@ def parser() -> argparse.ArgumentParser:
     sharded = "is sharded (default: as its shards say, else one full checkpoint)"
     diff.add_argument("--src-strategy", type=_path, metavar="F|DIR", help=f"how A {sharded}")
     diff.add_argument("--dst-strategy", type=_path, metavar="F|DIR", help=f"how B {sharded}")
+    _add_map(diff, "A")
     _add_comparison(diff, "A", "hold the strategies against the checkpoints")
     commit = command("commit", "check that all targets in DST are complete, and write DST/reshard.json")
     commit.add_argument("target", type=_path, metavar="DST", help="the folder that transform has written to")
@@ -123,6 +125,7 @@ def _add_conversion(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefix", default=formats.DEFAULT_PREFIX, help="of target file names (default: %(default)s)")
     parser.add_argument("--select", metavar="GLOB", help="take only source files whose names match")
     _add_from(parser)
+    _add_map(parser)
     parser.add_argument("--to", choices=formats.NAMES, help="target format (default: the source's)")
     parser.add_argument(
         "--max-shard-size",
@@ -164,6 +167,39 @@ def _add_conversion(parser: argparse.ArgumentParser) -> None:
         " the checkpoint, comparing a few ranks in a few places of a few tensors. check: compare all copies of what is"
         " needed as well, byte by byte, once a run (each array task is one). any: trust (default: %(default)s)",
     )
+
+
+def _add_map(parser: argparse.ArgumentParser, source: str = "SRC") -> None:
+    parser.add_argument(
+        "--map",
+        metavar="FILE|NAME",
+        help=f"take the tensors of {source} through the equations of a map: other names, shapes and types"
+        " (reshard-mpi help maps)",
+    )
+    direction = parser.add_mutually_exclusive_group()
+    direction.add_argument(
+        "--forward",
+        action="store_const",
+        const=True,
+        dest="forward",
+        help="read the map from left to right (default: as the names tell)",
+    )
+    direction.add_argument(
+        "--reverse", action="store_const", const=False, dest="forward", help="read the map from right to left"
+    )
+    parser.add_argument("--config", type=_path, metavar="FILE.json", help="the model's configuration, for [axes] of maps")
+    parser.add_argument(
+        "--dtype",
+        action="append",
+        default=[],
+        metavar="[GLOB=]TYPE",
+        help="convert floating-point tensors, all or those whose names match, to fp64, fp32, fp16, bf16, fp8_e4m3 or"
+        " fp8_e5m2, rounding to nearest even (repeatable; the last that matches counts)",
+    )
+    for option, text in (("--include", "take only tensors whose names match"), ("--exclude", "leave out tensors whose names match")):
+        parser.add_argument(
+            option, action="append", default=[], metavar="GLOB", help=f"{text}, as they are named in the target (repeatable)"
+        )
 
 
 def _add_jobs(parser: argparse.ArgumentParser) -> None:
@@ -270,6 +306,8 @@ def request(options: argparse.Namespace) -> Request:
     # Most fields are called like their options.
     named = {field: value for field, value in vars(options).items() if field in Request._fields}
     named["target"] = options.target or options.source
+    for repeatable in ("dtype", "include", "exclude"):
+        named[repeatable] = tuple(getattr(options, repeatable, ()))
     named["ranks"] = tuple(options.rank) if getattr(options, "rank", None) else None
     named["unlisted"] = Unlisted(getattr(options, "unlisted", Unlisted.FOLLOW))
     named["replicas"] = Replicas(options.replicas)

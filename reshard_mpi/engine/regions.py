@@ -95,6 +95,24 @@ def first_difference_of_tensors(
     return None
 
 
+def first_nonzero(files: Files, tensor: TensorPlan, box: Box, limits: Limits) -> tuple[int, ...] | None:
+    """Return the index of the first element of a box, in row-major order, that is not zero; None if all are.
+
+    All bytes of a zero are 0, so -0.0 is none.
+    """
+    itemsize = tensor.spec.dtype.itemsize_bytes
+    most_elements = max(1, min(box.size, limits.buffer_bytes // 2 // itemsize))
+    content, zeros = bytearray(most_elements * itemsize), bytes(most_elements * itemsize)
+    for block in box.blocks(most_elements):
+        for copy in tensor.copies:
+            part = copy.meeting(block)
+            if part is not None:
+                fill(files, part, block, memoryview(content)[: block.size * itemsize], limits)
+        if content != zeros:
+            return _element(block, _first_differing_byte(content, bytearray(zeros)) // itemsize)
+    return None
+
+
 def _first_differing_byte(left: bytearray, right: bytearray) -> int:
     """Return the offset of the first byte in which two contents differ, found by halves. They must differ."""
     start, stop = 0, len(left)

@@ -10,6 +10,7 @@ from reshard_mpi.formats.listed import ListedTensors
 from reshard_mpi.formats.manifest import Manifest, shown_string
 from reshard_mpi.formats.specs import TensorSpec
 from reshard_mpi.planning.listed import PiecesOf
+from reshard_mpi.planning.mapped import MappedTensors
 from reshard_mpi.planning.model import Beginning, Check, Copy, Held, Moment, RankPlan, TensorPlan
 from reshard_mpi.planning.tensors import SourceGroup, SourceTensors
 from reshard_mpi.sharding.box import Box
@@ -68,7 +69,8 @@ def moment_counters(manifests: Mapping[int, Manifest]) -> Iterator[tuple[str, Te
                 box = Box.whole(entry.shape)
                 spec, copy = TensorSpec(name, entry.dtype, entry.shape, box), Copy(rank, entry, box, box)
                 tensors = manifest.tensors
-                copies = PiecesOf(0, 1).copies(copy, tensors) if isinstance(tensors, ListedTensors) else (copy,)
+                is_indirect = isinstance(tensors, ListedTensors | MappedTensors)
+                copies = PiecesOf(0, 1).copies(copy, tensors) if is_indirect else (copy,)
                 yield manifest.path, TensorPlan(spec, copies)
 
 

@@ -10,6 +10,7 @@ from reshard_mpi.errors import CoverageError
 from reshard_mpi.formats.columns import Tensors
 from reshard_mpi.formats.listed import ListedTensors, PieceList
 from reshard_mpi.planning.cover import Pieces, Taken, UncoveredError, overlapping
+from reshard_mpi.planning.mapped import MappedTensors
 from reshard_mpi.planning.model import Check, Copy, Group, PlannedTensors, Route
 from reshard_mpi.planning.replicas import Replicas, home_rank
 from reshard_mpi.sharding.box import Box
@@ -37,9 +38,10 @@ class PiecesOf:
     def planned(self, tensors: PlannedTensors) -> PlannedTensors:
         """Return the same tensors with every route from a list of pieces replaced by routes from the pieces themselves.
 
-        Raises CoverageError for a part that no piece has.
+        Those from tensors that a map makes are replaced by routes from what they are made of. Raises CoverageError for
+        a part that no piece has.
         """
-        if not any(isinstance(route.tensors, ListedTensors) for group in tensors.groups for route in group.routes):
+        if not any(isinstance(route.tensors, ListedTensors | MappedTensors) for group in tensors.groups for route in group.routes):
             return tensors
         made: dict[tuple[int, ...], int] = {}
         names: list[list[str]] = []
@@ -62,7 +64,7 @@ class PiecesOf:
             groups.append(Group(group.kind, own_names, tuple(routes)))
         return PlannedTensors(groups, group_of)
 
-    def copies(self, copy: Copy, tensors: ListedTensors) -> tuple[Copy, ...]:
+    def copies(self, copy: Copy, tensors: ListedTensors | MappedTensors) -> tuple[Copy, ...]:
         """Return the copies from single pieces that replace one copy from a list of pieces."""
         name, number = copy.source.name, tensors.number_of[copy.source.name]
         route = Route(copy.source_rank, copy.source_box, copy.region, tensors, (number,), copy.to, copy.order)
@@ -74,6 +76,9 @@ class PiecesOf:
         places: of the tensors in the route, all with the same list of pieces. name: of the first of them, for errors.
         """
         tensors = route.tensors
+        if isinstance(tensors, MappedTensors):
+            yield from tensors.routes(route, places)
+            return
         if not isinstance(tensors, ListedTensors):
             yield route._replace(numbers=array("I", (route.numbers[place] for place in places)))
             return
@@ -151,5 +156,8 @@ def missing_files(tensors: Tensors) -> Iterator[str]:
 
 
 def _list_of(route: Route, place: int) -> int:
+    """Return a number that tensors have in common whose parts come from elsewhere in the same way."""
     tensors = route.tensors
+    if isinstance(tensors, MappedTensors):
+        return tensors.recipe_of[route.numbers[place]]
     return tensors.list_of[route.numbers[place]] if isinstance(tensors, ListedTensors) else 0

@@ -68,11 +68,7 @@ class Copy(NamedTuple):
         """Return the part of this copy that becomes `target_region`, which must lie in its own."""
         if self.to is None:
             return self._replace(region=target_region)
-        start, stop = list(self.region.start), list(self.region.stop)
-        for dim, other in paired(self.region, self.to, self.order):
-            start[dim] += target_region.start[other] - self.to.start[other]
-            stop[dim] = start[dim] + target_region.stop[other] - target_region.start[other]
-        return self._replace(region=Box(tuple(start), tuple(stop)), to=target_region)
+        return self._replace(region=source_region(self.region, self.to, self.order, target_region), to=target_region)
 
     def meeting(self, target_region: Box) -> Copy | None:
         """Return the part of this copy that lies in `target_region`; None if nothing does."""
@@ -105,6 +101,24 @@ class Copy(NamedTuple):
             dim = max((dim for dim, length in enumerate(shape) if length > 1), key=lambda dim: shape[dim] * steps[dim])
         length = shape[dim]
         return self._cut(dim, 0, length // 2), self._cut(dim, length // 2, length)
+
+
+def source_region(region: Box, to: Box, order: tuple[int, ...] | None, part: Box) -> Box:
+    """Return what of `region`, which becomes `to`, becomes `part` of that."""
+    start, stop = list(region.start), list(region.stop)
+    for dim, other in paired(region, to, order):
+        start[dim] += part.start[other] - to.start[other]
+        stop[dim] = start[dim] + part.stop[other] - part.start[other]
+    return Box(tuple(start), tuple(stop))
+
+
+def target_region(region: Box, to: Box, order: tuple[int, ...] | None, part: Box) -> Box:
+    """Return what of `to`, which `region` becomes, `part` of the region becomes."""
+    start, stop = list(to.start), list(to.stop)
+    for dim, other in paired(region, to, order):
+        start[other] += part.start[dim] - region.start[dim]
+        stop[other] = start[other] + part.stop[dim] - part.start[dim]
+    return Box(tuple(start), tuple(stop))
 
 
 def _cut(box: Box, dim: int, first: int, last: int) -> Box:
@@ -144,13 +158,7 @@ class Route(NamedTuple):
 
     def target_of(self, region: Box) -> Box | None:
         """Return `to` for a part of the region: what it becomes in the target; None: the same region."""
-        if self.to is None:
-            return None
-        start, stop = list(self.to.start), list(self.to.stop)
-        for dim, other in paired(self.region, self.to, self.order):
-            start[other] += region.start[dim] - self.region.start[dim]
-            stop[other] = start[other] + region.stop[dim] - region.start[dim]
-        return Box(tuple(start), tuple(stop))
+        return None if self.to is None else target_region(self.region, self.to, self.order, region)
 
     def strides(self, target: Box) -> Strides:
         """Return the strides of each copy's elements in its source and in a row-major array that holds box `target`."""

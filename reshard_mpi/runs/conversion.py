@@ -16,7 +16,7 @@ from reshard_mpi.checkpoints.siblings import LoneShard
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.engine.files import Files
 from reshard_mpi.engine.regions import fill, first_difference, takes_numpy
-from reshard_mpi.errors import CoverageError, DisagreementError, LayoutError
+from reshard_mpi.errors import CoverageError, DisagreementError, LayoutError, ReshardError
 from reshard_mpi.formats.dtypes import numbers
 from reshard_mpi.formats.manifest import Manifest, shown_string
 from reshard_mpi.planning.agreement import loose_beginnings, moment_counters, require_nothing_left_out
@@ -51,7 +51,8 @@ class Conversion:
 
     unlisted, strict, replicas: as the command line's options of these names. keeps_strings: whether the target format
     has a place for strings. before_gathering: called before copies are compared with numpy, which takes more memory
-    than planning.
+    than planning. original: where `source` is what a map makes of a checkpoint, the conversion of that to one full
+    checkpoint, and through: makes the source of it.
     """
 
     source: SourceCheckpoint
@@ -62,6 +63,8 @@ class Conversion:
     replicas: Replicas = Replicas.SAMPLE
     keeps_strings: bool = True
     before_gathering: Callable[[], object] = lambda: None
+    original: Conversion | None = None
+    through: Callable[[Conversion], SourceCheckpoint] | None = None
     _is_fitting: bool = field(default=False)
     _table: str | None = field(default=None)
     _opener: ShardOpener | None = field(default=None)
@@ -93,10 +96,14 @@ class Conversion:
             raise
         if plan.strings and not self.keeps_strings:
             plan = self._without_strings(plan)
-        if not checked:
-            return plan
+        plan = self.source.completed(plan, checked=checked)
+        return self.checked(plan) if checked else plan
+
+    def checked(self, plan: RankPlan) -> RankPlan:
+        """Return a plan with all that reading tensors of the source shows. Raises what `plan` raises."""
+        manifests = {rank: self.source.manifest(rank) for rank in plan.source_ranks}
         return self._checked(plan)._replace(
-            moments=(*plan.moments, *self._moments(plan, opened.manifests)), beginnings=self._beginnings(plan)
+            moments=(*plan.moments, *self._moments(plan, manifests)), beginnings=self._beginnings(plan)
         )
 
     def _without_strings(self, plan: RankPlan) -> RankPlan:
@@ -116,15 +123,15 @@ class Conversion:
     @property
     def notes(self) -> tuple[str, ...]:
         """What the user should know about the source and the strategies."""
-        return (*self.source.files.notes, *unconfirmed_rules(self.source.strategy))
+        return (*self.source.files.notes, *unconfirmed_rules(self.source.stored.strategy))
 
     def shown_rules(self) -> tuple[str, ...]:
         """Return, for each rule of the source's spec that cuts, a line with the whole shape of one tensor by it."""
-        shapes = {}
-        for name, ranks in self.source.rule_names().items():
+        shapes, source = {}, self.source.stored
+        for name, ranks in source.rule_names().items():
             rank = next(iter(ranks.values()))
-            shapes[name] = rank, self.source.manifest(rank).tensors[name].shape
-        return tuple(shown_rules(self.source.strategy, shapes))
+            shapes[name] = rank, source.manifest(rank).tensors[name].shape
+        return tuple(shown_rules(source.strategy, shapes))
 
     def drifted_tensors(
         self, *, damaged_are_replaced: bool = False, process: int = 0, processes: int = 1
@@ -134,6 +141,10 @@ class Conversion:
         With `replicas` ANY nothing is read. Raises what `sampling.drifted_tensors` raises.
         """
         self.require_fitting_strategies()
+        if self.original is not None:
+            return self.original.drifted_tensors(
+                damaged_are_replaced=damaged_are_replaced, process=process, processes=processes
+            )
         if self.replicas is Replicas.ANY:
             return ()
         return drifted_tensors(
@@ -149,8 +160,12 @@ class Conversion:
     def _is_wanted(self, name: str, present: Container[str]) -> bool:
         return self.unlisted is not Unlisted.DROP or not is_dropped(self.target, name, present)
 
-    def of(self, source: SourceCheckpoint) -> Conversion:
-        """Return the same conversion of another source."""
+    def without(self, damage: Mapping[int, ReshardError]) -> Conversion:
+        """Return the same conversion without source shards that are known to be damaged."""
+        if self.original is not None and self.through is not None:
+            original = self.original.without(damage)
+            return replace(self, source=self.through(original), original=original, _is_fitting=False, _opener=None)
+        source = SourceCheckpoint.open(self.source.files, self.source.strategy, damage)
         return replace(self, source=source, _is_fitting=False, _opener=None)
 
     def to(self, target: Strategy) -> Conversion:

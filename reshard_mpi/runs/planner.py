@@ -130,7 +130,7 @@ class Planner:
         if mine:
             peak_bytes = projection.base_bytes + comparing_bytes(conversion.limits)
             self._memory.to_move(peak_bytes, f"copies in {self.source}")
-            lost = compare(conversion.source, mine, conversion.limits)
+            lost = compare(conversion.source.stored, mine, conversion.limits)
         drifted = conversion.drifted_tensors(
             damaged_are_replaced=self._request.verify, process=self._comm.rank, processes=self._comm.size
         )

@@ -19,6 +19,7 @@ from reshard_mpi.planning.ranks import check_target_rank
 from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.runs.division import assign
 from reshard_mpi.runs.overlap import refuse_overlap
+from reshard_mpi.runs.mapped import TensorMap, conversion_through
 from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.sharding.placement import Strategy
 
@@ -27,13 +28,17 @@ MAX_TARGETS = 1 << 16
 
 
 class Run(NamedTuple):
-    """A prepared request: source and strategies have been read, and the targets are known."""
+    """A prepared request: source and strategies have been read, and the targets are known.
+
+    map_digest: of the map that tensors are taken through; None: there is none.
+    """
 
     request: Request
     conversion: Conversion
     format: str
     targets: tuple[int, ...]
     strategies: Strategies
+    map_digest: str | None
 
     @classmethod
     def open(
@@ -67,13 +72,17 @@ class Run(NamedTuple):
             _refuse_overlap(request, files, name, ranks, strategies.target)
         before_shards(files.format)
         source = SourceCheckpoint.open(files, strategies.source, known_damage)
-        conversion = Conversion(
-            source,
-            strategies.target,
-            request.unlisted,
-            request.strict,
-            replicas=request.replicas,
-            keeps_strings=traits.keeps_strings,
+        tensor_map = TensorMap.read(request)
+        conversion = conversion_through(
+            tensor_map,
+            Conversion(
+                source,
+                strategies.target,
+                request.unlisted,
+                request.strict,
+                replicas=request.replicas,
+                keeps_strings=traits.keeps_strings,
+            ),
         )
         if traits.is_filled:
             before_filling(conversion, name)
@@ -96,7 +105,8 @@ class Run(NamedTuple):
                 expected=" or ".join(f"--to {other}" for other in able),
                 got=f"targets in {name}",
             )
-        return cls(request, conversion, name, targets, strategies)
+        digest = None if tensor_map is None else tensor_map.digest
+        return cls(request, conversion, name, targets, strategies, digest)
 
     def path(self, target_rank: int) -> Path:
         """Return the final path of one target shard: `rank_<r>/<prefix><r><ending>`, unless its format has others."""
@@ -129,6 +139,7 @@ class Run(NamedTuple):
                 "target_ranks": self.conversion.target.world_size,
                 **({"max_shard_size": request.most_file_bytes} if is_filled else {}),
                 **({"from": request.source_format} if request.source_format else {}),
+                **({"map": self.map_digest} if self.map_digest else {}),
             },
             {name: str(real_path(path)) for name, path in strategies.items() if path is not None},
         )

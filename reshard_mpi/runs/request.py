@@ -39,7 +39,10 @@ class Request(NamedTuple):
     host may transform at once; None: any number. verify: read sources and targets again, compare them, and keep sums.
     crc: add a checksum to target files. replicas: which copies are compared before one is taken. report: path of the
     report that will be written; None: none. max_shard_size: the most bytes of a file, where files are filled up to a
-    size; None: the usual size. files: those of the target, for a run whose caller says which tensors each holds.
+    size; None: the usual size. files: those of the target, for a run whose caller says which tensors each holds. map: a
+    file, or the name of a map that comes with the program. forward: whether it is read from left to right; None: as the
+    names tell. config: path of the model's configuration. dtype: `TYPE` or `GLOB=TYPE`, of which the last that matches
+    counts. include, exclude: globs of which one, and none, must match the names of the target's tensors.
     """
 
     source: str
@@ -65,6 +68,12 @@ class Request(NamedTuple):
     report: str | None = None
     max_shard_size: int | None = None
     files: tuple[TargetFile, ...] = ()
+    map: str | None = None
+    forward: bool | None = None
+    config: str | None = None
+    dtype: tuple[str, ...] = ()
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
 
     @property
     def most_file_bytes(self) -> int:

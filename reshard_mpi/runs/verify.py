@@ -21,6 +21,7 @@ from reshard_mpi.processes.governor.admission import Governor
 from reshard_mpi.runs.conversion import LIMITS, Conversion
 from reshard_mpi.runs.differences import where_it_differs
 from reshard_mpi.runs.division import assign
+from reshard_mpi.runs.mapped import TensorMap, conversion_through
 from reshard_mpi.runs.memory import RunMemory
 from reshard_mpi.runs.outcome import EXPECTED, Checked, Failure, Outcome, agreed
 from reshard_mpi.runs.progress import Progress
@@ -65,8 +66,9 @@ def _verify_pair(
         source = SourceCheckpoint.open(files, read.source)
         target = SourceCheckpoint.open(target_files, None if request.dst_strategy is None else read.target)
         keeps_strings = formats.by_name(target_files.format).TRAITS.keeps_strings
-        conversion = Conversion(
-            source, target.strategy, request.unlisted, replicas=request.replicas, keeps_strings=keeps_strings
+        conversion = conversion_through(
+            TensorMap.read(request),
+            Conversion(source, target.strategy, request.unlisted, replicas=request.replicas, keeps_strings=keeps_strings),
         )
         memory.on_giving_way(conversion.forget, target.forget)
         memory.to_plan(conversion, target_files.format, purpose, also_read=target)
@@ -93,8 +95,7 @@ def _verify_pair(
         unfit: dict[int, ReshardError] = {}
         while damage and (errors := _unfit(conversion.source, plan, unfit)):  # the sources may be what is damaged
             unfit |= errors
-            sound = SourceCheckpoint.open(conversion.source.files, conversion.source.strategy, unfit)
-            plan = conversion.of(sound).plan(rank, checked=False)
+            plan = conversion.without(unfit).plan(rank, checked=False)
             checked, damage = _compare(plan, shard)
         return checked, damage
 

@@ -1,0 +1,74 @@
+"""Reads map files, and the configurations of models that they refer to."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from reshard_mpi.errors import MapError
+from reshard_mpi.mapping.rules import MAX_BYTES, Rules, parse_rules
+
+_SHIPPED = Path(__file__).parent / "maps"
+_MAX_CONFIG_BYTES = 4 << 20
+
+
+def shipped_maps() -> dict[str, Path]:
+    """Return the maps that come with the program, by name."""
+    return {path.stem: path for path in sorted(_SHIPPED.glob("*.toml"))}
+
+
+def map_path(name: str) -> Path:
+    """Return the path of a map, given by its path or by the name of one that comes with the program."""
+    path = Path(name)
+    if "/" in name or name.endswith(".toml") or path.exists():
+        return path
+    shipped = shipped_maps()
+    if name not in shipped:
+        raise MapError(
+            "there is no map of this name",
+            expected=f"the path of a file, or one of {', '.join(shipped)}",
+            got=name,
+        )
+    return shipped[name]
+
+
+def read_rules(name: str, config: str | None) -> tuple[Rules, str]:
+    """Return the rules of a map, and a digest of all that they come from.
+
+    name: of a map that comes with the program, or the path of a file. config: the path of a model's configuration; None:
+    there is none. Raises MapError if one of them cannot be read.
+    """
+    path = map_path(name)
+    text = _text(path, MAX_BYTES, "the map")
+    content, values = "", None
+    if config is not None:
+        content = _text(Path(config), _MAX_CONFIG_BYTES, "the configuration")
+        values = _configuration(content, config)
+    digest = hashlib.sha256(f"{text}\0{content}".encode()).hexdigest()
+    return parse_rules(text, str(path), values), digest
+
+
+def _text(path: Path, most_bytes: int, what: str) -> str:
+    try:
+        with path.open("rb") as file:
+            content = file.read(most_bytes + 1)
+    except OSError as error:
+        raise MapError(f"{what} cannot be read", got=error.strerror or str(error), where=str(path)) from None
+    if len(content) > most_bytes:
+        raise MapError(f"{what} is too large", expected=f"at most {most_bytes} bytes", where=str(path))
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise MapError(f"{what} is no UTF-8 text", got=str(error), where=str(path)) from None
+
+
+def _configuration(text: str, where: str) -> Mapping[str, object]:
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise MapError("the configuration is no JSON", got=str(error)[:200], where=where) from None
+    if not isinstance(values, dict):
+        raise MapError("the configuration is no JSON object", got=text[:60], where=where)
+    return values

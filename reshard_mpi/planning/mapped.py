@@ -1,0 +1,118 @@
+"""Tensors that a map makes of those of a checkpoint: where their parts come from.
+
+The checkpoint is planned as one full one, in its own names and shapes; a map says which boxes of that are which boxes
+of what it makes. Both together say where each part of a target comes from.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from reshard_mpi.formats.columns import ELSEWHERE, Kind, Tensors
+from reshard_mpi.formats.dtypes import DType
+from reshard_mpi.formats.places import Segments
+from reshard_mpi.mapping.mapped import Mapped
+from reshard_mpi.mapping.pairs import TargetShape
+from reshard_mpi.planning.model import Group, PlannedTensors, Route, source_region, target_region
+from reshard_mpi.sharding.box import Box
+
+_NOWHERE = Segments(())
+
+
+class _Recipe(NamedTuple):
+    """What tensors have in common that are made in the same way, of tensors that lie in the same way.
+
+    groups: for each pair, the number of the group that its source tensor is in.
+    """
+
+    dtype: DType
+    shape: TargetShape
+    groups: tuple[int, ...]
+    element: bytes | None = None
+
+
+class MappedTensors(Tensors):
+    """The whole tensors that a map makes.
+
+    recipe_of: for each tensor, the number of the way in which it is made.
+    """
+
+    __slots__ = ("_groups", "_number_of_recipe", "_places", "_rank", "_recipes", "recipe_of")
+
+    def __init__(self, path: str, mapped: Mapped, plan: PlannedTensors, rank: int) -> None:
+        """Make the tensors of `mapped`.
+
+        plan: of all tensors of the checkpoint, whole, in its own names and shapes. rank: that which what is in no shard
+        is said to come from.
+        """
+        super().__init__(path)
+        self._groups: Sequence[Group] = plan.groups
+        self._rank = rank
+        self._recipes: list[_Recipe] = []
+        self._number_of_recipe: dict[tuple[object, ...], int] = {}
+        self._places: list[Sequence[int]] = []
+        self.recipe_of = array("I")
+        place_of: Mapping[str, tuple[int, int]] = {
+            name: (number, place)
+            for number, group in enumerate(plan.groups)
+            for place, name in enumerate(group.names)
+        }
+        for made in mapped.made:
+            located = [place_of[made.sources[pair.source]] for pair in made.shape.pairs]
+            groups = tuple(number for number, _ in located)
+            recipe = _Recipe(made.dtype, made.shape, groups)
+            self._add(made.name, recipe, (id(made.shape), made.dtype, groups), [place for _, place in located])
+        for constant in mapped.constants:
+            dtype, shape = constant.kind
+            recipe = _Recipe(dtype, TargetShape(shape, (), (Box.whole(shape),)), (), constant.element)
+            self._add(constant.name, recipe, (dtype, shape, constant.element), ())
+
+    def _add(self, name: str, recipe: _Recipe, key: tuple[object, ...], places: Sequence[int]) -> None:
+        number = self._number_of_recipe.setdefault(key, len(self._recipes))
+        if number == len(self._recipes):
+            self._recipes.append(recipe)
+        self.elsewhere[len(self.starts)] = _NOWHERE
+        self.add(name, self.kind(Kind(recipe.dtype, recipe.shape.shape)), ELSEWHERE)
+        self.recipe_of.append(number)
+        self._places.append(places)
+
+    def routes(self, route: Route, places: Sequence[int]) -> Iterator[Route]:
+        """Yield the routes that replace one from these tensors.
+
+        places: of the tensors in the route, all with the same recipe.
+        """
+        numbers = [route.numbers[place] for place in places]
+        dtype, shape, groups, element = self._recipes[self.recipe_of[numbers[0]]]
+        sources = [self._places[number] for number in numbers]
+        for index, (pair, group) in enumerate(zip(shape.pairs, groups)):
+            wanted = pair.to.intersect(route.region)
+            if wanted is None:
+                continue
+            region = source_region(pair.region, pair.to, pair.order, wanted)
+            in_group = [own[index] for own in sources]
+            for part in self._groups[group].routes:
+                shared = part.region.intersect(region)
+                if shared is not None:
+                    to = target_region(pair.region, pair.to, pair.order, shared)
+                    tensors = part.tensors
+                    if self._groups[group].kind.dtype != dtype:
+                        tensors = converted(tensors, dtype)
+                    numbers_there = array("I", (part.numbers[place] for place in in_group))
+                    is_same = to == shared and pair.order is None
+                    yield Route(
+                        part.source_rank,
+                        part.source_box,
+                        shared,
+                        tensors,
+                        numbers_there,
+                        None if is_same else to,
+                        pair.order,
+                    )
+        for zeros in shape.zeros:
+            wanted = zeros.intersect(route.region)
+            if wanted is not None:
+                made_up = constant(dtype, wanted.shape, bytes(dtype.itemsize_bytes) if element is None else element)
+                zero = Box.whole(wanted.shape)
+                yield Route(self._rank, zero, zero, made_up, array("I", [0] * len(numbers)), wanted)
