@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from reshard_mpi.errors import ReshardError
 from reshard_mpi.formats.dtypes import BY_NAME, DType
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -27,6 +28,7 @@ _BLOCK = 1 << 15
 
 _FLOAT64, _FLOAT32, _FLOAT16 = BY_NAME["float64"], BY_NAME["float32"], BY_NAME["float16"]
 _BFLOAT16, _E4M3, _E5M2 = BY_NAME["bfloat16"], BY_NAME["float8_e4m3fn"], BY_NAME["float8_e5m2"]
+_TINY = np.array([1e-40])
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 # The parts of a float32.
@@ -70,18 +72,30 @@ def convert(source: Array, stored: DType, out: Array, dtype: DType) -> int:
     """Convert the elements `source` of type `stored` to `dtype`; return how many finite ones are too large for it.
 
     source, out: contiguous arrays of one dimension and of one length, of unsigned integers that are as wide as the
-    elements. Where infinities are too large as well, they count too. Both types must be in `dtypes.FLOATS`.
+    elements. Where infinities are too large as well, they count too. Both types must be in `dtypes.FLOATS`. Raises
+    ReshardError if this thread takes tiny numbers for zero.
     """
     if stored == dtype:
         out[...] = source
         return 0
     convert_block = _by_table if stored.itemsize_bytes <= 2 and dtype.itemsize_bytes <= 2 else _by_float32
+    _require_tiny_numbers()
     too_large = 0
     with np.errstate(all="ignore"):
         for first in range(0, len(source), _BLOCK):
             block = slice(first, first + _BLOCK)
             too_large += convert_block(source[block], stored, out[block], dtype)
     return too_large
+
+
+def _require_tiny_numbers() -> None:
+    """Raise ReshardError if subnormal numbers become zero, as some libraries set the processor to do."""
+    tiny = _TINY.astype(np.float32)
+    if not tiny.view(np.uint32)[0] or not tiny.astype(np.float64).view(np.uint64)[0]:
+        raise ReshardError(
+            "elements cannot be converted: the processor is set to take tiny (subnormal) numbers for zero",
+            remedy="leave this off in the process that calls, such as torch.set_flush_denormal(True)",
+        )
 
 
 def _by_float32(source: Array, stored: DType, out: Array, dtype: DType) -> int:
@@ -140,8 +154,8 @@ def _to_small(wide: Array, out: Array, form: _Form) -> int:
     dropped = _MANTISSA_BITS - form.mantissa_bits
     magnitude = wide & _MAGNITUDE
     largest = int(magnitude.max()) if len(wide) else 0
-    if largest >= form.too_large:
-        special = magnitude.copy()
+    has_too_large = largest >= form.too_large
+    if has_too_large:
         np.minimum(magnitude, form.largest, out=magnitude)
     exponent = magnitude & _EXPONENT
     np.maximum(exponent, form.least_exponent << _MANTISSA_BITS, out=exponent)
@@ -156,8 +170,9 @@ def _to_small(wide: Array, out: Array, form: _Form) -> int:
     sign &= 1 << width - 1
     magnitude |= sign
     np.copyto(out, magnitude, casting="unsafe")
-    if largest < form.too_large:
+    if not has_too_large:
         return 0
+    special = wide & _MAGNITUDE
     is_nan = special > _INFINITY
     kept = special[is_nan] >> dropped & (1 << form.mantissa_bits) - 1
     out[is_nan] = sign[is_nan] | form.nan | kept
@@ -213,7 +228,7 @@ def _widened(stored: DType) -> Array:
     mantissa = elements & (1 << form.mantissa_bits) - 1
     significand = mantissa + np.where(exponent > 0, 1 << form.mantissa_bits, 0)
     power = np.maximum(exponent, 1).astype(np.int32) - 1 + form.least_exponent - _BIAS - form.mantissa_bits
-    wide = np.ldexp(significand.astype(np.float32), power).view(np.uint32)
+    wide: Array = np.ldexp(significand.astype(np.float32), power).view(np.uint32)
     dropped = _MANTISSA_BITS - form.mantissa_bits
     if form.has_infinity:
         special = exponent == exponent.max()

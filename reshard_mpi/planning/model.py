@@ -79,6 +79,11 @@ class Copy(NamedTuple):
         shared = self.target_region.intersect(target_region)
         return None if shared is None else self.part(shared)
 
+    def taking(self, region: Box) -> Copy:
+        """Return the part of this copy that takes `region` of the source, which must lie in its own."""
+        to = None if self.to is None else _moved(region, self.region, self.to, self.order)
+        return self._replace(region=region, to=to)
+
     def rows(self, first: int, last: int) -> Copy:
         """Return the part of this copy from row `first` up to `last` of the source region, counted from its start."""
         return self._cut(0, first, last)
@@ -114,6 +119,15 @@ def _cut(box: Box, dim: int, first: int, last: int) -> Box:
     return Box(start, (*box.stop[:dim], low + last, *box.stop[dim + 1 :]))
 
 
+def _moved(part: Box, region: Box, to: Box, order: tuple[int, ...] | None) -> Box:
+    """Return what a part of `region` becomes where `region` becomes `to`."""
+    start, stop = list(to.start), list(to.stop)
+    for dim, other in paired(region, to, order):
+        start[other] += part.start[dim] - region.start[dim]
+        stop[other] = start[other] + part.stop[dim] - part.start[dim]
+    return Box(tuple(start), tuple(stop))
+
+
 class TensorPlan(NamedTuple):
     """One target tensor and the copies that make it up: they are disjoint and together exactly its box."""
 
@@ -144,13 +158,7 @@ class Route(NamedTuple):
 
     def target_of(self, region: Box) -> Box | None:
         """Return `to` for a part of the region: what it becomes in the target; None: the same region."""
-        if self.to is None:
-            return None
-        start, stop = list(self.to.start), list(self.to.stop)
-        for dim, other in paired(self.region, self.to, self.order):
-            start[other] += region.start[dim] - self.region.start[dim]
-            stop[other] = start[other] + region.stop[dim] - region.start[dim]
-        return Box(tuple(start), tuple(stop))
+        return None if self.to is None else _moved(region, self.region, self.to, self.order)
 
     def strides(self, target: Box) -> Strides:
         """Return the strides of each copy's elements in its source and in a row-major array that holds box `target`."""
@@ -349,6 +357,7 @@ class RankPlan(NamedTuple):
     def needed_bytes(self) -> int:
         """Payload bytes taken from the sources."""
         return sum(
-            len(group.names) * group.kind.dtype.itemsize_bytes * sum(route.region.size for route in group.routes)
+            route.region.size * route.tensors.element_bytes(route.numbers)
             for group in self.tensors.groups
+            for route in group.routes
         )
