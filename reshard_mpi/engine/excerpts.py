@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from reshard_mpi.engine.files import Files
 from reshard_mpi.engine.stream import Stream
 from reshard_mpi.formats.columns import TensorEntry
-from reshard_mpi.formats.places import ByteRange, Decoded
+from reshard_mpi.formats.places import ByteRange, Decoded, Segments, Strided
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strides import Strides
 
@@ -19,6 +19,7 @@ def excerpt(files: Files, entry: TensorEntry, box: Box) -> bytes:
     """
     if isinstance(entry.source, Decoded):
         return entry.source.read(box).tobytes()
+    assert isinstance(entry.source, Segments | Strided)  # since it is in a shard
     content = bytearray(box.size * entry.dtype.itemsize_bytes)
     for part, start in _parts(entry, box):
         files.read_into(part, memoryview(content)[start : start + part.length_bytes])

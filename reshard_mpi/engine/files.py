@@ -8,7 +8,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
@@ -36,11 +36,17 @@ _REMEDY = (
 
 @dataclass(slots=True)
 class Traffic:
-    """How many bytes were read from sources, mapped of them, and written to the target."""
+    """How many bytes were read from sources, mapped of them, and written to the target.
+
+    too_large: how many elements were too large for the type that they were converted to. overflows: how many of these
+    went into each target tensor, by name.
+    """
 
     requested_bytes: int = 0
     mapped_bytes: int = 0
     written_bytes: int = 0
+    too_large: int = 0
+    overflows: dict[str, int] = field(default_factory=dict)
 
 
 class ByteRuns(NamedTuple):

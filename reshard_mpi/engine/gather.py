@@ -1,4 +1,7 @@
-"""Brings a region of a source tensor into an array: reads it if it is one run, else gathers it from a mapped window."""
+"""Brings a region of a source tensor into an array: reads it if it is one run, else gathers it from a mapped window.
+
+What a library decodes, or what is converted to another type, is read a part at a time and then put in its place.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,23 @@ from typing import Any
 import numpy as np
 
 from reshard_mpi.engine.files import Files, unreadable
+from reshard_mpi.engine.floats import convert
 from reshard_mpi.engine.stream import Stream
 from reshard_mpi.formats.dtypes import DType
-from reshard_mpi.formats.places import ByteRange, Decoded
+from reshard_mpi.formats.places import ByteRange, Constant, Converted, Decoded
 from reshard_mpi.planning.model import Copy, Limits
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strides import Strides
+from reshard_mpi.units import MIB
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 # If a region spans so many times its own size in the source, its runs are read one by one, unless they are too short.
 _FAR_APART = 4
 _MIN_RUN_BYTES = 1024
+
+# So much is read at a time to be converted. It stays in the processor's cache.
+_CONVERTED_BYTES = MIB // 2
 
 _UNSIGNED: dict[int, np.dtype[Any]] = {1: np.dtype("u1"), 2: np.dtype("u2"), 4: np.dtype("u4"), 8: np.dtype("u8")}
 
@@ -40,8 +48,15 @@ def gather(files: Files, copy: Copy, out: Array, out_box: Box, limits: Limits) -
     source = copy.source.source
     if not copy.region.size:
         return
+    if isinstance(source, Constant):
+        _target_view(out, copy.strides(out_box))[...] = np.frombuffer(source.element, out.dtype)[0]
+        return
+    if isinstance(source, Converted):
+        _gather_converted(files, copy, source, out, out_box, limits)
+        return
     if isinstance(source, Decoded):
-        _decode(files, copy, source, out, out_box, limits)
+        for part, decoded in _decoded(files, copy, source, limits):
+            _put(decoded.view(out.dtype).reshape(-1), part, out, out_box)
         return
     itemsize = out.dtype.itemsize
     flat = memoryview(out.reshape(-1).view(np.uint8).data)
@@ -107,8 +122,18 @@ def _gather_runs(files: Files, stream: Stream, copy: Copy, out: Array, out_box: 
             for part in stream.parts(source_offset, runs.length * itemsize):
                 files.read_into(part, content[offset : offset + part.length_bytes])
                 offset += part.length_bytes
-    strides = Strides.between(copy.region, copy.region, copy.target_region, out_box, copy.order)
-    _target_view(out, strides)[...] = _source_view(content, out.dtype, strides)
+    _put(np.frombuffer(content, out.dtype), copy, out, out_box)
+
+
+def _put(elements: Array, copy: Copy, out: Array, out_box: Box) -> None:
+    """Put the elements of a copy's region, row-major, in their places in `out`, which holds `out_box`."""
+    strides = _strides_alone(copy, out_box)
+    _target_view(out, strides)[...] = _source_view(elements.data, out.dtype, strides)
+
+
+def _strides_alone(copy: Copy, out_box: Box) -> Strides:
+    """Return the strides of a copy's elements in a row-major array of its region alone, and in one of `out_box`."""
+    return Strides.between(copy.region, copy.region, copy.target_region, out_box, copy.order)
 
 
 def _readable(
@@ -130,15 +155,12 @@ def _readable(
         yield from _readable(stream, half, out_box, itemsize, window_bytes)
 
 
-def _decode(files: Files, copy: Copy, source: Decoded, out: Array, out_box: Box, limits: Limits) -> None:
-    """Read a copy through the format's library, in blocks of whole chunks along the first dimension."""
-    itemsize = copy.source.dtype.itemsize_bytes
+def _decoded(files: Files, copy: Copy, source: Decoded, limits: Limits) -> Iterator[tuple[Copy, Array]]:
+    """Read a copy through the format's library; yield blocks of whole chunks along the first dimension."""
     for part in _decodable(copy, source, limits):
         local = part.region.relative_to(part.source_box)
-        decoded = _read(source, local).view(out.dtype)
-        strides = Strides.between(part.region, part.region, part.target_region, out_box, part.order)
-        _target_view(out, strides)[...] = _source_view(decoded.reshape(-1).data, out.dtype, strides)
-        files.traffic.requested_bytes += local.size * itemsize
+        yield part, _read(source, local)
+        files.traffic.requested_bytes += local.size * copy.source.dtype.itemsize_bytes
 
 
 def _decodable(copy: Copy, source: Decoded, limits: Limits) -> Iterator[Copy]:
@@ -171,3 +193,56 @@ def _swap(out: Array, strides: Strides, dtype: DType) -> None:
     steps = (*(step * itemsize for _, _, step in strides.dimensions), width)
     parts: Array = np.ndarray(shape, _UNSIGNED[width], out, strides.target_offset * itemsize, steps)
     parts.byteswap(inplace=True)
+
+
+def _gather_converted(files: Files, copy: Copy, source: Converted, out: Array, out_box: Box, limits: Limits) -> None:
+    """Read a copy in blocks, convert each while it is in the processor's cache, and put it in its place."""
+    dtype, stored = copy.source.dtype, source.dtype
+    most_elements = max(1, _CONVERTED_BYTES // max(dtype.itemsize_bytes, stored.itemsize_bytes))
+    unconverted = copy._replace(source=copy.source._replace(dtype=stored, source=source.place))
+    scratch, flat = np.empty(min(most_elements, copy.region.size), out.dtype), out.reshape(-1)
+    for part, elements in _blocks(files, unconverted, most_elements, limits):
+        strides = _strides_alone(part, out_box)
+        start, size = strides.target_offset, len(elements)
+        is_one_run = strides.run_length == size
+        converted = flat[start : start + size] if is_one_run else scratch[:size]
+        files.traffic.too_large += convert(elements, stored, converted, dtype)
+        if not is_one_run:
+            _put(converted, part, out, out_box)
+
+
+def _blocks(files: Files, copy: Copy, most_elements: int, limits: Limits) -> Iterator[tuple[Copy, Array]]:
+    """Read a copy in blocks of at most so many elements; yield its parts, with the row-major elements of their regions.
+
+    The axes of a part's region come in the order in which they lie in the file.
+    """
+    raw = raw_dtype(copy.source.dtype)
+    if isinstance(copy.source.source, Decoded):
+        for part, decoded in _decoded(files, copy, copy.source.source, limits):
+            elements, done = decoded.view(raw).reshape(-1), 0
+            for block in part.region.blocks(most_elements):
+                yield part.taking(block), elements[done : done + block.size]
+                done += block.size
+        return
+    axes = _axes_as_stored(copy)
+    order = copy.order or range(copy.region.ndim)
+    as_stored = copy._replace(
+        region=_turned(copy.region, axes), to=copy.target_region, order=tuple(axes.index(dim) for dim in order)
+    )
+    inverse = tuple(axes.index(dim) for dim in range(len(axes)))
+    elements = np.empty(min(most_elements, copy.region.size), raw)
+    for block in as_stored.region.blocks(most_elements):
+        content = elements[: block.size]
+        alone = copy._replace(region=_turned(block, inverse), to=block, order=axes)
+        gather(files, alone, content.reshape(block.shape), block, limits)
+        yield as_stored.taking(block), content
+
+
+def _axes_as_stored(copy: Copy) -> tuple[int, ...]:
+    """Return the axes of a source, the one along which elements are farthest apart first."""
+    steps, axes = copy.source.steps, range(copy.region.ndim)
+    return tuple(axes) if steps is None else tuple(sorted(axes, key=lambda axis: -steps[axis]))
+
+
+def _turned(box: Box, axes: tuple[int, ...]) -> Box:
+    return Box(tuple(box.start[axis] for axis in axes), tuple(box.stop[axis] for axis in axes))

@@ -6,8 +6,9 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from itertools import accumulate
 
-from reshard_mpi.engine.files import ByteRuns
+from reshard_mpi.engine.files import ByteRuns, Files
 from reshard_mpi.formats.places import ByteRange, Segments
+from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strides import Runs
 
 
@@ -92,6 +93,21 @@ def byte_runs(runs: Runs, itemsize: int, source: Stream, target: Stream, span: t
             yield ByteRuns(read.path, read_offset, 0, written.path, written.offset_bytes, 0, written.length_bytes, 1)
             read_offset += written.length_bytes
         target_offset += read.length_bytes
+
+
+def element_blocks(files: Files, box: Box, span: tuple[int, int], itemsize: int, limit: int) -> Iterator[Box]:
+    """Yield blocks of at most `limit` elements that cover the bytes `span` of a tensor's row-major order.
+
+    An element that begins before the span is a block by itself, and if it turns out too large it is not counted: that
+    is done where its first byte is written.
+    """
+    first, last = span[0] // itemsize, -(-span[1] // itemsize)
+    if span[0] % itemsize:
+        too_large = files.traffic.too_large
+        yield from box.blocks(1, first, first + 1)
+        files.traffic.too_large = too_large
+        first += 1
+    yield from box.blocks(limit, first, last)
 
 
 def _halves(runs: Runs) -> tuple[Runs, Runs]:

@@ -73,12 +73,16 @@ def copies_and_target(tensor: TensorPlan, target: Manifest) -> Iterator[tuple[Co
 
 
 def place_of(copy: Copy, element: Sequence[int]) -> ByteRange | None:
-    """Return the first file range of an element's bytes. element: its index in the target. None if it is compressed."""
-    stored = copy.source.stored
+    """Return the first file range of an element's bytes. element: its index in the target.
+
+    None if it is compressed, or in no file.
+    """
+    entry = copy.source.unconverted
+    stored = entry.stored
     if stored is None:
         return None
     part = copy.part(Box(tuple(element), tuple(index + 1 for index in element)))
-    itemsize = copy.source.dtype.itemsize_bytes
+    itemsize = entry.dtype.itemsize_bytes
     return next(Stream(stored).parts(part.source_strides.source_offset * itemsize, itemsize))
 
 

@@ -8,7 +8,7 @@ from itertools import product
 
 from reshard_mpi.engine.files import Files
 from reshard_mpi.engine.regions import fill
-from reshard_mpi.engine.stream import Stream
+from reshard_mpi.engine.stream import Stream, element_blocks
 from reshard_mpi.planning.model import Copy, Limits, TensorPlan
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strides import Strides, paired
@@ -20,7 +20,7 @@ Span = tuple[int, int]
 def fill_tiles(files: Files, tensor: TensorPlan, place: Stream, span: Span, buffer: memoryview, limits: Limits) -> None:
     """Write the bytes `span` of a tensor to their place in the target. place: where all of its bytes go."""
     box, itemsize = tensor.spec.box, tensor.spec.dtype.itemsize_bytes
-    for block in box.blocks(box.size, span[0] // itemsize, -(-span[1] // itemsize)):
+    for block in element_blocks(files, box, span, itemsize, box.size):
         for copy in tensor.copies:
             part = copy.meeting(block)
             for tile in tiles(part, max(1, len(buffer) // itemsize)) if part is not None else ():

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from reshard_mpi.engine.files import Files, OnBytes, Traffic
 from reshard_mpi.engine.regions import fill, takes_numpy
 from reshard_mpi.engine.scatter import Scatter
-from reshard_mpi.engine.stream import Stream, byte_runs
+from reshard_mpi.engine.stream import Stream, byte_runs, element_blocks
 from reshard_mpi.engine.tiles import fill_tiles
 from reshard_mpi.formats.columns import TensorEntry
 from reshard_mpi.formats.manifest import Manifest
@@ -88,7 +88,7 @@ def _write_each(files: Files, parts: Iterator[_Part], target: Manifest, buffer: 
         assert part is not None
         if following is not None and following.span[0] == 0:
             _read_ahead(files, following.tensor, target.tensors[following.tensor.spec.name])
-        tensor = part.tensor
+        tensor, too_large = part.tensor, files.traffic.too_large
         if _is_turned(tensor, limits):
             fill_tiles(files, tensor, part.place, part.span, buffer, limits)
         elif _is_copied(tensor):
@@ -98,6 +98,8 @@ def _write_each(files: Files, parts: Iterator[_Part], target: Manifest, buffer: 
         else:
             read = partial(_read, files, limits)
             _fill_blocks(files, tensor, part.place, part.span, buffer, read)
+        if files.traffic.too_large > too_large:
+            files.traffic.overflows[tensor.spec.name] = files.traffic.too_large - too_large
 
 
 def are_many(tensors: PlannedTensors) -> bool:
@@ -140,16 +142,16 @@ def _read_ahead(files: Files, tensor: TensorPlan, place: TensorEntry) -> None:
     Sources whose blocks the target file may share are left out, since these are never read.
     """
     for copy in tensor.copies:
-        source, region = copy.source.source, copy.region
+        entry, region = copy.source.unconverted, copy.region
+        source, itemsize = entry.source, entry.dtype.itemsize_bytes
         if (
-            copy.size_bytes < _MIN_READ_AHEAD_BYTES
+            region.size * itemsize < _MIN_READ_AHEAD_BYTES
             or not isinstance(source, Segments)
-            or (_is_aligned(source) and _is_aligned(place.source))
+            or (copy.source.is_as_stored and _is_aligned(source) and _is_aligned(place.source))
         ):
             continue
         span = copy.source_box.span_of(region)
         if span <= _READ_AHEAD_OVER * region.size:
-            itemsize = copy.source.dtype.itemsize_bytes
             length_bytes = min(span * itemsize, _READ_AHEAD_BYTES // len(tensor.copies))
             for part in Stream(source).parts(copy.source_box.offset_of(region) * itemsize, length_bytes):
                 files.advise(part)
@@ -201,7 +203,7 @@ def _copy_runs(files: Files, tensor: TensorPlan, place: Stream, span: Span, buff
     box, itemsize = tensor.spec.box, tensor.spec.dtype.itemsize_bytes
     sources = [Stream(stored) for copy in tensor.copies if (stored := copy.source.stored) is not None]
     if _alternate(tensor):
-        blocks = box.blocks(max(1, _INTERLEAVED_BYTES // itemsize), *_elements(span, itemsize))
+        blocks = box.blocks(max(1, _INTERLEAVED_BYTES // itemsize), span[0] // itemsize, -(-span[1] // itemsize))
     else:
         blocks = iter((box,))
     for block in blocks:
@@ -226,7 +228,7 @@ def _alternate(tensor: TensorPlan) -> bool:
 def _fill_blocks(files: Files, tensor: TensorPlan, place: Stream, span: Span, buffer: memoryview, read: Fill) -> None:
     """Write the bytes `span` of a tensor, block by block: each is put together in the buffer first."""
     box, itemsize = tensor.spec.box, tensor.spec.dtype.itemsize_bytes
-    for block in box.blocks(max(1, len(buffer) // itemsize), *_elements(span, itemsize)):
+    for block in element_blocks(files, box, span, itemsize, max(1, len(buffer) // itemsize)):
         offset, length = box.offset_of(block) * itemsize, block.size * itemsize
         for copy in tensor.copies:
             part = copy.meeting(block)
@@ -236,8 +238,3 @@ def _fill_blocks(files: Files, tensor: TensorPlan, place: Stream, span: Span, bu
         for target in place.parts(offset + done, end - done):
             files.write(target, buffer[done : done + target.length_bytes])
             done += target.length_bytes
-
-
-def _elements(span: Span, itemsize: int) -> Span:
-    """Return the first element that has bytes in `span`, and the one after the last."""
-    return span[0] // itemsize, -(-span[1] // itemsize)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Iterator, KeysView, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
 from typing import NamedTuple
 
 from reshard_mpi.formats.dtypes import DType
-from reshard_mpi.formats.places import ByteRange, Decoded, Place, Segments, Strided
+from reshard_mpi.formats.places import ByteRange, Constant, Converted, Place, Segments, Strided
 from reshard_mpi.sharding.box import Box
 
 
@@ -35,7 +36,7 @@ class TensorEntry(NamedTuple):
 
     @property
     def stored(self) -> Segments | None:
-        """The bytes that contain its elements, which are `steps` apart; None if only a library can read them."""
+        """The bytes that contain its elements, `steps` apart; None if these are decoded, converted, or in no file."""
         source = self.source
         if isinstance(source, Strided):
             distances = ((length - 1) * stride for length, stride in zip(self.shape, source.strides_bytes))
@@ -45,15 +46,24 @@ class TensorEntry(NamedTuple):
 
     @property
     def steps(self) -> tuple[int, ...] | None:
-        """For each dimension, how many elements apart neighbours are in `stored`; None: it is row-major."""
-        if not isinstance(self.source, Strided):
+        """For each dimension, how many elements apart neighbours are where they are; None: they are row-major."""
+        unconverted = self.unconverted
+        if not isinstance(unconverted.source, Strided):
             return None
-        return tuple(stride // self.dtype.itemsize_bytes for stride in self.source.strides_bytes)
+        return tuple(stride // unconverted.dtype.itemsize_bytes for stride in unconverted.source.strides_bytes)
+
+    @property
+    def unconverted(self) -> TensorEntry:
+        """The tensor as it is before its elements are converted; itself if they are not."""
+        entry = self
+        while isinstance(entry.source, Converted):
+            entry = entry._replace(dtype=entry.source.dtype, source=entry.source.place)
+        return entry
 
     @property
     def is_as_stored(self) -> bool:
         """Whether its bytes can be copied from the file as they are."""
-        return not isinstance(self.source, Decoded) and not self.source.swapped
+        return isinstance(self.source, Segments | Strided) and not self.source.swapped
 
 
 class Kind(NamedTuple):
@@ -75,6 +85,12 @@ KEPT_TENSOR_BYTES, KEPT_PLACE_BYTES = _NAME_BYTES + _PLACE_BYTES, _PLACE_BYTES
 
 # The start of a tensor that is not one run of its shard's file, or not in this machine's byte order.
 ELSEWHERE = -1
+
+
+def _element_bytes(place: Place | None, dtype: DType) -> int:
+    while isinstance(place, Converted):
+        place, dtype = place
+    return 0 if isinstance(place, Constant) else dtype.itemsize_bytes
 
 
 class Tensors(Mapping[str, TensorEntry]):
@@ -152,11 +168,11 @@ class Tensors(Mapping[str, TensorEntry]):
         other.number_of, other.kinds, other._number_of_kind = self.number_of, self.kinds, self._number_of_kind
         other.kind_of, other.starts = self.kind_of, self.starts
         for number, source in self.elsewhere.items():
-            if isinstance(source, Decoded):
-                raise TypeError("a tensor that is read through a library")
             if isinstance(source, Strided):
                 other.elsewhere[number] = source._replace(path=path)
                 continue
+            if not isinstance(source, Segments):
+                raise TypeError("a tensor whose bytes are not in the file as they are")
             ranges = tuple(ByteRange(path, part.offset_bytes, part.length_bytes) for part in source.ranges)
             other.elsewhere[number] = Segments(ranges, source.swapped)
         return other
@@ -168,6 +184,15 @@ class Tensors(Mapping[str, TensorEntry]):
             return self.elsewhere[number]
         size_bytes = self.kinds[self.kind_of[number]].size_bytes
         return Segments((ByteRange(self.path, start, size_bytes),) if size_bytes else ())
+
+    def element_bytes(self, numbers: Sequence[int]) -> int:
+        """Return how many bytes of files one element of each of these tensors takes, all together."""
+        if not self.elsewhere:
+            counts = Counter(map(self.kind_of.__getitem__, numbers))
+            return sum(count * self.kinds[kind].dtype.itemsize_bytes for kind, count in counts.items())
+        return sum(
+            _element_bytes(self.elsewhere.get(number), self.kinds[self.kind_of[number]].dtype) for number in numbers
+        )
 
     def __getitem__(self, name: str) -> TensorEntry:
         number = self.number_of[name]

@@ -1,6 +1,6 @@
 """Element types: their size, and their names in numpy and in MindSpore's checkpoints.
 
-Bytes are moved, never converted, so a type is little more than a size; numpy is imported only to show values.
+Bytes are mostly moved as they are, so a type is little more than a size; numpy is imported only to show values.
 """
 
 from __future__ import annotations
@@ -56,6 +56,11 @@ _ALL = (
 )
 BY_NAME = {dtype.name: dtype for dtype in _ALL}
 BY_MINDSPORE_NAME = {dtype.mindspore: dtype for dtype in _ALL}
+
+# The types whose elements can be converted to one another.
+FLOATS = frozenset(
+    BY_NAME[name] for name in ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+)
 
 # Format characters of the struct module; for other types see `numbers`.
 _CODES = {

@@ -1,4 +1,7 @@
-"""Where the elements of a tensor are: in byte ranges of files, at even distances in a file, or behind a library."""
+"""Where the elements of a tensor are: in byte ranges of files, at even distances in a file, or behind a library.
+
+Shards have no other places. A plan may take elements that are converted to another type, or that are in no file.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.sharding.box import Box
 
 if TYPE_CHECKING:
@@ -60,5 +64,21 @@ class Decoded:
     kept_bytes: int
 
 
+class Constant(NamedTuple):
+    """A tensor that is in no file: all its elements have the same bytes, in this machine's byte order."""
+
+    element: bytes
+
+
+class Converted(NamedTuple):
+    """A tensor whose elements are converted to another floating-point type when they are read.
+
+    place: where they are. dtype: the type that they have there.
+    """
+
+    place: Place
+    dtype: DType
+
+
 # Where a tensor is.
-Place = Segments | Strided | Decoded
+Place = Segments | Strided | Decoded | Constant | Converted

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from reshard_mpi.formats.columns import ELSEWHERE, Kind, Tensors
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.places import Segments
+from reshard_mpi.formats.views import constant, converted
 from reshard_mpi.mapping.mapped import Mapped
 from reshard_mpi.mapping.pairs import TargetShape
 from reshard_mpi.planning.model import Group, PlannedTensors, Route, source_region, target_region
@@ -39,7 +40,7 @@ class MappedTensors(Tensors):
     recipe_of: for each tensor, the number of the way in which it is made.
     """
 
-    __slots__ = ("_groups", "_number_of_recipe", "_places", "_rank", "_recipes", "recipe_of")
+    __slots__ = ("_converted", "_groups", "_number_of_recipe", "_places", "_rank", "_recipes", "recipe_of")
 
     def __init__(self, path: str, mapped: Mapped, plan: PlannedTensors, rank: int) -> None:
         """Make the tensors of `mapped`.
@@ -50,6 +51,8 @@ class MappedTensors(Tensors):
         super().__init__(path)
         self._groups: Sequence[Group] = plan.groups
         self._rank = rank
+        # By the identity of tensors, which are kept with what they become.
+        self._converted: dict[tuple[int, DType], tuple[Tensors, Tensors]] = {}
         self._recipes: list[_Recipe] = []
         self._number_of_recipe: dict[tuple[object, ...], int] = {}
         self._places: list[Sequence[int]] = []
@@ -98,7 +101,7 @@ class MappedTensors(Tensors):
                     to = target_region(pair.region, pair.to, pair.order, shared)
                     tensors = part.tensors
                     if self._groups[group].kind.dtype != dtype:
-                        tensors = converted(tensors, dtype)
+                        tensors = self._in_type(tensors, dtype)
                     numbers_there = array("I", (part.numbers[place] for place in in_group))
                     is_same = to == shared and pair.order is None
                     yield Route(
@@ -113,6 +116,14 @@ class MappedTensors(Tensors):
         for zeros in shape.zeros:
             wanted = zeros.intersect(route.region)
             if wanted is not None:
-                made_up = constant(dtype, wanted.shape, bytes(dtype.itemsize_bytes) if element is None else element)
+                content = bytes(dtype.itemsize_bytes) if element is None else element
+                made_up = Tensors("", [constant("", dtype, wanted.shape, content)])
                 zero = Box.whole(wanted.shape)
                 yield Route(self._rank, zero, zero, made_up, array("I", [0] * len(numbers)), wanted)
+
+    def _in_type(self, tensors: Tensors, dtype: DType) -> Tensors:
+        """Return the same tensors as they are in another type; always the same object."""
+        key = (id(tensors), dtype)
+        if key not in self._converted:
+            self._converted[key] = tensors, converted(tensors, dtype)
+        return self._converted[key][1]

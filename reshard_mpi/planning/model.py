@@ -75,6 +75,11 @@ class Copy(NamedTuple):
         shared = self.target_region.intersect(target_region)
         return None if shared is None else self.part(shared)
 
+    def taking(self, region: Box) -> Copy:
+        """Return the part of this copy that takes `region` of the source, which must lie in its own."""
+        to = None if self.to is None else target_region(self.region, self.to, self.order, region)
+        return self._replace(region=region, to=to)
+
     def rows(self, first: int, last: int) -> Copy:
         """Return the part of this copy from row `first` up to `last` of the source region, counted from its start."""
         return self._cut(0, first, last)
@@ -357,6 +362,7 @@ class RankPlan(NamedTuple):
     def needed_bytes(self) -> int:
         """Payload bytes taken from the sources."""
         return sum(
-            len(group.names) * group.kind.dtype.itemsize_bytes * sum(route.region.size for route in group.routes)
+            route.region.size * route.tensors.element_bytes(route.numbers)
             for group in self.tensors.groups
+            for route in group.routes
         )

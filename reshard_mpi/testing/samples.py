@@ -64,6 +64,7 @@ def payload(entry: TensorEntry) -> bytes:
     """Return the bytes of a located tensor, in this machine's byte order."""
     if isinstance(entry.source, Decoded):
         return entry.source.read(Box.whole(entry.shape)).tobytes()
+    assert isinstance(entry.source, Segments | Strided)
     assert entry.stored is not None
     content = b"".join(_read(part.path, part.offset_bytes, part.length_bytes) for part in entry.stored.ranges)
     if isinstance(entry.source, Strided) and content:

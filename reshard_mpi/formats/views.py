@@ -1,0 +1,81 @@
+"""Tensors of a shard as they are after a conversion of their elements, and tensors that are in no file."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from reshard_mpi.formats.columns import ELSEWHERE, Kind, TensorEntry, Tensors
+from reshard_mpi.formats.dtypes import FLOATS, DType
+from reshard_mpi.formats.listed import ListedTensors
+from reshard_mpi.formats.places import Constant, Converted, Place
+
+
+def converted(tensors: Tensors, dtype: DType) -> Tensors:
+    """Return the same tensors with those of other floating-point types converted to `dtype` when they are read.
+
+    Names, numbers and numbers of kinds stay what they are. dtype: one of `dtypes.FLOATS`. Raises ValueError if it is
+    another one.
+    """
+    if dtype not in FLOATS:
+        raise ValueError(f"elements cannot be converted to {dtype}")
+    return _converted_list(tensors, dtype) if isinstance(tensors, ListedTensors) else _ConvertedTensors(tensors, dtype)
+
+
+def constant(name: str, dtype: DType, shape: tuple[int, ...], element: bytes) -> TensorEntry:
+    """Return a tensor all of whose elements have these bytes, in this machine's byte order.
+
+    Raises ValueError if they are not as many as an element of `dtype` has.
+    """
+    if len(element) != dtype.itemsize_bytes:
+        raise ValueError(f"an element of {dtype} has {dtype.itemsize_bytes} bytes, got {len(element)}")
+    return TensorEntry(name, dtype, shape, Constant(element))
+
+
+class _ConvertedTensors(Tensors):
+    """The tensors of a shard, seen in another type. Only their kinds are kept twice, and what is not one run."""
+
+    __slots__ = ("_changed", "_dtype", "_unconverted")
+
+    def __init__(self, unconverted: Tensors, dtype: DType) -> None:
+        super().__init__(unconverted.path)
+        self._unconverted, self._dtype = unconverted, dtype
+        self.number_of, self.kind_of = unconverted.number_of, unconverted.kind_of
+        self.kinds = [_converted_kind(kind, dtype) for kind in unconverted.kinds]
+        self._changed = [kind != before for kind, before in zip(self.kinds, unconverted.kinds)]
+        self.starts = array(
+            "q",
+            (
+                ELSEWHERE if self._changed[kind] else start
+                for kind, start in zip(unconverted.kind_of, unconverted.starts)
+            ),
+        )
+        self.elsewhere = {number: self.source(number) for number in unconverted.elsewhere}
+
+    def source(self, number: int) -> Place:
+        place, kind = self._unconverted.source(number), self.kind_of[number]
+        return Converted(place, self._unconverted.kinds[kind].dtype) if self._changed[kind] else place
+
+    def element_bytes(self, numbers: Sequence[int]) -> int:
+        return self._unconverted.element_bytes(numbers)
+
+    def at(self, path: str) -> Tensors:
+        return _ConvertedTensors(self._unconverted.at(path), self._dtype)
+
+    def _columns(self) -> tuple[object, ...]:
+        return self._dtype, *self._unconverted._columns()
+
+
+def _converted_list(tensors: ListedTensors, dtype: DType) -> ListedTensors:
+    by_file = {id(file): converted(file, dtype) for file in tensors.files}
+    view = ListedTensors(tensors.path)
+    view.number_of, view.kind_of, view.starts = tensors.number_of, tensors.kind_of, tensors.starts
+    view.elsewhere, view.list_of, view.numbers = tensors.elsewhere, tensors.list_of, tensors.numbers
+    view.missing = tensors.missing
+    view.kinds = [_converted_kind(kind, dtype) for kind in tensors.kinds]
+    view.lists = [tuple((box, by_file[id(file)]) for box, file in pieces) for pieces in tensors.lists]
+    return view
+
+
+def _converted_kind(kind: Kind, dtype: DType) -> Kind:
+    return kind._replace(dtype=dtype) if kind.dtype in FLOATS else kind
