@@ -187,7 +187,9 @@ def _add_map(parser: argparse.ArgumentParser, source: str = "SRC") -> None:
     direction.add_argument(
         "--reverse", action="store_const", const=False, dest="forward", help="read the map from right to left"
     )
-    parser.add_argument("--config", type=_path, metavar="FILE.json", help="the model's configuration, for [axes] of maps")
+    parser.add_argument(
+        "--config", type=_path, metavar="FILE.json", help="the model's configuration, for [axes] of maps"
+    )
     parser.add_argument(
         "--dtype",
         action="append",
@@ -196,9 +198,16 @@ def _add_map(parser: argparse.ArgumentParser, source: str = "SRC") -> None:
         help="convert floating-point tensors, all or those whose names match, to fp64, fp32, fp16, bf16, fp8_e4m3 or"
         " fp8_e5m2, rounding to nearest even (repeatable; the last that matches counts)",
     )
-    for option, text in (("--include", "take only tensors whose names match"), ("--exclude", "leave out tensors whose names match")):
+    for option, text in (
+        ("--include", "take only tensors whose names match"),
+        ("--exclude", "leave out tensors whose names match"),
+    ):
         parser.add_argument(
-            option, action="append", default=[], metavar="GLOB", help=f"{text}, as they are named in the target (repeatable)"
+            option,
+            action="append",
+            default=[],
+            metavar="GLOB",
+            help=f"{text}, as they are named in the target (repeatable)",
         )
 
 

@@ -11,9 +11,8 @@ from math import prod
 from typing import NamedTuple
 
 from reshard_mpi.errors import MapError
-from reshard_mpi.mapping.matching import Inventory, Match
-from reshard_mpi.mapping.pairs import Geometry, Place, TargetShape
-from reshard_mpi.mapping.matching import whole_pair
+from reshard_mpi.mapping.matching import Inventory, Match, whole_pair
+from reshard_mpi.mapping.pairs import Geometry, TargetShape
 
 _MAX_NAMED = 5
 
@@ -34,7 +33,9 @@ def followed(matches: Sequence[Match], left: Mapping[str, None], inventory: Inve
     left: the names of tensors that no equation has taken. Raises MapError if some of the parameters that are put
     together have a state that others lack.
     """
-    match_of = {name: number for number, match in enumerate(matches) for name in (*match.sources.values(), *match.equal)}
+    match_of = {
+        name: number for number, match in enumerate(matches) for name in (*match.sources.values(), *match.equal)
+    }
     families: dict[tuple[int, Affixes], set[str]] = {}
     for name in left:
         base = _base(name, match_of)

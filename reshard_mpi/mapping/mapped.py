@@ -10,7 +10,7 @@ from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.mapping.following import followed
 from reshard_mpi.mapping.matching import Direction, Inventory, Kind, Match, matches, told_direction, whole_pair
 from reshard_mpi.mapping.names import NamePattern
-from reshard_mpi.mapping.pairs import Pair, Place, TargetShape
+from reshard_mpi.mapping.pairs import Place, TargetShape
 from reshard_mpi.mapping.rules import TYPES, Fill, Rules
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.patterns import Pattern
@@ -76,8 +76,8 @@ class Mapped(NamedTuple):
 class Choice(NamedTuple):
     """What is taken of the tensors that a map makes, by their new names.
 
-    include: globs of which one must match; None: all. exclude: globs of which none may. types: globs with the types that
-    floating-point tensors become.
+    include: globs of which one must match; None: all. exclude: globs of which none may. types: globs with the types
+    that floating-point tensors become.
     """
 
     include: tuple[str, ...] | None = None
@@ -177,7 +177,9 @@ def _require_different(tensors: Iterable[Made]) -> None:
     for tensor in tensors:
         other = origin.setdefault(tensor.name, tensor)
         if other is not tensor:
-            described = (f"{next(iter(each.sources.values()), '')} ({each.where or 'as it is'})" for each in (other, tensor))
+            described = (
+                f"{next(iter(each.sources.values()), '')} ({each.where or 'as it is'})" for each in (other, tensor)
+            )
             raise MapError(
                 f"two tensors would have the name {tensor.name}",
                 got=" and ".join(described),

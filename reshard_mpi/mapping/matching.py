@@ -78,7 +78,8 @@ class _Candidates(NamedTuple):
 
     by_term: tuple[Mapping[Key, Mapping[tuple[int, ...], str]], ...]
 
-    def keys(self) -> list[Key]:
+    @property
+    def all_keys(self) -> list[Key]:
         return list(dict.fromkeys(key for names in self.by_term for key in names))
 
     def lacking(self, key: Key) -> list[int]:
@@ -125,7 +126,7 @@ def _unmet(rules: Rules, inventory: Inventory, direction: Direction) -> str | No
     for rule in rules.equations:
         source, _ = direction.sides(rule)
         candidates = _candidates(source, rule, inventory)
-        applies = any(not candidates.lacking(key) for key in candidates.keys())
+        applies = any(not candidates.lacking(key) for key in candidates.all_keys)
         any_applies = any_applies or applies
         if not applies and not rule.is_optional:
             return rule.where
@@ -143,7 +144,7 @@ def matches(rules: Rules, inventory: Inventory, direction: Direction) -> Iterato
         source, target = direction.sides(rule)
         candidates = _candidates(source, rule, left)
         applies = False
-        for key in candidates.keys():
+        for key in candidates.all_keys:
             lacking = candidates.lacking(key)
             if lacking:
                 if not rule.is_optional:

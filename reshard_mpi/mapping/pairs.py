@@ -86,7 +86,9 @@ def check(left: Sequence[Term], right: Sequence[Term], *, copies: bool = False) 
         raise EquationProblem(f"{bare[0]} has no dimensions in brackets, and other tensors have")
     if copies:
         if any(term.dims != right[0].dims for term in right):
-            raise EquationProblem("copy = true is for tensors on the right that are the same, and their dimensions differ")
+            raise EquationProblem(
+                "copy = true is for tensors on the right that are the same, and their dimensions differ"
+            )
         if len(left_blocks) != 1 or len(right) < 2:
             raise EquationProblem("copy = true is for one tensor on the left, without '+', and several on the right")
         left_blocks = left_blocks * len(right_blocks)
@@ -111,7 +113,10 @@ def check(left: Sequence[Term], right: Sequence[Term], *, copies: bool = False) 
 def _check_block(left: Term, left_summand: int, right: Term, right_summand: int) -> tuple[str, ...]:
     """Return the captures that the names of two paired blocks share. Raises EquationProblem if their axes differ."""
     shared = tuple(capture.name for capture in left.name.captures if capture in right.name.captures)
-    if any(isinstance(factor, Sum) and any(any(pads_of(part)) for part in factor.summands) for factor in _factors(left, right)):
+    if any(
+        isinstance(factor, Sum) and any(any(pads_of(part)) for part in factor.summands)
+        for factor in _factors(left, right)
+    ):
         raise EquationProblem(f"padding within a concatenation, in {left.name.text} or {right.name.text}")
     axes = []
     for term, summand in ((left, left_summand), (right, right_summand)):

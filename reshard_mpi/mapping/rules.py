@@ -118,12 +118,16 @@ def parse_rules(text: str, where: str, config: Mapping[str, object] | None = Non
         raise MapError("the map is no TOML", got=str(error)[:200], where=where) from None
     unknown = sorted(content.keys() - {"axes", "map", "description"})
     if unknown:
-        raise MapError("the map has a key that it cannot have", expected="axes, map, description", got=unknown[0], where=where)
+        raise MapError(
+            "the map has a key that it cannot have", expected="axes, map, description", got=unknown[0], where=where
+        )
     if not isinstance(content.get("description", ""), str):
         raise MapError("description is no text", where=where)
     entries = content.get("map", [])
     if not isinstance(entries, list) or not entries or len(entries) > MAX_ENTRIES:
-        raise MapError("the map has no [[map]] entries", expected=f"1 to {MAX_ENTRIES}", got=str(entries)[:60], where=where)
+        raise MapError(
+            "the map has no [[map]] entries", expected=f"1 to {MAX_ENTRIES}", got=str(entries)[:60], where=where
+        )
     lines = [text.count("\n", 0, header.start()) + 1 for header in _HEADER.finditer(text)]
     equations: list[EquationRule] = []
     drops: list[Drop] = []
@@ -135,14 +139,18 @@ def parse_rules(text: str, where: str, config: Mapping[str, object] | None = Non
             raise MapError("an entry of the map is no table", got=str(entry)[:60], where=place)
         kinds = [key for key in ("eq", "drop", "fill") if key in entry]
         if len(kinds) != 1:
-            raise MapError("an entry of the map needs one of eq, drop and fill", got=", ".join(entry) or "none", where=place)
+            raise MapError(
+                "an entry of the map needs one of eq, drop and fill", got=", ".join(entry) or "none", where=place
+            )
         if kinds == ["eq"]:
             equations.append(_equation(entry, place))
         elif kinds == ["drop"]:
             drops.append(_drop(entry, place))
         else:
             fills.append(_fill(entry, place))
-    return Rules(tuple(equations), tuple(drops), tuple(fills), _axes(content.get("axes", {}), equations, config, where), where)
+    return Rules(
+        tuple(equations), tuple(drops), tuple(fills), _axes(content.get("axes", {}), equations, config, where), where
+    )
 
 
 def _equation(entry: dict[str, Any], where: str) -> EquationRule:
@@ -156,7 +164,9 @@ def _equation(entry: dict[str, Any], where: str) -> EquationRule:
         ) from None
     for term in (*equation.left, *equation.right):
         if term.type_name is not None and term.type_name not in TYPES:
-            raise MapError("an equation names an unknown type", expected=", ".join(TYPES), got=term.type_name, where=where)
+            raise MapError(
+                "an equation names an unknown type", expected=", ".join(TYPES), got=term.type_name, where=where
+            )
     copies = _flag(entry, "copy", where)
     pads = entry.get("pads", "zero")
     if pads not in ("zero", "drop"):
@@ -178,7 +188,9 @@ def _fill(entry: dict[str, Any], where: str) -> Fill:
     _known(entry, ("fill", "side"), where)
     fill = entry["fill"]
     if not isinstance(fill, dict):
-        raise MapError("fill is no table", expected="{ name, value, shape, type, beside }", got=str(fill)[:60], where=where)
+        raise MapError(
+            "fill is no table", expected="{ name, value, shape, type, beside }", got=str(fill)[:60], where=where
+        )
     _known(fill, ("name", "value", "shape", "type", "beside"), where)
     try:
         name = NamePattern(_text(fill, "name", where))
@@ -186,7 +198,9 @@ def _fill(entry: dict[str, Any], where: str) -> Fill:
     except PatternProblem as error:
         raise MapError("a name is wrong", got=str(error), where=where) from None
     if not set(name.captures) <= set(beside.captures if beside is not None else ()):
-        raise MapError("the name of what is made up has captures that the tensor beside it has not", got=name.text, where=where)
+        raise MapError(
+            "the name of what is made up has captures that the tensor beside it has not", got=name.text, where=where
+        )
     value = fill.get("value", 0)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise MapError("value is no number", got=repr(value)[:60], where=where)
@@ -194,7 +208,9 @@ def _fill(entry: dict[str, Any], where: str) -> Fill:
     if shape is not None and not (
         isinstance(shape, list)
         and len(shape) <= _MAX_DIMENSIONS
-        and all(isinstance(length, int) and not isinstance(length, bool) and 0 <= length < _MAX_AXIS for length in shape)
+        and all(
+            isinstance(length, int) and not isinstance(length, bool) and 0 <= length < _MAX_AXIS for length in shape
+        )
     ):
         raise MapError("shape is no list of lengths", got=repr(shape)[:60], where=where)
     type_name = fill.get("type")
@@ -202,10 +218,14 @@ def _fill(entry: dict[str, Any], where: str) -> Fill:
     if type_name is not None:
         dtype = (TYPES | BY_NAME).get(type_name) if isinstance(type_name, str) else None
         if dtype is None:
-            raise MapError("type is unknown", expected=", ".join((*TYPES, *BY_NAME)), got=repr(type_name)[:60], where=where)
+            raise MapError(
+                "type is unknown", expected=", ".join((*TYPES, *BY_NAME)), got=repr(type_name)[:60], where=where
+            )
     if beside is None and (shape is None or dtype is None):
         raise MapError("what is made up beside nothing needs a shape and a type", got=name.text, where=where)
-    return Fill(name, beside, None if shape is None else tuple(shape), dtype, value, _side(entry, "right", where), where)
+    return Fill(
+        name, beside, None if shape is None else tuple(shape), dtype, value, _side(entry, "right", where), where
+    )
 
 
 def _axes(
@@ -233,7 +253,9 @@ def _axes(
                     f"the length of {name!r} cannot be computed", got=str(error), where=where, remedy=remedy
                 ) from None
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < _MAX_AXIS:
-            raise MapError(f"{name!r} in [axes] is no length", expected="a positive integer", got=str(value)[:60], where=where)
+            raise MapError(
+                f"{name!r} in [axes] is no length", expected="a positive integer", got=str(value)[:60], where=where
+            )
         axes[name] = value
     return axes
 

@@ -59,9 +59,7 @@ def solved(dimensions: Sequence[Dimension], known: Sizes) -> dict[str, int]:
     for dimension in dimensions:
         for name in _unpadded_names(dimension.product):
             if name not in sizes:
-                raise SizesProblem(
-                    f"how much of {dimension.where} is padding cannot be told: give {name!r} in [axes]"
-                )
+                raise SizesProblem(f"how much of {dimension.where} is padding cannot be told: give {name!r} in [axes]")
     waiting = list(dimensions)
     while waiting:
         undetermined = []
@@ -102,7 +100,9 @@ def _require_length(dimension: Dimension, sizes: Sizes) -> None:
     length = extent(dimension.product, sizes)
     if length != dimension.length:
         shown = ", ".join(f"{name} = {sizes[name]}" for name in dict.fromkeys(_names(dimension.product)))
-        raise SizesProblem(f"{dimension.where} is {dimension.length} long, not {length}" + (f" ({shown})" if shown else ""))
+        raise SizesProblem(
+            f"{dimension.where} is {dimension.length} long, not {length}" + (f" ({shown})" if shown else "")
+        )
 
 
 def _root(dimension: Dimension, name: str, sizes: Sizes) -> int:
@@ -111,6 +111,8 @@ def _root(dimension: Dimension, name: str, sizes: Sizes) -> int:
     slope = one - none
     length, rest = divmod(dimension.length - none, slope) if slope else (0, 1)
     if rest or length < 0:
-        shown = "".join(f", {other} = {sizes[other]}" for other in dict.fromkeys(_names(dimension.product)) if other in sizes)
+        shown = "".join(
+            f", {other} = {sizes[other]}" for other in dict.fromkeys(_names(dimension.product)) if other in sizes
+        )
         raise SizesProblem(f"no length of {name!r} makes {dimension.where} {dimension.length} long{shown}")
     return length

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from reshard_mpi.mapping.names import PatternProblem, NamePattern
+from reshard_mpi.mapping.names import NamePattern, PatternProblem
 
 # An equation of a few lines; nothing that people write is longer.
 MAX_TEXT, MAX_NESTED, MAX_TENSORS, MAX_SUMMANDS = 20_000, 8, 64, 64

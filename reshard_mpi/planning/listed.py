@@ -41,7 +41,11 @@ class PiecesOf:
         Those from tensors that a map makes are replaced by routes from what they are made of. Raises CoverageError for
         a part that no piece has.
         """
-        if not any(isinstance(route.tensors, ListedTensors | MappedTensors) for group in tensors.groups for route in group.routes):
+        if not any(
+            isinstance(route.tensors, ListedTensors | MappedTensors)
+            for group in tensors.groups
+            for route in group.routes
+        ):
             return tensors
         made: dict[tuple[int, ...], int] = {}
         names: list[list[str]] = []

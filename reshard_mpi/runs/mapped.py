@@ -247,6 +247,7 @@ class MappedCheckpoint(SourceCheckpoint):
                             " have been trained",
                         )
 
+
 def _tensor(made: _Made, name: str) -> TensorPlan:
     for group in made.plan.tensors.groups:
         if name in group.names:

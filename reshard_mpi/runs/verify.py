@@ -68,7 +68,9 @@ def _verify_pair(
         keeps_strings = formats.by_name(target_files.format).TRAITS.keeps_strings
         conversion = conversion_through(
             TensorMap.read(request),
-            Conversion(source, target.strategy, request.unlisted, replicas=request.replicas, keeps_strings=keeps_strings),
+            Conversion(
+                source, target.strategy, request.unlisted, replicas=request.replicas, keeps_strings=keeps_strings
+            ),
         )
         memory.on_giving_way(conversion.forget, target.forget)
         memory.to_plan(conversion, target_files.format, purpose, also_read=target)
