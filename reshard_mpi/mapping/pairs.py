@@ -50,7 +50,7 @@ class TargetShape(NamedTuple):
 
 
 class Geometry(NamedTuple):
-    """What an equation comes to for certain sizes: its target tensors, and the padding of its source tensors by term."""
+    """What an equation comes to for certain sizes: its target tensors, and by term what of source tensors is padding."""
 
     targets: Mapping[Place, TargetShape]
     pads: Mapping[int, tuple[Box, ...]]
@@ -133,8 +133,8 @@ def _check_block(left: Term, left_summand: int, right: Term, right_summand: int)
         if twice:
             raise EquationProblem(f"{twice[0]!r} is twice in {term.name.text}")
         axes.append(set(names))
-    for own, others, term, other in ((*axes, left, right), (*reversed(axes), right, left)):
-        alone = sorted(own - others)
+    for number, (term, other) in enumerate(((left, right), (right, left))):
+        alone = sorted(axes[number] - axes[1 - number])
         if alone:
             raise EquationProblem(
                 f"not one-to-one: {_listed(alone)} of {term.name.text} is not on its other side, {other.name.text}"

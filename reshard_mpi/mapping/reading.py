@@ -37,8 +37,8 @@ def map_path(name: str) -> Path:
 def read_rules(name: str, config: str | None) -> tuple[Rules, str]:
     """Return the rules of a map, and a digest of all that they come from.
 
-    name: of a map that comes with the program, or the path of a file. config: the path of a model's configuration; None:
-    there is none. Raises MapError if one of them cannot be read.
+    name: of a map that comes with the program, or the path of a file. config: the path of a model's configuration;
+    None: there is none. Raises MapError if one of them cannot be read.
     """
     path = map_path(name)
     text = _text(path, MAX_BYTES, "the map")

@@ -69,8 +69,9 @@ def moment_counters(manifests: Mapping[int, Manifest]) -> Iterator[tuple[str, Te
                 box = Box.whole(entry.shape)
                 spec, copy = TensorSpec(name, entry.dtype, entry.shape, box), Copy(rank, entry, box, box)
                 tensors = manifest.tensors
-                is_indirect = isinstance(tensors, ListedTensors | MappedTensors)
-                copies = PiecesOf(0, 1).copies(copy, tensors) if is_indirect else (copy,)
+                copies: tuple[Copy, ...] = (copy,)
+                if isinstance(tensors, ListedTensors | MappedTensors):
+                    copies = PiecesOf(0, 1).copies(copy, tensors)
                 yield manifest.path, TensorPlan(spec, copies)
 
 

@@ -65,10 +65,9 @@ class MappedTensors(Tensors):
             groups = tuple(number for number, _ in located)
             recipe = _Recipe(made.dtype, made.shape, groups)
             self._add(made.name, recipe, (id(made.shape), made.dtype, groups), [place for _, place in located])
-        for constant in mapped.constants:
-            dtype, shape = constant.kind
-            recipe = _Recipe(dtype, TargetShape(shape, (), (Box.whole(shape),)), (), constant.element)
-            self._add(constant.name, recipe, (dtype, shape, constant.element), ())
+        for name, (dtype, shape), element, _ in mapped.constants:
+            recipe = _Recipe(dtype, TargetShape(shape, (), (Box.whole(shape),)), (), element)
+            self._add(name, recipe, (dtype, shape, element), ())
 
     def _add(self, name: str, recipe: _Recipe, key: tuple[object, ...], places: Sequence[int]) -> None:
         number = self._number_of_recipe.setdefault(key, len(self._recipes))

@@ -201,7 +201,8 @@ class MappedCheckpoint(SourceCheckpoint):
         dropped = [(pads.name, sum(box.size for box in pads.boxes)) for pads in mapped.pads if pads.are_dropped]
         if dropped:
             elements = sum(size for _, size in dropped)
-            yield f"{elements} elements of padding are dropped, whatever they hold: {_named([name for name, _ in dropped])}"
+            names = _named([name for name, _ in dropped])
+            yield f"{elements} elements of padding are dropped, whatever they hold: {names}"
 
     def _require_equal(self, made: _Made) -> None:
         """Raise MapError if tensors of which one is taken for all differ."""
