@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from reshard_mpi import formats
 from reshard_mpi.api.plain import (
     plain_files,
     plain_path,
+    plain_path_or_none,
     plain_text,
+    plain_texts,
 )
 from reshard_mpi.checkpoints import discovery
 from reshard_mpi.checkpoints.source import SourceCheckpoint
@@ -20,6 +23,7 @@ from reshard_mpi.planning.parameters import Unlisted
 from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.processes.comm import MPIComm, SerialComm
 from reshard_mpi.runs.conversion import Conversion
+from reshard_mpi.runs.mapped import TensorMap, conversion_through
 from reshard_mpi.runs.outcome import Outcome
 from reshard_mpi.runs.progress import Silent, log
 from reshard_mpi.runs.request import Request
@@ -85,6 +89,30 @@ def raise_first(outcome: Outcome) -> None:
         raise first
 
 
+def map_fields(
+    map: PathLike | None,
+    forward: bool,
+    reverse: bool,
+    config: PathLike | None,
+    dtype: str | Iterable[str],
+    include: str | Iterable[str],
+    exclude: str | Iterable[str],
+) -> dict[str, Any]:
+    """Return what a request says of names, shapes and types, by the names of its fields.
+
+    Raises UsageError for arguments that exclude each other.
+    """
+    refuse_both({"forward": forward, "reverse": reverse})
+    return {
+        "map": plain_path_or_none(map, "map"),
+        "forward": True if forward else False if reverse else None,
+        "config": plain_path_or_none(config, "config"),
+        "dtype": plain_texts(dtype, "dtype"),
+        "include": plain_texts(include, "include"),
+        "exclude": plain_texts(exclude, "exclude"),
+    }
+
+
 def found_shards(source: object, select: str | None, source_format: object) -> discovery.ShardFiles:
     path = plain_path(source, "source")
     require_reachable(path)
@@ -111,9 +139,12 @@ def conversion_of(
     unlisted: str,
     strict: bool = False,
     replicas: str = "sample",
+    fields: Mapping[str, Any] = MappingProxyType({}),
 ) -> Conversion:
+    """Return the conversion of `files`. fields: those that `map_fields` returns."""
     source, target = both_strategies(src_strategy, dst_strategy)
     if dst_strategy is None and as_unlisted(unlisted) is Unlisted.DROP:
         raise UsageError("unlisted='drop' needs a list to go by", expected="a target strategy", got="None")
     checkpoint = SourceCheckpoint.open(files, source)
-    return Conversion(checkpoint, target, as_unlisted(unlisted), strict, replicas=as_replicas(replicas))
+    conversion = Conversion(checkpoint, target, as_unlisted(unlisted), strict, replicas=as_replicas(replicas))
+    return conversion_through(TensorMap.read(Request("", "", **fields)), conversion)

@@ -16,6 +16,7 @@ from reshard_mpi.api.calls import (
     found_shards,
     known_format,
     listed_shards,
+    map_fields,
     raise_first,
     refuse_both,
     run,
@@ -69,6 +70,13 @@ def transform(
     memory: str | int | None = None,
     max_active: int | None = None,
     max_shard_size: str | int | None = None,
+    map: PathLike | None = None,
+    forward: bool = False,
+    reverse: bool = False,
+    config: PathLike | None = None,
+    dtype: str | Iterable[str] = (),
+    include: str | Iterable[str] = (),
+    exclude: str | Iterable[str] = (),
     jobs: int = 1,
     comm: Any = None,
 ) -> Report:
@@ -77,9 +85,12 @@ def transform(
     The folder keeps a record of the run, so that it can be resumed, and is committed when all targets are complete.
     source_format: read only files of this format, if there are several. ranks: the targets to make; None: all. part:
     (i, n), share number i from 0 of n shares of them. max_shard_size: the most bytes of a file of format "hf", as "5GB"
-    (the default) or a number of bytes. jobs: how many local processes, 1 or more. comm: an mpi4py communicator whose
-    ranks share the work instead; all of them must make the call, and get the same report. Raises a ReshardError before
-    anything is written if the transform is refused, and a TransformError if some targets could not be written.
+    (the default) or a number of bytes. map: path of a map, or the name of one that comes with the program; forward and
+    reverse: its direction, where names do not tell it; config: path of the model's configuration. dtype: "TYPE" or
+    "GLOB=TYPE", or several; include, exclude: globs of names in the target. jobs: how many local processes, 1 or more.
+    comm: an mpi4py communicator whose ranks share the work instead; all of them must make the call, and get the same
+    report. Raises a ReshardError before anything is written if the transform is refused, and a TransformError if some
+    targets could not be written.
     """
     begin = time.monotonic()
     request = Request(
@@ -103,6 +114,7 @@ def transform(
         crc=crc,
         replicas=as_replicas(replicas),
         max_shard_size=plain_bytes(max_shard_size, "max_shard_size"),
+        **map_fields(map, forward, reverse, config, dtype, include, exclude),
     )
     refuse_both({"ranks": ranks is not None, "part": part is not None})
     refuse_both({"resume": resume, "overwrite": overwrite})
@@ -123,21 +135,29 @@ def plan(
     unlisted: str = "follow",
     strict: bool = False,
     replicas: str = "sample",
+    map: PathLike | None = None,
+    forward: bool = False,
+    reverse: bool = False,
+    config: PathLike | None = None,
+    dtype: str | Iterable[str] = (),
+    include: str | Iterable[str] = (),
+    exclude: str | Iterable[str] = (),
     memory: str | int | None = None,
 ) -> Plan:
     """Return what a transform of `source` would do, writing nothing. ranks: the target ranks (None: all).
 
-    source_format: read only files of this format, if there are several. memory, and the log: as in
-    `transform_checkpoints`. Raises a ReshardError if the transform would be refused.
+    source_format: read only files of this format, if there are several. map to exclude: as in `transform`. memory, and
+    the log: as in `transform_checkpoints`. Raises a ReshardError if the transform would be refused.
     """
     targets = None if ranks is None else plain_numbers(ranks, "ranks")
     files = found_shards(source, select, source_format)
     allowed = plain_size(memory, "memory")
+    fields = map_fields(map, forward, reverse, config, dtype, include, exclude)
     with RunMemory(lambda: Allowance.of(allowed, None, os.environ), SerialComm(), Silent().waiting) as allotted:
         purpose = f"planning from {files.path}"
         notes = allotted.open().notes
         allotted.to_open((src_strategy, dst_strategy), purpose, files.format)
-        conversion = conversion_of(files, src_strategy, dst_strategy, unlisted, strict, replicas)
+        conversion = conversion_of(files, src_strategy, dst_strategy, unlisted, strict, replicas, fields)
         allotted.on_giving_way(conversion.forget)
         wanted = range(conversion.target.world_size) if targets is None else targets
         projection = allotted.to_plan(conversion, files.format, purpose, targets=len(wanted))
@@ -160,6 +180,13 @@ def verify(
     source_format: str | None = None,
     unlisted: str = "follow",
     replicas: str = "sample",
+    map: PathLike | None = None,
+    forward: bool = False,
+    reverse: bool = False,
+    config: PathLike | None = None,
+    dtype: str | Iterable[str] = (),
+    include: str | Iterable[str] = (),
+    exclude: str | Iterable[str] = (),
     process_num: int = 1,
     memory: str | int | None = None,
     max_active: int | None = None,
@@ -167,10 +194,10 @@ def verify(
 ) -> None:
     """Verify that `target` holds what a transform of `source` would write, or, without it, that `source` fits its sums.
 
-    Formats and layouts may differ. replicas: "sample" checks the source strategy as in `transform_checkpoints`, "any"
-    does not. process_num (1 or more), memory, max_active, comm and the log: as there. Raises DamageError for the first
-    damage, with tensor, file and byte, and how many more there are; another ReshardError if the two cannot be compared,
-    or if `source` keeps no sums.
+    Formats and layouts may differ. map to exclude: those of the transform. replicas: "sample" checks the source
+    strategy as in `transform_checkpoints`, "any" does not. process_num (1 or more), memory, max_active, comm and the
+    log: as there. Raises DamageError for the first damage, with tensor, file and byte, and how many more there are;
+    another ReshardError if the two cannot be compared, or if `source` keeps no sums.
     """
     request = Request(
         source=plain_path(source, "source"),
@@ -184,6 +211,7 @@ def verify(
         memory=plain_size(memory, "memory"),
         max_active=plain_number_or_none(max_active, "max_active"),
         replicas=as_replicas(replicas),
+        **map_fields(map, forward, reverse, config, dtype, include, exclude),
     )
     work = Task.VERIFY_ALONE if target is None else Task.VERIFY_PAIR
     raise_first(run(request, plain_number(process_num, "process_num"), comm, work))
@@ -199,6 +227,13 @@ def diff(
     select: str | None = None,
     source_format: str | None = None,
     replicas: str = "sample",
+    map: PathLike | None = None,
+    forward: bool = False,
+    reverse: bool = False,
+    config: PathLike | None = None,
+    dtype: str | Iterable[str] = (),
+    include: str | Iterable[str] = (),
+    exclude: str | Iterable[str] = (),
     jobs: int = 1,
     memory: str | int | None = None,
     max_active: int | None = None,
@@ -207,7 +242,8 @@ def diff(
     """Compare two checkpoints: whether they hold the same tensors, whatever their formats, layouts and order of names.
 
     A strategy of None means that the shards describe themselves, or are one full checkpoint. select, source_format: for
-    the files of the first one. replicas: as in `verify`. Raises DifferenceError for the first difference, with tensor,
+    the files of the first one. map to exclude: as in `transform`, what becomes of the first one before it is compared.
+    replicas: as in `verify`. Raises DifferenceError for the first difference, with tensor,
     element, values and places, and how many more there are; another ReshardError if the two cannot be compared.
     """
     request = Request(
@@ -221,6 +257,7 @@ def diff(
         memory=plain_size(memory, "memory"),
         max_active=plain_number_or_none(max_active, "max_active"),
         replicas=as_replicas(replicas),
+        **map_fields(map, forward, reverse, config, dtype, include, exclude),
     )
     outcome = run(request, plain_number(jobs, "jobs"), comm, Task.DIFF, processes_name="jobs")
     raise_first(outcome)
@@ -237,19 +274,27 @@ def load_rank(
     source_format: str | None = None,
     unlisted: str = "follow",
     replicas: str = "sample",
+    map: PathLike | None = None,
+    forward: bool = False,
+    reverse: bool = False,
+    config: PathLike | None = None,
+    dtype: str | Iterable[str] = (),
+    include: str | Iterable[str] = (),
+    exclude: str | Iterable[str] = (),
 ) -> dict[str, np.ndarray[Any, Any] | str]:
     """Return the shard of target rank `rank` without writing it: C-contiguous arrays, and strings as str, by name.
 
     source: a checkpoint folder or file, or a map from source rank to shard file. Arrays of bfloat16 and float8 have
-    types of ml_dtypes; int4 comes as int8. Each array owns its memory. replicas, and the log: as in
-    `transform_checkpoints`. Raises a ReshardError.
+    types of ml_dtypes; int4 comes as int8. Each array owns its memory. map to exclude: as in `transform`. replicas, and
+    the log: as in `transform_checkpoints`. Raises a ReshardError.
     """
     rank = plain_number(rank, "rank")
     if isinstance(source, Mapping):
         files = listed_shards(source, "source")
     else:
         files = found_shards(source, select, source_format)
-    conversion = conversion_of(files, src_strategy, dst_strategy, unlisted, replicas=replicas)
+    fields = map_fields(map, forward, reverse, config, dtype, include, exclude)
+    conversion = conversion_of(files, src_strategy, dst_strategy, unlisted, replicas=replicas, fields=fields)
     (rank_plan,), outcome = plan_together(conversion, [rank])
     log(outcome.notes, outcome.warnings)
     from reshard_mpi.engine.arrays import load_shard

@@ -81,3 +81,12 @@ def plain_text(value: object, name: str) -> str:
     if not isinstance(value, str):
         raise wrong_type(name, "a str", value)
     return value
+
+
+def plain_texts(values: object, name: str) -> tuple[str, ...]:
+    """Return a text, or several, as a tuple. Raises WrongTypeError."""
+    if isinstance(values, str):
+        return (values,)
+    if not isinstance(values, Iterable):
+        raise wrong_type(name, "a str, or several", values)
+    return tuple(plain_text(value, f"one of {name}") for value in values)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
@@ -148,6 +148,17 @@ class SourceCheckpoint:
     def stored(self) -> SourceCheckpoint:
         """The checkpoint as it lies in its files."""
         return self
+
+    def shown_tensors(self) -> Iterator[str]:
+        """Yield a line for each tensor of each stage: its name, type and shape, and what it is made of."""
+        shown = set[str]()
+        for rank in self.stage_ranks().values():
+            tensors = self.manifest(rank).tensors
+            for name, kind in zip(tensors, map(tensors.kinds.__getitem__, tensors.kind_of)):
+                if name not in shown:
+                    shown.add(name)
+                    of_rank = f" on rank {rank}" if self.strategy.world_size > 1 else ""
+                    yield f"{name} {kind.dtype} {list(kind.shape)}{of_rank}: as it is"
 
     def completed(self, plan: RankPlan, *, checked: bool) -> RankPlan:
         """Return the plan of a target with what there is to say of the checkpoint besides.

@@ -75,6 +75,12 @@ def parser() -> argparse.ArgumentParser:
     )
     plan = command("plan", "show what transform would do, writing nothing")
     _add_conversion(plan)
+    plan.add_argument(
+        "-v",
+        "--verbose",
+        action="store_true",
+        help="list every tensor of the target: what it is made of, and which equation of the map says so",
+    )
     shown = plan.add_mutually_exclusive_group()
     shown.add_argument("--json", action="store_true", help="print it as JSON")
     shown.add_argument(
@@ -179,14 +185,10 @@ def _add_map(parser: argparse.ArgumentParser, source: str = "SRC") -> None:
     direction = parser.add_mutually_exclusive_group()
     direction.add_argument(
         "--forward",
-        action="store_const",
-        const=True,
-        dest="forward",
+        action="store_true",
         help="read the map from left to right (default: as the names tell)",
     )
-    direction.add_argument(
-        "--reverse", action="store_const", const=False, dest="forward", help="read the map from right to left"
-    )
+    direction.add_argument("--reverse", action="store_true", help="read the map from right to left")
     parser.add_argument(
         "--config", type=_path, metavar="FILE.json", help="the model's configuration, for [axes] of maps"
     )
@@ -315,6 +317,8 @@ def request(options: argparse.Namespace) -> Request:
     # Most fields are called like their options.
     named = {field: value for field, value in vars(options).items() if field in Request._fields}
     named["target"] = options.target or options.source
+    if getattr(options, "reverse", False) or not named.get("forward", False):
+        named["forward"] = False if getattr(options, "reverse", False) else None
     for repeatable in ("dtype", "include", "exclude"):
         named[repeatable] = tuple(getattr(options, repeatable, ()))
     named["ranks"] = tuple(options.rank) if getattr(options, "rank", None) else None

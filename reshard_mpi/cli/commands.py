@@ -231,7 +231,8 @@ def _plan(options: argparse.Namespace) -> int:
         planned, outcome = plan_targets(asked._replace(memory=UNLIMITED) if options.sbatch else asked, world)
         if world.rank == 0:
             if options.json:
-                show(json.dumps(planned.as_json(), indent=1))
+                shown = planned if options.verbose else planned._replace(tensors=())
+                show(json.dumps(shown.as_json(), indent=1))
             elif options.sbatch:
                 from reshard_mpi.cli.sbatch import batch_script
 
@@ -239,7 +240,7 @@ def _plan(options: argparse.Namespace) -> int:
                 show(os.fsencode(script))  # paths in it may be of any bytes
                 _tell(outcome)
             else:
-                show(planned.as_table())
+                show(planned.as_table(planned.tensors if options.verbose else ()))
                 _tell(outcome)
     return 0
 

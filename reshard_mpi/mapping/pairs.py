@@ -50,7 +50,7 @@ class TargetShape(NamedTuple):
 
 
 class Geometry(NamedTuple):
-    """What an equation comes to for certain sizes: its target tensors, and by term what of source tensors is padding."""
+    """What an equation comes to for certain sizes: its target tensors, and by term, what of the source is padding."""
 
     targets: Mapping[Place, TargetShape]
     pads: Mapping[int, tuple[Box, ...]]

@@ -15,10 +15,10 @@ from reshard_mpi.checkpoints.source import Extent, SourceCheckpoint
 from reshard_mpi.engine.files import Files
 from reshard_mpi.engine.regions import first_difference_of_tensors, first_nonzero
 from reshard_mpi.errors import MapError, ReshardError, UsageError
-from reshard_mpi.formats.dtypes import DType
+from reshard_mpi.formats.dtypes import DType, numbers
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.mapping.mapped import Choice, Equal, Mapped, applied
-from reshard_mpi.mapping.matching import Kind
+from reshard_mpi.mapping.matching import Inventory, Kind
 from reshard_mpi.mapping.reading import read_rules
 from reshard_mpi.mapping.rules import TYPES, Rules
 from reshard_mpi.planning.losses import Lost, Missing
@@ -70,9 +70,10 @@ def _typed(text: str) -> tuple[str, DType]:
 
 
 class _Made(NamedTuple):
-    """The checkpoint planned as one full one, what the map makes of it, and that as the shard of one rank."""
+    """The checkpoint planned as one full one, its tensors, what the map makes of them, and that as a shard."""
 
     plan: RankPlan
+    inventory: Inventory
     mapped: Mapped
     manifest: Manifest
 
@@ -144,6 +145,21 @@ class MappedCheckpoint(SourceCheckpoint):
     def stage_ranks(self) -> dict[int, int]:
         return {0: 0}
 
+    def shown_tensors(self) -> Iterator[str]:
+        made = self._opened()
+        dtypes = {name: kind.dtype for name, kind in made.inventory.items()}
+        for tensor in made.mapped.made:
+            sources = list(dict.fromkeys(tensor.sources[pair.source] for pair in tensor.shape.pairs))
+            before = {dtypes[name] for name in sources} - {tensor.dtype}
+            types = f", converted from {' and '.join(map(str, before))}" if before else ""
+            origin = f"{_named(sources)}, by {tensor.where}" if tensor.where else "as it is"
+            zeros = f", {sum(box.size for box in tensor.shape.zeros)} zeros" if tensor.shape.zeros else ""
+            yield f"{tensor.name} {tensor.dtype} {list(tensor.shape.shape)}: {origin}{zeros}{types}"
+        for name, kind, element, where in made.mapped.constants:
+            yield f"{name} {kind.dtype} {list(kind.shape)}: made up of {numbers(element, kind.dtype)[0]}, by {where}"
+        for name in made.mapped.left_out:
+            yield f"{name}: left out"
+
     def completed(self, plan: RankPlan, *, checked: bool) -> RankPlan:
         """Return a target's plan with what planning the checkpoint as it is has shown.
 
@@ -155,7 +171,7 @@ class MappedCheckpoint(SourceCheckpoint):
             self._require_equal(made)
             self._require_padding(made)
             self._made, self._is_checked = made._replace(plan=whole), True
-        whole, mapped, _ = self._opened()
+        whole, _, mapped, _ = self._opened()
         return plan._replace(
             moments=(*plan.moments, *whole.moments),
             absent=(*plan.absent, *whole.absent),
@@ -184,7 +200,7 @@ class MappedCheckpoint(SourceCheckpoint):
             tensors = MappedTensors(self.files.path, mapped, plan.tensors, rank)
             manifest = Manifest(self.files.path, self.files.format, tensors, plan.strings)
             # What is left out of the original is told by its own plan.
-            self._made = _Made(plan, mapped, manifest)
+            self._made = _Made(plan, in_order, mapped, manifest)
         return self._made
 
     def _notes(self, mapped: Mapped) -> Iterator[str]:

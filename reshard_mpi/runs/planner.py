@@ -140,6 +140,10 @@ class Planner:
         """Return lines that show what the rules of the source's spec make of its tensors."""
         return self._require_opened().run.conversion.shown_rules()
 
+    def shown_tensors(self) -> tuple[str, ...]:
+        """Return a line for each tensor that targets may hold: what it is made of."""
+        return tuple(self._require_opened().run.conversion.source.shown_tensors())
+
     @property
     def described_source(self) -> str:
         """The source in one line of words."""

@@ -83,7 +83,8 @@ def _plan_targets(request: Request, comm: Comm, memory: RunMemory) -> tuple[Plan
     shares = _gather(comm, planner.summaries)
     targets = [target for share in shares for target in share]
     planned = planned._replace(notes=(*planned.notes, *planner.shown_rules()))
-    return Plan(tuple(sorted(targets, key=lambda target: target.rank)), planner.described_source), planned
+    in_order = tuple(sorted(targets, key=lambda target: target.rank))
+    return Plan(in_order, planner.described_source, planner.shown_tensors()), planned
 
 
 def _planned(
