@@ -11,12 +11,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from reshard_mpi.checkpoints import discovery
 from reshard_mpi.checkpoints.source import Extent, SourceCheckpoint
 from reshard_mpi.engine.files import Files
 from reshard_mpi.engine.regions import first_difference_of_tensors, first_nonzero
 from reshard_mpi.errors import MapError, ReshardError, UsageError
 from reshard_mpi.formats.dtypes import DType, numbers
 from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.mapping.likeness import Like
 from reshard_mpi.mapping.mapped import Choice, Equal, Mapped, applied
 from reshard_mpi.mapping.matching import Inventory, Kind
 from reshard_mpi.mapping.reading import read_rules
@@ -35,12 +37,14 @@ class TensorMap(NamedTuple):
     """What a request says of names, shapes and types.
 
     rules: None: every tensor keeps its name and shape. forward: the direction in which the rules are read; None: as the
-    names tell. digest: of all of it, which tells whether another run had the same.
+    names tell. like: the checkpoint that the target is to be like. digest: of all of it, which tells whether another
+    run had the same.
     """
 
     rules: Rules | None
     choice: Choice
     forward: bool | None
+    like: Like | None
     digest: str
 
     @classmethod
@@ -50,15 +54,24 @@ class TensorMap(NamedTuple):
         Raises MapError if the map cannot be read, UsageError for options that do not belong together.
         """
         if request.map is None:
-            for option, given in (("--config", request.config), ("--reverse or --forward", request.forward)):
+            of_maps = {"--config": request.config, "--reverse or --forward": request.forward, "--like": request.like}
+            for option, given in of_maps.items():
                 if given is not None:
                     raise UsageError(f"{option} belongs to a map", expected="--map FILE|NAME as well", got="no --map")
         if request.map is None and not (request.dtype or request.include or request.exclude):
             return None
         choice = Choice(request.include or None, request.exclude, tuple(map(_typed, request.dtype)))
         rules, digest = read_rules(request.map, request.config) if request.map is not None else (None, "")
-        told = repr((digest, request.forward, request.include, request.exclude, request.dtype))
-        return cls(rules, choice, request.forward, hashlib.sha256(told.encode()).hexdigest())
+        like = None if request.like is None else _like(request.like)
+        told = repr((digest, request.forward, request.include, request.exclude, request.dtype, like))
+        return cls(rules, choice, request.forward, like, hashlib.sha256(told.encode()).hexdigest())
+
+
+def _like(path: str) -> Like:
+    """Read the names and shapes of a checkpoint."""
+    files = discovery.find_shards(path, role="checkpoint that the target is to be like")
+    specs = Conversion(SourceCheckpoint.open(files, None), unsharded()).plan(0, checked=False).tensors.specs
+    return Like(path, {spec.name: spec.global_shape for spec in specs})
 
 
 def _typed(text: str) -> tuple[str, DType]:
@@ -195,7 +208,8 @@ class MappedCheckpoint(SourceCheckpoint):
                 for name, group in ((name, group) for group in plan.tensors.groups for name in group.names)
             }
             in_order = {name: inventory[name] for name in plan.tensors.specs.names}
-            mapped = applied(self.tensor_map.rules, self.tensor_map.choice, in_order, self.tensor_map.forward)
+            rules, choice, forward, like, _ = self.tensor_map
+            mapped = applied(rules, choice, in_order, forward, like)
             rank = min(plan.read_ranks, default=0)
             tensors = MappedTensors(self.files.path, mapped, plan.tensors, rank)
             manifest = Manifest(self.files.path, self.files.format, tensors, plan.strings)
