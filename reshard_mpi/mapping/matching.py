@@ -170,7 +170,7 @@ def matches(rules: Rules, inventory: Inventory, direction: Direction, like: Like
             wanted = None if like is None else _wanted(rule, target, key, like)
             if like is not None and wanted is None:
                 continue
-            match = _match(rule, source, target, key, candidates, inventory, rules.axes, wanted, known)
+            match = _match(rule, source, target, key, candidates, inventory, rules, wanted, known)
             if wanted is not None and not _is_as_wanted(match.geometry, wanted):
                 continue
             applies = True
@@ -246,7 +246,7 @@ def _match(
     key: Key,
     candidates: _Candidates,
     inventory: Inventory,
-    axes: Mapping[str, int],
+    rules: Rules,
     wanted: tuple[tuple[int, ...], ...] | None,
     known: dict[object, Geometry],
 ) -> Match:
@@ -266,7 +266,7 @@ def _match(
     made = known.get(cached)
     if made is None:
         try:
-            made = known[cached] = _geometry(rule, source, target, shapes, {**axes, **counts}, counts, wanted)
+            made = known[cached] = _geometry(rule, source, target, shapes, {**counts, **rules.axes}, counts, wanted)
         except (SizesProblem, EquationProblem) as error:
             first = [next(iter(names.values())) for names in held]
             raise MapError(
@@ -274,6 +274,9 @@ def _match(
                 expected=", ".join(_shown_term(term) for term in source),
                 got=f"{', '.join(f'{name} {list(shape)}' for name, shape in zip(first, shapes))}: {error}",
                 where=rule.where,
+                remedy="give the model's configuration, by which [axes] says how long they are (--config config.json)"
+                if rules.lacks_config
+                else "",
             ) from None
     sources = {Place(number, values): name for number, names in enumerate(held) for values, name in names.items()}
     shared = dict(zip(rule.shared, key))

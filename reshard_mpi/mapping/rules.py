@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
 from reshard_mpi.formats.dtypes import BY_NAME, DType
-from reshard_mpi.mapping.expressions import ExpressionProblem, evaluated
+from reshard_mpi.mapping.expressions import ConfigurationNeeded, ExpressionProblem, evaluated
 from reshard_mpi.mapping.names import NamePattern, PatternProblem
 from reshard_mpi.mapping.pairs import EquationProblem, check
 from reshard_mpi.mapping.syntax import Equation, SyntaxProblem, Term, axes_of, pads_of, parse
@@ -35,7 +35,7 @@ class EquationRule(NamedTuple):
     """An equation that tensors are taken through.
 
     shared: the captures in all its names. is_optional: whether it may apply nowhere, or where only some of its tensors
-    are there. copies: whether the one tensor on the left is each of those on the right. drops_pads: whether padding
+    are there. copies: whether the one tensor of one side is each of those on the other. drops_pads: whether padding
     that is not zero is thrown away. where: its place in the file. like: what it is without a checkpoint that the target
     is to be like: "only": it does not apply then; "needed": where it could apply, nothing tells whether it does;
     "forward": as "needed" if it is read forward, and backward as without this.
@@ -106,13 +106,18 @@ _CODES = {
 
 
 class Rules(NamedTuple):
-    """What a map file says. axes: the lengths that it gives. where: the file."""
+    """What a map file says.
+
+    axes: the lengths that it gives. where: the file. lacks_config: whether it gives others by the configuration of the
+    model, and there is none.
+    """
 
     equations: tuple[EquationRule, ...]
     drops: tuple[Drop, ...]
     fills: tuple[Fill, ...]
     axes: Mapping[str, int]
     where: str
+    lacks_config: bool = False
 
 
 def parse_rules(text: str, where: str, config: Mapping[str, object] | None = None) -> Rules:
@@ -159,9 +164,9 @@ def parse_rules(text: str, where: str, config: Mapping[str, object] | None = Non
             drops.append(_drop(entry, place))
         else:
             fills.append(_fill(entry, place))
-    return Rules(
-        tuple(equations), tuple(drops), tuple(fills), _axes(content.get("axes", {}), equations, config, where), where
-    )
+    axes = _axes(content.get("axes", {}), equations, config, where)
+    lacks_config = len(axes) < len(content.get("axes", {}))
+    return Rules(tuple(equations), tuple(drops), tuple(fills), axes, where, lacks_config)
 
 
 def _equation(entry: dict[str, Any], where: str) -> EquationRule:
@@ -247,6 +252,7 @@ def _fill(entry: dict[str, Any], where: str) -> Fill:
 def _axes(
     table: object, equations: list[EquationRule], config: Mapping[str, object] | None, where: str
 ) -> dict[str, int]:
+    """Return the lengths of axes; without a configuration, not of those that are computed from it."""
     where = f"{where}, [axes]"
     if not isinstance(table, dict):
         raise MapError("[axes] is no table", got=str(table)[:60], where=where)
@@ -263,11 +269,10 @@ def _axes(
         if isinstance(value, str):
             try:
                 value = evaluated(value, config)
+            except ConfigurationNeeded:
+                continue
             except ExpressionProblem as error:
-                remedy = "" if config is not None else "give the model's configuration (--config config.json)"
-                raise MapError(
-                    f"the length of {name!r} cannot be computed", got=str(error), where=where, remedy=remedy
-                ) from None
+                raise MapError(f"the length of {name!r} cannot be computed", got=str(error), where=where) from None
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < _MAX_AXIS:
             raise MapError(
                 f"{name!r} in [axes] is no length", expected="a positive integer", got=str(value)[:60], where=where
