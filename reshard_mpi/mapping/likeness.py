@@ -13,10 +13,14 @@ Shape = tuple[int, ...]
 
 
 class Like(NamedTuple):
-    """A checkpoint that the target is to be like: its path, and the shapes of its tensors by name."""
+    """A checkpoint that the target is to be like: its path, and the shapes of its tensors by name.
+
+    nest: the text that says how its tensors are nested, with what is neither tensor nor text; None if they are not.
+    """
 
     path: str
     shapes: Mapping[str, Shape]
+    nest: str | None = None
 
 
 def require_alike(made: Mapping[str, Shape], like: Like) -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.checkpoints import write_shard
+from support import torch_peer
+from support.checkpoints import sample, write_shard
 from support.command_line import Capture, run_here
 
 import reshard_mpi
@@ -147,3 +148,20 @@ def test_it_belongs_to_a_map(tmp_path: Path) -> None:
     write_shard({"a": np.zeros(2, np.float32)}, tmp_path / "src.ckpt")
     with pytest.raises(UsageError, match="--like belongs to a map"):
         reshard_mpi.plan(tmp_path / "src.ckpt", like=tmp_path / "src.ckpt")
+
+
+def test_it_is_nested_as_there(tmp_path: Path) -> None:
+    sample_of_a = sample("a", np.arange(2, dtype=np.float32))
+    plain, training = {"a": torch_peer.tensor(sample_of_a, "0")}, {"epoch": 3, "model": 1}
+    torch_peer.save(tmp_path / "src.pt", {"model.a": plain["a"], **training, "lr": 0.5})
+    torch_peer.save(tmp_path / "like.pt", {"model": plain, "epoch": 9})
+    text = '[[map]]\neq = "model.a [h] <=> model.a [h]"\n'
+    (tmp_path / "map.toml").write_text(text)
+    options = {"map": tmp_path / "map.toml", "forward": True}
+    reshard_mpi.transform(tmp_path / "src.pt", tmp_path / "dst", like=tmp_path / "like.pt", **options)
+    (made,) = (tmp_path / "dst").rglob("*.pt")
+    loaded = torch_peer.load(made)
+    assert loaded["epoch"] == 9 and list(loaded["model"]) == ["a"] and "lr" not in loaded
+    write_shard({"model.a": np.zeros(2, np.float32)}, tmp_path / "like.ckpt")
+    loaded = reshard_mpi.load_rank(0, tmp_path / "src.pt", like=tmp_path / "like.ckpt", **options)
+    assert list(loaded) == ["model.a"]
