@@ -23,7 +23,8 @@ from reshard_mpi.planning.parameters import Unlisted
 from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.processes.comm import MPIComm, SerialComm
 from reshard_mpi.runs.conversion import Conversion
-from reshard_mpi.runs.mapped import TensorMap, conversion_through
+from reshard_mpi.runs.mapped import conversion_through
+from reshard_mpi.runs.maps import TensorMap
 from reshard_mpi.runs.outcome import Outcome
 from reshard_mpi.runs.progress import Silent, log
 from reshard_mpi.runs.request import Request

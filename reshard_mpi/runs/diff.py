@@ -24,7 +24,8 @@ from reshard_mpi.planning.fit import drift_warning
 from reshard_mpi.planning.model import Copy, RankPlan, TensorPlan
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.conversion import LIMITS, Conversion
-from reshard_mpi.runs.mapped import TensorMap, conversion_through
+from reshard_mpi.runs.mapped import conversion_through
+from reshard_mpi.runs.maps import TensorMap
 from reshard_mpi.runs.memory import RunMemory
 from reshard_mpi.runs.outcome import Checked, Failure, Outcome, agreed, attempt
 from reshard_mpi.runs.progress import Progress

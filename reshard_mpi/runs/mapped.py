@@ -1,94 +1,35 @@
 """A source checkpoint as a map makes it: one full checkpoint of one rank, in the names, shapes and types of the target.
 
 The checkpoint is planned as one full one, in its own names and by its own strategy, with all the checks that belong to
-that. Nothing is read of it but its structure, and what a map says is equal or padding.
+that. Nothing is read of it but its structure, what a map says is equal or padding, and single numbers.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from reshard_mpi.checkpoints import discovery
 from reshard_mpi.checkpoints.source import Extent, SourceCheckpoint
 from reshard_mpi.engine.files import Files
-from reshard_mpi.engine.regions import first_difference_of_tensors, first_nonzero
-from reshard_mpi.errors import MapError, ReshardError, UsageError
-from reshard_mpi.formats.dtypes import DType, numbers
+from reshard_mpi.engine.regions import first_difference_of_tensors, first_nonzero, only_element
+from reshard_mpi.errors import MapError, ReshardError
+from reshard_mpi.formats.dtypes import numbers
 from reshard_mpi.formats.manifest import NEST, Manifest, shown_string
 from reshard_mpi.formats.nest import first_difference
-from reshard_mpi.mapping.likeness import Like
-from reshard_mpi.mapping.mapped import Choice, Equal, Mapped, applied
+from reshard_mpi.mapping.computing import values_of
+from reshard_mpi.mapping.mapped import Constant, Equal, Mapped
 from reshard_mpi.mapping.matching import Inventory, Kind
-from reshard_mpi.mapping.reading import read_rules
-from reshard_mpi.mapping.rules import TYPES, Rules
+from reshard_mpi.mapping.naming import SourceFile, applied_to_file
+from reshard_mpi.mapping.settings import unpacked
 from reshard_mpi.planning.losses import Lost, Missing
 from reshard_mpi.planning.mapped import MappedTensors
 from reshard_mpi.planning.model import RankPlan, TensorPlan
 from reshard_mpi.runs.conversion import Conversion
-from reshard_mpi.runs.request import Request
+from reshard_mpi.runs.maps import TensorMap, tied_tensors
 from reshard_mpi.sharding.placement import unsharded
 
 _MAX_NAMED = 5
-
-
-class TensorMap(NamedTuple):
-    """What a request says of names, shapes and types.
-
-    rules: None: every tensor keeps its name and shape. forward: the direction in which the rules are read; None: as the
-    names tell. like: the checkpoint that the target is to be like. digest: of all of it, which tells whether another
-    run had the same.
-    """
-
-    rules: Rules | None
-    choice: Choice
-    forward: bool | None
-    like: Like | None
-    digest: str
-
-    @classmethod
-    def read(cls, request: Request) -> TensorMap | None:
-        """Read the map that a request names; None if it leaves all tensors as they are.
-
-        Raises MapError if the map cannot be read, UsageError for options that do not belong together.
-        """
-        if request.map is None:
-            of_maps = {"--config": request.config, "--reverse or --forward": request.forward, "--like": request.like}
-            for option, given in of_maps.items():
-                if given is not None:
-                    raise UsageError(f"{option} belongs to a map", expected="--map FILE|NAME as well", got="no --map")
-        if request.map is None and not (request.dtype or request.include or request.exclude):
-            return None
-        choice = Choice(request.include or None, request.exclude, tuple(map(_typed, request.dtype)))
-        rules, digest = read_rules(request.map, request.config) if request.map is not None else (None, "")
-        like = None if request.like is None else _like(request.like)
-        told = repr((digest, request.forward, request.include, request.exclude, request.dtype, like))
-        return cls(rules, choice, request.forward, like, hashlib.sha256(told.encode()).hexdigest())
-
-
-def _like(path: str) -> Like:
-    """Read the names and shapes of a checkpoint."""
-    files = discovery.find_shards(path, role="checkpoint that the target is to be like")
-    plan = Conversion(SourceCheckpoint.open(files, None), unsharded()).plan(0, checked=False)
-    return Like(path, {spec.name: spec.global_shape for spec in plan.tensors.specs}, plan.strings.get(NEST))
-
-
-def _nested_like(strings: Mapping[str, str], like: Like | None) -> dict[str, str]:
-    """Return the strings of a checkpoint, nested as the target is to be."""
-    if like is None:
-        return dict(strings)
-    others = {name: text for name, text in strings.items() if name != NEST}
-    return others if like.nest is None else {**others, NEST: like.nest}
-
-
-def _typed(text: str) -> tuple[str, DType]:
-    """Return the glob and the type of `--dtype TYPE` or `--dtype GLOB=TYPE`."""
-    glob, equals, name = text.rpartition("=")
-    if name not in TYPES or (equals and not glob):
-        raise UsageError("--dtype is no type", expected=f"TYPE or GLOB=TYPE, TYPE one of {', '.join(TYPES)}", got=text)
-    return glob or "*", TYPES[name]
 
 
 class _Made(NamedTuple):
@@ -98,6 +39,7 @@ class _Made(NamedTuple):
     inventory: Inventory
     mapped: Mapped
     manifest: Manifest
+    notes: tuple[str, ...]
 
 
 def conversion_through(tensor_map: TensorMap | None, conversion: Conversion) -> Conversion:
@@ -193,14 +135,14 @@ class MappedCheckpoint(SourceCheckpoint):
             self._require_equal(made)
             self._require_padding(made)
             self._made, self._is_checked = made._replace(plan=whole), True
-        whole, _, mapped, _ = self._opened()
+        whole, _, mapped, _, notes = self._opened()
         return plan._replace(
             moments=(*plan.moments, *whole.moments),
             absent=(*plan.absent, *whole.absent),
-            notes=(*whole.notes, *self._notes(mapped), *self._nest_notes(whole), *plan.notes),
+            notes=(*whole.notes, *self._notes(mapped), *notes, *self._nest_notes(whole), *plan.notes),
             alike=whole.alike,
             lost=whole.lost,
-            warnings=(*whole.warnings, *plan.warnings),
+            warnings=(*whole.warnings, *mapped.cautions, *plan.warnings),
         )
 
     @property
@@ -218,14 +160,34 @@ class MappedCheckpoint(SourceCheckpoint):
             }
             in_order = {name: inventory[name] for name in plan.tensors.specs.names}
             rules, choice, forward, like, _ = self.tensor_map
-            mapped = applied(rules, choice, in_order, forward, like)
+            nest = plan.strings.get(NEST)
+            tied = {} if nest is None else tied_tensors(self.stored, in_order)
+            made = applied_to_file(rules, choice, in_order, SourceFile(nest, tied, self.files.path), forward, like)
+            mapped = made.mapped._replace(constants=(*made.mapped.constants, *self._computed(made.mapped, plan)))
             rank = min(plan.read_ranks, default=0)
             tensors = MappedTensors(self.files.path, mapped, plan.tensors, rank)
-            strings = _nested_like(plan.strings, like)
+            strings = {name: text for name, text in plan.strings.items() if name != NEST}
+            if made.nest is not None:
+                strings[NEST] = made.nest
             manifest = Manifest(self.files.path, self.files.format, tensors, strings)
             # What is left out of the original is told by its own plan.
-            self._made = _Made(plan, in_order, mapped, manifest)
+            self._made = _Made(plan, in_order, mapped, manifest, made.notes)
         return self._made
+
+    def _computed(self, mapped: Mapped, plan: RankPlan) -> Iterator[Constant]:
+        """Yield the tensors that are computed of single numbers of the source."""
+        if not (mapped.computed or mapped.counted.numbers):
+            return
+        self._conversion.before_gathering()
+        with Files() as files:
+
+            def read(name: str) -> float:
+                tensor = _tensor(plan, name)
+                content = only_element(files, tensor, self._conversion.limits)
+                return unpacked(content, tensor.spec.dtype, name, self.files.path)
+
+            for number, element in values_of(mapped.computed, mapped.counted, mapped.settings, read):
+                yield Constant(number.name, number.kind, element, number.where)
 
     def _notes(self, mapped: Mapped) -> Iterator[str]:
         """Yield what the user must know of what the map makes."""
@@ -247,19 +209,19 @@ class MappedCheckpoint(SourceCheckpoint):
     def _nest_notes(self, whole: RankPlan) -> Iterator[str]:
         """Yield what becomes of what is neither tensor nor text."""
         like = None if self.tensor_map is None else self.tensor_map.like
-        own = whole.strings.get(NEST)
-        if like is None or like.nest == own:
+        own, made = whole.strings.get(NEST), self._opened().manifest.strings.get(NEST)
+        if like is None or made == own:
             return
-        if like.nest is None:
+        if made is None:
             yield f"left out, since {like.path} has no such thing: {shown_string(NEST)}"
         else:
-            where = first_difference(own, like.nest) or "how tensors are nested"
-            yield f"{shown_string(NEST)}: that of {like.path}, which differs from that of the source: {where}"
+            where = first_difference(own, made) or "how tensors are nested"
+            yield f"{shown_string(NEST)}: as in {like.path}, with the values of the source that both have; else {where}"
 
     def _require_equal(self, made: _Made) -> None:
         """Raise MapError if tensors of which one is taken for all differ."""
         for equal in made.mapped.equal:
-            tensors = [_tensor(made, name) for name in equal.names]
+            tensors = [_tensor(made.plan, name) for name in equal.names]
             for other in tensors[1:]:
                 self._require_same(tensors[0], other, equal)
 
@@ -286,7 +248,7 @@ class MappedCheckpoint(SourceCheckpoint):
             if pads.are_dropped:
                 continue
             self._conversion.before_gathering()
-            tensor = _tensor(made, pads.name)
+            tensor = _tensor(made.plan, pads.name)
             with Files() as files:
                 for box in pads.boxes:
                     element = first_nonzero(files, tensor, box, self._conversion.limits)
@@ -301,8 +263,8 @@ class MappedCheckpoint(SourceCheckpoint):
                         )
 
 
-def _tensor(made: _Made, name: str) -> TensorPlan:
-    for group in made.plan.tensors.groups:
+def _tensor(plan: RankPlan, name: str) -> TensorPlan:
+    for group in plan.tensors.groups:
         if name in group.names:
             return group.tensor(list(group.names).index(name))
     raise KeyError(name)

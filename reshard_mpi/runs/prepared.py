@@ -18,7 +18,8 @@ from reshard_mpi.planning.parameters import Unlisted
 from reshard_mpi.planning.ranks import check_target_rank
 from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.runs.division import assign
-from reshard_mpi.runs.mapped import TensorMap, conversion_through
+from reshard_mpi.runs.mapped import conversion_through
+from reshard_mpi.runs.maps import TensorMap
 from reshard_mpi.runs.overlap import refuse_overlap
 from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.sharding.placement import Strategy

@@ -21,7 +21,8 @@ from reshard_mpi.processes.governor.admission import Governor
 from reshard_mpi.runs.conversion import LIMITS, Conversion
 from reshard_mpi.runs.differences import where_it_differs
 from reshard_mpi.runs.division import assign
-from reshard_mpi.runs.mapped import TensorMap, conversion_through
+from reshard_mpi.runs.mapped import conversion_through
+from reshard_mpi.runs.maps import TensorMap
 from reshard_mpi.runs.memory import RunMemory
 from reshard_mpi.runs.outcome import EXPECTED, Checked, Failure, Outcome, agreed
 from reshard_mpi.runs.progress import Progress
