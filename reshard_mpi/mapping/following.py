@@ -145,7 +145,7 @@ def _state(
     match: Match, affixes: Affixes, target_affixes: Affixes, inventory: Inventory, state_rule: EquationRule | None
 ) -> Match:
     """Return how the state of the tensors of a match follows them. state_rule: the one that gives it other affixes."""
-    rule = match.rule if state_rule is None else match.rule._replace(caution=state_rule.caution)
+    rule = match.rule if state_rule is None else match.rule._replace(warning=state_rule.warning)
     sources = {place: affixes.around(name) for place, name in match.sources.items()}
     targets = {place: target_affixes.around(name) for place, name in match.targets.items()}
     equal = tuple(map(affixes.around, match.equal))

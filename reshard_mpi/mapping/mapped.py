@@ -197,7 +197,7 @@ def _equal(taken: Iterable[Match], used: set[str], known: Counted) -> Iterator[E
 
 def _cautions(rules: Rules, states: Sequence[Match], settings: Mapping[str, Any]) -> Iterator[str]:
     if states:
-        yield from dict.fromkeys(match.rule.caution for match in states if match.rule.caution)
+        yield from dict.fromkeys(match.rule.warning for match in states if match.rule.warning)
         yield from cautions(rules.cautions, settings)
 
 
