@@ -105,7 +105,8 @@ def map_fields(
     refuse_both({"forward": forward, "reverse": reverse})
     return {
         "map": plain_path_or_none(map, "map"),
-        "forward": True if forward else False if reverse else None,
+        "forward": bool(forward),
+        "reverse": bool(reverse),
         "config": plain_path_or_none(config, "config"),
         "dtype": plain_texts(dtype, "dtype"),
         "include": plain_texts(include, "include"),

@@ -317,8 +317,6 @@ def request(options: argparse.Namespace) -> Request:
     # Most fields are called like their options.
     named = {field: value for field, value in vars(options).items() if field in Request._fields}
     named["target"] = options.target or options.source
-    if getattr(options, "reverse", False) or not named.get("forward", False):
-        named["forward"] = False if getattr(options, "reverse", False) else None
     for repeatable in ("dtype", "include", "exclude"):
         named[repeatable] = tuple(getattr(options, repeatable, ()))
     named["ranks"] = tuple(options.rank) if getattr(options, "rank", None) else None

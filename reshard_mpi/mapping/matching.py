@@ -222,7 +222,7 @@ def _match(
     made = known.get(cached)
     if made is None:
         try:
-            made = known[cached] = _geometry(rule, source, target, shapes, {**axes, **counts}, counts)
+            made = known[cached] = _geometry(rule, source, target, shapes, axes, counts)
         except (SizesProblem, EquationProblem) as error:
             first = [next(iter(names.values())) for names in held]
             raise MapError(
@@ -277,9 +277,14 @@ def _geometry(
     source: Sequence[Term],
     target: Sequence[Term],
     shapes: Sequence[tuple[int, ...]],
-    known: Mapping[str, int],
+    axes: Mapping[str, int],
     counts: Mapping[str, int],
 ) -> Geometry:
+    """Return what the equation comes to for these shapes of its source's terms.
+
+    axes: the lengths that the map gives. counts: those of the axes that names stand for. Raises SizesProblem or
+    EquationProblem.
+    """
     if source[0].dims is None:
         numbers = range(len(target))
         wholes = [shapes[0] if rule.copies else shapes[number] for number in numbers]
@@ -297,9 +302,9 @@ def _geometry(
         for number, (dim, length) in enumerate(zip(term.dims or (), shape))
     ]
     for axis, length in counts.items():
-        if known[axis] != length:
-            raise SizesProblem(f"there are {length} tensors for {axis!r}, not {known[axis]}")
-    sizes = solved(dimensions, known)
+        if axes.get(axis, length) != length:
+            raise SizesProblem(f"there are {length} tensors for {axis!r}, not {axes[axis]}")
+    sizes = solved(dimensions, {**axes, **counts})
     for term in target:
         for dim in term.dims or ():
             names = (*axes_of(dim), *(padded.multiple for padded in pads_of(dim)))

@@ -6,7 +6,6 @@ that. Nothing is read of it but its structure, and what a map says is equal or p
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -35,7 +34,7 @@ class TensorMap(NamedTuple):
     """What a request says of names, shapes and types.
 
     rules: None: every tensor keeps its name and shape. forward: the direction in which the rules are read; None: as the
-    names tell. digest: of all of it, which tells whether another run had the same.
+    names tell. digest: of the files that the rules come from; empty if there are none.
     """
 
     rules: Rules | None
@@ -50,15 +49,16 @@ class TensorMap(NamedTuple):
         Raises MapError if the map cannot be read, UsageError for options that do not belong together.
         """
         if request.map is None:
-            for option, given in (("--config", request.config), ("--reverse or --forward", request.forward)):
-                if given is not None:
+            options = {"--config": request.config, "--forward": request.forward, "--reverse": request.reverse}
+            for option, given in options.items():
+                if given:
                     raise UsageError(f"{option} belongs to a map", expected="--map FILE|NAME as well", got="no --map")
         if request.map is None and not (request.dtype or request.include or request.exclude):
             return None
         choice = Choice(request.include or None, request.exclude, tuple(map(_typed, request.dtype)))
         rules, digest = read_rules(request.map, request.config) if request.map is not None else (None, "")
-        told = repr((digest, request.forward, request.include, request.exclude, request.dtype))
-        return cls(rules, choice, request.forward, hashlib.sha256(told.encode()).hexdigest())
+        forward = request.forward if request.forward or request.reverse else None
+        return cls(rules, choice, forward, digest)
 
 
 def _typed(text: str) -> tuple[str, DType]:

@@ -13,6 +13,7 @@ from reshard_mpi.errors import ReshardError, UsageError
 from reshard_mpi.filesystem.paths import real_path, require_reachable
 from reshard_mpi.journal.records import RunIdentity
 from reshard_mpi.journal.targets import Journal, Unrecorded
+from reshard_mpi.mapping.reading import map_path
 from reshard_mpi.planning.filling import filled_files, strategy_of
 from reshard_mpi.planning.parameters import Unlisted
 from reshard_mpi.planning.ranks import check_target_rank
@@ -30,7 +31,7 @@ MAX_TARGETS = 1 << 16
 class Run(NamedTuple):
     """A prepared request: source and strategies have been read, and the targets are known.
 
-    map_digest: of the map that tensors are taken through; None: there is none.
+    map_digest: of the map that tensors are taken through, with its configuration; None: there is none.
     """
 
     request: Request
@@ -105,7 +106,7 @@ class Run(NamedTuple):
                 expected=" or ".join(f"--to {other}" for other in able),
                 got=f"targets in {name}",
             )
-        digest = None if tensor_map is None else tensor_map.digest
+        digest = None if tensor_map is None else tensor_map.digest or None
         return cls(request, conversion, name, targets, strategies, digest)
 
     def path(self, target_rank: int) -> Path:
@@ -122,7 +123,8 @@ class Run(NamedTuple):
 
     def _identity(self) -> RunIdentity:
         request = self.request
-        strategies = {"src_strategy": request.src_strategy, "dst_strategy": request.dst_strategy}
+        map_file = None if request.map is None else map_path(request.map)
+        files = {"src_strategy": request.src_strategy, "dst_strategy": request.dst_strategy, "map": map_file}
         is_filled = formats.by_name(self.format).TRAITS.is_filled
         return RunIdentity(
             {
@@ -139,10 +141,22 @@ class Run(NamedTuple):
                 "target_ranks": self.conversion.target.world_size,
                 **({"max_shard_size": request.most_file_bytes} if is_filled else {}),
                 **({"from": request.source_format} if request.source_format else {}),
-                **({"map": self.map_digest} if self.map_digest else {}),
+                **self._map_facts(),
             },
-            {name: str(real_path(path)) for name, path in strategies.items() if path is not None},
+            {name: str(real_path(path)) for name, path in files.items() if path is not None},
         )
+
+    def _map_facts(self) -> dict[str, str]:
+        """Return the settings that say what becomes of names, shapes and types, if anything does."""
+        request = self.request
+        told = {
+            "map": self.map_digest,
+            "direction": "forward" if request.forward else "reverse" if request.reverse else None,
+            "dtype": " ".join(request.dtype),
+            "include": " ".join(request.include),
+            "exclude": " ".join(request.exclude),
+        }
+        return {name: text for name, text in told.items() if text}
 
 
 def _target_format(request: Request, source_format: str) -> str:

@@ -40,7 +40,7 @@ class Request(NamedTuple):
     crc: add a checksum to target files. replicas: which copies are compared before one is taken. report: path of the
     report that will be written; None: none. max_shard_size: the most bytes of a file, where files are filled up to a
     size; None: the usual size. files: those of the target, for a run whose caller says which tensors each holds. map: a
-    file, or the name of a map that comes with the program. forward: whether it is read from left to right; None: as the
+    file, or the name of a map that comes with the program. forward, reverse: which way it is read; neither: as the
     names tell. config: path of the model's configuration. dtype: `TYPE` or `GLOB=TYPE`, of which the last that matches
     counts. include, exclude: globs of which one, and none, must match the names of the target's tensors.
     """
@@ -69,7 +69,8 @@ class Request(NamedTuple):
     max_shard_size: int | None = None
     files: tuple[TargetFile, ...] = ()
     map: str | None = None
-    forward: bool | None = None
+    forward: bool = False
+    reverse: bool = False
     config: str | None = None
     dtype: tuple[str, ...] = ()
     include: tuple[str, ...] = ()

@@ -167,6 +167,22 @@ GIVEN = (
 )
 
 
+MAPPED = ("--map", "--config", "--forward", "--reverse", "--dtype", "--include", "--exclude")
+
+
+@pytest.mark.parametrize("direction", ["--forward", "--reverse"])
+def test_what_becomes_of_tensors_is_passed_on(tmp_path: Path, capsys: Capture, direction: str) -> None:
+    c = make(tmp_path)
+    (tmp_path / "map.toml").write_text('[[map]]\neq = "{p*} <=> {p*}"\n')
+    (tmp_path / "config.json").write_text("{}")
+    given = (
+        *(f"--map={tmp_path / 'map.toml'}", f"--config={tmp_path / 'config.json'}", direction, "--dtype=fp64"),
+        *("--dtype=*=fp32", "--include=*", "--include=w*", "--exclude=global*"),
+    )
+    options = options_of(words_of(tmp_path, script_of(capsys, c, *given)))
+    assert options == options_of(c.arguments("transform", *given, "--resume", "--part", "0/2"))
+
+
 @pytest.mark.parametrize("given", GIVEN)
 def test_an_option_is_passed_on(tmp_path: Path, capsys: Capture, given: str) -> None:
     c = make(tmp_path)
@@ -183,7 +199,12 @@ def test_the_size_of_files_is_passed_on(tmp_path: Path, capsys: Capture) -> None
 
 
 def test_every_option_that_is_passed_on_is_tried() -> None:
-    tried = {given.partition("=")[0] for given in GIVEN} | {"--src-strategy", "--dst-strategy", "--max-shard-size"}
+    tried = {given.partition("=")[0] for given in GIVEN} | {
+        "--src-strategy",
+        "--dst-strategy",
+        "--max-shard-size",
+        *MAPPED,
+    }
     assert tried == {option.flag for option in PASSED_ON}
 
 
