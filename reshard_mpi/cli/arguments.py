@@ -115,6 +115,8 @@ def parser() -> argparse.ArgumentParser:
     inspect = command("inspect", "show what a shard, a checkpoint folder or a strategy holds")
     inspect.add_argument("path", type=_path, metavar="PATH")
     inspect.add_argument("--json", action="store_true", help="print it as JSON")
+    guide = command("help", "show a page of the guide; without a topic, which pages there are")
+    guide.add_argument("topic", metavar="TOPIC", nargs="?", help="a page (default: the list of pages)")
     demo = command("demo", "make a small checkpoint of 8 ranks, reshard it to 4, and check every element")
     demo.add_argument(
         "folder", type=_path, metavar="DIR", nargs="?", help="where to leave its files (default: removed again)"

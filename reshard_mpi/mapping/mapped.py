@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from reshard_mpi.errors import MapError
@@ -14,6 +14,7 @@ from reshard_mpi.mapping.pairs import Place, TargetShape
 from reshard_mpi.mapping.rules import TYPES, Fill, Rules
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.patterns import Pattern
+from reshard_mpi.sharding.placement import named_after
 
 _MAX_NAMED = 5
 _FLOATS = frozenset(TYPES.values())
@@ -112,11 +113,13 @@ def applied(rules: Rules | None, choice: Choice, inventory: Inventory, forward: 
         taken += states
     else:
         parameters = 0
+    names = {name for match in taken[:parameters] for name in match.sources.values()}
     position = {name: number for number, name in enumerate(inventory)}
     made = [(position[name], _kept(name, inventory[name])) for name in left]
     for number, match in enumerate(taken):
         first = min(position[name] for name in match.sources.values())
-        made += [(first, tensor) for tensor in _of_match(match, inventory, direction, is_state=number >= parameters)]
+        is_state = number >= parameters or _is_state(match, names, inventory)
+        made += [(first, tensor) for tensor in _of_match(match, inventory, direction, is_state=is_state)]
     made.sort(key=lambda placed: placed[0])
     tensors = [tensor for _, tensor in made]
     _require_different(tensors)
@@ -137,6 +140,13 @@ def applied(rules: Rules | None, choice: Choice, inventory: Inventory, forward: 
         tuple(left) if rules is not None else (),
         direction,
     )
+
+
+def _is_state(match: Match, names: Container[str], inventory: Inventory) -> bool:
+    """Tell whether what an equation takes is state of what it takes elsewhere: `{p*}` may stand for a prefix as well."""
+    name = next(iter(match.sources.values()))
+    bases = (base for base in named_after(name) if base in names)
+    return any(inventory[base].shape == inventory[name].shape for base in bases)
 
 
 def _kept(name: str, kind: Kind) -> Made:

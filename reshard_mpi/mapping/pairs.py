@@ -17,8 +17,8 @@ from reshard_mpi.mapping.sizes import Sizes, extent, length_of, padded_extent
 from reshard_mpi.mapping.syntax import Axis, Factor, Padded, Product, Sum, Term, axes_of, pads_of, sums_of
 from reshard_mpi.sharding.box import Box
 
-# Of one tensor more boxes than this would not fit the memory of a plan.
-MAX_PAIRS = 1 << 20
+# Of one tensor more boxes than this would not fit the memory of a plan: each takes a KiB.
+MAX_PAIRS = 1 << 16
 
 
 class EquationProblem(ValueError):

@@ -57,9 +57,7 @@ class MappedTensors(Tensors):
         self._number_of_recipe: dict[tuple[object, ...], int] = {}
         self._places: list[Sequence[int]] = []
         self.recipe_of = array("I")
-        place_of: Mapping[str, tuple[int, int]] = {
-            name: (number, place) for number, group in enumerate(plan.groups) for place, name in enumerate(group.names)
-        }
+        place_of = plan.places
         for made in mapped.made:
             located = [place_of[made.sources[pair.source]] for pair in made.shape.pairs]
             groups = tuple(number for number, _ in located)

@@ -223,6 +223,13 @@ class PlannedTensors(Sequence[TensorPlan]):
         return self._place_in_group
 
     @property
+    def places(self) -> dict[str, tuple[int, int]]:
+        """For each tensor by name, the number of its group and its place in that."""
+        return {
+            name: (number, place) for number, group in enumerate(self.groups) for place, name in enumerate(group.names)
+        }
+
+    @property
     def specs(self) -> Specs:
         names = [self.groups[number].names[place] for number, place in zip(self.group_of, self.place_in_group)]
         return Specs(names, [group.kind for group in self.groups], self.group_of)

@@ -134,9 +134,13 @@ class MappedCheckpoint(SourceCheckpoint):
 
     @property
     def extent(self) -> Extent:
+        """How large shards are, and what the map makes; the boxes of equations count as tensors, which are as large."""
         own, made = self.stored.extent, self._made
-        tensors = len(made.manifest.tensors) if made is not None else 0
-        return own._replace(tensors=max(own.tensors, tensors))
+        if made is None:
+            return own
+        shapes = {id(tensor.shape): tensor.shape for tensor in made.mapped.made}
+        boxes = sum(len(shape.pairs) + len(shape.zeros) for shape in shapes.values())
+        return own._replace(tensors=max(own.tensors, len(made.manifest.tensors)) + boxes)
 
     def forget(self) -> None:
         self._conversion.forget()
@@ -222,8 +226,9 @@ class MappedCheckpoint(SourceCheckpoint):
 
     def _require_equal(self, made: _Made) -> None:
         """Raise MapError if tensors of which one is taken for all differ."""
+        places = made.plan.tensors.places if made.mapped.equal else {}
         for equal in made.mapped.equal:
-            tensors = [_tensor(made, name) for name in equal.names]
+            tensors = [_tensor(made, places[name]) for name in equal.names]
             for other in tensors[1:]:
                 self._require_same(tensors[0], other, equal)
 
@@ -246,11 +251,12 @@ class MappedCheckpoint(SourceCheckpoint):
 
     def _require_padding(self, made: _Made) -> None:
         """Raise MapError if padding that is not dropped holds anything but zeros."""
+        places = made.plan.tensors.places if made.mapped.pads else {}
         for pads in made.mapped.pads:
             if pads.are_dropped:
                 continue
             self._conversion.before_gathering()
-            tensor = _tensor(made, pads.name)
+            tensor = _tensor(made, places[pads.name])
             with Files() as files:
                 for box in pads.boxes:
                     element = first_nonzero(files, tensor, box, self._conversion.limits)
@@ -265,11 +271,9 @@ class MappedCheckpoint(SourceCheckpoint):
                         )
 
 
-def _tensor(made: _Made, name: str) -> TensorPlan:
-    for group in made.plan.tensors.groups:
-        if name in group.names:
-            return group.tensor(list(group.names).index(name))
-    raise KeyError(name)
+def _tensor(made: _Made, at: tuple[int, int]) -> TensorPlan:
+    group, place = at
+    return made.plan.tensors.groups[group].tensor(place)
 
 
 def _named(names: tuple[str, ...] | list[str]) -> str:

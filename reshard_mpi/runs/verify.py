@@ -187,7 +187,7 @@ def _require_same_tensors(plan: RankPlan, shard: Manifest) -> None:
                 expected=_described(planned.get(name)),
                 got=_described(present.get(name)),
                 where=shard.path,
-                remedy="give the strategies, the --unlisted and the --map it was made with, or make it anew with --overwrite",
+                remedy="give the strategies, --unlisted and --map it was made with, or make it anew with --overwrite",
             )
 
 

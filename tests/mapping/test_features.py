@@ -97,6 +97,21 @@ def test_a_state_of_another_type_keeps_it(tmp_path: Path) -> None:
     assert_held(tmp_path / "dst", expected)
 
 
+def test_a_state_that_the_same_equation_takes_keeps_its_type(tmp_path: Path) -> None:
+    tensors = {"net.w": floats(3, 2), "moments.net.w": floats(3, 2)}
+    text = "[[map]]\neq = '{p*}.w [a b] <=> {p*}.v [b a] : bf16'"
+    reshard_mpi.transform(source_of(tmp_path, tensors), tmp_path / "dst", map=map_of(tmp_path, text))
+    expected = {"net.v": tensors["net.w"].T.astype(ml_dtypes.bfloat16), "moments.net.v": tensors["net.w"].T}
+    assert_held(tmp_path / "dst", expected)
+
+
+def test_a_type_that_the_target_cannot_hold_is_refused(tmp_path: Path) -> None:
+    source = source_of(tmp_path, {"w": floats(3, 2)})
+    with pytest.raises(reshard_mpi.ReshardError, match="w") as error:
+        reshard_mpi.transform(source, tmp_path / "dst", dtype="fp8_e4m3", to="ckpt")
+    assert error.value.exit_code == 3 and not (tmp_path / "dst").exists()
+
+
 def test_one_tensor_for_two_and_back(tmp_path: Path) -> None:
     tensors = {"embed": floats(5, 2)}
     text = "[[map]]\ncopy = true\neq = 'embed [v h] <=> input [v h], output [v h]'"
