@@ -33,7 +33,8 @@ class Traits(NamedTuple):
     place for sums of its tensors. keeps_strings: it has a place for strings. shares_blocks: large tensors are aligned
     so that file systems can share their blocks. is_folder: a checkpoint is a folder whose files an index lists (see
     `protocol.FolderFormat`). is_filled: a checkpoint is a full one, in files that are filled up to a size. sharded_as:
-    the format in which such a checkpoint is written instead if it is cut over ranks.
+    the format in which such a checkpoint is written instead if it is cut over ranks. unread_types: names of types that
+    its own framework writes and does not read again: they are taken over from shards of the same format alone.
     """
 
     costs: Costs
@@ -46,3 +47,4 @@ class Traits(NamedTuple):
     keeps_strings: bool = True
     sharded_as: str | None = None
     title: str = ""
+    unread_types: tuple[str, ...] = ()

@@ -143,7 +143,7 @@ def applied(rules: Rules | None, choice: Choice, inventory: Inventory, forward: 
 
 
 def _is_state(match: Match, names: Container[str], inventory: Inventory) -> bool:
-    """Tell whether what an equation takes is state of what it takes elsewhere: `{p*}` may stand for a prefix as well."""
+    """Tell whether an equation takes state of what it takes elsewhere: `{p*}` may stand for a prefix as well."""
     name = next(iter(match.sources.values()))
     bases = (base for base in named_after(name) if base in names)
     return any(inventory[base].shape == inventory[name].shape for base in bases)

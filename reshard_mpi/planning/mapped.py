@@ -7,7 +7,7 @@ of what it makes. Both together say where each part of a target comes from.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from reshard_mpi.formats.columns import ELSEWHERE, Kind, Tensors

@@ -24,7 +24,14 @@ from reshard_mpi.runs.division import Work, divide
 from reshard_mpi.runs.due import DueTargets
 from reshard_mpi.runs.memory import RunMemory
 from reshard_mpi.runs.outcome import Compared, Failure, Outcome, Planned, TargetReport, attempt, record_of
-from reshard_mpi.runs.preflight import Room, may_share, require_no_strangers, require_short_names, stranger_notes
+from reshard_mpi.runs.preflight import (
+    Room,
+    may_share,
+    require_no_strangers,
+    require_readable_types,
+    require_short_names,
+    stranger_notes,
+)
 from reshard_mpi.runs.prepared import Run
 from reshard_mpi.runs.progress import Progress
 from reshard_mpi.runs.request import Request, Strategies
@@ -201,6 +208,8 @@ class Planner:
         peak_bytes = self._memory.require_possible(plan)
         evidence = Evidence.of(plan, self._sources(run, plan))
         if leads:
+            as_is = run.conversion.original is None and run.conversion.source.files.format == run.format
+            require_readable_types(plan.tensors.specs, run.format, as_is=as_is)
             self._needs.add(plan, evidence, run.format, path, opened.journal.left_bytes(path))
         opened.due.add(plan, evidence, peak_bytes)
         if not leads:
