@@ -13,6 +13,7 @@ import numpy as np
 
 from reshard_mpi.engine.files import Files, unreadable
 from reshard_mpi.engine.floats import convert
+from reshard_mpi.engine.regions import with_space
 from reshard_mpi.engine.stream import Stream
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.places import ByteRange, Constant, Converted, Decoded
@@ -23,9 +24,10 @@ from reshard_mpi.units import MIB
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-# If a region spans so many times its own size in the source, its runs are read one by one, unless they are too short.
-_FAR_APART = 4
+# If axes change places, runs of the source are read one by one, unless they are too short.
 _MIN_RUN_BYTES = 1024
+# Axes change places in blocks that stay in the processor's first cache: elements along the source, and the target.
+_BLOCK_ACROSS, _BLOCK_ALONG = 64, 256
 
 # So much is read at a time to be converted. It stays in the processor's cache.
 _CONVERTED_BYTES = MIB // 2
@@ -63,7 +65,7 @@ def gather(files: Files, copy: Copy, out: Array, out_box: Box, limits: Limits) -
     stored = copy.source.stored
     assert stored is not None
     stream = Stream(stored)
-    if _is_far_apart(copy, out_box, itemsize):
+    if _is_read_by_runs(copy, out_box, itemsize):
         _gather_runs(files, stream, copy, out, out_box)
         if source.swapped:
             _swap(out, copy.strides(out_box), copy.source.dtype)
@@ -103,32 +105,69 @@ def _target_view(out: Array, strides: Strides) -> Array:
     return np.ndarray(shape, out.dtype, out, strides.target_offset * itemsize, steps)
 
 
-def _is_far_apart(copy: Copy, out_box: Box, itemsize: int) -> bool:
-    """Tell whether axes change places and the region's runs, not too short, lie far apart in the source."""
-    own = copy.source_strides
-    if own.source_span < _FAR_APART * copy.region.size or not copy.strides(out_box).is_turned:
-        return False
-    return own.run_length * itemsize >= _MIN_RUN_BYTES
+def _is_read_by_runs(copy: Copy, out_box: Box, itemsize: int) -> bool:
+    """Tell whether axes change places and the region's runs in the source are not too short."""
+    part, steps = _as_stored(copy)
+    own = Strides.between(part.region, part.source_box, part.region, part.region, steps=steps)
+    return own.run_length * itemsize >= _MIN_RUN_BYTES and copy.strides(out_box).is_turned
 
 
 def _gather_runs(files: Files, stream: Stream, copy: Copy, out: Array, out_box: Box) -> None:
     """Read the runs of a copy one by one, in the order of the source, and then put its elements in their places."""
     itemsize = out.dtype.itemsize
-    content = memoryview(bytearray(copy.region.size * itemsize))
-    for runs in copy.source_strides.runs():
-        for number in range(runs.repeats):
-            source_offset = (runs.source_offset + number * runs.source_step) * itemsize
-            offset = (runs.target_offset + number * runs.target_step) * itemsize
-            for part in stream.parts(source_offset, runs.length * itemsize):
-                files.read_into(part, content[offset : offset + part.length_bytes])
-                offset += part.length_bytes
-    _put(np.frombuffer(content, out.dtype), copy, out, out_box)
+    part, steps = _as_stored(copy)
+    spaced = with_space(part.region, itemsize)
+    content = np.empty(spaced.size, out.dtype)
+    own = Strides.between(part.region, part.source_box, part.region, spaced, steps=steps)
+    _read_runs(files, stream, own, memoryview(content.view(np.uint8).data), itemsize)
+    strides = Strides.between(part.region, spaced, part.target_region, out_box, part.order)
+    _assign(_target_view(out, strides), _source_view(content.data, out.dtype, strides))
+
+
+def _read_runs(files: Files, stream: Stream, strides: Strides, content: memoryview, itemsize: int) -> None:
+    """Read runs one by one to their places in `content`."""
+    for runs in strides.runs():
+        length, step, target_step = (count * itemsize for count in (runs.length, runs.source_step, runs.target_step))
+        first, start = runs.source_offset * itemsize, runs.target_offset * itemsize
+        begins = range(start, start + runs.repeats * target_step, target_step)
+        places = [content[begin : begin + length] for begin in begins]
+        part = stream.one_part(first, (runs.repeats - 1) * step + length)
+        if part is not None and step == length:
+            files.read_scattered(part, places)
+        elif part is not None:
+            files.read_each(part.path, part.offset_bytes, step, places)
+        else:
+            for place in places:
+                done = 0
+                for piece in stream.parts(first, length):
+                    files.read_into(piece, place[done : done + piece.length_bytes])
+                    done += piece.length_bytes
+                first += step
+
+
+def _assign(target: Array, source: Array) -> None:
+    """Copy `source` to `target`, of the same shape; block by block if their axes of consecutive elements differ."""
+    axes = [axis for axis, length in enumerate(source.shape) if length > 1]
+    if len(axes) < 2:
+        target[...] = source
+        return
+    across, along = min(axes, key=lambda axis: source.strides[axis]), axes[-1]
+    if across == along:
+        target[...] = source
+        return
+    ahead: list[slice] = [slice(None)] * source.ndim
+    for first in range(0, source.shape[across], _BLOCK_ACROSS):
+        ahead[across] = slice(first, first + _BLOCK_ACROSS)
+        for start in range(0, source.shape[along], _BLOCK_ALONG):
+            ahead[along] = slice(start, start + _BLOCK_ALONG)
+            block = tuple(ahead)
+            target[block] = source[block]
 
 
 def _put(elements: Array, copy: Copy, out: Array, out_box: Box) -> None:
     """Put the elements of a copy's region, row-major, in their places in `out`, which holds `out_box`."""
     strides = _strides_alone(copy, out_box)
-    _target_view(out, strides)[...] = _source_view(elements.data, out.dtype, strides)
+    _assign(_target_view(out, strides), _source_view(elements.data, out.dtype, strides))
 
 
 def _strides_alone(copy: Copy, out_box: Box) -> Strides:
@@ -224,11 +263,8 @@ def _blocks(files: Files, copy: Copy, most_elements: int, limits: Limits) -> Ite
                 yield part.taking(block), elements[done : done + block.size]
                 done += block.size
         return
+    as_stored, _ = _as_stored(copy)
     axes = _axes_as_stored(copy)
-    order = copy.order or range(copy.region.ndim)
-    as_stored = copy._replace(
-        region=_turned(copy.region, axes), to=copy.target_region, order=tuple(axes.index(dim) for dim in order)
-    )
     inverse = tuple(axes.index(dim) for dim in range(len(axes)))
     elements = np.empty(min(most_elements, copy.region.size), raw)
     for block in as_stored.region.blocks(most_elements):
@@ -236,6 +272,19 @@ def _blocks(files: Files, copy: Copy, most_elements: int, limits: Limits) -> Ite
         alone = copy._replace(region=_turned(block, inverse), to=block, order=axes)
         gather(files, alone, content.reshape(block.shape), block, limits)
         yield as_stored.taking(block), content
+
+
+def _as_stored(copy: Copy) -> tuple[Copy, tuple[int, ...] | None]:
+    """Return a copy with the axes of its source in the order in which they lie, and the steps along these."""
+    steps, axes = copy.source.steps, _axes_as_stored(copy)
+    order = copy.order or range(copy.region.ndim)
+    part = copy._replace(
+        source_box=_turned(copy.source_box, axes),
+        region=_turned(copy.region, axes),
+        to=copy.target_region,
+        order=tuple(axes.index(dim) for dim in order),
+    )
+    return part, None if steps is None else tuple(steps[axis] for axis in axes)
 
 
 def _axes_as_stored(copy: Copy) -> tuple[int, ...]:

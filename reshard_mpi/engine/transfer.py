@@ -90,7 +90,7 @@ def _write_each(files: Files, parts: Iterator[_Part], target: Manifest, buffer: 
             _read_ahead(files, following.tensor, target.tensors[following.tensor.spec.name])
         tensor, too_large = part.tensor, files.traffic.too_large
         if _is_turned(tensor, limits):
-            fill_tiles(files, tensor, part.place, part.span, buffer, limits)
+            fill_tiles(files, tensor, part.place, part.span, limits)
         elif _is_copied(tensor):
             _copy_runs(files, tensor, part.place, part.span, buffer)
         elif _is_scattered(tensor):

@@ -17,6 +17,8 @@ from support.float_oracle import TYPES, became
 
 from reshard_mpi.engine import files as engine_files
 from reshard_mpi.engine import gather as engine_gather
+from reshard_mpi.engine import regions as engine_regions
+from reshard_mpi.engine import tiles as engine_tiles
 from reshard_mpi.engine import transfer
 from reshard_mpi.engine.arrays import load_shard
 from reshard_mpi.engine.files import ByteRuns, Files, Traffic
@@ -252,7 +254,9 @@ LIMITS = st.builds(
     few_runs=st.sampled_from([0, 1, 4]),
     scatter_bytes=st.sampled_from([1, 512]),
     vector=st.sampled_from([1, 3, 1024]),
-    far_apart=st.sampled_from([0, 1, 4]),
+    block_across=st.sampled_from([1, 2, 64]),
+    page_bytes=st.sampled_from([16, 4096]),
+    space_bytes=st.sampled_from([1, 4, 64]),
     run_bytes=st.sampled_from([0, 4, 1024]),
     converted_bytes=st.sampled_from([8, 64, 1 << 19]),
 )
@@ -265,7 +269,9 @@ def test_every_path_moves_the_same_bytes(
     few_runs: int,
     scatter_bytes: int,
     vector: int,
-    far_apart: int,
+    block_across: int,
+    page_bytes: int,
+    space_bytes: int,
     run_bytes: int,
     converted_bytes: int,
 ) -> None:
@@ -280,7 +286,10 @@ def test_every_path_moves_the_same_bytes(
         patch.setattr(transfer, "_FEW_RUNS", few_runs)
         patch.setattr(transfer, "_MIN_SCATTER_BYTES", scatter_bytes)
         patch.setattr(engine_files, "_MAX_VECTOR", vector)
-        patch.setattr(engine_gather, "_FAR_APART", far_apart)
+        patch.setattr(engine_gather, "_BLOCK_ACROSS", block_across)
+        patch.setattr(engine_gather, "_BLOCK_ALONG", 2)
+        patch.setattr(engine_tiles, "_PAGE_BYTES", page_bytes)
+        patch.setattr(engine_regions, "_SPACE_BYTES", space_bytes)
         patch.setattr(engine_gather, "_MIN_RUN_BYTES", run_bytes)
         patch.setattr(engine_gather, "_CONVERTED_BYTES", converted_bytes)
         if not kernel:
