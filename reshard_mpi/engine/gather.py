@@ -26,6 +26,8 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 # If axes change places, runs of the source are read one by one, unless they are too short.
 _MIN_RUN_BYTES = 1024
+# So are long ones that go straight to their places, if the region spans so many times its own size.
+_MIN_RUN_APART_BYTES, _FAR_APART = 4096, 2
 # Axes change places in blocks that stay in the processor's first cache: elements along the source, and the target.
 _BLOCK_ACROSS, _BLOCK_ALONG = 64, 256
 
@@ -61,15 +63,24 @@ def gather(files: Files, copy: Copy, out: Array, out_box: Box, limits: Limits) -
             _put(decoded.view(out.dtype).reshape(-1), part, out, out_box)
         return
     itemsize = out.dtype.itemsize
-    flat = memoryview(out.reshape(-1).view(np.uint8).data)
     stored = copy.source.stored
     assert stored is not None
     stream = Stream(stored)
-    if _is_read_by_runs(copy, out_box, itemsize):
+    places = copy.strides(out_box)
+    if places.is_turned and _is_in_long_runs(copy, itemsize):
         _gather_runs(files, stream, copy, out, out_box)
-        if source.swapped:
-            _swap(out, copy.strides(out_box), copy.source.dtype)
-        return
+    elif _is_far_apart(places, itemsize):
+        _read_runs(files, stream, places, memoryview(out.reshape(-1).view(np.uint8).data), itemsize)
+    else:
+        _gather_windows(files, stream, copy, out, out_box, limits)
+    if source.swapped:
+        _swap(out, places, copy.source.dtype)
+
+
+def _gather_windows(files: Files, stream: Stream, copy: Copy, out: Array, out_box: Box, limits: Limits) -> None:
+    """Read a copy from windows, or straight where it is one run."""
+    itemsize = out.dtype.itemsize
+    flat = memoryview(out.reshape(-1).view(np.uint8).data)
     for strides, ranges in _readable(stream, copy, out_box, itemsize, limits.window_bytes):
         if strides.run_length == strides.size:
             offset = strides.target_offset * itemsize
@@ -78,11 +89,7 @@ def gather(files: Files, copy: Copy, out: Array, out_box: Box, limits: Limits) -
                 offset += byte_range.length_bytes
         else:
             with files.window(ranges[0], min(strides.size * itemsize, ranges[0].length_bytes)) as window:
-                elements = _source_view(window, out.dtype, strides)
-                _target_view(out, strides)[...] = elements
-                del elements  # a window with views into it cannot be unmapped
-    if source.swapped:
-        _swap(out, copy.strides(out_box), copy.source.dtype)
+                _assign(_target_view(out, strides), _source_view(window, out.dtype, strides))
 
 
 def gather_into(files: Files, copy: Copy, block: Box, buffer: memoryview, limits: Limits) -> None:
@@ -105,11 +112,18 @@ def _target_view(out: Array, strides: Strides) -> Array:
     return np.ndarray(shape, out.dtype, out, strides.target_offset * itemsize, steps)
 
 
-def _is_read_by_runs(copy: Copy, out_box: Box, itemsize: int) -> bool:
-    """Tell whether axes change places and the region's runs in the source are not too short."""
+def _is_in_long_runs(copy: Copy, itemsize: int) -> bool:
+    """Tell whether a region's runs in the source are long enough to be read one by one and then turned."""
     part, steps = _as_stored(copy)
     own = Strides.between(part.region, part.source_box, part.region, part.region, steps=steps)
-    return own.run_length * itemsize >= _MIN_RUN_BYTES and copy.strides(out_box).is_turned
+    return own.run_length * itemsize >= _MIN_RUN_BYTES
+
+
+def _is_far_apart(strides: Strides, itemsize: int) -> bool:
+    """Tell whether long runs lie so far apart that the memory between them is not worth mapping."""
+    if strides.source_span < _FAR_APART * strides.size:
+        return False
+    return strides.run_length * itemsize >= _MIN_RUN_APART_BYTES
 
 
 def _gather_runs(files: Files, stream: Stream, copy: Copy, out: Array, out_box: Box) -> None:

@@ -254,6 +254,7 @@ LIMITS = st.builds(
     few_runs=st.sampled_from([0, 1, 4]),
     scatter_bytes=st.sampled_from([1, 512]),
     vector=st.sampled_from([1, 3, 1024]),
+    far_apart=st.sampled_from([0, 1, 4]),
     block_across=st.sampled_from([1, 2, 64]),
     page_bytes=st.sampled_from([16, 4096]),
     space_bytes=st.sampled_from([1, 4, 64]),
@@ -269,6 +270,7 @@ def test_every_path_moves_the_same_bytes(
     few_runs: int,
     scatter_bytes: int,
     vector: int,
+    far_apart: int,
     block_across: int,
     page_bytes: int,
     space_bytes: int,
@@ -286,6 +288,8 @@ def test_every_path_moves_the_same_bytes(
         patch.setattr(transfer, "_FEW_RUNS", few_runs)
         patch.setattr(transfer, "_MIN_SCATTER_BYTES", scatter_bytes)
         patch.setattr(engine_files, "_MAX_VECTOR", vector)
+        patch.setattr(engine_gather, "_FAR_APART", far_apart)
+        patch.setattr(engine_gather, "_MIN_RUN_APART_BYTES", run_bytes)
         patch.setattr(engine_gather, "_BLOCK_ACROSS", block_across)
         patch.setattr(engine_gather, "_BLOCK_ALONG", 2)
         patch.setattr(engine_tiles, "_PAGE_BYTES", page_bytes)
