@@ -182,13 +182,14 @@ def _content(files: Files, tensor: TensorPlan, element: tuple[int, ...]) -> str:
     content = bytearray(tensor.spec.dtype.itemsize_bytes)
     fill(files, part, box, memoryview(content), LIMITS)
     place = place_of(part, element)
-    where = f"in {_path(part)}" if place is None else f"at byte {place.offset_bytes} of {place.path}"
+    where = _place(part) if place is None else f"at byte {place.offset_bytes} of {place.path}"
     return f"{numbers(bytes(content), tensor.spec.dtype)[0]} ({content.hex()}) {where}"
 
 
-def _path(copy: Copy) -> str:
-    assert isinstance(copy.source.source, Decoded)
-    return copy.source.source.path
+def _place(copy: Copy) -> str:
+    """Return in words where a tensor is that has no byte ranges."""
+    source = copy.source.unconverted.source
+    return f"in {source.path}" if isinstance(source, Decoded) else "in no file"
 
 
 def _described(spec: TensorSpec) -> str:

@@ -15,9 +15,10 @@ from reshard_mpi import formats
 from reshard_mpi.checkpoints.source import MAX_KEPT_BYTES, SourceCheckpoint
 from reshard_mpi.engine.crc import has_short_runs
 from reshard_mpi.engine.regions import takes_numpy
-from reshard_mpi.engine.transfer import are_many, is_gathered
+from reshard_mpi.engine.tiles import tile_bytes
+from reshard_mpi.engine.transfer import are_many, is_gathered, is_turned
 from reshard_mpi.formats.columns import KEPT_PLACE_BYTES, KEPT_TENSOR_BYTES
-from reshard_mpi.formats.places import Decoded
+from reshard_mpi.formats.places import Constant, Decoded
 from reshard_mpi.formats.traits import Costs
 from reshard_mpi.planning.model import Group, RankPlan, TensorPlan
 from reshard_mpi.runs.conversion import LIMITS, Conversion
@@ -46,6 +47,8 @@ _SUM_BYTES = KIB
 _COPY_BYTES = 16
 # For each copy of a small tensor, if these are moved many at a time.
 _BATCHED_BYTES = 32
+# What converting elements takes: a block of them before and after, what is between, and tables.
+_CONVERSION_BYTES = 4 * MIB
 # A window begins and ends with a page, and the kernel maps pages around it that are in memory.
 _AROUND_BYTES = 256 * KIB
 # How many plans a process keeps, and how large they may be together.
@@ -150,7 +153,8 @@ class Projection(NamedTuple):
 
     def peak_bytes(self, plan: RankPlan) -> int:
         """Return the most bytes that a process needs to plan and write this target."""
-        decoding_bytes, buffer_bytes, window_bytes, has_numpy = self.decoding_bytes, 0, 0, self.has_numpy
+        decoding_bytes, has_numpy = self.decoding_bytes, self.has_numpy
+        buffer_bytes = window_bytes = conversion_bytes = turning_bytes = 0
         records_bytes = self.tensor_bytes * len(plan.tensors)
         if are_many(plan.tensors):
             has_numpy, buffer_bytes = True, 2 * LIMITS.buffer_bytes
@@ -164,16 +168,22 @@ class Projection(NamedTuple):
                 is_gathered(tensor, LIMITS) or (self.compares and _is_gathered_to_compare(tensor))
                 for tensor in (first, *_otherwise_stored(group))
             )
+            if is_turned(first, LIMITS):
+                turning_bytes = tile_bytes(LIMITS)
             has_numpy = has_numpy or through_windows or (self.compares and _is_in_short_runs(first))
             for source in (copy.source for tensor in (first, *_otherwise_stored(group)) for copy in tensor.copies):
-                if isinstance(source.source, Decoded):
-                    read_bytes = 2 * min(LIMITS.buffer_bytes, source.size_bytes)  # in the child and in this process
+                stored = source.unconverted
+                if stored is not source:
+                    conversion_bytes = _CONVERSION_BYTES
+                if isinstance(stored.source, Decoded):
+                    read_bytes = 2 * min(LIMITS.buffer_bytes, stored.size_bytes)  # in the child and in this process
                     decoding_bytes = max(
-                        decoding_bytes, source.source.decoding_bytes + source.source.kept_bytes + read_bytes
+                        decoding_bytes, stored.source.decoding_bytes + stored.source.kept_bytes + read_bytes
                     )
-                elif through_windows:
-                    window_bytes = max(window_bytes, source.size_bytes + _AROUND_BYTES)
+                elif through_windows and not isinstance(stored.source, Constant):
+                    window_bytes = max(window_bytes, stored.size_bytes + _AROUND_BYTES)
         moved_bytes = min(2 * LIMITS.buffer_bytes, buffer_bytes) + min(LIMITS.window_bytes, window_bytes)
+        moved_bytes += conversion_bytes + turning_bytes
         moved_bytes += _NUMPY_BYTES if has_numpy and not self.has_numpy else 0
         return max(self.planning_bytes, self.base_bytes + moved_bytes + records_bytes + decoding_bytes)
 
