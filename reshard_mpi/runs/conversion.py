@@ -197,17 +197,14 @@ class Conversion:
         if self.has_even_targets:
             return dict.fromkeys(targets, 1)
         uneven = self._has_uneven_slices()
-        itemsizes = self._itemsizes_by_layout()
+        of_stage = self._itemsizes_by_stage()
         weights: dict[int, int] = {}
         by_stage: dict[int, int] = {}
         for target_rank in targets:
             stage = self.target.stage_of(target_rank)
             if uneven or stage not in by_stage:
-                by_stage[stage] = sum(
-                    itemsize * layout.box(target_rank).size
-                    for layout, itemsize in itemsizes.items()
-                    if stage in layout.placement.stages
-                )
+                itemsizes = of_stage.get(stage, {})
+                by_stage[stage] = sum(itemsize * layout.box(target_rank).size for layout, itemsize in itemsizes.items())
             weights[target_rank] = by_stage[stage]
         return weights
 
@@ -269,11 +266,11 @@ class Conversion:
             )
         return plan._replace(notes=(*plan.notes, *notes))
 
-    def _itemsizes_by_layout(self) -> dict[Layout, int]:
-        """Return, for each target layout, the sum of the element sizes of the tensors that have it.
+    def _itemsizes_by_stage(self) -> dict[int, dict[Layout, int]]:
+        """Return, for each target stage, its layouts, each with the sum of the element sizes of the tensors it is of.
 
-        The first shard of each stage tells which tensors there are. A tensor that does not fit its strategy is left
-        out; planning raises an error that names it.
+        The first shard of each stage of the source tells which tensors there are. A tensor that does not fit its
+        strategy is left out; planning raises an error that names it.
         """
         first = {rank: self.source.manifest(rank) for rank in self.source.stage_ranks().values()}
         tensors = SourceTensors(self.source.strategy, first)
@@ -284,7 +281,11 @@ class Conversion:
                 for placement in find_or_follow(self.target, name, partial(tensors.same_shape, name)):
                     layout = tensors.layout(placement, group.shape)
                     itemsizes[layout] = itemsizes.get(layout, 0) + group.dtype.itemsize_bytes
-        return itemsizes
+        by_stage: dict[int, dict[Layout, int]] = {}
+        for layout, itemsize in itemsizes.items():
+            for stage in layout.placement.stages:
+                by_stage.setdefault(stage, {})[layout] = itemsize
+        return by_stage
 
     def _strategy_table(self) -> str:
         if self._table is None:
