@@ -24,6 +24,7 @@ from reshard_mpi.errors import (
     told,
 )
 from reshard_mpi.formats.columns import Tensors
+from reshard_mpi.formats.listed import ListedTensors
 from reshard_mpi.formats.manifest import NEST, Manifest, ShardIdentity
 from reshard_mpi.planning.losses import Lost, Missing
 from reshard_mpi.sharding.placement import Strategy, unsharded
@@ -42,7 +43,7 @@ class Extent(NamedTuple):
 
     tensors, kinds: the most tensors, and the most kinds of them, that one shard holds. decoding_bytes: the most memory
     that decoding one takes. is_native: whether all describe themselves. is_as_stored: whether all elements are read as
-    they are in the files, without numpy.
+    they are in the files, without numpy. pieces: the most pieces of tensors that an index lists.
     """
 
     tensors: int = 0
@@ -50,6 +51,7 @@ class Extent(NamedTuple):
     decoding_bytes: int = 0
     is_native: bool = True
     is_as_stored: bool = True
+    pieces: int = 0
 
     def including(self, shard: Manifest) -> Extent:
         return Extent(
@@ -58,6 +60,7 @@ class Extent(NamedTuple):
             max(self.decoding_bytes, shard.decoding_bytes),
             self.is_native and shard.identity is not None,
             self.is_as_stored and shard.is_as_stored,
+            max(self.pieces, shard.tensors.pieces if isinstance(shard.tensors, ListedTensors) else 0),
         )
 
 
