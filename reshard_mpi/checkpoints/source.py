@@ -133,7 +133,7 @@ class SourceCheckpoint:
                 where=files.path,
                 remedy="give the strategy this checkpoint was saved with",
             )
-        return cls(files, strategy, {first: manifest}, _damage=damage)
+        return cls(files._replace(read=None), strategy, {first: manifest}, _damage=damage)
 
     @property
     def described(self) -> str:
@@ -304,8 +304,7 @@ def _locate(files: ShardFiles, rank: int, like: Manifest | None = None) -> Manif
     folder_format = formats.folder_by_name(files.format)
     if files.is_folder and folder_format is not None:
         return folder_format.open_folder(files.path)
-    module = formats.by_name(files.format)
-    manifests = [module.locate(path, like) for path in files.by_rank[rank]]
+    manifests = [files.locate(path, like) for path in files.by_rank[rank]]
     if len(manifests) == 1:
         return manifests[0]
     tensors = Tensors(files.path)
