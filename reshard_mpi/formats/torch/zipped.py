@@ -19,10 +19,18 @@ _NEWEST_VERSION = 10
 _MAX_SMALL_BYTES = 64
 
 
-def of_archive(fd: int, path: str, size_bytes: int, first_byte: int = 0, budget_bytes: int = BUDGET_BYTES) -> Content:
+def of_archive(
+    fd: int,
+    path: str,
+    size_bytes: int,
+    first_byte: int = 0,
+    budget_bytes: int = BUDGET_BYTES,
+    prefix: str = "",
+) -> Content:
     """Read the content of an archive, which begins at `first_byte` of its file.
 
-    budget_bytes: what its objects may take of memory. Raises ShardError if it is not sound, or no checkpoint.
+    budget_bytes: what its objects may take of memory. prefix: of the keys of storages in what is returned.
+    Raises ShardError if it is not sound, or no checkpoint.
     """
     members = archive.members(fd, path, size_bytes, first_byte)
     pickles = [name for name in members if name.endswith("/data.pkl") and name.count("/") == 1]
@@ -54,7 +62,7 @@ def of_archive(fd: int, path: str, size_bytes: int, first_byte: int = 0, budget_
         raise ShardError("a checkpoint of torch has an unknown byte order", got=repr(order), where=path)
     pickle = members[pickles[0]]
     data = _member_bytes(fd, path, pickle, MAX_PICKLE_BYTES, "data.pkl")
-    storages = Storages()
+    storages = Storages(prefix)
     root = _unpickled(data, storages, path, budget_bytes)
     starts = {}
     for key, storage in storages.by_key.items():
@@ -68,7 +76,7 @@ def of_archive(fd: int, path: str, size_bytes: int, first_byte: int = 0, budget_
                 where=path,
                 remedy="save or copy it again",
             )
-        starts[key] = member.offset_bytes
+        starts[prefix + key] = member.offset_bytes
     own = members.get(top + OWN_RECORD)
     record = None if own is None else _member_bytes(fd, path, own, _MAX_OWN_BYTES, OWN_RECORD)
     return Content(root, starts, order.decode() != sys.byteorder, pickle.crc, record)
