@@ -204,7 +204,8 @@ def _strings(found: Metadata, objects: Mapping[str, Value], folder: str) -> _Str
     try:
         flattened = nest.flatten(tree_of(values, folder), _is_tensor)
     except nest.NestError as error:
-        raise ShardError(f"a checkpoint cannot be read: {error.problem}", got=error.got, where=folder) from None
+        problem = f"a checkpoint cannot be read: {error.problem}"
+        raise ShardError(problem, got=error.got, where=folder, remedy=error.remedy) from None
     if any(name != leaf.name for name, leaf in flattened.tensors if is_leaf(leaf)):
         raise ShardError("the paths of a checkpoint do not lead to its names", where=folder)
     inner = [(name, leaf) for name, leaf in flattened.tensors if not is_leaf(leaf)]

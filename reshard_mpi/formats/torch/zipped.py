@@ -6,7 +6,7 @@ import os
 import sys
 
 from reshard_mpi.errors import ShardError
-from reshard_mpi.formats.nest.trees import Value
+from reshard_mpi.formats.nest.trees import LESS, Value
 from reshard_mpi.formats.torch import archive
 from reshard_mpi.formats.torch.content import MAX_PICKLE_BYTES, Content, Storages
 from reshard_mpi.formats.torch.pickles import BUDGET_BYTES, PickleError, load
@@ -89,6 +89,7 @@ def _member_bytes(fd: int, path: str, member: archive.Member, most_bytes: int, n
             expected=f"{most_bytes} bytes at most",
             got=f"{member.size_bytes} bytes",
             where=path,
+            remedy=LESS,
         )
     content = os.pread(fd, member.size_bytes, member.offset_bytes)
     if len(content) != member.size_bytes:
@@ -103,5 +104,6 @@ def _unpickled(data: bytes, storages: Storages, path: str, budget_bytes: int) ->
             raise PickleError("a pickle ends before its member does", end)
     except PickleError as error:
         where = f"{path}, byte {error.at} of data.pkl"
-        raise ShardError(f"a shard cannot be read: {error.problem}", got=error.got, where=where) from None
+        problem = f"a shard cannot be read: {error.problem}"
+        raise ShardError(problem, got=error.got, where=where, remedy=error.remedy) from None
     return root
