@@ -50,8 +50,9 @@ class Conversion:
     """Plans target ranks and checks the source before anything is written.
 
     unlisted, strict, replicas: as the command line's options of these names. keeps_strings: whether the target format
-    has a place for strings. before_gathering: called before copies are compared with numpy, which takes more memory
-    than planning.
+    has a place for strings. once: whether the files of all targets make up one checkpoint, so that a piece that several
+    ranks hold is written by one of them. before_gathering: called before copies are compared with numpy, which takes
+    more memory than planning.
     """
 
     source: SourceCheckpoint
@@ -61,6 +62,7 @@ class Conversion:
     limits: Limits = LIMITS
     replicas: Replicas = Replicas.SAMPLE
     keeps_strings: bool = True
+    once: bool = False
     before_gathering: Callable[[], object] = lambda: None
     _is_fitting: bool = field(default=False)
     _table: str | None = field(default=None)
@@ -93,11 +95,11 @@ class Conversion:
             raise
         if plan.strings and not self.keeps_strings:
             plan = self._without_strings(plan)
-        if not checked:
-            return plan
-        return self._checked(plan)._replace(
-            moments=(*plan.moments, *self._moments(plan, opened.manifests)), beginnings=self._beginnings(plan)
-        )
+        if checked:
+            plan = self._checked(plan)._replace(
+                moments=(*plan.moments, *self._moments(plan, opened.manifests)), beginnings=self._beginnings(plan)
+            )
+        return plan.without(opened.planner.written_elsewhere()) if self.once else plan
 
     def _without_strings(self, plan: RankPlan) -> RankPlan:
         """Return a plan without strings, for which the target has no place. Raises DisagreementError if `strict`."""
