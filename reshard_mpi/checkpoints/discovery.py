@@ -12,6 +12,7 @@ from typing import NamedTuple
 from reshard_mpi import formats
 from reshard_mpi.errors import DisagreementError, ShardError, SourceError, told
 from reshard_mpi.filesystem.paths import real_path
+from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.text import natural_key
 
 _RANK_FOLDER = re.compile(r"rank_(\d+)")
@@ -28,7 +29,8 @@ class ShardFiles(NamedTuple):
 
     path: what the user named. notes: what was chosen if there was a choice. picked: whether the caller named the files
     one by one, so that ranks without a file are not missing. warnings: on files whose rank is unknown. is_folder:
-    whether an index lists the contents of the files, which make up one full checkpoint; their rank is then 0.
+    whether an index lists the contents of the files, which make up one full checkpoint; their rank is then 0. read: the
+    structure of the first file, if it was read to learn whose it is, so that it is parsed once.
     """
 
     path: str
@@ -38,6 +40,13 @@ class ShardFiles(NamedTuple):
     picked: bool = False
     warnings: tuple[str, ...] = ()
     is_folder: bool = False
+    read: Manifest | None = None
+
+    def locate(self, path: str, like: Manifest | None = None) -> Manifest:
+        """Read the structure of one of the files, unless it has been read. Raises as `Format.locate` does."""
+        if self.read is not None and self.read.path == path:
+            return self.read
+        return formats.by_name(self.format).locate(path, like)
 
     def one_by_one(self) -> ShardFiles:
         """Return the files of a folder with an index, each as that of the target rank that it was written for."""
@@ -307,14 +316,16 @@ def _by_own_rank(files: ShardFiles) -> ShardFiles:
         return files
     ranks: dict[int, str] = {}
     warnings = []
+    first: Manifest | None = None
     for path in files.by_rank[0]:
         try:
-            identity = formats.by_name(files.format).locate(path).identity
+            found = formats.by_name(files.format).locate(path)
         except (ShardError, OSError) as error:
             warnings.append(f"whose shard {path} is cannot be told, so it is left out: {told(error)}")
             continue
+        first, identity = first or found, found.identity
         if identity is None:
-            return files
+            return files._replace(read=first)
         if identity.rank in ranks:
             raise SourceError(
                 "two shards say they are the same rank",
@@ -325,9 +336,8 @@ def _by_own_rank(files: ShardFiles) -> ShardFiles:
         ranks[identity.rank] = path
     if not ranks:
         return files
-    return ShardFiles(
-        files.path, files.format, {rank: (ranks[rank],) for rank in sorted(ranks)}, warnings=tuple(warnings)
-    )
+    by_rank = {rank: (ranks[rank],) for rank in sorted(ranks)}
+    return ShardFiles(files.path, files.format, by_rank, warnings=tuple(warnings), read=first)
 
 
 def _two_different(

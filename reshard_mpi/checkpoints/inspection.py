@@ -51,10 +51,8 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
         return _strategy(name)
     if not Path(name).is_file():
         return {**_checkpoint(in_its_rank(files)), **state}
-    format_name = formats.name_of(name)
-    assert format_name is not None  # or find_shards would have raised
     try:
-        return {"kind": "shard", **_shard(formats.by_name(format_name).locate(name))}
+        return {"kind": "shard", **_shard(files.locate(name))}
     except ReshardError as shard_error:
         try:  # MindSpore's strategy files end in .ckpt too
             return _strategy(name)
@@ -63,11 +61,11 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _checkpoint(files: discovery.ShardFiles) -> dict[str, Any]:
-    module, folder_format = formats.by_name(files.format), formats.folder_by_name(files.format)
+    folder_format = formats.folder_by_name(files.format)
     if files.is_folder and folder_format is not None:
         shards = {0: [_shard(folder_format.open_folder(files.path))]}
     else:
-        shards = {rank: [_shard(module.locate(path)) for path in paths] for rank, paths in files.by_rank.items()}
+        shards = {rank: [_shard(files.locate(path)) for path in paths] for rank, paths in files.by_rank.items()}
     sizes_bytes = [shard["size_bytes"] for rank_shards in shards.values() for shard in rank_shards]
     return {
         "kind": "checkpoint",

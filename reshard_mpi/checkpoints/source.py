@@ -24,6 +24,7 @@ from reshard_mpi.errors import (
     told,
 )
 from reshard_mpi.formats.columns import Tensors
+from reshard_mpi.formats.listed import ListedTensors
 from reshard_mpi.formats.manifest import NEST, Manifest, ShardIdentity
 from reshard_mpi.planning.losses import Lost, Missing
 from reshard_mpi.planning.model import RankPlan
@@ -43,7 +44,7 @@ class Extent(NamedTuple):
 
     tensors, kinds: the most tensors, and the most kinds of them, that one shard holds. decoding_bytes: the most memory
     that decoding one takes. is_native: whether all describe themselves. is_as_stored: whether all elements are read as
-    they are in the files, without numpy.
+    they are in the files, without numpy. pieces: the most pieces of tensors that an index lists.
     """
 
     tensors: int = 0
@@ -51,6 +52,7 @@ class Extent(NamedTuple):
     decoding_bytes: int = 0
     is_native: bool = True
     is_as_stored: bool = True
+    pieces: int = 0
 
     def including(self, shard: Manifest) -> Extent:
         return Extent(
@@ -59,6 +61,7 @@ class Extent(NamedTuple):
             max(self.decoding_bytes, shard.decoding_bytes),
             self.is_native and shard.identity is not None,
             self.is_as_stored and shard.is_as_stored,
+            max(self.pieces, shard.tensors.pieces if isinstance(shard.tensors, ListedTensors) else 0),
         )
 
 
@@ -131,7 +134,7 @@ class SourceCheckpoint:
                 where=files.path,
                 remedy="give the strategy this checkpoint was saved with",
             )
-        return cls(files, strategy, {first: manifest}, _damage=damage)
+        return cls(files._replace(read=None), strategy, {first: manifest}, _damage=damage)
 
     @property
     def described(self) -> str:
@@ -325,8 +328,7 @@ def _locate(files: ShardFiles, rank: int, like: Manifest | None = None) -> Manif
     folder_format = formats.folder_by_name(files.format)
     if files.is_folder and folder_format is not None:
         return folder_format.open_folder(files.path)
-    module = formats.by_name(files.format)
-    manifests = [module.locate(path, like) for path in files.by_rank[rank]]
+    manifests = [files.locate(path, like) for path in files.by_rank[rank]]
     if len(manifests) == 1:
         return manifests[0]
     tensors = Tensors(files.path)

@@ -33,6 +33,7 @@ _FILES = {"src_strategy": "src_strategy_file", "dst_strategy": "dst_strategy_fil
 _OPTIONS = {
     "src_strategy": "--src-strategy",
     "dst_strategy": "--dst-strategy",
+    "from": "--from",
     "select": "--select",
     "prefix": "--prefix",
     "unlisted": "--unlisted",

@@ -105,7 +105,8 @@ class Planner:
         every = range(run.conversion.target.world_size)
         if together:
             endings = formats.by_name(run.format).SUFFIXES
-            require_no_strangers(Path(request.target), endings, (run.path(rank).name for rank in every))
+            names = (*(run.path(rank).name for rank in every), *journal.leftovers())
+            require_no_strangers(Path(request.target), endings, names)
         strange = () if together else stranger_notes(map(run.path, work.leads))
         source = run.conversion.source
         notes = (*run.conversion.notes, *governor.notes, *strange)

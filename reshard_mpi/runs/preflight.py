@@ -122,7 +122,8 @@ def stranger_notes(paths: Iterable[Path]) -> tuple[str, ...]:
 def require_no_strangers(folder: Path, endings: tuple[str, ...], names: Iterable[str]) -> None:
     """Raise TargetError if a folder has foreign files that would be taken for a part of the checkpoint written there.
 
-    endings: of the names of such files. names: of the files that are part of the checkpoint.
+    endings: of the names of such files. names: of the files that are part of the checkpoint, or are going to be
+    removed.
     """
     own = set(names)
     lying = shards_in(folder, None) if folder.is_dir() else []

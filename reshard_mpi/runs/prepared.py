@@ -83,6 +83,7 @@ class Run(NamedTuple):
                 request.strict,
                 replicas=request.replicas,
                 keeps_strings=traits.keeps_strings,
+                once=traits.is_folder,
             ),
         )
         if traits.is_filled:

@@ -39,6 +39,8 @@ _PLANNED_BYTES = KIB // 2
 _KEPT_PLAN_BYTES = 64
 # For each tensor that is made through a map, besides: what it is made of.
 _MAPPED_BYTES = KIB
+# For each piece of a tensor that an index lists; most of it only while the index is read, but none is given back.
+_LISTED_PIECE_BYTES = 576
 # For each kind of tensors, in a plan and in the structure of several shards.
 _KIND_BYTES = 8 * KIB
 # For each sum of a tensor.
@@ -123,6 +125,7 @@ class Projection(NamedTuple):
         base_bytes = INTERPRETER_BYTES + _loaded_bytes() + (_NUMPY_BYTES if has_numpy else 0)
         base_bytes += parameters * _PARAMETER_BYTES
         base_bytes += per_shard * _MAPPED_BYTES if conversion.original is not None else 0
+        base_bytes += source.extent.pieces * _LISTED_PIECE_BYTES
         base_bytes += known_bytes + kept_bytes + per_shard * _PLANNED_BYTES + source.extent.kinds * _KIND_BYTES
         if not source.extent.is_native:
             base_bytes += costs.child + per_shard * costs.child_tensor

@@ -17,6 +17,7 @@ from reshard_mpi.checkpoints.inspection import inspect
 from reshard_mpi.errors import SourceError, TargetError
 from reshard_mpi.formats import ckpt, nest, torch
 from reshard_mpi.formats.dtypes import BY_NAME
+from reshard_mpi.formats.torch import content, reading, zipped
 from reshard_mpi.testing import samples
 from reshard_mpi.testing.samples import Contents, SampleTensor
 
@@ -52,6 +53,22 @@ def test_the_default_is_the_format_of_the_source(tmp_path: Path) -> None:
     path = transformed(GOLDEN / "legacy.pth", tmp_path / "out")
     assert path.name == "checkpoint_0.pt"
     assert torch_peer.load(path).keys() == {"base", "t", "v"}
+
+
+@pytest.mark.parametrize("command", ["transform SRC DST --to ckpt --jobs 1", "plan SRC DST --to ckpt", "inspect SRC"])
+def test_a_file_is_parsed_once(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    """It is asked whose rank it is before it is known to be all of the checkpoint."""
+    parsed: list[str] = []
+
+    def of_archive(fd: int, path: str, size_bytes: int) -> content.Content:
+        parsed.append(path)
+        return zipped.of_archive(fd, path, size_bytes)
+
+    monkeypatch.setattr(reading, "of_archive", of_archive)
+    paths = {"SRC": str(GOLDEN / "train.pth"), "DST": str(tmp_path / "out")}
+    finished = run_here(capsys, *(paths.get(word, word) for word in command.split()))
+    assert finished.code == 0, finished
+    assert parsed == [str(GOLDEN / "train.pth")]
 
 
 def test_cut_and_put_together_again(tmp_path: Path) -> None:

@@ -32,11 +32,13 @@ class Content(NamedTuple):
 class Storages:
     """The storages that a pickle names, while it is read.
 
-    by_key: one of each, of types that are known; all of a key have the same size.
+    by_key: one of each, of types that are known; all of a key have the same size. prefix: is put before their keys in
+    what is read, to tell them from those of other archives.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, prefix: str = "") -> None:
         self.by_key: dict[str, Storage] = {}
+        self._prefix = prefix
 
     @property
     def readers(self) -> Readers:
@@ -50,4 +52,4 @@ class Storages:
         first = self.by_key.setdefault(made.key, made)
         if first is not made and first.size_bytes != made.size_bytes:
             raise ValueError(f"a storage of two sizes: {made.key[:60]!r}")
-        return made
+        return made._replace(key=self._prefix + made.key) if self._prefix else made

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from reshard_mpi.formats.nest.trees import BYTEARRAY, FROZENSET, SET, Call, Dict, Global, Value
+from reshard_mpi.formats.nest.trees import BYTEARRAY, FROZENSET, LESS, SET, Call, Dict, Global, Value
 from reshard_mpi.formats.torch.names import OLD_MODULES, OLD_NAMES, runs_code
 from reshard_mpi.units import MIB
 
@@ -26,13 +26,14 @@ _BINFLOAT = struct.Struct(">d")
 
 
 class PickleError(Exception):
-    """What is wrong with a pickle, and at which byte."""
+    """What is wrong with a pickle, at which byte, and what to do if there is something."""
 
-    def __init__(self, problem: str, at: int, got: str = "") -> None:
-        super().__init__(problem, at, got)
+    def __init__(self, problem: str, at: int, got: str = "", remedy: str = "") -> None:
+        super().__init__(problem, at, got, remedy)
         self.problem = problem
         self.at = at
         self.got = got
+        self.remedy = remedy
 
 
 class CutShortError(PickleError):
@@ -169,7 +170,8 @@ class _Machine:
                     if at >= size:
                         raise CutShortError(size)
                     if spent > self._budget_bytes:
-                        raise PickleError("the objects of a pickle take too much memory", at, f"over {spent} bytes")
+                        problem = "the objects of a pickle take too much memory"
+                        raise PickleError(problem, at, f"over {spent} bytes", LESS)
                     looked_at = min(size, at + _LOOKED_AT_BYTES)
                 opcode = data[at]
                 at += 1
