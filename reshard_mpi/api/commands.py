@@ -57,6 +57,7 @@ def transform(
     prefix: str = formats.DEFAULT_PREFIX,
     select: str | None = None,
     source_format: str | None = None,
+    source_files: int | None = None,
     ranks: Iterable[int] | None = None,
     part: tuple[int, int] | None = None,
     resume: bool = False,
@@ -75,11 +76,12 @@ def transform(
     """Reshard the checkpoint `source` into the folder `target`, as `reshard-mpi transform` does with these options.
 
     The folder keeps a record of the run, so that it can be resumed, and is committed when all targets are complete.
-    source_format: read only files of this format, if there are several. ranks: the targets to make; None: all. part:
-    (i, n), share number i from 0 of n shares of them. max_shard_size: the most bytes of a file of format "hf", as "5GB"
-    (the default) or a number of bytes. jobs: how many local processes, 1 or more. comm: an mpi4py communicator whose
-    ranks share the work instead; all of them must make the call, and get the same report. Raises a ReshardError before
-    anything is written if the transform is refused, and a TransformError if some targets could not be written.
+    source_format: read only files of this format, if there are several. source_files: how many files the source was
+    saved in, where nothing in it tells. ranks: the targets to make; None: all. part: (i, n), share number i from 0 of
+    n shares of them. max_shard_size: the most bytes of a file of format "hf", as "5GB" (the default) or a number of
+    bytes. jobs: how many local processes, 1 or more. comm: an mpi4py communicator whose ranks share the work instead;
+    all of them must make the call, and get the same report. Raises a ReshardError before anything is written if the
+    transform is refused, and a TransformError if some targets could not be written.
     """
     begin = time.monotonic()
     request = Request(
@@ -90,7 +92,8 @@ def transform(
         prefix=plain_text(prefix, "prefix"),
         select=None if select is None else plain_text(select, "select"),
         source_format=known_format(source_format, "source_format"),
-        to=known_format(to, "to"),
+        source_files=plain_number_or_none(source_files, "source_files"),
+        to=None if to is None else formats.require_target(plain_text(to, "to")),
         ranks=None if ranks is None else tuple(plain_numbers(ranks, "ranks")),
         part=None if part is None else plain_share(part, "part"),
         resume=resume,
@@ -120,6 +123,7 @@ def plan(
     ranks: Iterable[int] | None = None,
     select: str | None = None,
     source_format: str | None = None,
+    source_files: int | None = None,
     unlisted: str = "follow",
     strict: bool = False,
     replicas: str = "sample",
@@ -127,11 +131,11 @@ def plan(
 ) -> Plan:
     """Return what a transform of `source` would do, writing nothing. ranks: the target ranks (None: all).
 
-    source_format: read only files of this format, if there are several. memory, and the log: as in
-    `transform_checkpoints`. Raises a ReshardError if the transform would be refused.
+    source_format, source_files: as in `transform`. memory, and the log: as in `transform_checkpoints`. Raises a
+    ReshardError if the transform would be refused.
     """
     targets = None if ranks is None else plain_numbers(ranks, "ranks")
-    files = found_shards(source, select, source_format)
+    files = found_shards(source, select, source_format, source_files)
     allowed = plain_size(memory, "memory")
     with RunMemory(lambda: Allowance.of(allowed, None, os.environ), SerialComm(), Silent().waiting) as allotted:
         purpose = f"planning from {files.path}"
@@ -158,6 +162,7 @@ def verify(
     *,
     select: str | None = None,
     source_format: str | None = None,
+    source_files: int | None = None,
     unlisted: str = "follow",
     replicas: str = "sample",
     process_num: int = 1,
@@ -179,6 +184,7 @@ def verify(
         dst_strategy=plain_path_or_none(dst_strategy, "dst_strategy"),
         select=select,
         source_format=known_format(source_format, "source_format"),
+        source_files=plain_number_or_none(source_files, "source_files"),
         unlisted=as_unlisted(unlisted),
         recorded=False,
         memory=plain_size(memory, "memory"),
@@ -198,6 +204,7 @@ def diff(
     *,
     select: str | None = None,
     source_format: str | None = None,
+    source_files: int | None = None,
     replicas: str = "sample",
     jobs: int = 1,
     memory: str | int | None = None,
@@ -206,9 +213,10 @@ def diff(
 ) -> None:
     """Compare two checkpoints: whether they hold the same tensors, whatever their formats, layouts and order of names.
 
-    A strategy of None means that the shards describe themselves, or are one full checkpoint. select, source_format: for
-    the files of the first one. replicas: as in `verify`. Raises DifferenceError for the first difference, with tensor,
-    element, values and places, and how many more there are; another ReshardError if the two cannot be compared.
+    A strategy of None means that the shards describe themselves, or are one full checkpoint. select, source_format,
+    source_files: for the files of the first one, as in `transform`. replicas: as in `verify`. Raises DifferenceError
+    for the first difference, with tensor, element, values and places, and how many more there are; another
+    ReshardError if the two cannot be compared.
     """
     request = Request(
         source=plain_path(first, "first"),
@@ -217,6 +225,7 @@ def diff(
         dst_strategy=plain_path_or_none(second_strategy, "second_strategy"),
         select=None if select is None else plain_text(select, "select"),
         source_format=known_format(source_format, "source_format"),
+        source_files=plain_number_or_none(source_files, "source_files"),
         recorded=False,
         memory=plain_size(memory, "memory"),
         max_active=plain_number_or_none(max_active, "max_active"),
@@ -235,6 +244,7 @@ def load_rank(
     *,
     select: str | None = None,
     source_format: str | None = None,
+    source_files: int | None = None,
     unlisted: str = "follow",
     replicas: str = "sample",
 ) -> dict[str, np.ndarray[Any, Any] | str]:
@@ -248,7 +258,7 @@ def load_rank(
     if isinstance(source, Mapping):
         files = listed_shards(source, "source")
     else:
-        files = found_shards(source, select, source_format)
+        files = found_shards(source, select, source_format, source_files)
     conversion = conversion_of(files, src_strategy, dst_strategy, unlisted, replicas=replicas)
     (rank_plan,), outcome = plan_together(conversion, [rank])
     log(outcome.notes, outcome.warnings)

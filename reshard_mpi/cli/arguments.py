@@ -123,7 +123,7 @@ def _add_conversion(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefix", default=formats.DEFAULT_PREFIX, help="of target file names (default: %(default)s)")
     parser.add_argument("--select", metavar="GLOB", help="take only source files whose names match")
     _add_from(parser)
-    parser.add_argument("--to", choices=formats.NAMES, help="target format (default: the source's)")
+    parser.add_argument("--to", choices=formats.TARGETS, help="target format (default: the source's)")
     parser.add_argument(
         "--max-shard-size",
         type=_size,
@@ -182,6 +182,13 @@ def _add_from(parser: argparse.ArgumentParser, source: str = "SRC") -> None:
         dest="source_format",
         choices=formats.NAMES,
         help=f"take only files of this format in {source} (default: what lies there, if it is of one)",
+    )
+    parser.add_argument(
+        "--src-files",
+        dest="source_files",
+        type=_positive,
+        metavar="N",
+        help=f"how many files {source} was saved in: asked for where nothing in it tells (dcp-safetensors)",
     )
 
 

@@ -44,6 +44,7 @@ PASSED_ON = (
     Option("--prefix", "prefix"),
     Option("--select", "select"),
     Option("--from", "source_format"),
+    Option("--src-files", "source_files"),
     Option("--to", "to"),
     Option("--max-shard-size", "max_shard_size"),
     Option("--unlisted", "unlisted"),

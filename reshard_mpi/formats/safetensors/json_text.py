@@ -9,6 +9,7 @@ import codecs
 import json
 import os
 import re
+from collections.abc import Iterator
 
 from reshard_mpi.errors import ShardError
 
@@ -116,6 +117,35 @@ class JsonText:
         content = b"".join(parts)
         text: str = json.loads(b'"%b"' % content) if b"\\" in content else content.decode()
         return text
+
+    def members(self, most_bytes: int) -> Iterator[tuple[int, str | None]]:
+        """Take an object: yield the byte and the text of each key, None if that is longer than `most_bytes`.
+
+        Whoever iterates takes the value of a key before asking for the next.
+        """
+        self.require(b"{")
+        if self.take(b"}"):
+            return
+        while True:
+            self.next_is(b'"')
+            at = self.at
+            key = self.text(most_bytes)
+            self.require(b":")
+            yield at, key
+            if self.take(b"}"):
+                return
+            self.require(b",")
+
+    def items(self) -> Iterator[int]:
+        """Take an array: yield the byte of each value, which whoever iterates takes before asking for the next."""
+        self.require(b"[")
+        if self.take(b"]"):
+            return
+        while True:
+            yield self.at
+            if self.take(b"]"):
+                return
+            self.require(b",")
 
     def pass_over(self) -> None:
         """Take a value of whatever kind, and keep nothing of it."""

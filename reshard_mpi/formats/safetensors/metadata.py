@@ -15,5 +15,7 @@ CRC = "crc_num"
 INT4_TAG = "Int4"
 # "True" where what several ranks hold is in the file of one of them.
 REMOVED = "remove_redundancy"
+# In files of torch's distributed checkpoints: where each tensor lies in the whole one, as JSON (see `torch_dcp`).
+SHARDING = "DCP_SHARDING_INFO"
 # A string of a shard, behind this prefix. Other entries of foreign files are not kept.
 STRING_PREFIX = "__reshard_mpi__:"

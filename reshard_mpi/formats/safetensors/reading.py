@@ -14,7 +14,8 @@ from reshard_mpi.formats.columns import Kind, Tensors
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.safetensors import structure
 from reshard_mpi.formats.safetensors.header import Header, Usual
-from reshard_mpi.formats.safetensors.metadata import CRC, INT4_TAG, METADATA, REMOVED, STRING_PREFIX
+from reshard_mpi.formats.safetensors.metadata import CRC, INT4_TAG, METADATA, REMOVED, SHARDING, STRING_PREFIX
+from reshard_mpi.formats.safetensors.parts import part_of
 from reshard_mpi.formats.safetensors.types import BY_TAG, INT4
 
 NAME = "safetensors"
@@ -32,12 +33,17 @@ MAX_STRING_BYTES = files.MAX_STRING_BYTES // 2
 
 
 class Contents(NamedTuple):
-    """What a file holds. crc: its entry `crc_num`, if it has one. lacks_others: see `Manifest`."""
+    """What a file holds.
+
+    crc: its entry `crc_num`, if it has one. lacks_others: see `Manifest`. sharding: its entry `SHARDING`, if there is
+    one.
+    """
 
     tensors: Tensors
     strings: dict[str, str]
     crc: str | None
     lacks_others: bool
+    sharding: str | None
 
 
 def locate(path: str, like: Manifest | None = None) -> Manifest:
@@ -49,10 +55,11 @@ def locate(path: str, like: Manifest | None = None) -> Manifest:
     """
     with files.opened(path) as (fd, size_bytes):
         if like is not None and like.structure is not None and structure.of_file(fd, size_bytes) == like.structure:
-            return like.at(path)
-        tensors, strings, _, lacks_others = read(fd, path, size_bytes)
+            return like.at(path)._replace(part_of=like.part_of or part_of(path, None))
+        tensors, strings, _, lacks_others, sharding = read(fd, path, size_bytes)
         made = structure.of_file(fd, size_bytes)
-        return Manifest(path, NAME, tensors, strings, structure=made, lacks_others=lacks_others)
+        manifest = Manifest(path, NAME, tensors, strings, structure=made, lacks_others=lacks_others)
+        return manifest._replace(part_of=part_of(path, sharding))
 
 
 def read_back(meant: Manifest) -> None:
@@ -80,6 +87,7 @@ class _Reading:
         self._int4: dict[str, int] = {}
         self._crc: str | None = None
         self._lacks_others = False
+        self._sharding: str | None = None
         self._has_metadata = False
         self._kept_bytes = 0
 
@@ -98,7 +106,7 @@ class _Reading:
         header.require_end()
         self._require_tiles()
         self._mark_int4()
-        return Contents(self._tensors, self._strings, self._crc, self._lacks_others)
+        return Contents(self._tensors, self._strings, self._crc, self._lacks_others, self._sharding)
 
     def _add_usual(self, entry: Usual) -> None:
         """Add a tensor of the usual form; its kind is looked at once for all that are alike."""
@@ -240,7 +248,7 @@ class _Reading:
             key = header.text(_ESCAPED * (files.MAX_NAME_BYTES + len(STRING_PREFIX)))
             header.require(b":")
             is_string = key is not None and key.startswith(STRING_PREFIX)
-            text = header.text(MAX_STRING_BYTES if is_string else _MAX_TYPE_BYTES)
+            text = header.text(MAX_STRING_BYTES if is_string or key == SHARDING else _MAX_TYPE_BYTES)
             if key is not None:
                 self._add_metadata(key_at, key, text)
             if header.take(b"}"):
@@ -253,12 +261,17 @@ class _Reading:
     def _add_metadata(self, at: int, key: str, text: str | None) -> None:
         """Keep what an entry says. text: None if it is too long to say anything."""
         name = key.removeprefix(STRING_PREFIX)
-        if (key == CRC and self._crc is not None) or key in self._int4 or (key != name and name in self._strings):
+        once = {CRC: self._crc, SHARDING: self._sharding}
+        if once.get(key) is not None or key in self._int4 or (key != name and name in self._strings):
             raise self._header.damage(f"the metadata of a shard says {key!r} twice", at, expected="it once")
         if key == REMOVED:
             self._lacks_others = text == "True"
         if key == CRC:
             self._crc = text if text is not None else "too long"
+        elif key == SHARDING:
+            if text is None:
+                raise self._header.damage(f"{key} is too long", at, expected=f"{MAX_STRING_BYTES} bytes at most")
+            self._sharding = text
         elif key != name:
             if text is None or not name:
                 raise self._header.damage(
