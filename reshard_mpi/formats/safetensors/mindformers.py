@@ -7,7 +7,8 @@
 
 They are only read. A slice that several files hold is taken from any of them. What the index does not list, such as
 step counters among the tensors, is taken only if it is a single number: anything else may be a slice. `common.json` is
-kept as plain data (see `nest`). A training on one device saves no index; its files hold whole tensors.
+kept as plain data under the key `common` (see `nest`). A training on one device saves no index; its files hold whole
+tensors.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ TRAITS = Traits(
     written_as=reading.NAME,
     title="MindFormers checkpoint",
 )
+# The dictionary of the nest that has what it says: the optimizer may have a tensor `global_step` of its own.
+_COMMON_KEY = "common"
 # MindFormers writes five numbers there.
 _MAX_COMMON_BYTES = 64 * KIB
 _REMEDY = "restore index and files of one and the same save"
@@ -221,11 +224,10 @@ def _strings(folder: str, tensors: Tensors) -> Mapping[str, str]:
         )
         if type(root) is not Dict:
             raise ValueError("no object")
-        taken = next((key for key, _ in root.pairs() if key in tensors), None)
-        if taken is not None:
-            raise ValueError(f"{taken!r}, which is a tensor too")
+        if _COMMON_KEY in tensors:
+            raise ValueError(f"a tensor called {_COMMON_KEY!r}, in the place of what the file says")
         leaves: list[Value] = [part for name in tensors for part in (name, _Leaf(name))]
-        return nest.flatten(Dict([*root.flat, *leaves]), lambda value: type(value) is _Leaf).strings
+        return nest.flatten(Dict([_COMMON_KEY, root, *leaves]), lambda value: type(value) is _Leaf).strings
     except (ValueError, RecursionError, nest.NestError) as error:
         raise ShardError(
             f"{COMMON} of a checkpoint cannot be read",
