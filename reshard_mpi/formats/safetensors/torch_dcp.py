@@ -104,13 +104,13 @@ def _require_numbers(numbers: Mapping[str, tuple[int, ...]], folder: str) -> Non
 
 def _require_all(what: str, found: set[int], total: int | None, folder: str) -> None:
     """Raise ShardError unless these are the numbers from 1 up to `total`; None: up to the highest of them."""
-    last = max(found, default=0) if total is None else total
+    last = max(found, default=1) if total is None else total
     missing = next((number for number in range(1, last + 1) if number not in found), None)
-    if missing is not None or not found or max(found) > last:
+    if missing is not None or min(found) < 1 or max(found) > last:
         raise ShardError(
             f"a distributed checkpoint lacks {what} {missing}" if missing else "files have impossible numbers",
             expected=f"numbers from 1 to {last}",
-            got=f"{len(found)} of them, the highest of them {max(found, default=0)}",
+            got=f"{len(found)} numbers, from {min(found, default=0)} to {max(found, default=0)}",
             where=folder,
             remedy=_REMEDY,
         )
