@@ -1,7 +1,7 @@
 """One of several processes of torch, over gloo: saves a sharded model as safetensors files, each rank its own.
 
-To be run as `python dcp_safetensors_ranks.py RANK RANKS MEETING FOLDER`. MEETING: a file by which the processes find each
-other. FOLDER gets `one` (a file a rank), `two` (names dealt out to two files), and `whole.pt`, the whole tensors.
+To be run as `python dcp_safetensors_ranks.py RANK RANKS MEETING FOLDER`. MEETING: a file by which the processes find
+each other. FOLDER gets `one` (a file a rank), `two` (names dealt out to two files), and `whole.pt`, the whole tensors.
 """
 
 from __future__ import annotations
