@@ -398,6 +398,28 @@ def test_names_are_read_as_they_are_written(tmp_path: Path) -> None:
     }
 
 
+def _turned(value: Any) -> Any:
+    """Return the same JSON with the keys of every object in the opposite order, and one more in each that is small."""
+    if isinstance(value, dict):
+        more = (
+            {"more": [1, "x", {"y": [None, -2.5e3, True]}]} if "file_name" in value or "global_offset" in value else {}
+        )
+        return {**more, **{key: _turned(own) for key, own in reversed(value.items())}}
+    return [_turned(own) for own in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("indent", [None, 1, 4])
+def test_an_index_is_read_however_it_is_written(folder: Path, indent: int | None) -> None:
+    path = folder / "metadata.json"
+    expected = mindformers_index.read(str(path))
+    assert expected["w"].holders == ((FIRST,), (mindformers_file("model", 1, 2),))
+    index = json.loads(path.read_text())
+    for other in (index, _turned(index)):
+        for separators in ((",", ":"), (", ", ": "), (" ,\n", "\t:\r ")):
+            path.write_text(json.dumps(other, indent=indent, separators=separators))
+            assert mindformers_index.read(str(path)) == expected
+
+
 COMMONS = {
     "empty": b" ",
     "cut short": b'{"epoch_num": 1',

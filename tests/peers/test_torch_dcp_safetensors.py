@@ -69,7 +69,7 @@ def test_no_file_of_them_can_be_lost(saved: Path, tmp_path: Path, name: str) -> 
 
 
 def test_torch_consolidates_the_same(saved: Path, tmp_path: Path) -> None:
-    """But for whole numbers, of which torch's own function cannot tell the size, and for a single one, which it loses."""
+    """But for whole numbers, of which torch's own function cannot tell the size, and a single one, which it loses."""
     from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 
     whole = torch.load(saved / "whole.pt")

@@ -73,6 +73,18 @@ class _Listing(NamedTuple):
     has_common: bool
 
 
+class _Read(NamedTuple):
+    """An index that has been read. version: by what it is told that the file at `path` is still the same."""
+
+    path: str
+    version: tuple[int, ...]
+    tensors: Mapping[str, ListedTensor]
+
+
+# Whoever asks for the files of a checkpoint opens it next: its index is kept so long and no longer.
+_kept: list[_Read] = []
+
+
 def files_of(folder: str) -> tuple[str, ...]:
     """Return the paths of the index, of `COMMON`, and of all files that the index names or that are called like them.
 
@@ -89,6 +101,7 @@ def open_folder(folder: str) -> Manifest:
     Raises ShardError if index and files do not fit each other, or a tensor that is not listed may be a slice.
     """
     listing = _listing(folder)
+    _kept.clear()
     tensors = listing.tensors or {}
     located, missing = dict[str, Tensors](), dict[str, str]()
     for file in listing.files:
@@ -124,7 +137,7 @@ def _listing(folder: str) -> _Listing:
     lying = os.listdir(folder)  # noqa: PTH208 - of names alone
     counts = {name: count for name in lying if (count := mindformers_count(name)) is not None}
     if INDEX in lying:
-        tensors = mindformers_index.read(str(Path(folder, INDEX)))
+        tensors = _indexed(str(Path(folder, INDEX)))
         named = {file for tensor in tensors.values() for holders in tensor.holders for file in holders}
         return _Listing(tensors, sorted(named | counts.keys()), COMMON in lying)
     several = next((name for name in sorted(counts) if counts[name] != 1), None)
@@ -137,6 +150,18 @@ def _listing(folder: str) -> _Listing:
             remedy="restore it",
         )
     return _Listing(None, sorted(counts), COMMON in lying)
+
+
+def _indexed(path: str) -> Mapping[str, ListedTensor]:
+    """Return the tensors of an index, if it has just been read without reading it again."""
+    with files.opened(path) as (fd, _):
+        status = os.fstat(fd)
+    version = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+    for read in _kept:
+        if (read.path, read.version) == (path, version):
+            return read.tensors
+    _kept[:] = [_Read(path, version, mindformers_index.read(path))]
+    return _kept[0].tensors
 
 
 def _pieces(name: str, tensor: ListedTensor, boxes: Sequence[Box], located: Mapping[str, Tensors]) -> Iterator[Piece]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -45,6 +46,25 @@ _KEY_BYTES = 64
 _MAX_LENGTH = 1 << 62
 # A slice of a tensor takes this much memory besides its key: in the list of the tensor, and as a piece.
 _SLICE_BYTES, _HOLDER_BYTES = 64, 16
+
+
+def _spaced(*parts: bytes) -> re.Pattern[bytes]:
+    """Return the pattern of these parts with any white space between them."""
+    return re.compile(rb"[ \t\n\r]*+".join(parts))
+
+
+_WHOLE = rb"(?:0|[1-9][0-9]{0,17}+)"
+_WHOLES = rb"(%b(?:[ \t\n\r]*+,[ \t\n\r]*+%b){0,7}+)" % (_WHOLE, _WHOLE)
+# A slice and a place as MindFormers writes them; others are read as well.
+_USUAL_SLICE = _spaced(
+    *(rb"\{", b'"%b"' % _NUMBER.encode(), b":", rb"\[", b"(%b)" % _WHOLE, rb"\]", b","),
+    *(b'"%b"' % _SLICE.encode(), b":", rb"\[", _WHOLES, rb"\]", rb"\}"),
+)
+_USUAL_PLACE = _spaced(
+    *(rb"\{", b'"%b"' % _FILE.encode(), b":", rb'"([ !#-\[\]-~]{1,256}+)"', b","),
+    *(rb'"storage_rank"', b":", _WHOLE, rb"\}"),
+)
+_USUAL_BYTES = 4 << 10
 _REMEDY = "restore index and files of one and the same save"
 
 
@@ -238,22 +258,28 @@ class _Reading:
         slices: dict[int, tuple[int, ...]] = {}
         alike: dict[tuple[int, ...], tuple[int, ...]] = {}
         for slice_at in text.items():
-            facts: dict[str, tuple[int, ...]] = {}
-            for _, field in self._fields(name, (_NUMBER, _SLICE)):
-                facts[field] = text.numbers(files.MAX_DIMENSIONS)
-            if len(facts) < len((_NUMBER, _SLICE)) or len(facts[_NUMBER]) != 1:
-                raise text.damage(
-                    f"a slice of {name!r} has no number",
-                    slice_at,
-                    expected=f"one number as {_NUMBER}, and {_SLICE}",
-                    got=str({field: list(numbers) for field, numbers in facts.items()}),
-                )
-            (number,) = facts[_NUMBER]
+            usual = text.usual(_USUAL_SLICE, _USUAL_BYTES)
+            if usual is None:
+                number, shape = self._slice(slice_at, name)
+            else:
+                number, shape = int(usual[1]), tuple(map(int, usual[2].split(b",")))
             if number in slices:
                 raise text.damage(f"{_CALLED} lists slice {number} of {name!r} twice", slice_at, expected="it once")
-            slices[number] = alike.setdefault(facts[_SLICE], facts[_SLICE])
+            slices[number] = alike.setdefault(shape, shape)
             self._keep(at, _SLICE_BYTES)
         return slices
+
+    def _slice(self, at: int, name: str) -> tuple[int, tuple[int, ...]]:
+        """Take a slice in whatever form: its number and its shape."""
+        facts = {field: self._text.numbers(files.MAX_DIMENSIONS) for _, field in self._fields(name, (_NUMBER, _SLICE))}
+        if len(facts) < len((_NUMBER, _SLICE)) or len(facts[_NUMBER]) != 1:
+            raise self._text.damage(
+                f"a slice of {name!r} has no number",
+                at,
+                expected=f"one number as {_NUMBER}, and {_SLICE}",
+                got=str({field: list(numbers) for field, numbers in facts.items()}),
+            )
+        return facts[_NUMBER][0], facts[_SLICE]
 
     def _take_storage(self) -> None:
         text = self._text
@@ -269,8 +295,9 @@ class _Reading:
 
     def _file(self, at: int, key: str) -> str:
         """Take one place in which a slice lies."""
-        file: str | None = None
-        for _, _ in self._fields(key, (_FILE,)):
+        usual = self._text.usual(_USUAL_PLACE, _USUAL_BYTES)
+        file = usual[1].decode() if usual is not None else None
+        for _ in self._fields(key, (_FILE,)) if usual is None else ():
             file = self._text.text(_ESCAPED * _MAX_FILE_BYTES)
         if file is None or (file not in self._files and not _is_beside(file)):
             raise self._text.damage(
