@@ -10,6 +10,7 @@ from typing import Any
 from reshard_mpi import formats
 from reshard_mpi.api.plain import (
     plain_files,
+    plain_number_or_none,
     plain_path,
     plain_path_or_none,
     plain_text,
@@ -114,10 +115,17 @@ def map_fields(
     }
 
 
-def found_shards(source: object, select: str | None, source_format: object) -> discovery.ShardFiles:
+def found_shards(
+    source: object, select: str | None, source_format: object, source_files: object = None
+) -> discovery.ShardFiles:
     path = plain_path(source, "source")
     require_reachable(path)
-    return discovery.find_shards(path, select, format_name=known_format(source_format, "source_format"))
+    return discovery.find_shards(
+        path,
+        select,
+        format_name=known_format(source_format, "source_format"),
+        file_count=plain_number_or_none(source_files, "source_files"),
+    )
 
 
 def listed_shards(files: object, name: str) -> discovery.ShardFiles:

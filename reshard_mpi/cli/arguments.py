@@ -134,7 +134,7 @@ def _add_conversion(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--select", metavar="GLOB", help="take only source files whose names match")
     _add_from(parser)
     _add_map(parser)
-    parser.add_argument("--to", choices=formats.NAMES, help="target format (default: the source's)")
+    parser.add_argument("--to", choices=formats.TARGETS, help="target format (default: the source's)")
     parser.add_argument(
         "--max-shard-size",
         type=_size,
@@ -231,6 +231,13 @@ def _add_from(parser: argparse.ArgumentParser, source: str = "SRC") -> None:
         dest="source_format",
         choices=formats.NAMES,
         help=f"take only files of this format in {source} (default: what lies there, if it is of one)",
+    )
+    parser.add_argument(
+        "--src-files",
+        dest="source_files",
+        type=_positive,
+        metavar="N",
+        help=f"how many files {source} was saved in: asked for where nothing in it tells (dcp-safetensors)",
     )
 
 

@@ -45,6 +45,7 @@ PASSED_ON = (
     Option("--prefix", "prefix"),
     Option("--select", "select"),
     Option("--from", "source_format"),
+    Option("--src-files", "source_files"),
     Option("--map", "map", is_path=True),
     Option("--forward", "forward"),
     Option("--reverse", "reverse"),

@@ -53,7 +53,7 @@ SETTINGS: dict[str, Callable[[Any], Any]] = {
     "dst_strategy": fields.optional(fields.digest),
     "select": fields.optional(fields.text),
     "prefix": lambda value: fields.text(value, 255),
-    "to": lambda value: fields.one_of(value, formats.NAMES),
+    "to": lambda value: fields.one_of(value, formats.TARGETS),
     "unlisted": fields.text,
     "strict": fields.flag,
     "crc": fields.flag,

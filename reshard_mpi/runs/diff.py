@@ -86,7 +86,9 @@ def _planned(
     named = (request.src_strategy, request.dst_strategy) if strategies is None else ()
     memory.to_open(named, purpose)
     read = strategies or Strategies.read(request)
-    first_files = discovery.find_shards(request.source, request.select, format_name=request.source_format)
+    first_files = discovery.find_shards(
+        request.source, request.select, format_name=request.source_format, file_count=request.source_files
+    )
     second_files = discovery.find_shards(request.target, role="other")
     memory.to_open(named, purpose, first_files.format, second_files.format)
     given = None if request.dst_strategy is None else read.target

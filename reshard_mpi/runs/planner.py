@@ -223,10 +223,13 @@ class Planner:
         return Planned(outcome, plan.moments, (evidence.held,), plan.beginnings, plan.alike)
 
     def _sources(self, run: Run, plan: RankPlan) -> Sources:
-        """Return the source files of `plan`, each as it was when this run first looked at it."""
-        by_rank = run.conversion.source.files.by_rank
-        paths = [path for source_rank in plan.read_ranks for path in by_rank[source_rank]]
-        return self._first_looks.sources(paths)
+        """Return the source files of `plan`, each as it was when this run first looked at it.
+
+        Of a folder with an index those that are there: for one that is missing others may hold the same.
+        """
+        files = run.conversion.source.files
+        paths = (path for source_rank in plan.read_ranks for path in files.by_rank[source_rank])
+        return self._first_looks.sources(path for path in paths if not files.is_folder or Path(path).exists())
 
     def _rooms(self, run: Run) -> tuple[Room, ...]:
         """Return the room that this process needs."""

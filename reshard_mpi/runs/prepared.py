@@ -65,7 +65,9 @@ class Run(NamedTuple):
             )
         _check_prefix(request.prefix)
         require_reachable(request.source)
-        files = discovery.find_shards(request.source, request.select, format_name=request.source_format)
+        files = discovery.find_shards(
+            request.source, request.select, format_name=request.source_format, file_count=request.source_files
+        )
         name = _target_format(request, files.format)
         traits = formats.by_name(name).TRAITS
         ranks = request.ranks if request.ranks is not None else range(strategies.target.world_size)
@@ -101,7 +103,7 @@ class Run(NamedTuple):
                 got="a function that keeps none",
             )
         if request.crc and not formats.by_name(name).TRAITS.has_crc:
-            able = [other for other in formats.NAMES if formats.by_name(other).TRAITS.has_crc]
+            able = [other for other in formats.TARGETS if formats.by_name(other).TRAITS.has_crc]
             raise UsageError(
                 f"--crc is for targets in {' or '.join(able)}",
                 expected=" or ".join(f"--to {other}" for other in able),
@@ -126,10 +128,11 @@ class Run(NamedTuple):
         request = self.request
         map_file = None if request.map is None else map_path(request.map)
         files = {"src_strategy": request.src_strategy, "dst_strategy": request.dst_strategy, "map": map_file}
+        source = self.conversion.source.files.path  # of several moments that lie there the one that was chosen
         is_filled = formats.by_name(self.format).TRAITS.is_filled
         return RunIdentity(
             {
-                "source": str(real_path(request.source)),
+                "source": str(real_path(source)),
                 "src_strategy": self.strategies.source_digest,
                 "dst_strategy": self.strategies.target_digest,
                 "select": request.select,
@@ -164,7 +167,7 @@ def _target_format(request: Request, source_format: str) -> str:
     """Return the name of the targets' format. Raises UsageError for options that it does not allow."""
     own = formats.by_name(source_format).TRAITS
     is_cut = request.dst_strategy is not None
-    name = request.to or (own.sharded_as if is_cut and own.sharded_as is not None else source_format)
+    name = request.to or (own.sharded_as if is_cut else None) or own.written_as or source_format
     traits = formats.by_name(name).TRAITS
     if traits.is_filled and is_cut:
         raise UsageError(
@@ -185,7 +188,7 @@ def _target_format(request: Request, source_format: str) -> str:
             got=f"--prefix {request.prefix}",
         )
     if request.max_shard_size is not None and not traits.is_filled:
-        able = [f"--to {other}" for other in formats.NAMES if formats.by_name(other).TRAITS.is_filled]
+        able = [f"--to {other}" for other in formats.TARGETS if formats.by_name(other).TRAITS.is_filled]
         raise UsageError(
             f"--max-shard-size is for {' or '.join(able)}", expected=" or ".join(able), got=f"targets in {name}"
         )
@@ -205,9 +208,9 @@ def _refuse_overlap(
             where=request.dst_strategy or "",
             remedy=f"make them in {parts} parts or more (--part I/N), or some of them (--rank)",
         )
-    refuse_overlap(
-        files, request.target, [_target_file(request, format_name, rank, target.world_size) for rank in ranks]
-    )
+    target_files = [_target_file(request, format_name, rank, target.world_size) for rank in ranks]
+    for path in dict.fromkeys((files.path, request.source)):  # which may be a folder that names another one
+        refuse_overlap(files._replace(path=path), request.target, target_files)
 
 
 def _check_prefix(prefix: str) -> None:

@@ -33,7 +33,8 @@ class Request(NamedTuple):
 
     src_strategy, dst_strategy: paths of files or folders; None if left out. prefix: of target file names. select: a
     glob that source file names must match. to: name of the target format; None: that of the source. source_format: read
-    only files of this format; None: of whichever there is. ranks: the targets to make; None: all. part: (i, n) for
+    only files of this format; None: of whichever there is. source_files: how many files the source was saved in, if the
+    user says so. ranks: the targets to make; None: all. part: (i, n) for
     share number i of n of them. recorded: keep a journal in the target folder; without one, existing target files are
     replaced. memory: a size, "unlimited", or None for what the environment says. max_active: how many processes of a
     host may transform at once; None: any number. verify: read sources and targets again, compare them, and keep sums.
@@ -53,6 +54,7 @@ class Request(NamedTuple):
     select: str | None = None
     to: str | None = None
     source_format: str | None = None
+    source_files: int | None = None
     ranks: tuple[int, ...] | None = None
     part: tuple[int, int] | None = None
     resume: bool = False

@@ -59,7 +59,7 @@ def _verify_pair(
         memory.to_open(named, purpose)
         read = strategies or Strategies.read(request)
         files, target_files = (
-            _shards(request.source, request.select, request.source_format),
+            _shards(request.source, request.select, request.source_format, request.source_files),
             _shards(request.target, role="target"),
         )
         memory.to_open(named, purpose, files.format, target_files.format)
@@ -116,7 +116,8 @@ def verify_alone(request: Request, comm: Comm, progress: Progress, strategies: S
 
 def _verify_alone(request: Request, comm: Comm, memory: RunMemory) -> Outcome:
     def begin() -> tuple[discovery.ShardFiles, Governor]:
-        return _shards(request.source, request.select, request.source_format), memory.open()
+        named = request.select, request.source_format, request.source_files
+        return _shards(request.source, *named), memory.open()
 
     files, governor = agreed(begin, comm)
     files = files.one_by_one() if files.is_folder else files
@@ -141,10 +142,15 @@ def _verify_alone(request: Request, comm: Comm, memory: RunMemory) -> Outcome:
 
 
 def _shards(
-    path: str, select: str | None = None, format_name: str | None = None, *, role: str = "source"
+    path: str,
+    select: str | None = None,
+    format_name: str | None = None,
+    file_count: int | None = None,
+    *,
+    role: str = "source",
 ) -> discovery.ShardFiles:
     require_reachable(path)
-    return discovery.find_shards(path, select, role=role, format_name=format_name)
+    return discovery.find_shards(path, select, role=role, format_name=format_name, file_count=file_count)
 
 
 def _each(

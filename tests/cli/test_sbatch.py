@@ -158,6 +158,7 @@ GIVEN = (
         "--prefix=net ",
         "--select=check*",
         "--from=ckpt",
+        "--src-files=2",
         "--to=hdf5",
         "--unlisted=replicate",
         "--strict",

@@ -243,7 +243,15 @@ def _located(folder: str, file: str) -> Manifest:
             where=folder,
             remedy="copy or download it again",
         )
-    return reading.locate(str(path))
+    manifest = reading.locate(str(path))
+    if manifest.part_of:
+        raise ShardError(
+            f"a file that the index names is one part of {manifest.part_of}, and may hold slices",
+            expected="whole tensors",
+            where=str(path),
+            remedy="give the folder of that checkpoint",
+        )
+    return manifest
 
 
 def _require_types(specs: Specs, path: str) -> None:

@@ -21,6 +21,8 @@ CRC = "crc_num"
 INT4_TAG = "Int4"
 # "True" where what several ranks hold is in the file of one of them.
 REMOVED = "remove_redundancy"
+# In files of torch's distributed checkpoints: where each tensor lies in the whole one, as JSON (see `torch_dcp`).
+SHARDING = "DCP_SHARDING_INFO"
 # A string of a shard that cannot stand there by its own name, behind this prefix. Any other entry is a string, too.
 STRING_PREFIX = "__reshard_mpi__:"
 # What torch says here of the parts of tensors in a file holds for no other file.
