@@ -35,6 +35,9 @@ from reshard_mpi.journal.commit import commit
 from reshard_mpi.journal.commit_record import CommitRecord
 from reshard_mpi.journal.records import COMMIT_RECORD, STATE, RunIdentity, TargetRecord, record_path, run_path
 from reshard_mpi.journal.state import as_lines, state_of
+from reshard_mpi.mapping import mapped
+from reshard_mpi.mapping import matching as mapping
+from reshard_mpi.mapping.rules import parse_rules
 from reshard_mpi.sharding import strategy
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import Strategy, named_after, replicated
@@ -216,6 +219,26 @@ def sharding_text_of(data: bytes) -> None:
 
 
 # A parser's corpus is the folder of its name, without `_unchecked`.
+def map_file(data: bytes) -> None:
+    """Read a map, and take some tensors through it in both directions; every element is made exactly once."""
+    try:
+        rules = parse_rules(data.decode(errors="replace"), "map.toml", {"heads": 4, "deep": {"size": 2}})
+    except ReshardError:
+        return
+    shapes = {"a.0.q": (8, 4), "a.1.q": (8, 4), "a.0.k": (4, 4), "a.1.k": (4, 4), "b": (16,), "c.norm.w": (4,), "s": ()}
+    shapes |= {f"e.{number}.w": (2, 3) for number in range(4)} | {"moments.a.0.q": (8, 4)}
+    inventory = {name: mapping.Kind(BY_NAME["float32"], shape) for name, shape in shapes.items()}
+    for forward in (True, False):
+        with suppress(ReshardError):
+            for made in mapped.applied(rules, mapped.Choice(), inventory, forward).made:
+                whole = Box.whole(made.shape.shape)
+                boxes = [*(pair.to for pair in made.shape.pairs), *made.shape.zeros]
+                assert sum(box.size for box in boxes) == whole.size and all(map(whole.contains, boxes))
+                for pair in made.shape.pairs:
+                    assert Box.whole(shapes[made.sources[pair.source]]).contains(pair.region)
+                    assert pair.region.size == pair.to.size
+
+
 PARSERS: dict[str, Callable[[bytes], None]] = {
     "ckpt": partial(shard, "ckpt"),
     "safetensors": partial(shard, "safetensors"),
@@ -237,6 +260,7 @@ PARSERS: dict[str, Callable[[bytes], None]] = {
     "placement_table": placement_table,
     "patterns": patterns,
     "records": records,
+    "map": map_file,
 }
 
 

@@ -276,7 +276,25 @@ def nests(path: Path) -> Iterator[None]:
     yield
 
 
+MAPS = [
+    "[axes]\nr = 2\nd = 'deep.size'\n"
+    "[[map]]\neq = 'a.{l}.q [(g r d) h], a.{l}.k [(g d) h] <=> x.{l} [(g (r d + d)) h]'\n",
+    "[[map]]\neq = 'e.{n}.w [f h] <=> e [h n f] : bf16'\n[[map]]\neq = 'b [(x 4)] <=> y [(x | 6) 4]'\npads = 'drop'\n"
+    "[[map]]\ncopy = true\neq = '{p*}.w <=> {p*}.g, {p*}.h'\noptional = true\n",
+    "[axes]\nv = '(heads + 4) / 2 * 1'\n[[map]]\neq = 'z [v] <=> c.norm.w [(v | 2)]'\n"
+    "[[map]]\ndrop = 's*'\noptional = true\n"
+    "[[map]]\nfill = { name = '{p*}.n', value = 1, shape = [], type = 'int64', beside = '{p*}.w' }\nside = 'left'\n",
+]
+
+
+def maps(path: Path) -> Iterator[None]:
+    for text in MAPS:
+        path.write_text(text)
+        yield
+
+
 MAKERS = {
+    "map": maps,
     "dcp": dcp_files,
     "dcp_metadata": dcp_metadata,
     "torch": torch_files,
