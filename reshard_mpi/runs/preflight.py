@@ -235,7 +235,7 @@ def require_readable_types(specs: Specs, format_name: str, *, as_is: bool) -> No
         for name, kind in zip(specs.names, specs.kind_of)
         if specs.kinds[kind].dtype.name in unread
     )
-    able = [other for other in formats.NAMES if dtype.name not in formats.by_name(other).TRAITS.unread_types]
+    able = [other for other in formats.TARGETS if dtype.name not in formats.by_name(other).TRAITS.unread_types]
     raise TargetError(
         f"{name!r} is of a type that nobody reads from {formats.title(format_name)} files",
         expected=f"targets in {', '.join(able)} (--to), or another type (--dtype)",
