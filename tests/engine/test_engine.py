@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import many
 from support.float_oracle import TYPES, became
 
 from reshard_mpi.engine import files as engine_files
@@ -244,7 +245,7 @@ LIMITS = st.builds(
 
 
 @pytest.mark.slow
-@settings(max_examples=400)
+@many(400)
 @given(
     data=st.data(),
     limits=LIMITS,
@@ -327,7 +328,7 @@ def _unsupported(*_: object) -> int:
     raise OSError(38, "Function not implemented")
 
 
-@settings(max_examples=100)
+@many(100)
 @given(data=st.data(), limits=LIMITS)
 def test_first_difference_is_the_first(data: st.DataObject, limits: Limits) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 6), max_size=3)))

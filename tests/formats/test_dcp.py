@@ -200,7 +200,7 @@ def said(content: bytes, readers: Readers) -> Any:
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(listings(), st.sampled_from([2, 4, 5]), st.booleans())
 def test_many_at_once_are_read_as_one_by_one(listing: dcp_peer.Metadata, protocol: int, in_c: bool) -> None:
     content = dcp_peer.dumps(listing, protocol, in_c=in_c)

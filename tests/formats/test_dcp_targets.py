@@ -8,11 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from support import dcp_peer, torch_peer
 from support.cases import Side
 from support.command_line import run_apart, run_in_fork
 from support.conversions import TENSORS, Conversion, make, write_conversion
+from support.examples import many
 from support.launch import MPI
 from support.oracle import RawLayout
 
@@ -278,7 +279,7 @@ def samples_kind(length: int) -> dcp.layout.Kind:
     return dcp.layout.Kind(FLOAT, (length,))
 
 
-@settings(deadline=None, max_examples=60)
+@many(60)
 @given(contents=strategies.contents())
 def test_any_contents_come_back(tmp_path_factory: pytest.TempPathFactory, contents: Contents) -> None:
     held = [tensor for tensor in contents.tensors.values() if tensor.dtype.name not in torch_peer.CANNOT_HOLD]

@@ -116,7 +116,7 @@ def judge_run(what: str, made: LargeCheckpoint, to: str, tmp_path: Path) -> None
     ],
 )
 def test_verify(tmp_path: Path, kind: str, tensors: int, shape: tuple[int, int]) -> None:
-    made = write_many(tmp_path / "made", kind, tensors, shape)
+    made = write_many(tmp_path / "made", kind, tensors, shape, targets=2)
     command("transform", made.src, tmp_path / "out", *made.options(), "--jobs", "1", "--verify")
     conversion = made.conversion()
     held = SourceCheckpoint.open(discovery.find_shards(str(tmp_path / "out")), conversion.target)
