@@ -125,7 +125,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_conversion(parser: argparse.ArgumentParser) -> None:
-    source = "rank_* folders, one checkpoint file, loose files, or a folder with an index (hf, dcp)"
+    source = "rank_* folders, one checkpoint file, loose files, or a folder with an index (hf, dcp, mindformers)"
     parser.add_argument("source", type=_path, metavar="SRC", help=source)
     target = "folder for rank_<r>/<prefix><r>.<ending>; hf and dcp have their files in it"
     parser.add_argument("target", type=_path, metavar="DST", help=target)

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from reshard_mpi import formats
 from reshard_mpi.checkpoints import discovery
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.engine.files import Files
 from reshard_mpi.engine.regions import fill, first_difference_of_tensors
 from reshard_mpi.engine.sums import place_of
-from reshard_mpi.errors import DifferenceError
+from reshard_mpi.errors import DifferenceError, SourceError
 from reshard_mpi.formats.dtypes import numbers
 from reshard_mpi.formats.manifest import NEST
 from reshard_mpi.formats.nest import first_difference as first_nest_difference
@@ -90,6 +91,14 @@ def _planned(
         request.source, request.select, format_name=request.source_format, file_count=request.source_files
     )
     second_files = discovery.find_shards(request.target, role="other")
+    if not formats.by_name(second_files.format).TRAITS.tells_files:
+        raise SourceError(
+            f"nothing in a {formats.title(second_files.format)} tells whether its last files are missing",
+            expected="it as the first of the two, with --src-files N (source_files)",
+            got="it as the second",
+            where=second_files.path,
+            remedy="compare them the other way round",
+        )
     memory.to_open(named, purpose, first_files.format, second_files.format)
     given = None if request.dst_strategy is None else read.target
     sources = SourceCheckpoint.open(first_files, read.source), SourceCheckpoint.open(second_files, given)

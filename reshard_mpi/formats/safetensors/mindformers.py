@@ -39,7 +39,7 @@ __all__ = ["NAME", "SUFFIXES", "TRAITS", "check_crc", "files_of", "locate", "ope
 NAME, SUFFIXES = "mindformers", (".safetensors",)
 COMMON = "common.json"
 TRAITS = Traits(
-    Costs(reading=KIB, writing=0, checking=5 * KIB, library=2 * MIB),
+    Costs(reading=2 * KIB, writing=0, checking=5 * KIB, library=2 * MIB),
     is_folder=True,
     written_as=reading.NAME,
     title="MindFormers checkpoint",

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError
@@ -44,8 +44,10 @@ _MAX_FILE_BYTES = 1024
 # What stands around a name in a key of `storage_data`.
 _KEY_BYTES = 64
 _MAX_LENGTH = 1 << 62
-# A slice of a tensor takes this much memory besides its key: in the list of the tensor, and as a piece.
-_SLICE_BYTES, _HOLDER_BYTES = 64, 16
+# How much memory is kept of each slice of a tensor, of the box of each slice of those that are cut alike, of a list of
+# files, and of each file in one.
+_SLICE_BYTES, _BOX_BYTES, _HOLDERS_BYTES, _HOLDER_BYTES = 64, 320, 160, 16
+_MAX_SLICES = 1 << 17
 
 
 def _spaced(*parts: bytes) -> re.Pattern[bytes]:
@@ -65,6 +67,8 @@ _USUAL_PLACE = _spaced(
     *(rb'"storage_rank"', b":", _WHOLE, rb"\}"),
 )
 _USUAL_BYTES = 4 << 10
+# A name in which Python escapes nothing, where it is printable.
+_USUAL_KEY = re.compile(r"\('([^'\\]+)', \((0|[1-9][0-9]{0,8}),\)\)")
 _REMEDY = "restore index and files of one and the same save"
 
 
@@ -91,7 +95,7 @@ class ListedTensor(NamedTuple):
     """A tensor of the index. holders: for each slice, the names of the files that hold it."""
 
     cut: Cut
-    holders: tuple[tuple[str, ...], ...]
+    holders: Sequence[tuple[str, ...]]
 
 
 def read(path: str) -> dict[str, ListedTensor]:
@@ -111,7 +115,9 @@ class _Reading:
         self._text = text
         self._cuts: dict[str, Cut] = {}
         self._alike: dict[Cut, Cut] = {}
-        self._holders: dict[str, tuple[str, ...]] = {}
+        # By tensor and slice; and by key, if tensor and slice are not told from that at once.
+        self._holders: dict[str, list[tuple[str, ...]]] = {}
+        self._other_holders: dict[str, tuple[str, ...]] = {}
         self._alike_holders: dict[tuple[str, ...], tuple[str, ...]] = {}
         self._files: dict[str, str] = {}
         self._kept_bytes = 0
@@ -129,21 +135,21 @@ class _Reading:
         text.require_end()
         if parts:
             raise text.damage(f"{_CALLED} has no {next(iter(parts))!r}", 0, expected=f"{_TENSORS!r} and {_STORAGE!r}")
-        listed = {name: ListedTensor(cut, tuple(self._holders_of(name, cut))) for name, cut in self._cuts.items()}
-        for key in self._holders:
+        for name, holders in self._holders.items():
+            self._require_holders(name, holders)
+        for key in self._other_holders:
             raise self._contradiction(f"{_CALLED} says where {key} lies, which it does not list", "no such slice", key)
-        return listed
+        return {name: ListedTensor(cut, self._holders[name]) for name, cut in self._cuts.items()}
 
-    def _holders_of(self, name: str, cut: Cut) -> Iterator[tuple[str, ...]]:
-        """Yield the files of each slice of a tensor, and forget them."""
-        for number in range(math.prod(cut.counts)):
+    def _require_holders(self, name: str, holders: list[tuple[str, ...]]) -> None:
+        """Raise ShardError unless it is said of each slice of a tensor where it lies. holders: those known so far."""
+        for number in (number for number, own in enumerate(holders) if not own):
             key = str((name, (number,)))
-            holders = self._holders.pop(key, None)
-            if not holders:
+            holders[number] = self._other_holders.pop(key, ())
+            if not holders[number]:
                 raise self._contradiction(
                     f"{_CALLED} does not say where slice {number} of {name!r} lies", f"{key} in {_STORAGE!r}", "nothing"
                 )
-            yield holders
 
     def _take_tensors(self) -> None:
         text = self._text
@@ -154,10 +160,12 @@ class _Reading:
             if len(self._cuts) == files.MAX_TENSORS:
                 raise text.damage(f"{_CALLED} lists too many tensors", at, expected=f"{files.MAX_TENSORS} at most")
             cut = self._cut(at, name)
+            count = math.prod(cut.counts)
             if cut not in self._alike:
-                self._keep(at, files.kept_kind_bytes(2 * len(cut.shape)))
-            self._keep(at, files.kept_bytes(name))
+                self._keep(at, files.kept_kind_bytes(2 * len(cut.shape)) + _BOX_BYTES * count)
+            self._keep(at, files.kept_bytes(name) + _SLICE_BYTES * count)
             self._cuts[name] = self._alike.setdefault(cut, cut)
+            self._holders[name] = [()] * count
 
     def _cut(self, at: int, name: str) -> Cut:
         """Take what is said of a tensor."""
@@ -266,7 +274,8 @@ class _Reading:
             if number in slices:
                 raise text.damage(f"{_CALLED} lists slice {number} of {name!r} twice", slice_at, expected="it once")
             slices[number] = alike.setdefault(shape, shape)
-            self._keep(at, _SLICE_BYTES)
+            if len(slices) > _MAX_SLICES:
+                raise text.damage(f"{name!r} is cut into too many slices", at, expected=f"{_MAX_SLICES} at most")
         return slices
 
     def _slice(self, at: int, name: str) -> tuple[int, tuple[int, ...]]:
@@ -284,14 +293,30 @@ class _Reading:
     def _take_storage(self) -> None:
         text = self._text
         for at, key in text.members(_ESCAPED * (files.MAX_NAME_BYTES + _KEY_BYTES)):
-            if key is None or key in self._holders:
+            place = self._place(key or "")
+            known = self._other_holders.get(key or "") if place is None else self._holders[place[0]][place[1]]
+            if key is None or known:
                 problem = f"{_CALLED} says twice where {key} lies" if key else "a tensor's name is too long"
                 raise text.damage(problem, at, expected="each slice once")
             holders = tuple(dict.fromkeys(self._file(item_at, key) for item_at in text.items()))
-            self._keep(
-                at, files.kept_bytes(key) + (holders not in self._alike_holders and _HOLDER_BYTES * len(holders))
-            )
-            self._holders[key] = self._alike_holders.setdefault(holders, holders)
+            if not holders:
+                raise text.damage(f"{_CALLED} does not say where {key} lies", at, expected="a file or more", got="none")
+            if holders not in self._alike_holders:
+                self._keep(at, _HOLDERS_BYTES + _HOLDER_BYTES * len(holders))
+            holders = self._alike_holders.setdefault(holders, holders)
+            if place is None:
+                self._keep(at, files.kept_bytes(key))
+                self._other_holders[key] = holders
+            else:
+                self._holders[place[0]][place[1]] = holders
+
+    def _place(self, key: str) -> tuple[str, int] | None:
+        """Return the tensor and the number of the slice that a key is about, if these are known and plainly written."""
+        usual = _USUAL_KEY.fullmatch(key)
+        if usual is None or not usual[1].isprintable():
+            return None
+        name, number = usual[1], int(usual[2])
+        return (name, number) if number < len(self._holders.get(name, ())) else None
 
     def _file(self, at: int, key: str) -> str:
         """Take one place in which a slice lies."""
