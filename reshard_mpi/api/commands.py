@@ -75,6 +75,7 @@ def transform(
     forward: bool = False,
     reverse: bool = False,
     config: PathLike | None = None,
+    like: PathLike | None = None,
     dtype: str | Iterable[str] = (),
     include: str | Iterable[str] = (),
     exclude: str | Iterable[str] = (),
@@ -88,10 +89,11 @@ def transform(
     saved in, where nothing in it tells. ranks: the targets to make; None: all. part: (i, n), share number i from 0 of
     n shares of them. max_shard_size: the most bytes of a file of format "hf", as "5GB" (the default) or a number of
     bytes. map: path of a map, or the name of one that comes with the program; forward and reverse: its direction, where
-    names do not tell it; config: path of the model's configuration. dtype: "TYPE" or "GLOB=TYPE", or several; include,
-    exclude: globs of names in the target. jobs: how many local processes, 1 or more. comm: an mpi4py communicator whose
-    ranks share the work instead; all of them must make the call, and get the same report. Raises a ReshardError before
-    anything is written if the transform is refused, and a TransformError if some targets could not be written.
+    names do not tell it; config: path of the model's configuration; like: of a checkpoint whose names and shapes the
+    target is to have. dtype: "TYPE" or "GLOB=TYPE", or several; include, exclude: globs of names in the target. jobs:
+    how many local processes, 1 or more. comm: an mpi4py communicator whose ranks share the work instead; all of them
+    must make the call, and get the same report. Raises a ReshardError before anything is written if the transform is
+    refused, and a TransformError if some targets could not be written.
     """
     begin = time.monotonic()
     request = Request(
@@ -116,7 +118,7 @@ def transform(
         crc=crc,
         replicas=as_replicas(replicas),
         max_shard_size=plain_bytes(max_shard_size, "max_shard_size"),
-        **map_fields(map, forward, reverse, config, dtype, include, exclude),
+        **map_fields(map, forward, reverse, config, like, dtype, include, exclude),
     )
     refuse_both({"ranks": ranks is not None, "part": part is not None})
     refuse_both({"resume": resume, "overwrite": overwrite})
@@ -142,6 +144,7 @@ def plan(
     forward: bool = False,
     reverse: bool = False,
     config: PathLike | None = None,
+    like: PathLike | None = None,
     dtype: str | Iterable[str] = (),
     include: str | Iterable[str] = (),
     exclude: str | Iterable[str] = (),
@@ -155,7 +158,7 @@ def plan(
     targets = None if ranks is None else plain_numbers(ranks, "ranks")
     files = found_shards(source, select, source_format, source_files)
     allowed = plain_size(memory, "memory")
-    fields = map_fields(map, forward, reverse, config, dtype, include, exclude)
+    fields = map_fields(map, forward, reverse, config, like, dtype, include, exclude)
     with RunMemory(lambda: Allowance.of(allowed, None, os.environ), SerialComm(), Silent().waiting) as allotted:
         purpose = f"planning from {files.path}"
         notes = allotted.open().notes
@@ -188,6 +191,7 @@ def verify(
     forward: bool = False,
     reverse: bool = False,
     config: PathLike | None = None,
+    like: PathLike | None = None,
     dtype: str | Iterable[str] = (),
     include: str | Iterable[str] = (),
     exclude: str | Iterable[str] = (),
@@ -216,7 +220,7 @@ def verify(
         memory=plain_size(memory, "memory"),
         max_active=plain_number_or_none(max_active, "max_active"),
         replicas=as_replicas(replicas),
-        **map_fields(map, forward, reverse, config, dtype, include, exclude),
+        **map_fields(map, forward, reverse, config, like, dtype, include, exclude),
     )
     work = Task.VERIFY_ALONE if target is None else Task.VERIFY_PAIR
     raise_first(run(request, plain_number(process_num, "process_num"), comm, work))
@@ -237,6 +241,7 @@ def diff(
     forward: bool = False,
     reverse: bool = False,
     config: PathLike | None = None,
+    like: PathLike | None = None,
     dtype: str | Iterable[str] = (),
     include: str | Iterable[str] = (),
     exclude: str | Iterable[str] = (),
@@ -265,7 +270,7 @@ def diff(
         memory=plain_size(memory, "memory"),
         max_active=plain_number_or_none(max_active, "max_active"),
         replicas=as_replicas(replicas),
-        **map_fields(map, forward, reverse, config, dtype, include, exclude),
+        **map_fields(map, forward, reverse, config, like, dtype, include, exclude),
     )
     outcome = run(request, plain_number(jobs, "jobs"), comm, Task.DIFF, processes_name="jobs")
     raise_first(outcome)
@@ -287,6 +292,7 @@ def load_rank(
     forward: bool = False,
     reverse: bool = False,
     config: PathLike | None = None,
+    like: PathLike | None = None,
     dtype: str | Iterable[str] = (),
     include: str | Iterable[str] = (),
     exclude: str | Iterable[str] = (),
@@ -302,7 +308,7 @@ def load_rank(
         files = listed_shards(source, "source")
     else:
         files = found_shards(source, select, source_format, source_files)
-    fields = map_fields(map, forward, reverse, config, dtype, include, exclude)
+    fields = map_fields(map, forward, reverse, config, like, dtype, include, exclude)
     conversion = conversion_of(files, src_strategy, dst_strategy, unlisted, replicas=replicas, fields=fields)
     (rank_plan,), outcome = plan_together(conversion, [rank])
     log(outcome.notes, outcome.warnings)

@@ -195,6 +195,13 @@ def _add_map(parser: argparse.ArgumentParser, source: str = "SRC") -> None:
         "--config", type=_path, metavar="FILE.json", help="the model's configuration, for [axes] of maps"
     )
     parser.add_argument(
+        "--like",
+        type=_path,
+        metavar="CHECKPOINT",
+        help="a checkpoint of the target's network, trained or not: its names and shapes decide where those of"
+        " the source do not tell what an equation of the map makes, and the target must have them",
+    )
+    parser.add_argument(
         "--dtype",
         action="append",
         default=[],

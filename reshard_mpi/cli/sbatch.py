@@ -50,6 +50,7 @@ PASSED_ON = (
     Option("--forward", "forward"),
     Option("--reverse", "reverse"),
     Option("--config", "config", is_path=True),
+    Option("--like", "like", is_path=True),
     Option("--dtype", "dtype"),
     Option("--include", "include"),
     Option("--exclude", "exclude"),

@@ -13,11 +13,16 @@ class ExpressionProblem(ValueError):
     """What is wrong with an expression."""
 
 
+class ConfigurationNeeded(ExpressionProblem):
+    """An expression has a key of the model's configuration, and there is none."""
+
+
 def evaluated(text: str, config: Mapping[str, object] | None) -> int:
     """Return the value of an expression.
 
     config: a model's configuration; a dotted key is looked up in tables within it. Raises ExpressionProblem if a key is
-    not there or is no integer, or if a division leaves a rest.
+    not there or is no integer, or if a division leaves a rest; ConfigurationNeeded if there is a key and no
+    configuration.
     """
     if len(text) > _MAX_TEXT:
         raise ExpressionProblem(f"it is longer than {_MAX_TEXT} characters")
@@ -84,7 +89,7 @@ class _Reader:
 
     def _configured(self, key: str) -> int:
         if self._config is None:
-            raise ExpressionProblem(f"{key!r} is a key of the model's configuration, and none is given")
+            raise ConfigurationNeeded(f"{key!r} is a key of the model's configuration, and none is given")
         value: object = self._config
         for part in key.split("."):
             if not isinstance(value, Mapping) or part not in value:

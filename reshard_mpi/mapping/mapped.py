@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from math import prod
 from typing import NamedTuple
 
 from reshard_mpi.errors import MapError
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.mapping.following import followed
+from reshard_mpi.mapping.likeness import Like, require_alike
 from reshard_mpi.mapping.matching import Direction, Inventory, Kind, Match, matches, told_direction, whole_pair
 from reshard_mpi.mapping.names import NamePattern
 from reshard_mpi.mapping.pairs import Place, TargetShape
@@ -86,23 +88,31 @@ class Choice(NamedTuple):
     types: tuple[tuple[str, DType], ...] = ()
 
 
-def applied(rules: Rules | None, choice: Choice, inventory: Inventory, forward: bool | None = None) -> Mapped:
+def applied(
+    rules: Rules | None,
+    choice: Choice,
+    inventory: Inventory,
+    forward: bool | None = None,
+    like: Like | None = None,
+) -> Mapped:
     """Return what a map makes of the tensors of a checkpoint.
 
-    rules: None: every tensor keeps its name and shape. forward: the direction; None: as the names tell. Raises MapError
-    if the map does not fit.
+    rules: None: every tensor keeps its name and shape. forward: the direction; None: as the names tell. like: decides
+    which equations apply, and must be what comes of it, of the tensors that `choice` takes. Raises MapError if the map
+    does not fit.
     """
+    shapes = None if like is None else like.shapes
     taken: list[Match] = []
     left = dict.fromkeys(inventory)
     dropped: list[str] = []
     direction = None
     if rules is not None:
-        direction = told_direction(rules, inventory, forward)
-        taken = list(matches(rules, inventory, direction))
+        direction = told_direction(rules, inventory, forward, shapes)
+        taken = list(matches(rules, inventory, direction, shapes))
         for match in taken:
             for name in (*match.sources.values(), *match.equal):
                 left.pop(name, None)
-        dropped = _dropped(rules, left, direction)
+        dropped = _dropped(rules, left, direction, shapes or {})
         for name in dropped:
             del left[name]
         states = list(followed(taken, left, inventory))
@@ -122,11 +132,18 @@ def applied(rules: Rules | None, choice: Choice, inventory: Inventory, forward: 
         made += [(first, tensor) for tensor in _of_match(match, inventory, direction, is_state=is_state)]
     made.sort(key=lambda placed: placed[0])
     tensors = [tensor for _, tensor in made]
+    if like is not None:
+        tensors = [_single_shaped(tensor, like.shapes.get(tensor.name)) for tensor in tensors]
     _require_different(tensors)
-    constants = _made_up(rules, tensors, direction) if rules is not None and direction is not None else []
+    constants = _made_up(rules, tensors, direction, like) if rules is not None and direction is not None else []
     chosen, excluded = _chosen(choice, tensors)
     wanted = {constant.name for constant in constants if _is_chosen(choice, constant.name)}
     used = {name for tensor in chosen for name in tensor.sources.values()}
+    if like is not None:
+        made_shapes = {tensor.name: tensor.shape.shape for tensor in chosen}
+        made_shapes |= {constant.name: constant.kind.shape for constant in constants if constant.name in wanted}
+        of_choice = {name: shape for name, shape in like.shapes.items() if _is_chosen(choice, name)}
+        require_alike(made_shapes, like._replace(shapes=of_choice))
     return Mapped(
         tuple(_typed(choice, tensor, inventory) for tensor in chosen),
         tuple(constant for constant in constants if constant.name in wanted),
@@ -151,6 +168,15 @@ def _is_state(match: Match, names: Container[str], inventory: Inventory) -> bool
 
 def _kept(name: str, kind: Kind) -> Made:
     return Made(name, kind.dtype, TargetShape(kind.shape, (whole_pair(_OWN, kind.shape),), ()), {_OWN: name}, "")
+
+
+def _single_shaped(tensor: Made, shape: tuple[int, ...] | None) -> Made:
+    """Return a tensor of one element in this shape of one element; any other tensor as it is."""
+    own = tensor.shape
+    if shape is None or shape == own.shape or prod(own.shape) != 1 or prod(shape) != 1:
+        return tensor
+    pairs = tuple(pair._replace(to=Box.whole(shape), order=None) for pair in own.pairs)
+    return tensor._replace(shape=TargetShape(shape, pairs, ()))
 
 
 def _of_match(match: Match, inventory: Inventory, direction: Direction | None, *, is_state: bool) -> Iterator[Made]:
@@ -197,7 +223,10 @@ def _require_different(tensors: Iterable[Made]) -> None:
             )
 
 
-def _dropped(rules: Rules, left: Mapping[str, None], direction: Direction) -> list[str]:
+def _dropped(
+    rules: Rules, left: Mapping[str, None], direction: Direction, wanted: Mapping[str, tuple[int, ...]]
+) -> list[str]:
+    """Return the names of tensors that are left out. wanted: those that the target is to have are not."""
     dropped: dict[str, None] = {}
     for drop in rules.drops:
         if drop.side != direction.source_side:
@@ -211,7 +240,7 @@ def _dropped(rules: Rules, left: Mapping[str, None], direction: Direction) -> li
                 )
             continue
         pattern = Pattern(drop.glob)
-        names = [name for name in left if pattern.matches(name)]
+        names = [name for name in left if pattern.matches(name) and name not in wanted]
         if not names and not drop.is_optional:
             raise MapError(
                 "nothing is left out by a pattern",
@@ -229,13 +258,16 @@ def _may_make(fill: Fill, glob: str) -> bool:
     return Pattern(glob).matches(fill.name.filled({capture.name: "0" for capture in fill.name.captures}))
 
 
-def _made_up(rules: Rules, tensors: Sequence[Made], direction: Direction) -> list[Constant]:
+def _made_up(rules: Rules, tensors: Sequence[Made], direction: Direction, like: Like | None) -> list[Constant]:
+    """Return what is made up; if the target is to be like a checkpoint, only what that has and nothing else makes."""
     names = {tensor.name for tensor in tensors}
     made: dict[str, Constant] = {}
     for fill in rules.fills:
-        if fill.side != direction.target_side:
+        if fill.side != direction.target_side or (like is None and fill.needs_like):
             continue
         for constant in _of_fill(fill, tensors):
+            if like is not None and (constant.name not in like.shapes or constant.name in names):
+                continue
             if constant.name in names or constant.name in made:
                 raise MapError(f"what is made up has the name of another tensor: {constant.name}", where=fill.where)
             made[constant.name] = constant

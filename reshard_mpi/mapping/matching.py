@@ -33,6 +33,8 @@ class Kind(NamedTuple):
 
 # The tensors of a checkpoint by name, in its order.
 Inventory = Mapping[str, Kind]
+# The shapes of the tensors of a checkpoint that the target is to be like, by name.
+Likeness = Mapping[str, tuple[int, ...]]
 # What the captures that all names share stand for.
 Key = tuple[str, ...]
 
@@ -61,6 +63,10 @@ class Direction(NamedTuple):
         sides = rule.equation.left, rule.equation.right
         return sides if self.is_forward else sides[::-1]
 
+    def needs_like(self, rule: EquationRule) -> bool:
+        """Tell whether it takes a checkpoint that the target is to be like to tell where an equation applies."""
+        return rule.like in (("only", "needed", "forward") if self.is_forward else ("only", "needed"))
+
     @property
     def source_side(self) -> str:
         return "left" if self.is_forward else "right"
@@ -87,14 +93,14 @@ class _Candidates(NamedTuple):
         return [number for number, names in enumerate(self.by_term) if key not in names]
 
 
-def told_direction(rules: Rules, inventory: Inventory, forward: bool | None) -> Direction:
+def told_direction(rules: Rules, inventory: Inventory, forward: bool | None, like: Likeness | None = None) -> Direction:
     """Return the direction in which a map is read.
 
     forward: as the user says; None: as the names tell. Raises MapError if they fit neither direction, or both.
     """
     if forward is not None:
         return Direction(forward)
-    unmet = {direction: _unmet(rules, inventory, direction) for direction in (Direction(True), Direction(False))}
+    unmet = {direction: _unmet(rules, inventory, direction, like) for direction in (Direction(True), Direction(False))}
     fitting = [direction for direction, missing in unmet.items() if missing is None]
     if len(fitting) == 1:
         return fitting[0]
@@ -120,27 +126,36 @@ def _place(missing: str | None) -> str:
     return missing or ""
 
 
-def _unmet(rules: Rules, inventory: Inventory, direction: Direction) -> str | None:
+def _unmet(rules: Rules, inventory: Inventory, direction: Direction, like: Likeness | None) -> str | None:
     """Return the place of an equation that applies nowhere in this direction, though it must; None if there is none."""
     any_applies = False
     for rule in rules.equations:
-        source, _ = direction.sides(rule)
+        if rule.keeps_names or (like is None and direction.needs_like(rule)):
+            continue
+        source, target = direction.sides(rule)
         candidates = _candidates(source, rule, inventory)
-        applies = any(not candidates.lacking(key) for key in candidates.all_keys)
+        applies = any(
+            not candidates.lacking(key) and (like is None or _wanted(rule, target, key, like) is not None)
+            for key in candidates.all_keys
+        )
         any_applies = any_applies or applies
         if not applies and not rule.is_optional:
             return rule.where
     return None if any_applies else rules.where
 
 
-def matches(rules: Rules, inventory: Inventory, direction: Direction) -> Iterator[Match]:
+def matches(rules: Rules, inventory: Inventory, direction: Direction, like: Likeness | None = None) -> Iterator[Match]:
     """Yield the sets of tensors that equations take: of several equations the first one.
 
-    Raises MapError if tensors are there in part, if shapes do not fit, or if an equation that must applies nowhere.
+    like: an equation does not apply where it would make tensors that are not in it, by name and shape; None: there is
+    no such checkpoint. Raises MapError if tensors are there in part, if shapes do not fit, if an equation that must
+    applies nowhere, or if only a checkpoint that the target is to be like could tell whether one applies.
     """
     left = dict(inventory)
     known: dict[object, Geometry] = {}
     for rule in rules.equations:
+        if like is None and rule.like == "only":
+            continue
         source, target = direction.sides(rule)
         candidates = _candidates(source, rule, left)
         applies = False
@@ -150,19 +165,47 @@ def matches(rules: Rules, inventory: Inventory, direction: Direction) -> Iterato
                 if not rule.is_optional:
                     raise _in_part(rule, source, candidates, key, lacking, inventory)
                 continue
+            if like is None and direction.needs_like(rule):
+                raise _untold(rule, source, target, candidates, key)
+            wanted = None if like is None else _wanted(rule, target, key, like)
+            if like is not None and wanted is None:
+                continue
+            match = _match(rule, source, target, key, candidates, inventory, rules, wanted, known)
+            if wanted is not None and not _is_as_wanted(match.geometry, wanted):
+                continue
             applies = True
-            match = _match(rule, source, target, key, candidates, inventory, rules.axes, known)
             for name in (*match.sources.values(), *match.equal):
                 left.pop(name, None)
             yield match
         if not applies and not rule.is_optional:
             raise MapError(
                 "an equation applies nowhere",
-                expected=f"tensors {', '.join(_shown_term(term) for term in source)}",
+                expected=f"tensors {', '.join(_shown_term(term) for term in source)}"
+                + ("" if like is None else f", which become {', '.join(map(_shown_term, target))} of the target"),
                 got=_shown(left or inventory),
                 where=rule.where,
                 remedy="mend the names, or say optional = true if it need not apply",
             )
+
+
+def _wanted(rule: EquationRule, target: Sequence[Term], key: Key, like: Likeness) -> tuple[tuple[int, ...], ...] | None:
+    """Return the shapes of what an equation makes as they are in `like`; None if one of the tensors is not there.
+
+    Of tensors that a term stands for together, the first one is looked at.
+    """
+    shared = dict(zip(rule.shared, key))
+    shapes = []
+    for term in target:
+        others = len(term.name.captures) - len(shared)
+        shape = like.get(_filled(term, shared, (0,) * others))
+        if shape is None or (term.dims is not None and len(term.dims) != len(shape)):
+            return None
+        shapes.append(shape)
+    return tuple(shapes)
+
+
+def _is_as_wanted(made: Geometry, wanted: Sequence[tuple[int, ...]]) -> bool:
+    return all(shape.shape == wanted[place.term] for place, shape in made.targets.items())
 
 
 def _candidates(side: Sequence[Term], rule: EquationRule, inventory: Inventory) -> _Candidates:
@@ -203,7 +246,8 @@ def _match(
     key: Key,
     candidates: _Candidates,
     inventory: Inventory,
-    axes: Mapping[str, int],
+    rules: Rules,
+    wanted: tuple[tuple[int, ...], ...] | None,
     known: dict[object, Geometry],
 ) -> Match:
     held = [names[key] for names in candidates.by_term]
@@ -218,11 +262,11 @@ def _match(
                 where=rule.where,
             )
         shapes.append(of_term.pop())
-    cached = (id(rule), tuple(shapes), tuple(counts.items()))
+    cached = (id(rule), tuple(shapes), tuple(counts.items()), wanted)
     made = known.get(cached)
     if made is None:
         try:
-            made = known[cached] = _geometry(rule, source, target, shapes, axes, counts)
+            made = known[cached] = _geometry(rule, source, target, shapes, rules.axes, counts, wanted)
         except (SizesProblem, EquationProblem) as error:
             first = [next(iter(names.values())) for names in held]
             raise MapError(
@@ -230,6 +274,9 @@ def _match(
                 expected=", ".join(_shown_term(term) for term in source),
                 got=f"{', '.join(f'{name} {list(shape)}' for name, shape in zip(first, shapes))}: {error}",
                 where=rule.where,
+                remedy="give the model's configuration, by which [axes] says how long they are (--config config.json)"
+                if rules.lacks_config
+                else "",
             ) from None
     sources = {Place(number, values): name for number, names in enumerate(held) for values, name in names.items()}
     shared = dict(zip(rule.shared, key))
@@ -279,6 +326,7 @@ def _geometry(
     shapes: Sequence[tuple[int, ...]],
     axes: Mapping[str, int],
     counts: Mapping[str, int],
+    wanted: Sequence[tuple[int, ...]] | None,
 ) -> Geometry:
     """Return what the equation comes to for these shapes of its source's terms.
 
@@ -296,29 +344,61 @@ def _geometry(
             },
             {},
         )
-    dimensions = [
-        Dimension(dim, length, f"dimension {number} of {term.name.text}")
-        for term, shape in zip(source, shapes)
-        for number, (dim, length) in enumerate(zip(term.dims or (), shape))
-    ]
+    dimensions = _dimensions(source, shapes)
     for axis, length in counts.items():
         if axes.get(axis, length) != length:
             raise SizesProblem(f"there are {length} tensors for {axis!r}, not {axes[axis]}")
     sizes = solved(dimensions, {**axes, **counts})
-    for term in target:
-        for dim in term.dims or ():
-            names = (*axes_of(dim), *(padded.multiple for padded in pads_of(dim)))
-            unknown = [name for name in names if not name.isdecimal() and name not in sizes]
-            if unknown:
-                raise SizesProblem(f"nothing tells how long {unknown[0]!r} is: give it in [axes]")
+    unknown = [name for name in _names(target) if name not in sizes]
+    if unknown and wanted is not None:
+        sizes = solved(_dimensions(target, wanted), sizes)
+    elif unknown:
+        raise SizesProblem(
+            f"nothing tells how long {unknown[0]!r} is: give it in [axes], or a checkpoint that the target"
+            " is to be like"
+        )
     if rule.copies:
         return geometry(source[:1], target, sizes, copies=len(target) > 1)
     return geometry(source, target, sizes)
 
 
+def _dimensions(side: Sequence[Term], shapes: Sequence[tuple[int, ...]]) -> list[Dimension]:
+    return [
+        Dimension(dim, length, f"dimension {number} of {term.name.text}")
+        for term, shape in zip(side, shapes)
+        for number, (dim, length) in enumerate(zip(term.dims or (), shape))
+    ]
+
+
+def _names(side: Sequence[Term]) -> Iterator[str]:
+    """Yield the names of the axes of tensors, and of the multiples that they are padded up to."""
+    for term in side:
+        for dim in term.dims or ():
+            names = (*axes_of(dim), *(padded.multiple for padded in pads_of(dim)))
+            yield from (name for name in names if not name.isdecimal())
+
+
 def whole_pair(place: Place, shape: tuple[int, ...]) -> Pair:
     """Return the pair that takes a tensor as it is."""
     return Pair(place, Box.whole(shape), Box.whole(shape), None)
+
+
+def _untold(
+    rule: EquationRule, source: Sequence[Term], target: Sequence[Term], candidates: _Candidates, key: Key
+) -> MapError:
+    shared = dict(zip(rule.shared, key))
+    names = [next(iter(names[key].values())) for names in candidates.by_term]
+    return MapError(
+        "names and shapes do not tell what becomes of a tensor",
+        expected=f"a checkpoint that the target is to be like, which has {_listed(target, shared)} or has not",
+        got=", ".join(names),
+        where=rule.where,
+        remedy="give one, such as the target's network saved as it was made (--like CHECKPOINT)",
+    )
+
+
+def _listed(side: Sequence[Term], shared: Mapping[str, str]) -> str:
+    return ", ".join(_filled_in_part(term, shared) for term in side)
 
 
 def _in_part(

@@ -1,6 +1,6 @@
 """Which boxes of the tensors on one side of an equation are which boxes of the tensors on its other side.
 
-The blocks of either side, its tensors in order or the summands of a lone tensor in order, are paired first with first.
+The blocks of either side, its tensors in order and the summands of each in order, are paired first with first.
 Both of a pair have the same axes. Axes that are the minor ones of a dimension on both sides stay within a box; each
 combination of all others is a pair of boxes of its own. So boxes are disjoint on either side, and cover it but for
 padding.
@@ -68,18 +68,16 @@ def blocks_of(side: Sequence[Term]) -> list[Block]:
     for term in side:
         if sum(1 for _ in sums_of(term)) > 1:
             raise EquationProblem(f"{term.name.text} has more than one concatenation")
-        if len(side) > 1 and term.blocks > 1:
-            raise EquationProblem(f"{term.name.text} is a concatenation, and not the only tensor of its side")
-    if len(side) > 1:
-        return [Block(number, 0) for number in range(len(side))]
-    return [Block(0, summand) for summand in range(side[0].blocks)]
+    return [Block(number, summand) for number, term in enumerate(side) for summand in range(term.blocks)]
 
 
 def check(left: Sequence[Term], right: Sequence[Term], *, copies: bool = False) -> tuple[str, ...]:
     """Return the captures that all names of an equation share. Raises EquationProblem if it is not one-to-one.
 
-    copies: whether the only tensor on the left is each of those on the right.
+    copies: whether the only tensor of one side is each of those on the other.
     """
+    if copies and len(right) == 1:
+        left, right = right, left
     left_blocks, right_blocks = blocks_of(left), blocks_of(right)
     bare = [term.name.text for term in (*left, *right) if term.dims is None]
     if bare and len(bare) < len(left) + len(right):
@@ -87,15 +85,15 @@ def check(left: Sequence[Term], right: Sequence[Term], *, copies: bool = False) 
     if copies:
         if any(term.dims != right[0].dims for term in right):
             raise EquationProblem(
-                "copy = true is for tensors on the right that are the same, and their dimensions differ"
+                "copy = true is for tensors of one side that are the same, and their dimensions differ"
             )
         if len(left_blocks) != 1 or len(right) < 2:
-            raise EquationProblem("copy = true is for one tensor on the left, without '+', and several on the right")
+            raise EquationProblem("copy = true is for one tensor, without '+', on one side, and several on the other")
         left_blocks = left_blocks * len(right_blocks)
     if len(left_blocks) != len(right_blocks):
         raise EquationProblem(
-            f"the left side has {len(left_blocks)} blocks, and the right side {len(right_blocks)}: tensors, or the"
-            " summands of a lone tensor, are paired first with first"
+            f"the left side has {len(left_blocks)} blocks, and the right side {len(right_blocks)}: tensors, and the"
+            " summands of each, are paired first with first"
         )
     shared: tuple[str, ...] | None = None
     for left_block, right_block in zip(left_blocks, right_blocks):

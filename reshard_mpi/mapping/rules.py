@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
 from reshard_mpi.formats.dtypes import BY_NAME, DType
-from reshard_mpi.mapping.expressions import ExpressionProblem, evaluated
+from reshard_mpi.mapping.expressions import ConfigurationNeeded, ExpressionProblem, evaluated
 from reshard_mpi.mapping.names import NamePattern, PatternProblem
 from reshard_mpi.mapping.pairs import EquationProblem, check
 from reshard_mpi.mapping.syntax import Equation, SyntaxProblem, Term, axes_of, pads_of, parse
@@ -27,6 +27,7 @@ TYPES = {
 }
 _HEADER = re.compile(r"^[ \t]*\[\[[ \t]*(?:map|\"map\"|'map')[ \t]*\]\]", re.MULTILINE)
 _SIDES = ("left", "right")
+_LIKE = ("only", "needed", "forward")
 _MAX_AXIS, _MAX_DIMENSIONS = 1 << 62, 32
 
 
@@ -34,8 +35,10 @@ class EquationRule(NamedTuple):
     """An equation that tensors are taken through.
 
     shared: the captures in all its names. is_optional: whether it may apply nowhere, or where only some of its tensors
-    are there. copies: whether the one tensor on the left is each of those on the right. drops_pads: whether padding
-    that is not zero is thrown away. where: its place in the file.
+    are there. copies: whether the one tensor of one side is each of those on the other. drops_pads: whether padding
+    that is not zero is thrown away. where: its place in the file. like: what it is without a checkpoint that the target
+    is to be like: "only": it does not apply then; "needed": where it could apply, nothing tells whether it does;
+    "forward": as "needed" if it is read forward, and backward as without this.
     """
 
     equation: Equation
@@ -44,6 +47,13 @@ class EquationRule(NamedTuple):
     copies: bool
     drops_pads: bool
     where: str
+    like: str | None = None
+
+    @property
+    def keeps_names(self) -> bool:
+        """Whether the tensors have the same names on both sides."""
+        left, right = ([term.name.text for term in side] for side in (self.equation.left, self.equation.right))
+        return left == right
 
 
 class Drop(NamedTuple):
@@ -59,7 +69,7 @@ class Fill(NamedTuple):
     """A tensor of one side that is made up: all elements are `element`.
 
     beside: makes one for each tensor of that name, whose captures the name may have. shape, dtype: None: those of the
-    tensor beside it.
+    tensor beside it. needs_like: it is made up only if the checkpoint that the target is to be like has it.
     """
 
     name: NamePattern
@@ -69,6 +79,7 @@ class Fill(NamedTuple):
     value: int | float
     side: str
     where: str
+    needs_like: bool = False
 
     def element(self, dtype: DType) -> bytes:
         """Return the bytes of an element. Raises MapError if the type cannot hold the value."""
@@ -95,13 +106,18 @@ _CODES = {
 
 
 class Rules(NamedTuple):
-    """What a map file says. axes: the lengths that it gives. where: the file."""
+    """What a map file says.
+
+    axes: the lengths that it gives. where: the file. lacks_config: whether it gives others by the configuration of the
+    model, and there is none.
+    """
 
     equations: tuple[EquationRule, ...]
     drops: tuple[Drop, ...]
     fills: tuple[Fill, ...]
     axes: Mapping[str, int]
     where: str
+    lacks_config: bool = False
 
 
 def parse_rules(text: str, where: str, config: Mapping[str, object] | None = None) -> Rules:
@@ -148,13 +164,13 @@ def parse_rules(text: str, where: str, config: Mapping[str, object] | None = Non
             drops.append(_drop(entry, place))
         else:
             fills.append(_fill(entry, place))
-    return Rules(
-        tuple(equations), tuple(drops), tuple(fills), _axes(content.get("axes", {}), equations, config, where), where
-    )
+    axes = _axes(content.get("axes", {}), equations, config, where)
+    lacks_config = len(axes) < len(content.get("axes", {}))
+    return Rules(tuple(equations), tuple(drops), tuple(fills), axes, where, lacks_config)
 
 
 def _equation(entry: dict[str, Any], where: str) -> EquationRule:
-    _known(entry, ("eq", "optional", "copy", "pads"), where)
+    _known(entry, ("eq", "optional", "copy", "pads", "like"), where)
     text = _text(entry, "eq", where)
     try:
         equation = parse(text)
@@ -171,11 +187,15 @@ def _equation(entry: dict[str, Any], where: str) -> EquationRule:
     pads = entry.get("pads", "zero")
     if pads not in ("zero", "drop"):
         raise MapError("pads is wrong", expected="'drop', or nothing", got=repr(pads)[:60], where=where)
+    like = entry.get("like")
+    if like is not None and like not in _LIKE:
+        raise MapError("like is wrong", expected=f"{', '.join(_LIKE)}, or nothing", got=repr(like)[:60], where=where)
     try:
         shared = check(equation.left, equation.right, copies=copies)
     except EquationProblem as error:
         raise MapError("an equation is wrong", got=f"{error}; in {' '.join(text.split())[:200]}", where=where) from None
-    return EquationRule(equation, shared, _flag(entry, "optional", where), copies, pads == "drop", where)
+    is_optional = _flag(entry, "optional", where) or like is not None
+    return EquationRule(equation, shared, is_optional, copies, pads == "drop", where, like)
 
 
 def _drop(entry: dict[str, Any], where: str) -> Drop:
@@ -185,7 +205,9 @@ def _drop(entry: dict[str, Any], where: str) -> Drop:
 
 
 def _fill(entry: dict[str, Any], where: str) -> Fill:
-    _known(entry, ("fill", "side"), where)
+    _known(entry, ("fill", "side", "like"), where)
+    if entry.get("like") not in (None, "only"):
+        raise MapError("like is wrong", expected="'only', or nothing", got=repr(entry["like"])[:60], where=where)
     fill = entry["fill"]
     if not isinstance(fill, dict):
         raise MapError(
@@ -223,14 +245,14 @@ def _fill(entry: dict[str, Any], where: str) -> Fill:
             )
     if beside is None and (shape is None or dtype is None):
         raise MapError("what is made up beside nothing needs a shape and a type", got=name.text, where=where)
-    return Fill(
-        name, beside, None if shape is None else tuple(shape), dtype, value, _side(entry, "right", where), where
-    )
+    side, lengths = _side(entry, "right", where), None if shape is None else tuple(shape)
+    return Fill(name, beside, lengths, dtype, value, side, where, "like" in entry)
 
 
 def _axes(
     table: object, equations: list[EquationRule], config: Mapping[str, object] | None, where: str
 ) -> dict[str, int]:
+    """Return the lengths of axes; without a configuration, not of those that are computed from it."""
     where = f"{where}, [axes]"
     if not isinstance(table, dict):
         raise MapError("[axes] is no table", got=str(table)[:60], where=where)
@@ -247,11 +269,10 @@ def _axes(
         if isinstance(value, str):
             try:
                 value = evaluated(value, config)
+            except ConfigurationNeeded:
+                continue
             except ExpressionProblem as error:
-                remedy = "" if config is not None else "give the model's configuration (--config config.json)"
-                raise MapError(
-                    f"the length of {name!r} cannot be computed", got=str(error), where=where, remedy=remedy
-                ) from None
+                raise MapError(f"the length of {name!r} cannot be computed", got=str(error), where=where) from None
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < _MAX_AXIS:
             raise MapError(
                 f"{name!r} in [axes] is no length", expected="a positive integer", got=str(value)[:60], where=where

@@ -55,7 +55,7 @@ def solved(dimensions: Sequence[Dimension], known: Sizes) -> dict[str, int]:
     known: those that are known, which may be of other axes too. Raises SizesProblem if the dimensions contradict each
     other or do not tell an axis.
     """
-    sizes = dict(known)
+    sizes = {**known, **dict(_multiples(dimensions, known))}
     for dimension in dimensions:
         for name in _unpadded_names(dimension.product):
             if name not in sizes:
@@ -80,6 +80,19 @@ def solved(dimensions: Sequence[Dimension], known: Sizes) -> dict[str, int]:
             )
         waiting = undetermined
     return sizes
+
+
+def _multiples(dimensions: Sequence[Dimension], known: Sizes) -> Iterator[tuple[str, int]]:
+    """Yield the multiples that dimensions are padded up to, where these are padding and what is padded is known.
+
+    The dimension itself is a multiple that explains its length.
+    """
+    for dimension in dimensions:
+        if len(dimension.product) != 1 or not isinstance(padded := dimension.product[0], Padded):
+            continue
+        is_known = all(name.isdecimal() or name in known for name in axes_of(padded.product))
+        if is_known and not padded.multiple.isdecimal() and padded.multiple not in known:
+            yield padded.multiple, dimension.length
 
 
 def _names(product: Product) -> Iterator[str]:

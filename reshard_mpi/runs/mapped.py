@@ -6,16 +6,20 @@ that. Nothing is read of it but its structure, and what a map says is equal or p
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from reshard_mpi.checkpoints import discovery
 from reshard_mpi.checkpoints.source import Extent, SourceCheckpoint
 from reshard_mpi.engine.files import Files
 from reshard_mpi.engine.regions import first_difference_of_tensors, first_nonzero
 from reshard_mpi.errors import MapError, ReshardError, UsageError
 from reshard_mpi.formats.dtypes import DType, numbers
-from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.formats.manifest import NEST, Manifest, shown_string
+from reshard_mpi.formats.nest import first_difference
+from reshard_mpi.mapping.likeness import Like
 from reshard_mpi.mapping.mapped import Choice, Equal, Mapped, applied
 from reshard_mpi.mapping.matching import Inventory, Kind
 from reshard_mpi.mapping.reading import read_rules
@@ -34,12 +38,14 @@ class TensorMap(NamedTuple):
     """What a request says of names, shapes and types.
 
     rules: None: every tensor keeps its name and shape. forward: the direction in which the rules are read; None: as the
-    names tell. digest: of the files that the rules come from; empty if there are none.
+    names tell. like: the checkpoint that the target is to be like. digest: of the files that the rules come from; empty
+    if there are none.
     """
 
     rules: Rules | None
     choice: Choice
     forward: bool | None
+    like: Like | None
     digest: str
 
     @classmethod
@@ -50,15 +56,32 @@ class TensorMap(NamedTuple):
         """
         if request.map is None:
             options = {"--config": request.config, "--forward": request.forward, "--reverse": request.reverse}
-            for option, given in options.items():
+            for option, given in (options | {"--like": request.like}).items():
                 if given:
                     raise UsageError(f"{option} belongs to a map", expected="--map FILE|NAME as well", got="no --map")
         if request.map is None and not (request.dtype or request.include or request.exclude):
             return None
         choice = Choice(request.include or None, request.exclude, tuple(map(_typed, request.dtype)))
         rules, digest = read_rules(request.map, request.config) if request.map is not None else (None, "")
+        like = None if request.like is None else _like(request.like)
         forward = request.forward if request.forward or request.reverse else None
-        return cls(rules, choice, forward, digest)
+        digest = digest if like is None else hashlib.sha256(repr((digest, like)).encode()).hexdigest()
+        return cls(rules, choice, forward, like, digest)
+
+
+def _like(path: str) -> Like:
+    """Read the names and shapes of a checkpoint."""
+    files = discovery.find_shards(path, role="checkpoint that the target is to be like")
+    plan = Conversion(SourceCheckpoint.open(files, None), unsharded()).plan(0, checked=False)
+    return Like(path, {spec.name: spec.global_shape for spec in plan.tensors.specs}, plan.strings.get(NEST))
+
+
+def _nested_like(strings: Mapping[str, str], like: Like | None) -> dict[str, str]:
+    """Return the strings of a checkpoint, nested as the target is to be."""
+    if like is None:
+        return dict(strings)
+    others = {name: text for name, text in strings.items() if name != NEST}
+    return others if like.nest is None else {**others, NEST: like.nest}
 
 
 def _typed(text: str) -> tuple[str, DType]:
@@ -179,7 +202,7 @@ class MappedCheckpoint(SourceCheckpoint):
         return plan._replace(
             moments=(*plan.moments, *whole.moments),
             absent=(*plan.absent, *whole.absent),
-            notes=(*whole.notes, *self._notes(mapped), *plan.notes),
+            notes=(*whole.notes, *self._notes(mapped), *self._nest_notes(whole), *plan.notes),
             alike=whole.alike,
             lost=whole.lost,
             warnings=(*whole.warnings, *plan.warnings),
@@ -199,10 +222,12 @@ class MappedCheckpoint(SourceCheckpoint):
                 for name, group in ((name, group) for group in plan.tensors.groups for name in group.names)
             }
             in_order = {name: inventory[name] for name in plan.tensors.specs.names}
-            mapped = applied(self.tensor_map.rules, self.tensor_map.choice, in_order, self.tensor_map.forward)
+            rules, choice, forward, like, _ = self.tensor_map
+            mapped = applied(rules, choice, in_order, forward, like)
             rank = min(plan.read_ranks, default=0)
             tensors = MappedTensors(self.files.path, mapped, plan.tensors, rank)
-            manifest = Manifest(self.files.path, self.files.format, tensors, plan.strings)
+            strings = _nested_like(plan.strings, like)
+            manifest = Manifest(self.files.path, self.files.format, tensors, strings)
             # What is left out of the original is told by its own plan.
             self._made = _Made(plan, in_order, mapped, manifest)
         return self._made
@@ -223,6 +248,18 @@ class MappedCheckpoint(SourceCheckpoint):
             elements = sum(size for _, size in dropped)
             names = _named([name for name, _ in dropped])
             yield f"{elements} elements of padding are dropped, whatever they hold: {names}"
+
+    def _nest_notes(self, whole: RankPlan) -> Iterator[str]:
+        """Yield what becomes of what is neither tensor nor text."""
+        like = None if self.tensor_map is None else self.tensor_map.like
+        own = whole.strings.get(NEST)
+        if like is None or like.nest == own:
+            return
+        if like.nest is None:
+            yield f"left out, since {like.path} has no such thing: {shown_string(NEST)}"
+        else:
+            where = first_difference(own, like.nest) or "how tensors are nested"
+            yield f"{shown_string(NEST)}: that of {like.path}, which differs from that of the source: {where}"
 
     def _require_equal(self, made: _Made) -> None:
         """Raise MapError if tensors of which one is taken for all differ."""

@@ -43,7 +43,8 @@ class Request(NamedTuple):
     size; None: the usual size. files: those of the target, for a run whose caller says which tensors each holds. map: a
     file, or the name of a map that comes with the program. forward, reverse: which way it is read; neither: as the
     names tell. config: path of the model's configuration. dtype: `TYPE` or `GLOB=TYPE`, of which the last that matches
-    counts. include, exclude: globs of which one, and none, must match the names of the target's tensors.
+    counts. include, exclude: globs of which one, and none, must match the names of the target's tensors. like: path
+    of a checkpoint whose names and shapes the target is to have.
     """
 
     source: str
@@ -77,6 +78,7 @@ class Request(NamedTuple):
     dtype: tuple[str, ...] = ()
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
+    like: str | None = None
 
     @property
     def most_file_bytes(self) -> int:

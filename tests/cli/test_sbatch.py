@@ -168,7 +168,7 @@ GIVEN = (
 )
 
 
-MAPPED = ("--map", "--config", "--forward", "--reverse", "--dtype", "--include", "--exclude")
+MAPPED = ("--map", "--config", "--like", "--forward", "--reverse", "--dtype", "--include", "--exclude")
 
 
 @pytest.mark.parametrize("direction", ["--forward", "--reverse"])
@@ -182,6 +182,11 @@ def test_what_becomes_of_tensors_is_passed_on(tmp_path: Path, capsys: Capture, d
     )
     options = options_of(words_of(tmp_path, script_of(capsys, c, *given)))
     assert options == options_of(c.arguments("transform", *given, "--resume", "--part", "0/2"))
+
+
+def test_the_checkpoint_that_the_target_is_to_be_like_is_passed_on(tmp_path: Path) -> None:
+    asked = Request("src", "dst", map=f"{tmp_path}/map.toml", like="like it")
+    assert f"--like='{Path('like it').absolute()}'" in batch_script(asked, Plan((), "a source"), 2)
 
 
 @pytest.mark.parametrize("given", GIVEN)

@@ -1,0 +1,272 @@
+"""The maps that come with the program, against what they mean written down in numpy, in both directions."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from support.checkpoints import write_shard
+
+import reshard_mpi
+from reshard_mpi.errors import MapError
+from reshard_mpi.mapping.reading import shipped_maps
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Tensors = dict[str, Array]
+
+HIDDEN, HEADS, GROUPS, HEAD, FEED, VOCABULARY, LAYERS, EXPERTS = 8, 4, 2, 3, 10, 11, 3, 4
+CONFIG = {"num_attention_heads": HEADS, "num_key_value_heads": GROUPS, "vocab_size": VOCABULARY, "hidden_size": HIDDEN}
+
+
+class Weights:
+    """Arrays no two of whose elements are equal."""
+
+    def __init__(self) -> None:
+        self._next = 1
+
+    def __call__(self, *shape: int) -> Array:
+        size = int(np.prod(shape))
+        array = np.arange(self._next, self._next + size, dtype=np.float32).reshape(shape)
+        self._next += size
+        return array
+
+
+class Through(NamedTuple):
+    """A map, and where files are written."""
+
+    name: str
+    folder: Path
+
+    def __call__(self, source: Tensors, like: Tensors | None = None, **options: Any) -> Tensors:
+        write_shard(source, self.folder / "source.safetensors")
+        if like is not None:
+            write_shard(like, self.folder / "like.safetensors")
+            options["like"] = self.folder / "like.safetensors"
+        (self.folder / "config.json").write_text(json.dumps(CONFIG))
+        if options.pop("config", True):
+            options["config"] = self.folder / "config.json"
+        loaded = reshard_mpi.load_rank(0, self.folder / "source.safetensors", map=self.name, **options)
+        return {name: value for name, value in loaded.items() if not isinstance(value, str)}
+
+
+def assert_same(made: Tensors, expected: Tensors) -> None:
+    assert made.keys() == expected.keys()
+    for name, array in expected.items():
+        assert made[name].shape == array.shape and np.array_equal(made[name], array), name
+
+
+def llama(*, is_tied: bool = False, has_bias: bool = False) -> Tensors:
+    """Return the tensors of a Llama as transformers names them."""
+    weights, tensors = Weights(), {}
+    tensors["model.embed_tokens.weight"] = weights(VOCABULARY, HIDDEN)
+    for layer in range(LAYERS):
+        at = f"model.layers.{layer}."
+        for name, rows in (("q", HEADS * HEAD), ("k", GROUPS * HEAD), ("v", GROUPS * HEAD)):
+            tensors[f"{at}self_attn.{name}_proj.weight"] = weights(rows, HIDDEN)
+            if has_bias:
+                tensors[f"{at}self_attn.{name}_proj.bias"] = weights(rows)
+        tensors[f"{at}self_attn.o_proj.weight"] = weights(HIDDEN, HEADS * HEAD)
+        tensors[f"{at}mlp.gate_proj.weight"] = weights(FEED, HIDDEN)
+        tensors[f"{at}mlp.up_proj.weight"] = weights(FEED, HIDDEN)
+        tensors[f"{at}mlp.down_proj.weight"] = weights(HIDDEN, FEED)
+        tensors[f"{at}input_layernorm.weight"] = weights(HIDDEN)
+        tensors[f"{at}post_attention_layernorm.weight"] = weights(HIDDEN)
+    tensors["model.norm.weight"] = weights(HIDDEN)
+    if not is_tied:
+        tensors["lm_head.weight"] = weights(VOCABULARY, HIDDEN)
+    return tensors
+
+
+def padded(rows: Array, multiple: int) -> Array:
+    more = -len(rows) % multiple
+    return np.concatenate([rows, np.zeros((more, *rows.shape[1:]), rows.dtype)])
+
+
+def fused_by_group(query: Array, key: Array, value: Array) -> Array:
+    """Return what Megatron calls linear_qkv: for each group its queries, then its key, then its value."""
+    of_group = HEADS // GROUPS * HEAD
+    parts = []
+    for group in range(GROUPS):
+        parts.append(query[group * of_group : (group + 1) * of_group])
+        parts.append(key[group * HEAD : (group + 1) * HEAD])
+        parts.append(value[group * HEAD : (group + 1) * HEAD])
+    return np.concatenate(parts)
+
+
+def megatron(model: Tensors, *, is_tied: bool = False, multiple: int = 8, has_fused_norms: bool = True) -> Tensors:
+    """Return the tensors of a Llama as Megatron-Core has them."""
+    tensors = {"embedding.word_embeddings.weight": padded(model["model.embed_tokens.weight"], multiple)}
+    for layer in range(LAYERS):
+        at, to = f"model.layers.{layer}.", f"decoder.layers.{layer}."
+        for kind in ("weight", "bias"):
+            names = [f"{at}self_attn.{part}_proj.{kind}" for part in "qkv"]
+            if names[0] in model:
+                tensors[f"{to}self_attention.linear_qkv.{kind}"] = fused_by_group(*(model[name] for name in names))
+        tensors[f"{to}self_attention.linear_proj.weight"] = model[f"{at}self_attn.o_proj.weight"]
+        gate_and_up = [model[f"{at}mlp.{part}_proj.weight"] for part in ("gate", "up")]
+        tensors[f"{to}mlp.linear_fc1.weight"] = np.concatenate(gate_and_up)
+        tensors[f"{to}mlp.linear_fc2.weight"] = model[f"{at}mlp.down_proj.weight"]
+        first, second = model[f"{at}input_layernorm.weight"], model[f"{at}post_attention_layernorm.weight"]
+        if has_fused_norms:
+            tensors[f"{to}self_attention.linear_qkv.layer_norm_weight"] = first
+            tensors[f"{to}mlp.linear_fc1.layer_norm_weight"] = second
+        else:
+            tensors[f"{to}input_layernorm.weight"] = first
+            tensors[f"{to}pre_mlp_layernorm.weight"] = second
+    tensors["decoder.final_layernorm.weight"] = model["model.norm.weight"]
+    if not is_tied:
+        head = model.get("lm_head.weight", model["model.embed_tokens.weight"])
+        tensors["output_layer.weight"] = padded(head, multiple)
+    return tensors
+
+
+def with_equal_head(model: Tensors) -> Tensors:
+    return {**model, "lm_head.weight": model["model.embed_tokens.weight"]}
+
+
+@pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("has_fused_norms", [False, True], ids=["local", "transformer engine"])
+def test_llama_to_megatron_and_back(tmp_path: Path, has_bias: bool, has_fused_norms: bool) -> None:
+    through, model = Through("hf-llama-megatron", tmp_path), llama(has_bias=has_bias)
+    expected = megatron(model, has_fused_norms=has_fused_norms)
+    assert_same(through(model, like=expected), expected)
+    assert_same(through(expected), model)
+
+
+@pytest.mark.parametrize("ours", [False, True], ids=["head here", "tied here"])
+@pytest.mark.parametrize("theirs", [False, True], ids=["head there", "tied there"])
+def test_tied_heads(tmp_path: Path, ours: bool, theirs: bool) -> None:
+    through, tied = Through("hf-llama-megatron", tmp_path), llama(is_tied=True)
+    model = tied if ours else with_equal_head(tied)
+    other = megatron(tied, is_tied=theirs)
+    assert_same(through(model, like=other), other)
+    assert_same(through(other, like=model), model)
+
+
+def test_tied_heads_that_differ_are_refused(tmp_path: Path) -> None:
+    through, model = Through("hf-llama-megatron", tmp_path), llama()
+    with pytest.raises(MapError, match="one tensor is taken for several, and they differ"):
+        through(model, like=megatron(llama(is_tied=True), is_tied=True))
+    with pytest.raises(MapError, match="one tensor is taken for several, and they differ"):
+        through(megatron(model), like=llama(is_tied=True))
+
+
+def test_megatron_needs_the_configuration_and_the_padding(tmp_path: Path) -> None:
+    through, model = Through("hf-llama-megatron", tmp_path), llama()
+    with pytest.raises(MapError, match="'m' is"):
+        through(model)
+    with pytest.raises(MapError, match=r"--config config\.json"):
+        through(model, like=megatron(model), config=False)
+
+
+def mindformers(model: Tensors, *, is_joined: bool) -> Tensors:
+    """Return the tensors of a Llama as MindFormers has them. is_joined: with qkv_concat."""
+    tensors = {}
+    for name, array in model.items():
+        for old, new in (
+            ("embed_tokens.weight", "tok_embeddings.embedding_weight"),
+            *((f"self_attn.{part}_proj", f"attention.w{part}") for part in "qkvo"),
+            ("mlp.gate_proj", "feed_forward.w1"),
+            ("mlp.down_proj", "feed_forward.w2"),
+            ("mlp.up_proj", "feed_forward.w3"),
+            ("input_layernorm", "attention_norm"),
+            ("post_attention_layernorm", "ffn_norm"),
+            ("model.norm.", "model.norm_out."),
+        ):
+            name = name.replace(old, new)
+        tensors[name] = array
+    for layer in range(LAYERS) if is_joined else ():
+        at = f"model.layers.{layer}."
+        for kind in ("weight", "bias"):
+            if f"{at}attention.wq.{kind}" in tensors:
+                parts = [tensors.pop(f"{at}attention.w{part}.{kind}") for part in "qkv"]
+                tensors[f"{at}attention.w_qkv.{kind}"] = np.concatenate(parts)
+        parts = [tensors.pop(f"{at}feed_forward.w{part}.weight") for part in (1, 3)]
+        tensors[f"{at}feed_forward.w_gate_hidden.weight"] = np.concatenate(parts)
+    return tensors
+
+
+@pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("is_tied", [False, True], ids=["", "tied"])
+@pytest.mark.parametrize("is_joined", [False, True], ids=["apart", "joined"])
+def test_llama_to_mindformers_and_back(tmp_path: Path, is_joined: bool, is_tied: bool, has_bias: bool) -> None:
+    through, model = Through("hf-llama-mindformers", tmp_path), llama(is_tied=is_tied, has_bias=has_bias)
+    expected = mindformers(model, is_joined=is_joined)
+    if not is_joined:
+        assert_same(through(model, config=False), expected)
+    assert_same(through(model, like=expected, config=is_joined), expected)
+    assert_same(through(expected, config=is_joined), model)
+
+
+def mixture(gate: str, expert: str, parts: tuple[str, str, str]) -> tuple[Tensors, Tensors]:
+    """Return the same layers with experts apart, and stacked. parts: of an expert that are gate, up and down."""
+    weights, apart, stacked = Weights(), {}, {}
+    for layer in range(LAYERS):
+        at = f"model.layers.{layer}."
+        arrays = {part: weights(EXPERTS, *shape) for part, shape in zip(parts, [(FEED, HIDDEN)] * 2 + [(HIDDEN, FEED)])}
+        for number in range(EXPERTS):
+            for part, array in arrays.items():
+                apart[f"{at}{expert}.{number}.{part}.weight"] = array[number]
+        router = weights(EXPERTS, HIDDEN)
+        apart[f"{at}{gate}.weight"] = stacked[f"{at}mlp.gate.weight"] = router
+        gates, ups, downs = (arrays[part] for part in parts)
+        stacked[f"{at}mlp.experts.gate_up_proj"] = np.concatenate([gates, ups], axis=1)
+        stacked[f"{at}mlp.experts.down_proj"] = downs
+        apart[f"{at}norm.weight"] = stacked[f"{at}norm.weight"] = weights(HIDDEN)
+    return apart, stacked
+
+
+MIXTURES = [
+    ("hf-mixtral-stacked", mixture("block_sparse_moe.gate", "block_sparse_moe.experts", ("w1", "w3", "w2"))),
+    ("hf-qwen2-moe", mixture("mlp.gate", "mlp.experts", ("gate_proj", "up_proj", "down_proj"))),
+]
+
+
+@pytest.mark.parametrize(("name", "sides"), MIXTURES, ids=[name for name, _ in MIXTURES])
+def test_experts_stacked_and_back(tmp_path: Path, name: str, sides: tuple[Tensors, Tensors]) -> None:
+    through, (apart, stacked) = Through(name, tmp_path), sides
+    assert_same(through(apart), stacked)
+    assert_same(through(stacked), apart)
+
+
+@pytest.mark.parametrize(("name", "sides"), MIXTURES, ids=[name for name, _ in MIXTURES])
+@pytest.mark.parametrize(
+    "is_left_out",
+    [
+        lambda name: ".experts.3." in name,
+        lambda name: ".experts.1." in name,
+        lambda name: name.endswith((".3.w2.weight", ".3.down_proj.weight")),
+    ],
+    ids=["the last expert", "another expert", "a part of the last one"],
+)
+def test_left_out_experts_are_refused(
+    tmp_path: Path, name: str, sides: tuple[Tensors, Tensors], is_left_out: Callable[[str], bool]
+) -> None:
+    some = {name: array for name, array in sides[0].items() if not is_left_out(name)}
+    assert len(some) < len(sides[0])
+    with pytest.raises(MapError):
+        Through(name, tmp_path)(some)
+
+
+def test_layers_stacked_and_back(tmp_path: Path) -> None:
+    through, model = Through("layers-stacked", tmp_path), llama(has_bias=True)
+    expected = {name: array for name, array in model.items() if ".layers." not in name}
+    for name in [name.removeprefix("model.layers.0.") for name in model if name.startswith("model.layers.0.")]:
+        layers = [model[f"model.layers.{layer}.{name}"] for layer in range(LAYERS)]
+        expected[f"model.layers.{name}"] = np.stack(layers)
+    assert_same(through(model, config=False, forward=True), expected)
+    assert_same(through(expected, config=False), model)
+    with pytest.raises(MapError, match="can be read in both directions"):
+        through(model, config=False)
+
+
+def test_each_says_in_one_line_what_it_is() -> None:
+    assert len(shipped_maps()) >= 6
+    for name, path in shipped_maps().items():
+        description = tomllib.loads(path.read_text())["description"]
+        assert 0 < len(description) <= 100 and "\n" not in description, name
