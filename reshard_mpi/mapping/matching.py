@@ -127,11 +127,13 @@ def _place(missing: str | None) -> str:
 
 
 def _unmet(rules: Rules, inventory: Inventory, direction: Direction, like: Likeness | None) -> str | None:
-    """Return the place of an equation that applies nowhere in this direction, though it must; None if there is none."""
-    any_applies = False
-    for rule in rules.equations:
-        if rule.keeps_names or (like is None and direction.needs_like(rule)):
-            continue
+    """Return the place of an equation that applies nowhere in this direction, though it must; None if there is none.
+
+    An equation whose names are the same on both sides, or that only `like` can tell about, says nothing.
+    """
+    telling = [rule for rule in rules.equations if not rule.keeps_names and (like or not direction.needs_like(rule))]
+    any_applies = not telling
+    for rule in telling:
         source, target = direction.sides(rule)
         candidates = _candidates(source, rule, inventory)
         applies = any(
