@@ -132,7 +132,7 @@ def _unmet(rules: Rules, inventory: Inventory, direction: Direction, like: Liken
     An equation whose names are the same on both sides, or that only `like` can tell about, says nothing.
     """
     telling = [rule for rule in rules.equations if not rule.keeps_names and (like or not direction.needs_like(rule))]
-    any_applies = not telling
+    any_applies = all(rule.keeps_names for rule in rules.equations)
     for rule in telling:
         source, target = direction.sides(rule)
         candidates = _candidates(source, rule, inventory)
