@@ -24,10 +24,10 @@ from reshard_mpi.planning.parameters import Unlisted
 from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.processes.comm import MPIComm, SerialComm
 from reshard_mpi.runs.conversion import Conversion
-from reshard_mpi.runs.mapped import TensorMap, conversion_through
 from reshard_mpi.runs.outcome import Outcome
 from reshard_mpi.runs.progress import Silent, log
 from reshard_mpi.runs.request import Request
+from reshard_mpi.runs.through import through_map
 from reshard_mpi.runs.workers import Task, run_with_workers
 from reshard_mpi.sharding import strategy
 from reshard_mpi.sharding.placement import Strategy, unsharded
@@ -158,4 +158,4 @@ def conversion_of(
         raise UsageError("unlisted='drop' needs a list to go by", expected="a target strategy", got="None")
     checkpoint = SourceCheckpoint.open(files, source)
     conversion = Conversion(checkpoint, target, as_unlisted(unlisted), strict, replicas=as_replicas(replicas))
-    return conversion_through(TensorMap.read(Request("", "", **fields)), conversion)
+    return through_map(Request("", "", **fields), conversion)[0]

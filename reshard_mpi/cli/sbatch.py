@@ -11,9 +11,9 @@ import string
 from pathlib import Path
 from typing import NamedTuple
 
-from reshard_mpi.mapping.reading import map_path
 from reshard_mpi.planning.summary import Plan
 from reshard_mpi.runs.request import Request
+from reshard_mpi.runs.through import map_file
 from reshard_mpi.text import counted
 from reshard_mpi.units import MIB, format_bytes
 
@@ -127,8 +127,9 @@ def _sharing(target_ranks: int, tasks: int) -> str:
 
 def _command(request: Request, tasks: int) -> str:
     """Return the one command of the script. exec: signals reach the program itself."""
-    if request.map is not None:
-        request = request._replace(map=str(map_path(request.map)))
+    path = map_file(request)
+    if path is not None:
+        request = request._replace(map=str(path))
     lines = [f"exec reshard-mpi transform {_path(request.source)} {_path(request.target)}"]
     for option in PASSED_ON:
         given = getattr(request, option.field)

@@ -45,6 +45,11 @@ class Constant(NamedTuple):
     element: bytes
     where: str
 
+    @property
+    def shape(self) -> TargetShape:
+        """What it is made of: nothing."""
+        return TargetShape(self.kind.shape, (), (Box.whole(self.kind.shape),))
+
 
 class Equal(NamedTuple):
     """Tensors of which one is taken for all. where: the place of the equation in the map."""

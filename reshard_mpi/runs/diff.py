@@ -25,11 +25,11 @@ from reshard_mpi.planning.fit import drift_warning
 from reshard_mpi.planning.model import Copy, RankPlan, TensorPlan
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.conversion import LIMITS, Conversion
-from reshard_mpi.runs.mapped import TensorMap, conversion_through
 from reshard_mpi.runs.memory import RunMemory
 from reshard_mpi.runs.outcome import Checked, Failure, Outcome, agreed, attempt
 from reshard_mpi.runs.progress import Progress
 from reshard_mpi.runs.request import Request, Strategies
+from reshard_mpi.runs.through import through_map
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import unsharded
 
@@ -103,7 +103,7 @@ def _planned(
     given = None if request.dst_strategy is None else read.target
     sources = SourceCheckpoint.open(first_files, read.source), SourceCheckpoint.open(second_files, given)
     conversions = [Conversion(source, unsharded(), replicas=request.replicas) for source in sources]
-    conversions[0] = conversion_through(TensorMap.read(request), conversions[0])
+    conversions[0], _ = through_map(request, conversions[0])
     memory.on_giving_way(*(conversion.forget for conversion in conversions))
     peak_bytes, plans = 0, list[RankPlan]()
     warnings: list[str] = []

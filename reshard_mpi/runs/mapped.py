@@ -49,8 +49,8 @@ class TensorMap(NamedTuple):
     digest: str
 
     @classmethod
-    def read(cls, request: Request) -> TensorMap | None:
-        """Read the map that a request names; None if it leaves all tensors as they are.
+    def read(cls, request: Request) -> TensorMap:
+        """Read the map that a request names, and what it says of types and of which tensors are taken.
 
         Raises MapError if the map cannot be read, UsageError for options that do not belong together.
         """
@@ -59,8 +59,6 @@ class TensorMap(NamedTuple):
             for option, given in (options | {"--like": request.like}).items():
                 if given:
                     raise UsageError(f"{option} belongs to a map", expected="--map FILE|NAME as well", got="no --map")
-        if request.map is None and not (request.dtype or request.include or request.exclude):
-            return None
         choice = Choice(request.include or None, request.exclude, tuple(map(_typed, request.dtype)))
         rules, digest = read_rules(request.map, request.config) if request.map is not None else (None, "")
         like = None if request.like is None else _like(request.like)
@@ -101,10 +99,8 @@ class _Made(NamedTuple):
     manifest: Manifest
 
 
-def conversion_through(tensor_map: TensorMap | None, conversion: Conversion) -> Conversion:
-    """Return a conversion of what a map makes of the source; the same conversion if there is no map."""
-    if tensor_map is None:
-        return conversion
+def conversion_through(tensor_map: TensorMap, conversion: Conversion) -> Conversion:
+    """Return a conversion of what a map makes of the source."""
 
     def through(original: Conversion) -> SourceCheckpoint:
         return MappedCheckpoint.of(original, tensor_map)

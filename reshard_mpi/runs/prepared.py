@@ -13,15 +13,14 @@ from reshard_mpi.errors import ReshardError, UsageError
 from reshard_mpi.filesystem.paths import real_path, require_reachable
 from reshard_mpi.journal.records import RunIdentity
 from reshard_mpi.journal.targets import Journal, Unrecorded
-from reshard_mpi.mapping.reading import map_path
 from reshard_mpi.planning.filling import filled_files, strategy_of
 from reshard_mpi.planning.parameters import Unlisted
 from reshard_mpi.planning.ranks import check_target_rank
 from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.runs.division import assign
-from reshard_mpi.runs.mapped import TensorMap, conversion_through
 from reshard_mpi.runs.overlap import refuse_overlap
 from reshard_mpi.runs.request import Request, Strategies
+from reshard_mpi.runs.through import map_file, through_map
 from reshard_mpi.sharding.placement import Strategy
 
 # Planning takes a millisecond and a KiB for each, and no cluster has as many ranks.
@@ -75,19 +74,16 @@ class Run(NamedTuple):
             _refuse_overlap(request, files, name, ranks, strategies.target)
         before_shards(files.format)
         source = SourceCheckpoint.open(files, strategies.source, known_damage)
-        tensor_map = TensorMap.read(request)
-        conversion = conversion_through(
-            tensor_map,
-            Conversion(
-                source,
-                strategies.target,
-                request.unlisted,
-                request.strict,
-                replicas=request.replicas,
-                keeps_strings=traits.keeps_strings,
-                once=traits.is_folder,
-            ),
+        conversion = Conversion(
+            source,
+            strategies.target,
+            request.unlisted,
+            request.strict,
+            replicas=request.replicas,
+            keeps_strings=traits.keeps_strings,
+            once=traits.is_folder,
         )
+        conversion, map_digest = through_map(request, conversion)
         if traits.is_filled:
             before_filling(conversion, name)
             whole = conversion.plan(0, checked=False).tensors.specs
@@ -109,8 +105,7 @@ class Run(NamedTuple):
                 expected=" or ".join(f"--to {other}" for other in able),
                 got=f"targets in {name}",
             )
-        digest = None if tensor_map is None else tensor_map.digest or None
-        return cls(request, conversion, name, targets, strategies, digest)
+        return cls(request, conversion, name, targets, strategies, map_digest)
 
     def path(self, target_rank: int) -> Path:
         """Return the final path of one target shard: `rank_<r>/<prefix><r><ending>`, unless its format has others."""
@@ -126,8 +121,11 @@ class Run(NamedTuple):
 
     def _identity(self) -> RunIdentity:
         request = self.request
-        map_file = None if request.map is None else map_path(request.map)
-        files = {"src_strategy": request.src_strategy, "dst_strategy": request.dst_strategy, "map": map_file}
+        files = {
+            "src_strategy": request.src_strategy,
+            "dst_strategy": request.dst_strategy,
+            "map": map_file(request),
+        }
         source = self.conversion.source.files.path  # of several moments that lie there the one that was chosen
         is_filled = formats.by_name(self.format).TRAITS.is_filled
         return RunIdentity(

@@ -81,6 +81,12 @@ class Request(NamedTuple):
     like: str | None = None
 
     @property
+    def is_mapped(self) -> bool:
+        """Whether anything is said of names, shapes and types, or of which tensors are taken."""
+        said = (self.map, self.forward, self.reverse, self.config, self.like, self.dtype, self.include, self.exclude)
+        return any(said)
+
+    @property
     def most_file_bytes(self) -> int:
         """The most bytes of a file that is filled up to a size."""
         return _USUAL_FILE_BYTES if self.max_shard_size is None else min(self.max_shard_size, _MOST_FILE_BYTES)

@@ -21,13 +21,13 @@ from reshard_mpi.processes.governor.admission import Governor
 from reshard_mpi.runs.conversion import LIMITS, Conversion
 from reshard_mpi.runs.differences import where_it_differs
 from reshard_mpi.runs.division import assign
-from reshard_mpi.runs.mapped import TensorMap, conversion_through
 from reshard_mpi.runs.memory import RunMemory
 from reshard_mpi.runs.outcome import EXPECTED, Checked, Failure, Outcome, agreed
 from reshard_mpi.runs.progress import Progress
 from reshard_mpi.runs.projection import checking_bytes
 from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.selfcheck import Summing, check_shard, check_together
+from reshard_mpi.runs.through import through_map
 
 T = TypeVar("T")
 
@@ -66,12 +66,10 @@ def _verify_pair(
         source = SourceCheckpoint.open(files, read.source)
         target = SourceCheckpoint.open(target_files, None if request.dst_strategy is None else read.target)
         keeps_strings = formats.by_name(target_files.format).TRAITS.keeps_strings
-        conversion = conversion_through(
-            TensorMap.read(request),
-            Conversion(
-                source, target.strategy, request.unlisted, replicas=request.replicas, keeps_strings=keeps_strings
-            ),
+        conversion = Conversion(
+            source, target.strategy, request.unlisted, replicas=request.replicas, keeps_strings=keeps_strings
         )
+        conversion, _ = through_map(request, conversion)
         memory.on_giving_way(conversion.forget, target.forget)
         memory.to_plan(conversion, target_files.format, purpose, also_read=target)
         conversion.drifted_tensors(damaged_are_replaced=True, process=comm.rank, processes=comm.size)
