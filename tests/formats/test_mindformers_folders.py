@@ -102,6 +102,15 @@ def test_it_is_told_and_shown(tmp_path: Path) -> None:
 def test_every_file_is_verified_by_itself(tmp_path: Path) -> None:
     """They have no sums, but for MindSpore's checksum where it was asked for."""
     assert "keeps no sums" in run("verify", GOLDEN, code=3)
+    path = tmp_path / mindformers_file("model", 0, 1)
+    shutil.copy(GOLDEN.parent / "mindspore" / "with_crc.safetensors", path)
+    run("verify", tmp_path)
+    run("transform", tmp_path, tmp_path / "out", "--verify", "--jobs", "1")
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    run("verify", tmp_path, code=4)
+    assert "checksum" in run("transform", tmp_path, tmp_path / "again", "--verify", "--jobs", "1", code=3)
 
 
 # Random checkpoints
@@ -511,11 +520,13 @@ def test_processes_that_begin_while_the_next_moment_is_saved(
     found = moments.latest_in
 
     def found_later(path: str) -> moments.Latest | None:
+        latest = found(path)
         try:
             first.touch(exist_ok=False)
         except FileExistsError:
             (source / LATEST).write_text("3")
-        return found(path)
+            return found(path)
+        return latest
 
     monkeypatch.setattr(moments, "latest_in", found_later)
     strategy = tmp_path / "two.toml"
