@@ -364,6 +364,7 @@ _PLACE = b'[{"file_name": "a.safetensors"}]'
 INDICES = {
     "empty": b"",
     "no object": b"[]",
+    "no tensors": b'{"state_dict_metadata": {}, "storage_data": {}}',
     "cut short": b'{"state_dict_metadata": {"a": ' + _TENSOR,
     "more behind": b'{"state_dict_metadata": {}, "storage_data": {}} 1',
     "tensors twice": b'{"state_dict_metadata": {}, "state_dict_metadata": {}, "storage_data": {}}',
