@@ -374,11 +374,12 @@ def _require_all_files(files: ShardFiles) -> None:
     A folder that lists nothing looks complete without its last files: its tensors are then smaller.
     """
     count, said = len(files.shards), files.said_files
+    lying = f"{count}, the last of them {Path(files.shards[-1]).name}" if files.shards else "none"
     if said is not None and said != count:
         raise SourceError(
             "the checkpoint has not as many files as you say" if count < said else "the checkpoint has other files too",
             expected=f"{said} files (--src-files, source_files)",
-            got=f"{count}, the last of them {Path(files.shards[-1]).name}",
+            got=lying,
             where=files.path,
             remedy="copy the missing ones" if count < said else "remove what does not belong to it",
         )
@@ -386,7 +387,7 @@ def _require_all_files(files: ShardFiles) -> None:
         raise SourceError(
             f"nothing in a {formats.title(files.format)} tells whether its last files are missing",
             expected="--src-files N (source_files): how many files were saved, as a rule one for each rank that saved",
-            got=f"{count} files, the last of them {Path(files.shards[-1]).name}",
+            got=lying,
             where=files.path,
             remedy="look it up where it was saved: without its last files a model looks complete, and is smaller",
         )
