@@ -164,6 +164,9 @@ class SourceCheckpoint:
                     of_rank = f" on rank {rank}" if self.strategy.world_size > 1 else ""
                     yield f"{name} {kind.dtype} {list(kind.shape)}{of_rank}: as it is"
 
+    def check_values(self) -> None:
+        """Raise a ReshardError if values of tensors contradict what has been said of them."""
+
     def completed(self, plan: RankPlan, *, checked: bool) -> RankPlan:
         """Return the plan of a target with what there is to say of the checkpoint besides.
 

@@ -191,8 +191,7 @@ class MappedCheckpoint(SourceCheckpoint):
         if checked and not self._is_checked:
             made = self._opened()
             whole = self._conversion.checked(made.plan)
-            self._require_equal(made)
-            self._require_padding(made)
+            self.check_values()
             self._made, self._is_checked = made._replace(plan=whole), True
         whole, _, mapped, _ = self._opened()
         return plan._replace(
@@ -202,7 +201,14 @@ class MappedCheckpoint(SourceCheckpoint):
             alike=whole.alike,
             lost=whole.lost,
             warnings=(*whole.warnings, *plan.warnings),
+            left_out=(*whole.left_out, *plan.left_out),
         )
+
+    def check_values(self) -> None:
+        """Raise MapError if tensors of which one is taken for all differ, or padding holds anything but zeros."""
+        made = self._opened()
+        self._require_equal(made)
+        self._require_padding(made)
 
     @property
     def _conversion(self) -> Conversion:
@@ -224,7 +230,6 @@ class MappedCheckpoint(SourceCheckpoint):
             tensors = MappedTensors(self.files.path, mapped, plan.tensors, rank)
             strings = _nested_like(plan.strings, like)
             manifest = Manifest(self.files.path, self.files.format, tensors, strings)
-            # What is left out of the original is told by its own plan.
             self._made = _Made(plan, in_order, mapped, manifest)
         return self._made
 
@@ -258,7 +263,6 @@ class MappedCheckpoint(SourceCheckpoint):
             yield f"{shown_string(NEST)}: that of {like.path}, which differs from that of the source: {where}"
 
     def _require_equal(self, made: _Made) -> None:
-        """Raise MapError if tensors of which one is taken for all differ."""
         places = made.plan.tensors.places if made.mapped.equal else {}
         for equal in made.mapped.equal:
             tensors = [_tensor(made, places[name]) for name in equal.names]
@@ -283,7 +287,6 @@ class MappedCheckpoint(SourceCheckpoint):
         )
 
     def _require_padding(self, made: _Made) -> None:
-        """Raise MapError if padding that is not dropped holds anything but zeros."""
         places = made.plan.tensors.places if made.mapped.pads else {}
         for pads in made.mapped.pads:
             if pads.are_dropped:
