@@ -1,8 +1,8 @@
 """Which boxes of the tensors on one side of an equation are which boxes of the tensors on its other side.
 
-Blocks are paired (`blocks`), and both of a pair have the same axes. Axes that are the minor ones of a dimension on both sides stay within a box; each
-combination of all others is a pair of boxes of its own. So boxes are disjoint on either side, and cover it but for
-padding.
+Blocks are paired (`blocks`), and both of a pair have the same axes. Axes that are the minor ones of a dimension on both
+sides stay within a box; each combination of all others is a pair of boxes of its own. So boxes are disjoint on either
+side, and cover it but for padding.
 """
 
 from __future__ import annotations
