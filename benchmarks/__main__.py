@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-from benchmarks import conversion, forms, planning, scaling, startup, tensors, verification
+from benchmarks import conversion, forms, maps, planning, scaling, startup, tensors, verification
 from benchmarks.plot import draw, lacks_matplotlib
 from benchmarks.results import Results
 from benchmarks.targets import LARGE_MB, SMALL_MB
@@ -54,6 +54,11 @@ Takes checkpoints from one form to another: safetensors of 8 ranks to 4 beside M
 to a Hugging Face folder beside its unified_safetensors and torch's consolidation (CPU time); torch's distributed
 checkpoint to another mesh beside its own load and save, and to one file beside dcp_to_torch_save; then a larger
 checkpoint to each form beside `cp` of what was written.
+"""
+_MAPS = """\
+Takes a mixture of experts of 4 ranks through maps to 2: queries, keys, values and experts regrouped, all transposed,
+and all cast to bfloat16, each beside `cp`; then plans one rank of DeepSeek-V3 from Hugging Face's layout to experts
+stacked, from files without payloads.
 """
 _TENSORS = """\
 Reshards checkpoints of very many small tensors, float32 of 64 x 64, cut along rows over 4 ranks, into columns over 2:
@@ -105,6 +110,7 @@ def parser() -> argparse.ArgumentParser:
     _add_scaling(_command(commands, "scaling", "one file filled by several processes", _SCALING))
     _add_verification(_command(commands, "verification", "what --verify and verify cost", _VERIFICATION))
     _add_forms(_command(commands, "forms", "from one form of a checkpoint to another", _FORMS))
+    _add_maps(_command(commands, "maps", "other names, shapes and types", _MAPS))
     _add_tensors(_command(commands, "tensors", "checkpoints of very many small tensors", _TENSORS))
     return whole
 
@@ -252,6 +258,11 @@ def _add_forms(parser: argparse.ArgumentParser) -> None:
             )
         )
     )
+
+
+def _add_maps(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--megabytes", type=_positive, default=LARGE_MB, metavar="N", help="(default: %(default)s)")
+    parser.set_defaults(run=lambda options: maps.measure(options.megabytes, options.pairs, options.folder))
 
 
 def _add_tensors(parser: argparse.ArgumentParser) -> None:

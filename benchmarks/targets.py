@@ -100,6 +100,13 @@ TARGETS = {
     "forms.cp.torch": Target(Figure.TIME, 1.5, LARGE_MB),
     "forms.cp.dcp": Target(Figure.TIME, 1.5, LARGE_MB),
     "forms.memory": Target(Figure.PEAK, 200 * MIB),
+    # maps
+    "maps.regrouped": Target(Figure.TIME, 1.3, LARGE_MB),
+    "maps.turned": Target(Figure.TIME, 2.5, LARGE_MB),
+    "maps.cast": Target(Figure.TIME, 1.3, LARGE_MB),
+    "maps.plan": Target(Figure.SECONDS, 5.0),
+    "maps.plan.memory": Target(Figure.PEAK, 200 * MIB),
+    "maps.memory": Target(Figure.PEAK, 200 * MIB),
     # many tensors
     "tensors.ckpt": Target(Figure.SECONDS, 1.5),
     "tensors.torch": Target(Figure.FASTER, 20),

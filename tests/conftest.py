@@ -15,6 +15,7 @@ from types import CodeType, ModuleType
 
 import pytest
 from hypothesis import HealthCheck, settings
+from support.examples import QUICK
 from support.launch import MPI, MPI_NAMES, RankRun, find_mpi, run_ranks
 from support.slurm import Cluster, running_cluster
 
@@ -27,7 +28,7 @@ settings.register_profile("developer", deadline=None, suppress_health_check=[Hea
 settings.register_profile("ci", settings.get_profile("developer"), derandomize=True)
 _PROFILE = "ci" if os.environ.get("CI") else "developer"
 # The quick part of the suite looks at a few examples of each property.
-settings.register_profile("quick", settings.get_profile(_PROFILE), max_examples=20)
+settings.register_profile("quick", settings.get_profile(_PROFILE), max_examples=QUICK)
 settings.load_profile(_PROFILE)
 
 

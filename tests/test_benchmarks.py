@@ -108,10 +108,15 @@ class TestCommands:
         with_figures = {key for key, row in rows.items() if row["skipped"] is None}
         assert with_figures == {"forms.memory", *(key for key in rows if key.startswith("forms.cp."))}
 
-    def test_forms_beside_the_peers_that_are_installed(self, tmp_path: Path) -> None:
+    @pytest.mark.skipif(not (find_spec("torch") and find_spec("mindspore")), reason="the peers are not installed")
+    def test_forms_beside_the_peers(self, tmp_path: Path) -> None:
         rows = run_benchmark(tmp_path, "forms", "--megabytes", "1", "--large-megabytes", "1", "--pairs", "1")
-        if find_spec("torch") and find_spec("mindspore"):
-            assert {key: row["skipped"] for key, row in rows.items() if row["skipped"]} == {}
+        assert {key: row["skipped"] for key, row in rows.items() if row["skipped"]} == {}
+
+    def test_maps(self, tmp_path: Path) -> None:
+        rows = run_benchmark(tmp_path, "maps", "--megabytes", "1", "--pairs", "1")
+        assert set(rows) == keys("maps.")
+        assert all(row["skipped"] is None for row in rows.values())
 
     def test_scaling(self, tmp_path: Path) -> None:
         sizes = ["--megabytes", "1", "--processes", "1", "2"]
@@ -125,7 +130,7 @@ class TestCommands:
         assert all(row["skipped"] is None for row in rows.values())
 
     @pytest.mark.parametrize(
-        "name", ["conversion", "planning", "startup", "scaling", "verification", "tensors", "forms"]
+        "name", ["conversion", "planning", "startup", "scaling", "verification", "tensors", "forms", "maps"]
     )
     def test_help_names_every_option(self, name: str, capsys: Capture) -> None:
         with pytest.raises(SystemExit, match="0"):

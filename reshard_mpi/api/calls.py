@@ -10,6 +10,7 @@ from typing import Any
 from reshard_mpi import formats
 from reshard_mpi.api.plain import (
     plain_files,
+    plain_number_or_none,
     plain_path,
     plain_path_or_none,
     plain_text,
@@ -23,11 +24,10 @@ from reshard_mpi.planning.parameters import Unlisted
 from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.processes.comm import MPIComm, SerialComm
 from reshard_mpi.runs.conversion import Conversion
-from reshard_mpi.runs.mapped import conversion_through
-from reshard_mpi.runs.maps import TensorMap
 from reshard_mpi.runs.outcome import Outcome
 from reshard_mpi.runs.progress import Silent, log
 from reshard_mpi.runs.request import Request
+from reshard_mpi.runs.through import through_map
 from reshard_mpi.runs.workers import Task, run_with_workers
 from reshard_mpi.sharding import strategy
 from reshard_mpi.sharding.placement import Strategy, unsharded
@@ -107,7 +107,8 @@ def map_fields(
     refuse_both({"forward": forward, "reverse": reverse})
     return {
         "map": plain_path_or_none(map, "map"),
-        "forward": True if forward else False if reverse else None,
+        "forward": bool(forward),
+        "reverse": bool(reverse),
         "config": plain_path_or_none(config, "config"),
         "like": plain_path_or_none(like, "like"),
         "dtype": plain_texts(dtype, "dtype"),
@@ -116,10 +117,17 @@ def map_fields(
     }
 
 
-def found_shards(source: object, select: str | None, source_format: object) -> discovery.ShardFiles:
+def found_shards(
+    source: object, select: str | None, source_format: object, source_files: object = None
+) -> discovery.ShardFiles:
     path = plain_path(source, "source")
     require_reachable(path)
-    return discovery.find_shards(path, select, format_name=known_format(source_format, "source_format"))
+    return discovery.find_shards(
+        path,
+        select,
+        format_name=known_format(source_format, "source_format"),
+        file_count=plain_number_or_none(source_files, "source_files"),
+    )
 
 
 def listed_shards(files: object, name: str) -> discovery.ShardFiles:
@@ -150,4 +158,4 @@ def conversion_of(
         raise UsageError("unlisted='drop' needs a list to go by", expected="a target strategy", got="None")
     checkpoint = SourceCheckpoint.open(files, source)
     conversion = Conversion(checkpoint, target, as_unlisted(unlisted), strict, replicas=as_replicas(replicas))
-    return conversion_through(TensorMap.read(Request("", "", **fields)), conversion)
+    return through_map(Request("", "", **fields), conversion)[0]

@@ -58,6 +58,7 @@ def transform(
     prefix: str = formats.DEFAULT_PREFIX,
     select: str | None = None,
     source_format: str | None = None,
+    source_files: int | None = None,
     ranks: Iterable[int] | None = None,
     part: tuple[int, int] | None = None,
     resume: bool = False,
@@ -84,14 +85,15 @@ def transform(
     """Reshard the checkpoint `source` into the folder `target`, as `reshard-mpi transform` does with these options.
 
     The folder keeps a record of the run, so that it can be resumed, and is committed when all targets are complete.
-    source_format: read only files of this format, if there are several. ranks: the targets to make; None: all. part:
-    (i, n), share number i from 0 of n shares of them. max_shard_size: the most bytes of a file of format "hf", as "5GB"
-    (the default) or a number of bytes. map: path of a map, or the name of one that comes with the program; forward and
-    reverse: its direction, where names do not tell it; config: path of the model's configuration; like: of a checkpoint
-    whose names and shapes the target is to have. dtype: "TYPE" or "GLOB=TYPE", or several; include, exclude: globs of
-    names in the target. jobs: how many local processes, 1 or more. comm: an mpi4py communicator whose ranks share the
-    work instead; all of them must make the call, and get the same report. Raises a ReshardError before anything is
-    written if the transform is refused, and a TransformError if some targets could not be written.
+    source_format: read only files of this format, if there are several. source_files: how many files the source was
+    saved in, where nothing in it tells. ranks: the targets to make; None: all. part: (i, n), share number i from 0 of
+    n shares of them. max_shard_size: the most bytes of a file of format "hf", as "5GB" (the default) or a number of
+    bytes. map: path of a map, or the name of one that comes with the program; forward and reverse: its direction, where
+    names do not tell it; config: path of the model's configuration; like: of a checkpoint whose names and shapes the
+    target is to have. dtype: "TYPE" or "GLOB=TYPE", or several; include, exclude: globs of names in the target. jobs:
+    how many local processes, 1 or more. comm: an mpi4py communicator whose ranks share the work instead; all of them
+    must make the call, and get the same report. Raises a ReshardError before anything is written if the transform is
+    refused, and a TransformError if some targets could not be written.
     """
     begin = time.monotonic()
     request = Request(
@@ -102,7 +104,8 @@ def transform(
         prefix=plain_text(prefix, "prefix"),
         select=None if select is None else plain_text(select, "select"),
         source_format=known_format(source_format, "source_format"),
-        to=known_format(to, "to"),
+        source_files=plain_number_or_none(source_files, "source_files"),
+        to=None if to is None else formats.require_target(plain_text(to, "to")),
         ranks=None if ranks is None else tuple(plain_numbers(ranks, "ranks")),
         part=None if part is None else plain_share(part, "part"),
         resume=resume,
@@ -133,6 +136,7 @@ def plan(
     ranks: Iterable[int] | None = None,
     select: str | None = None,
     source_format: str | None = None,
+    source_files: int | None = None,
     unlisted: str = "follow",
     strict: bool = False,
     replicas: str = "sample",
@@ -148,11 +152,11 @@ def plan(
 ) -> Plan:
     """Return what a transform of `source` would do, writing nothing. ranks: the target ranks (None: all).
 
-    source_format: read only files of this format, if there are several. map to exclude: as in `transform`. memory, and
-    the log: as in `transform_checkpoints`. Raises a ReshardError if the transform would be refused.
+    source_format, source_files, map to exclude: as in `transform`. memory, and the log: as in `transform_checkpoints`.
+    Raises a ReshardError if the transform would be refused.
     """
     targets = None if ranks is None else plain_numbers(ranks, "ranks")
-    files = found_shards(source, select, source_format)
+    files = found_shards(source, select, source_format, source_files)
     allowed = plain_size(memory, "memory")
     fields = map_fields(map, forward, reverse, config, like, dtype, include, exclude)
     with RunMemory(lambda: Allowance.of(allowed, None, os.environ), SerialComm(), Silent().waiting) as allotted:
@@ -180,6 +184,7 @@ def verify(
     *,
     select: str | None = None,
     source_format: str | None = None,
+    source_files: int | None = None,
     unlisted: str = "follow",
     replicas: str = "sample",
     map: PathLike | None = None,
@@ -209,6 +214,7 @@ def verify(
         dst_strategy=plain_path_or_none(dst_strategy, "dst_strategy"),
         select=select,
         source_format=known_format(source_format, "source_format"),
+        source_files=plain_number_or_none(source_files, "source_files"),
         unlisted=as_unlisted(unlisted),
         recorded=False,
         memory=plain_size(memory, "memory"),
@@ -229,6 +235,7 @@ def diff(
     *,
     select: str | None = None,
     source_format: str | None = None,
+    source_files: int | None = None,
     replicas: str = "sample",
     map: PathLike | None = None,
     forward: bool = False,
@@ -245,10 +252,11 @@ def diff(
 ) -> None:
     """Compare two checkpoints: whether they hold the same tensors, whatever their formats, layouts and order of names.
 
-    A strategy of None means that the shards describe themselves, or are one full checkpoint. select, source_format: for
-    the files of the first one. map to exclude: as in `transform`, what becomes of the first one before it is compared.
-    replicas: as in `verify`. Raises DifferenceError for the first difference, with tensor,
-    element, values and places, and how many more there are; another ReshardError if the two cannot be compared.
+    A strategy of None means that the shards describe themselves, or are one full checkpoint. select, source_format,
+    source_files: for the files of the first one, as in `transform`. map to exclude: what becomes of the first one
+    before it is compared, as in `transform`. replicas: as in `verify`. Raises DifferenceError for the first difference,
+    with tensor, element, values and places, and how many more there are; another ReshardError if the two cannot be
+    compared.
     """
     request = Request(
         source=plain_path(first, "first"),
@@ -257,6 +265,7 @@ def diff(
         dst_strategy=plain_path_or_none(second_strategy, "second_strategy"),
         select=None if select is None else plain_text(select, "select"),
         source_format=known_format(source_format, "source_format"),
+        source_files=plain_number_or_none(source_files, "source_files"),
         recorded=False,
         memory=plain_size(memory, "memory"),
         max_active=plain_number_or_none(max_active, "max_active"),
@@ -276,6 +285,7 @@ def load_rank(
     *,
     select: str | None = None,
     source_format: str | None = None,
+    source_files: int | None = None,
     unlisted: str = "follow",
     replicas: str = "sample",
     map: PathLike | None = None,
@@ -297,7 +307,7 @@ def load_rank(
     if isinstance(source, Mapping):
         files = listed_shards(source, "source")
     else:
-        files = found_shards(source, select, source_format)
+        files = found_shards(source, select, source_format, source_files)
     fields = map_fields(map, forward, reverse, config, like, dtype, include, exclude)
     conversion = conversion_of(files, src_strategy, dst_strategy, unlisted, replicas=replicas, fields=fields)
     (rank_plan,), outcome = plan_together(conversion, [rank])

@@ -88,7 +88,7 @@ def transform_checkpoints(
     Raises a ReshardError before anything is written if the source cannot be transformed exactly (a BudgetError if it
     can never fit the memory), and a TransformError if some targets could not be written.
     """
-    formats.by_name(plain_text(output_format, "output_format"))
+    formats.require_target(plain_text(output_format, "output_format"))
     request = Request(
         source=plain_path(src_checkpoints_dir, "src_checkpoints_dir"),
         target=plain_path(dst_checkpoints_dir, "dst_checkpoints_dir"),

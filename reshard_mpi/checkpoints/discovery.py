@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from reshard_mpi import formats
+from reshard_mpi.checkpoints import moments
 from reshard_mpi.errors import DisagreementError, ShardError, SourceError, told
 from reshard_mpi.filesystem.paths import real_path
+from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.text import natural_key
 
 _RANK_FOLDER = re.compile(r"rank_(\d+)")
@@ -29,6 +31,9 @@ class ShardFiles(NamedTuple):
     path: what the user named. notes: what was chosen if there was a choice. picked: whether the caller named the files
     one by one, so that ranks without a file are not missing. warnings: on files whose rank is unknown. is_folder:
     whether an index lists the contents of the files, which make up one full checkpoint; their rank is then 0.
+    said_files: how many files were saved, if the caller says so. latest: the name of the folder, if a file beside it
+    names it as the latest of several. read: the structure of the first file, if it was read to learn whose it is, so
+    that it is parsed once.
     """
 
     path: str
@@ -38,23 +43,51 @@ class ShardFiles(NamedTuple):
     picked: bool = False
     warnings: tuple[str, ...] = ()
     is_folder: bool = False
+    said_files: int | None = None
+    latest: str = ""
+    read: Manifest | None = None
+
+    def locate(self, path: str, like: Manifest | None = None) -> Manifest:
+        """Read the structure of one of the files, unless it has been read. Raises as `Format.locate` does."""
+        if self.read is not None and self.read.path == path:
+            return self.read
+        return formats.by_name(self.format).locate(path, like)
+
+    @property
+    def shards(self) -> tuple[str, ...]:
+        """The paths of the files that hold tensors, without an index."""
+        paths = (path for paths in self.by_rank.values() for path in paths)
+        return tuple(path for path in paths if not self.is_folder or formats.name_of(path) is not None)
 
     def one_by_one(self) -> ShardFiles:
         """Return the files of a folder with an index, each as that of the target rank that it was written for."""
-        files = (path for path in self.by_rank[0] if formats.name_of(path))
-        ordered = sorted(files, key=lambda path: natural_key(Path(path).name))
+        ordered = sorted(self.shards, key=lambda path: natural_key(Path(path).name))
         return self._replace(by_rank={rank: (path,) for rank, path in enumerate(ordered)}, is_folder=False)
 
 
 def find_shards(
-    path: str, select: str | None = None, *, role: str = "source", format_name: str | None = None
+    path: str,
+    select: str | None = None,
+    *,
+    role: str = "source",
+    format_name: str | None = None,
+    file_count: int | None = None,
 ) -> ShardFiles:
     """Return the shard files under `path`: `rank_*` folders, one file, or loose files of one full checkpoint.
 
-    select: a glob that file names must match. role: what errors call the checkpoint, "source" or "target".
-    format_name: take only files of this format; one file is then of it whatever its ending. Raises SourceError where
-    there is nothing or no clear choice.
+    A folder that names the latest of the folders in it (`moments`) stands for that one. select: a glob that file names
+    must match. role: what errors call the checkpoint, "source" or "target". format_name: take only files of this
+    format; one file is then of it whatever its ending. file_count: how many files were saved, if the caller knows.
+    Raises SourceError where there is nothing or no clear choice.
     """
+    latest = moments.latest_in(path)
+    found = _found(path if latest is None else latest.path, select, role, format_name)
+    if latest is not None:
+        found = found._replace(notes=(latest.note, *found.notes), latest=Path(latest.path).name)
+    return found._replace(said_files=file_count)
+
+
+def _found(path: str, select: str | None, role: str, format_name: str | None) -> ShardFiles:
     given = Path(path)
     if given.is_file():
         name = format_name or formats.name_of(path)
@@ -93,12 +126,14 @@ def _require_index(name: str, folder: Path, path: str, role: str) -> None:
 
     The index is written last, so such files may be only a part of a checkpoint.
     """
-    index = formats.index_of(name)
-    if index is not None and name not in formats.names_of_folder(str(folder)):
+    if formats.folder_by_name(name) is not None and name not in formats.names_of_folder(str(folder)):
+        index = formats.index_of(name)
         raise SourceError(
-            f"the {role} has files of the format {name}, and no index of them",
-            expected=f"{index} beside them, which is written when all are complete",
-            got="files alone",
+            f"the {role} has files of the format {name}, and no index of them"
+            if index is not None
+            else f"the {role} has no files of the format {name}",
+            expected=f"{index} beside them, which is written when all are complete" if index else "all of its files",
+            got="files alone" if index is not None else "others",
             where=path,
             remedy="finish what writes them, or restore the index",
         )
@@ -132,7 +167,7 @@ def _indexed(path: str, folders: Mapping[int, Path], select: str | None, format_
         if format_name in (None, name) and (select is None or fnmatchcase(formats.index_of(name) or "", select))
     ]
     if len(names) > 1 or (names and folders and format_name is None):
-        lying = [f"{formats.index_of(name)} ({name})" for name in names]
+        lying = [f"{formats.index_of(name) or 'files'} ({name})" for name in names]
         raise SourceError(
             "two checkpoints lie together",
             expected="rank folders, or a folder with an index",
@@ -307,14 +342,16 @@ def _by_own_rank(files: ShardFiles) -> ShardFiles:
         return files
     ranks: dict[int, str] = {}
     warnings = []
+    first: Manifest | None = None
     for path in files.by_rank[0]:
         try:
-            identity = formats.by_name(files.format).locate(path).identity
+            found = formats.by_name(files.format).locate(path)
         except (ShardError, OSError) as error:
             warnings.append(f"whose shard {path} is cannot be told, so it is left out: {told(error)}")
             continue
+        first, identity = first or found, found.identity
         if identity is None:
-            return files
+            return files._replace(read=first)
         if identity.rank in ranks:
             raise SourceError(
                 "two shards say they are the same rank",
@@ -325,9 +362,8 @@ def _by_own_rank(files: ShardFiles) -> ShardFiles:
         ranks[identity.rank] = path
     if not ranks:
         return files
-    return ShardFiles(
-        files.path, files.format, {rank: (ranks[rank],) for rank in sorted(ranks)}, warnings=tuple(warnings)
-    )
+    by_rank = {rank: (ranks[rank],) for rank in sorted(ranks)}
+    return ShardFiles(files.path, files.format, by_rank, warnings=tuple(warnings), read=first)
 
 
 def _two_different(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard_mpi import formats
-from reshard_mpi.checkpoints import discovery
+from reshard_mpi.checkpoints import discovery, moments
 from reshard_mpi.checkpoints.siblings import in_its_rank
 from reshard_mpi.errors import ReshardError, SourceError, StrategyError
 from reshard_mpi.formats.columns import TensorEntry
@@ -23,6 +23,7 @@ from reshard_mpi.units import format_bytes
 
 # Of a string so many characters are shown to people.
 _MAX_SHOWN = 200
+_MAY_LACK_FILES = "nothing in it tells whether its last files are missing: tensors may be larger than what is here"
 
 
 def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -46,15 +47,13 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
     except SourceError:
         if state:
             return {"kind": "run", "path": name, **state}
-        if any(Path(name).glob("rank_*")):
+        if any(Path(name).glob("rank_*")) or Path(name, moments.TRACKER).exists():
             raise
         return _strategy(name)
     if not Path(name).is_file():
         return {**_checkpoint(in_its_rank(files)), **state}
-    format_name = formats.name_of(name)
-    assert format_name is not None  # or find_shards would have raised
     try:
-        return {"kind": "shard", **_shard(formats.by_name(format_name).locate(name))}
+        return {"kind": "shard", **_shard(files.locate(name))}
     except ReshardError as shard_error:
         try:  # MindSpore's strategy files end in .ckpt too
             return _strategy(name)
@@ -63,11 +62,11 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _checkpoint(files: discovery.ShardFiles) -> dict[str, Any]:
-    module, folder_format = formats.by_name(files.format), formats.folder_by_name(files.format)
+    folder_format = formats.folder_by_name(files.format)
     if files.is_folder and folder_format is not None:
         shards = {0: [_shard(folder_format.open_folder(files.path))]}
     else:
-        shards = {rank: [_shard(module.locate(path)) for path in paths] for rank, paths in files.by_rank.items()}
+        shards = {rank: [_shard(files.locate(path)) for path in paths] for rank, paths in files.by_rank.items()}
     sizes_bytes = [shard["size_bytes"] for rank_shards in shards.values() for shard in rank_shards]
     return {
         "kind": "checkpoint",
@@ -75,7 +74,7 @@ def _checkpoint(files: discovery.ShardFiles) -> dict[str, Any]:
         "format": files.format,
         "ranks": len(shards),
         "size_bytes": sum(sizes_bytes),
-        "notes": list(files.notes),
+        "notes": [*files.notes, *([] if formats.by_name(files.format).TRAITS.tells_files else [_MAY_LACK_FILES])],
         "shards": shards,
     }
 

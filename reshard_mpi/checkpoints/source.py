@@ -24,6 +24,7 @@ from reshard_mpi.errors import (
     told,
 )
 from reshard_mpi.formats.columns import Tensors
+from reshard_mpi.formats.listed import ListedTensors
 from reshard_mpi.formats.manifest import NEST, Manifest, ShardIdentity
 from reshard_mpi.planning.losses import Lost, Missing
 from reshard_mpi.planning.model import RankPlan
@@ -43,7 +44,7 @@ class Extent(NamedTuple):
 
     tensors, kinds: the most tensors, and the most kinds of them, that one shard holds. decoding_bytes: the most memory
     that decoding one takes. is_native: whether all describe themselves. is_as_stored: whether all elements are read as
-    they are in the files, without numpy.
+    they are in the files, without numpy. pieces: the most pieces of tensors that an index lists.
     """
 
     tensors: int = 0
@@ -51,6 +52,7 @@ class Extent(NamedTuple):
     decoding_bytes: int = 0
     is_native: bool = True
     is_as_stored: bool = True
+    pieces: int = 0
 
     def including(self, shard: Manifest) -> Extent:
         return Extent(
@@ -59,6 +61,7 @@ class Extent(NamedTuple):
             max(self.decoding_bytes, shard.decoding_bytes),
             self.is_native and shard.identity is not None,
             self.is_as_stored and shard.is_as_stored,
+            max(self.pieces, shard.tensors.pieces if isinstance(shard.tensors, ListedTensors) else 0),
         )
 
 
@@ -85,6 +88,7 @@ class SourceCheckpoint:
         Raises SourceError or StrategyError where they do not belong together, and what is wrong with the first shard
         where none can be read, or none tells who else holds what it should.
         """
+        _require_all_files(files)
         if files.is_folder:
             if known_damage:  # its files are those of one rank, so no other has the same
                 raise known_damage[min(known_damage)].with_traceback(None)
@@ -118,6 +122,7 @@ class SourceCheckpoint:
                 )
             strategy = unsharded(files.path)
         if strategy.world_size == 1 and manifest.identity is None:
+            _require_no_part(manifest)
             files = require_full(files, manifest, said=said)
             if manifest.lacks_others:
                 warning = f"{manifest.path} was saved without what other ranks hold: tensors of theirs may be missing"
@@ -131,13 +136,12 @@ class SourceCheckpoint:
                 where=files.path,
                 remedy="give the strategy this checkpoint was saved with",
             )
-        return cls(files, strategy, {first: manifest}, _damage=damage)
+        return cls(files._replace(read=None), strategy, {first: manifest}, _damage=damage)
 
     @property
     def described(self) -> str:
         """What it is, in a line: its format, files, ranks and tensors."""
-        paths = [path for paths in self.files.by_rank.values() for path in paths]
-        files = sum(formats.name_of(path) is not None for path in paths) if self.files.is_folder else len(paths)
+        files = len(self.files.shards)
         ranks, tensors = self.strategy.world_size, self.extent.tensors
         counts = [f"{files} {'file' if files == 1 else 'files'}"]
         counts += [f"{ranks} ranks"] if ranks > 1 else []
@@ -159,6 +163,9 @@ class SourceCheckpoint:
                     shown.add(name)
                     of_rank = f" on rank {rank}" if self.strategy.world_size > 1 else ""
                     yield f"{name} {kind.dtype} {list(kind.shape)}{of_rank}: as it is"
+
+    def check_values(self) -> None:
+        """Raise a ReshardError if values of tensors contradict what has been said of them."""
 
     def completed(self, plan: RankPlan, *, checked: bool) -> RankPlan:
         """Return the plan of a target with what there is to say of the checkpoint besides.
@@ -213,9 +220,14 @@ class SourceCheckpoint:
         return Lost(rank, error.where or self.files.by_rank[rank][0], told(error))
 
     def check_crc(self, rank: int) -> ReshardError | None:
-        """Check the files of `rank` against their own checksums, if they have any; return the first error."""
+        """Check the files of `rank` against their own checksums, if they have any; return the first error.
+
+        A file that is missing in a folder with an index has none: others may hold the same.
+        """
         module = formats.by_name(self.files.format)
         for path in self.files.by_rank[rank]:
+            if self.files.is_folder and not Path(path).exists():
+                continue
             try:
                 module.check_crc(path)
             except _DAMAGE as error:
@@ -325,8 +337,7 @@ def _locate(files: ShardFiles, rank: int, like: Manifest | None = None) -> Manif
     folder_format = formats.folder_by_name(files.format)
     if files.is_folder and folder_format is not None:
         return folder_format.open_folder(files.path)
-    module = formats.by_name(files.format)
-    manifests = [module.locate(path, like) for path in files.by_rank[rank]]
+    manifests = [files.locate(path, like) for path in files.by_rank[rank]]
     if len(manifests) == 1:
         return manifests[0]
     tensors = Tensors(files.path)
@@ -355,7 +366,46 @@ def _locate(files: ShardFiles, rank: int, like: Manifest | None = None) -> Manif
             )
     left_out = tuple(what for manifest in manifests for what in manifest.left_out)
     lacks_others = any(manifest.lacks_others for manifest in manifests)
-    return Manifest(files.path, files.format, tensors, strings, left_out=left_out, lacks_others=lacks_others)
+    part_of = next((manifest.part_of for manifest in manifests if manifest.part_of), "")
+    joined = Manifest(files.path, files.format, tensors, strings, left_out=left_out)
+    return joined._replace(lacks_others=lacks_others, part_of=part_of)
+
+
+def _require_all_files(files: ShardFiles) -> None:
+    """Raise SourceError if not so many files are there as the user says, or if nothing tells how many there should be.
+
+    A folder that lists nothing looks complete without its last files: its tensors are then smaller.
+    """
+    count, said = len(files.shards), files.said_files
+    lying = f"{count}, the last of them {Path(files.shards[-1]).name}" if files.shards else "none"
+    if said is not None and said != count:
+        raise SourceError(
+            "the checkpoint has not as many files as you say" if count < said else "the checkpoint has other files too",
+            expected=f"{said} files (--src-files, source_files)",
+            got=lying,
+            where=files.path,
+            remedy="copy the missing ones" if count < said else "remove what does not belong to it",
+        )
+    if said is None and files.is_folder and not formats.by_name(files.format).TRAITS.tells_files:
+        raise SourceError(
+            f"nothing in a {formats.title(files.format)} tells whether its last files are missing",
+            expected="--src-files N (source_files): how many files were saved, as a rule one for each rank that saved",
+            got=lying,
+            where=files.path,
+            remedy="look it up where it was saved: without its last files a model looks complete, and is smaller",
+        )
+
+
+def _require_no_part(manifest: Manifest) -> None:
+    """Raise SourceError if what is taken for a full checkpoint says that it is a part of one."""
+    if manifest.part_of:
+        raise SourceError(
+            f"a file is one part of {manifest.part_of}, and may hold slices",
+            expected="the folder with all parts",
+            got="a file by itself",
+            where=manifest.path,
+            remedy="give that folder as it was saved, without --select",
+        )
 
 
 def _described(manifest: Manifest) -> Strategy | None:

@@ -115,6 +115,8 @@ def parser() -> argparse.ArgumentParser:
     inspect = command("inspect", "show what a shard, a checkpoint folder or a strategy holds")
     inspect.add_argument("path", type=_path, metavar="PATH")
     inspect.add_argument("--json", action="store_true", help="print it as JSON")
+    guide = command("help", "show a page of the guide; without a topic, which pages there are")
+    guide.add_argument("topic", metavar="TOPIC", nargs="?", help="a page (default: the list of pages)")
     demo = command("demo", "make a small checkpoint of 8 ranks, reshard it to 4, and check every element")
     demo.add_argument(
         "folder", type=_path, metavar="DIR", nargs="?", help="where to leave its files (default: removed again)"
@@ -123,7 +125,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_conversion(parser: argparse.ArgumentParser) -> None:
-    source = "rank_* folders, one checkpoint file, loose files, or a folder with an index (hf, dcp)"
+    source = "rank_* folders, one checkpoint file, loose files, or a folder with an index (hf, dcp, mindformers)"
     parser.add_argument("source", type=_path, metavar="SRC", help=source)
     target = "folder for rank_<r>/<prefix><r>.<ending>; hf and dcp have their files in it"
     parser.add_argument("target", type=_path, metavar="DST", help=target)
@@ -132,7 +134,7 @@ def _add_conversion(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--select", metavar="GLOB", help="take only source files whose names match")
     _add_from(parser)
     _add_map(parser)
-    parser.add_argument("--to", choices=formats.NAMES, help="target format (default: the source's)")
+    parser.add_argument("--to", choices=formats.TARGETS, help="target format (default: the source's)")
     parser.add_argument(
         "--max-shard-size",
         type=_size,
@@ -237,6 +239,13 @@ def _add_from(parser: argparse.ArgumentParser, source: str = "SRC") -> None:
         choices=formats.NAMES,
         help=f"take only files of this format in {source} (default: what lies there, if it is of one)",
     )
+    parser.add_argument(
+        "--src-files",
+        dest="source_files",
+        type=_positive,
+        metavar="N",
+        help=f"how many files {source} was saved in: asked for where nothing in it tells (dcp-safetensors)",
+    )
 
 
 def _add_comparison(parser: argparse.ArgumentParser, source: str, sampled: str) -> None:
@@ -324,8 +333,6 @@ def request(options: argparse.Namespace) -> Request:
     # Most fields are called like their options.
     named = {field: value for field, value in vars(options).items() if field in Request._fields}
     named["target"] = options.target or options.source
-    if getattr(options, "reverse", False) or not named.get("forward", False):
-        named["forward"] = False if getattr(options, "reverse", False) else None
     for repeatable in ("dtype", "include", "exclude"):
         named[repeatable] = tuple(getattr(options, repeatable, ()))
     named["ranks"] = tuple(options.rank) if getattr(options, "rank", None) else None

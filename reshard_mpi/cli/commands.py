@@ -326,6 +326,13 @@ def _inspect(options: argparse.Namespace) -> int:
     return 0
 
 
+def _help(options: argparse.Namespace) -> int:
+    from reshard_mpi.cli.guide import page
+
+    show(page(options.topic))
+    return 0
+
+
 def _demo(options: argparse.Namespace) -> int:
     from reshard_mpi.cli.demo import run_demo
 
@@ -346,5 +353,6 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "verify": _verify,
     "diff": _diff,
     "inspect": _inspect,
+    "help": _help,
     "demo": _demo,
 }

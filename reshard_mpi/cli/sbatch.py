@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from reshard_mpi.planning.summary import Plan
 from reshard_mpi.runs.request import Request
+from reshard_mpi.runs.through import map_file
 from reshard_mpi.text import counted
 from reshard_mpi.units import MIB, format_bytes
 
@@ -44,6 +45,15 @@ PASSED_ON = (
     Option("--prefix", "prefix"),
     Option("--select", "select"),
     Option("--from", "source_format"),
+    Option("--src-files", "source_files"),
+    Option("--map", "map", is_path=True),
+    Option("--forward", "forward"),
+    Option("--reverse", "reverse"),
+    Option("--config", "config", is_path=True),
+    Option("--like", "like", is_path=True),
+    Option("--dtype", "dtype"),
+    Option("--include", "include"),
+    Option("--exclude", "exclude"),
     Option("--to", "to"),
     Option("--max-shard-size", "max_shard_size"),
     Option("--unlisted", "unlisted"),
@@ -117,14 +127,18 @@ def _sharing(target_ranks: int, tasks: int) -> str:
 
 def _command(request: Request, tasks: int) -> str:
     """Return the one command of the script. exec: signals reach the program itself."""
+    path = map_file(request)
+    if path is not None:
+        request = request._replace(map=str(path))
     lines = [f"exec reshard-mpi transform {_path(request.source)} {_path(request.target)}"]
     for option in PASSED_ON:
-        value = getattr(request, option.field)
-        if value is True:
-            lines.append(option.flag)
-        elif value is not None and value is not False:
-            text = _path(value) if option.is_path else _word(str(value))
-            lines.append(f"{option.flag}={text}")
+        given = getattr(request, option.field)
+        for value in given if isinstance(given, tuple) else (given,):
+            if value is True:
+                lines.append(option.flag)
+            elif value is not None and value is not False:
+                text = _path(value) if option.is_path else _word(str(value))
+                lines.append(f"{option.flag}={text}")
     again = [] if request.overwrite else ["--resume"]
     lines.append(" ".join([f'--part "$SLURM_ARRAY_TASK_ID/{tasks}"', *again, "--jobs 1"]))
     return " \\\n    ".join(lines)

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from reshard_mpi.engine.files import Files
-from reshard_mpi.engine.gather import gather, raw_dtype
+from reshard_mpi.engine.gather import gather
+from reshard_mpi.engine.placing import raw_dtype
 from reshard_mpi.formats.dtypes import to_numpy
 from reshard_mpi.planning.model import Limits, RankPlan
 

@@ -6,7 +6,7 @@ import errno
 import mmap
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -120,6 +120,23 @@ class Files:
                 self._read_rest(part.path, offset, vector, count)
             offset += length * len(vector)
 
+    def read_each(self, path: str, offset: int, step: int, places: Iterable[memoryview]) -> None:
+        """Fill each place from the file: the first from `offset` on, each next one from `step` bytes further on.
+
+        Raises ShardError if the bytes cannot be read.
+        """
+        descriptor, read = self._source(path), 0
+        for place in places:
+            try:
+                count = os.preadv(descriptor, [place], offset)
+            except OSError as error:
+                raise unreadable(path, error) from error
+            read += count
+            if count < len(place):  # interrupted by a signal, or the file ends
+                self.read_into(ByteRange(path, offset + count, len(place) - count), place[count:])
+            offset += step
+        self.traffic.requested_bytes += read
+
     def _read_rest(self, path: str, offset: int, places: Sequence[memoryview], done: int) -> None:
         """Read the bytes from `offset` on into `places`, of which the first `done` bytes have been read."""
         for place in places:
@@ -175,6 +192,23 @@ class Files:
             except OSError as error:
                 raise _about(error, part.path) from None
         self._wrote(part.length_bytes if moved_bytes is None else moved_bytes)
+
+    def write_each(self, path: str, offset: int, step: int, contents: Iterable[memoryview]) -> None:
+        """Write each content to the target, the first to `offset`, each next one `step` bytes further on.
+
+        Raises OSError.
+        """
+        written = 0
+        for content in contents:
+            try:
+                count = os.pwrite(self._target, content, offset)
+            except OSError as error:
+                raise _about(error, path) from None
+            written += count
+            if count < len(content):
+                self.write(ByteRange(path, offset + count, len(content) - count), content[count:])
+            offset += step
+        self._wrote(written)
 
     def copy(self, runs: ByteRuns, buffer: memoryview) -> None:
         """Copy runs of bytes: inside the kernel if the file systems can do that, else through `buffer`.

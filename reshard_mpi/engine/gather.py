@@ -7,35 +7,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
 from reshard_mpi.engine.files import Files, unreadable
 from reshard_mpi.engine.floats import convert
+from reshard_mpi.engine.placing import Array, assign, put, raw_dtype, source_view, strides_alone, swap, target_view
+from reshard_mpi.engine.regions import with_space
 from reshard_mpi.engine.stream import Stream
-from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.places import ByteRange, Constant, Converted, Decoded
 from reshard_mpi.planning.model import Copy, Limits
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strides import Strides
 from reshard_mpi.units import MIB
 
-Array = np.ndarray[Any, np.dtype[Any]]
-
-# If a region spans so many times its own size in the source, its runs are read one by one, unless they are too short.
-_FAR_APART = 4
+# If axes change places, runs of the source are read one by one, unless they are too short.
 _MIN_RUN_BYTES = 1024
+# So are long ones that go straight to their places, if the region spans so many times its own size.
+_MIN_RUN_APART_BYTES, _FAR_APART = 4096, 2
+
 
 # So much is read at a time to be converted. It stays in the processor's cache.
 _CONVERTED_BYTES = MIB // 2
-
-_UNSIGNED: dict[int, np.dtype[Any]] = {1: np.dtype("u1"), 2: np.dtype("u2"), 4: np.dtype("u4"), 8: np.dtype("u8")}
-
-
-def raw_dtype(dtype: DType) -> np.dtype[Any]:
-    """Return a numpy dtype of the element's size that copies bits without interpreting them."""
-    return _UNSIGNED.get(dtype.itemsize_bytes) or np.dtype((np.void, dtype.itemsize_bytes))
 
 
 def gather(files: Files, copy: Copy, out: Array, out_box: Box, limits: Limits) -> None:
@@ -49,25 +43,33 @@ def gather(files: Files, copy: Copy, out: Array, out_box: Box, limits: Limits) -
     if not copy.region.size:
         return
     if isinstance(source, Constant):
-        _target_view(out, copy.strides(out_box))[...] = np.frombuffer(source.element, out.dtype)[0]
+        target_view(out, copy.strides(out_box))[...] = np.frombuffer(source.element, out.dtype)[0]
+        return
+    if isinstance(source, Decoded):
+        for part, decoded in _decoded(files, copy, source, limits):
+            put(decoded.view(out.dtype).reshape(-1), part, out, out_box)
+        return
+    places = copy.strides(out_box)
+    if places.is_turned and _is_in_long_runs(copy):
+        _gather_turned(files, copy, out, out_box, limits)
         return
     if isinstance(source, Converted):
         _gather_converted(files, copy, source, out, out_box, limits)
         return
-    if isinstance(source, Decoded):
-        for part, decoded in _decoded(files, copy, source, limits):
-            _put(decoded.view(out.dtype).reshape(-1), part, out, out_box)
-        return
-    itemsize = out.dtype.itemsize
-    flat = memoryview(out.reshape(-1).view(np.uint8).data)
     stored = copy.source.stored
     assert stored is not None
-    stream = Stream(stored)
-    if _is_far_apart(copy, out_box, itemsize):
-        _gather_runs(files, stream, copy, out, out_box)
-        if source.swapped:
-            _swap(out, copy.strides(out_box), copy.source.dtype)
-        return
+    if _is_read_singly(places, out.itemsize):
+        _read_runs(files, Stream(stored), places, memoryview(out.reshape(-1).view(np.uint8).data), out.itemsize)
+    else:
+        _gather_windows(files, Stream(stored), copy, out, out_box, limits)
+    if source.swapped:
+        swap(out, places, copy.source.dtype)
+
+
+def _gather_windows(files: Files, stream: Stream, copy: Copy, out: Array, out_box: Box, limits: Limits) -> None:
+    """Read a copy from windows, or straight where it is one run."""
+    itemsize = out.dtype.itemsize
+    flat = memoryview(out.reshape(-1).view(np.uint8).data)
     for strides, ranges in _readable(stream, copy, out_box, itemsize, limits.window_bytes):
         if strides.run_length == strides.size:
             offset = strides.target_offset * itemsize
@@ -76,11 +78,7 @@ def gather(files: Files, copy: Copy, out: Array, out_box: Box, limits: Limits) -
                 offset += byte_range.length_bytes
         else:
             with files.window(ranges[0], min(strides.size * itemsize, ranges[0].length_bytes)) as window:
-                elements = _source_view(window, out.dtype, strides)
-                _target_view(out, strides)[...] = elements
-                del elements  # a window with views into it cannot be unmapped
-    if source.swapped:
-        _swap(out, copy.strides(out_box), copy.source.dtype)
+                assign(target_view(out, strides), source_view(window, out.dtype, strides))
 
 
 def gather_into(files: Files, copy: Copy, block: Box, buffer: memoryview, limits: Limits) -> None:
@@ -90,50 +88,57 @@ def gather_into(files: Files, copy: Copy, block: Box, buffer: memoryview, limits
     gather(files, copy, array, block, limits)
 
 
-def _source_view(window: memoryview, dtype: np.dtype[Any], strides: Strides) -> Array:
-    """Return a view of the copied elements, in the order of the target; the first of them must begin the window."""
-    shape = tuple(length for length, _, _ in strides.dimensions)
-    return np.ndarray(shape, dtype, window, 0, tuple(step * dtype.itemsize for _, step, _ in strides.dimensions))
-
-
-def _target_view(out: Array, strides: Strides) -> Array:
-    """Return a view of the places in `out` where the copied elements go."""
-    shape, itemsize = tuple(length for length, _, _ in strides.dimensions), out.dtype.itemsize
-    steps = tuple(step * itemsize for _, _, step in strides.dimensions)
-    return np.ndarray(shape, out.dtype, out, strides.target_offset * itemsize, steps)
-
-
-def _is_far_apart(copy: Copy, out_box: Box, itemsize: int) -> bool:
-    """Tell whether axes change places and the region's runs, not too short, lie far apart in the source."""
-    own = copy.source_strides
-    if own.source_span < _FAR_APART * copy.region.size or not copy.strides(out_box).is_turned:
+def _is_in_long_runs(copy: Copy) -> bool:
+    """Tell whether a region's runs in the source are long enough to be read one by one, and its axes turned then."""
+    entry, part = copy.source.unconverted, _InStoredOrder.of(copy)
+    if entry.stored is None:
         return False
-    return own.run_length * itemsize >= _MIN_RUN_BYTES
+    region = part.turned.region
+    own = Strides.between(region, part.turned.source_box, region, region, steps=part.steps)
+    return own.run_length * entry.dtype.itemsize_bytes >= _MIN_RUN_BYTES
 
 
-def _gather_runs(files: Files, stream: Stream, copy: Copy, out: Array, out_box: Box) -> None:
-    """Read the runs of a copy one by one, in the order of the source, and then put its elements in their places."""
-    itemsize = out.dtype.itemsize
-    content = memoryview(bytearray(copy.region.size * itemsize))
-    for runs in copy.source_strides.runs():
-        for number in range(runs.repeats):
-            source_offset = (runs.source_offset + number * runs.source_step) * itemsize
-            offset = (runs.target_offset + number * runs.target_step) * itemsize
-            for part in stream.parts(source_offset, runs.length * itemsize):
-                files.read_into(part, content[offset : offset + part.length_bytes])
-                offset += part.length_bytes
-    _put(np.frombuffer(content, out.dtype), copy, out, out_box)
+def _is_read_singly(places: Strides, itemsize: int) -> bool:
+    """Tell whether long runs follow one another, or lie so far apart that what is between them is not worth mapping."""
+    if places.run_length * itemsize < _MIN_RUN_APART_BYTES:
+        return False
+    return places.is_in_source_order or places.source_span >= _FAR_APART * places.size
 
 
-def _put(elements: Array, copy: Copy, out: Array, out_box: Box) -> None:
-    """Put the elements of a copy's region, row-major, in their places in `out`, which holds `out_box`."""
-    strides = _strides_alone(copy, out_box)
-    _target_view(out, strides)[...] = _source_view(elements.data, out.dtype, strides)
+def _gather_turned(files: Files, copy: Copy, out: Array, out_box: Box, limits: Limits) -> None:
+    """Read a copy in the order in which its elements lie, a part at a time, and then turn its axes."""
+    part, itemsize = _InStoredOrder.of(copy), out.itemsize
+    content = np.empty(0, out.dtype)
+    for block in part.turned.region.blocks(max(1, limits.window_bytes // 2 // itemsize)):
+        spaced = with_space(block, itemsize)
+        if spaced.size > len(content):
+            content = np.empty(spaced.size, out.dtype)
+        array = content[: spaced.size].reshape(spaced.shape)
+        gather(files, part.alone(block), array, spaced, limits)
+        turned = part.turned.taking(block)
+        strides = Strides.between(block, spaced, turned.target_region, out_box, turned.order)
+        assign(target_view(out, strides), source_view(content[strides.source_offset :].data, out.dtype, strides))
 
 
-def _strides_alone(copy: Copy, out_box: Box) -> Strides:
-    """Return the strides of a copy's elements in a row-major array of its region alone, and in one of `out_box`."""
-    return Strides.between(copy.region, copy.region, copy.target_region, out_box, copy.order)
+def _read_runs(files: Files, stream: Stream, strides: Strides, content: memoryview, itemsize: int) -> None:
+    """Read runs one by one to their places in `content`."""
+    for runs in strides.runs():
+        length, step, target_step = (count * itemsize for count in (runs.length, runs.source_step, runs.target_step))
+        first, start = runs.source_offset * itemsize, runs.target_offset * itemsize
+        begins = range(start, start + runs.repeats * target_step, target_step)
+        places = [content[begin : begin + length] for begin in begins]
+        part = stream.one_part(first, (runs.repeats - 1) * step + length)
+        if part is not None and step == length:
+            files.read_scattered(part, places)
+        elif part is not None:
+            files.read_each(part.path, part.offset_bytes, step, places)
+        else:
+            for place in places:
+                done = 0
+                for piece in stream.parts(first, length):
+                    files.read_into(piece, place[done : done + piece.length_bytes])
+                    done += piece.length_bytes
+                first += step
 
 
 def _readable(
@@ -186,15 +191,6 @@ def _read(source: Decoded, box: Box) -> Array:
         raise unreadable(source.path, error) from error
 
 
-def _swap(out: Array, strides: Strides, dtype: DType) -> None:
-    """Reverse the byte order of the copied elements in `out`; of a complex element, that of each part."""
-    itemsize, width = dtype.itemsize_bytes, dtype.part_bytes
-    shape = (*(length for length, _, _ in strides.dimensions), itemsize // width)
-    steps = (*(step * itemsize for _, _, step in strides.dimensions), width)
-    parts: Array = np.ndarray(shape, _UNSIGNED[width], out, strides.target_offset * itemsize, steps)
-    parts.byteswap(inplace=True)
-
-
 def _gather_converted(files: Files, copy: Copy, source: Converted, out: Array, out_box: Box, limits: Limits) -> None:
     """Read a copy in blocks, convert each while it is in the processor's cache, and put it in its place."""
     dtype, stored = copy.source.dtype, source.dtype
@@ -202,13 +198,13 @@ def _gather_converted(files: Files, copy: Copy, source: Converted, out: Array, o
     unconverted = copy._replace(source=copy.source._replace(dtype=stored, source=source.place))
     scratch, flat = np.empty(min(most_elements, copy.region.size), out.dtype), out.reshape(-1)
     for part, elements in _blocks(files, unconverted, most_elements, limits):
-        strides = _strides_alone(part, out_box)
+        strides = strides_alone(part, out_box)
         start, size = strides.target_offset, len(elements)
         is_one_run = strides.run_length == size
         converted = flat[start : start + size] if is_one_run else scratch[:size]
         files.traffic.too_large += convert(elements, stored, converted, dtype)
         if not is_one_run:
-            _put(converted, part, out, out_box)
+            put(converted, part, out, out_box)
 
 
 def _blocks(files: Files, copy: Copy, most_elements: int, limits: Limits) -> Iterator[tuple[Copy, Array]]:
@@ -224,24 +220,43 @@ def _blocks(files: Files, copy: Copy, most_elements: int, limits: Limits) -> Ite
                 yield part.taking(block), elements[done : done + block.size]
                 done += block.size
         return
-    axes = _axes_as_stored(copy)
-    order = copy.order or range(copy.region.ndim)
-    as_stored = copy._replace(
-        region=_turned(copy.region, axes), to=copy.target_region, order=tuple(axes.index(dim) for dim in order)
-    )
-    inverse = tuple(axes.index(dim) for dim in range(len(axes)))
+    as_stored = _InStoredOrder.of(copy)
     elements = np.empty(min(most_elements, copy.region.size), raw)
-    for block in as_stored.region.blocks(most_elements):
+    for block in as_stored.turned.region.blocks(most_elements):
         content = elements[: block.size]
-        alone = copy._replace(region=_turned(block, inverse), to=block, order=axes)
-        gather(files, alone, content.reshape(block.shape), block, limits)
-        yield as_stored.taking(block), content
+        gather(files, as_stored.alone(block), content.reshape(block.shape), block, limits)
+        yield as_stored.turned.taking(block), content
 
 
-def _axes_as_stored(copy: Copy) -> tuple[int, ...]:
-    """Return the axes of a source, the one along which elements are farthest apart first."""
-    steps, axes = copy.source.steps, range(copy.region.ndim)
-    return tuple(axes) if steps is None else tuple(sorted(axes, key=lambda axis: -steps[axis]))
+class _InStoredOrder(NamedTuple):
+    """A copy whose source has its axes in the order in which elements lie: those farthest apart come first.
+
+    copy: the copy as it was. axes: of its source, in that order. turned: the copy with its regions so turned, which is
+    good for nothing but to tell where its parts go. steps: along the turned axes; None: it is row-major.
+    """
+
+    copy: Copy
+    axes: tuple[int, ...]
+    turned: Copy
+    steps: tuple[int, ...] | None
+
+    @classmethod
+    def of(cls, copy: Copy) -> _InStoredOrder:
+        steps, axes = copy.source.steps, tuple(range(copy.region.ndim))
+        if steps is not None:
+            axes = tuple(sorted(axes, key=lambda axis: -steps[axis] if steps[axis] else -math.inf))
+        turned = copy._replace(
+            source_box=_turned(copy.source_box, axes),
+            region=_turned(copy.region, axes),
+            to=copy.target_region,
+            order=tuple(axes.index(dim) for dim in copy.order or range(copy.region.ndim)),
+        )
+        return cls(copy, axes, turned, None if steps is None else tuple(steps[axis] for axis in axes))
+
+    def alone(self, block: Box) -> Copy:
+        """Return the copy of a part of the turned region to the same place of an array with turned axes."""
+        inverse = tuple(self.axes.index(dim) for dim in range(len(self.axes)))
+        return self.copy._replace(region=_turned(block, inverse), to=block, order=self.axes)
 
 
 def _turned(box: Box, axes: tuple[int, ...]) -> Box:

@@ -9,6 +9,9 @@ from reshard_mpi.sharding.box import Box
 
 # Up to so many runs are read one by one, straight to their places; more are gathered by numpy from a mapped window.
 _FEW_RUNS = 32
+# Rows of an array in which axes change places lie so much farther apart than they are long. Without it, the elements of
+# a column would all fall on a few lines of the processor's cache where rows are as long as a power of two.
+_SPACE_BYTES = 64
 
 
 def takes_numpy(copy: Copy, place: Box, buffer_bytes: int) -> bool:
@@ -41,6 +44,13 @@ def fill(files: Files, copy: Copy, block: Box, buffer: memoryview, limits: Limit
     from reshard_mpi.engine.gather import gather_into
 
     gather_into(files, copy, block, buffer, limits)
+
+
+def with_space(box: Box, itemsize: int) -> Box:
+    """Return a box with some space behind each row, unless rows are short."""
+    if not box.ndim or (box.stop[-1] - box.start[-1]) * itemsize < _SPACE_BYTES:
+        return box
+    return Box(box.start, (*box.stop[:-1], box.stop[-1] + max(1, _SPACE_BYTES // itemsize)))
 
 
 def read_region(files: Files, copy: Copy, region: Box, buffer: memoryview, limits: Limits) -> None:

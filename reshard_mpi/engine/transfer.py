@@ -89,8 +89,8 @@ def _write_each(files: Files, parts: Iterator[_Part], target: Manifest, buffer: 
         if following is not None and following.span[0] == 0:
             _read_ahead(files, following.tensor, target.tensors[following.tensor.spec.name])
         tensor, too_large = part.tensor, files.traffic.too_large
-        if _is_turned(tensor, limits):
-            fill_tiles(files, tensor, part.place, part.span, buffer, limits)
+        if is_turned(tensor, limits):
+            fill_tiles(files, tensor, part.place, part.span, limits)
         elif _is_copied(tensor):
             _copy_runs(files, tensor, part.place, part.span, buffer)
         elif _is_scattered(tensor):
@@ -110,7 +110,7 @@ def are_many(tensors: PlannedTensors) -> bool:
 
 def is_gathered(tensor: TensorPlan, limits: Limits) -> bool:
     """Tell whether a tensor may be written through windows of its sources, with numpy."""
-    if _is_turned(tensor, limits):
+    if is_turned(tensor, limits):
         return True
     if _is_copied(tensor) or _is_scattered(tensor):
         return False
@@ -165,7 +165,7 @@ def _read(files: Files, limits: Limits, copy: Copy, block: Box, buffer: memoryvi
     fill(files, copy, block, buffer, limits)
 
 
-def _is_turned(tensor: TensorPlan, limits: Limits) -> bool:
+def is_turned(tensor: TensorPlan, limits: Limits) -> bool:
     """Tell whether axes change places in a tensor that is too large for the buffer."""
     if tensor.spec.size_bytes <= limits.buffer_bytes:
         return False

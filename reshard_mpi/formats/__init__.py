@@ -2,53 +2,99 @@
 
 from __future__ import annotations
 
+import os
+import re
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from reshard_mpi.errors import UsageError
 
 if TYPE_CHECKING:
     from reshard_mpi.formats.protocol import FolderFormat, Format
 
-# name -> (module, file name endings, names of files that mark a folder as one checkpoint, the index first). These are
-# here so that files and folders are recognized without importing a format's module. A file whose ending several formats
-# have is a shard of the first.
-_MODULES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
-    "ckpt": ("reshard_mpi.formats.ckpt", (".ckpt",), ()),
-    "hdf5": ("reshard_mpi.formats.hdf5", (".h5", ".hdf5"), ()),
-    "safetensors": ("reshard_mpi.formats.safetensors", (".safetensors",), ()),
-    "hf": (
+
+class _Form(NamedTuple):
+    """Where a format's module is, and how its files and folders are recognized without importing that.
+
+    suffixes: file name endings; a file whose ending several formats have is a shard of the first. marks: names of files
+    that mark a folder as one checkpoint, the index first; if `index_says`, only an index that has these bytes near its
+    beginning, since others use its name too. parts: the pattern of the names of a checkpoint's files, which mark their
+    folder as well. is_target: whether checkpoints of the format can be written.
+    """
+
+    module: str
+    suffixes: tuple[str, ...]
+    marks: tuple[str, ...] = ()
+    index_says: bytes = b""
+    parts: re.Pattern[str] | None = None
+    is_target: bool = True
+
+
+_FORMS = {
+    "ckpt": _Form("reshard_mpi.formats.ckpt", (".ckpt",)),
+    "hdf5": _Form("reshard_mpi.formats.hdf5", (".h5", ".hdf5")),
+    "safetensors": _Form("reshard_mpi.formats.safetensors", (".safetensors",)),
+    "hf": _Form(
         "reshard_mpi.formats.safetensors.huggingface",
         (".safetensors",),
         ("model.safetensors.index.json", "model.safetensors", "param_name_map.json"),
     ),
-    "dcp": ("reshard_mpi.formats.dcp", (".distcp",), (".metadata",)),
-    "torch": ("reshard_mpi.formats.torch", (".pt", ".pth", ".bin"), ()),
+    "dcp": _Form("reshard_mpi.formats.dcp", (".distcp",), (".metadata",)),
+    "torch": _Form("reshard_mpi.formats.torch", (".pt", ".pth", ".bin")),
+    "mindformers": _Form(
+        "reshard_mpi.formats.safetensors.mindformers",
+        (".safetensors",),
+        ("metadata.json",),
+        index_says=b'"state_dict_metadata"',
+        parts=re.compile(r".*-(model|opt)-\d{7}-\d{7}\.safetensors"),
+        is_target=False,
+    ),
+    "dcp-safetensors": _Form(
+        "reshard_mpi.formats.safetensors.torch_dcp",
+        (".safetensors",),
+        parts=re.compile(r"shard-\d{5,}-model-\d{5,}-of-\d{5,}\.safetensors"),
+        is_target=False,
+    ),
 }
-NAMES = tuple(_MODULES)
+NAMES = tuple(_FORMS)
+# Those of the formats that can be written.
+TARGETS = tuple(name for name, form in _FORMS.items() if form.is_target)
+_BEGINNING_BYTES = 4096
 # The format that the functions with MindSpore's names write by default.
 DEFAULT = "ckpt"
 # What names of target files begin with, unless the user says otherwise or their format has names of its own.
 DEFAULT_PREFIX = "checkpoint_"
-SUFFIXES = tuple(dict.fromkeys(suffix for _, suffixes, _ in _MODULES.values() for suffix in suffixes))
+SUFFIXES = tuple(dict.fromkeys(suffix for form in _FORMS.values() for suffix in form.suffixes))
 
 
 def by_name(name: str) -> Format:
-    """Return the format called `name`. Raises UsageError if there is none."""
-    if name not in _MODULES:
+    """Return the format called `name`. Raises UsageError if there is none.
+
+    One that is no target (`TARGETS`) has none of the functions that write.
+    """
+    if name not in _FORMS:
         raise UsageError("unknown checkpoint format", expected=" or ".join(NAMES), got=repr(name))
-    return cast("Format", import_module(_MODULES[name][0]))
+    return cast("Format", import_module(_FORMS[name].module))
+
+
+def require_target(name: str) -> str:
+    """Return the name of a format that can be written. Raises UsageError if it is not one."""
+    if name not in TARGETS:
+        problem = "checkpoints of this form are only read" if name in NAMES else "unknown checkpoint format"
+        raise UsageError(problem, expected=" or ".join(TARGETS), got=repr(name))
+    return name
 
 
 def name_of(path: str) -> str | None:
     """Return the name of the format whose file name endings `path` has; None if there is none."""
-    return next((name for name, (_, suffixes, _) in _MODULES.items() if path.endswith(suffixes)), None)
+    return next((name for name, form in _FORMS.items() if path.endswith(form.suffixes)), None)
 
 
 def index_of(name: str) -> str | None:
     """Return the name of the file that marks a folder as a checkpoint of the format; None if it has no such file."""
-    return next(iter(_MODULES[name][2]), None)
+    return next(iter(_FORMS[name].marks), None)
 
 
 def folder_by_name(name: str) -> FolderFormat | None:
@@ -59,7 +105,30 @@ def folder_by_name(name: str) -> FolderFormat | None:
 
 def names_of_folder(path: str) -> tuple[str, ...]:
     """Return the names of the formats a file of which marks the folder `path`."""
-    return tuple(name for name, (*_, marks) in _MODULES.items() if any(Path(path, mark).is_file() for mark in marks))
+    try:
+        names = os.listdir(path)  # noqa: PTH208 - of names alone
+    except OSError:  # a folder whose files may be opened, and not listed
+        names = [mark for form in _FORMS.values() for mark in form.marks]
+    return tuple(name for name, form in _FORMS.items() if _is_marked(path, names, form))
+
+
+def _is_marked(folder: str, names: Sequence[str], form: _Form) -> bool:
+    """Tell whether a folder is marked as a checkpoint of a form. names: of what lies in it."""
+    if form.parts is not None and any(map(form.parts.fullmatch, names)):
+        return True
+    there = (Path(folder, mark) for mark in form.marks if mark in names)
+    return any(path.is_file() and _begins_with(path, form.index_says) for path in there)
+
+
+def _begins_with(path: Path, content: bytes) -> bool:
+    """Tell whether a file can be read, and has these bytes near its beginning; any file has no bytes."""
+    if not content:
+        return True
+    try:
+        with path.open("rb") as stream:
+            return content in stream.read(_BEGINNING_BYTES)
+    except OSError:
+        return False
 
 
 def title(name: str) -> str:

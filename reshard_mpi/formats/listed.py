@@ -64,6 +64,11 @@ class ListedTensors(Tensors):
         self.numbers.append(tuple(piece.number for piece in pieces))
 
     @property
+    def pieces(self) -> int:
+        """How many pieces all tensors have together."""
+        return sum(map(len, self.numbers))
+
+    @property
     def files(self) -> tuple[Tensors, ...]:
         """The tensors of each file that has pieces."""
         by_identity = {id(tensors): tensors for pieces in self.lists for _, tensors in pieces}

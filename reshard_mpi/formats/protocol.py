@@ -18,6 +18,8 @@ NO_SUMS: Mapping[str, int] = {}
 class Format(Protocol):
     """Tells where the bytes of a shard are; never plans or moves payload bytes.
 
+    A format that is no target (`formats.TARGETS`) has no MODE, and none of the functions that write.
+
     NAME is the format's name in options and reports, SUFFIXES the file name endings that mark it. MODE: the permissions
     that a file has while it is written, before the user's mask. TRAITS: what it can do.
     """
@@ -77,7 +79,7 @@ class FolderFormat(Format, Protocol):
     """A format whose checkpoints are folders: files of any names, and an index that lists what lies in them.
 
     The index is the file that `formats.index_of` names; it is written last, when all others are complete. A folder may
-    also be told by a file that needs no index: `formats.name_of_folder`.
+    also be told by files that need no index: `formats.names_of_folder`.
     """
 
     def files_of(self, folder: str) -> tuple[str, ...]:

@@ -78,12 +78,17 @@ class Specs(Sequence[TensorSpec]):
 
 
 class ShardSpec(NamedTuple):
-    """A shard to be written, its tensors in file order. with_sums: whether it gets room for a sum of each tensor."""
+    """A shard to be written, its tensors in file order.
+
+    with_sums: whether it gets room for a sum of each tensor. elsewhere: names of tensors that its rank holds as well,
+    and that another file of the same checkpoint has.
+    """
 
     identity: ShardIdentity
     tensors: Sequence[TensorSpec]
     strings: Mapping[str, str]
     with_sums: bool = False
+    elsewhere: Sequence[str] = ()
 
     @property
     def specs(self) -> Specs:

@@ -33,7 +33,10 @@ class Traits(NamedTuple):
     place for sums of its tensors. keeps_strings: it has a place for strings. shares_blocks: large tensors are aligned
     so that file systems can share their blocks. is_folder: a checkpoint is a folder whose files an index lists (see
     `protocol.FolderFormat`). is_filled: a checkpoint is a full one, in files that are filled up to a size. sharded_as:
-    the format in which such a checkpoint is written instead if it is cut over ranks.
+    the format in which such a checkpoint is written instead if it is cut over ranks. written_as: the format in which
+    what is read is written, unless another one is asked for; None: the same. tells_files: whether a folder tells which
+    files it should have; if not, the user must say how many. unread_types: names of types that its own framework writes
+    and does not read again: they are taken over from shards of the same format alone.
     """
 
     costs: Costs
@@ -45,4 +48,7 @@ class Traits(NamedTuple):
     is_filled: bool = False
     keeps_strings: bool = True
     sharded_as: str | None = None
+    written_as: str | None = None
+    tells_files: bool = True
     title: str = ""
+    unread_types: tuple[str, ...] = ()

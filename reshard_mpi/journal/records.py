@@ -27,12 +27,13 @@ from reshard_mpi.units import format_bytes
 
 STATE = ".reshard_mpi"
 COMMIT_RECORD = "reshard.json"
-# Settings that are digests of strategies -> the names under which records keep their files.
-_STRATEGIES = {"src_strategy": "src_strategy_file", "dst_strategy": "dst_strategy_file"}
+# Settings that are digests of files -> the names under which records keep the files' paths.
+_FILES = {"src_strategy": "src_strategy_file", "dst_strategy": "dst_strategy_file", "map": "map_file"}
 # Settings -> the options of the command line that make them.
 _OPTIONS = {
     "src_strategy": "--src-strategy",
     "dst_strategy": "--dst-strategy",
+    "from": "--from",
     "select": "--select",
     "prefix": "--prefix",
     "unlisted": "--unlisted",
@@ -40,6 +41,10 @@ _OPTIONS = {
     "crc": "--crc",
     "sums_in_shards": "--verify",
     "max_shard_size": "--max-shard-size",
+    "map": "--map",
+    "dtype": "--dtype",
+    "include": "--include",
+    "exclude": "--exclude",
 }
 # Settings -> the checks of their values.
 SETTINGS: dict[str, Callable[[Any], Any]] = {
@@ -48,13 +53,19 @@ SETTINGS: dict[str, Callable[[Any], Any]] = {
     "dst_strategy": fields.optional(fields.digest),
     "select": fields.optional(fields.text),
     "prefix": lambda value: fields.text(value, 255),
-    "to": lambda value: fields.one_of(value, formats.NAMES),
+    "to": lambda value: fields.one_of(value, formats.TARGETS),
     "unlisted": fields.text,
     "strict": fields.flag,
     "crc": fields.flag,
     "sums_in_shards": fields.flag,
     "target_ranks": lambda value: fields.number(value, 1, _MAX_RANKS),
     "max_shard_size": lambda value: fields.number(value, 1, _MAX_TENSOR_BYTES),
+    "map": fields.optional(fields.digest),
+    "direction": fields.text,
+    "dtype": fields.text,
+    "include": fields.text,
+    "exclude": fields.text,
+    "map_file": fields.path,
     "src_strategy_file": fields.path,
     "dst_strategy_file": fields.path,
 }
@@ -79,12 +90,12 @@ class RunIdentity(NamedTuple):
     """Identifies a run by all that decides which bytes it writes.
 
     facts: plain JSON values by name (strategies' digests, source path, selection, prefix, format, options).
-    strategy_files: where the strategies were read from, by the names of their digests in `facts`; for messages only,
-    since a strategy that has been moved is the same.
+    files: where strategies and maps were read from, by the names of their digests in `facts`; for messages only, since
+    a file that has been moved is the same.
     """
 
     facts: Mapping[str, Any]
-    strategy_files: Mapping[str, str] = {}
+    files: Mapping[str, str] = {}
 
     @property
     def format(self) -> str:
@@ -103,7 +114,7 @@ class RunIdentity(NamedTuple):
     def differences(self, other: RunIdentity) -> tuple[str, str]:
         """Return, in words, the settings of this run that differ from those of `other`, and those of `other`."""
         names = sorted(name for name in {*self.facts, *other.facts} if self.facts.get(name) != other.facts.get(name))
-        same_file = {name for name in names if self.strategy_files.get(name) == other.strategy_files.get(name)}
+        same_file = {name for name in names if self.files.get(name) == other.files.get(name)}
         ours = [self._setting(name, " as it is now" * (name in same_file)) for name in names]
         theirs = [other._setting(name, " as it was then" * (name in same_file)) for name in names]
         return ", ".join(ours), ", ".join(theirs)
@@ -114,7 +125,7 @@ class RunIdentity(NamedTuple):
         return ", ".join(self._setting(name, "") for name, value in self.facts.items() if value)
 
     def _setting(self, name: str, state: str) -> str:
-        """Return one setting as on the command line. state: is added to a strategy file of the same name as another."""
+        """Return one setting as on the command line. state: is added to a file of the same name as another."""
         value, option = self.facts.get(name), _OPTIONS.get(name)
         if option is None:
             return f"{_WORDS.get(name, name)} {value}"
@@ -122,8 +133,8 @@ class RunIdentity(NamedTuple):
             return f"no {option}"
         if value is True:
             return option
-        if name in _STRATEGIES:
-            return f"{option} {self.strategy_files.get(name, 'FILE')}{state}"
+        if name in _FILES:
+            return f"{option} {self.files.get(name, 'FILE')}{state}"
         return f"{option} {value!r}"
 
     def as_text(self) -> str:
@@ -132,7 +143,7 @@ class RunIdentity(NamedTuple):
 
     def as_json(self) -> dict[str, Any]:
         """Return plain values by name."""
-        return {**self.facts, **{_STRATEGIES[name]: path for name, path in self.strategy_files.items()}}
+        return {**self.facts, **{_FILES[name]: path for name, path in self.files.items()}}
 
     @classmethod
     def recorded(cls, state: Path) -> RunIdentity | None:
@@ -148,8 +159,8 @@ class RunIdentity(NamedTuple):
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> RunIdentity:
         """Return what `as_json` made."""
-        files = {name: str(values[key]) for name, key in _STRATEGIES.items() if key in values}
-        return cls({name: value for name, value in values.items() if name not in _STRATEGIES.values()}, files)
+        files = {name: str(values[key]) for name, key in _FILES.items() if key in values}
+        return cls({name: value for name, value in values.items() if name not in _FILES.values()}, files)
 
 
 class Evidence(NamedTuple):

@@ -15,7 +15,7 @@ import contextlib
 import fcntl
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from reshard_mpi.errors import TargetError
 from reshard_mpi.filesystem.folders import Folder, close, closing, make_folders
 from reshard_mpi.filesystem.locks import Say, holders, open_lock, try_lock, wait_for_lock
 from reshard_mpi.filesystem.paths import described, require_replaceable
+from reshard_mpi.journal.leftovers import leftovers, remove_leftovers
 from reshard_mpi.journal.publication import (
     Publication,
     partial_path,
@@ -83,6 +84,9 @@ class Unrecorded:
 
     def is_verified(self, target_rank: int) -> bool:
         return False
+
+    def leftovers(self) -> Collection[str]:
+        return ()
 
     def begin(self, say: Say = lambda _: None) -> None:
         pass
@@ -195,10 +199,15 @@ class Journal:
         record = self._record(target_rank)
         return record is not None and bool(record.sums)
 
+    def leftovers(self) -> Collection[str]:
+        """Return the names of the files of an earlier run that `begin` removes, since --overwrite is given."""
+        return leftovers(self.folder, self.identity) if self._overwrite else ()
+
     def begin(self, say: Say = lambda _: None) -> None:
         """Create the folder and record the run in it; join the run if another process has begun it.
 
-        say: is told who is waited for. Raises TargetError as `check` does, and if the lock is held for too long.
+        Before that the `leftovers` of an earlier run are removed. say: is told who is waited for. Raises TargetError as
+        `check` does, and if the lock is held for too long.
         """
         make_folders(self.folder)
         run, path = run_path(self._state), self._state / _RUN_LOCK
@@ -209,6 +218,9 @@ class Journal:
         ):
             if wait_for_lock(lock, fcntl.LOCK_EX, path, say, _BEGIN_SECONDS, self._is_begun):
                 remove_stale(state, run.name)
+                if self.leftovers():
+                    withdraw(folder, (RunIdentity.recorded(self._state) or self.identity).format)
+                    remove_leftovers(folder, state, self.identity)
                 if read_json(run) is None or (self._overwrite and not self._is_begun()):
                     publish_text(state, run.name, self.identity.as_text())
         self.check()

@@ -40,6 +40,12 @@ class Affixes(NamedTuple):
         return name[len(self.before) : len(name) - len(self.behind)] or None
 
 
+def is_state(name: str, rules: Rules, inventory: Inventory, direction: Direction) -> bool:
+    """Tell whether a tensor is state that `rules.states` speak of; equations of parameters do not take it."""
+    known = (Affixes.of(direction.sides(rule)[0][0].name) for rule in rules.states)
+    return _parted(name, known, inventory) is not None
+
+
 def followed(
     rules: Rules,
     matches: Sequence[Match],

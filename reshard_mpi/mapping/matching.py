@@ -8,14 +8,8 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import MapError
 from reshard_mpi.formats.dtypes import DType
-from reshard_mpi.mapping.pairs import (
-    EquationProblem,
-    Geometry,
-    Pair,
-    Place,
-    TargetShape,
-    geometry,
-)
+from reshard_mpi.mapping.blocks import EquationProblem
+from reshard_mpi.mapping.pairs import Geometry, Pair, Place, TargetShape, geometry
 from reshard_mpi.mapping.rules import EquationRule, Rules
 from reshard_mpi.mapping.sizes import Dimension, SizesProblem, extent, solved
 from reshard_mpi.mapping.syntax import Term, axes_of, pads_of
@@ -127,11 +121,13 @@ def _place(missing: str | None) -> str:
 
 
 def _unmet(rules: Rules, inventory: Inventory, direction: Direction, like: Likeness | None) -> str | None:
-    """Return the place of an equation that applies nowhere in this direction, though it must; None if there is none."""
-    any_applies = False
-    for rule in rules.equations:
-        if rule.keeps_names or (like is None and direction.needs_like(rule)):
-            continue
+    """Return the place of an equation that applies nowhere in this direction, though it must; None if there is none.
+
+    An equation whose names are the same on both sides, or that only `like` can tell about, says nothing.
+    """
+    telling = [rule for rule in rules.equations if not rule.keeps_names and (like or not direction.needs_like(rule))]
+    any_applies = all(rule.keeps_names for rule in rules.equations)
+    for rule in telling:
         source, target = direction.sides(rule)
         candidates = _candidates(source, rule, inventory)
         applies = any(
@@ -266,7 +262,7 @@ def _match(
     made = known.get(cached)
     if made is None:
         try:
-            made = known[cached] = _geometry(rule, source, target, shapes, {**counts, **rules.axes}, counts, wanted)
+            made = known[cached] = _geometry(rule, source, target, shapes, rules.axes, counts, wanted)
         except (SizesProblem, EquationProblem) as error:
             first = [next(iter(names.values())) for names in held]
             raise MapError(
@@ -324,10 +320,15 @@ def _geometry(
     source: Sequence[Term],
     target: Sequence[Term],
     shapes: Sequence[tuple[int, ...]],
-    known: Mapping[str, int],
+    axes: Mapping[str, int],
     counts: Mapping[str, int],
     wanted: Sequence[tuple[int, ...]] | None,
 ) -> Geometry:
+    """Return what the equation comes to for these shapes of its source's terms.
+
+    axes: the lengths that the map gives. counts: those of the axes that names stand for. Raises SizesProblem or
+    EquationProblem.
+    """
     if source[0].dims is None:
         numbers = range(len(target))
         wholes = [shapes[0] if rule.copies else shapes[number] for number in numbers]
@@ -341,9 +342,9 @@ def _geometry(
         )
     dimensions = _dimensions(source, shapes)
     for axis, length in counts.items():
-        if known[axis] != length:
-            raise SizesProblem(f"there are {length} tensors for {axis!r}, not {known[axis]}")
-    sizes = solved(dimensions, known)
+        if axes.get(axis, length) != length:
+            raise SizesProblem(f"there are {length} tensors for {axis!r}, not {axes[axis]}")
+    sizes = solved(dimensions, {**axes, **counts})
     unknown = [name for name in _names(target) if name not in sizes]
     if unknown and wanted is not None:
         sizes = solved(_dimensions(target, wanted), sizes)

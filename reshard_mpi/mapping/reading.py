@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,6 +18,15 @@ _MAX_CONFIG_BYTES = 4 << 20
 def shipped_maps() -> dict[str, Path]:
     """Return the maps that come with the program, by name."""
     return {path.stem: path for path in sorted(_SHIPPED.glob("*.toml"))}
+
+
+def described_maps() -> dict[str, str]:
+    """Return what each map that comes with the program is for, by name."""
+    described = {}
+    for name, path in shipped_maps().items():
+        content = tomllib.loads(_text(path, MAX_BYTES, "the map"))
+        described[name] = str(content.get("description", ""))
+    return described
 
 
 def map_path(name: str) -> Path:

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
 from reshard_mpi.formats.dtypes import BY_NAME, DType
+from reshard_mpi.mapping.blocks import EquationProblem, check
 from reshard_mpi.mapping.expressions import ConfigurationNeeded, ExpressionProblem, evaluated
 from reshard_mpi.mapping.names import NamePattern, PatternProblem
-from reshard_mpi.mapping.pairs import EquationProblem, check
 from reshard_mpi.mapping.settings import Caution, Count, Number, caution_of, count_of, number_of
 from reshard_mpi.mapping.syntax import Equation, SyntaxProblem, Term, axes_of, pads_of, parse
 

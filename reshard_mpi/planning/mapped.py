@@ -7,17 +7,19 @@ of what it makes. Both together say where each part of a target comes from.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from reshard_mpi.formats.columns import ELSEWHERE, Kind, Tensors
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.places import Segments
 from reshard_mpi.formats.views import constant, converted
-from reshard_mpi.mapping.mapped import Mapped
-from reshard_mpi.mapping.pairs import TargetShape
 from reshard_mpi.planning.model import Group, PlannedTensors, Route, source_region, target_region
 from reshard_mpi.sharding.box import Box
+
+if TYPE_CHECKING:
+    from reshard_mpi.mapping.mapped import Mapped
+    from reshard_mpi.mapping.pairs import TargetShape
 
 _NOWHERE = Segments(())
 
@@ -57,17 +59,16 @@ class MappedTensors(Tensors):
         self._number_of_recipe: dict[tuple[object, ...], int] = {}
         self._places: list[Sequence[int]] = []
         self.recipe_of = array("I")
-        place_of: Mapping[str, tuple[int, int]] = {
-            name: (number, place) for number, group in enumerate(plan.groups) for place, name in enumerate(group.names)
-        }
+        place_of = plan.places
         for made in mapped.made:
             located = [place_of[made.sources[pair.source]] for pair in made.shape.pairs]
             groups = tuple(number for number, _ in located)
             recipe = _Recipe(made.dtype, made.shape, groups)
             self._add(made.name, recipe, (id(made.shape), made.dtype, groups), [place for _, place in located])
-        for name, (dtype, shape), element, _ in mapped.constants:
-            recipe = _Recipe(dtype, TargetShape(shape, (), (Box.whole(shape),)), (), element)
-            self._add(name, recipe, (dtype, shape, element), ())
+        for made_up in mapped.constants:
+            dtype, shape = made_up.kind
+            recipe = _Recipe(dtype, made_up.shape, (), made_up.element)
+            self._add(made_up.name, recipe, (dtype, shape, made_up.element), ())
 
     def _add(self, name: str, recipe: _Recipe, key: tuple[object, ...], places: Sequence[int]) -> None:
         number = self._number_of_recipe.setdefault(key, len(self._recipes))

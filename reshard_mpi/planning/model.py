@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from operator import eq
 from typing import NamedTuple, overload
 
@@ -185,6 +185,13 @@ class Group(NamedTuple):
         name = self.names[place]
         return TensorPlan(TensorSpec(name, *self.kind), tuple(route.copy(place, name) for route in self.routes))
 
+    def part(self, places: Sequence[int]) -> Group:
+        """Return the group of its tensors at these places."""
+        if len(places) == len(self.names):
+            return self
+        routes = (route._replace(numbers=array("I", map(route.numbers.__getitem__, places))) for route in self.routes)
+        return Group(self.kind, [self.names[place] for place in places], tuple(routes))
+
 
 class PlannedTensors(Sequence[TensorPlan]):
     """The tensors of one target in file order. They are kept in groups, since there may be a hundred thousand of them.
@@ -223,9 +230,26 @@ class PlannedTensors(Sequence[TensorPlan]):
         return self._place_in_group
 
     @property
+    def places(self) -> dict[str, tuple[int, int]]:
+        """For each tensor by name, the number of its group and its place in that."""
+        return {
+            name: (number, place) for number, group in enumerate(self.groups) for place, name in enumerate(group.names)
+        }
+
+    @property
     def specs(self) -> Specs:
         names = [self.groups[number].names[place] for number, place in zip(self.group_of, self.place_in_group)]
         return Specs(names, [group.kind for group in self.groups], self.group_of)
+
+    def without(self, names: Container[str]) -> PlannedTensors:
+        """Return all tensors but those of these names."""
+        kept = [[place for place, name in enumerate(group.names) if name not in names] for group in self.groups]
+        number_of = {number: new for new, number in enumerate(number for number, places in enumerate(kept) if places)}
+        groups = [self.groups[number].part(kept[number]) for number in number_of]
+        places = zip(self.group_of, self.place_in_group)
+        is_kept = (self.groups[number].names[place] not in names for number, place in places)
+        group_of = array("I", (number_of[number] for number, own in zip(self.group_of, is_kept) if own))
+        return PlannedTensors(groups, group_of)
 
     def __iter__(self) -> Iterator[TensorPlan]:
         return (self.groups[number].tensor(place) for number, place in zip(self.group_of, self.place_in_group))
@@ -298,6 +322,8 @@ class RankPlan(NamedTuple):
     step counters, and the tensors that stages of the target share. beginnings: of the loose tensors that should be the
     same in other targets. alike: copies that must be the same; compared at once for all targets of a process. lost:
     source shards that cannot be used. warnings: other things that were not taken from where they should have been.
+    elsewhere: tensors that belong here, but that another target of the same checkpoint writes: type and whole shape of
+    those that strategies place, by name.
     """
 
     target_rank: int
@@ -317,15 +343,24 @@ class RankPlan(NamedTuple):
     warnings: tuple[str, ...] = ()
     unplaced: frozenset[str] = frozenset()
     left_out: tuple[str, ...] = ()
+    elsewhere: Mapping[str, str | None] = {}
 
     @property
     def shard(self) -> ShardSpec:
-        return ShardSpec(self.identity, self.tensors.specs, self.strings)
+        return ShardSpec(self.identity, self.tensors.specs, self.strings, elsewhere=tuple(self.elsewhere))
+
+    def without(self, names: Collection[str]) -> RankPlan:
+        """Return the plan of a target that leaves these tensors to others."""
+        if not names:
+            return self
+        placed = self.placed
+        elsewhere = {name: placed.get(name) for group in self.tensors.groups for name in group.names if name in names}
+        return self._replace(tensors=self.tensors.without(names), elsewhere=elsewhere)
 
     @property
     def placed(self) -> dict[str, str]:
         """Type and whole shape of each tensor that strategies place here, by name; alike on all ranks of a stage."""
-        placed: dict[str, str] = {}
+        placed = {name: description for name, description in self.elsewhere.items() if description is not None}
         for kind, names, _ in self.tensors.groups:
             description = f"{kind.dtype.name} {list(kind.global_shape)}"
             placed.update((name, description) for name in names if name not in self.unplaced)

@@ -23,6 +23,7 @@ from reshard_mpi.planning.holes import hole, require_never_saved, stage_missing
 from reshard_mpi.planning.listed import PiecesOf, missing_files
 from reshard_mpi.planning.losses import Lost, named
 from reshard_mpi.planning.model import Group, Moment, PlannedTensors, RankPlan, Route
+from reshard_mpi.planning.once import is_writer
 from reshard_mpi.planning.parameters import Unlisted, everywhere, find_or_follow, is_dropped, listed_names
 from reshard_mpi.planning.ranks import wants
 from reshard_mpi.planning.replicas import Replicas, choose_holders, home_rank
@@ -187,6 +188,21 @@ class ShardPlanner:
                 *(missing for manifest in self._manifests.values() for missing in missing_files(manifest.tensors)),
             ),
             left_out=tuple(left_out_of(self._manifests)),
+        )
+
+    def written_elsewhere(self) -> frozenset[str]:
+        """Return the tensors whose pieces here another target rank writes, if each piece is to be written once."""
+        return frozenset(
+            name
+            for way in self._ways.values()
+            for name in way.names
+            if not is_writer(
+                self._rank,
+                name,
+                self._target_placements(name) or (way.layout.placement,),
+                way.layout.placement,
+                loose=not way.group.listed,
+            )
         )
 
     def _target_layout(self, name: str, group: SourceGroup) -> Layout | None:

@@ -50,9 +50,10 @@ class Conversion:
     """Plans target ranks and checks the source before anything is written.
 
     unlisted, strict, replicas: as the command line's options of these names. keeps_strings: whether the target format
-    has a place for strings. before_gathering: called before copies are compared with numpy, which takes more memory
-    than planning. original: where `source` is what a map makes of a checkpoint, the conversion of that to one full
-    checkpoint, and through: makes the source of it.
+    has a place for strings. once: whether the files of all targets make up one checkpoint, so that a piece that several
+    ranks hold is written by one of them. before_gathering: called before copies are compared with numpy, which takes
+    more memory than planning. original: where `source` is what a map makes of a checkpoint, the conversion of that to
+    one full checkpoint, and through: makes the source of it.
     """
 
     source: SourceCheckpoint
@@ -62,6 +63,7 @@ class Conversion:
     limits: Limits = LIMITS
     replicas: Replicas = Replicas.SAMPLE
     keeps_strings: bool = True
+    once: bool = False
     before_gathering: Callable[[], object] = lambda: None
     original: Conversion | None = None
     through: Callable[[Conversion], SourceCheckpoint] | None = None
@@ -97,7 +99,9 @@ class Conversion:
         if plan.strings and not self.keeps_strings:
             plan = self._without_strings(plan)
         plan = self.source.completed(plan, checked=checked)
-        return self.checked(plan) if checked else plan
+        if checked:
+            plan = self.checked(plan)
+        return plan.without(opened.planner.written_elsewhere()) if self.once else plan
 
     def checked(self, plan: RankPlan) -> RankPlan:
         """Return a plan with all that reading tensors of the source shows. Raises what `plan` raises."""
@@ -212,17 +216,14 @@ class Conversion:
         if self.has_even_targets:
             return dict.fromkeys(targets, 1)
         uneven = self._has_uneven_slices()
-        itemsizes = self._itemsizes_by_layout()
+        of_stage = self._itemsizes_by_stage()
         weights: dict[int, int] = {}
         by_stage: dict[int, int] = {}
         for target_rank in targets:
             stage = self.target.stage_of(target_rank)
             if uneven or stage not in by_stage:
-                by_stage[stage] = sum(
-                    itemsize * layout.box(target_rank).size
-                    for layout, itemsize in itemsizes.items()
-                    if stage in layout.placement.stages
-                )
+                itemsizes = of_stage.get(stage, {})
+                by_stage[stage] = sum(itemsize * layout.box(target_rank).size for layout, itemsize in itemsizes.items())
             weights[target_rank] = by_stage[stage]
         return weights
 
@@ -284,11 +285,11 @@ class Conversion:
             )
         return plan._replace(notes=(*plan.notes, *notes))
 
-    def _itemsizes_by_layout(self) -> dict[Layout, int]:
-        """Return, for each target layout, the sum of the element sizes of the tensors that have it.
+    def _itemsizes_by_stage(self) -> dict[int, dict[Layout, int]]:
+        """Return, for each target stage, its layouts, each with the sum of the element sizes of the tensors it is of.
 
-        The first shard of each stage tells which tensors there are. A tensor that does not fit its strategy is left
-        out; planning raises an error that names it.
+        The first shard of each stage of the source tells which tensors there are. A tensor that does not fit its
+        strategy is left out; planning raises an error that names it.
         """
         first = {rank: self.source.manifest(rank) for rank in self.source.stage_ranks().values()}
         tensors = SourceTensors(self.source.strategy, first)
@@ -299,7 +300,11 @@ class Conversion:
                 for placement in find_or_follow(self.target, name, partial(tensors.same_shape, name)):
                     layout = tensors.layout(placement, group.shape)
                     itemsizes[layout] = itemsizes.get(layout, 0) + group.dtype.itemsize_bytes
-        return itemsizes
+        by_stage: dict[int, dict[Layout, int]] = {}
+        for layout, itemsize in itemsizes.items():
+            for stage in layout.placement.stages:
+                by_stage.setdefault(stage, {})[layout] = itemsize
+        return by_stage
 
     def _strategy_table(self) -> str:
         if self._table is None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from reshard_mpi import formats
 from reshard_mpi.checkpoints import discovery
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.engine.files import Files
 from reshard_mpi.engine.regions import fill, first_difference_of_tensors
 from reshard_mpi.engine.sums import place_of
-from reshard_mpi.errors import DifferenceError
+from reshard_mpi.errors import DifferenceError, SourceError
 from reshard_mpi.formats.dtypes import numbers
 from reshard_mpi.formats.manifest import NEST
 from reshard_mpi.formats.nest import first_difference as first_nest_difference
@@ -24,12 +25,11 @@ from reshard_mpi.planning.fit import drift_warning
 from reshard_mpi.planning.model import Copy, RankPlan, TensorPlan
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.conversion import LIMITS, Conversion
-from reshard_mpi.runs.mapped import conversion_through
-from reshard_mpi.runs.maps import TensorMap
 from reshard_mpi.runs.memory import RunMemory
 from reshard_mpi.runs.outcome import Checked, Failure, Outcome, agreed, attempt
 from reshard_mpi.runs.progress import Progress
 from reshard_mpi.runs.request import Request, Strategies
+from reshard_mpi.runs.through import through_map
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import unsharded
 
@@ -87,13 +87,23 @@ def _planned(
     named = (request.src_strategy, request.dst_strategy) if strategies is None else ()
     memory.to_open(named, purpose)
     read = strategies or Strategies.read(request)
-    first_files = discovery.find_shards(request.source, request.select, format_name=request.source_format)
+    first_files = discovery.find_shards(
+        request.source, request.select, format_name=request.source_format, file_count=request.source_files
+    )
     second_files = discovery.find_shards(request.target, role="other")
+    if not formats.by_name(second_files.format).TRAITS.tells_files:
+        raise SourceError(
+            f"nothing in a {formats.title(second_files.format)} tells whether its last files are missing",
+            expected="it as the first of the two, with --src-files N (source_files)",
+            got="it as the second",
+            where=second_files.path,
+            remedy="compare them the other way round",
+        )
     memory.to_open(named, purpose, first_files.format, second_files.format)
     given = None if request.dst_strategy is None else read.target
     sources = SourceCheckpoint.open(first_files, read.source), SourceCheckpoint.open(second_files, given)
     conversions = [Conversion(source, unsharded(), replicas=request.replicas) for source in sources]
-    conversions[0] = conversion_through(TensorMap.read(request), conversions[0])
+    conversions[0], _ = through_map(request, conversions[0])
     memory.on_giving_way(*(conversion.forget for conversion in conversions))
     peak_bytes, plans = 0, list[RankPlan]()
     warnings: list[str] = []
@@ -103,6 +113,8 @@ def _planned(
         warnings += [drift_warning(drifted)] if drifted else []
         plans.append(conversion.plan(0, checked=False))
         peak_bytes += memory.require_possible(plans[-1])
+    if comm.rank == 0:
+        conversions[0].source.check_values()
     while not memory.to_move(peak_bytes, purpose):
         plans = [conversion.plan(0, checked=False) for conversion in conversions]
     notes = (*first_files.notes, *second_files.notes, *governor.notes, *_other_texts(*plans))
@@ -183,13 +195,14 @@ def _content(files: Files, tensor: TensorPlan, element: tuple[int, ...]) -> str:
     content = bytearray(tensor.spec.dtype.itemsize_bytes)
     fill(files, part, box, memoryview(content), LIMITS)
     place = place_of(part, element)
-    where = f"in {_path(part)}" if place is None else f"at byte {place.offset_bytes} of {place.path}"
+    where = _place(part) if place is None else f"at byte {place.offset_bytes} of {place.path}"
     return f"{numbers(bytes(content), tensor.spec.dtype)[0]} ({content.hex()}) {where}"
 
 
-def _path(copy: Copy) -> str:
-    assert isinstance(copy.source.source, Decoded)
-    return copy.source.source.path
+def _place(copy: Copy) -> str:
+    """Return in words where a tensor is that has no byte ranges."""
+    source = copy.source.unconverted.source
+    return f"in {source.path}" if isinstance(source, Decoded) else "in no file"
 
 
 def _described(spec: TensorSpec) -> str:

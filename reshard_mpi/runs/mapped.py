@@ -42,10 +42,8 @@ class _Made(NamedTuple):
     notes: tuple[str, ...]
 
 
-def conversion_through(tensor_map: TensorMap | None, conversion: Conversion) -> Conversion:
-    """Return a conversion of what a map makes of the source; the same conversion if there is no map."""
-    if tensor_map is None:
-        return conversion
+def conversion_through(tensor_map: TensorMap, conversion: Conversion) -> Conversion:
+    """Return a conversion of what a map makes of the source."""
 
     def through(original: Conversion) -> SourceCheckpoint:
         return MappedCheckpoint.of(original, tensor_map)
@@ -98,9 +96,13 @@ class MappedCheckpoint(SourceCheckpoint):
 
     @property
     def extent(self) -> Extent:
+        """How large shards are, and what the map makes; the boxes of equations count as tensors, which are as large."""
         own, made = self.stored.extent, self._made
-        tensors = len(made.manifest.tensors) if made is not None else 0
-        return own._replace(tensors=max(own.tensors, tensors))
+        if made is None:
+            return own
+        shapes = {id(tensor.shape): tensor.shape for tensor in made.mapped.made}
+        boxes = sum(len(shape.pairs) + len(shape.zeros) for shape in shapes.values())
+        return own._replace(tensors=max(own.tensors, len(made.manifest.tensors)) + boxes)
 
     def forget(self) -> None:
         self._conversion.forget()
@@ -132,8 +134,7 @@ class MappedCheckpoint(SourceCheckpoint):
         if checked and not self._is_checked:
             made = self._opened()
             whole = self._conversion.checked(made.plan)
-            self._require_equal(made)
-            self._require_padding(made)
+            self.check_values()
             self._made, self._is_checked = made._replace(plan=whole), True
         whole, _, mapped, _, notes = self._opened()
         return plan._replace(
@@ -143,7 +144,14 @@ class MappedCheckpoint(SourceCheckpoint):
             alike=whole.alike,
             lost=whole.lost,
             warnings=(*whole.warnings, *mapped.cautions, *plan.warnings),
+            left_out=(*whole.left_out, *plan.left_out),
         )
+
+    def check_values(self) -> None:
+        """Raise MapError if tensors of which one is taken for all differ, or padding holds anything but zeros."""
+        made = self._opened()
+        self._require_equal(made)
+        self._require_padding(made)
 
     @property
     def _conversion(self) -> Conversion:
@@ -170,7 +178,6 @@ class MappedCheckpoint(SourceCheckpoint):
             if made.nest is not None:
                 strings[NEST] = made.nest
             manifest = Manifest(self.files.path, self.files.format, tensors, strings)
-            # What is left out of the original is told by its own plan.
             self._made = _Made(plan, in_order, mapped, manifest, made.notes)
         return self._made
 
@@ -179,10 +186,11 @@ class MappedCheckpoint(SourceCheckpoint):
         if not (mapped.computed or mapped.counted.numbers):
             return
         self._conversion.before_gathering()
+        places = plan.tensors.places
         with Files() as files:
 
             def read(name: str) -> float:
-                tensor = _tensor(plan, name)
+                tensor = _tensor(plan, places[name])
                 content = only_element(files, tensor, self._conversion.limits)
                 return unpacked(content, tensor.spec.dtype, name, self.files.path)
 
@@ -219,9 +227,9 @@ class MappedCheckpoint(SourceCheckpoint):
             yield f"{shown_string(NEST)}: as in {like.path}, with the values of the source that both have; else {where}"
 
     def _require_equal(self, made: _Made) -> None:
-        """Raise MapError if tensors of which one is taken for all differ."""
+        places = made.plan.tensors.places if made.mapped.equal else {}
         for equal in made.mapped.equal:
-            tensors = [_tensor(made.plan, name) for name in equal.names]
+            tensors = [_tensor(made.plan, places[name]) for name in equal.names]
             for other in tensors[1:]:
                 self._require_same(tensors[0], other, equal)
 
@@ -243,12 +251,12 @@ class MappedCheckpoint(SourceCheckpoint):
         )
 
     def _require_padding(self, made: _Made) -> None:
-        """Raise MapError if padding that is not dropped holds anything but zeros."""
+        places = made.plan.tensors.places if made.mapped.pads else {}
         for pads in made.mapped.pads:
             if pads.are_dropped:
                 continue
             self._conversion.before_gathering()
-            tensor = _tensor(made.plan, pads.name)
+            tensor = _tensor(made.plan, places[pads.name])
             with Files() as files:
                 for box in pads.boxes:
                     element = first_nonzero(files, tensor, box, self._conversion.limits)
@@ -263,11 +271,9 @@ class MappedCheckpoint(SourceCheckpoint):
                         )
 
 
-def _tensor(plan: RankPlan, name: str) -> TensorPlan:
-    for group in plan.tensors.groups:
-        if name in group.names:
-            return group.tensor(list(group.names).index(name))
-    raise KeyError(name)
+def _tensor(plan: RankPlan, at: tuple[int, int]) -> TensorPlan:
+    group, place = at
+    return plan.tensors.groups[group].tensor(place)
 
 
 def _named(names: tuple[str, ...] | list[str]) -> str:

@@ -25,8 +25,8 @@ class TensorMap(NamedTuple):
     """What a request says of names, shapes and types.
 
     rules: None: every tensor keeps its name and shape. forward: the direction in which the rules are read; None: as the
-    names tell. like: the checkpoint that the target is to be like. digest: of all of it, which tells whether another
-    run had the same.
+    names tell. like: the checkpoint that the target is to be like. digest: of the files that the rules come from; empty
+    if there are none.
     """
 
     rules: Rules | None
@@ -36,23 +36,22 @@ class TensorMap(NamedTuple):
     digest: str
 
     @classmethod
-    def read(cls, request: Request) -> TensorMap | None:
-        """Read the map that a request names; None if it leaves all tensors as they are.
+    def read(cls, request: Request) -> TensorMap:
+        """Read the map that a request names, and what it says of types and of which tensors are taken.
 
         Raises MapError if the map cannot be read, UsageError for options that do not belong together.
         """
         if request.map is None:
-            of_maps = {"--config": request.config, "--reverse or --forward": request.forward, "--like": request.like}
-            for option, given in of_maps.items():
-                if given is not None:
+            options = {"--config": request.config, "--forward": request.forward, "--reverse": request.reverse}
+            for option, given in (options | {"--like": request.like}).items():
+                if given:
                     raise UsageError(f"{option} belongs to a map", expected="--map FILE|NAME as well", got="no --map")
-        if request.map is None and not (request.dtype or request.include or request.exclude):
-            return None
         choice = Choice(request.include or None, request.exclude, tuple(map(_typed, request.dtype)))
         rules, digest = read_rules(request.map, request.config) if request.map is not None else (None, "")
         like = None if request.like is None else _like(request.like)
-        told = repr((digest, request.forward, request.include, request.exclude, request.dtype, like))
-        return cls(rules, choice, request.forward, like, hashlib.sha256(told.encode()).hexdigest())
+        forward = request.forward if request.forward or request.reverse else None
+        digest = digest if like is None else hashlib.sha256(repr((digest, like)).encode()).hexdigest()
+        return cls(rules, choice, forward, like, digest)
 
 
 def _typed(text: str) -> tuple[str, DType]:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from reshard_mpi.errors import ReshardError, TransformError, as_reshard_error
 from reshard_mpi.filesystem.folders import FileIdentity
 from reshard_mpi.planning.losses import Lost, Missing, merged, warnings_of
+from reshard_mpi.runs.overflows import Overflow
+from reshard_mpi.runs.overflows import warnings_of as overflows_told
 
 if TYPE_CHECKING:  # this module is loaded early, before memory for the engine has been asked for
     from reshard_mpi.formats.manifest import Manifest
@@ -28,7 +30,7 @@ class TargetReport(NamedTuple):
     requested_bytes: read from source files. mapped_bytes: mapped of them. process: which process of the run led the
     target. processes: how many filled it. seconds: for all that was done for it. engine_seconds: of these, for moving
     bytes; waited_seconds: for waiting for memory; each the longest of any process. leased_bytes: memory that each
-    process had asked for. skipped: whether it was complete before this run.
+    process had asked for. skipped: whether it was complete before this run. overflows: of its tensors.
     """
 
     rank: int
@@ -45,6 +47,11 @@ class TargetReport(NamedTuple):
     process: int
     processes: int
     skipped: bool = False
+    overflows: tuple[Overflow, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the report as plain values."""
+        return {**self._asdict(), "overflows": [overflow._asdict() for overflow in self.overflows]}
 
 
 class Reserved(NamedTuple):
@@ -75,6 +82,7 @@ class Filled(NamedTuple):
     mapped_bytes: int
     seconds: float
     waited_seconds: float
+    overflows: tuple[Overflow, ...] = ()
 
 
 class Verified(NamedTuple):
@@ -171,11 +179,12 @@ class Outcome(NamedTuple):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What the user must know about the source."""
+        """What the user must know about the source, and about what became of it."""
         absent = self.absent
         names = ", ".join(absent[:3]) + (" ..." if len(absent) > 3 else "")
         missed = (f"{len(absent)} listed parameters are in no source shard: {names}",) if absent else ()
-        return (*warnings_of(self.lost, self.missing), *self.other_warnings, *missed)
+        overflows = overflows_told(target.overflows for target in self.targets)
+        return (*warnings_of(self.lost, self.missing), *self.other_warnings, *missed, *overflows)
 
     def raise_failures(self) -> None:
         """Raise the error that refused the run, or a TransformError that names the targets that failed; if any."""
@@ -196,7 +205,7 @@ class Outcome(NamedTuple):
     def as_json(self) -> dict[str, Any]:
         """Return the outcome as plain values."""
         return {
-            "targets": [target._asdict() for target in self.targets],
+            "targets": [target.as_json() for target in self.targets],
             "failures": [{**f._asdict(), "kind": type(f.error).__name__, "error": str(f.error)} for f in self.failures],
             "absent": list(self.absent),
             "notes": list(self.notes),

@@ -16,7 +16,7 @@ from reshard_mpi.journal.records import Evidence
 from reshard_mpi.journal.targets import Journal, Unrecorded
 from reshard_mpi.planning.copies import Alike, dealt
 from reshard_mpi.planning.losses import Lost
-from reshard_mpi.planning.model import RankPlan
+from reshard_mpi.planning.model import Moment, RankPlan
 from reshard_mpi.planning.summary import RankSummary
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.bookkeeping import Needs
@@ -24,7 +24,14 @@ from reshard_mpi.runs.division import Work, divide
 from reshard_mpi.runs.due import DueTargets
 from reshard_mpi.runs.memory import RunMemory
 from reshard_mpi.runs.outcome import Compared, Failure, Outcome, Planned, TargetReport, attempt, record_of
-from reshard_mpi.runs.preflight import Room, may_share, require_no_strangers, require_short_names, stranger_notes
+from reshard_mpi.runs.preflight import (
+    Room,
+    may_share,
+    require_no_strangers,
+    require_readable_types,
+    require_short_names,
+    stranger_notes,
+)
 from reshard_mpi.runs.prepared import Run
 from reshard_mpi.runs.progress import Progress
 from reshard_mpi.runs.request import Request, Strategies
@@ -98,12 +105,15 @@ class Planner:
         every = range(run.conversion.target.world_size)
         if together:
             endings = formats.by_name(run.format).SUFFIXES
-            require_no_strangers(Path(request.target), endings, (run.path(rank).name for rank in every))
+            names = (*(run.path(rank).name for rank in every), *journal.leftovers())
+            require_no_strangers(Path(request.target), endings, names)
         strange = () if together else stranger_notes(map(run.path, work.leads))
         source = run.conversion.source
         notes = (*run.conversion.notes, *governor.notes, *strange)
         begun = Outcome(notes=notes, other_warnings=source.files.warnings, missing=source.missing)
-        planned = Planned(begun).joined(record_of(Planned, plan) for plan in plans)
+        # Of a folder of several moments another one may become the latest while processes begin.
+        latest = (Moment("latest checkpoint", source.files.latest, source.files.path),) if source.files.latest else ()
+        planned = Planned(begun, latest).joined(record_of(Planned, plan) for plan in plans)
         self.outcome = planned.outcome
         return planned._replace(rooms=rooms)
 
@@ -201,6 +211,8 @@ class Planner:
         peak_bytes = self._memory.require_possible(plan)
         evidence = Evidence.of(plan, self._sources(run, plan))
         if leads:
+            as_is = run.conversion.original is None and run.conversion.source.files.format == run.format
+            require_readable_types(plan.tensors.specs, run.format, as_is=as_is)
             self._needs.add(plan, evidence, run.format, path, opened.journal.left_bytes(path))
         opened.due.add(plan, evidence, peak_bytes)
         if not leads:
@@ -213,10 +225,13 @@ class Planner:
         return Planned(outcome, plan.moments, (evidence.held,), plan.beginnings, plan.alike)
 
     def _sources(self, run: Run, plan: RankPlan) -> Sources:
-        """Return the source files of `plan`, each as it was when this run first looked at it."""
-        by_rank = run.conversion.source.files.by_rank
-        paths = [path for source_rank in plan.read_ranks for path in by_rank[source_rank]]
-        return self._first_looks.sources(paths)
+        """Return the source files of `plan`, each as it was when this run first looked at it.
+
+        Of a folder with an index those that are there: for one that is missing others may hold the same.
+        """
+        files = run.conversion.source.files
+        paths = (path for source_rank in plan.read_ranks for path in files.by_rank[source_rank])
+        return self._first_looks.sources(path for path in paths if not files.is_folder or Path(path).exists())
 
     def _rooms(self, run: Run) -> tuple[Room, ...]:
         """Return the room that this process needs."""

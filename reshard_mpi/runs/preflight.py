@@ -14,6 +14,7 @@ from typing import NamedTuple
 from reshard_mpi import formats
 from reshard_mpi.checkpoints.discovery import ShardFiles, shards_in, strangers
 from reshard_mpi.errors import TargetError
+from reshard_mpi.formats.specs import Specs
 from reshard_mpi.units import format_bytes
 
 # To share blocks of two files (`struct file_clone_range`): the source's descriptor, its offset, a length, an offset.
@@ -121,7 +122,8 @@ def stranger_notes(paths: Iterable[Path]) -> tuple[str, ...]:
 def require_no_strangers(folder: Path, endings: tuple[str, ...], names: Iterable[str]) -> None:
     """Raise TargetError if a folder has foreign files that would be taken for a part of the checkpoint written there.
 
-    endings: of the names of such files. names: of the files that are part of the checkpoint.
+    endings: of the names of such files. names: of the files that are part of the checkpoint, or are going to be
+    removed.
     """
     own = set(names)
     lying = shards_in(folder, None) if folder.is_dir() else []
@@ -218,3 +220,24 @@ def _replaced_bytes(path: Path) -> int:
     except OSError:
         return 0
     return status.st_blocks * 512 if status.st_nlink == 1 else 0
+
+
+def require_readable_types(specs: Specs, format_name: str, *, as_is: bool) -> None:
+    """Raise TargetError for a tensor of a type that the target format's own framework would not read again.
+
+    as_is: whether the tensors are taken over as they are from shards of the same format.
+    """
+    unread = () if as_is else formats.by_name(format_name).TRAITS.unread_types
+    if not any(kind.dtype.name in unread for kind in specs.kinds):
+        return
+    name, dtype = next(
+        (name, specs.kinds[kind].dtype)
+        for name, kind in zip(specs.names, specs.kind_of)
+        if specs.kinds[kind].dtype.name in unread
+    )
+    able = [other for other in formats.TARGETS if dtype.name not in formats.by_name(other).TRAITS.unread_types]
+    raise TargetError(
+        f"{name!r} is of a type that nobody reads from {formats.title(format_name)} files",
+        expected=f"targets in {', '.join(able)} (--to), or another type (--dtype)",
+        got=str(dtype),
+    )

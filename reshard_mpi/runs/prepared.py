@@ -18,10 +18,9 @@ from reshard_mpi.planning.parameters import Unlisted
 from reshard_mpi.planning.ranks import check_target_rank
 from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.runs.division import assign
-from reshard_mpi.runs.mapped import conversion_through
-from reshard_mpi.runs.maps import TensorMap
 from reshard_mpi.runs.overlap import refuse_overlap
 from reshard_mpi.runs.request import Request, Strategies
+from reshard_mpi.runs.through import map_file, through_map
 from reshard_mpi.sharding.placement import Strategy
 
 # Planning takes a millisecond and a KiB for each, and no cluster has as many ranks.
@@ -31,7 +30,7 @@ MAX_TARGETS = 1 << 16
 class Run(NamedTuple):
     """A prepared request: source and strategies have been read, and the targets are known.
 
-    map_digest: of the map that tensors are taken through; None: there is none.
+    map_digest: of the map that tensors are taken through, with its configuration; None: there is none.
     """
 
     request: Request
@@ -65,7 +64,9 @@ class Run(NamedTuple):
             )
         _check_prefix(request.prefix)
         require_reachable(request.source)
-        files = discovery.find_shards(request.source, request.select, format_name=request.source_format)
+        files = discovery.find_shards(
+            request.source, request.select, format_name=request.source_format, file_count=request.source_files
+        )
         name = _target_format(request, files.format)
         traits = formats.by_name(name).TRAITS
         ranks = request.ranks if request.ranks is not None else range(strategies.target.world_size)
@@ -73,18 +74,16 @@ class Run(NamedTuple):
             _refuse_overlap(request, files, name, ranks, strategies.target)
         before_shards(files.format)
         source = SourceCheckpoint.open(files, strategies.source, known_damage)
-        tensor_map = TensorMap.read(request)
-        conversion = conversion_through(
-            tensor_map,
-            Conversion(
-                source,
-                strategies.target,
-                request.unlisted,
-                request.strict,
-                replicas=request.replicas,
-                keeps_strings=traits.keeps_strings,
-            ),
+        conversion = Conversion(
+            source,
+            strategies.target,
+            request.unlisted,
+            request.strict,
+            replicas=request.replicas,
+            keeps_strings=traits.keeps_strings,
+            once=traits.is_folder,
         )
+        conversion, map_digest = through_map(request, conversion)
         if traits.is_filled:
             before_filling(conversion, name)
             whole = conversion.plan(0, checked=False).tensors.specs
@@ -100,14 +99,13 @@ class Run(NamedTuple):
                 got="a function that keeps none",
             )
         if request.crc and not formats.by_name(name).TRAITS.has_crc:
-            able = [other for other in formats.NAMES if formats.by_name(other).TRAITS.has_crc]
+            able = [other for other in formats.TARGETS if formats.by_name(other).TRAITS.has_crc]
             raise UsageError(
                 f"--crc is for targets in {' or '.join(able)}",
                 expected=" or ".join(f"--to {other}" for other in able),
                 got=f"targets in {name}",
             )
-        digest = None if tensor_map is None else tensor_map.digest
-        return cls(request, conversion, name, targets, strategies, digest)
+        return cls(request, conversion, name, targets, strategies, map_digest)
 
     def path(self, target_rank: int) -> Path:
         """Return the final path of one target shard: `rank_<r>/<prefix><r><ending>`, unless its format has others."""
@@ -123,11 +121,16 @@ class Run(NamedTuple):
 
     def _identity(self) -> RunIdentity:
         request = self.request
-        strategies = {"src_strategy": request.src_strategy, "dst_strategy": request.dst_strategy}
+        files = {
+            "src_strategy": request.src_strategy,
+            "dst_strategy": request.dst_strategy,
+            "map": map_file(request),
+        }
+        source = self.conversion.source.files.path  # of several moments that lie there the one that was chosen
         is_filled = formats.by_name(self.format).TRAITS.is_filled
         return RunIdentity(
             {
-                "source": str(real_path(request.source)),
+                "source": str(real_path(source)),
                 "src_strategy": self.strategies.source_digest,
                 "dst_strategy": self.strategies.target_digest,
                 "select": request.select,
@@ -140,17 +143,29 @@ class Run(NamedTuple):
                 "target_ranks": self.conversion.target.world_size,
                 **({"max_shard_size": request.most_file_bytes} if is_filled else {}),
                 **({"from": request.source_format} if request.source_format else {}),
-                **({"map": self.map_digest} if self.map_digest else {}),
+                **self._map_facts(),
             },
-            {name: str(real_path(path)) for name, path in strategies.items() if path is not None},
+            {name: str(real_path(path)) for name, path in files.items() if path is not None},
         )
+
+    def _map_facts(self) -> dict[str, str]:
+        """Return the settings that say what becomes of names, shapes and types, if anything does."""
+        request = self.request
+        told = {
+            "map": self.map_digest,
+            "direction": "forward" if request.forward else "reverse" if request.reverse else None,
+            "dtype": " ".join(request.dtype),
+            "include": " ".join(request.include),
+            "exclude": " ".join(request.exclude),
+        }
+        return {name: text for name, text in told.items() if text}
 
 
 def _target_format(request: Request, source_format: str) -> str:
     """Return the name of the targets' format. Raises UsageError for options that it does not allow."""
     own = formats.by_name(source_format).TRAITS
     is_cut = request.dst_strategy is not None
-    name = request.to or (own.sharded_as if is_cut and own.sharded_as is not None else source_format)
+    name = request.to or (own.sharded_as if is_cut else None) or own.written_as or source_format
     traits = formats.by_name(name).TRAITS
     if traits.is_filled and is_cut:
         raise UsageError(
@@ -171,7 +186,7 @@ def _target_format(request: Request, source_format: str) -> str:
             got=f"--prefix {request.prefix}",
         )
     if request.max_shard_size is not None and not traits.is_filled:
-        able = [f"--to {other}" for other in formats.NAMES if formats.by_name(other).TRAITS.is_filled]
+        able = [f"--to {other}" for other in formats.TARGETS if formats.by_name(other).TRAITS.is_filled]
         raise UsageError(
             f"--max-shard-size is for {' or '.join(able)}", expected=" or ".join(able), got=f"targets in {name}"
         )
@@ -191,9 +206,9 @@ def _refuse_overlap(
             where=request.dst_strategy or "",
             remedy=f"make them in {parts} parts or more (--part I/N), or some of them (--rank)",
         )
-    refuse_overlap(
-        files, request.target, [_target_file(request, format_name, rank, target.world_size) for rank in ranks]
-    )
+    target_files = [_target_file(request, format_name, rank, target.world_size) for rank in ranks]
+    for path in dict.fromkeys((files.path, request.source)):  # which may be a folder that names another one
+        refuse_overlap(files._replace(path=path), request.target, target_files)
 
 
 def _check_prefix(prefix: str) -> None:

@@ -15,9 +15,10 @@ from reshard_mpi import formats
 from reshard_mpi.checkpoints.source import MAX_KEPT_BYTES, SourceCheckpoint
 from reshard_mpi.engine.crc import has_short_runs
 from reshard_mpi.engine.regions import takes_numpy
-from reshard_mpi.engine.transfer import are_many, is_gathered
+from reshard_mpi.engine.tiles import tile_bytes
+from reshard_mpi.engine.transfer import are_many, is_gathered, is_turned
 from reshard_mpi.formats.columns import KEPT_PLACE_BYTES, KEPT_TENSOR_BYTES
-from reshard_mpi.formats.places import Decoded
+from reshard_mpi.formats.places import Constant, Decoded
 from reshard_mpi.formats.traits import Costs
 from reshard_mpi.planning.model import Group, RankPlan, TensorPlan
 from reshard_mpi.runs.conversion import LIMITS, Conversion
@@ -36,6 +37,10 @@ _PARAMETER_BYTES = KIB // 2
 # For each tensor while its target is planned; for each in a plan that is kept.
 _PLANNED_BYTES = KIB // 2
 _KEPT_PLAN_BYTES = 64
+# For each tensor that is made through a map, besides: what it is made of.
+_MAPPED_BYTES = KIB
+# For each piece of a tensor that an index lists; most of it only while the index is read, but none is given back.
+_LISTED_PIECE_BYTES = 576
 # For each kind of tensors, in a plan and in the structure of several shards.
 _KIND_BYTES = 8 * KIB
 # For each sum of a tensor.
@@ -44,6 +49,8 @@ _SUM_BYTES = KIB
 _COPY_BYTES = 16
 # For each copy of a small tensor, if these are moved many at a time.
 _BATCHED_BYTES = 32
+# What converting elements takes: a block of them before and after, what is between, and tables.
+_CONVERSION_BYTES = 4 * MIB
 # A window begins and ends with a page, and the kernel maps pages around it that are in memory.
 _AROUND_BYTES = 256 * KIB
 # How many plans a process keeps, and how large they may be together.
@@ -117,6 +124,8 @@ class Projection(NamedTuple):
         parameters = max(len(source.strategy.parameters), len(target.parameters))
         base_bytes = INTERPRETER_BYTES + _loaded_bytes() + (_NUMPY_BYTES if has_numpy else 0)
         base_bytes += parameters * _PARAMETER_BYTES
+        base_bytes += per_shard * _MAPPED_BYTES if conversion.original is not None else 0
+        base_bytes += source.extent.pieces * _LISTED_PIECE_BYTES
         base_bytes += known_bytes + kept_bytes + per_shard * _PLANNED_BYTES + source.extent.kinds * _KIND_BYTES
         if not source.extent.is_native:
             base_bytes += costs.child + per_shard * costs.child_tensor
@@ -147,7 +156,8 @@ class Projection(NamedTuple):
 
     def peak_bytes(self, plan: RankPlan) -> int:
         """Return the most bytes that a process needs to plan and write this target."""
-        decoding_bytes, buffer_bytes, window_bytes, has_numpy = self.decoding_bytes, 0, 0, self.has_numpy
+        decoding_bytes, has_numpy = self.decoding_bytes, self.has_numpy
+        buffer_bytes = window_bytes = conversion_bytes = turning_bytes = 0
         records_bytes = self.tensor_bytes * len(plan.tensors)
         if are_many(plan.tensors):
             has_numpy, buffer_bytes = True, 2 * LIMITS.buffer_bytes
@@ -161,16 +171,22 @@ class Projection(NamedTuple):
                 is_gathered(tensor, LIMITS) or (self.compares and _is_gathered_to_compare(tensor))
                 for tensor in (first, *_otherwise_stored(group))
             )
+            if is_turned(first, LIMITS):
+                turning_bytes = tile_bytes(LIMITS)
             has_numpy = has_numpy or through_windows or (self.compares and _is_in_short_runs(first))
             for source in (copy.source for tensor in (first, *_otherwise_stored(group)) for copy in tensor.copies):
-                if isinstance(source.source, Decoded):
-                    read_bytes = 2 * min(LIMITS.buffer_bytes, source.size_bytes)  # in the child and in this process
+                stored = source.unconverted
+                if stored is not source:
+                    conversion_bytes = _CONVERSION_BYTES
+                if isinstance(stored.source, Decoded):
+                    read_bytes = 2 * min(LIMITS.buffer_bytes, stored.size_bytes)  # in the child and in this process
                     decoding_bytes = max(
-                        decoding_bytes, source.source.decoding_bytes + source.source.kept_bytes + read_bytes
+                        decoding_bytes, stored.source.decoding_bytes + stored.source.kept_bytes + read_bytes
                     )
-                elif through_windows:
-                    window_bytes = max(window_bytes, source.size_bytes + _AROUND_BYTES)
+                elif through_windows and not isinstance(stored.source, Constant):
+                    window_bytes = max(window_bytes, stored.size_bytes + _AROUND_BYTES)
         moved_bytes = min(2 * LIMITS.buffer_bytes, buffer_bytes) + min(LIMITS.window_bytes, window_bytes)
+        moved_bytes += conversion_bytes + turning_bytes
         moved_bytes += _NUMPY_BYTES if has_numpy and not self.has_numpy else 0
         return max(self.planning_bytes, self.base_bytes + moved_bytes + records_bytes + decoding_bytes)
 

@@ -72,7 +72,8 @@ def check_shard(
         if shard.identity is not None:
             world_size = shard.identity.world_size
             damage += _elsewhere(shard.identity.rank, rank, path)
-        if module.check_crc(path):
+        has_crc = module.check_crc(path)
+        if has_crc:
             by["its checksum"] = None
         stored = module.stored_sums(path)
         if stored:
@@ -83,11 +84,12 @@ def check_shard(
             by["the record of its run"] = None
         placed = dict(_placed(shard, recorded, listed))
         specs = [spec for spec in placed if spec.name in stored or spec.name in recorded]
+        # A checksum is of all of the file; what is summed besides is not counted again.
+        tensors += len(shard.tensors if has_crc else specs)
+        read_bytes += Path(path).stat().st_size if has_crc else sum(spec.size_bytes for spec in specs)
         for summed in sum_tensors(specs, shard, limits=limits):
             name = summed.tensor.name
             sums.append(tensor_sum(summed.tensor, summed.found, loose=placed[summed.tensor]))
-            tensors += 1
-            read_bytes += summed.tensor.size_bytes
             written = {stored[name]} if name in stored else set()
             written |= {recorded[name].value} if name in recorded else set()
             damage += [_damaged(shard, name, value, summed.found) for value in written - {summed.found}]

@@ -21,14 +21,13 @@ from reshard_mpi.processes.governor.admission import Governor
 from reshard_mpi.runs.conversion import LIMITS, Conversion
 from reshard_mpi.runs.differences import where_it_differs
 from reshard_mpi.runs.division import assign
-from reshard_mpi.runs.mapped import conversion_through
-from reshard_mpi.runs.maps import TensorMap
 from reshard_mpi.runs.memory import RunMemory
 from reshard_mpi.runs.outcome import EXPECTED, Checked, Failure, Outcome, agreed
 from reshard_mpi.runs.progress import Progress
 from reshard_mpi.runs.projection import checking_bytes
 from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.selfcheck import Summing, check_shard, check_together
+from reshard_mpi.runs.through import through_map
 
 T = TypeVar("T")
 
@@ -60,22 +59,22 @@ def _verify_pair(
         memory.to_open(named, purpose)
         read = strategies or Strategies.read(request)
         files, target_files = (
-            _shards(request.source, request.select, request.source_format),
+            _shards(request.source, request.select, request.source_format, request.source_files),
             _shards(request.target, role="target"),
         )
         memory.to_open(named, purpose, files.format, target_files.format)
         source = SourceCheckpoint.open(files, read.source)
         target = SourceCheckpoint.open(target_files, None if request.dst_strategy is None else read.target)
         keeps_strings = formats.by_name(target_files.format).TRAITS.keeps_strings
-        conversion = conversion_through(
-            TensorMap.read(request),
-            Conversion(
-                source, target.strategy, request.unlisted, replicas=request.replicas, keeps_strings=keeps_strings
-            ),
+        conversion = Conversion(
+            source, target.strategy, request.unlisted, replicas=request.replicas, keeps_strings=keeps_strings
         )
+        conversion, _ = through_map(request, conversion)
         memory.on_giving_way(conversion.forget, target.forget)
         memory.to_plan(conversion, target_files.format, purpose, also_read=target)
         conversion.drifted_tensors(damaged_are_replaced=True, process=comm.rank, processes=comm.size)
+        if comm.rank == 0:
+            conversion.source.check_values()
         return conversion, target, governor
 
     conversion, target, governor = agreed(begin, comm)
@@ -117,7 +116,8 @@ def verify_alone(request: Request, comm: Comm, progress: Progress, strategies: S
 
 def _verify_alone(request: Request, comm: Comm, memory: RunMemory) -> Outcome:
     def begin() -> tuple[discovery.ShardFiles, Governor]:
-        return _shards(request.source, request.select, request.source_format), memory.open()
+        named = request.select, request.source_format, request.source_files
+        return _shards(request.source, *named), memory.open()
 
     files, governor = agreed(begin, comm)
     files = files.one_by_one() if files.is_folder else files
@@ -142,10 +142,15 @@ def _verify_alone(request: Request, comm: Comm, memory: RunMemory) -> Outcome:
 
 
 def _shards(
-    path: str, select: str | None = None, format_name: str | None = None, *, role: str = "source"
+    path: str,
+    select: str | None = None,
+    format_name: str | None = None,
+    file_count: int | None = None,
+    *,
+    role: str = "source",
 ) -> discovery.ShardFiles:
     require_reachable(path)
-    return discovery.find_shards(path, select, role=role, format_name=format_name)
+    return discovery.find_shards(path, select, role=role, format_name=format_name, file_count=file_count)
 
 
 def _each(
@@ -188,7 +193,7 @@ def _require_same_tensors(plan: RankPlan, shard: Manifest) -> None:
                 expected=_described(planned.get(name)),
                 got=_described(present.get(name)),
                 where=shard.path,
-                remedy="give the strategies and the --unlisted it was made with, or make it anew with --overwrite",
+                remedy="give the strategies, --unlisted and --map it was made with, or make it anew with --overwrite",
             )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,7 @@ from reshard_mpi.runs.outcome import (
     attempt,
     record_of,
 )
+from reshard_mpi.runs.overflows import Overflow, joined
 from reshard_mpi.runs.prepared import Run
 from reshard_mpi.runs.progress import Progress
 
@@ -263,6 +264,7 @@ class Writer:
             leased_bytes=self._due.peak_bytes[plan.target_rank],
             process=self._comm.rank,
             processes=len(filled),
+            overflows=joined(overflow for part in filled for overflow in part.overflows),
         )
         self._progress.finished(report)
         return Outcome((report,))
@@ -324,4 +326,13 @@ def _fill(
 ) -> Filled:
     begin = time.monotonic()
     traffic = write_shard(plan, manifest, descriptor, span=span, limits=limits, on_bytes=on_bytes)
-    return Filled(plan.target_rank, traffic.requested_bytes, traffic.mapped_bytes, time.monotonic() - begin, 0.0)
+    seconds = time.monotonic() - begin
+    overflows = tuple(_overflows(plan, traffic.overflows)) if traffic.overflows else ()
+    return Filled(plan.target_rank, traffic.requested_bytes, traffic.mapped_bytes, seconds, 0.0, overflows)
+
+
+def _overflows(plan: RankPlan, elements: Mapping[str, int]) -> Iterator[Overflow]:
+    """Yield the overflows of a target's tensors. elements: how many were too large, by name."""
+    for spec in plan.tensors.specs:
+        if spec.name in elements:
+            yield Overflow(spec.name, spec.dtype.name, elements[spec.name])

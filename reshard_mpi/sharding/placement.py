@@ -173,6 +173,16 @@ class Placement:
                     coordinates[axis] = coordinate
                 yield stage * self.stage_size + ravel(tuple(coordinates), self.mesh)
 
+    def nth_holder(self, piece: Piece, number: int) -> int:
+        """Return the global rank that `holders` yields as the one of this number, from 0."""
+        stage, place = divmod(number, self.holders_per_slice // self.optimizer)
+        free = self.free_axes
+        coordinates = self._moved_to(piece, [0] * len(self.mesh))
+        lengths = tuple(self.mesh[axis] for axis in free)
+        for axis, coordinate in zip(free, unravel(piece.part + place * self.optimizer, lengths)):
+            coordinates[axis] = coordinate
+        return self.stages[stage] * self.stage_size + ravel(tuple(coordinates), self.mesh)
+
     def _moved_to(self, piece: Piece, coordinates: Iterable[int]) -> list[int]:
         """Return the coordinates of a rank, moved along the axes that cut to where the slice of `piece` is held."""
         moved = list(coordinates)

@@ -48,11 +48,15 @@ def tensors(draw: st.DrawFn) -> dict[str, np.ndarray[Any, Any]]:
 
 
 class CheckpointConformance:
-    """The tests of a form of checkpoint. Subclasses define `write`."""
+    """The tests of a form of checkpoint. Subclasses define `write`, and `found` if its files are not simply found."""
 
     def write(self, folder: Path, arrays: Arrays, data: st.DataObject) -> Strategy | None:
         """Write the tensors, cut in a way that is drawn from `data`; return the strategy, if the form needs one."""
         raise NotImplementedError
+
+    def found(self, folder: Path) -> discovery.ShardFiles:
+        """Return the files of the checkpoint in a folder."""
+        return discovery.find_shards(str(folder))
 
     @_inherited
     @given(arrays=tensors(), data=st.data())
@@ -79,7 +83,7 @@ class CheckpointConformance:
             else:
                 lost.write_bytes(lost.read_bytes()[: data.draw(st.integers(0, lost.stat().st_size - 1))])
             try:
-                left = discovery.find_shards(conversion.source.files.path)
+                left = self.found(Path(conversion.source.files.path))
                 strategy = None if left.is_folder else conversion.source.strategy
                 again = Conversion(SourceCheckpoint.open(left, strategy), conversion.target)
                 for rank in range(again.target.world_size):
@@ -101,7 +105,7 @@ class CheckpointConformance:
 
     def _opened(self, folder: Path, arrays: Arrays, data: st.DataObject) -> Conversion:
         strategy = self.write(folder, arrays, data)
-        source = SourceCheckpoint.open(discovery.find_shards(str(folder)), strategy)
+        source = SourceCheckpoint.open(self.found(folder), strategy)
         return Conversion(source, _target(arrays, data), replicas=Replicas.CHECK)
 
 

@@ -158,6 +158,7 @@ GIVEN = (
         "--prefix=net ",
         "--select=check*",
         "--from=ckpt",
+        "--src-files=2",
         "--to=hdf5",
         "--unlisted=replicate",
         "--strict",
@@ -165,6 +166,27 @@ GIVEN = (
     ),
     *("--memory=64G", "--max-active=3", "--verify", "--crc", "--replicas=check"),
 )
+
+
+MAPPED = ("--map", "--config", "--like", "--forward", "--reverse", "--dtype", "--include", "--exclude")
+
+
+@pytest.mark.parametrize("direction", ["--forward", "--reverse"])
+def test_what_becomes_of_tensors_is_passed_on(tmp_path: Path, capsys: Capture, direction: str) -> None:
+    c = make(tmp_path)
+    (tmp_path / "map.toml").write_text('[[map]]\neq = "{p*} <=> {p*}"\n')
+    (tmp_path / "config.json").write_text("{}")
+    given = (
+        *(f"--map={tmp_path / 'map.toml'}", f"--config={tmp_path / 'config.json'}", direction, "--dtype=fp64"),
+        *("--dtype=*=fp32", "--include=*", "--include=w*", "--exclude=global*"),
+    )
+    options = options_of(words_of(tmp_path, script_of(capsys, c, *given)))
+    assert options == options_of(c.arguments("transform", *given, "--resume", "--part", "0/2"))
+
+
+def test_the_checkpoint_that_the_target_is_to_be_like_is_passed_on(tmp_path: Path) -> None:
+    asked = Request("src", "dst", map=f"{tmp_path}/map.toml", like="like it")
+    assert f"--like='{Path('like it').absolute()}'" in batch_script(asked, Plan((), "a source"), 2)
 
 
 @pytest.mark.parametrize("given", GIVEN)
@@ -183,7 +205,12 @@ def test_the_size_of_files_is_passed_on(tmp_path: Path, capsys: Capture) -> None
 
 
 def test_every_option_that_is_passed_on_is_tried() -> None:
-    tried = {given.partition("=")[0] for given in GIVEN} | {"--src-strategy", "--dst-strategy", "--max-shard-size"}
+    tried = {given.partition("=")[0] for given in GIVEN} | {
+        "--src-strategy",
+        "--dst-strategy",
+        "--max-shard-size",
+        *MAPPED,
+    }
     assert tried == {option.flag for option in PASSED_ON}
 
 

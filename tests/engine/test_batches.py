@@ -9,8 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import many
 
 from reshard_mpi.engine import batches, transfer
 from reshard_mpi.engine.transfer import write_shard
@@ -98,7 +99,7 @@ class Made:
         return Manifest(str(path), "none", tensors), full + GAP
 
 
-@settings(max_examples=150)
+@many(150)
 @given(data=st.data())
 def test_what_is_moved_many_at_a_time(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:

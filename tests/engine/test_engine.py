@@ -7,16 +7,20 @@ import itertools
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import many
+from support.float_oracle import TYPES, became
 
 from reshard_mpi.engine import files as engine_files
 from reshard_mpi.engine import gather as engine_gather
-from reshard_mpi.engine import transfer
+from reshard_mpi.engine import placing, transfer
+from reshard_mpi.engine import regions as engine_regions
+from reshard_mpi.engine import tiles as engine_tiles
 from reshard_mpi.engine.arrays import load_shard
 from reshard_mpi.engine.files import ByteRuns, Files, Traffic
 from reshard_mpi.engine.regions import first_difference
@@ -24,14 +28,15 @@ from reshard_mpi.engine.sums import copies_and_target, sum_shard
 from reshard_mpi.engine.transfer import write_shard
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats.columns import TensorEntry, Tensors
-from reshard_mpi.formats.dtypes import BY_NAME, DType
+from reshard_mpi.formats.dtypes import BY_NAME, FLOATS, DType
 from reshard_mpi.formats.manifest import Manifest, ShardIdentity
 from reshard_mpi.formats.places import ByteRange, Decoded, Segments, Strided
 from reshard_mpi.formats.specs import TensorSpec
+from reshard_mpi.formats.views import constant, converted
 from reshard_mpi.planning.model import Check, Copy, Limits, PlannedTensors, RankPlan, TensorPlan
 from reshard_mpi.sharding.box import Box
 
-DTYPES = ("uint8", "float16", "float32", "complex64", "complex128")
+DTYPES = ("uint8", "float16", "float32", "float8_e5m2", "float64", "complex64", "complex128")
 NOWHERE = ShardIdentity(0, 1, "")
 
 
@@ -53,23 +58,45 @@ def cut_bytes(draw: st.DrawFn, length: int) -> list[int]:
     return [high - low for low, high in zip([0, *cuts], [*cuts, length])]
 
 
+class Drawn(NamedTuple):
+    """A plan of one tensor. content: what the target must hold. too_large: how many of its elements are."""
+
+    plan: RankPlan
+    target: Manifest
+    content: np.ndarray
+    too_large: int
+
+
 @st.composite
-def plans(draw: st.DrawFn, folder: Path) -> tuple[RankPlan, Manifest, np.ndarray]:
-    """Draw a tensor in several source files, a target box of it, and the plan; return what the target must hold."""
+def plans(draw: st.DrawFn, folder: Path) -> Drawn:
+    """Draw a tensor in several source files, some of other types, a target box of it, and the plan."""
     dtype = BY_NAME[draw(st.sampled_from(DTYPES))]
     shape = tuple(draw(st.lists(st.integers(0, 9), max_size=4)))
-    count = int(np.prod(shape, dtype=int)) * dtype.itemsize_bytes
-    whole = np.random.default_rng(draw(st.integers(0, 99))).bytes(count)
-    array = np.frombuffer(whole, np.dtype((np.void, dtype.itemsize_bytes))).reshape(shape)
     target = draw(boxes(shape))
-    copies = []
+    content = _elements(draw, dtype, target.shape)
+    copies, all_too_large = [], 0
     for number, region in enumerate(_partition(draw, target)):
-        path = folder / f"source_{number}"
+        path, inside = folder / f"source_{number}", _slices(region.relative_to(target))
+        kind = draw(st.sampled_from(["as it is", "as it is", "converted", "constant"]))
+        stored = BY_NAME[draw(st.sampled_from(TYPES))] if kind == "converted" and dtype in FLOATS else dtype
+        array = _elements(draw, stored, shape)
+        if kind == "constant":
+            array = np.full(shape, array.flat[:1])
+            content[inside] = array[_slices(region)]
+            entry = constant("w", dtype, shape, array.tobytes()[: dtype.itemsize_bytes])
+            copies.append(Copy(number, entry, Box.whole(shape), region))
+            continue
+        content[inside], too_large = _became(array[_slices(region)], stored, dtype)
         if draw(st.booleans()):
-            copies.append(_from_another(draw, number, path, dtype, array, region))
+            copy = _from_another(draw, number, path, stored, array, region)
         else:
             held = _around(draw, region, shape)
-            copies.append(Copy(number, _source(draw, path, dtype, _cut(array, held)), held, region))
+            copy = Copy(number, _source(draw, path, stored, _cut(array, held)), held, region)
+        if stored != dtype:
+            (entry,) = converted(Tensors(str(path), [copy.source]), dtype).values()
+            copy = copy._replace(source=entry)
+            all_too_large += too_large
+        copies.append(copy)
     spec = TensorSpec("w", dtype, shape, target)
     tensors = PlannedTensors.of([TensorPlan(spec, tuple(copies))])
     plan = RankPlan(0, 0, NOWHERE, tensors, {}, (), (), (), (), frozenset())
@@ -80,7 +107,29 @@ def plans(draw: st.DrawFn, folder: Path) -> tuple[RankPlan, Manifest, np.ndarray
         ranges.append(ByteRange(str(path), offset, length))
         offset += length + 7
     entry = TensorEntry("w", dtype, target.shape, Segments(tuple(ranges)))
-    return plan, Manifest(str(path), "none", Tensors(str(path), [entry])), _cut(array, target)
+    return Drawn(plan, Manifest(str(path), "none", Tensors(str(path), [entry])), content, all_too_large)
+
+
+def _elements(draw: st.DrawFn, dtype: DType, shape: tuple[int, ...]) -> np.ndarray:
+    """Draw an array of elements of any bits."""
+    count = int(np.prod(shape, dtype=int)) * dtype.itemsize_bytes
+    content = np.random.default_rng(draw(st.integers(0, 99))).bytes(count)
+    return np.frombuffer(content, np.dtype((np.void, dtype.itemsize_bytes))).reshape(shape).copy()
+
+
+def _became(array: np.ndarray, stored: DType, dtype: DType) -> tuple[np.ndarray, int]:
+    """Return what elements are in another type, by the oracle, and how many are too large for it."""
+    if stored == dtype:
+        return array, 0
+    bits = np.ascontiguousarray(array).view(f"u{stored.itemsize_bytes}").reshape(-1).tolist()
+    results = [became(element, stored.name, dtype.name) for element in bits]
+    content = np.array([result.bits for result in results], f"u{dtype.itemsize_bytes}")
+    as_raw = content.view(np.dtype((np.void, dtype.itemsize_bytes))).reshape(array.shape)
+    return as_raw, sum(result.too_large for result in results)
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(low, high) for low, high in zip(box.start, box.stop))
 
 
 def _partition(draw: st.DrawFn, box: Box) -> list[Box]:
@@ -172,7 +221,7 @@ def _source(draw: st.DrawFn, path: Path, dtype: DType, held: np.ndarray) -> Tens
 
 
 def _cut(array: np.ndarray, box: Box) -> np.ndarray:
-    return np.array(array[tuple(slice(low, high) for low, high in zip(box.start, box.stop))], order="C")
+    return np.array(array[_slices(box)], order="C")
 
 
 def write(plan: RankPlan, target: Manifest, **settings: Any) -> Traffic:
@@ -196,7 +245,7 @@ LIMITS = st.builds(
 
 
 @pytest.mark.slow
-@settings(max_examples=400)
+@many(400)
 @given(
     data=st.data(),
     limits=LIMITS,
@@ -207,7 +256,11 @@ LIMITS = st.builds(
     scatter_bytes=st.sampled_from([1, 512]),
     vector=st.sampled_from([1, 3, 1024]),
     far_apart=st.sampled_from([0, 1, 4]),
+    block_across=st.sampled_from([1, 2, 64]),
+    page_bytes=st.sampled_from([16, 4096]),
+    space_bytes=st.sampled_from([1, 4, 64]),
     run_bytes=st.sampled_from([0, 4, 1024]),
+    converted_bytes=st.sampled_from([8, 64, 1 << 19]),
 )
 def test_every_path_moves_the_same_bytes(
     data: st.DataObject,
@@ -219,21 +272,31 @@ def test_every_path_moves_the_same_bytes(
     scatter_bytes: int,
     vector: int,
     far_apart: int,
+    block_across: int,
+    page_bytes: int,
+    space_bytes: int,
     run_bytes: int,
+    converted_bytes: int,
 ) -> None:
     """Kernel copy, its fall-back, reads of runs and gathering from windows all give what numpy's slicing gives.
 
     So do several processes that fill the target together, cut at any byte.
     """
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
-        plan, target, expected = data.draw(plans(Path(name)))
+        plan, target, expected, too_large = data.draw(plans(Path(name)))
         patch.setattr(transfer, "_MIN_KERNEL_COPY_BYTES", long_run_bytes)
         patch.setattr(transfer, "_INTERLEAVED_BYTES", interleaved_bytes)
         patch.setattr(transfer, "_FEW_RUNS", few_runs)
         patch.setattr(transfer, "_MIN_SCATTER_BYTES", scatter_bytes)
         patch.setattr(engine_files, "_MAX_VECTOR", vector)
         patch.setattr(engine_gather, "_FAR_APART", far_apart)
+        patch.setattr(engine_gather, "_MIN_RUN_APART_BYTES", run_bytes)
+        patch.setattr(placing, "_BLOCK_ACROSS", block_across)
+        patch.setattr(placing, "_BLOCK_ALONG", 2)
+        patch.setattr(engine_tiles, "_PAGE_BYTES", page_bytes)
+        patch.setattr(engine_regions, "_SPACE_BYTES", space_bytes)
         patch.setattr(engine_gather, "_MIN_RUN_BYTES", run_bytes)
+        patch.setattr(engine_gather, "_CONVERTED_BYTES", converted_bytes)
         if not kernel:
             patch.setattr(engine_files.os, "copy_file_range", _unsupported)
         moved = []
@@ -247,8 +310,10 @@ def test_every_path_moves_the_same_bytes(
         assert _written(target) == expected.tobytes()
         assert sum(moved) == sum(part.written_bytes for part in traffic) == plan.written_bytes
         # A cut within an element makes both sides ask for it.
-        twice = len(cuts) * plan.tensors[0].spec.dtype.itemsize_bytes
+        twice = len(cuts) * max(8, plan.tensors[0].spec.dtype.itemsize_bytes)
         assert 0 <= sum(part.requested_bytes for part in traffic) - plan.needed_bytes <= twice
+        assert sum(part.too_large for part in traffic) == too_large
+        assert sum(part.overflows.get("w", 0) for part in traffic) == too_large
         (summed,) = sum_shard(plan, target, span=None, limits=limits)
         assert summed.expected == summed.found
         for source, own in copies_and_target(plan.tensors[0], target):
@@ -263,7 +328,7 @@ def _unsupported(*_: object) -> int:
     raise OSError(38, "Function not implemented")
 
 
-@settings(max_examples=100)
+@many(100)
 @given(data=st.data(), limits=LIMITS)
 def test_first_difference_is_the_first(data: st.DataObject, limits: Limits) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 6), max_size=3)))

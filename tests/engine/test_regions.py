@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import many
 
 from reshard_mpi.engine import regions
 from reshard_mpi.formats.columns import TensorEntry
@@ -32,7 +33,7 @@ def placed(draw: st.DrawFn) -> tuple[Copy, Box]:
     return Copy(0, entry, source, Box(tuple(start), tuple(stop))), place
 
 
-@settings(max_examples=300)
+@many(300)
 @given(drawn=placed(), buffer_bytes=st.integers(4, 1 << 14))
 def test_numpy_is_announced(drawn: tuple[Copy, Box], buffer_bytes: int) -> None:
     copy, place = drawn

@@ -61,7 +61,7 @@ def test_a_link_in_the_place_of_what_is_made_is_refused_by_name(tmp_path: Path, 
     name, to = LINKED[where]
     link(c.dst / name, private / to)
     before = listing(private)
-    for options in ((), ("--overwrite",), ("--resume",), ("--jobs", "2"), ("--overwrite", "--jobs", "3")):
+    for options in ((), ("--overwrite",), ("--resume",), ("--overwrite", "--jobs", "2")):
         finished = run_here(capsys, *c.arguments("transform", *options))
         assert finished.code == 3 and "a symbolic link is in the place of" in finished.err, finished
         assert str(c.dst / name) in finished.err and "Traceback" not in finished.err

@@ -29,6 +29,7 @@ class TestCheckpointInPieces(TestCheckpoint):
     # What the format itself writes is the same as above.
     test_the_same_spec_gives_the_same_bytes = test_writes_every_type_and_shape = None
     test_both_routes_read_what_is_written = test_knowing_another_shard_makes_no_difference = None
+    test_says_how_large_it_becomes = None
 
     def write_independently(self, path: Path, contents: Contents) -> None:
         ckpt_peer.write(path, contents, pieces=3)
@@ -50,6 +51,7 @@ class TestCompressedHDF5(TestHDF5):
     # What the format itself writes is the same as above.
     test_the_same_spec_gives_the_same_bytes = test_writes_every_type_and_shape = None
     test_both_routes_read_what_is_written = test_knowing_another_shard_makes_no_difference = None
+    test_says_how_large_it_becomes = None
 
     def write_independently(self, path: Path, contents: Contents) -> None:
         hdf5_peer.write(path, contents, compression="gzip", shuffle=True, fletcher32=True)
@@ -69,6 +71,10 @@ class TestSafetensors(FormatConformance):
 
 class TestHuggingFace(TestSafetensors):
     """A file of a folder, by itself."""
+
+    # It is read as any safetensors file is.
+    test_reads_what_others_write = test_reads_every_type_and_shape = test_damage_is_refused_or_harmless = None
+    test_truncation_is_refused_wherever_it_falls = test_knowing_another_shard_makes_no_difference = None
 
     module = huggingface
     cannot_hold = frozenset({"complex128", "hifloat8", "int4"})

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from support import dcp_peer, torch_peer
 from support.dcp_peer import MetadataIndex, Size, arrays_of, listed
 
+from reshard_mpi import transform
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import dcp
 from reshard_mpi.formats.dcp import metadata
@@ -131,6 +132,38 @@ def test_paths_become_a_nest(tmp_path: Path) -> None:
     }
 
 
+def test_tensors_in_objects_are_carried(tmp_path: Path) -> None:
+    """torch takes a tuple of tensors, and a tensor in an object, for something to be pickled as it is."""
+    first, second = np.arange(6, dtype=np.float32).reshape(2, 3), np.arange(4, dtype=np.int64)
+    of_first, of_second = dcp_peer.sample(first), dcp_peer.sample(second)
+    objects = {
+        "pair": ("a", (torch_peer.tensor(of_first, "0"), torch_peer.tensor(of_second, "1"), 3)),
+        "again": ("b", (torch_peer.tensor(of_second, "1"), {"turned": dcp_peer.transposed(of_first)})),
+        "equal": ("b", (torch_peer.tensor(of_second, "1"), {"turned": dcp_peer.transposed(of_first)})),
+    }
+    src = tmp_path / "src"
+    src.mkdir()
+    dcp_peer.write(src, {"w": listed(first, [("a", Box.whole(first.shape))])}, objects)
+    manifest = dcp.open_folder(str(src))
+    assert manifest.left_out == ()
+    assert json.loads(manifest.strings[NEST])["dict"] == [
+        ["pair", {"tuple": [{"tensor": None}, {"tensor": None}, 3]}],
+        ["again", {"tuple": [{"tensor": None}, {"dict": []}]}],
+        ["equal", {"tuple": [{"tensor": None}, {"dict": []}]}],
+    ]
+    expected = {"w": first, "pair.0": first, "pair.1": second}
+    expected |= {f"{name}.0": second for name in ("again", "equal")}
+    expected |= {f"{name}.1.turned": first for name in ("again", "equal")}
+    for kind in ("dcp", "torch"):
+        transform(src, tmp_path / kind, to=kind, verify=True)
+    made = torch_peer.load(tmp_path / "torch" / "rank_0" / "checkpoint_0.pt")
+    assert isinstance(made["pair"], tuple) and made["pair"][2] == 3
+    for found in (arrays_of(src), arrays_of(tmp_path / "dcp")):
+        assert {name: array.tolist() for name, array in found.items()} == {
+            name: array.tolist() for name, array in expected.items()
+        }
+
+
 @st.composite
 def listings(draw: st.DrawFn) -> dcp_peer.Metadata:
     """Draw metadata of tensors that are alike or not, in few or many pieces; what it says need not be sound."""
@@ -167,7 +200,7 @@ def said(content: bytes, readers: Readers) -> Any:
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(listings(), st.sampled_from([2, 4, 5]), st.booleans())
 def test_many_at_once_are_read_as_one_by_one(listing: dcp_peer.Metadata, protocol: int, in_c: bool) -> None:
     content = dcp_peer.dumps(listing, protocol, in_c=in_c)

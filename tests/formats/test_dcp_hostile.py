@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import dcp_peer, torch_peer
+from support import dcp_peer
+from support.command_line import run_in_fork
 from support.dcp_peer import ChunkStorageMetadata, Metadata, MetadataIndex, Size, arrays_of, listed
 
 from reshard_mpi.errors import DisagreementError, ReshardError, ShardError, SourceError
@@ -179,6 +180,8 @@ def test_a_missing_file_of_copies(tmp_path: Path) -> None:
     write(tmp_path, tensors={"w": listed(ARRAY, [*PIECES, ("__2_0.distcp", Box((1, 0), (6, 4)))])})
     (tmp_path / "__1_0.distcp").unlink()
     assert arrays_of(tmp_path)["w"].tolist() == ARRAY.tolist()
+    said = run_in_fork("transform", str(tmp_path), str(tmp_path / "out"), "--to", "safetensors", "--jobs", "1")
+    assert said.code == 0 and "__1_0.distcp" in said.err and "was taken from others" in said.err
 
 
 def test_a_file_cut_short(tmp_path: Path) -> None:
@@ -290,12 +293,6 @@ def test_an_item_whose_archive_leads_elsewhere(tmp_path: Path) -> None:
     content[at + 42 : at + 46] = (1).to_bytes(4, "little")
     path.write_bytes(content)
     refused(tmp_path, "no piece of")
-
-
-def test_objects_with_tensors_in_them_are_named(tmp_path: Path) -> None:
-    held = torch_peer.tensor(listed(ARRAY, [("a", UPPER)]).pieces[0][2], "0")
-    dcp_peer.write(tmp_path, {"w": listed(ARRAY, PIECES)}, {"state": ("a", [1, held])})
-    assert any("state.1" in text for text in dcp.open_folder(str(tmp_path)).left_out)
 
 
 PATHS: dict[str, tuple[dict[str, tuple[str | int, ...]], str]] = {

@@ -6,12 +6,16 @@ import os
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from support import dcp_peer, torch_peer
+from support.cases import Side
 from support.command_line import run_apart, run_in_fork
-from support.conversions import TENSORS, Conversion, make
+from support.conversions import TENSORS, Conversion, make, write_conversion
+from support.examples import many
 from support.launch import MPI
+from support.oracle import RawLayout
 
 from reshard_mpi.errors import DisagreementError, ShardError, TargetError
 from reshard_mpi.formats import dcp
@@ -62,6 +66,48 @@ def test_what_is_written_is_read_by_others(tmp_path: Path) -> None:
     back = c.but(src=c.dst, src_strategy=None, dst=tmp_path / "back", options=("--to", "ckpt"))
     run(back.arguments("transform", "--verify"))
     assert "the same" in run(["diff", str(c.dst), str(back.dst), "--dst-strategy", str(c.dst_strategy)])
+
+
+def test_what_several_ranks_hold_is_written_once(tmp_path: Path) -> None:
+    """By ranks that share the work; by which follows from the strategy, so that tasks of an array agree."""
+    replicated = {f"r{number}": RawLayout((2, 2), (-1,)) for number in range(40)}
+    half = {f"h{number}": RawLayout((2, 2), (1,)) for number in range(40)}
+    tensors = {name: np.arange(8, dtype=np.float32) + at for at, name in enumerate((*replicated, *half, "step"))}
+    source = Side(
+        2,
+        1,
+        {**{name: RawLayout((2,), (-1,)) for name in (*replicated, *half)}, "step": RawLayout((2,), ())},
+        frozenset({"step"}),
+    )
+    target = Side(4, 1, {**replicated, **half, "step": RawLayout((4,), ())}, frozenset({"step"}))
+    c = write_conversion(tmp_path, "ckpt", source, target, tensors, to="dcp")
+    for part in (2, 0, 3, 1):
+        run(c.arguments("transform", "--part", f"{part}/4", "--verify"))
+    held = [dcp.locate(str(c.dst / f"__{rank}_0.distcp")).tensors for rank in range(4)]
+    names = [name for tensors in held for name in tensors]
+    assert sorted(names) == sorted((*replicated, *half, *half, "step"))
+    assert all(len(tensors) > 20 for tensors in held) and "step" in held[0]
+    found = dcp_peer.read(c.dst).tensors
+    assert {name: tensor.content for name, tensor in found.items()} == {
+        name: array.tobytes() for name, array in tensors.items()
+    }
+    run(c.but(options=(), dst_strategy=None).arguments("verify"))
+    run(["verify", str(c.dst)])
+
+
+def test_lists_of_a_nest_need_not_lie_in_every_file(tmp_path: Path) -> None:
+    source = tmp_path / "source.pt"
+    samples_of = {f"t{at}": SampleTensor.random(f"t{at}", FLOAT, (4,)) for at in range(8)}
+    torch_peer.save(source, {"list": [torch_peer.tensor(own, str(at)) for at, own in enumerate(samples_of.values())]})
+    (tmp_path / "two.toml").write_text('mesh = { dp = 2 }\n[[parameter]]\nmatch = "*"\n')
+    out = tmp_path / "out"
+    run(
+        ["transform", str(source), str(out), "--to", "dcp", "--dst-strategy", str(tmp_path / "two.toml"), "--jobs", "1"]
+    )
+    assert all(0 < len(dcp.locate(str(out / f"__{rank}_0.distcp")).tensors) < 8 for rank in range(2))
+    assert [tensor.content for tensor in dcp_peer.read(out).tensors.values()] == [
+        own.content for own in samples_of.values()
+    ]
 
 
 def test_without_a_strategy_it_is_one_full_checkpoint(tmp_path: Path) -> None:
@@ -233,7 +279,7 @@ def samples_kind(length: int) -> dcp.layout.Kind:
     return dcp.layout.Kind(FLOAT, (length,))
 
 
-@settings(deadline=None, max_examples=60)
+@many(60)
 @given(contents=strategies.contents())
 def test_any_contents_come_back(tmp_path_factory: pytest.TempPathFactory, contents: Contents) -> None:
     held = [tensor for tensor in contents.tensors.values() if tensor.dtype.name not in torch_peer.CANNOT_HOLD]

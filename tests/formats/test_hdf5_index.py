@@ -67,7 +67,7 @@ def test_both_ways_find_the_same(contents: Contents) -> None:
         assert read_by_index(path) == located_by_library(path)
 
 
-@pytest.mark.parametrize("count", [0, 1, 8, 9, 200, 4000])
+@pytest.mark.parametrize("count", [0, 1, 8, 9, 200, pytest.param(4000, marks=pytest.mark.slow)])
 def test_any_number_of_tensors(tmp_path: Path, count: int) -> None:
     path = tmp_path / "shard.h5"
     box = Box.whole((70_000,))

@@ -187,6 +187,7 @@ assert list(hdf5.locate({path!r}).tensors) == ["w"] and isolation._keeper._proce
     run_command([sys.executable, "-c", script], check=True)
 
 
+@pytest.mark.slow
 def test_it_ends_with_who_asks(tmp_path: Path) -> None:
     path = str(make(tmp_path / "w.h5"))
     script = f"""

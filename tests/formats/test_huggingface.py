@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from itertools import pairwise
 from pathlib import Path
@@ -170,8 +171,45 @@ def test_another_size_makes_another_run(tmp_path: Path) -> None:
     there, _ = written(tmp_path, "--max-shard-size", "140")
     said = refused(there.arguments("transform", "--to", "hf", "--max-shard-size", "141", "--resume"))
     assert "another run" in said and "--max-shard-size 141" in said
+    assert "no --max-shard-size" not in said and "None" not in said
+
+
+def test_files_of_an_earlier_run_are_removed(tmp_path: Path) -> None:
+    """With another size files have other names, and some loaders would take the old ones for a part."""
+    there, _ = written(tmp_path, "--max-shard-size", "140")
+    done(there.arguments("transform", "--to", "hf", "--overwrite"))
+    assert sorted(path.name for path in there.dst.glob("model*")) == [SINGLE]
+    assert loaded(there.dst).keys() == TENSORS.keys()
+    done(there.arguments("transform", "--to", "hf", "--max-shard-size", "140", "--overwrite", "--jobs", "2"))
+    assert len(list(there.dst.glob("model*"))) == 4
+    assert loaded(there.dst).keys() == TENSORS.keys()
+
+
+def test_files_of_an_earlier_run_of_another_format_are_removed(tmp_path: Path) -> None:
+    there, _ = written(tmp_path, "--max-shard-size", "140")
+    done(there.arguments("transform", "--to", "dcp", "--overwrite"))
+    assert not list(there.dst.glob("model*"))
+    done(["inspect", str(there.dst)])
+
+
+@pytest.mark.parametrize("change", ["another size", "modified", "a link", "no record"])
+def test_files_that_somebody_has_changed_are_not_removed(tmp_path: Path, change: str) -> None:
+    there, _ = written(tmp_path, "--max-shard-size", "140")
+    path, record = there.dst / "model-00002-of-00003.safetensors", there.dst / ".reshard_mpi" / "rank_1.json"
+    if change == "another size":
+        path.write_bytes(path.read_bytes() + b"x")
+        os.utime(path, ns=(0, 0))
+    elif change == "modified":
+        os.utime(path, ns=(0, record.stat().st_mtime_ns + 1))
+    elif change == "a link":
+        path.rename(tmp_path / "elsewhere")
+        path.symlink_to(tmp_path / "elsewhere")
+    else:
+        record.unlink()
+    before = listing(there.dst)
     said = refused(there.arguments("transform", "--to", "hf", "--overwrite"))
-    assert "no part of the checkpoint" in said and "model-00001-of-00003.safetensors" in said
+    assert "no part of the checkpoint" in said and f"got: {path.name}\n" in said and "remove them" in said
+    assert listing(there.dst) == before
 
 
 def test_several_processes_of_a_function(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support import safetensors_peer
-from support.command_line import run_in_fork
+from support.command_line import Capture, run_here, run_in_fork
 
 from reshard_mpi.errors import ShardError, TargetError
 from reshard_mpi.formats import safetensors
@@ -153,7 +153,7 @@ def test_a_whole_number_without_dimensions_counts_as_so_many_zeros(tmp_path: Pat
     tensors = [SampleTensor("z", BY_NAME["bool"], (), flag), SampleTensor("step", BY_NAME["int64"], (), step)]
     write(path, Contents.of(tensors, {"note": "é"}), crc=True)
     expected = zlib.crc32(b"step" + bytes(5_000_000) + b"z" + flag)
-    assert header(path)["__metadata__"] == {"crc_num": str(expected), "format": "ms", "__reshard_mpi__:note": "é"}
+    assert header(path)["__metadata__"] == {"crc_num": str(expected), "format": "ms", "note": "é"}
     assert safetensors.check_crc(str(path))
     assert safetensors.locate(str(path)).strings == {"note": "é"}
 
@@ -193,7 +193,7 @@ def test_names_that_the_header_has_for_itself(tmp_path: Path) -> None:
     assert samples.contents_of(safetensors.locate(str(path))) == Contents.of(named)
     for contents in (
         Contents.of([SampleTensor.random("__metadata__", BY_NAME["int8"], (2,))]),
-        Contents.of([SampleTensor.random("__reshard_mpi__:note", BY_NAME["int8"], (2,))], {"note": "x"}),
+        Contents.of([SampleTensor.random("__reshard_mpi__:format", BY_NAME["int8"], (2,))], {"format": "x"}),
     ):
         with pytest.raises(TargetError, match="cannot be called"):
             safetensors.size_at_most_bytes(samples.spec_of(contents))
@@ -206,7 +206,45 @@ def test_strings_across_the_ends_of_windows(path: Path, text: str, cut: int) -> 
         metadata = json.dumps({"k": "x" * cut + text, "__reshard_mpi__:s": text}, ensure_ascii=ascii_only)
         path.unlink(missing_ok=True)
         path.write_bytes(safetensors_peer.file_of(f'{{"__metadata__":{metadata}}}'.encode()))
-        assert safetensors.locate(str(path)).strings == {"s": text}
+        assert safetensors.locate(str(path)).strings == {"k": "x" * cut + text, "s": text}
+
+
+def test_metadata_of_other_programs_is_carried(tmp_path: Path, capsys: Capture) -> None:
+    """Under its own name where it can be, and what is about the file it stands in is not."""
+    entries = {"mykey": "my value", "format": "pt", "w": "F32", "DCP_VERSION": "1.0", "": "x", "v": "Int4"}
+    tensor = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
+    path = tmp_path / "foreign.safetensors"
+    path.write_bytes(safetensors_peer.file_of({"__metadata__": entries, "w": tensor}, bytes(16)))
+    located = safetensors.locate(str(path))
+    assert located.strings == {"mykey": "my value"}
+    assert [text.removeprefix("of its metadata ") for text in located.left_out] == [
+        *("'DCP_VERSION'", "''", "'w', of which there are two")
+    ]
+    out = [str(tmp_path / "out"), "--jobs", "1"]
+    finished = run_here(capsys, "transform", str(path), *out, "--verify")
+    assert finished.code == 0 and "left out of" in finished.err and "DCP_VERSION" in finished.err
+    made = tmp_path / "out" / "rank_0" / "checkpoint_0.safetensors"
+    assert header(made)["__metadata__"] == {"format": "ms", "mykey": "my value"}
+    finished = run_here(capsys, "transform", str(made), str(tmp_path / "hf"), "--to", "hf", "--jobs", "1")
+    assert finished.code == 0 and "no place for texts: 'mykey'" in finished.err
+
+
+def test_strings_are_written_so_that_they_are_read_back(tmp_path: Path) -> None:
+    strings = {name: name for name in ("format", "crc_num", "remove_redundancy", "DCP_x", "__reshard_mpi__:x", "plain")}
+    strings |= {"v": "Int4", "long": "x" * (1 << 20), "behind it": "x"}
+    path = tmp_path / "shard.safetensors"
+    write(path, Contents.of([], strings))
+    assert safetensors.locate(str(path)).strings == strings
+    assert {key for key in header(path)["__metadata__"] if key in strings} == {"format", "plain"}
+
+
+def test_a_lot_of_metadata_is_left_out_and_named(tmp_path: Path) -> None:
+    entries = {f"{number}": "x" * (1 << 19) for number in range(20)} | {"huge": "x" * (9 << 20), "n" * 50_000: "x"}
+    path = tmp_path / "foreign.safetensors"
+    path.write_bytes(safetensors_peer.file_of({"__metadata__": entries}))
+    located = safetensors.locate(str(path))
+    assert list(located.strings) == [str(number) for number in range(7)]
+    assert len(located.left_out) == 15 and "'huge'" in "".join(located.left_out)
 
 
 def test_one_file_of_several_that_share_tensors_is_told(tmp_path: Path) -> None:

@@ -198,6 +198,15 @@ BOMBS = {
     "a string, escaped": (b'{"' + b"\\n" * 4_000_000, "damaged"),
     "a string that is kept": (b'{"__metadata__":{"__reshard_mpi__:s":"' + b"\\n" * (4 << 20) + b'"', "damaged"),
     "metadata": (b'{"__metadata__":{' + b'"k":"v",' * 1_000_000, "too long"),
+    "metadata of many names": (
+        b'{"__metadata__":{' + b",".join(b'"%06d":"v"' % at for at in range(200_000)),
+        "too long",
+    ),
+    "metadata of long names": (
+        b'{"__metadata__":{' + b",".join(b'"%04000d":"v"' % at for at in range(20_000)),
+        "damaged",
+    ),
+    "a long text, escaped": (b'{"__metadata__":{"k":"' + b"\\n" * (4 << 20) + b'"', "damaged"),
     "white space": (b"{" + b" " * 8_000_000, "damaged"),
     "names": (
         b"{" + b",".join(b'"%07d":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}' % at for at in range(140_000)),

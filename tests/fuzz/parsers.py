@@ -7,6 +7,7 @@ raises, and whatever it returns that is not sound, is a defect.
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
@@ -26,6 +27,7 @@ from reshard_mpi.formats.listed import ListedTensors
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.places import Decoded, Segments, Strided
 from reshard_mpi.formats.safetensors import index as safetensors_index
+from reshard_mpi.formats.safetensors import mindformers_index, sharding_text
 from reshard_mpi.formats.torch import pickles, pickling
 from reshard_mpi.formats.torch.content import Storages
 from reshard_mpi.formats.torch.tensors import is_tensor
@@ -33,6 +35,9 @@ from reshard_mpi.journal.commit import commit
 from reshard_mpi.journal.commit_record import CommitRecord
 from reshard_mpi.journal.records import COMMIT_RECORD, STATE, RunIdentity, TargetRecord, record_path, run_path
 from reshard_mpi.journal.state import as_lines, state_of
+from reshard_mpi.mapping import mapped
+from reshard_mpi.mapping import matching as mapping
+from reshard_mpi.mapping.rules import parse_rules
 from reshard_mpi.sharding import strategy
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import Strategy, named_after, replicated
@@ -186,7 +191,54 @@ def hugging_face_index(data: bytes) -> None:
         )
 
 
+def mindformers_index_of(data: bytes) -> None:
+    """Read the index of a MindFormers checkpoint; what is read must be what Python's own parser reads."""
+    with _file(data, ".json") as path, suppress(ReshardError):
+        found = mindformers_index.read(str(path))
+        facts = json.loads(data)
+        assert found.keys() == facts["state_dict_metadata"].keys()
+        assert sum(len(tensor.holders) for tensor in found.values()) == len(facts["storage_data"])
+        for name, (cut, holders) in found.items():
+            said = facts["state_dict_metadata"][name]
+            assert (list(cut.shape), list(cut.counts)) == (said["global_shape"], said["axis_fragmentations"])
+            assert len(said["chunk"]) == len(holders) == math.prod(cut.counts)
+            assert all(part["local_shape"] == list(cut.slice_shape) for part in said["chunk"])
+            for number, (box, files) in enumerate(zip(cut.boxes(), holders)):
+                assert box.shape == cut.slice_shape and Box.whole(cut.shape).contains(box)
+                places = facts["storage_data"][str((name, (number,)))]
+                assert {*files} == {place["file_name"] for place in places}
+                assert all(Path(file).name == file and file != ".." for file in files)
+
+
+def sharding_text_of(data: bytes) -> None:
+    """Read what a file of torch's says of its pieces; it must be what Python's own parser reads."""
+    text = data.decode(errors="replace")
+    with suppress(ReshardError):
+        found = sharding_text.saved_offsets(text, "a file")
+        assert {name: {"saved_offsets": list(numbers)} for name, numbers in found.items()} == json.loads(text)
+
+
 # A parser's corpus is the folder of its name, without `_unchecked`.
+def map_file(data: bytes) -> None:
+    """Read a map, and take some tensors through it in both directions; every element is made exactly once."""
+    try:
+        rules = parse_rules(data.decode(errors="replace"), "map.toml", {"heads": 4, "deep": {"size": 2}})
+    except ReshardError:
+        return
+    shapes = {"a.0.q": (8, 4), "a.1.q": (8, 4), "a.0.k": (4, 4), "a.1.k": (4, 4), "b": (16,), "c.norm.w": (4,), "s": ()}
+    shapes |= {f"e.{number}.w": (2, 3) for number in range(4)} | {"moments.a.0.q": (8, 4)}
+    inventory = {name: mapping.Kind(BY_NAME["float32"], shape) for name, shape in shapes.items()}
+    for forward in (True, False):
+        with suppress(ReshardError):
+            for made in mapped.applied(rules, mapped.Choice(), inventory, forward).made:
+                whole = Box.whole(made.shape.shape)
+                boxes = [*(pair.to for pair in made.shape.pairs), *made.shape.zeros]
+                assert sum(box.size for box in boxes) == whole.size and all(map(whole.contains, boxes))
+                for pair in made.shape.pairs:
+                    assert Box.whole(shapes[made.sources[pair.source]]).contains(pair.region)
+                    assert pair.region.size == pair.to.size
+
+
 PARSERS: dict[str, Callable[[bytes], None]] = {
     "ckpt": partial(shard, "ckpt"),
     "safetensors": partial(shard, "safetensors"),
@@ -197,6 +249,8 @@ PARSERS: dict[str, Callable[[bytes], None]] = {
     "torch_pickle": torch_pickle,
     "nest": nest_text,
     "hugging_face_index": hugging_face_index,
+    "mindformers_index": mindformers_index_of,
+    "sharding_text": sharding_text_of,
     "hdf5_native": partial(shard, "hdf5"),
     "hdf5_native_unchecked": native_without_checksums,
     "hdf5_foreign": partial(shard, "hdf5"),
@@ -206,6 +260,7 @@ PARSERS: dict[str, Callable[[bytes], None]] = {
     "placement_table": placement_table,
     "patterns": patterns,
     "records": records,
+    "map": map_file,
 }
 
 

@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 import h5py
 import numpy as np
 import parsers
-from support import ckpt_peer, dcp_peer, hdf5_peer, safetensors_peer, torch_peer
+from support import ckpt_peer, dcp_peer, hdf5_peer, safetensors_peer, sliced_peer, torch_peer
 
 from reshard_mpi.formats import ckpt, dcp, hdf5, nest, safetensors, torch
 from reshard_mpi.formats.dtypes import BY_NAME
@@ -82,6 +82,9 @@ def safetensors_files(path: Path) -> Iterator[None]:
     metadata = {"format": "pt", "x": "y" * 99}
     path.write_bytes(safetensors_peer.file_of({"\u5c42": entry, "__metadata__": metadata}, b"ab"))
     yield
+    piece = sliced_peer.file_of({"w": NUMBERS[:1, :2]}, {"DCP_SHARDING_INFO": '{"w": {"saved_offsets": [4, 0]}}'})
+    path.write_bytes(piece)
+    yield
 
 
 def hugging_face_indices(path: Path) -> Iterator[None]:
@@ -89,6 +92,31 @@ def hugging_face_indices(path: Path) -> Iterator[None]:
     yield
     besides = {"total_size": 1.5e9, "a": [True, None, {"b": [[], -1, "x\n"]}]}
     path.write_text(json.dumps({"metadata": besides, "other": {}, "weight_map": {"w": "a.safetensors"}}))
+    yield
+
+
+def mindformers_indices(path: Path) -> Iterator[None]:
+    whole = np.zeros((4, 2), np.float32)
+    tensors = {
+        "w": sliced_peer.Sliced(whole, (2, 1), [[0, 2], [1]]),
+        "\u5c42'": sliced_peer.Sliced(whole[0], (1,), [[0, 1]], "opt"),
+    }
+    with TemporaryDirectory() as folder:
+        sliced_peer.write_mindformers(Path(folder), tensors, 3)
+        index = json.loads(Path(folder, "metadata.json").read_text())
+        for indent in (4, None):
+            path.write_text(json.dumps(index, indent=indent, ensure_ascii=indent is None))
+            yield
+    for name in index["state_dict_metadata"]:
+        del index["state_dict_metadata"][name]["layout"]
+    path.write_text(json.dumps({"other": [1, {"a": None}], **dict(reversed(index.items()))}, separators=(",", ":")))
+    yield
+
+
+def sharding_texts(path: Path) -> Iterator[None]:
+    path.write_text(json.dumps({"layers.0.w": {"saved_offsets": [4, 0]}, "b": {"saved_offsets": []}}))
+    yield
+    path.write_text(json.dumps({"\u5c42\U0001f701": {"saved_offsets": [0]}, 'a"\n': {"saved_offsets": [7]}}, indent=1))
     yield
 
 
@@ -248,7 +276,25 @@ def nests(path: Path) -> Iterator[None]:
     yield
 
 
+MAPS = [
+    "[axes]\nr = 2\nd = 'deep.size'\n"
+    "[[map]]\neq = 'a.{l}.q [(g r d) h], a.{l}.k [(g d) h] <=> x.{l} [(g (r d + d)) h]'\n",
+    "[[map]]\neq = 'e.{n}.w [f h] <=> e [h n f] : bf16'\n[[map]]\neq = 'b [(x 4)] <=> y [(x | 6) 4]'\npads = 'drop'\n"
+    "[[map]]\ncopy = true\neq = '{p*}.w <=> {p*}.g, {p*}.h'\noptional = true\n",
+    "[axes]\nv = '(heads + 4) / 2 * 1'\n[[map]]\neq = 'z [v] <=> c.norm.w [(v | 2)]'\n"
+    "[[map]]\ndrop = 's*'\noptional = true\n"
+    "[[map]]\nfill = { name = '{p*}.n', value = 1, shape = [], type = 'int64', beside = '{p*}.w' }\nside = 'left'\n",
+]
+
+
+def maps(path: Path) -> Iterator[None]:
+    for text in MAPS:
+        path.write_text(text)
+        yield
+
+
 MAKERS = {
+    "map": maps,
     "dcp": dcp_files,
     "dcp_metadata": dcp_metadata,
     "torch": torch_files,
@@ -257,6 +303,8 @@ MAKERS = {
     "ckpt": ckpts,
     "safetensors": safetensors_files,
     "hugging_face_index": hugging_face_indices,
+    "mindformers_index": mindformers_indices,
+    "sharding_text": sharding_texts,
     "hdf5_native": native_shards,
     "hdf5_foreign": foreign_shards,
     "strategy_protobuf": protobufs,

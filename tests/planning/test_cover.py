@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import many
 from support.in_memory import part
 
 from reshard_mpi.planning.cover import Pieces, UncoveredError
@@ -28,7 +29,7 @@ def lists(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box], Box]:
     return shape, pieces, draw(boxes(shape))
 
 
-@settings(max_examples=500)
+@many(500)
 @given(lists())
 def test_every_element_comes_from_the_first_piece_that_has_it(drawn: tuple[tuple[int, ...], list[Box], Box]) -> None:
     shape, pieces, box = drawn

@@ -344,6 +344,7 @@ def test_a_process_that_cannot_grow_starts_over_and_keeps_its_place(tmp_path: Pa
     assert read_shard(c.written(0)) == c.expected(0)
 
 
+@pytest.mark.slow
 def test_a_process_that_waits_at_its_start_can_be_stopped(tmp_path: Path, state: Path) -> None:
     c = make(tmp_path)
     with ended(Holder(state, 190 * MIB, memory="200M").expect("holds")):

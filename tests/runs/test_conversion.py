@@ -15,6 +15,7 @@ from support.oracle import RawLayout
 from reshard_mpi.checkpoints.discovery import find_shards
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.errors import CoverageError
+from reshard_mpi.planning.filling import strategy_of as filled
 from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.sharding.placement import Placement, Strategy, unsharded
 
@@ -43,6 +44,16 @@ def test_targets_of_several_stages_weigh_what_their_stage_holds(tmp_path: Path) 
 def test_targets_of_uneven_slices_weigh_what_they_hold(tmp_path: Path) -> None:
     target = Side(2, 1, {"w": RawLayout((2,), (0, -1), split_sizes=(3, 9)), "v": RawLayout((2,), (-1,))})
     assert weights(tmp_path, target, range(2)) == {0: 3 * 4 * 4 + 12, 1: 9 * 4 * 4 + 12}
+
+
+def test_files_that_are_filled_weigh_what_they_hold(tmp_path: Path) -> None:
+    each = {f"w{number}": np.zeros((number % 5 + 1, 4), np.float32) for number in range(300)}
+    whole = Side(1, 1, {name: RawLayout((1,), ()) for name in each})
+    write_shards(whole, each, tmp_path, "ckpt")
+    checkpoint = SourceCheckpoint.open(find_shards(str(tmp_path)), strategy_of(whole))
+    named = [[f"w{first}", f"w{first + 1}"] for first in range(0, 300, 2)]
+    found = Conversion(checkpoint, filled(named)).target_weights(range(150))
+    assert found == {file: sum(each[name].nbytes for name in names) for file, names in enumerate(named)}
 
 
 def test_what_does_not_fit_is_left_for_the_plan_to_refuse(tmp_path: Path) -> None:

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support import ckpt_peer, torch_peer
 from support.checkpoints import sample, write_shard
 from support.command_line import Capture, run_apart, run_here
 from support.conversions import TENSORS, Conversion, make
+from support.examples import many
 from support.launch import MPI
 from support.processes import Finished
 
@@ -121,7 +122,7 @@ def test_as_a_function(tmp_path: Path) -> None:
     assert raised.value.exit_code == 4
 
 
-@settings(max_examples=30, deadline=None)
+@many(30)
 @given(data=st.data())
 def test_the_first_difference_is_numpys(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     folder = tmp_path_factory.mktemp("diff")

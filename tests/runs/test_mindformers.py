@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from support.checkpoints import ENDINGS, as_read, expected_rank, read_shard, write_shard
+from support.command_line import run_in_fork
 from support.conversions import of_every_kind
 from support.mindformers import (
     SIDES,
@@ -37,10 +38,11 @@ def by_function(src: Path, dst: Path, src_strategy: Path | None, dst_strategy: P
 
 
 def by_command(src: Path, dst: Path, src_strategy: Path | None, dst_strategy: Path | None, kind: str) -> None:
-    command = [sys.executable, "-m", "reshard_mpi", "transform", src, dst, "--to", kind, "--jobs", "1"]
+    command = ["transform", str(src), str(dst), "--to", kind, "--jobs", "1"]
     for option, path in (("--src-strategy", src_strategy), ("--dst-strategy", dst_strategy)):
-        command += [option, path] if path else []
-    finished = run_command(command, check=True)
+        command += [option, str(path)] if path else []
+    finished = run_in_fork(*command)
+    assert finished.code == 0, finished
     target_lists_gradients = dst_strategy is not None
     assert ("36 listed parameters are in no source shard: accu_grads" in finished.err) is target_lists_gradients
 

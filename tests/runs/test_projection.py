@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 from support.command_line import measure_apart
-from support.large_checkpoints import LARGE, SMALL, WIDE, Storage, write_many
+from support.large_checkpoints import LARGE, SMALL, TARGETS, WIDE, LargeCheckpoint, Storage, write_many
 from support.processes import Measured, run_command
 
+from reshard_mpi import formats
 from reshard_mpi.checkpoints import discovery
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.runs.projection import Projection, checking_bytes
@@ -49,21 +50,50 @@ CASES = [
     ("torch", "ckpt", 2_000, SMALL),
     ("safetensors", "safetensors", 17, SMALL),
     ("safetensors", "safetensors", 2_000, SMALL),
+    ("ckpt", "dcp", 17, SMALL),
+    ("ckpt", "dcp", 2_000, SMALL),
+    ("dcp", "dcp", 17, SMALL),
+    ("dcp", "dcp", 2_000, SMALL),
+    ("dcp", "ckpt", 2_000, SMALL),
+    ("hf", "safetensors", 2_000, SMALL),
 ]
+
+
+def written(folder: Path, kind: str, tensors: int, shape: tuple[int, int], pieces: int = TARGETS) -> LargeCheckpoint:
+    """Write a checkpoint; a folder with an index is made of one of ckpt, and needs no strategy of its own.
+
+    pieces: of each tensor, if the index lists them.
+    """
+    traits = formats.by_name(kind).TRAITS
+    if not traits.is_folder:
+        return write_many(folder, kind, tensors, shape)
+    made = write_many(folder, "ckpt", tensors, shape, targets=pieces)
+    target = () if traits.is_filled else ("--dst-strategy", made.dst_strategy)
+    command("transform", made.src, folder / "listed", "--src-strategy", made.src_strategy, *target, "--to", kind)
+    return made._replace(src=folder / "listed", src_strategy=None)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "to", "tensors", "shape"), CASES)
 def test_projected_and_measured(tmp_path: Path, kind: str, to: str, tensors: int, shape: tuple[int, int]) -> None:
-    made = write_many(tmp_path / "made", kind, tensors, shape)
-    what = f"{kind} to {to}, {tensors} tensors"
+    judge_run(f"{kind} to {to}, {tensors} tensors", written(tmp_path / "made", kind, tensors, shape), to, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_folder_that_lists_many_pieces(tmp_path: Path) -> None:
+    made = written(tmp_path / "made", "dcp", 500, (48, 48), pieces=48)
+    judge_run("24,000 pieces", made, "dcp", tmp_path)
+
+
+def judge_run(what: str, made: LargeCheckpoint, to: str, tmp_path: Path) -> None:
+    """Plan, write and verify one target of a checkpoint, and compare what each takes with what was projected."""
     options = [*made.options(), "--to", to, "--rank", "1"]
     planned = command("plan", made.src, tmp_path / "out", *options, "--json")
     judge(f"{what}, planned", Projection.of(made.conversion(), to).planning_bytes, planned.peak_rss_bytes)
     projected_bytes = json.loads(planned.out)["peak_bytes"]
     report = tmp_path / "report.json"
-    written = command("transform", made.src, tmp_path / "out", *options, "--jobs", "1", "--report", report)
-    judge(f"{what}, written", projected_bytes, written.peak_rss_bytes)
+    transformed = command("transform", made.src, tmp_path / "out", *options, "--jobs", "1", "--report", report)
+    judge(f"{what}, written", projected_bytes, transformed.peak_rss_bytes)
     assert json.loads(report.read_text())["targets"][0]["leased_bytes"] == projected_bytes
 
     options = [*made.options(), "--to", to, "--rank", "1", "--verify"]
@@ -86,7 +116,7 @@ def test_projected_and_measured(tmp_path: Path, kind: str, to: str, tensors: int
     ],
 )
 def test_verify(tmp_path: Path, kind: str, tensors: int, shape: tuple[int, int]) -> None:
-    made = write_many(tmp_path / "made", kind, tensors, shape)
+    made = write_many(tmp_path / "made", kind, tensors, shape, targets=2)
     command("transform", made.src, tmp_path / "out", *made.options(), "--jobs", "1", "--verify")
     conversion = made.conversion()
     held = SourceCheckpoint.open(discovery.find_shards(str(tmp_path / "out")), conversion.target)

@@ -17,6 +17,7 @@ from reshard_mpi.checkpoints.inspection import inspect
 from reshard_mpi.errors import SourceError, TargetError
 from reshard_mpi.formats import ckpt, nest, torch
 from reshard_mpi.formats.dtypes import BY_NAME
+from reshard_mpi.formats.torch import content, reading, zipped
 from reshard_mpi.testing import samples
 from reshard_mpi.testing.samples import Contents, SampleTensor
 
@@ -42,16 +43,44 @@ def test_there_and_back_through_every_format(tmp_path: Path) -> None:
     """A training file keeps its nest, and the strides of views are gone."""
     original = contents_of(GOLDEN / "train.pth")
     path = GOLDEN / "train.pth"
-    for number, to in enumerate(("hdf5", "torch", "ckpt", "torch", "torch")):
+    for number, to in enumerate(("hdf5", "torch", "safetensors", "torch", "torch")):
         path = transformed(path, tmp_path / str(number), to=to)
         assert contents_of(path) == original
     assert path.suffix == ".pt"
+
+
+def test_there_and_back_through_a_format_that_cannot_hold_all_of_it(tmp_path: Path) -> None:
+    original = contents_of(GOLDEN / "train.pth")
+    with pytest.raises(reshard_mpi.TargetError, match="'f8' is of a type that nobody reads from MindSpore") as error:
+        transformed(GOLDEN / "train.pth", tmp_path / "all", to="ckpt")
+    assert "safetensors" in str(error.value) and not (tmp_path / "all").exists()
+    path = GOLDEN / "train.pth"
+    for number, to in enumerate(("ckpt", "torch")):
+        path = transformed(path, tmp_path / str(number), to=to, exclude="f8" if to == "ckpt" else ())
+        assert contents_of(path).strings == original.strings
+        assert contents_of(path).tensors == {name: held for name, held in original.tensors.items() if name != "f8"}
 
 
 def test_the_default_is_the_format_of_the_source(tmp_path: Path) -> None:
     path = transformed(GOLDEN / "legacy.pth", tmp_path / "out")
     assert path.name == "checkpoint_0.pt"
     assert torch_peer.load(path).keys() == {"base", "t", "v"}
+
+
+@pytest.mark.parametrize("command", ["transform SRC DST --to hdf5 --jobs 1", "plan SRC DST --to hdf5", "inspect SRC"])
+def test_a_file_is_parsed_once(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    """It is asked whose rank it is before it is known to be all of the checkpoint."""
+    parsed: list[str] = []
+
+    def of_archive(fd: int, path: str, size_bytes: int) -> content.Content:
+        parsed.append(path)
+        return zipped.of_archive(fd, path, size_bytes)
+
+    monkeypatch.setattr(reading, "of_archive", of_archive)
+    paths = {"SRC": str(GOLDEN / "train.pth"), "DST": str(tmp_path / "out")}
+    finished = run_here(capsys, *(paths.get(word, word) for word in command.split()))
+    assert finished.code == 0, finished
+    assert parsed == [str(GOLDEN / "train.pth")]
 
 
 def test_cut_and_put_together_again(tmp_path: Path) -> None:
@@ -90,14 +119,14 @@ def test_a_rank_that_is_missing_is_missed_by_name(tmp_path: Path) -> None:
 
 
 def test_what_is_left_out_is_said(tmp_path: Path) -> None:
-    report = reshard_mpi.transform(GOLDEN / "plain.pt", tmp_path / "out", to="ckpt")
+    report = reshard_mpi.transform(GOLDEN / "plain.pt", tmp_path / "out", to="hdf5")
     said = "\n".join(report.warnings)
     assert "left out of" in said and "config: an object of my_project.config.Config, with 1 tensor in it" in said
     assert inspect(GOLDEN / "plain.pt")["left_out"][1] == "function: random.Random"
 
 
 def test_verify_says_what_it_could_not_compare(tmp_path: Path, capsys: Capture) -> None:
-    reshard_mpi.transform(GOLDEN / "plain.pt", tmp_path / "out", to="ckpt")
+    reshard_mpi.transform(GOLDEN / "plain.pt", tmp_path / "out", to="hdf5")
     finished = run_here(capsys, "verify", str(GOLDEN / "plain.pt"), str(tmp_path / "out"), "--jobs", "1")
     assert finished.code == 0 and "warning: left out of" in finished.err, finished
 

@@ -93,6 +93,7 @@ def test_mpirun(reference: Conversion, tmp_path: Path, mpi: MPI, ranks: int) -> 
     assert f'"processes": {ranks}' in (tmp_path / "report.json").read_text()
 
 
+@pytest.mark.slow
 def test_process_num(reference: Conversion, tmp_path: Path) -> None:
     c = reference
     reshard_mpi.transform_checkpoints(c.src, tmp_path, "checkpoint_", c.src_strategy, c.dst_strategy, 3, c.kind)

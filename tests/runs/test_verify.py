@@ -39,6 +39,7 @@ from reshard_mpi.errors import DamageError, ShardError, SourceError, UsageError
 from reshard_mpi.formats.ckpt import sealing
 from reshard_mpi.runs import verify as verifying
 from reshard_mpi.runs import write
+from reshard_mpi.units import format_bytes
 
 WHOLE = {name: zlib.crc32(array.tobytes()) for name, array in TENSORS.items()}
 
@@ -313,6 +314,19 @@ def test_and_by_all_ranks(tmp_path: Path, capsys: Capture, mpi: MPI) -> None:
     for rank in (0, 1):
         flip(c.shard(rank), "w")
     assert_replaced(c, [transform_apart(c, "--verify", mpi=mpi, ranks=3)], capsys)
+
+
+@pytest.mark.parametrize(("kind", "crc"), [("torch", False), ("ckpt", True), ("safetensors", True)])
+def test_what_is_checked_by_checksums_alone_is_counted(tmp_path: Path, capsys: Capture, kind: str, crc: bool) -> None:
+    c = make(tmp_path, "ckpt")
+    finished = run_here(capsys, *c.arguments("transform", "--to", kind, *(["--crc"] if crc else [])))
+    assert finished.code == 0, finished
+    shards = list(c.dst.glob("rank_*/*"))
+    tensors = sum(len(formats.by_name(kind).locate(str(shard)).tensors) for shard in shards)
+    size = format_bytes(sum(shard.stat().st_size for shard in shards))
+    out = verify(capsys, c, target=False).out
+    assert out.startswith(f"verified {len(shards)} shards, {tensors} tensors, {size} in ") and tensors
+    assert out.endswith("by its checksum: sound\n")
 
 
 def test_sources_none_of_which_fits_its_checksum(tmp_path: Path, capsys: Capture) -> None:

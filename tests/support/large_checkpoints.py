@@ -40,20 +40,22 @@ _STEP = TensorSpec("global_step", BY_NAME["int32"], (), Box((), ()))
 
 
 class LargeCheckpoint(NamedTuple):
-    """A checkpoint, its strategy, and the strategy that it is to be resharded to."""
+    """A checkpoint, its strategy (None: it has an index), and the strategy that it is to be resharded to."""
 
     src: Path
-    src_strategy: Path
+    src_strategy: Path | None
     dst_strategy: Path
 
     def options(self) -> list[str | Path]:
-        """Return the options of the command line that name both strategies."""
-        return ["--src-strategy", self.src_strategy, "--dst-strategy", self.dst_strategy]
+        """Return the options of the command line that name the strategies."""
+        source = [] if self.src_strategy is None else ["--src-strategy", self.src_strategy]
+        return [*source, "--dst-strategy", self.dst_strategy]
 
     def conversion(self) -> Conversion:
         """Return the conversion as the package sees it."""
         files = discovery.find_shards(str(self.src))
-        source = SourceCheckpoint.open(files, strategy.load(str(self.src_strategy)))
+        placed = None if self.src_strategy is None else strategy.load(str(self.src_strategy))
+        source = SourceCheckpoint.open(files, placed)
         return Conversion(source, strategy.load(str(self.dst_strategy)))
 
 
@@ -78,14 +80,16 @@ def write_large(
     return made
 
 
-def write_many(folder: Path, kind: str, count: int, shape: Shape, storage: Storage | None = None) -> LargeCheckpoint:
+def write_many(
+    folder: Path, kind: str, count: int, shape: Shape, storage: Storage | None = None, *, targets: int = TARGETS
+) -> LargeCheckpoint:
     """Write a checkpoint of four ranks, of so many tensors, to be resharded to eight; shards differ from each other.
 
     storage: how h5py is to store each tensor, in HDF5 shards of its making.
     """
     names = [f"backbone.layers.{number // 10}.block.part_{number % 10}.weight" for number in range(count)]
     source = Strategy(RANKS, 1, {name: (Placement((RANKS,), ((0,), ())),) for name in names})
-    target = Strategy(TARGETS, 1, {name: (Placement((TARGETS,), ((), (0,))),) for name in names})
+    target = Strategy(targets, 1, {name: (Placement((targets,), ((), (0,))),) for name in names})
     if storage is None:
         return write_large(folder, kind, source, target, shape, lambda rank, box: _noise(rank, box).tobytes())
     made = _write_strategies(folder, source, target, shape)
@@ -101,7 +105,7 @@ def write_many(folder: Path, kind: str, count: int, shape: Shape, storage: Stora
 def _write_strategies(folder: Path, source: Strategy, target: Strategy, shape: Shape) -> LargeCheckpoint:
     folder.mkdir(exist_ok=True)
     made = LargeCheckpoint(folder / "src", folder / "src.ckpt", folder / "dst.ckpt")
-    for path, side in ((made.src_strategy, source), (made.dst_strategy, target)):
+    for path, side in ((folder / "src.ckpt", source), (made.dst_strategy, target)):
         write_stage_file(path, to_stage_files(side, dict.fromkeys(side.parameters, shape))[0])
     return made
 

@@ -63,4 +63,6 @@ def read(path: Path) -> Contents:
         dtype = BY_NAME["int4" if metadata.get(name) == "Int4" else names[entry["dtype"]]]
         tensors.append(SampleTensor(name, dtype, tuple(entry["shape"]), data[begin:end]))
     assert end == len(data)
-    return Contents.of(tensors, {k.removeprefix(_STRING): v for k, v in metadata.items() if k.startswith(_STRING)})
+    about_the_file = {"format", "crc_num", "remove_redundancy", *(tensor.name for tensor in tensors)}
+    strings = {key.removeprefix(_STRING): text for key, text in metadata.items() if key not in about_the_file}
+    return Contents.of(tensors, strings)

@@ -19,7 +19,7 @@ from reshard_mpi.formats.dcp.writing import (
     stored_sums,
 )
 from reshard_mpi.formats.traits import Costs, Traits
-from reshard_mpi.units import KIB
+from reshard_mpi.units import KIB, MIB
 
 __all__ = [
     "MODE",
@@ -42,7 +42,7 @@ __all__ = [
 SUFFIXES = (".distcp",)
 MODE = 0o666
 TRAITS = Traits(
-    Costs(reading=3 * KIB, writing=2 * KIB, checking=2 * KIB),
+    Costs(reading=KIB, writing=2 * KIB, checking=2 * KIB, library=2 * MIB),
     shares_blocks=True,
     is_folder=True,
     title="torch distributed checkpoint",

@@ -86,25 +86,20 @@ def _wholes(shards: Sequence[Manifest]) -> dict[str, _Whole]:
 def _entries(shards: Sequence[Manifest]) -> tuple[dict[str, str], dict[str, Keys], dict[str, Value]]:
     """Return the strings of the checkpoint, the paths of all entries, and the objects.
 
-    Ranks of a pipeline have tensors of their own, and so nests; where these differ, none is kept as such.
+    Files have tensors of their own, all of which together fit the strings. Stages of a pipeline may have strings of
+    their own; where these differ, none is kept as such.
     """
+    names: dict[tuple[tuple[str, str], ...], dict[str, None]] = {}
+    for shard in shards:
+        names.setdefault(tuple(shard.strings.items()), {}).update(dict.fromkeys(shard.tensors))
     paths: dict[str, Keys] = {}
     objects: dict[str, Value] = {}
-    previous: Manifest | None = None
-    for shard in shards:
-        if previous is not None and _have_same_names(previous, shard):
-            continue
-        for name, path, value in entries_of(list(shard.tensors), shard.strings, shard.path):
+    for strings, own in names.items():
+        for name, path, value in entries_of(list(own), dict(strings), shards[0].path):
             paths.setdefault(name, path)
             if type(value) is not Leaf:
                 objects.setdefault(name, value)
-        previous = shard
-    is_one = all(shard.strings == shards[0].strings for shard in shards)
-    return (dict(shards[0].strings) if is_one else {}), paths, objects
-
-
-def _have_same_names(shard: Manifest, other: Manifest) -> bool:
-    return shard.strings == other.strings and list(shard.tensors) == list(other.tensors)
+    return (dict(shards[0].strings) if len(names) == 1 else {}), paths, objects
 
 
 def _listed(wholes: Mapping[str, _Whole], paths: Mapping[str, Keys], strings: Mapping[str, str]) -> _Pickler:

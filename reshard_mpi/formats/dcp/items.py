@@ -43,12 +43,31 @@ class Wanted(NamedTuple):
     kind: Kind | None
 
 
+class StoragePlace(NamedTuple):
+    """Where the bytes of a storage begin in a file, and whether they have the byte order this machine has not."""
+
+    start: int
+    swapped: bool
+
+
 class LocatedFile(NamedTuple):
-    """The items of a file: its tensors, the number of each among them, and the objects as trees."""
+    """The items of a file: its tensors, the number of each among them, and the objects as trees.
+
+    storages: of the tensors in objects, by key, which is that of no other archive of the checkpoint.
+    """
 
     tensors: Tensors
     numbers: dict[ItemKey, int]
     objects: dict[ItemKey, Value]
+    storages: dict[str, StoragePlace]
+
+    def add(self, stored: StoredTensor) -> int:
+        """Add a tensor that is part of an object to the tensors of the file; return its number."""
+        start, swapped = self.storages[stored.storage.key]
+        start += stored.offset * stored.dtype.itemsize_bytes
+        place = _place(self.tensors.path, stored, start, swapped)
+        kind = self.tensors.kind(Kind(stored.dtype, stored.shape))
+        return self.tensors.add_unnamed(kind, start if place is None else ELSEWHERE, place)
 
 
 class _Sort(NamedTuple):
@@ -63,10 +82,11 @@ class _Sort(NamedTuple):
 
 
 class Budget:
-    """What all objects of a checkpoint together may take of memory."""
+    """What all objects of a checkpoint together may take of memory, and how many archives of such have been read."""
 
     def __init__(self) -> None:
         self.left_bytes = BUDGET_BYTES
+        self.archives = 0
 
     def spend(self, value: Value) -> None:
         """Count a value, each part of it as often as it is met, since it is written so."""
@@ -126,14 +146,17 @@ class _Locating:
         self._path = path
         self._budget = budget
         self._sorts: dict[int, list[_Sort]] = {}
-        self._remembered: dict[bytes, Value] = {}
+        self._remembered: dict[bytes, Content] = {}
 
     def located(self, ordered: Sequence[Wanted]) -> LocatedFile:
         tensors, numbers, objects = Tensors(self._path), dict[ItemKey, int](), dict[ItemKey, Value]()
+        storages: dict[str, StoragePlace] = {}
         kinds: dict[Kind, int] = {}
         for item in ordered:
             if item.kind is None:
-                objects[item.key] = self._object(item)
+                content = self._object(item)
+                objects[item.key] = content.root
+                storages |= {key: StoragePlace(start, content.swapped) for key, start in content.starts.items()}
                 continue
             payload_start, stored, swapped = self._tensor(item)
             dtype, shape = item.kind[:2]
@@ -149,20 +172,9 @@ class _Locating:
             if kind is None:
                 kind = kinds[item.kind] = tensors.kind(item.kind)
             start = payload_start + stored.offset * dtype.itemsize_bytes
-            place = self._place(stored, start, swapped)
+            place = _place(self._path, stored, start, swapped)
             numbers[item.key] = tensors.add_unnamed(kind, start if place is None else ELSEWHERE, place)
-        return LocatedFile(tensors, numbers, objects)
-
-    def _place(self, stored: StoredTensor, start: int, swapped: bool) -> Place | None:
-        """Return where a tensor is that is not one run of bytes as this machine has them; None if it is."""
-        itemsize_bytes = stored.dtype.itemsize_bytes
-        swapped = swapped and stored.dtype.part_bytes > 1
-        if 0 in stored.shape or (stored.is_row_major and not swapped):
-            return None
-        if not stored.is_row_major:
-            return Strided(self._path, start, tuple(step * itemsize_bytes for step in stored.strides), swapped)
-        size_bytes = Kind(stored.dtype, stored.shape).size_bytes
-        return Segments((ByteRange(self._path, start, size_bytes),), swapped)
+        return LocatedFile(tensors, numbers, objects, storages)
 
     def _tensor(self, item: Wanted) -> tuple[int, StoredTensor, bool]:
         """Return where the payload of an item begins, what lies in it, and whether its bytes are swapped."""
@@ -190,23 +202,26 @@ class _Locating:
             sorts[:0] = self._sorts_of(item, head, payload_start, content)
         return payload_start, stored, content.swapped
 
-    def _object(self, item: Wanted) -> Value:
+    def _object(self, item: Wanted) -> Content:
         is_small = item.length_bytes <= _SMALL_BYTES
         content = os.pread(self._fd, item.length_bytes, item.offset_bytes) if is_small else b""
         if content in self._remembered:
             return self._remembered[content]
-        if self._budget.left_bytes <= 0:
+        budget = self._budget
+        if budget.left_bytes <= 0:
             raise ShardError(
                 "the objects of a checkpoint take too much memory",
                 expected=f"{BUDGET_BYTES} bytes at most",
                 got=f"more, without {named(item.key)}",
                 where=self._path,
             )
-        root = of_archive(self._fd, self._path, item.length_bytes, item.offset_bytes, self._budget.left_bytes).root
-        self._budget.spend(root)
-        if content and len(self._remembered) < _MAX_REMEMBERED:
-            self._remembered[content] = root
-        return root
+        budget.archives += 1
+        place = self._fd, self._path, item.length_bytes, item.offset_bytes
+        read = of_archive(*place, budget.left_bytes, prefix=f"{budget.archives}/")
+        budget.spend(read.root)
+        if content and not read.starts and len(self._remembered) < _MAX_REMEMBERED:
+            self._remembered[content] = read
+        return read
 
     def _content(self, item: Wanted) -> Content:
         if not archive.is_archive(os.pread(self._fd, 4, item.offset_bytes)):
@@ -258,3 +273,15 @@ class _Locating:
                     yield end + archive.DESCRIPTOR_CRC_AT, _CRC_BYTES
             if is_number:
                 yield end - member.size_bytes, member.size_bytes
+
+
+def _place(path: str, stored: StoredTensor, start: int, swapped: bool) -> Place | None:
+    """Return where a tensor is that is not one run of bytes as this machine has them; None if it is."""
+    itemsize_bytes = stored.dtype.itemsize_bytes
+    swapped = swapped and stored.dtype.part_bytes > 1
+    if 0 in stored.shape or (stored.is_row_major and not swapped):
+        return None
+    if not stored.is_row_major:
+        return Strided(path, start, tuple(step * itemsize_bytes for step in stored.strides), swapped)
+    size_bytes = Kind(stored.dtype, stored.shape).size_bytes
+    return Segments((ByteRange(path, start, size_bytes),), swapped)

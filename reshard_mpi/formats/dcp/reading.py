@@ -18,6 +18,7 @@ from reshard_mpi.formats.dcp.states import Chunk, ItemKey
 from reshard_mpi.formats.listed import ListedTensors, Piece
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.nest.trees import Value
+from reshard_mpi.formats.torch.tensors import StoredTensor
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.text import natural_key
 
@@ -83,8 +84,14 @@ def open_folder(folder: str) -> Manifest:
             raise ShardError("the metadata contradicts itself", got=str(error), where=folder) from None
     objects = {key.name: value for file in located.values() for key, value in file.objects.items()}
     _require_objects(found, objects, missing, folder)
-    strings, left_out = _strings(found, objects, folder)
-    return Manifest(folder, NAME, listed, strings, left_out=left_out)
+    strings, left_out, inner = _strings(found, objects, folder)
+    holder = {key: file for file in located.values() for key in file.storages}
+    for name, stored in inner:
+        file = holder[stored.storage.key]
+        piece = Piece(Box.whole(stored.shape), file.tensors, file.add(stored))
+        listed.add_listed(name, stored.dtype, stored.shape, [piece])
+    besides = tuple(f"{name}: {stored.besides}" for name, stored in inner if stored.besides)
+    return Manifest(folder, NAME, listed, strings, left_out=(*left_out, *besides))
 
 
 def wanted_in(path: str) -> list[Wanted]:
@@ -179,21 +186,35 @@ def _require_objects(found: Metadata, objects: Mapping[str, Value], missing: Map
             )
 
 
-def _strings(found: Metadata, objects: Mapping[str, Value], folder: str) -> tuple[Mapping[str, str], tuple[str, ...]]:
-    """Return the strings of the checkpoint with the text of its nest, and in words what is left out of that."""
+class _Strings(NamedTuple):
+    """The strings of a checkpoint with the text of its nest, in words what is left out, and the tensors in objects."""
+
+    strings: Mapping[str, str]
+    left_out: tuple[str, ...]
+    inner: list[tuple[str, StoredTensor]]
+
+
+def _strings(found: Metadata, objects: Mapping[str, Value], folder: str) -> _Strings:
     if found.strings is not None:
-        return found.strings, ()
+        return _Strings(found.strings, (), [])
     values = (
         (found.paths.get(name, (name,)), Leaf(name) if entry is not None else objects[name])
         for name, entry in found.entries.items()
     )
     try:
-        flattened = nest.flatten(tree_of(values, folder), is_leaf)
+        flattened = nest.flatten(tree_of(values, folder), _is_tensor)
     except nest.NestError as error:
-        raise ShardError(f"a checkpoint cannot be read: {error.problem}", got=error.got, where=folder) from None
-    if [name for name, _ in flattened.tensors] != [leaf.name for _, leaf in flattened.tensors]:
+        problem = f"a checkpoint cannot be read: {error.problem}"
+        raise ShardError(problem, got=error.got, where=folder, remedy=error.remedy) from None
+    if any(name != leaf.name for name, leaf in flattened.tensors if is_leaf(leaf)):
         raise ShardError("the paths of a checkpoint do not lead to its names", where=folder)
-    return flattened.strings, flattened.left_out
+    inner = [(name, leaf) for name, leaf in flattened.tensors if not is_leaf(leaf)]
+    return _Strings(flattened.strings, flattened.left_out, inner)
+
+
+def _is_tensor(value: Value) -> bool:
+    """Tell whether a value is a tensor that is listed, or one in an object."""
+    return is_leaf(value) or type(value) is StoredTensor
 
 
 def _box(chunk: Chunk) -> Box:

@@ -32,7 +32,7 @@ def file_name(target_rank: int, targets: int, prefix: str) -> str:
 def size_at_most_bytes(spec: ShardSpec, *, crc: bool = False) -> int:
     """Return what the file of `spec` can take. Raises TargetError for what torch cannot hold."""
     _require_types(spec, "")
-    entries_of(spec.specs.names, spec.strings, "")
+    entries_of([*spec.specs.names, *spec.elsewhere], spec.strings, "")
     specs = spec.specs
     dimensions = [len(kind.global_shape) for kind in specs.kinds]
     record_bytes = contents.size_at_most_bytes(list(specs.names), dimensions, dict(spec.strings))
@@ -47,7 +47,7 @@ def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
     specs, strings = spec.specs, dict(spec.strings)
     files.check_names(path, [*specs.names, *strings])
     _require_types(spec, path)
-    entries_of(specs.names, strings, path)
+    entries_of([*specs.names, *spec.elsewhere], strings, path)
     tensors, writer, end = Tensors(path), Writer(fd), 0
     kinds = [tensors.kind(Kind(kind.dtype, kind.box.shape, kind.box, kind.global_shape)) for kind in specs.kinds]
     layouts = [layout.of_tensor(Kind(kind.dtype, kind.box.shape)) for kind in specs.kinds]

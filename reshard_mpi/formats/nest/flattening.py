@@ -20,12 +20,17 @@ from reshard_mpi.formats.nest.text import (
     owner_of,
     require_short,
 )
-from reshard_mpi.formats.nest.trees import PLAIN, Call, Dict, Global, Unreadable, Value
+from reshard_mpi.formats.nest.trees import LESS, PLAIN, Call, Dict, Global, Unreadable, Value
 
 # What is left out is named, but not without end.
 _MAX_NOTES, _MAX_NOTED_CHARACTERS = 64, 300
 _MAX_SHOWN = 3
 _OTHER_KEYS = "load it with torch, and save it with other keys"
+# A list of more single values than this is left out. Shorter ones are, too, where there are so many of them that all
+# together would be too large.
+_MOST_ITEMS = (1 << 18, 1 << 14, 1 << 10)
+# So many characters count as one item.
+_CHARACTERS_OF_ITEM = 8
 # The nest of a dictionary of tensors, of which something else may have been left out.
 _NAMES_ALONE = '{"dict":[]}'
 
@@ -52,14 +57,7 @@ def flatten(root: Value, is_tensor: Callable[[Value], bool]) -> Flattened:
             described(root, is_tensor),
             "load it with torch and save its state_dict(), or leave the file out with --select",
         )
-    listed: set[str] = set()
-    while True:
-        made = _Flattening(is_tensor, listed)
-        made.write(root, "", 0)
-        misplaced = made.misplaced()
-        if not misplaced:
-            break
-        listed |= misplaced
+    made = _written(root, is_tensor)
     if made.unreadable:
         raise NestError(
             "it holds tensors that cannot be read",
@@ -69,6 +67,32 @@ def flatten(root: Value, is_tensor: Callable[[Value], bool]) -> Flattened:
     _require_names(made.tensors)
     text = "".join(made.parts)
     return Flattened(made.tensors, {} if text == _NAMES_ALONE else {NEST: text}, tuple(made.left_out))
+
+
+def _written(root: Value, is_tensor: Callable[[Value], bool]) -> _Flattening:
+    """Return the tree as it is written, without long lists if it would be too large with them. Raises NestError."""
+    listed: set[str] = set()
+    for most_items, fewer in zip(_MOST_ITEMS, (*_MOST_ITEMS[1:], math.inf)):
+        while True:
+            made = _Flattening(is_tensor, listed, most_items)
+            try:
+                made.write(root, "", 0)
+            except _TooLargeError:
+                if made.longest <= fewer:
+                    raise
+                break
+            misplaced = made.misplaced()
+            if not misplaced:
+                return made
+            listed |= misplaced
+    raise AssertionError("the last attempt returns or raises")
+
+
+class _TooLargeError(NestError):
+    """A tree has too many values, or too long ones."""
+
+    def __init__(self, problem: str, got: str) -> None:
+        super().__init__(problem, got, LESS)
 
 
 def _is_flat(root: Dict, is_tensor: Callable[[Value], bool]) -> bool:
@@ -88,7 +112,7 @@ def _is_flat(root: Dict, is_tensor: Callable[[Value], bool]) -> bool:
 
 def _require_short(strings: dict[str, str]) -> None:
     if len(strings) > MAX_TENSORS or sum(map(len, (*strings, *strings.values()))) > MAX_CHARACTERS:
-        raise NestError("its texts are too long, or too many", f"more than {MAX_CHARACTERS} characters")
+        raise _TooLargeError("its texts are too long, or too many", f"more than {MAX_CHARACTERS} characters")
     for text in (*strings, *strings.values()):
         _require_text(text)
 
@@ -116,11 +140,18 @@ def _require_names(tensors: list[tuple[str, Value]]) -> None:
 
 
 class _Flattening:
-    """A tree while it is written. listed: names of tensors that need an entry."""
+    """A tree while it is written.
 
-    def __init__(self, is_tensor: Callable[[Value], bool], listed: set[str]) -> None:
+    listed: names of tensors that need an entry. most_items: how many single values a list or dictionary may have;
+    longer ones are left out.
+    """
+
+    def __init__(self, is_tensor: Callable[[Value], bool], listed: set[str], most_items: int) -> None:
         self._is_tensor = is_tensor
         self._listed = listed
+        self._most_items = most_items
+        # Whether a list is long, by identity: it may be met very often.
+        self._known_lists: dict[int, bool] = {}
         self._characters = self._values = 0
         self._open: dict[str, int] = {}
         self._dicts = 0
@@ -129,6 +160,8 @@ class _Flattening:
         self.tensors: list[tuple[str, Value]] = []
         self.left_out: list[str] = []
         self.unreadable: list[str] = []
+        # Of the values that were written.
+        self.longest = 0
 
     def misplaced(self) -> set[str]:
         """Return the tensors without an entry that would be taken for those of another dictionary."""
@@ -138,12 +171,12 @@ class _Flattening:
         self.parts.append(text)
         self._characters += len(text)
         if self._characters > MAX_CHARACTERS:
-            raise NestError("what it holds besides tensors is too much", f"more than {MAX_CHARACTERS} characters")
+            raise _TooLargeError("what it holds besides tensors is too much", f"more than {MAX_CHARACTERS} characters")
 
     def _count(self, depth: int) -> None:
         self._values += 1
         if self._values > MAX_VALUES:
-            raise NestError("it holds too many values", f"more than {MAX_VALUES}")
+            raise _TooLargeError("it holds too many values", f"more than {MAX_VALUES}")
         if depth > MAX_DEPTH:
             raise NestError("it is nested too deeply", f"more than {MAX_DEPTH} levels")
 
@@ -215,6 +248,8 @@ class _Flattening:
                 else:
                     put(key)
                     self._put("]")
+            elif self._is_long(value):
+                self._leave_out(prefix, key, self._long(value))
             elif self._is_kept(value, depth + 1):
                 put(key)
                 self._put(",")
@@ -236,6 +271,10 @@ class _Flattening:
                 self._count(depth)
                 self.tensors.append((f"{prefix}{at}", value))
                 self._put('{"tensor":null}')
+            elif self._is_long(value):
+                self._count(depth)
+                self._leave_out(prefix, at, self._long(value))
+                self._put("null")
             elif self._is_kept(value, depth + 1):
                 self.write(value, f"{prefix}{at}.", depth + 1)
             else:
@@ -278,6 +317,8 @@ class _Flattening:
         """Tell whether a value can be written with all its parts, and holds no tensor."""
         self._count(depth)
         kind = type(value)
+        if self._is_long(value):
+            return False
         if kind is list or kind is tuple:
             return all(self._is_plain(item, depth + 1) for item in value)
         if kind is Dict:
@@ -286,6 +327,29 @@ class _Flattening:
             further = (*(value.items or ()), *(value.flat or ()), value.state)
             return self._is_kept(value, depth) and all(self._is_plain(part, depth + 1) for part in further)
         return self._is_kept(value, depth)
+
+    def _is_long(self, value: Value) -> bool:
+        """Tell whether a value consists of so many single values, or characters, that it is left out."""
+        kind = type(value)
+        if kind is str or kind is bytes:
+            self.longest = max(self.longest, len(value) // _CHARACTERS_OF_ITEM)
+            return len(value) > _CHARACTERS_OF_ITEM * self._most_items
+        items = value.flat if kind is Dict else value if kind is list or kind is tuple else ()
+        if len(items) <= self._most_items:
+            self.longest = max(self.longest, len(items))
+            return False
+        is_long = self._known_lists.get(id(value))
+        if is_long is None:
+            is_long = self._known_lists[id(value)] = all(type(item) in _PLAIN_KEYS for item in items)
+        return is_long
+
+    def _long(self, value: Value) -> str:
+        """Say what a value is that is left out for its length."""
+        kind = type(value)
+        if kind is str or kind is bytes:
+            return f"a text or bytes of {len(value)}, more than {_CHARACTERS_OF_ITEM * self._most_items}"
+        items = value.flat if kind is Dict else value
+        return f"{len(items)} single values, more than {self._most_items}"
 
     def _leave_out(self, prefix: str, key: Value, what: str, value: Value = None) -> None:
         is_lost = self._is_tensor(value) or (type(value) is Unreadable and not value.is_empty)

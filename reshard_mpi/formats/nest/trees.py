@@ -12,6 +12,9 @@ from typing import Any, NamedTuple
 # Any of the above. What a hostile file makes of it may be its own part, and as deep as it is long.
 Value = Any
 
+# What to do about a tree that is too large.
+LESS = "load it with torch, and save it without what is so large, or with that as tensors"
+
 
 class Global(NamedTuple):
     """The name of a class, a function or a constant; it is never imported."""

@@ -132,8 +132,14 @@ def open_folder(folder: str) -> Manifest:
     Raises ShardError if files and index do not fit each other, or a file is missing or damaged: no other has the same.
     """
     listing, listed = _listing(folder), ListedTensors(folder)
+    strings: dict[str, dict[str, None]] = {}
+    left_out: dict[str, None] = {}
     for file in listing.files:
-        held = _located(folder, file).tensors
+        located = _located(folder, file)
+        held = located.tensors
+        left_out |= dict.fromkeys(located.left_out)
+        for name, text in located.strings.items():
+            strings.setdefault(name, {})[text] = None
         if listing.has_hyper and file == HYPER:
             _require_numbers(held, listing.weight_map)
         elif listing.listed_by is not None:
@@ -142,7 +148,9 @@ def open_folder(folder: str) -> Manifest:
             kind = held.kinds[held.kind_of[number]]
             listed.add_listed(name, kind.dtype, kind.shape, [Piece(Box.whole(kind.shape), held, number)])
     index_text.require_all(listing.weight_map, listed, folder)
-    return Manifest(folder, NAME, listed)
+    same = {name: next(iter(texts)) for name, texts in strings.items() if len(texts) == 1 and name not in listed}
+    differing = (f"of the metadata {name!r}, of which there are several" for name in strings.keys() - same.keys())
+    return Manifest(folder, NAME, listed, same, left_out=(*left_out, *sorted(differing)))
 
 
 def file_name(target_rank: int, targets: int, prefix: str) -> str:
@@ -235,7 +243,15 @@ def _located(folder: str, file: str) -> Manifest:
             where=folder,
             remedy="copy or download it again",
         )
-    return reading.locate(str(path))
+    manifest = reading.locate(str(path))
+    if manifest.part_of:
+        raise ShardError(
+            f"a file that the index names is one part of {manifest.part_of}, and may hold slices",
+            expected="whole tensors",
+            where=str(path),
+            remedy="give the folder of that checkpoint",
+        )
+    return manifest
 
 
 def _require_types(specs: Specs, path: str) -> None:

@@ -9,6 +9,7 @@ import codecs
 import json
 import os
 import re
+from collections.abc import Iterator
 
 from reshard_mpi.errors import ShardError
 
@@ -30,6 +31,10 @@ _WHOLE = re.compile(rb"(0|[1-9][0-9]{0,19}+)(?![0-9.eE+-])")
 _MAX_WHOLE = (1 << 64) - 1
 _OTHER = re.compile(
     rb"-?(?:0|[1-9][0-9]{0,30}+)(?:\.[0-9]{1,20}+)?(?:[eE][+-]?[0-9]{1,4}+)?(?![0-9.eE+-])|true|false|null"
+)
+# An array of plain values, such as a list of ranks: passed over at once where it lies in the window.
+_ARRAY = re.compile(
+    rb"\[ (?:VALUE(?: , VALUE)*+ )?\]".replace(b" ", _SPACE.pattern).replace(b"VALUE", b"(?:%b)" % _OTHER.pattern)
 )
 _MAX_DEPTH = 32
 
@@ -117,10 +122,55 @@ class JsonText:
         text: str = json.loads(b'"%b"' % content) if b"\\" in content else content.decode()
         return text
 
+    def usual(self, pattern: re.Pattern[bytes], most_bytes: int) -> re.Match[bytes] | None:
+        """Take what the pattern matches here, white space apart, if it is not longer than `most_bytes`.
+
+        It is for what nearly all files have in the same form; a pattern must match nothing that is not JSON.
+        """
+        self._skip_space()
+        self._have(most_bytes)
+        found = pattern.match(self._window, self._at)
+        if found is not None:
+            self._at = found.end()
+        return found
+
+    def members(self, most_bytes: int) -> Iterator[tuple[int, str | None]]:
+        """Take an object: yield the byte and the text of each key, None if that is longer than `most_bytes`.
+
+        Whoever iterates takes the value of a key before asking for the next.
+        """
+        self.require(b"{")
+        if self.take(b"}"):
+            return
+        while True:
+            self.next_is(b'"')
+            at = self.at
+            key = self.text(most_bytes)
+            self.require(b":")
+            yield at, key
+            if self.take(b"}"):
+                return
+            self.require(b",")
+
+    def items(self) -> Iterator[int]:
+        """Take an array: yield the byte of each value, which whoever iterates takes before asking for the next."""
+        self.require(b"[")
+        if self.take(b"]"):
+            return
+        while True:
+            yield self.at
+            if self.take(b"]"):
+                return
+            self.require(b",")
+
     def pass_over(self) -> None:
         """Take a value of whatever kind, and keep nothing of it."""
         closing: list[bytes] = []
         while True:
+            if self.next_is(b"[") and self.usual(_ARRAY, _WINDOW_BYTES // 4) is not None:
+                if not self._after_value(closing):
+                    return
+                continue
             opened = next((pair for pair in (b"{}", b"[]") if self.take(pair[:1])), None)
             if opened is not None:
                 if len(closing) == _MAX_DEPTH:
@@ -137,12 +187,17 @@ class JsonText:
                 if found is None:
                     raise self.unexpected("a value")
                 self._at = found.end()
-            while closing and self.take(closing[-1]):
-                closing.pop()
-            if not closing:
+            if not self._after_value(closing):
                 return
+
+    def _after_value(self, closing: list[bytes]) -> bool:
+        """Take what follows a value that is passed over; tell whether there is another one. closing: what is open."""
+        while closing and self.take(closing[-1]):
+            closing.pop()
+        if closing:
             self.require(b",")
             self._take_key(closing[-1])
+        return bool(closing)
 
     def _take_key(self, closing: bytes) -> None:
         if closing == b"}":

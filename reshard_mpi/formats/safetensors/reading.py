@@ -14,7 +14,18 @@ from reshard_mpi.formats.columns import Kind, Tensors
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.safetensors import structure
 from reshard_mpi.formats.safetensors.header import Header, Usual
-from reshard_mpi.formats.safetensors.metadata import CRC, INT4_TAG, METADATA, REMOVED, STRING_PREFIX
+from reshard_mpi.formats.safetensors.metadata import (
+    CRC,
+    INT4_TAG,
+    MAX_PLAIN_BYTES,
+    METADATA,
+    REMOVED,
+    SHARDING,
+    STRING_PREFIX,
+    PlainStrings,
+    is_of_this_file,
+)
+from reshard_mpi.formats.safetensors.parts import part_of
 from reshard_mpi.formats.safetensors.types import BY_TAG, INT4
 
 NAME = "safetensors"
@@ -32,12 +43,18 @@ MAX_STRING_BYTES = files.MAX_STRING_BYTES // 2
 
 
 class Contents(NamedTuple):
-    """What a file holds. crc: its entry `crc_num`, if it has one. lacks_others: see `Manifest`."""
+    """What a file holds.
+
+    crc: its entry `crc_num`, if it has one. lacks_others, left_out: see `Manifest`. sharding: its entry `SHARDING`, if
+    there is one.
+    """
 
     tensors: Tensors
     strings: dict[str, str]
     crc: str | None
     lacks_others: bool
+    left_out: tuple[str, ...] = ()
+    sharding: str | None = None
 
 
 def locate(path: str, like: Manifest | None = None) -> Manifest:
@@ -49,10 +66,19 @@ def locate(path: str, like: Manifest | None = None) -> Manifest:
     """
     with files.opened(path) as (fd, size_bytes):
         if like is not None and like.structure is not None and structure.of_file(fd, size_bytes) == like.structure:
-            return like.at(path)
-        tensors, strings, _, lacks_others = read(fd, path, size_bytes)
+            return like.at(path)._replace(part_of=like.part_of or part_of(path, None))
+        found = read(fd, path, size_bytes)
         made = structure.of_file(fd, size_bytes)
-        return Manifest(path, NAME, tensors, strings, structure=made, lacks_others=lacks_others)
+    return Manifest(
+        path,
+        NAME,
+        found.tensors,
+        found.strings,
+        structure=made,
+        left_out=found.left_out,
+        lacks_others=found.lacks_others,
+        part_of=part_of(path, found.sharding),
+    )
 
 
 def read_back(meant: Manifest) -> None:
@@ -77,9 +103,11 @@ class _Reading:
         self._ends = array("q")
         self._kinds: dict[tuple[bytes, bytes], tuple[int, int]] = {}
         self._strings: dict[str, str] = {}
+        self._plain = PlainStrings()
         self._int4: dict[str, int] = {}
         self._crc: str | None = None
         self._lacks_others = False
+        self._sharding: str | None = None
         self._has_metadata = False
         self._kept_bytes = 0
 
@@ -98,7 +126,8 @@ class _Reading:
         header.require_end()
         self._require_tiles()
         self._mark_int4()
-        return Contents(self._tensors, self._strings, self._crc, self._lacks_others)
+        plain, left_out = self._plain.kept(self._tensors, self._strings)
+        return Contents(self._tensors, plain | self._strings, self._crc, self._lacks_others, left_out, self._sharding)
 
     def _add_usual(self, entry: Usual) -> None:
         """Add a tensor of the usual form; its kind is looked at once for all that are alike."""
@@ -226,7 +255,7 @@ class _Reading:
             )
 
     def _take_metadata(self, at: int) -> None:
-        """Take the metadata; what is neither ours nor MindSpore's is passed over."""
+        """Take the metadata."""
         header = self._header
         if self._has_metadata:
             raise header.damage("a shard has metadata twice", at, expected="it once")
@@ -240,8 +269,11 @@ class _Reading:
             key = header.text(_ESCAPED * (files.MAX_NAME_BYTES + len(STRING_PREFIX)))
             header.require(b":")
             is_string = key is not None and key.startswith(STRING_PREFIX)
-            text = header.text(MAX_STRING_BYTES if is_string else _MAX_TYPE_BYTES)
-            if key is not None:
+            is_long = is_string or key == SHARDING
+            text = header.text(MAX_STRING_BYTES if is_long else MAX_PLAIN_BYTES // 4)
+            if key is None:
+                self._plain.leave_out("an entry with a very long name")
+            else:
                 self._add_metadata(key_at, key, text)
             if header.take(b"}"):
                 return
@@ -253,12 +285,17 @@ class _Reading:
     def _add_metadata(self, at: int, key: str, text: str | None) -> None:
         """Keep what an entry says. text: None if it is too long to say anything."""
         name = key.removeprefix(STRING_PREFIX)
-        if (key == CRC and self._crc is not None) or key in self._int4 or (key != name and name in self._strings):
+        once = {CRC: self._crc, SHARDING: self._sharding}
+        if once.get(key) is not None or key in self._int4 or (key != name and name in self._strings):
             raise self._header.damage(f"the metadata of a shard says {key!r} twice", at, expected="it once")
         if key == REMOVED:
             self._lacks_others = text == "True"
         if key == CRC:
             self._crc = text if text is not None else "too long"
+        elif key == SHARDING:
+            if text is None:
+                raise self._header.damage(f"{key} is too long", at, expected=f"{MAX_STRING_BYTES} bytes at most")
+            self._sharding = text
         elif key != name:
             if text is None or not name:
                 raise self._header.damage(
@@ -271,6 +308,8 @@ class _Reading:
         elif text == INT4_TAG:
             self._keep(at, files.kept_bytes(key))
             self._int4[sys.intern(key)] = at
+        elif not is_of_this_file(key):
+            self._plain.add(key, text)
 
     def _mark_int4(self) -> None:
         """Give those tensors their type of which the metadata says that they are MindSpore's Int4."""

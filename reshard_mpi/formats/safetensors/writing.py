@@ -22,7 +22,16 @@ from reshard_mpi.formats.columns import Kind, Tensors
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.safetensors import structure
 from reshard_mpi.formats.safetensors.header import LENGTH_BYTES, MAX_HEADER_BYTES
-from reshard_mpi.formats.safetensors.metadata import CRC, FORMAT, INT4_TAG, METADATA, MINDSPORE, STRING_PREFIX
+from reshard_mpi.formats.safetensors.metadata import (
+    CRC,
+    FORMAT,
+    INT4_TAG,
+    MAX_WRITTEN_PLAIN_BYTES,
+    METADATA,
+    MINDSPORE,
+    STRING_PREFIX,
+    is_plain,
+)
 from reshard_mpi.formats.safetensors.reading import MAX_STRING_BYTES, NAME
 from reshard_mpi.formats.safetensors.types import TAG_OF
 from reshard_mpi.formats.specs import ShardSpec, SpecKind, Specs
@@ -153,8 +162,12 @@ def _metadata(spec: ShardSpec) -> dict[str, str]:
                 expected=f"{MAX_STRING_BYTES} bytes at most, as JSON",
                 got=f"{size_bytes} bytes",
             )
-    entries = {FORMAT: MINDSPORE} | {STRING_PREFIX + name: text for name, text in spec.strings.items()}
-    return {key: text for key, text in entries.items() if key != FORMAT or key not in names}
+    entries, plain_bytes = {} if FORMAT in names else {FORMAT: MINDSPORE}, 0
+    for name, text in spec.strings.items():
+        plain_bytes += files.kept_bytes(name) + files.kept_bytes(text)
+        has_own_name = plain_bytes <= MAX_WRITTEN_PLAIN_BYTES and is_plain(name) and text != INT4_TAG
+        entries[name if has_own_name else STRING_PREFIX + name] = text
+    return entries
 
 
 def _entries(specs: Specs, order: Sequence[int], metadata: dict[str, str], path: str) -> Iterator[str]:

@@ -8,7 +8,8 @@ from typing import NamedTuple
 from reshard_mpi.formats.nest.trees import Value
 from reshard_mpi.formats.torch.dtypes import Storage
 from reshard_mpi.formats.torch.pickles import Readers
-from reshard_mpi.formats.torch.tensors import CALLS, storage
+from reshard_mpi.formats.torch.rows import TensorRows
+from reshard_mpi.formats.torch.tensors import CALLS, REBUILD, storage
 from reshard_mpi.units import MIB
 
 # The pickle of 100,000 tensors has 12 MB.
@@ -32,22 +33,25 @@ class Content(NamedTuple):
 class Storages:
     """The storages that a pickle names, while it is read.
 
-    by_key: one of each, of types that are known; all of a key have the same size.
+    by_key: one of each, of types that are known; all of a key have the same size. prefix: is put before their keys in
+    what is read, to tell them from those of other archives.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, prefix: str = "") -> None:
         self.by_key: dict[str, Storage] = {}
+        self._prefix = prefix
 
     @property
     def readers(self) -> Readers:
         """What the pickle is read with."""
-        return Readers(self._storage, CALLS)
+        return Readers(self._storage, CALLS, rows={REBUILD: TensorRows(self._known)})
 
     def _storage(self, persistent_id: Value) -> Storage:
         made = storage(persistent_id)
-        if made.unknown is not None:
-            return made
+        return made if made.unknown is not None else self._known(made)
+
+    def _known(self, made: Storage) -> Storage:
         first = self.by_key.setdefault(made.key, made)
         if first is not made and first.size_bytes != made.size_bytes:
             raise ValueError(f"a storage of two sizes: {made.key[:60]!r}")
-        return made
+        return made._replace(key=self._prefix + made.key) if self._prefix else made

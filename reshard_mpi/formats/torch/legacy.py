@@ -34,7 +34,8 @@ def of_pickles(fd: int, path: str, size_bytes: int) -> Content:
 
 
 def _damage(error: PickleError, path: str) -> ShardError:
-    return ShardError(f"a shard cannot be read: {error.problem}", got=error.got, where=f"{path}, byte {error.at}")
+    problem, where = f"a shard cannot be read: {error.problem}", f"{path}, byte {error.at}"
+    return ShardError(problem, got=error.got, where=where, remedy=error.remedy)
 
 
 def _content(data: bytes, fd: int, size_bytes: int) -> Content:

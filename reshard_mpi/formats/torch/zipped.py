@@ -6,7 +6,7 @@ import os
 import sys
 
 from reshard_mpi.errors import ShardError
-from reshard_mpi.formats.nest.trees import Value
+from reshard_mpi.formats.nest.trees import LESS, Value
 from reshard_mpi.formats.torch import archive
 from reshard_mpi.formats.torch.content import MAX_PICKLE_BYTES, Content, Storages
 from reshard_mpi.formats.torch.pickles import BUDGET_BYTES, PickleError, load
@@ -19,10 +19,18 @@ _NEWEST_VERSION = 10
 _MAX_SMALL_BYTES = 64
 
 
-def of_archive(fd: int, path: str, size_bytes: int, first_byte: int = 0, budget_bytes: int = BUDGET_BYTES) -> Content:
+def of_archive(
+    fd: int,
+    path: str,
+    size_bytes: int,
+    first_byte: int = 0,
+    budget_bytes: int = BUDGET_BYTES,
+    prefix: str = "",
+) -> Content:
     """Read the content of an archive, which begins at `first_byte` of its file.
 
-    budget_bytes: what its objects may take of memory. Raises ShardError if it is not sound, or no checkpoint.
+    budget_bytes: what its objects may take of memory. prefix: of the keys of storages in what is returned.
+    Raises ShardError if it is not sound, or no checkpoint.
     """
     members = archive.members(fd, path, size_bytes, first_byte)
     pickles = [name for name in members if name.endswith("/data.pkl") and name.count("/") == 1]
@@ -54,7 +62,7 @@ def of_archive(fd: int, path: str, size_bytes: int, first_byte: int = 0, budget_
         raise ShardError("a checkpoint of torch has an unknown byte order", got=repr(order), where=path)
     pickle = members[pickles[0]]
     data = _member_bytes(fd, path, pickle, MAX_PICKLE_BYTES, "data.pkl")
-    storages = Storages()
+    storages = Storages(prefix)
     root = _unpickled(data, storages, path, budget_bytes)
     starts = {}
     for key, storage in storages.by_key.items():
@@ -68,7 +76,7 @@ def of_archive(fd: int, path: str, size_bytes: int, first_byte: int = 0, budget_
                 where=path,
                 remedy="save or copy it again",
             )
-        starts[key] = member.offset_bytes
+        starts[prefix + key] = member.offset_bytes
     own = members.get(top + OWN_RECORD)
     record = None if own is None else _member_bytes(fd, path, own, _MAX_OWN_BYTES, OWN_RECORD)
     return Content(root, starts, order.decode() != sys.byteorder, pickle.crc, record)
@@ -81,6 +89,7 @@ def _member_bytes(fd: int, path: str, member: archive.Member, most_bytes: int, n
             expected=f"{most_bytes} bytes at most",
             got=f"{member.size_bytes} bytes",
             where=path,
+            remedy=LESS,
         )
     content = os.pread(fd, member.size_bytes, member.offset_bytes)
     if len(content) != member.size_bytes:
@@ -95,5 +104,6 @@ def _unpickled(data: bytes, storages: Storages, path: str, budget_bytes: int) ->
             raise PickleError("a pickle ends before its member does", end)
     except PickleError as error:
         where = f"{path}, byte {error.at} of data.pkl"
-        raise ShardError(f"a shard cannot be read: {error.problem}", got=error.got, where=where) from None
+        problem = f"a shard cannot be read: {error.problem}"
+        raise ShardError(problem, got=error.got, where=where, remedy=error.remedy) from None
     return root

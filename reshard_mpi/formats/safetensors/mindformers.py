@@ -1,0 +1,281 @@
+"""Checkpoints in the second form of MindFormers: a folder of safetensors files, and an index of the slices in them.
+
+    iteration_00000002/metadata.json                        which file holds which slice (see `mindformers_index`)
+                       net-model-0000000-0000004.safetensors    of the ranks, or of so many files without redundancy
+                       net-opt-0000000-0000004.safetensors      the optimizer's, likewise
+                       common.json                          numbers of the training: steps, loss scale, batch size
+
+They are only read. A slice that several files hold is taken from any of them. What the index does not list, such as
+step counters among the tensors, is taken only if it is a single number: anything else may be a slice. `common.json` is
+kept as plain data under the key `common` (see `nest`). A training on one device saves no index; its files hold whole
+tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from reshard_mpi.errors import ShardError, told
+from reshard_mpi.formats import files, nest
+from reshard_mpi.formats.columns import Tensors
+from reshard_mpi.formats.listed import ListedTensors, Piece
+from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.formats.nest.trees import Dict, Value
+from reshard_mpi.formats.safetensors import mindformers_index, reading, sealing
+from reshard_mpi.formats.safetensors.mindformers_index import INDEX, Cut, ListedTensor
+from reshard_mpi.formats.safetensors.parts import mindformers_count
+from reshard_mpi.formats.safetensors.sealing import stored_sums
+from reshard_mpi.formats.traits import Costs, Traits
+from reshard_mpi.sharding.box import Box
+from reshard_mpi.units import KIB, MIB
+
+__all__ = ["NAME", "SUFFIXES", "TRAITS", "check_crc", "files_of", "locate", "open_folder", "stored_sums"]
+
+NAME, SUFFIXES = "mindformers", (".safetensors",)
+COMMON = "common.json"
+TRAITS = Traits(
+    Costs(reading=2 * KIB, writing=0, checking=5 * KIB, library=2 * MIB),
+    is_folder=True,
+    written_as=reading.NAME,
+    title="MindFormers checkpoint",
+)
+# The dictionary of the nest that has what it says: the optimizer may have a tensor `global_step` of its own.
+_COMMON_KEY = "common"
+# MindFormers writes five numbers there.
+_MAX_COMMON_BYTES = 64 * KIB
+_REMEDY = "restore index and files of one and the same save"
+
+
+def locate(path: str, like: Manifest | None = None) -> Manifest:
+    """Find the tensors of one of the files, as of any safetensors file."""
+    return reading.locate(path, like)._replace(format=NAME)
+
+
+def check_crc(path: str) -> bool:
+    """Tell whether a file has MindSpore's checksum. Raises ShardError if it does not fit that."""
+    return path.endswith(SUFFIXES) and sealing.check_crc(path)
+
+
+class _Listing(NamedTuple):
+    """What a folder consists of.
+
+    tensors: those that the index lists, None if there is no index. files: the names of all files with tensors.
+    has_common: whether `COMMON` lies there.
+    """
+
+    tensors: Mapping[str, ListedTensor] | None
+    files: Sequence[str]
+    has_common: bool
+
+
+class _Read(NamedTuple):
+    """An index that has been read. version: by what it is told that the file at `path` is still the same."""
+
+    path: str
+    version: tuple[int, ...]
+    tensors: Mapping[str, ListedTensor]
+
+
+# Whoever asks for the files of a checkpoint opens it next: its index is kept so long and no longer.
+_kept: list[_Read] = []
+
+
+def files_of(folder: str) -> tuple[str, ...]:
+    """Return the paths of the index, of `COMMON`, and of all files that the index names or that are called like them.
+
+    Raises ShardError if the index is damaged, or is not there though several files are.
+    """
+    listing = _listing(folder)
+    beside = [*([INDEX] if listing.tensors is not None else []), *([COMMON] if listing.has_common else [])]
+    return tuple(str(Path(folder, name)) for name in (*beside, *listing.files))
+
+
+def open_folder(folder: str) -> Manifest:
+    """Return the tensors of the checkpoint as lists of slices, and what `COMMON` says as a nest.
+
+    Raises ShardError if index and files do not fit each other, or a tensor that is not listed may be a slice.
+    """
+    listing = _listing(folder)
+    _kept.clear()
+    tensors = listing.tensors or {}
+    located, missing = dict[str, Tensors](), dict[str, str]()
+    for file in listing.files:
+        path = str(Path(folder, file))
+        try:
+            located[file] = reading.locate(path).tensors
+        except ShardError as error:
+            if listing.tensors is None:
+                raise
+            missing[file] = f"{path}: {told(error)}"
+    listed = ListedTensors(folder)
+    listed.missing = tuple(missing.values())
+    boxes: dict[Cut, list[Box]] = {}
+    for name, tensor in tensors.items():
+        cut = tensor.cut
+        own_boxes = boxes.get(cut) or boxes.setdefault(cut, list(cut.boxes()))
+        listed.add_listed(name, cut.dtype, cut.shape, list(_pieces(name, tensor, own_boxes, located)))
+    for name, pieces in _others(tensors, located, are_whole=listing.tensors is None).items():
+        held = pieces[0].tensors
+        kind = held.kinds[held.kind_of[pieces[0].number]]
+        try:
+            listed.add_listed(name, kind.dtype, kind.shape, pieces)
+        except ValueError as error:
+            raise ShardError(
+                f"files of a checkpoint contradict each other on {name!r}", got=str(error), where=folder
+            ) from None
+    strings = _strings(folder, listed) if listing.has_common else {}
+    return Manifest(folder, NAME, listed, strings)
+
+
+def _listing(folder: str) -> _Listing:
+    """Return what a folder consists of. Raises ShardError as `files_of` does."""
+    lying = os.listdir(folder)  # noqa: PTH208 - of names alone
+    counts = {name: count for name in lying if (count := mindformers_count(name)) is not None}
+    if INDEX in lying:
+        tensors = _indexed(str(Path(folder, INDEX)))
+        named = {file for tensor in tensors.values() for holders in tensor.holders for file in holders}
+        return _Listing(tensors, sorted(named | counts.keys()), COMMON in lying)
+    several = next((name for name in sorted(counts) if counts[name] != 1), None)
+    if several is not None or not counts:
+        raise ShardError(
+            "a MindFormers checkpoint does not say how it is sharded",
+            expected=f"{INDEX}, which is there unless one device alone has saved it",
+            got=f"files such as {several}" if several else "no files of one",
+            where=folder,
+            remedy="restore it",
+        )
+    return _Listing(None, sorted(counts), COMMON in lying)
+
+
+def _indexed(path: str) -> Mapping[str, ListedTensor]:
+    """Return the tensors of an index, if it has just been read without reading it again."""
+    with files.opened(path) as (fd, _):
+        status = os.fstat(fd)
+    version = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+    for read in _kept:
+        if (read.path, read.version) == (path, version):
+            return read.tensors
+    _kept[:] = [_Read(path, version, mindformers_index.read(path))]
+    return _kept[0].tensors
+
+
+def _pieces(name: str, tensor: ListedTensor, boxes: Sequence[Box], located: Mapping[str, Tensors]) -> Iterator[Piece]:
+    """Yield the slices of a tensor in the files that can be read. Raises ShardError if a file has them not."""
+    taken: dict[str, int] = {}
+    expected = tensor.cut.dtype, tensor.cut.slice_shape
+    for number, (box, holders) in enumerate(zip(boxes, tensor.holders)):
+        for file in holders:
+            if taken.setdefault(file, number) != number:
+                raise ShardError(
+                    f"the index of a checkpoint says that {file} holds two slices of {name!r}",
+                    expected="one: a file has a name once",
+                    got=f"slices {taken[file]} and {number}",
+                    where=located[file].path if file in located else file,
+                    remedy=_REMEDY,
+                )
+            if file not in located:
+                continue
+            held = located[file]
+            own = held.number_of.get(name)
+            kind = None if own is None else held.kinds[held.kind_of[own]]
+            if own is None or kind is None or (kind.dtype, kind.shape) != expected:
+                raise ShardError(
+                    f"slice {number} of {name!r} is not what the index of the checkpoint says",
+                    expected=f"{expected[0]} {list(expected[1])}",
+                    got="no such tensor" if kind is None else f"{kind.dtype} {list(kind.shape)}",
+                    where=held.path,
+                    remedy=_REMEDY,
+                )
+            yield Piece(box, held, own)
+
+
+def _others(
+    tensors: Mapping[str, ListedTensor], located: Mapping[str, Tensors], *, are_whole: bool
+) -> dict[str, list[Piece]]:
+    """Return the tensors that are not listed, by name. are_whole: there is no index, so all are whole.
+
+    Raises ShardError if one may be a slice, or a file holds what the index says is in others.
+    """
+    listed: dict[str, set[str]] = {file: set() for file in located}
+    for name, tensor in tensors.items():
+        for file in {file for holders in tensor.holders for file in holders}:
+            listed.get(file, set()).add(name)
+    others: dict[str, list[Piece]] = {}
+    for file, held in located.items():
+        for name in held.keys() - listed[file] if len(held) > len(listed[file]) else ():
+            number = held.number_of[name]
+            shape = held.kinds[held.kind_of[number]].shape
+            if name in tensors:
+                raise ShardError(
+                    f"{name!r} lies in a file that the index of the checkpoint does not name for it",
+                    expected=f"it in {tensors[name].holders[0][0]} and others that are named",
+                    got=f"it in {file} too",
+                    where=held.path,
+                    remedy="remove what is left from another save",
+                )
+            if math.prod(shape) != 1 and not are_whole:
+                raise ShardError(
+                    f"{name!r} may be a slice: the index of the checkpoint does not list it",
+                    expected="tensors that it lists, or single numbers",
+                    got=f"a tensor of shape {list(shape)}",
+                    where=held.path,
+                    remedy="save the checkpoint again with the optimizer, so that all is listed",
+                )
+            others.setdefault(name, []).append(Piece(Box.whole(shape), held, number))
+    return others
+
+
+class _Leaf(NamedTuple):
+    """A tensor of the checkpoint in a tree."""
+
+    name: str
+
+
+def _strings(folder: str, tensors: Tensors) -> Mapping[str, str]:
+    """Return the strings of a checkpoint: its nest, if `COMMON` says anything. Raises ShardError if it is damaged."""
+    path = str(Path(folder, COMMON))
+    with files.opened(path) as (fd, size_bytes):
+        content = os.pread(fd, min(size_bytes, _MAX_COMMON_BYTES + 1), 0)
+    try:
+        if len(content) > _MAX_COMMON_BYTES:
+            raise ValueError(f"more than {_MAX_COMMON_BYTES} bytes")
+        root = json.loads(
+            content.decode(), object_pairs_hook=_dictionary, parse_constant=_refuse_constant, parse_float=_finite
+        )
+        if type(root) is not Dict:
+            raise ValueError("no object")
+        if _COMMON_KEY in tensors:
+            raise ValueError(f"a tensor called {_COMMON_KEY!r}, in the place of what the file says")
+        leaves: list[Value] = [part for name in tensors for part in (name, _Leaf(name))]
+        return nest.flatten(Dict([_COMMON_KEY, root, *leaves]), lambda value: type(value) is _Leaf).strings
+    except (ValueError, RecursionError, nest.NestError) as error:
+        raise ShardError(
+            f"{COMMON} of a checkpoint cannot be read",
+            expected="an object of numbers and texts as JSON, each name once",
+            got=str(error),
+            where=path,
+            remedy="copy it again",
+        ) from None
+
+
+def _dictionary(pairs: list[tuple[str, Any]]) -> Dict:
+    twice = len(pairs) - len(dict(pairs))
+    if twice:
+        raise ValueError("a name twice")
+    return Dict([part for pair in pairs for part in pair])
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"{text}, which is too large")
+    return number
+
+
+def _refuse_constant(text: str) -> Any:
+    raise ValueError(f"{text}, which is no JSON")

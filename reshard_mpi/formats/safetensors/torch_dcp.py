@@ -1,0 +1,202 @@
+"""Checkpoints that torch's distributed checkpoint has saved as safetensors files, before they are consolidated.
+
+`HuggingFaceStorageWriter(save_distributed=True)` writes for each rank, counted from 1, a file of what that rank saves,
+or several if names are dealt out to files:
+
+    shard-00002-model-00001-of-00003.safetensors    what rank 2 saves of the tensors of file 1 of 3
+
+A file says in its metadata (`DCP_SHARDING_INFO`) at which element each of its tensors begins in the whole one. There is
+no index, and nothing tells how large a tensor is, or how many files there were: the size is as far as pieces reach. So
+without its last files a checkpoint looks complete, and smaller; the user must say how many files there were
+(`Traits.tells_files`), and numbers that are missing before the last are refused. Facts are of torch 2.13. The form is
+only read.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from reshard_mpi.errors import ShardError
+from reshard_mpi.formats import files
+from reshard_mpi.formats.columns import Tensors
+from reshard_mpi.formats.dtypes import DType
+from reshard_mpi.formats.listed import ListedTensors, Piece
+from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.formats.safetensors import reading
+from reshard_mpi.formats.safetensors.metadata import SHARDING
+from reshard_mpi.formats.safetensors.sealing import stored_sums
+from reshard_mpi.formats.safetensors.sharding_text import saved_offsets
+from reshard_mpi.formats.traits import Costs, Traits
+from reshard_mpi.sharding.box import Box
+from reshard_mpi.units import KIB, MIB
+
+__all__ = ["NAME", "SUFFIXES", "TRAITS", "check_crc", "files_of", "locate", "open_folder", "stored_sums"]
+
+NAME, SUFFIXES = "dcp-safetensors", (".safetensors",)
+TRAITS = Traits(
+    Costs(reading=KIB, writing=0, checking=5 * KIB, library=2 * MIB),
+    is_folder=True,
+    sharded_as=reading.NAME,
+    written_as="hf",
+    tells_files=False,
+    title="torch distributed checkpoint in safetensors",
+)
+# Number of the rank, and of which file of how many.
+_PART = re.compile(r"shard-(\d{5,9})-model-(\d{5,9})-of-(\d{5,9})\.safetensors")
+_MAX_LENGTH = 1 << 62
+_MAX_NAMED = 3
+# What a piece takes in a list, with its number and its share of boxes.
+_PIECE_BYTES = 120
+_REMEDY = "copy the folder again, all files of it"
+
+
+def locate(path: str, like: Manifest | None = None) -> Manifest:
+    """Find the pieces of tensors in one of the files, as of any safetensors file."""
+    return reading.locate(path)._replace(format=NAME)
+
+
+def check_crc(path: str) -> bool:
+    """Say no: torch writes no checksum."""
+    return False
+
+
+def files_of(folder: str) -> tuple[str, ...]:
+    """Return the paths of all files, by their numbers.
+
+    Raises ShardError if numbers are missing among them, or other safetensors files lie beside them.
+    """
+    lying = sorted(name for name in os.listdir(folder) if name.endswith(SUFFIXES))  # noqa: PTH208 - of names alone
+    numbers = {name: tuple(map(int, match.groups())) for name in lying if (match := _PART.fullmatch(name))}
+    others = [name for name in lying if name not in numbers]
+    if others:
+        raise ShardError(
+            "other files lie beside those of a distributed checkpoint",
+            expected="files such as shard-00001-model-00001-of-00001.safetensors alone: torch reads all that lie there",
+            got=", ".join(others[:_MAX_NAMED]) + (f" and {len(others) - _MAX_NAMED} more" * (len(others) > _MAX_NAMED)),
+            where=folder,
+            remedy="move what does not belong to it to another folder",
+        )
+    _require_numbers(numbers, folder)
+    return tuple(str(Path(folder, name)) for name in sorted(numbers, key=numbers.__getitem__))
+
+
+def _require_numbers(numbers: Mapping[str, tuple[int, ...]], folder: str) -> None:
+    """Raise ShardError if the numbers of files do not begin at 1, leave one out, or are of several checkpoints.
+
+    numbers: of each file, those of its rank, of the file, and how many files the names are dealt out to.
+    """
+    totals = sorted({total for _, _, total in numbers.values()})
+    if len(totals) > 1:
+        examples = [next(name for name in numbers if numbers[name][2] == total) for total in totals]
+        raise ShardError(
+            "files of several distributed checkpoints lie together",
+            expected="names that end in one and the same number",
+            got=" and ".join(examples[:_MAX_NAMED]),
+            where=folder,
+            remedy="remove those that are left from another save",
+        )
+    _require_all("the files of rank", {rank for rank, _, _ in numbers.values()}, None, folder)
+    _require_all("file", {number for _, number, _ in numbers.values()}, totals[0] if totals else 1, folder)
+
+
+def _require_all(what: str, found: set[int], total: int | None, folder: str) -> None:
+    """Raise ShardError unless these are the numbers from 1 up to `total`; None: up to the highest of them."""
+    last = max(found, default=1) if total is None else total
+    missing = next((number for number in range(1, last + 1) if number not in found), None)
+    if missing is not None or min(found) < 1 or max(found) > last:
+        raise ShardError(
+            f"a distributed checkpoint lacks {what} {missing}" if missing else "files have impossible numbers",
+            expected=f"numbers from 1 to {last}",
+            got=f"{len(found)} numbers, from {min(found, default=0)} to {max(found, default=0)}",
+            where=folder,
+            remedy=_REMEDY,
+        )
+
+
+def open_folder(folder: str) -> Manifest:
+    """Return the tensors of the checkpoint as lists of pieces.
+
+    Raises ShardError if a file is damaged, since nothing else tells what it held; if one does not say where its tensors
+    lie, or files contradict each other.
+    """
+    pieces: dict[str, list[Piece]] = {}
+    budget_bytes = files.MAX_KEPT_BYTES
+    for path in files_of(folder):
+        held, starts = _read(path)
+        boxes: dict[tuple[tuple[int, ...], int], Box] = {}
+        for name, number in held.number_of.items():
+            kind = held.kind_of[number]
+            start = starts[name]
+            box = boxes.get((start, kind)) or boxes.setdefault((start, kind), _box(path, name, start, held))
+            known = pieces.setdefault(name, [])
+            budget_bytes -= _PIECE_BYTES if known else _PIECE_BYTES + files.kept_bytes(name)
+            known.append(Piece(box, held, number))
+        if budget_bytes < 0:
+            raise ShardError(
+                "a distributed checkpoint has too many pieces",
+                expected=f"so many as take {files.MAX_KEPT_BYTES} bytes of memory at most",
+                where=path,
+            )
+    listed = ListedTensors(folder)
+    for name, own in pieces.items():
+        listed.add_listed(name, *_whole(name, own), own)
+    return Manifest(folder, NAME, listed)
+
+
+def _read(path: str) -> tuple[Tensors, Mapping[str, tuple[int, ...]]]:
+    """Return the tensors of a file, and where each begins in the whole one."""
+    with files.opened(path) as (fd, size_bytes):
+        contents = reading.read(fd, path, size_bytes)
+    if contents.sharding is None:
+        raise ShardError(
+            "a file of a distributed checkpoint does not say where its tensors lie in the whole ones",
+            expected=f"{SHARDING} in its metadata, as torch writes it",
+            got="a file without it",
+            where=path,
+            remedy="remove it if it is left from another save, or copy it again",
+        )
+    starts, tensors = saved_offsets(contents.sharding, path), contents.tensors
+    unlike = next(iter(tensors.keys() ^ starts.keys()), None)
+    if unlike is not None:
+        raise ShardError(
+            f"a file of a distributed checkpoint {'does not say where' if unlike in tensors else 'lacks'} {unlike!r}"
+            + (" lies" if unlike in tensors else ""),
+            expected=f"a place in {SHARDING} for each tensor",
+            got=f"{len(tensors)} tensors, {len(starts)} places",
+            where=path,
+            remedy=_REMEDY,
+        )
+    return tensors, starts
+
+
+def _box(path: str, name: str, start: tuple[int, ...], held: Tensors) -> Box:
+    shape = held.kind_named(name).shape
+    if len(start) != len(shape) or any(low + length > _MAX_LENGTH for low, length in zip(start, shape)):
+        raise ShardError(
+            f"{name!r} cannot lie where its file says",
+            expected=f"a first element of {len(shape)} coordinates, each below 2^62",
+            got=f"{list(start)} for a piece of shape {list(shape)}",
+            where=path,
+            remedy=_REMEDY,
+        )
+    return Box(start, tuple(low + length for low, length in zip(start, shape)))
+
+
+def _whole(name: str, pieces: Iterable[Piece]) -> tuple[DType, tuple[int, ...]]:
+    """Return the type of a tensor, and its shape: as far as its pieces reach. Raises ShardError if they differ."""
+    first, *others = ((held.kinds[held.kind_of[number]].dtype, box.stop, held.path) for box, held, number in pieces)
+    dtype, stop, path = first
+    for own_dtype, own_stop, own_path in others:
+        if own_dtype is not dtype or len(own_stop) != len(stop):
+            raise ShardError(
+                f"files of a distributed checkpoint contradict each other on {name!r}",
+                expected=f"{dtype} in {len(stop)} dimensions, as {Path(path).name} has it",
+                got=f"{own_dtype} in {len(own_stop)} dimensions",
+                where=own_path,
+                remedy="remove what is left from another save",
+            )
+        stop = tuple(map(max, stop, own_stop))
+    return dtype, stop

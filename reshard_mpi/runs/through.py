@@ -1,0 +1,32 @@
+"""The map of a request. All that reads and applies maps is loaded only where there is one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from reshard_mpi.runs.conversion import Conversion
+from reshard_mpi.runs.request import Request
+
+
+def through_map(request: Request, conversion: Conversion) -> tuple[Conversion, str | None]:
+    """Return the conversion of what the request's map makes of the source, and a digest of the map's files.
+
+    The same conversion if the request leaves all tensors as they are; None if there are no such files. Raises MapError
+    if the map cannot be read, UsageError for options that do not belong together.
+    """
+    if not request.is_mapped:
+        return conversion, None
+    from reshard_mpi.runs.mapped import conversion_through
+    from reshard_mpi.runs.maps import TensorMap
+
+    tensor_map = TensorMap.read(request)
+    return conversion_through(tensor_map, conversion), tensor_map.digest or None
+
+
+def map_file(request: Request) -> Path | None:
+    """Return the path of the request's map, which may be one that comes with the program; None if there is none."""
+    if request.map is None:
+        return None
+    from reshard_mpi.mapping.reading import map_path
+
+    return map_path(request.map)

@@ -1,0 +1,547 @@
+"""MindFormers' second form: read by its index, whatever is cut, copied or left out, and refused where it must be.
+
+`golden/mindformers` is of MindFormers' own functions and MindSpore 2.10: four ranks, rows, columns, both, nested.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from support import ckpt_peer, safetensors_peer
+from support.command_line import run_in_fork
+from support.dcp_peer import arrays_of
+from support.sliced_peer import COMMON, Sliced, change_index, file_of, mindformers_file, write_mindformers
+
+import reshard_mpi
+from reshard_mpi import formats
+from reshard_mpi.checkpoints import moments
+from reshard_mpi.errors import CoverageError, ReshardError, ShardError, SourceError
+from reshard_mpi.formats.nest import NEST
+from reshard_mpi.formats.safetensors import mindformers, mindformers_index
+from reshard_mpi.testing.checkpoints import Arrays, CheckpointConformance
+
+GOLDEN = Path(__file__).parent / "golden" / "mindformers"
+LATEST, ITERATION = "latest_checkpointed_iteration.txt", "iteration_00000002"
+FIRST = mindformers_file("model", 0, 2)
+
+
+def run(*arguments: object, code: int = 0) -> str:
+    """Run a command, which must end with `code`; return all that it says."""
+    finished = run_in_fork(*map(str, arguments))
+    assert finished.code == code, finished
+    return finished.err + finished.out
+
+
+def counted(*shape: int) -> np.ndarray[Any, Any]:
+    return np.arange(np.prod(shape, dtype=int), dtype=np.float32).reshape(shape)
+
+
+# What MindFormers has written
+
+
+@pytest.mark.parametrize("folder", [GOLDEN, GOLDEN / ITERATION], ids=["of all moments", "of one"])
+def test_what_mindformers_has_written(folder: Path) -> None:
+    found = arrays_of(folder)
+    assert {name: array.shape for name, array in found.items()} == {
+        "row.weight": (8, 4),
+        "col.weight": (4, 8),
+        "both.weight": (4, 8),
+        "nested.weight": (8, 4),
+        "norm": (4,),
+        "adam_m.row.weight": (8, 4),
+    }
+    assert all(array.tobytes() == counted(*array.shape).tobytes() for array in found.values())
+    nest = json.loads(mindformers.open_folder(str(GOLDEN / ITERATION)).strings[NEST])
+    common = json.loads((GOLDEN / ITERATION / "common.json").read_text())
+    assert nest == {"dict": [["common", {"dict": [list(item) for item in common.items()]}]]}
+
+
+@pytest.mark.parametrize("to", formats.TARGETS)
+def test_it_becomes_every_other_form(tmp_path: Path, to: str) -> None:
+    said = run("transform", GOLDEN, tmp_path / "out", "--to", to, "--verify", "--jobs", "1")
+    assert said.startswith("source: MindFormers checkpoint, 8 files, 6 tensors\n")
+    run("diff", GOLDEN, tmp_path / "out", "--jobs", "1")
+    run("verify", GOLDEN, tmp_path / "out", "--jobs", "1")
+
+
+def test_it_is_cut_over_ranks(tmp_path: Path) -> None:
+    """Without --to the targets are MindSpore's safetensors shards."""
+    strategy = tmp_path / "two.toml"
+    strategy.write_text(
+        'mesh = { tp = 2 }\n[[parameter]]\nmatch = "*.weight"\nsplit = { 1 = ["tp"] }\n[[parameter]]\nmatch = "*"\n'
+    )
+    run("transform", GOLDEN, tmp_path / "out", "--dst-strategy", strategy, "--jobs", "2")
+    for rank in (0, 1):
+        path = tmp_path / "out" / f"rank_{rank}" / f"checkpoint_{rank}.safetensors"
+        held = {name: tensor.content for name, tensor in safetensors_peer.read(path).tensors.items()}
+        half = slice(4 * rank, 4 * rank + 4)
+        assert held["both.weight"] == counted(4, 8)[:, half].tobytes()
+        assert held["adam_m.row.weight"] == counted(8, 4)[:, 2 * rank : 2 * rank + 2].tobytes()
+    run("diff", GOLDEN, tmp_path / "out", "--dst-strategy", strategy, "--jobs", "1")
+
+
+def test_it_is_told_and_shown(tmp_path: Path) -> None:
+    said = run("transform", GOLDEN, tmp_path / "out", "--from", "mindformers", "--jobs", "1")
+    assert f"note: {ITERATION} of {GOLDEN} is read, the latest as {LATEST} says" in said
+    assert "note:" not in run("plan", GOLDEN / ITERATION, tmp_path / "other")
+    assert json.loads(run("inspect", GOLDEN, "--json"))["format"] == "mindformers"
+    assert "6 tensors, 656 B" in run("inspect", GOLDEN / ITERATION)
+    assert "--to" in run("transform", GOLDEN, tmp_path / "third", "--to", "mindformers", code=2)
+    with pytest.raises(reshard_mpi.UsageError, match="only read"):
+        reshard_mpi.transform(GOLDEN, tmp_path / "third", to="mindformers")
+    assert not (tmp_path / "third").exists()
+
+
+def test_every_file_is_verified_by_itself(tmp_path: Path) -> None:
+    """They have no sums, but for MindSpore's checksum where it was asked for."""
+    assert "keeps no sums" in run("verify", GOLDEN, code=3)
+    path = tmp_path / mindformers_file("model", 0, 1)
+    shutil.copy(GOLDEN.parent / "mindspore" / "with_crc.safetensors", path)
+    run("verify", tmp_path)
+    run("transform", tmp_path, tmp_path / "out", "--verify", "--jobs", "1")
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    run("verify", tmp_path, code=4)
+    assert "checksum" in run("transform", tmp_path, tmp_path / "again", "--verify", "--jobs", "1", code=3)
+
+
+# Random checkpoints
+
+
+@pytest.mark.slow
+class TestSlices(CheckpointConformance):
+    """Random cuts, each slice in one file or more, with or without redundancy."""
+
+    def write(self, folder: Path, arrays: Arrays, data: st.DataObject) -> None:
+        total = data.draw(st.integers(2, 4))
+        tensors = {}
+        for name, whole in arrays.items():
+            counts = tuple(
+                data.draw(st.sampled_from([count for count in (1, 2, 3) if length % count == 0]))
+                for length in whole.shape
+            )
+            free = list(range(total))
+            slices = int(np.prod(counts, dtype=int))
+            if slices > total:
+                counts, slices = (1,) * whole.ndim, 1
+            first = [free.pop(data.draw(st.integers(0, len(free) - 1))) for _ in range(slices)]
+            copies = data.draw(st.lists(st.sampled_from(free), unique=True)) if free else []
+            holders = [[holder] for holder in first]
+            for copy in copies:
+                holders[data.draw(st.integers(0, slices - 1))].append(copy)
+            tensors[name] = Sliced(whole, counts, holders, data.draw(st.sampled_from(["model", "opt"])))
+        write_mindformers(folder, tensors, total)
+
+
+# Copies, and what is lost
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two ranks: rows cut, a tensor on both, the optimizer's rows."""
+    write_mindformers(tmp_path / ITERATION, small(), 2)
+    return tmp_path / ITERATION
+
+
+def small() -> dict[str, Sliced]:
+    return {
+        "w": Sliced(counted(4, 2), (2, 1), [[0], [1]]),
+        "norm": Sliced(counted(3), (1,), [[0, 1]]),
+        "adam_m.w": Sliced(counted(4, 2), (2, 1), [[0], [1]], "opt"),
+    }
+
+
+def test_a_lost_file_is_replaced_where_another_has_the_same(tmp_path: Path) -> None:
+    tensors = {"w": Sliced(counted(4, 2), (2, 1), [[0, 2], [1, 3]]), "n": Sliced(counted(2), (1,), [[0, 1, 2, 3]])}
+    write_mindformers(tmp_path, tensors, 4)
+    (tmp_path / mindformers_file("model", 0, 4)).unlink()
+    run("transform", tmp_path, tmp_path / "verified", "--jobs", "1", "--verify")
+    (tmp_path / mindformers_file("model", 1, 4)).write_bytes(b"cut short")
+    said = run("transform", tmp_path, tmp_path / "out", "--jobs", "1")
+    assert said.count("cannot be used, what it holds was taken from others") == 2
+    assert arrays_of(tmp_path)["w"].tobytes() == counted(4, 2).tobytes()
+    (tmp_path / mindformers_file("model", 2, 4)).unlink()
+    assert "no piece of 'w'" in run("transform", tmp_path, tmp_path / "again", "--jobs", "1", code=3)
+    with pytest.raises(CoverageError, match="no piece of 'w'"):
+        arrays_of(tmp_path)
+
+
+def test_copies_that_differ_are_refused(folder: Path) -> None:
+    write_mindformers(folder, {**small(), "norm": Sliced(counted(3), (1,), [[0]])}, 2)
+    other = {"w": counted(4, 2)[2:], "norm": counted(3) + 1}
+    (folder / mindformers_file("model", 1, 2)).write_bytes(file_of(other, {}))
+    change_index(
+        folder,
+        lambda index: index["storage_data"]["('norm', (0,))"].append({"file_name": mindformers_file("model", 1, 2)}),
+    )
+    assert "'norm'" in run("transform", folder, folder / "out", "--jobs", "1", code=3)
+    run("transform", folder, folder / "out", "--jobs", "1", "--replicas", "any")
+
+
+def test_one_device_saves_no_index(tmp_path: Path) -> None:
+    model, optimizer = mindformers_file("model", 0, 1), mindformers_file("opt", 0, 1)
+    (tmp_path / model).write_bytes(file_of({"w": counted(2, 3)}, {}))
+    (tmp_path / optimizer).write_bytes(file_of({"adam_m.w": counted(2, 3)}, {}))
+    (tmp_path / "common.json").write_text(json.dumps(COMMON))
+    assert "MindFormers checkpoint, 2 files, 2 tensors" in run("transform", tmp_path, tmp_path / "out", "--jobs", "1")
+    found = arrays_of(tmp_path)
+    assert found.keys() == {"w", "adam_m.w"} and found["w"].tobytes() == counted(2, 3).tobytes()
+    (tmp_path / optimizer).write_bytes(b"no safetensors")
+    with pytest.raises(ShardError, match="not a safetensors file"):
+        arrays_of(tmp_path)
+
+
+def test_numbers_that_the_index_does_not_list(folder: Path) -> None:
+    counter = {"global_step": np.array([20], np.int64)}
+    others = {mindformers_file("opt", number, 2): counter for number in (0, 1)}
+    write_mindformers(folder, small(), 2, others=others)
+    assert arrays_of(folder)["global_step"].tolist() == [20]
+    (folder / mindformers_file("opt", 1, 2)).write_bytes(
+        file_of({"adam_m.w": counted(4, 2)[2:], "global_step": np.array([21], np.int64)}, {})
+    )
+    assert "'global_step'" in run("transform", folder, folder / "out", "--jobs", "1", code=3)
+
+
+def test_a_tensor_called_as_what_is_said_of_the_training(tmp_path: Path) -> None:
+    write_mindformers(tmp_path, {"common": Sliced(counted(3), (1,), [[0, 1]])}, 2)
+    assert "a tensor called 'common'" in refused(tmp_path)
+    (tmp_path / "common.json").unlink()
+    assert arrays_of(tmp_path)["common"].tolist() == [0, 1, 2]
+
+
+def test_what_the_index_does_not_list_may_be_a_slice(folder: Path) -> None:
+    others = {mindformers_file("opt", 0, 2): {"moments": counted(2)}}
+    write_mindformers(folder, small(), 2, others=others)
+    assert "'moments' may be a slice" in refused(folder)
+
+
+# Wrong folders
+
+
+def refused(folder: Path) -> str:
+    """Return what a folder is refused with, in the function and on the command line, where nothing is written."""
+    with pytest.raises(ReshardError) as caught:
+        arrays_of(folder)
+    assert caught.value.problem in run("transform", folder, folder / "out", "--to", "ckpt", "--jobs", "1", code=3)
+    assert not (folder / "out").exists()
+    return str(caught.value)
+
+
+def _tensor(name: str, **changes: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda index: index["state_dict_metadata"][name].update(changes)
+
+
+def _storage(**changes: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda index: index["storage_data"].update({f"({key!r}, (0,))": value for key, value in changes.items()})
+
+
+def _chunks(name: str, *chunks: tuple[list[int], list[int]]) -> Callable[[dict[str, Any]], object]:
+    listed = [{"global_offset": number, "local_shape": shape} for number, shape in chunks]
+    return _tensor(name, chunk=listed)
+
+
+WRONG_INDICES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "shape": (_tensor("norm", global_shape=[4]), "slice 0 of 'norm' has not the shape"),
+    "shape of all": (_tensor("w", global_shape=[6, 2]), "slice 0 of 'w' has not the shape"),
+    "type": (_tensor("norm", properties={"dtype": "Float16"}), "slice 0 of 'norm' is not what"),
+    "unknown type": (_tensor("norm", properties={"dtype": "Float12"}), "a type that is not known"),
+    "no type": (_tensor("norm", properties={}), "does not say what 'norm' is"),
+    "uneven": (_tensor("w", axis_fragmentations=[3, 1]), "'w' cannot be cut as the index says"),
+    "cut into none": (_tensor("w", axis_fragmentations=[0, 1]), "'w' cannot be cut as the index says"),
+    "too few cuts": (_tensor("w", axis_fragmentations=[2]), "'w' cannot be cut as the index says"),
+    "other cuts": (_tensor("w", axis_fragmentations=[1, 2]), "slice 0 of 'w' has not the shape"),
+    "huge": (_tensor("w", global_shape=[1 << 62, 2]), "impossibly large"),
+    "interleaved": (_tensor("w", layout={"interleaved_parallel": True}), "'w' is cut in an interleaved way"),
+    "outside": (_chunks("w", ([0], [2, 2]), ([2], [2, 2])), "slice 2 of 'w' lies outside"),
+    "hole": (_chunks("w", ([0], [2, 2])), "lacks slice 1 of 'w'"),
+    "slice twice": (_chunks("norm", ([0], [3]), ([0], [3])), "lists slice 0 of 'norm' twice"),
+    "offsets": (_chunks("w", ([0, 0], [2, 2]), ([2, 0], [2, 2])), "has no number"),
+    "no offset": (_tensor("norm", chunk=[{"local_shape": [3]}]), "has no number"),
+    "negative": (_chunks("norm", ([-1], [3])), "a whole number"),
+    "no such tensor": (_storage(x=[{"file_name": FIRST}]), "which it does not list"),
+    "nowhere": (_storage(norm=[]), "does not say where ('norm', (0,)) lies"),
+    "not said where": (lambda index: index["storage_data"].pop("('w', (1,))"), "does not say where slice 1 of 'w'"),
+    "in another file": (_storage(norm=[{"file_name": mindformers_file("opt", 0, 2)}]), "'norm' is not what"),
+    "in one of two": (_storage(norm=[{"file_name": FIRST}]), "'norm' lies in a file that the index"),
+    "in a file that is not there": (_storage(norm=[{"file_name": "lost.safetensors"}]), "'norm' lies in a file"),
+    "two in one file": (
+        lambda index: index["storage_data"].update({"('w', (1,))": [{"file_name": FIRST}]}),
+        "holds two slices of 'w'",
+    ),
+    "no file": (_storage(norm=[{"storage_rank": 0}]), "in no file of it"),
+    "no tensors": (lambda index: index.pop("state_dict_metadata"), "lacks"),
+    "no storage": (lambda index: index.pop("storage_data"), "has no 'storage_data'"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_INDICES)
+def test_an_index_that_does_not_fit(folder: Path, case: str) -> None:
+    change, says = WRONG_INDICES[case]
+    change_index(folder, change)
+    said = refused(folder)
+    assert says in said if says != "lacks" else "state_dict_metadata" in said
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        *("../a.safetensors", "/tmp/a.safetensors", "b/a.safetensors", "", "a.bin", "a\0.safetensors"),
+        *(7, None, ["a.safetensors"], "n" * 5000 + ".safetensors"),
+    ],
+)
+def test_an_index_that_points_outside_of_the_folder(folder: Path, file: Any) -> None:
+    change_index(folder, _storage(norm=[{"file_name": file}]))
+    said = refused(folder)
+    assert "('norm', (0,)) lies outside" in said or "is damaged" in said
+
+
+def test_a_file_of_another_save(folder: Path) -> None:
+    stale = folder / mindformers_file("model", 3, 8)
+    stale.write_bytes(file_of({"w": counted(1, 2)}, {}))
+    assert "left from another save" in refused(folder) and stale.exists()
+
+
+def test_a_lost_index(folder: Path) -> None:
+    (folder / "metadata.json").unlink()
+    said = refused(folder)
+    assert "does not say how it is sharded" in said and "restore it" in said
+
+
+def test_a_part_by_itself(folder: Path, tmp_path: Path) -> None:
+    """It holds slices, so it is no checkpoint, however it is named."""
+    for arguments in (
+        [folder / FIRST],
+        [folder, "--select", FIRST],
+        [folder, "--from", "safetensors", "--select", FIRST],
+    ):
+        assert (
+            "one part of a MindFormers checkpoint"
+            in run("transform", *arguments, tmp_path / "out", "--jobs", "1", code=3)
+            if len(arguments) == 1
+            else "one part of a MindFormers checkpoint"
+            in run("transform", arguments[0], tmp_path / "out", *arguments[1:], "--jobs", "1", code=3)
+        )
+    with pytest.raises(SourceError, match="one part of a MindFormers checkpoint"):
+        reshard_mpi.load_rank(0, {0: folder / FIRST})
+    # But with a strategy that says which slices they are, files may stand for ranks.
+    strategy = tmp_path / "two.toml"
+    strategy.write_text(
+        'mesh = { tp = 2 }\n[[parameter]]\nmatch = "w"\nsplit = { 0 = ["tp"] }\n[[parameter]]\nmatch = "*"\n'
+    )
+    files = {rank: folder / mindformers_file("model", rank, 2) for rank in (0, 1)}
+    assert reshard_mpi.load_rank(0, files, strategy)["w"].tolist() == counted(4, 2).tolist()
+
+
+def test_a_strategy_is_refused(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "x.toml").write_text('mesh = { dp = 2 }\n[[parameter]]\nmatch = "*"\n')
+    said = run("plan", folder, tmp_path / "out", "--src-strategy", tmp_path / "x.toml", code=3)
+    assert "lists its own pieces" in said
+
+
+def test_other_programs_have_a_file_of_that_name(tmp_path: Path) -> None:
+    """Such as Megatron, beside the metadata of a distributed checkpoint, or anybody in a folder of Hugging Face's."""
+    shutil.copytree(Path(__file__).parent / "golden" / "dcp" / "four_ranks", tmp_path / "dcp")
+    (tmp_path / "dcp" / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    assert formats.names_of_folder(str(tmp_path / "dcp")) == ("dcp",)
+    arrays_of(tmp_path / "dcp")
+
+
+# Damaged or hostile JSON
+
+_TENSOR = (
+    b'{"properties": {"dtype": "Int8"}, "global_shape": [2], "axis_fragmentations": [1],'
+    b' "chunk": [{"global_offset": [0], "local_shape": [2]}]}'
+)
+_PLACE = b'[{"file_name": "a.safetensors"}]'
+INDICES = {
+    "empty": b"",
+    "no object": b"[]",
+    "no tensors": b'{"state_dict_metadata": {}, "storage_data": {}}',
+    "cut short": b'{"state_dict_metadata": {"a": ' + _TENSOR,
+    "more behind": b'{"state_dict_metadata": {}, "storage_data": {}} 1',
+    "tensors twice": b'{"state_dict_metadata": {}, "state_dict_metadata": {}, "storage_data": {}}',
+    "a tensor twice": b'{"state_dict_metadata": {"a": %b, "a": %b}' % (_TENSOR, _TENSOR),
+    "a slice twice": b'{"storage_data": {"(\'a\', (0,))": %b, "(\'a\', (0,))": %b}}' % (_PLACE, _PLACE),
+    "a field twice": b'{"state_dict_metadata": {"a": {"global_shape": [1], "global_shape": [1]}}}',
+    "a file twice": b'{"storage_data": {"x": [{"file_name": "a.safetensors", "file_name": "b.safetensors"}]}}',
+    "no name": b'{"state_dict_metadata": {"": %b}}' % _TENSOR,
+    "a long name": b'{"state_dict_metadata": {"%b": %b}}' % (b"n" * 5000, _TENSOR),
+    "numbers that are none": b'{"state_dict_metadata": {"a": {"global_shape": [1.5]}}}',
+    "a number of many digits": b'{"state_dict_metadata": {"a": {"global_shape": [%b]}}}' % (b"9" * 10_000),
+    "many dimensions": b'{"state_dict_metadata": {"a": {"global_shape": [%b]}}}' % b",".join([b"1"] * 40),
+    "many fragments": b'{"state_dict_metadata": {"a": {"properties": {"dtype": "Int8"}, "global_shape": [0],'
+    b' "axis_fragmentations": [4611686018427387904], "chunk": []}}, "storage_data": {}}',
+    "nested deeply": b'{"x": ' + b"[" * 100_000,
+    "nested objects": b'{"x": ' + b'{"a":' * 100_000,
+    "layout nested deeply": b'{"state_dict_metadata": {"a": {"layout": {"x": ' + b"[" * 100_000,
+    "names that are too many": b'{"state_dict_metadata": {'
+    + b",".join(b'"%d":%b' % (number, _TENSOR) for number in range(140_000))
+    + b"}}",
+    "places that are too many": b'{"storage_data": {'
+    + b",".join(b'"%d":%b' % (number, _PLACE) for number in range(300_000))
+    + b"}}",
+    "slices that are too many": b'{"state_dict_metadata": {"a": {"chunk": ['
+    + b",".join(b'{"global_offset":[%d],"local_shape":[1]}' % number for number in range(140_000))
+    + b"]}}}",
+    "a place without a file": b'{"state_dict_metadata": {"a": %b}, "storage_data": {"(\'a\', (0,))": []}}' % _TENSOR,
+    "no UTF-8": b'{"state_dict_metadata": {"\xff": %b}}' % _TENSOR,
+}
+
+
+@pytest.mark.parametrize("case", INDICES)
+def test_an_index_that_is_damaged(tmp_path: Path, case: str) -> None:
+    path = tmp_path / "metadata.json"
+    path.write_bytes(INDICES[case])
+    with pytest.raises(ShardError) as caught:
+        mindformers_index.read(str(path))
+    assert str(path) in caught.value.where
+
+
+def test_names_are_read_as_they_are_written(tmp_path: Path) -> None:
+    names = ["it's", 'a "quote"', "both ' and \"", "\u5c42.\U0001f701", "back\\slash", "new\nline", "('w', (0,))"]
+    write_mindformers(tmp_path, {name: Sliced(counted(2) + at, (2,), [[0], [1]]) for at, name in enumerate(names)}, 2)
+    assert {name: array.tolist() for name, array in arrays_of(tmp_path).items()} == {
+        name: [at, at + 1] for at, name in enumerate(names)
+    }
+
+
+def _turned(value: Any) -> Any:
+    """Return the same JSON with the keys of every object in the opposite order, and one more in each that is small."""
+    if isinstance(value, dict):
+        more = (
+            {"more": [1, "x", {"y": [None, -2.5e3, True]}]} if "file_name" in value or "global_offset" in value else {}
+        )
+        return {**more, **{key: _turned(own) for key, own in reversed(value.items())}}
+    return [_turned(own) for own in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("indent", [None, 1, 4])
+def test_an_index_is_read_however_it_is_written(folder: Path, indent: int | None) -> None:
+    path = folder / "metadata.json"
+    expected = mindformers_index.read(str(path))
+    assert expected["w"].holders == [(FIRST,), (mindformers_file("model", 1, 2),)]
+    index = json.loads(path.read_text())
+    for other in (index, _turned(index)):
+        for separators in ((",", ":"), (", ", ": "), (" ,\n", "\t:\r ")):
+            path.write_text(json.dumps(other, indent=indent, separators=separators))
+            assert mindformers_index.read(str(path)) == expected
+
+
+COMMONS = {
+    "empty": b" ",
+    "cut short": b'{"epoch_num": 1',
+    "no object": b"[1]",
+    "a name twice": b'{"a": 1, "a": 2}',
+    "no number": b'{"loss_scale": NaN}',
+    "infinite": b'{"loss_scale": 1e999}',
+    "nested deeply": b'{"a": ' + b"[" * 30_000,
+    "nested too deeply for a nest": b'{"a": ' + b"[" * 200 + b"]" * 200 + b"}",
+    "large": b'{"a": "' + b"x" * 100_000 + b'"}',
+    "many digits": b'{"a": ' + b"9" * 10_000 + b"}",
+    "no UTF-8": b'{"a": "\xff"}',
+}
+
+
+@pytest.mark.parametrize("case", COMMONS)
+def test_what_is_said_of_the_training_is_damaged(folder: Path, case: str) -> None:
+    (folder / "common.json").write_bytes(COMMONS[case])
+    assert "common.json of a checkpoint cannot be read" in refused(folder)
+
+
+def test_what_is_said_of_the_training_comes_back(folder: Path, tmp_path: Path) -> None:
+    """Through a file of torch as plain data, and through MindSpore's files as one text."""
+    said: dict[str, Any] = {**COMMON, "loss_scale": 65536.0, "more": {"list": [1, "two", {"three": None}], "": True}}
+    (folder / "common.json").write_text(json.dumps(said))
+    run("transform", folder, tmp_path / "ckpt", "--to", "ckpt", "--jobs", "1")
+    held = ckpt_peer.read(tmp_path / "ckpt" / "rank_0" / "checkpoint_0.ckpt")
+    assert held.strings.keys() == {NEST}
+    run("transform", tmp_path / "ckpt", tmp_path / "torch", "--to", "torch", "--jobs", "1")
+    run("diff", folder, tmp_path / "torch", "--jobs", "1")
+    torch = pytest.importorskip("torch")
+    loaded = torch.load(tmp_path / "torch" / "rank_0" / "checkpoint_0.pt", weights_only=True)
+    assert loaded["common"] == said
+
+
+# The folder of all moments
+
+
+@pytest.mark.parametrize("name", ["iteration_00000007", "iter_00000007", "iter_0000007"])
+def test_the_latest_moment_is_read(tmp_path: Path, name: str) -> None:
+    write_mindformers(tmp_path / ITERATION, small(), 2)
+    write_mindformers(tmp_path / name, {**small(), "norm": Sliced(counted(3) + 7, (1,), [[0, 1]])}, 2)
+    (tmp_path / LATEST).write_text("7\n")
+    assert arrays_of(tmp_path)["norm"].tolist() == [7, 8, 9]
+    assert arrays_of(tmp_path / ITERATION)["norm"].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"3", b"../other", b"/tmp", b"2 3", b"-2", b"2" * 100, b"\xff", b"0x2", b"release", "\u0662".encode()],
+)
+def test_a_latest_moment_that_is_not_there(folder: Path, content: bytes) -> None:
+    (folder.parent / LATEST).write_bytes(content)
+    write_mindformers(folder.parent.parent / "other", small(), 2)
+    with pytest.raises(SourceError, match="does not lead to one"):
+        arrays_of(folder.parent)
+    assert "does not lead to one" in run("inspect", folder.parent, code=3)
+
+
+def test_a_moment_that_is_there_twice(folder: Path) -> None:
+    (folder.parent / LATEST).write_text("2")
+    write_mindformers(folder.parent / "iter_00000002", small(), 2)
+    with pytest.raises(SourceError, match="does not lead to one"):
+        arrays_of(folder.parent)
+
+
+def test_a_run_does_not_go_on_with_another_moment(folder: Path, tmp_path: Path) -> None:
+    source, out = folder.parent, tmp_path / "out"
+    (source / LATEST).write_text("2")
+    run("transform", source, out, "--jobs", "1")
+    run("transform", folder, out, "--resume", "--jobs", "1")
+    write_mindformers(source / "iteration_00000003", small(), 2)
+    (source / LATEST).write_text("3")
+    assert "another run" in run("transform", source, out, "--resume", "--jobs", "1", code=3)
+
+
+def test_processes_that_begin_while_the_next_moment_is_saved(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Targets of one run are never of two moments, whichever process saw which."""
+    source, first = folder.parent, tmp_path / "first"
+    write_mindformers(source / "iteration_00000003", small(), 2)
+    (source / LATEST).write_text("2")
+    found = moments.latest_in
+
+    def found_later(path: str) -> moments.Latest | None:
+        latest = found(path)
+        try:
+            first.touch(exist_ok=False)
+        except FileExistsError:
+            (source / LATEST).write_text("3")
+            return found(path)
+        return latest
+
+    monkeypatch.setattr(moments, "latest_in", found_later)
+    strategy = tmp_path / "two.toml"
+    strategy.write_text('mesh = { tp = 2 }\n[[parameter]]\nmatch = "*"\n')
+    out = tmp_path / "out"
+    said = run("transform", source, out, "--dst-strategy", strategy, "--jobs", "2", code=3)
+    assert "'latest checkpoint' = iteration_0000000" in said
+    assert not list(out.rglob("*.safetensors"))
+
+
+def test_targets_are_not_written_into_the_source(folder: Path) -> None:
+    source = folder.parent
+    (source / LATEST).write_text("2")
+    before = sorted(source.rglob("*"))
+    for target in (source, folder):
+        assert "the target is the source" in run("transform", source, target, "--to", "ckpt", "--jobs", "1", code=3)
+    assert sorted(source.rglob("*")) == before

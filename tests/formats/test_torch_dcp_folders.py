@@ -1,0 +1,386 @@
+"""torch's distributed checkpoints in safetensors: read by what each file says, and never with its last files missing.
+
+`golden/torch_dcp` is of torch 2.13 in two processes: rows, columns, a tensor on both; and what torch consolidates.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.command_line import run_in_fork
+from support.sliced_peer import At, file_of, torch_file, write_torch
+
+import reshard_mpi
+from reshard_mpi import formats
+from reshard_mpi.checkpoints import discovery
+from reshard_mpi.errors import ReshardError, ShardError, SourceError
+from reshard_mpi.formats.safetensors import sharding_text, torch_dcp
+from reshard_mpi.testing.checkpoints import Arrays, CheckpointConformance
+
+GOLDEN = Path(__file__).parent / "golden" / "torch_dcp"
+SHARDED, CONSOLIDATED = GOLDEN / "sharded", GOLDEN / "consolidated"
+
+
+def run(*arguments: object, code: int = 0) -> str:
+    """Run a command, which must end with `code`; return all that it says."""
+    finished = run_in_fork(*map(str, arguments))
+    assert finished.code == code, finished
+    return finished.err + finished.out
+
+
+def counted(*shape: int) -> np.ndarray[Any, Any]:
+    return np.arange(np.prod(shape, dtype=int), dtype=np.float32).reshape(shape)
+
+
+# What torch has written
+
+
+def test_what_torch_has_written() -> None:
+    found = reshard_mpi.load_rank(0, SHARDED, source_files=2)
+    assert {name: array.shape for name, array in found.items() if not isinstance(array, str)} == {
+        "row.weight": (8, 4),
+        "col.weight": (4, 8),
+        "norm": (4,),
+    }
+    assert found["row.weight"].tobytes() == counted(8, 4).tobytes()
+    assert found["col.weight"].tobytes() == counted(4, 8).tobytes()
+    assert found["norm"].astype(np.float32).tolist() == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("to", formats.TARGETS)
+def test_it_becomes_every_other_form(tmp_path: Path, to: str) -> None:
+    said = run("transform", SHARDED, tmp_path / "out", "--to", to, "--src-files", 2, "--verify", "--jobs", "1")
+    assert said.startswith("source: torch distributed checkpoint in safetensors, 2 files, 3 tensors\n")
+    run("verify", SHARDED, tmp_path / "out", "--src-files", 2, "--jobs", "1")
+    run("diff", tmp_path / "out", CONSOLIDATED, "--jobs", "1")
+
+
+def test_it_is_told_and_shown(tmp_path: Path) -> None:
+    """Without --to it becomes a folder of Hugging Face's, as torch makes it, or cut safetensors shards of ranks."""
+    run("transform", SHARDED, tmp_path / "out", "--from", "dcp-safetensors", "--src-files", 2, "--jobs", "1")
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+    run("diff", SHARDED, CONSOLIDATED, "--src-files", 2, "--jobs", "1")
+    strategy = tmp_path / "two.toml"
+    strategy.write_text(
+        'mesh = { tp = 2 }\n[[parameter]]\nmatch = "row.*"\nsplit = { 1 = ["tp"] }\n[[parameter]]\nmatch = "*"\n'
+    )
+    run("transform", SHARDED, tmp_path / "cut", "--dst-strategy", strategy, "--src-files", 2, "--jobs", "2")
+    found = reshard_mpi.load_rank(0, tmp_path / "cut", strategy)
+    assert found["row.weight"].tolist() == counted(8, 4).tolist()
+    assert (tmp_path / "cut" / "rank_1" / "checkpoint_1.safetensors").is_file()
+    shown = json.loads(run("inspect", SHARDED, "--json"))
+    assert shown["format"] == "dcp-safetensors" and "last files are missing" in shown["notes"][0]
+    assert "keeps no sums" in run("verify", SHARDED, code=3)
+    assert "--to" in run("transform", SHARDED, tmp_path / "no", "--to", "dcp-safetensors", "--src-files", 2, code=2)
+
+
+def test_a_run_is_resumed(tmp_path: Path) -> None:
+    arguments = ["transform", SHARDED, tmp_path / "out", "--to", "dcp", "--src-files", 2, "--jobs", "1"]
+    run(*arguments)
+    (tmp_path / "out" / "__0_0.distcp").unlink()
+    run(*arguments, "--resume")
+    run("diff", tmp_path / "out", CONSOLIDATED, "--jobs", "1")
+
+
+# Which files there should be
+
+
+@pytest.mark.parametrize("command", ["transform", "plan", "verify", "diff"])
+def test_the_user_must_say_how_many_files_there_were(tmp_path: Path, command: str) -> None:
+    other = tmp_path / "out" if command in ("transform", "plan") else CONSOLIDATED
+    said = run(command, SHARDED, other, code=3)
+    assert "tells whether its last files are missing" in said and "--src-files" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_functions_ask_for_it_too(tmp_path: Path) -> None:
+    for call in (
+        lambda: reshard_mpi.transform(SHARDED, tmp_path / "out"),
+        lambda: reshard_mpi.plan(SHARDED),
+        lambda: reshard_mpi.load_rank(0, SHARDED),
+        lambda: reshard_mpi.diff(SHARDED, CONSOLIDATED),
+        lambda: reshard_mpi.diff(CONSOLIDATED, SHARDED),
+        lambda: reshard_mpi.transform_checkpoints(SHARDED, tmp_path / "out", "net"),
+    ):
+        with pytest.raises(SourceError, match="source_files"):
+            call()
+    assert [target.rank for target in reshard_mpi.plan(SHARDED, source_files=2).targets] == [0]
+    reshard_mpi.diff(SHARDED, CONSOLIDATED, source_files=2)
+    assert len(reshard_mpi.transform(SHARDED, tmp_path / "out", source_files=2).targets) == 1
+
+
+def test_the_last_file_is_lost(tmp_path: Path) -> None:
+    """What is left is a sound checkpoint of fewer ranks, with a smaller model: nothing but the user can tell."""
+    files = {torch_file(rank): {"w": At((2 * rank - 2, 0), counted(2, 3))} for rank in (1, 2, 3, 4)}
+    write_torch(tmp_path, files)
+    assert reshard_mpi.load_rank(0, tmp_path, source_files=4)["w"].shape == (8, 3)
+    (tmp_path / torch_file(4)).unlink()
+    said = refused(tmp_path, 4)
+    assert "not as many files as you say" in said and torch_file(3) in said
+    (tmp_path / torch_file(2)).unlink()
+    assert "lacks the files of rank 2" in refused(tmp_path, 2)
+
+
+def test_other_checkpoints_may_be_counted_too(tmp_path: Path) -> None:
+    run("transform", CONSOLIDATED, tmp_path / "out", "--src-files", 2, "--jobs", "1")
+    assert "other files too" in run("transform", CONSOLIDATED, tmp_path / "no", "--src-files", 1, "--jobs", "1", code=3)
+    assert "not as many" in run("transform", CONSOLIDATED, tmp_path / "no", "--src-files", 3, "--jobs", "1", code=3)
+    assert "--src-files" in run("transform", CONSOLIDATED, tmp_path / "no", "--src-files", 0, code=2)
+
+
+NAMES: dict[str, tuple[list[str], str]] = {
+    "no first": ([torch_file(2)], "lacks the files of rank 1"),
+    "a rank in between": ([torch_file(1), torch_file(3)], "lacks the files of rank 2"),
+    "a file of all ranks": ([torch_file(1, 1, 2), torch_file(2, 1, 2)], "lacks file 2"),
+    "two saves": ([torch_file(1, 1, 1), torch_file(2, 1, 2), torch_file(2, 2, 2)], "several distributed checkpoints"),
+    "more than there can be": ([torch_file(1, 1, 1), torch_file(1, 2, 1)], "impossible numbers"),
+    "rank 0": ([torch_file(0), torch_file(1)], "impossible numbers"),
+    "another file": ([torch_file(1), "model.safetensors"], "two checkpoints lie together"),
+    "a file of anything": ([torch_file(1), "other.safetensors"], "other files lie beside"),
+}
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_names_that_do_not_go_together(tmp_path: Path, case: str) -> None:
+    names, says = NAMES[case]
+    write_torch(tmp_path, {name: {f"w{at}": At((0,), counted(2))} for at, name in enumerate(names)})
+    assert says in refused(tmp_path, len(names))
+
+
+def test_names_may_be_dealt_out_to_several_files(tmp_path: Path) -> None:
+    """A rank has only those files for which it has tensors."""
+    files = {
+        torch_file(1, 1, 2): {"a": At((0,), counted(2))},
+        torch_file(1, 2, 2): {"b": At((0, 0), counted(2, 2))},
+        torch_file(2, 1, 2): {"a": At((2,), counted(2) + 2)},
+    }
+    write_torch(tmp_path, files)
+    found = reshard_mpi.load_rank(0, tmp_path, source_files=3)
+    assert found["a"].tolist() == [0, 1, 2, 3] and found["b"].tolist() == [[0, 1], [2, 3]]
+
+
+# Random pieces
+
+
+@st.composite
+def grids(draw: st.DrawFn, shape: tuple[int, ...]) -> list[tuple[slice, ...]]:
+    """Draw into which boxes a tensor is cut: along every dimension anywhere, where parts may be empty."""
+    parts = []
+    for length in shape:
+        inner = draw(st.lists(st.integers(0, length), max_size=2))
+        parts.append([slice(low, high) for low, high in pairwise(sorted([0, *inner, length]))])
+    return list(product(*parts))
+
+
+def dealt(draw: Callable[[st.SearchStrategy[Any]], Any], arrays: Arrays) -> dict[str, dict[str, At]]:
+    """Return files in which the boxes of tensors lie, each of some rank that has not another one of the tensor."""
+    cuts = {name: draw(grids(array.shape)) for name, array in arrays.items()}
+    ranks = max(map(len, cuts.values()))
+    files: dict[str, dict[str, At]] = {torch_file(rank): {} for rank in range(1, ranks + 1)}
+    for name, boxes in cuts.items():
+        own = draw(st.permutations(range(1, ranks + 1)))
+        for rank, box in zip(own, boxes):
+            files[torch_file(rank)][name] = At([part.start for part in box], arrays[name][box])
+    return files
+
+
+@pytest.mark.slow
+class TestPieces(CheckpointConformance):
+    """Boxes of any sizes on any ranks, with one of two numbers of files."""
+
+    count = 0
+
+    def write(self, folder: Path, arrays: Arrays, data: st.DataObject) -> None:
+        files = dealt(data.draw, arrays)
+        write_torch(folder, files)
+        self.count = len(files)
+
+    def found(self, folder: Path) -> discovery.ShardFiles:
+        return discovery.find_shards(str(folder), file_count=self.count)
+
+
+@given(data=st.data(), lost=st.integers(0, 30))
+def test_no_file_can_be_lost_unseen(data: st.DataObject, lost: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    shapes = data.draw(st.lists(st.sampled_from([(), (3,), (4, 3), (2, 2, 3), (0, 2)]), min_size=1, max_size=3))
+    arrays = {f"t{at}": counted(*shape) + at for at, shape in enumerate(shapes)}
+    files = dealt(data.draw, arrays)
+    folder = tmp_path_factory.mktemp("pieces")
+    write_torch(folder, files)
+    found = reshard_mpi.load_rank(0, folder, source_files=len(files))
+    assert {name: (array.shape, array.tobytes()) for name, array in found.items()} == {
+        name: (array.shape, array.tobytes()) for name, array in arrays.items()
+    }
+    (folder / sorted(files)[lost % len(files)]).unlink()
+    with pytest.raises(ReshardError):
+        reshard_mpi.load_rank(0, folder, source_files=len(files))
+
+
+# What files say
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    shutil.copytree(SHARDED, tmp_path / "sharded")
+    return tmp_path / "sharded"
+
+
+def refused(folder: Path, count: int = 2) -> str:
+    """Return what a folder is refused with, in the function and on the command line, where nothing is written."""
+    with pytest.raises(ReshardError) as caught:
+        reshard_mpi.load_rank(0, folder, source_files=count)
+    arguments = ["transform", folder, folder / "out", "--to", "ckpt", "--src-files", count, "--jobs", "1"]
+    assert caught.value.problem in run(*arguments, code=3)
+    assert not (folder / "out").exists()
+    return str(caught.value)
+
+
+TWO = {"w": At((0, 0), counted(2, 3))}, {"w": At((2, 0), counted(2, 3))}
+
+
+def write_two(folder: Path, info: Callable[[dict[str, Any]], object], *, second: dict[str, At] = TWO[1]) -> None:
+    write_torch(folder, {torch_file(1): TWO[0]})
+    write_torch(folder, {torch_file(2): second}, info=info)
+
+
+SAYINGS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "nothing of a tensor": (lambda says: {"v": says["w"]}, "'"),
+    "another tensor too": (lambda says: {**says, "v": says["w"]}, "lacks 'v'"),
+    "nothing": (lambda _: {}, "does not say where 'w' lies"),
+    "too few coordinates": (lambda _: {"w": {"saved_offsets": [2]}}, "'w' cannot lie where its file says"),
+    "too many coordinates": (lambda _: {"w": {"saved_offsets": [2, 0, 0]}}, "'w' cannot lie where its file says"),
+    "far away": (lambda _: {"w": {"saved_offsets": [1 << 63, 0]}}, "'w' cannot lie where its file says"),
+    "behind a hole": (lambda _: {"w": {"saved_offsets": [3, 0]}}, "no piece of 'w'"),
+    "aside": (lambda _: {"w": {"saved_offsets": [0, 5]}}, "no piece of 'w'"),
+    "a far hole": (lambda _: {"w": {"saved_offsets": [1 << 40, 0]}}, "no piece of 'w'"),
+    "negative": (lambda _: {"w": {"saved_offsets": [-1, 0]}}, "is damaged"),
+    "no whole number": (lambda _: {"w": {"saved_offsets": [2.0, 0]}}, "is damaged"),
+    "no list": (lambda _: {"w": {"saved_offsets": 2}}, "is damaged"),
+    "no offsets": (lambda _: {"w": {}}, "does not say where 'w' lies"),
+    "something else": (lambda _: {"w": {"saved_offsets": [2, 0], "stride": [1]}}, "what is not known"),
+    "a list": (lambda _: [], "is damaged"),
+}
+
+
+@pytest.mark.parametrize("case", SAYINGS)
+def test_what_a_file_says_does_not_fit_it(tmp_path: Path, case: str) -> None:
+    info, says = SAYINGS[case]
+    write_two(tmp_path, info)
+    assert says in refused(tmp_path)
+
+
+def test_pieces_that_contradict_each_other(tmp_path: Path) -> None:
+    write_two(tmp_path, dict, second={"w": At((2, 0), counted(2, 3).astype(np.int16))})
+    assert "contradict each other on 'w'" in refused(tmp_path)
+    write_two(tmp_path, dict, second={"w": At((2,), counted(2))})
+    assert "contradict each other on 'w'" in refused(tmp_path)
+    write_two(tmp_path, dict, second={"w": At((1, 0), counted(3, 3))})
+    assert "'w'" in refused(tmp_path)
+
+
+def test_a_file_that_says_nothing(folder: Path) -> None:
+    (folder / torch_file(2)).write_bytes(file_of({"row.weight": counted(4, 4)}, {"format": "pt"}))
+    assert "does not say where its tensors lie" in refused(folder)
+
+
+def test_a_damaged_file(folder: Path) -> None:
+    path = folder / torch_file(2)
+    content = path.read_bytes()
+    path.write_bytes(content[:-1])
+    assert "truncated" in refused(folder)
+    path.write_bytes(b"80004 raw bytes of an object" + content)
+    assert "not a safetensors file" in refused(folder)
+
+
+TEXTS = {
+    "cut short": '{"w": {"saved_offsets": [0',
+    "more behind": '{"w": {"saved_offsets": [0]}} 1',
+    "a tensor twice": '{"w": {"saved_offsets": [0]}, "w": {"saved_offsets": [0]}}',
+    "offsets twice": '{"w": {"saved_offsets": [0], "saved_offsets": [0]}}',
+    "no name": '{"": {"saved_offsets": [0]}}',
+    "a long name": '{"' + "n" * 30_000 + '": {"saved_offsets": [0]}}',
+    "many dimensions": '{"w": {"saved_offsets": [' + ",".join("0" * 40) + "]}}",
+    "many digits": '{"w": {"saved_offsets": [' + "9" * 5000 + "]}}",
+    "nested deeply": '{"w": ' + "[" * 100_000,
+    "nested objects": '{"w":' * 100_000,
+    "a field nested": '{"w": {"x": ' + '{"a":' * 100_000,
+    "no object": "1",
+    "nothing": "",
+}
+
+
+@pytest.mark.parametrize("case", TEXTS)
+def test_a_text_that_is_damaged(case: str) -> None:
+    with pytest.raises(ShardError) as caught:
+        sharding_text.saved_offsets(TEXTS[case], "a file")
+    assert "a file" in caught.value.where
+
+
+@given(
+    st.dictionaries(
+        st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20),
+        st.lists(st.integers(0, 1 << 62), max_size=4).map(tuple),
+    ),
+    st.sampled_from([None, 1]),
+    st.booleans(),
+)
+def test_a_text_is_read_as_it_is_written(
+    offsets: dict[str, tuple[int, ...]], indent: int | None, ensure_ascii: bool
+) -> None:
+    says = {name: {"saved_offsets": list(numbers)} for name, numbers in offsets.items()}
+    text = json.dumps(says, indent=indent, ensure_ascii=ensure_ascii)
+    assert sharding_text.saved_offsets(text, "") == offsets
+
+
+# Files by themselves
+
+
+def test_a_part_by_itself(folder: Path, tmp_path: Path) -> None:
+    """Whatever it is called: it says itself that it is a part."""
+    renamed = tmp_path / "model.safetensors"
+    shutil.copy(folder / torch_file(2), renamed)
+    lone = tmp_path / "lone"
+    lone.mkdir()
+    shutil.copy(folder / torch_file(1), lone / "model-00001-of-00001.safetensors")
+    shutil.copy(folder / torch_file(2), lone / "model-00002-of-00002.safetensors")
+    for source, options in (
+        (folder / torch_file(1), []),
+        (renamed, []),
+        (lone / "model-00002-of-00002.safetensors", []),
+        (folder, ["--select", torch_file(1)]),
+        (folder, ["--from", "safetensors", "--select", torch_file(2)]),
+    ):
+        said = run("transform", source, tmp_path / "out", *options, "--jobs", "1", code=3)
+        assert "one part of a distributed checkpoint of torch" in said
+    with pytest.raises(SourceError, match="one part of"):
+        reshard_mpi.load_rank(0, {0: folder / torch_file(1)})
+    json_index = {"metadata": {}, "weight_map": {"row.weight": "x.safetensors"}}
+    index = tmp_path / "indexed"
+    write_torch(index, {"x.safetensors": {"row.weight": At((4, 0), counted(4, 4))}})
+    (index / "model.safetensors.index.json").write_text(json.dumps(json_index))
+    with pytest.raises(ShardError, match="one part of"):
+        reshard_mpi.load_rank(0, index)
+
+
+def test_what_one_rank_saves_whole_is_read_by_its_index(tmp_path: Path) -> None:
+    """torch writes the same metadata there, and all tensors begin at their first element."""
+    name = "model-00001-of-00001.safetensors"
+    write_torch(tmp_path, {name: {"w": At((0, 0), counted(2, 3))}})
+    assert reshard_mpi.load_rank(0, tmp_path / name)["w"].tolist() == counted(2, 3).tolist()
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {"total_size": 24}, "weight_map": {"w": name}})
+    )
+    assert reshard_mpi.load_rank(0, tmp_path)["w"].tolist() == counted(2, 3).tolist()
+
+
+def test_its_files_are_named_in_order(tmp_path: Path) -> None:
+    write_torch(tmp_path, {torch_file(rank): {f"w{rank}": At((0,), counted(1))} for rank in range(1, 12)})
+    assert [Path(path).name for path in torch_dcp.files_of(str(tmp_path))] == [torch_file(r) for r in range(1, 12)]

@@ -1,0 +1,103 @@
+"""Tensors seen in another type, and tensors that are in no file."""
+
+from __future__ import annotations
+
+import pytest
+
+from reshard_mpi.formats.columns import ELSEWHERE, Kind, TensorEntry, Tensors
+from reshard_mpi.formats.dtypes import BY_NAME
+from reshard_mpi.formats.listed import ListedTensors, Piece
+from reshard_mpi.formats.manifest import ShardIdentity
+from reshard_mpi.formats.places import ByteRange, Constant, Converted, Segments, Strided
+from reshard_mpi.formats.specs import TensorSpec
+from reshard_mpi.formats.views import constant, converted
+from reshard_mpi.planning.model import Copy, PlannedTensors, RankPlan, TensorPlan
+from reshard_mpi.sharding.box import Box
+
+FLOAT32, BFLOAT16, INT32 = BY_NAME["float32"], BY_NAME["bfloat16"], BY_NAME["int32"]
+
+
+def shard(path: str = "shard") -> Tensors:
+    """Two weights that are each one run of the file, one that is a view, a counter, and one that is small already."""
+    tensors = Tensors(path)
+    weight = tensors.kind(Kind(FLOAT32, (2, 3)))
+    tensors.add("first", weight, 64)
+    tensors.add("second", weight, 88)
+    tensors.add_entry(TensorEntry("turned", FLOAT32, (3, 2), Strided(path, 64, (4, 12))))
+    tensors.add("step", tensors.kind(Kind(INT32, ())), 112)
+    tensors.add("small", tensors.kind(Kind(BFLOAT16, (2,))), 116)
+    return tensors
+
+
+def test_only_other_floats_are_converted() -> None:
+    stored = shard()
+    seen = converted(stored, BFLOAT16)
+    assert list(seen) == list(stored)
+    assert [entry.dtype.name for entry in seen.values()] == ["bfloat16", "bfloat16", "bfloat16", "int32", "bfloat16"]
+    assert seen["first"].source == Converted(Segments((ByteRange("shard", 64, 24),)), FLOAT32)
+    assert seen["first"].unconverted == stored["first"]
+    assert seen["turned"].source == Converted(Strided("shard", 64, (4, 12)), FLOAT32)
+    assert seen["step"] == stored["step"] and seen["small"] == stored["small"]
+    assert list(seen.starts) == [ELSEWHERE, ELSEWHERE, ELSEWHERE, 112, 116]
+    assert seen.kind_named("second") == Kind(BFLOAT16, (2, 3))
+    assert not seen["first"].is_as_stored and seen["first"].stored is None and seen["small"].is_as_stored
+
+
+def test_steps_of_a_converted_view_count_elements() -> None:
+    assert converted(shard(), BFLOAT16)["turned"].steps == (1, 3)
+
+
+def test_what_is_converted_takes_the_bytes_of_its_file() -> None:
+    seen = converted(shard(), BFLOAT16)
+    assert seen.element_bytes([0, 1, 2, 3, 4]) == 4 + 4 + 4 + 4 + 2
+    twice = converted(seen, BY_NAME["float64"])
+    assert twice["small"].unconverted.dtype == BFLOAT16
+    assert twice["first"].unconverted == shard()["first"]
+    assert twice.element_bytes([0, 4]) == 6
+
+
+def test_an_equal_file_is_seen_alike() -> None:
+    there = converted(shard(), BFLOAT16).at("other")
+    assert there["first"].source == Converted(Segments((ByteRange("other", 64, 24),)), FLOAT32)
+    assert there == converted(shard("other"), BFLOAT16)
+    assert there != shard("other") and there != converted(shard("other"), BY_NAME["float16"])
+
+
+def test_listed_tensors_are_converted_piece_by_piece() -> None:
+    file = shard()
+    listed = ListedTensors("folder")
+    pieces = [Piece(Box((0, 0), (2, 3)), file, 0), Piece(Box((2, 0), (4, 3)), file, 1)]
+    listed.add_listed("w", FLOAT32, (4, 3), pieces)
+    seen = converted(listed, BFLOAT16)
+    assert isinstance(seen, ListedTensors) and seen["w"].dtype == BFLOAT16
+    ((_, first), (_, second)) = seen.lists[seen.list_of[0]]
+    assert first is second  # a file's tensors are seen through one view
+    assert first.source(seen.numbers[0][1]) == Converted(Segments((ByteRange("shard", 88, 24),)), FLOAT32)
+    assert listed["w"].dtype == FLOAT32
+
+
+def test_nothing_is_converted_to_a_whole_number() -> None:
+    with pytest.raises(ValueError, match="int32"):
+        converted(shard(), INT32)
+
+
+def test_a_constant_has_no_bytes_in_files() -> None:
+    entry = constant("zeros", BFLOAT16, (4, 3), bytes(2))
+    assert entry.source == Constant(bytes(2)) and not entry.is_as_stored and entry.stored is None
+    tensors = Tensors("", [entry])
+    assert tensors["zeros"] == entry and tensors.element_bytes([0]) == 0
+    with pytest.raises(ValueError, match="2 bytes, got 4"):
+        constant("zeros", BFLOAT16, (4, 3), bytes(4))
+
+
+def test_a_plan_needs_the_bytes_of_the_files() -> None:
+    box = Box.whole((4, 3))
+    seen = converted(shard(), BFLOAT16)
+    copies = (
+        Copy(0, seen["first"], Box((0, 0), (2, 3)), Box((0, 0), (2, 3))),
+        Copy(0, constant("w", BFLOAT16, (2, 3), bytes(2)), Box((2, 0), (4, 3)), Box((2, 0), (4, 3))),
+    )
+    tensors = PlannedTensors.of([TensorPlan(TensorSpec("w", BFLOAT16, (4, 3), box), copies)])
+    plan = RankPlan(0, 0, ShardIdentity(0, 1, ""), tensors, {}, (), (), (), (), frozenset())
+    assert plan.needed_bytes == 24 and plan.written_bytes == 24
+    assert [copy.source.unconverted.dtype for copy in plan.tensors[0].copies] == [FLOAT32, BFLOAT16]

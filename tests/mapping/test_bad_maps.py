@@ -1,0 +1,255 @@
+"""Maps that are wrong, or do not fit the checkpoint: each is refused, and the message names the place in the map."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.checkpoints import write_ranks
+from support.command_line import run_here
+
+import reshard_mpi
+from reshard_mpi import MapError, UsageError
+from reshard_mpi.mapping.expressions import ExpressionProblem, evaluated
+from reshard_mpi.mapping.rules import parse_rules
+
+TENSORS = {
+    "a.0.q": np.arange(24, dtype=np.float32).reshape(6, 4),
+    "a.0.k": np.arange(8, dtype=np.float32).reshape(2, 4),
+    "a.1.q": np.arange(24, dtype=np.float32).reshape(6, 4),
+    "a.1.k": np.arange(8, dtype=np.float32).reshape(2, 4),
+    "count": np.arange(3, dtype=np.int64),
+    "e.0": np.ones((2, 3), np.float32),
+    "e.2": np.ones((2, 3), np.float32),
+}
+
+
+def checkpoint(folder: Path, tensors: dict[str, np.ndarray] = TENSORS) -> Path:
+    write_ranks({0: tensors}, folder / "src", "safetensors")
+    return folder / "src"
+
+
+def refused(tmp_path: Path, text: str, **options: object) -> str:
+    """Return the message with which a transform is refused before it has written anything."""
+    (tmp_path / "map.toml").write_text(text)
+    source = checkpoint(tmp_path)
+    with pytest.raises(MapError) as error:
+        reshard_mpi.transform(source, tmp_path / "dst", map=tmp_path / "map.toml", **options)  # type: ignore[arg-type]
+    assert not (tmp_path / "dst").exists()
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("equation", "says"),
+    [
+        ("a [x", "an axis, '(' or ']' is expected"),
+        ("a [(x] <=> b [x]", "')' is expected before ']'"),
+        ("a [x))] <=> b [x]", "an axis, '(' or ']' is expected"),
+        ("a [(x |)] <=> b [x]", "an axis or a number"),
+        ("a [()] <=> b [1]", "an axis or a number is expected"),
+        ("a [(x + )] <=> b [x]", "an axis or a number is expected"),
+        ("a [x] => b [x]", "'<=>' or ',' is expected"),
+        ("a [x] <=> b [x] <=> c [x]", "',' or the end"),
+        ("a [x], <=> b [x]", "the name of a tensor is expected"),
+        ("[x] <=> b [x]", "the name of a tensor is expected"),
+        ("a [x] : float <=> b [x]", "unknown type"),
+        ("a.{l [x] <=> b [x]", "brace"),
+        ("a.{l}{m} [x] <=> b.{l}.{m} [x]", "nothing between them"),
+        ("{a*}.{b*} [x] <=> {a*}.{b*} [x]", "more than one capture of any text"),
+        ("a.{l}.{l} [x] <=> b.{l} [x]", "capture twice"),
+        ("a [" + "(" * 40 + "x" + ")" * 40 + "] <=> b [x]", "nested more than"),
+        ("a [x 007] <=> b [x 7]", "leading zeros"),
+        ("a [x y] <=> b [x]", "not one-to-one: 'y'"),
+        ("a [x] <=> b [y]", "not one-to-one"),
+        ("a [x x] <=> b [x]", "twice"),
+        ("a.{l} [x] <=> b [x]", "not one-to-one: 'l'"),
+        ("{p*}.a [x] <=> b [x]", "is not in the name"),
+        ("a [x], b [x] <=> c [x]", "2 blocks"),
+        ("a [x], b [x] <=> c [(x + x + x)]", "2 blocks"),
+        ("a [(x + x) (y + y)] <=> c [x y], d [x y]", "more than one concatenation"),
+        ("a [((x | 4) + x)] <=> b [x], c [x]", "padding within a concatenation"),
+        ("a [x], b <=> c [x], d [x]", "no dimensions in brackets"),
+        ("a.{l} [l x] <=> b.{l} [l x]", "in both names and a dimension"),
+        ("a.{l} [x], b [x] <=> c.{l} [x], d [x]", "captures that stay captures must be in all names"),
+        ("a [2 x] <=> b [3 x]", "not one-to-one: '2'"),
+    ],
+)
+def test_an_equation_that_is_none(equation: str, says: str) -> None:
+    with pytest.raises(MapError) as error:
+        parse_rules(f"\n\n[[map]]\neq = '{equation}'\n", "map.toml")
+    assert says in str(error.value) and "map.toml, line 3, [[map]] 1" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[[map]", "no TOML"),
+        ("", "no [[map]] entries"),
+        ("map = 3", "no [[map]] entries"),
+        ("map = [3]", "no table"),
+        ("[[map]]", "needs one of eq, state, drop, fill, count, number, caution"),
+        ("[[map]]\neq = 'a <=> b'\ndrop = 'c'", "needs one of"),
+        ("[[map]]\neq = 3", "eq is no text"),
+        ("[[map]]\neq = 'a <=> b'\noptionl = true", "unknown key"),
+        ("[[map]]\neq = 'a <=> b'\noptional = 1", "true or false"),
+        ("[[map]]\neq = 'a <=> b'\npads = 'keep'", "pads is wrong"),
+        ("[[map]]\ndrop = 'a'\nside = 'up'", "side is wrong"),
+        ("[[map]]\nfill = 3", "no table"),
+        ("[[map]]\nfill = { name = 'a' }", "needs a shape and a type"),
+        (
+            "[[map]]\nfill = { name = 'a.{l}', shape = [], type = 'int64' }",
+            "captures that the tensor beside it has not",
+        ),
+        ("[[map]]\nfill = { name = 'a', shape = [-1], type = 'int64' }", "no list of lengths"),
+        ("[[map]]\nfill = { name = 'a', shape = [], type = 'int65' }", "type is unknown"),
+        ("[[map]]\nfill = { name = 'a', shape = [], type = 'int64', value = 'x' }", "value is no number"),
+        ("[axes]\nz = 3\n[[map]]\neq = 'a [x] <=> b [x]'", "which no equation has"),
+        ("[axes]\nx = 0\n[[map]]\neq = 'a [x] <=> b [x]'", "no length"),
+        ("[axes]\nx = '4 /'\n[[map]]\neq = 'a [x] <=> b [x]'", "cannot be computed"),
+        ("axes = 3\n[[map]]\neq = 'a [x] <=> b [x]'", "no table"),
+        ("extra = 3\n[[map]]\neq = 'a [x] <=> b [x]'", "cannot have"),
+        ("[[map]]\neq = 'a [x] <=> b [x], c [x y]'\ncopy = true", "their dimensions differ"),
+        ("[[map]]\neq = 'a [x], b [x] <=> c [x], d [x]'\ncopy = true", "one tensor, without '+'"),
+    ],
+)
+def test_a_file_that_is_no_map(text: str, says: str) -> None:
+    with pytest.raises(MapError) as error:
+        parse_rules(text, "map.toml")
+    assert says in str(error.value) and "map.toml" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[[map]]\neq = 'b.{l}.q [x y] <=> c.{l}.q [x y]'", "does not fit the checkpoint in either direction"),
+        ("[[map]]\neq = 'a.{l}.q [x y], a.{l}.v [x y] <=> c.{l} [(x + x) y]'", "in either direction"),
+        ("[[map]]\neq = 'a.{l}.q [x y], a.{l}.k [x y] <=> c.{l} [(x + x) y]'", "is 2 long, not 6"),
+        (
+            "[[map]]\neq = 'a.{l}.q [(g r d) h], a.{l}.k [(g d) h] <=> c.{l} [(g (r d + d)) h]'",
+            "does not tell how long",
+        ),
+        ("[axes]\nd = 4\n[[map]]\neq = 'a.{l}.q [(g d) h] <=> c.{l} [d g h]'", "no length of 'g'"),
+        ("[[map]]\neq = 'e.{n} [x y] <=> c [n x y]'", "n from 0 to 2"),
+        ("[axes]\nl = 3\n[[map]]\neq = 'a.{l}.k [x y] <=> c [l x y]'", "2 tensors for 'l', not 3"),
+        ("[[map]]\neq = 'a.{l}.k [x y] <=> c.{l} [(x | m) y]'", "'m'"),
+        ("[[map]]\neq = 'a.{l}.k [(x | 4) y] <=> c.{l} [x y]'", "how much of dimension 0 of a.{l}.k is padding"),
+        ("[axes]\nx = 2\n[[map]]\neq = 'a.{l}.q [(x | 4) y] <=> c.{l} [x y]'", "is 6 long, not 4"),
+        ("[axes]\nx = 5\n[[map]]\neq = 'a.{l}.q [(x | 6) y] <=> c.{l} [x y]'", "the padding of a.0.q is not zero"),
+        ("[[map]]\neq = 'a.0.q [x y] <=> count [x y]'", "two tensors would have the name count"),
+        ("[[map]]\neq = 'a.0.q [x y] <=> b [x y]'\n[[map]]\neq = 'a.1.q [x y] <=> b [x y]'", "would have the name b"),
+        ("[[map]]\neq = 'count [x] <=> number [x] : bf16'", "count cannot become bfloat16"),
+        ("[[map]]\neq = 'a.0.q [x y] <=> a.0.q [y x]'", "both directions"),
+        ("[[map]]\neq = 'a.0.q [x y] <=> b [y x]'\n[[map]]\ndrop = 'nothing.*'", "nothing is left out by a pattern"),
+        (
+            "[[map]]\neq = 'a.0.q [x y] <=> b [y x]'\n[[map]]\nfill = { name = 'count', shape = [], type = 'int64' }",
+            "what is made up has the name of another tensor",
+        ),
+        (
+            "[[map]]\neq = 'a.0.q [x y] <=> b [y x]'\n[[map]]\n"
+            "fill = { name = 'z', shape = [], type = 'int8', value = 400 }",
+            "cannot be made up of 400",
+        ),
+        ("[[map]]\neq = 'new [y] <=> a.0.q [y], a.1.q [y]'\ncopy = true", "in either direction"),
+        ("[[map]]\neq = 'new [x y] <=> a.0.k [x y], e.0 [x y]'\ncopy = true", "is 3 long, not 4"),
+        ("[[map]]\neq = 'other <=> a.0.q'\n[[map]]\ndrop = 'left.*'", "the map loses what it leaves out"),
+    ],
+)
+def test_a_map_that_does_not_fit(tmp_path: Path, text: str, says: str) -> None:
+    message = refused(tmp_path, text)
+    assert says in message and "map.toml" in message
+
+
+def test_a_side_that_is_there_in_part_names_what_is_there(tmp_path: Path) -> None:
+    message = refused(tmp_path, "[[map]]\neq = 'a.{l}.q [x y], e.{l} [z w] <=> c.{l}.q [x y], c.{l}.e [z w]'")
+    assert "a.1.q without e.1" in message and "line 1, [[map]] 1" in message
+
+
+def test_one_tensor_for_several_that_differ(tmp_path: Path) -> None:
+    tensors = {"a": np.zeros((2, 3), np.float32), "b": np.zeros((2, 3), np.float32)}
+    tensors["b"][1, 2] = 1
+    (tmp_path / "map.toml").write_text("[[map]]\neq = 'one [x y] <=> a [x y], b [x y]'\ncopy = true")
+    with pytest.raises(MapError, match="one tensor is taken for several"):
+        reshard_mpi.transform(checkpoint(tmp_path, tensors), tmp_path / "dst", map=tmp_path / "map.toml")
+    assert not (tmp_path / "dst").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"dtype": "float"}, "--dtype is no type"),
+        ({"dtype": "=bf16"}, "--dtype is no type"),
+        ({"forward": True}, "--forward belongs to a map"),
+        ({"reverse": True}, "--reverse belongs to a map"),
+        ({"config": "config.json"}, "--config belongs to a map"),
+        ({"map": "m.toml", "forward": True, "reverse": True}, "exclude each other"),
+    ],
+)
+def test_options_that_do_not_belong_together(tmp_path: Path, options: dict[str, object], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        reshard_mpi.transform(checkpoint(tmp_path), tmp_path / "dst", **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"map": "no-such-map"}, "there is no map of this name"),
+        ({"map": "./no-such-file.toml"}, "the map cannot be read"),
+        ({"include": "nothing.*"}, "matches no tensor"),
+        ({"exclude": "nothing.*"}, "matches no tensor"),
+        ({"include": "a.*", "exclude": "a.*"}, "leave no tensor"),
+    ],
+)
+def test_options_that_do_not_fit(tmp_path: Path, options: dict[str, object], says: str) -> None:
+    with pytest.raises(MapError, match=says):
+        reshard_mpi.transform(checkpoint(tmp_path), tmp_path / "dst", **options)  # type: ignore[arg-type]
+    assert not (tmp_path / "dst").exists()
+
+
+@pytest.mark.parametrize("content", [b"{", b"[1]", b"\xff", b'{"a": ' * 5000, b"{}" + b" " * (5 << 20)])
+def test_a_configuration_that_is_none(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "map.toml").write_text("[[map]]\neq = 'a.0.q [x y] <=> b [y x]'")
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(MapError, match="the configuration"):
+        reshard_mpi.transform(
+            checkpoint(tmp_path), tmp_path / "dst", map=tmp_path / "map.toml", config=tmp_path / "config.json"
+        )
+
+
+def test_the_command_line_refuses_in_a_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "map.toml").write_text("[[map]]\neq = 'a.0.q [x y] <=> b [y z]'")
+    finished = run_here(
+        capsys, "transform", f"{checkpoint(tmp_path)}", f"{tmp_path}/dst", "--map", f"{tmp_path}/map.toml"
+    )
+    assert finished.code == 3 and "not one-to-one" in finished.err and "Traceback" not in finished.err
+
+
+CONFIG = {"heads": 12, "kv": 4, "deep": {"size": 64}, "text": "x", "flag": True}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("7", 7), ("heads / kv", 3), ("deep.size * 2 + 1", 129), ("(heads - kv) * 2", 16), (" 2*3 ", 6), ("12/2/3", 2)],
+)
+def test_expressions(text: str, value: int) -> None:
+    assert evaluated(text, CONFIG) == value
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "heads kv", "heads / 5", "1 / 0", "nothing", "deep", "text", "flag", "(1", "1)", "1 +", "2 ** 3", "-1 -"),
+        *(
+            "__import__",
+            "deep.size.x",
+            "9" * 30,
+            "(" * 50 + "1" + ")" * 50,
+            "4000000000 * 4000000000",
+            "1 // 2",
+            "a" * 2000,
+        ),
+    ],
+)
+def test_expressions_that_are_none(text: str) -> None:
+    with pytest.raises(ExpressionProblem):
+        evaluated(text, CONFIG)
