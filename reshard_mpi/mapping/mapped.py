@@ -115,8 +115,8 @@ def applied(
     """Return what a map makes of the tensors of a checkpoint.
 
     rules: None: every tensor keeps its name and shape. forward: the direction; None: as the names tell. like: decides
-    which equations apply, and must be what comes of it, of the tensors that `choice` takes. settings: of the source's
-    optimizer. Raises MapError if the map does not fit.
+    which equations apply, and in which order tensors are; what is made must be alike, of what `choice` takes. settings:
+    of the source's optimizer. Raises MapError if the map does not fit.
     """
     shapes = None if like is None else like.shapes
     taken: list[Match] = []
@@ -161,6 +161,8 @@ def applied(
     tensors = [tensor for _, tensor in made]
     if like is not None:
         tensors = [_single_shaped(tensor, like.shapes.get(tensor.name)) for tensor in tensors]
+        order = {name: number for number, name in enumerate(like.shapes)}
+        tensors.sort(key=lambda tensor: order.get(tensor.name, len(order)))
     _require_different(tensors)
     constants = _made_up(rules, tensors, direction, like) if rules is not None and direction is not None else []
     numbers: list[Computed] = []
