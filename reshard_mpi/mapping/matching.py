@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from math import prod
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.mapping.blocks import EquationProblem
 from reshard_mpi.mapping.pairs import Geometry, Pair, Place, TargetShape, geometry
 from reshard_mpi.mapping.rules import EquationRule, Rules
-from reshard_mpi.mapping.sizes import Dimension, SizesProblem, extent, solved
+from reshard_mpi.mapping.sizes import Dimension, Sizes, SizesProblem, extent, solved
 from reshard_mpi.mapping.syntax import Term, axes_of, pads_of
 from reshard_mpi.sharding.box import Box
 
@@ -344,7 +345,7 @@ def _geometry(
     for axis, length in counts.items():
         if axes.get(axis, length) != length:
             raise SizesProblem(f"there are {length} tensors for {axis!r}, not {axes[axis]}")
-    sizes = solved(dimensions, {**axes, **counts})
+    sizes = _solved_with(dimensions, [] if wanted is None else _dimensions(target, wanted), {**axes, **counts})
     unknown = [name for name in _names(target) if name not in sizes]
     if unknown and wanted is not None:
         sizes = solved(_dimensions(target, wanted), sizes)
@@ -356,6 +357,20 @@ def _geometry(
     if rule.copies:
         return geometry(source[:1], target, sizes, copies=len(target) > 1)
     return geometry(source, target, sizes)
+
+
+def _solved_with(dimensions: Sequence[Dimension], others: Sequence[Dimension], known: Sizes) -> Sizes:
+    """Return the lengths of all axes of the dimensions; `others` are looked at only where these do not tell them.
+
+    Raises SizesProblem for what is wrong with the dimensions.
+    """
+    try:
+        return solved(dimensions, known)
+    except SizesProblem:
+        if others:
+            with suppress(SizesProblem):
+                return solved([*dimensions, *others], known)
+        raise
 
 
 def _dimensions(side: Sequence[Term], shapes: Sequence[tuple[int, ...]]) -> list[Dimension]:

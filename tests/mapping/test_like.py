@@ -100,6 +100,15 @@ def test_padding_is_as_long_as_there() -> None:
         made(text, {"a": (5, 3)}, None)
 
 
+def test_lengths_are_as_there() -> None:
+    text = '[[map]]\neq = "a [x h], b [y h] <=> c [(x + y) h]"\n'
+    assert shapes_of(made(text, {"c": (5, 3)}, {"a": (2, 3), "b": (3, 3)})) == {"a": (2, 3), "b": (3, 3)}
+    with pytest.raises(MapError, match="does not tell how long"):
+        made(text, {"c": (5, 3)}, None)
+    with pytest.raises(MapError, match="does not tell how long"):
+        made(text, {"c": (5, 3)}, {"a": (2, 3), "b": (4, 3)})
+
+
 @pytest.mark.parametrize(("own", "other"), [((), (1,)), ((1,), ()), ((1, 1), (1,))])
 def test_a_single_element_gets_the_shape_it_has_there(own: tuple[int, ...], other: tuple[int, ...]) -> None:
     text = '[[map]]\neq = "a [h] <=> b [h]"\n'
