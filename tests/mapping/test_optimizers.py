@@ -314,3 +314,43 @@ def test_what_a_setting_makes_different_is_said(tmp_path: Path) -> None:
     options = {"map": tmp_path / "map.toml", "like": tmp_path / "like.ckpt", "to": "ckpt"}
     report = reshard_mpi.transform(tmp_path / "source.pt", tmp_path / "there", **options)
     assert "amsgrad is another rule" in " ".join(report.warnings)
+
+
+NEST = "__reshard_mpi_nest__"
+GROUPS = '"param_groups",[{"dict":[["params",[0]]]}]'
+
+
+@pytest.mark.parametrize(
+    "nest",
+    [
+        "",
+        "{",
+        "[" * 5000 + "]" * 5000,
+        '{"dict":' * 3000 + "[]" + "}" * 3000,
+        '{"dict":[1,null,[]]}',
+        '{"dict":[["optimizer",{"dict":[["state",{"dict":[]}],["param_groups",3]]}]]}',
+        '{"dict":[["optimizer",{"dict":[["state",{"dict":[]}],["param_groups",[{"dict":[["params",[[]]]]}]]]}]]}',
+        '{"dict":[["optimizer",{"dict":[["state",{"dict":[]}],["param_groups",[{"dict":[["params",[9999999999]]]}]]]}]]}',
+        '{"dict":[["optimizer",{"dict":[["state",{"dict":[5]}],[' + GROUPS + "]]}]]}",
+    ],
+)
+def test_a_nest_that_is_none_is_refused_or_left_alone(tmp_path: Path, nest: str) -> None:
+    """Any file may have a text of that name."""
+    from reshard_mpi.mapping.numbering import training_in
+
+    shapes = {"w": (2,), "optimizer.state.0.exp_avg": (2,)}
+    try:
+        training = training_in(nest, shapes, {}, "file")
+    except MapError as error:
+        assert "file" in str(error)
+    else:
+        assert training.optimizer is None
+
+
+def test_many_dictionaries_take_no_long_time() -> None:
+    """Files with thousands of dictionaries and tensors: each name is looked at once for each of its dots."""
+    from reshard_mpi.mapping.numbering import training_in
+
+    parts = ",".join(f'["d{number}",{{"dict":[["state",{{"dict":[]}}],[{GROUPS}]]}}]' for number in range(20_000))
+    shapes = {f"d{number}.w{number}": (1,) for number in range(20_000)}
+    assert training_in(f'{{"dict":[{parts}]}}', shapes, {}, "file").optimizer is None
