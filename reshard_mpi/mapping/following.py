@@ -40,6 +40,12 @@ class Affixes(NamedTuple):
         return name[len(self.before) : len(name) - len(self.behind)] or None
 
 
+def is_state(name: str, rules: Rules, inventory: Inventory, direction: Direction) -> bool:
+    """Tell whether a tensor is state that `rules.states` speak of; equations of parameters do not take it."""
+    known = (Affixes.of(direction.sides(rule)[0][0].name) for rule in rules.states)
+    return _parted(name, known, inventory) is not None
+
+
 def followed(
     rules: Rules,
     matches: Sequence[Match],
@@ -145,7 +151,7 @@ def _state(
     match: Match, affixes: Affixes, target_affixes: Affixes, inventory: Inventory, state_rule: EquationRule | None
 ) -> Match:
     """Return how the state of the tensors of a match follows them. state_rule: the one that gives it other affixes."""
-    rule = match.rule if state_rule is None else match.rule._replace(caution=state_rule.caution)
+    rule = match.rule if state_rule is None else match.rule._replace(warning=state_rule.warning)
     sources = {place: affixes.around(name) for place, name in match.sources.items()}
     targets = {place: target_affixes.around(name) for place, name in match.targets.items()}
     equal = tuple(map(affixes.around, match.equal))

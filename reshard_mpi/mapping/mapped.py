@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from reshard_mpi.errors import MapError
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.mapping.computing import Computed, Counted, computed, counted
-from reshard_mpi.mapping.following import followed
+from reshard_mpi.mapping.following import followed, is_state
 from reshard_mpi.mapping.likeness import Like, require_alike
 from reshard_mpi.mapping.matching import Direction, Inventory, Kind, Match, matches, told_direction, whole_pair
 from reshard_mpi.mapping.names import NamePattern
@@ -127,7 +127,10 @@ def applied(
     states: list[Match] = []
     if rules is not None:
         direction = told_direction(rules, inventory, forward, shapes)
-        taken = list(matches(rules, inventory, direction, shapes))
+        states_apart = {
+            name: kind for name, kind in inventory.items() if not is_state(name, rules, inventory, direction)
+        }
+        taken = list(matches(rules, states_apart, direction, shapes))
         for match in taken:
             for name in (*match.sources.values(), *match.equal):
                 left.pop(name, None)
@@ -152,8 +155,8 @@ def applied(
     made = [(position[name], _kept(name, inventory[name])) for name in left]
     for number, match in enumerate(taken):
         first = min(position[name] for name in match.sources.values())
-        is_state = number >= parameters or _is_state(match, parameter_names, inventory)
-        made += [(first, tensor) for tensor in _of_match(match, inventory, direction, is_state=is_state)]
+        of_state = number >= parameters or _is_state(match, names, inventory)
+        made += [(first, tensor) for tensor in _of_match(match, inventory, direction, is_state=of_state)]
     made.sort(key=lambda placed: placed[0])
     tensors = [tensor for _, tensor in made]
     if like is not None:
@@ -164,9 +167,9 @@ def applied(
     if rules is not None and direction is not None:
         others = {tensor.name for tensor in tensors}
         numbers = list(computed(rules, known, others, settings, direction, shapes))
-        names = {number.name for number in numbers}
-        constants = [constant for constant in constants if constant.name not in names]
-        twice = sorted(names & others)
+        of_numbers = {number.name for number in numbers}
+        constants = [constant for constant in constants if constant.name not in of_numbers]
+        twice = sorted(of_numbers & others)
         if twice:
             raise MapError(f"what is computed has the name of another tensor: {twice[0]}", where=rules.where)
     chosen, excluded = _chosen(choice, tensors)
@@ -194,13 +197,6 @@ def applied(
     )
 
 
-def _is_state(match: Match, names: Container[str], inventory: Inventory) -> bool:
-    """Tell whether an equation takes state of what it takes elsewhere: `{p*}` may stand for a prefix as well."""
-    name = next(iter(match.sources.values()))
-    bases = (base for base in named_after(name) if base in names)
-    return any(inventory[base].shape == inventory[name].shape for base in bases)
-
-
 def _equal(taken: Iterable[Match], used: set[str], known: Counted) -> Iterator[Equal]:
     for match in taken:
         first = next(iter(match.sources.values()))
@@ -212,8 +208,15 @@ def _equal(taken: Iterable[Match], used: set[str], known: Counted) -> Iterator[E
 
 def _cautions(rules: Rules, states: Sequence[Match], settings: Mapping[str, Any]) -> Iterator[str]:
     if states:
-        yield from dict.fromkeys(match.rule.caution for match in states if match.rule.caution)
+        yield from dict.fromkeys(match.rule.warning for match in states if match.rule.warning)
         yield from cautions(rules.cautions, settings)
+
+
+def _is_state(match: Match, names: Container[str], inventory: Inventory) -> bool:
+    """Tell whether an equation takes state of what it takes elsewhere: `{p*}` may stand for a prefix as well."""
+    name = next(iter(match.sources.values()))
+    bases = (base for base in named_after(name) if base in names)
+    return any(inventory[base].shape == inventory[name].shape for base in bases)
 
 
 def _kept(name: str, kind: Kind) -> Made:

@@ -40,7 +40,7 @@ class EquationRule(NamedTuple):
     are there. copies: whether the one tensor of one side is each of those on the other. drops_pads: whether padding
     that is not zero is thrown away. where: its place in the file. like: what it is without a checkpoint that the target
     is to be like: "only": it does not apply then; "needed": where it could apply, nothing tells whether it does;
-    "forward": as "needed" if it is read forward, and backward as without this. caution: what people are told where it
+    "forward": as "needed" if it is read forward, and backward as without this. warning: what people are told where it
     applies.
     """
 
@@ -51,7 +51,7 @@ class EquationRule(NamedTuple):
     drops_pads: bool
     where: str
     like: str | None = None
-    caution: str = ""
+    warning: str = ""
 
     @property
     def keeps_names(self) -> bool:
@@ -211,8 +211,8 @@ def _only(entry: dict[str, Any], key: str, where: str) -> dict[str, Any]:
 
 
 def _state(entry: dict[str, Any], where: str) -> EquationRule:
-    _known(entry, ("state", "caution"), where)
-    caution = _text(entry, "caution", where) if "caution" in entry else ""
+    _known(entry, ("state", "warning"), where)
+    warning = _text(entry, "warning", where) if "warning" in entry else ""
     rule = _equation({"eq": _text(entry, "state", where), "optional": True}, where)
     terms = (*rule.equation.left, *rule.equation.right)
     if len(terms) != 2 or any(
@@ -225,7 +225,7 @@ def _state(entry: dict[str, Any], where: str) -> EquationRule:
             got=rule.equation.text[:200],
             where=where,
         )
-    return rule._replace(caution=caution)
+    return rule._replace(warning=warning)
 
 
 def _equation(entry: dict[str, Any], where: str) -> EquationRule:

@@ -46,7 +46,7 @@ class Number(NamedTuple):
 
 
 class Caution(NamedTuple):
-    """What people are told where a setting of the left is true. of: the setting."""
+    """What people are told where a setting of the left is true, or a number that is not 0. of: the setting."""
 
     of: str
     text: str
@@ -111,7 +111,8 @@ def require_power(number: Number, settings: Mapping[str, Any], steps: float | No
 def cautions(rules: Sequence[Caution], settings: Mapping[str, Any]) -> Iterator[str]:
     """Yield what people are told of an optimizer with these settings."""
     for rule in rules:
-        if setting(settings, rule.of) is True:
+        value = setting(settings, rule.of)
+        if isinstance(value, bool | int | float) and value:
             yield rule.text
 
 
