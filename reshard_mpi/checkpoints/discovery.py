@@ -31,8 +31,9 @@ class ShardFiles(NamedTuple):
     path: what the user named. notes: what was chosen if there was a choice. picked: whether the caller named the files
     one by one, so that ranks without a file are not missing. warnings: on files whose rank is unknown. is_folder:
     whether an index lists the contents of the files, which make up one full checkpoint; their rank is then 0.
-    said_files: how many files were saved, if the caller says so. read: the structure of the first file, if it was read
-    to learn whose it is, so that it is parsed once.
+    said_files: how many files were saved, if the caller says so. latest: the name of the folder, if a file beside it
+    names it as the latest of several. read: the structure of the first file, if it was read to learn whose it is, so
+    that it is parsed once.
     """
 
     path: str
@@ -43,6 +44,7 @@ class ShardFiles(NamedTuple):
     warnings: tuple[str, ...] = ()
     is_folder: bool = False
     said_files: int | None = None
+    latest: str = ""
     read: Manifest | None = None
 
     def locate(self, path: str, like: Manifest | None = None) -> Manifest:
@@ -80,8 +82,9 @@ def find_shards(
     """
     latest = moments.latest_in(path)
     found = _found(path if latest is None else latest.path, select, role, format_name)
-    notes = () if latest is None else (latest.note,)
-    return found._replace(notes=(*notes, *found.notes), said_files=file_count)
+    if latest is not None:
+        found = found._replace(notes=(latest.note, *found.notes), latest=Path(latest.path).name)
+    return found._replace(said_files=file_count)
 
 
 def _found(path: str, select: str | None, role: str, format_name: str | None) -> ShardFiles:

@@ -164,6 +164,9 @@ class SourceCheckpoint:
                     of_rank = f" on rank {rank}" if self.strategy.world_size > 1 else ""
                     yield f"{name} {kind.dtype} {list(kind.shape)}{of_rank}: as it is"
 
+    def check_values(self) -> None:
+        """Raise a ReshardError if values of tensors contradict what has been said of them."""
+
     def completed(self, plan: RankPlan, *, checked: bool) -> RankPlan:
         """Return the plan of a target with what there is to say of the checkpoint besides.
 
@@ -374,11 +377,12 @@ def _require_all_files(files: ShardFiles) -> None:
     A folder that lists nothing looks complete without its last files: its tensors are then smaller.
     """
     count, said = len(files.shards), files.said_files
+    lying = f"{count}, the last of them {Path(files.shards[-1]).name}" if files.shards else "none"
     if said is not None and said != count:
         raise SourceError(
             "the checkpoint has not as many files as you say" if count < said else "the checkpoint has other files too",
             expected=f"{said} files (--src-files, source_files)",
-            got=f"{count}, the last of them {Path(files.shards[-1]).name}",
+            got=lying,
             where=files.path,
             remedy="copy the missing ones" if count < said else "remove what does not belong to it",
         )
@@ -386,7 +390,7 @@ def _require_all_files(files: ShardFiles) -> None:
         raise SourceError(
             f"nothing in a {formats.title(files.format)} tells whether its last files are missing",
             expected="--src-files N (source_files): how many files were saved, as a rule one for each rank that saved",
-            got=f"{count} files, the last of them {Path(files.shards[-1]).name}",
+            got=lying,
             where=files.path,
             remedy="look it up where it was saved: without its last files a model looks complete, and is smaller",
         )

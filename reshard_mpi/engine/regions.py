@@ -123,6 +123,16 @@ def first_nonzero(files: Files, tensor: TensorPlan, box: Box, limits: Limits) ->
     return None
 
 
+def only_element(files: Files, tensor: TensorPlan, limits: Limits) -> bytes:
+    """Return the bytes of a tensor of one element. Raises ValueError if it has more."""
+    if tensor.spec.box.size != 1:
+        raise ValueError(f"{tensor.spec.name} has {tensor.spec.box.size} elements")
+    content = bytearray(tensor.spec.dtype.itemsize_bytes)
+    for copy in tensor.copies:
+        fill(files, copy, tensor.spec.box, memoryview(content), limits)
+    return bytes(content)
+
+
 def _first_differing_byte(left: bytearray, right: bytearray) -> int:
     """Return the offset of the first byte in which two contents differ, found by halves. They must differ."""
     start, stop = 0, len(left)

@@ -81,9 +81,9 @@ def by_name(name: str) -> Format:
 
 def require_target(name: str) -> str:
     """Return the name of a format that can be written. Raises UsageError if it is not one."""
-    by_name(name)
     if name not in TARGETS:
-        raise UsageError("checkpoints of this form are only read", expected=" or ".join(TARGETS), got=repr(name))
+        problem = "checkpoints of this form are only read" if name in NAMES else "unknown checkpoint format"
+        raise UsageError(problem, expected=" or ".join(TARGETS), got=repr(name))
     return name
 
 
@@ -105,7 +105,10 @@ def folder_by_name(name: str) -> FolderFormat | None:
 
 def names_of_folder(path: str) -> tuple[str, ...]:
     """Return the names of the formats a file of which marks the folder `path`."""
-    names = os.listdir(path)  # noqa: PTH208 - of names alone
+    try:
+        names = os.listdir(path)  # noqa: PTH208 - of names alone
+    except OSError:  # a folder whose files may be opened, and not listed
+        names = [mark for form in _FORMS.values() for mark in form.marks]
     return tuple(name for name, form in _FORMS.items() if _is_marked(path, names, form))
 
 

@@ -6,13 +6,15 @@ parameters, it takes their state as well: what is before and behind the paramete
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
 from reshard_mpi.errors import MapError
-from reshard_mpi.mapping.matching import Inventory, Match, whole_pair
-from reshard_mpi.mapping.pairs import Geometry, TargetShape
+from reshard_mpi.mapping.matching import Direction, Inventory, Likeness, Match, whole_pair
+from reshard_mpi.mapping.names import NamePattern
+from reshard_mpi.mapping.pairs import Geometry, Place, TargetShape
+from reshard_mpi.mapping.rules import EquationRule, Rules
 
 _MAX_NAMED = 5
 
@@ -23,28 +25,61 @@ class Affixes(NamedTuple):
     before: str
     behind: str
 
+    @classmethod
+    def of(cls, pattern: NamePattern) -> Affixes:
+        """Return what is around the only capture of a name."""
+        return cls(*pattern.literals)
+
     def around(self, name: str) -> str:
         return f"{self.before}{name}{self.behind}"
 
+    def within(self, name: str) -> str | None:
+        """Return what they are around in a name; None if they are not in it."""
+        if not (name.startswith(self.before) and name.endswith(self.behind)):
+            return None
+        return name[len(self.before) : len(name) - len(self.behind)] or None
 
-def followed(matches: Sequence[Match], left: Mapping[str, None], inventory: Inventory) -> Iterator[Match]:
-    """Yield the state that follows the parameters of `matches`.
 
-    left: the names of tensors that no equation has taken. Raises MapError if some of the parameters that are put
-    together have a state that others lack.
+def is_state(name: str, rules: Rules, inventory: Inventory, direction: Direction) -> bool:
+    """Tell whether a tensor is state that `rules.states` speak of; equations of parameters do not take it."""
+    known = (Affixes.of(direction.sides(rule)[0][0].name) for rule in rules.states)
+    return _parted(name, known, inventory) is not None
+
+
+def followed(
+    rules: Rules,
+    matches: Sequence[Match],
+    left: Mapping[str, None],
+    inventory: Inventory,
+    direction: Direction,
+    like: Likeness | None,
+) -> Iterator[Match]:
+    """Yield the state that follows parameters: those of `matches`, and for `rules.states` those that stay as they are.
+
+    left: the names of tensors that no equation has taken. like: decides which of `rules.states` applies. Raises
+    MapError if some of the parameters that are put together have a state that others lack.
     """
     match_of = {
         name: number for number, match in enumerate(matches) for name in (*match.sources.values(), *match.equal)
     }
+    by_affixes: dict[Affixes, list[EquationRule]] = {}
+    for rule in rules.states:
+        (source,), _ = direction.sides(rule)
+        by_affixes.setdefault(Affixes.of(source.name), []).append(rule)
     families: dict[tuple[int, Affixes], set[str]] = {}
     for name in left:
-        base = _base(name, match_of)
-        if base is None:
+        parted = _parted(name, by_affixes, inventory) or _parted_anywhere(name, match_of)
+        if parted is None:
             continue
-        before, _, behind = name.partition(base)
-        is_alike = inventory[name].shape == inventory[base].shape
-        if is_alike or prod(inventory[name].shape) == 1:
-            families.setdefault((match_of[base], Affixes(before, behind)), set()).add(base)
+        base, affixes = parted
+        if inventory[name].shape != inventory[base].shape and prod(inventory[name].shape) != 1:
+            continue
+        if base in match_of:
+            families.setdefault((match_of[base], affixes), set()).add(base)
+            continue
+        chosen = _chosen(by_affixes[affixes], (base,), direction, like)
+        if chosen is not None:
+            yield _of_kept(chosen, name, _target(chosen, direction).around(base), inventory)
     for (number, affixes), bases in families.items():
         match = matches[number]
         needed = [*match.sources.values(), *match.equal]
@@ -56,7 +91,49 @@ def followed(matches: Sequence[Match], left: Mapping[str, None], inventory: Inve
                 got=f"not there, or of another shape: {', '.join(map(affixes.around, lacking[:_MAX_NAMED]))}",
                 where=match.rule.where,
             )
-        yield _state(match, affixes, inventory)
+        chosen = _chosen(by_affixes.get(affixes, ()), tuple(match.targets.values()), direction, like)
+        target_affixes = affixes if chosen is None else _target(chosen, direction)
+        yield _state(match, affixes, target_affixes, inventory, chosen)
+
+
+def _parted(name: str, known: Iterable[Affixes], inventory: Inventory) -> tuple[str, Affixes] | None:
+    """Return the parameter that state belongs to and what is around its name, if that is known."""
+    for affixes in known:
+        base = affixes.within(name)
+        if base is not None and base in inventory:
+            return base, affixes
+    return None
+
+
+def _parted_anywhere(name: str, known: Mapping[str, int]) -> tuple[str, Affixes] | None:
+    """Return the parameter among `known` that state belongs to, and what is around its name."""
+    base = _base(name, known)
+    return None if base is None else (base, Affixes(*name.split(base, 1)))
+
+
+def _target(rule: EquationRule, direction: Direction) -> Affixes:
+    _, (target,) = direction.sides(rule)
+    return Affixes.of(target.name)
+
+
+def _chosen(
+    rules: Sequence[EquationRule], targets: Sequence[str], direction: Direction, like: Likeness | None
+) -> EquationRule | None:
+    """Return the first rule that makes state that the target is to have.
+
+    targets: the names of the parameters that it is made for.
+    """
+    for rule in rules:
+        if like is None or all(_target(rule, direction).around(name) in like for name in targets):
+            return rule
+    return None
+
+
+def _of_kept(rule: EquationRule, name: str, target: str, inventory: Inventory) -> Match:
+    """Return how the state of a parameter that no equation takes gets another name."""
+    place, shape = Place(0, ()), inventory[name].shape
+    whole = TargetShape(shape, (whole_pair(place, shape),), ())
+    return Match(rule, {place: name}, {place: target}, Geometry({place: whole}, {}))
 
 
 def _base(name: str, known: Mapping[str, int]) -> str | None:
@@ -70,19 +147,22 @@ def _base(name: str, known: Mapping[str, int]) -> str | None:
     return None
 
 
-def _state(match: Match, affixes: Affixes, inventory: Inventory) -> Match:
-    """Return how the state of the tensors of a match follows them."""
+def _state(
+    match: Match, affixes: Affixes, target_affixes: Affixes, inventory: Inventory, state_rule: EquationRule | None
+) -> Match:
+    """Return how the state of the tensors of a match follows them. state_rule: the one that gives it other affixes."""
+    rule = match.rule if state_rule is None else match.rule._replace(warning=state_rule.warning)
     sources = {place: affixes.around(name) for place, name in match.sources.items()}
-    targets = {place: affixes.around(name) for place, name in match.targets.items()}
+    targets = {place: target_affixes.around(name) for place, name in match.targets.items()}
     equal = tuple(map(affixes.around, match.equal))
     if all(inventory[sources[place]].shape == inventory[name].shape for place, name in match.sources.items()):
-        return Match(match.rule, sources, targets, match.geometry, equal)
+        return Match(rule, sources, targets, match.geometry, equal)
     # A number of each parameter, such as its step: all must have the same.
     (first, name), *others = sources.items()
     shape = inventory[name].shape
     whole = TargetShape(shape, (whole_pair(first, shape),), ())
     return Match(
-        match.rule,
+        rule,
         {first: name},
         targets,
         Geometry(dict.fromkeys(targets, whole), {}),

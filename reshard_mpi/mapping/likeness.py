@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from reshard_mpi.errors import MapError
+from reshard_mpi.mapping.numbering import NO_TRAINING, Training
 
 _MAX_NAMED = 5
 
@@ -16,11 +18,15 @@ class Like(NamedTuple):
     """A checkpoint that the target is to be like: its path, and the shapes of its tensors by name.
 
     nest: the text that says how its tensors are nested, with what is neither tensor nor text; None if they are not.
+    named: what tensors are called in its file, where that is not their name: numbers of an optimizer's parameters, and
+    what names of the model's tensors begin with. training: where these come from.
     """
 
     path: str
     shapes: Mapping[str, Shape]
     nest: str | None = None
+    named: Mapping[str, str] = MappingProxyType({})
+    training: Training = NO_TRAINING
 
 
 def require_alike(made: Mapping[str, Shape], like: Like) -> None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from math import prod
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
 from reshard_mpi.formats.dtypes import DType
-from reshard_mpi.mapping.following import followed
+from reshard_mpi.mapping.computing import Computed, Counted, computed, counted
+from reshard_mpi.mapping.following import followed, is_state
 from reshard_mpi.mapping.likeness import Like, require_alike
 from reshard_mpi.mapping.matching import Direction, Inventory, Kind, Match, matches, told_direction, whole_pair
 from reshard_mpi.mapping.names import NamePattern
 from reshard_mpi.mapping.pairs import Place, TargetShape
 from reshard_mpi.mapping.rules import TYPES, Fill, Rules
+from reshard_mpi.mapping.settings import cautions
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.patterns import Pattern
 from reshard_mpi.sharding.placement import named_after
@@ -68,8 +71,11 @@ class Pads(NamedTuple):
 
 
 class Mapped(NamedTuple):
-    """All that a map makes of a checkpoint. left_out: the names of tensors that go nowhere. kept: of those that no
-    equation takes.
+    """All that a map makes of a checkpoint.
+
+    left_out: the names of tensors that go nowhere. kept: of those that no equation takes. computed: tensors of one
+    element that are computed, with the `settings` of the optimizer on the left. counted: those of the source that hold
+    what is computed anew. cautions: what people must know of it, in words.
     """
 
     made: tuple[Made, ...]
@@ -79,18 +85,23 @@ class Mapped(NamedTuple):
     left_out: tuple[str, ...]
     kept: tuple[str, ...]
     direction: Direction | None
+    computed: tuple[Computed, ...] = ()
+    counted: Counted = Counted(None, (), ())
+    cautions: tuple[str, ...] = ()
+    settings: Mapping[str, Any] = MappingProxyType({})
 
 
 class Choice(NamedTuple):
     """What is taken of the tensors that a map makes, by their new names.
 
     include: globs of which one must match; None: all. exclude: globs of which none may. types: globs with the types
-    that floating-point tensors become.
+    that floating-point tensors become. named: what tensors are called in the target's file, where it is not their name.
     """
 
     include: tuple[str, ...] | None = None
     exclude: tuple[str, ...] = ()
     types: tuple[tuple[str, DType], ...] = ()
+    named: Callable[[str], str] = str
 
 
 def applied(
@@ -99,28 +110,39 @@ def applied(
     inventory: Inventory,
     forward: bool | None = None,
     like: Like | None = None,
+    settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> Mapped:
     """Return what a map makes of the tensors of a checkpoint.
 
     rules: None: every tensor keeps its name and shape. forward: the direction; None: as the names tell. like: decides
-    which equations apply, and must be what comes of it, of the tensors that `choice` takes. Raises MapError if the map
-    does not fit.
+    which equations apply, and must be what comes of it, of the tensors that `choice` takes. settings: of the source's
+    optimizer. Raises MapError if the map does not fit.
     """
     shapes = None if like is None else like.shapes
     taken: list[Match] = []
     left = dict.fromkeys(inventory)
     dropped: list[str] = []
     direction = None
+    known = Counted(None, (), ())
+    states: list[Match] = []
     if rules is not None:
         direction = told_direction(rules, inventory, forward, shapes)
-        taken = list(matches(rules, inventory, direction, shapes))
+        states_apart = {
+            name: kind for name, kind in inventory.items() if not is_state(name, rules, inventory, direction)
+        }
+        taken = list(matches(rules, states_apart, direction, shapes))
         for match in taken:
             for name in (*match.sources.values(), *match.equal):
                 left.pop(name, None)
         dropped = _dropped(rules, left, direction, shapes or {})
         for name in dropped:
             del left[name]
-        states = list(followed(taken, left, inventory))
+        if not direction.is_forward:
+            settings = {} if like is None else like.training.settings
+        known = counted(rules, left, inventory, direction, shapes)
+        for name in known.names:
+            del left[name]
+        states = list(followed(rules, taken, left, inventory, direction, shapes))
         for match in states:
             for name in (*match.sources.values(), *match.equal):
                 left.pop(name, None)
@@ -133,35 +155,61 @@ def applied(
     made = [(position[name], _kept(name, inventory[name])) for name in left]
     for number, match in enumerate(taken):
         first = min(position[name] for name in match.sources.values())
-        is_state = number >= parameters or _is_state(match, names, inventory)
-        made += [(first, tensor) for tensor in _of_match(match, inventory, direction, is_state=is_state)]
+        of_state = number >= parameters or _is_state(match, names, inventory)
+        made += [(first, tensor) for tensor in _of_match(match, inventory, direction, is_state=of_state)]
     made.sort(key=lambda placed: placed[0])
     tensors = [tensor for _, tensor in made]
     if like is not None:
         tensors = [_single_shaped(tensor, like.shapes.get(tensor.name)) for tensor in tensors]
     _require_different(tensors)
     constants = _made_up(rules, tensors, direction, like) if rules is not None and direction is not None else []
+    numbers: list[Computed] = []
+    if rules is not None and direction is not None:
+        others = {tensor.name for tensor in tensors}
+        numbers = list(computed(rules, known, others, settings, direction, shapes))
+        of_numbers = {number.name for number in numbers}
+        constants = [constant for constant in constants if constant.name not in of_numbers]
+        twice = sorted(of_numbers & others)
+        if twice:
+            raise MapError(f"what is computed has the name of another tensor: {twice[0]}", where=rules.where)
     chosen, excluded = _chosen(choice, tensors)
-    wanted = {constant.name for constant in constants if _is_chosen(choice, constant.name)}
+    numbers = [number for number in numbers if is_chosen(choice, number.name)]
+    wanted = {constant.name for constant in constants if is_chosen(choice, constant.name)}
     used = {name for tensor in chosen for name in tensor.sources.values()}
     if like is not None:
         made_shapes = {tensor.name: tensor.shape.shape for tensor in chosen}
+        made_shapes |= {number.name: number.kind.shape for number in numbers}
         made_shapes |= {constant.name: constant.kind.shape for constant in constants if constant.name in wanted}
-        of_choice = {name: shape for name, shape in like.shapes.items() if _is_chosen(choice, name)}
+        of_choice = {name: shape for name, shape in like.shapes.items() if is_chosen(choice, name)}
         require_alike(made_shapes, like._replace(shapes=of_choice))
     return Mapped(
-        tuple(_typed(choice, tensor, inventory) for tensor in chosen),
+        tuple(_typed(choice, tensor) for tensor in chosen),
         tuple(constant for constant in constants if constant.name in wanted),
-        tuple(
-            Equal((next(iter(match.sources.values())), *match.equal), match.rule.where)
-            for match in taken
-            if match.equal and next(iter(match.sources.values())) in used
-        ),
+        tuple(_equal(taken, used, known)),
         tuple(_pads(taken, used)),
-        (*dropped, *excluded),
+        (*dropped, *excluded, *(name for name, _ in known.numbers), *(() if numbers else known.steps)),
         tuple(left) if rules is not None else (),
         direction,
+        tuple(numbers),
+        known,
+        tuple(_cautions(rules, states, settings)) if rules is not None else (),
+        settings,
     )
+
+
+def _equal(taken: Iterable[Match], used: set[str], known: Counted) -> Iterator[Equal]:
+    for match in taken:
+        first = next(iter(match.sources.values()))
+        if match.equal and first in used:
+            yield Equal((first, *match.equal), match.rule.where)
+    if known.rule is not None and len(known.steps) > 1:
+        yield Equal(known.steps, known.rule.where)
+
+
+def _cautions(rules: Rules, states: Sequence[Match], settings: Mapping[str, Any]) -> Iterator[str]:
+    if states:
+        yield from dict.fromkeys(match.rule.warning for match in states if match.rule.warning)
+        yield from cautions(rules.cautions, settings)
 
 
 def _is_state(match: Match, names: Container[str], inventory: Inventory) -> bool:
@@ -294,7 +342,9 @@ def _of_fill(fill: Fill, tensors: Sequence[Made]) -> Iterator[Constant]:
             yield Constant(name, Kind(dtype, shape), fill.element(dtype), fill.where)
 
 
-def _is_chosen(choice: Choice, name: str) -> bool:
+def is_chosen(choice: Choice, name: str) -> bool:
+    """Tell whether a tensor of the target is taken."""
+    name = choice.named(name)
     if choice.include is not None and not any(Pattern(glob).matches(name) for glob in choice.include):
         return False
     return not any(Pattern(glob).matches(name) for glob in choice.exclude)
@@ -307,22 +357,23 @@ def _chosen(choice: Choice, tensors: Sequence[Made]) -> tuple[list[Made], list[s
     for option, globs in (("--include", choice.include or ()), ("--exclude", choice.exclude)):
         for glob in globs:
             pattern = Pattern(glob)
-            if not any(pattern.matches(tensor.name) for tensor in tensors):
+            if not any(pattern.matches(choice.named(tensor.name)) for tensor in tensors):
                 raise MapError(
                     f"{option} {glob} matches no tensor",
                     got=", ".join(tensor.name for tensor in tensors[:_MAX_NAMED]) + " ...",
                     remedy="give a pattern of the names that the target has",
                 )
-    chosen = [tensor for tensor in tensors if _is_chosen(choice, tensor.name)]
+    chosen = [tensor for tensor in tensors if is_chosen(choice, tensor.name)]
     if not chosen:
         raise MapError("--include and --exclude leave no tensor")
     taken = {tensor.name for tensor in chosen}
     return chosen, [tensor.name for tensor in tensors if tensor.name not in taken]
 
 
-def _typed(choice: Choice, tensor: Made, inventory: Inventory) -> Made:
+def _typed(choice: Choice, tensor: Made) -> Made:
     """Return a tensor with the type that `--dtype` gives it: the last pattern that matches counts."""
-    dtype = next((dtype for glob, dtype in reversed(choice.types) if Pattern(glob).matches(tensor.name)), None)
+    name = choice.named(tensor.name)
+    dtype = next((dtype for glob, dtype in reversed(choice.types) if Pattern(glob).matches(name)), None)
     if dtype is None or tensor.dtype not in _FLOATS:
         return tensor
     return tensor._replace(dtype=dtype)

@@ -8,14 +8,8 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import MapError
 from reshard_mpi.formats.dtypes import DType
-from reshard_mpi.mapping.pairs import (
-    EquationProblem,
-    Geometry,
-    Pair,
-    Place,
-    TargetShape,
-    geometry,
-)
+from reshard_mpi.mapping.blocks import EquationProblem
+from reshard_mpi.mapping.pairs import Geometry, Pair, Place, TargetShape, geometry
 from reshard_mpi.mapping.rules import EquationRule, Rules
 from reshard_mpi.mapping.sizes import Dimension, SizesProblem, extent, solved
 from reshard_mpi.mapping.syntax import Term, axes_of, pads_of

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
 from reshard_mpi.formats.dtypes import BY_NAME, DType
+from reshard_mpi.mapping.blocks import EquationProblem, check
 from reshard_mpi.mapping.expressions import ConfigurationNeeded, ExpressionProblem, evaluated
 from reshard_mpi.mapping.names import NamePattern, PatternProblem
-from reshard_mpi.mapping.pairs import EquationProblem, check
+from reshard_mpi.mapping.settings import Caution, Count, Number, caution_of, count_of, number_of
 from reshard_mpi.mapping.syntax import Equation, SyntaxProblem, Term, axes_of, pads_of, parse
 
 MAX_BYTES, MAX_ENTRIES = 1 << 20, 10_000
@@ -28,6 +29,7 @@ TYPES = {
 _HEADER = re.compile(r"^[ \t]*\[\[[ \t]*(?:map|\"map\"|'map')[ \t]*\]\]", re.MULTILINE)
 _SIDES = ("left", "right")
 _LIKE = ("only", "needed", "forward")
+_KINDS = ("eq", "state", "drop", "fill", "count", "number", "caution")
 _MAX_AXIS, _MAX_DIMENSIONS = 1 << 62, 32
 
 
@@ -38,7 +40,8 @@ class EquationRule(NamedTuple):
     are there. copies: whether the one tensor of one side is each of those on the other. drops_pads: whether padding
     that is not zero is thrown away. where: its place in the file. like: what it is without a checkpoint that the target
     is to be like: "only": it does not apply then; "needed": where it could apply, nothing tells whether it does;
-    "forward": as "needed" if it is read forward, and backward as without this.
+    "forward": as "needed" if it is read forward, and backward as without this. warning: what people are told where it
+    applies.
     """
 
     equation: Equation
@@ -48,6 +51,7 @@ class EquationRule(NamedTuple):
     drops_pads: bool
     where: str
     like: str | None = None
+    warning: str = ""
 
     @property
     def keeps_names(self) -> bool:
@@ -108,8 +112,8 @@ _CODES = {
 class Rules(NamedTuple):
     """What a map file says.
 
-    axes: the lengths that it gives. where: the file. lacks_config: whether it gives others by the configuration of the
-    model, and there is none.
+    states: equations of what is before and behind a parameter's name in that of its state. axes: the lengths that it
+    gives. where: the file. lacks_config: whether it gives others by the configuration of the model, and there is none.
     """
 
     equations: tuple[EquationRule, ...]
@@ -118,6 +122,10 @@ class Rules(NamedTuple):
     axes: Mapping[str, int]
     where: str
     lacks_config: bool = False
+    states: tuple[EquationRule, ...] = ()
+    counts: tuple[Count, ...] = ()
+    numbers: tuple[Number, ...] = ()
+    cautions: tuple[Caution, ...] = ()
 
 
 def parse_rules(text: str, where: str, config: Mapping[str, object] | None = None) -> Rules:
@@ -148,25 +156,76 @@ def parse_rules(text: str, where: str, config: Mapping[str, object] | None = Non
     equations: list[EquationRule] = []
     drops: list[Drop] = []
     fills: list[Fill] = []
+    states: list[EquationRule] = []
+    counts: list[Count] = []
+    numbers: list[Number] = []
+    cautions: list[Caution] = []
     for number, entry in enumerate(entries):
         line = f", line {lines[number]}" if len(lines) == len(entries) else ""
         place = f"{where}{line}, [[map]] {number + 1}"
         if not isinstance(entry, dict):
             raise MapError("an entry of the map is no table", got=str(entry)[:60], where=place)
-        kinds = [key for key in ("eq", "drop", "fill") if key in entry]
+        kinds = [key for key in _KINDS if key in entry]
         if len(kinds) != 1:
             raise MapError(
-                "an entry of the map needs one of eq, drop and fill", got=", ".join(entry) or "none", where=place
+                f"an entry of the map needs one of {', '.join(_KINDS)}", got=", ".join(entry) or "none", where=place
             )
-        if kinds == ["eq"]:
-            equations.append(_equation(entry, place))
-        elif kinds == ["drop"]:
-            drops.append(_drop(entry, place))
-        else:
-            fills.append(_fill(entry, place))
+        match kinds[0]:
+            case "eq":
+                equations.append(_equation(entry, place))
+            case "state":
+                states.append(_state(entry, place))
+            case "drop":
+                drops.append(_drop(entry, place))
+            case "fill":
+                fills.append(_fill(entry, place))
+            case "count":
+                counts.append(count_of(_only(entry, "count", place), place))
+            case "number":
+                numbers.append(number_of(_only(entry, "number", place), place))
+            case _:
+                cautions.append(caution_of(_only(entry, "caution", place), place))
     axes = _axes(content.get("axes", {}), equations, config, where)
     lacks_config = len(axes) < len(content.get("axes", {}))
-    return Rules(tuple(equations), tuple(drops), tuple(fills), axes, where, lacks_config)
+    return Rules(
+        tuple(equations),
+        tuple(drops),
+        tuple(fills),
+        axes,
+        where,
+        lacks_config,
+        tuple(states),
+        tuple(counts),
+        tuple(numbers),
+        tuple(cautions),
+    )
+
+
+def _only(entry: dict[str, Any], key: str, where: str) -> dict[str, Any]:
+    """Return the table that an entry consists of."""
+    _known(entry, (key,), where)
+    table = entry[key]
+    if not isinstance(table, dict):
+        raise MapError(f"{key} is no table", got=str(table)[:60], where=where)
+    return table
+
+
+def _state(entry: dict[str, Any], where: str) -> EquationRule:
+    _known(entry, ("state", "warning"), where)
+    warning = _text(entry, "warning", where) if "warning" in entry else ""
+    rule = _equation({"eq": _text(entry, "state", where), "optional": True}, where)
+    terms = (*rule.equation.left, *rule.equation.right)
+    if len(terms) != 2 or any(
+        term.dims is not None or term.type_name or [capture.is_text for capture in term.name.captures] != [True]
+        for term in terms
+    ):
+        raise MapError(
+            "state is wrong",
+            expected="two names with one capture like {p*}, which stands for a parameter's name",
+            got=rule.equation.text[:200],
+            where=where,
+        )
+    return rule._replace(warning=warning)
 
 
 def _equation(entry: dict[str, Any], where: str) -> EquationRule:

@@ -113,6 +113,8 @@ def _planned(
         warnings += [drift_warning(drifted)] if drifted else []
         plans.append(conversion.plan(0, checked=False))
         peak_bytes += memory.require_possible(plans[-1])
+    if comm.rank == 0:
+        conversions[0].source.check_values()
     while not memory.to_move(peak_bytes, purpose):
         plans = [conversion.plan(0, checked=False) for conversion in conversions]
     notes = (*first_files.notes, *second_files.notes, *governor.notes, *_other_texts(*plans))

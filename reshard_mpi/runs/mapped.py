@@ -1,93 +1,35 @@
 """A source checkpoint as a map makes it: one full checkpoint of one rank, in the names, shapes and types of the target.
 
 The checkpoint is planned as one full one, in its own names and by its own strategy, with all the checks that belong to
-that. Nothing is read of it but its structure, and what a map says is equal or padding.
+that. Nothing is read of it but its structure, what a map says is equal or padding, and single numbers.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from reshard_mpi.checkpoints import discovery
 from reshard_mpi.checkpoints.source import Extent, SourceCheckpoint
 from reshard_mpi.engine.files import Files
-from reshard_mpi.engine.regions import first_difference_of_tensors, first_nonzero
-from reshard_mpi.errors import MapError, ReshardError, UsageError
-from reshard_mpi.formats.dtypes import DType, numbers
+from reshard_mpi.engine.regions import first_difference_of_tensors, first_nonzero, only_element
+from reshard_mpi.errors import MapError, ReshardError
+from reshard_mpi.formats.dtypes import numbers
 from reshard_mpi.formats.manifest import NEST, Manifest, shown_string
 from reshard_mpi.formats.nest import first_difference
-from reshard_mpi.mapping.likeness import Like
-from reshard_mpi.mapping.mapped import Choice, Equal, Mapped, applied
+from reshard_mpi.mapping.computing import values_of
+from reshard_mpi.mapping.mapped import Constant, Equal, Mapped
 from reshard_mpi.mapping.matching import Inventory, Kind
-from reshard_mpi.mapping.reading import read_rules
-from reshard_mpi.mapping.rules import TYPES, Rules
+from reshard_mpi.mapping.naming import SourceFile, applied_to_file
+from reshard_mpi.mapping.settings import unpacked
 from reshard_mpi.planning.losses import Lost, Missing
 from reshard_mpi.planning.mapped import MappedTensors
 from reshard_mpi.planning.model import RankPlan, TensorPlan
 from reshard_mpi.runs.conversion import Conversion
-from reshard_mpi.runs.request import Request
+from reshard_mpi.runs.maps import TensorMap, tied_tensors
 from reshard_mpi.sharding.placement import unsharded
 
 _MAX_NAMED = 5
-
-
-class TensorMap(NamedTuple):
-    """What a request says of names, shapes and types.
-
-    rules: None: every tensor keeps its name and shape. forward: the direction in which the rules are read; None: as the
-    names tell. like: the checkpoint that the target is to be like. digest: of the files that the rules come from; empty
-    if there are none.
-    """
-
-    rules: Rules | None
-    choice: Choice
-    forward: bool | None
-    like: Like | None
-    digest: str
-
-    @classmethod
-    def read(cls, request: Request) -> TensorMap:
-        """Read the map that a request names, and what it says of types and of which tensors are taken.
-
-        Raises MapError if the map cannot be read, UsageError for options that do not belong together.
-        """
-        if request.map is None:
-            options = {"--config": request.config, "--forward": request.forward, "--reverse": request.reverse}
-            for option, given in (options | {"--like": request.like}).items():
-                if given:
-                    raise UsageError(f"{option} belongs to a map", expected="--map FILE|NAME as well", got="no --map")
-        choice = Choice(request.include or None, request.exclude, tuple(map(_typed, request.dtype)))
-        rules, digest = read_rules(request.map, request.config) if request.map is not None else (None, "")
-        like = None if request.like is None else _like(request.like)
-        forward = request.forward if request.forward or request.reverse else None
-        digest = digest if like is None else hashlib.sha256(repr((digest, like)).encode()).hexdigest()
-        return cls(rules, choice, forward, like, digest)
-
-
-def _like(path: str) -> Like:
-    """Read the names and shapes of a checkpoint."""
-    files = discovery.find_shards(path, role="checkpoint that the target is to be like")
-    plan = Conversion(SourceCheckpoint.open(files, None), unsharded()).plan(0, checked=False)
-    return Like(path, {spec.name: spec.global_shape for spec in plan.tensors.specs}, plan.strings.get(NEST))
-
-
-def _nested_like(strings: Mapping[str, str], like: Like | None) -> dict[str, str]:
-    """Return the strings of a checkpoint, nested as the target is to be."""
-    if like is None:
-        return dict(strings)
-    others = {name: text for name, text in strings.items() if name != NEST}
-    return others if like.nest is None else {**others, NEST: like.nest}
-
-
-def _typed(text: str) -> tuple[str, DType]:
-    """Return the glob and the type of `--dtype TYPE` or `--dtype GLOB=TYPE`."""
-    glob, equals, name = text.rpartition("=")
-    if name not in TYPES or (equals and not glob):
-        raise UsageError("--dtype is no type", expected=f"TYPE or GLOB=TYPE, TYPE one of {', '.join(TYPES)}", got=text)
-    return glob or "*", TYPES[name]
 
 
 class _Made(NamedTuple):
@@ -97,6 +39,7 @@ class _Made(NamedTuple):
     inventory: Inventory
     mapped: Mapped
     manifest: Manifest
+    notes: tuple[str, ...]
 
 
 def conversion_through(tensor_map: TensorMap, conversion: Conversion) -> Conversion:
@@ -191,18 +134,24 @@ class MappedCheckpoint(SourceCheckpoint):
         if checked and not self._is_checked:
             made = self._opened()
             whole = self._conversion.checked(made.plan)
-            self._require_equal(made)
-            self._require_padding(made)
+            self.check_values()
             self._made, self._is_checked = made._replace(plan=whole), True
-        whole, _, mapped, _ = self._opened()
+        whole, _, mapped, _, notes = self._opened()
         return plan._replace(
             moments=(*plan.moments, *whole.moments),
             absent=(*plan.absent, *whole.absent),
-            notes=(*whole.notes, *self._notes(mapped), *self._nest_notes(whole), *plan.notes),
+            notes=(*whole.notes, *self._notes(mapped), *notes, *self._nest_notes(whole), *plan.notes),
             alike=whole.alike,
             lost=whole.lost,
-            warnings=(*whole.warnings, *plan.warnings),
+            warnings=(*whole.warnings, *mapped.cautions, *plan.warnings),
+            left_out=(*whole.left_out, *plan.left_out),
         )
+
+    def check_values(self) -> None:
+        """Raise MapError if tensors of which one is taken for all differ, or padding holds anything but zeros."""
+        made = self._opened()
+        self._require_equal(made)
+        self._require_padding(made)
 
     @property
     def _conversion(self) -> Conversion:
@@ -219,14 +168,34 @@ class MappedCheckpoint(SourceCheckpoint):
             }
             in_order = {name: inventory[name] for name in plan.tensors.specs.names}
             rules, choice, forward, like, _ = self.tensor_map
-            mapped = applied(rules, choice, in_order, forward, like)
+            nest = plan.strings.get(NEST)
+            tied = {} if nest is None else tied_tensors(self.stored, in_order)
+            made = applied_to_file(rules, choice, in_order, SourceFile(nest, tied, self.files.path), forward, like)
+            mapped = made.mapped._replace(constants=(*made.mapped.constants, *self._computed(made.mapped, plan)))
             rank = min(plan.read_ranks, default=0)
             tensors = MappedTensors(self.files.path, mapped, plan.tensors, rank)
-            strings = _nested_like(plan.strings, like)
+            strings = {name: text for name, text in plan.strings.items() if name != NEST}
+            if made.nest is not None:
+                strings[NEST] = made.nest
             manifest = Manifest(self.files.path, self.files.format, tensors, strings)
-            # What is left out of the original is told by its own plan.
-            self._made = _Made(plan, in_order, mapped, manifest)
+            self._made = _Made(plan, in_order, mapped, manifest, made.notes)
         return self._made
+
+    def _computed(self, mapped: Mapped, plan: RankPlan) -> Iterator[Constant]:
+        """Yield the tensors that are computed of single numbers of the source."""
+        if not (mapped.computed or mapped.counted.numbers):
+            return
+        self._conversion.before_gathering()
+        places = plan.tensors.places
+        with Files() as files:
+
+            def read(name: str) -> float:
+                tensor = _tensor(plan, places[name])
+                content = only_element(files, tensor, self._conversion.limits)
+                return unpacked(content, tensor.spec.dtype, name, self.files.path)
+
+            for number, element in values_of(mapped.computed, mapped.counted, mapped.settings, read):
+                yield Constant(number.name, number.kind, element, number.where)
 
     def _notes(self, mapped: Mapped) -> Iterator[str]:
         """Yield what the user must know of what the map makes."""
@@ -248,20 +217,19 @@ class MappedCheckpoint(SourceCheckpoint):
     def _nest_notes(self, whole: RankPlan) -> Iterator[str]:
         """Yield what becomes of what is neither tensor nor text."""
         like = None if self.tensor_map is None else self.tensor_map.like
-        own = whole.strings.get(NEST)
-        if like is None or like.nest == own:
+        own, made = whole.strings.get(NEST), self._opened().manifest.strings.get(NEST)
+        if like is None or made == own:
             return
-        if like.nest is None:
+        if made is None:
             yield f"left out, since {like.path} has no such thing: {shown_string(NEST)}"
         else:
-            where = first_difference(own, like.nest) or "how tensors are nested"
-            yield f"{shown_string(NEST)}: that of {like.path}, which differs from that of the source: {where}"
+            where = first_difference(own, made) or "how tensors are nested"
+            yield f"{shown_string(NEST)}: as in {like.path}, with the values of the source that both have; else {where}"
 
     def _require_equal(self, made: _Made) -> None:
-        """Raise MapError if tensors of which one is taken for all differ."""
         places = made.plan.tensors.places if made.mapped.equal else {}
         for equal in made.mapped.equal:
-            tensors = [_tensor(made, places[name]) for name in equal.names]
+            tensors = [_tensor(made.plan, places[name]) for name in equal.names]
             for other in tensors[1:]:
                 self._require_same(tensors[0], other, equal)
 
@@ -283,13 +251,12 @@ class MappedCheckpoint(SourceCheckpoint):
         )
 
     def _require_padding(self, made: _Made) -> None:
-        """Raise MapError if padding that is not dropped holds anything but zeros."""
         places = made.plan.tensors.places if made.mapped.pads else {}
         for pads in made.mapped.pads:
             if pads.are_dropped:
                 continue
             self._conversion.before_gathering()
-            tensor = _tensor(made, places[pads.name])
+            tensor = _tensor(made.plan, places[pads.name])
             with Files() as files:
                 for box in pads.boxes:
                     element = first_nonzero(files, tensor, box, self._conversion.limits)
@@ -304,9 +271,9 @@ class MappedCheckpoint(SourceCheckpoint):
                         )
 
 
-def _tensor(made: _Made, at: tuple[int, int]) -> TensorPlan:
+def _tensor(plan: RankPlan, at: tuple[int, int]) -> TensorPlan:
     group, place = at
-    return made.plan.tensors.groups[group].tensor(place)
+    return plan.tensors.groups[group].tensor(place)
 
 
 def _named(names: tuple[str, ...] | list[str]) -> str:

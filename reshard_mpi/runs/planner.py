@@ -16,7 +16,7 @@ from reshard_mpi.journal.records import Evidence
 from reshard_mpi.journal.targets import Journal, Unrecorded
 from reshard_mpi.planning.copies import Alike, dealt
 from reshard_mpi.planning.losses import Lost
-from reshard_mpi.planning.model import RankPlan
+from reshard_mpi.planning.model import Moment, RankPlan
 from reshard_mpi.planning.summary import RankSummary
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.bookkeeping import Needs
@@ -111,7 +111,9 @@ class Planner:
         source = run.conversion.source
         notes = (*run.conversion.notes, *governor.notes, *strange)
         begun = Outcome(notes=notes, other_warnings=source.files.warnings, missing=source.missing)
-        planned = Planned(begun).joined(record_of(Planned, plan) for plan in plans)
+        # Of a folder of several moments another one may become the latest while processes begin.
+        latest = (Moment("latest checkpoint", source.files.latest, source.files.path),) if source.files.latest else ()
+        planned = Planned(begun, latest).joined(record_of(Planned, plan) for plan in plans)
         self.outcome = planned.outcome
         return planned._replace(rooms=rooms)
 

@@ -16,7 +16,8 @@ def through_map(request: Request, conversion: Conversion) -> tuple[Conversion, s
     """
     if not request.is_mapped:
         return conversion, None
-    from reshard_mpi.runs.mapped import TensorMap, conversion_through
+    from reshard_mpi.runs.mapped import conversion_through
+    from reshard_mpi.runs.maps import TensorMap
 
     tensor_map = TensorMap.read(request)
     return conversion_through(tensor_map, conversion), tensor_map.digest or None

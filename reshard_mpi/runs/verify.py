@@ -73,6 +73,8 @@ def _verify_pair(
         memory.on_giving_way(conversion.forget, target.forget)
         memory.to_plan(conversion, target_files.format, purpose, also_read=target)
         conversion.drifted_tensors(damaged_are_replaced=True, process=comm.rank, processes=comm.size)
+        if comm.rank == 0:
+            conversion.source.check_values()
         return conversion, target, governor
 
     conversion, target, governor = agreed(begin, comm)

@@ -491,7 +491,7 @@ USAGE = {
     "resume_and_overwrite": (["--resume", "--overwrite"], "not allowed with"),
     "jobs_zero": (["--jobs", "0"], "--jobs: expected 1 or more, got '0'"),
     "jobs_no_number": (["--jobs", "many"], "--jobs: expected 1 or more, got 'many'"),
-    "unknown_option": (["--dtype", "float16"], "unrecognized arguments: --dtype"),
+    "unknown_option": (["--rename", "a=b"], "unrecognized arguments: --rename"),
     "shortened_option": (["--over"], "unrecognized arguments: --over"),
     "unknown_format": (["--to", "gguf"], "invalid choice: 'gguf'"),
     "unknown_unlisted": (["--unlisted", "ignore"], "invalid choice: 'ignore'"),

@@ -382,6 +382,7 @@ def test_help_names_every_command_and_option(capsys: Capture) -> None:
         "merge-strategies",
         "governor",
         "inspect",
+        "help",
         "demo",
     ]
     for command in commands:

@@ -21,6 +21,7 @@ from support.sliced_peer import COMMON, Sliced, change_index, file_of, mindforme
 
 import reshard_mpi
 from reshard_mpi import formats
+from reshard_mpi.checkpoints import moments
 from reshard_mpi.errors import CoverageError, ReshardError, ShardError, SourceError
 from reshard_mpi.formats.nest import NEST
 from reshard_mpi.formats.safetensors import mindformers, mindformers_index
@@ -101,6 +102,15 @@ def test_it_is_told_and_shown(tmp_path: Path) -> None:
 def test_every_file_is_verified_by_itself(tmp_path: Path) -> None:
     """They have no sums, but for MindSpore's checksum where it was asked for."""
     assert "keeps no sums" in run("verify", GOLDEN, code=3)
+    path = tmp_path / mindformers_file("model", 0, 1)
+    shutil.copy(GOLDEN.parent / "mindspore" / "with_crc.safetensors", path)
+    run("verify", tmp_path)
+    run("transform", tmp_path, tmp_path / "out", "--verify", "--jobs", "1")
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    run("verify", tmp_path, code=4)
+    assert "checksum" in run("transform", tmp_path, tmp_path / "again", "--verify", "--jobs", "1", code=3)
 
 
 # Random checkpoints
@@ -354,6 +364,7 @@ _PLACE = b'[{"file_name": "a.safetensors"}]'
 INDICES = {
     "empty": b"",
     "no object": b"[]",
+    "no tensors": b'{"state_dict_metadata": {}, "storage_data": {}}',
     "cut short": b'{"state_dict_metadata": {"a": ' + _TENSOR,
     "more behind": b'{"state_dict_metadata": {}, "storage_data": {}} 1',
     "tensors twice": b'{"state_dict_metadata": {}, "state_dict_metadata": {}, "storage_data": {}}',
@@ -498,6 +509,33 @@ def test_a_run_does_not_go_on_with_another_moment(folder: Path, tmp_path: Path) 
     write_mindformers(source / "iteration_00000003", small(), 2)
     (source / LATEST).write_text("3")
     assert "another run" in run("transform", source, out, "--resume", "--jobs", "1", code=3)
+
+
+def test_processes_that_begin_while_the_next_moment_is_saved(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Targets of one run are never of two moments, whichever process saw which."""
+    source, first = folder.parent, tmp_path / "first"
+    write_mindformers(source / "iteration_00000003", small(), 2)
+    (source / LATEST).write_text("2")
+    found = moments.latest_in
+
+    def found_later(path: str) -> moments.Latest | None:
+        latest = found(path)
+        try:
+            first.touch(exist_ok=False)
+        except FileExistsError:
+            (source / LATEST).write_text("3")
+            return found(path)
+        return latest
+
+    monkeypatch.setattr(moments, "latest_in", found_later)
+    strategy = tmp_path / "two.toml"
+    strategy.write_text('mesh = { tp = 2 }\n[[parameter]]\nmatch = "*"\n')
+    out = tmp_path / "out"
+    said = run("transform", source, out, "--dst-strategy", strategy, "--jobs", "2", code=3)
+    assert "'latest checkpoint' = iteration_0000000" in said
+    assert not list(out.rglob("*.safetensors"))
 
 
 def test_targets_are_not_written_into_the_source(folder: Path) -> None:

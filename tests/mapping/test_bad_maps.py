@@ -88,7 +88,7 @@ def test_an_equation_that_is_none(equation: str, says: str) -> None:
         ("", "no [[map]] entries"),
         ("map = 3", "no [[map]] entries"),
         ("map = [3]", "no table"),
-        ("[[map]]", "needs one of eq, drop and fill"),
+        ("[[map]]", "needs one of eq, state, drop, fill, count, number, caution"),
         ("[[map]]\neq = 'a <=> b'\ndrop = 'c'", "needs one of"),
         ("[[map]]\neq = 3", "eq is no text"),
         ("[[map]]\neq = 'a <=> b'\noptionl = true", "unknown key"),

@@ -213,6 +213,31 @@ def test_verify_and_diff_go_through_the_map(tmp_path: Path) -> None:
         reshard_mpi.diff(source_of(tmp_path / "other", wrong), tmp_path / "dst", map=map_path)
 
 
+def test_verify_and_diff_look_at_what_a_map_takes_for_equal(tmp_path: Path) -> None:
+    """Else the tensor that is not taken could hold anything."""
+    text = "[axes]\nv = 3\n[[map]]\ncopy = true\neq = 'e [v h] <=> a [(v | 4) h], b [(v | 4) h]'"
+    map_path, sound = map_of(tmp_path, text), np.pad(floats(3, 2, first=1), ((0, 1), (0, 0)))
+    reshard_mpi.transform(source_of(tmp_path, {"a": sound, "b": sound}), tmp_path / "dst", map=map_path)
+    for name, damaged in (("other", sound + 1), ("padding", np.where(sound == 0, 5, sound))):
+        (tmp_path / name).mkdir()
+        tensors = {"a": sound if name == "other" else damaged, "b": damaged}
+        source = source_of(tmp_path / name, tensors)
+        says = "they differ" if name == "other" else "is not zero"
+        for compare in (reshard_mpi.verify, reshard_mpi.diff):
+            with pytest.raises(MapError, match=says):
+                compare(source, tmp_path / "dst", map=map_path)
+
+
+def test_what_cannot_be_carried_is_said_with_a_map_too(tmp_path: Path, capsys: Capture) -> None:
+    source = Path(__file__).parents[1] / "formats" / "golden" / "torch" / "plain.pt"
+    finished = run_here(capsys, "transform", f"{source}", f"{tmp_path}/dst", "--to", "hdf5", "--dtype", "fp64")
+    assert finished.code == 0 and "left out of" in finished.err and "my_project.config.Config" in finished.err
+    finished = run_here(
+        capsys, "transform", f"{source}", f"{tmp_path}/all", "--to", "hdf5", "--dtype", "fp64", "--strict"
+    )
+    assert finished.code == 3 and not (tmp_path / "all").exists()
+
+
 def test_the_plan_says_what_each_tensor_is_made_of(tmp_path: Path, capsys: Capture) -> None:
     tensors = {"l.0.gate": floats(3, 2), "l.0.up": floats(3, 2), "other": floats(2), "more": floats(2)}
     source, map_path = source_of(tmp_path, tensors), map_of(tmp_path, JOINED)

@@ -151,17 +151,16 @@ def test_it_belongs_to_a_map(tmp_path: Path) -> None:
 
 
 def test_it_is_nested_as_there(tmp_path: Path) -> None:
-    sample_of_a = sample("a", np.arange(2, dtype=np.float32))
-    plain, training = {"a": torch_peer.tensor(sample_of_a, "0")}, {"epoch": 3, "model": 1}
-    torch_peer.save(tmp_path / "src.pt", {"model.a": plain["a"], **training, "lr": 0.5})
-    torch_peer.save(tmp_path / "like.pt", {"model": plain, "epoch": 9})
-    text = '[[map]]\neq = "model.a [h] <=> model.a [h]"\n'
-    (tmp_path / "map.toml").write_text(text)
-    options = {"map": tmp_path / "map.toml", "forward": True}
+    """Names are those below the dictionary of all tensors; values that both have are those of the source."""
+    tensor = torch_peer.tensor(sample("a", np.arange(2, dtype=np.float32)), "0")
+    torch_peer.save(tmp_path / "src.pt", {"state_dict": {"a": tensor}, "epoch": 3, "lr": 0.5})
+    torch_peer.save(tmp_path / "like.pt", {"model": {"b": tensor}, "epoch": 9, "note": "there"})
+    (tmp_path / "map.toml").write_text('[[map]]\neq = "a [h] <=> b [h]"\n')
+    options = {"map": tmp_path / "map.toml"}
     reshard_mpi.transform(tmp_path / "src.pt", tmp_path / "dst", like=tmp_path / "like.pt", **options)
     (made,) = (tmp_path / "dst").rglob("*.pt")
     loaded = torch_peer.load(made)
-    assert loaded["epoch"] == 9 and list(loaded["model"]) == ["a"] and "lr" not in loaded
-    write_shard({"model.a": np.zeros(2, np.float32)}, tmp_path / "like.ckpt")
-    loaded = reshard_mpi.load_rank(0, tmp_path / "src.pt", like=tmp_path / "like.ckpt", **options)
-    assert list(loaded) == ["model.a"]
+    assert loaded["epoch"] == 3 and loaded["note"] == "there" and list(loaded["model"]) == ["b"] and len(loaded) == 3
+    write_shard({"b": np.zeros(2, np.float32)}, tmp_path / "like.ckpt")
+    arrays = reshard_mpi.load_rank(0, tmp_path / "src.pt", like=tmp_path / "like.ckpt", **options)
+    assert list(arrays) == ["b"]

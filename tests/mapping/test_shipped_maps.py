@@ -14,7 +14,7 @@ from support.checkpoints import write_shard
 
 import reshard_mpi
 from reshard_mpi.errors import MapError
-from reshard_mpi.mapping.reading import shipped_maps
+from reshard_mpi.mapping.reading import read_rules, shipped_maps
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Tensors = dict[str, Array]
@@ -270,3 +270,4 @@ def test_each_says_in_one_line_what_it_is() -> None:
     for name, path in shipped_maps().items():
         description = tomllib.loads(path.read_text())["description"]
         assert 0 < len(description) <= 100 and "\n" not in description, name
+        assert read_rules(name, None)[0].equations, name

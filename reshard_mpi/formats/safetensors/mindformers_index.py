@@ -135,6 +135,8 @@ class _Reading:
         text.require_end()
         if parts:
             raise text.damage(f"{_CALLED} has no {next(iter(parts))!r}", 0, expected=f"{_TENSORS!r} and {_STORAGE!r}")
+        if not self._cuts:
+            raise text.damage(f"{_CALLED} lists no tensors", 0, expected="what the checkpoint holds")
         for name, holders in self._holders.items():
             self._require_holders(name, holders)
         for key in self._other_holders:

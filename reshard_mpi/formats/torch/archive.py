@@ -29,9 +29,8 @@ ENCRYPTED, HAS_DESCRIPTOR, MASKED = 0x41, 0x08, 0x2000
 STORED = 0
 # Where the checksum stands in an entry, and in what follows a payload.
 ENTRY_CRC_AT, DESCRIPTOR_CRC_AT = 16, 4
-# Of an entry: the lengths of name, extra field and comment.
-_LENGTHS_AT, _LENGTHS = 28, Struct("<3H")
-_FLAGS_AT = 8
+# Of an entry: its flags, and the lengths of name, extra field and comment.
+_OF_ENTRY = Struct("<8xH18x3H")
 # Members besides storages: a dozen.
 _MAX_MEMBERS = files.MAX_TENSORS + 1000
 _MAX_DIRECTORY_BYTES = 32 * MIB
@@ -69,18 +68,24 @@ def directory(fd: int, path: str, size_bytes: int, first_byte: int = 0) -> tuple
 
 def entries(directory: bytes | bytearray) -> Iterator[int]:
     """Yield where the entries of a directory begin."""
-    at, length_bytes = 0, len(directory)
-    while at + ENTRY.size <= length_bytes:
-        yield at
-        at += ENTRY.size + sum(_LENGTHS.unpack_from(directory, at + _LENGTHS_AT))
+    return (at for at, _, _ in _outlines(directory))
 
 
 def storage_entries(directory: bytes | bytearray) -> Iterator[int]:
     """Yield where the entries of storages begin whose checksums stand in no local header."""
-    for at in entries(directory):
-        name = directory[at + ENTRY.size : at + ENTRY.size + _LENGTHS.unpack_from(directory, at + _LENGTHS_AT)[0]]
-        if b"/data/" in name and directory[at + _FLAGS_AT] & HAS_DESCRIPTOR:
+    for at, flags, name_bytes in _outlines(directory):
+        name_at = at + ENTRY.size
+        if flags & HAS_DESCRIPTOR and directory.find(b"/data/", name_at, name_at + name_bytes) >= 0:
             yield at
+
+
+def _outlines(directory: bytes | bytearray) -> Iterator[tuple[int, int, int]]:
+    """Yield of each entry where it begins, its flags, and how long its name is."""
+    at, last = 0, len(directory) - ENTRY.size
+    while at <= last:
+        flags, name_bytes, extra_bytes, comment_bytes = _OF_ENTRY.unpack_from(directory, at)
+        yield at, flags, name_bytes
+        at += ENTRY.size + name_bytes + extra_bytes + comment_bytes
 
 
 class _Archive:

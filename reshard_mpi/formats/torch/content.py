@@ -8,7 +8,8 @@ from typing import NamedTuple
 from reshard_mpi.formats.nest.trees import Value
 from reshard_mpi.formats.torch.dtypes import Storage
 from reshard_mpi.formats.torch.pickles import Readers
-from reshard_mpi.formats.torch.tensors import CALLS, storage
+from reshard_mpi.formats.torch.rows import TensorRows
+from reshard_mpi.formats.torch.tensors import CALLS, REBUILD, storage
 from reshard_mpi.units import MIB
 
 # The pickle of 100,000 tensors has 12 MB.
@@ -43,12 +44,13 @@ class Storages:
     @property
     def readers(self) -> Readers:
         """What the pickle is read with."""
-        return Readers(self._storage, CALLS)
+        return Readers(self._storage, CALLS, rows={REBUILD: TensorRows(self._known)})
 
     def _storage(self, persistent_id: Value) -> Storage:
         made = storage(persistent_id)
-        if made.unknown is not None:
-            return made
+        return made if made.unknown is not None else self._known(made)
+
+    def _known(self, made: Storage) -> Storage:
         first = self.by_key.setdefault(made.key, made)
         if first is not made and first.size_bytes != made.size_bytes:
             raise ValueError(f"a storage of two sizes: {made.key[:60]!r}")

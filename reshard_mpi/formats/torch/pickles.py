@@ -55,8 +55,8 @@ class ReadObjects(NamedTuple):
     cost_bytes: int
 
 
-# Is given a pickle, the byte behind the opcode that makes an object without arguments, and the memo. Reads its
-# attributes, and objects that follow it; None if they are not written as it knows them.
+# Is given a pickle, the byte behind the opcode that makes an object without arguments, or that begins the arguments of
+# a call, and the memo. Reads them, and objects that follow; None if they are not written as it knows them.
 ObjectReader = Callable[[bytes, int, Sequence[Value]], ReadObjects | None]
 NO_OBJECTS: Mapping[Global, ObjectReader] = {}
 
@@ -67,19 +67,22 @@ class Readers:
     persistent: makes a value of what a persistent id is. calls: by the name of what is called, a function that makes a
     value of its arguments; other calls become a `Call`. Both raise ValueError for what they do not know.
     objects: by the name of a class of which there are very many objects, what reads one with its attributes at once.
+    rows: by the name of what is called very many times, what reads the arguments of a call, and further calls, at once.
     """
 
-    __slots__ = ("calls", "objects", "persistent")
+    __slots__ = ("calls", "objects", "persistent", "rows")
 
     def __init__(
         self,
         persistent: Callable[[Value], Value],
         calls: Mapping[Global, Callable[..., Value]],
         objects: Mapping[Global, ObjectReader] = NO_OBJECTS,
+        rows: Mapping[Global, ObjectReader] = NO_OBJECTS,
     ) -> None:
         self.persistent = persistent
         self.calls = calls
         self.objects = objects
+        self.rows = rows
 
 
 def no_persistent_ids(_: Value) -> Value:
@@ -159,6 +162,7 @@ class _Machine:
     def run(self) -> tuple[Value, int]:
         data, size, costs = self._data, len(self._data), _COSTS
         calls, objects, persistent = self._readers.calls, self._readers.objects, self._readers.persistent
+        rows = self._readers.rows
         stack: list[Value] = []
         outer: list[list[Value]] = []
         memo: list[Value] = []
@@ -211,8 +215,15 @@ class _Machine:
                     last = stack.pop()
                     stack[-1] = (stack[-1], last)
                 elif opcode == 0x28:  # MARK
-                    outer.append(stack)
-                    stack = []
+                    read_row = rows.get(stack[-1]) if rows and stack and type(stack[-1]) is Global else None
+                    read = read_row(data, at, memo) if read_row is not None else None
+                    if read is None:
+                        outer.append(stack)
+                        stack = []
+                    else:
+                        stack[-1:], at = read.values, read.end
+                        memo += read.memoized
+                        spent += read.cost_bytes
                 elif opcode == 0x74:  # TUPLE
                     made = tuple(stack)
                     stack = outer.pop()

@@ -90,7 +90,7 @@ def _tensor(
         raise ValueError("a tensor without storage")
     if stored.dtype is None:
         return Unreadable(f"a tensor of an unknown type ({stored.unknown or 'an untyped storage'})"[:200])
-    return _of_type(stored, stored.dtype, offset, shape, strides, bits)
+    return of_type(stored, stored.dtype, offset, shape, strides, bits)
 
 
 def _untyped_tensor(
@@ -108,10 +108,10 @@ def _untyped_tensor(
     dtype = BY_TORCH_NAME.get(kind.name) if kind.module == "torch" else None
     if dtype is None or stored.unknown is not None:
         return Unreadable(f"a tensor of an unknown type ({stored.unknown or kind})"[:200])
-    return _of_type(stored, dtype, offset, shape, strides, bits)
+    return of_type(stored, dtype, offset, shape, strides, bits)
 
 
-def _of_type(stored: Storage, dtype: DType, offset: Value, shape: Value, strides: Value, bits: Value) -> Value:
+def of_type(stored: Storage, dtype: DType, offset: Value, shape: Value, strides: Value, bits: Value) -> Value:
     """Return a tensor whose elements all lie within its storage. Raises ValueError if they do not."""
     lengths, steps = numbers(shape), numbers(strides)
     if type(offset) is not int or offset < 0 or len(lengths) != len(steps):

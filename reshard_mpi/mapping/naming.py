@@ -1,0 +1,131 @@
+"""What a map makes of the tensors of a file that may hold a training, in which parameters are numbered.
+
+A map speaks of parameters by their names, and of the state of `w` as `optimizer.state.w.exp_avg`; a file may have
+numbers for names, and everything below a key like `model`. This is between the two, on both sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from reshard_mpi.errors import MapError
+from reshard_mpi.mapping.likeness import Like
+from reshard_mpi.mapping.mapped import Choice, Made, Mapped, applied, is_chosen
+from reshard_mpi.mapping.matching import Inventory
+from reshard_mpi.mapping.numbering import STATE, Training, named_tensors, training_in
+from reshard_mpi.mapping.renesting import MadeParameter, carried_into, with_names
+from reshard_mpi.mapping.rules import Rules
+
+
+class SourceFile(NamedTuple):
+    """What a source has besides its tensors.
+
+    nest: the text that says how they are nested; None if they are not. tied: tensors that are other ones once more,
+    with the name of the first of these. path: for errors.
+    """
+
+    nest: str | None
+    tied: Mapping[str, str]
+    path: str
+
+
+class MappedFile(NamedTuple):
+    """What a map makes of a file, in the names of the files on both sides, and how it is nested."""
+
+    mapped: Mapped
+    nest: str | None
+    notes: tuple[str, ...] = ()
+
+
+def applied_to_file(
+    rules: Rules | None,
+    choice: Choice,
+    inventory: Inventory,
+    source: SourceFile,
+    forward: bool | None = None,
+    like: Like | None = None,
+) -> MappedFile:
+    """Return what `mapping.mapped.applied` makes of a file. Raises what that raises."""
+    if rules is None:
+        return MappedFile(applied(None, choice, inventory, forward), source.nest)
+    training = _training(choice, inventory, source)
+    shapes = {name: kind.shape for name, kind in inventory.items()}
+    named = named_tensors(training, shapes, source.path, is_stripped=like is not None)
+    in_target = _names_in_target(training, like)
+    plain = {name: inventory[in_file] for name, in_file in named.items()}
+    mapped = applied(rules, choice._replace(named=in_target), plain, forward, like, training.settings)
+    in_files = _in_files(mapped, named, in_target)
+    if like is not None:
+        return MappedFile(in_files, None if like.nest is None else carried_into(like.nest, source.nest))
+    if training.optimizer is None or source.nest is None:
+        return MappedFile(in_files, source.nest)
+    parameters = [_parameter(made, training) for made in in_files.made if _is_parameter(made, training)]
+    note = "the optimizer's state goes by names of parameters, as torch's set_optimizer_state_dict takes it"
+    return MappedFile(in_files, with_names(source.nest, training, parameters, source.path), (note,))
+
+
+def _training(choice: Choice, inventory: Inventory, source: SourceFile) -> Training:
+    shapes = {name: kind.shape for name, kind in inventory.items()}
+    try:
+        return training_in(source.nest, shapes, source.tied, source.path)
+    except MapError:
+        taken = {name: shape for name, shape in shapes.items() if is_chosen(choice, name)}
+        training = training_in(source.nest, taken, source.tied, source.path)
+        if training.optimizer is not None:
+            raise
+        return training
+
+
+def _names_in_target(training: Training, like: Like | None) -> Callable[[str], str]:
+    """Return what tensors are called in the target's file; without `like`, state goes by the names of parameters."""
+    if like is not None:
+        return lambda name: like.named.get(name, name)
+    path = "" if training.optimizer is None else training.optimizer.path
+
+    def renamed(name: str) -> str:
+        if training.optimizer is None or not name.startswith(STATE):
+            return name
+        return f"{path}state.{name.removeprefix(STATE).removeprefix(training.prefix)}"
+
+    return renamed
+
+
+def _is_parameter(made: Made, training: Training) -> bool:
+    return not set(training.parameters.values()).isdisjoint(made.sources.values())
+
+
+def _parameter(made: Made, training: Training) -> MadeParameter:
+    return MadeParameter(made.name.removeprefix(training.prefix), frozenset(made.sources.values()))
+
+
+def _in_files(mapped: Mapped, named: Mapping[str, str], in_target: Callable[[str], str]) -> Mapped:
+    """Return the same in the names of the files on both sides."""
+
+    def in_source(name: str) -> str:
+        return named.get(name, name)
+
+    known = mapped.counted
+    return mapped._replace(
+        made=tuple(
+            made._replace(
+                name=in_target(made.name), sources={place: in_source(name) for place, name in made.sources.items()}
+            )
+            for made in mapped.made
+        ),
+        constants=tuple(constant._replace(name=in_target(constant.name)) for constant in mapped.constants),
+        equal=tuple(equal._replace(names=tuple(map(in_source, equal.names))) for equal in mapped.equal),
+        pads=tuple(pads._replace(name=in_source(pads.name)) for pads in mapped.pads),
+        left_out=tuple(map(in_source, mapped.left_out)),
+        kept=tuple(map(in_source, mapped.kept)),
+        computed=tuple(
+            number._replace(
+                name=in_target(number.name), steps=None if number.steps is None else in_source(number.steps)
+            )
+            for number in mapped.computed
+        ),
+        counted=known._replace(
+            steps=tuple(map(in_source, known.steps)),
+            numbers=tuple((in_source(name), number) for name, number in known.numbers),
+        ),
+    )

@@ -1,0 +1,230 @@
+"""Whose optimizer state each number is, in files of torch: parameters are numbered in the order of the model.
+
+Such a file has the model's tensors in one dictionary, and beside it `{"state": {0: {...}}, "param_groups": [...]}`. The
+numbers get the names of parameters here, so that state can follow them: `optimizer.state.0.exp_avg` becomes
+`optimizer.state.fc.weight.exp_avg`. What leaves a doubt is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+from reshard_mpi.errors import MapError
+from reshard_mpi.mapping.matching import Likeness
+
+# What state is called once its numbers are names, wherever the optimizer is in its file.
+STATE = "optimizer.state."
+# Tensors of a model that no optimizer changes. Those that users add are not known; where there are any, the numbers do
+# not come out.
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+_REMEDY = (
+    "give torch's optimizer named parameters, which it keeps in the file (AdamW(model.named_parameters())), or leave"
+    " the state out (--exclude)"
+)
+
+
+class ParameterGroup(NamedTuple):
+    """Parameters that an optimizer treats alike: their numbers, and all that the file says of them besides."""
+
+    numbers: tuple[int, ...]
+    names: tuple[str, ...] | None
+    settings: Mapping[str, Any]
+
+
+class Numbered(NamedTuple):
+    """A dictionary of an optimizer. path: what names of its tensors begin with."""
+
+    path: str
+    groups: tuple[ParameterGroup, ...]
+
+
+class Training(NamedTuple):
+    """What a file has of a training.
+
+    prefix: what names of the model's tensors begin with. optimizer: None if there is none, or no state in it.
+    parameters: the names of its parameters, by number.
+    """
+
+    prefix: str
+    optimizer: Numbered | None
+    parameters: Mapping[int, str]
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """What all groups of parameters say alike."""
+        groups = () if self.optimizer is None else self.optimizer.groups
+        first, *others = groups or (ParameterGroup((), None, {}),)
+        return {
+            key: value
+            for key, value in first.settings.items()
+            if all(key in other.settings and other.settings[key] == value for other in others)
+        }
+
+
+NO_TRAINING = Training("", None, {})
+
+
+def entries_of(node: Any) -> list[Any] | None:
+    """Return the entries of a dictionary of a nest; None if it is none."""
+    entries = node.get("dict") if isinstance(node, dict) else None
+    return entries if isinstance(entries, list) else None
+
+
+def value_of(node: Any, key: str) -> Any:
+    """Return the value of a key in a dictionary of a nest; None if it has none."""
+    for entry in entries_of(node) or ():
+        if len(entry) == 2 and entry[0] == key:
+            return entry[1]
+    return None
+
+
+def training_in(nest: str | None, shapes: Likeness, alias: Mapping[str, str], where: str) -> Training:
+    """Return what a file has of a training.
+
+    nest: the text that says how its tensors are nested. shapes: of all its tensors, in its order. alias: for tensors
+    that are others once more, such as tied weights, the name of the first of them. where: the file, for errors. Raises
+    MapError if state is numbered and the names of the parameters cannot be told.
+    """
+    if nest is None:
+        return NO_TRAINING
+    root = json.loads(nest)
+    optimizers = list(_optimizers(root, ""))
+    others = [name for name in shapes if not any(name.startswith(each.path) for each in optimizers)]
+    paths = list(_paths(root, "", {each.path for each in optimizers}))
+    with_state = [each for each in optimizers if _numbers_with_state(each, shapes)]
+    if not with_state:
+        return Training(_common(paths, others), None, {})
+    if len(with_state) > 1:
+        raise _doubt("there are several optimizers", ", ".join(each.path for each in with_state), where)
+    (optimizer,) = with_state
+    found: dict[tuple[str, ...], str] = {}
+    problems = []
+    for path in sorted(paths, key=len, reverse=True):
+        own = [name for name in others if name.startswith(path)]
+        parameters, problem = _parameters(optimizer, path, own, shapes, alias)
+        if parameters:
+            found.setdefault(parameters, path)
+        elif own:
+            problems.append(f"{path.removesuffix('.') or 'the file'}: {problem}")
+    if len(found) != 1:
+        got = f"{' or '.join(found.values())}" if found else "; ".join(problems) or "no parameters"
+        raise _doubt("whose optimizer state each number is cannot be told", got, where)
+    ((parameters, prefix),) = found.items()
+    numbers = [number for group in optimizer.groups for number in group.numbers]
+    return Training(prefix, optimizer, dict(zip(numbers, parameters)))
+
+
+def _doubt(problem: str, got: str, where: str) -> MapError:
+    expected = "as many parameters as the optimizer has, in the order of the model, each with the shape of its state"
+    return MapError(problem, expected=expected, got=got, where=where, remedy=_REMEDY)
+
+
+def _optimizers(node: Any, path: str) -> Iterator[Numbered]:
+    groups = value_of(node, "param_groups")
+    if entries_of(value_of(node, "state")) is not None and isinstance(groups, list) and groups:
+        made = [_group(group) for group in groups]
+        if all(made):
+            yield Numbered(path, tuple(group for group in made if group is not None))
+            return
+    for key, value in _parts(node):
+        yield from _optimizers(value, f"{path}{key}.")
+
+
+def _parts(node: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield keys and values of a dictionary, or places and items of an array."""
+    if isinstance(node, dict) and isinstance(node.get("tuple"), list):
+        node = node["tuple"]
+    if isinstance(node, list):
+        yield from enumerate(node)
+    for entry in entries_of(node) or ():
+        if len(entry) == 2 and isinstance(entry[0], str):
+            yield entry[0], entry[1]
+
+
+def _group(node: Any) -> ParameterGroup | None:
+    numbers, names = value_of(node, "params"), value_of(node, "param_names")
+    if not isinstance(numbers, list) or not all(type(number) is int for number in numbers):
+        return None
+    is_named = isinstance(names, list) and len(names) == len(numbers) and all(isinstance(name, str) for name in names)
+    settings = {key: value for key, value in _parts(node) if key not in ("params", "param_names")}
+    return ParameterGroup(tuple(numbers), tuple(names) if is_named else None, settings)
+
+
+def _paths(node: Any, path: str, without: set[str]) -> Iterator[str]:
+    """Yield what names in each dictionary begin with."""
+    if path in without:
+        return
+    if entries_of(node) is not None:
+        yield path
+    for key, value in _parts(node):
+        yield from _paths(value, f"{path}{key}.", without)
+
+
+def _common(paths: Sequence[str], names: Sequence[str]) -> str:
+    """Return the longest path that all names begin with."""
+    return max((path for path in paths if all(name.startswith(path) for name in names)), key=len, default="")
+
+
+def state_of(optimizer: Numbered, name: str) -> tuple[int, str] | None:
+    """Return the number and the key of a tensor of an optimizer's state; None if it is none."""
+    begin = f"{optimizer.path}state."
+    if not name.startswith(begin):
+        return None
+    number, dot, key = name[len(begin) :].partition(".")
+    return (int(number), key) if dot and number.isdecimal() and len(number) < 10 else None
+
+
+def _numbers_with_state(optimizer: Numbered, shapes: Likeness) -> bool:
+    return any(state_of(optimizer, name) is not None for name in shapes)
+
+
+def _parameters(
+    optimizer: Numbered, path: str, own: Sequence[str], shapes: Likeness, alias: Mapping[str, str]
+) -> tuple[tuple[str, ...], str]:
+    """Return the names of the parameters in the order of their numbers, or none and what is wrong with these."""
+    numbers = [number for group in optimizer.groups for number in group.numbers]
+    named = [group.names for group in optimizer.groups]
+    if len(set(numbers)) < len(numbers):
+        return (), "a number is in several groups"
+    if all(names is not None for names in named):
+        parameters = [f"{path}{name}" for names in named for name in names or ()]
+        absent = [name for name in parameters if name not in shapes]
+        if absent:
+            return (), f"no {absent[0]}"
+    else:
+        parameters = [name for name in own if name.rpartition(".")[2] not in _BUFFERS and name not in alias]
+        if len(optimizer.groups) > 1:
+            return (), f"{len(optimizer.groups)} groups of parameters, and no names in them"
+        if len(parameters) != len(numbers) or numbers != sorted(numbers):
+            return (), f"{len(parameters)} parameters, and {len(numbers)} numbers"
+    name_of = dict(zip(numbers, parameters))
+    for name, shape in shapes.items():
+        state = state_of(optimizer, name)
+        if state is None:
+            continue
+        number, _ = state
+        if number not in name_of:
+            return (), f"{name}, whose number is in no group"
+        if prod(shape) != 1 and shape != shapes[name_of[number]]:
+            return (), f"{name} {list(shape)} for {name_of[number]} {list(shapes[name_of[number]])}"
+    return tuple(parameters), ""
+
+
+def named_tensors(training: Training, shapes: Likeness, where: str, *, is_stripped: bool) -> dict[str, str]:
+    """Return names of a file's tensors in which parameters are not numbered but named, and for each that in the file.
+
+    is_stripped: whether what names of the model's tensors begin with is left out. Raises MapError if two become one.
+    """
+    prefix = training.prefix if is_stripped else ""
+    named: dict[str, str] = {}
+    for name in shapes:
+        state = None if training.optimizer is None else state_of(training.optimizer, name)
+        plain = name.removeprefix(prefix)
+        if state is not None:
+            plain = f"{STATE}{training.parameters[state[0]].removeprefix(prefix)}.{state[1]}"
+        if named.setdefault(plain, name) != name:
+            raise MapError("two tensors would have one name", got=f"{named[plain]} and {name}: {plain}", where=where)
+    return named

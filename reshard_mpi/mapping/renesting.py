@@ -1,0 +1,117 @@
+"""How a training file is nested once a map has made other parameters of its own: the text of the new nest."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from reshard_mpi.errors import MapError
+from reshard_mpi.mapping.numbering import Training, entries_of, value_of
+
+# What numbers and names parameters, which belongs to a file and is not carried to another.
+_OF_PARAMETERS = ("params", "param_names", "state")
+_VALUES = {"tuple", "bytes", "float", "global"}
+
+
+class MadeParameter(NamedTuple):
+    """A parameter that a map has made: its name, and the names of the parameters of the source that are in it."""
+
+    name: str
+    sources: frozenset[str]
+
+
+def with_names(nest: str, training: Training, made: Sequence[MadeParameter], where: str) -> str:
+    """Return a nest in which the optimizer's state goes by the names of the parameters that are made, not by numbers.
+
+    Raises MapError if parameters of several groups are put together.
+    """
+    optimizer = training.optimizer
+    if optimizer is None:
+        return nest
+    number_of = {name: number for number, name in training.parameters.items()}
+    group_of = {number: at for at, group in enumerate(optimizer.groups) for number in group.numbers}
+    members: list[list[str]] = [[] for _ in optimizer.groups]
+    states = []
+    root = json.loads(nest)
+    node = _at(root, optimizer.path)
+    values = {entry[0]: entry[1] for entry in entries_of(value_of(node, "state")) or () if len(entry) == 2}
+    for parameter in made:
+        numbers = sorted(number_of[name] for name in parameter.sources if name in number_of)
+        groups = {group_of[number] for number in numbers}
+        if not numbers:
+            continue
+        state = values.get(numbers[0], {"dict": []})
+        if len(groups) > 1 or any(values.get(number, {"dict": []}) != state for number in numbers):
+            raise MapError(
+                "parameters that the optimizer treats differently are put together",
+                expected="one group of parameters, and the same numbers in their state",
+                got=", ".join(sorted(parameter.sources)),
+                where=where,
+                remedy="leave the optimizer's state out (--exclude)",
+            )
+        members[groups.pop()].append(parameter.name)
+        states.append([parameter.name, state])
+    _set(node, "state", {"dict": states})
+    for group, names in zip(value_of(node, "param_groups"), members):
+        _set(group, "params", names)
+        if value_of(group, "param_names") is not None:
+            _set(group, "param_names", names)
+    return json.dumps(root, separators=(",", ":"), ensure_ascii=False)
+
+
+def carried_into(nest: str, source: str | None) -> str:
+    """Return a nest with those values of the source's that both have, numbers and names of parameters apart."""
+    if source is None:
+        return nest
+    root = _carried(json.loads(nest), json.loads(source))
+    return json.dumps(root, separators=(",", ":"), ensure_ascii=False)
+
+
+def _carried(node: Any, source: Any) -> Any:
+    if entries_of(node) is not None and entries_of(source) is not None:
+        return {**node, "dict": [_carried_entry(entry, source) for entry in node["dict"]]}
+    if isinstance(node, list) and isinstance(source, list) and len(node) == len(source):
+        return [_carried(own, other) for own, other in zip(node, source)]
+    return source if _is_value(node) and _is_value(source) else node
+
+
+def _is_value(node: Any) -> bool:
+    """Tell whether a part of a nest is a value in which there is no tensor."""
+    if not isinstance(node, dict):
+        return not isinstance(node, list)
+    return len(node) == 1 and node.keys() <= _VALUES and '"tensor"' not in json.dumps(node)
+
+
+def _carried_entry(entry: list[Any], source: Any) -> list[Any]:
+    if len(entry) == 2 and isinstance(entry[0], str) and entry[0] not in _OF_PARAMETERS:
+        for other in entries_of(source) or ():
+            if len(other) == 2 and other[0] == entry[0]:
+                return [entry[0], _carried(entry[1], other[1])]
+    return entry
+
+
+def _at(node: Any, path: str) -> Any:
+    """Return the dictionary whose names begin with a path."""
+    if not path:
+        return node
+    parts: Iterable[tuple[Any, Any]]
+    if isinstance(node, dict) and isinstance(node.get("tuple"), list):
+        node = node["tuple"]
+    if isinstance(node, list):
+        parts = enumerate(node)
+    else:
+        parts = ((entry[0], entry[1]) for entry in entries_of(node) or () if len(entry) == 2)
+    for key, value in parts:
+        if path.startswith(f"{key}."):
+            found = _at(value, path[len(f"{key}.") :])
+            if found is not None:
+                return found
+    return None
+
+
+def _set(node: Any, key: str, value: Any) -> None:
+    """Replace the value of a key of a dictionary."""
+    for entry in entries_of(node) or ():
+        if entry[0] == key:
+            entry[1:] = [value]

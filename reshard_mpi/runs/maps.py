@@ -1,0 +1,92 @@
+"""What a request says of the names, shapes and types of the target, read from the files that it names."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from reshard_mpi.checkpoints import discovery
+from reshard_mpi.checkpoints.source import SourceCheckpoint
+from reshard_mpi.errors import UsageError
+from reshard_mpi.formats.dtypes import DType
+from reshard_mpi.formats.manifest import NEST
+from reshard_mpi.mapping.likeness import Like
+from reshard_mpi.mapping.mapped import Choice
+from reshard_mpi.mapping.numbering import named_tensors, training_in
+from reshard_mpi.mapping.reading import read_rules
+from reshard_mpi.mapping.rules import TYPES, Rules
+from reshard_mpi.runs.conversion import Conversion
+from reshard_mpi.runs.request import Request
+from reshard_mpi.sharding.placement import unsharded
+
+
+class TensorMap(NamedTuple):
+    """What a request says of names, shapes and types.
+
+    rules: None: every tensor keeps its name and shape. forward: the direction in which the rules are read; None: as the
+    names tell. like: the checkpoint that the target is to be like. digest: of the files that the rules come from; empty
+    if there are none.
+    """
+
+    rules: Rules | None
+    choice: Choice
+    forward: bool | None
+    like: Like | None
+    digest: str
+
+    @classmethod
+    def read(cls, request: Request) -> TensorMap:
+        """Read the map that a request names, and what it says of types and of which tensors are taken.
+
+        Raises MapError if the map cannot be read, UsageError for options that do not belong together.
+        """
+        if request.map is None:
+            options = {"--config": request.config, "--forward": request.forward, "--reverse": request.reverse}
+            for option, given in (options | {"--like": request.like}).items():
+                if given:
+                    raise UsageError(f"{option} belongs to a map", expected="--map FILE|NAME as well", got="no --map")
+        choice = Choice(request.include or None, request.exclude, tuple(map(_typed, request.dtype)))
+        rules, digest = read_rules(request.map, request.config) if request.map is not None else (None, "")
+        like = None if request.like is None else _like(request.like)
+        forward = request.forward if request.forward or request.reverse else None
+        digest = digest if like is None else hashlib.sha256(repr((digest, like)).encode()).hexdigest()
+        return cls(rules, choice, forward, like, digest)
+
+
+def _typed(text: str) -> tuple[str, DType]:
+    """Return the glob and the type of `--dtype TYPE` or `--dtype GLOB=TYPE`."""
+    glob, equals, name = text.rpartition("=")
+    if name not in TYPES or (equals and not glob):
+        raise UsageError("--dtype is no type", expected=f"TYPE or GLOB=TYPE, TYPE one of {', '.join(TYPES)}", got=text)
+    return glob or "*", TYPES[name]
+
+
+def _like(path: str) -> Like:
+    """Read the names and shapes of a checkpoint."""
+    files = discovery.find_shards(path, role="checkpoint that the target is to be like")
+    source = SourceCheckpoint.open(files, None)
+    plan = Conversion(source, unsharded()).plan(0, checked=False)
+    shapes = {spec.name: spec.global_shape for spec in plan.tensors.specs}
+    nest = plan.strings.get(NEST)
+    training = training_in(nest, shapes, tied_tensors(source, shapes), path)
+    named = named_tensors(training, shapes, path, is_stripped=True)
+    plain = {name: shapes[in_file] for name, in_file in named.items()}
+    return Like(path, plain, nest, {name: in_file for name, in_file in named.items() if name != in_file}, training)
+
+
+def tied_tensors(source: SourceCheckpoint, names: Iterable[str]) -> Mapping[str, str]:
+    """Return those tensors of a file that are other ones once more, with the name of the first of these."""
+    if len(source.files.by_rank) != 1:
+        return {}
+    tensors = source.manifest(min(source.files.by_rank)).tensors
+    first: dict[object, str] = {}
+    tied = {}
+    for name in names:
+        entry = tensors.get(name)
+        if entry is None or not entry.size_bytes:
+            continue
+        other = first.setdefault((entry.dtype, entry.shape, entry.source), name)
+        if other != name:
+            tied[name] = other
+    return tied
