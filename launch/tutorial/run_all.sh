@@ -33,10 +33,10 @@ for script in "$tutorial"/[0-9]*_*/run.sh; do
         continue
     fi
     log=$work/$story.log
-    bash "$script" "$work/$story" >"$log" 2>&1
+    bash "$script" "$work/$story" >"$log" 2>&1 </dev/null
     code=$?
-    closing=$(tail -n 1 "$log")
-    if [ "$code" = 0 ] && [[ $closing == "proved: "* ]]; then
+    closing=$(grep '^proved: ' "$log" | tail -n 1)
+    if [ "$code" = 0 ] && [ -n "$closing" ]; then
         echo "$closing"
     else
         cat "$log" >&2
