@@ -150,12 +150,12 @@ def applied(
         taken += states
     else:
         parameters = 0
-    names = {name for match in taken[:parameters] for name in match.sources.values()}
+    parameter_names = {name for match in taken[:parameters] for name in match.sources.values()}
     position = {name: number for number, name in enumerate(inventory)}
     made = [(position[name], _kept(name, inventory[name])) for name in left]
     for number, match in enumerate(taken):
         first = min(position[name] for name in match.sources.values())
-        of_state = number >= parameters or _is_state(match, names, inventory)
+        of_state = number >= parameters or _is_state(match, parameter_names, inventory)
         made += [(first, tensor) for tensor in _of_match(match, inventory, direction, is_state=of_state)]
     made.sort(key=lambda placed: placed[0])
     tensors = [tensor for _, tensor in made]
