@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
 from reshard_mpi.formats.dtypes import DType
+from reshard_mpi.mapping.choice import Choice, is_chosen
 from reshard_mpi.mapping.computing import Computed, Counted, computed, counted
+from reshard_mpi.mapping.fitting import whole_pair
 from reshard_mpi.mapping.following import followed, is_state
 from reshard_mpi.mapping.likeness import Like, require_alike
-from reshard_mpi.mapping.matching import Direction, Inventory, Kind, Match, matches, told_direction, whole_pair
+from reshard_mpi.mapping.matching import Direction, Inventory, Kind, Match, matches, told_direction
 from reshard_mpi.mapping.names import NamePattern
 from reshard_mpi.mapping.pairs import Place, TargetShape
 from reshard_mpi.mapping.rules import TYPES, Fill, Rules
@@ -89,19 +91,6 @@ class Mapped(NamedTuple):
     counted: Counted = Counted(None, (), ())
     cautions: tuple[str, ...] = ()
     settings: Mapping[str, Any] = MappingProxyType({})
-
-
-class Choice(NamedTuple):
-    """What is taken of the tensors that a map makes, by their new names.
-
-    include: globs of which one must match; None: all. exclude: globs of which none may. types: globs with the types
-    that floating-point tensors become. named: what tensors are called in the target's file, where it is not their name.
-    """
-
-    include: tuple[str, ...] | None = None
-    exclude: tuple[str, ...] = ()
-    types: tuple[tuple[str, DType], ...] = ()
-    named: Callable[[str], str] = str
 
 
 def applied(
@@ -342,14 +331,6 @@ def _of_fill(fill: Fill, tensors: Sequence[Made]) -> Iterator[Constant]:
             dtype = fill.dtype or tensor.dtype
             shape = tensor.shape.shape if fill.shape is None else fill.shape
             yield Constant(name, Kind(dtype, shape), fill.element(dtype), fill.where)
-
-
-def is_chosen(choice: Choice, name: str) -> bool:
-    """Tell whether a tensor of the target is taken."""
-    name = choice.named(name)
-    if choice.include is not None and not any(Pattern(glob).matches(name) for glob in choice.include):
-        return False
-    return not any(Pattern(glob).matches(name) for glob in choice.exclude)
 
 
 def _chosen(choice: Choice, tensors: Sequence[Made]) -> tuple[list[Made], list[str]]:

@@ -13,8 +13,9 @@ from support.command_line import Capture, run_here
 import reshard_mpi
 from reshard_mpi.errors import MapError, UsageError
 from reshard_mpi.formats.dtypes import BY_NAME
+from reshard_mpi.mapping.choice import Choice
 from reshard_mpi.mapping.likeness import Like
-from reshard_mpi.mapping.mapped import Choice, Mapped, applied
+from reshard_mpi.mapping.mapped import Mapped, applied
 from reshard_mpi.mapping.matching import Inventory, Kind
 from reshard_mpi.mapping.rules import parse_rules
 
