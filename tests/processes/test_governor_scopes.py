@@ -14,12 +14,7 @@ from support.processes import run_command
 
 from reshard_mpi.processes.governor import usage
 from reshard_mpi.processes.governor.scopes import HostScope, SlurmJob, control_groups, find_scopes, slurm_job
-from reshard_mpi.processes.governor.usage import (
-    anonymous_bytes,
-    available_bytes,
-    resident_bytes,
-    resident_bytes_where,
-)
+from reshard_mpi.processes.governor.usage import anonymous_bytes, resident_bytes
 from reshard_mpi.processes.kernel import children_of
 from reshard_mpi.units import MIB
 
@@ -158,23 +153,6 @@ def test_what_a_process_uses_beyond_its_lease_is_in_use(monkeypatch: pytest.Monk
     assert HostScope.of(None, None).allowed_bytes({own: MIB}) == 1000 + MIB
     job = SlurmJob(f"test-{own}", None, 100 * MIB)
     assert job.allowed_bytes({own: MIB}) == 101 * MIB
-
-
-def test_use_is_what_psutil_says() -> None:
-    name = f"RESHARD_MPI_TEST_{os.getpid()}"
-    waits = [sys.executable, "-c", "held = bytes(range(256)) * (1 << 15); print(flush=True); input()"]
-    with subprocess.Popen(
-        waits, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, name: "a=b"}
-    ) as child:
-        assert child.stdout is not None
-        child.stdout.readline()
-        memory = psutil.Process(child.pid).memory_info()
-        assert resident_bytes(child.pid) == memory.rss > 8 * MIB
-        assert anonymous_bytes(child.pid) == memory.rss - memory.shared
-        assert resident_bytes_where(lambda environment: environment.get(name) == "a=b") == memory.rss
-        assert resident_bytes_where(lambda environment: environment.get(name) == "a") == 0
-        child.communicate(b"")
-    assert available_bytes() == pytest.approx(psutil.virtual_memory().available, rel=0.2)
 
 
 def test_processes_that_have_ended_use_nothing() -> None:
