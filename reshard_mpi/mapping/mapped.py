@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
 from reshard_mpi.formats.dtypes import DType
+from reshard_mpi.mapping.choice import Choice, is_chosen
 from reshard_mpi.mapping.computing import Computed, Counted, computed, counted
+from reshard_mpi.mapping.fitting import whole_pair
 from reshard_mpi.mapping.following import followed, is_state
 from reshard_mpi.mapping.likeness import Like, require_alike
-from reshard_mpi.mapping.matching import Direction, Inventory, Kind, Match, matches, told_direction, whole_pair
+from reshard_mpi.mapping.matching import Direction, Inventory, Kind, Match, matches, told_direction
 from reshard_mpi.mapping.names import NamePattern
 from reshard_mpi.mapping.pairs import Place, TargetShape
 from reshard_mpi.mapping.rules import TYPES, Fill, Rules
@@ -91,19 +93,6 @@ class Mapped(NamedTuple):
     settings: Mapping[str, Any] = MappingProxyType({})
 
 
-class Choice(NamedTuple):
-    """What is taken of the tensors that a map makes, by their new names.
-
-    include: globs of which one must match; None: all. exclude: globs of which none may. types: globs with the types
-    that floating-point tensors become. named: what tensors are called in the target's file, where it is not their name.
-    """
-
-    include: tuple[str, ...] | None = None
-    exclude: tuple[str, ...] = ()
-    types: tuple[tuple[str, DType], ...] = ()
-    named: Callable[[str], str] = str
-
-
 def applied(
     rules: Rules | None,
     choice: Choice,
@@ -115,8 +104,8 @@ def applied(
     """Return what a map makes of the tensors of a checkpoint.
 
     rules: None: every tensor keeps its name and shape. forward: the direction; None: as the names tell. like: decides
-    which equations apply, and must be what comes of it, of the tensors that `choice` takes. settings: of the source's
-    optimizer. Raises MapError if the map does not fit.
+    which equations apply, and in which order tensors are; what is made must be alike, of what `choice` takes. settings:
+    of the source's optimizer. Raises MapError if the map does not fit.
     """
     shapes = None if like is None else like.shapes
     taken: list[Match] = []
@@ -161,6 +150,8 @@ def applied(
     tensors = [tensor for _, tensor in made]
     if like is not None:
         tensors = [_single_shaped(tensor, like.shapes.get(tensor.name)) for tensor in tensors]
+        order = {name: number for number, name in enumerate(like.shapes)}
+        tensors.sort(key=lambda tensor: order.get(tensor.name, len(order)))
     _require_different(tensors)
     constants = _made_up(rules, tensors, direction, like) if rules is not None and direction is not None else []
     numbers: list[Computed] = []
@@ -340,14 +331,6 @@ def _of_fill(fill: Fill, tensors: Sequence[Made]) -> Iterator[Constant]:
             dtype = fill.dtype or tensor.dtype
             shape = tensor.shape.shape if fill.shape is None else fill.shape
             yield Constant(name, Kind(dtype, shape), fill.element(dtype), fill.where)
-
-
-def is_chosen(choice: Choice, name: str) -> bool:
-    """Tell whether a tensor of the target is taken."""
-    name = choice.named(name)
-    if choice.include is not None and not any(Pattern(glob).matches(name) for glob in choice.include):
-        return False
-    return not any(Pattern(glob).matches(name) for glob in choice.exclude)
 
 
 def _chosen(choice: Choice, tensors: Sequence[Made]) -> tuple[list[Made], list[str]]:

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from reshard_mpi.errors import MapError
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.mapping.mapped import Choice, Mapped, applied
+from reshard_mpi.mapping.choice import Choice
+from reshard_mpi.mapping.mapped import Mapped, applied
 from reshard_mpi.mapping.matching import Kind
 from reshard_mpi.mapping.rules import parse_rules
 
