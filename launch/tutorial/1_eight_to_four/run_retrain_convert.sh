@@ -1,0 +1,6 @@
+#!/bin/bash
+# The guide's run_retrain_convert.sh: makes dst_strategy.ckpt, and dst_checkpoints of src_checkpoints, by 4 ranks.
+# Options go to model_transformation_retrain.py.
+. "$(dirname "${BASH_SOURCE[0]}")/ranks.sh"
+
+ranks 4 model_transformation_retrain.py --only_compile=1 "$@"
