@@ -2,8 +2,8 @@
 
     python check.py DST CUT [STATE ...]
 
-DST: the folder with rank_0 to rank_3. CUT: the function of known_tensors.py that cuts. STATE: the optimizer's states that
-must be there (moments).
+DST: the folder with rank_0 to rank_3. CUT: the function of known_tensors.py that cuts. STATE: the optimizer's states
+that must be there (moments).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from strategies import require_same
 
 
 def check(folder: Path, cut_name: str, states: list[str]) -> int:
-    """Return how many slices there are; exit where one is wrong, or where there is more than 4 shards."""
+    """Return how many slices there are; exit where one is wrong, or where there are other ranks than 0 to 3."""
     cut, tensors = getattr(known_tensors, cut_name), known_tensors.whole_tensors(*states)
     for rank in range(4):
         shard = folder / f"rank_{rank}" / f"checkpoint_{rank}.ckpt"
@@ -29,6 +29,5 @@ def check(folder: Path, cut_name: str, states: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    print(
-        f"{sys.argv[1]}: {check(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])} slices equal those of the whole tensors"
-    )
+    count = check(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])
+    print(f"{sys.argv[1]}: {count} slices equal those of the whole tensors")

@@ -1,9 +1,10 @@
 """MindSpore's own parallel compiler, on a machine without devices: strategy files and slices, and nothing is run.
 
-Bound to MindSpore 2.10. Its parallel compiler is part of the CPU build, but goes only where the device is an Ascend or a
-GPU. Here a device called Ascend is registered behind which there is nothing, MindSpore's own stand-in for communication
-(`hccl_test`) answers who is who, and MindSpore is asked to stop when the graph is compiled. What the compiler writes and
-says is what it would for real cards. A process that has called `compile_network` can do nothing else with MindSpore.
+Bound to MindSpore 2.10. Its parallel compiler is part of the CPU build, but goes only where the device is an Ascend or
+a GPU. Here a device called Ascend is registered behind which there is nothing, MindSpore's own stand-in for
+communication (`hccl_test`) answers who is who, and MindSpore is asked to stop when the graph is compiled. What the
+compiler writes and says is what it would for real cards. A process that has called `compile_network` can do nothing
+else with MindSpore.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ def _answer_for_communication(cards: int, rank: int) -> None:
 
 def _group_size(group: str, cards: int) -> int:
     """Return how many ranks a group has. Groups are called SIZE-HASH, but for that of all."""
-    head = group.split("-")[0]
+    head = group.split("-", maxsplit=1)[0]
     return int(head) if head.isdigit() else cards
 
 

@@ -1,8 +1,9 @@
 """An experiment: MindSpore 2.10's CPU build trains the guide's network, cut over several processes.
 
-It is not made for that: its parallel compiler asks for a GPU, and names the group of all ranks as GPUs do. Here two words
-in the memory of the process are others, so that it goes with CPUs and their collectives. Nothing of MindSpore's files is
-changed. What CPUs cannot do remains: optimizer sharding and pipelines compile (`compile_only.py`), and do not run.
+It is not made for that: its parallel compiler asks for a GPU, and names the group of all ranks as GPUs do. Here two
+words in the memory of the process are others, so that it goes with CPUs and their collectives. Nothing of MindSpore's
+files is changed. What CPUs cannot do remains: optimizer sharding and pipelines compile (`compile_only.py`), and do not
+run.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _PROT_READ, _PROT_WRITE, _PROT_EXEC = 1, 2, 4
 def train_and_save(strategy_file: str, checkpoints: str) -> None:
     """Train two epochs on 8 cards and save after the first; the losses of the second are what others must come to."""
     rank, cards = _start(strategy_file)
-    model, network = _model(cards)
+    model, _ = _model(cards)
     first = _train(model)
     shard = _shard(checkpoints, rank)
     shard.parent.mkdir(parents=True, exist_ok=True)
@@ -36,7 +37,7 @@ def train_and_save(strategy_file: str, checkpoints: str) -> None:
     second = _train(model)
     if rank == 0:
         _keep(cards, second)
-        print(f"{cards} cards: loss {first[0]:.4f} to {first[-1]:.4f}, saved, and on to {second[-1]:.4f}", flush=True)
+        print(f"cards: {cards}: loss {first[0]:.4f} to {first[-1]:.4f}, saved, and on to {second[-1]:.4f}", flush=True)
 
 
 def go_on(strategy_file: str, converted_for: Path, checkpoints: str) -> None:
@@ -53,10 +54,7 @@ def go_on(strategy_file: str, converted_for: Path, checkpoints: str) -> None:
     losses = _train(model)
     if rank == 0:
         _keep(cards, losses)
-        print(
-            f"{cards} card{'s' if cards > 1 else ''}: on from the converted checkpoint, loss {losses[0]:.4f} to {losses[-1]:.4f}",
-            flush=True,
-        )
+        print(f"cards: {cards}, from the converted checkpoint on: loss {losses[0]:.4f} to {losses[-1]:.4f}", flush=True)
 
 
 def predict(shard: Path) -> None:

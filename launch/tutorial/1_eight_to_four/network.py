@@ -1,7 +1,7 @@
 """The network of MindSpore's guide, and how its operators are cut. Needs MindSpore.
 
-The guide cuts two of its operators. MindSpore's CPU build can run a step only where all operators that follow are cut so
-that nothing has to be gathered among some of the ranks; `shard_for_cpu` says how.
+The guide cuts two of its operators. MindSpore's CPU build can run a step only where all operators that follow are cut
+so that nothing has to be gathered among some of the ranks; `shard_for_cpu` says how.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from mindspore import nn, ops
 
 
 class Dense(nn.Cell):
-    """The guide's layer: a weight of (inputs, outputs), and a bias. Drawn with numpy, so that every start is the same."""
+    """The guide's layer: a weight of (inputs, outputs), and a bias; drawn with numpy, the same at every start."""
 
     def __init__(self, inputs: int, outputs: int, seed: int) -> None:
         super().__init__()

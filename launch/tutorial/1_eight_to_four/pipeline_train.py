@@ -2,8 +2,8 @@
 
     mpirun -n 8 python -m mpi4py pipeline_train.py
 
-MindSpore runs a pipeline on real cards only; here every rank has its part compiled, and saves what it would hold of known
-tensors, in the files that training leaves: checkpoint-3_1875.ckpt beside checkpoint-graph.meta.
+MindSpore runs a pipeline on real cards only; here every rank has its part compiled, and saves what it would hold of
+known tensors, in the files that training leaves: checkpoint-3_1875.ckpt beside checkpoint-graph.meta.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def main(rank: int, strategies: Path, checkpoints: Path) -> None:
     )
     tensors = whole_tensors("moments")
     slices = {name: part for name, whole in tensors.items() if (part := pipeline(name, whole, rank)) is not None}
-    # The sums of accumulated gradients: zeros at the end of a step. MindSpore keeps them whole on every rank of a stage,
-    # as its compiler says, although its strategy file says that the optimizer cuts them.
+    # The sums of accumulated gradients: zeros at the end of a step. MindSpore keeps them whole on every rank of a
+    # stage, as its compiler says, although its strategy file says that the optimizer cuts them.
     sums = {f"accu_grads.{name}": np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
     slices |= {name: whole for name, whole in sums.items() if name.removeprefix("accu_grads.") in slices}
     shard = checkpoints / f"rank_{rank}" / "checkpoint-3_1875.ckpt"

@@ -35,7 +35,7 @@ bash "$STORY/run_retrain_pipeline.sh"
 
 echo "=== an experiment: 8 CPU processes train, 4 go on, and one"
 mkdir cpu
-cd cpu
+cd cpu || exit
 bash "$STORY/run_saving.sh" --sharding=cpu
 cmp src_strategy.ckpt "$STORY/strategies/cpu/src_strategy.ckpt"
 cp "$STORY/strategies/cpu/dst_strategy.ckpt" .

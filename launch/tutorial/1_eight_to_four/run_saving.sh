@@ -1,6 +1,7 @@
 #!/bin/bash
 # The run_saving.sh of the guide's page "Model Saving": src_strategy.ckpt and src_checkpoints of 8 ranks.
 # With --sharding=cpu it trains, on 8 CPU processes.
+# shellcheck source-path=SCRIPTDIR source=ranks.sh
 . "$(dirname "${BASH_SOURCE[0]}")/ranks.sh"
 
 case " $* " in

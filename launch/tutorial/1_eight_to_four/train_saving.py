@@ -3,8 +3,8 @@
     python train_saving.py                        # known tensors, cut as the guide's 8 cards hold them
     msrun ... train_saving.py --sharding=cpu      # really trained, on 8 CPU processes
 
-MindSpore trains the guide's sharding on real cards only. So known tensors stand in for trained ones: wherever an element
-goes, it can be told which one it is.
+MindSpore trains the guide's sharding on real cards only. So known tensors stand in for trained ones: wherever an
+element goes, it can be told which one it is.
 """
 
 from __future__ import annotations
