@@ -4,15 +4,29 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 import sysconfig
 from pathlib import Path
 
 import numpy as np
 import pytest
+from support.checkpoints import Arrays, as_read, read_shard, write_shard
 from support.launch import MPI, find_mpi
 from support.processes import Finished, run_command
 
+from reshard_mpi import transform
+
 TUTORIAL = Path(__file__).parents[2] / "launch" / "tutorial"
+LENET = {
+    "conv1.weight": (6, 1, 5, 5),
+    "conv2.weight": (16, 6, 5, 5),
+    "fc1.weight": (120, 400),
+    "fc1.bias": (120,),
+    "fc2.weight": (84, 120),
+    "fc2.bias": (84,),
+    "fc3.weight": (10, 84),
+    "fc3.bias": (10,),
+}
 HAS_MINDSPORE = importlib.util.find_spec("mindspore") is not None
 
 
@@ -41,6 +55,37 @@ def test_eight_to_four(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
+@pytest.mark.mindspore
+def test_custom_loop(tmp_path: Path) -> None:
+    finished = run_story("2_custom_loop", tmp_path / "work", "3", "5")
+    assert finished.out.splitlines()[-1].startswith("proved: after 1 -> 3 -> 5 -> 1 in mid-training 15 losses")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7, 11, 16])
+def test_custom_loop_converts_for_any_number_of_ranks(tmp_path: Path, ranks: int) -> None:
+    """The story's conversion without its framework: LeNet's tensors, its momentum and counters."""
+    strategy = run_command([sys.executable, TUTORIAL / "2_custom_loop" / "strategy.py", str(ranks)], check=True).out
+    (tmp_path / "strategy.toml").write_text(strategy)
+    random = np.random.default_rng(4)
+    tensors: Arrays = {
+        state + name: random.standard_normal(shape, np.float32)
+        for state in ("", "moments.")
+        for name, shape in LENET.items()
+    }
+    tensors |= {"learning_rate": np.array(0.01, np.float32), "epoch_num": np.array(1, np.int64)}
+    write_shard(tensors, tmp_path / "lenet.ckpt")
+    transform(tmp_path / "lenet.ckpt", tmp_path / "cut", dst_strategy=tmp_path / "strategy.toml")
+    transform(tmp_path / "cut", tmp_path / "back", src_strategy=tmp_path / "strategy.toml")
+    assert read_shard(tmp_path / "back" / "rank_0" / "checkpoint_0.ckpt") == as_read(tensors)
+    heights = [
+        read_shard(tmp_path / "cut" / f"rank_{rank}" / f"checkpoint_{rank}.ckpt")["moments.fc1.weight"][1][0]
+        for rank in range(ranks)
+    ]
+    step = -(-120 // ranks)
+    assert heights == [len(range(120)[rank * step : (rank + 1) * step]) for rank in range(ranks)]
+
+
 @pytest.mark.parametrize("damage", ["one element", "a tensor too many", "a rank too many"])
 def test_the_check_of_slices_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
     """The story's own check, beside shards that are right but for one thing."""
@@ -65,7 +110,7 @@ def test_the_check_of_slices_can_fail(tmp_path: Path, monkeypatch: pytest.Monkey
         check(tmp_path, "four_cards", [])
 
 
-def run_story(name: str, work: Path, *, mpi: MPI | None = None) -> Finished:
+def run_story(name: str, work: Path, *arguments: str, mpi: MPI | None = None) -> Finished:
     """Run a story with the programs of these tests' environment; it must succeed."""
     folders = [sysconfig.get_path("scripts"), os.environ["PATH"]]
     if mpi is not None:
@@ -77,7 +122,10 @@ def run_story(name: str, work: Path, *, mpi: MPI | None = None) -> Finished:
         folders.insert(0, str(mpirun.parent))
     environment = {"PATH": os.pathsep.join(folders), **(mpi.environment if mpi else {})}
     finished = run_command(
-        ["bash", str(TUTORIAL / name / "run.sh"), str(work)], env=environment, timeout_seconds=600, check=True
+        ["bash", str(TUTORIAL / name / "run.sh"), str(work), *arguments],
+        env=environment,
+        timeout_seconds=600,
+        check=True,
     )
     assert finished.out.splitlines()[-1].startswith("proved: "), finished
     return finished

@@ -1,4 +1,7 @@
-"""Where strategy files come from: MindSpore's compiler where it is installed, else the files that it once wrote."""
+"""Where strategy files come from: MindSpore's compiler where it is installed, else the files that it once wrote.
+
+`python strategies.py` says whether it is: yes or no.
+"""
 
 from __future__ import annotations
 
@@ -66,3 +69,7 @@ def require_same(tensors: Mapping[str, np.ndarray], expected: Mapping[str, np.nd
     for name, array in expected.items():
         if tensors[name].shape != array.shape or tensors[name].tobytes() != array.tobytes():
             raise SystemExit(f"{shard}: {name!r} is not the slice that this rank must hold")
+
+
+if __name__ == "__main__":
+    print("yes" if has_compiler() else "no")
