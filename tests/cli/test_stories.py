@@ -1,139 +1,131 @@
-"""The stories of launch/tutorial: what each says it has proved, that it can fail, and the script that runs them all."""
+"""The tutorial's stories that need MPI or MindSpore, run as a user runs them: each proves what it says, or fails."""
 
 from __future__ import annotations
 
-import json
+import importlib.util
 import os
-import shutil
 import sys
 import sysconfig
 from pathlib import Path
-from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
+from support.checkpoints import Arrays, as_read, read_shard, write_shard
+from support.launch import MPI, find_mpi
 from support.processes import Finished, run_command
 
+from reshard_mpi import transform
+
 TUTORIAL = Path(__file__).parents[2] / "launch" / "tutorial"
-STORIES = sorted(path.parent for path in TUTORIAL.glob("[0-9]*_*/run.sh"))
-SCRIPTS = sorted(TUTORIAL.rglob("*.sh"))
-
-# All stories run one after another, which takes minutes.
-TIMEOUT_SECONDS = 1200
-
-
-def needed_by(story: Path) -> list[str]:
-    """Return the frameworks that a story says it needs."""
-    (line,) = (line for line in (story / "run.sh").read_text().splitlines() if line.startswith("# needs:"))
-    return line.removeprefix("# needs:").split()
-
-
-def marked(value: Any, frameworks: list[str]) -> Any:
-    """Return a parameter whose tests need these frameworks."""
-    return pytest.param(value, marks=[getattr(pytest.mark, name) for name in frameworks])
-
-
-def environment() -> dict[str, str]:
-    """Return the environment in which scripts find `python` and `reshard-mpi` of these tests' environment."""
-    return {"PATH": os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])}
-
-
-class Run(NamedTuple):
-    """What run_all.sh printed, and the folder of what the stories wrote."""
-
-    finished: Finished
-    folder: Path
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    folder = tmp_path_factory.mktemp("stories")
-    command = ["bash", str(TUTORIAL / "run_all.sh"), str(folder)]
-    return Run(run_command(command, env=environment(), timeout_seconds=TIMEOUT_SECONDS), folder)
-
-
-@pytest.mark.xdist_group("stories")
-@pytest.mark.parametrize("story", [marked(path, needed_by(path)) for path in STORIES], ids=lambda path: path.name)
-def test_a_story_is_proved(run: Run, story: Path) -> None:
-    log = run.folder / f"{story.name}.log"
-    assert log.exists(), run.finished
-    closing = [line for line in log.read_text().splitlines() if line.startswith("proved: ")]
-    assert len(closing) == 1 and closing[0] in run.finished.out.splitlines(), run.finished
-
-
-# A file of losses that a story compares, and what its prove.py is told.
-LOSSES = {
-    "4_precision": ("mixed/losses_resumed.json", ["fp16", "fp32", "mixed"]),
-    "5_migration": ("notes/mindspore_1.json", []),
-    "6_fsdp": ("losses_2.json", []),
+LENET = {
+    "conv1.weight": (6, 1, 5, 5),
+    "conv2.weight": (16, 6, 5, 5),
+    "fc1.weight": (120, 400),
+    "fc1.bias": (120,),
+    "fc2.weight": (84, 120),
+    "fc2.bias": (84,),
+    "fc3.weight": (10, 84),
+    "fc3.bias": (10,),
 }
+HAS_MINDSPORE = importlib.util.find_spec("mindspore") is not None
 
 
-@pytest.mark.xdist_group("stories")
-@pytest.mark.parametrize("name", [marked(name, needed_by(TUTORIAL / name)) for name in LOSSES])
-def test_a_story_with_another_loss_is_not_proved(run: Run, tmp_path: Path, name: str) -> None:
-    path, arguments = LOSSES[name]
-    work = tmp_path / name
-    shutil.copytree(run.folder / name, work)
-    losses = json.loads((work / path).read_text())
-    losses[-1] += 0.01
-    (work / path).write_text(json.dumps(losses))
-    import_path = os.pathsep.join(filter(None, [str(TUTORIAL), os.environ.get("PYTHONPATH")]))
-    finished = run_command(
-        [sys.executable, str(TUTORIAL / name / "prove.py"), *arguments], env={"PYTHONPATH": import_path}, cwd=work
+@pytest.mark.slow
+@pytest.mark.skipif(HAS_MINDSPORE, reason="with MindSpore the whole story is run")
+def test_eight_to_four_without_mindspore(mpi: MPI, tmp_path: Path) -> None:
+    finished = run_story("1_eight_to_four", tmp_path / "work", mpi=mpi)
+    assert finished.out.splitlines()[-2:] == [
+        "not run: compiling and training, which need MindSpore 2.10",
+        "proved: 8 cards to 4 by MindSpore's strategy files, for training, for inference and from a pipeline:"
+        " all 120 slices are those of the whole tensors",
+    ]
+    logs = {str(path.relative_to(tmp_path / "work")) for path in (tmp_path / "work").glob("log_output/**/stdout")}
+    assert logs == {f"log_output/1/rank.{rank}/stdout" for rank in range(4)}
+
+
+@pytest.mark.slow
+@pytest.mark.mindspore
+def test_eight_to_four(tmp_path: Path) -> None:
+    mpi = find_mpi("mpich")
+    if mpi is None:
+        pytest.skip("mpich is not installed")
+    finished = run_story("1_eight_to_four", tmp_path / "work", mpi=mpi)
+    assert finished.out.splitlines()[-1].startswith(
+        "proved: 8 cards to 4 for training, for inference and from a pipeline"
     )
-    assert finished.code == 1 and "proved" not in finished.out, finished
-    assert "Traceback" not in finished.err, finished
 
 
-def made_up_stories(folder: Path, scripts: dict[str, str]) -> Path:
-    """Write stories with these scripts, and run_all.sh beside them; return its path."""
-    for name, script in scripts.items():
-        (folder / name).mkdir(parents=True)
-        (folder / name / "run.sh").write_text(f"#!/bin/bash\n{script}\n")
-    return Path(shutil.copy(TUTORIAL / "run_all.sh", folder))
+@pytest.mark.slow
+@pytest.mark.mindspore
+def test_custom_loop(tmp_path: Path) -> None:
+    finished = run_story("2_custom_loop", tmp_path / "work", "3", "5")
+    assert finished.out.splitlines()[-1].startswith("proved: after 1 -> 3 -> 5 -> 1 in mid-training 15 losses")
 
 
-def test_what_is_proved_is_printed_and_frameworks_that_are_missing_are_named(tmp_path: Path) -> None:
-    scripts = {
-        "1_plain": "# needs:\necho noise >&2\necho 'proved: it' ; mkdir $1",
-        "2_elsewhere": "# needs: json no_such_framework\necho 'proved: nothing'",
-        "3_both": "# needs: json\necho 'proved: that'; echo a warning at the end",
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7, 11, 16])
+def test_custom_loop_converts_for_any_number_of_ranks(tmp_path: Path, ranks: int) -> None:
+    """The story's conversion without its framework: LeNet's tensors, its momentum and counters."""
+    strategy = run_command([sys.executable, TUTORIAL / "2_custom_loop" / "strategy.py", str(ranks)], check=True).out
+    (tmp_path / "strategy.toml").write_text(strategy)
+    random = np.random.default_rng(4)
+    tensors: Arrays = {
+        state + name: random.standard_normal(shape, np.float32)
+        for state in ("", "moments.")
+        for name, shape in LENET.items()
     }
-    run_all = made_up_stories(tmp_path / "stories", scripts)
-    finished = run_command(["bash", str(run_all), str(tmp_path / "work")], env=environment())
-    expected = "proved: it\nskipped: 2_elsewhere needs no_such_framework\nproved: that\n"
-    assert (finished.code, finished.out, finished.err) == (0, expected, "")
-    assert (tmp_path / "work" / "1_plain").is_dir()
-    assert (tmp_path / "work" / "1_plain.log").read_text() == "noise\nproved: it\n"
+    tensors |= {"learning_rate": np.array(0.01, np.float32), "epoch_num": np.array(1, np.int64)}
+    write_shard(tensors, tmp_path / "lenet.ckpt")
+    transform(tmp_path / "lenet.ckpt", tmp_path / "cut", dst_strategy=tmp_path / "strategy.toml")
+    transform(tmp_path / "cut", tmp_path / "back", src_strategy=tmp_path / "strategy.toml")
+    assert read_shard(tmp_path / "back" / "rank_0" / "checkpoint_0.ckpt") == as_read(tensors)
+    heights = [
+        read_shard(tmp_path / "cut" / f"rank_{rank}" / f"checkpoint_{rank}.ckpt")["moments.fc1.weight"][1][0]
+        for rank in range(ranks)
+    ]
+    step = -(-120 // ranks)
+    assert heights == [len(range(120)[rank * step : (rank + 1) * step]) for rank in range(ranks)]
 
 
-@pytest.mark.parametrize("script", ["echo 'proved: it'; exit 3", "echo it is proved: so", "exit 1"])
-def test_a_story_that_proves_nothing_fails(tmp_path: Path, script: str) -> None:
-    scripts = {"1_wrong": f"# needs:\necho something\n{script}", "2_right": "# needs:\necho 'proved: it'"}
-    finished = run_command(["bash", str(made_up_stories(tmp_path / "stories", scripts))], env=environment())
-    assert finished.code == 1 and "something" in finished.err, finished
-    assert finished.out.splitlines()[0].startswith("not proved: 1_wrong"), finished
-    assert finished.out.splitlines()[1:] == ["proved: it"], finished
+@pytest.mark.parametrize("damage", ["one element", "a tensor too many", "a rank too many"])
+def test_the_check_of_slices_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
+    """The story's own check, beside shards that are right but for one thing."""
+    monkeypatch.syspath_prepend(str(TUTORIAL / "1_eight_to_four"))
+    from check import check  # type: ignore[import-not-found]
+    from checkpoint_files import save  # type: ignore[import-not-found]
+    from known_tensors import four_cards, whole_tensors  # type: ignore[import-not-found]
+
+    shards = [{name: four_cards(name, whole, rank) for name, whole in whole_tensors().items()} for rank in range(4)]
+    for rank, shard in enumerate(shards):
+        save(tmp_path / f"rank_{rank}" / f"checkpoint_{rank}.ckpt", shard)
+    assert check(tmp_path, "four_cards", []) == 24
+
+    if damage == "one element":
+        shards[3]["layer2.bias"] = shards[3]["layer2.bias"] + np.eye(1, 128, 5, dtype=np.float32)[0]
+    elif damage == "a tensor too many":
+        shards[3]["more"] = np.zeros(1, np.float32)
+    else:
+        save(tmp_path / "rank_4" / "checkpoint_4.ckpt", shards[3])
+    save(tmp_path / "rank_3" / "checkpoint_3.ckpt", shards[3])
+    with pytest.raises(SystemExit):
+        check(tmp_path, "four_cards", [])
 
 
-@pytest.mark.parametrize("name", [path.name for path in STORIES])
-def test_a_folder_that_is_not_empty_is_left_alone(tmp_path: Path, name: str) -> None:
-    (tmp_path / "mine").write_text("kept")
-    finished = run_command(["bash", str(TUTORIAL / name / "run.sh"), str(tmp_path)], env=environment())
-    assert finished.code == 2 and "is not empty" in finished.err, finished
-    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
-
-
-def test_there_is_a_page_for_each_story() -> None:
-    assert STORIES
-    for story in STORIES:
-        assert f"launch/tutorial/{story.name}/run.sh" in (story / "README.md").read_text()
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: str(path.relative_to(TUTORIAL)))
-def test_scripts_are_sound(script: Path) -> None:
-    run_command(["bash", "-n", str(script)], check=True)
-    assert max(len(line) for line in script.read_text().splitlines()) <= 120
-    if shutil.which("shellcheck") is None:
-        pytest.skip("shellcheck is not installed")
-    run_command(["shellcheck", "--external-sources", str(script)], check=True)
+def run_story(name: str, work: Path, *arguments: str, mpi: MPI | None = None) -> Finished:
+    """Run a story with the programs of these tests' environment; it must succeed."""
+    folders = [sysconfig.get_path("scripts"), os.environ["PATH"]]
+    if mpi is not None:
+        # A folder with this mpirun alone: beside it may lie a python of another environment.
+        work.parent.joinpath("bin").mkdir()
+        mpirun = work.parent / "bin" / "mpirun"
+        mpirun.write_text(f'#!/bin/bash\nexec {mpi.launcher} "$@"\n')
+        mpirun.chmod(0o755)
+        folders.insert(0, str(mpirun.parent))
+    environment = {"PATH": os.pathsep.join(folders), **(mpi.environment if mpi else {})}
+    finished = run_command(
+        ["bash", str(TUTORIAL / name / "run.sh"), str(work), *arguments],
+        env=environment,
+        timeout_seconds=600,
+        check=True,
+    )
+    assert finished.out.splitlines()[-1].startswith("proved: "), finished
+    return finished
