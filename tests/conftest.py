@@ -55,7 +55,7 @@ _SLOW_FIXTURES = {"mpi", "mpirun", "slurm", "mindspore"}
 _SLOW_MODULES = {
     *("test_benchmarks", "test_faults_kills", "test_hosts", "test_launch", "test_launch_scripts", "test_mindformers"),
     *("test_inside_ranks", "test_lost_shards_random", "test_memory", "test_random_pairs", "test_readme", "test_slurm"),
-    *("test_slurm_memory", "test_spoiled_random", "test_tutorial"),
+    *("test_all_stories", "test_slurm_memory", "test_spoiled_random", "test_tutorial"),
 }
 # What starts a process, or has one started, by the names of the functions.
 _STARTERS = {"run_command", "measure_peak", "run_ranks", "Popen", "mpirun_command"}

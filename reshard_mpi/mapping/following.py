@@ -6,7 +6,7 @@ parameters, it takes their state as well: what is before and behind the paramete
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -82,19 +82,37 @@ def followed(
         if chosen is not None:
             yield _of_kept(chosen, name, _target(chosen, direction).around(base), inventory)
     for (number, affixes), bases in families.items():
-        match = matches[number]
-        needed = [*match.sources.values(), *match.equal]
+        match = _having_state(matches[number], bases, affixes)
+        chosen = _chosen(by_affixes.get(affixes, ()), tuple(match.targets.values()), direction, like)
+        target_affixes = affixes if chosen is None else _target(chosen, direction)
+        yield _state(match, affixes, target_affixes, inventory, chosen)
+
+
+def _having_state(match: Match, bases: Collection[str], affixes: Affixes) -> Match:
+    """Return the part of a match that has a state: a BatchNorm's running figures have none, weight and bias may have.
+
+    bases: the names of the parameters that have it. affixes: what is around them in those of the state. Raises MapError
+    if some of the parameters that a tensor is made of have it, and others have not.
+    """
+    targets = {}
+    for place, target in match.targets.items():
+        parts = dict.fromkeys(match.sources[pair.source] for pair in match.geometry.targets[place].pairs)
+        needed = [*parts, *match.equal]
         lacking = [name for name in needed if name not in bases]
-        if lacking:
+        if not lacking:
+            targets[place] = target
+        elif len(lacking) < len(needed):
             raise MapError(
                 "some of the parameters that are put together have a state that others have not",
                 expected=", ".join(map(affixes.around, needed[:_MAX_NAMED])),
                 got=f"not there, or of another shape: {', '.join(map(affixes.around, lacking[:_MAX_NAMED]))}",
                 where=match.rule.where,
             )
-        chosen = _chosen(by_affixes.get(affixes, ()), tuple(match.targets.values()), direction, like)
-        target_affixes = affixes if chosen is None else _target(chosen, direction)
-        yield _state(match, affixes, target_affixes, inventory, chosen)
+    return match._replace(
+        sources={place: name for place, name in match.sources.items() if name in bases},
+        targets=targets,
+        geometry=match.geometry._replace(targets={place: match.geometry.targets[place] for place in targets}),
+    )
 
 
 def _parted(name: str, known: Iterable[Affixes], inventory: Inventory) -> tuple[str, Affixes] | None:

@@ -74,6 +74,24 @@ def test_a_state_that_only_some_of_the_parameters_have_is_refused(tmp_path: Path
     assert "moments.l.0.up" in str(error.value)
 
 
+def test_state_follows_where_others_of_its_equation_have_none(tmp_path: Path) -> None:
+    """As with a BatchNorm: its running mean stands in the equation of its weight, and has no state."""
+    tensors = {"norm.weight": floats(3), "norm.running_mean": floats(3, first=10)}
+    state = {"moments.norm.weight": floats(3, first=20), "state.norm.weight.step": np.array(7, np.float32)}
+    equation = "{p*}.weight [c], {p*}.running_mean [c] <=> {p*}.gamma [c], {p*}.moving_mean [c]"
+    source = source_of(tmp_path, tensors | state)
+    map_path = map_of(tmp_path, f'[[map]]\neq = "{equation}"\noptional = true\n')
+    reshard_mpi.transform(source, tmp_path / "dst", map=map_path)
+    expected = {"norm.gamma": tensors["norm.weight"], "norm.moving_mean": tensors["norm.running_mean"]}
+    expected |= {
+        "moments.norm.gamma": state["moments.norm.weight"],
+        "state.norm.gamma.step": state["state.norm.weight.step"],
+    }
+    assert_held(tmp_path / "dst", expected)
+    reshard_mpi.transform(tmp_path / "dst", tmp_path / "back", map=map_path)
+    assert_held(tmp_path / "back", tensors | state)
+
+
 def test_a_counter_of_each_parameter_becomes_one_if_all_are_the_same(tmp_path: Path) -> None:
     tensors = {"l.0.gate": floats(3, 2), "l.0.up": floats(3, 2)}
     counters = {f"state.{name}.step": np.array(7, np.float32) for name in tensors}

@@ -1,5 +1,5 @@
 #!/bin/bash
-# fp16, fp32 and mixed precision in torch: stopped after an epoch, through 4 and 3 ranks, gone on; weights for inference.
+# fp16, fp32 and mixed precision in torch: stopped after an epoch, gone on through 4 and 3 ranks; weights for inference.
 #
 #   launch/tutorial/4_precision/run.sh [FOLDER]
 #
