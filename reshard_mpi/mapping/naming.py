@@ -62,8 +62,11 @@ def applied_to_file(
     if training.optimizer is None or source.nest is None:
         return MappedFile(in_files, source.nest)
     parameters = [_parameter(made, training) for made in in_files.made if _is_parameter(made, training)]
+    begin = f"{training.optimizer.path}state."
+    is_kept = any(made.name.startswith(begin) for made in in_files.made)
     note = "the optimizer's state goes by names of parameters, as torch's set_optimizer_state_dict takes it"
-    return MappedFile(in_files, with_names(source.nest, training, parameters, source.path), (note,))
+    nest = with_names(source.nest, training, parameters, source.path)
+    return MappedFile(in_files, nest, (note,) if is_kept else ())
 
 
 def _training(choice: Choice, inventory: Inventory, source: SourceFile) -> Training:
