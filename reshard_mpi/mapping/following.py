@@ -1,7 +1,8 @@
 """State that belongs to a parameter: tensors with the parameter's name in theirs, and its shape or a single element.
 
-`moments.w`, `adam_m.w`, `optimizer.state.w.exp_avg` and `optimizer.state.w.step` belong to `w`. Where an equation takes
-parameters, it takes their state as well: what is before and behind the parameter's name stays.
+`moments.w`, `adam_m.w`, `optimizer.state.w.exp_avg` and `optimizer.state.w.step` belong to `w`: one of the words around
+the name is one that optimizers use. `encoder.w` is another parameter. Where an equation takes parameters, it takes
+their state as well: what is before and behind the parameter's name stays.
 """
 
 from __future__ import annotations
@@ -18,6 +19,52 @@ from reshard_mpi.mapping.pairs import Geometry, Place, TargetShape
 from reshard_mpi.mapping.rules import EquationRule, Rules
 
 _MAX_NAMED = 5
+# Names of more parts are those of no state.
+_MAX_PARTS = 48
+# Words that frameworks have in the names of what optimizers and training keep of a parameter.
+_STATE_WORDS = frozenset(
+    [
+        "accu_grads",
+        "accum",
+        "accumulator",
+        "acc_delta",
+        "adam_m",
+        "adam_v",
+        "ema",
+        "exp_avg",
+        "exp_avg_sq",
+        "exp_avg_diff",
+        "exp_inf",
+        "fp32_param",
+        "grad_avg",
+        "grad_sum",
+        "main_param",
+        "master",
+        "master_param",
+        "max_exp_avg_sq",
+        "mean_grad",
+        "mean_square",
+        "moment",
+        "moment1",
+        "moment2",
+        "moments",
+        "momentum",
+        "momentum_buf",
+        "momentum_buffer",
+        "optim",
+        "optimizer",
+        "optimizer_state",
+        "optimizer_states",
+        "optim_state",
+        "square_avg",
+        "stat",
+        "state",
+        "step",
+        "sum",
+        "velocity",
+        "vhat",
+    ]
+)
 
 
 class Affixes(NamedTuple):
@@ -126,8 +173,20 @@ def _parted(name: str, known: Iterable[Affixes], inventory: Inventory) -> tuple[
 
 def _parted_anywhere(name: str, known: Mapping[str, int]) -> tuple[str, Affixes] | None:
     """Return the parameter among `known` that state belongs to, and what is around its name."""
-    base = _base(name, known)
-    return None if base is None else (base, Affixes(*name.split(base, 1)))
+    parts = name.split(".")
+    for length in range(len(parts) - 1, 0, -1) if len(parts) <= _MAX_PARTS else ():
+        for start in range(len(parts) - length + 1):
+            base = ".".join(parts[start : start + length])
+            before, behind = parts[:start], parts[start + length :]
+            if base in known and not _STATE_WORDS.isdisjoint((*before, *behind)):
+                return base, Affixes("".join(f"{part}." for part in before), "".join(f".{part}" for part in behind))
+    return None
+
+
+def is_named_as_state(name: str, base: str) -> bool:
+    """Tell whether a name is that of a parameter behind words of which one is an optimizer's."""
+    before = name.removesuffix(f".{base}")
+    return before != name and not _STATE_WORDS.isdisjoint(before.split("."))
 
 
 def _target(rule: EquationRule, direction: Direction) -> Affixes:
@@ -153,17 +212,6 @@ def _of_kept(rule: EquationRule, name: str, target: str, inventory: Inventory) -
     place, shape = Place(0, ()), inventory[name].shape
     whole = TargetShape(shape, (whole_pair(place, shape),), ())
     return Match(rule, {place: name}, {place: target}, Geometry({place: whole}, {}))
-
-
-def _base(name: str, known: Mapping[str, int]) -> str | None:
-    """Return the longest of the `known` names that is a part of `name`, between dots; None if none is."""
-    parts = name.split(".")
-    for length in range(len(parts) - 1, 0, -1):
-        for start in range(len(parts) - length + 1):
-            candidate = ".".join(parts[start : start + length])
-            if candidate in known:
-                return candidate
-    return None
 
 
 def _state(

@@ -10,7 +10,7 @@ from reshard_mpi.errors import MapError
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.mapping.blocks import EquationProblem
 from reshard_mpi.mapping.fitting import fitted
-from reshard_mpi.mapping.pairs import Geometry, Place
+from reshard_mpi.mapping.pairs import MAX_PAIRS, Geometry, Place
 from reshard_mpi.mapping.rules import EquationRule, Rules
 from reshard_mpi.mapping.sizes import SizesProblem, extent
 from reshard_mpi.mapping.syntax import Term, axes_of
@@ -149,6 +149,7 @@ def matches(rules: Rules, inventory: Inventory, direction: Direction, like: Like
     """
     left = dict(inventory)
     known: dict[object, Geometry] = {}
+    shapes_met = boxes = 0
     for rule in rules.equations:
         if like is None and rule.like == "only":
             continue
@@ -171,7 +172,18 @@ def matches(rules: Rules, inventory: Inventory, direction: Direction, like: Like
                 continue
             applies = True
             for name in (*match.sources.values(), *match.equal):
-                left.pop(name, None)
+                if name not in left:
+                    raise MapError("not one-to-one: an equation takes a tensor twice", got=name, where=rule.where)
+                del left[name]
+            if len(known) > shapes_met:
+                shapes_met = len(known)
+                boxes += sum(len(shape.pairs) for shape in match.geometry.targets.values())
+            if boxes > MAX_PAIRS:
+                raise MapError(
+                    f"the map would put tensors together from more than {MAX_PAIRS} boxes of different shapes",
+                    where=rule.where,
+                    remedy="convert the tensors in several runs (--include), or change fewer of their axes at once",
+                )
             yield match
         if not applies and not rule.is_optional:
             raise MapError(

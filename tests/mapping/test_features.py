@@ -334,3 +334,35 @@ def test_every_form_is_written_through_a_map(tmp_path: Path, to: str) -> None:
     reshard_mpi.transform(source, tmp_path / "dst", map=map_path, to=to)
     reshard_mpi.transform(tmp_path / "dst", tmp_path / "back", map=map_path, to="safetensors")
     assert_held(tmp_path / "back", tensors)
+
+
+def test_only_what_is_named_as_state_follows(tmp_path: Path) -> None:
+    """Not a parameter whose name ends like that of another one, nor one whose name has the same letters in it."""
+    tensors = {"0.weight": floats(3, 3), "encoder.0.weight": floats(3, 3, first=10), "w": floats(2, 3)}
+    tensors |= {"weights.w": floats(2, 3, first=20), "adam_m.w": floats(2, 3, first=30)}
+    text = "[[map]]\neq = '0.weight [a b] <=> 0.kernel [b a]'\n[[map]]\neq = 'w [a b] <=> kernel [b a]'"
+    reshard_mpi.transform(source_of(tmp_path, tensors), tmp_path / "dst", map=map_of(tmp_path, text))
+    turned = {"0.kernel": "0.weight", "kernel": "w", "adam_m.kernel": "adam_m.w"}
+    expected = {name: tensors[source].T for name, source in turned.items()}
+    assert_held(tmp_path / "dst", expected | {name: tensors[name] for name in ("encoder.0.weight", "weights.w")})
+
+
+def test_a_type_for_all_leaves_counters_as_they_are(tmp_path: Path) -> None:
+    """A bfloat16 cannot count to 257."""
+    counters = {"optimizer.state.w.step": np.array([257], np.float32), "learning_rate": np.array(0.1, np.float32)}
+    source = source_of(tmp_path, {"w": floats(3), **counters})
+    reshard_mpi.transform(source, tmp_path / "dst", dtype="bf16")
+    assert_held(tmp_path / "dst", {"w": floats(3).astype(ml_dtypes.bfloat16), **counters})
+    reshard_mpi.transform(source, tmp_path / "named", dtype=["bf16", "*.step=fp64"])
+    assert held(tmp_path / "named")["optimizer.state.w.step"].dtype == np.float64
+
+
+def test_what_is_made_up_is_chosen_and_typed_like_the_rest(tmp_path: Path) -> None:
+    text = "[[map]]\neq = '{p*}.mean [c] <=> {p*}.moving_mean [c]'\n"
+    text += "[[map]]\nfill = { name = '{p*}.gamma', value = 1, beside = '{p*}.moving_mean' }\n"
+    source, map_path = source_of(tmp_path, {"bn.mean": floats(3)}), map_of(tmp_path, text)
+    reshard_mpi.transform(source, tmp_path / "dst", map=map_path, dtype="bf16")
+    ones = np.ones(3, ml_dtypes.bfloat16)
+    assert_held(tmp_path / "dst", {"bn.gamma": ones, "bn.moving_mean": floats(3).astype(ml_dtypes.bfloat16)})
+    reshard_mpi.transform(source, tmp_path / "without", map=map_path, exclude="*.gamma")
+    assert_held(tmp_path / "without", {"bn.moving_mean": floats(3)})
