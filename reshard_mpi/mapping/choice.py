@@ -27,24 +27,11 @@ class Choice(NamedTuple):
 ANY = "*"
 # What training counts and sets, in single numbers: their types stay unless they are named.
 _COUNTERS = frozenset(
-    [
-        "step",
-        "global_step",
-        "state_step",
-        "step_num",
-        "epoch_num",
-        "beta1_power",
-        "beta2_power",
-        "learning_rate",
-        "lr",
-        "momentum",
-        "scale",
-        "scale_sense",
-        "loss_scale",
-        "_growth_tracker",
-        "current_iterator_step",
-        "last_overflow_iterator_step",
-    ]
+    (
+        *("step", "global_step", "state_step", "step_num", "epoch_num", "beta1_power", "beta2_power", "learning_rate"),
+        *("lr", "momentum", "scale", "scale_sense", "loss_scale", "_growth_tracker", "current_iterator_step"),
+        *("last_overflow_iterator_step",),
+    )
 )
 
 

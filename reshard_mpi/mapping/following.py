@@ -23,47 +23,13 @@ _MAX_NAMED = 5
 _MAX_PARTS = 48
 # Words that frameworks have in the names of what optimizers and training keep of a parameter.
 _STATE_WORDS = frozenset(
-    [
-        "accu_grads",
-        "accum",
-        "accumulator",
-        "acc_delta",
-        "adam_m",
-        "adam_v",
-        "ema",
-        "exp_avg",
-        "exp_avg_sq",
-        "exp_avg_diff",
-        "exp_inf",
-        "fp32_param",
-        "grad_avg",
-        "grad_sum",
-        "main_param",
-        "master",
-        "master_param",
-        "max_exp_avg_sq",
-        "mean_grad",
-        "mean_square",
-        "moment",
-        "moment1",
-        "moment2",
-        "moments",
-        "momentum",
-        "momentum_buf",
-        "momentum_buffer",
-        "optim",
-        "optimizer",
-        "optimizer_state",
-        "optimizer_states",
-        "optim_state",
-        "square_avg",
-        "stat",
-        "state",
-        "step",
-        "sum",
-        "velocity",
-        "vhat",
-    ]
+    (
+        *("accu_grads", "accum", "accumulator", "acc_delta", "adam_m", "adam_v", "ema", "exp_avg", "exp_avg_sq"),
+        *("exp_avg_diff", "exp_inf", "fp32_param", "grad_avg", "grad_sum", "main_param", "master", "master_param"),
+        *("max_exp_avg_sq", "mean_grad", "mean_square", "moment", "moment1", "moment2", "moments", "momentum"),
+        *("momentum_buf", "momentum_buffer", "optim", "optimizer", "optimizer_state", "optimizer_states"),
+        *("optim_state", "square_avg", "stat", "state", "step", "sum", "velocity", "vhat"),
+    )
 )
 
 
