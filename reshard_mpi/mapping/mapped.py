@@ -64,7 +64,7 @@ class Equal(NamedTuple):
 
 
 class Pads(NamedTuple):
-    """Boxes of a source tensor that are padding. are_dropped: whether they may hold anything; else only zeros."""
+    """Boxes of a source tensor that go nowhere. are_dropped: whether they may hold anything; else only zeros."""
 
     name: str
     boxes: tuple[Box, ...]
@@ -179,7 +179,7 @@ def applied(
         tuple(_all_typed(choice, chosen)),
         tuple(_constant_typed(choice, constant) for constant in constants if constant.name in wanted),
         tuple(_equal(taken, used, known)),
-        tuple(_pads(taken, used)),
+        (*_pads(taken, used), *_zeros(rules, dropped, inventory, direction)),
         (*dropped, *excluded, *(name for name, _ in known.numbers), *(() if computed_numbers else known.steps)),
         tuple(left) if rules is not None else (),
         direction,
@@ -377,6 +377,18 @@ def _constant_typed(choice: Choice, constant: Constant) -> Constant:
     value = numbers(constant.element, constant.kind.dtype)[0]
     element = bytes_of(value, dtype, constant.name, constant.where)
     return constant._replace(kind=constant.kind._replace(dtype=dtype), element=element)
+
+
+def _zeros(
+    rules: Rules | None, dropped: Sequence[str], inventory: Inventory, direction: Direction | None
+) -> Iterator[Pads]:
+    """Yield the tensors that are left out and may hold only zeros."""
+    if rules is None or direction is None:
+        return
+    for drop in rules.drops:
+        if drop.are_zeros and drop.side == direction.source_side:
+            for name in filter(Pattern(drop.glob).matches, dropped):
+                yield Pads(name, (Box.whole(inventory[name].shape),), False, drop.where)
 
 
 def _pads(taken: Iterable[Match], used: set[str]) -> Iterator[Pads]:

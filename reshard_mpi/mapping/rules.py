@@ -61,12 +61,16 @@ class EquationRule(NamedTuple):
 
 
 class Drop(NamedTuple):
-    """Tensors of one side that are left out. is_optional: whether they need not be made up on the way back."""
+    """Tensors of one side that are left out.
+
+    is_optional: whether they need not be made up on the way back. are_zeros: whether they may hold only zeros.
+    """
 
     glob: str
     side: str
     is_optional: bool
     where: str
+    are_zeros: bool = False
 
 
 class Fill(NamedTuple):
@@ -264,9 +268,9 @@ def _equation(entry: dict[str, Any], where: str) -> EquationRule:
 
 
 def _drop(entry: dict[str, Any], where: str) -> Drop:
-    _known(entry, ("drop", "side", "optional"), where)
-    glob = _text(entry, "drop", where)
-    return Drop(glob, _side(entry, "left", where), _flag(entry, "optional", where), where)
+    _known(entry, ("drop", "side", "optional", "zeros"), where)
+    glob, side = _text(entry, "drop", where), _side(entry, "left", where)
+    return Drop(glob, side, _flag(entry, "optional", where), where, _flag(entry, "zeros", where))
 
 
 def _fill(entry: dict[str, Any], where: str) -> Fill:

@@ -261,12 +261,17 @@ class MappedCheckpoint(SourceCheckpoint):
                 for box in pads.boxes:
                     element = first_nonzero(files, tensor, box, self._conversion.limits)
                     if element is not None:
+                        is_whole = box == tensor.spec.box
                         raise MapError(
-                            f"the padding of {pads.name} is not zero",
+                            f"{pads.name} is left out, and is not zero"
+                            if is_whole
+                            else f"the padding of {pads.name} is not zero",
                             expected=f"zeros in {box}",
                             got=f"another value at element {list(element)}",
                             where=f"{self.files.path}, by {pads.where}",
-                            remedy='say pads = "drop" in the entry of the map if it may be thrown away, though it may'
+                            remedy="leave zeros = true out of the entry of the map if it may be lost"
+                            if is_whole
+                            else 'say pads = "drop" in the entry of the map if it may be thrown away, though it may'
                             " have been trained",
                         )
 

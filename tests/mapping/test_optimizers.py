@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from support import torch_peer
 from support.checkpoints import sample, write_shard
+from support.command_line import Capture, run_here
 
 import reshard_mpi
 from reshard_mpi.errors import MapError
@@ -354,3 +355,38 @@ def test_many_dictionaries_take_no_long_time() -> None:
     parts = ",".join(f'["d{number}",{{"dict":[["state",{{"dict":[]}}],[{GROUPS}]]}}]' for number in range(20_000))
     shapes = {f"d{number}.w{number}": (1,) for number in range(20_000)}
     assert training_in(f'{{"dict":[{parts}]}}', shapes, {}, "file").optimizer is None
+
+
+@pytest.mark.parametrize("is_like", [False, True])
+def test_verify_and_diff_see_the_same(tmp_path: Path, capsys: Capture, is_like: bool) -> None:
+    torch_peer.save(tmp_path / "source.pt", training())
+    torch_peer.save(tmp_path / "like.pt", training(LIKE_MODEL, LIKE_PARAMETERS, 1))
+    (tmp_path / "map.toml").write_text(MAP if is_like else MAP_OF_FILES)
+    options = ["--map", str(tmp_path / "map.toml"), *(["--like", str(tmp_path / "like.pt")] if is_like else [])]
+    both = str(tmp_path / "source.pt"), str(tmp_path / "made")
+    for command in ("plan", "transform", "verify", "diff"):
+        said = run_here(capsys, command, *both, *options)
+        assert said.code == 0, said
+    said = run_here(capsys, "plan", *both, *options, "-v", "--overwrite")
+    name = "optimizer.state.2.exp_avg" if is_like else "optimizer.state.qk.exp_avg"
+    assert f"{name} float32 [6, 3]: optimizer.state.0.exp_avg, optimizer.state.1.exp_avg, by" in said.out, said
+    said = run_here(capsys, "plan", *both, *options, "--exclude", "optimizer.*", "--overwrite")
+    assert said.code == 0, said
+
+
+def test_state_is_no_parameter_of_an_equation(tmp_path: Path) -> None:
+    """`moment1.ln.gamma` and `moment1.ln.beta` look like a norm's, and are state of one."""
+    weights = {"ln.gamma": BIAS[:3], "ln.beta": BIAS[3:6], "fc.weight": OUT[:6].reshape(2, 3), "fc.bias": OUT[6:8]}
+    moments = {f"moment{at}.{name}": moment(at, array) for at in (1, 2) for name, array in weights.items()}
+    numbers = {"global_step": np.array([4], np.int32), "beta1_power": np.array(0.5, np.float32)}
+    write_shard({**weights, **moments, **numbers}, tmp_path / "source.ckpt")
+    made = reshard_mpi.load_rank(0, tmp_path / "source.ckpt", map="torch-mindspore")
+    names = {"ln.gamma": "ln.weight", "ln.beta": "ln.bias"}
+    keys = {1: "exp_avg", 2: "exp_avg_sq"}
+    expected = {names.get(name, name): array for name, array in weights.items()}
+    for at, key in keys.items():
+        state = {f"optimizer.state.{names.get(name, name)}.{key}": moment(at, array) for name, array in weights.items()}
+        expected |= state
+    steps = {f"optimizer.state.{names.get(name, name)}.step": np.array(4, np.float32) for name in weights}
+    assert made.keys() == expected.keys() | steps.keys()
+    assert all(np.array_equal(made[name], array) for name, array in (expected | steps).items())

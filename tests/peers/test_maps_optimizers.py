@@ -114,6 +114,10 @@ PAIRS = {
         ),
         lambda net: ms.nn.Adam(net.trainable_params(), 0.01),
     ),
+    "Adam, amsgrad": (
+        lambda net: torch.optim.Adam(net.parameters(), lr=0.01, amsgrad=True),
+        lambda net: ms.nn.Adam(net.trainable_params(), 0.01, use_amsgrad=True),
+    ),
     "Momentum": (
         lambda net: torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01),
         lambda net: ms.nn.Momentum(decayed(net, 0.01), 0.05, momentum=0.9),
