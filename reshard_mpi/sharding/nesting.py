@@ -169,9 +169,13 @@ def _common_factors(first: Shape, second: Shape) -> Shape:
 
 def _closed(placement: Placement, ndim: int) -> Placement:
     """Return an open-ended placement as that of a tensor of `ndim` dimensions."""
+    if placement.whole_scalars and ndim == 0:
+        return Placement(placement.mesh, stages=placement.stages)
     if not placement.open_ended or not placement.split or ndim < len(placement.split):
         return placement
-    return replace(placement, split=placement.split + ((),) * (ndim - len(placement.split)), open_ended=False)
+    return replace(
+        placement, split=placement.split + ((),) * (ndim - len(placement.split)), open_ended=False, whole_scalars=False
+    )
 
 
 def _groupings(factors: int, groups: int) -> Iterator[Grouping]:

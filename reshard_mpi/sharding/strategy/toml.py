@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import tomllib
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from reshard_mpi.errors import LayoutError, StrategyError
@@ -90,7 +91,8 @@ def _rule(entry: Any, number: int, mesh: Mesh, stages: int, where: str) -> tuple
         )
         cut = _axes(entry.get("optimizer", []), "optimizer", mesh, where)
         pieces = _optimizer(cut, placement, tuple(mesh), where)
-        return glob, Placement(placement.mesh, split, pieces, placement.sizes, placement.stages, open_ended=True)
+        is_cut = bool(split) or pieces > 1
+        return glob, replace(placement, optimizer=pieces, whole_scalars=glob == "*" and is_cut)
     except LayoutError as error:
         raise located(error, where) from None
 
