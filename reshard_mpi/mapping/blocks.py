@@ -70,6 +70,9 @@ def check(left: Sequence[Term], right: Sequence[Term], *, copies: bool = False) 
                 f" {_listed(shared)}: captures that stay captures must be in all names"
             )
         shared = common if shared is None else shared
+    facing = [term.name.text for term in (*left, *right) if len(term.name.captures) > len(shared or ())]
+    if copies and facing:
+        raise EquationProblem(f"copy = true is for whole tensors, and a capture of {facing[0]} faces a dimension")
     return shared or ()
 
 

@@ -7,7 +7,7 @@ their state as well: what is before and behind the parameter's name stays.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -21,6 +21,8 @@ from reshard_mpi.mapping.rules import EquationRule, Rules
 _MAX_NAMED = 5
 # Names of more parts are those of no state.
 _MAX_PARTS = 48
+# Words of those that count steps.
+_COUNTS = frozenset(("step", "state_step"))
 # Words that frameworks have in the names of what optimizers and training keep of a parameter.
 _STATE_WORDS = frozenset(
     (
@@ -38,6 +40,11 @@ class Affixes(NamedTuple):
 
     before: str
     behind: str
+
+    @property
+    def is_count(self) -> bool:
+        """Whether they are those of a count of steps."""
+        return not _COUNTS.isdisjoint((*self.before.split("."), *self.behind.split(".")))
 
     @classmethod
     def of(cls, pattern: NamePattern) -> Affixes:
@@ -82,7 +89,7 @@ def followed(
         by_affixes.setdefault(Affixes.of(source.name), []).append(rule)
     families: dict[tuple[int, Affixes], set[str]] = {}
     for name in left:
-        parted = _parted(name, by_affixes, inventory) or _parted_anywhere(name, match_of)
+        parted = _parted(name, by_affixes, inventory) or _parted_anywhere(name, inventory)
         if parted is None:
             continue
         base, affixes = parted
@@ -91,7 +98,7 @@ def followed(
         if base in match_of:
             families.setdefault((match_of[base], affixes), set()).add(base)
             continue
-        chosen = _chosen(by_affixes[affixes], (base,), direction, like)
+        chosen = _chosen(by_affixes.get(affixes, ()), (base,), direction, like)
         if chosen is not None:
             yield _of_kept(chosen, name, _target(chosen, direction).around(base), inventory)
     for (number, affixes), bases in families.items():
@@ -137,8 +144,8 @@ def _parted(name: str, known: Iterable[Affixes], inventory: Inventory) -> tuple[
     return None
 
 
-def _parted_anywhere(name: str, known: Mapping[str, int]) -> tuple[str, Affixes] | None:
-    """Return the parameter among `known` that state belongs to, and what is around its name."""
+def _parted_anywhere(name: str, known: Container[str]) -> tuple[str, Affixes] | None:
+    """Return the parameter among `known` that state belongs to, that of the longest name, and what is around that."""
     parts = name.split(".")
     for length in range(len(parts) - 1, 0, -1) if len(parts) <= _MAX_PARTS else ():
         for start in range(len(parts) - length + 1):
@@ -188,7 +195,10 @@ def _state(
     sources = {place: affixes.around(name) for place, name in match.sources.items()}
     targets = {place: target_affixes.around(name) for place, name in match.targets.items()}
     equal = tuple(map(affixes.around, match.equal))
-    if all(inventory[sources[place]].shape == inventory[name].shape for place, name in match.sources.items()):
+    shapes_alike = all(
+        inventory[sources[place]].shape == inventory[name].shape for place, name in match.sources.items()
+    )
+    if shapes_alike and not (affixes.is_count and prod(inventory[next(iter(sources.values()))].shape) == 1):
         return Match(rule, sources, targets, match.geometry, equal)
     # A number of each parameter, such as its step: all must have the same.
     (first, name), *others = sources.items()

@@ -326,9 +326,11 @@ def _of_fill(fill: Fill, tensors: Sequence[Made]) -> Iterator[Constant]:
         yield Constant(fill.name.text, Kind(fill.dtype, fill.shape), fill.element(fill.dtype), fill.where)
         return
     beside: NamePattern = fill.beside
+    names = {tensor.name for tensor in tensors}
     for tensor in tensors:
         values = beside.match(tensor.name)
-        if values is not None:
+        is_of_state = any(base in names and is_named_as_state(tensor.name, base) for base in named_after(tensor.name))
+        if values is not None and not is_of_state:
             name = fill.name.filled({capture.name: value for capture, value in zip(beside.captures, values)})
             dtype = fill.dtype or tensor.dtype
             shape = tensor.shape.shape if fill.shape is None else fill.shape

@@ -74,9 +74,13 @@ class Direction(NamedTuple):
 
 
 class _Candidates(NamedTuple):
-    """The tensors that fit the terms of a side: for each term, by key, the names by the values of other captures."""
+    """The tensors that fit the terms of a side: for each term, by key, the names by the values of other captures.
+
+    misfits: by key, the name of one that is named as those which a term puts together, and does not fit.
+    """
 
     by_term: tuple[Mapping[Key, Mapping[tuple[int, ...], str]], ...]
+    misfits: Mapping[Key, str]
 
     @property
     def all_keys(self) -> list[Key]:
@@ -171,6 +175,13 @@ def matches(rules: Rules, inventory: Inventory, direction: Direction, like: Like
             if wanted is not None and not _is_as_wanted(match.geometry, wanted):
                 continue
             applies = True
+            if key in candidates.misfits:
+                raise MapError(
+                    "some of the tensors that are put together do not fit the equation, and would be left out",
+                    expected=", ".join(map(_shown_term, source)),
+                    got=f"{(misfit := candidates.misfits[key])} {list(inventory[misfit].shape)}",
+                    where=rule.where,
+                )
             for name in (*match.sources.values(), *match.equal):
                 if name not in left:
                     raise MapError("not one-to-one: an equation takes a tensor twice", got=name, where=rule.where)
@@ -218,6 +229,7 @@ def _is_as_wanted(made: Geometry, wanted: Sequence[tuple[int, ...]]) -> bool:
 
 def _candidates(side: Sequence[Term], rule: EquationRule, inventory: Inventory) -> _Candidates:
     by_term = []
+    misfits: dict[Key, str] = {}
     for term in side:
         names: dict[Key, dict[tuple[int, ...], str]] = {}
         captures = [capture.name for capture in term.name.captures]
@@ -227,11 +239,14 @@ def _candidates(side: Sequence[Term], rule: EquationRule, inventory: Inventory) 
         for name in (plain,) if plain is not None and plain in inventory else () if plain is not None else inventory:
             values = term.name.match(name)
             if values is None or not _fits(term, inventory[name].shape):
+                loose = term.name.match_loosely(name) if others else None
+                if loose is not None:
+                    misfits.setdefault(tuple(loose[number] for number in shared), name)
                 continue
             key = tuple(values[number] for number in shared)
             names.setdefault(key, {})[tuple(int(values[number]) for number in others)] = name
         by_term.append(names)
-    return _Candidates(tuple(by_term))
+    return _Candidates(tuple(by_term), misfits)
 
 
 def _fits(term: Term, shape: tuple[int, ...]) -> bool:

@@ -106,6 +106,8 @@ def geometry(source: Sequence[Term], target: Sequence[Term], sizes: Sizes, *, co
 def _places(source: Term, number: int, target: Term, sizes: Sizes) -> Iterator[Place]:
     """Yield the tensors that a target term stands for."""
     lengths = [sizes[axis] for axis in stacked(target, source)]
+    if 0 in lengths:
+        raise EquationProblem(f"an axis of length 0 would be no tensors {target.name.text}")
     if math.prod(lengths) > MAX_PAIRS:
         raise _too_many(target, math.prod(lengths))
     return (Place(number, values) for values in combinations(*map(range, lengths)))

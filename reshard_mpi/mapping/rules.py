@@ -109,7 +109,7 @@ def bytes_of(value: int | float, dtype: DType, name: str, where: str) -> bytes:
         if integral and value != int(value):
             raise struct.error("no integer")
         return struct.pack(f"={code}", int(value) if integral else float(value))
-    except (struct.error, OverflowError) as error:
+    except (struct.error, ValueError, OverflowError) as error:
         raise MapError(f"{name} cannot be made up of {value} in {dtype.name}", got=str(error), where=where) from None
 
 

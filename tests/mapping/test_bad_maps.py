@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -74,6 +75,7 @@ def refused(tmp_path: Path, text: str, **options: object) -> str:
         ("a.{l} [x], b [x] <=> c.{l} [x], d [x]", "captures that stay captures must be in all names"),
         ("a [x], a [x] <=> b [(x + x)]", "a is twice on a side"),
         ("a [x] <=> b [x], b [x]", "b is twice on a side"),
+        ("a.{l}0 [x] <=> b.{l} [x]", "a digit behind the capture of an integer"),
         ("a [2 x] <=> b [3 x]", "not one-to-one: '2'"),
     ],
 )
@@ -112,6 +114,7 @@ def test_an_equation_that_is_none(equation: str, says: str) -> None:
         ("axes = 3\n[[map]]\neq = 'a [x] <=> b [x]'", "no table"),
         ("extra = 3\n[[map]]\neq = 'a [x] <=> b [x]'", "cannot have"),
         ("[[map]]\neq = 'a [x] <=> b [x], c [x y]'\ncopy = true", "their dimensions differ"),
+        ("[[map]]\neq = 'e [v h] <=> i.{v} [h], o.{v} [h]'\ncopy = true", "copy = true is for whole tensors"),
         ("[[map]]\neq = 'a [x], b [x] <=> c [x], d [x]'\ncopy = true", "one tensor, without '+'"),
     ],
 )
@@ -154,6 +157,10 @@ def test_a_file_that_is_no_map(text: str, says: str) -> None:
         ),
         ("[[map]]\neq = 'new [y] <=> a.0.q [y], a.1.q [y]'\ncopy = true", "in either direction"),
         ("[[map]]\neq = 'new [x y] <=> a.0.k [x y], e.0 [x y]'\ncopy = true", "is 3 long, not 4"),
+        (
+            "[[map]]\nfill = { name = 'z', shape = [], type = 'int8', value = nan }\n[[map]]\neq = 'a.0.q <=> b'",
+            "made up of nan",
+        ),
         ("[[map]]\neq = 'other <=> a.0.q'\n[[map]]\ndrop = 'left.*'", "the map loses what it leaves out"),
     ],
 )
@@ -165,6 +172,28 @@ def test_a_map_that_does_not_fit(tmp_path: Path, text: str, says: str) -> None:
 def test_a_side_that_is_there_in_part_names_what_is_there(tmp_path: Path) -> None:
     message = refused(tmp_path, "[[map]]\neq = 'a.{l}.q [x y], e.{l} [z w] <=> c.{l}.q [x y], c.{l}.e [z w]'")
     assert "a.1.q without e.1" in message and "line 1, [[map]] 1" in message
+
+
+@pytest.mark.parametrize("name", ["e.03.w", "e.12345678901.w"])
+def test_tensors_of_a_stack_that_are_named_otherwise_are_not_left_out(tmp_path: Path, name: str) -> None:
+    tensors = {"e.0.w": np.ones((2, 3), np.float32), name: np.ones((2, 3), np.float32)}
+    (tmp_path / "map.toml").write_text("[[map]]\neq = 'e.{n}.w [x y] <=> c [n x y]'")
+    with pytest.raises(MapError, match="would be left out") as error:
+        reshard_mpi.plan(checkpoint(tmp_path, tensors), map=tmp_path / "map.toml")
+    assert name in str(error.value)
+
+
+def test_tensors_of_a_stack_that_have_other_dimensions_are_not_left_out(tmp_path: Path) -> None:
+    tensors = {"e.0.w": np.ones((2, 3), np.float32), "e.1.w": np.ones(6, np.float32)}
+    (tmp_path / "map.toml").write_text("[[map]]\neq = 'e.{n}.w [x y] <=> c [n x y]'")
+    with pytest.raises(MapError, match="would be left out"):
+        reshard_mpi.plan(checkpoint(tmp_path, tensors), map=tmp_path / "map.toml")
+
+
+def test_a_map_that_is_no_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "map.toml")
+    with pytest.raises(MapError, match="the map is no file"):
+        reshard_mpi.plan(checkpoint(tmp_path), map=tmp_path / "map.toml")
 
 
 def test_a_tensor_that_two_terms_take(tmp_path: Path) -> None:
