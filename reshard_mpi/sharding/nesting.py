@@ -169,6 +169,10 @@ def _common_factors(first: Shape, second: Shape) -> Shape:
 
 def _closed(placement: Placement, ndim: int) -> Placement:
     """Return an open-ended placement as that of a tensor of `ndim` dimensions."""
+    if placement.spares_scalars:
+        if ndim == 0:
+            return Placement(placement.mesh, stages=placement.stages)
+        placement = replace(placement, spares_scalars=False)
     if not placement.open_ended or not placement.split or ndim < len(placement.split):
         return placement
     return replace(placement, split=placement.split + ((),) * (ndim - len(placement.split)), open_ended=False)

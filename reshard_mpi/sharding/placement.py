@@ -43,6 +43,7 @@ class Placement:
     cut unevenly. stages: the pipeline stages that hold it. expanded_shape: set where `split` may list more dimensions
     than the tensor has, each of them a factor of a real one (MindSpore's JSON of nested maps): the whole tensor's
     shape in those factors. open_ended: the tensor may have further dimensions, not cut (a rule that fits many tensors).
+    spares_scalars: a tensor without dimensions is whole on every rank (a rule for all tensors there are).
 
     Raises LayoutError if an axis is outside the mesh or used twice, or the optimizer cut has no ranks to go over.
     """
@@ -54,6 +55,7 @@ class Placement:
     stages: tuple[int, ...] = (0,)
     expanded_shape: Shape | None = None
     open_ended: bool = False
+    spares_scalars: bool = False
 
     def __post_init__(self) -> None:
         if any(length < 1 for length in self.mesh):

@@ -86,7 +86,7 @@ def _placement(values: Any, stages: int, where: str) -> Placement:
     values = table(values, "a placement", where)
     known_keys(
         values,
-        ("mesh", "split", "optimizer", "sizes", "stages", "expanded_shape", "open_ended"),
+        ("mesh", "split", "optimizer", "sizes", "stages", "expanded_shape", "open_ended", "spares_scalars"),
         "a placement",
         where,
     )
@@ -106,6 +106,9 @@ def _placement(values: Any, stages: int, where: str) -> Placement:
     open_ended = values.get("open_ended", False)
     if not isinstance(open_ended, bool) or (open_ended and shape is not None):
         raise wrong("open_ended", "true or false, and not true beside expanded_shape", open_ended, where)
+    spares_scalars = values.get("spares_scalars", False)
+    if not isinstance(spares_scalars, bool) or (spares_scalars and not open_ended):
+        raise wrong("spares_scalars", "true or false, and true only beside open_ended", spares_scalars, where)
     try:
         return Placement(
             mesh,
@@ -115,6 +118,7 @@ def _placement(values: Any, stages: int, where: str) -> Placement:
             stages_held,
             shape,
             open_ended,
+            spares_scalars,
         )
     except LayoutError as error:
         raise located(error, where) from None

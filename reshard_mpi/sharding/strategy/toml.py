@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import tomllib
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from reshard_mpi.errors import LayoutError, StrategyError
@@ -90,7 +91,9 @@ def _rule(entry: Any, number: int, mesh: Mesh, stages: int, where: str) -> tuple
         )
         cut = _axes(entry.get("optimizer", []), "optimizer", mesh, where)
         pieces = _optimizer(cut, placement, tuple(mesh), where)
-        return glob, Placement(placement.mesh, split, pieces, placement.sizes, placement.stages, open_ended=True)
+        placement = replace(placement, optimizer=pieces)
+        # Who cuts everything means what can be cut; a rule for certain names that are scalars is a mistake.
+        return glob, replace(placement, spares_scalars=glob == "*" and (bool(split) or pieces > 1))
     except LayoutError as error:
         raise located(error, where) from None
 

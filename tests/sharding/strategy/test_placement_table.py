@@ -46,6 +46,12 @@ def test_round_trip_whatever_the_order(strategy: Strategy, random: Any) -> None:
     assert dumps(Strategy(strategy.world_size, strategy.stages, shuffled)) == text
 
 
+def test_a_rule_that_leaves_scalars_alone_comes_back() -> None:
+    rule = Placement((4,), ((0,),), open_ended=True, spares_scalars=True)
+    strategy = Strategy(4, 1, {}, (("*", rule),))
+    assert loads(dumps(strategy), "") == strategy
+
+
 def test_equal_placements_are_one_object() -> None:
     made = loads(dumps(Strategy(2, 1, {str(number): (Placement((2,)),) for number in range(9)})), "")
     assert len({id(placements[0]) for placements in made.parameters.values()}) == 1
@@ -97,6 +103,8 @@ HOSTILE = [
                 [[0, [3, -9]]],
             ],
             "placements/3/open_ended": [1, "true", None],
+            "placements/3/spares_scalars": [1, "true", None],
+            "placements/1/spares_scalars": [True],
         }.items()
         for value in values
     ),
