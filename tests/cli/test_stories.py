@@ -62,6 +62,14 @@ def test_custom_loop(tmp_path: Path) -> None:
     assert finished.out.splitlines()[-1].startswith("proved: after 1 -> 3 -> 5 -> 1 in mid-training 15 losses")
 
 
+@pytest.mark.slow
+@pytest.mark.mindspore
+def test_accumulation(tmp_path: Path) -> None:
+    finished = run_story("3_accumulation", tmp_path / "work")
+    closing = "proved: stopped 2 batches into an update, through 4 ranks and back: the 18 later losses are those of the"
+    assert finished.out.splitlines()[-1].startswith(closing)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7, 11, 16])
 def test_custom_loop_converts_for_any_number_of_ranks(tmp_path: Path, ranks: int) -> None:
     """The story's conversion without its framework: LeNet's tensors, its momentum and counters."""
