@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import sys
 import sysconfig
 from pathlib import Path
@@ -28,6 +29,18 @@ LENET = {
     "fc3.bias": (10,),
 }
 HAS_MINDSPORE = importlib.util.find_spec("mindspore") is not None
+
+
+def test_the_readme_has_the_guides_conversion(tmp_path: Path) -> None:
+    """Its second section, word for word."""
+    block = re.search(r"<!-- guide -->\n```sh\n(.*?)```\n", (TUTORIAL.parents[1] / "README.md").read_text(), re.DOTALL)
+    assert block is not None
+    (tmp_path / "launch").symlink_to(TUTORIAL.parent)
+    environment = {"PATH": os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])}
+    if find_mpi("mpich") is None:
+        pytest.skip("mpich is not installed")
+    finished = run_command(["bash", "-e", "-c", block[1]], env=environment, cwd=tmp_path, check=True)
+    assert finished.out.splitlines()[-1] == "dst_checkpoints: 48 slices equal those of the whole tensors"
 
 
 @pytest.mark.slow
