@@ -175,7 +175,7 @@ def _is_damage(tensor: Compared, pair: Pair, source: SourceCheckpoint) -> bool:
     """
     if tensor.likeness is not Likeness.OF_ANOTHER_SHAPE or not tensor.one_part or tensor.placement is None:
         return False
-    if tensor.placement.sizes:
+    if tensor.placement.is_uneven:
         return True  # parts have different shapes anyway, so other shards show nothing
     size = source.strategy.stage_size
     stage = source.strategy.stage_of(pair.first)

@@ -86,7 +86,7 @@ def _placement(values: Any, stages: int, where: str) -> Placement:
     values = table(values, "a placement", where)
     known_keys(
         values,
-        ("mesh", "split", "optimizer", "sizes", "stages", "expanded_shape", "open_ended", "whole_scalars"),
+        ("mesh", "split", "optimizer", "sizes", "stages", "expanded_shape", "open_ended", "whole_scalars", "ceil"),
         "a placement",
         where,
     )
@@ -109,6 +109,9 @@ def _placement(values: Any, stages: int, where: str) -> Placement:
     whole_scalars = values.get("whole_scalars", False)
     if not isinstance(whole_scalars, bool) or (whole_scalars and not open_ended):
         raise wrong("whole_scalars", "true or false, and true only beside open_ended", whole_scalars, where)
+    ceil = values.get("ceil", False)
+    if not isinstance(ceil, bool):
+        raise wrong("ceil", "true or false", ceil, where)
     try:
         return Placement(
             mesh,
@@ -119,6 +122,7 @@ def _placement(values: Any, stages: int, where: str) -> Placement:
             shape,
             open_ended,
             whole_scalars,
+            ceil,
         )
     except LayoutError as error:
         raise located(error, where) from None
