@@ -10,7 +10,7 @@ from reshard_mpi.errors import MapError
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.mapping.blocks import EquationProblem
 from reshard_mpi.mapping.fitting import fitted
-from reshard_mpi.mapping.pairs import Geometry, Place
+from reshard_mpi.mapping.pairs import MAX_PAIRS, Geometry, Place
 from reshard_mpi.mapping.rules import EquationRule, Rules
 from reshard_mpi.mapping.sizes import SizesProblem, extent
 from reshard_mpi.mapping.syntax import Term, axes_of
@@ -74,9 +74,13 @@ class Direction(NamedTuple):
 
 
 class _Candidates(NamedTuple):
-    """The tensors that fit the terms of a side: for each term, by key, the names by the values of other captures."""
+    """The tensors that fit the terms of a side: for each term, by key, the names by the values of other captures.
+
+    misfits: by key, the name of one that is named as those which a term puts together, and does not fit.
+    """
 
     by_term: tuple[Mapping[Key, Mapping[tuple[int, ...], str]], ...]
+    misfits: Mapping[Key, str]
 
     @property
     def all_keys(self) -> list[Key]:
@@ -149,6 +153,7 @@ def matches(rules: Rules, inventory: Inventory, direction: Direction, like: Like
     """
     left = dict(inventory)
     known: dict[object, Geometry] = {}
+    shapes_met = boxes = 0
     for rule in rules.equations:
         if like is None and rule.like == "only":
             continue
@@ -170,8 +175,26 @@ def matches(rules: Rules, inventory: Inventory, direction: Direction, like: Like
             if wanted is not None and not _is_as_wanted(match.geometry, wanted):
                 continue
             applies = True
+            if key in candidates.misfits:
+                raise MapError(
+                    "some of the tensors that are put together do not fit the equation, and would be left out",
+                    expected=", ".join(map(_shown_term, source)),
+                    got=f"{(misfit := candidates.misfits[key])} {list(inventory[misfit].shape)}",
+                    where=rule.where,
+                )
             for name in (*match.sources.values(), *match.equal):
-                left.pop(name, None)
+                if name not in left:
+                    raise MapError("not one-to-one: an equation takes a tensor twice", got=name, where=rule.where)
+                del left[name]
+            if len(known) > shapes_met:
+                shapes_met = len(known)
+                boxes += sum(len(shape.pairs) for shape in match.geometry.targets.values())
+            if boxes > MAX_PAIRS:
+                raise MapError(
+                    f"the map would put tensors together from more than {MAX_PAIRS} boxes of different shapes",
+                    where=rule.where,
+                    remedy="convert the tensors in several runs (--include), or change fewer of their axes at once",
+                )
             yield match
         if not applies and not rule.is_optional:
             raise MapError(
@@ -206,6 +229,7 @@ def _is_as_wanted(made: Geometry, wanted: Sequence[tuple[int, ...]]) -> bool:
 
 def _candidates(side: Sequence[Term], rule: EquationRule, inventory: Inventory) -> _Candidates:
     by_term = []
+    misfits: dict[Key, str] = {}
     for term in side:
         names: dict[Key, dict[tuple[int, ...], str]] = {}
         captures = [capture.name for capture in term.name.captures]
@@ -215,11 +239,14 @@ def _candidates(side: Sequence[Term], rule: EquationRule, inventory: Inventory) 
         for name in (plain,) if plain is not None and plain in inventory else () if plain is not None else inventory:
             values = term.name.match(name)
             if values is None or not _fits(term, inventory[name].shape):
+                loose = term.name.match_loosely(name) if others else None
+                if loose is not None:
+                    misfits.setdefault(tuple(loose[number] for number in shared), name)
                 continue
             key = tuple(values[number] for number in shared)
             names.setdefault(key, {})[tuple(int(values[number]) for number in others)] = name
         by_term.append(names)
-    return _Candidates(tuple(by_term))
+    return _Candidates(tuple(by_term), misfits)
 
 
 def _fits(term: Term, shape: tuple[int, ...]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import sys
 import sysconfig
 from pathlib import Path
@@ -28,6 +29,18 @@ LENET = {
     "fc3.bias": (10,),
 }
 HAS_MINDSPORE = importlib.util.find_spec("mindspore") is not None
+
+
+def test_the_readme_has_the_guides_conversion(tmp_path: Path) -> None:
+    """Its second section, word for word."""
+    block = re.search(r"<!-- guide -->\n```sh\n(.*?)```\n", (TUTORIAL.parents[1] / "README.md").read_text(), re.DOTALL)
+    assert block is not None
+    (tmp_path / "launch").symlink_to(TUTORIAL.parent)
+    environment = {"PATH": os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])}
+    if find_mpi("mpich") is None:
+        pytest.skip("mpich is not installed")
+    finished = run_command(["bash", "-e", "-c", block[1]], env=environment, cwd=tmp_path, check=True)
+    assert finished.out.splitlines()[-1] == "dst_checkpoints: 48 slices equal those of the whole tensors"
 
 
 @pytest.mark.slow
@@ -60,6 +73,14 @@ def test_eight_to_four(tmp_path: Path) -> None:
 def test_custom_loop(tmp_path: Path) -> None:
     finished = run_story("2_custom_loop", tmp_path / "work", "3", "5")
     assert finished.out.splitlines()[-1].startswith("proved: after 1 -> 3 -> 5 -> 1 in mid-training 15 losses")
+
+
+@pytest.mark.slow
+@pytest.mark.mindspore
+def test_accumulation(tmp_path: Path) -> None:
+    finished = run_story("3_accumulation", tmp_path / "work")
+    closing = "proved: stopped 2 batches into an update, through 4 ranks and back: the 18 later losses are those of the"
+    assert finished.out.splitlines()[-1].startswith(closing)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7, 11, 16])

@@ -2,32 +2,25 @@
 
     python strategy.py 3 >three.toml
 
-Few numbers divide 6, 10, 16, 84 and 120 alike, so each rule says how large the slices are: all as large as the first,
-rounded up, but the last ones. The optimizer's momentum is not listed; it follows the weights.
+Few numbers divide 6, 10, 84 and 120 alike, so slices are of uneven lengths (`sizes = "ceil"`): all as long as the
+first, rounded up, but the last ones, of which some are empty with many ranks.
 """
 
 from __future__ import annotations
 
 import sys
 
-# Which dimension is cut, and how long it is.
-CUT = {"conv1.weight": (0, 6), "conv2.weight": (1, 6), "fc1.*": (0, 120), "fc2.*": (0, 84), "fc3.*": (0, 10)}
+print(f"""mesh = {{ card = {int(sys.argv[1])} }}
 
+[[parameter]]
+match = "conv2.weight"             # [16, 6, 5, 5], by input channels
+split = {{ 1 = ["card"] }}
+sizes = "ceil"
 
-def sizes(length: int, ranks: int) -> list[int]:
-    """Return the lengths of the slices; with more ranks than rows the last ones are empty."""
-    step = -(-length // ranks)
-    return [max(0, min(step, length - rank * step)) for rank in range(ranks)]
+[[parameter]]
+match = "fc[123].*"                # weights [120, 400], [84, 120], [10, 84], and their biases
+split = {{ 0 = ["card"] }}
+sizes = "ceil"
 
-
-def main(ranks: int) -> None:
-    """Print the strategy."""
-    print(f"mesh = {{ card = {ranks} }}")
-    for pattern, (dimension, length) in CUT.items():
-        print(f'\n[[parameter]]\nmatch = "{pattern}"')
-        print(f'split = {{ {dimension} = ["card"] }}\nsizes = {{ {dimension} = {sizes(length, ranks)} }}')
-    print('\n[[parameter]]\nmatch = "*"')
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))
+[[parameter]]
+match = "*"                        # momentum follows its weight; everything else is on every card""")

@@ -52,6 +52,17 @@ def test_a_rule_fits_tensors_of_any_further_dimensions() -> None:
     assert Layout(made, (4, 8, 3)).box(6) == Box((2, 4, 0), (4, 6, 3))
 
 
+def test_a_rule_for_all_tensors_cuts_all_but_scalars() -> None:
+    made = placement_of('split = { 0 = ["dp"] }')
+    assert made.whole_scalars
+    assert Layout(made, ()).box(6) == Box((), ())
+    assert not placement_of("").whole_scalars
+    assert placement_of('optimizer = ["dp", "tp"]').whole_scalars
+    (only_some,) = parse(MESH + '[[parameter]]\nmatch = "w*"\nsplit = { 0 = ["dp"] }', "").find("w")
+    with pytest.raises(LayoutError):
+        Layout(only_some, ())
+
+
 def test_uneven_sizes() -> None:
     made = placement_of('split = { 0 = ["dp"] }\nsizes = { 0 = [3, 9] }')
     assert [Layout(made, (12, 5)).box(rank).start for rank in (0, 4)] == [(0, 0), (3, 0)]

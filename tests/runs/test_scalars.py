@@ -1,0 +1,71 @@
+"""A spec that cuts everything: scalars, such as how many steps an optimizer has taken, are whole on every rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.checkpoints import Arrays, as_read, read_shard, write_shard
+
+import reshard_mpi
+from reshard_mpi.errors import ReshardError
+
+KINDS = {"ckpt": "ckpt", "hdf5": "h5"}
+TENSORS: Arrays = {
+    "model.w": np.arange(12 * 3, dtype=np.float32).reshape(12, 3),
+    "model.b": np.arange(12, dtype=np.float32),
+    "optimizer.w.step": np.array(7, np.float32),
+    "epoch": np.array(3, np.int64),
+}
+
+
+def everything_over(ranks: int, folder: Path) -> Path:
+    """Write a spec by which each rank has a part of the rows of every tensor; return its path."""
+    path = folder / f"over_{ranks}.toml"
+    path.write_text(f'mesh = {{ dp = {ranks} }}\n[[parameter]]\nmatch = "*"\nsplit = {{ 0 = ["dp"] }}\n')
+    return path
+
+
+def rows_of(ranks: int, rank: int) -> Arrays:
+    """Return what a rank of so many holds."""
+    return {
+        name: array[rank * 12 // ranks : (rank + 1) * 12 // ranks] if array.ndim else array
+        for name, array in TENSORS.items()
+    }
+
+
+def shard(folder: Path, rank: int, kind: str) -> Path:
+    return folder / f"rank_{rank}" / f"checkpoint_{rank}.{KINDS[kind]}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("first", "second"), [(2, 4), (4, 3), (3, 2), (6, 1)])
+def test_rows_are_cut_and_scalars_are_not(tmp_path: Path, kind: str, first: int, second: int) -> None:
+    write_shard(TENSORS, tmp_path / "one.ckpt")
+    over = {ranks: everything_over(ranks, tmp_path) for ranks in (first, second)}
+    reshard_mpi.transform(tmp_path / "one.ckpt", tmp_path / "a", dst_strategy=over[first], to=kind, verify=True)
+    # A native HDF5 shard says of itself how it was cut.
+    source = None if kind == "hdf5" else over[first]
+    reshard_mpi.transform(
+        tmp_path / "a", tmp_path / "b", src_strategy=source, dst_strategy=over[second], replicas="check", verify=True
+    )
+    for ranks, folder in ((first, "a"), (second, "b")):
+        for rank in range(ranks):
+            assert read_shard(shard(tmp_path / folder, rank, kind)) == as_read(rows_of(ranks, rank))
+    source = None if kind == "hdf5" else over[second]
+    reshard_mpi.transform(tmp_path / "b", tmp_path / "back", src_strategy=source, to="ckpt")
+    assert read_shard(shard(tmp_path / "back", 0, "ckpt")) == as_read(TENSORS)
+
+
+def test_ranks_that_hold_different_scalars_are_refused(tmp_path: Path) -> None:
+    """By the spec all ranks hold the same, so what differs is no checkpoint of this spec."""
+    for rank in range(2):
+        held = rows_of(2, rank) | {"optimizer.w.step": np.array(7 + rank, np.float32)}
+        (tmp_path / "src" / f"rank_{rank}").mkdir(parents=True)
+        write_shard(held, shard(tmp_path / "src", rank, "ckpt"))
+    with pytest.raises(ReshardError) as refused:
+        reshard_mpi.transform(
+            tmp_path / "src", tmp_path / "dst", src_strategy=everything_over(2, tmp_path), replicas="check"
+        )
+    assert "optimizer.w.step" in str(refused.value)
