@@ -329,7 +329,11 @@ def _of_fill(fill: Fill, tensors: Sequence[Made]) -> Iterator[Constant]:
     names = {tensor.name for tensor in tensors}
     for tensor in tensors:
         values = beside.match(tensor.name)
-        is_of_state = any(base in names and is_named_as_state(tensor.name, base) for base in named_after(tensor.name))
+        # `{p*}` may stand for what is before a parameter in its state as well; a map that names state means it.
+        is_of_state = values is not None and any(
+            base in names and beside.match(base) is not None and is_named_as_state(tensor.name, base)
+            for base in named_after(tensor.name)
+        )
         if values is not None and not is_of_state:
             name = fill.name.filled({capture.name: value for capture, value in zip(beside.captures, values)})
             dtype = fill.dtype or tensor.dtype

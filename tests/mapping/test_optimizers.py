@@ -390,3 +390,22 @@ def test_state_is_no_parameter_of_an_equation(tmp_path: Path) -> None:
     steps = {f"optimizer.state.{names.get(name, name)}.step": np.array(4, np.float32) for name in weights}
     assert made.keys() == expected.keys() | steps.keys()
     assert all(np.array_equal(made[name], array) for name, array in (expected | steps).items())
+
+
+def test_what_is_made_up_beside_state_is_not_made_up_beside_what_else_is_named_so(tmp_path: Path) -> None:
+    names = ("running_mean", "running_var")
+    torch_model = {f"bn.{name}": BIAS[:3] for name in names} | {"bn.weight": BIAS[3:6], "bn.bias": BIAS[6:9]}
+    renamed = {"weight": "gamma", "bias": "beta", "running_mean": "moving_mean", "running_var": "moving_variance"}
+    model = {f"bn.{new}": torch_model[f"bn.{old}"] for old, new in renamed.items()}
+    state = {f"accum.bn.{name}": array for name, array in (("gamma", OUT[:3]), ("beta", OUT[3:6]))}
+    stat = {f"stat.bn.{name}": np.zeros(3, np.float32) for name in ("gamma", "beta")}
+    parameters = ("bn.weight", "bn.bias")
+    source = training(torch_model, parameters)
+    for number, array in enumerate(state.values()):
+        source["optimizer"]["state"][number] = {"momentum_buffer": tensor(array)}
+    torch_peer.save(tmp_path / "source.pt", source)
+    expected = {**model, **state, **stat}
+    write_shard(expected, tmp_path / "like.ckpt")
+    made = reshard_mpi.load_rank(0, tmp_path / "source.pt", map="torch-mindspore", like=tmp_path / "like.ckpt")
+    assert made.keys() == expected.keys()
+    assert all(np.array_equal(made[name], array) for name, array in expected.items())
