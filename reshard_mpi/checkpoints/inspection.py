@@ -147,6 +147,8 @@ def _placement(placement: Placement, strategy: Strategy) -> dict[str, Any]:
     }
     if placement.sizes:
         facts["sizes"] = {str(dim): list(sizes) for dim, sizes in placement.sizes}
+    if placement.ceil:
+        facts["sizes"] = "ceil"
     if strategy.axes:
         names = strategy.axes
         split = {str(dim): [names[axis] for axis in axes] for dim, axes in enumerate(placement.split) if axes}

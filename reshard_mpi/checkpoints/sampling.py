@@ -145,8 +145,9 @@ def _compared(
     decoded_bytes, ways = 0, set()
     for name, placement, _ in sampled:
         entry, other = first.tensors[name], second.tensors[name]
-        # Equal placements give equal answers, unless the placement cuts factors of the shape.
-        key = (id(placement), entry.shape if placement is not None and placement.expanded_shape else None)
+        # Equal placements give equal answers, unless it is the shape that says what is cut.
+        by_shape = placement is not None and (placement.expanded_shape or placement.whole_scalars)
+        key = (id(placement), entry.shape if by_shape else None)
         try:
             one_part = one_part_of.get(key)
             if one_part is None:
@@ -174,7 +175,7 @@ def _is_damage(tensor: Compared, pair: Pair, source: SourceCheckpoint) -> bool:
     """
     if tensor.likeness is not Likeness.OF_ANOTHER_SHAPE or not tensor.one_part or tensor.placement is None:
         return False
-    if tensor.placement.sizes:
+    if tensor.placement.is_uneven:
         return True  # parts have different shapes anyway, so other shards show nothing
     size = source.strategy.stage_size
     stage = source.strategy.stage_of(pair.first)

@@ -127,6 +127,8 @@ class RunIdentity(NamedTuple):
     def _setting(self, name: str, state: str) -> str:
         """Return one setting as on the command line. state: is added to a file of the same name as another."""
         value, option = self.facts.get(name), _OPTIONS.get(name)
+        if option is None and value is None:
+            return f"no {name}"
         if option is None:
             return f"{_WORDS.get(name, name)} {value}"
         if not value:

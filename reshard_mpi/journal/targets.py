@@ -201,7 +201,7 @@ class Journal:
 
     def leftovers(self) -> Collection[str]:
         """Return the names of the files of an earlier run that `begin` removes, since --overwrite is given."""
-        return leftovers(self.folder, self.identity) if self._overwrite else ()
+        return leftovers(self.folder, self.identity) if self._overwrite and not self._is_begun() else ()
 
     def begin(self, say: Say = lambda _: None) -> None:
         """Create the folder and record the run in it; join the run if another process has begun it.

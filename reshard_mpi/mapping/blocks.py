@@ -36,6 +36,11 @@ def check(left: Sequence[Term], right: Sequence[Term], *, copies: bool = False) 
 
     copies: whether the only tensor of one side is each of those on the other.
     """
+    for side in (left, right):
+        names = [term.name.text for term in side]
+        twice = [name for name in names if names.count(name) > 1]
+        if twice:
+            raise EquationProblem(f"not one-to-one: {twice[0]} is twice on a side")
     if copies and len(right) == 1:
         left, right = right, left
     left_blocks, right_blocks = blocks_of(left), blocks_of(right)
@@ -65,6 +70,9 @@ def check(left: Sequence[Term], right: Sequence[Term], *, copies: bool = False) 
                 f" {_listed(shared)}: captures that stay captures must be in all names"
             )
         shared = common if shared is None else shared
+    facing = [term.name.text for term in (*left, *right) if len(term.name.captures) > len(shared or ())]
+    if copies and facing:
+        raise EquationProblem(f"copy = true is for whole tensors, and a capture of {facing[0]} faces a dimension")
     return shared or ()
 
 

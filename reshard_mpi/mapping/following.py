@@ -1,22 +1,38 @@
 """State that belongs to a parameter: tensors with the parameter's name in theirs, and its shape or a single element.
 
-`moments.w`, `adam_m.w`, `optimizer.state.w.exp_avg` and `optimizer.state.w.step` belong to `w`. Where an equation takes
-parameters, it takes their state as well: what is before and behind the parameter's name stays.
+`moments.w`, `adam_m.w`, `optimizer.state.w.exp_avg` and `optimizer.state.w.step` belong to `w`: one of the words around
+the name is one that optimizers use. `encoder.w` is another parameter. Where an equation takes parameters, it takes
+their state as well: what is before and behind the parameter's name stays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
 from reshard_mpi.errors import MapError
-from reshard_mpi.mapping.matching import Direction, Inventory, Likeness, Match, whole_pair
+from reshard_mpi.mapping.fitting import whole_pair
+from reshard_mpi.mapping.matching import Direction, Inventory, Likeness, Match
 from reshard_mpi.mapping.names import NamePattern
 from reshard_mpi.mapping.pairs import Geometry, Place, TargetShape
 from reshard_mpi.mapping.rules import EquationRule, Rules
 
 _MAX_NAMED = 5
+# Names of more parts are those of no state.
+_MAX_PARTS = 48
+# Words of those that count steps.
+_COUNTS = frozenset(("step", "state_step"))
+# Words that frameworks have in the names of what optimizers and training keep of a parameter.
+_STATE_WORDS = frozenset(
+    (
+        *("accu_grads", "accum", "accumulator", "acc_delta", "adam_m", "adam_v", "ema", "exp_avg", "exp_avg_sq"),
+        *("exp_avg_diff", "exp_inf", "fp32_param", "grad_avg", "grad_sum", "main_param", "master", "master_param"),
+        *("max_exp_avg_sq", "mean_grad", "mean_square", "moment", "moment1", "moment2", "moments", "momentum"),
+        *("momentum_buf", "momentum_buffer", "optim", "optimizer", "optimizer_state", "optimizer_states"),
+        *("optim_state", "square_avg", "stat", "state", "step", "sum", "velocity", "vhat"),
+    )
+)
 
 
 class Affixes(NamedTuple):
@@ -24,6 +40,11 @@ class Affixes(NamedTuple):
 
     before: str
     behind: str
+
+    @property
+    def is_count(self) -> bool:
+        """Whether they are those of a count of steps."""
+        return not _COUNTS.isdisjoint((*self.before.split("."), *self.behind.split(".")))
 
     @classmethod
     def of(cls, pattern: NamePattern) -> Affixes:
@@ -68,7 +89,7 @@ def followed(
         by_affixes.setdefault(Affixes.of(source.name), []).append(rule)
     families: dict[tuple[int, Affixes], set[str]] = {}
     for name in left:
-        parted = _parted(name, by_affixes, inventory) or _parted_anywhere(name, match_of)
+        parted = _parted(name, by_affixes, inventory) or _parted_anywhere(name, inventory)
         if parted is None:
             continue
         base, affixes = parted
@@ -77,7 +98,7 @@ def followed(
         if base in match_of:
             families.setdefault((match_of[base], affixes), set()).add(base)
             continue
-        chosen = _chosen(by_affixes[affixes], (base,), direction, like)
+        chosen = _chosen(by_affixes.get(affixes, ()), (base,), direction, like)
         if chosen is not None:
             yield _of_kept(chosen, name, _target(chosen, direction).around(base), inventory)
     for (number, affixes), bases in families.items():
@@ -123,10 +144,22 @@ def _parted(name: str, known: Iterable[Affixes], inventory: Inventory) -> tuple[
     return None
 
 
-def _parted_anywhere(name: str, known: Mapping[str, int]) -> tuple[str, Affixes] | None:
-    """Return the parameter among `known` that state belongs to, and what is around its name."""
-    base = _base(name, known)
-    return None if base is None else (base, Affixes(*name.split(base, 1)))
+def _parted_anywhere(name: str, known: Container[str]) -> tuple[str, Affixes] | None:
+    """Return the parameter among `known` that state belongs to, that of the longest name, and what is around that."""
+    parts = name.split(".")
+    for length in range(len(parts) - 1, 0, -1) if len(parts) <= _MAX_PARTS else ():
+        for start in range(len(parts) - length + 1):
+            base = ".".join(parts[start : start + length])
+            before, behind = parts[:start], parts[start + length :]
+            if base in known and not _STATE_WORDS.isdisjoint((*before, *behind)):
+                return base, Affixes("".join(f"{part}." for part in before), "".join(f".{part}" for part in behind))
+    return None
+
+
+def is_named_as_state(name: str, base: str) -> bool:
+    """Tell whether a name is that of a parameter behind words of which one is an optimizer's."""
+    before = name.removesuffix(f".{base}")
+    return before != name and not _STATE_WORDS.isdisjoint(before.split("."))
 
 
 def _target(rule: EquationRule, direction: Direction) -> Affixes:
@@ -154,17 +187,6 @@ def _of_kept(rule: EquationRule, name: str, target: str, inventory: Inventory) -
     return Match(rule, {place: name}, {place: target}, Geometry({place: whole}, {}))
 
 
-def _base(name: str, known: Mapping[str, int]) -> str | None:
-    """Return the longest of the `known` names that is a part of `name`, between dots; None if none is."""
-    parts = name.split(".")
-    for length in range(len(parts) - 1, 0, -1):
-        for start in range(len(parts) - length + 1):
-            candidate = ".".join(parts[start : start + length])
-            if candidate in known:
-                return candidate
-    return None
-
-
 def _state(
     match: Match, affixes: Affixes, target_affixes: Affixes, inventory: Inventory, state_rule: EquationRule | None
 ) -> Match:
@@ -173,7 +195,10 @@ def _state(
     sources = {place: affixes.around(name) for place, name in match.sources.items()}
     targets = {place: target_affixes.around(name) for place, name in match.targets.items()}
     equal = tuple(map(affixes.around, match.equal))
-    if all(inventory[sources[place]].shape == inventory[name].shape for place, name in match.sources.items()):
+    shapes_alike = all(
+        inventory[sources[place]].shape == inventory[name].shape for place, name in match.sources.items()
+    )
+    if shapes_alike and not (affixes.is_count and prod(inventory[next(iter(sources.values()))].shape) == 1):
         return Match(rule, sources, targets, match.geometry, equal)
     # A number of each parameter, such as its step: all must have the same.
     (first, name), *others = sources.items()

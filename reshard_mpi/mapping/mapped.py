@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
-from reshard_mpi.formats.dtypes import DType
+from reshard_mpi.formats.dtypes import DType, numbers
+from reshard_mpi.mapping.choice import ANY, Choice, is_chosen, type_of
 from reshard_mpi.mapping.computing import Computed, Counted, computed, counted
-from reshard_mpi.mapping.following import followed, is_state
+from reshard_mpi.mapping.fitting import whole_pair
+from reshard_mpi.mapping.following import followed, is_named_as_state, is_state
 from reshard_mpi.mapping.likeness import Like, require_alike
-from reshard_mpi.mapping.matching import Direction, Inventory, Kind, Match, matches, told_direction, whole_pair
+from reshard_mpi.mapping.matching import Direction, Inventory, Kind, Match, matches, told_direction
 from reshard_mpi.mapping.names import NamePattern
 from reshard_mpi.mapping.pairs import Place, TargetShape
-from reshard_mpi.mapping.rules import TYPES, Fill, Rules
+from reshard_mpi.mapping.rules import TYPES, Fill, Rules, bytes_of
 from reshard_mpi.mapping.settings import cautions
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.patterns import Pattern
@@ -62,7 +64,7 @@ class Equal(NamedTuple):
 
 
 class Pads(NamedTuple):
-    """Boxes of a source tensor that are padding. are_dropped: whether they may hold anything; else only zeros."""
+    """Boxes of a source tensor that go nowhere. are_dropped: whether they may hold anything; else only zeros."""
 
     name: str
     boxes: tuple[Box, ...]
@@ -91,19 +93,6 @@ class Mapped(NamedTuple):
     settings: Mapping[str, Any] = MappingProxyType({})
 
 
-class Choice(NamedTuple):
-    """What is taken of the tensors that a map makes, by their new names.
-
-    include: globs of which one must match; None: all. exclude: globs of which none may. types: globs with the types
-    that floating-point tensors become. named: what tensors are called in the target's file, where it is not their name.
-    """
-
-    include: tuple[str, ...] | None = None
-    exclude: tuple[str, ...] = ()
-    types: tuple[tuple[str, DType], ...] = ()
-    named: Callable[[str], str] = str
-
-
 def applied(
     rules: Rules | None,
     choice: Choice,
@@ -115,8 +104,8 @@ def applied(
     """Return what a map makes of the tensors of a checkpoint.
 
     rules: None: every tensor keeps its name and shape. forward: the direction; None: as the names tell. like: decides
-    which equations apply, and must be what comes of it, of the tensors that `choice` takes. settings: of the source's
-    optimizer. Raises MapError if the map does not fit.
+    which equations apply, and in which order tensors are; what is made must be alike, of what `choice` takes. settings:
+    of the source's optimizer. Raises MapError if the map does not fit.
     """
     shapes = None if like is None else like.shapes
     taken: list[Match] = []
@@ -150,47 +139,51 @@ def applied(
         taken += states
     else:
         parameters = 0
-    names = {name for match in taken[:parameters] for name in match.sources.values()}
+    parameter_names = {name for match in taken[:parameters] for name in match.sources.values()}
     position = {name: number for number, name in enumerate(inventory)}
     made = [(position[name], _kept(name, inventory[name])) for name in left]
     for number, match in enumerate(taken):
         first = min(position[name] for name in match.sources.values())
-        of_state = number >= parameters or _is_state(match, names, inventory)
+        of_state = number >= parameters or _is_state(match, parameter_names, inventory)
         made += [(first, tensor) for tensor in _of_match(match, inventory, direction, is_state=of_state)]
     made.sort(key=lambda placed: placed[0])
     tensors = [tensor for _, tensor in made]
     if like is not None:
         tensors = [_single_shaped(tensor, like.shapes.get(tensor.name)) for tensor in tensors]
+        order = {name: number for number, name in enumerate(like.shapes)}
+        tensors.sort(key=lambda tensor: order.get(tensor.name, len(order)))
     _require_different(tensors)
     constants = _made_up(rules, tensors, direction, like) if rules is not None and direction is not None else []
-    numbers: list[Computed] = []
+    computed_numbers: list[Computed] = []
     if rules is not None and direction is not None:
         others = {tensor.name for tensor in tensors}
-        numbers = list(computed(rules, known, others, settings, direction, shapes))
-        of_numbers = {number.name for number in numbers}
+        computed_numbers = list(computed(rules, known, others, settings, direction, shapes))
+        of_numbers = {number.name for number in computed_numbers}
         constants = [constant for constant in constants if constant.name not in of_numbers]
         twice = sorted(of_numbers & others)
         if twice:
             raise MapError(f"what is computed has the name of another tensor: {twice[0]}", where=rules.where)
-    chosen, excluded = _chosen(choice, tensors)
-    numbers = [number for number in numbers if is_chosen(choice, number.name)]
+    made_besides = [*(constant.name for constant in constants), *(number.name for number in computed_numbers)]
+    chosen, excluded = _chosen(choice, tensors, made_besides)
+    excluded += [name for name in made_besides if not is_chosen(choice, name)]
+    computed_numbers = [number for number in computed_numbers if is_chosen(choice, number.name)]
     wanted = {constant.name for constant in constants if is_chosen(choice, constant.name)}
     used = {name for tensor in chosen for name in tensor.sources.values()}
     if like is not None:
         made_shapes = {tensor.name: tensor.shape.shape for tensor in chosen}
-        made_shapes |= {number.name: number.kind.shape for number in numbers}
+        made_shapes |= {number.name: number.kind.shape for number in computed_numbers}
         made_shapes |= {constant.name: constant.kind.shape for constant in constants if constant.name in wanted}
         of_choice = {name: shape for name, shape in like.shapes.items() if is_chosen(choice, name)}
         require_alike(made_shapes, like._replace(shapes=of_choice))
     return Mapped(
-        tuple(_typed(choice, tensor) for tensor in chosen),
-        tuple(constant for constant in constants if constant.name in wanted),
+        tuple(_all_typed(choice, chosen)),
+        tuple(_constant_typed(choice, constant) for constant in constants if constant.name in wanted),
         tuple(_equal(taken, used, known)),
-        tuple(_pads(taken, used)),
-        (*dropped, *excluded, *(name for name, _ in known.numbers), *(() if numbers else known.steps)),
+        (*_pads(taken, used), *_zeros(rules, dropped, inventory, direction)),
+        (*dropped, *excluded, *(name for name, _ in known.numbers), *(() if computed_numbers else known.steps)),
         tuple(left) if rules is not None else (),
         direction,
-        tuple(numbers),
+        tuple(computed_numbers),
         known,
         tuple(_cautions(rules, states, settings)) if rules is not None else (),
         settings,
@@ -215,7 +208,7 @@ def _cautions(rules: Rules, states: Sequence[Match], settings: Mapping[str, Any]
 def _is_state(match: Match, names: Container[str], inventory: Inventory) -> bool:
     """Tell whether an equation takes state of what it takes elsewhere: `{p*}` may stand for a prefix as well."""
     name = next(iter(match.sources.values()))
-    bases = (base for base in named_after(name) if base in names)
+    bases = (base for base in named_after(name) if base in names and is_named_as_state(name, base))
     return any(inventory[base].shape == inventory[name].shape for base in bases)
 
 
@@ -333,31 +326,25 @@ def _of_fill(fill: Fill, tensors: Sequence[Made]) -> Iterator[Constant]:
         yield Constant(fill.name.text, Kind(fill.dtype, fill.shape), fill.element(fill.dtype), fill.where)
         return
     beside: NamePattern = fill.beside
+    names = {tensor.name for tensor in tensors}
     for tensor in tensors:
         values = beside.match(tensor.name)
-        if values is not None:
+        is_of_state = any(base in names and is_named_as_state(tensor.name, base) for base in named_after(tensor.name))
+        if values is not None and not is_of_state:
             name = fill.name.filled({capture.name: value for capture, value in zip(beside.captures, values)})
             dtype = fill.dtype or tensor.dtype
             shape = tensor.shape.shape if fill.shape is None else fill.shape
             yield Constant(name, Kind(dtype, shape), fill.element(dtype), fill.where)
 
 
-def is_chosen(choice: Choice, name: str) -> bool:
-    """Tell whether a tensor of the target is taken."""
-    name = choice.named(name)
-    if choice.include is not None and not any(Pattern(glob).matches(name) for glob in choice.include):
-        return False
-    return not any(Pattern(glob).matches(name) for glob in choice.exclude)
-
-
-def _chosen(choice: Choice, tensors: Sequence[Made]) -> tuple[list[Made], list[str]]:
-    """Return the tensors that are taken, and the names of the others."""
+def _chosen(choice: Choice, tensors: Sequence[Made], besides: Sequence[str]) -> tuple[list[Made], list[str]]:
+    """Return the tensors that are taken, and the names of the others. besides: names of what is made up or computed."""
     if choice.include is None and not choice.exclude:
         return list(tensors), []
     for option, globs in (("--include", choice.include or ()), ("--exclude", choice.exclude)):
         for glob in globs:
             pattern = Pattern(glob)
-            if not any(pattern.matches(choice.named(tensor.name)) for tensor in tensors):
+            if not any(pattern.matches(choice.named(name)) for name in (*(each.name for each in tensors), *besides)):
                 raise MapError(
                     f"{option} {glob} matches no tensor",
                     got=", ".join(tensor.name for tensor in tensors[:_MAX_NAMED]) + " ...",
@@ -370,13 +357,40 @@ def _chosen(choice: Choice, tensors: Sequence[Made]) -> tuple[list[Made], list[s
     return chosen, [tensor.name for tensor in tensors if tensor.name not in taken]
 
 
-def _typed(choice: Choice, tensor: Made) -> Made:
-    """Return a tensor with the type that `--dtype` gives it: the last pattern that matches counts."""
-    name = choice.named(tensor.name)
-    dtype = next((dtype for glob, dtype in reversed(choice.types) if Pattern(glob).matches(name)), None)
-    if dtype is None or tensor.dtype not in _FLOATS:
-        return tensor
-    return tensor._replace(dtype=dtype)
+def _all_typed(choice: Choice, tensors: Sequence[Made]) -> Iterator[Made]:
+    """Yield tensors in the types that `--dtype` gives them. Raises MapError for a pattern that matches none."""
+    floats = [choice.named(tensor.name) for tensor in tensors if tensor.dtype in _FLOATS]
+    for glob, dtype in choice.types:
+        if glob != ANY and not any(map(Pattern(glob).matches, floats)):
+            raise MapError(
+                f"--dtype {glob}={dtype} matches no floating-point tensor",
+                got=", ".join(floats[:_MAX_NAMED]) + (" ..." if len(floats) > _MAX_NAMED else "") or "none",
+                remedy="give a pattern of the names that the target has",
+            )
+    for tensor in tensors:
+        yield tensor._replace(dtype=type_of(choice, tensor.name, tensor.dtype, tensor.shape.shape))
+
+
+def _constant_typed(choice: Choice, constant: Constant) -> Constant:
+    """Return what is made up in the type that `--dtype` gives it. Raises MapError if that cannot hold it."""
+    dtype = type_of(choice, constant.name, *constant.kind)
+    if dtype == constant.kind.dtype:
+        return constant
+    value = numbers(constant.element, constant.kind.dtype)[0]
+    element = bytes_of(value, dtype, constant.name, constant.where)
+    return constant._replace(kind=constant.kind._replace(dtype=dtype), element=element)
+
+
+def _zeros(
+    rules: Rules | None, dropped: Sequence[str], inventory: Inventory, direction: Direction | None
+) -> Iterator[Pads]:
+    """Yield the tensors that are left out and may hold only zeros."""
+    if rules is None or direction is None:
+        return
+    for drop in rules.drops:
+        if drop.are_zeros and drop.side == direction.source_side:
+            for name in filter(Pattern(drop.glob).matches, dropped):
+                yield Pads(name, (Box.whole(inventory[name].shape),), False, drop.where)
 
 
 def _pads(taken: Iterable[Match], used: set[str]) -> Iterator[Pads]:

@@ -9,11 +9,11 @@ from typing import NamedTuple
 from reshard_mpi.errors import MapError
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.mapping.blocks import EquationProblem
-from reshard_mpi.mapping.pairs import Geometry, Pair, Place, TargetShape, geometry
+from reshard_mpi.mapping.fitting import fitted
+from reshard_mpi.mapping.pairs import MAX_PAIRS, Geometry, Place
 from reshard_mpi.mapping.rules import EquationRule, Rules
-from reshard_mpi.mapping.sizes import Dimension, SizesProblem, extent, solved
-from reshard_mpi.mapping.syntax import Term, axes_of, pads_of
-from reshard_mpi.sharding.box import Box
+from reshard_mpi.mapping.sizes import SizesProblem, extent
+from reshard_mpi.mapping.syntax import Term, axes_of
 
 _MAX_NAMED = 5
 
@@ -74,9 +74,13 @@ class Direction(NamedTuple):
 
 
 class _Candidates(NamedTuple):
-    """The tensors that fit the terms of a side: for each term, by key, the names by the values of other captures."""
+    """The tensors that fit the terms of a side: for each term, by key, the names by the values of other captures.
+
+    misfits: by key, the name of one that is named as those which a term puts together, and does not fit.
+    """
 
     by_term: tuple[Mapping[Key, Mapping[tuple[int, ...], str]], ...]
+    misfits: Mapping[Key, str]
 
     @property
     def all_keys(self) -> list[Key]:
@@ -149,6 +153,7 @@ def matches(rules: Rules, inventory: Inventory, direction: Direction, like: Like
     """
     left = dict(inventory)
     known: dict[object, Geometry] = {}
+    shapes_met = boxes = 0
     for rule in rules.equations:
         if like is None and rule.like == "only":
             continue
@@ -170,8 +175,26 @@ def matches(rules: Rules, inventory: Inventory, direction: Direction, like: Like
             if wanted is not None and not _is_as_wanted(match.geometry, wanted):
                 continue
             applies = True
+            if key in candidates.misfits:
+                raise MapError(
+                    "some of the tensors that are put together do not fit the equation, and would be left out",
+                    expected=", ".join(map(_shown_term, source)),
+                    got=f"{(misfit := candidates.misfits[key])} {list(inventory[misfit].shape)}",
+                    where=rule.where,
+                )
             for name in (*match.sources.values(), *match.equal):
-                left.pop(name, None)
+                if name not in left:
+                    raise MapError("not one-to-one: an equation takes a tensor twice", got=name, where=rule.where)
+                del left[name]
+            if len(known) > shapes_met:
+                shapes_met = len(known)
+                boxes += sum(len(shape.pairs) for shape in match.geometry.targets.values())
+            if boxes > MAX_PAIRS:
+                raise MapError(
+                    f"the map would put tensors together from more than {MAX_PAIRS} boxes of different shapes",
+                    where=rule.where,
+                    remedy="convert the tensors in several runs (--include), or change fewer of their axes at once",
+                )
             yield match
         if not applies and not rule.is_optional:
             raise MapError(
@@ -206,6 +229,7 @@ def _is_as_wanted(made: Geometry, wanted: Sequence[tuple[int, ...]]) -> bool:
 
 def _candidates(side: Sequence[Term], rule: EquationRule, inventory: Inventory) -> _Candidates:
     by_term = []
+    misfits: dict[Key, str] = {}
     for term in side:
         names: dict[Key, dict[tuple[int, ...], str]] = {}
         captures = [capture.name for capture in term.name.captures]
@@ -215,11 +239,14 @@ def _candidates(side: Sequence[Term], rule: EquationRule, inventory: Inventory) 
         for name in (plain,) if plain is not None and plain in inventory else () if plain is not None else inventory:
             values = term.name.match(name)
             if values is None or not _fits(term, inventory[name].shape):
+                loose = term.name.match_loosely(name) if others else None
+                if loose is not None:
+                    misfits.setdefault(tuple(loose[number] for number in shared), name)
                 continue
             key = tuple(values[number] for number in shared)
             names.setdefault(key, {})[tuple(int(values[number]) for number in others)] = name
         by_term.append(names)
-    return _Candidates(tuple(by_term))
+    return _Candidates(tuple(by_term), misfits)
 
 
 def _fits(term: Term, shape: tuple[int, ...]) -> bool:
@@ -262,7 +289,7 @@ def _match(
     made = known.get(cached)
     if made is None:
         try:
-            made = known[cached] = _geometry(rule, source, target, shapes, rules.axes, counts, wanted)
+            made = known[cached] = fitted(rule, source, target, shapes, rules.axes, counts, wanted)
         except (SizesProblem, EquationProblem) as error:
             first = [next(iter(names.values())) for names in held]
             raise MapError(
@@ -313,70 +340,6 @@ def _counts(
                     where=rule.where,
                 )
     return counts
-
-
-def _geometry(
-    rule: EquationRule,
-    source: Sequence[Term],
-    target: Sequence[Term],
-    shapes: Sequence[tuple[int, ...]],
-    axes: Mapping[str, int],
-    counts: Mapping[str, int],
-    wanted: Sequence[tuple[int, ...]] | None,
-) -> Geometry:
-    """Return what the equation comes to for these shapes of its source's terms.
-
-    axes: the lengths that the map gives. counts: those of the axes that names stand for. Raises SizesProblem or
-    EquationProblem.
-    """
-    if source[0].dims is None:
-        numbers = range(len(target))
-        wholes = [shapes[0] if rule.copies else shapes[number] for number in numbers]
-        origins = [0 if rule.copies else number for number in numbers]
-        return Geometry(
-            {
-                Place(number, ()): TargetShape(shape, (whole_pair(Place(origin, ()), shape),), ())
-                for number, shape, origin in zip(numbers, wholes, origins)
-            },
-            {},
-        )
-    dimensions = _dimensions(source, shapes)
-    for axis, length in counts.items():
-        if axes.get(axis, length) != length:
-            raise SizesProblem(f"there are {length} tensors for {axis!r}, not {axes[axis]}")
-    sizes = solved(dimensions, {**axes, **counts})
-    unknown = [name for name in _names(target) if name not in sizes]
-    if unknown and wanted is not None:
-        sizes = solved(_dimensions(target, wanted), sizes)
-    elif unknown:
-        raise SizesProblem(
-            f"nothing tells how long {unknown[0]!r} is: give it in [axes], or a checkpoint that the target"
-            " is to be like"
-        )
-    if rule.copies:
-        return geometry(source[:1], target, sizes, copies=len(target) > 1)
-    return geometry(source, target, sizes)
-
-
-def _dimensions(side: Sequence[Term], shapes: Sequence[tuple[int, ...]]) -> list[Dimension]:
-    return [
-        Dimension(dim, length, f"dimension {number} of {term.name.text}")
-        for term, shape in zip(side, shapes)
-        for number, (dim, length) in enumerate(zip(term.dims or (), shape))
-    ]
-
-
-def _names(side: Sequence[Term]) -> Iterator[str]:
-    """Yield the names of the axes of tensors, and of the multiples that they are padded up to."""
-    for term in side:
-        for dim in term.dims or ():
-            names = (*axes_of(dim), *(padded.multiple for padded in pads_of(dim)))
-            yield from (name for name in names if not name.isdecimal())
-
-
-def whole_pair(place: Place, shape: tuple[int, ...]) -> Pair:
-    """Return the pair that takes a tensor as it is."""
-    return Pair(place, Box.whole(shape), Box.whole(shape), None)
 
 
 def _untold(

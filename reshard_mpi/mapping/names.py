@@ -28,7 +28,7 @@ class Capture(NamedTuple):
 class NamePattern:
     """A name with captures. text: as it was written. captures: in the order of the name."""
 
-    __slots__ = ("_begin", "_end", "_regex", "captures", "literals", "text")
+    __slots__ = ("_begin", "_end", "_loose", "_regex", "captures", "literals", "text")
 
     def __init__(self, text: str) -> None:
         """Raises PatternProblem if the captures of a name cannot be told from each other."""
@@ -43,6 +43,11 @@ class NamePattern:
             raise PatternProblem(f"{text!r} has a capture twice, or more than {_MAX_CAPTURES}")
         if sum(capture.is_text for capture in self.captures) > 1:
             raise PatternProblem(f"{text!r} has more than one capture of any text")
+        after_integers = (
+            literal for capture, literal in zip(self.captures, self.literals[1:]) if not capture.is_text and literal
+        )
+        if any(literal[0].isdigit() for literal in after_integers):
+            raise PatternProblem(f"{text!r} has a digit behind the capture of an integer")
         if any(not literal for literal in self.literals[1:-1]):
             raise PatternProblem(f"{text!r} has captures with nothing between them")
         pieces = [re.escape(self.literals[0])]
@@ -50,6 +55,8 @@ class NamePattern:
             pieces.append("(.+)" if capture.is_text else f"(0|[1-9][0-9]{{0,{_MAX_INTEGER_DIGITS - 1}}})")
             pieces.append(re.escape(literal))
         self._regex = re.compile("".join(pieces), re.DOTALL)
+        loose = ("([0-9]+)" if piece.startswith("(0|") else piece for piece in pieces)
+        self._loose = re.compile("".join(loose), re.DOTALL)
         self._begin, self._end = self.literals[0], self.literals[-1]
 
     def match(self, name: str) -> tuple[str, ...] | None:
@@ -57,6 +64,13 @@ class NamePattern:
         if not (name.startswith(self._begin) and name.endswith(self._end)):
             return None
         found = self._regex.fullmatch(name)
+        return None if found is None else found.groups()
+
+    def match_loosely(self, name: str) -> tuple[str, ...] | None:
+        """Return what `match` does, but let integers be of any digits."""
+        if not (name.startswith(self._begin) and name.endswith(self._end)):
+            return None
+        found = self._loose.fullmatch(name)
         return None if found is None else found.groups()
 
     def filled(self, values: Mapping[str, object]) -> str:

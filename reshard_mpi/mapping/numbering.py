@@ -8,7 +8,7 @@ numbers get the names of parameters here, so that state can follow them: `optimi
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ STATE = "optimizer.state."
 # Tensors of a model that no optimizer changes. Those that users add are not known; where there are any, the numbers do
 # not come out.
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+_MAX_NAMED = 5
 _REMEDY = (
     "give torch's optimizer named parameters, which it keeps in the file (AdamW(model.named_parameters())), or leave"
     " the state out (--exclude)"
@@ -70,7 +71,8 @@ NO_TRAINING = Training("", None, {})
 def entries_of(node: Any) -> list[Any] | None:
     """Return the entries of a dictionary of a nest; None if it is none."""
     entries = node.get("dict") if isinstance(node, dict) else None
-    return entries if isinstance(entries, list) else None
+    is_dict = isinstance(entries, list) and all(isinstance(entry, list) and entry for entry in entries)
+    return entries if is_dict else None
 
 
 def value_of(node: Any, key: str) -> Any:
@@ -90,31 +92,54 @@ def training_in(nest: str | None, shapes: Likeness, alias: Mapping[str, str], wh
     """
     if nest is None:
         return NO_TRAINING
-    root = json.loads(nest)
-    optimizers = list(_optimizers(root, ""))
-    others = [name for name in shapes if not any(name.startswith(each.path) for each in optimizers)]
-    paths = list(_paths(root, "", {each.path for each in optimizers}))
-    with_state = [each for each in optimizers if _numbers_with_state(each, shapes)]
+    try:
+        root = json.loads(nest)
+        optimizers = {optimizer.path: optimizer for optimizer in _optimizers(root, "")}
+        paths = set(_paths(root, "", optimizers))
+    except (ValueError, RecursionError) as error:
+        raise MapError(
+            "how the tensors of a file are nested cannot be read", got=str(error)[:100], where=where
+        ) from None
+    below = _below(shapes, optimizers)
+    with_state = [path for path, names in below.items() if any(state_of(optimizers[path], name) for name in names)]
+    others = dict.fromkeys(shapes, None)
+    for names in below.values():
+        for name in names:
+            others.pop(name, None)
+    models = _below(others, paths)
     if not with_state:
-        return Training(_common(paths, others), None, {})
+        return Training(max((path for path, own in models.items() if len(own) == len(others)), default=""), None, {})
     if len(with_state) > 1:
-        raise _doubt("there are several optimizers", ", ".join(each.path for each in with_state), where)
-    (optimizer,) = with_state
+        raise _doubt("there are several optimizers", ", ".join(with_state[:_MAX_NAMED]), where)
+    optimizer = optimizers[with_state[0]]
     found: dict[tuple[str, ...], str] = {}
     problems = []
-    for path in sorted(paths, key=len, reverse=True):
-        own = [name for name in others if name.startswith(path)]
+    for path, own in sorted(models.items(), key=lambda model: -len(model[0])):
         parameters, problem = _parameters(optimizer, path, own, shapes, alias)
         if parameters:
             found.setdefault(parameters, path)
-        elif own:
+        else:
             problems.append(f"{path.removesuffix('.') or 'the file'}: {problem}")
     if len(found) != 1:
-        got = f"{' or '.join(found.values())}" if found else "; ".join(problems) or "no parameters"
+        got = " or ".join(found.values()) if found else "; ".join(problems[:_MAX_NAMED]) or "no parameters"
         raise _doubt("whose optimizer state each number is cannot be told", got, where)
     ((parameters, prefix),) = found.items()
     numbers = [number for group in optimizer.groups for number in group.numbers]
     return Training(prefix, optimizer, dict(zip(numbers, parameters)))
+
+
+def _below(names: Iterable[str], paths: Collection[str]) -> dict[str, list[str]]:
+    """Return the names that begin with each of the paths, which are empty or end with a dot."""
+    below: dict[str, list[str]] = {}
+    for name in names:
+        end = 0
+        while True:
+            if name[:end] in paths:
+                below.setdefault(name[:end], []).append(name)
+            end = name.find(".", end) + 1
+            if not end:
+                break
+    return below
 
 
 def _doubt(problem: str, got: str, where: str) -> MapError:
@@ -153,7 +178,7 @@ def _group(node: Any) -> ParameterGroup | None:
     return ParameterGroup(tuple(numbers), tuple(names) if is_named else None, settings)
 
 
-def _paths(node: Any, path: str, without: set[str]) -> Iterator[str]:
+def _paths(node: Any, path: str, without: Collection[str]) -> Iterator[str]:
     """Yield what names in each dictionary begin with."""
     if path in without:
         return
@@ -163,11 +188,6 @@ def _paths(node: Any, path: str, without: set[str]) -> Iterator[str]:
         yield from _paths(value, f"{path}{key}.", without)
 
 
-def _common(paths: Sequence[str], names: Sequence[str]) -> str:
-    """Return the longest path that all names begin with."""
-    return max((path for path in paths if all(name.startswith(path) for name in names)), key=len, default="")
-
-
 def state_of(optimizer: Numbered, name: str) -> tuple[int, str] | None:
     """Return the number and the key of a tensor of an optimizer's state; None if it is none."""
     begin = f"{optimizer.path}state."
@@ -175,10 +195,6 @@ def state_of(optimizer: Numbered, name: str) -> tuple[int, str] | None:
         return None
     number, dot, key = name[len(begin) :].partition(".")
     return (int(number), key) if dot and number.isdecimal() and len(number) < 10 else None
-
-
-def _numbers_with_state(optimizer: Numbered, shapes: Likeness) -> bool:
-    return any(state_of(optimizer, name) is not None for name in shapes)
 
 
 def _parameters(

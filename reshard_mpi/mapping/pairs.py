@@ -81,11 +81,15 @@ def geometry(source: Sequence[Term], target: Sequence[Term], sizes: Sizes, *, co
     if copies:
         source_blocks = [source_blocks[0]] * len(target_blocks)
     pairs: dict[Place, list[Pair]] = {}
+    boxes = 0
     for source_block, target_block in zip(source_blocks, target_blocks):
         for place in _places(source[source_block.term], target_block.term, target[target_block.term], sizes):
             pairs.setdefault(place, [])
         for place, pair in _block_pairs(source, source_block, target, target_block, sizes):
             pairs.setdefault(place, []).append(pair)
+            boxes += 1
+            if boxes > MAX_PAIRS:
+                raise _too_many(target[target_block.term], boxes)
     zeros = {number: tuple(_pads(term, sizes)) for number, term in enumerate(target)}
     shapes = {number: _shape(term, sizes) for number, term in enumerate(target)}
     targets = {place: TargetShape(shapes[place.term], tuple(made), zeros[place.term]) for place, made in pairs.items()}
@@ -101,8 +105,19 @@ def geometry(source: Sequence[Term], target: Sequence[Term], sizes: Sizes, *, co
 
 def _places(source: Term, number: int, target: Term, sizes: Sizes) -> Iterator[Place]:
     """Yield the tensors that a target term stands for."""
-    lengths = (range(sizes[axis]) for axis in stacked(target, source))
-    return (Place(number, values) for values in combinations(*lengths))
+    lengths = [sizes[axis] for axis in stacked(target, source)]
+    if 0 in lengths:
+        raise EquationProblem(f"an axis of length 0 would be no tensors {target.name.text}")
+    if math.prod(lengths) > MAX_PAIRS:
+        raise _too_many(target, math.prod(lengths))
+    return (Place(number, values) for values in combinations(*map(range, lengths)))
+
+
+def _too_many(target: Term, count: int) -> EquationProblem:
+    return EquationProblem(
+        f"{target.name.text} would be put together from {count} boxes or more, or be so many tensors; at most"
+        f" {MAX_PAIRS} are possible"
+    )
 
 
 def _shape(term: Term, sizes: Sizes) -> tuple[int, ...]:
@@ -158,10 +173,7 @@ def _block_pairs(
     outer = [axis for axis in axes if axis not in inner]
     count = math.prod(length_of(axis, sizes) for axis in outer)
     if count > MAX_PAIRS:
-        raise EquationProblem(
-            f"{target_term.name.text} would be put together from {count} boxes of {source_term.name.text}; at most"
-            f" {MAX_PAIRS} are possible"
-        )
+        raise _too_many(target_term, count)
     runs = [math.prod(length_of(axis, sizes) for axis in axis_names) for axis_names in kept]
     target_lengths = [1] * len(right.digits)
     facing: dict[int, int] = {}  # for each source dimension that is longer than 1 within a box, that of the target

@@ -61,6 +61,8 @@ def read_rules(name: str, config: str | None) -> tuple[Rules, str]:
 
 
 def _text(path: Path, most_bytes: int, what: str) -> str:
+    if path.exists() and not path.is_file():
+        raise MapError(f"{what} is no file", where=str(path))
     try:
         with path.open("rb") as file:
             content = file.read(most_bytes + 1)

@@ -61,12 +61,16 @@ class EquationRule(NamedTuple):
 
 
 class Drop(NamedTuple):
-    """Tensors of one side that are left out. is_optional: whether they need not be made up on the way back."""
+    """Tensors of one side that are left out.
+
+    is_optional: whether they need not be made up on the way back. are_zeros: whether they may hold only zeros.
+    """
 
     glob: str
     side: str
     is_optional: bool
     where: str
+    are_zeros: bool = False
 
 
 class Fill(NamedTuple):
@@ -87,20 +91,26 @@ class Fill(NamedTuple):
 
     def element(self, dtype: DType) -> bytes:
         """Return the bytes of an element. Raises MapError if the type cannot hold the value."""
-        code = _CODES.get(dtype.name)
-        try:
-            if code is None and self.value != 0:
-                raise struct.error("only zeros can be made up in this type")
-            if code is None:
-                return bytes(dtype.itemsize_bytes)
-            integral = code not in "efd"
-            if integral and self.value != int(self.value):
-                raise struct.error("no integer")
-            return struct.pack(f"={code}", int(self.value) if integral else float(self.value))
-        except (struct.error, OverflowError) as error:
-            raise MapError(
-                f"{self.name.text} cannot be made up of {self.value} in {dtype.name}", got=str(error), where=self.where
-            ) from None
+        return bytes_of(self.value, dtype, self.name.text, self.where)
+
+
+def bytes_of(value: int | float, dtype: DType, name: str, where: str) -> bytes:
+    """Return the bytes of an element that is made up. Raises MapError if the type cannot hold the value."""
+    code = _CODES.get(dtype.name)
+    try:
+        if dtype.name == "bfloat16":  # the upper half of a float32, rounded to nearest even
+            (bits,) = struct.unpack("=I", struct.pack("=f", value))
+            return struct.pack("=H", bits + 0x7FFF + (bits >> 16 & 1) >> 16)
+        if code is None and value != 0:
+            raise struct.error("only zeros can be made up in this type")
+        if code is None:
+            return bytes(dtype.itemsize_bytes)
+        integral = code not in "efd"
+        if integral and value != int(value):
+            raise struct.error("no integer")
+        return struct.pack(f"={code}", int(value) if integral else float(value))
+    except (struct.error, ValueError, OverflowError) as error:
+        raise MapError(f"{name} cannot be made up of {value} in {dtype.name}", got=str(error), where=where) from None
 
 
 _CODES = {
@@ -258,9 +268,9 @@ def _equation(entry: dict[str, Any], where: str) -> EquationRule:
 
 
 def _drop(entry: dict[str, Any], where: str) -> Drop:
-    _known(entry, ("drop", "side", "optional"), where)
-    glob = _text(entry, "drop", where)
-    return Drop(glob, _side(entry, "left", where), _flag(entry, "optional", where), where)
+    _known(entry, ("drop", "side", "optional", "zeros"), where)
+    glob, side = _text(entry, "drop", where), _side(entry, "left", where)
+    return Drop(glob, side, _flag(entry, "optional", where), where, _flag(entry, "zeros", where))
 
 
 def _fill(entry: dict[str, Any], where: str) -> Fill:

@@ -24,6 +24,8 @@ _MOMENT = ("epoch_num", "step_num", "global_step")
 _MAX_COMPARED_BY_NAME = 16
 # So many things that one shard holds and that cannot be converted are named.
 _MAX_LEFT_OUT = 8
+# Why values that each rank has for itself need not be the same.
+OWN = "each rank has its own; one of them was taken"
 _DIFFERENT_MOMENTS = "the shards are of different moments"
 
 
@@ -51,7 +53,7 @@ def agreement_checks(tensors: SourceTensors, wanted: Container[str], *, same_wor
         box = Box.whole(group.shape)
         start = next(box.blocks(_SMALL_BYTES // first.dtype.itemsize_bytes), box)
         copies = tuple(Copy(rank, entry, box, start) for rank, entry in entries.items())
-        why = _DIFFERENT_MOMENTS if moment else "each rank has its own; one of them was taken"
+        why = _DIFFERENT_MOMENTS if moment else OWN
         yield Check(name, copies, refuse=moment, why=why)
 
 

@@ -78,6 +78,8 @@ def claim(strategy: Strategy, name: str, rank: int, manifest: Manifest) -> Claim
         return None
     if entry is None:
         return Claim(_STRING, (), fits=False) if name in manifest.strings else None
+    if placement.ceil and entry.global_shape is None:
+        return None  # a part alone does not tell the whole
     whole = _whole(placement, rank, entry.shape, entry.box, entry.global_shape)
     if whole is None:
         return Claim(entry.dtype.name, entry.shape, fits=False)

@@ -329,6 +329,9 @@ def shown_rules(strategy: Strategy, shapes: Mapping[str, tuple[int, Shape]]) -> 
         rank, shape = shapes[name]
         placement = next((p for p in strategy.find(name) if strategy.stage_of(rank) in p.stages), None)
         if placement is not None and placement.is_cut:
+            if placement.ceil:
+                yield f"by rule {glob!r}, {name!r} of shape {list(shape)} on a rank is cut by ceiling division"
+                continue
             whole = whole_shape(placement, rank, shape)
             yield f"by rule {glob!r}, {name!r} of shape {list(shape)} on a rank is {list(whole)} as a whole"
 

@@ -6,18 +6,22 @@ It follows from the target strategy and the tensor's name, so that targets can b
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterable, Iterator
 
 from reshard_mpi.sharding.placement import Placement
 
 
-def is_writer(rank: int, name: str, placements: tuple[Placement, ...], held_by: Placement, *, loose: bool) -> bool:
-    """Tell whether a rank is the one that writes its piece of a tensor.
+def written_here(rank: int, names: Iterable[str], placement: Placement, *, loose: bool) -> Iterator[str]:
+    """Yield those of the tensors that a rank holds alike of which it is the one that writes its piece.
 
-    placements: of the tensor, one for each group of stages that cut it alike; the pieces of the first make it up.
-    held_by: the one of them by which the rank holds it, with the tensor's dimensions. loose: whether no source strategy
-    places the tensor; then ranks may hold different values, and all of such are taken from the first rank.
+    placement: of the tensors, with their dimensions. loose: whether no source strategy places them; then ranks may hold
+    different values, and all of such are taken from the first rank.
     """
-    if rank // held_by.stage_size not in placements[0].stages:
-        return False
-    number = 0 if loose else zlib.crc32(name.encode("utf-8", "surrogatepass")) % held_by.copies
-    return held_by.nth_holder(held_by.piece(rank), number) == rank
+    piece, copies = placement.piece(rank), placement.copies
+    is_mine: dict[int, bool] = {}
+    for name in names:
+        number = 0 if loose else zlib.crc32(name.encode("utf-8", "surrogatepass")) % copies
+        if number not in is_mine:
+            is_mine[number] = placement.nth_holder(piece, number) == rank
+        if is_mine[number]:
+            yield name

@@ -15,6 +15,7 @@ from reshard_mpi.planning.parameters import (
     require_common_parameters,
 )
 from reshard_mpi.planning.replicas import choose_holders, home_rank
+from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout, stand_in_shape
 from reshard_mpi.sharding.nesting import alignments
 from reshard_mpi.sharding.placement import Piece, Placement, Strategy
@@ -176,7 +177,9 @@ def _needs(source: Placement, target: Placement, target_rank: int) -> Needs:
     needs = []
     for aligned, other in alignments(source, target):
         shape = stand_in_shape(aligned, other)
-        box = Layout(other, shape).box(target_rank)
+        # Which slices of a cut by ceiling division meet is up to the shape; and all of them tell how long it is.
+        is_open = aligned.ceil or other.ceil
+        box = Box((0,) * len(shape), shape) if is_open else Layout(other, shape).box(target_rank)
         layout = Layout(aligned, shape)  # its placement has the dimensions by which it counts pieces
         needs.append((layout.placement, tuple(piece for piece, _ in layout.pieces_meeting(box))))
     return tuple(needs)

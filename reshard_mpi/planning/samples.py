@@ -131,7 +131,13 @@ def _held_ways(strategy: Strategy) -> set[tuple[Shape, frozenset[int]]]:
 
     for name, listed in strategy.parameters.items():
         for placement in listed:
-            way = (placement.mesh, placement.split, placement.optimizer, placement.sizes)  # in whatever stage
+            way = (
+                placement.mesh,
+                placement.split,
+                placement.optimizer,
+                placement.sizes,
+                placement.ceil,
+            )  # in whatever stage
             meshes[way] = placement.mesh
             stages_of.setdefault((kind_of(name), way), set()).update(placement.stages)
     return {(meshes[way], frozenset(stages)) for (_, way), stages in stages_of.items()}

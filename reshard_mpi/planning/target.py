@@ -23,7 +23,7 @@ from reshard_mpi.planning.holes import hole, require_never_saved, stage_missing
 from reshard_mpi.planning.listed import PiecesOf, missing_files
 from reshard_mpi.planning.losses import Lost, named
 from reshard_mpi.planning.model import Group, Moment, PlannedTensors, RankPlan, Route
-from reshard_mpi.planning.once import is_writer
+from reshard_mpi.planning.once import written_here
 from reshard_mpi.planning.parameters import Unlisted, everywhere, find_or_follow, is_dropped, listed_names
 from reshard_mpi.planning.ranks import wants
 from reshard_mpi.planning.replicas import Replicas, choose_holders, home_rank
@@ -191,19 +191,19 @@ class ShardPlanner:
         )
 
     def written_elsewhere(self) -> frozenset[str]:
-        """Return the tensors whose pieces here another target rank writes, if each piece is to be written once."""
-        return frozenset(
-            name
-            for way in self._ways.values()
-            for name in way.names
-            if not is_writer(
-                self._rank,
-                name,
-                self._target_placements(name) or (way.layout.placement,),
-                way.layout.placement,
-                loose=not way.group.listed,
-            )
-        )
+        """Return the tensors whose pieces here another target rank writes, if each piece is to be written once.
+
+        Of a tensor that stages cut differently, those of the first placement make it up.
+        """
+        elsewhere: set[str] = set()
+        for way in self._ways.values():
+            placement = way.layout.placement
+            here = set(written_here(self._rank, way.names, placement, loose=not way.group.listed))
+            for name in way.names:
+                placements = self._target_placements(name) or (placement,)
+                if name not in here or self._stage not in placements[0].stages:
+                    elsewhere.add(name)
+        return frozenset(elsewhere)
 
     def _target_layout(self, name: str, group: SourceGroup) -> Layout | None:
         """Return how this target rank holds a tensor; None if it does not."""

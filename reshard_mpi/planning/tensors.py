@@ -12,7 +12,7 @@ from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.planning.parameters import everywhere, find_or_follow
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.sharding.layout import Layout, whole_shape
+from reshard_mpi.sharding.layout import Layout, whole_shape_of_parts
 from reshard_mpi.sharding.placement import Piece, Placement, Shape, Strategy
 
 
@@ -145,7 +145,8 @@ class SourceTensors:
         try:
             shape = first.global_shape
             if shape is None:
-                shape = whole_shape(near, first_rank, first.shape)
+                of_stages = self._held_in((near,), kinds_in_stages)
+                shape = whole_shape_of_parts(near, {rank: kind.shape for rank, kind in of_stages.items()})
             layouts = tuple(self.layout(placement, shape) for placement in placements)
         except LayoutError as error:
             error.where = f"tensor {name!r} in {self._manifests[first_rank].path}"

@@ -209,7 +209,7 @@ class Conversion:
 
     def _has_uneven_slices(self) -> bool:
         all_placements = chain.from_iterable(self.target.parameters.values())
-        return any(placement.sizes for placement in all_placements)
+        return any(placement.is_uneven for placement in all_placements)
 
     def target_weights(self, targets: Sequence[int]) -> dict[int, int]:
         """Return the relative sizes of the shards of `targets`: in bytes, or 1 each if all are equal."""

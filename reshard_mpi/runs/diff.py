@@ -117,7 +117,8 @@ def _planned(
         conversions[0].source.check_values()
     while not memory.to_move(peak_bytes, purpose):
         plans = [conversion.plan(0, checked=False) for conversion in conversions]
-    notes = (*first_files.notes, *second_files.notes, *governor.notes, *_other_texts(*plans))
+    of_map = plans[0].notes if conversions[0].original is not None else ()
+    notes = (*of_map, *first_files.notes, *second_files.notes, *governor.notes, *_other_texts(*plans))
     first, second = map(_Side, (request.source, request.target), sources, plans)
     warnings += [*first_files.warnings, *second_files.warnings, *plans[0].warnings, *plans[1].warnings]
     lost = (*plans[0].lost, *plans[1].lost)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from reshard_mpi.checkpoints.source import Extent, SourceCheckpoint
 from reshard_mpi.engine.files import Files
 from reshard_mpi.engine.regions import first_difference_of_tensors, first_nonzero, only_element
-from reshard_mpi.errors import MapError, ReshardError
+from reshard_mpi.errors import DisagreementError, MapError, ReshardError
 from reshard_mpi.formats.dtypes import numbers
 from reshard_mpi.formats.manifest import NEST, Manifest, shown_string
 from reshard_mpi.formats.nest import first_difference
@@ -22,6 +22,7 @@ from reshard_mpi.mapping.mapped import Constant, Equal, Mapped
 from reshard_mpi.mapping.matching import Inventory, Kind
 from reshard_mpi.mapping.naming import SourceFile, applied_to_file
 from reshard_mpi.mapping.settings import unpacked
+from reshard_mpi.planning.agreement import OWN
 from reshard_mpi.planning.losses import Lost, Missing
 from reshard_mpi.planning.mapped import MappedTensors
 from reshard_mpi.planning.model import RankPlan, TensorPlan
@@ -45,8 +46,10 @@ class _Made(NamedTuple):
 def conversion_through(tensor_map: TensorMap, conversion: Conversion) -> Conversion:
     """Return a conversion of what a map makes of the source."""
 
+    is_rank_by_rank = conversion.target.world_size == conversion.source.strategy.world_size > 1
+
     def through(original: Conversion) -> SourceCheckpoint:
-        return MappedCheckpoint.of(original, tensor_map)
+        return MappedCheckpoint.of(original, tensor_map, is_rank_by_rank=is_rank_by_rank)
 
     original = Conversion(conversion.source, unsharded(), strict=conversion.strict, replicas=conversion.replicas)
     return replace(conversion, source=through(original), original=original, through=through)
@@ -54,18 +57,22 @@ def conversion_through(tensor_map: TensorMap, conversion: Conversion) -> Convers
 
 @dataclass(slots=True)
 class MappedCheckpoint(SourceCheckpoint):
-    """The source checkpoint of `original` as a map makes it. Its files are those of that; it has one rank, 0."""
+    """The source checkpoint of `original` as a map makes it. Its files are those of that; it has one rank, 0.
+
+    is_rank_by_rank: whether the targets are as many as the source's ranks, so that each could keep values of its own.
+    """
 
     original: Conversion | None = field(default=None)
     tensor_map: TensorMap | None = field(default=None)
+    is_rank_by_rank: bool = field(default=False)
     _made: _Made | None = field(default=None)
     _is_checked: bool = field(default=False)
 
     @classmethod
-    def of(cls, original: Conversion, tensor_map: TensorMap) -> MappedCheckpoint:
+    def of(cls, original: Conversion, tensor_map: TensorMap, *, is_rank_by_rank: bool) -> MappedCheckpoint:
         """Return what a map makes of the source of `original`, a conversion of it to one full checkpoint."""
-        files = original.source.files
-        return cls(files, unsharded(files.path), original=original, tensor_map=tensor_map)
+        files, strategy = original.source.files, unsharded(original.source.files.path)
+        return cls(files, strategy, original=original, tensor_map=tensor_map, is_rank_by_rank=is_rank_by_rank)
 
     @property
     def stored(self) -> SourceCheckpoint:
@@ -135,6 +142,7 @@ class MappedCheckpoint(SourceCheckpoint):
             made = self._opened()
             whole = self._conversion.checked(made.plan)
             self.check_values()
+            self._require_nobodys_own(made, whole)
             self._made, self._is_checked = made._replace(plan=whole), True
         whole, _, mapped, _, notes = self._opened()
         return plan._replace(
@@ -226,6 +234,24 @@ class MappedCheckpoint(SourceCheckpoint):
             where = first_difference(own, made) or "how tensors are nested"
             yield f"{shown_string(NEST)}: as in {like.path}, with the values of the source that both have; else {where}"
 
+    def _require_nobodys_own(self, made: _Made, whole: RankPlan) -> None:
+        """Raise DisagreementError if each rank has its own of something that all targets would get from one of them.
+
+        whole: the plan of the checkpoint with the notes of its checks.
+        """
+        taken = {name for tensor in made.mapped.made for name in tensor.sources.values()}
+        own = (check.name for check in made.plan.checks if check.why == OWN and check.name in taken)
+        for name in own if self.is_rank_by_rank else ():
+            if any(note.startswith(f"{name!r} differs") for note in whole.notes):
+                raise DisagreementError(
+                    f"each rank has its own {name!r}, and all targets would have that of one",
+                    expected="the same on all ranks, with a map, types or a choice",
+                    got=f"different ones on {self.stored.strategy.world_size} ranks",
+                    where=self.files.path,
+                    remedy=f"leave it out (--exclude {name}); only a run without --map, --dtype, --include and"
+                    " --exclude keeps it",
+                )
+
     def _require_equal(self, made: _Made) -> None:
         places = made.plan.tensors.places if made.mapped.equal else {}
         for equal in made.mapped.equal:
@@ -261,12 +287,17 @@ class MappedCheckpoint(SourceCheckpoint):
                 for box in pads.boxes:
                     element = first_nonzero(files, tensor, box, self._conversion.limits)
                     if element is not None:
+                        is_whole = box == tensor.spec.box
                         raise MapError(
-                            f"the padding of {pads.name} is not zero",
+                            f"{pads.name} is left out, and is not zero"
+                            if is_whole
+                            else f"the padding of {pads.name} is not zero",
                             expected=f"zeros in {box}",
                             got=f"another value at element {list(element)}",
                             where=f"{self.files.path}, by {pads.where}",
-                            remedy='say pads = "drop" in the entry of the map if it may be thrown away, though it may'
+                            remedy="leave zeros = true out of the entry of the map if it may be lost"
+                            if is_whole
+                            else 'say pads = "drop" in the entry of the map if it may be thrown away, though it may'
                             " have been trained",
                         )
 

@@ -11,8 +11,8 @@ from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.errors import UsageError
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.manifest import NEST
+from reshard_mpi.mapping.choice import Choice
 from reshard_mpi.mapping.likeness import Like
-from reshard_mpi.mapping.mapped import Choice
 from reshard_mpi.mapping.numbering import named_tensors, training_in
 from reshard_mpi.mapping.reading import read_rules
 from reshard_mpi.mapping.rules import TYPES, Rules

@@ -82,6 +82,10 @@ class RunMemory:
         targets: how many are planned at most. verify: whether targets are compared with their sources afterwards.
         also_read: another checkpoint that is read to be compared.
         """
+        if conversion.original is not None:  # what the map makes tells how much memory planning takes
+            before = Projection.of(conversion, target_format, targets=targets, verify=verify, also_read=also_read)
+            self._need(before.planning_bytes, purpose)
+            conversion.source.manifest(0)
         self._projection = Projection.of(conversion, target_format, targets=targets, verify=verify, also_read=also_read)
         self._need(self._projection.planning_bytes, purpose)
         conversion.before_gathering = partial(self._need, self._projection.gathering_bytes, purpose)

@@ -63,7 +63,7 @@ def check_shard(
         where = str(record_path(folder / STATE, rank))
         damage.append(DamageError("the record of a shard is damaged", where=where, remedy=remedy))
     for path in files.by_rank[rank]:
-        shard = module.locate(path)
+        shard = files.locate(path)
         is_recorded = record is not None and _is_of(record, folder, path)
         recorded = {tensor.name: tensor for tensor in record.sums} if record is not None and is_recorded else {}
         listed = table.loads(shard.identity.strategy, shard.path).parameters if shard.identity is not None else ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import product
 
 from reshard_mpi.errors import LayoutError
@@ -132,6 +132,8 @@ def whole_shape(placement: Placement, rank: int, part_shape: Shape) -> Shape:
     placement = regroup_part(placement, part_shape)
     if not placement.split and placement.optimizer == 1:
         return part_shape
+    if placement.ceil and placement.is_cut:
+        raise _unknown_length(next(dim for dim in range(len(part_shape)) if placement.slices(dim) > 1), placement, 1)
     _require_dimensions(placement, part_shape)
     if not part_shape:
         raise LayoutError("a scalar cannot be cut", expected="a tensor of one dimension or more", got="shape []")
@@ -139,6 +141,37 @@ def whole_shape(placement: Placement, rank: int, part_shape: Shape) -> Shape:
     return tuple(
         length * placement.cuts(dim) if total is None else total
         for dim, (length, total) in enumerate(zip(part_shape, totals))
+    )
+
+
+def whole_shape_of_parts(placement: Placement, parts: Mapping[int, Shape]) -> Shape:
+    """Return the shape of the whole tensor of which ranks hold parts of these shapes.
+
+    One part tells it, unless dimensions are cut by ceiling division: then the parts along them are added up. Raises
+    LayoutError if the number of dimensions does not fit or such parts are missing. Parts of wrong sizes are not
+    noticed: see `whole_shape`.
+    """
+    rank, part_shape = next(iter(parts.items()))
+    closed = regroup_part(placement, part_shape)
+    if not (closed.ceil and closed.is_cut):
+        return whole_shape(placement, rank, part_shape)
+    _require_dimensions(closed, part_shape)
+    pieces = [(closed.piece(rank).index, shape) for rank, shape in parts.items() if len(shape) == len(part_shape)]
+    whole = list(part_shape)
+    for dim in range(len(closed.split)):
+        lengths = {index[dim]: shape[dim] for index, shape in pieces}
+        if len(lengths) != closed.slices(dim):
+            raise _unknown_length(dim, closed, len(lengths))
+        whole[dim] = sum(lengths.values())
+    return tuple(whole)
+
+
+def _unknown_length(dim: int, placement: Placement, slices: int) -> LayoutError:
+    return LayoutError(
+        f"how long dimension {dim} is cannot be known from a part of its slices",
+        expected=f"shards with all {placement.slices(dim)} slices, since it is cut by ceiling division",
+        got=str(slices),
+        remedy="give the sizes of its slices",
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate, chain, product
@@ -20,13 +20,19 @@ from reshard_mpi.sharding.placement import Placement, Shape
 Grouping = tuple[tuple[int, int], ...]
 
 
-@lru_cache(maxsize=4096)
 def regroup(placement: Placement, shape: Shape) -> Placement:
     """Return the placement with the dimensions of a tensor of `shape`.
 
-    The factors of an expanded placement are joined, an open-ended one is closed; others stay as they are. Raises
-    LayoutError if the factors can be joined in no way, or in several that differ.
+    The factors of an expanded placement are joined, an open-ended one is closed, a cut by ceiling division gets its
+    sizes; others stay as they are. Raises LayoutError if the factors can be joined in no way, or in several ways that
+    differ.
     """
+    # Not kept if there are sizes, which may be many for each shape.
+    return _with_sizes(_regrouped(placement, shape), shape) if placement.ceil else _regrouped(placement, shape)
+
+
+@lru_cache(maxsize=4096)
+def _regrouped(placement: Placement, shape: Shape) -> Placement:
     placement = _closed(placement, len(shape))
     if placement.expanded_shape is None or len(shape) == len(placement.split):
         return placement
@@ -169,13 +175,37 @@ def _common_factors(first: Shape, second: Shape) -> Shape:
 
 def _closed(placement: Placement, ndim: int) -> Placement:
     """Return an open-ended placement as that of a tensor of `ndim` dimensions."""
-    if placement.spares_scalars:
-        if ndim == 0:
-            return Placement(placement.mesh, stages=placement.stages)
-        placement = replace(placement, spares_scalars=False)
+    if placement.whole_scalars and ndim == 0:
+        return Placement(placement.mesh, stages=placement.stages)
     if not placement.open_ended or not placement.split or ndim < len(placement.split):
         return placement
-    return replace(placement, split=placement.split + ((),) * (ndim - len(placement.split)), open_ended=False)
+    return replace(
+        placement, split=placement.split + ((),) * (ndim - len(placement.split)), open_ended=False, whole_scalars=False
+    )
+
+
+def _with_sizes(placement: Placement, shape: Shape) -> Placement:
+    """Return a placement that cuts by ceiling division as one that says how long the slices are."""
+    if len(placement.split) > len(shape):
+        return placement
+    sizes = (
+        (dim, ceil_lengths(shape[dim], [placement.mesh[axis] for axis in axes]))
+        for dim, axes in enumerate(placement.split)
+        if shape[dim] % placement.slices(dim)
+    )
+    return replace(placement, sizes=tuple(sizes), ceil=False)
+
+
+def ceil_lengths(length: int, cuts: Iterable[int]) -> tuple[int, ...]:
+    """Return the lengths of the slices of a dimension that is cut into so many, and each of these again."""
+    lengths = [length]
+    for count in cuts:
+        lengths = [
+            max(0, min(step, whole - index * step))
+            for whole, step in ((whole, -(-whole // count)) for whole in lengths)
+            for index in range(count)
+        ]
+    return tuple(lengths)
 
 
 def _groupings(factors: int, groups: int) -> Iterator[Grouping]:

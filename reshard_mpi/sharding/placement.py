@@ -3,7 +3,8 @@
 The semantics are MindSpore's:
 
 - local rank r of a stage has the coordinates of a row-major walk over `mesh`, last axis fastest;
-- every tensor dimension is cut evenly (or at given sizes) over the mesh axes that `split` names, the major one first;
+- every tensor dimension is cut evenly (or at given sizes, or by ceiling division) over the mesh axes that `split`
+  names, the major one first;
 - ranks with the same slice are counted in row-major order of the mesh axes not in use, and an optimizer cut into k
   pieces gives the one at position p piece p mod k of dimension 0 of that slice;
 - global rank = stage x ranks of a stage + local rank.
@@ -43,7 +44,9 @@ class Placement:
     cut unevenly. stages: the pipeline stages that hold it. expanded_shape: set where `split` may list more dimensions
     than the tensor has, each of them a factor of a real one (MindSpore's JSON of nested maps): the whole tensor's
     shape in those factors. open_ended: the tensor may have further dimensions, not cut (a rule that fits many tensors).
-    spares_scalars: a tensor without dimensions is whole on every rank (a rule for all tensors there are).
+    whole_scalars: a tensor without dimensions is not cut (a rule that fits all tensors). ceil: dimensions are cut by
+    ceiling division, as torch cuts them: all slices are as long as the first but the last ones, which may be shorter or
+    empty; over several axes each slice is cut again. How long they are follows from the tensor's shape.
 
     Raises LayoutError if an axis is outside the mesh or used twice, or the optimizer cut has no ranks to go over.
     """
@@ -55,7 +58,8 @@ class Placement:
     stages: tuple[int, ...] = (0,)
     expanded_shape: Shape | None = None
     open_ended: bool = False
-    spares_scalars: bool = False
+    whole_scalars: bool = False
+    ceil: bool = False
 
     def __post_init__(self) -> None:
         if any(length < 1 for length in self.mesh):
@@ -77,6 +81,12 @@ class Placement:
                 "the optimizer cut does not fit the ranks that share a slice",
                 expected=f"a divisor of {self.holders_per_slice} (mesh {self.mesh} without the axes in use)",
                 got=str(self.optimizer),
+            )
+        if self.ceil and (self.sizes or self.optimizer > 1):
+            raise LayoutError(
+                "a cut by ceiling division stands alone",
+                expected="neither the sizes of slices nor an optimizer cut",
+                got=f"an optimizer cut into {self.optimizer}" if self.optimizer > 1 else f"sizes {self.sizes}",
             )
         for dim, sizes in self.sizes:
             if dim >= len(self.split) or len(sizes) != self.slices(dim):
@@ -121,6 +131,11 @@ class Placement:
     def slices(self, dim: int) -> int:
         """Into how many slices dimension `dim` is cut, before the optimizer cut."""
         return math.prod(self.mesh[axis] for axis in self.split[dim]) if dim < len(self.split) else 1
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether slices of one dimension may have different lengths."""
+        return self.ceil or bool(self.sizes)
 
     def cuts(self, dim: int) -> int:
         """Into how many parts dimension `dim` is cut in all."""

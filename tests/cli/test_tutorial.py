@@ -1,4 +1,4 @@
-"""The scripts in launch/tutorial under real launchers: the network of MindSpore's tutorial, and its pipeline."""
+"""Scripts of the tutorial's first story under real launchers: the network of MindSpore's guide, and its pipeline."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.launch import MPI, mpirun_command
 from support.oracle import RawLayout
 from support.processes import Finished, run_command
 
-SCRIPTS = Path(__file__).parents[2] / "launch" / "tutorial"
+SCRIPTS = Path(__file__).parents[2] / "launch" / "tutorial" / "1_eight_to_four"
 
 SHAPES = {
     "layer1.weight": (784, 512),

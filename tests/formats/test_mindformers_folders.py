@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,11 @@ from hypothesis import strategies as st
 from support import ckpt_peer, safetensors_peer
 from support.command_line import run_in_fork
 from support.dcp_peer import arrays_of
+from support.processes import run_command
 from support.sliced_peer import COMMON, Sliced, change_index, file_of, mindformers_file, write_mindformers
 
 import reshard_mpi
 from reshard_mpi import formats
-from reshard_mpi.checkpoints import moments
 from reshard_mpi.errors import CoverageError, ReshardError, ShardError, SourceError
 from reshard_mpi.formats.nest import NEST
 from reshard_mpi.formats.safetensors import mindformers, mindformers_index
@@ -511,30 +512,38 @@ def test_a_run_does_not_go_on_with_another_moment(folder: Path, tmp_path: Path) 
     assert "another run" in run("transform", source, out, "--resume", "--jobs", "1", code=3)
 
 
-def test_processes_that_begin_while_the_next_moment_is_saved(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+# The command line, in which the next moment becomes the latest as soon as one process has looked.
+_AS_THE_NEXT_IS_SAVED = """
+from pathlib import Path
+from reshard_mpi.__main__ import command
+from reshard_mpi.checkpoints import moments
+
+source, first, found = Path({source!r}), Path({first!r}), moments.latest_in
+
+def latest_in(path):
+    latest = found(path)
+    try:
+        first.touch(exist_ok=False)
+    except FileExistsError:
+        (source / moments.TRACKER).write_text("3")
+        return found(path)
+    return latest
+
+moments.latest_in = latest_in
+command()
+"""
+
+
+def test_processes_that_begin_while_the_next_moment_is_saved(folder: Path, tmp_path: Path) -> None:
     """Targets of one run are never of two moments, whichever process saw which."""
-    source, first = folder.parent, tmp_path / "first"
+    source, out, strategy = folder.parent, tmp_path / "out", tmp_path / "two.toml"
     write_mindformers(source / "iteration_00000003", small(), 2)
     (source / LATEST).write_text("2")
-    found = moments.latest_in
-
-    def found_later(path: str) -> moments.Latest | None:
-        latest = found(path)
-        try:
-            first.touch(exist_ok=False)
-        except FileExistsError:
-            (source / LATEST).write_text("3")
-            return found(path)
-        return latest
-
-    monkeypatch.setattr(moments, "latest_in", found_later)
-    strategy = tmp_path / "two.toml"
     strategy.write_text('mesh = { tp = 2 }\n[[parameter]]\nmatch = "*"\n')
-    out = tmp_path / "out"
-    said = run("transform", source, out, "--dst-strategy", strategy, "--jobs", "2", code=3)
-    assert "'latest checkpoint' = iteration_0000000" in said
+    script = _AS_THE_NEXT_IS_SAVED.format(source=str(source), first=str(tmp_path / "first"))
+    arguments = ["transform", source, out, "--dst-strategy", strategy, "--jobs", "2"]
+    finished = run_command([sys.executable, "-c", script, *arguments])
+    assert finished.code == 3 and "'latest checkpoint' = iteration_0000000" in finished.err, finished
     assert not list(out.rglob("*.safetensors"))
 
 

@@ -20,10 +20,11 @@ from reshard_mpi.formats.columns import Kind
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.nest.trees import Call, Dict, Global
 from reshard_mpi.formats.torch import pickling
-from reshard_mpi.formats.torch.dtensors import chunk_lengths, part_of, placement_of
+from reshard_mpi.formats.torch.dtensors import part_of, placement_of
 from reshard_mpi.formats.torch.meshes import Factor, Mesh
 from reshard_mpi.formats.torch.pickling import Leaf, row_major_strides
 from reshard_mpi.sharding.box import Box
+from reshard_mpi.sharding.nesting import ceil_lengths
 from reshard_mpi.sharding.placement import Placement
 from reshard_mpi.sharding.strategy import table
 
@@ -42,12 +43,12 @@ def test_lengths_are_those_of_torch(length: int, counts: list[int]) -> None:
     cut = [list(range(length))]
     for count in counts:
         cut = [piece for whole in cut for piece in chunks(whole, count)]
-    assert chunk_lengths(length, counts) == tuple(map(len, cut))
+    assert ceil_lengths(length, counts) == tuple(map(len, cut))
 
 
 @pytest.mark.parametrize("length, count, expected", [(5, 2, (3, 2)), (3, 4, (1, 1, 1, 0)), (0, 3, (0, 0, 0))])
 def test_uneven_lengths(length: int, count: int, expected: tuple[int, ...]) -> None:
-    assert chunk_lengths(length, (count,)) == expected
+    assert ceil_lengths(length, (count,)) == expected
 
 
 @given(data=st.data())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -72,6 +73,9 @@ def refused(tmp_path: Path, text: str, **options: object) -> str:
         ("a [x], b <=> c [x], d [x]", "no dimensions in brackets"),
         ("a.{l} [l x] <=> b.{l} [l x]", "in both names and a dimension"),
         ("a.{l} [x], b [x] <=> c.{l} [x], d [x]", "captures that stay captures must be in all names"),
+        ("a [x], a [x] <=> b [(x + x)]", "a is twice on a side"),
+        ("a [x] <=> b [x], b [x]", "b is twice on a side"),
+        ("a.{l}0 [x] <=> b.{l} [x]", "a digit behind the capture of an integer"),
         ("a [2 x] <=> b [3 x]", "not one-to-one: '2'"),
     ],
 )
@@ -110,6 +114,7 @@ def test_an_equation_that_is_none(equation: str, says: str) -> None:
         ("axes = 3\n[[map]]\neq = 'a [x] <=> b [x]'", "no table"),
         ("extra = 3\n[[map]]\neq = 'a [x] <=> b [x]'", "cannot have"),
         ("[[map]]\neq = 'a [x] <=> b [x], c [x y]'\ncopy = true", "their dimensions differ"),
+        ("[[map]]\neq = 'e [v h] <=> i.{v} [h], o.{v} [h]'\ncopy = true", "copy = true is for whole tensors"),
         ("[[map]]\neq = 'a [x], b [x] <=> c [x], d [x]'\ncopy = true", "one tensor, without '+'"),
     ],
 )
@@ -152,6 +157,10 @@ def test_a_file_that_is_no_map(text: str, says: str) -> None:
         ),
         ("[[map]]\neq = 'new [y] <=> a.0.q [y], a.1.q [y]'\ncopy = true", "in either direction"),
         ("[[map]]\neq = 'new [x y] <=> a.0.k [x y], e.0 [x y]'\ncopy = true", "is 3 long, not 4"),
+        (
+            "[[map]]\nfill = { name = 'z', shape = [], type = 'int8', value = nan }\n[[map]]\neq = 'a.0.q <=> b'",
+            "made up of nan",
+        ),
         ("[[map]]\neq = 'other <=> a.0.q'\n[[map]]\ndrop = 'left.*'", "the map loses what it leaves out"),
     ],
 )
@@ -163,6 +172,75 @@ def test_a_map_that_does_not_fit(tmp_path: Path, text: str, says: str) -> None:
 def test_a_side_that_is_there_in_part_names_what_is_there(tmp_path: Path) -> None:
     message = refused(tmp_path, "[[map]]\neq = 'a.{l}.q [x y], e.{l} [z w] <=> c.{l}.q [x y], c.{l}.e [z w]'")
     assert "a.1.q without e.1" in message and "line 1, [[map]] 1" in message
+
+
+@pytest.mark.parametrize("name", ["e.03.w", "e.12345678901.w"])
+def test_tensors_of_a_stack_that_are_named_otherwise_are_not_left_out(tmp_path: Path, name: str) -> None:
+    tensors = {"e.0.w": np.ones((2, 3), np.float32), name: np.ones((2, 3), np.float32)}
+    (tmp_path / "map.toml").write_text("[[map]]\neq = 'e.{n}.w [x y] <=> c [n x y]'")
+    with pytest.raises(MapError, match="would be left out") as error:
+        reshard_mpi.plan(checkpoint(tmp_path, tensors), map=tmp_path / "map.toml")
+    assert name in str(error.value)
+
+
+def test_tensors_of_a_stack_that_have_other_dimensions_are_not_left_out(tmp_path: Path) -> None:
+    tensors = {"e.0.w": np.ones((2, 3), np.float32), "e.1.w": np.ones(6, np.float32)}
+    (tmp_path / "map.toml").write_text("[[map]]\neq = 'e.{n}.w [x y] <=> c [n x y]'")
+    with pytest.raises(MapError, match="would be left out"):
+        reshard_mpi.plan(checkpoint(tmp_path, tensors), map=tmp_path / "map.toml")
+
+
+def test_a_map_that_is_no_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "map.toml")
+    with pytest.raises(MapError, match="the map is no file"):
+        reshard_mpi.plan(checkpoint(tmp_path), map=tmp_path / "map.toml")
+
+
+def test_a_tensor_that_two_terms_take(tmp_path: Path) -> None:
+    message = refused(tmp_path, "[[map]]\neq = 'a.1.k [x y], a.{n}.k [x y] <=> c [(x + n x) y]'")
+    assert "takes a tensor twice" in message and "a.1.k" in message
+
+
+@pytest.mark.parametrize(
+    ("equation", "shape"),
+    [
+        ("a [b c] <=> x.{b} [c]", (1 << 20, 0)),
+        ("a [(b c)] <=> x [(c b)]", (1 << 17,)),
+        (
+            "a ["
+            + " ".join(f"n{at}" for at in range(18))
+            + "] <=> x [("
+            + " ".join(f"n{at}" for at in range(18))
+            + ")]",
+            (2,) * 18,
+        ),
+    ],
+)
+def test_what_would_take_too_many_boxes(tmp_path: Path, equation: str, shape: tuple[int, ...]) -> None:
+    text = f"[axes]\nb = 256\n[[map]]\neq = '{equation}'" if "(c b)" in equation else f"[[map]]\neq = '{equation}'"
+    (tmp_path / "map.toml").write_text(text)
+    source = checkpoint(tmp_path, {"a": np.zeros(shape, np.int8)})
+    with pytest.raises(MapError, match="boxes"):
+        reshard_mpi.transform(source, tmp_path / "dst", map=tmp_path / "map.toml", forward=True)
+
+
+def test_equations_that_take_too_many_boxes_together(tmp_path: Path) -> None:
+    """One of 40,000 boxes may be; two of different shapes may not."""
+    tensors = {f"a{at}": np.zeros((20_000 + at) * 2, np.int8) for at in range(4)}
+    equations = [f"[[map]]\neq = 'a{at} [(b 2)] <=> x{at} [(2 b)]'" for at in range(4)]
+    (tmp_path / "map.toml").write_text(equations[0])
+    reshard_mpi.plan(checkpoint(tmp_path, tensors), map=tmp_path / "map.toml")
+    (tmp_path / "map.toml").write_text("\n".join(equations))
+    with pytest.raises(MapError, match="boxes of different shapes"):
+        reshard_mpi.plan(tmp_path / "src", map=tmp_path / "map.toml")
+
+
+def test_names_of_very_many_parts_do_not_take_long(tmp_path: Path) -> None:
+    name = "optimizer." + ".".join("a" * 1500)
+    (tmp_path / "map.toml").write_text("[[map]]\neq = 'a.0.q [x y] <=> b [y x]'")
+    tensors = {"a.0.q": np.zeros((2, 3), np.float32), name: np.zeros((2, 3), np.float32)}
+    plan = reshard_mpi.plan(checkpoint(tmp_path, tensors), map=tmp_path / "map.toml")
+    assert plan.targets[0].tensors == 2
 
 
 def test_one_tensor_for_several_that_differ(tmp_path: Path) -> None:
@@ -196,6 +274,8 @@ def test_options_that_do_not_belong_together(tmp_path: Path, options: dict[str, 
         ({"map": "no-such-map"}, "there is no map of this name"),
         ({"map": "./no-such-file.toml"}, "the map cannot be read"),
         ({"include": "nothing.*"}, "matches no tensor"),
+        ({"dtype": ["bf16", "nothing.*=fp16"]}, "--dtype nothing.*=float16 matches no floating-point tensor"),
+        ({"dtype": "count=fp16"}, "matches no floating-point tensor"),
         ({"exclude": "nothing.*"}, "matches no tensor"),
         ({"include": "a.*", "exclude": "a.*"}, "leave no tensor"),
     ],

@@ -9,7 +9,8 @@ from hypothesis import given
 from support.equations import Case, cases
 
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.mapping.mapped import Choice, Mapped, applied
+from reshard_mpi.mapping.choice import Choice
+from reshard_mpi.mapping.mapped import Mapped, applied
 from reshard_mpi.mapping.matching import Kind
 from reshard_mpi.mapping.rules import parse_rules
 

@@ -334,3 +334,82 @@ def test_every_form_is_written_through_a_map(tmp_path: Path, to: str) -> None:
     reshard_mpi.transform(source, tmp_path / "dst", map=map_path, to=to)
     reshard_mpi.transform(tmp_path / "dst", tmp_path / "back", map=map_path, to="safetensors")
     assert_held(tmp_path / "back", tensors)
+
+
+def test_only_what_is_named_as_state_follows(tmp_path: Path) -> None:
+    """Not a parameter whose name ends like that of another one, nor one whose name has the same letters in it."""
+    tensors = {"0.weight": floats(3, 3), "encoder.0.weight": floats(3, 3, first=10), "w": floats(2, 3)}
+    tensors |= {"weights.w": floats(2, 3, first=20), "adam_m.w": floats(2, 3, first=30)}
+    text = "[[map]]\neq = '0.weight [a b] <=> 0.kernel [b a]'\n[[map]]\neq = 'w [a b] <=> kernel [b a]'"
+    reshard_mpi.transform(source_of(tmp_path, tensors), tmp_path / "dst", map=map_of(tmp_path, text))
+    turned = {"0.kernel": "0.weight", "kernel": "w", "adam_m.kernel": "adam_m.w"}
+    expected = {name: tensors[source].T for name, source in turned.items()}
+    assert_held(tmp_path / "dst", expected | {name: tensors[name] for name in ("encoder.0.weight", "weights.w")})
+
+
+def test_a_type_for_all_leaves_counters_as_they_are(tmp_path: Path) -> None:
+    """A bfloat16 cannot count to 257."""
+    counters = {"optimizer.state.w.step": np.array([257], np.float32), "learning_rate": np.array(0.1, np.float32)}
+    source = source_of(tmp_path, {"w": floats(3), **counters})
+    reshard_mpi.transform(source, tmp_path / "dst", dtype="bf16")
+    assert_held(tmp_path / "dst", {"w": floats(3).astype(ml_dtypes.bfloat16), **counters})
+    reshard_mpi.transform(source, tmp_path / "named", dtype=["bf16", "*.step=fp64"])
+    assert held(tmp_path / "named")["optimizer.state.w.step"].dtype == np.float64
+
+
+def test_what_is_made_up_is_chosen_and_typed_like_the_rest(tmp_path: Path) -> None:
+    text = "[[map]]\neq = '{p*}.mean [c] <=> {p*}.moving_mean [c]'\n"
+    text += "[[map]]\nfill = { name = '{p*}.gamma', value = 1, beside = '{p*}.moving_mean' }\n"
+    source, map_path = source_of(tmp_path, {"bn.mean": floats(3)}), map_of(tmp_path, text)
+    reshard_mpi.transform(source, tmp_path / "dst", map=map_path, dtype="bf16")
+    ones = np.ones(3, ml_dtypes.bfloat16)
+    assert_held(tmp_path / "dst", {"bn.gamma": ones, "bn.moving_mean": floats(3).astype(ml_dtypes.bfloat16)})
+    reshard_mpi.transform(source, tmp_path / "without", map=map_path, exclude="*.gamma")
+    assert_held(tmp_path / "without", {"bn.moving_mean": floats(3)})
+
+
+def test_state_belongs_to_the_parameter_of_the_longest_name(tmp_path: Path) -> None:
+    tensors = {"w": floats(2, 3), "x.w": floats(4, 5), "opt.optimizer.x.w.step": np.array(7, np.float32)}
+    text = "[[map]]\neq = 'w [a b] <=> k [b a]'"
+    reshard_mpi.transform(source_of(tmp_path, tensors), tmp_path / "dst", map=map_of(tmp_path, text))
+    assert_held(tmp_path / "dst", {"k": tensors["w"].T, **{name: tensors[name] for name in list(tensors)[1:]}})
+
+
+def test_counts_of_parameters_of_one_element_stay_one(tmp_path: Path) -> None:
+    tensors = {"a": floats(1), "b": floats(1, first=5)}
+    counts = {f"state.{name}.step": np.array([7], np.float32) for name in tensors}
+    text = "[[map]]\neq = 'a [x], b [x] <=> c [(x + x)]'"
+    reshard_mpi.transform(source_of(tmp_path, tensors | counts), tmp_path / "dst", map=map_of(tmp_path, text))
+    expected = {"c": np.array([0, 5], np.float32), "state.c.step": np.array([7], np.float32)}
+    assert_held(tmp_path / "dst", expected)
+
+
+def test_nothing_is_made_up_beside_state(tmp_path: Path) -> None:
+    tensors = {"bn.mean": floats(3), "moments.bn.mean": floats(3)}
+    text = "[[map]]\neq = '{p*}.mean [c] <=> {p*}.moving [c]'\n"
+    text += "[[map]]\nfill = { name = '{p*}.count', shape = [], type = 'int64', beside = '{p*}.moving' }"
+    reshard_mpi.transform(source_of(tmp_path, tensors), tmp_path / "dst", map=map_of(tmp_path, text))
+    assert held(tmp_path / "dst").keys() == {"bn.moving", "moments.bn.moving", "bn.count"}
+
+
+@pytest.mark.parametrize("options", [{"dtype": "fp64"}, {"include": ["w", "rng"]}, {"exclude": "b"}])
+def test_what_each_rank_has_for_itself_is_not_replaced_in_silence(tmp_path: Path, options: dict[str, Any]) -> None:
+    shards = {rank: {"w": floats(2, 4), "b": floats(2), "rng": np.array([rank, 7], np.int64)} for rank in range(2)}
+    write_ranks(shards, tmp_path / "src", "ckpt")
+    spec = '[mesh]\nm = 2\n[[parameter]]\nmatch = "w"\nsplit = { 0 = ["m"] }\n[[parameter]]\nmatch = "b"\n'
+    spec += "optional = true\n"
+    (tmp_path / "spec.toml").write_text(spec)
+    strategies = tmp_path / "spec.toml", tmp_path / "spec.toml"
+    with pytest.raises(reshard_mpi.DisagreementError, match="each rank has its own 'rng'") as error:
+        reshard_mpi.transform(tmp_path / "src", tmp_path / "dst", *strategies, replicas="any", **options)
+    assert "--exclude rng" in str(error.value) and not (tmp_path / "dst").exists()
+    without = {**options, "exclude": ["b", "rng"] if "exclude" in options else "rng"}
+    reshard_mpi.transform(tmp_path / "src", tmp_path / "dst", *strategies, replicas="any", **without)
+
+
+def test_diff_says_what_a_map_leaves_out(tmp_path: Path, capsys: Capture) -> None:
+    text = "[[map]]\neq = 'w [a b] <=> v [b a]'\n[[map]]\ndrop = 'junk'"
+    source, map_path = source_of(tmp_path, {"w": floats(2, 3), "junk": floats(2)}), map_of(tmp_path, text)
+    reshard_mpi.transform(source, tmp_path / "dst", map=map_path)
+    finished = run_here(capsys, "diff", f"{source}", f"{tmp_path}/dst", "--map", f"{map_path}", "--jobs", "1")
+    assert finished.code == 0 and "left out: junk" in finished.err

@@ -34,7 +34,21 @@ def test_every_example_of_the_guide_is_a_map(text: str) -> None:
 
 def test_there_are_examples_of_everything() -> None:
     text = "".join(examples())
-    assert all(word in text for word in ("eq =", "copy =", "pads =", "drop =", "fill =", "side ="))
+    assert all(
+        word in text
+        for word in (
+            "eq =",
+            "copy =",
+            "pads =",
+            "drop =",
+            "fill =",
+            "side =",
+            "state =",
+            "count =",
+            "number =",
+            "caution =",
+        )
+    )
 
 
 def test_the_example_of_the_readme_is_a_map() -> None:

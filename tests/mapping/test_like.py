@@ -13,8 +13,9 @@ from support.command_line import Capture, run_here
 import reshard_mpi
 from reshard_mpi.errors import MapError, UsageError
 from reshard_mpi.formats.dtypes import BY_NAME
+from reshard_mpi.mapping.choice import Choice
 from reshard_mpi.mapping.likeness import Like
-from reshard_mpi.mapping.mapped import Choice, Mapped, applied
+from reshard_mpi.mapping.mapped import Mapped, applied
 from reshard_mpi.mapping.matching import Inventory, Kind
 from reshard_mpi.mapping.rules import parse_rules
 
@@ -98,6 +99,15 @@ def test_padding_is_as_long_as_there() -> None:
     assert shapes_of(made(text, {"b": (8, 3)}, None)) == {"a": (5, 3)}
     with pytest.raises(MapError, match=r"nothing tells how long 'm' is"):
         made(text, {"a": (5, 3)}, None)
+
+
+def test_lengths_are_as_there() -> None:
+    text = '[[map]]\neq = "a [x h], b [y h] <=> c [(x + y) h]"\n'
+    assert shapes_of(made(text, {"c": (5, 3)}, {"a": (2, 3), "b": (3, 3)})) == {"a": (2, 3), "b": (3, 3)}
+    with pytest.raises(MapError, match="does not tell how long"):
+        made(text, {"c": (5, 3)}, None)
+    with pytest.raises(MapError, match="does not tell how long"):
+        made(text, {"c": (5, 3)}, {"a": (2, 3), "b": (4, 3)})
 
 
 @pytest.mark.parametrize(("own", "other"), [((), (1,)), ((1,), ()), ((1, 1), (1,))])

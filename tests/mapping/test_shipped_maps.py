@@ -20,7 +20,13 @@ Array = np.ndarray[Any, np.dtype[Any]]
 Tensors = dict[str, Array]
 
 HIDDEN, HEADS, GROUPS, HEAD, FEED, VOCABULARY, LAYERS, EXPERTS = 8, 4, 2, 3, 10, 11, 3, 4
-CONFIG = {"num_attention_heads": HEADS, "num_key_value_heads": GROUPS, "vocab_size": VOCABULARY, "hidden_size": HIDDEN}
+CONFIG = {
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": GROUPS,
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+}
 
 
 class Weights:
@@ -60,17 +66,19 @@ def assert_same(made: Tensors, expected: Tensors) -> None:
         assert made[name].shape == array.shape and np.array_equal(made[name], array), name
 
 
-def llama(*, is_tied: bool = False, has_bias: bool = False) -> Tensors:
-    """Return the tensors of a Llama as transformers names them."""
+def llama(*, is_tied: bool = False, is_qwen: bool = False) -> Tensors:
+    """Return the tensors of a Llama as transformers names them. is_qwen: with what Qwen2 and Qwen3 have besides."""
     weights, tensors = Weights(), {}
     tensors["model.embed_tokens.weight"] = weights(VOCABULARY, HIDDEN)
     for layer in range(LAYERS):
         at = f"model.layers.{layer}."
         for name, rows in (("q", HEADS * HEAD), ("k", GROUPS * HEAD), ("v", GROUPS * HEAD)):
             tensors[f"{at}self_attn.{name}_proj.weight"] = weights(rows, HIDDEN)
-            if has_bias:
+            if is_qwen:
                 tensors[f"{at}self_attn.{name}_proj.bias"] = weights(rows)
         tensors[f"{at}self_attn.o_proj.weight"] = weights(HIDDEN, HEADS * HEAD)
+        if is_qwen:
+            tensors |= {f"{at}self_attn.{name}_norm.weight": weights(HEAD) for name in "qk"}
         tensors[f"{at}mlp.gate_proj.weight"] = weights(FEED, HIDDEN)
         tensors[f"{at}mlp.up_proj.weight"] = weights(FEED, HIDDEN)
         tensors[f"{at}mlp.down_proj.weight"] = weights(HIDDEN, FEED)
@@ -107,6 +115,8 @@ def megatron(model: Tensors, *, is_tied: bool = False, multiple: int = 8, has_fu
             names = [f"{at}self_attn.{part}_proj.{kind}" for part in "qkv"]
             if names[0] in model:
                 tensors[f"{to}self_attention.linear_qkv.{kind}"] = fused_by_group(*(model[name] for name in names))
+        for name in "qk" if f"{at}self_attn.q_norm.weight" in model else "":
+            tensors[f"{to}self_attention.{name}_layernorm.weight"] = model[f"{at}self_attn.{name}_norm.weight"]
         tensors[f"{to}self_attention.linear_proj.weight"] = model[f"{at}self_attn.o_proj.weight"]
         gate_and_up = [model[f"{at}mlp.{part}_proj.weight"] for part in ("gate", "up")]
         tensors[f"{to}mlp.linear_fc1.weight"] = np.concatenate(gate_and_up)
@@ -125,14 +135,34 @@ def megatron(model: Tensors, *, is_tied: bool = False, multiple: int = 8, has_fu
     return tensors
 
 
+def with_stacked_layers(tensors: Tensors) -> Tensors:
+    """Return the tensors of Megatron-Core as its torch_dist form has them: those of all layers in one."""
+    stacked = {name: array for name, array in tensors.items() if not name.startswith("decoder.layers.")}
+    for name in tensors:
+        if name.startswith("decoder.layers.0."):
+            layers = [tensors[name.replace(".0.", f".{layer}.", 1)] for layer in range(LAYERS)]
+            stacked[name.replace(".0.", ".", 1)] = np.stack(layers)
+    return stacked
+
+
+@pytest.mark.parametrize("is_qwen", [False, True], ids=["llama", "qwen"])
+@pytest.mark.parametrize("has_fused_norms", [False, True], ids=["local", "transformer engine"])
+@pytest.mark.parametrize("is_tied", [False, True], ids=["", "tied"])
+def test_llama_to_torch_dist_and_back(tmp_path: Path, is_qwen: bool, has_fused_norms: bool, is_tied: bool) -> None:
+    through, model = Through("hf-llama-megatron-dist", tmp_path), llama(is_qwen=is_qwen, is_tied=is_tied)
+    expected = with_stacked_layers(megatron(model, has_fused_norms=has_fused_norms, is_tied=is_tied))
+    assert_same(through(model, like=expected), expected)
+    assert_same(through(expected), model)
+
+
 def with_equal_head(model: Tensors) -> Tensors:
     return {**model, "lm_head.weight": model["model.embed_tokens.weight"]}
 
 
-@pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("is_qwen", [False, True], ids=["llama", "qwen"])
 @pytest.mark.parametrize("has_fused_norms", [False, True], ids=["local", "transformer engine"])
-def test_llama_to_megatron_and_back(tmp_path: Path, has_bias: bool, has_fused_norms: bool) -> None:
-    through, model = Through("hf-llama-megatron", tmp_path), llama(has_bias=has_bias)
+def test_llama_to_megatron_and_back(tmp_path: Path, is_qwen: bool, has_fused_norms: bool) -> None:
+    through, model = Through("hf-llama-megatron", tmp_path), llama(is_qwen=is_qwen)
     expected = megatron(model, has_fused_norms=has_fused_norms)
     assert_same(through(model, like=expected), expected)
     assert_same(through(expected), model)
@@ -191,11 +221,11 @@ def mindformers(model: Tensors, *, is_joined: bool) -> Tensors:
     return tensors
 
 
-@pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("is_qwen", [False, True], ids=["llama", "qwen"])
 @pytest.mark.parametrize("is_tied", [False, True], ids=["", "tied"])
 @pytest.mark.parametrize("is_joined", [False, True], ids=["apart", "joined"])
-def test_llama_to_mindformers_and_back(tmp_path: Path, is_joined: bool, is_tied: bool, has_bias: bool) -> None:
-    through, model = Through("hf-llama-mindformers", tmp_path), llama(is_tied=is_tied, has_bias=has_bias)
+def test_llama_to_mindformers_and_back(tmp_path: Path, is_joined: bool, is_tied: bool, is_qwen: bool) -> None:
+    through, model = Through("hf-llama-mindformers", tmp_path), llama(is_tied=is_tied, is_qwen=is_qwen)
     expected = mindformers(model, is_joined=is_joined)
     if not is_joined:
         assert_same(through(model, config=False), expected)
@@ -254,7 +284,7 @@ def test_left_out_experts_are_refused(
 
 
 def test_layers_stacked_and_back(tmp_path: Path) -> None:
-    through, model = Through("layers-stacked", tmp_path), llama(has_bias=True)
+    through, model = Through("layers-stacked", tmp_path), llama(is_qwen=True)
     expected = {name: array for name, array in model.items() if ".layers." not in name}
     for name in [name.removeprefix("model.layers.0.") for name in model if name.startswith("model.layers.0.")]:
         layers = [model[f"model.layers.{layer}.{name}"] for layer in range(LAYERS)]

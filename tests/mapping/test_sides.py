@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.checkpoints import write_shard
 
+import reshard_mpi
 from reshard_mpi.errors import MapError
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.mapping.mapped import Choice, Mapped, applied
+from reshard_mpi.mapping.choice import Choice
+from reshard_mpi.mapping.mapped import Mapped, applied
 from reshard_mpi.mapping.matching import Kind
 from reshard_mpi.mapping.rules import parse_rules
 
@@ -71,3 +76,15 @@ def test_one_tensor_for_several_of_either_side() -> None:
     forward = mapped(text, {"a": (2,), "b": (2,)})
     assert [tensor.name for tensor in forward.made] == ["c"] and forward.equal[0].names == ("a", "b")
     assert [tensor.name for tensor in mapped(text, {"c": (2,)}).made] == ["a", "b"]
+
+
+def test_what_is_left_out_may_have_to_be_zeros(tmp_path: Path) -> None:
+    text = '[[map]]\neq = "a [h] <=> b [h]"\n[[map]]\ndrop = "*.stat"\noptional = true\nzeros = true\n'
+    (tmp_path / "map.toml").write_text(text)
+    tensors = {"a": np.ones(2, np.float32), "a.stat": np.zeros(3, np.float32)}
+    write_shard(tensors, tmp_path / "source.ckpt")
+    assert list(reshard_mpi.load_rank(0, tmp_path / "source.ckpt", map=tmp_path / "map.toml")) == ["b"]
+    tensors["a.stat"][1] = 1
+    write_shard(tensors, tmp_path / "source.ckpt")
+    with pytest.raises(MapError, match=r"a\.stat is left out, and is not zero"):
+        reshard_mpi.load_rank(0, tmp_path / "source.ckpt", map=tmp_path / "map.toml")

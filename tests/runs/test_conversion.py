@@ -56,6 +56,19 @@ def test_files_that_are_filled_weigh_what_they_hold(tmp_path: Path) -> None:
     assert found == {file: sum(each[name].nbytes for name in names) for file, names in enumerate(named)}
 
 
+def test_stages_that_cut_a_parameter_differently_write_it_once(tmp_path: Path) -> None:
+    """Where all files make up one checkpoint: torch refuses chunks that overlap."""
+    whole = Side(1, 1, {"w": RawLayout((1,), ())})
+    write_shards(whole, {"w": TENSORS["w"]}, tmp_path, "ckpt")
+    rows, columns = Placement((2,), ((0,), ()), stages=(0,)), Placement((2,), ((), (0,)), stages=(1,))
+    checkpoint = SourceCheckpoint.open(find_shards(str(tmp_path)), strategy_of(whole))
+    conversion = Conversion(checkpoint, Strategy(4, 2, {"w": (rows, columns)}), once=True)
+    plans = [conversion.plan(rank) for rank in range(4)]
+    assert [list(plan.tensors.specs.names) for plan in plans] == [["w"], ["w"], [], []]
+    assert [plan.shard.elsewhere for plan in plans] == [(), (), ("w",), ("w",)]
+    assert all(plan.placed.keys() == {"w"} for plan in plans)
+
+
 def test_what_does_not_fit_is_left_for_the_plan_to_refuse(tmp_path: Path) -> None:
     target = Side(14, 2, {"w": RawLayout((7,), (0, -1)), "v": RawLayout((7,), (-1,), stages=(1,))})
     assert weights(tmp_path, target, range(0, 14, 7)) == {0: 0, 7: 12}

@@ -137,21 +137,26 @@ class _Reading:
             raise text.damage(f"{_CALLED} has no {next(iter(parts))!r}", 0, expected=f"{_TENSORS!r} and {_STORAGE!r}")
         if not self._cuts:
             raise text.damage(f"{_CALLED} lists no tensors", 0, expected="what the checkpoint holds")
-        for name, holders in self._holders.items():
-            self._require_holders(name, holders)
+        listed = {
+            name: ListedTensor(cut, [self._holders_of(name, number) for number in range(math.prod(cut.counts))])
+            for name, cut in self._cuts.items()
+        }
         for key in self._other_holders:
             raise self._contradiction(f"{_CALLED} says where {key} lies, which it does not list", "no such slice", key)
-        return {name: ListedTensor(cut, self._holders[name]) for name, cut in self._cuts.items()}
+        return listed
 
-    def _require_holders(self, name: str, holders: list[tuple[str, ...]]) -> None:
-        """Raise ShardError unless it is said of each slice of a tensor where it lies. holders: those known so far."""
-        for number in (number for number, own in enumerate(holders) if not own):
-            key = str((name, (number,)))
-            holders[number] = self._other_holders.pop(key, ())
-            if not holders[number]:
-                raise self._contradiction(
-                    f"{_CALLED} does not say where slice {number} of {name!r} lies", f"{key} in {_STORAGE!r}", "nothing"
-                )
+    def _holders_of(self, name: str, number: int) -> tuple[str, ...]:
+        """Return the files of a slice of a tensor. Raises ShardError if they are not told."""
+        known = self._holders[name][number]
+        if known:
+            return known
+        key = str((name, (number,)))
+        holders = self._other_holders.pop(key, ())
+        if not holders:
+            raise self._contradiction(
+                f"{_CALLED} does not say where slice {number} of {name!r} lies", f"{key} in {_STORAGE!r}", "nothing"
+            )
+        return holders
 
     def _take_tensors(self) -> None:
         text = self._text

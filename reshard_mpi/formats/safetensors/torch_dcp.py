@@ -124,8 +124,12 @@ def open_folder(folder: str) -> Manifest:
     """
     pieces: dict[str, list[Piece]] = {}
     budget_bytes = files.MAX_KEPT_BYTES
+    before: Tensors | None = None
     for path in files_of(folder):
         held, starts = _read(path)
+        if before is not None:
+            held.share_names(before)
+        before = held
         boxes: dict[tuple[tuple[int, ...], int], Box] = {}
         for name, number in held.number_of.items():
             kind = held.kind_of[number]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from reshard_mpi.errors import LayoutError, ShardError
@@ -12,6 +12,7 @@ from reshard_mpi.formats.nest.trees import Call, Dict, Value
 from reshard_mpi.formats.torch.meshes import UNSAID, Mesh, UnclearError, axes_of, mesh_of, state_of
 from reshard_mpi.formats.torch.tensors import DistributedTensor, numbers
 from reshard_mpi.sharding.box import Box
+from reshard_mpi.sharding.nesting import ceil_lengths
 from reshard_mpi.sharding.placement import Placement, Strategy
 from reshard_mpi.sharding.strategy import table
 
@@ -120,19 +121,6 @@ def _unplaced(error: Exception, where: str) -> ShardError:
     return ShardError("a DTensor cannot be placed", got=str(error)[:300], where=where)
 
 
-def chunk_lengths(length: int, cuts: Iterable[int]) -> tuple[int, ...]:
-    """Return the lengths of the pieces of a dimension that is cut into so many, and each again, as torch.chunk cuts.
-
-    All pieces have the length of the first, rounded up, but the last ones, which may be shorter or empty.
-    """
-    lengths = [length]
-    for count in cuts:
-        lengths = [
-            max(0, min(-(-whole // count), whole - at * -(-whole // count))) for whole in lengths for at in range(count)
-        ]
-    return tuple(lengths)
-
-
 def placement_of(mesh: Mesh, cuts: Mapping[int, Sequence[int]], global_shape: tuple[int, ...]) -> Placement:
     """Return how a tensor is placed over all ranks. cuts: the mesh dimensions that cut each dimension, major first."""
     lengths, axis_of = axes_of(mesh)
@@ -142,7 +130,7 @@ def placement_of(mesh: Mesh, cuts: Mapping[int, Sequence[int]], global_shape: tu
         split.append(tuple(axis_of[factor] for factor in factors))
         counts = [mesh.length(at) for at in cuts.get(dimension, ())]
         if length % math.prod(counts):
-            sizes.append((dimension, chunk_lengths(length, counts)))
+            sizes.append((dimension, ceil_lengths(length, counts)))
     return Placement(lengths, tuple(split), sizes=tuple(sizes))
 
 

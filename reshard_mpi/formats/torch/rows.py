@@ -157,4 +157,4 @@ def _got(get: bytes) -> int:
 def _numbers(written: bytes) -> tuple[int, ...]:
     """Return the numbers that opcodes put on the stack."""
     found = _FIND_NUMBERS.findall(written.removeprefix(b"("))
-    return tuple(int.from_bytes(one[1:], "little", signed=one[0] == 0x4A) for one in found)
+    return tuple(int.from_bytes(number[1:], "little", signed=number[0] == 0x4A) for number in found)

@@ -336,8 +336,14 @@ def to_stage_files(strategy: Strategy, shapes: Mapping[str, Shape] | None = None
 
 def to_layout(placement: Placement, shape: Shape | None, where: str = "") -> RawLayout:
     """Return the layout that states `placement`; `shape` is the whole tensor's, where known."""
-    if shape == ():
+    if (placement.whole_scalars or placement.ceil) and shape is not None:
         placement = regroup(placement, shape)
+    if placement.ceil and placement.is_cut:
+        raise StrategyError(
+            "MindSpore's strategy files cannot say a cut by ceiling division without the tensor's shape",
+            expected="the sizes of its slices",
+            where=where,
+        )
     mesh, split = placement.mesh, placement.split
     if shape is not None and placement.expanded_shape is None:
         split = split + ((),) * (len(shape) - len(split) if placement.open_ended or not split else 0)

@@ -86,7 +86,7 @@ def _placement(values: Any, stages: int, where: str) -> Placement:
     values = table(values, "a placement", where)
     known_keys(
         values,
-        ("mesh", "split", "optimizer", "sizes", "stages", "expanded_shape", "open_ended", "spares_scalars"),
+        ("mesh", "split", "optimizer", "sizes", "stages", "expanded_shape", "open_ended", "whole_scalars", "ceil"),
         "a placement",
         where,
     )
@@ -106,9 +106,12 @@ def _placement(values: Any, stages: int, where: str) -> Placement:
     open_ended = values.get("open_ended", False)
     if not isinstance(open_ended, bool) or (open_ended and shape is not None):
         raise wrong("open_ended", "true or false, and not true beside expanded_shape", open_ended, where)
-    spares_scalars = values.get("spares_scalars", False)
-    if not isinstance(spares_scalars, bool) or (spares_scalars and not open_ended):
-        raise wrong("spares_scalars", "true or false, and true only beside open_ended", spares_scalars, where)
+    whole_scalars = values.get("whole_scalars", False)
+    if not isinstance(whole_scalars, bool) or (whole_scalars and not open_ended):
+        raise wrong("whole_scalars", "true or false, and true only beside open_ended", whole_scalars, where)
+    ceil = values.get("ceil", False)
+    if not isinstance(ceil, bool):
+        raise wrong("ceil", "true or false", ceil, where)
     try:
         return Placement(
             mesh,
@@ -118,7 +121,8 @@ def _placement(values: Any, stages: int, where: str) -> Placement:
             stages_held,
             shape,
             open_ended,
-            spares_scalars,
+            whole_scalars,
+            ceil,
         )
     except LayoutError as error:
         raise located(error, where) from None

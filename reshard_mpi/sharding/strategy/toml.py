@@ -77,9 +77,12 @@ def _rule(entry: Any, number: int, mesh: Mesh, stages: int, where: str) -> tuple
         for key, axes in table(entry.get("split", {}), "split", where).items()
     }
     split = tuple(by_dim.get(dim, ()) for dim in range(max(by_dim, default=-1) + 1))
+    is_ceil = entry.get("sizes") == "ceil"
+    if is_ceil and not split:
+        raise wrong("sizes", "a split that it is said of", "ceil", where)
     sizes = {
         _dimension(key, "sizes", where): integers(values, f"sizes {key}", 0, MAX_LENGTH, where)
-        for key, values in table(entry.get("sizes", {}), "sizes", where).items()
+        for key, values in ({} if is_ceil else table(entry.get("sizes", {}), "sizes", where)).items()
     }
     try:
         placement = Placement(
@@ -88,12 +91,12 @@ def _rule(entry: Any, number: int, mesh: Mesh, stages: int, where: str) -> tuple
             sizes=tuple(sorted(sizes.items())),
             stages=_stages(entry.get("stage"), stages, where),
             open_ended=True,
+            ceil=is_ceil,
         )
         cut = _axes(entry.get("optimizer", []), "optimizer", mesh, where)
         pieces = _optimizer(cut, placement, tuple(mesh), where)
-        placement = replace(placement, optimizer=pieces)
-        # Who cuts everything means what can be cut; a rule for certain names that are scalars is a mistake.
-        return glob, replace(placement, spares_scalars=glob == "*" and (bool(split) or pieces > 1))
+        is_cut = bool(split) or pieces > 1
+        return glob, replace(placement, optimizer=pieces, whole_scalars=glob == "*" and is_cut)
     except LayoutError as error:
         raise located(error, where) from None
 

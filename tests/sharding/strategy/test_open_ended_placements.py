@@ -43,3 +43,20 @@ def test_the_optimizer_cuts_the_joined_dimension_of_an_expanded_map() -> None:
     for rank in range(16):
         assert Layout(expanded, (32, 6)).box(rank) == Layout(nested, (32, 6)).box(rank)
         assert whole_shape(expanded, rank, (2, 6)) == (32, 6)
+
+
+FOR_ALL = Placement((2, 4), ((0,),), optimizer=4, open_ended=True, whole_scalars=True)
+
+
+def test_a_rule_for_all_tensors_leaves_scalars_whole() -> None:
+    assert Layout(FOR_ALL, ()).placement == Placement((2, 4))
+    assert whole_shape(FOR_ALL, 5, ()) == ()
+    assert whole_shape(FOR_ALL, 5, (3,)) == (24,)
+    assert Layout(FOR_ALL, (24,)).box(5).shape == (3,)
+
+
+def test_other_rules_refuse_scalars() -> None:
+    one = Placement((2, 4), ((0,),), open_ended=True)
+    for refused in (lambda: Layout(one, ()), lambda: whole_shape(one, 0, ())):
+        with pytest.raises(LayoutError, match="dimension"):
+            refused()

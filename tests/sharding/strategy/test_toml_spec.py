@@ -9,12 +9,11 @@ import pytest
 from reshard_mpi.errors import LayoutError, ReshardError, StrategyError
 from reshard_mpi.sharding import strategy
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.sharding.layout import Layout, whole_shape
-from reshard_mpi.sharding.placement import Piece, Placement
+from reshard_mpi.sharding.layout import Layout
+from reshard_mpi.sharding.placement import Placement
 from reshard_mpi.sharding.strategy.toml import parse
 
 MESH = "mesh = { dp = 2, tp = 4 }\n"
-REST = '[[parameter]]\nmatch = "*"\n'
 
 
 def placement_of(rule: str, head: str = MESH) -> Placement:
@@ -53,21 +52,15 @@ def test_a_rule_fits_tensors_of_any_further_dimensions() -> None:
     assert Layout(made, (4, 8, 3)).box(6) == Box((2, 4, 0), (4, 6, 3))
 
 
-@pytest.mark.parametrize("rule", ['split = { 0 = ["tp"] }', 'optimizer = ["dp", "tp"]', 'split = { 1 = ["dp"] }'])
-def test_a_rule_for_everything_leaves_scalars_whole(rule: str) -> None:
-    made = placement_of(rule)
-    assert made.is_cut
-    for rank in range(8):
-        assert Layout(made, ()).box(rank) == Box((), ())
-        assert whole_shape(made, rank, ()) == ()
-    assert {Layout(made, ()).placement.piece(rank) for rank in range(8)} == {Piece((), 0)}
-    assert Layout(made, (16, 8)).box(5) != Box((0, 0), (16, 8))
-
-
-def test_a_rule_for_certain_names_does_not() -> None:
-    (_, made), _ = parse(f'{MESH}[[parameter]]\nmatch = "w*"\nsplit = {{ 0 = ["tp"] }}\n{REST}', "spec.toml").rules
-    with pytest.raises(LayoutError, match="another number of dimensions"):
-        Layout(made, ())
+def test_a_rule_for_all_tensors_cuts_all_but_scalars() -> None:
+    made = placement_of('split = { 0 = ["dp"] }')
+    assert made.whole_scalars
+    assert Layout(made, ()).box(6) == Box((), ())
+    assert not placement_of("").whole_scalars
+    assert placement_of('optimizer = ["dp", "tp"]').whole_scalars
+    (only_some,) = parse(MESH + '[[parameter]]\nmatch = "w*"\nsplit = { 0 = ["dp"] }', "").find("w")
+    with pytest.raises(LayoutError):
+        Layout(only_some, ())
 
 
 def test_uneven_sizes() -> None:

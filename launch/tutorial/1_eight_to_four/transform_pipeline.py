@@ -15,20 +15,16 @@ from mpi4py import MPI
 from reshard_mpi import ReshardError, merge_pipeline_strategys, transform_checkpoints
 
 
-def main(source: str, target: str, src_strategy_dir: str, dst_strategy: str, *, weights_only: bool) -> None:
+def transform_stages(
+    source: str, target: str, src_strategy_dir: str, src_strategy: str, dst_strategy: str, *, unlisted: str = "follow"
+) -> None:
+    """Merge the stages' strategies into the file `src_strategy`, and convert by it. Every rank makes the same call."""
     # One file for all stages. Every rank may write it: all write the same, and it is replaced as a whole.
-    src_strategy = f"{src_strategy_dir.rstrip('/')}_merged.ckpt"
     merge_pipeline_strategys(src_strategy_dir, src_strategy)
 
-    # Every rank makes the same call; without `comm` each would do all of the work.
+    # Without `comm` each rank would do all of the work.
     transform_checkpoints(
-        source,
-        target,
-        "checkpoint_",
-        src_strategy,
-        dst_strategy,
-        unlisted="drop" if weights_only else "follow",
-        comm=MPI.COMM_WORLD,
+        source, target, "checkpoint_", src_strategy, dst_strategy, unlisted=unlisted, comm=MPI.COMM_WORLD
     )
 
 
@@ -36,8 +32,12 @@ if __name__ == "__main__":
     paths = [argument for argument in sys.argv[1:] if argument != "--weights-only"]
     if len(paths) != 4:
         sys.exit(__doc__)
+    src, dst, stages, strategy = paths
+    merged = f"{stages.rstrip('/')}_merged.ckpt"
     try:
-        main(*paths, weights_only="--weights-only" in sys.argv)
+        transform_stages(
+            src, dst, stages, merged, strategy, unlisted="drop" if "--weights-only" in sys.argv else "follow"
+        )
     except ReshardError as error:
         # The ranks fail alike, so one of them tells.
         sys.exit(str(error) if MPI.COMM_WORLD.Get_rank() == 0 else 1)

@@ -1,0 +1,7 @@
+#!/bin/bash
+# The guide's run_retrain.sh: loads dst_checkpoints on 4 cards and trains on. Without cards: --sharding=cpu.
+# Options go to model_transformation_retrain.py.
+# shellcheck source-path=SCRIPTDIR source=ranks.sh
+. "$(dirname "${BASH_SOURCE[0]}")/ranks.sh"
+
+cards 4 model_transformation_retrain.py "$@"

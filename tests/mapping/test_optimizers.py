@@ -1,0 +1,392 @@
+"""State that torch numbers: whose each number is, that it follows its parameter, and how it is numbered again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import torch_peer
+from support.checkpoints import sample, write_shard
+from support.command_line import Capture, run_here
+
+import reshard_mpi
+from reshard_mpi.errors import MapError
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+# Two parameters are joined, one is turned; they are in another order in the target.
+MAP = """
+[[map]]
+eq = "q [a h], k [b h] <=> qk [(a + b) h]"
+[[map]]
+eq = "{p*}.weight [o i] <=> {p*}.kernel [i o]"
+"""
+Q, K, BIAS, OUT, HEAD = (np.arange(24, dtype=np.float32) + 100 * at for at in range(5))
+MODEL = {
+    "q": Q[:12].reshape(4, 3),
+    "k": K[:6].reshape(2, 3),
+    "norm.running_mean": BIAS[:3],
+    "norm.num_batches_tracked": np.array(7, np.int64),
+    "bias": BIAS[:2],
+    "out.weight": OUT[:6].reshape(2, 3),
+}
+PARAMETERS = ("q", "k", "bias", "out.weight")
+
+
+_STORED: list[Array] = []
+
+
+def tensor(array: Array) -> Any:
+    """Return a tensor of a torch file; of the same array, the same storage."""
+    key = next((key for key, other in enumerate(_STORED) if other is array), len(_STORED))
+    if key == len(_STORED):
+        _STORED.append(array)
+    return torch_peer.tensor(sample("", array), str(key))
+
+
+def moment(number: int, array: Array) -> Array:
+    return array * 10 + number + 1
+
+
+def training(
+    model: dict[str, Array] = MODEL, parameters: tuple[str, ...] = PARAMETERS, steps: float = 3.0, **changes: Any
+) -> dict[str, Any]:
+    """Return what torch saves of a training: a model, and Adam's state by number."""
+    state = {
+        number: {
+            "step": tensor(np.array(steps, np.float32)),
+            "exp_avg": tensor(moment(number, model[name].astype(np.float32))),
+        }
+        for number, name in enumerate(parameters)
+    }
+    group = {"lr": 0.5, "betas": (0.9, 0.99), "amsgrad": False, "params": list(range(len(parameters)))}
+    return {
+        "model": {name: tensor(array) for name, array in model.items()},
+        "optimizer": {"state": state, "param_groups": [group]},
+        "epoch": 3,
+        **changes,
+    }
+
+
+def arrays_of(tensors: dict[str, Any]) -> dict[str, Array]:
+    made = {}
+    for name, value in tensors.items():
+        stored = torch_peer.sample_of(name, value)
+        made[name] = np.frombuffer(stored.content, stored.dtype.name).reshape(stored.shape)
+    return made
+
+
+def converted(folder: Path, source: dict[str, Any], text: str = MAP, **options: Any) -> dict[str, Any]:
+    """Return what a map makes of a torch file, as a torch file."""
+    torch_peer.save(folder / "source.pt", source)
+    (folder / "map.toml").write_text(text)
+    if isinstance(options.get("like"), dict):
+        torch_peer.save(folder / "like.pt", options["like"])
+        options["like"] = folder / "like.pt"
+    reshard_mpi.transform(folder / "source.pt", folder / "made", map=folder / "map.toml", overwrite=True, **options)
+    (path,) = (folder / "made").rglob("*.pt")
+    loaded: dict[str, Any] = torch_peer.load(path)
+    return loaded
+
+
+# The names in the map are those below "model"; without --like they are those of the file.
+MAP_OF_FILES = MAP.replace('"q [', '"model.q [').replace(" k [", " model.k [").replace("> qk", "> model.qk")
+
+
+def test_without_another_checkpoint_state_goes_by_name(tmp_path: Path) -> None:
+    made = converted(tmp_path, training(), MAP_OF_FILES)
+    optimizer = made["optimizer"]
+    assert [*optimizer["state"]] == ["qk", "bias", "out.kernel"] == optimizer["param_groups"][0]["params"]
+    assert optimizer["param_groups"][0]["lr"] == 0.5 and made["epoch"] == 3
+    state = {name: arrays_of(of_parameter) for name, of_parameter in optimizer["state"].items()}
+    expected = np.concatenate([moment(0, MODEL["q"]), moment(1, MODEL["k"])])
+    assert np.array_equal(state["qk"]["exp_avg"], expected)
+    assert np.array_equal(state["out.kernel"]["exp_avg"], moment(3, MODEL["out.weight"]).T)
+    assert state["qk"]["step"] == 3 and state["qk"]["step"].shape == ()
+
+
+LIKE_MODEL = {
+    "out.kernel": np.zeros((3, 2), np.float32),
+    "bias": np.ones(2, np.float32),
+    "qk": np.zeros((6, 3), np.float32),
+    "norm.running_mean": np.zeros(3, np.float32),
+    "norm.num_batches_tracked": np.array(0, np.int64),
+}
+LIKE_PARAMETERS = ("out.kernel", "bias", "qk")
+
+
+def test_like_another_checkpoint_it_is_numbered_as_there(tmp_path: Path) -> None:
+    like = training(LIKE_MODEL, LIKE_PARAMETERS, 1, epoch=0, note="there")
+    like["optimizer"]["param_groups"][0]["lr"] = 0.25
+    made = converted(tmp_path, training(), like=like)
+    group, state = made["optimizer"]["param_groups"][0], made["optimizer"]["state"]
+    assert group["params"] == [0, 1, 2] and group["lr"] == 0.5 and made["epoch"] == 3 and made["note"] == "there"
+    expected = np.concatenate([moment(0, MODEL["q"]), moment(1, MODEL["k"])])
+    assert np.array_equal(arrays_of(state[2])["exp_avg"], expected)
+    assert np.array_equal(arrays_of(state[1])["exp_avg"], moment(2, MODEL["bias"]))
+    assert np.array_equal(arrays_of(made["model"])["qk"], np.concatenate([MODEL["q"], MODEL["k"]]))
+    again = converted(tmp_path / "made", made, like=training(steps=1))
+    assert arrays_of(again["model"]).keys() == MODEL.keys()
+    for number, of_parameter in training()["optimizer"]["state"].items():
+        one, other = arrays_of(of_parameter), arrays_of(again["optimizer"]["state"][number])
+        assert all(np.array_equal(one[key], other[key]) for key in one)
+
+
+def test_named_parameters_may_be_in_groups_and_in_any_order(tmp_path: Path) -> None:
+    order = ("out.weight", "q", "bias", "k")
+    source = training(parameters=order)
+    groups = source["optimizer"]["param_groups"]
+    groups[0]["params"], groups[0]["param_names"] = [0, 1, 3], ["out.weight", "q", "k"]
+    groups.append({**groups[0], "params": [2], "param_names": ["bias"], "lr": 0.125})
+    made = converted(tmp_path, source, MAP_OF_FILES)["optimizer"]
+    assert [group["params"] for group in made["param_groups"]] == [["qk", "out.kernel"], ["bias"]]
+    assert [group["param_names"] for group in made["param_groups"]] == [["qk", "out.kernel"], ["bias"]]
+    expected = np.concatenate([moment(1, MODEL["q"]), moment(3, MODEL["k"])])
+    assert np.array_equal(arrays_of(made["state"]["qk"])["exp_avg"], expected)
+
+
+def test_a_tied_weight_is_one_parameter(tmp_path: Path) -> None:
+    model = {"embed": Q, **MODEL, "head": Q}
+    made = converted(tmp_path, training(model, ("embed", *PARAMETERS)), MAP_OF_FILES)
+    assert [*made["optimizer"]["state"]] == ["embed", "qk", "bias", "out.kernel"]
+
+
+def spoiled(change: str) -> dict[str, Any]:
+    source = training()
+    optimizer = source["optimizer"]
+    (group,) = optimizer["param_groups"]
+    if change == "fewer parameters":
+        group["params"].pop()
+        del optimizer["state"][3]
+    elif change == "another order":
+        optimizer["state"][0], optimizer["state"][1] = optimizer["state"][1], optimizer["state"][0]
+    elif change == "two groups without names":
+        group["params"] = [0, 1, 2]
+        optimizer["param_groups"].append({**group, "params": [3]})
+    elif change == "a name that is not there":
+        group["param_names"] = ["q", "k", "bias", "other"]
+    elif change == "a number in no group":
+        optimizer["state"][9] = optimizer["state"][0]
+    elif change == "a number twice":
+        group["params"] = [0, 1, 2, 2]
+    elif change == "no model":
+        del source["model"]
+    elif change == "two models":
+        source["average"] = {name: tensor(array.copy()) for name, array in MODEL.items()}
+    elif change == "two optimizers":
+        source["second"] = source["optimizer"]
+    return source
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "fewer parameters",
+        "another order",
+        "two groups without names",
+        "a name that is not there",
+        "a number in no group",
+        "a number twice",
+        "no model",
+        "two models",
+        "two optimizers",
+    ],
+)
+def test_what_leaves_a_doubt_is_refused(tmp_path: Path, change: str) -> None:
+    with pytest.raises(MapError) as raised:
+        converted(tmp_path, spoiled(change), MAP_OF_FILES)
+    assert "named_parameters" in str(raised.value) and not (tmp_path / "made" / "rank_0").exists()
+    if change != "no model":
+        left_out = ["optimizer.*"] + (["second.*"] if change == "two optimizers" else [])
+        assert "qk" in converted(tmp_path, spoiled(change), MAP_OF_FILES, exclude=left_out)["model"]
+
+
+def test_joined_parameters_of_two_groups_are_refused(tmp_path: Path) -> None:
+    source = training()
+    (group,) = source["optimizer"]["param_groups"]
+    group["params"], group["param_names"] = [0, 2, 3], ["q", "bias", "out.weight"]
+    source["optimizer"]["param_groups"].append({**group, "params": [1], "param_names": ["k"]})
+    with pytest.raises(MapError, match="parameters that the optimizer treats differently are put together"):
+        converted(tmp_path, source, MAP_OF_FILES)
+
+
+def test_joined_parameters_after_other_numbers_of_steps_are_refused(tmp_path: Path) -> None:
+    source = training()
+    source["optimizer"]["state"][1]["step"] = tensor(np.array(5, np.float32))
+    with pytest.raises(MapError, match="one tensor is taken for several, and they differ"):
+        converted(tmp_path, source, MAP_OF_FILES)
+
+
+STATES = """
+[[map]]
+eq = "{p*}.weight [o i] <=> {p*}.kernel [i o]"
+[[map]]
+state = "optimizer.state.{p*}.exp_avg <=> m.{p*}"
+warning = "m is another thing"
+[[map]]
+state = "optimizer.state.{p*}.exp_avg <=> n.{p*}"
+[[map]]
+[map.count]
+each = "optimizer.state.{p*}.step"
+beside = "optimizer.state.{p*}.exp_avg"
+total = "t"
+total_type = "int32"
+[[map]]
+number = { name = "power", of = "betas.1", power = true }
+[[map]]
+number = { name = "rate", of = "lr" }
+[[map]]
+caution = { of = "amsgrad", text = "amsgrad is another rule" }
+"""
+
+
+def there(state: str, **more: Array) -> dict[str, Array]:
+    """Return a target whose state is called `state`, with one number of steps."""
+    arrays = {name: array for name, array in MODEL.items() if name != "out.weight"}
+    arrays["out.kernel"] = np.ascontiguousarray(MODEL["out.weight"].T)
+    moments = {
+        f"{state}.{name}": moment(at, arrays.get(name, arrays["out.kernel"])) for at, name in enumerate(PARAMETERS)
+    }
+    moments[f"{state}.out.kernel"] = np.ascontiguousarray(moment(3, MODEL["out.weight"]).T)
+    del moments[f"{state}.out.weight"]
+    return {**arrays, **moments, "t": np.array([3], np.int32), **more}
+
+
+@pytest.mark.parametrize("state", ["m", "n"])
+def test_numbers_become_those_of_the_target_and_back(tmp_path: Path, state: str) -> None:
+    powers = {"power": np.array(0.99**3, np.float32), "rate": np.array([0.5], np.float32)}
+    like = there(state, **powers)
+    write_shard({name: np.zeros_like(array) for name, array in like.items()}, tmp_path / "like.ckpt")
+    torch_peer.save(tmp_path / "source.pt", training())
+    (tmp_path / "map.toml").write_text(STATES)
+    options = {"map": tmp_path / "map.toml", "like": tmp_path / "like.ckpt"}
+    made = reshard_mpi.load_rank(0, tmp_path / "source.pt", **options)
+    assert made.keys() == like.keys()
+    for name, array in like.items():
+        got = made[name]
+        assert isinstance(got, np.ndarray) and got.dtype == array.dtype and got.shape == array.shape
+        assert np.array_equal(got, array), name
+    report = reshard_mpi.transform(tmp_path / "source.pt", tmp_path / "there", to="ckpt", **options)
+    assert ("m is another thing" in " ".join(report.warnings)) == (state == "m")
+
+    (path,) = (tmp_path / "there").rglob("*.ckpt")
+    torch_peer.save(tmp_path / "like.pt", training(steps=0))
+    reshard_mpi.transform(path, tmp_path / "back", to="torch", map=tmp_path / "map.toml", like=tmp_path / "like.pt")
+    (path,) = (tmp_path / "back").rglob("*.pt")
+    again, source = torch_peer.load(path), training()
+    for number, of_parameter in source["optimizer"]["state"].items():
+        one, other = arrays_of(of_parameter), arrays_of(again["optimizer"]["state"][number])
+        assert one.keys() == other.keys()
+        assert all(np.array_equal(one[key], other[key]) and one[key].shape == other[key].shape for key in one)
+
+
+def test_other_settings_than_the_source_was_trained_with_are_refused(tmp_path: Path) -> None:
+    write_shard(there("m", power=np.array(0.9**3, np.float32)), tmp_path / "source.ckpt")
+    torch_peer.save(tmp_path / "like.pt", training())
+    (tmp_path / "map.toml").write_text(STATES)
+    with pytest.raises(MapError, match="power does not belong to the settings of the target"):
+        reshard_mpi.load_rank(0, tmp_path / "source.ckpt", map=tmp_path / "map.toml", like=tmp_path / "like.pt")
+
+
+def test_steps_that_differ_are_no_one_number(tmp_path: Path) -> None:
+    source = training()
+    source["optimizer"]["state"][1]["step"] = tensor(np.array(5, np.float32))
+    torch_peer.save(tmp_path / "source.pt", source)
+    write_shard(there("m"), tmp_path / "like.ckpt")
+    (tmp_path / "map.toml").write_text(STATES)
+    with pytest.raises(MapError, match="one tensor is taken for several, and they differ"):
+        reshard_mpi.transform(
+            tmp_path / "source.pt",
+            tmp_path / "there",
+            map=tmp_path / "map.toml",
+            like=tmp_path / "like.ckpt",
+            to="ckpt",
+        )
+
+
+def test_what_a_setting_makes_different_is_said(tmp_path: Path) -> None:
+    source = training()
+    source["optimizer"]["param_groups"][0]["amsgrad"] = True
+    torch_peer.save(tmp_path / "source.pt", source)
+    write_shard(there("n"), tmp_path / "like.ckpt")
+    (tmp_path / "map.toml").write_text(STATES)
+    options = {"map": tmp_path / "map.toml", "like": tmp_path / "like.ckpt", "to": "ckpt"}
+    report = reshard_mpi.transform(tmp_path / "source.pt", tmp_path / "there", **options)
+    assert "amsgrad is another rule" in " ".join(report.warnings)
+
+
+NEST = "__reshard_mpi_nest__"
+GROUPS = '"param_groups",[{"dict":[["params",[0]]]}]'
+
+
+@pytest.mark.parametrize(
+    "nest",
+    [
+        "",
+        "{",
+        "[" * 5000 + "]" * 5000,
+        '{"dict":' * 3000 + "[]" + "}" * 3000,
+        '{"dict":[1,null,[]]}',
+        '{"dict":[["optimizer",{"dict":[["state",{"dict":[]}],["param_groups",3]]}]]}',
+        '{"dict":[["optimizer",{"dict":[["state",{"dict":[]}],["param_groups",[{"dict":[["params",[[]]]]}]]]}]]}',
+        '{"dict":[["optimizer",{"dict":[["state",{"dict":[]}],["param_groups",[{"dict":[["params",[9999999999]]]}]]]}]]}',
+        '{"dict":[["optimizer",{"dict":[["state",{"dict":[5]}],[' + GROUPS + "]]}]]}",
+    ],
+)
+def test_a_nest_that_is_none_is_refused_or_left_alone(tmp_path: Path, nest: str) -> None:
+    """Any file may have a text of that name."""
+    from reshard_mpi.mapping.numbering import training_in
+
+    shapes = {"w": (2,), "optimizer.state.0.exp_avg": (2,)}
+    try:
+        training = training_in(nest, shapes, {}, "file")
+    except MapError as error:
+        assert "file" in str(error)
+    else:
+        assert training.optimizer is None
+
+
+def test_many_dictionaries_take_no_long_time() -> None:
+    """Files with thousands of dictionaries and tensors: each name is looked at once for each of its dots."""
+    from reshard_mpi.mapping.numbering import training_in
+
+    parts = ",".join(f'["d{number}",{{"dict":[["state",{{"dict":[]}}],[{GROUPS}]]}}]' for number in range(20_000))
+    shapes = {f"d{number}.w{number}": (1,) for number in range(20_000)}
+    assert training_in(f'{{"dict":[{parts}]}}', shapes, {}, "file").optimizer is None
+
+
+@pytest.mark.parametrize("is_like", [False, True])
+def test_verify_and_diff_see_the_same(tmp_path: Path, capsys: Capture, is_like: bool) -> None:
+    torch_peer.save(tmp_path / "source.pt", training())
+    torch_peer.save(tmp_path / "like.pt", training(LIKE_MODEL, LIKE_PARAMETERS, 1))
+    (tmp_path / "map.toml").write_text(MAP if is_like else MAP_OF_FILES)
+    options = ["--map", str(tmp_path / "map.toml"), *(["--like", str(tmp_path / "like.pt")] if is_like else [])]
+    both = str(tmp_path / "source.pt"), str(tmp_path / "made")
+    for command in ("plan", "transform", "verify", "diff"):
+        said = run_here(capsys, command, *both, *options)
+        assert said.code == 0, said
+    said = run_here(capsys, "plan", *both, *options, "-v", "--overwrite")
+    name = "optimizer.state.2.exp_avg" if is_like else "optimizer.state.qk.exp_avg"
+    assert f"{name} float32 [6, 3]: optimizer.state.0.exp_avg, optimizer.state.1.exp_avg, by" in said.out, said
+    said = run_here(capsys, "plan", *both, *options, "--exclude", "optimizer.*", "--overwrite")
+    assert said.code == 0, said
+
+
+def test_state_is_no_parameter_of_an_equation(tmp_path: Path) -> None:
+    """`moment1.ln.gamma` and `moment1.ln.beta` look like a norm's, and are state of one."""
+    weights = {"ln.gamma": BIAS[:3], "ln.beta": BIAS[3:6], "fc.weight": OUT[:6].reshape(2, 3), "fc.bias": OUT[6:8]}
+    moments = {f"moment{at}.{name}": moment(at, array) for at in (1, 2) for name, array in weights.items()}
+    numbers = {"global_step": np.array([4], np.int32), "beta1_power": np.array(0.5, np.float32)}
+    write_shard({**weights, **moments, **numbers}, tmp_path / "source.ckpt")
+    made = reshard_mpi.load_rank(0, tmp_path / "source.ckpt", map="torch-mindspore")
+    names = {"ln.gamma": "ln.weight", "ln.beta": "ln.bias"}
+    keys = {1: "exp_avg", 2: "exp_avg_sq"}
+    expected = {names.get(name, name): array for name, array in weights.items()}
+    for at, key in keys.items():
+        state = {f"optimizer.state.{names.get(name, name)}.{key}": moment(at, array) for name, array in weights.items()}
+        expected |= state
+    steps = {f"optimizer.state.{names.get(name, name)}.step": np.array(4, np.float32) for name in weights}
+    assert made.keys() == expected.keys() | steps.keys()
+    assert all(np.array_equal(made[name], array) for name, array in (expected | steps).items())

@@ -1,0 +1,153 @@
+"""Slices of uneven lengths by ceiling division, torch's own: `sizes = "ceil"` in a spec."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.checkpoints import Arrays, as_read, read_shard, write_shard
+
+import reshard_mpi
+from reshard_mpi.errors import LayoutError, ReshardError, StrategyError
+from reshard_mpi.sharding.layout import Layout, whole_shape, whole_shape_of_parts
+from reshard_mpi.sharding.placement import Placement
+from reshard_mpi.sharding.strategy.toml import parse
+
+RULE = '[[parameter]]\nmatch = "*"\nsplit = {{ {} = {} }}\nsizes = "ceil"'
+
+
+def spec(mesh: str, dim: int, axes: Sequence[str]) -> str:
+    return f"mesh = {{ {mesh} }}\n" + RULE.format(dim, str(list(axes)).replace("'", '"'))
+
+
+def chunks(rows: list[int], cuts: Sequence[int]) -> list[list[int]]:
+    """Cut a list into so many pieces, and each of these again: what torch.chunk does, with empty ones at the end."""
+    if not cuts:
+        return [rows]
+    step = 0
+    while step * cuts[0] < len(rows):
+        step += 1
+    pieces = [rows[index * step : (index + 1) * step] for index in range(cuts[0])]
+    return list(itertools.chain.from_iterable(chunks(piece, cuts[1:]) for piece in pieces))
+
+
+@given(st.integers(0, 60), st.lists(st.integers(1, 5), min_size=1, max_size=3))
+def test_slices_are_those_of_torch(length: int, cuts: list[int]) -> None:
+    placement = Placement(tuple(cuts), ((), tuple(range(len(cuts)))), open_ended=True, ceil=True)
+    layout = Layout(placement, (2, length, 3))
+    boxes = [layout.box(rank) for rank in range(placement.stage_size)]
+    expected = chunks(list(range(length)), cuts)
+    assert [list(range(box.start[1], box.stop[1])) for box in boxes if box.size] == [rows for rows in expected if rows]
+    assert [box.shape for box in boxes] == [(2, len(rows), 3) for rows in expected]
+    assert whole_shape_of_parts(placement, {rank: box.shape for rank, box in enumerate(boxes)}) == (2, length, 3)
+
+
+def test_the_example_of_torch() -> None:
+    layout = Layout(Placement((4,), ((0,),), ceil=True), (50,))
+    assert [layout.box(rank).shape for rank in range(4)] == [(13,), (13,), (13,), (11,)]
+
+
+def test_a_part_alone_does_not_tell_the_whole() -> None:
+    placement = Placement((2, 4), ((), (1,)), ceil=True)
+    with pytest.raises(LayoutError, match="dimension 1"):
+        whole_shape(placement, 0, (3, 13))
+    with pytest.raises(LayoutError, match="dimension 1"):
+        whole_shape_of_parts(placement, {0: (3, 13), 1: (3, 13), 4: (3, 13), 5: (3, 13), 7: (3, 11)})
+    assert whole_shape_of_parts(placement, {4: (3, 13), 1: (3, 13), 2: (3, 13), 7: (3, 11)}) == (3, 50)
+
+
+@settings(max_examples=25)
+@given(
+    st.tuples(st.integers(1, 23), st.integers(1, 23)),
+    st.integers(1, 5),
+    st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    st.sampled_from(["ckpt", "hdf5", "safetensors", "torch"]),
+)
+def test_any_lengths_from_any_number_to_any(shape: tuple[int, int], m: int, n: tuple[int, int], to: str) -> None:
+    random = np.random.default_rng(7)
+    tensors: Arrays = {
+        "w": random.standard_normal(shape, np.float32),
+        "moments.w": random.standard_normal(shape, np.float32),
+        "b": random.standard_normal(shape, np.float32),
+        "step": np.array(9, np.int32),
+    }
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_shard(tensors, folder / "one.ckpt")
+        (folder / "m.toml").write_text(spec(f"a = {m}", 0, ["a"]))
+        (folder / "n.toml").write_text(spec(f"a = {n[0]}, b = {n[1]}", 1, ["b", "a"]))
+        reshard_mpi.transform(folder / "one.ckpt", folder / "m", dst_strategy=folder / "m.toml", verify=True)
+        for rank, rows in enumerate(chunks(list(range(shape[0])), [m])):
+            expected = {key: array[rows] if array.ndim else array for key, array in tensors.items()}
+            assert read_shard(folder / "m" / f"rank_{rank}" / f"checkpoint_{rank}.ckpt") == as_read(expected)
+        describes_itself = to in ("hdf5",)
+        both = {"src_strategy": folder / "m.toml", "dst_strategy": folder / "n.toml"}
+        reshard_mpi.transform(folder / "m", folder / "n", to=to, verify=True, **both)
+        source = {} if describes_itself else {"src_strategy": folder / "n.toml"}
+        reshard_mpi.transform(folder / "n", folder / "back", to="ckpt", replicas="check", **source)
+        assert read_shard(folder / "back" / "rank_0" / "checkpoint_0.ckpt") == as_read(tensors)
+
+
+def write_four(folder: Path, lengths: Sequence[int]) -> Path:
+    """Write four shards with slices of so many rows, and the spec; return the spec."""
+    for rank, length in enumerate(lengths):
+        shard = folder / "four" / f"rank_{rank}" / f"checkpoint_{rank}.ckpt"
+        shard.parent.mkdir(parents=True)
+        write_shard({"w": np.arange(length * 3, dtype=np.float32).reshape(length, 3) + 1000 * rank}, shard)
+    path = folder / "four.toml"
+    path.write_text(spec("a = 4", 0, ["a"]))
+    return path
+
+
+@pytest.mark.parametrize(
+    "lengths", [(13, 12, 13, 12), (13, 13, 11, 13), (12, 13, 13, 13), (13, 13, 13, 14), (1, 1, 0, 1)]
+)
+def test_slices_of_other_lengths_are_refused(tmp_path: Path, lengths: tuple[int, ...]) -> None:
+    path = write_four(tmp_path, lengths)
+    with pytest.raises(ReshardError, match="'w'"):
+        reshard_mpi.transform(tmp_path / "four", tmp_path / "one", src_strategy=path)
+    assert not (tmp_path / "one" / "rank_0").exists()
+
+
+@pytest.mark.parametrize("lost", [0, 3])
+def test_a_missing_shard_is_refused(tmp_path: Path, lost: int) -> None:
+    path = write_four(tmp_path, (13, 13, 13, 11))
+    (tmp_path / "four" / f"rank_{lost}" / f"checkpoint_{lost}.ckpt").unlink()
+    with pytest.raises(ReshardError):
+        reshard_mpi.transform(tmp_path / "four", tmp_path / "one", src_strategy=path)
+    assert not (tmp_path / "one" / "rank_0").exists()
+
+
+def test_the_rank_list_has_all_that_may_be_needed(tmp_path: Path) -> None:
+    path = write_four(tmp_path, (13, 13, 13, 11))
+    (tmp_path / "three.toml").write_text(spec("a = 3", 0, ["a"]))
+    needed = reshard_mpi.rank_list_for_transform(0, path, tmp_path / "three.toml")
+    assert needed == [0, 1, 2, 3]
+    files = {rank: tmp_path / "four" / f"rank_{rank}" / f"checkpoint_{rank}.ckpt" for rank in needed}
+    shard = tmp_path / "shard.ckpt"
+    reshard_mpi.transform_checkpoint_by_rank(1, files, shard, path, tmp_path / "three.toml")
+    whole = np.concatenate(
+        [np.frombuffer(read_shard(file)["w"][2], np.float32).reshape(-1, 3) for file in files.values()]
+    )
+    assert read_shard(shard) == as_read({"w": whole[17:34]})
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        'split = { 0 = ["a"] }\nsizes = "floor"',
+        'split = { 0 = ["a"] }\nsizes = ["ceil"]',
+        'split = { 0 = ["a"] }\nsizes = { 0 = "ceil" }',
+        'split = { 0 = ["a"] }\nsizes = "ceil"\noptimizer = ["b"]',
+        'sizes = "ceil"',
+    ],
+)
+def test_what_it_cannot_mean_is_refused(rule: str) -> None:
+    with pytest.raises((StrategyError, LayoutError)):
+        parse(f'mesh = {{ a = 2, b = 2 }}\n[[parameter]]\nmatch = "w"\n{rule}', "spec.toml")
