@@ -94,4 +94,6 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     main(arguments.losses_file, arguments.save, arguments.resume)
     if dist.is_initialized():
+        # Else a thread of gloo may still hold a tensor when Python ends, and now and then the process aborts.
+        dist.barrier()
         dist.destroy_process_group()
