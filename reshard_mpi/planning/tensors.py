@@ -136,7 +136,7 @@ class SourceTensors:
         }
 
     def _is_whole_sum(self, name: str, placements: tuple[Placement, ...]) -> bool:
-        """Tell whether ranks hold a sum of gradients whole, or their whole slice of it, though the strategy cuts it further.
+        """Tell whether ranks hold their slice of a sum whole, though the strategy has the optimizer cut it once more.
 
         MindSpore's strategy files say of `accu_grads.w` what they say of `w`; but unless it is asked to shard the sums
         too, the optimizer's cut comes after them. The shapes tell which it is.
