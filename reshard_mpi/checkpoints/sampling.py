@@ -152,7 +152,8 @@ def _compared(
             one_part = one_part_of.get(key)
             if one_part is None:
                 one_part = one_part_of[key] = should_be_one_part(placement, pair, entry.shape)
-            if one_part and is_partial_sum(name):  # planning has all copies of these compared
+            # Planning has all copies of these compared, and finds from their shapes whether the optimizer cuts them.
+            if is_partial_sum(name) and (one_part or (placement is not None and placement.optimizer > 1)):
                 continue
             if not left[one_part] or (decoded_bytes >= _MAX_DECODED_BYTES and (placement, one_part) in ways):
                 continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from reshard_mpi.errors import CoverageError, LayoutError, StrategyError
@@ -230,6 +230,8 @@ class ShardPlanner:
         placement = next((option for option in placements if self._stage in option.stages), None)
         if placement is None:
             return None
+        if group.has_whole_sums:
+            placement = replace(placement, optimizer=1)
         try:
             return self._tensors.layout(placement, group.shape)
         except LayoutError as error:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from reshard_mpi.errors import DisagreementError, LayoutError
 from reshard_mpi.formats.columns import Kind, TensorEntry
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.planning.parameters import everywhere, find_or_follow
+from reshard_mpi.planning.parameters import everywhere, find_or_follow, is_partial_sum
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.sharding.layout import Layout, whole_shape_of_parts
-from reshard_mpi.sharding.placement import Piece, Placement, Shape, Strategy
+from reshard_mpi.sharding.layout import Layout, whole_shape, whole_shape_of_parts
+from reshard_mpi.sharding.placement import Piece, Placement, Shape, Strategy, named_after
 
 
 class Part(NamedTuple):
@@ -38,6 +38,7 @@ class SourceGroup:
 
     shape: of each whole tensor. layouts: how ranks hold it; several if stages that share it cut it differently. listed:
     whether the strategy places it (else it is taken to be on every rank). ranks: the opened ones that hold a part.
+    has_whole_sums: whether these are sums of gradients that the optimizer does not cut, whatever strategies say.
     """
 
     dtype: DType
@@ -45,6 +46,7 @@ class SourceGroup:
     layouts: tuple[Layout, ...]
     listed: bool
     ranks: tuple[int, ...]
+    has_whole_sums: bool = False
 
     @property
     def is_tied(self) -> bool:
@@ -71,7 +73,7 @@ class SourceTensors:
         self._signatures = self._all_signatures()
         self._group_by_name: dict[str, SourceGroup] = {}
         # By the identity of placements, which the strategy keeps.
-        self._groups: dict[tuple[int, _Signature], SourceGroup] = {}
+        self._groups: dict[tuple[int, _Signature, bool], SourceGroup] = {}
         self._layouts: dict[tuple[Placement, Shape], Layout] = {}
 
     @property
@@ -98,10 +100,11 @@ class SourceTensors:
             placements = self._strategy.parameters.get(name)
             if not placements:
                 placements = find_or_follow(self._strategy, name, lambda base: self._held_alike(name, base))
-            key = (id(placements), self._signatures[name])
+            has_whole_sums = is_partial_sum(name) and self._is_whole_sum(name, placements)
+            key = (id(placements), self._signatures[name], has_whole_sums)
             group = self._groups.get(key)
             if group is None:
-                group = self._groups[key] = self._resolve(name, placements)
+                group = self._groups[key] = self._resolve(name, placements, has_whole_sums=has_whole_sums)
             self._group_by_name[name] = group
         return group
 
@@ -132,8 +135,29 @@ class SourceTensors:
             if number != _LACKING
         }
 
-    def _resolve(self, name: str, placements: tuple[Placement, ...]) -> SourceGroup:
+    def _is_whole_sum(self, name: str, placements: tuple[Placement, ...]) -> bool:
+        """Tell whether ranks hold their slice of a sum whole, though the strategy has the optimizer cut it once more.
+
+        MindSpore's strategy files say of `accu_grads.w` what they say of `w`; but unless it is asked to shard the sums
+        too, the optimizer's cut comes after them. The shapes tell which it is.
+        """
+        base = next((base for base in named_after(name) if base in self._signatures), None)
+        for rank, kind in self._kinds(name).items():
+            stage = self._strategy.stage_of(rank)
+            near = next((placement for placement in placements if stage in placement.stages), None)
+            if near is not None:
+                return (
+                    near.optimizer > 1
+                    and base is not None
+                    and whole_shape(near, rank, kind.shape) != self.group(base).shape
+                    and whole_shape(replace(near, optimizer=1), rank, kind.shape) == self.group(base).shape
+                )
+        return False
+
+    def _resolve(self, name: str, placements: tuple[Placement, ...], *, has_whole_sums: bool) -> SourceGroup:
         """Return the group of a tensor. placements: those of the strategy; if empty, the tensor is on every rank."""
+        if has_whole_sums:
+            placements = tuple(replace(placement, optimizer=1) for placement in placements)
         kinds = self._kinds(name)
         kinds_in_stages = self._held_in(placements, kinds)
         listed = bool(kinds_in_stages)
@@ -164,7 +188,7 @@ class SourceTensors:
                     where=self._manifests[rank].path,
                     remedy="use shards of one and the same checkpoint",
                 )
-        return SourceGroup(first.dtype, layouts[0].shape, layouts, listed, tuple(kinds_in_stages))
+        return SourceGroup(first.dtype, layouts[0].shape, layouts, listed, tuple(kinds_in_stages), has_whole_sums)
 
     def _held_in(self, placements: tuple[Placement, ...], kinds: Mapping[int, Kind]) -> dict[int, Kind]:
         """Return the kinds on those ranks whose stage is one of a placement."""

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support import ckpt_peer
 from support.cases import Side
-from support.checkpoints import as_read, expected_rank, read_shard, write_shard
+from support.checkpoints import as_read, expected_rank, read_shard, write_shard, write_strategy
 from support.command_line import Capture, run_here
 from support.conversions import (
     DST_LAYOUTS,
@@ -68,6 +68,63 @@ def test_a_rule_that_cuts_all_does_not_excuse_scalars_that_differ(tmp_path: Path
     spec.write_text('mesh = { card = 2 }\n[[parameter]]\nmatch = "*"\nsplit = { 0 = ["card"] }')
     with pytest.raises((StrategyError, DisagreementError), match="scale"):
         reshard_mpi.transform(tmp_path / "two", tmp_path / "back", src_strategy=spec, replicas="check")
+
+
+# Sums of gradients
+
+
+SUMMED_SRC = RawLayout((2, 2), (-1, 0), 2)
+SUMMED_DST = RawLayout((2,), (-1, -1), 2)
+
+
+def write_sums(folder: Path, kind: str, *, sharded: bool) -> tuple[Path, Path, Path]:
+    """Write a checkpoint of 4 ranks with a sharded optimizer, whose strategy has it cut the sums too; return paths.
+
+    sharded: whether the shards have the sums cut like that (MindSpore's gradient_accumulation_shard) or whole.
+    """
+    w = np.arange(48, dtype=np.float32).reshape(8, 6)
+    tensors = {"w": w, "moments.w": w + 100, "accu_grads.w": w + 200}
+    source = Side(4, 1, dict.fromkeys(tensors, SUMMED_SRC))
+    target = Side(2, 1, dict.fromkeys(tensors, SUMMED_DST))
+    for rank in range(4):
+        arrays = expected_rank(source, tensors, rank)
+        if not sharded:  # columns are cut by the rank's last bit, and nothing else
+            arrays["accu_grads.w"] = np.ascontiguousarray(tensors["accu_grads.w"][:, rank % 2 * 3 : rank % 2 * 3 + 3])
+        shard = folder / "src" / f"rank_{rank}" / f"checkpoint_{rank}.{kind}"
+        shard.parent.mkdir(parents=True)
+        write_shard(arrays, shard)
+    return folder / "src", write_strategy(source, folder / "source"), write_strategy(target, folder / "target")
+
+
+@pytest.mark.parametrize("to", ["ckpt", "hdf5"])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_sums_are_cut_by_the_optimizer_where_the_source_cuts_them(tmp_path: Path, sharded: bool, to: str) -> None:
+    """MindSpore's strategy says that it does, whether or not; at its word, whole sums would become twice as large."""
+    src, src_strategy, dst_strategy = write_sums(tmp_path, "ckpt", sharded=sharded)
+    strategies = {"src_strategy": src_strategy, "dst_strategy": dst_strategy}
+    reshard_mpi.transform(src, tmp_path / "dst", to=to, verify=True, **strategies)
+    whole = np.arange(48, dtype=np.float32).reshape(8, 6)
+    for rank in range(2):
+        rows = slice(rank * 4, rank * 4 + 4)
+        expected = {"w": whole[rows], "moments.w": whole[rows] + 100}
+        expected["accu_grads.w"] = (whole[rows] if sharded else whole) + 200
+        ending = "h5" if to == "hdf5" else to
+        assert read_shard(tmp_path / "dst" / f"rank_{rank}" / f"checkpoint_{rank}.{ending}") == as_read(expected)
+    back = {} if to == "hdf5" else {"src_strategy": dst_strategy}
+    reshard_mpi.transform(tmp_path / "dst", tmp_path / "one", to="ckpt", replicas="check", **back)
+    all_tensors = {"w": whole, "moments.w": whole + 100, "accu_grads.w": whole + 200}
+    assert read_shard(tmp_path / "one" / "rank_0" / "checkpoint_0.ckpt") == as_read(all_tensors)
+
+
+def test_whole_sums_that_differ_are_refused(tmp_path: Path) -> None:
+    src, src_strategy, dst_strategy = write_sums(tmp_path, "ckpt", sharded=False)
+    shard = src / "rank_3" / "checkpoint_3.ckpt"
+    arrays = {
+        name: np.frombuffer(held, np.float32).reshape(shape) for name, (_, shape, held) in read_shard(shard).items()
+    }
+    write_shard({**arrays, "accu_grads.w": arrays["accu_grads.w"] + 1}, shard)
+    with pytest.raises(DisagreementError, match="partial sums"):
+        reshard_mpi.transform(src, tmp_path / "dst", src_strategy=src_strategy, dst_strategy=dst_strategy)
 
 
 # Unlisted
