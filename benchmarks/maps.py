@@ -9,17 +9,18 @@ import json
 import math
 import shutil
 import struct
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.checkpoint import generate
 from benchmarks.interleave import Comparison
 from benchmarks.machine import describe
-from benchmarks.measure import Run, settle
+from benchmarks.measure import PROGRAMS, Run, settle
 from benchmarks.measure import measure as measure_commands
 from benchmarks.network import ITEM_BYTES, Resharding, Shapes
 from benchmarks.peers.cp import Cp
-from benchmarks.peers.ours import COMMAND, Between
+from benchmarks.peers.ours import Between
 from benchmarks.results import Results
 from benchmarks.rows import Question, alone, answer, largest_process
 from benchmarks.workplace import workplace
@@ -58,19 +59,22 @@ _BFLOAT16_BYTES = 2
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """`reshard-mpi plan` of one target rank, as a whole command."""
+    """`reshard_mpi.plan` of one target rank, by a process of its own. arguments: of the program, besides the source."""
 
-    name: str
     source: Path
-    options: tuple[str, ...]
+    arguments: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return "plan of one rank"
 
     def missing(self) -> str | None:
         return None
 
     def run(self) -> Run:
         settle(self.source.parent)
-        command = [*COMMAND, "plan", str(self.source), str(self.source.parent / "nothing"), *self.options]
-        return measure_commands([command]).run
+        program = str(PROGRAMS / "plan_through_map.py")
+        return measure_commands([[sys.executable, program, str(self.source), *self.arguments]]).run
 
 
 def measure(megabytes: int, pairs: int, folder: Path | None) -> Results:
@@ -100,8 +104,8 @@ def measure(megabytes: int, pairs: int, folder: Path | None) -> Results:
         planned = _plan_of_largest(place)
         planning = [planned.run() for _ in range(pairs + 1)][1:]
     what = "DeepSeek-V3 from Hugging Face to experts stacked, EP 8 x TP 4 x PP 4, one rank"
-    rows.append(alone("maps.plan", f"{what}: plan", "plan --rank 100", planning))
-    rows.append(alone("maps.plan.memory", f"{what}: peak memory", "plan --rank 100", planning))
+    rows.append(alone("maps.plan", f"{what}: plan", planned.name, planning))
+    rows.append(alone("maps.plan.memory", f"{what}: peak memory", planned.name, planning))
     return Results("maps", machine, pairs, [*rows, largest_process("maps.memory", runs)])
 
 
@@ -147,9 +151,7 @@ def _plan_of_largest(folder: Path) -> Planned:
     rule("lm_head.weight", 3, 'split = { 0 = ["tp"] }')
     rule("model.norm.weight", 3)
     (folder / "stages.toml").write_text("\n".join(rules))
-    strategy, map_file = str(folder / "stages.toml"), str(folder / "stacked.toml")
-    options = ("--map", map_file, "--dst-strategy", strategy, "--rank", "100", "--memory", "unlimited")
-    return Planned("plan --rank 100", source, options)
+    return Planned(source, (str(folder / "stacked.toml"), str(folder / "stages.toml"), "100"))
 
 
 def _largest() -> Shapes:
