@@ -390,3 +390,14 @@ def test_state_is_no_parameter_of_an_equation(tmp_path: Path) -> None:
     steps = {f"optimizer.state.{names.get(name, name)}.step": np.array(4, np.float32) for name in weights}
     assert made.keys() == expected.keys() | steps.keys()
     assert all(np.array_equal(made[name], array) for name, array in (expected | steps).items())
+
+
+def test_what_is_computed_has_the_order_of_what_it_is_computed_beside(tmp_path: Path) -> None:
+    """Whatever Python's hashes are: processes that make a target together, or one after another, must agree."""
+    names = [f"layer{number}.w" for number in (3, 1, 4, 0, 5, 9, 2, 6)]
+    tensors = {name: OUT[:6].reshape(2, 3) for name in names}
+    tensors |= {f"moment{at}.{name}": moment(at, tensors[name]) for at in (1, 2) for name in names}
+    write_shard(tensors | {"global_step": np.array([4], np.int32)}, tmp_path / "source.ckpt")
+    made = reshard_mpi.load_rank(0, tmp_path / "source.ckpt", map="torch-mindspore", reverse=True)
+    steps = [name for name in made if name.endswith(".step")]
+    assert steps == [f"optimizer.state.{name}.step" for name in names]
