@@ -156,11 +156,11 @@ def applied(
     constants = _made_up(rules, tensors, direction, like) if rules is not None and direction is not None else []
     computed_numbers: list[Computed] = []
     if rules is not None and direction is not None:
-        others = {tensor.name for tensor in tensors}
+        others = dict.fromkeys(tensor.name for tensor in tensors)  # in their order, which is that of what is computed
         computed_numbers = list(computed(rules, known, others, settings, direction, shapes))
         of_numbers = {number.name for number in computed_numbers}
         constants = [constant for constant in constants if constant.name not in of_numbers]
-        twice = sorted(of_numbers & others)
+        twice = sorted(of_numbers & others.keys())
         if twice:
             raise MapError(f"what is computed has the name of another tensor: {twice[0]}", where=rules.where)
     made_besides = [*(constant.name for constant in constants), *(number.name for number in computed_numbers)]

@@ -58,25 +58,6 @@ def test_eight_to_four_without_mindspore(mpi: MPI, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.mindspore
-def test_eight_to_four(tmp_path: Path) -> None:
-    mpi = find_mpi("mpich")
-    if mpi is None:
-        pytest.skip("mpich is not installed")
-    finished = run_story("1_eight_to_four", tmp_path / "work", mpi=mpi)
-    assert finished.out.splitlines()[-1].startswith(
-        "proved: 8 cards to 4 for training, for inference and from a pipeline"
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.mindspore
-def test_custom_loop(tmp_path: Path) -> None:
-    finished = run_story("2_custom_loop", tmp_path / "work", "3", "5")
-    assert finished.out.splitlines()[-1].startswith("proved: after 1 -> 3 -> 5 -> 1 in mid-training 15 losses")
-
-
-@pytest.mark.slow
-@pytest.mark.mindspore
 def test_accumulation(tmp_path: Path) -> None:
     finished = run_story("3_accumulation", tmp_path / "work")
     closing = "proved: stopped 2 batches into an update, through 4 ranks and back: the 18 later losses are those of the"

@@ -409,3 +409,14 @@ def test_what_is_made_up_beside_state_is_not_made_up_beside_what_else_is_named_s
     made = reshard_mpi.load_rank(0, tmp_path / "source.pt", map="torch-mindspore", like=tmp_path / "like.ckpt")
     assert made.keys() == expected.keys()
     assert all(np.array_equal(made[name], array) for name, array in expected.items())
+
+
+def test_what_is_computed_has_the_order_of_what_it_is_computed_beside(tmp_path: Path) -> None:
+    """Whatever Python's hashes are: processes that make a target together, or one after another, must agree."""
+    names = [f"layer{number}.w" for number in (3, 1, 4, 0, 5, 9, 2, 6)]
+    tensors = {name: OUT[:6].reshape(2, 3) for name in names}
+    tensors |= {f"moment{at}.{name}": moment(at, tensors[name]) for at in (1, 2) for name in names}
+    write_shard(tensors | {"global_step": np.array([4], np.int32)}, tmp_path / "source.ckpt")
+    made = reshard_mpi.load_rank(0, tmp_path / "source.ckpt", map="torch-mindspore", reverse=True)
+    steps = [name for name in made if name.endswith(".step")]
+    assert steps == [f"optimizer.state.{name}.step" for name in names]

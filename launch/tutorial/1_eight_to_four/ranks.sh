@@ -1,9 +1,9 @@
 # shellcheck shell=bash
 # What the guide's run_*.sh begin with: . "$(dirname "${BASH_SOURCE[0]}")/ranks.sh"
 #
-# They work in the current folder, as the guide's do, and start scripts that lie beside this file. `ranks` starts them by
-# mpirun, for conversions and for compiling; `cards` by MindSpore's own launcher, for training. What rank N says goes to
-# log_output/1/rank.N/stdout, whichever MPI it is.
+# They work in the current folder, as the guide's do, and start scripts that lie beside this file. `ranks` starts them
+# by mpirun, for conversions and for compiling; `cards` by MindSpore's own launcher, for training. What rank N says goes
+# to log_output/1/rank.N/stdout, whichever MPI it is.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 export GLOG_v=3 # MindSpore says errors only
