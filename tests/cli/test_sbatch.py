@@ -158,7 +158,7 @@ GIVEN = (
         "--prefix=net ",
         "--select=check*",
         "--from=ckpt",
-        "--src-files=2",
+        "--src-files=4",
         "--to=hdf5",
         "--unlisted=replicate",
         "--strict",
