@@ -228,7 +228,7 @@ def test_a_job_that_is_stopped(
 def test_a_job_whose_time_is_near(slurm: Cluster, reference: Conversion, c: Conversion, tmp_path: Path) -> None:
     # SLURM looks every 30 seconds whose time is near.
     waiting = start_waiting(slurm, c, tmp_path, "task", "--time=1", "--signal=B:TERM@60")
-    assert slurm.wait(waiting.job, timeout_seconds=90) == {1: Task("FAILED", 143, 0)}, slurm.account(waiting.job)
+    assert slurm.wait(waiting.job, timeout_seconds=300) == {1: Task("FAILED", 143, 0)}, slurm.account(waiting.job)
     assert_nothing_half_done(c, slurm, waiting)
     waiting.hold.unlink()
     again = waiting.again()

@@ -125,7 +125,7 @@ class Cluster:
         """Say where a job that a script has submitted leaves what it says: among the `.out` and `.log` files there."""
         self._outputs[job] = folder
 
-    def wait(self, job: str, *, timeout_seconds: float = 60) -> dict[int, Task]:
+    def wait(self, job: str, *, timeout_seconds: float = 300) -> dict[int, Task]:
         """Wait until a job has ended; return what became of it, by array task (0 where it is not an array)."""
         records: list[dict[str, str]] = []
 
@@ -136,7 +136,7 @@ class Cluster:
         self.wait_until(job, has_ended, timeout_seconds=timeout_seconds)
         return {_task_number(record): _as_task(record) for record in records}
 
-    def wait_until(self, job: str, condition: Callable[[], bool], *, timeout_seconds: float = 60) -> None:
+    def wait_until(self, job: str, condition: Callable[[], bool], *, timeout_seconds: float = 300) -> None:
         """Wait for what a job is to bring about."""
         deadline = time.monotonic() + timeout_seconds
         while not condition():
