@@ -12,6 +12,7 @@ process, in this file of torch.save. The first argument is the file for the loss
 import argparse
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,8 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     main(arguments.losses_file, arguments.save, arguments.resume)
     if dist.is_initialized():
-        # Else a thread of gloo may still hold a tensor when Python ends, and now and then the process aborts.
         dist.barrier()
         dist.destroy_process_group()
+        # A thread of gloo may still hold a tensor when Python takes itself apart, and now and then the process aborts.
+        sys.stdout.flush()
+        os._exit(0)
