@@ -8,6 +8,7 @@ written at all. Whatever Python calls unprintable is shown as Python writes it: 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 
 def one_line(text: str) -> str:
@@ -30,3 +31,8 @@ def counted(count: int, what: str) -> str:
 def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
     """Return a sort key that compares numbers in names as numbers: `net-9_5` comes before `net-10_5`."""
     return tuple((0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.findall(r"\d+|\D+", name))
+
+
+def shortened(texts: Sequence[str], most: int = 5) -> str:
+    """Return the first of some texts, and how many more there are."""
+    return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")

@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import MapError
 from reshard_mpi.mapping.numbering import NO_TRAINING, Training
-
-_MAX_NAMED = 5
+from reshard_mpi.text import shortened
 
 Shape = tuple[int, ...]
 
@@ -48,13 +47,8 @@ def require_alike(made: Mapping[str, Shape], like: Like) -> None:
     raise MapError(
         "what the map makes is not like the target's checkpoint",
         expected=f"the names and shapes of {like.path}",
-        got="; ".join(f"{what}: {_first(names)}" for what, names in found if names),
+        got="; ".join(f"{what}: {shortened(names)}" for what, names in found if names),
         where=like.path,
         remedy="give the map and the checkpoint that belong to the source, or leave out what both need not have"
         " (--include, --exclude)",
     )
-
-
-def _first(names: list[str]) -> str:
-    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-    return ", ".join(names[:_MAX_NAMED]) + more

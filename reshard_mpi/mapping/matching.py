@@ -112,16 +112,12 @@ def told_direction(rules: Rules, inventory: Inventory, forward: bool | None, lik
     forwards, backwards = unmet.values()
     raise MapError(
         "the map does not fit the checkpoint in either direction",
-        expected=f"tensors for the equation at {_place(forwards)}, or read backwards for that at {_place(backwards)}",
+        expected=f"tensors for the equation at {forwards}, or read backwards for that at {backwards}",
         got=_shown(inventory),
         where=rules.where,
         remedy="mend the names, or say optional = true where an equation need not apply;"
         " --forward and --reverse tell what is wrong with one direction",
     )
-
-
-def _place(missing: str | None) -> str:
-    return missing or ""
 
 
 def _unmet(rules: Rules, inventory: Inventory, direction: Direction, like: Likeness | None) -> str | None:

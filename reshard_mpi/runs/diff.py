@@ -32,10 +32,10 @@ from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.through import through_map
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import unsharded
+from reshard_mpi.text import shortened
 
-# One process describes so many tensors that differ, and names so many; of more it gives the number.
+# One process describes so many tensors that differ; of more it gives the number.
 _MAX_DESCRIBED = 20
-_MAX_NAMES = 5
 
 
 class _Side(NamedTuple):
@@ -134,7 +134,7 @@ def _other_texts(first: RankPlan, second: RankPlan) -> Iterator[str]:
         where = first_nest_difference(first.strings.get(NEST), second.strings.get(NEST))
         yield f"values beside the tensors differ: {where or 'how they are nested'}"
     if differing:
-        yield f"texts beside the tensors differ: {_shortened(list(map(repr, differing)))}"
+        yield f"texts beside the tensors differ: {shortened(list(map(repr, differing)))}"
 
 
 def _unlike(first: _Side, second: _Side) -> Iterator[DifferenceError]:
@@ -151,7 +151,7 @@ def _unlike(first: _Side, second: _Side) -> Iterator[DifferenceError]:
             yield DifferenceError(
                 f"{len(alone)} {'tensor is' if len(alone) == 1 else 'tensors are'} in one of them only",
                 expected=f"the tensors of {side.path} in {other.path} as well",
-                got=f"not there: {_shortened(alone)}",
+                got=f"not there: {shortened(alone)}",
                 where=other.path,
             )
     unlike = [name for name, spec in first_specs.items() if second_specs.get(name, spec) != spec]
@@ -208,7 +208,3 @@ def _place(copy: Copy) -> str:
 
 def _described(spec: TensorSpec) -> str:
     return f"{spec.dtype.name} of shape {list(spec.global_shape)}"
-
-
-def _shortened(texts: Sequence[str]) -> str:
-    return ", ".join(texts[:_MAX_NAMES]) + (f" and {len(texts) - _MAX_NAMES} more" if len(texts) > _MAX_NAMES else "")

@@ -29,8 +29,7 @@ from reshard_mpi.planning.model import RankPlan, TensorPlan
 from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.runs.maps import TensorMap, tied_tensors
 from reshard_mpi.sharding.placement import unsharded
-
-_MAX_NAMED = 5
+from reshard_mpi.text import shortened
 
 
 class _Made(NamedTuple):
@@ -125,7 +124,7 @@ class MappedCheckpoint(SourceCheckpoint):
             sources = list(dict.fromkeys(tensor.sources[pair.source] for pair in tensor.shape.pairs))
             before = {dtypes[name] for name in sources} - {tensor.dtype}
             types = f", converted from {' and '.join(map(str, before))}" if before else ""
-            origin = f"{_named(sources)}, by {tensor.where}" if tensor.where else "as it is"
+            origin = f"{shortened(sources)}, by {tensor.where}" if tensor.where else "as it is"
             zeros = f", {sum(box.size for box in tensor.shape.zeros)} zeros" if tensor.shape.zeros else ""
             yield f"{tensor.name} {tensor.dtype} {list(tensor.shape.shape)}: {origin}{zeros}{types}"
         for name, kind, element, where in made.mapped.constants:
@@ -211,15 +210,15 @@ class MappedCheckpoint(SourceCheckpoint):
             made = sum(1 for tensor in mapped.made if tensor.where)
             yield f"the map {self.tensor_map.rules.where}, read {mapped.direction}, makes {made} tensors"
             if mapped.kept:
-                yield f"no equation takes {_named(mapped.kept)}; names and shapes stay as they are"
+                yield f"no equation takes {shortened(mapped.kept)}; names and shapes stay as they are"
         if mapped.left_out:
-            yield f"left out: {_named(mapped.left_out)}"
+            yield f"left out: {shortened(mapped.left_out)}"
         if mapped.constants:
-            yield f"made up: {_named([tensor.name for tensor in mapped.constants])}"
+            yield f"made up: {shortened([tensor.name for tensor in mapped.constants])}"
         dropped = [(pads.name, sum(box.size for box in pads.boxes)) for pads in mapped.pads if pads.are_dropped]
         if dropped:
             elements = sum(size for _, size in dropped)
-            names = _named([name for name, _ in dropped])
+            names = shortened([name for name, _ in dropped])
             yield f"{elements} elements of padding are dropped, whatever they hold: {names}"
 
     def _nest_notes(self, whole: RankPlan) -> Iterator[str]:
@@ -305,8 +304,3 @@ class MappedCheckpoint(SourceCheckpoint):
 def _tensor(plan: RankPlan, at: tuple[int, int]) -> TensorPlan:
     group, place = at
     return plan.tensors.groups[group].tensor(place)
-
-
-def _named(names: tuple[str, ...] | list[str]) -> str:
-    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-    return ", ".join(names[:_MAX_NAMED]) + more
