@@ -273,6 +273,7 @@ class MappedCheckpoint(SourceCheckpoint):
             expected=f"the same in {first.spec.name} and {other.spec.name}",
             got=where,
             where=f"{self.files.path}, by {equal.where}",
+            remedy="save them as one and the same, or give each an equation of its own",
         )
 
     def _require_padding(self, made: _Made) -> None:
