@@ -23,7 +23,7 @@ OnBytes = Callable[[int], None]
 _MAX_OPEN_FILES = 128
 # One call moves at most this much, so that progress can be shown and signals are handled between calls.
 _MAX_CALL_BYTES = 64 * MIB
-# How many places one call can read into (IOV_MAX).
+# How many places one call can read into, or write from (IOV_MAX).
 _MAX_VECTOR = 1024
 # Errors of a file system that cannot copy between two files by itself; or that cannot read one or write the other, in
 # which case the read or the write that is tried instead tells which.
@@ -193,22 +193,25 @@ class Files:
                 raise _about(error, part.path) from None
         self._wrote(part.length_bytes if moved_bytes is None else moved_bytes)
 
-    def write_each(self, path: str, offset: int, step: int, contents: Iterable[memoryview]) -> None:
+    def write_each(self, path: str, offset: int, step: int, contents: Sequence[memoryview]) -> None:
         """Write each content to the target, the first to `offset`, each next one `step` bytes further on.
 
-        Raises OSError.
+        The contents must be equally long. Those that follow one another go many at a time. Raises OSError.
         """
-        written = 0
-        for content in contents:
+        length = len(contents[0])
+        together = _MAX_VECTOR if step == length else 1
+        for first in range(0, len(contents), together):
+            vector = contents[first : first + together]
             try:
-                count = os.pwrite(self._target, content, offset)
+                count = os.pwritev(self._target, vector, offset)
             except OSError as error:
                 raise _about(error, path) from None
-            written += count
-            if count < len(content):
-                self.write(ByteRange(path, offset + count, len(content) - count), content[count:])
-            offset += step
-        self._wrote(written)
+            self._wrote(count)
+            while count < length * len(vector):  # interrupted by a signal, or the disk is full
+                number, done = divmod(count, length)
+                self.write(ByteRange(path, offset + count, length - done), vector[number][done:])
+                count += length - done
+            offset += step * len(vector)
 
     def copy(self, runs: ByteRuns, buffer: memoryview) -> None:
         """Copy runs of bytes: inside the kernel if the file systems can do that, else through `buffer`.
