@@ -77,6 +77,7 @@ class Files:
         self._target = target
         self._kernel_copies = True
         self._on_bytes = on_bytes
+        self._scratch = memoryview(b"")
         self.traffic = Traffic()
 
     def __enter__(self) -> Files:
@@ -170,6 +171,13 @@ class Files:
         self.traffic.mapped_bytes += length
         with mapped, memoryview(mapped) as view, view[part.offset_bytes - start :] as inner:
             yield inner
+
+    def scratch(self, length_bytes: int) -> memoryview:
+        """Return memory for what is read on its way to its place. It is good until this is called again."""
+        if length_bytes > len(self._scratch):
+            self._scratch = memoryview(b"")  # given back before more is taken
+            self._scratch = large_buffer(length_bytes)
+        return self._scratch[:length_bytes]
 
     def read_target(self, part: ByteRange, buffer: memoryview) -> None:
         """Fill `buffer` with the bytes of `part`, a range of the target. Raises OSError."""
@@ -278,6 +286,14 @@ class Files:
             if len(self._sources) > _MAX_OPEN_FILES:
                 os.close(self._sources.popitem(last=False)[1])
         return descriptor
+
+
+def large_buffer(length_bytes: int) -> memoryview:
+    """Return zeroed memory, in large pages if there are any: what moves to and fro in it is found faster."""
+    memory = mmap.mmap(-1, max(1, length_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError, AttributeError):  # a kernel without them; a system that is not Linux
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(memory)[:length_bytes]
 
 
 def _about(error: OSError, path: str, other: str | None = None) -> OSError:

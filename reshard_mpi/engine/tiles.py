@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 
-from reshard_mpi.engine.files import Files
+from reshard_mpi.engine.files import Files, large_buffer
 from reshard_mpi.engine.regions import fill, with_space
 from reshard_mpi.engine.stream import Stream, element_blocks
 from reshard_mpi.planning.model import Copy, Limits, TensorPlan
@@ -20,23 +20,34 @@ Span = tuple[int, int]
 _PAGE_BYTES = 4096
 
 
-def fill_tiles(files: Files, tensor: TensorPlan, place: Stream, span: Span, limits: Limits) -> None:
-    """Write the bytes `span` of a tensor to their place in the target. place: where all of its bytes go.
+class Tiles:
+    """Writes tensors in which axes change places. The memory in which tiles are put together is used again."""
 
-    A tile is put together from all copies that it meets, so that what is written is not cut where the sources are.
-    """
-    box, itemsize = tensor.spec.box, tensor.spec.dtype.itemsize_bytes
-    sides = _sides(tensor, max(1, tile_bytes(limits) // itemsize))
-    buffer = memoryview(bytearray(0))
-    for block in element_blocks(files, box, span, itemsize, box.size):
-        for tile, parts in _tiles(block, sides, _meeting(tensor.copies, block)):
-            spaced = with_space(tile, itemsize)
-            if spaced.size * itemsize > len(buffer):
-                buffer = memoryview(bytearray(spaced.size * itemsize))
-            content = buffer[: spaced.size * itemsize]
-            for part in parts:
-                fill(files, part, spaced, content, limits)
-            _write(files, content, Strides.between(tile, spaced, tile, box), itemsize, place, span)
+    def __init__(self, files: Files, limits: Limits) -> None:
+        self._files = files
+        self._limits = limits
+        self._buffer = memoryview(b"")
+
+    def write(self, tensor: TensorPlan, place: Stream, span: Span) -> None:
+        """Write the bytes `span` of a tensor to their place in the target. place: where all of its bytes go.
+
+        A tile is put together from all copies that it meets, so that what is written is not cut where the sources are.
+        """
+        box, itemsize = tensor.spec.box, tensor.spec.dtype.itemsize_bytes
+        sides = _sides(tensor, max(1, tile_bytes(self._limits) // itemsize))
+        for block in element_blocks(self._files, box, span, itemsize, box.size):
+            for tile, parts in _tiles(block, sides, _meeting(tensor.copies, block)):
+                spaced = with_space(tile, itemsize)
+                content = self._memory(spaced.size * itemsize)
+                for part in parts:
+                    fill(self._files, part, spaced, content, self._limits)
+                _write(self._files, content, Strides.between(tile, spaced, tile, box), itemsize, place, span)
+
+    def _memory(self, length_bytes: int) -> memoryview:
+        if length_bytes > len(self._buffer):
+            self._buffer = memoryview(b"")  # given back before more is taken
+            self._buffer = large_buffer(length_bytes)
+        return self._buffer[:length_bytes]
 
 
 def tile_bytes(limits: Limits) -> int:
@@ -94,7 +105,9 @@ def _tiles(box: Box, sides: list[int], copies: list[Copy]) -> Iterator[tuple[Box
         if count > 1:
             middle = first + count // 2 * side
             for low, high in ((first, middle), (middle, last)):
-                half = Box((*box.start[:dim], low, *box.start[dim + 1 :]), (*box.stop[:dim], high, *box.stop[dim + 1 :]))
+                half = Box(
+                    (*box.start[:dim], low, *box.start[dim + 1 :]), (*box.stop[:dim], high, *box.stop[dim + 1 :])
+                )
                 yield from _tiles(half, sides, _meeting(copies, half))
             return
     yield box, copies
