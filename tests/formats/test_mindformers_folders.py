@@ -397,7 +397,9 @@ INDICES = {
 }
 
 
-@pytest.mark.parametrize("case", INDICES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] if "too many" in case else []) for case in INDICES]
+)
 def test_an_index_that_is_damaged(tmp_path: Path, case: str) -> None:
     path = tmp_path / "metadata.json"
     path.write_bytes(INDICES[case])
