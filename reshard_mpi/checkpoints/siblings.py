@@ -33,8 +33,8 @@ from reshard_mpi.units import MIB
 # If ranks hold different parts, neighbours do: they differ in what is cut over the fastest mesh axis, and the last rank
 # in most of what is cut over any axis.
 _MAX_SIBLINGS = 4
-# At most 96 KiB of each shard are read. Tensors of one shape whose names differ only in numbers are mostly cut alike, so
-# one of each such kind comes first: a model has some dozens of kinds.
+# At most 96 KiB of each shard are read. Tensors of one shape whose names differ only in numbers are mostly cut alike,
+# so one of each such kind comes first: a model has some dozens of kinds.
 _MAX_TENSORS = 96
 _SAMPLES = 4
 _SAMPLE_BYTES = 256
