@@ -1,30 +1,23 @@
-"""The commands of the README's section "On a cluster", word for word, on a real SLURM cluster."""
+"""The commands of the guide's page on clusters, word for word, on a real SLURM cluster."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from support.conversions import Conversion, make, shards, side, transform_apart
 from support.launch import MPI
+from support.pages import GUIDE, ROOT, block_run_by
 from support.slurm import Cluster
 from support.slurm_jobs import COMPLETED, TARGETS, rank_environment
 
-ROOT = Path(__file__).parents[2]
-
-
-def commands(mark: str) -> str:
-    """Return the block of commands that the README marks so."""
-    match = re.search(rf"<!-- cluster:{mark} -->\n```sh\n(.*?)```\n", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert match is not None
-    return match[1]
+PAGE = (GUIDE / "clusters.md").read_text()
 
 
 @pytest.fixture
 def reference(tmp_path: Path) -> Conversion:
-    """A conversion of 4 ranks to 8, with the names that the README uses, and what one process makes of it."""
+    """A conversion of 4 ranks to 8, with the names that the page uses, and what one process makes of it."""
     c = make(tmp_path / "made")
     target = side(8, TARGETS)
     c = c.to(target)
@@ -42,17 +35,16 @@ def reference(tmp_path: Path) -> Conversion:
     return c
 
 
-def run(slurm: Cluster, folder: Path, mark: str, env: Mapping[str, str] | None = None) -> list[str]:
-    """Run a block and wait for the last job it has submitted; return what the block printed."""
-    finished = slurm.command("bash", "-e", "-c", f"cd {folder}/work\n{commands(mark)}", env=env)
-    printed = finished.out.splitlines()
-    job = printed[-1].removeprefix("Submitted batch job ")
+def run(slurm: Cluster, folder: Path, test: str, env: Mapping[str, str] | None = None) -> None:
+    """Run the block of a test and wait for the last job that it has submitted."""
+    commands = block_run_by(PAGE, test)
+    finished = slurm.command("bash", "-e", "-c", f"cd {folder}/work\n{commands}", env=env)
+    job = finished.out.splitlines()[-1].removeprefix("Submitted batch job ")
     assert job.isdigit(), finished
     slurm.record_output(job, folder / "work")
     tasks = slurm.wait(job)
     logs = {path.name: path.read_text() for path in (folder / "work").glob("*.*") if path.suffix in (".out", ".log")}
     assert set(tasks.values()) == {COMPLETED}, logs
-    return printed
 
 
 def assert_converted(folder: Path, reference: Conversion) -> None:
@@ -60,17 +52,16 @@ def assert_converted(folder: Path, reference: Conversion) -> None:
     assert (folder / "work" / "out" / "reshard.json").exists()
 
 
-@pytest.mark.parametrize("mark", ["array", "plan"])
-def test_array(slurm: Cluster, reference: Conversion, tmp_path: Path, mark: str) -> None:
-    run(slurm, tmp_path, mark)
+def test_array(slurm: Cluster, reference: Conversion, tmp_path: Path) -> None:
+    run(slurm, tmp_path, "test_array")
+    assert_converted(tmp_path, reference)
+
+
+def test_script_of_the_plan(slurm: Cluster, reference: Conversion, tmp_path: Path) -> None:
+    run(slurm, tmp_path, "test_script_of_the_plan")
     assert_converted(tmp_path, reference)
 
 
 def test_mpi(slurm: Cluster, reference: Conversion, tmp_path: Path, mpi: MPI) -> None:
-    run(slurm, tmp_path, "mpi", rank_environment(mpi))
+    run(slurm, tmp_path, "test_mpi", rank_environment(mpi))
     assert_converted(tmp_path, reference)
-
-
-def test_governor(slurm: Cluster, tmp_path: Path) -> None:
-    finished = slurm.command("bash", "-e", "-c", commands("governor"))
-    assert finished.out.startswith("this host: 0 leases hold 0 B of ")
