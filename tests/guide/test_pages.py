@@ -50,13 +50,18 @@ def test_commands_that_are_run_elsewhere_have_their_test(page: Path) -> None:
         )
 
 
+def without_blocks(page: str, *languages: str) -> str:
+    """Return a page without its blocks in these languages; without languages, without any."""
+    for block in blocks(page):
+        if not languages or block.language in languages:
+            page = page.replace(f"```{block.language}\n{block.text}```\n", "")
+    return page
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_no_command_stands_where_nothing_runs_it(page: Path) -> None:
     """Commands outside of blocks of commands are forms to be filled in: they have words in capitals."""
-    text = page.read_text()
-    for block in blocks(text):
-        if block.language in ("sh", "python"):
-            text = text.replace(block.text, "")
+    text = without_blocks(page.read_text(), "sh", "python")
     for line in text.splitlines():
         if re.match(r"\s*(reshard-mpi|mpirun|sbatch|srun) ", line):
             assert re.search(r"\b[A-Z]{3,}\b", line), f"{page.name}: {line}"
@@ -69,6 +74,7 @@ def test_pages_are_short_and_plain(page: Path) -> None:
     assert text.isascii() and text.startswith("# ") and text.endswith("\n")
     assert len(lines) <= (120 if page == README else 149)
     assert max(map(len, lines)) <= 120 or page == README  # its links may not be broken
+    assert [line for line in without_blocks(text).splitlines() if line.count("`") % 2] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
