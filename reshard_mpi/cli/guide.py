@@ -42,8 +42,8 @@ def page(topic: str | None) -> str:
 
 def as_shown(markdown: str) -> str:
     """Return a page as a terminal shows it: no comments, tables aligned, commands in place of links to other pages."""
-    text = _LINK_TO_PAGE.sub(r"`reshard-mpi help \2`", _COMMENT.sub("", markdown)).rstrip()
-    return _TABLE.sub(lambda table: _aligned(table[0]), text)
+    text = _LINK_TO_PAGE.sub(r"`reshard-mpi help \2`", _COMMENT.sub("", markdown))
+    return _TABLE.sub(lambda table: _aligned(table[0]), text).rstrip()
 
 
 def _aligned(table: str) -> str:

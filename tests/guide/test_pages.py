@@ -105,6 +105,25 @@ def test_the_program_shows_a_page_without_what_only_a_browser_can_use(topic: str
     assert "<!--" not in shown.out and ".md)" not in shown.out
 
 
+def test_tables_are_shown_in_columns() -> None:
+    table = "| key | value |\n|---|---|\n| `a` | long enough |\n| bcd | x |\n"
+    assert guide.as_shown(f"A table:\n\n{table}\nEnd.\n") == (
+        "A table:\n\nkey  value\n---  -----------\n`a`  long enough\nbcd  x\n\nEnd."
+    )
+    assert guide.as_shown("| | |\n|---|---|\n| a | b |\n").strip() == "a  b"
+
+
+def test_a_table_that_is_too_wide_is_shown_row_by_row() -> None:
+    wide = "w" * 100
+    table = f"| name | is | has |\n|---|---|---|\n| a | {wide} | {wide} |\n| b | x | y |\n"
+    shown = ["a", f"    is: {wide}", f"    has: {wide}", "", "b", "    is: x", "    has: y"]
+    assert guide.as_shown(table).splitlines() == shown
+
+
+def test_comments_and_links_are_for_the_repositorys_page() -> None:
+    assert guide.as_shown("See [maps](maps.md).\n<!-- exit 3 -->\nEnd.\n") == "See `reshard-mpi help maps`.\nEnd."
+
+
 def test_a_page_that_is_not_there_is_wrong_usage(capsys: Capture) -> None:
     wrong = run_here(capsys, "help", "nothing")
     assert wrong.code == 2 and "no such page" in wrong.err and "overview" in wrong.err
