@@ -42,8 +42,15 @@ def page(topic: str | None) -> str:
 
 def as_shown(markdown: str) -> str:
     """Return a page as a terminal shows it: no comments, tables aligned, commands in place of links to other pages."""
-    text = _LINK_TO_PAGE.sub(r"`reshard-mpi help \2`", _COMMENT.sub("", markdown))
+    text = _LINK_TO_PAGE.sub(_as_command, _COMMENT.sub("", markdown))
     return _TABLE.sub(lambda table: _aligned(table[0]), text).rstrip()
+
+
+def _as_command(link: re.Match[str]) -> str:
+    """Return a link to a page as the command that shows it, behind the words of the link if these are others."""
+    words, topic = link.groups()
+    command = f"`reshard-mpi help {topic}`"
+    return command if words == topic else f"{words} ({command})"
 
 
 def _aligned(table: str) -> str:

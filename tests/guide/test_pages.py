@@ -122,6 +122,7 @@ def test_a_table_that_is_too_wide_is_shown_row_by_row() -> None:
 
 def test_comments_and_links_are_for_the_repositorys_page() -> None:
     assert guide.as_shown("See [maps](maps.md).\n<!-- exit 3 -->\nEnd.\n") == "See `reshard-mpi help maps`.\nEnd."
+    assert guide.as_shown("A [map](maps.md).\n") == "A map (`reshard-mpi help maps`)."
 
 
 def test_a_page_that_is_not_there_is_wrong_usage(capsys: Capture) -> None:

@@ -16,10 +16,11 @@ from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import ShardIdentity
 from reshard_mpi.formats.specs import ShardSpec, TensorSpec
 from reshard_mpi.processes import hosts
-from reshard_mpi.processes.governor import allowance, place
+from reshard_mpi.processes.governor import allotment, allowance, place
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import unsharded
 from reshard_mpi.sharding.strategy import table, toml
+from reshard_mpi.units import MIB
 
 PAGES = [README, *sorted(GUIDE.glob("*.md"))]
 # Options of which pages tell already, while they are being made.
@@ -155,6 +156,10 @@ def test_the_ten_likeliest_messages_are_there() -> None:
 def test_variables_of_the_environment() -> None:
     told = set(re.findall(r"RESHARD_MPI_[A-Z_]+", "\n".join(path.read_text() for path in PAGES)))
     assert told == {hosts.HOST_VARIABLE, allowance.MEMORY_VARIABLE, place.STATE_VARIABLE}
+
+
+def test_what_the_page_on_memory_says_of_the_first_lease() -> None:
+    assert f"{allotment.BASE_BYTES // MIB} MiB at first" in (GUIDE / "memory.md").read_text()
 
 
 def test_every_test_that_holds_a_promise_exists() -> None:
