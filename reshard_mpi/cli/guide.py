@@ -12,7 +12,6 @@ from pathlib import Path
 from reshard_mpi.errors import UsageError
 
 _FOLDER = Path(__file__).parent.parent / "guide"
-_CONTENTS = "README.md"
 _LINK_TO_PAGE = re.compile(r"\[([^]]+)\]\((\w+)\.md\)")
 # Pages are written in lines of so many characters.
 _MAX_WIDTH = 120
@@ -24,8 +23,8 @@ _COMMENT = re.compile(r"^<!--.*-->\n", re.MULTILINE)
 
 def topics() -> dict[str, str]:
     """Return the title of each page by its topic, in the order of the table of contents."""
-    links = _LINK_TO_PAGE.findall(_text(_CONTENTS))
-    return {topic: _title(topic) for _, topic in links}
+    contents = (_FOLDER / "README.md").read_text(encoding="utf-8")
+    return {topic: _title(_FOLDER / f"{topic}.md") for _, topic in _LINK_TO_PAGE.findall(contents)}
 
 
 def page(topic: str | None) -> str:
@@ -36,14 +35,15 @@ def page(topic: str | None) -> str:
         return "\n".join(f"reshard-mpi help {name:<{width}}  {title}" for name, title in known.items())
     if topic not in known:
         raise UsageError("the guide has no such page", expected=", ".join(known), got=topic)
-    text = as_shown(_text(f"{topic}.md"))
-    return f"{text}\n\n{_shipped_maps()}" if topic == "maps" else text
+    text = (_FOLDER / f"{topic}.md").read_text(encoding="utf-8").rstrip()
+    shown = as_shown(text)
+    return f"{shown}\n\n{_shipped_maps()}" if topic == "maps" else shown
 
 
 def as_shown(markdown: str) -> str:
     """Return a page as a terminal shows it: no comments, tables aligned, commands in place of links to other pages."""
     text = _LINK_TO_PAGE.sub(_as_command, _COMMENT.sub("", markdown))
-    return _TABLE.sub(lambda table: _aligned(table[0]), text).rstrip()
+    return _TABLE.sub(lambda table: _aligned(table[0]), f"{text}\n").rstrip()
 
 
 def _as_command(link: re.Match[str]) -> str:
@@ -79,10 +79,6 @@ def _shipped_maps() -> str:
     return "\n".join(["## Maps that come with the program", "", *lines])
 
 
-def _title(topic: str) -> str:
-    first, _, _ = _text(f"{topic}.md").partition("\n")
-    return first.removeprefix("#").strip()
-
-
-def _text(name: str) -> str:
-    return (_FOLDER / name).read_text(encoding="utf-8")
+def _title(path: Path) -> str:
+    with path.open(encoding="utf-8") as file:
+        return file.readline().removeprefix("#").strip()
