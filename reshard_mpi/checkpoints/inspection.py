@@ -235,7 +235,7 @@ def _named_placement_text(facts: dict[str, Any], stages: int) -> str:
     parts = [
         f"split {cuts}" if cuts else "",
         f"optimizer {'+'.join(axes['optimizer'])}" if axes["optimizer"] else "",
-        " ".join(f"sizes {dim}={lengths}" for dim, lengths in sizes.items()),
+        f"sizes {sizes}" if isinstance(sizes, str) else " ".join(f"sizes {dim}={part}" for dim, part in sizes.items()),
         of_stages,
     ]
     return " ".join(filter(None, parts)) or "whole"

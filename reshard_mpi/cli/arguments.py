@@ -160,7 +160,9 @@ def _add_conversion(parser: argparse.ArgumentParser) -> None:
         " checksums of sources are checked as well",
     )
     parser.add_argument(
-        "--crc", action="store_true", help="add the CRC-32 that MindSpore checks (targets in ckpt, safetensors)"
+        "--crc",
+        action="store_true",
+        help="add a checksum of the file, for MindSpore to check (ckpt, safetensors, torch)",
     )
     parser.add_argument(
         "--strict",

@@ -32,6 +32,11 @@ split = { 0 = ["dp"] }
 sizes = { 0 = [3, 5] }
 
 [[parameter]]
+match = "*.ceil"
+split = { 0 = ["dp"] }
+sizes = "ceil"
+
+[[parameter]]
 match = "*"
 """
 
@@ -56,11 +61,12 @@ def test_a_spec_is_shown_in_its_own_words(tmp_path: Path, capsys: Capture) -> No
     path = tmp_path / "spec.toml"
     path.write_text(SPEC)
     assert text(capsys, path) == [
-        "strategy: 16 ranks in 2 stages, 4 rules",
+        "strategy: 16 ranks in 2 stages, 5 rules",
         "  mesh dp=2 tp=4",
         "  embedding  split 0=dp+tp stage 0",
         "  *.weight  split 1=tp optimizer dp",
         "  *.uneven  split 0=dp sizes 0=[3, 5]",
+        "  *.ceil  split 0=dp sizes ceil",
         "  *  whole",
     ]
     facts = as_json(capsys, path)
@@ -69,9 +75,10 @@ def test_a_spec_is_shown_in_its_own_words(tmp_path: Path, capsys: Capture) -> No
         {"split": {"0": ["dp", "tp"]}, "optimizer": []},
         {"split": {"1": ["tp"]}, "optimizer": ["dp"]},
         {"split": {"0": ["dp"]}, "optimizer": []},
+        {"split": {"0": ["dp"]}, "optimizer": []},
         {"split": {}, "optimizer": []},
     ]
-    assert [rule["match"] for rule in facts["rules"]] == ["embedding", "*.weight", "*.uneven", "*"]
+    assert [rule["match"] for rule in facts["rules"]] == ["embedding", "*.weight", "*.uneven", "*.ceil", "*"]
 
 
 def test_the_names_of_axes_make_no_other_strategy(tmp_path: Path) -> None:

@@ -674,7 +674,7 @@ def test_more_ranks_than_there_are(tmp_path: Path, capsys: Capture) -> None:
 
 
 def test_state_that_only_the_rule_for_all_catches_is_dropped(tmp_path: Path, capsys: Capture) -> None:
-    """As in the README's own example: weights alone, by a spec that ends in a rule for all."""
+    """Weights alone, by a spec that ends in a rule for all."""
     whole = tensors()
     state = {f"{kind}.{name}": -array for name, array in whole.items() for kind in ("adam_m", "adam_v")}
     spec = Spec(MESH, RIGHT.rules)
