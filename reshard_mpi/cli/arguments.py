@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
-import sys
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING
 
 from reshard_mpi import formats
-from reshard_mpi.cli.streams import show
-from reshard_mpi.processes import comm
-from reshard_mpi.text import one_line
+from reshard_mpi.cli.usage import CommandParser
 from reshard_mpi.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -23,28 +18,14 @@ printed; 4 some targets failed or are missing, and are named (the others are com
 difference, or only the report could not be written; 5 it can never fit the memory that is allowed, refused before
 anything was written; 130 interrupted; 143 terminated"""
 
-
-class _Parser(argparse.ArgumentParser):
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options, allow_abbrev=False)  # a shortened option would change its meaning with the next one
-
-    def error(self, message: str) -> NoReturn:
-        if comm.launched_rank(os.environ) == 0:
-            self.print_usage(sys.stderr)
-            with contextlib.suppress(OSError):  # the exit code says it too
-                print(f"{self.prog}: error: {one_line(message)}", file=sys.stderr)
-        sys.exit(2)
-
-    def _print_message(self, message: str, file: Any = None) -> None:
-        if file is sys.stdout:  # help and version; argparse itself is silent where they cannot be written
-            show(message.removesuffix("\n"))
-        else:
-            super()._print_message(message, file)
+# As many as a run makes at once.
+_MOST_RANKS = 1 << 16
+_MOST_DIGITS = 18
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line. What it parses has the name of the command as `command`."""
-    top = _Parser(
+    top = CommandParser(
         prog="reshard-mpi",
         description="Rewrite a checkpoint of M ranks as one of N ranks, bit-exactly and in bounded memory.",
         epilog=_EXIT_CODES,
@@ -53,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     from reshard_mpi import __version__
 
     top.add_argument("--version", action="version", version=f"reshard-mpi {__version__}")
-    commands = top.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
+    commands = top.add_subparsers(metavar="COMMAND", required=True, parser_class=CommandParser)
 
     def command(name: str, text: str) -> argparse.ArgumentParser:
         added = commands.add_parser(
@@ -92,6 +73,7 @@ def parser() -> argparse.ArgumentParser:
     verify.add_argument("source", type=_path, metavar="SRC", help="a checkpoint")
     verify.add_argument("target", type=_path, metavar="DST", nargs="?", help="what transform has made of it")
     _add_strategies(verify, "sharded (default: as its shards say, else one full checkpoint)")
+    _add_rank(verify, "check the shards of these ranks only, of DST if it is given, such as 3 or 0-3,8 (repeatable)")
     _add_map(verify)
     _add_comparison(verify, "SRC", "hold the source strategy against SRC")
     diff = command("diff", "check that two checkpoints hold the same tensors, whatever their formats and layouts")
@@ -142,7 +124,7 @@ def _add_conversion(parser: argparse.ArgumentParser) -> None:
         help="how large a file may become with --to hf (default: 5GB, which is 5 * 10^9 bytes)",
     )
     share = parser.add_mutually_exclusive_group()
-    share.add_argument("--rank", type=_rank, action="append", metavar="R", help="make this target only (repeatable)")
+    _add_rank(share, "make these targets only, such as 3 or 0-3,8 (repeatable)")
     share.add_argument(
         "--part",
         type=_part,
@@ -222,6 +204,10 @@ def _add_map(parser: argparse.ArgumentParser, source: str = "SRC") -> None:
         )
 
 
+def _add_rank(parser: argparse._ActionsContainer, text: str) -> None:
+    parser.add_argument("--rank", type=_ranks, action="extend", metavar="RANKS", help=text)
+
+
 def _add_jobs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--jobs",
@@ -286,7 +272,7 @@ def _add_strategies(parser: argparse.ArgumentParser, target: str = "to be (defau
 
 
 def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdecimal()
+    return text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS
 
 
 def _path(text: str) -> str:
@@ -315,6 +301,21 @@ def _rank(text: str) -> int:
     if not _is_number(text):
         raise argparse.ArgumentTypeError(f"expected a rank, 0 or more, got {text!r}")
     return int(text)
+
+
+def _ranks(text: str) -> tuple[int, ...]:
+    """Return the ranks that a text such as `0-3,8` lists."""
+    ranges = []
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        if not _is_number(first) or (dash and not _is_number(last)):
+            raise argparse.ArgumentTypeError(f"expected ranks, such as 3 or 0-3,8, got {text!r}")
+        ranges.append(range(int(first), int(last if dash else first) + 1))
+        if not ranges[-1]:
+            raise argparse.ArgumentTypeError(f"expected the lower rank first, {last}-{first}, got {part!r}")
+    if sum(ranks.stop - ranks.start for ranks in ranges) > _MOST_RANKS:
+        raise argparse.ArgumentTypeError(f"expected at most {_MOST_RANKS} ranks, got {text!r}")
+    return tuple(rank for ranks in ranges for rank in ranks)
 
 
 def _part(text: str) -> tuple[int, int]:
