@@ -319,7 +319,8 @@ def _governor(options: argparse.Namespace) -> int:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    from reshard_mpi.checkpoints.inspection import as_text, inspect
+    from reshard_mpi.checkpoints.inspection import inspect
+    from reshard_mpi.checkpoints.inspection_text import as_text
 
     facts = inspect(options.path)
     show(json.dumps(facts, indent=1) if options.json else as_text(facts))
