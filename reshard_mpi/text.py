@@ -39,6 +39,17 @@ def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
     return tuple((0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.findall(r"\d+|\D+", name))
 
 
+def ranges(numbers: Iterable[int]) -> str:
+    """Return ascending whole numbers as the options of the command line take them, such as `0-3,8`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
+
+
 def shortened(texts: Sequence[str], most: int = 5) -> str:
     """Return the first of some texts, and how many more there are."""
     return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")

@@ -14,7 +14,7 @@ from reshard_mpi.checkpoints import moments
 from reshard_mpi.errors import DisagreementError, ShardError, SourceError, told
 from reshard_mpi.filesystem.paths import real_path
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.text import natural_key
+from reshard_mpi.text import natural_key, ranges
 
 _RANK_FOLDER = re.compile(r"rank_(\d+)")
 # One of several files that hold a checkpoint together: how the others are called, its number, and how many there are.
@@ -194,6 +194,16 @@ def shards_from_map(files: Mapping[int, str | os.PathLike[str]]) -> ShardFiles:
     name = _one_format({rank: [path] for rank, path in paths.items()}, folder)
     _require_one_step(paths, folder)
     return ShardFiles(folder, name, {rank: (str(path),) for rank, path in sorted(paths.items())}, picked=True)
+
+
+def no_such_rank(files: ShardFiles, rank: int) -> SourceError:
+    """Return the error for a rank of which the checkpoint has no shard."""
+    return SourceError(
+        "the checkpoint has no shard of this rank",
+        expected=f"one of its ranks, {ranges(sorted(files.by_rank))}",
+        got=f"rank {rank}",
+        where=files.path,
+    )
 
 
 def strangers(path: Path) -> list[Path]:

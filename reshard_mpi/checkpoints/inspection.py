@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from reshard_mpi import formats
 from reshard_mpi.checkpoints import discovery, moments
@@ -17,19 +18,66 @@ from reshard_mpi.formats.places import Decoded, Strided
 from reshard_mpi.journal.records import STATE
 from reshard_mpi.journal.state import about_record, state_of
 from reshard_mpi.sharding import strategy
+from reshard_mpi.sharding.patterns import Pattern
 from reshard_mpi.sharding.placement import Placement, Strategy
 
 _MAY_LACK_FILES = "nothing in it tells whether its last files are missing: tensors may be larger than what is here"
 
 
-def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
+def inspect(
+    path: str | os.PathLike[str], names: str | None = None, *, ranks: Iterable[int] | None = None
+) -> dict[str, Any]:
     """Return a description of what lies at `path`, as plain values.
 
     "kind" is "shard", "checkpoint", "strategy", "run" (a target folder without a complete target) or "commit" (the
     commit record of a target folder). For a checkpoint that a run has made, or is making, "run" and "commit" describe
-    that. Raises SourceError if there is nothing that can be read.
+    that. names: a glob of the tensors (of a strategy: of the parameters and rules) that are described; None: all.
+    ranks: of which the shards are described; None: all. Raises SourceError if there is nothing that can be read, or
+    nothing of these names and ranks.
     """
-    name = os.fspath(path)
+    wanted = _Wanted(None if names is None else Pattern(names), None if ranks is None else frozenset(ranks))
+    facts = wanted.require_some(_facts(os.fspath(path), wanted))
+    return facts if names is None else {**facts, "names": names}
+
+
+class _Wanted(NamedTuple):
+    """What is to be described: tensors whose names match, in the shards of some ranks; None: all."""
+
+    names: Pattern | None
+    ranks: frozenset[int] | None
+
+    def has_name(self, name: str) -> bool:
+        return self.names is None or self.names.matches(name)
+
+    def has_rank(self, rank: int) -> bool:
+        return self.ranks is None or rank in self.ranks
+
+    def require_some(self, facts: dict[str, Any]) -> dict[str, Any]:
+        """Return `facts`. Raises SourceError if nothing is left in them of what is wanted."""
+        kind, where = facts["kind"], facts["path"]
+        is_strategy = kind == "strategy"
+        if self.ranks is not None and kind != "checkpoint":
+            raise SourceError(
+                "this has no shards to choose from", expected="a checkpoint", got=f"a {kind}", where=where
+            )
+        if self.names is None:
+            return facts
+        if kind not in ("shard", "checkpoint", "strategy"):
+            raise SourceError("this has no tensors", expected="a checkpoint", got=f"a {kind}", where=where)
+        shards = [facts] if kind == "shard" else [shard for rank in facts.get("shards", {}).values() for shard in rank]
+        has_some = any(shard["tensors"] or shard["strings"] for shard in shards)
+        if not (facts["parameters"] or facts["rules"] if is_strategy else has_some):
+            raise SourceError(
+                f"no {'parameter' if is_strategy else 'tensor'} has a name like this",
+                expected="a pattern of names, such as 'layers.0.*', or the path of another checkpoint",
+                got=self.names.text,
+                where=where,
+                remedy=f"reshard-mpi inspect {where} '*' lists all",
+            )
+        return facts
+
+
+def _facts(name: str, wanted: _Wanted) -> dict[str, Any]:
     if not Path(name).exists():
         raise SourceError("nothing to inspect", expected="a shard, a checkpoint folder or a strategy", where=name)
     if Path(name).name == STATE:
@@ -45,49 +93,87 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
             return {"kind": "run", "path": name, **state}
         if any(Path(name).glob("rank_*")) or Path(name, moments.TRACKER).exists():
             raise
-        return _strategy(name)
+        return _strategy(name, wanted)
     if not Path(name).is_file():
-        return {**_checkpoint(in_its_rank(files)), **state}
+        return {**_checkpoint(in_its_rank(files), wanted), **state}
     try:
-        return {"kind": "shard", **_shard(files.locate(name))}
+        shard = _shard(files.locate(name), wanted)
     except ReshardError as shard_error:
         try:  # MindSpore's strategy files end in .ckpt too
-            return _strategy(name)
+            return _strategy(name, wanted)
         except ReshardError:
             raise shard_error from None
+    return {"kind": "shard", **shard, "totals": _totals([shard])}
 
 
-def _checkpoint(files: discovery.ShardFiles) -> dict[str, Any]:
-    folder_format = formats.folder_by_name(files.format)
-    if files.is_folder and folder_format is not None:
-        shards = {0: [_shard(folder_format.open_folder(files.path))]}
-    else:
-        shards = {rank: [_shard(files.locate(path)) for path in paths] for rank, paths in files.by_rank.items()}
-    sizes_bytes = [shard["size_bytes"] for rank_shards in shards.values() for shard in rank_shards]
+def _checkpoint(files: discovery.ShardFiles, wanted: _Wanted) -> dict[str, Any]:
+    shards = {
+        rank: [_shard(manifest, wanted) for manifest in manifests]
+        for rank, manifests in manifests_of(files, wanted.ranks)
+    }
     return {
         "kind": "checkpoint",
         "path": files.path,
         "format": files.format,
         "ranks": len(shards),
-        "size_bytes": sum(sizes_bytes),
+        "size_bytes": sum(shard["size_bytes"] for rank_shards in shards.values() for shard in rank_shards),
+        "totals": _totals(shard for rank_shards in shards.values() for shard in rank_shards),
         "notes": [*files.notes, *([] if formats.by_name(files.format).TRAITS.tells_files else [_MAY_LACK_FILES])],
         "shards": shards,
     }
 
 
-def _shard(manifest: Manifest) -> dict[str, Any]:
+def manifests_of(
+    files: discovery.ShardFiles, ranks: Collection[int] | None = None
+) -> Iterator[tuple[int, Iterator[Manifest]]]:
+    """Yield the structure of the files of each rank, or of the given ones only.
+
+    All of a folder with an index counts as one file of rank 0. Raises SourceError if one of `ranks` has no files.
+    """
+    for rank in () if ranks is None else sorted(ranks):
+        if rank not in files.by_rank:
+            raise discovery.no_such_rank(files, rank)
+    folder_format = formats.folder_by_name(files.format)
+    if files.is_folder and folder_format is not None:
+        yield 0, iter((folder_format.open_folder(files.path),))
+        return
+    for rank, paths in files.by_rank.items():
+        if ranks is None or rank in ranks:
+            yield rank, map(files.locate, paths)
+
+
+def _shard(manifest: Manifest, wanted: _Wanted) -> dict[str, Any]:
+    tensors = {name: _tensor(entry) for name, entry in manifest.tensors.items() if wanted.has_name(name)}
     facts: dict[str, Any] = {
         "path": manifest.path,
         "format": manifest.format,
-        "size_bytes": sum(entry.size_bytes for entry in manifest.tensors.values()),
-        "tensors": {name: _tensor(entry) for name, entry in manifest.tensors.items()},
-        "strings": dict(manifest.strings),
+        "size_bytes": sum(tensor["size_bytes"] for tensor in tensors.values()),
+        "tensors": tensors,
+        "strings": {name: text for name, text in manifest.strings.items() if wanted.has_name(name)},
     }
     if manifest.left_out:
         facts["left_out"] = list(manifest.left_out)
     if manifest.identity is not None:
         facts |= {"rank": manifest.identity.rank, "world_size": manifest.identity.world_size}
     return facts
+
+
+def _totals(shards: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Return how many tensors there are, in how many parts, and by type the number of parts and their bytes."""
+    names: set[str] = set()
+    by_type: dict[str, dict[str, int]] = {}
+    for shard in shards:
+        names.update(shard["tensors"])
+        for tensor in shard["tensors"].values():
+            of_type = by_type.setdefault(tensor["dtype"], {"parts": 0, "size_bytes": 0})
+            of_type["parts"] += 1
+            of_type["size_bytes"] += tensor["size_bytes"]
+    return {
+        "tensors": len(names),
+        "parts": sum(of_type["parts"] for of_type in by_type.values()),
+        "size_bytes": sum(of_type["size_bytes"] for of_type in by_type.values()),
+        "by_type": by_type,
+    }
 
 
 def _tensor(entry: TensorEntry) -> dict[str, Any]:
@@ -104,7 +190,7 @@ def _tensor(entry: TensorEntry) -> dict[str, Any]:
     return facts
 
 
-def _strategy(path: str) -> dict[str, Any]:
+def _strategy(path: str, wanted: _Wanted) -> dict[str, Any]:
     try:
         loaded = strategy.load(path)
     except StrategyError as error:
@@ -115,18 +201,23 @@ def _strategy(path: str) -> dict[str, Any]:
             where=path,
             remedy="give one of these",
         ) from None
-    return {"kind": "strategy", "path": path, **_strategy_facts(loaded)}
+    return {"kind": "strategy", "path": path, **_strategy_facts(loaded, wanted)}
 
 
-def _strategy_facts(loaded: Strategy) -> dict[str, Any]:
+def _strategy_facts(loaded: Strategy, wanted: _Wanted) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "ranks": loaded.world_size,
         "stages": loaded.stages,
         "parameters": {
             name: [_placement(placement, loaded) for placement in placements]
             for name, placements in loaded.parameters.items()
+            if wanted.has_name(name)
         },
-        "rules": [{"match": glob, **_placement(placement, loaded)} for glob, placement in loaded.rules],
+        "rules": [
+            {"match": glob, **_placement(placement, loaded)}
+            for glob, placement in loaded.rules
+            if wanted.has_name(glob)
+        ],
     }
     if loaded.axes:
         (lengths,) = {placement.mesh for _, placement in loaded.rules}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from reshard_mpi.journal.state import as_lines
-from reshard_mpi.text import one_line
+from reshard_mpi.text import counted, one_line, ranges
 from reshard_mpi.units import format_bytes
 
 # Of a string so many characters are shown.
@@ -23,14 +23,45 @@ def _lines(facts: dict[str, Any]) -> list[str]:
     if facts["kind"] in ("run", "commit"):
         return as_lines(facts)
     if facts["kind"] == "shard":
-        return _shard_lines(facts)
-    total = format_bytes(facts["size_bytes"])
-    lines = [f"checkpoint: {facts['ranks']} ranks, {facts['format']}, {total} of tensors", *facts["notes"]]
-    for rank, shards in facts["shards"].items():
-        for shard in shards:
-            size = format_bytes(shard["size_bytes"])
-            lines.append(f"  rank {rank}: {len(shard['tensors'])} tensors, {size}  {shard['path']}")
+        return [*_shard_lines(facts), _total_line(facts["totals"])]
+    size = format_bytes(facts["size_bytes"])
+    lines = [f"checkpoint: {facts['ranks']} ranks, {facts['format']}, {size} of tensors", *facts["notes"]]
+    lines += _tensor_lines(facts) if "names" in facts else _file_lines(facts)
+    lines.append(_total_line(facts["totals"]))
     return [*lines, *as_lines({name: facts[name] for name in ("run", "commit") if name in facts})]
+
+
+def _file_lines(checkpoint: dict[str, Any]) -> list[str]:
+    return [
+        f"  rank {rank}: {len(shard['tensors'])} tensors, {format_bytes(shard['size_bytes'])}  {shard['path']}"
+        for rank, shards in checkpoint["shards"].items()
+        for shard in shards
+    ]
+
+
+def _tensor_lines(checkpoint: dict[str, Any]) -> list[str]:
+    """Return a line for each tensor and kind of part of it, with the ranks that hold such a part."""
+    holders: dict[str, dict[str, list[int]]] = {}
+    for rank, shards in checkpoint["shards"].items():
+        for shard in shards:
+            for name, facts in shard["tensors"].items():
+                whole = facts.get("global_shape", facts["shape"])
+                of_whole = f" of {whole}" if whole != facts["shape"] else ""
+                part = f"{facts['dtype']} {facts['shape']}{of_whole}  {format_bytes(facts['size_bytes'])}"
+                holders.setdefault(name, {}).setdefault(part, []).append(int(rank))
+    one_rank = len(checkpoint["shards"]) == 1
+    return [
+        f"  {name}  {part}" + ("" if one_rank else f"  {'ranks' if len(ranks) > 1 else 'rank'} {ranges(ranks)}")
+        for name, parts in holders.items()
+        for part, ranks in parts.items()
+    ]
+
+
+def _total_line(totals: dict[str, Any]) -> str:
+    parts = f" in {totals['parts']} parts" if totals["parts"] != totals["tensors"] else ""
+    types = [f"{of['parts']} {name} ({format_bytes(of['size_bytes'])})" for name, of in totals["by_type"].items()]
+    count = counted(totals["tensors"], "tensor")
+    return f"  total: {count}{parts}, {format_bytes(totals['size_bytes'])}: {', '.join(types) or 'none'}"
 
 
 def _shard_lines(shard: dict[str, Any]) -> list[str]:

@@ -94,8 +94,19 @@ def parser() -> argparse.ArgumentParser:
     merge.add_argument("out", type=_path, metavar="OUT", help="the merged file (.json: as JSON)")
     governor = command("governor", "show who holds memory on this host now, and who waits for it")
     governor.add_argument("--json", action="store_true", help="print it as JSON")
-    inspect = command("inspect", "show what a shard, a checkpoint folder or a strategy holds")
-    inspect.add_argument("path", type=_path, metavar="PATH")
+    inspect = command(
+        "inspect", "show what a shard, a checkpoint folder or a strategy holds; nothing but structure is read"
+    )
+    inspect.add_argument("path", type=_path, metavar="PATH", help="what to look at")
+    inspect.add_argument(
+        "other",
+        type=_path,
+        metavar="GLOB|OTHER",
+        nargs="?",
+        help="tensors whose names match, such as 'layers.0.*', with the ranks that hold them; or the path of another"
+        " checkpoint, to list the tensors that are not alike in both: names, types and shapes",
+    )
+    _add_rank(inspect, "look at the shards of these ranks only, such as 3 or 0-3,8 (repeatable)")
     inspect.add_argument("--json", action="store_true", help="print it as JSON")
     guide = command("help", "show a page of the guide; without a topic, which pages there are")
     guide.add_argument("topic", metavar="TOPIC", nargs="?", help="a page (default: the list of pages)")

@@ -319,10 +319,19 @@ def _governor(options: argparse.Namespace) -> int:
 
 
 def _inspect(options: argparse.Namespace) -> int:
+    from reshard_mpi.checkpoints import inspection_text, side_by_side
     from reshard_mpi.checkpoints.inspection import inspect
-    from reshard_mpi.checkpoints.inspection_text import as_text
+    from reshard_mpi.errors import UsageError
 
-    facts = inspect(options.path)
+    as_text = inspection_text.as_text
+    if options.other is not None and os.path.lexists(options.other):
+        if options.rank:
+            raise UsageError(
+                "--rank goes with one checkpoint", expected="PATH, or PATH and GLOB", got="two checkpoints"
+            )
+        facts, as_text = side_by_side.compare(options.path, options.other), side_by_side.as_text
+    else:
+        facts = inspect(options.path, options.other, ranks=options.rank)
     show(json.dumps(facts, indent=1) if options.json else as_text(facts))
     return 0
 

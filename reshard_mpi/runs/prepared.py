@@ -125,6 +125,8 @@ class Run(NamedTuple):
             "src_strategy": request.src_strategy,
             "dst_strategy": request.dst_strategy,
             "map": map_file(request),
+            "config": request.config,
+            "like": request.like,
         }
         source = self.conversion.source.files.path  # of several moments that lie there the one that was chosen
         is_filled = formats.by_name(self.format).TRAITS.is_filled

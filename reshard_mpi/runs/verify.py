@@ -123,7 +123,9 @@ def _verify_alone(request: Request, comm: Comm, memory: RunMemory) -> Outcome:
     files, governor = agreed(begin, comm)
     files = files.one_by_one() if files.is_folder else files
     ranks = tuple(files.by_rank) if request.ranks is None else sorted(set(request.ranks))
-    _require_ranks(files, ranks)
+    for rank in ranks:
+        if rank not in files.by_rank:
+            raise discovery.no_such_rank(files, rank)
 
     def check(rank: int) -> tuple[Checked, list[ReshardError]]:
         def before_sums(summing: Summing) -> None:
@@ -155,18 +157,6 @@ def _shards(
 ) -> discovery.ShardFiles:
     require_reachable(path)
     return discovery.find_shards(path, select, role=role, format_name=format_name, file_count=file_count)
-
-
-def _require_ranks(files: discovery.ShardFiles, ranks: Sequence[int]) -> None:
-    """Raise SourceError if a rank has no shard."""
-    missing = next((rank for rank in ranks if rank not in files.by_rank), None)
-    if missing is not None:
-        raise SourceError(
-            "the checkpoint has no shard of this rank",
-            expected=f"one of {len(files.by_rank)} ranks, from {min(files.by_rank)} to {max(files.by_rank)}",
-            got=f"rank {missing}",
-            where=files.path,
-        )
 
 
 def _each(

@@ -31,6 +31,7 @@ from reshard_mpi.cli.arguments import parser
         (["transform", "a", "b", "-x"], "no such option: -x"),
         (["transform", "a", "b", "c", "d"], "too many arguments: 'c', 'd'"),
         (["transform", "a", "b", "--", "--resume"], "too many arguments: '--resume'"),
+        (["inspect", "a\x1b[31m", "b", "c"], "too many arguments: 'c'"),
         (["transform", "a", "b", "--to=hdf"], "got 'hdf'; did you mean 'hdf5'?"),
         (["transform", "a", "b", "--from", "safetensor"], "got 'safetensor'; did you mean 'safetensors'?"),
         (["transform", "a", "b", "--unlisted", "Drop"], "expected follow, replicate or drop, got 'Drop'; did you mean"),
@@ -68,7 +69,7 @@ def test_only_the_first_of_the_ranks_speaks() -> None:
     ("text", "ranks"),
     [("3", [3]), ("0-3,8", [0, 1, 2, 3, 8]), ("5-5", [5]), ("2,0-2", [2, 0, 1, 2]), ("007", [7])],
 )
-@pytest.mark.parametrize("command", ["transform", "plan", "verify"])
+@pytest.mark.parametrize("command", ["transform", "plan", "verify", "inspect"])
 def test_lists_of_ranks(command: str, text: str, ranks: list[int]) -> None:
     assert parser().parse_args([command, "a", "b", "--rank", text]).rank == ranks
     assert parser().parse_args([command, "a", "b", f"--rank={text}", "--rank", "9"]).rank == [*ranks, 9]
