@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
@@ -239,16 +238,5 @@ def _placement(placement: Placement, strategy: Strategy) -> dict[str, Any]:
     if strategy.axes:
         names = strategy.axes
         split = {str(dim): [names[axis] for axis in axes] for dim, axes in enumerate(placement.split) if axes}
-        facts["axes"] = {"split": split, "optimizer": [names[axis] for axis in _optimizer_axes(placement)]}
+        facts["axes"] = {"split": split, "optimizer": [names[axis] for axis in placement.optimizer_axes]}
     return facts
-
-
-def _optimizer_axes(placement: Placement) -> list[int]:
-    """Return the axes over which the optimizer cuts, in a spec: the last of those that cut no dimension."""
-    axes: list[int] = []
-    for axis in reversed(placement.free_axes):
-        if math.prod(placement.mesh[chosen] for chosen in axes) == placement.optimizer:
-            break
-        if placement.mesh[axis] > 1:
-            axes.insert(0, axis)
-    return axes

@@ -107,7 +107,13 @@ def parser() -> argparse.ArgumentParser:
         " checkpoint, to list the tensors that are not alike in both: names, types and shapes",
     )
     _add_rank(inspect, "look at the shards of these ranks only, such as 3 or 0-3,8 (repeatable)")
-    inspect.add_argument("--json", action="store_true", help="print it as JSON")
+    form = inspect.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print it as JSON")
+    form.add_argument(
+        "--toml",
+        action="store_true",
+        help="print the strategy (PATH, or that of the shards there) as a TOML spec that says the same of every name",
+    )
     guide = command("help", "show a page of the guide; without a topic, which pages there are")
     guide.add_argument("topic", metavar="TOPIC", nargs="?", help="a page (default: the list of pages)")
     demo = command("demo", "make a small checkpoint of 8 ranks, reshard it to 4, and check every element")

@@ -324,6 +324,13 @@ def _inspect(options: argparse.Namespace) -> int:
     from reshard_mpi.errors import UsageError
 
     as_text = inspection_text.as_text
+    if options.toml:
+        from reshard_mpi.checkpoints.exporting import strategy_as_toml
+
+        if options.other is not None or options.rank:
+            raise UsageError("--toml prints a strategy", expected="PATH alone", got="GLOB, another path or --rank")
+        show(strategy_as_toml(options.path))
+        return 0
     if options.other is not None and os.path.lexists(options.other):
         if options.rank:
             raise UsageError(
