@@ -12,6 +12,7 @@ from typing import NamedTuple
 from reshard_mpi import formats
 from reshard_mpi.checkpoints import moments
 from reshard_mpi.errors import DisagreementError, ShardError, SourceError, told
+from reshard_mpi.filesystem.file_kinds import kind_of_file
 from reshard_mpi.filesystem.paths import real_path
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.text import natural_key, ranges
@@ -92,7 +93,7 @@ def _found(path: str, select: str | None, role: str, format_name: str | None) ->
     if given.is_file():
         name = format_name or formats.name_of(path)
         if name is None:
-            raise _nothing(path, f"a file that ends in {_endings()}", given.name, role)
+            raise _of_no_format(given, role)
         if _is_strategy(given):
             raise _nothing(path, "a checkpoint", "a strategy file", role)
         _require_index(formats.name_of(path) or name, given.parent, path, role)
@@ -389,6 +390,18 @@ def _endings(format_name: str | None = None) -> str:
 
 def _selected(select: str | None) -> str:
     return "" if select is None else f" and match {select!r} (--select)"
+
+
+def _of_no_format(given: Path, role: str) -> SourceError:
+    """Return the error for a file whose name ends as no format's files do."""
+    if formats.is_mark(given.name):
+        problem = f"a file that lists what a checkpoint holds was given as the {role}"
+        return SourceError(problem, expected="its folder", where=str(given), remedy=f"give {given.parent}")
+    error = _nothing(str(given), f"a file that ends in {_endings()}", given.name, role)
+    kind = kind_of_file(given)
+    if kind is not None:
+        error.got, error.remedy = f"{given.name}, {kind.what}", kind.remedy
+    return error
 
 
 def _nothing(path: str, expected: str, got: str, role: str) -> SourceError:

@@ -11,6 +11,7 @@ from reshard_mpi import formats
 from reshard_mpi.checkpoints import discovery, moments
 from reshard_mpi.checkpoints.siblings import in_its_rank
 from reshard_mpi.errors import ReshardError, SourceError, StrategyError
+from reshard_mpi.filesystem.file_kinds import kind_of_file
 from reshard_mpi.formats.columns import TensorEntry
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.places import Decoded, Strided
@@ -87,12 +88,17 @@ def _facts(name: str, wanted: _Wanted) -> dict[str, Any]:
     state = state_of(Path(name)) if Path(name).is_dir() else {}
     try:
         files = discovery.find_shards(name)
-    except SourceError:
+    except SourceError as error:
         if state:
             return {"kind": "run", "path": name, **state}
-        if any(Path(name).glob("rank_*")) or Path(name, moments.TRACKER).exists():
+        if any(Path(name).glob("rank_*")) or Path(name, moments.TRACKER).exists() or formats.is_mark(Path(name).name):
             raise
-        return _strategy(name, wanted)
+        try:
+            return _strategy(name, wanted)
+        except SourceError:
+            if formats.name_of(name) is not None:
+                raise error from None
+            raise
     if not Path(name).is_file():
         return {**_checkpoint(in_its_rank(files), wanted), **state}
     try:
@@ -193,12 +199,13 @@ def _strategy(path: str, wanted: _Wanted) -> dict[str, Any]:
     try:
         loaded = strategy.load(path)
     except StrategyError as error:
+        kind = kind_of_file(Path(path))
         raise SourceError(
             "neither a checkpoint nor a strategy",
             expected="a shard, a folder of rank_* folders, or strategy files",
-            got=error.problem,
+            got=error.problem if kind is None else f"{kind.what}: {error.problem}",
             where=path,
-            remedy="give one of these",
+            remedy="give one of these" if kind is None else kind.remedy,
         ) from None
     return {"kind": "strategy", "path": path, **_strategy_facts(loaded, wanted)}
 
