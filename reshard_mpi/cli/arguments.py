@@ -116,6 +116,13 @@ def parser() -> argparse.ArgumentParser:
     )
     guide = command("help", "show a page of the guide; without a topic, which pages there are")
     guide.add_argument("topic", metavar="TOPIC", nargs="?", help="a page (default: the list of pages)")
+    completion = command("completion", "print a script with which a shell completes commands, options and names")
+    completion.add_argument(
+        "shell",
+        choices=("bash", "zsh"),
+        metavar="bash|zsh",
+        help='for example, in ~/.bashrc: eval "$(reshard-mpi completion bash)"',
+    )
     demo = command("demo", "make a small checkpoint of 8 ranks, reshard it to 4, and check every element")
     demo.add_argument(
         "folder", type=_path, metavar="DIR", nargs="?", help="where to leave its files (default: removed again)"

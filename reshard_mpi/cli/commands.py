@@ -350,6 +350,13 @@ def _help(options: argparse.Namespace) -> int:
     return 0
 
 
+def _completion(options: argparse.Namespace) -> int:
+    from reshard_mpi.cli.completion import script
+
+    show(script(options.shell))
+    return 0
+
+
 def _demo(options: argparse.Namespace) -> int:
     from reshard_mpi.cli.demo import run_demo
 
@@ -371,5 +378,6 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "diff": _diff,
     "inspect": _inspect,
     "help": _help,
+    "completion": _completion,
     "demo": _demo,
 }

@@ -383,6 +383,7 @@ def test_help_names_every_command_and_option(capsys: Capture) -> None:
         "governor",
         "inspect",
         "help",
+        "completion",
         "demo",
     ]
     for command in commands:
