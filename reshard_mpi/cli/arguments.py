@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
 from typing import TYPE_CHECKING
 
 from reshard_mpi import formats
@@ -13,10 +14,19 @@ if TYPE_CHECKING:
     from reshard_mpi.runs.request import Request
 
 _EXIT_CODES = """\
-exit codes: 0 done; 1 a bug; 2 wrong usage; 3 bad input, refused before anything was written, or no place for what is
-printed; 4 some targets failed or are missing, and are named (the others are complete), verify has found damage, diff a
-difference, or only the report could not be written; 5 it can never fit the memory that is allowed, refused before
-anything was written; 130 interrupted; 143 terminated"""
+exit codes:
+  0    done
+  1    a bug
+  2    wrong usage
+  3    bad input, refused before anything was written, or no place for what is
+       printed
+  4    some targets failed or are missing, and are named (the others are
+       complete), verify has found damage, diff a difference, or only the report
+       could not be written
+  5    it can never fit the memory that is allowed, refused before anything was
+       written
+  130  interrupted
+  143  terminated"""
 
 # As many as a run makes at once.
 _MOST_RANKS = 1 << 16
@@ -27,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line. What it parses has the name of the command as `command`."""
     top = CommandParser(
         prog="reshard-mpi",
-        description="Rewrite a checkpoint of M ranks as one of N ranks, bit-exactly and in bounded memory.",
+        description=_filled("Rewrite a checkpoint of M ranks as one of N ranks, bit-exactly and in bounded memory."),
         epilog=_EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -40,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
         added = commands.add_parser(
             name,
             help=text,
-            description=text[0].upper() + text[1:] + ".",
+            description=_filled(text[0].upper() + text[1:] + "."),
             epilog=_EXIT_CODES,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
@@ -94,9 +104,7 @@ def parser() -> argparse.ArgumentParser:
     merge.add_argument("out", type=_path, metavar="OUT", help="the merged file (.json: as JSON)")
     governor = command("governor", "show who holds memory on this host now, and who waits for it")
     governor.add_argument("--json", action="store_true", help="print it as JSON")
-    inspect = command(
-        "inspect", "show what a shard, a checkpoint folder or a strategy holds; nothing but structure is read"
-    )
+    inspect = command("inspect", "show what a shard, a checkpoint folder or a strategy holds")
     inspect.add_argument("path", type=_path, metavar="PATH", help="what to look at")
     inspect.add_argument(
         "other",
@@ -128,6 +136,11 @@ def parser() -> argparse.ArgumentParser:
         "folder", type=_path, metavar="DIR", nargs="?", help="where to leave its files (default: removed again)"
     )
     return top
+
+
+def _filled(text: str) -> str:
+    """Return a text in lines for the smallest terminal; argparse leaves the width of descriptions to us."""
+    return textwrap.fill(text, 78)
 
 
 def _add_conversion(parser: argparse.ArgumentParser) -> None:
@@ -247,7 +260,9 @@ def _add_from(parser: argparse.ArgumentParser, source: str = "SRC") -> None:
         "--from",
         dest="source_format",
         choices=formats.NAMES,
-        help=f"take only files of this format in {source} (default: what lies there, if it is of one)",
+        metavar="FORMAT",
+        help=f"take only files of this format in {source}: {', '.join(formats.NAMES)} (default: what lies there, if it"
+        " is of one)",
     )
     parser.add_argument(
         "--src-files",
