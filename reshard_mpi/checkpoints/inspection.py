@@ -211,6 +211,9 @@ def _strategy(path: str, wanted: _Wanted) -> dict[str, Any]:
 
 
 def _strategy_facts(loaded: Strategy, wanted: _Wanted) -> dict[str, Any]:
+    # Of a name without wildcards the rule that places it is meant.
+    name = wanted.names.text if wanted.names is not None and wanted.names.is_plain else None
+    placing = loaded.rule_of(name) if name is not None and name not in loaded.parameters else None
     facts: dict[str, Any] = {
         "ranks": loaded.world_size,
         "stages": loaded.stages,
@@ -221,8 +224,8 @@ def _strategy_facts(loaded: Strategy, wanted: _Wanted) -> dict[str, Any]:
         },
         "rules": [
             {"match": glob, **_placement(placement, loaded)}
-            for glob, placement in loaded.rules
-            if wanted.has_name(glob)
+            for number, (glob, placement) in enumerate(loaded.rules)
+            if wanted.has_name(glob) or number == placing
         ],
     }
     if loaded.axes:

@@ -102,6 +102,14 @@ def test_a_strategy_by_a_pattern(c: Conversion, capsys: Capture) -> None:
     assert len(lines(capsys, str(c.src_strategy), "b")) == 2
 
 
+def test_the_rule_that_places_a_name(tmp_path: Path, capsys: Capture) -> None:
+    spec = tmp_path / "spec.toml"
+    rules = "".join(f'[[parameter]]\nmatch = "{glob}"\n' for glob in ("a.*", "*.w", "*"))
+    spec.write_text(f"mesh = {{ dp = 2 }}\n{rules}")
+    for name, shown in (("a.w", ["a.*"]), ("b.w", ["*.w"]), ("b", ["*"]), ("*.w", ["*.w"]), ("?.?", ["a.*", "*.w"])):
+        assert [line.split()[0] for line in lines(capsys, str(spec), name)[2:]] == shown
+
+
 def test_what_is_not_alike_in_two_files(tmp_path: Path, capsys: Capture) -> None:
     first = file_of(tmp_path, "a", **LAYERS, only=np.zeros(2, "f4"), cast=np.zeros(3, "f4"))
     second = file_of(tmp_path, "b", **{**LAYERS, "layers__1__w": np.zeros((4, 2), "f4")}, cast=np.zeros(3, "f2"))
