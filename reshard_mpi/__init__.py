@@ -64,7 +64,7 @@ if TYPE_CHECKING:
         WrongTypeError,
     )
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "BudgetError",
     "CoverageError",

@@ -20,7 +20,7 @@ from support.processes import Finished
 import reshard_mpi
 from reshard_mpi.errors import ReshardError, TransformError
 from reshard_mpi.runs.progress import Bar, Plain
-from reshard_mpi.text import counted, lines, one_line
+from reshard_mpi.text import counted, did_you_mean, lines, one_line
 
 # Colours, a title, a line that is forged, a carriage return, one byte that opens a sequence, turned text, no spaces.
 EVIL = "\x1b[31m\x1b]0;owned\x07\nreshard-mpi: error: forged\r\x7f\x9b1m\u202etxt\u2066\u200f\u2028\u200b"
@@ -183,3 +183,28 @@ def test_bytes_that_are_no_text(tmp_path: Path) -> None:
 
 def test_numbers_of_things() -> None:
     assert [counted(number, "shard") for number in (0, 1, 2)] == ["0 shards", "1 shard", "2 shards"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "known", "meant"),
+    [
+        ("transfrom", ["transform", "plan", "verify"], "transform"),
+        ("Plan", ["transform", "plan", "verify"], "plan"),
+        ("tr", ["transform", "plan", "verify"], "transform"),
+        ("--resum", ["--resume", "--report", "--rank"], "--resume"),
+        ("resume", ["--resume", "--report", "--rank"], "--resume"),
+        ("--dst-stratgy", ["--src-strategy", "--dst-strategy"], "--dst-strategy"),
+        ("--src", ["--src-strategy", "--src-files"], "--src-files"),
+        ("hdf", ["ckpt", "hdf5", "hf"], "hdf5"),
+        ("--foo", ["--to", "--from", "--rank"], None),
+        ("", ["--to", ""], None),
+        ("--", ["--to"], None),
+        ("x" * 100_000, ["x" * 100_000, "xx"], None),
+    ],
+)
+def test_the_name_that_was_meant(typed: str, known: list[str], meant: str | None) -> None:
+    assert did_you_mean(typed, known) == ("" if meant is None else f"; did you mean {meant!r}?")
+
+
+def test_a_suggested_name_is_printable() -> None:
+    assert_clean(did_you_mean(SHORT[:-1], [SHORT]))

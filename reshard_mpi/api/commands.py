@@ -32,7 +32,7 @@ from reshard_mpi.api.plain import (
     plain_size,
     plain_text,
 )
-from reshard_mpi.errors import only_known_errors
+from reshard_mpi.errors import UsageError, only_known_errors
 from reshard_mpi.planning.summary import Plan, RankSummary
 from reshard_mpi.processes.comm import SerialComm
 from reshard_mpi.processes.governor.allowance import Allowance
@@ -182,6 +182,7 @@ def verify(
     src_strategy: PathLike | None = None,
     dst_strategy: PathLike | None = None,
     *,
+    ranks: Iterable[int] | None = None,
     select: str | None = None,
     source_format: str | None = None,
     source_files: int | None = None,
@@ -202,11 +203,15 @@ def verify(
 ) -> None:
     """Verify that `target` holds what a transform of `source` would write, or, without it, that `source` fits its sums.
 
-    Formats and layouts may differ. map to exclude: those of the transform. replicas: "sample" checks the source
+    Formats and layouts may differ. ranks: check the shards of these ranks only, of `target` if it is given (None: all).
+    map to exclude: those of the transform. replicas: "sample" checks the source
     strategy as in `transform_checkpoints`, "any" does not. process_num (1 or more), memory, max_active, comm and the
     log: as there. Raises DamageError for the first damage, with tensor, file and byte, and how many more there are;
     another ReshardError if the two cannot be compared, or if `source` keeps no sums.
     """
+    chosen = None if ranks is None else tuple(plain_numbers(ranks, "ranks"))
+    if chosen == ():
+        raise UsageError("ranks names no rank", expected="one rank or more, or None for all", got="none")
     request = Request(
         source=plain_path(source, "source"),
         target=plain_path(source if target is None else target, "target"),
@@ -215,6 +220,7 @@ def verify(
         select=select,
         source_format=known_format(source_format, "source_format"),
         source_files=plain_number_or_none(source_files, "source_files"),
+        ranks=chosen,
         unlisted=as_unlisted(unlisted),
         recorded=False,
         memory=plain_size(memory, "memory"),

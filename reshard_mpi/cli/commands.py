@@ -319,9 +319,26 @@ def _governor(options: argparse.Namespace) -> int:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    from reshard_mpi.checkpoints.inspection import as_text, inspect
+    from reshard_mpi.checkpoints import inspection_text, side_by_side
+    from reshard_mpi.checkpoints.inspection import inspect
+    from reshard_mpi.errors import UsageError
 
-    facts = inspect(options.path)
+    as_text = inspection_text.as_text
+    if options.toml:
+        from reshard_mpi.checkpoints.exporting import strategy_as_toml
+
+        if options.other is not None or options.rank:
+            raise UsageError("--toml prints a strategy", expected="PATH alone", got="GLOB, another path or --rank")
+        show(strategy_as_toml(options.path))
+        return 0
+    if options.other is not None and os.path.lexists(options.other):
+        if options.rank:
+            raise UsageError(
+                "--rank goes with one checkpoint", expected="PATH, or PATH and GLOB", got="two checkpoints"
+            )
+        facts, as_text = side_by_side.compare(options.path, options.other), side_by_side.as_text
+    else:
+        facts = inspect(options.path, options.other, ranks=options.rank)
     show(json.dumps(facts, indent=1) if options.json else as_text(facts))
     return 0
 
@@ -330,6 +347,13 @@ def _help(options: argparse.Namespace) -> int:
     from reshard_mpi.cli.guide import page
 
     show(page(options.topic))
+    return 0
+
+
+def _completion(options: argparse.Namespace) -> int:
+    from reshard_mpi.cli.completion import script
+
+    show(script(options.shell))
     return 0
 
 
@@ -354,5 +378,6 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "diff": _diff,
     "inspect": _inspect,
     "help": _help,
+    "completion": _completion,
     "demo": _demo,
 }

@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 
 from reshard_mpi.errors import UsageError
+from reshard_mpi.text import did_you_mean
 
 _FOLDER = Path(__file__).parent.parent / "guide"
 _LINK_TO_PAGE = re.compile(r"\[([^]]+)\]\((\w+)\.md\)")
@@ -34,7 +35,9 @@ def page(topic: str | None) -> str:
         width = max(map(len, known))
         return "\n".join(f"reshard-mpi help {name:<{width}}  {title}" for name, title in known.items())
     if topic not in known:
-        raise UsageError("the guide has no such page", expected=", ".join(known), got=topic)
+        raise UsageError(
+            f"the guide has no such page{did_you_mean(topic, known)}", expected=", ".join(known), got=topic
+        )
     text = (_FOLDER / f"{topic}.md").read_text(encoding="utf-8").rstrip()
     shown = as_shown(text)
     return f"{shown}\n\n{_shipped_maps()}" if topic == "maps" else shown

@@ -5,7 +5,7 @@ Each process checks a share of the shards. Damage is reported for each tensor; a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeVar
 
 from reshard_mpi import formats
@@ -23,6 +23,7 @@ from reshard_mpi.runs.differences import where_it_differs
 from reshard_mpi.runs.division import assign
 from reshard_mpi.runs.memory import RunMemory
 from reshard_mpi.runs.outcome import EXPECTED, Checked, Failure, Outcome, agreed
+from reshard_mpi.runs.prepared import chosen_targets
 from reshard_mpi.runs.progress import Progress
 from reshard_mpi.runs.projection import checking_bytes
 from reshard_mpi.runs.request import Request, Strategies
@@ -53,7 +54,7 @@ def _verify_pair(
 ) -> Outcome:
     purpose = f"verifying {request.target}"
 
-    def begin() -> tuple[Conversion, SourceCheckpoint, Governor]:
+    def begin() -> tuple[Conversion, SourceCheckpoint, Sequence[int], Governor]:
         governor = memory.open()
         named = (request.src_strategy, request.dst_strategy) if strategies is None else ()
         memory.to_open(named, purpose)
@@ -75,12 +76,12 @@ def _verify_pair(
         conversion.drifted_tensors(damaged_are_replaced=True, process=comm.rank, processes=comm.size)
         if comm.rank == 0:
             conversion.source.check_values()
-        return conversion, target, governor
+        return conversion, target, chosen_targets(request, conversion), governor
 
-    conversion, target, governor = agreed(begin, comm)
+    conversion, target, ranks, governor = agreed(begin, comm)
     if comm.rank == 0:
         progress.reading(conversion.source.described)
-    weights = conversion.target_weights(range(conversion.target.world_size))
+    weights = conversion.target_weights(ranks)
 
     def check(rank: int) -> tuple[Checked, list[ReshardError]]:
         rank_purpose = f"target rank {rank} of {request.target}"
@@ -107,8 +108,8 @@ def _verify_pair(
 def verify_alone(request: Request, comm: Comm, progress: Progress, strategies: Strategies | None = None) -> Outcome:
     """Verify the checkpoint `request.source` against the sums that it keeps.
 
-    Damage is in the outcome's failures. Raises a ReshardError, the same on every process, if it cannot be verified, for
-    instance since it keeps no sums.
+    Where the request names ranks, only their shards are verified, each by itself. Damage is in the outcome's failures.
+    Raises a ReshardError, the same on every process, if it cannot be verified, for instance since it keeps no sums.
     """
     with RunMemory(lambda: request.allowance, comm, progress.waiting) as memory:
         return _verify_alone(request, comm, memory)
@@ -121,6 +122,10 @@ def _verify_alone(request: Request, comm: Comm, memory: RunMemory) -> Outcome:
 
     files, governor = agreed(begin, comm)
     files = files.one_by_one() if files.is_folder else files
+    ranks = tuple(files.by_rank) if request.ranks is None else sorted(set(request.ranks))
+    for rank in ranks:
+        if rank not in files.by_rank:
+            raise discovery.no_such_rank(files, rank)
 
     def check(rank: int) -> tuple[Checked, list[ReshardError]]:
         def before_sums(summing: Summing) -> None:
@@ -129,14 +134,15 @@ def _verify_alone(request: Request, comm: Comm, memory: RunMemory) -> Outcome:
         before_sums(_BEFORE_LOCATING)
         return check_shard(files, rank, LIMITS, before_sums)
 
-    outcome = _with_notes(_each(dict.fromkeys(files.by_rank, 1), comm, check), governor, files)
-    damage = check_together(files, outcome.checked, sound=not outcome.failures)
+    outcome = _with_notes(_each(dict.fromkeys(ranks, 1), comm, check), governor, files)
+    all_checked = request.ranks is None
+    damage = check_together(files, outcome.checked, sound=not outcome.failures) if all_checked else ()
     outcome = outcome._replace(failures=(*outcome.failures, *(Failure.here(None, comm, error) for error in damage)))
     if not outcome.failures and not any(checked.by for checked in outcome.checked):
         raise _no_sums(files.path)
     unknown = [checked.rank for checked in outcome.checked if not checked.by]
     if unknown:
-        note = f"{len(unknown)} of {len(files.by_rank)} shards keep no sums, that of rank {unknown[0]} the first"
+        note = f"{len(unknown)} of {len(ranks)} shards keep no sums, that of rank {unknown[0]} the first"
         outcome = outcome._replace(notes=(*outcome.notes, note))
     return outcome
 

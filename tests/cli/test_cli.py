@@ -383,6 +383,7 @@ def test_help_names_every_command_and_option(capsys: Capture) -> None:
         "governor",
         "inspect",
         "help",
+        "completion",
         "demo",
     ]
     for command in commands:
@@ -391,6 +392,18 @@ def test_help_names_every_command_and_option(capsys: Capture) -> None:
         assert all(f"{code} " in text for code in (0, 1, 2, 3, 4, 5, 130, 143))
         usage, _, described = text.partition("\n\n")
         assert set(re.findall(r"--[a-z-]+", usage)) <= set(re.findall(r"^  .*?(--[a-z-]+)", described, re.MULTILINE))
+
+
+def test_help_fits_the_smallest_terminal(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    pages = [
+        [],
+        *([command] for command in re.findall(r"^    ([a-z-]+)", run_here(capsys, "--help").out, re.MULTILINE)),
+    ]
+    assert len(pages) > 10
+    for page in pages:
+        text = run_here(capsys, *page, "--help").out
+        assert [line for line in text.splitlines() if len(line) > 80] == []
 
 
 HEAVY = {"numpy", "h5py", "google", "mpi4py", "ml_dtypes", "psutil"}

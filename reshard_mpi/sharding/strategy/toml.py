@@ -48,6 +48,14 @@ def parse(data: str, where: str) -> Strategy:
             got=f"text that TOML refuses: {str(error)[:200]}",
             where=where,
         ) from None
+    if "map" in content:
+        raise StrategyError(
+            "this is a map between two models, and no strategy",
+            expected="[mesh] and [[parameter]]",
+            got="[[map]]",
+            where=where,
+            remedy="give it by --map",
+        )
     known_keys(content, SPEC_KEYS, "the spec", where)
     axes = table(content.get("mesh"), "mesh", where)
     mesh = {
