@@ -1,0 +1,303 @@
+"""Plans what the pictures of a run need: all targets where they are few, else a sample, and those that cut a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from reshard_mpi import formats
+from reshard_mpi.errors import UsageError
+from reshard_mpi.pictures.cuts import (
+    cuts_of,
+    cuts_of_boxes,
+    first_holders,
+    panel_of_layout,
+    panel_of_pieces,
+    shown_dimensions,
+)
+from reshard_mpi.pictures.figures import Cut, Feed, Figures, Flow, Move, Panel, Shards
+from reshard_mpi.pictures.flow import MOST_PLANNED, feeds_of, path_of, sampled_targets
+from reshard_mpi.planning.model import Group, RankPlan
+from reshard_mpi.planning.parameters import find_or_follow
+from reshard_mpi.processes.comm import Comm
+from reshard_mpi.runs.conversion import Conversion
+from reshard_mpi.runs.memory import RunMemory
+from reshard_mpi.runs.opened import opened_run
+from reshard_mpi.runs.origins import Origin, origin_of, source_groups
+from reshard_mpi.runs.outcome import agreed
+from reshard_mpi.runs.progress import Plain
+from reshard_mpi.runs.request import Request
+from reshard_mpi.sharding.box import Box
+from reshard_mpi.sharding.layout import Layout
+from reshard_mpi.sharding.placement import Strategy
+from reshard_mpi.text import did_you_mean
+
+# Of tensors that are alike so many are named, of what a picture's tensor is made of so many are drawn, and so many
+# moves of it are kept.
+_MOST_NAMES, _MOST_SOURCES, _MOST_MOVES = 500, 4, 2000
+# matplotlib, or a page with all its pictures.
+_DRAWING_BYTES = 128 << 20
+
+
+class Asked(NamedTuple):
+    """What is to be drawn. tensors: those that the user names. most_cuts: how many kinds of tensors are drawn at most."""
+
+    tensors: tuple[str, ...]
+    most_cuts: int
+
+
+def planned_figures(request: Request, comm: Comm, asked: Asked) -> Figures | None:
+    """Return the figures of a run on the first process of `comm`, None on the others; all of them must call this.
+
+    With `ranks` in the request only these targets are planned. Raises, the same on every process, the errors for which
+    a run would be refused.
+    """
+    with RunMemory(lambda: request.allowance, comm, Plain().waiting) as memory:
+        return agreed(lambda: _figures(request, asked, memory) if comm.rank == 0 else None, comm)
+
+
+def _figures(request: Request, asked: Asked, memory: RunMemory) -> Figures:
+    run = opened_run(request, memory, targets=2 * MOST_PLANNED)
+    memory.to_move(memory.projection.planning_bytes + _DRAWING_BYTES, f"a picture of {request.target}")
+    conversion = run.conversion
+    targets = conversion.target.world_size
+    planned = run.targets if request.ranks is not None else sampled_targets(targets)
+    collected = _Collected(conversion, _Sources.of(conversion), asked)
+    feeds: list[Feed] = []
+    for rank in planned:
+        plan = conversion.plan(rank, checked=False)
+        feeds.extend(feeds_of(plan, collected.sources.number))
+        collected.add(plan)
+    for name in asked.tensors:
+        collected.find(name)
+    if request.ranks is None and len(planned) < targets:
+        collected.complete()
+    cuts = tuple(collected.cuts())
+    of_cuts = {move.target for cut in cuts for move in cut.moves}
+    files = {rank: str(run.path(rank)) for rank in sorted({*planned, *of_cuts})}
+    flow = Flow(collected.sources.shards, Shards(targets, "rank", files), planned, tuple(feeds))
+    ranks = "1 rank" if targets == 1 else f"{targets} ranks"
+    return Figures(
+        f"{request.source}: {conversion.source.described}",
+        f"{request.target}: {formats.title(run.format)}, {ranks}",
+        flow,
+        cuts,
+        collected.further,
+        collected.further_tensors,
+    )
+
+
+@dataclass(slots=True)
+class _Sources:
+    """The source's shards by number: their ranks, or where files belong to no rank, their places in the checkpoint."""
+
+    count: int
+    by_file: bool
+    files: dict[int, str]
+    _number_of: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, conversion: Conversion) -> _Sources:
+        source = conversion.source.stored
+        files, by_rank = source.files, source.files.by_rank
+        if files.is_folder or (len(by_rank) == 1 and len(files.shards) > 1):
+            paths = files.one_by_one().shards
+            return cls(len(paths), True, dict(enumerate(paths)), {path: number for number, path in enumerate(paths)})
+        named = {
+            rank: paths[0] + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
+            for rank, paths in sorted(by_rank.items())
+        }
+        return cls(source.strategy.world_size, False, named)
+
+    def number(self, rank: int, path: str) -> int:
+        """Return the number of the shard that is the file `path` of a source rank."""
+        if not self.by_file:
+            return rank
+        number = self._number_of.setdefault(path, self.count)
+        if number == self.count:  # a file that another one refers to
+            self.files[number], self.count = path, self.count + 1
+        return number
+
+    @property
+    def shards(self) -> Shards:
+        return Shards(self.count, "file" if self.by_file else "rank", self.files)
+
+
+@dataclass(slots=True)
+class _Kind:
+    """Tensors that are planned alike; the first of `names` is drawn. target_rank: the first target that holds them.
+
+    held: the boxes of it that planned targets hold. taken: for each source tensor, the boxes of which shards hold it.
+    """
+
+    names: list[str]
+    count: int
+    layout: Layout
+    dtype: str
+    itemsize_bytes: int
+    target_rank: int
+    origin: Origin
+    held: dict[Box, list[int]] = field(default_factory=dict)
+    taken: dict[str, dict[Box, list[int]]] = field(default_factory=dict)
+    moves: list[Move] = field(default_factory=list)
+    further_moves: int = 0
+
+    def add(self, target_rank: int, group: Group, sources: _Sources) -> None:
+        """Add what a target holds of the tensor that is drawn."""
+        self.held.setdefault(group.kind.box, []).append(target_rank)
+        place = group.names.index(self.names[0])
+        for route in group.routes:
+            copy = route.copy(place, self.names[0])
+            path = path_of(copy.source)
+            number = sources.number(copy.source_rank, path) if path else None
+            source = None if number is None else self.origin.source_of(copy.target_region)
+            if source is not None and number is not None:
+                holders = self.taken.setdefault(source, {}).setdefault(copy.source_box, [])
+                if number not in holders:
+                    holders.append(number)
+            if len(self.moves) >= _MOST_MOVES:
+                self.further_moves += 1
+                continue
+            drawn = self.origin.sources[:_MOST_SOURCES]
+            panel = drawn.index(source) if source in drawn else None
+            size_bytes = copy.region.size * copy.source.unconverted.dtype.itemsize_bytes if number is not None else 0
+            self.moves.append(
+                Move(target_rank, copy.target_region, number, panel, copy.region, path, size_bytes)
+            )
+
+
+@dataclass(slots=True)
+class _Collected:
+    """What the plans of targets say of tensors, kind by kind. further: kinds that are not drawn."""
+
+    conversion: Conversion
+    sources: _Sources
+    asked: Asked
+    further: int = 0
+    further_tensors: int = 0
+    _planned: set[int] = field(default_factory=set)
+    _known: set[str] = field(default_factory=set)
+    _drawn: dict[str, _Kind] = field(default_factory=dict)
+
+    def add(self, plan: RankPlan) -> None:
+        """Add a target that has been planned."""
+        self._planned.add(plan.target_rank)
+        for group in plan.tensors.groups:
+            unknown = set(group.names) - self._known
+            if unknown:
+                self._known |= unknown
+                self._add_kind(plan.target_rank, group, [name for name in group.names if name in unknown])
+            for name in self._drawn.keys() & set(group.names):
+                self._drawn[name].add(plan.target_rank, group, self.sources)
+
+    def _add_kind(self, rank: int, group: Group, names: list[str]) -> None:
+        asked = [name for name in self.asked.tensors if name in names]
+        if not asked and len(self._drawn) >= self.asked.most_cuts:
+            self.further += 1
+            self.further_tensors += len(names)
+            return
+        first = asked[0] if asked else names[0]
+        layouts = self.conversion.both_layouts(rank, (first,))
+        named = [*asked, *(name for name in names if name not in asked)][:_MOST_NAMES]
+        dtype, origin = group.kind.dtype, origin_of(self.conversion, first)
+        self._drawn[first] = _Kind(
+            named, len(names), layouts[first].target, dtype.name, dtype.itemsize_bytes, rank, origin
+        )
+
+    def find(self, name: str) -> None:
+        """Plan a target that holds a tensor, if none has been. Raises UsageError if no target has such a tensor."""
+        if name in self._known:
+            return
+        for rank in likely_holders(self.conversion.target, name):
+            if rank not in self._planned:
+                self.add(self.conversion.plan(rank, checked=False))
+            if name in self._known:
+                return
+        raise unknown_tensor(name, self._known)
+
+    def complete(self) -> None:
+        """Plan further targets, so that each block of a tensor that is drawn has one that has been planned."""
+        budget = len(self._planned) + MOST_PLANNED
+        for kind in list(self._drawn.values()):
+            for rank in first_holders(self._panels(kind)[1]):
+                if len(self._planned) >= budget:
+                    return
+                if rank not in self._planned:
+                    self.add(self.conversion.plan(rank, checked=False))
+
+    def cuts(self) -> Iterable[Cut]:
+        """Yield how both sides cut each kind of tensors; those that are asked for come first."""
+        in_order = sorted(self._drawn.values(), key=lambda kind: kind.names[0] not in self.asked.tensors)
+        for kind in in_order:
+            sources, target = self._panels(kind)
+            size_bytes = _elements(kind.layout.shape) * kind.itemsize_bytes * kind.count
+            further = max(0, len(kind.origin.sources) - _MOST_SOURCES)
+            names = tuple(kind.names)
+            moves = tuple(kind.moves)
+            yield Cut(
+                names, kind.count, size_bytes, sources, further, target, moves, kind.further_moves, kind.origin.by
+            )
+
+    def _panels(self, kind: _Kind) -> tuple[tuple[Panel, ...], Panel]:
+        names = kind.origin.sources[:_MOST_SOURCES]
+        groups = source_groups(self.conversion, kind.target_rank, names)
+        is_same = self.conversion.original is None
+        shapes = {name: groups[name].shape for name in names}
+        boxes = {name: kind.taken.get(name, {}) for name in names}
+        by_layout = {name: _layout_of(groups[name].layouts, tuple(boxes[name])) for name in names}
+        if self.sources.by_file:
+            cuts = {name: cuts_of_boxes(shapes[name], boxes[name]) for name in names}
+        else:
+            cuts = {name: cuts_of(by_layout[name]) for name in names}
+        target = _target_panel(kind, tuple(cuts.values()) if is_same else ())
+        panels = []
+        for name in names:
+            shown = target.shown if is_same else shown_dimensions(shapes[name], cuts[name])
+            dtype = groups[name].dtype.name
+            if self.sources.by_file:
+                panels.append(panel_of_pieces(name, dtype, shapes[name], boxes[name], shown))
+            else:
+                panels.append(panel_of_layout(name, dtype, by_layout[name], shown))
+        return tuple(panels), target
+
+
+def likely_holders(target: Strategy, name: str) -> Sequence[int]:
+    """Return target ranks of which one holds a tensor if any target does: those that its strategy says, then others."""
+    placements = find_or_follow(target, name, lambda _: True)
+    stages = dict.fromkeys(stage for placement in placements for stage in placement.stages)
+    return [stage * target.stage_size for stage in (*stages, *(s for s in range(target.stages) if s not in stages))]
+
+
+def unknown_tensor(name: str, known: Iterable[str]) -> UsageError:
+    """Return the error that no target has a tensor of this name."""
+    names = list(known)
+    return UsageError(
+        "the target has no tensor of this name",
+        expected=f"one of its {len(names)} tensors",
+        got=f"{name!r}{did_you_mean(name, names)}",
+        remedy="reshard-mpi plan -v lists them",
+    )
+
+
+def _target_panel(kind: _Kind, other_cuts: tuple[Sequence[int], ...]) -> Panel:
+    shown = shown_dimensions(kind.layout.shape, cuts_of(kind.layout), *other_cuts)
+    panel = panel_of_layout(kind.names[0], kind.dtype, kind.layout, shown)
+    planned = (kind.held.get(block.piece) for block in panel.blocks)
+    blocks = (block._replace(planned=ranks[0] if ranks else None) for block, ranks in zip(panel.blocks, planned))
+    return panel._replace(blocks=tuple(blocks))
+
+
+def _layout_of(layouts: Sequence[Layout], taken: Sequence[Box]) -> Layout:
+    """Return the layout by which boxes have been taken, of those by which stages that share a tensor cut it."""
+    first = taken[:1]
+    fitting = (layout for layout in layouts if all(box in _boxes_at(layout, box) for box in first))
+    return next(fitting, layouts[0])
+
+
+def _boxes_at(layout: Layout, box: Box) -> list[Box]:
+    return [layout.piece_box(piece) for piece, _ in layout.pieces_meeting(box)]
+
+
+def _elements(shape: Sequence[int]) -> int:
+    return Box.whole(tuple(shape)).size
