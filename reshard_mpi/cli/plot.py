@@ -64,7 +64,11 @@ def write_picture(path: str, figures: Figures) -> str:
             Path(path).unlink()
         raise
     flow = figures.flow
-    planned = f"{len(flow.planned)} of {flow.targets.count} targets" if flow.is_sample else counted(len(flow.planned), "target")
+    planned = (
+        f"{len(flow.planned)} of {flow.targets.total} targets"
+        if flow.is_sample
+        else counted(len(flow.planned), "target")
+    )
     cuts = f", {counted(len(figures.cuts), 'kind')} of tensors" if _ending(path) == ".html" else ""
     return f"drew {planned}{cuts}: {one_line(path)}"
 

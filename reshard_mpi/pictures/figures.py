@@ -20,11 +20,11 @@ class Feed(NamedTuple):
 class Shards(NamedTuple):
     """The shards of one side.
 
-    count: how many there are. word: what a number of one counts, "rank" or "file". files: paths by number, at least of
+    total: how many there are. word: what a number of one counts, "rank" or "file". files: paths by number, at least of
     the shards that are in a picture.
     """
 
-    count: int
+    total: int
     word: str
     files: Mapping[int, str]
 
@@ -39,7 +39,7 @@ class Flow(NamedTuple):
 
     @property
     def is_sample(self) -> bool:
-        return len(self.planned) < self.targets.count
+        return len(self.planned) < self.targets.total
 
     @property
     def size_bytes(self) -> int:
@@ -96,13 +96,13 @@ class Move(NamedTuple):
 class Cut(NamedTuple):
     """How both sides cut tensors that are alike; the first of them is drawn.
 
-    names: the first of them. count: of all of them. size_bytes: of all of them. sources: what the first is made of.
+    names: the first of them. total: how many they are. size_bytes: of all of them. sources: what the first is made of.
     further: how many more tensors it is made of. moves: what targets that have been planned take. further_moves: how
     many more there are. by: what says that it is made so: the place of an equation in a map, or "".
     """
 
     names: tuple[str, ...]
-    count: int
+    total: int
     size_bytes: int
     sources: tuple[Panel, ...]
     further: int

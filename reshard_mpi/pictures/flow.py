@@ -74,9 +74,9 @@ def feeds_of(plan: RankPlan, number_of: Callable[[int, str], int]) -> Iterator[F
 
 def grid_of(flow: Flow) -> Grid:
     """Return a flow in at most MOST_SPANS rows and columns, each of one shard where there are no more."""
-    rows = _even_spans(flow.sources.count)
+    rows = _even_spans(flow.sources.total)
     few = flow.is_sample and len(flow.planned) <= MOST_SPANS
-    columns = tuple(Span(rank, rank) for rank in flow.planned) if few else _even_spans(flow.targets.count)
+    columns = tuple(Span(rank, rank) for rank in flow.planned) if few else _even_spans(flow.targets.total)
     column_of = {rank: number for number, rank in enumerate(flow.planned)} if few else None
     height, width = rows[0].last + 1, columns[0].last + 1
     cells: Counter[tuple[int, int]] = Counter()

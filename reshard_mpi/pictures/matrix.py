@@ -1,4 +1,4 @@
-"""The picture of who feeds whom: source shards down, targets across, the bytes that go from one to the other as shade."""
+"""The picture of who feeds whom: source shards down, targets across, the bytes between them as shade."""
 
 from __future__ import annotations
 
@@ -44,14 +44,16 @@ def _notes(figures: Figures) -> Iterator[str]:
     flow, grid = figures.flow, grid_of(figures.flow)
     if flow.is_sample:
         yield (
-            f"A sample: {len(flow.planned)} of {flow.targets.count} targets have been planned, the same number in every"
+            f"A sample: {len(flow.planned)} of {flow.targets.total} targets have been planned, the same number in every"
             " column; bytes are of these alone, and a source that only others read is blank."
         )
     for side, spans, place in ((flow.sources, grid.rows, "row"), (flow.targets, grid.columns, "column")):
         size = spans[0].last - spans[0].first + 1
         if size > 1:
             yield f"Each {place} stands for {size} {side.word}s next to each other."
-    blank = sum(all((row, column) not in grid.cells for column in range(len(grid.columns))) for row in range(len(grid.rows)))
+    blank = sum(
+        all((row, column) not in grid.cells for column in range(len(grid.columns))) for row in range(len(grid.rows))
+    )
     if blank and not flow.is_sample:
         yield f"{counted(blank, 'row')} without a shade: nothing is read of them, as others hold the same."
 

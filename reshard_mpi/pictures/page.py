@@ -36,14 +36,16 @@ def page_of(figures: Figures) -> str:
     cuts = figures.cuts[: len(drawn)]
     style, script = _STYLE.read_text(encoding="utf-8"), _SCRIPT.read_text(encoding="utf-8")
     flow = figures.flow
-    planned = f"{len(flow.planned)} of {counted(flow.targets.count, 'target')} planned"
+    planned = f"{len(flow.planned)} of {counted(flow.targets.total, 'target')} planned"
     return Template(_PAGE.read_text(encoding="utf-8")).substitute(
         policy=f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; img-src data:",
         style=style,
         script=script,
         source=escape(one_line(figures.source)),
         target=escape(one_line(figures.target)),
-        summary=escape(f"{planned}, {format_bytes(flow.size_bytes)} read of {counted(flow.sources.count, flow.sources.word)}"),
+        summary=escape(
+            f"{planned}, {format_bytes(flow.size_bytes)} read of {counted(flow.sources.total, flow.sources.word)}"
+        ),
         left_out="".join(f"<p>{escape(text)}</p>" for text in _left_out(figures, len(cuts))),
         matrix=svg_of(matrix_scene(figures)),
         cuts="".join(f'<template id="cut-{number}">{svg}</template>\n' for number, svg in enumerate(drawn)),
@@ -64,7 +66,7 @@ def _drawn(figures: Figures) -> Iterator[str]:
 def _left_out(figures: Figures, cuts: int) -> Iterator[str]:
     """Yield what is not in the page."""
     rest = figures.cuts[cuts:]
-    further, tensors = figures.further + len(rest), figures.further_tensors + sum(cut.count for cut in rest)
+    further, tensors = figures.further + len(rest), figures.further_tensors + sum(cut.total for cut in rest)
     if further:
         yield (
             f"{counted(further, 'more kind')} of tensors ({counted(tensors, 'tensor')}) are not in this page:"
@@ -91,7 +93,7 @@ def _data(figures: Figures, cuts: Iterable[Cut]) -> dict[str, Any]:
         "cuts": [
             {
                 "names": names.of(cut),
-                "count": cut.count,
+                "count": cut.total,
                 "shape": f"{cut.target.dtype} {list(cut.target.shape)}",
                 "moves": [_move(move, cut) for move in cut.moves[:_MOST_MOVES]],
                 "moreMoves": max(0, len(cut.moves) - _MOST_MOVES) + cut.further_moves,
@@ -108,7 +110,7 @@ class _Names:
         self._room = _MOST_NAMED
 
     def of(self, cut: Cut) -> list[str]:
-        names = []
+        names: list[str] = []
         for name in cut.names:
             if names and self._room <= 0:
                 break

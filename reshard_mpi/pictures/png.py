@@ -49,7 +49,9 @@ def png_of(scene: Scene) -> bytes:
     written = io.BytesIO()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of letters that the font has not
-        figure.savefig(written, format="png", metadata={"Title": scene.title.encode("latin-1", "replace").decode("latin-1")})
+        figure.savefig(
+            written, format="png", metadata={"Title": scene.title.encode("latin-1", "replace").decode("latin-1")}
+        )
     return written.getvalue()
 
 

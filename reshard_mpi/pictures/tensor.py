@@ -1,4 +1,4 @@
-"""The picture of how both sides cut a tensor: the source's pieces, and the target's, each in the colour of its source."""
+"""The picture of how both sides cut a tensor: the pieces of the source, and where they are in the target."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def cut_scene(cut: Cut, figures: Figures) -> Scene:
     """Return the picture of how both sides cut a tensor."""
     flow = figures.flow
     target = cut.target
-    others = f"; {counted(cut.count - 1, 'more tensor')} alike" if cut.count > 1 else ""
-    each = cut.size_bytes // cut.count
+    others = f"; {counted(cut.total - 1, 'more tensor')} alike" if cut.total > 1 else ""
+    each = cut.size_bytes // cut.total
     about = f"{target.dtype} {list(target.shape)}, {format_bytes(each)}{others}"
     heading = [
         Text(24, 32, fitted(f"How both sides cut {target.name}", _WIDTH - 48, 16), 16, bold=True, title=target.name),
@@ -72,7 +72,11 @@ def cut_scene(cut: Cut, figures: Figures) -> Scene:
     holders = {block.holders[0]: _holders(block, flow.sources) for block in reversed(blocks)}
     legend = list(_legend(colours, holders, flow.sources, end + 12))
     end += 44 if legend else 8
-    notes = [line for note in _notes(cut, flow.sources, is_sample=flow.is_sample) for line in wrapped(note, _WIDTH - 48, 10.5, 3)]
+    notes = [
+        line
+        for note in _notes(cut, flow.sources, is_sample=flow.is_sample)
+        for line in wrapped(note, _WIDTH - 48, 10.5, 3)
+    ]
     written = [Text(24, end + 15 * number, line, 10.5, colour=FAINT) for number, line in enumerate(notes)]
     items = (*heading, *captions, *sources, *target_items, *legend, *written)
     return Scene(_WIDTH, end + 15 * len(notes) + 12, f"How both sides cut {target.name}, {about}", items)
@@ -93,7 +97,9 @@ def _notes(cut: Cut, sources: Shards, *, is_sample: bool) -> Iterator[str]:
     if drawn < cut.target.pieces:
         yield f"{drawn} of the target's {cut.target.pieces} pieces are drawn."
     if any(block.planned is None and block.box.size for block in cut.target.blocks):
-        yield "Grey in the target: " + ("not planned, as this is a sample." if is_sample else "no target that was asked for.")
+        yield "Grey in the target: " + (
+            "not planned, as this is a sample." if is_sample else "no target that was asked for."
+        )
     if cut.moves and cut.target.blocks:
         word = sources.word
         yield (
@@ -112,9 +118,7 @@ def _dimension_notes(panel: Panel, of_side: str) -> Iterator[str]:
             yield f"Dimension {dim}{of_side} is cut too, into {count}: what is drawn is where its index is 0."
 
 
-def _sources(
-    cut: Cut, shards: Shards, colours: Mapping[int, str], top: float
-) -> tuple[list[Rectangle | Text], float]:
+def _sources(cut: Cut, shards: Shards, colours: Mapping[int, str], top: float) -> tuple[list[Rectangle | Text], float]:
     """Return the drawings of the source tensors, one below the other, and where they end."""
     items: list[Rectangle | Text] = [Text(_LEFT, top - 38, "source", 12, bold=True)]
     if not cut.sources:
@@ -278,7 +282,9 @@ def _framed_label(
 def _ticks(frame: _Frame, boxes: Sequence[Box]) -> Iterator[Text]:
     """Yield the indices at which a tensor is cut, and what its dimensions are."""
     if frame.across is not None:
-        for index, place in _spaced(frame.shape, frame.across, boxes, frame.width, lambda text: text_width(text, 9) + 6):
+        for index, place in _spaced(
+            frame.shape, frame.across, boxes, frame.width, lambda text: text_width(text, 9) + 6
+        ):
             yield Text(frame.x + place, frame.y - 5, str(index), 9, "middle", FAINT)
         name = f"dimension {frame.across}"
         yield Text(frame.x + frame.width / 2, frame.y + frame.height + 15, name, 9.5, "middle", FAINT)

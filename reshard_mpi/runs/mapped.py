@@ -137,7 +137,8 @@ class MappedCheckpoint(SourceCheckpoint):
         """Return what a tensor is made of; None if the map makes none of this name."""
         if self._recipes is None:
             mapped = self._opened().mapped
-            self._recipes = {tensor.name: tensor for tensor in (*mapped.made, *mapped.constants)}
+            made = {tensor.name: tensor for tensor in mapped.made}
+            self._recipes = {**made, **{tensor.name: tensor for tensor in mapped.constants}}
         return self._recipes.get(name)
 
     @property

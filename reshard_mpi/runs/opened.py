@@ -1,4 +1,4 @@
-"""A run that is only looked at: opened and planned as one that writes, without looking at what the target folder holds."""
+"""A run that is only looked at: opened as one that writes, without looking at what the target folder holds."""
 
 from __future__ import annotations
 

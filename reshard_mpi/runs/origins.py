@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from reshard_mpi.errors import UsageError
+from reshard_mpi.planning.parameters import find_or_follow
 from reshard_mpi.planning.tensors import SourceGroup
 from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.sharding.box import Box
+from reshard_mpi.sharding.placement import Strategy
+from reshard_mpi.text import did_you_mean
 
 
 class Origin(NamedTuple):
@@ -51,3 +55,21 @@ def source_groups(conversion: Conversion, target_rank: int, names: tuple[str, ..
     else:
         both = conversion.both_layouts(target_rank, names)
     return {name: layouts.source for name, layouts in both.items()}
+
+
+def likely_holders(target: Strategy, name: str) -> Sequence[int]:
+    """Return target ranks of which one holds a tensor if any target does: those that its strategy says, then others."""
+    placements = find_or_follow(target, name, lambda _: True)
+    stages = dict.fromkeys(stage for placement in placements for stage in placement.stages)
+    return [stage * target.stage_size for stage in (*stages, *(s for s in range(target.stages) if s not in stages))]
+
+
+def unknown_tensor(name: str, known: Iterable[str]) -> UsageError:
+    """Return the error that no target has a tensor of this name."""
+    names = list(known)
+    return UsageError(
+        "the target has no tensor of this name",
+        expected=f"one of its {len(names)} tensors",
+        got=f"{name!r}{did_you_mean(name, names)}",
+        remedy="reshard-mpi plan -v lists them",
+    )

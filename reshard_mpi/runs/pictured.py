@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from reshard_mpi import formats
-from reshard_mpi.errors import UsageError
 from reshard_mpi.pictures.cuts import (
     cuts_of,
     cuts_of_boxes,
@@ -19,19 +18,16 @@ from reshard_mpi.pictures.cuts import (
 from reshard_mpi.pictures.figures import Cut, Feed, Figures, Flow, Move, Panel, Shards
 from reshard_mpi.pictures.flow import MOST_PLANNED, feeds_of, path_of, sampled_targets
 from reshard_mpi.planning.model import Group, RankPlan
-from reshard_mpi.planning.parameters import find_or_follow
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.runs.memory import RunMemory
 from reshard_mpi.runs.opened import opened_run
-from reshard_mpi.runs.origins import Origin, origin_of, source_groups
+from reshard_mpi.runs.origins import Origin, likely_holders, origin_of, source_groups, unknown_tensor
 from reshard_mpi.runs.outcome import agreed
 from reshard_mpi.runs.progress import Plain
 from reshard_mpi.runs.request import Request
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
-from reshard_mpi.sharding.placement import Strategy
-from reshard_mpi.text import did_you_mean
 
 # Of tensors that are alike so many are named, of what a picture's tensor is made of so many are drawn, and so many
 # moves of it are kept.
@@ -41,7 +37,7 @@ _DRAWING_BYTES = 128 << 20
 
 
 class Asked(NamedTuple):
-    """What is to be drawn. tensors: those that the user names. most_cuts: how many kinds of tensors are drawn at most."""
+    """What is to be drawn. tensors: those that the user names. most_cuts: so many kinds of tensors at most."""
 
     tensors: tuple[str, ...]
     most_cuts: int
@@ -162,9 +158,7 @@ class _Kind:
             drawn = self.origin.sources[:_MOST_SOURCES]
             panel = drawn.index(source) if source in drawn else None
             size_bytes = copy.region.size * copy.source.unconverted.dtype.itemsize_bytes if number is not None else 0
-            self.moves.append(
-                Move(target_rank, copy.target_region, number, panel, copy.region, path, size_bytes)
-            )
+            self.moves.append(Move(target_rank, copy.target_region, number, panel, copy.region, path, size_bytes))
 
 
 @dataclass(slots=True)
@@ -260,24 +254,6 @@ class _Collected:
             else:
                 panels.append(panel_of_layout(name, dtype, by_layout[name], shown))
         return tuple(panels), target
-
-
-def likely_holders(target: Strategy, name: str) -> Sequence[int]:
-    """Return target ranks of which one holds a tensor if any target does: those that its strategy says, then others."""
-    placements = find_or_follow(target, name, lambda _: True)
-    stages = dict.fromkeys(stage for placement in placements for stage in placement.stages)
-    return [stage * target.stage_size for stage in (*stages, *(s for s in range(target.stages) if s not in stages))]
-
-
-def unknown_tensor(name: str, known: Iterable[str]) -> UsageError:
-    """Return the error that no target has a tensor of this name."""
-    names = list(known)
-    return UsageError(
-        "the target has no tensor of this name",
-        expected=f"one of its {len(names)} tensors",
-        got=f"{name!r}{did_you_mean(name, names)}",
-        remedy="reshard-mpi plan -v lists them",
-    )
 
 
 def _target_panel(kind: _Kind, other_cuts: tuple[Sequence[int], ...]) -> Panel:
