@@ -112,10 +112,13 @@ class ShardPlanner:
         lacking: dict[tuple[int, ...], list[str]] = {}
         for way in self._ways.values():
             if way.group.listed:
+                held: dict[Placement, set[Piece]] = {}
                 for part in way.parts:
-                    holders = tuple(part.placement.holders(part.piece))
-                    if not any(rank in way.group.ranks for rank in holders):
-                        lacking.setdefault(holders, []).extend(way.names)
+                    if part.placement not in held:  # there may be thousands of holders, and few ranks are opened
+                        ranks = (rank for rank in way.group.ranks if self._source.stage_of(rank) in part.placement.stages)
+                        held[part.placement] = set(map(part.placement.piece, ranks))
+                    if part.piece not in held[part.placement]:
+                        lacking.setdefault(tuple(part.placement.holders(part.piece)), []).extend(way.names)
         holders_of: dict[object, list[tuple[int, ...]]] = {}  # many tensors are placed alike
         for origins, names in self.unseen().items():
             if origins not in holders_of:
