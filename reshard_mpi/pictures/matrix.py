@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from reshard_mpi.pictures.figures import Figures, Shards
 from reshard_mpi.pictures.flow import Grid, Span, grid_of
@@ -12,15 +13,26 @@ from reshard_mpi.text import counted
 from reshard_mpi.units import format_bytes
 
 _LEFT, _TOP, _RIGHT, _SIDE = 110.0, 156.0, 96.0, 520.0
-_MOST_CELL, _LEAST_WRITTEN = 72.0, 46.0
+_MOST_CELL, _LEAST_WIDTH, _LEAST_HEIGHT = 72.0, 46.0, 28.0
+# Numbers of rows and columns are so far apart.
+_LEAST_APART = 13.0
+# Cells are no more than this wider than high, or higher than wide.
+_MOST_ASPECT = 2.2
 _LEGEND_STEPS = 64
+
+
+class _Cell(NamedTuple):
+    """The size of a cell."""
+
+    width: float
+    height: float
 
 
 def matrix_scene(figures: Figures) -> Scene:
     """Return the picture of who feeds whom."""
     flow, grid = figures.flow, grid_of(figures.flow)
-    cell = min(_MOST_CELL, _SIDE / max(len(grid.rows), len(grid.columns)))
-    width, height = cell * len(grid.columns), cell * len(grid.rows)
+    cell = _cell(grid)
+    width, height = cell.width * len(grid.columns), cell.height * len(grid.rows)
     total_width = max(_LEFT + width + _RIGHT, 640.0)
     notes = [line for note in _notes(figures) for line in wrapped(note, total_width - 48, 10.5, 4)]
     title = "Who feeds whom: what each target reads of each source shard"
@@ -38,6 +50,11 @@ def matrix_scene(figures: Figures) -> Scene:
     items += _legend(max(grid.cells.values(), default=0), end + 30)
     items += [Text(24, end + 84 + 15 * number, note, 10.5, colour=FAINT) for number, note in enumerate(notes)]
     return Scene(total_width, end + 92 + 15 * len(notes), f"{title}; {total}", tuple(items))
+
+
+def _cell(grid: Grid) -> _Cell:
+    width, height = min(_MOST_CELL, _SIDE / len(grid.columns)), min(_MOST_CELL, _SIDE / len(grid.rows))
+    return _Cell(min(width, height * _MOST_ASPECT), min(height, width * _MOST_ASPECT))
 
 
 def _notes(figures: Figures) -> Iterator[str]:
@@ -58,70 +75,70 @@ def _notes(figures: Figures) -> Iterator[str]:
         yield f"{counted(blank, 'row')} without a shade: nothing is read of them, as others hold the same."
 
 
-def _axes(grid: Grid, sources: Shards, targets: Shards, cell: float) -> Iterator[Text]:
-    if cell >= 13:
-        yield Text(_LEFT + cell * len(grid.columns) + 8, _TOP - 8, "in all", 10, colour=FAINT)
-    yield Text(_LEFT, _TOP - 34, f"target {targets.word}", 12, bold=True)
-    yield Text(30, _TOP + cell * len(grid.rows) / 2, f"source {sources.word}", 12, "middle", bold=True, turned=True)
-    widest = max(text_width(str(span), 10) for span in grid.columns)
-    are_turned = widest > cell - 4
-    step = _label_step(grid.columns, cell if are_turned else max(cell, widest + 6), cell)
+def _axes(grid: Grid, sources: Shards, targets: Shards, cell: _Cell) -> Iterator[Rectangle | Text]:
+    """Yield the numbers of rows and columns; each row and column has a mark, also where there is no room for a number."""
+    width, height = cell.width * len(grid.columns), cell.height * len(grid.rows)
+    yield Text(_LEFT, _TOP - 50, f"target {targets.word}", 12, bold=True)
+    yield Text(26, _TOP + height / 2, f"source {sources.word}", 12, "middle", bold=True, turned=True)
+    are_turned = max(text_width(str(span), 10) for span in grid.columns) > cell.width - 4
+    step = _label_step(cell.width)
     for number, span in enumerate(grid.columns):
+        x, key, title = _LEFT + number * cell.width, f"column {number}", _title(span, targets)
+        yield Rectangle(x + 0.5, _TOP - 7, cell.width - 1, 5, GRID, title=title, key=key)
         if number % step == 0:
-            x = _LEFT + (number + 0.5) * cell
-            key, title = f"column {number}", targets.files.get(span.first, "") if span.first == span.last else ""
-            if are_turned and step * cell < widest + 8:
-                yield Text(x + 4, _TOP - 6, str(span.first), 10, "start", turned=True, title=title, key=key)
+            middle = x + cell.width / 2
+            if are_turned:
+                yield Text(middle + 3.5, _TOP - 11, str(span.first), 10, turned=True, title=title, key=key)
             else:
-                yield Text(x, _TOP - 8, str(span), 10, "middle", title=title, key=key)
-    step = _label_step(grid.rows, cell, cell)
+                yield Text(middle, _TOP - 11, str(span), 10, "middle", title=title, key=key)
+    step = _label_step(cell.height)
     for number, span in enumerate(grid.rows):
+        y, key, title = _TOP + number * cell.height, f"row {number}", _title(span, sources)
+        yield Rectangle(_LEFT - 7, y + 0.5, 5, cell.height - 1, GRID, title=title, key=key)
         if number % step == 0:
-            y = _TOP + (number + 0.5) * cell + 3.5
-            title = sources.files.get(span.first, "") if span.first == span.last else ""
-            yield Text(_LEFT - 8, y, str(span), 10, "end", title=title, key=f"row {number}")
+            yield Text(_LEFT - 11, y + cell.height / 2 + 3.5, str(span), 10, "end", title=title, key=key)
+    if _label_step(cell.height) == 1:
+        yield Text(_LEFT + width + 8, _TOP - 11, "in all", 10, colour=FAINT)
+        for number in range(len(grid.rows)):
+            read = sum(grid.cells.get((number, column), 0) for column in range(len(grid.columns)))
+            y = _TOP + (number + 0.5) * cell.height + 3.5
+            text = format_bytes(read) if read else "-"
+            yield Text(_LEFT + width + 8, y, text, 10, colour=FAINT, key=f"row {number}")
 
 
-def _label_step(spans: tuple[Span, ...], room: float, cell: float) -> int:
-    """Return which spans are labelled, each one or every n-th."""
+def _title(span: Span, shards: Shards) -> str:
+    """Return what is said of a row or a column that is pointed at: its numbers, and the file of a single shard."""
+    file = shards.files.get(span.first, "") if span.first == span.last else ""
+    return f"{shards.word} {span}" + (f": {file}" if file else "")
+
+
+def _label_step(length: float) -> int:
+    """Return which rows or columns of this length are labelled: each one, or every n-th."""
     step = 1
-    while step * cell < max(13.0, room if room > cell else 0.0) and step < len(spans):
+    while step * length < _LEAST_APART:
         step *= 2
     return step
 
 
-def _cells(figures: Figures, grid: Grid, cell: float) -> Iterator[Rectangle | Text]:
+def _cells(figures: Figures, grid: Grid, cell: _Cell) -> Iterator[Rectangle | Text]:
     flow = figures.flow
     largest = max(grid.cells.values(), default=0)
-    gap = 1.0 if cell > 12 else 0.25
+    gap = 1.0 if min(cell) > _LEAST_APART else 0.25
     for row, source in enumerate(grid.rows):
         for column, target in enumerate(grid.columns):
             size_bytes = grid.cells.get((row, column), 0)
             fill = amount_colour(size_bytes / largest) if size_bytes else EMPTY
-            x, y = _LEFT + column * cell, _TOP + row * cell
+            x, y = _LEFT + column * cell.width, _TOP + row * cell.height
             said = format_bytes(size_bytes) if size_bytes else "nothing"
             title = f"source {flow.sources.word} {source} to target {flow.targets.word} {target}: {said}"
-            yield Rectangle(
-                x + gap / 2,
-                y + gap / 2,
-                cell - gap,
-                cell - gap,
-                fill,
-                title=title,
-                key=f"cell {row} {column}",
-            )
-            if size_bytes and cell >= _LEAST_WRITTEN:
+            key = f"cell {row} {column}"
+            yield Rectangle(x + gap / 2, y + gap / 2, cell.width - gap, cell.height - gap, fill, title=title, key=key)
+            if size_bytes and cell.width >= _LEAST_WIDTH and cell.height >= _LEAST_HEIGHT:
                 amount, unit = said.split(" ")
-                middle, colour = x + cell / 2, on(fill)
-                yield Text(middle, y + cell / 2 - 1, amount, 10.5, "middle", colour, key=f"cell {row} {column}")
-                yield Text(middle, y + cell / 2 + 11, unit, 9, "middle", colour, key=f"cell {row} {column}")
-    yield Rectangle(_LEFT, _TOP, cell * len(grid.columns), cell * len(grid.rows), None, GRID)
-    for row in range(len(grid.rows)):
-        read = sum(grid.cells.get((row, column), 0) for column in range(len(grid.columns)))
-        y = _TOP + (row + 0.5) * cell + 3.5
-        if cell >= 13:
-            x = _LEFT + cell * len(grid.columns) + 8
-            yield Text(x, y, format_bytes(read) if read else "-", 10, colour=FAINT, key=f"row {row}")
+                x, y, colour = x + cell.width / 2, y + cell.height / 2, on(fill)
+                yield Text(x, y - 1, amount, 10.5, "middle", colour, key=key)
+                yield Text(x, y + 11, unit, 9, "middle", colour, key=key)
+    yield Rectangle(_LEFT, _TOP, cell.width * len(grid.columns), cell.height * len(grid.rows), None, GRID)
 
 
 def _legend(largest: int, top: float) -> list[Rectangle | Text]:

@@ -7,8 +7,8 @@ from typing import Literal, NamedTuple
 from reshard_mpi.pictures.palette import INK
 from reshard_mpi.text import one_line
 
-# How wide a letter is, as a part of its size: of DejaVu Sans about the mean.
-_LETTER = 0.6
+# How wide a letter is, as a part of its size: of DejaVu Sans no less than in most names, and the mean of plain text.
+_LETTER, _PLAIN_LETTER = 0.6, 0.53
 
 
 class Rectangle(NamedTuple):
@@ -73,10 +73,10 @@ def wrapped(text: str, width: float, size: float, most: int) -> list[str]:
     lines = [""]
     for word in one_line(text).split(" "):
         longer = f"{lines[-1]} {word}" if lines[-1] else word
-        if lines[-1] and text_width(longer, size) > width:
+        if lines[-1] and len(longer) * _PLAIN_LETTER * size > width:
             lines.append(word)
         else:
             lines[-1] = longer
     if len(lines) > most:
         lines = [*lines[: most - 1], " ".join(lines[most - 1 :])]
-    return [fitted(line, width, size) for line in lines]
+    return [fitted(line, width * _LETTER / _PLAIN_LETTER, size) for line in lines]

@@ -69,8 +69,8 @@ def cut_scene(cut: Cut, figures: Figures) -> Scene:
     captions = [Text(right, top - 38, "target", 12, bold=True)]
     captions += _caption(target, flow.targets, right, top - 22)
     end = max(source_end, frame.y + frame.height) + 30
-    holders = {block.holders[0]: _holders(block, flow.sources) for block in reversed(blocks)}
-    legend = list(_legend(colours, holders, flow.sources, end + 12))
+    named = {block.holders[0]: block for block in reversed(blocks)}
+    legend = list(_legend(colours, named, flow.sources, end + 12))
     end += 44 if legend else 8
     notes = [
         line
@@ -88,9 +88,7 @@ def _notes(cut: Cut, sources: Shards, *, is_sample: bool) -> Iterator[str]:
     if cut.further:
         yield f"{counted(cut.further, 'more source tensor')} that it is made of are not drawn."
     panels = (*(("source", panel) for panel in cut.sources[:1]), ("target", cut.target))
-    same = len({panel.shown for _, panel in panels}) == 1 and len({len(panel.shape) for _, panel in panels}) == 1
-    for side, panel in panels[-1:] if same else panels:
-        yield from _dimension_notes(panel, "" if same else f" of the {side}")
+    yield from dict.fromkeys(note for side, panel in panels for note in _dimension_notes(panel, side))
     if any(block.pieces > 1 for panel in (*cut.sources, cut.target) for block in panel.blocks):
         yield "Where pieces are too many to be drawn, neighbours are one rectangle, named after the first of them."
     drawn = sum(block.pieces for block in cut.target.blocks)
@@ -101,21 +99,20 @@ def _notes(cut: Cut, sources: Shards, *, is_sample: bool) -> Iterator[str]:
             "not planned, as this is a sample." if is_sample else "no target that was asked for."
         )
     if cut.moves and cut.target.blocks:
-        word = sources.word
         yield (
-            "Colours: the source's pieces, also where they are in the target. Black frames: what one target holds;"
-            f" 0 < 2, 3: target 0 reads it of source {word}s 2 and 3."
+            "Colours: the pieces of the source, and where they go. Black frames: what one target holds; `0 < 2, 3` is"
+            f" target 0, which reads source {sources.word}s 2 and 3."
         )
 
 
-def _dimension_notes(panel: Panel, of_side: str) -> Iterator[str]:
+def _dimension_notes(panel: Panel, side: str) -> Iterator[str]:
     ndim = len(panel.shape)
     if ndim > 2:
         down, across = panel.shown
-        yield f"Of the {ndim} dimensions{of_side} two are drawn: {down} down, {across} across."
+        yield f"Of {ndim} dimensions two are drawn: {down} down, {across} across."
     for dim, count in enumerate(panel.cuts):
         if dim not in panel.shown and count > 1:
-            yield f"Dimension {dim}{of_side} is cut too, into {count}: what is drawn is where its index is 0."
+            yield f"The {side} cuts dimension {dim} too, into {count}: what is drawn is where its index is 0."
 
 
 def _sources(cut: Cut, shards: Shards, colours: Mapping[int, str], top: float) -> tuple[list[Rectangle | Text], float]:
@@ -189,8 +186,8 @@ def _target(
         if not block.box.size:
             continue
         x, y, width, height = frame.place(block.box)
-        moves = by_target[block.planned] if block.planned is not None else []
-        moves = [move for move in moves if is_at_front(move.region, cut.target.shown)]
+        all_moves = by_target[block.planned] if block.planned is not None else []
+        moves = [move for move in all_moves if is_at_front(move.region, cut.target.shown)]
         if block.pieces > 1:
             moves = [move._replace(region=block.box) for move in moves[:1]]
         for move in moves[: max(1, _MOST_DRAWN_MOVES - drawn)]:
@@ -199,9 +196,11 @@ def _target(
         title = f"target {_holders(block, targets)}: {_pieces(block)}"
         frames.append(Rectangle(x, y, width, height, None, INK, _line(width, height) + 0.5))
         ground = _ground(moves[0], cut, colours) if len(moves) == 1 else None
-        read = sorted({move.source for move in moves if move.source is not None})
-        names = list(_names(block, targets))
-        labels = [*(f"{name} < {number_ranges(read)}" for name in names if read), *names]
+        names, labels = list(_names(block, targets)), list[str]()
+        if block.copies == block.pieces == 1:  # each of several targets reads sources of its own
+            read = sorted({move.source for move in all_moves if move.source is not None})
+            labels = [f"{name} < {number_ranges(read)}" for name in names if read]
+        labels += names
         frames += _framed_label(labels, x, y, width, height, ground, title)
     yield from frames
     yield from _ticks(frame, [block.box for block in cut.target.blocks])
@@ -314,17 +313,22 @@ def _spaced(
 
 
 def _legend(
-    colours: Mapping[int, str], holders: Mapping[int, str], shards: Shards, y: float
+    colours: Mapping[int, str], named: Mapping[int, Block], shards: Shards, y: float
 ) -> Iterator[Rectangle | Text]:
+    """Yield what the colours of ranks mean. named: a block in the colour of each."""
     if len(colours) < 2:
         return
     if len(colours) <= _MOST_SWATCHES:
-        x, room = _LEFT, (_WIDTH - _LEFT) / len(colours)
+        begin = f"source {shards.word}"
+        yield Text(_LEFT, y + 10, begin, 10)
+        x = _LEFT + text_width(begin, 10) + 14
+        room = (_WIDTH - 24 - x) / len(colours) - 31
         for rank, colour in colours.items():
+            options = list(_names(named[rank], shards))[1:]
+            text = next((option for option in options if text_width(option, 10) <= room), options[-1])
             yield Rectangle(x, y, 12, 12, colour)
-            text = fitted(f"source {holders[rank]}", room - 34, 10)
             yield Text(x + 17, y + 10, text, 10)
-            x += 34 + text_width(text, 10)
+            x += 31 + text_width(text, 10)
         return
     ranks, width = list(colours), 220.0
     step = width / len(ranks)

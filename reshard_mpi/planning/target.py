@@ -115,7 +115,9 @@ class ShardPlanner:
                 held: dict[Placement, set[Piece]] = {}
                 for part in way.parts:
                     if part.placement not in held:  # there may be thousands of holders, and few ranks are opened
-                        ranks = (rank for rank in way.group.ranks if self._source.stage_of(rank) in part.placement.stages)
+                        ranks = (
+                            rank for rank in way.group.ranks if self._source.stage_of(rank) in part.placement.stages
+                        )
                         held[part.placement] = set(map(part.placement.piece, ranks))
                     if part.piece not in held[part.placement]:
                         lacking.setdefault(tuple(part.placement.holders(part.piece)), []).extend(way.names)

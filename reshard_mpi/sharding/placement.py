@@ -326,7 +326,9 @@ class Strategy:
         parameter, are left to the rules.
         """
         listed = dict(self.parameters)
-        placed: dict[tuple[Placement, tuple[int, ...]], tuple[Placement]] = {}  # names placed alike have the same object
+        placed: dict[
+            tuple[Placement, tuple[int, ...]], tuple[Placement]
+        ] = {}  # names placed alike have the same object
         for name, stages in stages_of.items():
             follows = self.is_only_caught(name) and bool(self.followed(name))
             if name in listed or follows:
