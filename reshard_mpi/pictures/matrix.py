@@ -76,11 +76,11 @@ def _notes(figures: Figures) -> Iterator[str]:
 
 
 def _axes(grid: Grid, sources: Shards, targets: Shards, cell: _Cell) -> Iterator[Rectangle | Text]:
-    """Yield the numbers of rows and columns; each row and column has a mark, also where there is no room for a number."""
+    """Yield the numbers of rows and columns, and for each a mark, also where there is no room for a number."""
     width, height = cell.width * len(grid.columns), cell.height * len(grid.rows)
-    yield Text(_LEFT, _TOP - 50, f"target {targets.word}", 12, bold=True)
     yield Text(26, _TOP + height / 2, f"source {sources.word}", 12, "middle", bold=True, turned=True)
     are_turned = max(text_width(str(span), 10) for span in grid.columns) > cell.width - 4
+    yield Text(_LEFT, _TOP - (50 if are_turned else 30), f"target {targets.word}", 12, bold=True)
     step = _label_step(cell.width)
     for number, span in enumerate(grid.columns):
         x, key, title = _LEFT + number * cell.width, f"column {number}", _title(span, targets)

@@ -115,10 +115,9 @@ class ShardPlanner:
                 held: dict[Placement, set[Piece]] = {}
                 for part in way.parts:
                     if part.placement not in held:  # there may be thousands of holders, and few ranks are opened
-                        ranks = (
-                            rank for rank in way.group.ranks if self._source.stage_of(rank) in part.placement.stages
-                        )
-                        held[part.placement] = set(map(part.placement.piece, ranks))
+                        stages = part.placement.stages
+                        of_stages = (rank for rank in way.group.ranks if self._source.stage_of(rank) in stages)
+                        held[part.placement] = set(map(part.placement.piece, of_stages))
                     if part.piece not in held[part.placement]:
                         lacking.setdefault(tuple(part.placement.holders(part.piece)), []).extend(way.names)
         holders_of: dict[object, list[tuple[int, ...]]] = {}  # many tensors are placed alike
