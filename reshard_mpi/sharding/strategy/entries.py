@@ -12,6 +12,7 @@ from reshard_mpi.sharding.strategy.mindspore import StageFile
 from reshard_mpi.sharding.strategy.stages import merged_stages
 
 _HEADER = re.compile(r"^[ \t]*\[\[[ \t]*(?:parameter|\"parameter\"|'parameter')[ \t]*\]\]", re.MULTILINE)
+_MOST_TRIED = 8
 
 
 def place_of_rule(path: str, number: int) -> str:
@@ -21,10 +22,10 @@ def place_of_rule(path: str, number: int) -> str:
     """
     file = next(look_all(path))
     text = text_of(file)
-    headers = [match.start() for match in _HEADER.finditer(text)]
-    line = ""
-    if number < len(headers) and _entries_in(text[: headers[number]]) == number:
-        line = f", line {_line(text, headers[number])}"
+    # What looks like a header may be in a text, but not before all true headers that come before this rule's.
+    headers = [match.start() for match in _HEADER.finditer(text)][number : number + _MOST_TRIED]
+    header = next((header for header in headers if _entries_in(text[:header]) == number), None)
+    line = "" if header is None else f", line {_line(text, header)}"
     return f"{file.path}{line}, [[parameter]] {number + 1}"
 
 
