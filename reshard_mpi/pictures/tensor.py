@@ -46,6 +46,29 @@ class _Frame(NamedTuple):
         return start + box.start[dim] * scale, (box.stop[dim] - box.start[dim]) * scale
 
 
+class _Grounds:
+    """The colours of what moves take: those of the source blocks that they lie in."""
+
+    def __init__(self, sources: Sequence[Panel], colours: Mapping[int, str]) -> None:
+        self._sources = sources
+        self._colours = colours
+        self._held = defaultdict[tuple[int, int], list[Block]](list)
+        for number, panel in enumerate(sources):
+            for block in panel.blocks:
+                for holder in block.holders:
+                    self._held[number, holder].append(block)
+
+    def of(self, move: Move) -> str:
+        if move.source is None:
+            return EMPTY
+        if move.panel is not None:
+            near = self._held.get((move.panel, move.source), ())
+            for block in (*near, *self._sources[move.panel].blocks):
+                if block.holders and block.box.contains(move.source_region):
+                    return self._colours[block.holders[0]]
+        return self._colours.get(move.source, EMPTY)
+
+
 def cut_scene(cut: Cut, figures: Figures) -> Scene:
     """Return the picture of how both sides cut a tensor."""
     flow = figures.flow
@@ -65,7 +88,7 @@ def cut_scene(cut: Cut, figures: Figures) -> Scene:
     right = _LEFT + _PANEL + _GAP
     sources, source_end = _sources(cut, flow.sources, colours, top)
     frame = _frame(target, right, top, _PANEL)
-    target_items = list(_target(cut, frame, flow.targets, flow.sources, colours))
+    target_items = list(_target(cut, frame, flow.targets, flow.sources, _Grounds(cut.sources, colours)))
     captions = [Text(right, top - 38, "target", 12, bold=True)]
     captions += _caption(target, flow.targets, right, top - 22)
     end = max(source_end, frame.y + frame.height) + 30
@@ -173,9 +196,7 @@ def _block(frame: _Frame, block: Block, shards: Shards, fill: str, number: int) 
     yield from _label([*_names(block, shards)], x, y, width, height, on(fill), title)
 
 
-def _target(
-    cut: Cut, frame: _Frame, targets: Shards, sources: Shards, colours: Mapping[int, str]
-) -> Iterator[Rectangle | Text]:
+def _target(cut: Cut, frame: _Frame, targets: Shards, sources: Shards, grounds: _Grounds) -> Iterator[Rectangle | Text]:
     yield from _empty(frame, cut.target)
     by_target = defaultdict[int, list[Move]](list)
     for move in cut.moves:
@@ -192,10 +213,10 @@ def _target(
             moves = [move._replace(region=block.box) for move in moves[:1]]
         for move in moves[: max(1, _MOST_DRAWN_MOVES - drawn)]:
             drawn += 1
-            yield from _move(frame, move, cut, sources, colours, whole=len(moves) == 1)
+            yield from _move(frame, move, cut, sources, grounds, whole=len(moves) == 1)
         title = f"target {_holders(block, targets)}: {_pieces(block)}"
         frames.append(Rectangle(x, y, width, height, None, INK, _line(width, height) + 0.5))
-        ground = _ground(moves[0], cut, colours) if len(moves) == 1 else None
+        ground = grounds.of(moves[0]) if len(moves) == 1 else None
         names, labels = list(_names(block, targets)), list[str]()
         if block.copies == block.pieces == 1:  # each of several targets reads sources of its own
             read = sorted({move.source for move in all_moves if move.source is not None})
@@ -207,10 +228,10 @@ def _target(
 
 
 def _move(
-    frame: _Frame, move: Move, cut: Cut, sources: Shards, colours: Mapping[int, str], *, whole: bool
+    frame: _Frame, move: Move, cut: Cut, sources: Shards, grounds: _Grounds, *, whole: bool
 ) -> Iterator[Rectangle | Text]:
     x, y, width, height = frame.place(move.region)
-    fill = _ground(move, cut, colours)
+    fill = grounds.of(move)
     if move.source is None:
         title = f"target rank {move.target}: {move.region} is made up"
     else:
@@ -221,17 +242,6 @@ def _move(
         )
     stroke = None if whole else PAPER
     yield Rectangle(x, y, width, height, fill, stroke, _line(width, height) / 2, title=title, key="move")
-
-
-def _ground(move: Move, cut: Cut, colours: Mapping[int, str]) -> str:
-    """Return the colour of what a move takes: that of the source block that it lies in."""
-    if move.source is None:
-        return EMPTY
-    if move.panel is not None:
-        for block in cut.sources[move.panel].blocks:
-            if block.holders and block.box.contains(move.source_region):
-                return colours[block.holders[0]]
-    return colours.get(move.source, EMPTY)
 
 
 def _holders(block: Block, shards: Shards) -> str:
