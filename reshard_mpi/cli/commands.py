@@ -256,9 +256,11 @@ def _plot(options: argparse.Namespace, asked: Request) -> int:
 
     wanted = asked_pictures(options.plot, options.tensor)
     with _world(options) as world:
-        figures = planned_figures(asked, world, wanted)
-        if figures is not None:
+        drawn = planned_figures(asked, world, wanted)
+        if drawn is not None:
+            figures, outcome = drawn
             tell_done(write_picture(options.plot, figures))
+            _tell(outcome)
     return 0
 
 
@@ -266,9 +268,11 @@ def _explain(options: argparse.Namespace, asked: Request) -> int:
     from reshard_mpi.runs.explained import explained
 
     with _world(options) as world:
-        text = explained(asked, world, options.explain)
-        if text is not None:
+        said = explained(asked, world, options.explain)
+        if said is not None:
+            text, outcome = said
             show(lines(text))
+            _tell(outcome)
     return 0
 
 

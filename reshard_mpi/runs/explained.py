@@ -13,9 +13,10 @@ from reshard_mpi.planning.parameters import Unlisted, placing_name
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.runs.memory import RunMemory
-from reshard_mpi.runs.opened import opened_run
+from reshard_mpi.runs.opened import opened_outcome, opened_run
 from reshard_mpi.runs.origins import Origin, likely_holders, origin_of, source_groups, unknown_tensor
-from reshard_mpi.runs.outcome import agreed
+from reshard_mpi.runs.outcome import Outcome, agreed
+from reshard_mpi.runs.plans import outcome_of
 from reshard_mpi.runs.prepared import Run
 from reshard_mpi.runs.progress import Plain
 from reshard_mpi.runs.request import Request
@@ -29,17 +30,18 @@ from reshard_mpi.units import format_bytes
 _MOST_COPIES, _MOST_SOURCES = 100, 20
 
 
-def explained(request: Request, comm: Comm, name: str) -> str | None:
-    """Return lines that explain a tensor on the first process of `comm`, None on the others; all must call this.
+def explained(request: Request, comm: Comm, name: str) -> tuple[str, Outcome] | None:
+    """Return lines that explain a tensor, and an outcome with notes and warnings, on the first process of `comm`.
 
-    The targets are those of the request, or the first that holds the tensor. Raises, the same on every process,
-    UsageError if no target has the tensor, and the errors for which a run would be refused.
+    Returns None on the others; all of them must call this. The targets are those of the request, or the first that
+    holds the tensor. Raises, the same on every process, UsageError if no target has the tensor, and the errors for
+    which a run would be refused.
     """
     with RunMemory(lambda: request.allowance, comm, Plain().waiting) as memory:
         return agreed(lambda: _explained(request, name, memory) if comm.rank == 0 else None, comm)
 
 
-def _explained(request: Request, name: str, memory: RunMemory) -> str:
+def _explained(request: Request, name: str, memory: RunMemory) -> tuple[str, Outcome]:
     run = opened_run(request, memory, targets=len(request.ranks or ()) + 1)
     conversion = run.conversion
     first = _first_holder(conversion, name, request.ranks or ())
@@ -52,12 +54,14 @@ def _explained(request: Request, name: str, memory: RunMemory) -> str:
     lines += [f"  {line}" for line in _source_lines(run, first.target_rank, origin)]
     lines += ["", f"target: {request.target}: {formats.title(run.format)}, {counted(targets, 'rank')}"]
     lines += [f"  {line}" for line in _target_lines(run, name, both.target, _shapes(first))]
+    outcome = opened_outcome(run).joined([outcome_of(first)])
     for rank in run.targets if request.ranks is not None else (first.target_rank,):
         plan = first if rank == first.target_rank else conversion.plan(rank, checked=False)
+        outcome = outcome.joined([outcome_of(plan)])
         lines += ["", *_rank_lines(run, plan, name, origin)]
     if request.ranks is None and targets > 1:
         lines += ["", f"--rank R explains the other target ranks, 0 to {targets - 1}"]
-    return "\n".join(map(one_line, lines))
+    return "\n".join(map(one_line, lines)), outcome
 
 
 def _first_holder(conversion: Conversion, name: str, ranks: Sequence[int]) -> RankPlan:

@@ -21,9 +21,10 @@ from reshard_mpi.planning.model import Group, RankPlan
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.runs.memory import RunMemory
-from reshard_mpi.runs.opened import opened_run
+from reshard_mpi.runs.opened import opened_outcome, opened_run
 from reshard_mpi.runs.origins import Origin, likely_holders, origin_of, source_groups, unknown_tensor
-from reshard_mpi.runs.outcome import agreed
+from reshard_mpi.runs.outcome import Outcome, agreed
+from reshard_mpi.runs.plans import outcome_of
 from reshard_mpi.runs.progress import Plain
 from reshard_mpi.runs.request import Request
 from reshard_mpi.sharding.box import Box
@@ -43,17 +44,17 @@ class Asked(NamedTuple):
     most_cuts: int
 
 
-def planned_figures(request: Request, comm: Comm, asked: Asked) -> Figures | None:
-    """Return the figures of a run on the first process of `comm`, None on the others; all of them must call this.
+def planned_figures(request: Request, comm: Comm, asked: Asked) -> tuple[Figures, Outcome] | None:
+    """Return the figures of a run, and an outcome with notes and warnings, on the first process of `comm`.
 
-    With `ranks` in the request only these targets are planned. Raises, the same on every process, the errors for which
-    a run would be refused.
+    Returns None on the others; all of them must call this. With `ranks` in the request only these targets are planned.
+    Raises, the same on every process, the errors for which a run would be refused.
     """
     with RunMemory(lambda: request.allowance, comm, Plain().waiting) as memory:
         return agreed(lambda: _figures(request, asked, memory) if comm.rank == 0 else None, comm)
 
 
-def _figures(request: Request, asked: Asked, memory: RunMemory) -> Figures:
+def _figures(request: Request, asked: Asked, memory: RunMemory) -> tuple[Figures, Outcome]:
     run = opened_run(request, memory, targets=2 * MOST_PLANNED)
     memory.to_move(memory.projection.planning_bytes + _DRAWING_BYTES, f"a picture of {request.target}")
     conversion = run.conversion
@@ -74,7 +75,7 @@ def _figures(request: Request, asked: Asked, memory: RunMemory) -> Figures:
     files = {rank: str(run.path(rank)) for rank in sorted({*planned, *of_cuts})}
     flow = Flow(collected.sources.shards, Shards(targets, "rank", files), planned, tuple(feeds))
     ranks = "1 rank" if targets == 1 else f"{targets} ranks"
-    return Figures(
+    figures = Figures(
         f"{request.source}: {conversion.source.described}",
         f"{request.target}: {formats.title(run.format)}, {ranks}",
         flow,
@@ -82,6 +83,7 @@ def _figures(request: Request, asked: Asked, memory: RunMemory) -> Figures:
         collected.further,
         collected.further_tensors,
     )
+    return figures, opened_outcome(run).joined(collected.outcomes)
 
 
 @dataclass(slots=True)
@@ -170,6 +172,7 @@ class _Collected:
     asked: Asked
     further: int = 0
     further_tensors: int = 0
+    outcomes: list[Outcome] = field(default_factory=list)
     _planned: set[int] = field(default_factory=set)
     _known: set[str] = field(default_factory=set)
     _drawn: dict[str, _Kind] = field(default_factory=dict)
@@ -177,6 +180,7 @@ class _Collected:
     def add(self, plan: RankPlan) -> None:
         """Add a target that has been planned."""
         self._planned.add(plan.target_rank)
+        self.outcomes.append(outcome_of(plan))
         for group in plan.tensors.groups:
             unknown = set(group.names) - self._known
             if unknown:

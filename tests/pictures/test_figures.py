@@ -28,9 +28,9 @@ from reshard_mpi.sharding.placement import Placement
 
 def figures_of(request: Request, *tensors: str, most_cuts: int = 200) -> Figures:
     with comm.world({}, explicit_share=True, stopped=lambda code: None) as world:
-        figures = planned_figures(request, world, Asked(tensors, most_cuts))
-    assert figures is not None
-    return figures
+        drawn = planned_figures(request, world, Asked(tensors, most_cuts))
+    assert drawn is not None
+    return drawn[0]
 
 
 def flow(sources: int, planned: tuple[int, ...], targets: int, feeds: tuple[Feed, ...]) -> Flow:
