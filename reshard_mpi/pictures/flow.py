@@ -11,8 +11,9 @@ from reshard_mpi.formats.places import ByteRange, Constant, Decoded, Strided
 from reshard_mpi.pictures.figures import Feed, Flow
 from reshard_mpi.planning.model import RankPlan, Route
 
-# A target is planned in some milliseconds, one of a mixture of experts in some tenths of a second.
-MOST_PLANNED = 128
+# A target is planned in some milliseconds, and in a second for each hundred thousand tensors. So many targets are
+# planned at most, so many tensors of all of them together, and so many targets however many tensors they have.
+MOST_PLANNED, _MOST_TENSORS, _LEAST_PLANNED = 128, 1_500_000, 8
 # As many rows and columns can still be told apart.
 MOST_SPANS = 64
 # The fraction of a group at which one of it is taken goes round by the golden section, so that the samples of all
@@ -38,13 +39,22 @@ class Grid(NamedTuple):
     cells: Mapping[tuple[int, int], int]
 
 
-def sampled_targets(targets: int) -> tuple[int, ...]:
-    """Return the targets to plan for a picture: all if they are few, else the same number of each column."""
-    if targets <= MOST_PLANNED:
+def most_planned(tensors: int) -> int:
+    """Return how many targets are planned at most for a picture of a checkpoint with so many tensors."""
+    return min(MOST_PLANNED, max(_LEAST_PLANNED, _MOST_TENSORS // max(tensors, 1)))
+
+
+def sampled_targets(targets: int, most: int) -> tuple[int, ...]:
+    """Return the targets to plan for a picture: all if there are no more than `most`, else a sample, spread evenly.
+
+    There is the same number of each column, if there can be one of each.
+    """
+    if targets <= most:
         return tuple(range(targets))
-    each = MOST_PLANNED // MOST_SPANS
+    spans = _even_spans(targets, min(most, MOST_SPANS))
+    each = most // len(spans)
     chosen = set[int]()
-    for number, (first, last) in enumerate(_even_spans(targets)):
+    for number, (first, last) in enumerate(spans):
         size = last - first + 1
         for sample in range(min(each, size)):
             fraction = (number * _GOLDEN + sample / each) % 1
@@ -110,6 +120,6 @@ def _places_by_file(route: Route) -> dict[str, Sequence[int]]:
     return dict(by_file)
 
 
-def _even_spans(count: int) -> tuple[Span, ...]:
-    size = -(-count // MOST_SPANS)
+def _even_spans(count: int, most: int = MOST_SPANS) -> tuple[Span, ...]:
+    size = -(-count // most)
     return tuple(Span(first, min(first + size, count) - 1) for first in range(0, count, size))

@@ -61,8 +61,8 @@ def _notes(figures: Figures) -> Iterator[str]:
     flow, grid = figures.flow, grid_of(figures.flow)
     if flow.is_sample:
         yield (
-            f"A sample: {len(flow.planned)} of {flow.targets.total} targets have been planned, the same number in every"
-            " column; bytes are of these alone, and a source that only others read is blank."
+            f"A sample: {len(flow.planned)} of {flow.targets.total} targets have been planned; bytes are of these"
+            " alone, and a source that only others read is blank."
         )
     for side, spans, place in ((flow.sources, grid.rows, "row"), (flow.targets, grid.columns, "column")):
         size = spans[0].last - spans[0].first + 1

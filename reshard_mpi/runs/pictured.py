@@ -16,7 +16,7 @@ from reshard_mpi.pictures.cuts import (
     shown_dimensions,
 )
 from reshard_mpi.pictures.figures import Cut, Feed, Figures, Flow, Move, Panel, Shards
-from reshard_mpi.pictures.flow import MOST_PLANNED, feeds_of, path_of, sampled_targets
+from reshard_mpi.pictures.flow import MOST_PLANNED, feeds_of, most_planned, path_of, sampled_targets
 from reshard_mpi.planning.model import Group, RankPlan
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.conversion import Conversion
@@ -59,7 +59,8 @@ def _figures(request: Request, asked: Asked, memory: RunMemory) -> tuple[Figures
     memory.to_move(memory.projection.planning_bytes + _DRAWING_BYTES, f"a picture of {request.target}")
     conversion = run.conversion
     targets = conversion.target.world_size
-    planned = run.targets if request.ranks is not None else sampled_targets(targets)
+    most = most_planned(conversion.source.extent.tensors)
+    planned = run.targets if request.ranks is not None else sampled_targets(targets, most)
     collected = _Collected(conversion, _Sources.of(conversion), asked)
     feeds: list[Feed] = []
     for rank in planned:
@@ -69,7 +70,7 @@ def _figures(request: Request, asked: Asked, memory: RunMemory) -> tuple[Figures
     for name in asked.tensors:
         collected.find(name)
     if request.ranks is None and len(planned) < targets:
-        collected.complete()
+        collected.complete(most)
     cuts = tuple(collected.cuts())
     of_cuts = {move.target for cut in cuts for move in cut.moves}
     files = {rank: str(run.path(rank)) for rank in sorted({*planned, *of_cuts})}
@@ -214,9 +215,9 @@ class _Collected:
                 return
         raise unknown_tensor(name, self._known)
 
-    def complete(self) -> None:
-        """Plan further targets, so that each block of a tensor that is drawn has one that has been planned."""
-        budget = len(self._planned) + MOST_PLANNED
+    def complete(self, most: int) -> None:
+        """Plan further targets, `most` at most, so that each block that is drawn has one that has been planned."""
+        budget = len(self._planned) + most
         for kind in list(self._drawn.values()):
             for rank in first_holders(self._panels(kind)[1]):
                 if len(self._planned) >= budget:

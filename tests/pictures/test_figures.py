@@ -17,7 +17,7 @@ from support.oracle import rank_holds, slice_for_rank
 
 from reshard_mpi.pictures.cuts import panel_of_layout, panel_of_pieces, shown_dimensions
 from reshard_mpi.pictures.figures import Feed, Figures, Flow, Shards
-from reshard_mpi.pictures.flow import MOST_PLANNED, MOST_SPANS, grid_of, sampled_targets
+from reshard_mpi.pictures.flow import MOST_PLANNED, MOST_SPANS, grid_of, most_planned, sampled_targets
 from reshard_mpi.processes import comm
 from reshard_mpi.runs.pictured import Asked, planned_figures
 from reshard_mpi.runs.request import Request
@@ -78,18 +78,20 @@ def test_feeds_and_moves_are_what_each_rank_holds(case: Case, tmp_path_factory: 
                     assert np.array_equal(slice_for_rank(whole, layout, rank), whole[region])
 
 
-@given(targets=st.integers(1, 1 << 20))
-def test_a_sample_is_bounded_and_in_every_column(targets: int) -> None:
-    chosen = sampled_targets(targets)
+@given(targets=st.integers(1, 1 << 20), tensors=st.integers(0, 1 << 20))
+def test_a_sample_is_bounded_and_in_every_column(targets: int, tensors: int) -> None:
+    most = most_planned(tensors)
+    assert 8 <= most <= MOST_PLANNED and (most == 8 or most * tensors <= 1_500_000)
+    chosen = sampled_targets(targets, most)
     assert list(chosen) == sorted(set(chosen)) and chosen[0] >= 0 and chosen[-1] < targets
-    assert len(chosen) == targets if targets <= MOST_PLANNED else len(chosen) <= MOST_PLANNED
+    assert len(chosen) == targets if targets <= most else most // 2 <= len(chosen) <= most
     grid = grid_of(flow(1, chosen, targets, tuple(Feed(0, rank, 1, 1) for rank in chosen)))
     assert {column for _, column in grid.cells} == set(range(len(grid.columns)))
 
 
 @pytest.mark.parametrize("power", range(8, 21))
 def test_a_sample_meets_every_coordinate_of_the_inner_axes(power: int) -> None:
-    chosen = sampled_targets(1 << power)
+    chosen = sampled_targets(1 << power, MOST_PLANNED)
     assert all({rank % size for rank in chosen} == set(range(size)) for size in (2, 4, 8))
 
 
