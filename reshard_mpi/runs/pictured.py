@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from reshard_mpi import formats
+from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.pictures.cuts import (
     cuts_of,
     cuts_of_boxes,
@@ -18,6 +19,7 @@ from reshard_mpi.pictures.cuts import (
 from reshard_mpi.pictures.figures import Cut, Feed, Figures, Flow, Move, Panel, Shards
 from reshard_mpi.pictures.flow import MOST_PLANNED, feeds_of, most_planned, path_of, sampled_targets
 from reshard_mpi.planning.model import Group, RankPlan
+from reshard_mpi.planning.tensors import SourceGroup
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.runs.memory import RunMemory
@@ -125,18 +127,18 @@ class _Sources:
 
 @dataclass(slots=True)
 class _Kind:
-    """Tensors that are planned alike; the first of `names` is drawn. target_rank: the first target that holds them.
+    """Tensors that are planned alike; the first of `names` is drawn.
 
-    held: the boxes of it that planned targets hold. taken: for each source tensor, the boxes of which shards hold it.
+    sources: how the source holds what it is made of. held: the boxes of it that planned targets hold. taken: for each
+    source tensor, the boxes of which shards hold it.
     """
 
     names: list[str]
     count: int
     layout: Layout
-    dtype: str
-    itemsize_bytes: int
-    target_rank: int
+    dtype: DType
     origin: Origin
+    sources: Mapping[str, SourceGroup]
     held: dict[Box, list[int]] = field(default_factory=dict)
     taken: dict[str, dict[Box, list[int]]] = field(default_factory=dict)
     moves: list[Move] = field(default_factory=list)
@@ -182,27 +184,39 @@ class _Collected:
         """Add a target that has been planned."""
         self._planned.add(plan.target_rank)
         self.outcomes.append(outcome_of(plan))
+        new: dict[str, tuple[Group, list[str]]] = {}
         for group in plan.tensors.groups:
             unknown = set(group.names) - self._known
             if unknown:
                 self._known |= unknown
-                self._add_kind(plan.target_rank, group, [name for name in group.names if name in unknown])
+                names = [name for name in group.names if name in unknown]
+                asked = [name for name in self.asked.tensors if name in unknown]
+                if asked or len(self._drawn) + len(new) < self.asked.most_cuts:
+                    new[(asked or names)[0]] = group, names
+                else:
+                    self.further += 1
+                    self.further_tensors += len(names)
+        if new:
+            self._add_kinds(plan.target_rank, new)
+        for group in plan.tensors.groups:
             for name in self._drawn.keys() & set(group.names):
                 self._drawn[name].add(plan.target_rank, group, self.sources)
 
-    def _add_kind(self, rank: int, group: Group, names: list[str]) -> None:
-        asked = [name for name in self.asked.tensors if name in names]
-        if not asked and len(self._drawn) >= self.asked.most_cuts:
-            self.further += 1
-            self.further_tensors += len(names)
-            return
-        first = asked[0] if asked else names[0]
-        layouts = self.conversion.both_layouts(rank, (first,))
-        named = [*asked, *(name for name in names if name not in asked)][:_MOST_NAMES]
-        dtype, origin = group.kind.dtype, origin_of(self.conversion, first)
-        self._drawn[first] = _Kind(
-            named, len(names), layouts[first].target, dtype.name, dtype.itemsize_bytes, rank, origin
-        )
+    def _add_kinds(self, rank: int, new: Mapping[str, tuple[Group, list[str]]]) -> None:
+        """Add kinds of tensors, by the one that is drawn of each. rank: a target that holds them."""
+        layouts = self.conversion.both_layouts(rank, new)  # of all at once, since that takes as long as to plan it
+        origins = {first: origin_of(self.conversion, first) for first in new}
+        groups: Mapping[str, SourceGroup] = {first: both.source for first, both in layouts.items()}
+        if self.conversion.original is not None:
+            names = dict.fromkeys(name for origin in origins.values() for name in origin.sources[:_MOST_SOURCES])
+            groups = source_groups(self.conversion, rank, tuple(names))
+        for first, (group, alike) in new.items():
+            asked = [name for name in self.asked.tensors if name in alike]
+            named = dict.fromkeys((first, *asked, *alike[:_MOST_NAMES]))
+            origin = origins[first]
+            sources = {name: groups[name] for name in origin.sources[:_MOST_SOURCES]}
+            layout, dtype = layouts[first].target, group.kind.dtype
+            self._drawn[first] = _Kind(list(named), len(alike), layout, dtype, origin, sources)
 
     def find(self, name: str) -> None:
         """Plan a target that holds a tensor, if none has been. Raises UsageError if no target has such a tensor."""
@@ -230,7 +244,7 @@ class _Collected:
         in_order = sorted(self._drawn.values(), key=lambda kind: kind.names[0] not in self.asked.tensors)
         for kind in in_order:
             sources, target = self._panels(kind)
-            size_bytes = _elements(kind.layout.shape) * kind.itemsize_bytes * kind.count
+            size_bytes = _elements(kind.layout.shape) * kind.dtype.itemsize_bytes * kind.count
             further = max(0, len(kind.origin.sources) - _MOST_SOURCES)
             names = tuple(kind.names)
             moves = tuple(kind.moves)
@@ -239,19 +253,18 @@ class _Collected:
             )
 
     def _panels(self, kind: _Kind) -> tuple[tuple[Panel, ...], Panel]:
-        names = kind.origin.sources[:_MOST_SOURCES]
-        groups = source_groups(self.conversion, kind.target_rank, names)
+        groups = kind.sources
         is_same = self.conversion.original is None
-        shapes = {name: groups[name].shape for name in names}
-        boxes = {name: kind.taken.get(name, {}) for name in names}
-        by_layout = {name: _layout_of(groups[name].layouts, tuple(boxes[name])) for name in names}
+        shapes = {name: groups[name].shape for name in groups}
+        boxes = {name: kind.taken.get(name, {}) for name in groups}
+        by_layout = {name: _layout_of(groups[name].layouts, tuple(boxes[name])) for name in groups}
         if self.sources.by_file:
-            cuts = {name: cuts_of_boxes(shapes[name], boxes[name]) for name in names}
+            cuts = {name: cuts_of_boxes(shapes[name], boxes[name]) for name in groups}
         else:
-            cuts = {name: cuts_of(by_layout[name]) for name in names}
+            cuts = {name: cuts_of(by_layout[name]) for name in groups}
         target = _target_panel(kind, tuple(cuts.values()) if is_same else ())
         panels = []
-        for name in names:
+        for name in groups:
             shown = target.shown if is_same else shown_dimensions(shapes[name], cuts[name])
             dtype = groups[name].dtype.name
             if self.sources.by_file:
@@ -263,7 +276,7 @@ class _Collected:
 
 def _target_panel(kind: _Kind, other_cuts: tuple[Sequence[int], ...]) -> Panel:
     shown = shown_dimensions(kind.layout.shape, cuts_of(kind.layout), *other_cuts)
-    panel = panel_of_layout(kind.names[0], kind.dtype, kind.layout, shown)
+    panel = panel_of_layout(kind.names[0], kind.dtype.name, kind.layout, shown)
     planned = (kind.held.get(block.piece) for block in panel.blocks)
     blocks = (block._replace(planned=ranks[0] if ranks else None) for block, ranks in zip(panel.blocks, planned))
     return panel._replace(blocks=tuple(blocks))
