@@ -34,6 +34,18 @@ def counted(count: int, what: str) -> str:
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
+def number_ranges(numbers: Sequence[int]) -> str:
+    """Return ascending numbers as `0, 2, 5-8`: three or more that follow one another are written as a range."""
+    parts: list[str] = []
+    start = 0
+    for place in range(1, len(numbers) + 1):
+        if place == len(numbers) or numbers[place] != numbers[place - 1] + 1:
+            run = numbers[start:place]
+            parts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run)
+            start = place
+    return ", ".join(parts)
+
+
 def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
     """Return a sort key that compares numbers in names as numbers: `net-9_5` comes before `net-10_5`."""
     return tuple((0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.findall(r"\d+|\D+", name))

@@ -15,6 +15,7 @@ from types import CodeType, ModuleType
 
 import pytest
 from hypothesis import HealthCheck, settings
+from support import browser
 from support.examples import QUICK
 from support.launch import MPI, MPI_NAMES, RankRun, find_mpi, run_ranks
 from support.slurm import Cluster, running_cluster
@@ -83,6 +84,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             for item in items:
                 if item.get_closest_marker(peer):
                     item.add_marker(pytest.mark.skip(reason=f"{peer} is not installed"))
+    lacking = browser.missing()
+    for item in items if lacking else ():
+        if item.get_closest_marker("browser"):
+            item.add_marker(pytest.mark.skip(reason=f"no browser: {lacking} is not installed"))
 
 
 def _is_slow(item: pytest.Item) -> bool:

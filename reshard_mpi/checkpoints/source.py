@@ -74,6 +74,7 @@ class SourceCheckpoint:
     _unchecked: dict[int, Manifest] = field(default_factory=dict)
     _manifests: OrderedDict[int, Manifest] = field(default_factory=OrderedDict)
     _damage: dict[int, ReshardError] = field(default_factory=dict)
+    _kept_at_most_bytes: int = field(default=0)
     _stage_ranks: dict[int, int] | None = field(default=None)
     _extent: Extent = field(default=Extent())
     _rule_names: dict[str, dict[int, int]] | None = field(default=None)
@@ -199,8 +200,7 @@ class SourceCheckpoint:
             self._damage[rank] = as_reshard_error(error, Path(self.files.by_rank[rank][0]))
             raise self._damage[rank] from None
         self._manifests[rank] = manifest
-        while len(self._manifests) > 1 and self._kept_bytes() > MAX_KEPT_BYTES:
-            self._manifests.popitem(last=False)
+        self._limit_kept(manifest)
         return manifest
 
     def find(self, rank: int) -> Manifest | None:
@@ -255,6 +255,20 @@ class SourceCheckpoint:
         self._extent = self.extent
         self._manifests.clear()
         self._unchecked.clear()
+        self._kept_at_most_bytes = 0
+
+    def _limit_kept(self, added: Manifest) -> None:
+        """Free the structure of the shards that have not been asked for the longest, if too much is kept.
+
+        To count what thousands of shards share takes as long as to read another one, so they are counted only once
+        what each would take by itself is too much.
+        """
+        self._kept_at_most_bytes += Tensors.kept_bytes([added.tensors])
+        if self._kept_at_most_bytes <= MAX_KEPT_BYTES:
+            return
+        while len(self._manifests) > 1 and self._kept_bytes() > MAX_KEPT_BYTES:
+            self._manifests.popitem(last=False)
+        self._kept_at_most_bytes = self._kept_bytes()
 
     def _kept_bytes(self) -> int:
         return Tensors.kept_bytes(manifest.tensors for manifest in self._manifests.values())

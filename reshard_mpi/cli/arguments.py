@@ -77,6 +77,25 @@ def parser() -> argparse.ArgumentParser:
     shown.add_argument(
         "--sbatch", action="store_true", help="print a SLURM array script that does it, memory and time from the plan"
     )
+    shown.add_argument(
+        "--plot",
+        type=_path,
+        metavar="FILE.html|.png|.svg",
+        help="draw who feeds whom instead; as a page with the cuts of tensors too. Of many targets a sample is planned",
+    )
+    shown.add_argument(
+        "--explain",
+        metavar="NAME",
+        help="say in words where the tensor NAME of the target comes from: which rule, which box, which bytes of which"
+        " file; on the target ranks that --rank names (default: the first that holds it)",
+    )
+    plan.add_argument(
+        "--tensor",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="with --plot: draw how both sides cut this tensor (repeatable for a page)",
+    )
     verify = command(
         "verify", "check that DST holds what SRC does, whatever their layouts; without DST, that SRC fits its own sums"
     )

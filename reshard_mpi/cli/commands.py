@@ -30,6 +30,7 @@ from reshard_mpi.text import counted, lines, one_line
 if TYPE_CHECKING:
     from reshard_mpi.runs.outcome import Outcome
     from reshard_mpi.runs.progress import Bar, Plain, Progress, Silent
+    from reshard_mpi.runs.request import Request
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -218,6 +219,10 @@ def _plan(options: argparse.Namespace) -> int:
     from reshard_mpi.runs.transform import plan_targets
 
     asked = request(options)
+    if options.plot is not None or options.tensor:
+        return _plot(options, asked)
+    if options.explain is not None:
+        return _explain(options, asked)
     if options.sbatch:
         if asked.ranks is not None or asked.part is not None:
             raise UsageError(
@@ -242,6 +247,32 @@ def _plan(options: argparse.Namespace) -> int:
             else:
                 show(planned.as_table(planned.tensors if options.verbose else ()))
                 _tell(outcome)
+    return 0
+
+
+def _plot(options: argparse.Namespace, asked: Request) -> int:
+    from reshard_mpi.cli.plot import asked_pictures, write_picture
+    from reshard_mpi.runs.pictured import planned_figures
+
+    wanted = asked_pictures(options.plot, options.tensor)
+    with _world(options) as world:
+        drawn = planned_figures(asked, world, wanted)
+        if drawn is not None:
+            figures, outcome = drawn
+            tell_done(write_picture(options.plot, figures))
+            _tell(outcome)
+    return 0
+
+
+def _explain(options: argparse.Namespace, asked: Request) -> int:
+    from reshard_mpi.runs.explained import explained
+
+    with _world(options) as world:
+        said = explained(asked, world, options.explain)
+        if said is not None:
+            text, outcome = said
+            show(lines(text))
+            _tell(outcome)
     return 0
 
 

@@ -30,11 +30,17 @@ def find_or_follow(strategy: Strategy, name: str, fits: Callable[[str], bool]) -
     listed = strategy.parameters.get(name)
     if listed:  # the common case, so it comes first
         return listed
+    placing = placing_name(strategy, name, fits)
+    return () if placing is None else strategy.find(placing)
+
+
+def placing_name(strategy: Strategy, name: str, fits: Callable[[str], bool]) -> str | None:
+    """Return the name whose placements `find_or_follow` gives a parameter: its own, or one that it is named after."""
     listed = strategy.find(name)
     if listed and not strategy.is_only_caught(name):
-        return listed
+        return name
     base = next(filter(fits, strategy.followed(name)), None)
-    return listed if base is None else strategy.find(base)
+    return base if base is not None or not listed else name
 
 
 def is_dropped(target: Strategy, name: str, present: Container[str]) -> bool:

@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from typing import NamedTuple
 
 from reshard_mpi.errors import CoverageError, LayoutError, StrategyError
 from reshard_mpi.formats.manifest import Manifest, ShardIdentity
@@ -43,6 +44,13 @@ class _Way:
     box: Box
     parts: tuple[Part, ...]
     names: list[str] = field(default_factory=list)
+
+
+class BothLayouts(NamedTuple):
+    """How both sides hold a tensor."""
+
+    source: SourceGroup
+    target: Layout
 
 
 class ShardPlanner:
@@ -104,10 +112,14 @@ class ShardPlanner:
         lacking: dict[tuple[int, ...], list[str]] = {}
         for way in self._ways.values():
             if way.group.listed:
+                held: dict[Placement, set[Piece]] = {}
                 for part in way.parts:
-                    holders = tuple(part.placement.holders(part.piece))
-                    if not any(rank in way.group.ranks for rank in holders):
-                        lacking.setdefault(holders, []).extend(way.names)
+                    if part.placement not in held:  # there may be thousands of holders, and few ranks are opened
+                        stages = part.placement.stages
+                        of_stages = (rank for rank in way.group.ranks if self._source.stage_of(rank) in stages)
+                        held[part.placement] = set(map(part.placement.piece, of_stages))
+                    if part.piece not in held[part.placement]:
+                        lacking.setdefault(tuple(part.placement.holders(part.piece)), []).extend(way.names)
         holders_of: dict[object, list[tuple[int, ...]]] = {}  # many tensors are placed alike
         for origins, names in self.unseen().items():
             if origins not in holders_of:
@@ -145,6 +157,11 @@ class ShardPlanner:
         """Yield the ranks that hold the same part by `origin` as the first opened rank in one of its stages."""
         opened = next((rank for rank in self._manifests if self._source.stage_of(rank) in origin.stages), None)
         return iter(()) if opened is None else origin.holders(origin.piece(opened))
+
+    def both_layouts(self, name: str) -> BothLayouts | None:
+        """Return how both sides hold a tensor of this target; None if it is not of this target."""
+        way = self._wanted.get(name)
+        return None if way is None else BothLayouts(way.group, way.layout)
 
     def plan(self, strategy_table: str) -> RankPlan:
         """Return the plan of this target rank.

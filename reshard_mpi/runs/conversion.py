@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
@@ -31,6 +31,7 @@ from reshard_mpi.planning.model import Beginning, Limits, Moment, RankPlan, Tens
 from reshard_mpi.planning.parameters import Unlisted, find_or_follow, is_dropped
 from reshard_mpi.planning.ranks import check_target_rank
 from reshard_mpi.planning.replicas import Replicas
+from reshard_mpi.planning.target import BothLayouts
 from reshard_mpi.planning.tensors import SourceTensors
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Strategy
@@ -102,6 +103,12 @@ class Conversion:
         if checked:
             plan = self.checked(plan)
         return plan.without(opened.planner.written_elsewhere()) if self.once else plan
+
+    def both_layouts(self, target_rank: int, names: Iterable[str]) -> dict[str, BothLayouts]:
+        """Return how both sides hold those of these tensors that a target rank holds. Raises what `plan` raises."""
+        planner = self._shards().open(target_rank).planner
+        found = ((name, planner.both_layouts(name)) for name in names)
+        return {name: layouts for name, layouts in found if layouts is not None}
 
     def checked(self, plan: RankPlan) -> RankPlan:
         """Return a plan with all that reading tensors of the source shows. Raises what `plan` raises."""

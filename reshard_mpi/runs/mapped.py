@@ -6,7 +6,7 @@ that. Nothing is read of it but its structure, what a map says is equal or paddi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from reshard_mpi.formats.dtypes import numbers
 from reshard_mpi.formats.manifest import NEST, Manifest, shown_string
 from reshard_mpi.formats.nest import first_difference
 from reshard_mpi.mapping.computing import values_of
-from reshard_mpi.mapping.mapped import Constant, Equal, Mapped
+from reshard_mpi.mapping.mapped import Constant, Equal, Made, Mapped
 from reshard_mpi.mapping.matching import Inventory, Kind
 from reshard_mpi.mapping.naming import SourceFile, applied_to_file
 from reshard_mpi.mapping.settings import unpacked
@@ -66,6 +66,7 @@ class MappedCheckpoint(SourceCheckpoint):
     is_rank_by_rank: bool = field(default=False)
     _made: _Made | None = field(default=None)
     _is_checked: bool = field(default=False)
+    _recipes: Mapping[str, Made | Constant] | None = field(default=None)
 
     @classmethod
     def of(cls, original: Conversion, tensor_map: TensorMap, *, is_rank_by_rank: bool) -> MappedCheckpoint:
@@ -112,7 +113,7 @@ class MappedCheckpoint(SourceCheckpoint):
 
     def forget(self) -> None:
         self._conversion.forget()
-        self._made = None
+        self._made = self._recipes = None
 
     def stage_ranks(self) -> dict[int, int]:
         return {0: 0}
@@ -131,6 +132,19 @@ class MappedCheckpoint(SourceCheckpoint):
             yield f"{name} {kind.dtype} {list(kind.shape)}: made up of {numbers(element, kind.dtype)[0]}, by {where}"
         for name in made.mapped.left_out:
             yield f"{name}: left out"
+
+    def recipe(self, name: str) -> Made | Constant | None:
+        """Return what a tensor is made of; None if the map makes none of this name."""
+        if self._recipes is None:
+            mapped = self._opened().mapped
+            made = {tensor.name: tensor for tensor in mapped.made}
+            self._recipes = {**made, **{tensor.name: tensor for tensor in mapped.constants}}
+        return self._recipes.get(name)
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """The names of the tensors of the source that go nowhere."""
+        return self._opened().mapped.left_out
 
     def completed(self, plan: RankPlan, *, checked: bool) -> RankPlan:
         """Return a target's plan with what planning the checkpoint as it is has shown.

@@ -47,7 +47,11 @@ def plan_together(
     return plans, planned.outcome._replace(notes=(*notes, *differing))
 
 
-def _planned(plan: RankPlan) -> Planned:
+def outcome_of(plan: RankPlan) -> Outcome:
+    """Return an outcome with the notes and warnings on a plan."""
     warnings = (*plan.warnings, *plan.left_out)
-    outcome = Outcome(absent=plan.absent, notes=plan.notes, lost=plan.lost, other_warnings=warnings)
-    return Planned(outcome, beginnings=plan.beginnings)
+    return Outcome(absent=plan.absent, notes=plan.notes, lost=plan.lost, other_warnings=warnings)
+
+
+def _planned(plan: RankPlan) -> Planned:
+    return Planned(outcome_of(plan), beginnings=plan.beginnings)

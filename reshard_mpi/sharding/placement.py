@@ -337,14 +337,16 @@ class Strategy:
         parameter, are left to the rules.
         """
         listed = dict(self.parameters)
-        placed: dict[tuple[Placement, tuple[int, ...]], Placement] = {}
+        placed: dict[
+            tuple[Placement, tuple[int, ...]], tuple[Placement]
+        ] = {}  # names placed alike have the same object
         for name, stages in stages_of.items():
             follows = self.is_only_caught(name) and bool(self.followed(name))
             if name in listed or follows:
                 continue
             for placement in self.find(name):
                 stages_here = tuple(stage for stage in placement.stages if stage in stages) or placement.stages
-                listed[name] = (placed.setdefault((placement, stages_here), placement.with_stages(stages_here)),)
+                listed[name] = placed.setdefault((placement, stages_here), (placement.with_stages(stages_here),))
         return replace(self, parameters=listed)
 
     def is_only_caught(self, name: str) -> bool:

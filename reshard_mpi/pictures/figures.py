@@ -1,0 +1,123 @@
+"""What the pictures of a plan show, as plain values: `flow` and `cuts` compute them, and nothing else is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from reshard_mpi.sharding.box import Box
+
+
+class Feed(NamedTuple):
+    """What one target takes from one source shard. size_bytes: read of the shard's files. tensors: that need them."""
+
+    source: int
+    target: int
+    tensors: int
+    size_bytes: int
+
+
+class Shards(NamedTuple):
+    """The shards of one side.
+
+    total: how many there are. word: what a number of one counts, "rank" or "file". files: paths by number, at least of
+    the shards that are in a picture.
+    """
+
+    total: int
+    word: str
+    files: Mapping[int, str]
+
+
+class Flow(NamedTuple):
+    """Who feeds whom. planned: the targets that feeds are known of, ascending; all of them, or a sample."""
+
+    sources: Shards
+    targets: Shards
+    planned: tuple[int, ...]
+    feeds: tuple[Feed, ...]
+
+    @property
+    def is_sample(self) -> bool:
+        return len(self.planned) < self.targets.total
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(feed.size_bytes for feed in self.feeds)
+
+
+class Block(NamedTuple):
+    """Neighbouring pieces of a tensor that are drawn as one rectangle.
+
+    box: of all of them. piece: the box of the first. pieces: how many they are. holders: the first shards that hold the
+    first piece, ascending; copies: how many hold it. planned: of a target, one that holds it and has been planned.
+    """
+
+    box: Box
+    piece: Box
+    pieces: int
+    holders: tuple[int, ...]
+    copies: int
+    planned: int | None = None
+
+
+class Panel(NamedTuple):
+    """A tensor as one side cuts it.
+
+    shown: the dimensions that are drawn, at most two, ascending. cuts: into how many parts each dimension is cut.
+    pieces: how many there are in all.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    shown: tuple[int, ...]
+    cuts: tuple[int, ...]
+    blocks: tuple[Block, ...]
+    pieces: int
+
+
+class Move(NamedTuple):
+    """A region of a target's tensor and what it is made of.
+
+    region: in the target tensor. source: the source shard; None: it is made up. panel: the number of the source tensor
+    in the picture; None: it is not in it. source_region: in that tensor.
+    """
+
+    target: int
+    region: Box
+    source: int | None
+    panel: int | None
+    source_region: Box
+    file: str
+    size_bytes: int
+
+
+class Cut(NamedTuple):
+    """How both sides cut tensors that are alike; the first of them is drawn.
+
+    names: the first of them. total: how many they are. size_bytes: of all of them. sources: what the first is made of.
+    further: how many more tensors it is made of. moves: what targets that have been planned take. further_moves: how
+    many more there are. by: what says that it is made so: the place of an equation in a map, or "".
+    """
+
+    names: tuple[str, ...]
+    total: int
+    size_bytes: int
+    sources: tuple[Panel, ...]
+    further: int
+    target: Panel
+    moves: tuple[Move, ...]
+    further_moves: int = 0
+    by: str = ""
+
+
+class Figures(NamedTuple):
+    """All figures of one plan. source, target: what both sides are, in words. further: how many cuts are left out."""
+
+    source: str
+    target: str
+    flow: Flow
+    cuts: tuple[Cut, ...]
+    further: int = 0
+    further_tensors: int = 0

@@ -1,0 +1,352 @@
+"""The picture of how both sides cut a tensor: the pieces of the source, and where they are in the target."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from reshard_mpi.pictures.cuts import is_at_front
+from reshard_mpi.pictures.figures import Block, Cut, Figures, Move, Panel, Shards
+from reshard_mpi.pictures.palette import EMPTY, FAINT, GRID, INK, PAPER, on, rank_colours
+from reshard_mpi.pictures.scene import Rectangle, Scene, Text, fitted, text_width, wrapped
+from reshard_mpi.sharding.box import Box
+from reshard_mpi.text import counted, number_ranges, shortened
+from reshard_mpi.units import format_bytes
+
+_WIDTH, _PANEL, _GAP, _LEFT = 1000.0, 360.0, 140.0, 92.0
+# A tensor much longer than wide is drawn less so.
+_MOST_ASPECT = 2.6
+_VECTOR_HEIGHT = 56.0
+_MOST_DRAWN_MOVES = 600
+_MOST_SWATCHES = 8
+
+
+class _Frame(NamedTuple):
+    """Where a tensor is drawn, and its dimensions down and across; None: it has no such dimension."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    shape: tuple[int, ...]
+    down: int | None
+    across: int | None
+
+    def place(self, box: Box) -> tuple[float, float, float, float]:
+        """Return where a box of the tensor is drawn: x, y, width and height."""
+        x, width = self._along(self.across, box, self.x, self.width)
+        y, height = self._along(self.down, box, self.y, self.height)
+        return x, y, width, height
+
+    def _along(self, dim: int | None, box: Box, start: float, length: float) -> tuple[float, float]:
+        if dim is None or not self.shape[dim]:
+            return start, length
+        scale = length / self.shape[dim]
+        return start + box.start[dim] * scale, (box.stop[dim] - box.start[dim]) * scale
+
+
+class _Grounds:
+    """The colours of what moves take: those of the source blocks that they lie in."""
+
+    def __init__(self, sources: Sequence[Panel], colours: Mapping[int, str]) -> None:
+        self._sources = sources
+        self._colours = colours
+        self._held = defaultdict[tuple[int, int], list[Block]](list)
+        for number, panel in enumerate(sources):
+            for block in panel.blocks:
+                for holder in block.holders:
+                    self._held[number, holder].append(block)
+
+    def of(self, move: Move) -> str:
+        if move.source is None:
+            return EMPTY
+        if move.panel is not None:
+            near = self._held.get((move.panel, move.source), ())
+            for block in (*near, *self._sources[move.panel].blocks):
+                if block.holders and block.box.contains(move.source_region):
+                    return self._colours[block.holders[0]]
+        return self._colours.get(move.source, EMPTY)
+
+
+def cut_scene(cut: Cut, figures: Figures) -> Scene:
+    """Return the picture of how both sides cut a tensor."""
+    flow = figures.flow
+    target = cut.target
+    others = f"; {counted(cut.total - 1, 'more tensor')} alike" if cut.total > 1 else ""
+    each = cut.size_bytes // cut.total
+    about = f"{target.dtype} {list(target.shape)}, {format_bytes(each)}{others}"
+    heading = [
+        Text(24, 32, fitted(f"How both sides cut {target.name}", _WIDTH - 48, 16), 16, bold=True, title=target.name),
+        Text(24, 54, about, 11.5),
+        Text(24, 71, fitted(f"from {figures.source}", _WIDTH - 48, 11.5), 11.5, title=figures.source),
+        Text(24, 88, fitted(f"to {figures.target}", _WIDTH - 48, 11.5), 11.5, title=figures.target),
+    ]
+    top = 150.0
+    blocks = [block for panel in cut.sources for block in panel.blocks if block.holders]
+    colours = rank_colours([block.holders[0] for block in blocks])
+    right = _LEFT + _PANEL + _GAP
+    sources, source_end = _sources(cut, flow.sources, colours, top)
+    frame = _frame(target, right, top, _PANEL)
+    target_items = list(_target(cut, frame, flow.targets, flow.sources, _Grounds(cut.sources, colours)))
+    captions = [Text(right, top - 38, "target", 12, bold=True)]
+    captions += _caption(target, flow.targets, right, top - 22)
+    end = max(source_end, frame.y + frame.height) + 30
+    named = {block.holders[0]: block for block in reversed(blocks)}
+    legend = list(_legend(colours, named, flow.sources, end + 12))
+    end += 44 if legend else 8
+    notes = [
+        line
+        for note in _notes(cut, flow.sources, is_sample=flow.is_sample)
+        for line in wrapped(note, _WIDTH - 48, 10.5, 3)
+    ]
+    written = [Text(24, end + 15 * number, line, 10.5, colour=FAINT) for number, line in enumerate(notes)]
+    items = (*heading, *captions, *sources, *target_items, *legend, *written)
+    return Scene(_WIDTH, end + 15 * len(notes) + 12, f"How both sides cut {target.name}, {about}", items)
+
+
+def _notes(cut: Cut, sources: Shards, *, is_sample: bool) -> Iterator[str]:
+    if cut.by:
+        yield f"Made of {shortened([panel.name for panel in cut.sources])} by {cut.by}."
+    if cut.further:
+        yield f"{counted(cut.further, 'more source tensor')} that it is made of are not drawn."
+    panels = (*(("source", panel) for panel in cut.sources[:1]), ("target", cut.target))
+    yield from dict.fromkeys(note for side, panel in panels for note in _dimension_notes(panel, side))
+    if any(block.pieces > 1 for panel in (*cut.sources, cut.target) for block in panel.blocks):
+        yield "Where pieces are too many to be drawn, neighbours are one rectangle, named after the first of them."
+    drawn = sum(block.pieces for block in cut.target.blocks)
+    if drawn < cut.target.pieces:
+        yield f"{drawn} of the target's {cut.target.pieces} pieces are drawn."
+    if any(block.planned is None and block.box.size for block in cut.target.blocks):
+        yield "Grey in the target: " + (
+            "not planned, as this is a sample." if is_sample else "no target that was asked for."
+        )
+    if cut.moves and cut.target.blocks:
+        yield (
+            "Colours: the pieces of the source, and where they go. Black frames: what one target holds; `0 < 2, 3` is"
+            f" target 0, which reads source {sources.word}s 2 and 3."
+        )
+
+
+def _dimension_notes(panel: Panel, side: str) -> Iterator[str]:
+    ndim = len(panel.shape)
+    if ndim > 2:
+        down, across = panel.shown
+        yield f"Of {ndim} dimensions two are drawn: {down} down, {across} across."
+    for dim, count in enumerate(panel.cuts):
+        if dim not in panel.shown and count > 1:
+            yield f"The {side} cuts dimension {dim} too, into {count}: what is drawn is where its index is 0."
+
+
+def _sources(cut: Cut, shards: Shards, colours: Mapping[int, str], top: float) -> tuple[list[Rectangle | Text], float]:
+    """Return the drawings of the source tensors, one below the other, and where they end."""
+    items: list[Rectangle | Text] = [Text(_LEFT, top - 38, "source", 12, bold=True)]
+    if not cut.sources:
+        items.append(Text(_LEFT, top + 20, "made up: it is in no source tensor", 11))
+        return items, top + 40
+    room = _PANEL if len(cut.sources) == 1 else max(96.0, (1.5 * _PANEL - 64 * len(cut.sources)) / len(cut.sources))
+    is_renamed = len(cut.sources) > 1 or cut.sources[0].name != cut.target.name
+    y = top
+    for number, panel in enumerate(cut.sources):
+        if number:
+            y += 64
+        if is_renamed:
+            items.append(Text(_LEFT + 52, y - 38, fitted(panel.name, _PANEL, 11), 11, title=panel.name))
+        items += _caption(panel, shards, _LEFT, y - 22)
+        frame = _frame(panel, _LEFT, y, room)
+        items += _empty(frame, panel)
+        for block in panel.blocks:
+            if block.box.size and block.holders:
+                items += _block(frame, block, shards, colours[block.holders[0]], number)
+        items += _ticks(frame, [block.box for block in panel.blocks])
+        y += frame.height
+    return items, y
+
+
+def _caption(panel: Panel, shards: Shards, x: float, y: float) -> Iterator[Text]:
+    copies = max((block.copies for block in panel.blocks), default=1)
+    pieces = "whole" if panel.pieces == 1 else f"{panel.pieces} pieces"
+    on_each = f"{'' if panel.pieces == 1 else 'each '}on {counted(copies, shards.word)}"
+    shape = f"{panel.dtype} {list(panel.shape)}: "
+    yield Text(x, y, fitted(f"{shape}{pieces}, {on_each}", _PANEL + 60, 10.5), 10.5, colour=FAINT)
+
+
+def _frame(panel: Panel, x: float, y: float, room: float) -> _Frame:
+    if len(panel.shown) < 2:
+        across = panel.shown[0] if panel.shown else None
+        width = _PANEL if panel.shown else _VECTOR_HEIGHT
+        return _Frame(x, y, width, _VECTOR_HEIGHT, panel.shape, None, across)
+    down, across = panel.shown
+    ratio = max(panel.shape[down], 1) / max(panel.shape[across], 1)
+    ratio = min(max(ratio, 1 / _MOST_ASPECT), _MOST_ASPECT)
+    width = min(_PANEL, room / ratio)
+    return _Frame(x, y, width, width * ratio, panel.shape, down, across)
+
+
+def _empty(frame: _Frame, panel: Panel) -> Iterator[Rectangle | Text]:
+    yield Rectangle(frame.x, frame.y, frame.width, frame.height, EMPTY, GRID)
+    if not Box.whole(panel.shape).size:
+        yield Text(frame.x + 8, frame.y + min(frame.height / 2 + 4, 30), "no elements", 11)
+
+
+def _block(frame: _Frame, block: Block, shards: Shards, fill: str, number: int) -> Iterator[Rectangle | Text]:
+    x, y, width, height = frame.place(block.box)
+    title = f"source {_holders(block, shards)}: {_pieces(block)}"
+    yield Rectangle(x, y, width, height, fill, PAPER, _line(width, height), title=title, key=f"source {number}")
+    yield from _label([*_names(block, shards)], x, y, width, height, on(fill), title)
+
+
+def _target(cut: Cut, frame: _Frame, targets: Shards, sources: Shards, grounds: _Grounds) -> Iterator[Rectangle | Text]:
+    yield from _empty(frame, cut.target)
+    by_target = defaultdict[int, list[Move]](list)
+    for move in cut.moves:
+        by_target[move.target].append(move)
+    frames: list[Rectangle | Text] = []
+    drawn = 0
+    for block in cut.target.blocks:
+        if not block.box.size:
+            continue
+        x, y, width, height = frame.place(block.box)
+        all_moves = by_target[block.planned] if block.planned is not None else []
+        moves = [move for move in all_moves if is_at_front(move.region, cut.target.shown)]
+        if block.pieces > 1:
+            moves = [move._replace(region=block.box) for move in moves[:1]]
+        for move in moves[: max(1, _MOST_DRAWN_MOVES - drawn)]:
+            drawn += 1
+            yield from _move(frame, move, cut, sources, grounds, whole=len(moves) == 1)
+        title = f"target {_holders(block, targets)}: {_pieces(block)}"
+        frames.append(Rectangle(x, y, width, height, None, INK, _line(width, height) + 0.5))
+        ground = grounds.of(moves[0]) if len(moves) == 1 else None
+        names, labels = list(_names(block, targets)), list[str]()
+        if block.copies == block.pieces == 1:  # each of several targets reads sources of its own
+            read = sorted({move.source for move in all_moves if move.source is not None})
+            labels = [f"{name} < {number_ranges(read)}" for name in names if read]
+        labels += names
+        frames += _framed_label(labels, x, y, width, height, ground, title)
+    yield from frames
+    yield from _ticks(frame, [block.box for block in cut.target.blocks])
+
+
+def _move(
+    frame: _Frame, move: Move, cut: Cut, sources: Shards, grounds: _Grounds, *, whole: bool
+) -> Iterator[Rectangle | Text]:
+    x, y, width, height = frame.place(move.region)
+    fill = grounds.of(move)
+    if move.source is None:
+        title = f"target rank {move.target}: {move.region} is made up"
+    else:
+        of_name = f" of {cut.sources[move.panel].name}" if move.panel is not None and len(cut.sources) > 1 else ""
+        title = (
+            f"target rank {move.target}: {move.region} from {sources.word} {move.source},"
+            f" {move.source_region}{of_name}, {format_bytes(move.size_bytes)}"
+        )
+    stroke = None if whole else PAPER
+    yield Rectangle(x, y, width, height, fill, stroke, _line(width, height) / 2, title=title, key="move")
+
+
+def _holders(block: Block, shards: Shards) -> str:
+    """Return who holds the first piece of a block, as `rank 3` or `ranks 0, 4`."""
+    more = ", ..." if block.copies > len(block.holders) else ""
+    return f"{shards.word}{'s' if block.copies > 1 else ''} {number_ranges(block.holders)}{more}"
+
+
+def _names(block: Block, shards: Shards) -> Iterator[str]:
+    """Yield what may be written into a block, the longest first."""
+    full = _holders(block, shards)
+    yield full
+    yield full.partition(" ")[2]
+    if block.copies > 1:
+        yield f"{block.holders[0]}, ..."
+    yield str(block.holders[0])
+
+
+def _pieces(block: Block) -> str:
+    return f"{block.pieces} pieces, of which the first is {block.piece}" if block.pieces > 1 else str(block.piece)
+
+
+def _label(
+    texts: Sequence[str], x: float, y: float, width: float, height: float, colour: str, title: str
+) -> Iterator[Text]:
+    """Yield the first of the texts that fits into a rectangle, in its middle."""
+    for size in (11.0, 9.0):
+        for text in texts:
+            if text_width(text, size) <= width - 4 and size <= height - 3:
+                yield Text(x + width / 2, y + height / 2 + size * 0.36, text, size, "middle", colour, title=title)
+                return
+
+
+def _framed_label(
+    texts: Sequence[str], x: float, y: float, width: float, height: float, ground: str | None, title: str
+) -> Iterator[Rectangle | Text]:
+    """Yield a label in the middle of a rectangle; on a ground of several colours with a ground of its own."""
+    for label in _label(texts, x, y, width, height, INK if ground is None else on(ground), title):
+        if ground is None:
+            wide = text_width(label.text, label.size) + 6
+            if label.size + 6 <= height:
+                middle = label.y - label.size * 0.36
+                yield Rectangle(label.x - wide / 2, middle - label.size * 0.75, wide, label.size * 1.5, PAPER)
+        yield label
+
+
+def _ticks(frame: _Frame, boxes: Sequence[Box]) -> Iterator[Text]:
+    """Yield the indices at which a tensor is cut, and what its dimensions are."""
+    if frame.across is not None:
+        for index, place in _spaced(
+            frame.shape, frame.across, boxes, frame.width, lambda text: text_width(text, 9) + 6
+        ):
+            yield Text(frame.x + place, frame.y - 5, str(index), 9, "middle", FAINT)
+        name = f"dimension {frame.across}"
+        yield Text(frame.x + frame.width / 2, frame.y + frame.height + 15, name, 9.5, "middle", FAINT)
+    if frame.down is not None:
+        for index, place in _spaced(frame.shape, frame.down, boxes, frame.height, lambda _: 11):
+            yield Text(frame.x - 6, frame.y + place + 3, str(index), 9, "end", FAINT)
+        name = f"dimension {frame.down}"
+        yield Text(frame.x - 48, frame.y + frame.height / 2, name, 9.5, "middle", FAINT, turned=True)
+
+
+def _spaced(
+    shape: tuple[int, ...], dim: int, boxes: Sequence[Box], length: float, room: Callable[[str], float]
+) -> Iterator[tuple[int, float]]:
+    """Yield the indices at which a dimension is cut, each with its place, without those that have no room.
+
+    length: of the dimension as it is drawn. room: returns how much of it the text of an index takes.
+    """
+    whole = max(shape[dim], 1)
+    last, end = -room("0"), length * shape[dim] / whole
+    for index in sorted({0, *(box.start[dim] for box in boxes), *(box.stop[dim] for box in boxes)} - {shape[dim]}):
+        place = index * length / whole
+        if place - last >= room(str(index)) and (not index or end - place >= room(str(shape[dim]))):
+            yield index, place
+            last = place
+    if shape[dim]:
+        yield shape[dim], end
+
+
+def _legend(
+    colours: Mapping[int, str], named: Mapping[int, Block], shards: Shards, y: float
+) -> Iterator[Rectangle | Text]:
+    """Yield what the colours of ranks mean. named: a block in the colour of each."""
+    if len(colours) < 2:
+        return
+    if len(colours) <= _MOST_SWATCHES:
+        begin = f"source {shards.word}"
+        yield Text(_LEFT, y + 10, begin, 10)
+        x = _LEFT + text_width(begin, 10) + 14
+        room = (_WIDTH - 24 - x) / len(colours) - 31
+        for rank, colour in colours.items():
+            options = list(_names(named[rank], shards))[1:]
+            text = next((option for option in options if text_width(option, 10) <= room), options[-1])
+            yield Rectangle(x, y, 12, 12, colour)
+            yield Text(x + 17, y + 10, text, 10)
+            x += 31 + text_width(text, 10)
+        return
+    ranks, width = list(colours), 220.0
+    step = width / len(ranks)
+    for number, rank in enumerate(ranks):
+        yield Rectangle(_LEFT + number * step, y, step + 0.3, 12, colours[rank])
+    yield Text(_LEFT + width + 12, y + 10, f"source {shards.word}s {ranks[0]} to {ranks[-1]}, in their order", 10)
+
+
+def _line(width: float, height: float) -> float:
+    """Return how thick the line around a rectangle is: thin around a small one."""
+    return 1.5 if min(width, height) > 14 else 0.75 if min(width, height) > 5 else 0.25
