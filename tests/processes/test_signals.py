@@ -92,7 +92,8 @@ def paused(c: Conversion) -> tuple[dict[str, str], Path]:
 
 @pytest.mark.parametrize("jobs", ["1", "2"])
 @pytest.mark.parametrize(
-    ("again", "says"), [("--resume", "interrupted; --resume goes on"), ("--overwrite", "interrupted")]
+    ("again", "says"),
+    [("--resume", "interrupted; the same command with --resume goes on"), ("--overwrite", "interrupted")],
 )
 def test_an_interrupt_is_told_on_a_line_of_its_own(
     tmp_path: Path, capsys: Capture, jobs: str, again: str, says: str
