@@ -34,9 +34,11 @@ class Told:
     def reading(self, source: str) -> None:
         pass
 
-    def close(self, status: RunStatus | None) -> None:
-        if status is not None:
-            self._tell(status)
+    def close(self, status: RunStatus) -> None:
+        self._tell(status)
+
+    def abandon(self, *, ends_line: bool) -> None:
+        pass
 
     def _tell(self, status: RunStatus) -> None:
         if self._on_progress is None:

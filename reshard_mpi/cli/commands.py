@@ -162,8 +162,8 @@ def _run(work: str, options: argparse.Namespace, world: comm.Comm) -> Outcome:
     progress = _progress(options, world)
     try:
         outcome = _run_shown(work, options, world, progress)
-    except BaseException:
-        progress.abandon()
+    except BaseException as error:
+        progress.abandon(ends_line=stopped_by(error) is None)  # last words begin a line of their own
         raise
     progress.close()
     return outcome

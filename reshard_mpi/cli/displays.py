@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
@@ -14,23 +15,25 @@ if TYPE_CHECKING:
 
     from reshard_mpi.runs.status import RunStatus
 
-# The bar appears, or the first line is printed, after so many seconds. What is over by then needs no bar, for which a
-# library would have to be loaded.
+# The bar appears, or the first line is printed, after so many seconds. What is over by then needs neither: its closing
+# line says all, and the library that draws the bar takes a while to load.
 _FIRST_SECONDS = 0.5
+_USUAL_COLUMNS, _USUAL_ROWS = 80, 24
 # Seconds between two lines.
 _LINE_SECONDS = 5.0
 
 
 class Lines:
-    """Prints a line every few seconds, and a last one if the run has come to its end."""
+    """Prints a line every few seconds, and a last one when the run has come to its end."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._next_seconds = _FIRST_SECONDS
+        self._has_begun = False
 
     def update(self, status: RunStatus) -> None:
         if status.seconds >= self._next_seconds:
-            self._next_seconds = status.seconds + _LINE_SECONDS
+            self._next_seconds, self._has_begun = status.seconds + _LINE_SECONDS, True
             say(status.as_text(), self._stream)
 
     def say(self, text: str) -> None:
@@ -39,9 +42,12 @@ class Lines:
     def reading(self, source: str) -> None:
         self.say(f"source: {source}")
 
-    def close(self, status: RunStatus | None) -> None:
-        if status is not None and status.bytes_total:
+    def close(self, status: RunStatus) -> None:
+        if self._has_begun and status.bytes_total is not None:
             say(status.as_text(), self._stream)
+
+    def abandon(self, *, ends_line: bool) -> None:
+        pass
 
 
 class Bar:
@@ -51,17 +57,21 @@ class Bar:
         self._stream = stream
         self._with_colour = with_colour
         self._bar: tqdm[NoReturn] | None = None
+        self._text_columns = 0
 
     def update(self, status: RunStatus) -> None:
         if self._bar is None:
             if status.seconds < _FIRST_SECONDS:
                 return
             self._bar = _new_bar(self._stream, with_colour=self._with_colour)
+        self._bar.ncols = _columns(self._stream)
         if status.bytes_total is None:
             self._bar.bar_format = status.as_text()
         else:
             self._bar.total, self._bar.n = max(1, status.bytes_total), status.bytes_done or not status.bytes_total
-            self._bar.bar_format = f"{status.percent:3} %|{{bar}}| {status.as_text(with_percent=False)}"
+            text = status.as_text(with_percent=False)
+            self._text_columns = max(self._text_columns, len(text))  # or the end of the bar would jump about
+            self._bar.bar_format = f"{status.percent:3} %|{{bar}}| {text:<{self._text_columns}}"
         with contextlib.suppress(OSError, ValueError):  # nobody looks any more
             self._bar.refresh()
 
@@ -77,15 +87,17 @@ class Bar:
     def reading(self, source: str) -> None:
         self.say(f"source: {source}")
 
-    def close(self, status: RunStatus | None) -> None:
-        if self._bar is None:
-            if status is not None and status.bytes_total:
-                say(status.as_text(), self._stream)
-            return
-        if status is not None:
+    def close(self, status: RunStatus) -> None:
+        if self._bar is not None:
             self.update(status)
-        with contextlib.suppress(OSError, ValueError):
-            self._bar.close()
+            with contextlib.suppress(OSError, ValueError):
+                self._bar.close()
+
+    def abandon(self, *, ends_line: bool) -> None:
+        if self._bar is not None:
+            self._bar.disable = True  # it is left as it is
+            if ends_line:
+                say("", self._stream)
 
 
 def may_draw(stream: TextIO, environment: Mapping[str, str]) -> bool:
@@ -107,4 +119,15 @@ def _new_bar(stream: TextIO, *, with_colour: bool) -> tqdm[NoReturn]:
     tqdm.monitor_interval = 0
     tqdm.set_lock(threading.RLock())
     colour = "green" if with_colour else None
-    return tqdm(total=1, file=stream, dynamic_ncols=True, leave=True, mininterval=0, bar_format=" ", colour=colour)
+    # It draws nothing on a terminal that does not say how many rows it has, unless it is told.
+    columns, rows = _columns(stream), _USUAL_ROWS
+    return tqdm(total=1, file=stream, ncols=columns, nrows=rows, mininterval=0, bar_format=" ", colour=colour)
+
+
+def _columns(stream: TextIO) -> int:
+    """Return how many characters fit a line of a terminal, which may have changed; a guess if it does not say."""
+    try:
+        columns = os.get_terminal_size(stream.fileno()).columns
+    except (OSError, ValueError):
+        columns = 0
+    return (columns or _USUAL_COLUMNS) - 1  # some terminals begin a new line after the last

@@ -131,9 +131,11 @@ class PipeDisplay:
     def reading(self, source: str) -> None:
         self._channel.send(("reading", (source,)))
 
-    def close(self, status: RunStatus | None) -> None:
-        if status is not None:
-            self.update(status)
+    def close(self, status: RunStatus) -> None:
+        self.update(status)
+
+    def abandon(self, *, ends_line: bool) -> None:
+        pass
 
 
 def tell(progress: Progress, kind: str, arguments: tuple[Any, ...]) -> None:

@@ -94,8 +94,8 @@ class RunProgress(Progress, Protocol):
     def close(self) -> None:
         """The run has come to its end; all ranks of an MPI run must call this."""
 
-    def abandon(self) -> None:
-        """The run was stopped or refused."""
+    def abandon(self, *, ends_line: bool = True) -> None:
+        """The run was refused or stopped. ends_line: whether a line that is not ended has to be."""
 
 
 class Silent:
@@ -146,7 +146,7 @@ class Silent:
     def close(self) -> None:
         pass
 
-    def abandon(self) -> None:
+    def abandon(self, *, ends_line: bool = True) -> None:
         pass
 
 

@@ -130,7 +130,7 @@ class RankProgress:
         self._comm.allgather(self._now)
         self._posts.close()
 
-    def abandon(self) -> None:
+    def abandon(self, *, ends_line: bool = True) -> None:
         """Leave it as it is, since other ranks may have ended."""
 
     @property

@@ -26,7 +26,8 @@ class Display(Protocol):
     """Shows the progress of a run. Its methods are called by one thread at a time.
 
     `update`: how far the run is, several times a second. `say`: a line for the user. `reading`: the source in one line.
-    `close`: the end of the run; the last status, or None if the run was stopped or refused.
+    `close`: the end of the run, with the last status. `abandon`: the run was refused or stopped; `ends_line`: whether a
+    line that is not ended has to be.
     """
 
     def update(self, status: RunStatus) -> None: ...
@@ -35,7 +36,9 @@ class Display(Protocol):
 
     def reading(self, source: str) -> None: ...
 
-    def close(self, status: RunStatus | None) -> None: ...
+    def close(self, status: RunStatus) -> None: ...
+
+    def abandon(self, *, ends_line: bool) -> None: ...
 
 
 class Watched:
@@ -116,10 +119,10 @@ class Watched:
         self._stop()
         self._display.close(self._status())
 
-    def abandon(self) -> None:
-        """End the display of a run that was stopped or refused."""
+    def abandon(self, *, ends_line: bool = True) -> None:
+        """End the display of a run that was refused or stopped."""
         self._stop()
-        self._display.close(None)
+        self._display.abandon(ends_line=ends_line)
 
     @property
     def _counts(self) -> Counts:
