@@ -24,16 +24,17 @@ _LINE_SECONDS = 5.0
 
 
 class Lines:
-    """Prints a line every few seconds, and a last one when the run has come to its end."""
+    """Prints a line for each stage and then every few seconds, and a last one when the run has come to its end."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._next_seconds = _FIRST_SECONDS
-        self._has_begun = False
+        self._stage = ""
 
     def update(self, status: RunStatus) -> None:
-        if status.seconds >= self._next_seconds:
-            self._next_seconds, self._has_begun = status.seconds + _LINE_SECONDS, True
+        is_next_stage = self._stage not in ("", status.stage)
+        if status.seconds >= self._next_seconds or is_next_stage:
+            self._next_seconds, self._stage = status.seconds + _LINE_SECONDS, status.stage
             say(status.as_text(), self._stream)
 
     def say(self, text: str) -> None:
@@ -43,7 +44,7 @@ class Lines:
         self.say(f"source: {source}")
 
     def close(self, status: RunStatus) -> None:
-        if self._has_begun and status.bytes_total is not None:
+        if self._stage and status.bytes_total is not None:
             say(status.as_text(), self._stream)
 
     def abandon(self, *, ends_line: bool) -> None:

@@ -112,7 +112,7 @@ class RunStatus(NamedTuple):
             parts += [f"{self.percent} %"] if with_percent else []
             if self.is_complete:
                 parts.append(f"in {format_seconds(self.seconds)}")
-            elif self.seconds_left is not None and self.bytes_per_second is not None:
+            elif self.bytes_per_second is not None and self.seconds_left:
                 parts += [format_rate(int(self.bytes_per_second), 1.0), f"{format_seconds(self.seconds_left)} left"]
             before = f" ({self.targets_before} complete before)" if self.targets_before else ""
             parts.append(f"{self.targets_done} of {counted(self.targets_total, self.unit)}{before}")

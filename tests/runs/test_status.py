@@ -37,7 +37,7 @@ def test_all_is_said_to_be_done_only_if_it_is() -> None:
     assert status(Counts(1, 4 * GIB - 1, 15)).percent == 99
     last = status(Counts(1, 4 * GIB - 1, 15), Counts(1, 1, 1))
     assert last.is_complete and last.as_text() == "writing 4.00 GiB of 4.00 GiB, 100 %, in 10 s, 16 of 16 targets"
-    sealing = status(Counts(1, 4 * GIB, 15), bytes_per_second=None)
+    sealing = status(Counts(1, 4 * GIB, 15))
     assert not sealing.is_complete and sealing.as_text().endswith("100 %, 15 of 16 targets")
 
 
