@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 from support.cases import Side
@@ -18,8 +21,9 @@ from support.oracle import RawLayout
 from support.processes import Finished
 
 import reshard_mpi
+from reshard_mpi.cli.displays import Bar, Lines
 from reshard_mpi.errors import ReshardError, TransformError
-from reshard_mpi.runs.progress import Bar, Plain
+from reshard_mpi.runs.watched import Display
 from reshard_mpi.text import counted, did_you_mean, lines, one_line
 
 # Colours, a title, a line that is forged, a carriage return, one byte that opens a sequence, turned text, no spaces.
@@ -57,10 +61,10 @@ def test_errors() -> None:
     assert str(several).count("\n") == 5
 
 
-@pytest.mark.parametrize("make_progress", [Plain, Bar])
-def test_waiting(capsys: Capture, make_progress: Callable[[], Plain | Bar]) -> None:
-    make_progress().waiting(f"waiting for {EVIL}")
-    assert_clean(capsys.readouterr().err.removeprefix("\r"))
+@pytest.mark.parametrize("display", [Lines, partial(Bar, with_colour=False)])
+def test_what_a_run_says(capsys: Capture, display: Callable[[TextIO], Display]) -> None:
+    display(sys.stderr).say(f"waiting for {EVIL}")
+    assert_clean(capsys.readouterr().err)
 
 
 def evil(folder: Path, kind: str) -> Conversion:

@@ -61,9 +61,7 @@ def parser() -> argparse.ArgumentParser:
     _add_conversion(transform)
     _add_jobs(transform)
     transform.add_argument("--report", type=_path, metavar="FILE.json", help="write what was done, target by target")
-    transform.add_argument(
-        "--progress", choices=("auto", "plain", "none"), default="auto", help="auto: a live line on a terminal"
-    )
+    _add_output(transform, "each target that is complete")
     plan = command("plan", "show what transform would do, writing nothing")
     _add_conversion(plan)
     plan.add_argument(
@@ -105,6 +103,7 @@ def parser() -> argparse.ArgumentParser:
     _add_rank(verify, "check the shards of these ranks only, of DST if it is given, such as 3 or 0-3,8 (repeatable)")
     _add_map(verify)
     _add_comparison(verify, "SRC", "hold the source strategy against SRC")
+    _add_output(verify, "each shard that is sound")
     diff = command("diff", "check that two checkpoints hold the same tensors, whatever their formats and layouts")
     diff.add_argument("source", type=_path, metavar="A", help="a checkpoint")
     diff.add_argument("target", type=_path, metavar="B", help="another one")
@@ -113,6 +112,7 @@ def parser() -> argparse.ArgumentParser:
     diff.add_argument("--dst-strategy", type=_path, metavar="F|DIR", help=f"how B {sharded}")
     _add_map(diff, "A")
     _add_comparison(diff, "A", "hold the strategies against the checkpoints")
+    _add_output(diff)
     commit = command("commit", "check that all targets in DST are complete, and write DST/reshard.json")
     commit.add_argument("target", type=_path, metavar="DST", help="the folder that transform has written to")
     ranks = command("ranks", "list the source ranks that target rank R needs, one per line")
@@ -305,6 +305,19 @@ def _add_comparison(parser: argparse.ArgumentParser, source: str, sampled: str) 
     )
     _add_memory(parser)
     _add_jobs(parser)
+
+
+def _add_output(parser: argparse.ArgumentParser, details: str | None = None) -> None:
+    parser.add_argument(
+        "--progress",
+        choices=("auto", "plain", "none"),
+        default="auto",
+        help="auto: a bar on a terminal, else a line every few seconds, as plain (default: %(default)s)",
+    )
+    amount = parser.add_mutually_exclusive_group()
+    amount.add_argument("-q", "--quiet", action="store_true", help="print nothing but errors")
+    if details is not None:
+        amount.add_argument("-v", "--verbose", action="store_true", help=f"print {details} as well")
 
 
 def _add_memory(parser: argparse.ArgumentParser) -> None:
