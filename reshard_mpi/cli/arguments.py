@@ -78,8 +78,9 @@ def parser() -> argparse.ArgumentParser:
     shown.add_argument(
         "--plot",
         type=_path,
-        metavar="FILE.html|.png|.svg",
-        help="draw who feeds whom instead; as a page with the cuts of tensors too. Of many targets a sample is planned",
+        metavar="FILE",
+        help="draw who feeds whom instead, as .svg or .png, or as .html, a page with the cuts of tensors too; of many"
+        " targets a sample is planned",
     )
     shown.add_argument(
         "--explain",

@@ -278,6 +278,11 @@ class Strategy:
                     )
 
     @property
+    def is_spec(self) -> bool:
+        """Whether people wrote it themselves, by rules over a mesh with names: no framework vouches for it."""
+        return bool(self.axes)
+
+    @property
     def stage_size(self) -> int:
         return self.world_size // self.stages
 
