@@ -35,15 +35,18 @@ from reshard_mpi.sharding.layout import Layout
 # Of tensors that are alike so many are named, of what a picture's tensor is made of so many are drawn, and so many
 # moves of it are kept.
 _MOST_NAMES, _MOST_SOURCES, _MOST_MOVES = 500, 4, 2000
-# matplotlib, or a page with all its pictures.
-_DRAWING_BYTES = 128 << 20
 
 
 class Asked(NamedTuple):
-    """What is to be drawn. tensors: those that the user names. most_cuts: so many kinds of tensors at most."""
+    """What is to be drawn.
+
+    tensors: those that the user names. most_cuts: so many kinds of tensors at most. drawing_bytes: how much memory it
+    takes to draw that.
+    """
 
     tensors: tuple[str, ...]
     most_cuts: int
+    drawing_bytes: int = 0
 
 
 def planned_figures(request: Request, comm: Comm, asked: Asked) -> tuple[Figures, Outcome] | None:
@@ -58,7 +61,7 @@ def planned_figures(request: Request, comm: Comm, asked: Asked) -> tuple[Figures
 
 def _figures(request: Request, asked: Asked, memory: RunMemory) -> tuple[Figures, Outcome]:
     run = opened_run(request, memory, targets=2 * MOST_PLANNED)
-    memory.to_move(memory.projection.planning_bytes + _DRAWING_BYTES, f"a picture of {request.target}")
+    memory.to_move(memory.projection.planning_bytes + asked.drawing_bytes, f"a picture of {request.target}")
     conversion = run.conversion
     targets = conversion.target.world_size
     most = most_planned(conversion.source.extent.tensors)
