@@ -24,7 +24,7 @@ import reshard_mpi
 from reshard_mpi.cli.displays import Bar, Lines
 from reshard_mpi.errors import ReshardError, TransformError
 from reshard_mpi.runs.watched import Display
-from reshard_mpi.text import counted, did_you_mean, lines, one_line
+from reshard_mpi.text import counted, did_you_mean, lines, number_ranges, one_line
 
 # Colours, a title, a line that is forged, a carriage return, one byte that opens a sequence, turned text, no spaces.
 EVIL = "\x1b[31m\x1b]0;owned\x07\nreshard-mpi: error: forged\r\x7f\x9b1m\u202etxt\u2066\u200f\u2028\u200b"
@@ -99,6 +99,12 @@ def test_every_command(tmp_path: Path, capsys: Capture, kind: str) -> None:
     strategies = c.arguments("x")[3:]
     for command in (["plan"], ["plan", "--json"], ["plan", "--sbatch"]):
         tell(capsys, *c.arguments(*command), code=0)
+    tell(capsys, *c.arguments("plan", "--explain", SHORT), code=0)
+    tell(capsys, *c.arguments("plan", "--explain", EVIL), code=2)
+    for ending in ("html", "svg"):
+        picture = c.folder / f"{SHORT}.{ending}"
+        tell(capsys, *c.arguments("plan", "--plot", str(picture), "--tensor", SHORT), code=0)
+        assert_clean(picture.read_text(encoding="utf-8"))
     tell(capsys, *c.arguments("transform", "--prefix", f"p{SHORT}", "--verify", "--progress", "plain"), code=0)
     tell(capsys, *c.arguments("transform", "--verify"), code=3)
     for path in (c.src, c.dst, *c.dst.rglob("*"), c.src_strategy, c.folder):
@@ -177,6 +183,11 @@ def test_bytes_that_are_no_text(tmp_path: Path) -> None:
     c = make(tmp_path)
     folder = os.fsdecode(os.fsencode(tmp_path) + b"/s\xff\x9b\xc3\xa9")
     c.src.rename(folder)
+    plan = [folder if word == str(c.src) else word for word in c.arguments("plan")]
+    pictures = (["--plot", f"{folder}/plan.{ending}"] for ending in ("html", "svg", "png"))
+    for command in (["--explain", "w"], *pictures):
+        finished = run_apart(*plan, *command, env={"PYTHONIOENCODING": "ascii:strict"}, check=True)
+        assert_clean(finished.out, finished.err)
     for command in (["inspect", folder], ["inspect", "--json", folder], ["inspect", folder + "x"]):
         for encoding in ("utf-8", "ascii"):
             finished = run_apart(*command, env={"PYTHONIOENCODING": f"{encoding}:strict"})
@@ -186,6 +197,9 @@ def test_bytes_that_are_no_text(tmp_path: Path) -> None:
 
 
 def test_numbers_of_things() -> None:
+    assert [number_ranges(ranks) for ranks in ([], [3], [0, 1], [0, 1, 2, 5], [1, 4, 5, 6, 7])] == [
+        *("", "3", "0, 1", "0-2, 5", "1, 4-7")
+    ]
     assert [counted(number, "shard") for number in (0, 1, 2)] == ["0 shards", "1 shard", "2 shards"]
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from reshard_mpi.errors import UsageError
 from reshard_mpi.filesystem.paths import described, is_replaceable
 from reshard_mpi.text import counted, one_line
+from reshard_mpi.units import MIB
 
 if TYPE_CHECKING:
     from reshard_mpi.pictures.figures import Figures
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 _ENDINGS = (".html", ".png", ".svg")
 # A page has the cuts of so many kinds of tensors at most.
 _MOST_CUTS = 200
+# What drawing takes: matplotlib with its fonts and the picture's dots, and the largest page as text.
+_PNG_BYTES, _SVG_BYTES = 96 * MIB, 40 * MIB
 
 
 def asked_pictures(path: str | None, tensors: Sequence[str]) -> Asked:
@@ -51,7 +54,8 @@ def asked_pictures(path: str | None, tensors: Sequence[str]) -> Asked:
             where=path,
             remedy="choose another name",
         )
-    return Asked(tuple(dict.fromkeys(tensors)), _MOST_CUTS if ending == ".html" else 0)
+    most_cuts = _MOST_CUTS if ending == ".html" else 0
+    return Asked(tuple(dict.fromkeys(tensors)), most_cuts, _PNG_BYTES if ending == ".png" else _SVG_BYTES)
 
 
 def write_picture(path: str, figures: Figures) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice, product
 
 from reshard_mpi.pictures.figures import Block, Panel
@@ -66,7 +66,7 @@ def panel_of_layout(name: str, dtype: str, layout: Layout, shown: tuple[int, ...
 def panel_of_pieces(
     name: str, dtype: str, shape: Shape, held: Mapping[Box, Sequence[int]], shown: tuple[int, ...] | None = None
 ) -> Panel:
-    """Return a tensor of which pieces are known one by one. held: the shards that hold each, ascending."""
+    """Return a tensor of which pieces are known one by one. held: the shards that hold each."""
     cuts = cuts_of_boxes(shape, held)
     shown = shown_dimensions(shape, cuts) if shown is None else shown
     boxes = sorted((box for box in held if is_at_front(box, shown)), key=lambda box: box.start)
@@ -76,7 +76,7 @@ def panel_of_pieces(
     blocks = []
     for place in range(0, min(len(boxes), step * MOST_LISTED), step):
         together = boxes[place : place + step]
-        first, holders = together[0], held[together[0]]
+        first, holders = together[0], sorted(held[together[0]])
         box = Box(first.start, tuple(map(max, *(box.stop for box in together)))) if step > 1 else first
         blocks.append(Block(box, first, len(together), tuple(holders[:_MOST_HOLDERS]), len(holders)))
     return Panel(name, dtype, shape, shown, cuts, tuple(blocks), len(held))
@@ -85,13 +85,6 @@ def panel_of_pieces(
 def is_at_front(box: Box, shown: tuple[int, ...]) -> bool:
     """Tell whether a box is in the plane that is drawn: index 0 of every dimension that is not."""
     return all(start == 0 for dim, start in enumerate(box.start) if dim not in shown)
-
-
-def first_holders(panel: Panel) -> Iterator[int]:
-    """Yield a shard that holds the first piece of each block."""
-    for block in panel.blocks:
-        if block.holders and block.box.size:
-            yield block.holders[0]
 
 
 def _piece(layout: Layout, index: Sequence[int]) -> Piece:

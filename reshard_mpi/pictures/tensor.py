@@ -15,6 +15,8 @@ from reshard_mpi.text import counted, number_ranges, shortened
 from reshard_mpi.units import format_bytes
 
 _WIDTH, _PANEL, _GAP, _LEFT = 1000.0, 360.0, 140.0, 92.0
+# From one source tensor to the next.
+_BETWEEN = 80.0
 # A tensor much longer than wide is drawn less so.
 _MOST_ASPECT = 2.6
 _VECTOR_HEIGHT = 56.0
@@ -113,7 +115,7 @@ def _notes(cut: Cut, sources: Shards, *, is_sample: bool) -> Iterator[str]:
     panels = (*(("source", panel) for panel in cut.sources[:1]), ("target", cut.target))
     yield from dict.fromkeys(note for side, panel in panels for note in _dimension_notes(panel, side))
     if any(block.pieces > 1 for panel in (*cut.sources, cut.target) for block in panel.blocks):
-        yield "Where pieces are too many to be drawn, neighbours are one rectangle, named after the first of them."
+        yield "Where pieces are too many to be drawn, neighbours are one rectangle, with name and colour of the first."
     drawn = sum(block.pieces for block in cut.target.blocks)
     if drawn < cut.target.pieces:
         yield f"{drawn} of the target's {cut.target.pieces} pieces are drawn."
@@ -144,14 +146,17 @@ def _sources(cut: Cut, shards: Shards, colours: Mapping[int, str], top: float) -
     if not cut.sources:
         items.append(Text(_LEFT, top + 20, "made up: it is in no source tensor", 11))
         return items, top + 40
-    room = _PANEL if len(cut.sources) == 1 else max(96.0, (1.5 * _PANEL - 64 * len(cut.sources)) / len(cut.sources))
+    room = (
+        _PANEL if len(cut.sources) == 1 else max(96.0, (1.5 * _PANEL - _BETWEEN * len(cut.sources)) / len(cut.sources))
+    )
     is_renamed = len(cut.sources) > 1 or cut.sources[0].name != cut.target.name
     y = top
     for number, panel in enumerate(cut.sources):
         if number:
-            y += 64
+            y += _BETWEEN
         if is_renamed:
-            items.append(Text(_LEFT + 52, y - 38, fitted(panel.name, _PANEL, 11), 11, title=panel.name))
+            x = _LEFT if number else _LEFT + 52
+            items.append(Text(x, y - 38, fitted(panel.name, _PANEL, 11), 11, title=panel.name))
         items += _caption(panel, shards, _LEFT, y - 22)
         frame = _frame(panel, _LEFT, y, room)
         items += _empty(frame, panel)

@@ -171,7 +171,7 @@ def _layout_lines(layout: Layout, strategy: Strategy) -> Iterator[str]:
     if not placement.is_cut:
         yield f"not cut: whole on {counted(placement.copies, 'rank')}{stages}"
         return
-    mesh = " ".join(f"{_axis(axis, strategy)}={length}" for axis, length in enumerate(placement.mesh))
+    mesh = ", ".join(f"{_axis(axis, strategy)}={length}" for axis, length in enumerate(placement.mesh))
     sizes = dict(placement.sizes)
     for dim, axes in enumerate(placement.split):
         if placement.slices(dim) > 1:
@@ -179,7 +179,9 @@ def _layout_lines(layout: Layout, strategy: Strategy) -> Iterator[str]:
             uneven = f", of {shortened(list(map(str, sizes[dim])), 16)}" if dim in sizes else ""
             yield f"dimension {dim} is cut into {placement.slices(dim)} over {over}{uneven} (mesh {mesh})"
     if placement.optimizer > 1:
-        yield f"each of these is cut into {placement.optimizer} along dimension 0 by the optimizer (mesh {mesh})"
+        is_cut_before = any(placement.slices(dim) > 1 for dim in range(len(placement.split)))
+        of_each = "each of these is cut along dimension 0" if is_cut_before else "dimension 0 is cut"
+        yield f"{of_each} into {placement.optimizer} by the optimizer (mesh {mesh})"
     pieces = math.prod(placement.cuts(dim) for dim in range(len(layout.shape)))
     yield f"{pieces} pieces, each on {counted(placement.copies, 'rank')}{stages}"
 

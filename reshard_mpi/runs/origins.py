@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from reshard_mpi.errors import UsageError
+from reshard_mpi.formats.listed import ListedTensors
 from reshard_mpi.planning.parameters import find_or_follow
 from reshard_mpi.planning.tensors import SourceGroup
 from reshard_mpi.runs.conversion import Conversion
@@ -55,6 +56,18 @@ def source_groups(conversion: Conversion, target_rank: int, names: tuple[str, ..
     else:
         both = conversion.both_layouts(target_rank, names)
     return {name: layouts.source for name, layouts in both.items()}
+
+
+def listed_pieces(conversion: Conversion, name: str) -> Mapping[Box, tuple[str, ...]] | None:
+    """Return the pieces of a source tensor that an index lists, with the files that have each; None if none does."""
+    stored = conversion.source.stored
+    tensors = stored.manifest(0).tensors if stored.files.is_folder else None
+    if not isinstance(tensors, ListedTensors):
+        return None
+    files: dict[Box, tuple[str, ...]] = {}
+    for box, file in tensors.lists[tensors.list_of[tensors.number_of[name]]]:
+        files[box] = (*files.get(box, ()), file.path)
+    return files
 
 
 def likely_holders(target: Strategy, name: str) -> Sequence[int]:

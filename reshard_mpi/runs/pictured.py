@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -11,20 +12,20 @@ from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.pictures.cuts import (
     cuts_of,
     cuts_of_boxes,
-    first_holders,
     panel_of_layout,
     panel_of_pieces,
     shown_dimensions,
 )
-from reshard_mpi.pictures.figures import Cut, Feed, Figures, Flow, Move, Panel, Shards
+from reshard_mpi.pictures.figures import Block, Cut, Feed, Figures, Flow, Move, Panel, Shards
 from reshard_mpi.pictures.flow import MOST_PLANNED, feeds_of, most_planned, path_of, sampled_targets
 from reshard_mpi.planning.model import Group, RankPlan
+from reshard_mpi.planning.once import writer
 from reshard_mpi.planning.tensors import SourceGroup
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.runs.memory import RunMemory
 from reshard_mpi.runs.opened import opened_outcome, opened_run
-from reshard_mpi.runs.origins import Origin, likely_holders, origin_of, source_groups, unknown_tensor
+from reshard_mpi.runs.origins import Origin, likely_holders, listed_pieces, origin_of, source_groups, unknown_tensor
 from reshard_mpi.runs.outcome import Outcome, agreed
 from reshard_mpi.runs.plans import outcome_of
 from reshard_mpi.runs.progress import Silent, complain
@@ -35,15 +36,18 @@ from reshard_mpi.sharding.layout import Layout
 # Of tensors that are alike so many are named, of what a picture's tensor is made of so many are drawn, and so many
 # moves of it are kept.
 _MOST_NAMES, _MOST_SOURCES, _MOST_MOVES = 500, 4, 2000
-# matplotlib, or a page with all its pictures.
-_DRAWING_BYTES = 128 << 20
 
 
 class Asked(NamedTuple):
-    """What is to be drawn. tensors: those that the user names. most_cuts: so many kinds of tensors at most."""
+    """What is to be drawn.
+
+    tensors: those that the user names. most_cuts: so many kinds of tensors at most. drawing_bytes: how much memory it
+    takes to draw that.
+    """
 
     tensors: tuple[str, ...]
     most_cuts: int
+    drawing_bytes: int = 0
 
 
 def planned_figures(request: Request, comm: Comm, asked: Asked) -> tuple[Figures, Outcome] | None:
@@ -58,7 +62,7 @@ def planned_figures(request: Request, comm: Comm, asked: Asked) -> tuple[Figures
 
 def _figures(request: Request, asked: Asked, memory: RunMemory) -> tuple[Figures, Outcome]:
     run = opened_run(request, memory, targets=2 * MOST_PLANNED)
-    memory.to_move(memory.projection.planning_bytes + _DRAWING_BYTES, f"a picture of {request.target}")
+    memory.to_move(memory.projection.planning_bytes + asked.drawing_bytes, f"a picture of {request.target}")
     conversion = run.conversion
     targets = conversion.target.world_size
     most = most_planned(conversion.source.extent.tensors)
@@ -233,18 +237,27 @@ class _Collected:
         """Plan further targets, `most` at most, so that each block that is drawn has one that has been planned."""
         budget = len(self._planned) + most
         for kind in list(self._drawn.values()):
-            for rank in first_holders(self._panels(kind)[1]):
+            for block in self._panels(kind)[1].blocks:
+                if block.box.size == 0 or block.planned is not None:
+                    continue
                 if len(self._planned) >= budget:
                     return
+                rank = self._writer(kind, block) if self.conversion.once else block.holders[0]
                 if rank not in self._planned:
                     self.add(self.conversion.plan(rank, checked=False))
+
+    def _writer(self, kind: _Kind, block: Block) -> int:
+        """Return the target that writes the first piece of a block, where others that hold it do not."""
+        piece = next(piece for piece, _ in kind.layout.pieces_meeting(block.piece))
+        is_loose = not all(group.listed for group in kind.sources.values())
+        return writer(kind.names[0], piece, kind.layout.placement, loose=is_loose)
 
     def cuts(self) -> Iterable[Cut]:
         """Yield how both sides cut each kind of tensors; those that are asked for come first."""
         in_order = sorted(self._drawn.values(), key=lambda kind: kind.names[0] not in self.asked.tensors)
         for kind in in_order:
             sources, target = self._panels(kind)
-            size_bytes = _elements(kind.layout.shape) * kind.dtype.itemsize_bytes * kind.count
+            size_bytes = math.prod(kind.layout.shape) * kind.dtype.itemsize_bytes * kind.count
             further = max(0, len(kind.origin.sources) - _MOST_SOURCES)
             names = tuple(kind.names)
             moves = tuple(kind.moves)
@@ -256,7 +269,7 @@ class _Collected:
         groups = kind.sources
         is_same = self.conversion.original is None
         shapes = {name: groups[name].shape for name in groups}
-        boxes = {name: kind.taken.get(name, {}) for name in groups}
+        boxes = {name: self._pieces(kind, name) for name in groups}
         by_layout = {name: _layout_of(groups[name].layouts, tuple(boxes[name])) for name in groups}
         if self.sources.by_file:
             cuts = {name: cuts_of_boxes(shapes[name], boxes[name]) for name in groups}
@@ -272,6 +285,13 @@ class _Collected:
             else:
                 panels.append(panel_of_layout(name, dtype, by_layout[name], shown))
         return tuple(panels), target
+
+    def _pieces(self, kind: _Kind, name: str) -> Mapping[Box, list[int]]:
+        """Return the pieces of a source tensor: all that an index lists, else those that planned targets read."""
+        listed = listed_pieces(self.conversion, name)
+        if listed is None:
+            return kind.taken.get(name, {})
+        return {box: [self.sources.number(0, path) for path in paths] for box, paths in listed.items()}
 
 
 def _target_panel(kind: _Kind, other_cuts: tuple[Sequence[int], ...]) -> Panel:
@@ -291,7 +311,3 @@ def _layout_of(layouts: Sequence[Layout], taken: Sequence[Box]) -> Layout:
 
 def _boxes_at(layout: Layout, box: Box) -> list[Box]:
     return [layout.piece_box(piece) for piece, _ in layout.pieces_meeting(box)]
-
-
-def _elements(shape: Sequence[int]) -> int:
-    return Box.whole(tuple(shape)).size

@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.cases import Case, cases
-from support.checkpoints import write_shards, write_strategy
+from support.checkpoints import write_shard, write_shards, write_strategy
 from support.conversions import make
 from support.oracle import rank_holds, slice_for_rank
 
+import reshard_mpi
 from reshard_mpi.pictures.cuts import panel_of_layout, panel_of_pieces, shown_dimensions
 from reshard_mpi.pictures.figures import Feed, Figures, Flow, Shards
 from reshard_mpi.pictures.flow import MOST_PLANNED, MOST_SPANS, grid_of, most_planned, sampled_targets
@@ -176,6 +177,27 @@ def test_tensors_that_are_asked_for_come_first_and_are_found_in_any_stage(tmp_pa
     assert (
         figures.further + len(figures.cuts) == 3 and figures.further_tensors + sum(c.total for c in figures.cuts) == 4
     )
+
+
+@pytest.mark.parametrize("kind", ["dcp", "hdf5"])
+def test_a_sample_shows_the_whole_tensor_on_both_sides(tmp_path: Path, kind: str) -> None:
+    """Blocks stand for all pieces, and each has a target that was planned, though few targets are."""
+    write_shard({"w": np.zeros((1200, 4), np.float32), "b": np.zeros((1200,))}, tmp_path / "full.safetensors")
+    for ranks in (75, 300):
+        spec = f'mesh = {{ x = {ranks // 3}, y = 3 }}\n[[parameter]]\nmatch = "*"\nsplit = {{ 0 = ["x"] }}\n'
+        (tmp_path / f"{ranks}.toml").write_text(spec)
+    reshard_mpi.transform(tmp_path / "full.safetensors", tmp_path / "src", dst_strategy=tmp_path / "75.toml", to=kind)
+    request = Request(str(tmp_path / "src"), str(tmp_path / "dst"), None, str(tmp_path / "300.toml"), to=kind)
+    figures = figures_of(request)
+    assert figures.flow.is_sample and len(figures.cuts) == 2
+    for cut in figures.cuts:
+        assert cut.sources[0].pieces == 25 and cut.target.pieces == 100
+        for panel in (cut.sources[0], cut.target):
+            rows = np.zeros(1200, int)
+            for block in panel.blocks:
+                rows[block.box.start[0] : block.box.stop[0]] += 1
+            assert (rows == 1).all()
+        assert all(block.planned is not None for block in cut.target.blocks)
 
 
 def test_only_the_targets_that_are_asked_for(tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ def test_rules_are_told_with_their_lines(capsys: Capture, tmp_path: Path, specs:
     text = explain(capsys, *arguments, "--explain", "layers.1.w")
     assert f"placed by {source}, line 10, [[parameter]] 2, match 'layers.*.w'" in text
     assert "dimension 0 is cut into 2 over tp" in text
-    assert "cut into 2 along dimension 0 by the optimizer" in text
+    assert "each of these is cut along dimension 0 into 2 by the optimizer (mesh dp=2, tp=2)" in text
     assert "4 pieces, each on 1 rank" in text
     # Rules that are no tables of their own have no lines.
     assert f"placed by {target}, [[parameter]] 1, match 'layers.*'" in text
