@@ -6,6 +6,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import math
 import os
 import signal
 import sys
@@ -19,6 +20,8 @@ from support import browser
 from support.examples import QUICK
 from support.launch import MPI, MPI_NAMES, RankRun, find_mpi, run_ranks
 from support.slurm import Cluster, running_cluster
+
+from reshard_mpi.cli import displays
 
 TESTS_FOLDER = str(Path(__file__).parent)
 RANKS_FOLDER = Path(__file__).parent / "ranks"
@@ -39,6 +42,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # Else every process that a test starts would compile all of the package again, which takes as long as what it does.
     sys.dont_write_bytecode = False
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    # A run that takes longer than usual shows its progress, and on a busy machine any does.
+    displays._FIRST_SECONDS = math.inf
     # A shell that starts the tests in the background has them, and all that they start, ignore interrupts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

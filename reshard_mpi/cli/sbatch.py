@@ -67,8 +67,8 @@ PASSED_ON = (
 )
 # What the script says itself (what a task makes, and that it goes on after a requeue), and what only says how it goes.
 NOT_PASSED_ON = (
-    *("--rank", "--part", "--resume", "--jobs", "--report", "--progress"),
-    *("--quiet", "-q", "--verbose", "-v"),
+    *("--rank", "--part", "--resume", "--jobs", "--report"),
+    *("--progress", "-q", "--quiet", "-v", "--verbose"),
 )
 
 

@@ -84,8 +84,12 @@ class Progress(Protocol):
 class RunProgress(Progress, Protocol):
     """Is told the progress of a run by the process that the user has started.
 
-    `count`: what returns the counts of its workers. `update`: how far the run is, which has its workers elsewhere.
+    `verbose`: whether details are shown. `count`: what returns the counts of its workers. `update`: how far the run is,
+    which has its workers elsewhere.
     """
+
+    @property
+    def verbose(self) -> bool: ...
 
     def count(self, others: Callable[[], Iterable[Counts]]) -> None: ...
 
@@ -100,6 +104,8 @@ class RunProgress(Progress, Protocol):
 
 class Silent:
     """Shows no progress. say: is given the lines for the user, which are logged as warnings unless it is set."""
+
+    verbose = False
 
     def __init__(self, say: Callable[[str], None] = log_warning) -> None:
         self._say = say

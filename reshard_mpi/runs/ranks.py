@@ -68,7 +68,7 @@ class RankProgress:
     def __init__(self, comm: MPIComm, say: Callable[[str], None], *, verbose: bool = False) -> None:
         self._comm = comm
         self._say = say
-        self._verbose = verbose
+        self.verbose = verbose
         self._posts = comm.posts()
         self._counts = Counts()
         self._passed_bytes = 0
@@ -112,7 +112,7 @@ class RankProgress:
         self._say(text)
 
     def detail(self, text: str) -> None:
-        if self._verbose:
+        if self.verbose:
             self._say(text)
 
     def reading(self, source: str) -> None:

@@ -50,12 +50,11 @@ def _convert(
     request: Request, comm: Comm, progress: Progress, strategies: Strategies | None, memory: RunMemory
 ) -> Outcome:
     planner, planned, due = _planned(request, comm, progress, strategies, memory)
-    passes = 2 if request.verify else 1
-    name = "writing and verifying" if request.verify else "writing"
-    progress.begin(Stage(name, due.size_bytes, due.targets, ready=due.ready, passes=passes))
     _refuse(comm.allgather(planner.begin(progress)), comm)
     if comm.rank == 0:
         progress.reading(planner.described_source)  # not earlier, since a process alone may have started over until now
+    name, passes = ("writing and verifying", 2) if request.verify else ("writing", 1)
+    progress.begin(Stage(name, due.size_bytes, due.targets, ready=due.ready, passes=passes))
     written = planner.writer(progress).write()
     plans_outcome = Outcome(
         notes=planned.notes,

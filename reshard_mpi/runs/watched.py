@@ -51,7 +51,7 @@ class Watched:
         self, display: Display, *, verbose: bool = False, others: Callable[[], Iterable[Counts]] = tuple
     ) -> None:
         self._display = display
-        self._verbose = verbose
+        self.verbose = verbose
         self._others = others
         self._begin_seconds = time.monotonic()
         self._stage, self._number, self._pace = Stage("starting"), 0, Pace()
@@ -107,7 +107,7 @@ class Watched:
             self._display.say(text)
 
     def detail(self, text: str) -> None:
-        if self._verbose:
+        if self.verbose:
             self.say(text)
 
     def reading(self, source: str) -> None:

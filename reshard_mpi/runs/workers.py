@@ -147,8 +147,8 @@ def parent_main(*descriptors: int) -> None:
     exit_when_terminated()
     channel = Channel(*descriptors)
     with ends_quietly():
-        request, jobs, work = channel.receive()
-        progress = Watched(PipeDisplay(channel))
+        request, jobs, work, verbose = channel.receive()
+        progress = Watched(PipeDisplay(channel), verbose=verbose)
         try:
             result: Outcome | ReshardError = run_with_workers(request, jobs, progress, work)
             progress.close()
@@ -197,7 +197,7 @@ def _run_elsewhere(request: Request, jobs: int | None, progress: RunProgress, wo
     )
     theirs.close()
     try:
-        ours.send((request, jobs, work))
+        ours.send((request, jobs, work, progress.verbose))
         while True:
             kind, value = ours.receive()
             if kind == "result":

@@ -250,7 +250,7 @@ def test_sizes() -> None:
 def test_who_waits_says_so_and_the_report_too(tmp_path: Path, state: Path) -> None:
     c = make(tmp_path)
     with ended(first := Holder(state, 120 * MIB, memory="150M").expect("holds")):
-        command = [*COMMAND, *c.arguments("transform", "--memory", "150M", "--report", str(tmp_path / "r.json"))]
+        command = [*COMMAND, *c.arguments("transform", "--memory", "150M", "-v", "--report", str(tmp_path / "r.json"))]
         process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
         assert process.stderr is not None
         line = process.stderr.readline()
@@ -328,7 +328,7 @@ def test_a_process_that_cannot_grow_starts_over_and_keeps_its_place(tmp_path: Pa
     """It waits bare for all that it needs, and others that came after it do not come before it."""
     c = make(tmp_path).to(side(4, EACH))
     with ended(first := Holder(state, 100 * MIB, memory="200M").expect("holds")):
-        command = [*COMMAND, *c.arguments("transform", "--rank", "0", "--memory", "200M")]
+        command = [*COMMAND, *c.arguments("transform", "--rank", "0", "--memory", "200M", "--progress", "none")]
         environment = {**os.environ, **with_large_targets(tmp_path)}
         process = subprocess.Popen(command, stderr=subprocess.PIPE, env=environment, text=True)
         assert process.stderr is not None
@@ -354,10 +354,8 @@ def test_a_process_that_waits_at_its_start_can_be_stopped(tmp_path: Path, state:
             assert process.stderr is not None and "waiting for memory" in process.stderr.readline()
             process.send_signal(number)
             _, message = process.communicate(timeout=60)
-            assert (
-                process.returncode == code
-                and message == f"reshard-mpi: {word}; the same command with --resume goes on\n"
-            )
+            said = f"reshard-mpi: {word}; the same command with --resume goes on\n"
+            assert (process.returncode, message) == (code, said)
     assert not c.dst.exists()
 
 

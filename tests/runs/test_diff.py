@@ -115,7 +115,7 @@ def test_several_processes_find_the_same(tmp_path: Path, mpi: MPI) -> None:
 
 def test_as_a_function(tmp_path: Path) -> None:
     c = make(tmp_path)
-    assert reshard_mpi.diff(c.src, full(tmp_path), c.src_strategy) is None
+    assert reshard_mpi.diff(c.src, full(tmp_path), c.src_strategy).tensors == 4
     changed = {name: TENSORS[name] + 1 for name in ("w", "b")}
     with pytest.raises(DifferenceError, match=r"differs at element \[0.*\(and 1 more found\)") as raised:
         reshard_mpi.diff(c.src, full(tmp_path, **changed), c.src_strategy)

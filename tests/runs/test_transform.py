@@ -71,8 +71,8 @@ def test_command_line_alone(reference: Conversion, tmp_path: Path, capsys: Captu
 
 
 def test_jobs(reference: Conversion, tmp_path: Path, capsys: Capture) -> None:
-    finished = run_here(capsys, *reference.but(dst=tmp_path).arguments("transform", "--jobs", "2"))
-    assert finished.code == 0 and finished.err.count("target ") == 4
+    finished = run_here(capsys, *reference.but(dst=tmp_path).arguments("transform", "--jobs", "2", "-v"))
+    assert finished.code == 0 and len(re.findall("^target ", finished.err, re.M)) == 4
     assert shards(tmp_path) == shards(reference.dst)
 
 
