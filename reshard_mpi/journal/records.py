@@ -22,6 +22,7 @@ from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.journal import fields
 from reshard_mpi.journal.provenance import MAX_NS, Sources
 from reshard_mpi.planning.model import Beginning, Held, Moment, RankPlan
+from reshard_mpi.planning.partial_sums import Accumulated
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.units import format_bytes
 
@@ -41,6 +42,7 @@ _OPTIONS = {
     "crc": "--crc",
     "sums_in_shards": "--verify",
     "max_shard_size": "--max-shard-size",
+    "accumulated": "--accumulated",
     "map": "--map",
     "dtype": "--dtype",
     "include": "--include",
@@ -60,6 +62,7 @@ SETTINGS: dict[str, Callable[[Any], Any]] = {
     "sums_in_shards": fields.flag,
     "target_ranks": lambda value: fields.number(value, 1, _MAX_RANKS),
     "max_shard_size": lambda value: fields.number(value, 1, _MAX_TENSOR_BYTES),
+    "accumulated": lambda value: fields.one_of(value, tuple(Accumulated)),
     "map": fields.optional(fields.digest),
     "direction": fields.text,
     "dtype": fields.text,
@@ -187,7 +190,7 @@ class Evidence(NamedTuple):
 class TensorSum(NamedTuple):
     """The sum of the part of a tensor that a shard holds (see `engine.crc`): a box of `shape` at `start`.
 
-    loose: no strategy places the tensor, so each rank may have its own.
+    loose: copies of the tensor may differ: no strategy places it, or it is an accumulated gradient.
     """
 
     name: str

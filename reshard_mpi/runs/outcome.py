@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # this module is loaded early, before memory for the engine h
     from reshard_mpi.journal.records import TensorSum
     from reshard_mpi.planning.copies import Alike
     from reshard_mpi.planning.model import Beginning, Held, Moment
+    from reshard_mpi.planning.partial_sums import Sums
     from reshard_mpi.processes.comm import Comm
     from reshard_mpi.runs.preflight import Room
 
@@ -99,7 +100,7 @@ class Checked(NamedTuple):
     tensors, read_bytes: how much of it was read. by: what it was compared with, such as "its own sums"; empty if there
     was nothing. sums: of its tensors whose place in the whole is known. lost: source shards that cannot be used.
     world_size: how many shards there are by its own account; 0 if it does not say. left_out: what its sources hold that
-    no shard can, in words.
+    no shard can, in words. notes: what else there is to say of its sources.
     """
 
     rank: int
@@ -111,6 +112,7 @@ class Checked(NamedTuple):
     lost: tuple[Lost, ...] = ()
     world_size: int = 0
     left_out: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 class Failure(NamedTuple):
@@ -239,7 +241,8 @@ class Planned(NamedTuple):
     """What a process tells the others about its plans before anything is written.
 
     outcome: notes, warnings, and failures that refuse the run. moments, held, beginnings: what targets must have in
-    common (see `RankPlan`). alike: copies that must be the same. rooms: the room that it needs on file systems.
+    common (see `RankPlan`). alike: copies that must be the same. rooms: the room that it needs on file systems. sums:
+    the accumulated gradients of its targets.
     """
 
     outcome: Outcome = Outcome()
@@ -248,6 +251,7 @@ class Planned(NamedTuple):
     beginnings: tuple[Beginning, ...] = ()
     alike: tuple[Alike, ...] = ()
     rooms: tuple[Room, ...] = ()
+    sums: tuple[Sums, ...] = ()
 
     def joined(self, others: Iterable[Planned]) -> Planned:
         """Return this and the `others` as one, without rooms; of what is equal, only the first."""
@@ -260,6 +264,7 @@ class Planned(NamedTuple):
             tuple({(held.stage, held.digest): held for held in digests}.values()),
             tuple({(beginning.name, beginning.digest): beginning for beginning in beginnings}.values()),
             tuple(dict.fromkeys(alike for part in parts for alike in part.alike)),
+            sums=tuple(dict.fromkeys(sums for part in parts for sums in part.sums)),
         )
 
 
