@@ -22,6 +22,7 @@ from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.errors import UsageError
 from reshard_mpi.filesystem.paths import require_reachable
 from reshard_mpi.planning.parameters import Unlisted
+from reshard_mpi.planning.partial_sums import Accumulated
 from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.processes.comm import MPIComm, SerialComm
 from reshard_mpi.runs.conversion import Conversion
@@ -50,6 +51,14 @@ def as_replicas(value: str) -> Replicas:
         return Replicas(value)
     except ValueError:
         raise UsageError("unknown value of replicas", expected=", ".join(Replicas), got=repr(value)) from None
+
+
+def as_accumulated(value: str) -> Accumulated:
+    """Return the named choice. Raises UsageError for an unknown one."""
+    try:
+        return Accumulated(value)
+    except ValueError:
+        raise UsageError("unknown value of accumulated", expected=", ".join(Accumulated), got=repr(value)) from None
 
 
 def known_format(name: object, argument: str) -> str | None:
@@ -163,6 +172,7 @@ def conversion_of(
     unlisted: str,
     strict: bool = False,
     replicas: str = "sample",
+    accumulated: str = "refuse",
     fields: Mapping[str, Any] = MappingProxyType({}),
 ) -> Conversion:
     """Return the conversion of `files`. fields: those that `map_fields` returns."""
@@ -170,5 +180,12 @@ def conversion_of(
     if dst_strategy is None and as_unlisted(unlisted) is Unlisted.DROP:
         raise UsageError("unlisted='drop' needs a list to go by", expected="a target strategy", got="None")
     checkpoint = SourceCheckpoint.open(files, source)
-    conversion = Conversion(checkpoint, target, as_unlisted(unlisted), strict, replicas=as_replicas(replicas))
+    conversion = Conversion(
+        checkpoint,
+        target,
+        as_unlisted(unlisted),
+        strict,
+        replicas=as_replicas(replicas),
+        accumulated=as_accumulated(accumulated),
+    )
     return through_map(Request("", "", **fields), conversion)[0]

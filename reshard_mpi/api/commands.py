@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from reshard_mpi import formats
 from reshard_mpi.api.calls import (
     PathLike,
+    as_accumulated,
     as_replicas,
     as_unlisted,
     conversion_of,
@@ -67,6 +68,7 @@ def transform(
     unlisted: str = "follow",
     strict: bool = False,
     replicas: str = "sample",
+    accumulated: str = "refuse",
     verify: bool = False,
     crc: bool = False,
     memory: str | int | None = None,
@@ -88,16 +90,17 @@ def transform(
 
     The folder keeps a record of the run, so that it can be resumed, and is committed when all targets are complete.
     source_format: read only files of this format, if there are several. source_files: how many files the source was
-    saved in, where nothing in it tells. ranks: the targets to make; None: all. part: (i, n), share number i from 0 of
-    n shares of them. max_shard_size: the most bytes of a file of format "hf", as "5GB" (the default) or a number of
-    bytes. map: path of a map, or the name of one that comes with the program; forward and reverse: its direction, where
-    names do not tell it; config: path of the model's configuration; like: of a checkpoint whose names and shapes the
-    target is to have. dtype: "TYPE" or "GLOB=TYPE", or several; include, exclude: globs of names in the target. jobs:
-    how many local processes, 1 or more. comm: an mpi4py communicator whose ranks share the work instead; all of them
-    must make the call, and get the same report. progress: a function that is called about twice a second, and once at
-    the end, with a `RunStatus`: how far the run is, over all its processes. It may be called from another thread than
-    the caller's; with comm, that of its rank 0 is called. Raises a ReshardError before anything is written if the
-    transform is refused, and a TransformError if some targets could not be written.
+    saved in, where nothing in it tells. ranks: the targets to make; None: all. part: (i, n), share number i from 0
+    of n shares of them. accumulated: as in `transform_checkpoints`. max_shard_size: the most bytes of a file of
+    format "hf", as "5GB" (the default) or a number of bytes. map: path of a map, or the name of one that comes with
+    the program; forward and reverse: its direction, where names do not tell it; config: path of the model's
+    configuration; like: of a checkpoint whose names and shapes the target is to have. dtype: "TYPE" or "GLOB=TYPE",
+    or several; include, exclude: globs of names in the target. jobs: how many local processes, 1 or more. comm: an
+    mpi4py communicator whose ranks share the work instead; all of them must make the call, and get the same report.
+    progress: a function that is called about twice a second, and once at the end, with a `RunStatus`: how far the
+    run is, over all its processes. It may be called from another thread than the caller's; with comm, that of its
+    rank 0 is called. Raises a ReshardError before anything is written if the transform is refused, and a
+    TransformError if some targets could not be written.
     """
     begin = time.monotonic()
     request = Request(
@@ -121,6 +124,7 @@ def transform(
         verify=verify,
         crc=crc,
         replicas=as_replicas(replicas),
+        accumulated=as_accumulated(accumulated),
         max_shard_size=plain_bytes(max_shard_size, "max_shard_size"),
         **map_fields(map, forward, reverse, config, like, dtype, include, exclude),
     )
@@ -144,6 +148,7 @@ def plan(
     unlisted: str = "follow",
     strict: bool = False,
     replicas: str = "sample",
+    accumulated: str = "refuse",
     map: PathLike | None = None,
     forward: bool = False,
     reverse: bool = False,
@@ -156,8 +161,8 @@ def plan(
 ) -> Plan:
     """Return what a transform of `source` would do, writing nothing. ranks: the target ranks (None: all).
 
-    source_format, source_files, map to exclude: as in `transform`. memory, and the log: as in `transform_checkpoints`.
-    Raises a ReshardError if the transform would be refused.
+    source_format, source_files, accumulated, map to exclude: as in `transform`. memory, and the log: as in
+    `transform_checkpoints`. Raises a ReshardError if the transform would be refused.
     """
     targets = None if ranks is None else plain_numbers(ranks, "ranks")
     files = found_shards(source, select, source_format, source_files)
@@ -167,7 +172,7 @@ def plan(
         purpose = f"planning from {files.path}"
         notes = allotted.open().notes
         allotted.to_open((src_strategy, dst_strategy), purpose, files.format)
-        conversion = conversion_of(files, src_strategy, dst_strategy, unlisted, strict, replicas, fields)
+        conversion = conversion_of(files, src_strategy, dst_strategy, unlisted, strict, replicas, accumulated, fields)
         allotted.on_giving_way(conversion.forget)
         wanted = range(conversion.target.world_size) if targets is None else targets
         projection = allotted.to_plan(conversion, files.format, purpose, targets=len(wanted))
@@ -192,6 +197,7 @@ def verify(
     source_files: int | None = None,
     unlisted: str = "follow",
     replicas: str = "sample",
+    accumulated: str = "refuse",
     map: PathLike | None = None,
     forward: bool = False,
     reverse: bool = False,
@@ -208,11 +214,11 @@ def verify(
 ) -> Report:
     """Verify that `target` holds what a transform of `source` would write, or, without it, that `source` fits its sums.
 
-    Formats and layouts may differ. ranks: check the shards of these ranks only, of `target` if it is given (None: all).
-    map to exclude: those of the transform. replicas: "sample" checks the source
-    strategy as in `transform_checkpoints`, "any" does not. process_num (1 or more), memory, max_active, comm and the
-    log: as there. progress: as in `transform`. Raises DamageError for the first damage, with tensor, file and byte, and
-    how many more there are; another ReshardError if the two cannot be compared, or if `source` keeps no sums.
+    Formats and layouts may differ. ranks: check the shards of these ranks only, of `target` if it is given (None:
+    all). accumulated, map to exclude: those of the transform. replicas: "sample" checks the source strategy as in
+    `transform_checkpoints`, "any" does not. process_num (1 or more), memory, max_active, comm and the log: as
+    there. progress: as in `transform`. Raises DamageError for the first damage, with tensor, file and byte, and how
+    many more there are; another ReshardError if the two cannot be compared, or if `source` keeps no sums.
     """
     chosen = None if ranks is None else tuple(plain_numbers(ranks, "ranks"))
     if chosen == ():
@@ -232,6 +238,7 @@ def verify(
         memory=plain_size(memory, "memory"),
         max_active=plain_number_or_none(max_active, "max_active"),
         replicas=as_replicas(replicas),
+        accumulated=as_accumulated(accumulated),
         **map_fields(map, forward, reverse, config, like, dtype, include, exclude),
     )
     work = Task.VERIFY_ALONE if target is None else Task.VERIFY_PAIR
@@ -251,6 +258,7 @@ def diff(
     source_format: str | None = None,
     source_files: int | None = None,
     replicas: str = "sample",
+    accumulated: str = "refuse",
     map: PathLike | None = None,
     forward: bool = False,
     reverse: bool = False,
@@ -269,7 +277,8 @@ def diff(
 
     A strategy of None means that the shards describe themselves, or are one full checkpoint. select, source_format,
     source_files: for the files of the first one, as in `transform`. map to exclude: what becomes of the first one
-    before it is compared, as in `transform`. replicas: as in `verify`. progress: as in `transform`. Raises
+    before it is compared, as in `transform`. accumulated: how gradients that are being accumulated are joined on
+    either side before they are compared. replicas: as in `verify`. progress: as in `transform`. Raises
     DifferenceError for the first difference, with tensor, element, values and places, and how many more there are;
     another ReshardError if the two cannot be compared.
     """
@@ -286,6 +295,7 @@ def diff(
         memory=plain_size(memory, "memory"),
         max_active=plain_number_or_none(max_active, "max_active"),
         replicas=as_replicas(replicas),
+        accumulated=as_accumulated(accumulated),
         **map_fields(map, forward, reverse, config, like, dtype, include, exclude),
     )
     outcome = run(request, plain_number(jobs, "jobs"), comm, Task.DIFF, processes_name="jobs", progress=progress)
@@ -305,6 +315,7 @@ def load_rank(
     source_files: int | None = None,
     unlisted: str = "follow",
     replicas: str = "sample",
+    accumulated: str = "refuse",
     map: PathLike | None = None,
     forward: bool = False,
     reverse: bool = False,
@@ -317,8 +328,8 @@ def load_rank(
     """Return the shard of target rank `rank` without writing it: C-contiguous arrays, and strings as str, by name.
 
     source: a checkpoint folder or file, or a map from source rank to shard file. Arrays of bfloat16 and float8 have
-    types of ml_dtypes; int4 comes as int8. Each array owns its memory. map to exclude: as in `transform`. replicas, and
-    the log: as in `transform_checkpoints`. Raises a ReshardError.
+    types of ml_dtypes; int4 comes as int8. Each array owns its memory. map to exclude: as in `transform`. replicas,
+    accumulated and the log: as in `transform_checkpoints`. Raises a ReshardError.
     """
     rank = plain_number(rank, "rank")
     if isinstance(source, Mapping):
@@ -326,7 +337,9 @@ def load_rank(
     else:
         files = found_shards(source, select, source_format, source_files)
     fields = map_fields(map, forward, reverse, config, like, dtype, include, exclude)
-    conversion = conversion_of(files, src_strategy, dst_strategy, unlisted, replicas=replicas, fields=fields)
+    conversion = conversion_of(
+        files, src_strategy, dst_strategy, unlisted, replicas=replicas, accumulated=accumulated, fields=fields
+    )
     (rank_plan,), outcome = plan_together(conversion, [rank])
     log(outcome.notes, outcome.warnings)
     from reshard_mpi.engine.arrays import load_shard

@@ -13,6 +13,7 @@ from typing import Any
 from reshard_mpi import formats
 from reshard_mpi.api.calls import (
     PathLike,
+    as_accumulated,
     as_replicas,
     as_unlisted,
     both_strategies,
@@ -64,6 +65,7 @@ def transform_checkpoints(
     *,
     unlisted: str = "follow",
     replicas: str = "sample",
+    accumulated: str = "refuse",
     memory: str | int | None = None,
     max_active: int | None = None,
     verify: bool = False,
@@ -79,11 +81,14 @@ def transform_checkpoints(
     "hdf5", "safetensors" or "torch". unlisted: what becomes of parameters that the target strategy does not list:
     "follow", "replicate" or "drop". replicas: which copies are compared before that of one rank is taken: "sample"
     compares a few ranks in a few places of a few tensors, and so checks the source strategy; "check" compares all
-    needed copies as well, byte by byte; "any" compares none. memory: how much of a host's memory all processes of the
-    user may take together: a size such as "64G" or a number of bytes, "unlimited", or None for RESHARD_MPI_MEMORY, or
-    without that all that is free. max_active: how many of them may transform at once on a host. verify: read sources
-    and targets once more and compare them. crc: add the checksum that MindSpore checks (.ckpt, .safetensors). comm: an
-    mpi4py communicator whose ranks share the work; all must make the call. progress: as in `transform`.
+    needed copies as well, byte by byte; "any" compares none. accumulated: what becomes of gradients that are being
+    accumulated (`accu_grads.*`, `grad_sum.*`) and differ between replicas: every target rank gets their "mean"; or the
+    lowest of those that hold the same gets their "sum", and the others zeros; or they "refuse" it. memory: how much of
+    a host's memory all processes of the user may take together: a size such as "64G" or a number of bytes, "unlimited",
+    or None for RESHARD_MPI_MEMORY, or without that all that is free. max_active: how many of them may transform at once
+    on a host. verify: read sources and targets once more and compare them. crc: add the checksum that MindSpore checks
+    (.ckpt, .safetensors). comm: an mpi4py communicator whose ranks share the work; all must make the call.
+    progress: as in `transform`.
 
     A process waits until there is memory for what it is going to do. The logger "reshard_mpi" gets a warning (WARNING)
     if that takes long, for missing or damaged source files, with the ranks whose files are used instead, and for listed
@@ -109,6 +114,7 @@ def transform_checkpoints(
         verify=verify,
         crc=crc,
         replicas=as_replicas(replicas),
+        accumulated=as_accumulated(accumulated),
     )
     outcome = run(request, plain_number(process_num, "process_num") or 1, comm, progress=progress)
     outcome.raise_failures()

@@ -11,7 +11,7 @@ from reshard_mpi.errors import DisagreementError, StrategyError
 from reshard_mpi.formats.columns import TensorEntry
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.planning.copies import Alike
-from reshard_mpi.planning.losses import Lost
+from reshard_mpi.planning.losses import Lost, named
 from reshard_mpi.planning.model import Check, Copy, Limits
 from reshard_mpi.planning.tensors import Part
 from reshard_mpi.units import KIB
@@ -28,8 +28,8 @@ def compare(
 
     all_alike: the tensors and their holders; those of the same holders must follow one another. Each copy is read once,
     in blocks, two of which are in memory at a time. A shard that lacks a tensor is passed over. on_bytes: called with
-    the number of bytes just compared, of all copies. Raises DisagreementError for the first difference, or
-    StrategyError if the source strategy does not list the tensor.
+    the number of bytes just compared, of all copies. Raises DisagreementError for the first difference (or where copies
+    are the same that must differ), or StrategyError if the source strategy does not list the tensor.
     """
     comparison = _Comparison(source, limits, on_bytes)
     for _, group in groupby(all_alike, key=attrgetter("holding")):
@@ -66,7 +66,7 @@ class _Comparison:
     def compare_holders(self, group: Sequence[Alike]) -> None:
         """Compare the tensors of `group`, which the same ranks hold. Raises what `compare` raises."""
         from reshard_mpi.engine.files import Files
-        from reshard_mpi.engine.regions import first_difference
+        from reshard_mpi.engine.regions import first_difference, first_same
 
         first: dict[tuple[int, str], Copy] = {}  # the first copy of each tensor, by its place in the group and its name
         for batch in self._batches(group[0].parts):
@@ -79,6 +79,12 @@ class _Comparison:
                         if len(copies) < 2:
                             continue
                         check = Check(name, tuple(copies), refuse=True, why=alike.why)
+                        if alike.must_differ:
+                            same = first_same(check, limits=self._limits, files=files)
+                            if same is not None:
+                                raise _not_apart(self._source, check, same)
+                            self._on_bytes(sum(copy.size_bytes for copy in copies))
+                            continue
                         differing = first_difference(check, limits=self._limits, files=files, on_bytes=self._on_bytes)
                         if differing is not None:
                             other, element = differing
@@ -102,6 +108,18 @@ class _Comparison:
                 tensors += len(manifest.tensors)
         if batch:
             yield batch
+
+
+def _not_apart(source: SourceCheckpoint, check: Check, same: Sequence[int]) -> DisagreementError:
+    """Return the error for copies on the ranks `same` that are going to be added, and are the same."""
+    return DisagreementError(
+        f"copies of {check.name!r} are the same, and would be added",
+        expected=f"on {named(same)} different sums, each of data of its own (--accumulated sum)",
+        got=f"the same bytes: {check.why}",
+        where=" and ".join(source.manifest(rank).path for rank in same),
+        remedy="leave out --accumulated if all ranks hold the same; --accumulated mean is right even if some do;"
+        " --replicas any adds what is the same as well",
+    )
 
 
 def _of_unlisted(name: str, error: DisagreementError, source: SourceCheckpoint) -> StrategyError:

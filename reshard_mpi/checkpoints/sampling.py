@@ -17,7 +17,8 @@ from reshard_mpi.formats.dtypes import DType, numbers
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.places import Decoded
 from reshard_mpi.planning.fit import Compared, Likeness, judge, should_be_one_part, stray, unknown_tensor
-from reshard_mpi.planning.parameters import Unlisted, is_partial_sum
+from reshard_mpi.planning.parameters import Unlisted
+from reshard_mpi.planning.partial_sums import is_partial_sum
 from reshard_mpi.planning.samples import Pair, Sampled, Sampler, places, rank_pairs, share
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import Shape

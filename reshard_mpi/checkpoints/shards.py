@@ -13,6 +13,7 @@ from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.planning.disputes import disputes, witnesses
 from reshard_mpi.planning.losses import Lost
 from reshard_mpi.planning.parameters import Unlisted, find_or_follow, listed_names
+from reshard_mpi.planning.partial_sums import Accumulated
 from reshard_mpi.planning.ranks import needed_ranks, wants
 from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.planning.target import ShardPlanner
@@ -78,6 +79,7 @@ class ShardOpener:
     unlisted: Unlisted
     strict: bool
     replicas: Replicas
+    accumulated: Accumulated
     _never_saved: dict[tuple[int, ...], set[str]] = field(default_factory=dict)
 
     def open(self, target_rank: int) -> Opened:
@@ -122,7 +124,10 @@ class ShardOpener:
         self._add(manifests, self._holders_of_unseen(target_rank, manifests), candidates)
         try:
             planner = self._planner(target_rank, manifests, lost)
-            while holders := self._other_holders(planner, manifests, candidates):
+            while holders := (
+                planner.joined_ranks() - manifests.keys() - lost.keys()
+                or self._other_holders(planner, manifests, candidates)
+            ):
                 self._add(manifests, holders, candidates)
                 planner = self._planner(target_rank, manifests, lost)
         except (DisagreementError, LayoutError, StrategyError):
@@ -172,6 +177,7 @@ class ShardOpener:
             unlisted=self.unlisted,
             strict=self.strict,
             replicas=self.replicas,
+            accumulated=self.accumulated,
         )
 
     def _other_holders(

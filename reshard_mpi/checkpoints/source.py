@@ -28,6 +28,7 @@ from reshard_mpi.formats.listed import ListedTensors
 from reshard_mpi.formats.manifest import NEST, Manifest, ShardIdentity
 from reshard_mpi.planning.losses import Lost, Missing
 from reshard_mpi.planning.model import RankPlan
+from reshard_mpi.planning.partial_sums import Accumulated, is_partial_sum
 from reshard_mpi.sharding.placement import Strategy, unsharded
 from reshard_mpi.sharding.strategy import table
 from reshard_mpi.units import MIB
@@ -154,7 +155,7 @@ class SourceCheckpoint:
         """The checkpoint as it lies in its files."""
         return self
 
-    def shown_tensors(self) -> Iterator[str]:
+    def shown_tensors(self, accumulated: Accumulated = Accumulated.REFUSE) -> Iterator[str]:
         """Yield a line for each tensor of each stage: its name, type and shape, and what it is made of."""
         shown = set[str]()
         for rank in self.stage_ranks().values():
@@ -163,7 +164,9 @@ class SourceCheckpoint:
                 if name not in shown:
                     shown.add(name)
                     of_rank = f" on rank {rank}" if self.strategy.world_size > 1 else ""
-                    yield f"{name} {kind.dtype} {list(kind.shape)}{of_rank}: as it is"
+                    joins = accumulated is not Accumulated.REFUSE and is_partial_sum(name)
+                    origin = f"the {accumulated} of its replicas" if joins else "as it is"
+                    yield f"{name} {kind.dtype} {list(kind.shape)}{of_rank}: {origin}"
 
     def check_values(self) -> None:
         """Raise a ReshardError if values of tensors contradict what has been said of them."""

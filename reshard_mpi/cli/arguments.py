@@ -216,6 +216,19 @@ def _add_conversion(parser: argparse.ArgumentParser) -> None:
         " the checkpoint, comparing a few ranks in a few places of a few tensors. check: compare all copies of what is"
         " needed as well, byte by byte, once a run (each array task is one). any: trust (default: %(default)s)",
     )
+    _add_accumulated(parser)
+
+
+def _add_accumulated(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--accumulated",
+        choices=("mean", "sum", "refuse"),
+        default="refuse",
+        help="gradients that are being accumulated (accu_grads.*, grad_sum.*), of which ranks that hold the same piece"
+        " have different sums. mean: every target rank gets the mean of all. sum: the lowest of the target ranks that"
+        " hold the same piece gets the sum of all, the others zeros. refuse: they must be the same (default:"
+        " %(default)s)",
+    )
 
 
 def _add_map(parser: argparse.ArgumentParser, source: str = "SRC") -> None:
@@ -304,6 +317,7 @@ def _add_comparison(parser: argparse.ArgumentParser, source: str, sampled: str) 
         default="sample",
         help=f"sample: {sampled}, as transform does. any: trust it (default: %(default)s)",
     )
+    _add_accumulated(parser)
     _add_memory(parser)
     _add_jobs(parser)
 
@@ -402,6 +416,7 @@ def _part(text: str) -> tuple[int, int]:
 def request(options: argparse.Namespace) -> Request:
     """Return what the arguments of `transform`, `plan` or `verify` ask for."""
     from reshard_mpi.planning.parameters import Unlisted
+    from reshard_mpi.planning.partial_sums import Accumulated
     from reshard_mpi.planning.replicas import Replicas
     from reshard_mpi.runs.request import Request
 
@@ -413,4 +428,5 @@ def request(options: argparse.Namespace) -> Request:
     named["ranks"] = tuple(options.rank) if getattr(options, "rank", None) else None
     named["unlisted"] = Unlisted(getattr(options, "unlisted", Unlisted.FOLLOW))
     named["replicas"] = Replicas(options.replicas)
+    named["accumulated"] = Accumulated(options.accumulated)
     return Request(**named, recorded=options.command not in ("verify", "diff"))

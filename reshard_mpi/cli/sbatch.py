@@ -64,6 +64,7 @@ PASSED_ON = (
     Option("--verify", "verify"),
     Option("--crc", "crc"),
     Option("--replicas", "replicas"),
+    Option("--accumulated", "accumulated"),
 )
 # What the script says itself (what a task makes, and that it goes on after a requeue), and what only says how it goes.
 NOT_PASSED_ON = (

@@ -81,7 +81,7 @@ def convert(source: Array, stored: DType, out: Array, dtype: DType) -> int:
         out[...] = source
         return 0
     convert_block = _by_table if stored.itemsize_bytes <= 2 and dtype.itemsize_bytes <= 2 else _by_float32
-    _require_tiny_numbers()
+    require_tiny_numbers()
     too_large = 0
     with np.errstate(all="ignore"):
         for first in range(0, len(source), _BLOCK):
@@ -90,7 +90,7 @@ def convert(source: Array, stored: DType, out: Array, dtype: DType) -> int:
     return too_large
 
 
-def _require_tiny_numbers() -> None:
+def require_tiny_numbers() -> None:
     """Raise ReshardError if subnormal numbers become zero, as some libraries set the processor to do."""
     tiny = _TINY.astype(np.float32)
     if not tiny.view(np.uint32)[0] or not tiny.astype(np.float64).view(np.uint64)[0]:

@@ -1,6 +1,7 @@
 """Brings a region of a source tensor into an array: reads it if it is one run, else gathers it from a mapped window.
 
-What a library decodes, or what is converted to another type, is read a part at a time and then put in its place.
+What a library decodes, or what is converted to another type or joined, is read a part at a time and then put in its
+place.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import numpy as np
 
 from reshard_mpi.engine.files import Files, unreadable
 from reshard_mpi.engine.floats import convert
+from reshard_mpi.engine.joining import Joining
 from reshard_mpi.engine.placing import Array, assign, put, raw_dtype, source_view, strides_alone, swap, target_view
 from reshard_mpi.engine.regions import with_space
 from reshard_mpi.engine.stream import Stream
-from reshard_mpi.formats.places import ByteRange, Constant, Converted, Decoded
+from reshard_mpi.formats.places import ByteRange, Constant, Converted, Decoded, Joined
 from reshard_mpi.planning.model import Copy, Limits
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strides import Strides
@@ -28,7 +30,7 @@ _MIN_RUN_BYTES = 1024
 _MIN_RUN_APART_BYTES, _FAR_APART = 4096, 2
 
 
-# So much is read at a time to be converted.
+# So much is read at a time to be converted or joined.
 _CONVERTED_BYTES = 2 * MIB
 
 
@@ -45,9 +47,9 @@ def gather(files: Files, copy: Copy, out: Array, out_box: Box, limits: Limits) -
     if isinstance(source, Constant):
         target_view(out, copy.strides(out_box))[...] = np.frombuffer(source.element, out.dtype)[0]
         return
-    if isinstance(source, Decoded):
-        for part, decoded in _decoded(files, copy, source, limits):
-            put(decoded.view(out.dtype).reshape(-1), part, out, out_box)
+    if isinstance(source, Decoded | Joined):
+        for part, elements in _read_whole(files, copy, source, limits):
+            put(elements.view(out.dtype).reshape(-1), part, out, out_box)
         return
     places = copy.strides(out_box)
     if places.is_turned and _is_in_long_runs(copy):
@@ -182,6 +184,27 @@ def _decodable(copy: Copy, source: Decoded, limits: Limits) -> Iterator[Copy]:
         first = last
 
 
+def _joined(files: Files, copy: Copy, source: Joined, limits: Limits) -> Iterator[tuple[Copy, Array]]:
+    """Read the tensors whose sum or mean a copy is; yield its parts, with the row-major elements of their regions."""
+    dtype = copy.source.dtype
+    chunked = [place for place in source.places if isinstance(place, Decoded)]
+    if chunked:
+        parts = _decodable(copy, max(chunked, key=lambda place: place.chunk[:1]), limits)
+    else:
+        most_elements = max(1, _CONVERTED_BYTES // dtype.itemsize_bytes)
+        parts = (copy.taking(block) for block in copy.region.blocks(most_elements))
+    for part in parts:
+        joining = Joining(dtype, part.region.size, is_mean=source.is_mean)
+        content = np.empty(part.region.shape, raw_dtype(dtype))
+        for place in source.places:
+            alone = part._replace(source=part.source._replace(source=place), to=None, order=None)
+            gather(files, alone, content, part.region, limits)
+            joining.add(content.reshape(-1))
+        elements, too_large = joining.joined()
+        files.traffic.too_large += too_large
+        yield part, elements
+
+
 def _read(source: Decoded, box: Box) -> Array:
     try:
         return source.read(box)
@@ -211,9 +234,10 @@ def _blocks(files: Files, copy: Copy, most_elements: int, limits: Limits) -> Ite
     The axes of a part's region come in the order in which they lie in the file.
     """
     raw = raw_dtype(copy.source.dtype)
-    if isinstance(copy.source.source, Decoded):
-        for part, decoded in _decoded(files, copy, copy.source.source, limits):
-            elements, done = decoded.view(raw).reshape(-1), 0
+    source = copy.source.source
+    if isinstance(source, Decoded | Joined):
+        for part, content in _read_whole(files, copy, source, limits):
+            elements, done = content.view(raw).reshape(-1), 0
             for block in part.region.blocks(most_elements):
                 yield part.taking(block), elements[done : done + block.size]
                 done += block.size
@@ -224,6 +248,13 @@ def _blocks(files: Files, copy: Copy, most_elements: int, limits: Limits) -> Ite
         content = elements[: block.size]
         gather(files, as_stored.alone(block), content.reshape(block.shape), block, limits)
         yield as_stored.turned.taking(block), content
+
+
+def _read_whole(files: Files, copy: Copy, source: Decoded | Joined, limits: Limits) -> Iterator[tuple[Copy, Array]]:
+    """Read a copy of what can be read in no other order than its own; yield its parts, with their elements."""
+    if isinstance(source, Decoded):
+        return _decoded(files, copy, source, limits)
+    return _joined(files, copy, source, limits)
 
 
 class _InStoredOrder(NamedTuple):

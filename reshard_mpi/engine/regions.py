@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+
 from reshard_mpi.engine.files import Files, OnBytes
 from reshard_mpi.engine.stream import Stream
 from reshard_mpi.planning.model import Check, Copy, Limits, TensorPlan
 from reshard_mpi.sharding.box import Box
+from reshard_mpi.units import KIB
 
 # Up to so many runs are read one by one, straight to their places; more are gathered by numpy from a mapped window.
 _FEW_RUNS = 32
+# By so many bytes at a time sums are told apart; most differ in their first elements.
+_TELLING_BYTES = 64 * KIB
 # Rows of an array in which axes change places lie so much farther apart than they are long. Without it, the elements of
 # a column would all fall on a few lines of the processor's cache where rows are as long as a power of two.
 _SPACE_BYTES = 64
@@ -83,6 +88,35 @@ def first_difference(
                 return copy, _element(block, _first_differing_byte(expected, got) // itemsize)
         on_bytes(block.size * itemsize * len(check.copies))
     return None
+
+
+def first_same(check: Check, *, limits: Limits, files: Files) -> tuple[int, int] | None:
+    """Return two source ranks whose copies are the same, and not zeros all of them; None if there are no such.
+
+    It ends with the first block by which all copies are told apart.
+    """
+    first = check.copies[0]
+    itemsize = first.source.dtype.itemsize_bytes
+    most_elements = max(1, min(first.region.size, _TELLING_BYTES // itemsize, limits.buffer_bytes // itemsize))
+    content = memoryview(bytearray(most_elements * itemsize))
+    alike, has_values = [check.copies], [False]  # copies that are the same so far, and whether they hold anything
+    for block in first.target_region.blocks(most_elements):
+        block_content = content[: block.size * itemsize]
+        divided: dict[tuple[int, bytes], list[Copy]] = {}
+        for number, copies in enumerate(alike):
+            for copy in copies:
+                read_region(files, copy, block, block_content, limits)
+                divided.setdefault((number, hashlib.sha256(block_content).digest()), []).append(copy)
+        zeros = hashlib.sha256(bytes(len(block_content))).digest()
+        left = [(key, copies) for key, copies in divided.items() if len(copies) > 1]
+        alike, has_values = (
+            [tuple(copies) for _, copies in left],
+            [has_values[number] or digest != zeros for (number, digest), _ in left],
+        )
+        if not alike:
+            return None
+    same = next((copies for copies, holds in zip(alike, has_values) if holds), None)
+    return None if same is None else (same[0].source_rank, same[1].source_rank)
 
 
 def first_difference_of_tensors(

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
 from typing import NamedTuple
 
 from reshard_mpi.formats.dtypes import DType
-from reshard_mpi.formats.places import ByteRange, Constant, Converted, Place, Segments, Strided
+from reshard_mpi.formats.places import ByteRange, Constant, Converted, Joined, Place, Segments, Strided
 from reshard_mpi.sharding.box import Box
 
 
@@ -90,6 +90,8 @@ ELSEWHERE = -1
 def _element_bytes(place: Place | None, dtype: DType) -> int:
     while isinstance(place, Converted):
         place, dtype = place
+    if isinstance(place, Joined):
+        return sum(_element_bytes(part, dtype) for part in place.places)
     return 0 if isinstance(place, Constant) else dtype.itemsize_bytes
 
 
@@ -225,6 +227,11 @@ class Tensors(Mapping[str, TensorEntry]):
     def _columns(self) -> tuple[object, ...]:
         places = self.starts, self.elsewhere, self.path
         return self.kinds, self.kind_of, list(self.number_of), *places
+
+    @property
+    def tables(self) -> tuple[Tensors, ...]:
+        """All tables that are kept for these tensors: their own, and those of the shards that they are made of."""
+        return (self,)
 
     @staticmethod
     def kept_bytes(shards: Iterable[Tensors]) -> int:

@@ -1,6 +1,7 @@
 """Where the elements of a tensor are: in byte ranges of files, at even distances in a file, or behind a library.
 
-Shards have no other places. A plan may take elements that are converted to another type, or that are in no file.
+Shards have no other places. A plan may take elements that are converted to another type, that are in no file, or that
+are computed of those of several tensors.
 """
 
 from __future__ import annotations
@@ -80,5 +81,16 @@ class Converted(NamedTuple):
     dtype: DType
 
 
+class Joined(NamedTuple):
+    """A tensor each of whose elements is the sum, or the mean, of one element of each of several tensors.
+
+    places: where these tensors are, in the order in which they are added. They have the type and shape of this one.
+    is_mean: whether it is the mean.
+    """
+
+    places: tuple[Place, ...]
+    is_mean: bool
+
+
 # Where a tensor is.
-Place = Segments | Strided | Decoded | Constant | Converted
+Place = Segments | Strided | Decoded | Constant | Converted | Joined

@@ -1,4 +1,4 @@
-"""Tensors of a shard as they are after a conversion of their elements, and tensors that are in no file."""
+"""Tensors that no shard holds as they are: converted to another type, of one constant, or joined of several shards'."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from reshard_mpi.formats.columns import ELSEWHERE, Kind, TensorEntry, Tensors
 from reshard_mpi.formats.dtypes import FLOATS, DType
 from reshard_mpi.formats.listed import ListedTensors
-from reshard_mpi.formats.places import Constant, Converted, Place
+from reshard_mpi.formats.places import Constant, Converted, Joined, Place
 
 
 def converted(tensors: Tensors, dtype: DType) -> Tensors:
@@ -30,6 +30,55 @@ def constant(name: str, dtype: DType, shape: tuple[int, ...], element: bytes) ->
     if len(element) != dtype.itemsize_bytes:
         raise ValueError(f"an element of {dtype} has {dtype.itemsize_bytes} bytes, got {len(element)}")
     return TensorEntry(name, dtype, shape, Constant(element))
+
+
+def joined(names: Sequence[str], shards: Sequence[Tensors], *, is_mean: bool) -> Tensors:
+    """Return the sums of the tensors that several shards have by these names, or their means.
+
+    They are numbered in the order of `names`. shards: in the order in which they are added; all have these tensors, of
+    the same kinds.
+    """
+    return _JoinedTensors(names, shards, is_mean)
+
+
+class _JoinedTensors(Tensors):
+    """The sums or means of tensors of several shards, which keep where these are."""
+
+    __slots__ = ("_is_mean", "_numbers", "_shards")
+
+    def __init__(self, names: Sequence[str], shards: Sequence[Tensors], is_mean: bool) -> None:
+        first, *_ = shards
+        super().__init__(first.path)
+        self._shards, self._is_mean = tuple(shards), is_mean
+        by_table: dict[int, array[int]] = {}  # shards of replicas have their table of names in common, as a rule
+        for shard in shards:
+            if id(shard.number_of) not in by_table:
+                by_table[id(shard.number_of)] = array("I", map(shard.number_of.__getitem__, names))
+        self._numbers = tuple(by_table[id(shard.number_of)] for shard in shards)
+        for number in self._numbers[0]:
+            self.add_unnamed(self.kind(first.kinds[first.kind_of[number]]), ELSEWHERE)
+        for shard, numbers in zip(shards, self._numbers):
+            if shard.elsewhere:
+                self.elsewhere |= {
+                    place: self.source(place) for place, number in enumerate(numbers) if number in shard.elsewhere
+                }
+
+    def source(self, number: int) -> Place:
+        sources = (shard.source(numbers[number]) for shard, numbers in zip(self._shards, self._numbers))
+        return Joined(tuple(sources), self._is_mean)
+
+    def element_bytes(self, numbers: Sequence[int]) -> int:
+        return sum(
+            shard.element_bytes([own[number] for number in numbers]) for shard, own in zip(self._shards, self._numbers)
+        )
+
+    @property
+    def tables(self) -> tuple[Tensors, ...]:
+        return (self, *self._shards)
+
+    def _columns(self) -> tuple[object, ...]:
+        shards = tuple(shard._columns() for shard in self._shards)
+        return self._is_mean, self.kinds, self.kind_of, self._numbers, shards
 
 
 class _ConvertedTensors(Tensors):
@@ -61,6 +110,10 @@ class _ConvertedTensors(Tensors):
 
     def at(self, path: str) -> Tensors:
         return _ConvertedTensors(self._unconverted.at(path), self._dtype)
+
+    @property
+    def tables(self) -> tuple[Tensors, ...]:
+        return (self, *self._unconverted.tables)
 
     def _columns(self) -> tuple[object, ...]:
         return self._dtype, *self._unconverted._columns()

@@ -23,6 +23,7 @@ from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.journal import fields
 from reshard_mpi.journal.provenance import MAX_NS, Sources
 from reshard_mpi.planning.model import Beginning, Held, Moment, RankPlan
+from reshard_mpi.planning.partial_sums import Accumulated
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.units import format_bytes
 
@@ -49,6 +50,7 @@ _OPTIONS = {
     "crc": "--crc",
     "sums_in_shards": "--verify",
     "max_shard_size": "--max-shard-size",
+    "accumulated": "--accumulated",
     "map": "--map",
     "dtype": "--dtype",
     "include": "--include",
@@ -75,6 +77,7 @@ SETTINGS: dict[str, Callable[[Any], Any]] = {
     "target_ranks": lambda value: fields.number(value, 1, _MAX_RANKS),
     "src_files": lambda value: fields.number(value, 1),
     "max_shard_size": lambda value: fields.number(value, 1, _MAX_TENSOR_BYTES),
+    "accumulated": lambda value: fields.one_of(value, tuple(Accumulated)),
     "map": fields.optional(fields.digest),
     "direction": fields.text,
     "dtype": fields.text,
@@ -218,7 +221,7 @@ class Evidence(NamedTuple):
 class TensorSum(NamedTuple):
     """The sum of the part of a tensor that a shard holds (see `engine.crc`): a box of `shape` at `start`.
 
-    loose: no strategy places the tensor, so each rank may have its own.
+    loose: copies of the tensor may differ: no strategy places it, or it is an accumulated gradient.
     """
 
     name: str

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from reshard_mpi.planning.parameters import is_partial_sum
+from reshard_mpi.planning.partial_sums import is_partial_sum
 from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.planning.tensors import Part, SourceGroup, parts_meeting
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Piece, Placement
 
-_PARTIAL_SUMS = "they are partial sums of a step that is not finished: save at the end of a step"
+_PARTIAL_SUMS = (
+    "they are partial sums of a step that is not finished: save at the end of a step, or say how to join them"
+    " (--accumulated mean or sum)"
+)
 
 # Identifies the ranks that hold the same parts: equal ones stand for the same ranks.
 Holding = tuple[tuple[Placement, Piece], ...]
@@ -23,6 +26,7 @@ class Alike(NamedTuple):
 
     names: of the tensors. parts: each lies in `region`, and all ranks that hold one of them have a copy. why: what a
     difference would mean. itemsize_bytes: of an element. listed: whether the source strategy lists the tensors.
+    must_differ: instead, no two copies must be the same, unless they are zeros; why: what it would mean if they were.
     """
 
     names: tuple[str, ...]
@@ -31,6 +35,7 @@ class Alike(NamedTuple):
     why: str
     itemsize_bytes: int
     listed: bool = True
+    must_differ: bool = False
 
     @property
     def holding(self) -> Holding:

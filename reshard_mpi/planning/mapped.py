@@ -110,6 +110,7 @@ class MappedTensors(Tensors):
                         numbers_there,
                         None if is_same else to,
                         pair.order,
+                        part.joined_ranks,
                     )
         for zeros in shape.zeros:
             wanted = zeros.intersect(route.region)

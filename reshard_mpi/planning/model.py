@@ -13,6 +13,7 @@ from reshard_mpi.formats.manifest import ShardIdentity
 from reshard_mpi.formats.specs import ShardSpec, SpecKind, Specs, TensorSpec
 from reshard_mpi.planning.copies import Alike
 from reshard_mpi.planning.losses import Lost
+from reshard_mpi.planning.partial_sums import Sums
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strides import Strides, paired
 
@@ -144,6 +145,7 @@ class Route(NamedTuple):
     """Where one part of several target tensors comes from: one `Copy` for each, alike in all but the source tensor.
 
     tensors: all that `source_rank` holds. numbers: of the source tensors among them, one for each target tensor.
+    joined_ranks: if the tensors are sums or means of what several ranks hold, all of these.
     """
 
     source_rank: int
@@ -153,6 +155,7 @@ class Route(NamedTuple):
     numbers: Sequence[int]
     to: Box | None = None
     order: tuple[int, ...] | None = None
+    joined_ranks: tuple[int, ...] = ()
 
     def copy(self, place: int, name: str) -> Copy:
         """Return the copy for the target tensor at `place` of the group; `name` is that of its source tensor."""
@@ -323,7 +326,7 @@ class RankPlan(NamedTuple):
     same in other targets. alike: copies that must be the same; compared at once for all targets of a process. lost:
     source shards that cannot be used. warnings: other things that were not taken from where they should have been.
     elsewhere: tensors that belong here, but that another target of the same checkpoint writes: type and whole shape of
-    those that strategies place, by name.
+    those that strategies place, by name. sums: the accumulated gradients among them.
     """
 
     target_rank: int
@@ -344,6 +347,7 @@ class RankPlan(NamedTuple):
     unplaced: frozenset[str] = frozenset()
     left_out: tuple[str, ...] = ()
     elsewhere: Mapping[str, str | None] = {}
+    sums: tuple[Sums, ...] = ()
 
     @property
     def shard(self) -> ShardSpec:
@@ -375,7 +379,8 @@ class RankPlan(NamedTuple):
     @property
     def read_ranks(self) -> tuple[int, ...]:
         """The source ranks that tensors are taken from, ascending; the others were opened only to be compared."""
-        return tuple(sorted({route.source_rank for group in self.tensors.groups for route in group.routes}))
+        routes = (route for group in self.tensors.groups for route in group.routes)
+        return tuple(sorted({rank for route in routes for rank in route.joined_ranks or (route.source_rank,)}))
 
     @property
     def copies(self) -> int:
@@ -385,8 +390,9 @@ class RankPlan(NamedTuple):
     @property
     def kept_bytes(self) -> int:
         """How much memory the plan takes, with the tables of the source shards that it refers to."""
-        shards = {id(route.tensors): route.tensors for group in self.tensors.groups for route in group.routes}
-        return Tensors.kept_bytes(shards.values()) + _COPY_BYTES * self.copies + _TENSOR_BYTES * len(self.tensors)
+        routes = (route for group in self.tensors.groups for route in group.routes)
+        tables = {id(table): table for route in routes for table in route.tensors.tables}
+        return Tensors.kept_bytes(tables.values()) + _COPY_BYTES * self.copies + _TENSOR_BYTES * len(self.tensors)
 
     @property
     def written_bytes(self) -> int:

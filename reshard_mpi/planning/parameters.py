@@ -8,8 +8,6 @@ from enum import StrEnum
 from reshard_mpi.errors import StrategyError
 from reshard_mpi.sharding.placement import Placement, Strategy, named_after
 
-# Gradients that are still being accumulated: each data-parallel rank holds its own partial sum, so copies may differ.
-_PARTIAL_SUMS = ("accu_grads", "grad_sum")
 _WILDCARDS = frozenset("*?[")
 
 
@@ -63,11 +61,6 @@ def listed_names(strategy: Strategy) -> Iterator[str]:
 def everywhere(strategy: Strategy) -> Placement:
     """Return the placement of a parameter that every rank of every stage holds whole."""
     return Placement((strategy.stage_size,), stages=tuple(range(strategy.stages)))
-
-
-def is_partial_sum(name: str) -> bool:
-    """Tell whether copies of a parameter may differ because each is a part of a sum."""
-    return any(part in _PARTIAL_SUMS for part in name.split(".")[:-1])
 
 
 def require_common_parameters(source: Strategy, target: Strategy) -> None:

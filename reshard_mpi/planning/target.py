@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import NamedTuple
 
-from reshard_mpi.errors import CoverageError, LayoutError, StrategyError
+from reshard_mpi.errors import CoverageError, LayoutError, StrategyError, UsageError
 from reshard_mpi.formats.manifest import Manifest, ShardIdentity
 from reshard_mpi.formats.specs import SpecKind
 from reshard_mpi.planning.agreement import (
@@ -19,13 +19,15 @@ from reshard_mpi.planning.agreement import (
     require_tensors_or_strings,
     shared_tensors,
 )
-from reshard_mpi.planning.copies import copies_alike
+from reshard_mpi.planning.copies import Alike, copies_alike
 from reshard_mpi.planning.holes import hole, require_never_saved, stage_missing
+from reshard_mpi.planning.joining import Joining, Share, apart, joined_route, sums_among, zero_route
 from reshard_mpi.planning.listed import PiecesOf, missing_files
 from reshard_mpi.planning.losses import Lost, named
 from reshard_mpi.planning.model import Group, Moment, PlannedTensors, RankPlan, Route
 from reshard_mpi.planning.once import written_here
 from reshard_mpi.planning.parameters import Unlisted, everywhere, find_or_follow, is_dropped, listed_names
+from reshard_mpi.planning.partial_sums import Accumulated, is_partial_sum
 from reshard_mpi.planning.ranks import wants
 from reshard_mpi.planning.replicas import Replicas, choose_holders, home_rank
 from reshard_mpi.planning.tensors import Part, SourceGroup, SourceTensors, parts_meeting
@@ -41,6 +43,7 @@ class _Way:
     number: int
     group: SourceGroup
     layout: Layout
+    share: Share
     box: Box
     parts: tuple[Part, ...]
     names: list[str] = field(default_factory=list)
@@ -58,7 +61,8 @@ class ShardPlanner:
 
     manifests: the opened shards by rank, those of `needed_ranks` at least. lost: the shards that were needed and cannot
     be used, by rank. unlisted: what becomes of parameters that the target strategy does not list. strict: whether a
-    listed parameter that was never saved is an error. replicas: which copies are compared.
+    listed parameter that was never saved is an error. replicas: which copies are compared. accumulated: what becomes of
+    accumulated gradients.
     """
 
     def __init__(
@@ -72,6 +76,7 @@ class ShardPlanner:
         unlisted: Unlisted,
         strict: bool,
         replicas: Replicas,
+        accumulated: Accumulated,
     ) -> None:
         self._source = source
         self._target = target
@@ -86,20 +91,24 @@ class ShardPlanner:
         self._unlisted = unlisted
         self._strict = strict
         self._replicas = replicas
+        self._accumulated = accumulated
         self._boxes: dict[Layout, Box] = {}
         self._layouts: dict[tuple[SourceGroup, int], Layout | None] = {}  # by the identity of kept placements
         # All that goes into this shard: by the way in which it is held, and by name in file order.
-        self._ways: dict[tuple[SourceGroup, Layout], _Way] = {}
+        self._ways: dict[tuple[SourceGroup, Layout, Share], _Way] = {}
         self._wanted: dict[str, _Way] = {}
+        joining = Joining(accumulated, source, self._tensors, target_rank)
         for name in self._tensors.names:
             group = self._tensors.group(name)
             layout = self._target_layout(name, group)
             if layout is not None:
-                way = self._ways.get((group, layout))
+                share = joining.share(name, group, layout.placement)
+                way = self._ways.get((group, layout, share))
                 if way is None:
                     box = self._box(layout)
-                    parts = self._needed_parts(name, group, box)
-                    way = self._ways[group, layout] = _Way(len(self._ways), group, layout, box, parts)
+                    parts = self._needed_parts(name, group, box) if share is not Share.ZEROS else ()
+                    way = _Way(len(self._ways), group, layout, share, box, parts)
+                    self._ways[group, layout, share] = way
                 way.names.append(name)
                 self._wanted[name] = way
         self._listed_here = tuple(self._find_listed_here())
@@ -128,6 +137,28 @@ class ShardPlanner:
                 lacking.setdefault(ranks, []).extend(names)
         lacking.pop((), None)
         return lacking
+
+    def joined_ranks(self) -> set[int]:
+        """Return the ranks all of whose shards are needed, since what they hold is joined."""
+        return {
+            rank
+            for way in self._ways.values()
+            if way.share is Share.JOINED
+            for part in way.parts
+            for rank in part.placement.holders(part.piece)
+        }
+
+    def require_one_copy(self) -> None:
+        """Raise UsageError if target ranks that hold the same piece get different sums, for a target of one copy."""
+        for way in self._ways.values():
+            name = way.names[0]
+            if self._accumulated is Accumulated.SUM and is_partial_sum(name) and way.layout.placement.copies > 1:
+                raise UsageError(
+                    f"the target has one copy of {name!r} for {way.layout.placement.copies} ranks",
+                    expected="--accumulated mean, a format with a file for each rank, or a target without replicas",
+                    got="--accumulated sum, which gives the sum to one of these ranks and zeros to the others",
+                    where=self._target.origin,
+                )
 
     def unseen(self) -> dict[tuple[Placement, ...], list[str]]:
         """Return the listed names that this shard should have and no opened shard holds, by their source placements.
@@ -182,7 +213,8 @@ class ShardPlanner:
         strings, notes = common_strings(self._manifests, self._home)
         if self._unlisted is Unlisted.DROP:
             strings = {}
-        wanted = ((way.names, way.group, way.layout) for way in self._ways.values())
+        taken = [way for way in self._ways.values() if way.share is Share.TAKEN]
+        wanted = ((way.names, way.group, way.layout) for way in taken)
         loose = frozenset(name for way in self._ways.values() if not way.group.listed for name in way.names)
         identity = ShardIdentity(self._rank, self._target.world_size, strategy_table)
         return RankPlan(
@@ -198,13 +230,14 @@ class ShardPlanner:
             loose=loose,
             unplaced=frozenset(name for name in loose if not self._lists(name)),
             moments=tuple(self._shared()),
-            alike=tuple(copies_alike(wanted, self._box, self._replicas)),
+            alike=(*copies_alike(wanted, self._box, self._replicas), *self._apart()),
             lost=self._replaced(groups) if self._lost else (),
             warnings=(
                 *(self._not_its_own() if same_world and self._rank in self._lost else ()),
                 *(missing for manifest in self._manifests.values() for missing in missing_files(manifest.tensors)),
             ),
             left_out=tuple(left_out_of(self._manifests)),
+            sums=sums_among((way.names, way.group) for way in self._ways.values()),
         )
 
     def written_elsewhere(self) -> frozenset[str]:
@@ -306,7 +339,7 @@ class ShardPlanner:
         """Return the rank to read each part of each `_Way` from; None if no opened rank should hold the part."""
         demands: dict[Placement, dict[Piece, None]] = {}
         for way in self._ways.values():
-            for part in way.parts if way.group.listed else ():
+            for part in way.parts if way.group.listed and way.share is Share.TAKEN else ():
                 demands.setdefault(part.placement, {})[part.piece] = None
         choice = choose_holders(demands, self._home, self._manifests)
         return [
@@ -321,6 +354,16 @@ class ShardPlanner:
 
         If the chosen rank lacks the tensors, another holder is taken. Raises CoverageError if there is none.
         """
+        kind = SpecKind(way.group.dtype, way.group.shape, way.box)
+        if way.share is Share.ZEROS:
+            return Group(kind, way.names, (zero_route(len(way.names), kind, min(self._manifests)),))
+        if way.share is Share.JOINED:
+            is_mean = self._accumulated is Accumulated.MEAN
+            joined = (
+                joined_route(way.names, part, way.group, self._manifests, self._lost, is_mean=is_mean)
+                for part in way.parts
+            )
+            return Group(kind, way.names, tuple(joined))
         routes = []
         for part, rank in zip(way.parts, chosen):
             if rank not in way.group.ranks:
@@ -330,7 +373,14 @@ class ShardPlanner:
             tensors = self._manifests[rank].tensors
             numbers = array("I", map(tensors.number_of.__getitem__, way.names))
             routes.append(Route(rank, part.box, part.region, tensors, numbers))
-        return Group(SpecKind(way.group.dtype, way.group.shape, way.box), way.names, tuple(routes))
+        return Group(kind, way.names, tuple(routes))
+
+    def _apart(self) -> Iterator[Alike]:
+        """Yield the copies that are added up, and so must not be the same, unless the user is trusted."""
+        if self._accumulated is Accumulated.SUM and self._replicas is not Replicas.ANY:
+            for way in self._ways.values():
+                if way.share is Share.JOINED:
+                    yield from apart(way.names, way.parts, way.group.dtype.itemsize_bytes)
 
     def _lists(self, name: str) -> bool:
         """Tell whether the target strategy lists a name, other than by a rule for every name."""

@@ -10,7 +10,8 @@ from reshard_mpi.errors import DisagreementError, LayoutError
 from reshard_mpi.formats.columns import Kind, TensorEntry
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.planning.parameters import everywhere, find_or_follow, is_partial_sum
+from reshard_mpi.planning.parameters import everywhere, find_or_follow
+from reshard_mpi.planning.partial_sums import is_partial_sum
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout, whole_shape, whole_shape_of_parts
 from reshard_mpi.sharding.placement import Piece, Placement, Shape, Strategy, named_after
@@ -119,7 +120,9 @@ class SourceTensors:
     def _all_signatures(self) -> dict[str, _Signature]:
         first, *others = self._held or (None,)
         if first is not None and all(tensors.number_of is first.number_of for tensors in others):
-            return dict(zip(first.number_of, zip(*(tensors.kind_of for tensors in self._held))))
+            kept: dict[_Signature, _Signature] = {}  # of a thousand shards each is long, and few are different
+            signatures = zip(*(tensors.kind_of for tensors in self._held))
+            return {name: kept.setdefault(own, own) for name, own in zip(first.number_of, signatures)}
         names = dict.fromkeys(name for tensors in self._held for name in tensors.number_of)
         columns = [
             [_LACKING if number is None else kind_of[number] for number in map(number_of.get, names)]

@@ -29,6 +29,7 @@ from reshard_mpi.planning.fit import (
 )
 from reshard_mpi.planning.model import Beginning, Limits, Moment, RankPlan, TensorPlan
 from reshard_mpi.planning.parameters import Unlisted, find_or_follow, is_dropped
+from reshard_mpi.planning.partial_sums import Accumulated, notes_on
 from reshard_mpi.planning.ranks import check_target_rank
 from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.planning.target import BothLayouts
@@ -50,11 +51,11 @@ _MAX_LOOKED_INTO = 64
 class Conversion:
     """Plans target ranks and checks the source before anything is written.
 
-    unlisted, strict, replicas: as the command line's options of these names. keeps_strings: whether the target format
-    has a place for strings. once: whether the files of all targets make up one checkpoint, so that a piece that several
-    ranks hold is written by one of them. before_gathering: called before copies are compared with numpy, which takes
-    more memory than planning. original: where `source` is what a map makes of a checkpoint, the conversion of that to
-    one full checkpoint, and through: makes the source of it.
+    unlisted, strict, replicas, accumulated: as the command line's options of these names. keeps_strings: whether the
+    target format has a place for strings. once: whether the files of all targets make up one checkpoint, so that a
+    piece that several ranks hold is written by one of them. before_gathering: called before copies are compared with
+    numpy, which takes more memory than planning. original: where `source` is what a map makes of a checkpoint, the
+    conversion of that to one full checkpoint, and through: makes the source of it.
     """
 
     source: SourceCheckpoint
@@ -63,6 +64,7 @@ class Conversion:
     strict: bool = False
     limits: Limits = LIMITS
     replicas: Replicas = Replicas.SAMPLE
+    accumulated: Accumulated = Accumulated.REFUSE
     keeps_strings: bool = True
     once: bool = False
     before_gathering: Callable[[], object] = lambda: None
@@ -100,8 +102,11 @@ class Conversion:
         if plan.strings and not self.keeps_strings:
             plan = self._without_strings(plan)
         plan = self.source.completed(plan, checked=checked)
+        plan = plan._replace(notes=(*plan.notes, *notes_on(self.accumulated, plan.sums)))
         if checked:
             plan = self.checked(plan)
+        if self.once:
+            opened.planner.require_one_copy()
         return plan.without(opened.planner.written_elsewhere()) if self.once else plan
 
     def both_layouts(self, target_rank: int, names: Iterable[str]) -> dict[str, BothLayouts]:
@@ -236,7 +241,9 @@ class Conversion:
 
     def _shards(self) -> ShardOpener:
         if self._opener is None:
-            self._opener = ShardOpener(self.source, self.target, self.unlisted, self.strict, self.replicas)
+            self._opener = ShardOpener(
+                self.source, self.target, self.unlisted, self.strict, self.replicas, self.accumulated
+            )
         return self._opener
 
     def _moments(self, plan: RankPlan, manifests: Mapping[int, Manifest]) -> tuple[Moment, ...]:

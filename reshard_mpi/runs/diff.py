@@ -19,10 +19,11 @@ from reshard_mpi.errors import DifferenceError, SourceError
 from reshard_mpi.formats.dtypes import numbers
 from reshard_mpi.formats.manifest import NEST
 from reshard_mpi.formats.nest import first_difference as first_nest_difference
-from reshard_mpi.formats.places import Decoded
+from reshard_mpi.formats.places import Decoded, Joined
 from reshard_mpi.formats.specs import TensorSpec
 from reshard_mpi.planning.fit import drift_warning
 from reshard_mpi.planning.model import Copy, RankPlan, TensorPlan
+from reshard_mpi.planning.partial_sums import told_of
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.conversion import LIMITS, Conversion
 from reshard_mpi.runs.memory import RunMemory
@@ -105,7 +106,10 @@ def _planned(
     memory.to_open(named, purpose, first_files.format, second_files.format)
     given = None if request.dst_strategy is None else read.target
     sources = SourceCheckpoint.open(first_files, read.source), SourceCheckpoint.open(second_files, given)
-    conversions = [Conversion(source, unsharded(), replicas=request.replicas) for source in sources]
+    conversions = [
+        Conversion(source, unsharded(), replicas=request.replicas, accumulated=request.accumulated)
+        for source in sources
+    ]
     conversions[0], _ = through_map(request, conversions[0])
     memory.on_giving_way(*(conversion.forget for conversion in conversions))
     peak_bytes, plans = 0, list[RankPlan]()
@@ -121,7 +125,12 @@ def _planned(
     while not memory.to_move(peak_bytes, purpose):
         plans = [conversion.plan(0, checked=False) for conversion in conversions]
     of_map = plans[0].notes if conversions[0].original is not None else ()
-    notes = (*of_map, *first_files.notes, *second_files.notes, *governor.notes, *_other_texts(*plans))
+    notes_on_sums = (
+        f"{source.files.path}: {note}"
+        for source, plan in zip(sources, plans)
+        for note in told_of(request.accumulated, plan.sums)
+    )
+    notes = (*of_map, *notes_on_sums, *first_files.notes, *second_files.notes, *governor.notes, *_other_texts(*plans))
     first, second = map(_Side, (request.source, request.target), sources, plans)
     warnings += [*first_files.warnings, *second_files.warnings, *plans[0].warnings, *plans[1].warnings]
     lost = (*plans[0].lost, *plans[1].lost)
@@ -213,6 +222,8 @@ def _content(files: Files, tensor: TensorPlan, element: tuple[int, ...]) -> str:
 def _place(copy: Copy) -> str:
     """Return in words where a tensor is that has no byte ranges."""
     source = copy.source.unconverted.source
+    if isinstance(source, Joined):
+        return "joined of several ranks"
     return f"in {source.path}" if isinstance(source, Decoded) else "in no file"
 
 

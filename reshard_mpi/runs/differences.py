@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from reshard_mpi.engine.files import Files, OnBytes
+from reshard_mpi.engine.regions import fill, first_difference
 from reshard_mpi.engine.sums import Span, copies_and_target, place_of, sum_shard
 from reshard_mpi.errors import DamageError
 from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.formats.places import Joined
 from reshard_mpi.formats.specs import TensorSpec
 from reshard_mpi.journal.records import TensorSum
 from reshard_mpi.planning.model import Check, Copy, Limits, RankPlan
+from reshard_mpi.planning.partial_sums import is_partial_sum
+from reshard_mpi.sharding.box import Box
 
 
 def sums_as_planned(
@@ -31,13 +35,13 @@ def sums_as_planned(
 
 
 def tensor_sum(spec: TensorSpec, value: int, *, loose: bool) -> TensorSum:
+    """Return the record of a tensor's sum. loose: whether no strategy places it."""
+    loose = loose or is_partial_sum(spec.name)
     return TensorSum(spec.name, spec.dtype.name, spec.global_shape, spec.box.start, spec.box.shape, value, loose)
 
 
 def where_it_differs(plan: RankPlan, target: Manifest, name: str, limits: Limits) -> DamageError:
     """Return the error for a tensor of the shard `target` that differs from its sources."""
-    from reshard_mpi.engine.regions import first_difference
-
     tensor = next(tensor for tensor in plan.tensors if tensor.spec.name == name)
     for source, own in copies_and_target(tensor, target):
         differing = first_difference(Check(name, (source, own), refuse=True, why=""), limits=limits)
@@ -45,8 +49,8 @@ def where_it_differs(plan: RankPlan, target: Manifest, name: str, limits: Limits
             _, element = differing
             return DamageError(
                 f"{name!r} differs from its source at element {list(element)}",
-                expected=_content(source, element),
-                got=_content(own, element),
+                expected=_content(source, element, limits),
+                got=_content(own, element, limits),
                 where=target.path,
                 remedy="make the target anew with --overwrite; if it differs again, look for a failing disk or memory",
             )
@@ -59,9 +63,15 @@ def where_it_differs(plan: RankPlan, target: Manifest, name: str, limits: Limits
     )
 
 
-def _content(copy: Copy, element: Sequence[int]) -> str:
+def _content(copy: Copy, element: Sequence[int], limits: Limits) -> str:
     """Return the bytes of an element as hexadecimal digits, and their place in the file, as words."""
     place = place_of(copy, element)
+    if isinstance(copy.source.unconverted.source, Joined):
+        part = copy.part(Box(tuple(element), tuple(index + 1 for index in element)))
+        joined = bytearray(copy.source.dtype.itemsize_bytes)
+        with Files() as files:
+            fill(files, part, part.target_region, memoryview(joined), limits)
+        return f"{joined.hex()}, joined of several ranks"
     if place is None:
         return "another value, compressed" if copy.source_rank < 0 else f"what rank {copy.source_rank} has, compressed"
     data = bytearray(place.length_bytes)

@@ -6,7 +6,7 @@ that. Nothing is read of it but its structure, what a map says is equal or paddi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -23,9 +23,11 @@ from reshard_mpi.mapping.matching import Inventory, Kind
 from reshard_mpi.mapping.naming import SourceFile, applied_to_file
 from reshard_mpi.mapping.settings import unpacked
 from reshard_mpi.planning.agreement import OWN
+from reshard_mpi.planning.copies import Alike
 from reshard_mpi.planning.losses import Lost, Missing
 from reshard_mpi.planning.mapped import MappedTensors
 from reshard_mpi.planning.model import RankPlan, TensorPlan
+from reshard_mpi.planning.partial_sums import Accumulated, is_partial_sum, notes_on, sums_like
 from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.runs.maps import TensorMap, tied_tensors
 from reshard_mpi.sharding.placement import unsharded
@@ -50,7 +52,13 @@ def conversion_through(tensor_map: TensorMap, conversion: Conversion) -> Convers
     def through(original: Conversion) -> SourceCheckpoint:
         return MappedCheckpoint.of(original, tensor_map, is_rank_by_rank=is_rank_by_rank)
 
-    original = Conversion(conversion.source, unsharded(), strict=conversion.strict, replicas=conversion.replicas)
+    original = Conversion(
+        conversion.source,
+        unsharded(),
+        strict=conversion.strict,
+        replicas=conversion.replicas,
+        accumulated=conversion.accumulated,
+    )
     return replace(conversion, source=through(original), original=original, through=through)
 
 
@@ -118,7 +126,7 @@ class MappedCheckpoint(SourceCheckpoint):
     def stage_ranks(self) -> dict[int, int]:
         return {0: 0}
 
-    def shown_tensors(self) -> Iterator[str]:
+    def shown_tensors(self, accumulated: Accumulated = Accumulated.REFUSE) -> Iterator[str]:
         made = self._opened()
         dtypes = {name: kind.dtype for name, kind in made.inventory.items()}
         for tensor in made.mapped.made:
@@ -127,6 +135,8 @@ class MappedCheckpoint(SourceCheckpoint):
             types = f", converted from {' and '.join(map(str, before))}" if before else ""
             origin = f"{shortened(sources)}, by {tensor.where}" if tensor.where else "as it is"
             zeros = f", {sum(box.size for box in tensor.shape.zeros)} zeros" if tensor.shape.zeros else ""
+            joins = accumulated is not Accumulated.REFUSE and any(map(is_partial_sum, sources))
+            types += f", the {accumulated} of replicas" if joins else ""
             yield f"{tensor.name} {tensor.dtype} {list(tensor.shape.shape)}: {origin}{zeros}{types}"
         for name, kind, element, where in made.mapped.constants:
             yield f"{name} {kind.dtype} {list(kind.shape)}: made up of {numbers(element, kind.dtype)[0]}, by {where}"
@@ -158,14 +168,19 @@ class MappedCheckpoint(SourceCheckpoint):
             self._require_nobodys_own(made, whole)
             self._made, self._is_checked = made._replace(plan=whole), True
         whole, _, mapped, _, notes = self._opened()
+        taken = {name for tensor in mapped.made for name in tensor.sources.values()}
+        known_sums = set(notes_on(self._conversion.accumulated, whole.sums))  # said of the target, if it has them
+        whole_notes = (note for note in whole.notes if note not in known_sums)
+        kinds_of_sums = {sums_like(name) for name in taken if is_partial_sum(name)}
         return plan._replace(
             moments=(*plan.moments, *whole.moments),
             absent=(*plan.absent, *whole.absent),
-            notes=(*whole.notes, *self._notes(mapped), *notes, *self._nest_notes(whole), *plan.notes),
-            alike=whole.alike,
+            notes=(*whole_notes, *self._notes(mapped), *notes, *self._nest_notes(whole), *plan.notes),
+            alike=tuple(_without_sums_left_out(whole.alike, taken)),
             lost=whole.lost,
             warnings=(*whole.warnings, *mapped.cautions, *plan.warnings),
             left_out=(*whole.left_out, *plan.left_out),
+            sums=tuple(sums for sums in whole.sums if sums.names in kinds_of_sums),
         )
 
     def check_values(self) -> None:
@@ -192,6 +207,8 @@ class MappedCheckpoint(SourceCheckpoint):
             nest = plan.strings.get(NEST)
             tied = {} if nest is None else tied_tensors(self.stored, in_order)
             made = applied_to_file(rules, choice, in_order, SourceFile(nest, tied, self.files.path), forward, like)
+            if self._conversion.accumulated is Accumulated.SUM:
+                _require_known_sums(made.mapped, self.files.path)
             mapped = made.mapped._replace(constants=(*made.mapped.constants, *self._computed(made.mapped, plan)))
             rank = min(plan.read_ranks, default=0)
             tensors = MappedTensors(self.files.path, mapped, plan.tensors, rank)
@@ -319,3 +336,29 @@ class MappedCheckpoint(SourceCheckpoint):
 def _tensor(plan: RankPlan, at: tuple[int, int]) -> TensorPlan:
     group, place = at
     return plan.tensors.groups[group].tensor(place)
+
+
+def _without_sums_left_out(all_alike: Iterable[Alike], taken: Container[str]) -> Iterator[Alike]:
+    """Yield copies to compare, but for accumulated gradients that the target gets nothing of, which may well differ."""
+    for alike in all_alike:
+        wanted = tuple(name for name in alike.names if name in taken or not is_partial_sum(name))
+        if wanted:
+            yield alike._replace(names=wanted)
+
+
+def _require_known_sums(mapped: Mapped, path: str) -> None:
+    """Raise MapError if the names of accumulated gradients are those of other tensors before the map, or after it.
+
+    One of several target ranks gets a sum, and the others zeros; which tensors are sums is known by their names.
+    """
+    for tensor in mapped.made:
+        sources = {tensor.sources[pair.source] for pair in tensor.shape.pairs}
+        if sources and {is_partial_sum(tensor.name)} != set(map(is_partial_sum, sources)):
+            raise MapError(
+                f"the map makes {tensor.name!r} of {shortened(sorted(sources))}, and only one side is known as sums",
+                expected="accumulated gradients with names such as accu_grads.<parameter> on both sides"
+                " (--accumulated sum)",
+                got=f"{tensor.name!r} in the target",
+                where=f"{path}, by {tensor.where}" if tensor.where else path,
+                remedy="call them so on both sides, and rename them afterwards by another run",
+            )

@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # this module is loaded early, before memory for the engine h
     from reshard_mpi.journal.records import TensorSum
     from reshard_mpi.planning.copies import Alike
     from reshard_mpi.planning.model import Beginning, Held, Moment
+    from reshard_mpi.planning.partial_sums import Sums
     from reshard_mpi.processes.comm import Comm
     from reshard_mpi.runs.preflight import Room
 
@@ -99,7 +100,7 @@ class Checked(NamedTuple):
     tensors, read_bytes: how much of it was read. by: what it was compared with, such as "its own sums"; empty if there
     was nothing. sums: of its tensors whose place in the whole is known. lost: source shards that cannot be used.
     world_size: how many shards there are by its own account; 0 if it does not say. left_out: what its sources hold that
-    no shard can, in words.
+    no shard can, in words. notes: what else there is to say of its sources.
     """
 
     rank: int
@@ -111,6 +112,7 @@ class Checked(NamedTuple):
     lost: tuple[Lost, ...] = ()
     world_size: int = 0
     left_out: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 class Failure(NamedTuple):
@@ -280,7 +282,7 @@ class Planned(NamedTuple):
 
     outcome: notes, warnings, and failures that refuse the run. moments, held, beginnings: what targets must have in
     common (see `RankPlan`). alike: copies that must be the same. rooms: the room that it needs on file systems. due:
-    what it leads the writing of.
+    what it leads the writing of. sums: the accumulated gradients of its targets.
     """
 
     outcome: Outcome = Outcome()
@@ -290,6 +292,7 @@ class Planned(NamedTuple):
     alike: tuple[Alike, ...] = ()
     rooms: tuple[Room, ...] = ()
     due: Due = Due()
+    sums: tuple[Sums, ...] = ()
 
     def joined(self, others: Iterable[Planned]) -> Planned:
         """Return this and the `others` as one, without rooms; of what is equal, only the first."""
@@ -303,6 +306,7 @@ class Planned(NamedTuple):
             tuple({(beginning.name, beginning.digest): beginning for beginning in beginnings}.values()),
             tuple(dict.fromkeys(alike for part in parts for alike in part.alike)),
             due=Due(*map(sum, zip(*(part.due for part in parts)))),
+            sums=tuple(dict.fromkeys(sums for part in parts for sums in part.sums)),
         )
 
 

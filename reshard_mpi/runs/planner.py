@@ -63,6 +63,7 @@ class Planner:
         memory: RunMemory,
     ) -> None:
         self.source = request.source
+        self.accumulated = request.accumulated
         self.summaries: list[RankSummary] = []
         self.outcome = Outcome()
         self._request = request
@@ -155,7 +156,7 @@ class Planner:
 
     def shown_tensors(self) -> tuple[str, ...]:
         """Return a line for each tensor that targets may hold: what it is made of."""
-        return tuple(self._require_opened().run.conversion.source.shown_tensors())
+        return tuple(self._require_opened().run.conversion.source.shown_tensors(self._request.accumulated))
 
     @property
     def described_source(self) -> str:
@@ -238,7 +239,7 @@ class Planner:
             self._placed[evidence.held.digest] = (plan.stage, rank, plan.placed)
         warnings = (*plan.warnings, *plan.left_out)
         outcome = Outcome(absent=plan.absent, notes=plan.notes, lost=plan.lost, other_warnings=warnings)
-        return Planned(outcome, plan.moments, (evidence.held,), plan.beginnings, plan.alike)
+        return Planned(outcome, plan.moments, (evidence.held,), plan.beginnings, plan.alike, sums=plan.sums)
 
     def _sources(self, run: Run, plan: RankPlan) -> Sources:
         """Return the source files of `plan`, each as it was when this run first looked at it.

@@ -15,6 +15,7 @@ from reshard_mpi.planning.agreement import (
 from reshard_mpi.planning.copies import dealt
 from reshard_mpi.planning.fit import drift_warning, require_no_drift
 from reshard_mpi.planning.model import RankPlan
+from reshard_mpi.planning.partial_sums import Accumulated, note_on_none
 from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.runs.outcome import Outcome, Planned
 
@@ -43,8 +44,10 @@ def plan_together(
     begun = Outcome(notes=(*conversion.notes, *notes), other_warnings=files.warnings, missing=conversion.source.missing)
     planned = Planned(begun).joined([*map(_planned, plans), Planned(compared)])
     notes = planned.outcome.notes
-    differing = differing_beginnings(planned.beginnings, notes)
-    return plans, planned.outcome._replace(notes=(*notes, *differing))
+    notes = (*notes, *differing_beginnings(planned.beginnings, notes))
+    if plans and not planned.sums and conversion.accumulated is not Accumulated.REFUSE:
+        notes = (*notes, note_on_none(conversion.accumulated))
+    return plans, planned.outcome._replace(notes=notes)
 
 
 def outcome_of(plan: RankPlan) -> Outcome:
@@ -54,4 +57,4 @@ def outcome_of(plan: RankPlan) -> Outcome:
 
 
 def _planned(plan: RankPlan) -> Planned:
-    return Planned(outcome_of(plan), beginnings=plan.beginnings)
+    return Planned(outcome_of(plan), beginnings=plan.beginnings, sums=plan.sums)

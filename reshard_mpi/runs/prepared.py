@@ -15,6 +15,7 @@ from reshard_mpi.journal.records import RunIdentity
 from reshard_mpi.journal.targets import Journal, Unrecorded
 from reshard_mpi.planning.filling import filled_files, strategy_of
 from reshard_mpi.planning.parameters import Unlisted
+from reshard_mpi.planning.partial_sums import Accumulated
 from reshard_mpi.planning.ranks import check_target_rank
 from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.runs.division import assign
@@ -80,6 +81,7 @@ class Run(NamedTuple):
             request.unlisted,
             request.strict,
             replicas=request.replicas,
+            accumulated=request.accumulated,
             keeps_strings=traits.keeps_strings,
             once=traits.is_folder,
         )
@@ -130,6 +132,7 @@ class Run(NamedTuple):
         }
         source = self.conversion.source.files.path  # of several moments that lie there the one that was chosen
         is_filled = formats.by_name(self.format).TRAITS.is_filled
+        joins = request.accumulated is not Accumulated.REFUSE
         return RunIdentity(
             {
                 "source": str(real_path(source)),
@@ -146,6 +149,7 @@ class Run(NamedTuple):
                 **({"max_shard_size": request.most_file_bytes} if is_filled else {}),
                 **({"from": request.source_format} if request.source_format else {}),
                 **({"src_files": request.source_files} if request.source_files else {}),
+                **({"accumulated": str(request.accumulated)} if joins else {}),
                 **self._map_facts(),
             },
             {name: str(real_path(path)) for name, path in files.items() if path is not None},

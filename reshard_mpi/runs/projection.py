@@ -18,7 +18,7 @@ from reshard_mpi.engine.regions import takes_numpy
 from reshard_mpi.engine.tiles import tile_bytes
 from reshard_mpi.engine.transfer import are_many, is_gathered, is_turned
 from reshard_mpi.formats.columns import KEPT_PLACE_BYTES, KEPT_TENSOR_BYTES
-from reshard_mpi.formats.places import Constant, Decoded
+from reshard_mpi.formats.places import Constant, Decoded, Joined
 from reshard_mpi.formats.traits import Costs
 from reshard_mpi.planning.model import Group, RankPlan, TensorPlan
 from reshard_mpi.runs.conversion import LIMITS, Conversion
@@ -49,7 +49,7 @@ _SUM_BYTES = KIB
 _COPY_BYTES = 16
 # For each copy of a small tensor, if these are moved many at a time.
 _BATCHED_BYTES = 32
-# What converting elements takes: a block of them before and after, what is between, and tables.
+# What converting or joining elements takes: a block of them before and after, what is between, and tables.
 _CONVERSION_BYTES = 4 * MIB
 # A window begins and ends with a page, and the kernel maps pages around it that are in memory.
 _AROUND_BYTES = 256 * KIB
@@ -176,15 +176,14 @@ class Projection(NamedTuple):
             has_numpy = has_numpy or through_windows or (self.compares and _is_in_short_runs(first))
             for source in (copy.source for tensor in (first, *_otherwise_stored(group)) for copy in tensor.copies):
                 stored = source.unconverted
-                if stored is not source:
+                if stored is not source or isinstance(stored.source, Joined):
                     conversion_bytes = _CONVERSION_BYTES
-                if isinstance(stored.source, Decoded):
-                    read_bytes = 2 * min(LIMITS.buffer_bytes, stored.size_bytes)  # in the child and in this process
-                    decoding_bytes = max(
-                        decoding_bytes, stored.source.decoding_bytes + stored.source.kept_bytes + read_bytes
-                    )
-                elif through_windows and not isinstance(stored.source, Constant):
-                    window_bytes = max(window_bytes, stored.size_bytes + _AROUND_BYTES)
+                for place in stored.source.places if isinstance(stored.source, Joined) else (stored.source,):
+                    if isinstance(place, Decoded):
+                        read_bytes = 2 * min(LIMITS.buffer_bytes, stored.size_bytes)  # in the child and in this process
+                        decoding_bytes = max(decoding_bytes, place.decoding_bytes + place.kept_bytes + read_bytes)
+                    elif through_windows and not isinstance(place, Constant):
+                        window_bytes = max(window_bytes, stored.size_bytes + _AROUND_BYTES)
         moved_bytes = min(2 * LIMITS.buffer_bytes, buffer_bytes) + min(LIMITS.window_bytes, window_bytes)
         moved_bytes += conversion_bytes + turning_bytes
         moved_bytes += _NUMPY_BYTES if has_numpy and not self.has_numpy else 0

@@ -6,6 +6,7 @@ import os
 from typing import NamedTuple
 
 from reshard_mpi.planning.parameters import Unlisted
+from reshard_mpi.planning.partial_sums import Accumulated
 from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.processes.governor.allowance import Allowance
 from reshard_mpi.sharding import strategy
@@ -38,7 +39,8 @@ class Request(NamedTuple):
     share number i of n of them. recorded: keep a journal in the target folder; without one, existing target files are
     replaced. memory: a size, "unlimited", or None for what the environment says. max_active: how many processes of a
     host may transform at once; None: any number. verify: read sources and targets again, compare them, and keep sums.
-    crc: add a checksum to target files. replicas: which copies are compared before one is taken. report: path of the
+    crc: add a checksum to target files. replicas: which copies are compared before one is taken. accumulated: what
+    becomes of accumulated gradients that differ between replicas. report: path of the
     report that will be written; None: none. max_shard_size: the most bytes of a file, where files are filled up to a
     size; None: the usual size. files: those of the target, for a run whose caller says which tensors each holds. map: a
     file, or the name of a map that comes with the program. forward, reverse: which way it is read; neither: as the
@@ -68,6 +70,7 @@ class Request(NamedTuple):
     verify: bool = False
     crc: bool = False
     replicas: Replicas = Replicas.SAMPLE
+    accumulated: Accumulated = Accumulated.REFUSE
     report: str | None = None
     max_shard_size: int | None = None
     files: tuple[TargetFile, ...] = ()

@@ -21,6 +21,7 @@ from reshard_mpi.planning.agreement import (
     require_same_shapes,
 )
 from reshard_mpi.planning.fit import drift_warning, require_no_drift
+from reshard_mpi.planning.partial_sums import Accumulated, note_on_none
 from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.planning.summary import Plan
 from reshard_mpi.processes.comm import Comm
@@ -160,6 +161,8 @@ def _plan_together(planner: Planner, comm: Comm) -> Planned:
     together = Planned().joined(all_planned)
     notes = together.outcome.notes
     notes = (*notes, *differing_beginnings(together.beginnings, notes))
+    if together.held and not together.sums and planner.accumulated is not Accumulated.REFUSE:
+        notes = (*notes, note_on_none(planner.accumulated))
     return together._replace(outcome=together.outcome._replace(notes=notes))
 
 

@@ -19,6 +19,7 @@ from reshard_mpi.errors import DamageError, ReshardError, SourceError, as_reshar
 from reshard_mpi.filesystem.paths import require_reachable
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.planning.model import RankPlan
+from reshard_mpi.planning.partial_sums import is_partial_sum, notes_on
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.processes.governor.admission import Governor
 from reshard_mpi.runs.conversion import LIMITS, Conversion
@@ -73,7 +74,12 @@ def _verify_pair(
         target = SourceCheckpoint.open(target_files, None if request.dst_strategy is None else read.target)
         keeps_strings = formats.by_name(target_files.format).TRAITS.keeps_strings
         conversion = Conversion(
-            source, target.strategy, request.unlisted, replicas=request.replicas, keeps_strings=keeps_strings
+            source,
+            target.strategy,
+            request.unlisted,
+            replicas=request.replicas,
+            accumulated=request.accumulated,
+            keeps_strings=keeps_strings,
         )
         conversion, _ = through_map(request, conversion)
         memory.on_giving_way(conversion.forget, target.forget)
@@ -103,11 +109,13 @@ def _verify_pair(
         shard_progress = Counted(progress.moved, size_bytes, plan.written_bytes)
         checked, damage = _compare(plan, shard, shard_progress.add)
         shard_progress.end()
+        checked = checked._replace(notes=tuple(notes_on(conversion.accumulated, plan.sums)))
         unfit: dict[int, ReshardError] = {}
         while damage and (errors := _unfit(conversion.source, plan, unfit)):  # the sources may be what is damaged
             unfit |= errors
             plan = conversion.without(unfit).plan(rank, checked=False)
-            checked, damage = _compare(plan, shard, lambda _: None)
+            again, damage = _compare(plan, shard, lambda _: None)
+            checked = again._replace(notes=checked.notes)
         return checked, damage
 
     checked = _each(target.files, weights, comm, progress, check)
@@ -199,7 +207,8 @@ def _each(
             progress.detail(f"shard of rank {rank}: {counted(shard.tensors, 'tensor')} sound by {', '.join(shard.by)}")
     lost = tuple(lost for shard in checked for lost in shard.lost)
     left_out = tuple(text for shard in checked for text in shard.left_out)
-    own = Outcome(failures=tuple(failures), lost=lost, other_warnings=left_out, checked=tuple(checked))
+    notes = tuple(dict.fromkeys(note for shard in checked for note in shard.notes))
+    own = Outcome(failures=tuple(failures), notes=notes, lost=lost, other_warnings=left_out, checked=tuple(checked))
     outcome = Outcome(processes=comm.size).joined(comm.allgather(own))
     return outcome._replace(failures=tuple(sorted(outcome.failures, key=lambda failure: failure.rank or 0)))
 
@@ -271,7 +280,10 @@ def _compare(plan: RankPlan, shard: Manifest, on_bytes: OnBytes) -> tuple[Checke
             if len(damage) == _MAX_LOCATED:
                 damage.append(DamageError("more tensors of this shard differ", where=shard.path))
                 break
-            damage.append(where_it_differs(plan, shard, summed.tensor.name, LIMITS))
+            difference = where_it_differs(plan, shard, summed.tensor.name, LIMITS)
+            if is_partial_sum(summed.tensor.name):
+                difference.remedy = f"give the --accumulated that it was made with; if you did, {difference.remedy}"
+            damage.append(difference)
     read_bytes = plan.written_bytes
     by = ("the source",) if not damage else ()
     checked = Checked(plan.target_rank, shard.path, len(plan.tensors), read_bytes, by)

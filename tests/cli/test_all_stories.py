@@ -22,6 +22,7 @@ TIMEOUT_SECONDS = 600
 
 # A file of losses that a story compares, and what its prove.py is told.
 LOSSES = {
+    "3_accumulation": ("adding_2.json", []),
     "4_precision": ("mixed/losses_resumed.json", ["fp16", "fp32", "mixed"]),
     "5_migration": ("notes/mindspore_1.json", []),
     "6_fsdp": ("losses_2.json", []),

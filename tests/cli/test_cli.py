@@ -19,6 +19,7 @@ from support.processes import run_command
 from support.stand_ins import refusing
 
 import reshard_mpi
+from reshard_mpi.sharding import strategy
 
 
 @pytest.fixture
@@ -360,6 +361,9 @@ def test_demo_in_a_folder(tmp_path: Path, capsys: Capture) -> None:
     again += ["--dst-strategy", str(base / "dst_strategy.ckpt"), "--jobs", "1"]
     assert run_here(capsys, *again).code == 0
     assert shards(base / "again") == shards(base / "dst")
+    compiled = Path(__file__).parents[2] / "launch" / "tutorial" / "1_eight_to_four" / "strategies"
+    for name in ("src_strategy.ckpt", "dst_strategy.ckpt"):  # as MindSpore's compiler has written them
+        assert strategy.load(str(base / name)).parameters == strategy.load(str(compiled / name)).parameters
 
 
 # help and what it costs

@@ -164,7 +164,7 @@ GIVEN = (
         "--strict",
         "--overwrite",
     ),
-    *("--memory=64G", "--max-active=3", "--verify", "--crc", "--replicas=check"),
+    *("--memory=64G", "--max-active=3", "--verify", "--crc", "--replicas=check", "--accumulated=mean"),
 )
 
 

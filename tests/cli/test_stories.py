@@ -60,8 +60,12 @@ def test_eight_to_four_without_mindspore(mpi: MPI, tmp_path: Path) -> None:
 @pytest.mark.mindspore
 def test_accumulation(tmp_path: Path) -> None:
     finished = run_story("3_accumulation", tmp_path / "work")
-    closing = "proved: stopped 2 batches into an update, through 4 ranks and back: the 18 later losses are those of the"
-    assert finished.out.splitlines()[-1].startswith(closing)
+    *_, apart, closing = finished.out.splitlines()
+    assert apart.startswith("with one rank's sums for all: losses ")
+    expected = "proved: stopped 2 batches into an update: the 18 later losses are those of the unbroken run, to the bit"
+    assert closing.startswith(expected) and closing.endswith("whose mean or sum 4 ranks and 2 go on with")
+    assert "note: accumulated gradients grad_sum.*: the mean of 4 replicas" in finished.err
+    assert "note: accumulated gradients accu_grads.*: the sum of 4 replicas" in finished.err
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7, 11, 16])

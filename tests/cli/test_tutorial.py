@@ -89,9 +89,13 @@ def test_pipeline_with_a_stage_missing(mpi: MPI, tmp_path: Path) -> None:
 
 
 def eight_to_four() -> tuple[Side, Side]:
-    """8 ranks, layer1's MatMul cut ((2,1),(1,2)), to 4: layer1 ((1,4),(4,1)), layer3 ((2,2),(2,1)), optimizer cut."""
+    """8 ranks, layer1's MatMul cut ((2,1),(1,2)), to 4: layer1 ((1,4),(4,1)), optimizer cut.
+
+    Layer3 is cut ((2,2),(2,1)) on both. As MindSpore compiles it, the 8 ranks' slices go by the mesh's middle axis.
+    """
     source = {name: RawLayout((8,), (-1,) * len(shape)) for name, shape in SHAPES.items()}
-    source["layer1.weight"] = RawLayout((2, 2, 2), (-1, 0))
+    source["layer1.weight"] = RawLayout((2, 2, 2), (-1, 1))
+    source["layer3.weight"] = RawLayout((2, 2, 2), (1, -1))
     target = {
         "layer1.weight": RawLayout((4,), (0, -1)),
         "layer1.bias": RawLayout((4,), (-1,), 4),

@@ -24,7 +24,7 @@ from reshard_mpi.units import MIB
 
 PAGES = [README, *sorted(GUIDE.glob("*.md"))]
 # Options of which pages tell already, while they are being made.
-COMING = {"--accumulated", "--explain", "--plot", "--tensor", "--toml", "-q"}
+COMING: set[str] = set()
 # Of the command line itself, and those of other programs.
 _OTHERS = {"--help", "--array", "--dependency", "--kill-on-invalid-dep", "--mpi", "--nodes", "--ntasks", "--parsable"}
 _OTHERS |= {"--mem", "--wrap"}

@@ -21,9 +21,9 @@ from reshard_mpi.planning.model import RankPlan
 from reshard_mpi.planning.parameters import (
     Unlisted,
     find_or_follow,
-    is_partial_sum,
     require_common_parameters,
 )
+from reshard_mpi.planning.partial_sums import Accumulated, is_partial_sum
 from reshard_mpi.planning.ranks import needed_ranks
 from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.planning.target import ShardPlanner
@@ -63,7 +63,15 @@ def planner(
 ) -> ShardPlanner:
     unusable = {shard.rank: shard for shard in lost}
     return ShardPlanner(
-        source, target, rank, manifests, lost=unusable, unlisted=unlisted, strict=strict, replicas=replicas
+        source,
+        target,
+        rank,
+        manifests,
+        lost=unusable,
+        unlisted=unlisted,
+        strict=strict,
+        replicas=replicas,
+        accumulated=Accumulated.REFUSE,
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.command_line import measure_apart
-from support.large_checkpoints import LARGE, SMALL, TARGETS, WIDE, LargeCheckpoint, Storage, write_many
+from support.large_checkpoints import LARGE, SMALL, TARGETS, WIDE, LargeCheckpoint, Storage, write_large, write_many
 from support.processes import Measured, run_command
 
 from reshard_mpi import formats
@@ -16,6 +16,7 @@ from reshard_mpi.checkpoints import discovery
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.runs.projection import Projection, checking_bytes
 from reshard_mpi.runs.selfcheck import Summing
+from reshard_mpi.sharding.placement import Placement, Strategy
 from reshard_mpi.units import MIB
 
 # What is projected is at most so much more than what is measured.
@@ -85,9 +86,28 @@ def test_a_folder_that_lists_many_pieces(tmp_path: Path) -> None:
     judge_run("24,000 pieces", made, "dcp", tmp_path)
 
 
-def judge_run(what: str, made: LargeCheckpoint, to: str, tmp_path: Path) -> None:
-    """Plan, write and verify one target of a checkpoint, and compare what each takes with what was projected."""
-    options = [*made.options(), "--to", to, "--rank", "1"]
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "tensors", "shape"), [("ckpt", 17, SMALL), ("hdf5", 2, LARGE), ("ckpt", 1_000, SMALL)]
+)
+def test_accumulated_gradients_that_are_joined(tmp_path: Path, kind: str, tensors: int, shape: tuple[int, int]) -> None:
+    """Four ranks each have all of both; what they have of the parameters is not looked at."""
+    names = [f"{prefix}layers.{number}.w" for prefix in ("", "accu_grads.") for number in range(tensors)]
+    source, target = (
+        Strategy(ranks, 1, {name: (Placement((ranks,), split),) for name in names})
+        for ranks, split in ((4, ((), ())), (2, ((0,), ())))
+    )
+    made = write_large(tmp_path / "made", kind, source, target, shape, lambda rank, _: bytes(range(rank, rank + 100)))
+    joining = ("--accumulated", "mean", "--replicas", "any")
+    judge_run(f"{tensors} sums", made, kind, tmp_path, *joining)
+
+
+def judge_run(what: str, made: LargeCheckpoint, to: str, tmp_path: Path, *further: str) -> None:
+    """Plan, write and verify one target of a checkpoint, and compare what each takes with what was projected.
+
+    further: options.
+    """
+    options = [*made.options(), "--to", to, "--rank", "1", *further]
     planned = command("plan", made.src, tmp_path / "out", *options, "--json")
     judge(f"{what}, planned", Projection.of(made.conversion(), to).planning_bytes, planned.peak_rss_bytes)
     projected_bytes = json.loads(planned.out)["peak_bytes"]
@@ -96,7 +116,7 @@ def judge_run(what: str, made: LargeCheckpoint, to: str, tmp_path: Path) -> None
     judge(f"{what}, written", projected_bytes, transformed.peak_rss_bytes)
     assert json.loads(report.read_text())["targets"][0]["leased_bytes"] == projected_bytes
 
-    options = [*made.options(), "--to", to, "--rank", "1", "--verify"]
+    options.append("--verify")
     projected_bytes = json.loads(command("plan", made.src, tmp_path / "out_2", *options, "--json").out)["peak_bytes"]
     verified = command("transform", made.src, tmp_path / "out_2", *options, "--jobs", "1")
     judge(f"{what}, written and verified", projected_bytes, verified.peak_rss_bytes)

@@ -1,7 +1,7 @@
 """The guide's inference on 4 cards, from what 8 cards have saved.
 
     mpirun -n 4 python -m mpi4py model_transformation_infer.py --only_compile=1   # compile and convert
-    python model_transformation_infer.py --sharding=cpu                           # load, and predict
+    mpirun -n 4 python model_transformation_infer.py --sharding=cpu               # predict, by run_infer.sh
 
 The conversion is one call of `transform_checkpoint_by_rank` in every rank, of the source ranks that
 `rank_list_for_transform` names. The target's strategy lists the weights, so what else was saved is left out.
@@ -52,8 +52,10 @@ if options.only_compile:
         sys.exit(f"rank {rank}: {error}")
     require_same_slices(compiled, whole_tensors(), shard)
 elif options.sharding == "guide":
-    sys.exit("MindSpore's CPU build cannot predict on 4 cards: see --sharding=cpu, for one card, and the README")
+    sys.exit(
+        "MindSpore's CPU build cannot predict with what the guide's optimizer cuts: see --sharding=cpu and the README"
+    )
 else:
     import cpu_training
 
-    cpu_training.predict(Path(options.dst_checkpoints_dir, "rank_0", "checkpoint_0.ckpt"))
+    cpu_training.predict(options.dst_checkpoints_dir)

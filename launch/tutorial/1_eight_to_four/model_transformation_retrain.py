@@ -1,7 +1,7 @@
 """The guide's second training, on 4 cards, from what 8 cards have saved.
 
     mpirun -n 4 python -m mpi4py model_transformation_retrain.py --only_compile=1   # compile and convert
-    msrun ... model_transformation_retrain.py --sharding=cpu                        # load, and train on
+    mpirun -n 4 python model_transformation_retrain.py --sharding=cpu               # train on, by run_retrain.sh
 
 The conversion is one call of `transform_checkpoints`, with MindSpore's arguments; the ranks share the work (`comm`).
 """

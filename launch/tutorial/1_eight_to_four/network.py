@@ -49,8 +49,11 @@ def shard_like_the_guide(network: Network, cards: int) -> None:
     network.layer3.matmul.shard(((2, 2), (2, 1)))
 
 
-def shard_for_cpu(network: Network, cards: int) -> None:
-    """Cut the MatMuls as the guide does, and what comes between them so that CPUs can run it."""
+def shard_for_cpu(network: Network, cards: int, *, predicts: bool = False) -> None:
+    """Cut the MatMuls as the guide does, and what comes between them so that CPUs can run it.
+
+    predicts: cut what comes last over all 4 cards, so that it is gathered among all of them, as CPUs can.
+    """
     shard_like_the_guide(network, cards)
     if cards == 8:
         network.layer1.add.shard(((2, 2), (2,)))
@@ -64,7 +67,7 @@ def shard_for_cpu(network: Network, cards: int) -> None:
         network.layer2.matmul.shard(((1, 1), (1, 1)))
         network.layer2.add.shard(((1, 1), (1,)))
         network.relu2.shard(((1, 1),))
-    network.layer3.add.shard(((2, 1), (1,)))
+    network.layer3.add.shard(((4 if predicts else 2, 1), (1,)))
 
 
 def set_stages(network: Network) -> None:

@@ -1,9 +1,9 @@
 """The guide's second training, on 4 cards without a pipeline, from what a pipeline of 8 cards has saved.
 
     mpirun -n 4 python -m mpi4py pipeline_transformation_retrain.py --only_compile=1   # compile and convert
-    python pipeline_transformation_retrain.py                                           # load, and train on
+    mpirun -n 4 python pipeline_transformation_retrain.py               # train on, by run_retrain_pipeline.sh
 
-In the target nothing is cut: every card holds all, so that one process can train from the shard of any.
+In the target nothing is cut: every card holds all, so that one process can train from the shard of any, too.
 The strategies of all stages are merged by `merge_pipeline_strategys`; then one call of `transform_checkpoints`.
 """
 
@@ -14,11 +14,7 @@ from pathlib import Path
 
 from arguments import parse_arguments
 from known_tensors import whole_tensors
-from mpi4py import MPI
-from strategies import compile_or_copy, require_same_slices
-from transform_pipeline import transform_stages
-
-from reshard_mpi import ReshardError
+from strategies import SHIPPED, compile_or_copy, require_same_slices
 
 options = parse_arguments(
     __doc__,
@@ -30,6 +26,11 @@ options = parse_arguments(
 )
 
 if options.only_compile:
+    from mpi4py import MPI
+    from transform_pipeline import transform_stages
+
+    from reshard_mpi import ReshardError
+
     rank = MPI.COMM_WORLD.Get_rank()
     compiled = None
     # Nothing is cut here, so one layout holds for all ranks and is compiled once.
@@ -61,4 +62,5 @@ if options.only_compile:
 else:
     import cpu_training
 
-    cpu_training.go_on(options.dst_strategy_file, Path(options.dst_strategy_file), options.dst_checkpoints_dir)
+    shipped = SHIPPED / "dst_pipeline_strategy.ckpt"
+    cpu_training.go_on(options.dst_strategy_file, shipped, options.dst_checkpoints_dir, cut=False)

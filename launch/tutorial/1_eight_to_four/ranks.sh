@@ -1,9 +1,9 @@
 # shellcheck shell=bash
 # What the guide's run_*.sh begin with: . "$(dirname "${BASH_SOURCE[0]}")/ranks.sh"
 #
-# They work in the current folder, as the guide's do, and start scripts that lie beside this file. `ranks` starts them
-# by mpirun, for conversions and for compiling; `cards` by MindSpore's own launcher, for training. What rank N says goes
-# to log_output/1/rank.N/stdout, whichever MPI it is.
+# They work in the current folder, as the guide's do, and start scripts that lie beside this file by mpirun: `ranks` for
+# conversions and for compiling; `cards` for training and predicting, with MindSpore's scheduler beside them, by which
+# its processes find each other on CPUs. What rank N says goes to log_output/1/rank.N/stdout, whichever MPI it is.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 export GLOG_v=3 # MindSpore says errors only
@@ -11,8 +11,26 @@ export PYTHONPATH="${here%/*}${PYTHONPATH:+:$PYTHONPATH}"
 
 # ranks NUMBER SCRIPT [options]
 ranks() {
-    local number=$1 script=$2 mpirun=(mpirun)
-    shift 2
+    # By `-m mpi4py` a rank that fails ends the others.
+    start "$1" -m mpi4py "$here/$2" "${@:3}"
+}
+
+# cards NUMBER SCRIPT [options]
+cards() {
+    local free_port='import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'
+    MS_SCHED_PORT=$(python -c "$free_port")
+    export MS_SCHED_PORT MS_SCHED_HOST=127.0.0.1 MS_WORKER_NUM=$1
+    MS_ROLE=MS_SCHED python "$here/$2" "${@:3}" </dev/null >scheduler.log 2>&1 &
+    scheduler=$!
+    trap 'kill "$scheduler" 2>/dev/null || true' EXIT
+    MS_ROLE=MS_WORKER start "$1" "$here/$2" "${@:3}"
+    wait "$scheduler"
+}
+
+# start NUMBER ARGUMENTS: python with these arguments, so many times
+start() {
+    local number=$1 mpirun=(mpirun)
+    shift
     case $(mpirun --version 2>&1) in
     *"Open MPI"* | *OpenRTE*)
         mpirun+=(--oversubscribe --bind-to none)
@@ -20,24 +38,8 @@ ranks() {
         ;;
     esac
     rm -rf log_output
-    # By `-m mpi4py` a rank that fails ends the others.
-    "${mpirun[@]}" -n "$number" bash "$here/rank_log.sh" python -m mpi4py "$here/$script" "$@" </dev/null || show_logs
-    cat log_output/1/rank.0/stdout
-}
-
-# cards NUMBER SCRIPT [options]
-cards() {
-    local number=$1 script=$2 port rank
-    shift 2
-    port=$(python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
-    rm -rf log_output
-    msrun --worker_num="$number" --local_worker_num="$number" --master_port="$port" --log_dir=log_output --join=True \
-        "$here/$script" "$@" </dev/null >msrun.log 2>&1 || { cat msrun.log >&2; exit 1; }
-    for ((rank = 0; rank < number; rank++)); do
-        mkdir -p "log_output/1/rank.$rank"
-        mv "log_output/worker_$rank.log" "log_output/1/rank.$rank/stdout"
-    done
-    grep -v '^\[' log_output/1/rank.0/stdout
+    "${mpirun[@]}" -n "$number" bash "$here/rank_log.sh" python "$@" </dev/null || show_logs
+    grep -v '^\[INFO\] ' log_output/1/rank.0/stdout
 }
 
 show_logs() {

@@ -1,7 +1,7 @@
 #!/bin/bash
-# The guide's run_infer.sh: loads dst_checkpoints and predicts. Without cards: --sharding=cpu, in one process.
+# The guide's run_infer.sh: loads dst_checkpoints on 4 cards and predicts. Without cards: --sharding=cpu.
 # Options go to model_transformation_infer.py.
 # shellcheck source-path=SCRIPTDIR source=ranks.sh
 . "$(dirname "${BASH_SOURCE[0]}")/ranks.sh"
 
-python "$here/model_transformation_infer.py" "$@"
+cards 4 model_transformation_infer.py "$@"

@@ -1,7 +1,7 @@
 """What the guide has from its page "Model Saving": a checkpoint of 8 cards, and its strategy.
 
-    python train_saving.py                        # known tensors, cut as the guide's 8 cards hold them
-    msrun ... train_saving.py --sharding=cpu      # really trained, on 8 CPU processes
+    python train_saving.py                              # known tensors, cut as the guide's 8 cards hold them
+    mpirun -n 8 python train_saving.py --sharding=cpu   # really trained, on 8 CPU processes, by run_saving.sh
 
 MindSpore trains the guide's sharding on real cards only. So known tensors stand in for trained ones: wherever an
 element goes, it can be told which one it is.

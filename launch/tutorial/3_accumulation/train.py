@@ -31,15 +31,8 @@ def main(part: str, checkpoint: str | None) -> None:
         ms.save_checkpoint(training.forward, checkpoint, append_dict={"batch_num": STOP})
         print(f"stopped after {STOP} batches, {STOP % BATCHES_AN_UPDATE} into an update")
     else:
-        saved = ms.load_checkpoint(checkpoint)
-        start = int(saved.pop("batch_num").asnumpy())
-        if part == "without":
-            saved = {name: value for name, value in saved.items() if not name.startswith("grad_sum.")}
-        missing, left = ms.load_param_into_net(training.forward, saved)
-        if left or any(part == "rest" or not name.startswith("grad_sum.") for name in missing):
-            raise SystemExit(f"not in the checkpoint: {missing}; not in the network: {left}")
-        training.run(start)
-    Path(f"{part}.json").write_text(json.dumps(training.losses))
+        training.run(start=training.load(ms.load_checkpoint(checkpoint), sums_are_lost=part == "without"))
+    Path(f"{part}.json").write_text(json.dumps([training.losses, training.scales]))
     print(f"{part}: {len(training.losses)} batches, loss {training.losses[0]:.4f} to {training.losses[-1]:.4f}")
 
 

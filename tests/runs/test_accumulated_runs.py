@@ -1,0 +1,397 @@
+"""`--accumulated` on the command line: what it says, what a target folder remembers, and what it is not right for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from support.cases import Side
+from support.checkpoints import as_read, read_shard, write_ranks, write_shard
+from support.command_line import Capture, run_apart, run_here
+from support.conversions import (
+    DST_LAYOUTS,
+    SRC_LAYOUTS,
+    TENSORS,
+    Conversion,
+    listing,
+    make,
+    of_every_kind,
+    transform_by_function,
+    write_conversion,
+)
+from support.launch import MPI
+from support.oracle import RawLayout
+
+import reshard_mpi
+from reshard_mpi.errors import CoverageError, SourceError, StrategyError, UsageError
+
+NAME = "accu_grads.w"
+MEAN, SUM = ("--accumulated", "mean"), ("--accumulated", "sum")
+# Each of 4 ranks has its own columns of rows 0 to 7; ranks 0 and 2 hold the same columns, and 1 and 3.
+PARTS = [np.random.default_rng(rank).standard_normal((8, 2)).astype(np.float32) for rank in range(4)]
+TOTAL = np.concatenate([PARTS[0] + PARTS[2], PARTS[1] + PARTS[3]], axis=1)
+# Every rank holds all.
+REPLICATED = 'mesh = {{ card = {} }}\n[[parameter]]\nmatch = "*"\n'
+
+
+def accumulating(folder: Path, kind: str = "ckpt", parts: list[np.ndarray] = PARTS, name: str = NAME) -> Conversion:
+    """Write the small conversion with an accumulated gradient of which each rank has its own sum."""
+    c = make(folder, kind)
+    for rank, part in enumerate(parts):
+        c.rewrite(rank, {name: part})
+    return c
+
+
+def replicated(folder: Path, ranks: int) -> Path:
+    """Write a spec by which so many ranks hold everything."""
+    spec = folder / f"replicated_{ranks}.toml"
+    spec.write_text(REPLICATED.format(ranks))
+    return spec
+
+
+def written(c: Conversion, rank: int, name: str = NAME) -> np.ndarray:
+    """Return an accumulated gradient of float32 as a target shard has it."""
+    dtype, shape, content = read_shard(c.written(rank))[name]
+    assert dtype == "float32"
+    return np.frombuffer(content, np.float32).reshape(shape)
+
+
+# What comes of it, and what is said
+
+
+@of_every_kind
+@pytest.mark.parametrize(("option", "whole"), [(MEAN, TOTAL / np.float32(2)), (SUM, TOTAL)], ids=["mean", "sum"])
+def test_targets_that_cut_them_get_rows_of_what_is_joined(
+    tmp_path: Path, capsys: Capture, kind: str, option: tuple[str, str], whole: np.ndarray
+) -> None:
+    c = accumulating(tmp_path, kind)
+    finished = run_here(capsys, *c.arguments("transform", *option, "--verify"))
+    assert finished.code == 0, finished
+    says = f"note: accumulated gradients accu_grads.*: the {option[1]} of 2 replicas, added in float32 in the order of"
+    assert f"{says} their ranks; " in finished.err
+    for rank in range(2):
+        assert written(c, rank).tobytes() == whole[rank * 4 : rank * 4 + 4].tobytes()
+        others = {name: held for name, held in read_shard(c.written(rank)).items() if name != NAME}
+        assert others == c.expected(rank)
+    assert run_here(capsys, *c.arguments("verify", *option)).code == 0
+    assert run_here(capsys, "verify", str(c.dst), "--jobs", "1").code == 0
+
+
+def test_replicas_of_the_target_get_the_mean_each_or_one_the_sum(tmp_path: Path, capsys: Capture) -> None:
+    c = accumulating(tmp_path).but(dst_strategy=replicated(tmp_path, 3))
+    assert run_here(capsys, *c.arguments("transform", *MEAN)).code == 0
+    assert all(written(c, rank).tobytes() == (TOTAL / np.float32(2)).tobytes() for rank in range(3))
+    c = c.but(dst=tmp_path / "sum")
+    finished = run_here(capsys, *c.arguments("transform", *SUM, "--verify"))
+    assert finished.code == 0 and "that hold a piece the lowest gets it, the others zeros" in finished.err
+    assert [written(c, rank).tobytes() for rank in range(3)] == [TOTAL.tobytes(), *[bytes(TOTAL.nbytes)] * 2]
+    assert (c.dst / "reshard.json").is_file()
+    assert run_here(capsys, "verify", str(c.dst), "--jobs", "1").code == 0  # its copies differ, as they must
+    assert run_here(capsys, *c.arguments("diff", *SUM)).code == 0
+    assert run_here(capsys, *c.arguments("verify", *SUM)).code == 0
+
+
+def test_a_sum_that_one_rank_has_goes_to_one_rank(tmp_path: Path, capsys: Capture) -> None:
+    """From one rank to three that add theirs: copies would count three times."""
+    write_shard({"w": TENSORS["w"], NAME: TOTAL}, tmp_path / "one.ckpt")
+    spec, zeros = replicated(tmp_path, 3), np.zeros_like(TOTAL)
+    for how, expected in (("mean", [TOTAL] * 3), ("sum", [TOTAL, zeros, zeros])):
+        reshard_mpi.transform(tmp_path / "one.ckpt", tmp_path / how, dst_strategy=spec, accumulated=how)
+        for rank, array in enumerate(expected):
+            shard = read_shard(tmp_path / how / f"rank_{rank}" / f"checkpoint_{rank}.ckpt")
+            assert shard == as_read({"w": TENSORS["w"], NAME: array})
+    arguments = ("plan", str(tmp_path / "one.ckpt"), "x", "--dst-strategy", str(spec), *MEAN)
+    assert "accu_grads.*: each piece is on one rank, nothing to join" in run_here(capsys, *arguments).err
+
+
+def test_what_a_plan_says(tmp_path: Path, capsys: Capture) -> None:
+    c = accumulating(tmp_path)
+    finished = run_here(capsys, *c.arguments("plan", *MEAN, "--verbose"))
+    assert f"{NAME} float32 [8, 2] on rank 0: the mean of its replicas" in finished.out
+    assert "the mean of 2 replicas" in finished.err
+    targets = json.loads(run_here(capsys, *c.arguments("plan", *SUM, "--json")).out)["targets"]
+    assert all("the sum of 2 replicas" in " ".join(target["notes"]) for target in targets)
+    assert [target["read_ranks"] for target in targets] == [[0, 1, 2, 3]] * 2
+
+
+def test_a_checkpoint_without_accumulated_gradients(tmp_path: Path, capsys: Capture) -> None:
+    finished = run_here(capsys, *make(tmp_path).arguments("transform", *SUM))
+    says = "note: no target has a tensor called accu_grads.* or grad_sum.*, as accumulated gradients are: --accumulated"
+    assert finished.code == 0 and f"{says} sum is no use" in finished.err
+
+
+def test_refused_as_ever_unless_it_is_asked_for(tmp_path: Path, capsys: Capture) -> None:
+    c = accumulating(tmp_path)
+    for options in ((), ("--accumulated", "refuse")):
+        finished = run_here(capsys, *c.arguments("transform", *options))
+        assert finished.code == 3 and f"copies of '{NAME}' differ" in finished.err
+        assert "--accumulated mean or sum" in finished.err
+    assert run_here(capsys, *c.arguments("transform", "--accumulated", "all")).code == 2
+    with pytest.raises(UsageError, match="unknown value of accumulated"):
+        reshard_mpi.transform(c.src, c.dst, accumulated="all")
+
+
+# However it is run
+
+
+def test_any_processes_write_the_same(tmp_path: Path, mpi: MPI) -> None:
+    c = accumulating(tmp_path)
+    alone = c.but(dst=tmp_path / "alone")
+    assert run_apart(*alone.arguments("transform", *SUM), check=True).code == 0
+    for name, options, launched in (("jobs", ("--jobs", "3"), None), ("mpi", (), mpi)):
+        other = c.but(dst=tmp_path / name)
+        arguments = [argument for argument in other.arguments("transform", *SUM) if argument not in ("--jobs", "1")]
+        run_apart(*arguments, *options, "--verify", mpi=launched, ranks=3, check=True)
+        assert [read_shard(other.written(rank)) for rank in range(2)] == [
+            read_shard(alone.written(rank)) for rank in range(2)
+        ]
+
+
+def test_a_target_folder_remembers_it(tmp_path: Path, capsys: Capture) -> None:
+    c = accumulating(tmp_path)
+    assert run_here(capsys, *c.arguments("transform", *MEAN, "--rank", "0")).code == 0
+    for other in (SUM, ()):
+        finished = run_here(capsys, *c.arguments("transform", *other, "--resume"))
+        assert finished.code == 3 and "the target folder holds another run" in finished.err
+        assert "got: a run with --accumulated 'mean'" in finished.err
+    finished = run_here(capsys, *c.arguments("transform", *MEAN, "--resume"))
+    assert finished.code == 0 and "1 was complete already" in finished.out
+    assert json.loads((c.dst / "reshard.json").read_text())["accumulated"] == "mean"
+
+
+def test_verify_tells_who_forgot_it(tmp_path: Path, capsys: Capture) -> None:
+    c = accumulating(tmp_path)
+    assert run_here(capsys, *c.arguments("transform", *MEAN)).code == 0
+    for option in ((), SUM):
+        finished = run_here(capsys, *c.arguments("verify", *option))
+        assert finished.code == 4 and "give the --accumulated that it was made with" in finished.err
+    shard = read_shard(c.written(0))
+    arrays = {name: np.frombuffer(held, dtype).reshape(shape).copy() for name, (dtype, shape, held) in shard.items()}
+    arrays[NAME][1, 2] += 1
+    write_shard(arrays, c.written(0))
+    finished = run_here(capsys, *c.arguments("verify", *MEAN))
+    assert finished.code == 4 and f"'{NAME}' differs from its source at element [1, 2]" in finished.err
+    assert f"expected: {(TOTAL / np.float32(2))[1, 2].tobytes().hex()}, joined of several ranks" in finished.err
+
+
+def test_functions_have_it(tmp_path: Path) -> None:
+    c = accumulating(tmp_path)
+    transform_by_function(c, accumulated="mean")
+    assert written(c, 1).tobytes() == (TOTAL[4:] / np.float32(2)).tobytes()
+    strategies = (c.src_strategy, c.dst_strategy)
+    reshard_mpi.verify(c.src, c.dst, *strategies, accumulated="mean")
+    loaded = reshard_mpi.load_rank(1, c.src, *strategies, accumulated="sum")
+    assert loaded[NAME].tobytes() == TOTAL[4:].tobytes()
+    assert reshard_mpi.plan(c.src, *strategies, accumulated="sum").targets[0].read_ranks == (0, 1, 2, 3)
+    with pytest.raises(CoverageError, match="parts of the sums"):
+        reshard_mpi.load_rank(1, {0: c.shard(0), 1: c.shard(1)}, *strategies, accumulated="sum")
+
+
+# Types, formats and maps
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float64], ids=["half", "brain", "double"])
+def test_other_types_are_added_in_float32_and_rounded_once(tmp_path: Path, dtype: type) -> None:
+    """Added in their own type, the small numbers would be lost one after another."""
+    values = [1.0, 2.0**-9, 2.0**-9, 2.0**-9]
+    w = np.ones(2, np.float32)
+    ranks = {rank: {"w": w, "grad_sum.w": np.full(2, value, dtype)} for rank, value in enumerate(values)}
+    write_ranks(ranks, tmp_path / "src")
+    spec = replicated(tmp_path, 4)
+    reshard_mpi.transform(tmp_path / "src", tmp_path / "dst", spec, accumulated="sum", verify=True)
+    shard = read_shard(tmp_path / "dst" / "rank_0" / "checkpoint_0.ckpt")
+    assert shard == as_read({"w": w, "grad_sum.w": np.full(2, np.float32(sum(values))).astype(dtype)})
+
+
+def test_what_is_too_large_for_its_type_is_told(tmp_path: Path, capsys: Capture) -> None:
+    sums = ([40000, 1, 2], [40001, 3, 4])
+    ranks = {
+        rank: {"w": np.ones(3, np.float32), "grad_sum.w": np.array(values, np.float16)}
+        for rank, values in enumerate(sums)
+    }
+    write_ranks(ranks, tmp_path / "src")
+    paths = (str(tmp_path / "src"), str(tmp_path / "dst"), "--src-strategy", str(replicated(tmp_path, 2)))
+    finished = run_here(capsys, "transform", *paths, *SUM, "--jobs", "1")
+    assert finished.code == 0
+    assert "warning: 1 element of 'grad_sum.w' is too large for float16 and became infinite" in finished.err
+
+
+@of_every_kind
+def test_a_type_and_a_choice_beside_it(tmp_path: Path, capsys: Capture, kind: str) -> None:
+    c = accumulating(tmp_path, kind)
+    assert run_here(capsys, *c.arguments("transform", *SUM, "--dtype", "*=fp64", "--include", "*w")).code == 0
+    for rank in range(2):
+        dtype, _, content = read_shard(c.written(rank))[NAME]
+        assert (dtype, content) == ("float64", TOTAL[rank * 4 : rank * 4 + 4].astype(np.float64).tobytes())
+    left_out = c.but(dst=tmp_path / "without")
+    finished = run_here(capsys, *left_out.arguments("transform", *SUM, "--exclude", "accu_grads.*"))
+    assert finished.code == 0 and "replicas" not in finished.err, finished
+    finished = run_here(capsys, *left_out.arguments("transform", "--overwrite", "--exclude", "accu_grads.*"))
+    assert finished.code == 0 and NAME not in read_shard(left_out.written(0)), finished
+
+
+def test_one_of_several_ranks_gets_what_a_map_makes_of_a_sum(tmp_path: Path, capsys: Capture) -> None:
+    c = accumulating(tmp_path).but(dst_strategy=replicated(tmp_path, 3))
+    assert run_here(capsys, *c.arguments("transform", *SUM, "--dtype", "fp64", "--verify")).code == 0
+    shards = [read_shard(c.written(rank))[NAME] for rank in range(3)]
+    assert shards == [("float64", (8, 4), TOTAL.astype(np.float64).tobytes()), *[("float64", (8, 4), bytes(256))] * 2]
+    finished = run_here(capsys, *c.arguments("plan", *SUM, "--dtype", "fp64", "--verbose", "--overwrite"))
+    assert f"{NAME} float64 [8, 4]: as it is, converted from float32, the sum of replicas" in finished.out
+
+
+@pytest.mark.parametrize("option", [MEAN, SUM], ids=["mean", "sum"])
+def test_files_that_are_filled_hold_what_is_joined(tmp_path: Path, capsys: Capture, option: tuple[str, str]) -> None:
+    c = accumulating(tmp_path).but(dst_strategy=None)
+    assert run_here(capsys, *c.arguments("transform", *option, "--to", "hf", "--max-shard-size", "200")).code == 0
+    assert len(list(c.dst.glob("*.safetensors"))) > 1
+    again = c.but(src=c.dst, src_strategy=None, dst=tmp_path / "again")
+    finished = run_here(capsys, *again.arguments("transform", *option, "--to", "ckpt"))
+    assert finished.code == 0 and "each piece is on one rank, nothing to join" in finished.err
+    assert written(again, 0).tobytes() == (TOTAL / np.float32(2 if option == MEAN else 1)).tobytes()
+
+
+def test_an_equation_beside_it(tmp_path: Path, capsys: Capture) -> None:
+    c = accumulating(tmp_path)
+    turned, renamed = tmp_path / "turned.toml", tmp_path / "renamed.toml"
+    turned.write_text('[[map]]\neq = "w [r c] <=> kernel [c r]"\n')
+    whole = c.but(dst_strategy=None)
+    finished = run_here(capsys, *whole.arguments("transform", *MEAN, "--map", str(turned), "--forward"))
+    assert finished.code == 0, finished
+    assert written(whole, 0, "accu_grads.kernel").tobytes() == np.ascontiguousarray(TOTAL.T / np.float32(2)).tobytes()
+    renamed.write_text(f'[[map]]\neq = "{NAME} <=> main_grad.w"\n')
+    other = whole.but(dst=tmp_path / "renamed")
+    assert run_here(capsys, *other.arguments("transform", *MEAN, "--map", str(renamed), "--forward")).code == 0
+    other = other.but(dst=tmp_path / "sum")
+    finished = run_here(capsys, *other.arguments("transform", *SUM, "--map", str(renamed), "--forward"))
+    assert finished.code == 3 and "only one side is known as sums" in finished.err
+
+
+def test_a_format_of_one_copy_takes_a_mean_and_no_sum_of_one_holder(tmp_path: Path, capsys: Capture) -> None:
+    c = accumulating(tmp_path).but(dst_strategy=replicated(tmp_path, 2))
+    for target in ("0", "1"):
+        finished = run_here(capsys, *c.arguments("transform", *SUM, "--to", "dcp", "--rank", target))
+        assert finished.code == 2 and f"the target has one copy of '{NAME}' for 2 ranks" in finished.err
+    assert run_here(capsys, *c.arguments("transform", *MEAN, "--to", "dcp")).code == 0
+    one = tmp_path / "one"
+    assert run_here(capsys, "transform", str(c.dst), str(one), "--to", "ckpt", "--jobs", "1").code == 0
+    shard = read_shard(one / "rank_0" / "checkpoint_0.ckpt")
+    assert shard[NAME][2] == (TOTAL / np.float32(2)).tobytes()
+    cut = make(tmp_path / "cut").but(src=c.src)
+    assert run_here(capsys, *cut.arguments("transform", *SUM, "--to", "dcp")).code == 0  # without replicas
+
+
+# What it is not right for
+
+
+def test_integers_are_refused(tmp_path: Path) -> None:
+    c = accumulating(tmp_path, parts=[np.full((8, 2), rank, np.int32) for rank in range(4)])
+    with pytest.raises(SourceError, match="holds no floating-point numbers"):
+        transform_by_function(c, accumulated="sum")
+
+
+def test_whose_place_no_strategy_tells_is_refused(tmp_path: Path) -> None:
+    c = accumulating(tmp_path, name="grad_sum.x", parts=[part[:, 0] for part in PARTS])
+    before = listing(tmp_path)
+    with pytest.raises(StrategyError, match=r"the source strategy does not place 'grad_sum\.x'"):
+        transform_by_function(c, accumulated="mean")
+    assert listing(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("w", "got"), [(None, "no parameter"), (np.ones((8, 1), np.float32), "'w' of shape [8, 2]")], ids=["none", "shape"]
+)
+def test_without_its_parameter_replicas_are_not_known(tmp_path: Path, w: np.ndarray | None, got: str) -> None:
+    """Sums differ whatever the strategy; the copies of the parameter are what tells a wrong one."""
+    c = make(tmp_path)
+    for rank in range(4):
+        c.rewrite(rank, {"moments.w": None, "w": w, NAME: PARTS[rank]})
+    layouts = {**SRC_LAYOUTS, NAME: SRC_LAYOUTS["w"]}
+    targets = {**DST_LAYOUTS, NAME: DST_LAYOUTS["w"]}
+    c = c.but(src_strategy=c.strategy("src_listing", layouts), dst_strategy=c.strategy("dst_listing", targets))
+    with pytest.raises(StrategyError, match="not certain which ranks hold parts of the same sum") as refused:
+        transform_by_function(c, accumulated="mean")
+    assert got in refused.value.got
+
+
+def test_stages_that_share_it(tmp_path: Path) -> None:
+    layout = RawLayout((2,), (-1, -1), stages=(0, 1))
+    source = Side(4, 2, {"w": layout, NAME: layout}, frozenset({NAME}))
+    target = Side(2, 1, dict.fromkeys(("w", NAME), RawLayout((2,), (-1, -1))), frozenset({NAME}))
+    tensors = dict.fromkeys(("w", NAME), TENSORS["w"])
+    c = write_conversion(tmp_path, "ckpt", source, target, tensors)
+    with pytest.raises(StrategyError, match=f"stages share '{NAME}'"):
+        transform_by_function(c, accumulated="mean")
+    back = write_conversion(tmp_path / "back", "ckpt", target, source, tensors)
+    with pytest.raises(StrategyError, match=f"stages share '{NAME}'"):
+        transform_by_function(back, accumulated="sum")
+    transform_by_function(c)
+
+
+@pytest.mark.parametrize("lost", ["shard", "tensor"])
+def test_a_rank_whose_part_is_missing(tmp_path: Path, lost: str) -> None:
+    c = accumulating(tmp_path)
+    if lost == "shard":
+        c.remove(3)
+    else:
+        c.rewrite(3, {})
+    with pytest.raises(CoverageError, match=f"parts of the sums in '{NAME}' are missing") as refused:
+        transform_by_function(c, accumulated="mean")
+    assert "rank 3" in str(refused.value) or "ranks 3" in str(refused.value)
+
+
+def test_a_damaged_shard_cannot_be_replaced(tmp_path: Path, capsys: Capture) -> None:
+    c = accumulating(tmp_path)
+    c.shard(2).write_bytes(c.shard(2).read_bytes()[:100])
+    finished = run_here(capsys, *c.arguments("transform", *MEAN))
+    assert finished.code == 3 and "each has a sum of its own, which no other shard has" in finished.err
+    assert "rank_2" in finished.err
+
+
+@pytest.mark.parametrize("same", [[0, 1, 0, 1], [0, 1, 2, 1]], ids=["all", "some"])
+def test_copies_of_one_sum_are_not_added(tmp_path: Path, capsys: Capture, same: list[int]) -> None:
+    """Ranks that have added their sums already, or hold copies, would have them counted twice."""
+    c = accumulating(tmp_path, parts=[PARTS[number] for number in same])
+    finished = run_here(capsys, *c.arguments("transform", *SUM))
+    assert finished.code == 3 and f"copies of '{NAME}' are the same, and would be added" in finished.err
+    assert "ranks 1, 3" in finished.err or "ranks 0, 2" in finished.err
+    assert not c.dst.exists()
+    assert run_here(capsys, *c.arguments("transform", *SUM, "--replicas", "any")).code == 0
+    again = c.but(dst=tmp_path / "mean")
+    assert run_here(capsys, *again.arguments("transform", *MEAN)).code == 0
+    if same == [0, 1, 0, 1]:
+        assert written(again, 0).tobytes() == np.concatenate(PARTS[:2], axis=1)[:4].tobytes()
+
+
+def test_sums_of_zeros_may_be_the_same(tmp_path: Path, capsys: Capture) -> None:
+    """At the end of a step there are none; and gradients of what was not used are zeros on some ranks."""
+    zeros = np.zeros((8, 2), np.float32)
+    for parts in ([zeros] * 4, [PARTS[0], zeros, zeros, zeros]):
+        c = accumulating(tmp_path / str(len(list(tmp_path.iterdir()))), parts=parts)
+        assert run_here(capsys, *c.arguments("transform", *SUM)).code == 0
+        assert written(c, 0).tobytes() == np.concatenate([parts[0] + zeros, zeros], axis=1)[:4].tobytes()
+
+
+def test_other_copies_are_still_held_against_each_other(tmp_path: Path, capsys: Capture) -> None:
+    c = accumulating(tmp_path)
+    c.rewrite(3, {NAME: PARTS[3], "w": c.arrays(3)["w"] + 100})
+    finished = run_here(capsys, *c.arguments("transform", *MEAN, "--replicas", "check"))
+    assert finished.code == 3 and "'w'" in finished.err
+
+
+def test_mean_twice_is_mean_once(tmp_path: Path, capsys: Capture) -> None:
+    """Of seven equal numbers, added and divided, some would be others: (7 x) / 7 is not always x in float32."""
+    random = np.random.default_rng(5)
+    w = np.ones(999, np.float32)
+    ranks = {rank: {"w": w, "grad_sum.w": random.standard_normal(999, np.float32)} for rank in range(7)}
+    write_ranks(ranks, tmp_path / "src")
+    spec = replicated(tmp_path, 7)
+    reshard_mpi.transform(tmp_path / "src", tmp_path / "once", spec, spec, accumulated="mean")
+    reshard_mpi.transform(tmp_path / "once", tmp_path / "twice", spec, spec, accumulated="mean")
+    once, twice = (read_shard(tmp_path / name / "rank_0" / "checkpoint_0.ckpt") for name in ("once", "twice"))
+    assert once == twice
+    mean = np.frombuffer(once["grad_sum.w"][2], np.float32)
+    assert ((mean * np.float32(7)) / np.float32(7) != mean).any() or (sum([mean] * 7) / np.float32(7) != mean).any()
+    reshard_mpi.diff(tmp_path / "src", tmp_path / "once", spec, spec, accumulated="mean")
