@@ -50,13 +50,18 @@ class Checkpoint:
 
 
 def generate(folder: Path, network: Shapes, resharding: Resharding, kind: str) -> Checkpoint:
-    """Write the source's shards, filled with noise that is always the same, and the strategies of both sides."""
+    """Write the source's shards, filled with noise that is always the same, and the strategies of both sides.
+
+    The noise is numbers as weights are, not any bytes: of those one in 256 would be infinite or no number, which takes
+    longer to convert and is found in no checkpoint.
+    """
     size_bytes = sum(ITEM_BYTES * math.prod(shape) for shape in network.values())
     made = Checkpoint(folder, kind, network, resharding, size_bytes)
     for path, strategy in ((made.src_strategy, resharding.source), (made.dst_strategy, resharding.target)):
         if path is not None and strategy is not None:
             path.write_bytes(encode_protobuf(to_stage_files(strategy, network)[0]))
-    noise = np.random.default_rng(0).bytes(_largest_bytes(network) + _SHIFT_BYTES)
+    numbers = (_largest_bytes(network) + _SHIFT_BYTES) // ITEM_BYTES
+    noise = np.random.default_rng(0).standard_normal(numbers, np.float32).tobytes()
     for rank in range(resharding.source.world_size):
         _write_shard(made, rank, memoryview(noise))
     return made
@@ -81,7 +86,7 @@ def _write_shard(made: Checkpoint, rank: int, noise: memoryview) -> None:
     with path.open("r+b") as stream:
         for spec in specs:
             # The same for every holder of a box, and not the same for every tensor.
-            shift_bytes = zlib.crc32(f"{spec.name} {spec.box}".encode()) % _SHIFT_BYTES
+            shift_bytes = zlib.crc32(f"{spec.name} {spec.box}".encode()) % (_SHIFT_BYTES // ITEM_BYTES) * ITEM_BYTES
             content = noise[shift_bytes : shift_bytes + spec.size_bytes]
             segments = place.tensors[spec.name].source
             assert isinstance(segments, Segments)

@@ -1,6 +1,24 @@
 """Reshard a distributed checkpoint: of M ranks into one of N ranks, bit-exactly, in bounded memory.
 
-The functions named as MindSpore's take the same arguments and keep the same file conventions.
+What the command line does, with its options:
+
+    transform(source, target, src_strategy, dst_strategy)   reshard a checkpoint into a folder
+    plan(source, src_strategy, dst_strategy)                what that would read, write and need, writing nothing
+    verify(source, target)                                  whether a target holds what its source does
+    diff(first, second)                                     whether two checkpoints hold the same tensors
+    inspect(path)                                           what a shard, a checkpoint or a strategy holds
+    load_rank(rank, source, src_strategy, dst_strategy)     what one rank would hold, as arrays; nothing is written
+
+With MindSpore's names, arguments and file conventions:
+
+    transform_checkpoints, transform_checkpoint_by_rank     also called convert_checkpoints, convert_checkpoint_by_rank
+    rank_list_for_transform                                 also called rank_list_for_convert
+    merge_pipeline_strategys, unified_safetensors
+
+A strategy is the path of a file (or folder of files) that says how tensors are cut over ranks; None means that the
+shards say it themselves, or that they are one full checkpoint. What a user can do wrong is a ReshardError. Notes and
+warnings go to the logger "reshard_mpi". `help(reshard_mpi.transform)` tells the arguments of a function, and
+`reshard-mpi help python` is a page with examples.
 """
 
 # First, so that nothing else is taken from a folder that happens to be the working folder.
@@ -46,7 +64,7 @@ if TYPE_CHECKING:
         WrongTypeError,
     )
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "BudgetError",
     "CoverageError",

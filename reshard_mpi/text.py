@@ -9,8 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
-_MAX_COMPARED = 50_000
+# Comparing names takes time that grows with both; whoever typed a name compared it with few.
+_MAX_NAME_LENGTH = 200
+_MAX_COMPARED = 10_000
+_LEAST_LIKENESS = 0.6
 
 
 def one_line(text: str) -> str:
@@ -47,16 +51,40 @@ def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
     return tuple((0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.findall(r"\d+|\D+", name))
 
 
+def ranges(numbers: Iterable[int]) -> str:
+    """Return ascending whole numbers as the options of the command line take them, such as `0-3,8`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
+
+
 def shortened(texts: Sequence[str], most: int = 5) -> str:
     """Return the first of some texts, and how many more there are."""
     return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return `; did you mean 'x'?` with the name that is most like `name`; "" if none is much like it."""
-    import difflib
+    """Return `; did you mean 'x'?` with the known name that is most like `name`; empty text if none is like it.
 
-    # Of very many names only those of about its length are compared, since each takes some microseconds.
-    likely = [other for other in known if abs(len(other) - len(name)) <= max(3, len(name) // 3)]
-    close = difflib.get_close_matches(name, likely[:_MAX_COMPARED], n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    A name that begins with `name` is taken first, the shortest of several. Dashes at the beginning and capitals make no
+    difference.
+    """
+    from difflib import get_close_matches
+
+    def bare(text: str) -> str:
+        return text.lstrip("-").casefold()
+
+    candidates: dict[str, str] = {}
+    for candidate in islice(known, _MAX_COMPARED):
+        if len(candidate) <= _MAX_NAME_LENGTH:
+            candidates.setdefault(bare(candidate), candidate)
+    typed = bare(name)
+    if not typed or len(typed) > _MAX_NAME_LENGTH:
+        return ""
+    longer = [candidate for candidate in candidates if candidate.startswith(typed)]
+    likely = [min(longer, key=len)] if longer else get_close_matches(typed, candidates, 1, _LEAST_LIKENESS)
+    return f"; did you mean {candidates[likely[0]]!r}?" if likely else ""

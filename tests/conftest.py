@@ -55,7 +55,14 @@ _SLOW_FIXTURES = {"mpi", "mpirun", "slurm", "mindspore"}
 # Modules of which every test makes many conversions, in one process or in many.
 _SLOW_MODULES = {
     *("test_benchmarks", "test_faults_kills", "test_hosts", "test_launch", "test_launch_scripts", "test_mindformers"),
-    *("test_inside_ranks", "test_lost_shards_random", "test_memory", "test_random_pairs", "test_readme", "test_slurm"),
+    *(
+        "test_inside_ranks",
+        "test_lost_shards_random",
+        "test_memory",
+        "test_random_pairs",
+        "test_clusters",
+        "test_slurm",
+    ),
     *("test_all_stories", "test_slurm_memory", "test_spoiled_random", "test_tutorial"),
 }
 # What starts a process, or has one started, by the names of the functions.

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 from support.cases import Side
@@ -18,9 +21,10 @@ from support.oracle import RawLayout
 from support.processes import Finished
 
 import reshard_mpi
+from reshard_mpi.cli.displays import Bar, Lines
 from reshard_mpi.errors import ReshardError, TransformError
-from reshard_mpi.runs.progress import Bar, Plain
-from reshard_mpi.text import counted, lines, number_ranges, one_line
+from reshard_mpi.runs.watched import Display
+from reshard_mpi.text import counted, did_you_mean, lines, number_ranges, one_line
 
 # Colours, a title, a line that is forged, a carriage return, one byte that opens a sequence, turned text, no spaces.
 EVIL = "\x1b[31m\x1b]0;owned\x07\nreshard-mpi: error: forged\r\x7f\x9b1m\u202etxt\u2066\u200f\u2028\u200b"
@@ -57,10 +61,10 @@ def test_errors() -> None:
     assert str(several).count("\n") == 5
 
 
-@pytest.mark.parametrize("make_progress", [Plain, Bar])
-def test_waiting(capsys: Capture, make_progress: Callable[[], Plain | Bar]) -> None:
-    make_progress().waiting(f"waiting for {EVIL}")
-    assert_clean(capsys.readouterr().err.removeprefix("\r"))
+@pytest.mark.parametrize("display", [Lines, partial(Bar, with_colour=False)])
+def test_what_a_run_says(capsys: Capture, display: Callable[[TextIO], Display]) -> None:
+    display(sys.stderr).say(f"waiting for {EVIL}")
+    assert_clean(capsys.readouterr().err)
 
 
 def evil(folder: Path, kind: str) -> Conversion:
@@ -197,3 +201,28 @@ def test_numbers_of_things() -> None:
         *("", "3", "0, 1", "0-2, 5", "1, 4-7")
     ]
     assert [counted(number, "shard") for number in (0, 1, 2)] == ["0 shards", "1 shard", "2 shards"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "known", "meant"),
+    [
+        ("transfrom", ["transform", "plan", "verify"], "transform"),
+        ("Plan", ["transform", "plan", "verify"], "plan"),
+        ("tr", ["transform", "plan", "verify"], "transform"),
+        ("--resum", ["--resume", "--report", "--rank"], "--resume"),
+        ("resume", ["--resume", "--report", "--rank"], "--resume"),
+        ("--dst-stratgy", ["--src-strategy", "--dst-strategy"], "--dst-strategy"),
+        ("--src", ["--src-strategy", "--src-files"], "--src-files"),
+        ("hdf", ["ckpt", "hdf5", "hf"], "hdf5"),
+        ("--foo", ["--to", "--from", "--rank"], None),
+        ("", ["--to", ""], None),
+        ("--", ["--to"], None),
+        ("x" * 100_000, ["x" * 100_000, "xx"], None),
+    ],
+)
+def test_the_name_that_was_meant(typed: str, known: list[str], meant: str | None) -> None:
+    assert did_you_mean(typed, known) == ("" if meant is None else f"; did you mean {meant!r}?")
+
+
+def test_a_suggested_name_is_printable() -> None:
+    assert_clean(did_you_mean(SHORT[:-1], [SHORT]))

@@ -13,7 +13,7 @@ from reshard_mpi.cli.arguments import parser
 from reshard_mpi.errors import TargetError, UsageError
 
 # Options that are about a shell alone, and those whose name is a plural where they are given several times.
-_OF_A_SHELL = {"help", "report", "progress", "source", "target"}
+_OF_A_SHELL = {"help", "report", "quiet", "verbose", "progress", "source", "target"}
 _NAMES = {"rank": "ranks"}
 
 
@@ -21,7 +21,7 @@ def test_it_has_every_option_of_the_command_line() -> None:
     arguments = set(inspect.signature(reshard_mpi.transform).parameters)
     command = next(action for action in parser()._actions if action.choices and "transform" in action.choices)
     options = {action.dest for action in command.choices["transform"]._actions} - _OF_A_SHELL
-    assert {_NAMES.get(option, option) for option in options} | {"source", "target", "comm"} == arguments
+    assert {_NAMES.get(option, option) for option in options} | {"source", "target", "comm", "progress"} == arguments
 
 
 def test_it_transforms_keeps_a_record_and_reports(tmp_path: Path) -> None:

@@ -20,12 +20,16 @@ from reshard_mpi.api.mindspore import (
 )
 from reshard_mpi.checkpoints.inspection import inspect
 from reshard_mpi.planning.summary import Plan, RankSummary
-from reshard_mpi.runs.outcome import Report
+from reshard_mpi.runs.outcome import Report, ShardReport, TargetReport
+from reshard_mpi.runs.status import RunStatus
 
 __all__ = [
     "Plan",
     "RankSummary",
     "Report",
+    "RunStatus",
+    "ShardReport",
+    "TargetReport",
     "convert_checkpoint_by_rank",
     "convert_checkpoints",
     "diff",

@@ -16,6 +16,7 @@ from reshard_mpi.api.plain import (
     plain_text,
     plain_texts,
 )
+from reshard_mpi.api.shown import OnProgress, progress_for
 from reshard_mpi.checkpoints import discovery
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.errors import UsageError
@@ -25,7 +26,7 @@ from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.processes.comm import MPIComm, SerialComm
 from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.runs.outcome import Outcome
-from reshard_mpi.runs.progress import Silent, log
+from reshard_mpi.runs.progress import log
 from reshard_mpi.runs.request import Request
 from reshard_mpi.runs.through import through_map
 from reshard_mpi.runs.workers import Task, run_with_workers
@@ -68,14 +69,26 @@ def run(
     work: Task = Task.CONVERT,
     *,
     processes_name: str = "process_num",
+    progress: OnProgress | None = None,
 ) -> Outcome:
+    """Do the work that a request asks for, in local processes or with a communicator, and log what there is to say.
+
+    progress: the caller's function that is told it. Raises the error that refused the run; other failures are in the
+    outcome.
+    """
     if processes < 1:
         raise UsageError(f"{processes_name} is out of range", expected="1 or more", got=str(processes))
-    if processes > 1 and communicator is None:
-        outcome = run_with_workers(request, processes, Silent(), work)
-    else:
-        comm = SerialComm() if communicator is None else MPIComm(communicator)
-        outcome = work.load()(request, comm, Silent(), None)
+    comm = SerialComm() if communicator is None else MPIComm(communicator)
+    shown = progress_for(progress, comm)
+    try:
+        if processes > 1 and communicator is None:
+            outcome = run_with_workers(request, processes, shown, work)
+        else:
+            outcome = work.load()(request, comm, shown, None)
+    except BaseException:
+        shown.abandon()
+        raise
+    shown.close()
     if communicator is None or communicator.Get_rank() == 0:
         log(outcome.notes, outcome.warnings)
     return outcome

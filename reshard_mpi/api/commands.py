@@ -32,7 +32,8 @@ from reshard_mpi.api.plain import (
     plain_size,
     plain_text,
 )
-from reshard_mpi.errors import only_known_errors
+from reshard_mpi.api.shown import OnProgress
+from reshard_mpi.errors import UsageError, only_known_errors
 from reshard_mpi.planning.summary import Plan, RankSummary
 from reshard_mpi.processes.comm import SerialComm
 from reshard_mpi.processes.governor.allowance import Allowance
@@ -81,6 +82,7 @@ def transform(
     exclude: str | Iterable[str] = (),
     jobs: int = 1,
     comm: Any = None,
+    progress: OnProgress | None = None,
 ) -> Report:
     """Reshard the checkpoint `source` into the folder `target`, as `reshard-mpi transform` does with these options.
 
@@ -92,8 +94,10 @@ def transform(
     names do not tell it; config: path of the model's configuration; like: of a checkpoint whose names and shapes the
     target is to have. dtype: "TYPE" or "GLOB=TYPE", or several; include, exclude: globs of names in the target. jobs:
     how many local processes, 1 or more. comm: an mpi4py communicator whose ranks share the work instead; all of them
-    must make the call, and get the same report. Raises a ReshardError before anything is written if the transform is
-    refused, and a TransformError if some targets could not be written.
+    must make the call, and get the same report. progress: a function that is called about twice a second, and once at
+    the end, with a `RunStatus`: how far the run is, over all its processes. It may be called from another thread than
+    the caller's; with comm, that of its rank 0 is called. Raises a ReshardError before anything is written if the
+    transform is refused, and a TransformError if some targets could not be written.
     """
     begin = time.monotonic()
     request = Request(
@@ -122,7 +126,7 @@ def transform(
     )
     refuse_both({"ranks": ranks is not None, "part": part is not None})
     refuse_both({"resume": resume, "overwrite": overwrite})
-    outcome = run(request, plain_number(jobs, "jobs"), comm, processes_name="jobs")
+    outcome = run(request, plain_number(jobs, "jobs"), comm, processes_name="jobs", progress=progress)
     outcome.raise_failures()
     return Report.of(outcome, time.monotonic() - begin)
 
@@ -159,7 +163,7 @@ def plan(
     files = found_shards(source, select, source_format, source_files)
     allowed = plain_size(memory, "memory")
     fields = map_fields(map, forward, reverse, config, like, dtype, include, exclude)
-    with RunMemory(lambda: Allowance.of(allowed, None, os.environ), SerialComm(), Silent().waiting) as allotted:
+    with RunMemory(lambda: Allowance.of(allowed, None, os.environ), SerialComm(), Silent()) as allotted:
         purpose = f"planning from {files.path}"
         notes = allotted.open().notes
         allotted.to_open((src_strategy, dst_strategy), purpose, files.format)
@@ -182,6 +186,7 @@ def verify(
     src_strategy: PathLike | None = None,
     dst_strategy: PathLike | None = None,
     *,
+    ranks: Iterable[int] | None = None,
     select: str | None = None,
     source_format: str | None = None,
     source_files: int | None = None,
@@ -199,14 +204,20 @@ def verify(
     memory: str | int | None = None,
     max_active: int | None = None,
     comm: Any = None,
-) -> None:
+    progress: OnProgress | None = None,
+) -> Report:
     """Verify that `target` holds what a transform of `source` would write, or, without it, that `source` fits its sums.
 
-    Formats and layouts may differ. map to exclude: those of the transform. replicas: "sample" checks the source
+    Formats and layouts may differ. ranks: check the shards of these ranks only, of `target` if it is given (None: all).
+    map to exclude: those of the transform. replicas: "sample" checks the source
     strategy as in `transform_checkpoints`, "any" does not. process_num (1 or more), memory, max_active, comm and the
-    log: as there. Raises DamageError for the first damage, with tensor, file and byte, and how many more there are;
-    another ReshardError if the two cannot be compared, or if `source` keeps no sums.
+    log: as there. progress: as in `transform`. Raises DamageError for the first damage, with tensor, file and byte, and
+    how many more there are; another ReshardError if the two cannot be compared, or if `source` keeps no sums.
     """
+    chosen = None if ranks is None else tuple(plain_numbers(ranks, "ranks"))
+    if chosen == ():
+        raise UsageError("ranks names no rank", expected="one rank or more, or None for all", got="none")
+    begin = time.monotonic()
     request = Request(
         source=plain_path(source, "source"),
         target=plain_path(source if target is None else target, "target"),
@@ -215,6 +226,7 @@ def verify(
         select=select,
         source_format=known_format(source_format, "source_format"),
         source_files=plain_number_or_none(source_files, "source_files"),
+        ranks=chosen,
         unlisted=as_unlisted(unlisted),
         recorded=False,
         memory=plain_size(memory, "memory"),
@@ -223,7 +235,9 @@ def verify(
         **map_fields(map, forward, reverse, config, like, dtype, include, exclude),
     )
     work = Task.VERIFY_ALONE if target is None else Task.VERIFY_PAIR
-    raise_first(run(request, plain_number(process_num, "process_num"), comm, work))
+    outcome = run(request, plain_number(process_num, "process_num"), comm, work, progress=progress)
+    raise_first(outcome)
+    return Report.of(outcome, time.monotonic() - begin)
 
 
 @only_known_errors()
@@ -249,15 +263,17 @@ def diff(
     memory: str | int | None = None,
     max_active: int | None = None,
     comm: Any = None,
-) -> None:
+    progress: OnProgress | None = None,
+) -> Report:
     """Compare two checkpoints: whether they hold the same tensors, whatever their formats, layouts and order of names.
 
     A strategy of None means that the shards describe themselves, or are one full checkpoint. select, source_format,
     source_files: for the files of the first one, as in `transform`. map to exclude: what becomes of the first one
-    before it is compared, as in `transform`. replicas: as in `verify`. Raises DifferenceError for the first difference,
-    with tensor, element, values and places, and how many more there are; another ReshardError if the two cannot be
-    compared.
+    before it is compared, as in `transform`. replicas: as in `verify`. progress: as in `transform`. Raises
+    DifferenceError for the first difference, with tensor, element, values and places, and how many more there are;
+    another ReshardError if the two cannot be compared.
     """
+    begin = time.monotonic()
     request = Request(
         source=plain_path(first, "first"),
         target=plain_path(second, "second"),
@@ -272,8 +288,9 @@ def diff(
         replicas=as_replicas(replicas),
         **map_fields(map, forward, reverse, config, like, dtype, include, exclude),
     )
-    outcome = run(request, plain_number(jobs, "jobs"), comm, Task.DIFF, processes_name="jobs")
+    outcome = run(request, plain_number(jobs, "jobs"), comm, Task.DIFF, processes_name="jobs", progress=progress)
     raise_first(outcome)
+    return Report.of(outcome, time.monotonic() - begin)
 
 
 @only_known_errors()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,7 @@ from reshard_mpi.api.plain import (
     plain_size,
     plain_text,
 )
+from reshard_mpi.api.shown import OnProgress
 from reshard_mpi.errors import TargetError, UsageError, only_known_errors
 from reshard_mpi.journal.targets import Unrecorded
 from reshard_mpi.planning.ranks import needed_ranks
@@ -37,6 +39,7 @@ from reshard_mpi.processes.comm import SerialComm
 from reshard_mpi.processes.governor.allowance import Allowance
 from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.runs.memory import RunMemory
+from reshard_mpi.runs.outcome import Report
 from reshard_mpi.runs.overlap import refuse_posing
 from reshard_mpi.runs.plans import plan_together
 from reshard_mpi.runs.preflight import Tally, may_share, require_room, require_short_names, stranger_notes
@@ -66,7 +69,8 @@ def transform_checkpoints(
     verify: bool = False,
     crc: bool = False,
     comm: Any = None,
-) -> None:
+    progress: OnProgress | None = None,
+) -> Report:
     """Transform the whole checkpoint under `src_checkpoints_dir` (`rank_x` folders) to the target strategy.
 
     Writes `dst_checkpoints_dir/rank_x/<ckpt_prefix>x.<ending>`; existing files are replaced, each atomically. A
@@ -79,7 +83,7 @@ def transform_checkpoints(
     user may take together: a size such as "64G" or a number of bytes, "unlimited", or None for RESHARD_MPI_MEMORY, or
     without that all that is free. max_active: how many of them may transform at once on a host. verify: read sources
     and targets once more and compare them. crc: add the checksum that MindSpore checks (.ckpt, .safetensors). comm: an
-    mpi4py communicator whose ranks share the work; all must make the call.
+    mpi4py communicator whose ranks share the work; all must make the call. progress: as in `transform`.
 
     A process waits until there is memory for what it is going to do. The logger "reshard_mpi" gets a warning (WARNING)
     if that takes long, for missing or damaged source files, with the ranks whose files are used instead, and for listed
@@ -88,6 +92,7 @@ def transform_checkpoints(
     Raises a ReshardError before anything is written if the source cannot be transformed exactly (a BudgetError if it
     can never fit the memory), and a TransformError if some targets could not be written.
     """
+    begin = time.monotonic()
     formats.require_target(plain_text(output_format, "output_format"))
     request = Request(
         source=plain_path(src_checkpoints_dir, "src_checkpoints_dir"),
@@ -105,8 +110,9 @@ def transform_checkpoints(
         crc=crc,
         replicas=as_replicas(replicas),
     )
-    outcome = run(request, plain_number(process_num, "process_num") or 1, comm)
+    outcome = run(request, plain_number(process_num, "process_num") or 1, comm, progress=progress)
     outcome.raise_failures()
+    return Report.of(outcome, time.monotonic() - begin)
 
 
 @only_known_errors()
@@ -140,7 +146,7 @@ def transform_checkpoint_by_rank(
         )
     files = listed_shards(checkpoint_files_map, "checkpoint_files_map")
     allowed = plain_size(memory, "memory"), plain_number_or_none(max_active, "max_active")
-    with RunMemory(lambda: Allowance.of(*allowed, os.environ), SerialComm(), Silent().waiting) as allotted:
+    with RunMemory(lambda: Allowance.of(*allowed, os.environ), SerialComm(), Silent()) as allotted:
         purpose = f"target rank {rank_id} at {path}"
         notes = allotted.open().notes
         allotted.to_open((src_strategy_file, dst_strategy_file), purpose, files.format)

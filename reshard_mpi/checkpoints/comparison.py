@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from operator import attrgetter
 
@@ -21,14 +21,17 @@ from reshard_mpi.units import KIB
 _MAX_TENSORS_AT_ONCE = 20_000
 
 
-def compare(source: SourceCheckpoint, all_alike: Iterable[Alike], limits: Limits) -> tuple[Lost, ...]:
+def compare(
+    source: SourceCheckpoint, all_alike: Iterable[Alike], limits: Limits, on_bytes: Callable[[int], None]
+) -> tuple[Lost, ...]:
     """Compare all copies of tensors that should be the same; return the shards that could not be read.
 
     all_alike: the tensors and their holders; those of the same holders must follow one another. Each copy is read once,
-    in blocks, two of which are in memory at a time. A shard that lacks a tensor is passed over. Raises
-    DisagreementError for the first difference, or StrategyError if the source strategy does not list the tensor.
+    in blocks, two of which are in memory at a time. A shard that lacks a tensor is passed over. on_bytes: called with
+    the number of bytes just compared, of all copies. Raises DisagreementError for the first difference, or
+    StrategyError if the source strategy does not list the tensor.
     """
-    comparison = _Comparison(source, limits)
+    comparison = _Comparison(source, limits, on_bytes)
     for _, group in groupby(all_alike, key=attrgetter("holding")):
         comparison.compare_holders(tuple(group))
     return tuple(comparison.lost.values())
@@ -54,10 +57,11 @@ def difference(source: SourceCheckpoint, check: Check, other_rank: int, element:
 class _Comparison:
     """Compares copies of a source. lost: the holders that could not be read so far, by rank."""
 
-    def __init__(self, source: SourceCheckpoint, limits: Limits) -> None:
+    def __init__(self, source: SourceCheckpoint, limits: Limits, on_bytes: Callable[[int], None]) -> None:
         self.lost: dict[int, Lost] = {}
         self._source = source
         self._limits = limits
+        self._on_bytes = on_bytes
 
     def compare_holders(self, group: Sequence[Alike]) -> None:
         """Compare the tensors of `group`, which the same ranks hold. Raises what `compare` raises."""
@@ -75,7 +79,7 @@ class _Comparison:
                         if len(copies) < 2:
                             continue
                         check = Check(name, tuple(copies), refuse=True, why=alike.why)
-                        differing = first_difference(check, limits=self._limits, files=files)
+                        differing = first_difference(check, limits=self._limits, files=files, on_bytes=self._on_bytes)
                         if differing is not None:
                             other, element = differing
                             error = difference(self._source, check, other.source_rank, element)

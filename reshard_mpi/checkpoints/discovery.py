@@ -12,9 +12,10 @@ from typing import NamedTuple
 from reshard_mpi import formats
 from reshard_mpi.checkpoints import moments
 from reshard_mpi.errors import DisagreementError, ShardError, SourceError, told
+from reshard_mpi.filesystem.file_kinds import kind_of_file
 from reshard_mpi.filesystem.paths import real_path
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.text import natural_key
+from reshard_mpi.text import natural_key, ranges
 
 _RANK_FOLDER = re.compile(r"rank_(\d+)")
 # One of several files that hold a checkpoint together: how the others are called, its number, and how many there are.
@@ -92,7 +93,7 @@ def _found(path: str, select: str | None, role: str, format_name: str | None) ->
     if given.is_file():
         name = format_name or formats.name_of(path)
         if name is None:
-            raise _nothing(path, f"a file that ends in {_endings()}", given.name, role)
+            raise _of_no_format(given, role)
         if _is_strategy(given):
             raise _nothing(path, "a checkpoint", "a strategy file", role)
         _require_index(formats.name_of(path) or name, given.parent, path, role)
@@ -194,6 +195,16 @@ def shards_from_map(files: Mapping[int, str | os.PathLike[str]]) -> ShardFiles:
     name = _one_format({rank: [path] for rank, path in paths.items()}, folder)
     _require_one_step(paths, folder)
     return ShardFiles(folder, name, {rank: (str(path),) for rank, path in sorted(paths.items())}, picked=True)
+
+
+def no_such_rank(files: ShardFiles, rank: int) -> SourceError:
+    """Return the error for a rank of which the checkpoint has no shard."""
+    return SourceError(
+        "the checkpoint has no shard of this rank",
+        expected=f"one of its ranks, {ranges(sorted(files.by_rank))}",
+        got=f"rank {rank}",
+        where=files.path,
+    )
 
 
 def strangers(path: Path) -> list[Path]:
@@ -379,6 +390,18 @@ def _endings(format_name: str | None = None) -> str:
 
 def _selected(select: str | None) -> str:
     return "" if select is None else f" and match {select!r} (--select)"
+
+
+def _of_no_format(given: Path, role: str) -> SourceError:
+    """Return the error for a file whose name ends as no format's files do."""
+    if formats.is_mark(given.name):
+        problem = f"a file that lists what a checkpoint holds was given as the {role}"
+        return SourceError(problem, expected="its folder", where=str(given), remedy=f"give {given.parent}")
+    error = _nothing(str(given), f"a file that ends in {_endings()}", given.name, role)
+    kind = kind_of_file(given)
+    if kind is not None:
+        error.got, error.remedy = f"{given.name}, {kind.what}", kind.remedy
+    return error
 
 
 def _nothing(path: str, expected: str, got: str, role: str) -> SourceError:

@@ -2,38 +2,81 @@
 
 from __future__ import annotations
 
-import math
 import os
+from collections.abc import Collection, Iterable, Iterator
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from reshard_mpi import formats
 from reshard_mpi.checkpoints import discovery, moments
 from reshard_mpi.checkpoints.siblings import in_its_rank
 from reshard_mpi.errors import ReshardError, SourceError, StrategyError
+from reshard_mpi.filesystem.file_kinds import kind_of_file
 from reshard_mpi.formats.columns import TensorEntry
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.places import Decoded, Strided
 from reshard_mpi.journal.records import STATE
-from reshard_mpi.journal.state import about_record, as_lines, state_of
+from reshard_mpi.journal.state import about_record, state_of
 from reshard_mpi.sharding import strategy
+from reshard_mpi.sharding.patterns import Pattern
 from reshard_mpi.sharding.placement import Placement, Strategy
-from reshard_mpi.text import one_line
-from reshard_mpi.units import format_bytes
+from reshard_mpi.text import did_you_mean
 
-# Of a string so many characters are shown to people.
-_MAX_SHOWN = 200
 _MAY_LACK_FILES = "nothing in it tells whether its last files are missing: tensors may be larger than what is here"
 
 
-def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
+def inspect(
+    path: str | os.PathLike[str], names: str | None = None, *, ranks: Iterable[int] | None = None
+) -> dict[str, Any]:
     """Return a description of what lies at `path`, as plain values.
 
     "kind" is "shard", "checkpoint", "strategy", "run" (a target folder without a complete target) or "commit" (the
     commit record of a target folder). For a checkpoint that a run has made, or is making, "run" and "commit" describe
-    that. Raises SourceError if there is nothing that can be read.
+    that. names: a glob of the tensors (of a strategy: of the parameters and rules) that are described; None: all.
+    ranks: of which the shards are described; None: all. Raises SourceError if there is nothing that can be read, or
+    nothing of these names and ranks.
     """
-    name = os.fspath(path)
+    wanted = _Wanted(None if names is None else Pattern(names), None if ranks is None else frozenset(ranks))
+    facts = _facts(os.fspath(path), wanted)
+    kind, where = facts["kind"], facts["path"]
+    if wanted.ranks is not None and kind != "checkpoint":
+        raise SourceError("this has no shards to choose from", expected="a checkpoint", got=f"a {kind}", where=where)
+    if names is None:
+        return facts
+    if kind not in ("shard", "checkpoint", "strategy"):
+        raise SourceError("this has no tensors", expected="a checkpoint", got=f"a {kind}", where=where)
+    if not any(_names(facts)):
+        meant = did_you_mean(names, _names(_facts(where, wanted._replace(names=None))))
+        raise SourceError(
+            f"no {'parameter' if kind == 'strategy' else 'tensor'} has a name like this{meant}",
+            expected="a pattern of names, such as 'layers.0.*', or the path of another checkpoint",
+            got=names,
+            where=where,
+            remedy=f"reshard-mpi inspect {where} '*' lists all",
+        )
+    return {**facts, "names": names}
+
+
+class _Wanted(NamedTuple):
+    """What is to be described: tensors whose names match, in the shards of some ranks; None: all."""
+
+    names: Pattern | None
+    ranks: frozenset[int] | None
+
+    def has_name(self, name: str) -> bool:
+        return self.names is None or self.names.matches(name)
+
+
+def _names(facts: dict[str, Any]) -> Iterator[str]:
+    """Yield the names of the tensors and texts, or parameters and rules, that a description has."""
+    shards = [facts] if facts["kind"] == "shard" else chain.from_iterable(facts.get("shards", {}).values())
+    yield from dict.fromkeys(name for shard in shards for name in (*shard["tensors"], *shard["strings"]))
+    yield from facts.get("parameters", ())
+    yield from (rule["match"] for rule in facts.get("rules", ()))
+
+
+def _facts(name: str, wanted: _Wanted) -> dict[str, Any]:
     if not Path(name).exists():
         raise SourceError("nothing to inspect", expected="a shard, a checkpoint folder or a strategy", where=name)
     if Path(name).name == STATE:
@@ -44,54 +87,97 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
     state = state_of(Path(name)) if Path(name).is_dir() else {}
     try:
         files = discovery.find_shards(name)
-    except SourceError:
+    except SourceError as error:
         if state:
             return {"kind": "run", "path": name, **state}
-        if any(Path(name).glob("rank_*")) or Path(name, moments.TRACKER).exists():
+        if any(Path(name).glob("rank_*")) or Path(name, moments.TRACKER).exists() or formats.is_mark(Path(name).name):
             raise
-        return _strategy(name)
+        try:
+            return _strategy(name, wanted)
+        except SourceError:
+            if formats.name_of(name) is not None:
+                raise error from None
+            raise
     if not Path(name).is_file():
-        return {**_checkpoint(in_its_rank(files)), **state}
+        return {**_checkpoint(in_its_rank(files), wanted), **state}
     try:
-        return {"kind": "shard", **_shard(files.locate(name))}
+        shard = _shard(files.locate(name), wanted)
     except ReshardError as shard_error:
         try:  # MindSpore's strategy files end in .ckpt too
-            return _strategy(name)
+            return _strategy(name, wanted)
         except ReshardError:
             raise shard_error from None
+    return {"kind": "shard", **shard, "totals": _totals([shard])}
 
 
-def _checkpoint(files: discovery.ShardFiles) -> dict[str, Any]:
-    folder_format = formats.folder_by_name(files.format)
-    if files.is_folder and folder_format is not None:
-        shards = {0: [_shard(folder_format.open_folder(files.path))]}
-    else:
-        shards = {rank: [_shard(files.locate(path)) for path in paths] for rank, paths in files.by_rank.items()}
-    sizes_bytes = [shard["size_bytes"] for rank_shards in shards.values() for shard in rank_shards]
+def _checkpoint(files: discovery.ShardFiles, wanted: _Wanted) -> dict[str, Any]:
+    shards = {
+        rank: [_shard(manifest, wanted) for manifest in manifests]
+        for rank, manifests in manifests_of(files, wanted.ranks)
+    }
     return {
         "kind": "checkpoint",
         "path": files.path,
         "format": files.format,
         "ranks": len(shards),
-        "size_bytes": sum(sizes_bytes),
+        "size_bytes": sum(shard["size_bytes"] for rank_shards in shards.values() for shard in rank_shards),
+        "totals": _totals(shard for rank_shards in shards.values() for shard in rank_shards),
         "notes": [*files.notes, *([] if formats.by_name(files.format).TRAITS.tells_files else [_MAY_LACK_FILES])],
         "shards": shards,
     }
 
 
-def _shard(manifest: Manifest) -> dict[str, Any]:
+def manifests_of(
+    files: discovery.ShardFiles, ranks: Collection[int] | None = None
+) -> Iterator[tuple[int, Iterator[Manifest]]]:
+    """Yield the structure of the files of each rank, or of the given ones only.
+
+    All of a folder with an index counts as one file of rank 0. Raises SourceError if one of `ranks` has no files.
+    """
+    for rank in () if ranks is None else sorted(ranks):
+        if rank not in files.by_rank:
+            raise discovery.no_such_rank(files, rank)
+    folder_format = formats.folder_by_name(files.format)
+    if files.is_folder and folder_format is not None:
+        yield 0, iter((folder_format.open_folder(files.path),))
+        return
+    for rank, paths in files.by_rank.items():
+        if ranks is None or rank in ranks:
+            yield rank, map(files.locate, paths)
+
+
+def _shard(manifest: Manifest, wanted: _Wanted) -> dict[str, Any]:
+    tensors = {name: _tensor(entry) for name, entry in manifest.tensors.items() if wanted.has_name(name)}
     facts: dict[str, Any] = {
         "path": manifest.path,
         "format": manifest.format,
-        "size_bytes": sum(entry.size_bytes for entry in manifest.tensors.values()),
-        "tensors": {name: _tensor(entry) for name, entry in manifest.tensors.items()},
-        "strings": dict(manifest.strings),
+        "size_bytes": sum(tensor["size_bytes"] for tensor in tensors.values()),
+        "tensors": tensors,
+        "strings": {name: text for name, text in manifest.strings.items() if wanted.has_name(name)},
     }
     if manifest.left_out:
         facts["left_out"] = list(manifest.left_out)
     if manifest.identity is not None:
         facts |= {"rank": manifest.identity.rank, "world_size": manifest.identity.world_size}
     return facts
+
+
+def _totals(shards: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Return how many tensors there are, in how many parts, and by type the number of parts and their bytes."""
+    names: set[str] = set()
+    by_type: dict[str, dict[str, int]] = {}
+    for shard in shards:
+        names.update(shard["tensors"])
+        for tensor in shard["tensors"].values():
+            of_type = by_type.setdefault(tensor["dtype"], {"parts": 0, "size_bytes": 0})
+            of_type["parts"] += 1
+            of_type["size_bytes"] += tensor["size_bytes"]
+    return {
+        "tensors": len(names),
+        "parts": sum(of_type["parts"] for of_type in by_type.values()),
+        "size_bytes": sum(of_type["size_bytes"] for of_type in by_type.values()),
+        "by_type": by_type,
+    }
 
 
 def _tensor(entry: TensorEntry) -> dict[str, Any]:
@@ -108,29 +194,38 @@ def _tensor(entry: TensorEntry) -> dict[str, Any]:
     return facts
 
 
-def _strategy(path: str) -> dict[str, Any]:
+def _strategy(path: str, wanted: _Wanted) -> dict[str, Any]:
     try:
         loaded = strategy.load(path)
     except StrategyError as error:
+        kind = kind_of_file(Path(path))
         raise SourceError(
             "neither a checkpoint nor a strategy",
             expected="a shard, a folder of rank_* folders, or strategy files",
-            got=error.problem,
+            got=error.problem if kind is None else f"{kind.what}: {error.problem}",
             where=path,
-            remedy="give one of these",
+            remedy="give one of these" if kind is None else kind.remedy,
         ) from None
-    return {"kind": "strategy", "path": path, **_strategy_facts(loaded)}
+    return {"kind": "strategy", "path": path, **_strategy_facts(loaded, wanted)}
 
 
-def _strategy_facts(loaded: Strategy) -> dict[str, Any]:
+def _strategy_facts(loaded: Strategy, wanted: _Wanted) -> dict[str, Any]:
+    # Of a name without wildcards the rule that places it is meant.
+    name = wanted.names.text if wanted.names is not None and wanted.names.is_plain else None
+    placing = loaded.rule_of(name) if name is not None and name not in loaded.parameters else None
     facts: dict[str, Any] = {
         "ranks": loaded.world_size,
         "stages": loaded.stages,
         "parameters": {
             name: [_placement(placement, loaded) for placement in placements]
             for name, placements in loaded.parameters.items()
+            if wanted.has_name(name)
         },
-        "rules": [{"match": glob, **_placement(placement, loaded)} for glob, placement in loaded.rules],
+        "rules": [
+            {"match": glob, **_placement(placement, loaded)}
+            for number, (glob, placement) in enumerate(loaded.rules)
+            if wanted.has_name(glob) or number == placing
+        ],
     }
     if loaded.axes:
         (lengths,) = {placement.mesh for _, placement in loaded.rules}
@@ -152,90 +247,5 @@ def _placement(placement: Placement, strategy: Strategy) -> dict[str, Any]:
     if strategy.axes:
         names = strategy.axes
         split = {str(dim): [names[axis] for axis in axes] for dim, axes in enumerate(placement.split) if axes}
-        facts["axes"] = {"split": split, "optimizer": [names[axis] for axis in _optimizer_axes(placement)]}
+        facts["axes"] = {"split": split, "optimizer": [names[axis] for axis in placement.optimizer_axes]}
     return facts
-
-
-def _optimizer_axes(placement: Placement) -> list[int]:
-    """Return the axes over which the optimizer cuts, in a spec: the last of those that cut no dimension."""
-    axes: list[int] = []
-    for axis in reversed(placement.free_axes):
-        if math.prod(placement.mesh[chosen] for chosen in axes) == placement.optimizer:
-            break
-        if placement.mesh[axis] > 1:
-            axes.insert(0, axis)
-    return axes
-
-
-def as_text(facts: dict[str, Any]) -> str:
-    """Return a description by `inspect` as lines for people."""
-    return "\n".join(map(one_line, _lines(facts)))
-
-
-def _lines(facts: dict[str, Any]) -> list[str]:
-    if facts["kind"] == "strategy":
-        return _strategy_lines(facts)
-    if facts["kind"] in ("run", "commit"):
-        return as_lines(facts)
-    if facts["kind"] == "shard":
-        return _shard_lines(facts)
-    total = format_bytes(facts["size_bytes"])
-    lines = [f"checkpoint: {facts['ranks']} ranks, {facts['format']}, {total} of tensors", *facts["notes"]]
-    for rank, shards in facts["shards"].items():
-        for shard in shards:
-            size = format_bytes(shard["size_bytes"])
-            lines.append(f"  rank {rank}: {len(shard['tensors'])} tensors, {size}  {shard['path']}")
-    return [*lines, *as_lines({name: facts[name] for name in ("run", "commit") if name in facts})]
-
-
-def _shard_lines(shard: dict[str, Any]) -> list[str]:
-    place = f", rank {shard['rank']} of {shard['world_size']}" if "rank" in shard else ""
-    size = format_bytes(shard["size_bytes"])
-    lines = [f"{shard['format']} shard{place}: {len(shard['tensors'])} tensors, {size}"]
-    for name, facts in shard["tensors"].items():
-        whole = f"  at {facts['offset']} of {facts['global_shape']}" if "offset" in facts else ""
-        lines.append(f"  {name}  {facts['dtype']} {facts['shape']}  {format_bytes(facts['size_bytes'])}{whole}")
-    lines += [f"  {name}  {_shown(text)}" for name, text in shard["strings"].items()]
-    return [*lines, *(f"  left out: {what}" for what in shard.get("left_out", ()))]
-
-
-def _shown(text: str) -> str:
-    """Return a string as people are shown it: of a long one the beginning."""
-    return repr(text) if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]!r}... ({len(text)} characters)"
-
-
-def _strategy_lines(facts: dict[str, Any]) -> list[str]:
-    count = f"{len(facts['parameters'])} parameters" if facts["parameters"] or not facts["rules"] else ""
-    rules = f"{len(facts['rules'])} rules" if facts["rules"] else ""
-    listed = ", ".join(filter(None, (count, rules)))
-    lines = [f"strategy: {facts['ranks']} ranks in {facts['stages']} stages, {listed}"]
-    if "mesh" in facts:
-        lines.append(f"  mesh {' '.join(f'{axis}={length}' for axis, length in facts['mesh'].items())}")
-    listed_placements = [*facts["parameters"].items(), *((rule["match"], [rule]) for rule in facts["rules"])]
-    placed = ((name, placement) for name, placements in listed_placements for placement in placements)
-    if "mesh" in facts:
-        return lines + [f"  {name}  {_named_placement_text(placement, facts['stages'])}" for name, placement in placed]
-    return lines + [f"  {name}  {_placement_text(placement)}" for name, placement in placed]
-
-
-def _placement_text(facts: dict[str, Any]) -> str:
-    text = f"mesh {facts['mesh']} split {facts['split']}"
-    if facts["optimizer"] > 1:
-        text += f" optimizer {facts['optimizer']}"
-    if facts["stages"] != [0]:
-        text += f" stages {facts['stages']}"
-    return text + (f" sizes {facts['sizes']}" if "sizes" in facts else "")
-
-
-def _named_placement_text(facts: dict[str, Any], stages: int) -> str:
-    """Return a placement by a rule of a spec, in the words of the spec. stages: how many the strategy has."""
-    axes, sizes = facts["axes"], facts.get("sizes", {})
-    cuts = " ".join(f"{dim}={'+'.join(names)}" for dim, names in axes["split"].items())
-    of_stages = "" if len(facts["stages"]) == stages else f"stage {' '.join(map(str, facts['stages']))}"
-    parts = [
-        f"split {cuts}" if cuts else "",
-        f"optimizer {'+'.join(axes['optimizer'])}" if axes["optimizer"] else "",
-        " ".join(f"sizes {dim}={lengths}" for dim, lengths in sizes.items()),
-        of_stages,
-    ]
-    return " ".join(filter(None, parts)) or "whole"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,9 +33,9 @@ from reshard_mpi.units import MIB
 # If ranks hold different parts, neighbours do: they differ in what is cut over the fastest mesh axis, and the last rank
 # in most of what is cut over any axis.
 _MAX_SIBLINGS = 4
-# At most 96 KiB of each shard are read. Tensors whose names differ only in numbers are cut alike, so one of each kind
-# is enough: a model has some dozens of kinds.
-_MAX_KINDS = 96
+# At most 96 KiB of each shard are read. Tensors of one shape whose names differ only in numbers are mostly cut alike,
+# so one of each such kind comes first: a model has some dozens of kinds.
+_MAX_TENSORS = 96
 _SAMPLES = 4
 _SAMPLE_BYTES = 256
 _SEED = 11
@@ -192,7 +192,7 @@ def _difference(shard: Manifest, other: Manifest) -> str:
     from reshard_mpi.engine.regions import first_difference
 
     with Files() as files:
-        for name in _one_of_each_kind(ours):
+        for name in _chosen(ours):
             for check in _samples(ours[name], theirs[name]):
                 if first_difference(check, limits=_LIMITS, files=files) is not None:
                     return f"holds other values of {name!r}"
@@ -203,14 +203,16 @@ def _type(entry: TensorEntry) -> str:
     return f"{entry.dtype.name} {list(entry.shape)}"
 
 
-def _one_of_each_kind(tensors: Mapping[str, TensorEntry]) -> Iterator[str]:
-    """Yield one name for each kind of tensor (names that differ only in numbers); the largest tensors first."""
-    kinds: dict[str, list[str]] = {}
-    for name in tensors:
-        kinds.setdefault(kind_of(name), []).append(name)
+def _chosen(tensors: Mapping[str, TensorEntry]) -> list[str]:
+    """Return the names of the tensors to compare: one of each kind, the largest first, and others if there is room."""
+    kinds: dict[Hashable, list[str]] = {}
+    for name, entry in tensors.items():
+        kinds.setdefault((kind_of(name), entry.dtype, entry.shape), []).append(name)
     generator = random.Random(_SEED)
-    chosen = [generator.choice(names) for names in kinds.values()]
-    yield from sorted(chosen, key=lambda name: -tensors[name].size_bytes)[:_MAX_KINDS]
+    first = [generator.choice(names) for names in kinds.values()]
+    taken = set(first)
+    others = (name for name in tensors if name not in taken)
+    return [*sorted(first, key=lambda name: -tensors[name].size_bytes), *others][:_MAX_TENSORS]
 
 
 def _samples(ours: TensorEntry, theirs: TensorEntry) -> Iterator[Check]:

@@ -3,63 +3,54 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
-import sys
-from typing import TYPE_CHECKING, Any, NoReturn
+import textwrap
+from typing import TYPE_CHECKING
 
 from reshard_mpi import formats
-from reshard_mpi.cli.streams import show
-from reshard_mpi.processes import comm
-from reshard_mpi.text import one_line
+from reshard_mpi.cli.usage import CommandParser
 from reshard_mpi.units import parse_bytes
 
 if TYPE_CHECKING:
     from reshard_mpi.runs.request import Request
 
 _EXIT_CODES = """\
-exit codes: 0 done; 1 a bug; 2 wrong usage; 3 bad input, refused before anything was written, or no place for what is
-printed; 4 some targets failed or are missing, and are named (the others are complete), verify has found damage, diff a
-difference, or only the report could not be written; 5 it can never fit the memory that is allowed, refused before
-anything was written; 130 interrupted; 143 terminated"""
+exit codes:
+  0    done
+  1    a bug
+  2    wrong usage
+  3    bad input, refused before anything was written, or no place for what is
+       printed
+  4    some targets failed or are missing, and are named (the others are
+       complete), verify has found damage, diff a difference, or only the report
+       could not be written
+  5    it can never fit the memory that is allowed, refused before anything was
+       written
+  130  interrupted
+  143  terminated"""
 
-
-class _Parser(argparse.ArgumentParser):
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options, allow_abbrev=False)  # a shortened option would change its meaning with the next one
-
-    def error(self, message: str) -> NoReturn:
-        if comm.launched_rank(os.environ) == 0:
-            self.print_usage(sys.stderr)
-            with contextlib.suppress(OSError):  # the exit code says it too
-                print(f"{self.prog}: error: {one_line(message)}", file=sys.stderr)
-        sys.exit(2)
-
-    def _print_message(self, message: str, file: Any = None) -> None:
-        if file is sys.stdout:  # help and version; argparse itself is silent where they cannot be written
-            show(message.removesuffix("\n"))
-        else:
-            super()._print_message(message, file)
+# As many as a run makes at once.
+_MOST_RANKS = 1 << 16
+_MOST_DIGITS = 18
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line. What it parses has the name of the command as `command`."""
-    top = _Parser(
+    top = CommandParser(
         prog="reshard-mpi",
-        description="Rewrite a checkpoint of M ranks as one of N ranks, bit-exactly and in bounded memory.",
+        description=_filled("Rewrite a checkpoint of M ranks as one of N ranks, bit-exactly and in bounded memory."),
         epilog=_EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     from reshard_mpi import __version__
 
     top.add_argument("--version", action="version", version=f"reshard-mpi {__version__}")
-    commands = top.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
+    commands = top.add_subparsers(metavar="COMMAND", required=True, parser_class=CommandParser)
 
     def command(name: str, text: str) -> argparse.ArgumentParser:
         added = commands.add_parser(
             name,
             help=text,
-            description=text[0].upper() + text[1:] + ".",
+            description=_filled(text[0].upper() + text[1:] + "."),
             epilog=_EXIT_CODES,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
@@ -70,9 +61,7 @@ def parser() -> argparse.ArgumentParser:
     _add_conversion(transform)
     _add_jobs(transform)
     transform.add_argument("--report", type=_path, metavar="FILE.json", help="write what was done, target by target")
-    transform.add_argument(
-        "--progress", choices=("auto", "plain", "none"), default="auto", help="auto: a live line on a terminal"
-    )
+    _add_output(transform, "each target that is complete")
     plan = command("plan", "show what transform would do, writing nothing")
     _add_conversion(plan)
     plan.add_argument(
@@ -89,8 +78,9 @@ def parser() -> argparse.ArgumentParser:
     shown.add_argument(
         "--plot",
         type=_path,
-        metavar="FILE.html|.png|.svg",
-        help="draw who feeds whom instead; as a page with the cuts of tensors too. Of many targets a sample is planned",
+        metavar="FILE",
+        help="draw who feeds whom instead, as .svg or .png, or as .html, a page with the cuts of tensors too; of many"
+        " targets a sample is planned",
     )
     shown.add_argument(
         "--explain",
@@ -111,8 +101,10 @@ def parser() -> argparse.ArgumentParser:
     verify.add_argument("source", type=_path, metavar="SRC", help="a checkpoint")
     verify.add_argument("target", type=_path, metavar="DST", nargs="?", help="what transform has made of it")
     _add_strategies(verify, "sharded (default: as its shards say, else one full checkpoint)")
+    _add_rank(verify, "check the shards of these ranks only, of DST if it is given, such as 3 or 0-3,8 (repeatable)")
     _add_map(verify)
     _add_comparison(verify, "SRC", "hold the source strategy against SRC")
+    _add_output(verify, "each shard that is sound")
     diff = command("diff", "check that two checkpoints hold the same tensors, whatever their formats and layouts")
     diff.add_argument("source", type=_path, metavar="A", help="a checkpoint")
     diff.add_argument("target", type=_path, metavar="B", help="another one")
@@ -121,6 +113,7 @@ def parser() -> argparse.ArgumentParser:
     diff.add_argument("--dst-strategy", type=_path, metavar="F|DIR", help=f"how B {sharded}")
     _add_map(diff, "A")
     _add_comparison(diff, "A", "hold the strategies against the checkpoints")
+    _add_output(diff)
     commit = command("commit", "check that all targets in DST are complete, and write DST/reshard.json")
     commit.add_argument("target", type=_path, metavar="DST", help="the folder that transform has written to")
     ranks = command("ranks", "list the source ranks that target rank R needs, one per line")
@@ -132,15 +125,42 @@ def parser() -> argparse.ArgumentParser:
     governor = command("governor", "show who holds memory on this host now, and who waits for it")
     governor.add_argument("--json", action="store_true", help="print it as JSON")
     inspect = command("inspect", "show what a shard, a checkpoint folder or a strategy holds")
-    inspect.add_argument("path", type=_path, metavar="PATH")
-    inspect.add_argument("--json", action="store_true", help="print it as JSON")
+    inspect.add_argument("path", type=_path, metavar="PATH", help="what to look at")
+    inspect.add_argument(
+        "other",
+        type=_path,
+        metavar="GLOB|OTHER",
+        nargs="?",
+        help="tensors whose names match, such as 'layers.0.*', with the ranks that hold them; or the path of another"
+        " checkpoint, to list the tensors that are not alike in both: names, types and shapes",
+    )
+    _add_rank(inspect, "look at the shards of these ranks only, such as 3 or 0-3,8 (repeatable)")
+    form = inspect.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print it as JSON")
+    form.add_argument(
+        "--toml",
+        action="store_true",
+        help="print the strategy (PATH, or that of the shards there) as a TOML spec that says the same of every name",
+    )
     guide = command("help", "show a page of the guide; without a topic, which pages there are")
     guide.add_argument("topic", metavar="TOPIC", nargs="?", help="a page (default: the list of pages)")
+    completion = command("completion", "print a script with which a shell completes commands, options and names")
+    completion.add_argument(
+        "shell",
+        choices=("bash", "zsh"),
+        metavar="bash|zsh",
+        help='for example, in ~/.bashrc: eval "$(reshard-mpi completion bash)"',
+    )
     demo = command("demo", "make a small checkpoint of 8 ranks, reshard it to 4, and check every element")
     demo.add_argument(
         "folder", type=_path, metavar="DIR", nargs="?", help="where to leave its files (default: removed again)"
     )
     return top
+
+
+def _filled(text: str) -> str:
+    """Return a text in lines for the smallest terminal; argparse leaves the width of descriptions to us."""
+    return textwrap.fill(text, 78)
 
 
 def _add_conversion(parser: argparse.ArgumentParser) -> None:
@@ -161,7 +181,7 @@ def _add_conversion(parser: argparse.ArgumentParser) -> None:
         help="how large a file may become with --to hf (default: 5GB, which is 5 * 10^9 bytes)",
     )
     share = parser.add_mutually_exclusive_group()
-    share.add_argument("--rank", type=_rank, action="append", metavar="R", help="make this target only (repeatable)")
+    _add_rank(share, "make these targets only, such as 3 or 0-3,8 (repeatable)")
     share.add_argument(
         "--part",
         type=_part,
@@ -179,7 +199,9 @@ def _add_conversion(parser: argparse.ArgumentParser) -> None:
         " checksums of sources are checked as well",
     )
     parser.add_argument(
-        "--crc", action="store_true", help="add the CRC-32 that MindSpore checks (targets in ckpt, safetensors)"
+        "--crc",
+        action="store_true",
+        help="add a checksum of the file, for MindSpore to check (ckpt, safetensors, torch)",
     )
     parser.add_argument(
         "--strict",
@@ -241,6 +263,10 @@ def _add_map(parser: argparse.ArgumentParser, source: str = "SRC") -> None:
         )
 
 
+def _add_rank(parser: argparse._ActionsContainer, text: str) -> None:
+    parser.add_argument("--rank", type=_ranks, action="extend", metavar="RANKS", help=text)
+
+
 def _add_jobs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--jobs",
@@ -256,7 +282,9 @@ def _add_from(parser: argparse.ArgumentParser, source: str = "SRC") -> None:
         "--from",
         dest="source_format",
         choices=formats.NAMES,
-        help=f"take only files of this format in {source} (default: what lies there, if it is of one)",
+        metavar="FORMAT",
+        help=f"take only files of this format in {source}: {', '.join(formats.NAMES)} (default: what lies there, if it"
+        " is of one)",
     )
     parser.add_argument(
         "--src-files",
@@ -278,6 +306,19 @@ def _add_comparison(parser: argparse.ArgumentParser, source: str, sampled: str) 
     )
     _add_memory(parser)
     _add_jobs(parser)
+
+
+def _add_output(parser: argparse.ArgumentParser, details: str | None = None) -> None:
+    parser.add_argument(
+        "--progress",
+        choices=("auto", "plain", "none"),
+        default="auto",
+        help="auto: a bar on a terminal, else a line every few seconds, as plain (default: %(default)s)",
+    )
+    amount = parser.add_mutually_exclusive_group()
+    amount.add_argument("-q", "--quiet", action="store_true", help="print nothing but errors")
+    if details is not None:
+        amount.add_argument("-v", "--verbose", action="store_true", help=f"print {details} as well")
 
 
 def _add_memory(parser: argparse.ArgumentParser) -> None:
@@ -305,7 +346,7 @@ def _add_strategies(parser: argparse.ArgumentParser, target: str = "to be (defau
 
 
 def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdecimal()
+    return text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS
 
 
 def _path(text: str) -> str:
@@ -334,6 +375,21 @@ def _rank(text: str) -> int:
     if not _is_number(text):
         raise argparse.ArgumentTypeError(f"expected a rank, 0 or more, got {text!r}")
     return int(text)
+
+
+def _ranks(text: str) -> tuple[int, ...]:
+    """Return the ranks that a text such as `0-3,8` lists."""
+    ranges = []
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        if not _is_number(first) or (dash and not _is_number(last)):
+            raise argparse.ArgumentTypeError(f"expected ranks, such as 3 or 0-3,8, got {text!r}")
+        ranges.append(range(int(first), int(last if dash else first) + 1))
+        if not ranges[-1]:
+            raise argparse.ArgumentTypeError(f"expected the lower rank first, {last}-{first}, got {part!r}")
+    if sum(ranks.stop - ranks.start for ranks in ranges) > _MOST_RANKS:
+        raise argparse.ArgumentTypeError(f"expected at most {_MOST_RANKS} ranks, got {text!r}")
+    return tuple(rank for ranks in ranges for rank in ranks)
 
 
 def _part(text: str) -> tuple[int, int]:

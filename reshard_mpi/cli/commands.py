@@ -29,8 +29,9 @@ from reshard_mpi.text import counted, lines, one_line
 
 if TYPE_CHECKING:
     from reshard_mpi.runs.outcome import Outcome
-    from reshard_mpi.runs.progress import Bar, Plain, Progress, Silent
+    from reshard_mpi.runs.progress import RunProgress
     from reshard_mpi.runs.request import Request
+    from reshard_mpi.runs.watched import Display
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -119,21 +120,19 @@ def _transform(options: argparse.Namespace) -> int:
                 where=options.report,
                 remedy="choose another name, in a folder that is there",
             )
-        progress = _progress(options.progress, world)
-        outcome = _run("CONVERT", options, world, progress)
-        progress.close()
+        outcome = _run("CONVERT", options, world)
         seconds = time.monotonic() - begin
         from reshard_mpi.cli.report import summary
 
         unreported = None
         if world.rank == 0:
-            _tell(outcome)
+            _tell(outcome, options)
             unreported = _report(options, outcome, seconds) if options.report else None
             if unreported is not None and outcome.failures:
                 _complain(unreported)
         outcome.raise_failures()
-        if world.rank == 0:
-            tell_done(summary(outcome, seconds))
+        if world.rank == 0 and not options.quiet:
+            tell_done(summary(outcome, seconds, is_verified=options.verify))
         if unreported is not None:
             raise unreported
     return 0
@@ -159,8 +158,19 @@ def _report(options: argparse.Namespace, outcome: Outcome, seconds: float) -> Re
     return None
 
 
-def _run(work: str, options: argparse.Namespace, world: comm.Comm, progress: Progress) -> Outcome:
+def _run(work: str, options: argparse.Namespace, world: comm.Comm) -> Outcome:
     """Do the work that `runs.workers.Task` calls `work`, in MPI ranks, in local processes, or in this one alone."""
+    progress = _progress(options, world)
+    try:
+        outcome = _run_shown(work, options, world, progress)
+    except BaseException as error:
+        progress.abandon(ends_line=stopped_by(error) is None)  # last words begin a line of their own
+        raise
+    progress.close()
+    return outcome
+
+
+def _run_shown(work: str, options: argparse.Namespace, world: comm.Comm, progress: RunProgress) -> Outcome:
     from reshard_mpi.errors import UsageError
     from reshard_mpi.runs.workers import Task, run_with_workers
 
@@ -194,19 +204,40 @@ def _can_be_written(path: str, target: str) -> bool:
     return os.access(real, os.R_OK | os.W_OK) and report.is_report(real)
 
 
-def _progress(choice: str, world: comm.Comm) -> Bar | Plain | Silent:
-    from reshard_mpi.runs.progress import Bar, Plain, Silent
+def _progress(options: argparse.Namespace, world: comm.Comm) -> RunProgress:
+    """Return what shows the progress of a run as the user wants it. All processes of `world` must call this."""
+    from reshard_mpi.runs.progress import Silent, complain
 
-    if choice == "none":
-        return Silent()
-    if choice == "auto" and world.size == 1 and sys.stderr.isatty():
-        return Bar()
-    return Plain()
+    if options.quiet:
+        return Silent(lambda _: None)
+    if options.progress == "none":
+        return Silent(complain)
+    verbose = getattr(options, "verbose", False)
+    if isinstance(world, comm.MPIComm):
+        from reshard_mpi.runs.ranks import RankProgress, RootProgress
+
+        if world.rank > 0:
+            return RankProgress(world, complain, verbose=verbose)
+        return RootProgress(world, _display(options), verbose=verbose)
+    from reshard_mpi.runs.watched import Watched
+
+    return Watched(_display(options), verbose=verbose)
 
 
-def _tell(outcome: Outcome) -> None:
+def _display(options: argparse.Namespace) -> Display:
+    from reshard_mpi.cli.displays import Bar, Lines, has_colour, may_draw
+
+    if options.progress == "auto" and may_draw(sys.stderr, os.environ):
+        return Bar(sys.stderr, with_colour=has_colour(sys.stderr, os.environ))
+    return Lines(sys.stderr)
+
+
+def _tell(outcome: Outcome, options: argparse.Namespace) -> None:
+    """Print notes and warnings, unless the user wants none."""
     from reshard_mpi.runs.progress import say
 
+    if getattr(options, "quiet", False):
+        return
     for note in outcome.notes:
         say(f"note: {one_line(note)}", sys.stderr)
     for warning in outcome.warnings:
@@ -243,10 +274,10 @@ def _plan(options: argparse.Namespace) -> int:
 
                 script = batch_script(asked, planned, len(planned.targets) + len(outcome.targets))
                 show(os.fsencode(script))  # paths in it may be of any bytes
-                _tell(outcome)
+                _tell(outcome, options)
             else:
                 show(planned.as_table(planned.tensors if options.verbose else ()))
-                _tell(outcome)
+                _tell(outcome, options)
     return 0
 
 
@@ -260,7 +291,7 @@ def _plot(options: argparse.Namespace, asked: Request) -> int:
         if drawn is not None:
             figures, outcome = drawn
             tell_done(write_picture(options.plot, figures))
-            _tell(outcome)
+            _tell(outcome, options)
     return 0
 
 
@@ -272,7 +303,7 @@ def _explain(options: argparse.Namespace, asked: Request) -> int:
         if said is not None:
             text, outcome = said
             show(lines(text))
-            _tell(outcome)
+            _tell(outcome, options)
     return 0
 
 
@@ -307,35 +338,33 @@ def _merge(options: argparse.Namespace) -> int:
 
 def _verify(options: argparse.Namespace) -> int:
     from reshard_mpi.cli.report import verified
-    from reshard_mpi.runs.progress import Silent, say
+    from reshard_mpi.runs.progress import say
 
     begin = time.monotonic()
     with _world(options) as world:
         work = "VERIFY_ALONE" if options.target is None else "VERIFY_PAIR"
-        progress = _progress("plain", world) if world.rank == 0 else Silent()
-        outcome = _run(work, options, world, progress)
+        outcome = _run(work, options, world)
         if world.rank == 0:
-            _tell(outcome)
+            _tell(outcome, options)
             for failure in outcome.failures:
                 say(f"damage: {failure.named(alone=True)}", sys.stderr)
-            if not outcome.failures:
+            if not outcome.failures and not options.quiet:
                 show(verified(outcome, time.monotonic() - begin))
     return DamageError.exit_code if outcome.failures else 0
 
 
 def _diff(options: argparse.Namespace) -> int:
     from reshard_mpi.cli.report import same
-    from reshard_mpi.runs.progress import Silent, say
+    from reshard_mpi.runs.progress import say
 
     begin = time.monotonic()
     with _world(options) as world:
-        progress = _progress("plain", world) if world.rank == 0 else Silent()
-        outcome = _run("DIFF", options, world, progress)
+        outcome = _run("DIFF", options, world)
         if world.rank == 0:
-            _tell(outcome)
+            _tell(outcome, options)
             for failure in outcome.failures:
                 say(f"difference: {failure.error}", sys.stderr)
-            if not outcome.failures:
+            if not outcome.failures and not options.quiet:
                 show(same(outcome, time.monotonic() - begin))
     return DifferenceError.exit_code if outcome.failures else 0
 
@@ -350,9 +379,26 @@ def _governor(options: argparse.Namespace) -> int:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    from reshard_mpi.checkpoints.inspection import as_text, inspect
+    from reshard_mpi.checkpoints import inspection_text, side_by_side
+    from reshard_mpi.checkpoints.inspection import inspect
+    from reshard_mpi.errors import UsageError
 
-    facts = inspect(options.path)
+    as_text = inspection_text.as_text
+    if options.toml:
+        from reshard_mpi.checkpoints.exporting import strategy_as_toml
+
+        if options.other is not None or options.rank:
+            raise UsageError("--toml prints a strategy", expected="PATH alone", got="GLOB, another path or --rank")
+        show(strategy_as_toml(options.path))
+        return 0
+    if options.other is not None and os.path.lexists(options.other):
+        if options.rank:
+            raise UsageError(
+                "--rank goes with one checkpoint", expected="PATH, or PATH and GLOB", got="two checkpoints"
+            )
+        facts, as_text = side_by_side.compare(options.path, options.other), side_by_side.as_text
+    else:
+        facts = inspect(options.path, options.other, ranks=options.rank)
     show(json.dumps(facts, indent=1) if options.json else as_text(facts))
     return 0
 
@@ -361,6 +407,13 @@ def _help(options: argparse.Namespace) -> int:
     from reshard_mpi.cli.guide import page
 
     show(page(options.topic))
+    return 0
+
+
+def _completion(options: argparse.Namespace) -> int:
+    from reshard_mpi.cli.completion import script
+
+    show(script(options.shell))
     return 0
 
 
@@ -385,5 +438,6 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "diff": _diff,
     "inspect": _inspect,
     "help": _help,
+    "completion": _completion,
     "demo": _demo,
 }

@@ -1,17 +1,31 @@
-"""The user's guide, which comes with the program: `reshard-mpi help TOPIC`."""
+"""The user's guide, which comes with the program: `reshard-mpi help TOPIC`.
+
+A page is a file of Markdown, so it can be read on the repository's page as well. `README.md` beside the pages links to
+each of them, in the order in which they are best read.
+"""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from reshard_mpi.errors import UsageError
+from reshard_mpi.text import did_you_mean
 
 _FOLDER = Path(__file__).parent.parent / "guide"
+_LINK_TO_PAGE = re.compile(r"\[([^]]+)\]\((\w+)\.md\)")
+# Pages are written in lines of so many characters.
+_MAX_WIDTH = 120
+_GAP = "  "
+_TABLE = re.compile(r"(?:^\|.*\|\n)+", re.MULTILINE)
+# Notes to the tests, such as who runs a block of commands.
+_COMMENT = re.compile(r"^<!--.*-->\n", re.MULTILINE)
 
 
 def topics() -> dict[str, str]:
-    """Return the title of each page, by its topic."""
-    return {path.stem: _title(path) for path in sorted(_FOLDER.glob("*.md"))}
+    """Return the title of each page by its topic, in the order of the table of contents."""
+    contents = (_FOLDER / "README.md").read_text(encoding="utf-8")
+    return {topic: _title(_FOLDER / f"{topic}.md") for _, topic in _LINK_TO_PAGE.findall(contents)}
 
 
 def page(topic: str | None) -> str:
@@ -21,9 +35,41 @@ def page(topic: str | None) -> str:
         width = max(map(len, known))
         return "\n".join(f"reshard-mpi help {name:<{width}}  {title}" for name, title in known.items())
     if topic not in known:
-        raise UsageError("the guide has no such page", expected=", ".join(known), got=topic)
+        raise UsageError(
+            f"the guide has no such page{did_you_mean(topic, known)}", expected=", ".join(known), got=topic
+        )
     text = (_FOLDER / f"{topic}.md").read_text(encoding="utf-8").rstrip()
-    return f"{text}\n\n{_shipped_maps()}" if topic == "maps" else text
+    shown = as_shown(text)
+    return f"{shown}\n\n{_shipped_maps()}" if topic == "maps" else shown
+
+
+def as_shown(markdown: str) -> str:
+    """Return a page as a terminal shows it: no comments, tables aligned, commands in place of links to other pages."""
+    text = _LINK_TO_PAGE.sub(_as_command, _COMMENT.sub("", markdown))
+    return _TABLE.sub(lambda table: _aligned(table[0]), f"{text}\n").rstrip()
+
+
+def _as_command(link: re.Match[str]) -> str:
+    """Return a link to a page as the command that shows it, behind the words of the link if these are others."""
+    words, topic = link.groups()
+    command = f"`reshard-mpi help {topic}`"
+    return command if words == topic else f"{words} ({command})"
+
+
+def _aligned(table: str) -> str:
+    """Return a table with its columns one below another; where that is too wide, with the cells of a row so."""
+    head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines())
+    widths = [max(map(len, column)) for column in zip(head, *rows)]
+    if sum(widths) + len(_GAP) * len(widths) > _MAX_WIDTH:
+        return "\n".join(_record(head, row) for row in rows)
+    shown = [head, ["-" * width for width in widths], *rows] if any(head) else rows
+    return "".join(_GAP.join(map(str.ljust, row, widths)).rstrip() + "\n" for row in shown)
+
+
+def _record(head: list[str], row: list[str]) -> str:
+    """Return one row of a table as lines: its first cell, and below it the others with the heads of their columns."""
+    others = (f"    {name}: {cell}" if name else f"    {cell}" for name, cell in zip(head[1:], row[1:]))
+    return "\n".join([row[0], *others, ""])
 
 
 def _shipped_maps() -> str:

@@ -36,11 +36,12 @@ def write_report(path: str, facts: Mapping[str, Any], outcome: Outcome, seconds:
         raise
 
 
-def summary(outcome: Outcome, seconds: float) -> str:
-    """Return the closing line of a run."""
+def summary(outcome: Outcome, seconds: float, *, is_verified: bool) -> str:
+    """Return the closing line of a run. is_verified: whether targets were compared with their sources."""
     made = [target for target in outcome.targets if not target.skipped]
     skipped = len(outcome.targets) - len(made)
-    text = f"wrote {counted(len(made), 'shard')}, {_speed(sum(target.written_bytes for target in made), seconds)}"
+    done = "wrote and verified" if is_verified else "wrote"
+    text = f"{done} {counted(len(made), 'shard')}, {_speed(sum(target.written_bytes for target in made), seconds)}"
     return text + (f"; {skipped} {'was' if skipped == 1 else 'were'} complete already" if skipped else "")
 
 

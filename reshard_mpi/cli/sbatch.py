@@ -66,7 +66,10 @@ PASSED_ON = (
     Option("--replicas", "replicas"),
 )
 # What the script says itself (what a task makes, and that it goes on after a requeue), and what only says how it goes.
-NOT_PASSED_ON = ("--rank", "--part", "--resume", "--jobs", "--report", "--progress")
+NOT_PASSED_ON = (
+    *("--rank", "--part", "--resume", "--jobs", "--report", "--progress"),
+    *("--quiet", "-q", "--verbose", "-v"),
+)
 
 
 def batch_script(request: Request, plan: Plan, target_ranks: int) -> str:

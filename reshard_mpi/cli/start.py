@@ -47,7 +47,7 @@ def begin_command() -> None:
 def stopped_text(code: int, *, resumes: bool) -> str:
     """Return the last words of a process that a signal has stopped. resumes: the same command can go on."""
     word = "interrupted" if code == INTERRUPTED else "terminated"
-    return f"reshard-mpi: {word}{'; --resume goes on' if resumes else ''}"
+    return f"reshard-mpi: {word}{'; the same command with --resume goes on' if resumes else ''}"
 
 
 def begin(arguments: Sequence[str]) -> None:
@@ -64,6 +64,7 @@ def begin(arguments: Sequence[str]) -> None:
         governor = open_governor(allowance, os.environ)
     except (ReshardError, ValueError):
         return
+    say = (lambda _: None) if {"-q", "--quiet"} & set(arguments) else _say
     words = " ".join(("reshard-mpi", *arguments))[:_MAX_QUOTED]
     purpose = "".join(letter if letter.isprintable() else "?" for letter in words)
     if comm.launched_size(os.environ) > 1:
@@ -73,7 +74,7 @@ def begin(arguments: Sequence[str]) -> None:
     earlier = _Earlier.loads(again)
     size_bytes = min(max(BASE_BYTES, earlier.need_bytes), governor.ceiling_bytes)
     try:
-        lease = governor.take(size_bytes, purpose, _say, numbers=earlier.numbers)
+        lease = governor.take(size_bytes, purpose, say, numbers=earlier.numbers)
     except ReshardError:
         return  # it will be raised again
     waited_seconds = earlier.waited_seconds + lease.waited_seconds

@@ -23,7 +23,7 @@ OnBytes = Callable[[int], None]
 _MAX_OPEN_FILES = 128
 # One call moves at most this much, so that progress can be shown and signals are handled between calls.
 _MAX_CALL_BYTES = 64 * MIB
-# How many places one call can read into (IOV_MAX).
+# How many places one call can read into, or write from (IOV_MAX).
 _MAX_VECTOR = 1024
 # Errors of a file system that cannot copy between two files by itself; or that cannot read one or write the other, in
 # which case the read or the write that is tried instead tells which.
@@ -77,6 +77,7 @@ class Files:
         self._target = target
         self._kernel_copies = True
         self._on_bytes = on_bytes
+        self._scratch = memoryview(b"")
         self.traffic = Traffic()
 
     def __enter__(self) -> Files:
@@ -171,6 +172,13 @@ class Files:
         with mapped, memoryview(mapped) as view, view[part.offset_bytes - start :] as inner:
             yield inner
 
+    def scratch(self, length_bytes: int) -> memoryview:
+        """Return memory for what is read on its way to its place. It is good until this is called again."""
+        if length_bytes > len(self._scratch):
+            self._scratch = memoryview(b"")  # given back before more is taken
+            self._scratch = large_buffer(length_bytes)
+        return self._scratch[:length_bytes]
+
     def read_target(self, part: ByteRange, buffer: memoryview) -> None:
         """Fill `buffer` with the bytes of `part`, a range of the target. Raises OSError."""
         done = 0
@@ -193,22 +201,25 @@ class Files:
                 raise _about(error, part.path) from None
         self._wrote(part.length_bytes if moved_bytes is None else moved_bytes)
 
-    def write_each(self, path: str, offset: int, step: int, contents: Iterable[memoryview]) -> None:
+    def write_each(self, path: str, offset: int, step: int, contents: Sequence[memoryview]) -> None:
         """Write each content to the target, the first to `offset`, each next one `step` bytes further on.
 
-        Raises OSError.
+        The contents must be equally long. Those that follow one another go many at a time. Raises OSError.
         """
-        written = 0
-        for content in contents:
+        length = len(contents[0])
+        together = _MAX_VECTOR if step == length else 1
+        for first in range(0, len(contents), together):
+            vector = contents[first : first + together]
             try:
-                count = os.pwrite(self._target, content, offset)
+                count = os.pwritev(self._target, vector, offset)
             except OSError as error:
                 raise _about(error, path) from None
-            written += count
-            if count < len(content):
-                self.write(ByteRange(path, offset + count, len(content) - count), content[count:])
-            offset += step
-        self._wrote(written)
+            self._wrote(count)
+            while count < length * len(vector):  # interrupted by a signal, or the disk is full
+                number, done = divmod(count, length)
+                self.write(ByteRange(path, offset + count, length - done), vector[number][done:])
+                count += length - done
+            offset += step * len(vector)
 
     def copy(self, runs: ByteRuns, buffer: memoryview) -> None:
         """Copy runs of bytes: inside the kernel if the file systems can do that, else through `buffer`.
@@ -275,6 +286,14 @@ class Files:
             if len(self._sources) > _MAX_OPEN_FILES:
                 os.close(self._sources.popitem(last=False)[1])
         return descriptor
+
+
+def large_buffer(length_bytes: int) -> memoryview:
+    """Return zeroed memory, in large pages if there are any: what moves to and fro in it is found faster."""
+    memory = mmap.mmap(-1, max(1, length_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError, AttributeError):  # a kernel without them; a system that is not Linux
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(memory)[:length_bytes]
 
 
 def _about(error: OSError, path: str, other: str | None = None) -> OSError:

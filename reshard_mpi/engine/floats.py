@@ -16,6 +16,7 @@ import struct
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 
 from reshard_mpi.errors import ReshardError
@@ -36,6 +37,7 @@ _MAGNITUDE, _EXPONENT, _MANTISSA_BITS, _BIAS = 0x7FFFFFFF, 0x7F800000, 23, 127
 _INFINITY = _EXPONENT
 # From this magnitude on a float32 becomes infinite in bfloat16.
 _TOO_LARGE_FOR_BFLOAT16 = 0x7F7F8000
+_MAGNITUDE_16, _BFLOAT16_INFINITY = 0x7FFF, 0x7F80
 _BFLOAT16_NAN, _BFLOAT16_NAN_OF_SMALL = 0xFFFF, 0x7FC0
 
 
@@ -131,15 +133,10 @@ def _overflowed(source: Array, wide: Array) -> int:
 
 
 def _to_bfloat16(wide: Array, out: Array) -> int:
-    rounded = wide >> 16
-    rounded &= 1
-    rounded += 0x7FFF
-    rounded += wide
-    rounded >>= 16
-    np.copyto(out, rounded, casting="unsafe")
-    magnitude = np.bitwise_and(wide, _MAGNITUDE, out=rounded)
-    if not len(wide) or magnitude.max() < _TOO_LARGE_FOR_BFLOAT16:
+    np.copyto(out.view(ml_dtypes.bfloat16), wide.view(np.float32), casting="unsafe")
+    if not len(out) or (out & _MAGNITUDE_16).max() < _BFLOAT16_INFINITY:
         return 0
+    magnitude = wide & _MAGNITUDE
     out[magnitude > _INFINITY] = _BFLOAT16_NAN
     return int(np.count_nonzero((magnitude >= _TOO_LARGE_FOR_BFLOAT16) & (magnitude < _INFINITY)))
 

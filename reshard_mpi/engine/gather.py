@@ -28,8 +28,8 @@ _MIN_RUN_BYTES = 1024
 _MIN_RUN_APART_BYTES, _FAR_APART = 4096, 2
 
 
-# So much is read at a time to be converted. It stays in the processor's cache.
-_CONVERTED_BYTES = MIB // 2
+# So much is read at a time to be converted.
+_CONVERTED_BYTES = 2 * MIB
 
 
 def gather(files: Files, copy: Copy, out: Array, out_box: Box, limits: Limits) -> None:
@@ -108,12 +108,10 @@ def _is_read_singly(places: Strides, itemsize: int) -> bool:
 def _gather_turned(files: Files, copy: Copy, out: Array, out_box: Box, limits: Limits) -> None:
     """Read a copy in the order in which its elements lie, a part at a time, and then turn its axes."""
     part, itemsize = _InStoredOrder.of(copy), out.itemsize
-    content = np.empty(0, out.dtype)
     for block in part.turned.region.blocks(max(1, limits.window_bytes // 2 // itemsize)):
         spaced = with_space(block, itemsize)
-        if spaced.size > len(content):
-            content = np.empty(spaced.size, out.dtype)
-        array = content[: spaced.size].reshape(spaced.shape)
+        content = np.frombuffer(files.scratch(spaced.size * itemsize), out.dtype)
+        array = content.reshape(spaced.shape)
         gather(files, part.alone(block), array, spaced, limits)
         turned = part.turned.taking(block)
         strides = Strides.between(block, spaced, turned.target_region, out_box, turned.order)

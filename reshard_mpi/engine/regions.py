@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from reshard_mpi.engine.files import Files
+from reshard_mpi.engine.files import Files, OnBytes
 from reshard_mpi.engine.stream import Stream
 from reshard_mpi.planning.model import Check, Copy, Limits, TensorPlan
 from reshard_mpi.sharding.box import Box
@@ -59,16 +59,16 @@ def read_region(files: Files, copy: Copy, region: Box, buffer: memoryview, limit
 
 
 def first_difference(
-    check: Check, *, limits: Limits, files: Files | None = None
+    check: Check, *, limits: Limits, files: Files | None = None, on_bytes: OnBytes = lambda _: None
 ) -> tuple[Copy, tuple[int, ...]] | None:
     """Return a copy that differs from the check's first one, and the index of the first element that differs.
 
     The index is that in the target. None if all copies are equal. Every copy is read once. files: open files to use;
-    None: they are opened for this check alone.
+    None: they are opened for this check alone. on_bytes: called with the number of bytes just compared, of all copies.
     """
     if files is None:
         with Files() as files:
-            return first_difference(check, limits=limits, files=files)
+            return first_difference(check, limits=limits, files=files, on_bytes=on_bytes)
     first, *others = check.copies
     itemsize = first.source.dtype.itemsize_bytes
     most_elements = max(1, min(first.region.size, limits.buffer_bytes // 2 // itemsize))
@@ -81,15 +81,16 @@ def first_difference(
             read_region(files, copy, block, got_block, limits)
             if expected != got:  # compared as bytes, which is far faster than through views
                 return copy, _element(block, _first_differing_byte(expected, got) // itemsize)
+        on_bytes(block.size * itemsize * len(check.copies))
     return None
 
 
 def first_difference_of_tensors(
-    files: Files, first: TensorPlan, second: TensorPlan, limits: Limits
+    files: Files, first: TensorPlan, second: TensorPlan, limits: Limits, on_bytes: OnBytes = lambda _: None
 ) -> tuple[int, ...] | None:
     """Return the index of the first element, in row-major order, in which two tensors of the same box and type differ.
 
-    None if they are equal.
+    None if they are equal. on_bytes: called with the number of bytes of a tensor that have just been compared.
     """
     box, itemsize = first.spec.box, first.spec.dtype.itemsize_bytes
     most_elements = max(1, min(box.size, limits.buffer_bytes // 2 // itemsize))
@@ -102,6 +103,7 @@ def first_difference_of_tensors(
                     fill(files, part, block, memoryview(content)[: block.size * itemsize], limits)
         if expected != got:
             return _element(block, _first_differing_byte(expected, got) // itemsize)
+        on_bytes(block.size * itemsize)
     return None
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from reshard_mpi.engine.crc import PartSum, has_short_runs
-from reshard_mpi.engine.files import Files
+from reshard_mpi.engine.files import Files, OnBytes
 from reshard_mpi.engine.regions import read_region
 from reshard_mpi.engine.stream import Stream
 from reshard_mpi.formats.columns import TensorEntry
@@ -30,10 +30,13 @@ class Summed(NamedTuple):
     found: int
 
 
-def sum_shard(plan: RankPlan, target: Manifest, *, span: Span | None, limits: Limits) -> Iterator[Summed]:
+def sum_shard(
+    plan: RankPlan, target: Manifest, *, span: Span | None, limits: Limits, on_bytes: OnBytes = lambda _: None
+) -> Iterator[Summed]:
     """Yield the sums of every tensor of `plan`, by its sources and by the shard `target`.
 
-    span: only elements that begin in this range of the target file, and tensors without elements; None: all. Raises
+    span: only elements that begin in this range of the target file, and tensors without elements; None: all. on_bytes:
+    called with the number of bytes just summed; each byte of the target counts once, half of it for its source. Raises
     ShardError if a file cannot be read.
     """
     buffer = memoryview(bytearray(limits.buffer_bytes))
@@ -44,18 +47,24 @@ def sum_shard(plan: RankPlan, target: Manifest, *, span: Span | None, limits: Li
             if first == last and spec.box.size:
                 continue  # no element begins in the span; a tensor without elements belongs to every span
             blocks = tuple(spec.box.blocks(max(1, len(buffer) // spec.dtype.itemsize_bytes), first, last))
-            expected = _sum(files, spec, tensor.copies, blocks, buffer, limits)
-            found = _sum(files, spec, _own(spec, target), blocks, buffer, limits)
+            expected = _sum(files, spec, tensor.copies, blocks, buffer, limits, lambda size: on_bytes(size // 2))
+            own = _own(spec, target)
+            found = _sum(files, spec, own, blocks, buffer, limits, lambda size: on_bytes(size - size // 2))
             yield Summed(spec, expected, found)
 
 
-def sum_tensors(tensors: Iterable[TensorSpec], shard: Manifest, *, limits: Limits) -> Iterator[Summed]:
-    """Yield the sums of `tensors` by the shard that holds them. Raises ShardError if it cannot be read."""
+def sum_tensors(
+    tensors: Iterable[TensorSpec], shard: Manifest, *, limits: Limits, on_bytes: OnBytes
+) -> Iterator[Summed]:
+    """Yield the sums of `tensors` by the shard that holds them. Raises ShardError if it cannot be read.
+
+    on_bytes: called with the number of bytes just summed.
+    """
     buffer = memoryview(bytearray(limits.buffer_bytes))
     with Files() as files:
         for spec in tensors:
             blocks = spec.box.blocks(max(1, len(buffer) // spec.dtype.itemsize_bytes))
-            yield Summed(spec, None, _sum(files, spec, _own(spec, shard), blocks, buffer, limits))
+            yield Summed(spec, None, _sum(files, spec, _own(spec, shard), blocks, buffer, limits, on_bytes))
 
 
 def takes_numpy(spec: TensorSpec, entry: TensorEntry) -> bool:
@@ -101,9 +110,15 @@ def _elements_within(entry: TensorEntry, span: Span) -> tuple[int, int]:
 
 
 def _sum(
-    files: Files, spec: TensorSpec, copies: Sequence[Copy], blocks: Iterable[Box], buffer: memoryview, limits: Limits
+    files: Files,
+    spec: TensorSpec,
+    copies: Sequence[Copy],
+    blocks: Iterable[Box],
+    buffer: memoryview,
+    limits: Limits,
+    on_bytes: OnBytes,
 ) -> int:
-    """Return the sum of the elements in `blocks`, read by `copies`."""
+    """Return the sum of the elements in `blocks`, read by `copies`. on_bytes: called with the size of each block."""
     itemsize = spec.dtype.itemsize_bytes
     summed = PartSum(Box.whole(spec.global_shape), itemsize)
     for block in blocks:
@@ -114,4 +129,5 @@ def _sum(
                 content = buffer[: region.size * itemsize]
                 read_region(files, part, region, content, limits)
                 summed.add(region, content)
+        on_bytes(block.size * itemsize)
     return summed.value

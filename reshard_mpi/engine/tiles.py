@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from itertools import product
+from collections.abc import Iterable, Iterator
 
-from reshard_mpi.engine.files import Files
+from reshard_mpi.engine.files import Files, large_buffer
 from reshard_mpi.engine.regions import fill, with_space
 from reshard_mpi.engine.stream import Stream, element_blocks
 from reshard_mpi.planning.model import Copy, Limits, TensorPlan
@@ -21,27 +20,39 @@ Span = tuple[int, int]
 _PAGE_BYTES = 4096
 
 
-def fill_tiles(files: Files, tensor: TensorPlan, place: Stream, span: Span, limits: Limits) -> None:
-    """Write the bytes `span` of a tensor to their place in the target. place: where all of its bytes go."""
-    box, itemsize = tensor.spec.box, tensor.spec.dtype.itemsize_bytes
-    most_elements = max(1, tile_bytes(limits) // itemsize)
-    buffer = memoryview(bytearray(0))
-    for block in element_blocks(files, box, span, itemsize, box.size):
-        for copy in tensor.copies:
-            part = copy.meeting(block)
-            for tile in tiles(part, most_elements) if part is not None else ():
-                region = tile.target_region
-                spaced = with_space(region, itemsize)
-                if spaced.size * itemsize > len(buffer):
-                    buffer = memoryview(bytearray(spaced.size * itemsize))
-                content = buffer[: spaced.size * itemsize]
-                fill(files, tile, spaced, content, limits)
-                _write(files, content, Strides.between(region, spaced, region, box), itemsize, place, span)
+class Tiles:
+    """Writes tensors in which axes change places. The memory in which tiles are put together is used again."""
+
+    def __init__(self, files: Files, limits: Limits) -> None:
+        self._files = files
+        self._limits = limits
+        self._buffer = memoryview(b"")
+
+    def write(self, tensor: TensorPlan, place: Stream, span: Span) -> None:
+        """Write the bytes `span` of a tensor to their place in the target. place: where all of its bytes go.
+
+        A tile is put together from all copies that it meets, so that what is written is not cut where the sources are.
+        """
+        box, itemsize = tensor.spec.box, tensor.spec.dtype.itemsize_bytes
+        sides = _sides(tensor, max(1, tile_bytes(self._limits) // itemsize))
+        for block in element_blocks(self._files, box, span, itemsize, box.size):
+            for tile, parts in _tiles(block, sides, _meeting(tensor.copies, block)):
+                spaced = with_space(tile, itemsize)
+                content = self._memory(spaced.size * itemsize)
+                for part in parts:
+                    fill(self._files, part, spaced, content, self._limits)
+                _write(self._files, content, Strides.between(tile, spaced, tile, box), itemsize, place, span)
+
+    def _memory(self, length_bytes: int) -> memoryview:
+        if length_bytes > len(self._buffer):
+            self._buffer = memoryview(b"")  # given back before more is taken
+            self._buffer = large_buffer(length_bytes)
+        return self._buffer[:length_bytes]
 
 
 def tile_bytes(limits: Limits) -> int:
     """Return how large a tile is at most: as it is read, and again as it is written."""
-    return max(limits.buffer_bytes, limits.window_bytes // 2)
+    return max(limits.buffer_bytes, limits.window_bytes)
 
 
 def _write(files: Files, content: memoryview, strides: Strides, itemsize: int, place: Stream, span: Span) -> None:
@@ -53,7 +64,7 @@ def _write(files: Files, content: memoryview, strides: Strides, itemsize: int, p
         if part is not None:
             first = runs.source_offset * itemsize
             begins = range(first, first + runs.repeats * distance, distance)
-            files.write_each(part.path, part.offset_bytes, step, (content[begin : begin + length] for begin in begins))
+            files.write_each(part.path, part.offset_bytes, step, [content[begin : begin + length] for begin in begins])
             continue
         for number in range(runs.repeats):
             source_start = (runs.source_offset + number * runs.source_step) * itemsize
@@ -65,23 +76,42 @@ def _write(files: Files, content: memoryview, strides: Strides, itemsize: int, p
                 first += part.length_bytes
 
 
-def tiles(copy: Copy, limit: int) -> Iterator[Copy]:
-    """Yield parts of a copy that have at most `limit` elements, with long runs both in the source and in the target."""
-    region, to = copy.region, copy.target_region
-    pairs = paired(region, to, copy.order)
-    if not pairs:
-        yield copy
-        return
-    lengths = dict.fromkeys((dim for _, dim in pairs), 1)
-    steps = copy.source.steps
+def _sides(tensor: TensorPlan, limit: int) -> list[int]:
+    """Return the lengths of a tile of at most `limit` elements, with long runs both in the sources and in the target.
+
+    If sources lie in different ways, the largest copy in which axes change places decides.
+    """
+    box, turned = tensor.spec.box, [copy for copy in tensor.copies if copy.strides(tensor.spec.box).is_turned]
+    copy = max(turned, key=lambda copy: copy.region.size)
+    pairs, steps = paired(copy.region, copy.target_region, copy.order), copy.source.steps
     nearest = max(pairs) if steps is None else min(pairs, key=lambda pair: steps[pair[0]])
-    across, along = nearest[1], pairs[-1][1]  # consecutive in the source, and in the target
-    page = _PAGE_BYTES // copy.source.dtype.itemsize_bytes
-    others = ((dim, limit) for _, dim in reversed(pairs))
-    for dim, most in ((along, math.isqrt(limit)), (across, limit), *others):
-        room = most // (math.prod(lengths.values()) // lengths[dim])
-        lengths[dim] = max(1, min(to.shape[dim], room - room % page if room > page else room))
-    sides = [lengths.get(dim, 1) for dim in range(to.ndim)]
-    for start in product(*(range(low, high, side) for low, high, side in zip(to.start, to.stop, sides))):
-        stop = tuple(min(low + side, high) for low, side, high in zip(start, sides, to.stop))
-        yield copy.part(Box(start, stop))
+    dims = [dim for dim in reversed(range(box.ndim)) if box.shape[dim] > 1]
+    across, along = nearest[1], dims[0]  # consecutive in the source, and in the target
+    page = _PAGE_BYTES // tensor.spec.dtype.itemsize_bytes
+    sides = [1] * box.ndim
+    for dim, most in ((along, math.isqrt(limit)), (across, limit), *((dim, limit) for dim in dims)):
+        room = most // (math.prod(sides) // sides[dim])
+        sides[dim] = max(1, min(box.shape[dim], room - room % page if room > page else room))
+    return sides
+
+
+def _tiles(box: Box, sides: list[int], copies: list[Copy]) -> Iterator[tuple[Box, list[Copy]]]:
+    """Yield tiles of a box, the first dimension's first, each with what `copies` have of it.
+
+    They are found by halves, so that few copies are asked for each tile, however many there are.
+    """
+    for dim, (first, last, side) in enumerate(zip(box.start, box.stop, sides)):
+        count = -(-(last - first) // side)
+        if count > 1:
+            middle = first + count // 2 * side
+            for low, high in ((first, middle), (middle, last)):
+                half = Box(
+                    (*box.start[:dim], low, *box.start[dim + 1 :]), (*box.stop[:dim], high, *box.stop[dim + 1 :])
+                )
+                yield from _tiles(half, sides, _meeting(copies, half))
+            return
+    yield box, copies
+
+
+def _meeting(copies: Iterable[Copy], box: Box) -> list[Copy]:
+    return [part for copy in copies if (part := copy.meeting(box)) is not None]

@@ -16,7 +16,7 @@ from reshard_mpi.engine.files import Files, OnBytes, Traffic
 from reshard_mpi.engine.regions import fill, takes_numpy
 from reshard_mpi.engine.scatter import Scatter
 from reshard_mpi.engine.stream import Stream, byte_runs, element_blocks
-from reshard_mpi.engine.tiles import fill_tiles
+from reshard_mpi.engine.tiles import Tiles
 from reshard_mpi.formats.columns import TensorEntry
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.places import Place, Segments
@@ -83,14 +83,14 @@ def _batches(tensors: PlannedTensors, target: Manifest, span: Span | None, limit
 
 def _write_each(files: Files, parts: Iterator[_Part], target: Manifest, buffer: memoryview, limits: Limits) -> None:
     """Write tensors one after another, each in the way that suits its copies, and read the next one ahead."""
-    scatter = Scatter(files)
+    scatter, tiles = Scatter(files), Tiles(files, limits)
     for part, following in pairwise(chain(parts, (None,))):
         assert part is not None
         if following is not None and following.span[0] == 0:
             _read_ahead(files, following.tensor, target.tensors[following.tensor.spec.name])
         tensor, too_large = part.tensor, files.traffic.too_large
         if is_turned(tensor, limits):
-            fill_tiles(files, tensor, part.place, part.span, limits)
+            tiles.write(tensor, part.place, part.span)
         elif _is_copied(tensor):
             _copy_runs(files, tensor, part.place, part.span, buffer)
         elif _is_scattered(tensor):

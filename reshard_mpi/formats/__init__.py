@@ -97,6 +97,11 @@ def index_of(name: str) -> str | None:
     return next(iter(_FORMS[name].marks), None)
 
 
+def is_mark(name: str) -> bool:
+    """Tell whether a file of this name lists what lies beside it, and is no shard itself."""
+    return name_of(name) is None and any(name in form.marks for form in _FORMS.values())
+
+
 def folder_by_name(name: str) -> FolderFormat | None:
     """Return the format called `name` if its checkpoints are folders, else None. Raises UsageError if unknown."""
     module = by_name(name)

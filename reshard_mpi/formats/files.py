@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from reshard_mpi.errors import ShardError, TargetError
+from reshard_mpi.filesystem.file_kinds import kind_of
 
 # Names of all tensors are kept in memory; no framework makes one this long.
 MAX_NAME_BYTES = 4096
@@ -64,6 +65,14 @@ def opened(path: str) -> Iterator[tuple[int, int]]:
         yield fd, status.st_size
     finally:
         os.close(fd)
+
+
+def other_kind(start: bytes, path: str, expected: str) -> ShardError | None:
+    """Return the error for a file of another kind than `expected`, by its first bytes; None if they tell no kind."""
+    kind = kind_of(start)
+    if kind is None:
+        return None
+    return ShardError(f"a shard is {kind.what}", expected=expected, where=path, remedy=kind.remedy)
 
 
 def write_all(fd: int, data: bytes, offset_bytes: int) -> None:

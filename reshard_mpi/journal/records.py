@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import stat
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -27,13 +28,20 @@ from reshard_mpi.units import format_bytes
 
 STATE = ".reshard_mpi"
 COMMIT_RECORD = "reshard.json"
-# Settings that are digests of files -> the names under which records keep the files' paths.
-_FILES = {"src_strategy": "src_strategy_file", "dst_strategy": "dst_strategy_file", "map": "map_file"}
+# What files decide (settings are their digests) -> the names under which records keep the files' paths.
+_FILES = {
+    "src_strategy": "src_strategy_file",
+    "dst_strategy": "dst_strategy_file",
+    "map": "map_file",
+    "config": "config_file",
+    "like": "like_file",
+}
 # Settings -> the options of the command line that make them.
 _OPTIONS = {
     "src_strategy": "--src-strategy",
     "dst_strategy": "--dst-strategy",
     "from": "--from",
+    "src_files": "--src-files",
     "select": "--select",
     "prefix": "--prefix",
     "unlisted": "--unlisted",
@@ -45,7 +53,13 @@ _OPTIONS = {
     "dtype": "--dtype",
     "include": "--include",
     "exclude": "--exclude",
+    "config": "--config",
+    "like": "--like",
 }
+# Values of settings that nobody has to give.
+_USUAL = {"prefix": formats.DEFAULT_PREFIX, "unlisted": "follow"}
+# Settings that hold the values of an option that is given several times.
+_REPEATED = ("dtype", "include", "exclude")
 # Settings -> the checks of their values.
 SETTINGS: dict[str, Callable[[Any], Any]] = {
     "source": fields.path,
@@ -59,6 +73,7 @@ SETTINGS: dict[str, Callable[[Any], Any]] = {
     "crc": fields.flag,
     "sums_in_shards": fields.flag,
     "target_ranks": lambda value: fields.number(value, 1, _MAX_RANKS),
+    "src_files": lambda value: fields.number(value, 1),
     "max_shard_size": lambda value: fields.number(value, 1, _MAX_TENSOR_BYTES),
     "map": fields.optional(fields.digest),
     "direction": fields.text,
@@ -68,6 +83,8 @@ SETTINGS: dict[str, Callable[[Any], Any]] = {
     "map_file": fields.path,
     "src_strategy_file": fields.path,
     "dst_strategy_file": fields.path,
+    "config_file": fields.path,
+    "like_file": fields.path,
 }
 _WORDS = {"source": "SRC", "to": "targets in", "target_ranks": "target ranks:"}
 # No tensor has as many bytes, and sums of as many cannot be put together.
@@ -123,6 +140,20 @@ class RunIdentity(NamedTuple):
     def settings(self) -> str:
         """The settings of the run in words: its source, and the options that are given."""
         return ", ".join(self._setting(name, "") for name, value in self.facts.items() if value)
+
+    def command(self, target: str) -> str:
+        """Return the command that makes these targets in the folder `target`."""
+        words = ["reshard-mpi", "transform", str(self.facts.get("source")), target]
+        for name, option in {**_OPTIONS, "to": "--to"}.items():
+            value = self.files.get(name) if name in _FILES else self.facts.get(name)
+            if value is True:
+                words.append(option)
+            elif value and value != _USUAL.get(name):
+                values = str(value).split() if name in _REPEATED else [str(value)]
+                words += (word for text in values for word in (option, text))
+        if self.facts.get("direction"):
+            words.append(f"--{self.facts['direction']}")
+        return shlex.join(words)
 
     def _setting(self, name: str, state: str) -> str:
         """Return one setting as on the command line. state: is added to a file of the same name as another."""

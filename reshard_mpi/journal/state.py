@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import islice
+import shlex
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,14 @@ def state_of(folder: Path) -> dict[str, Any]:
 
 
 def about_record(path: Path) -> dict[str, Any] | None:
-    """Return the facts of the commit record at `path`; None if it is not one.
+    """Return the facts of the commit record at `path`, or of the run that an unfinished file is of; None for others.
 
     Raises SourceError for other files that a run keeps, which says where to look instead.
     """
     if is_partial(path):
+        folder = next((folder for folder in path.absolute().parents[:2] if run_path(folder / STATE).exists()), None)
+        if folder is not None:
+            return {"kind": "run", "path": str(path), "partial": str(path), **state_of(folder)}
         raise SourceError(
             "the file is not complete",
             expected="a shard under its own name",
@@ -60,6 +64,8 @@ def about_record(path: Path) -> dict[str, Any] | None:
 def as_lines(facts: dict[str, Any]) -> list[str]:
     """Return the facts from `state_of` or `about_record` as lines for people."""
     lines = []
+    if "partial" in facts:
+        lines.append(f"{facts['partial']}: being written, or left by a writer that died")
     if "run" in facts:
         lines += _run_lines(facts["run"], committed="targets" in facts.get("commit", {}))
     commit = facts if facts.get("kind") == "commit" else facts.get("commit")
@@ -71,11 +77,14 @@ def _run(folder: Path) -> dict[str, Any]:
         progress = standing(folder)
     except TargetError as error:
         return {"problem": error.got}
-    partial = sorted(str(path.relative_to(folder)) for path in folder.glob("rank_*/.*") if is_partial(path))
+    hidden = chain(folder.glob("rank_*/.*"), folder.glob(".*"))
+    partial = sorted(str(path.relative_to(folder)) for path in hidden if is_partial(path))
     incomplete = dict(islice(progress.incomplete, _LISTED))
     return {
+        "path": str(folder),
         "settings": progress.identity.as_json(),
         "in_words": progress.identity.settings,
+        "command": progress.identity.command(str(folder)),
         "target_ranks": progress.identity.target_ranks,
         "complete": list(progress.complete),
         "incomplete": {str(rank): why for rank, why in incomplete.items()},
@@ -104,6 +113,7 @@ def _commit(folder: Path) -> dict[str, Any]:
     return {
         "settings": record.run.as_json(),
         "in_words": record.run.settings,
+        "command": record.run.command(str(folder)),
         "targets": targets,
         "sources": [{"file": file, "size_bytes": size_bytes} for file, size_bytes in record.sources],
         "sums": dict(record.sums),
@@ -121,8 +131,15 @@ def _run_lines(run: dict[str, Any], *, committed: bool) -> list[str]:
     if "problem" in run:
         return [f"run: {run['problem']}"]
     end = "committed" if committed else "not committed"
-    lines = [f"run: {len(run['complete'])} of {run['target_ranks']} targets complete, {end}", f"  {run['in_words']}"]
+    lines = [
+        f"run: {len(run['complete'])} of {run['target_ranks']} targets complete, {end}",
+        f"  made by: {run['command']}",
+    ]
     incomplete = run["target_ranks"] - len(run["complete"])
+    if incomplete:
+        lines.append("  the same command with --resume makes the others")
+    elif not committed:
+        lines.append(f"  what is left: reshard-mpi commit {shlex.quote(run['path'])}")
     lines += _some([f"  target rank {rank} {why}" for rank, why in run["incomplete"].items()], incomplete)
     return lines + _some([f"  {path}: being written, or left by a writer that died" for path in run["partial"]])
 
@@ -136,7 +153,7 @@ def _commit_lines(commit: dict[str, Any]) -> list[str]:
     lines = [f"commit: {count} targets{sums}; {count - len(bad)} of them there as committed"]
     shown = bad
     if "kind" in commit:
-        lines.append(f"  {commit['in_words']}")
+        lines.append(f"  made by: {commit['command']}")
         shown = commit["targets"]
     return lines + _some([f"  rank {target['rank']}: {target['file']}{_state(target)}" for target in shown])
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from reshard_mpi.errors import MapError
 from reshard_mpi.mapping.rules import MAX_BYTES, Rules, parse_rules
+from reshard_mpi.text import did_you_mean
 
 _SHIPPED = Path(__file__).parent / "maps"
 _MAX_CONFIG_BYTES = 4 << 20
@@ -37,7 +38,7 @@ def map_path(name: str) -> Path:
     shipped = shipped_maps()
     if name not in shipped:
         raise MapError(
-            "there is no map of this name",
+            f"there is no map of this name{did_you_mean(name, shipped)}",
             expected=f"the path of a file, or one of {', '.join(shipped)}",
             got=name,
         )

@@ -22,13 +22,14 @@ class Alike(NamedTuple):
     """A region of some tensors of which several ranks hold copies that must be the same.
 
     names: of the tensors. parts: each lies in `region`, and all ranks that hold one of them have a copy. why: what a
-    difference would mean. listed: whether the source strategy lists the tensors.
+    difference would mean. itemsize_bytes: of an element. listed: whether the source strategy lists the tensors.
     """
 
     names: tuple[str, ...]
     parts: tuple[Part, ...]
     region: Box
     why: str
+    itemsize_bytes: int
     listed: bool = True
 
     @property
@@ -39,6 +40,11 @@ class Alike(NamedTuple):
     def copies(self) -> int:
         """How many ranks hold a copy."""
         return sum(part.placement.copies for part in self.parts)
+
+    @property
+    def size_bytes(self) -> int:
+        """How many bytes all copies of all its tensors have."""
+        return len(self.names) * self.copies * self.region.size * self.itemsize_bytes
 
 
 def copies_alike(
@@ -52,7 +58,7 @@ def copies_alike(
     wanted: the names of the tensors of a target, with how the source and how the target hold them. box_of: returns the
     target's box by the latter.
     """
-    names_by_key: dict[tuple[tuple[Layout, ...], Layout, str, bool], list[str]] = {}
+    names_by_key: dict[tuple[tuple[Layout, ...], Layout, str, int, bool], list[str]] = {}
     for group_names, group, target in wanted:
         if not group.listed:
             if not target.placement.is_cut:
@@ -65,15 +71,19 @@ def copies_alike(
         for name in group_names:
             partial = group.listed and is_partial_sum(name)
             if partial or why:
-                key = (group.layouts, target, _PARTIAL_SUMS if partial else why, group.listed)
+                reason, itemsize_bytes = _PARTIAL_SUMS if partial else why, group.dtype.itemsize_bytes
+                key = (group.layouts, target, reason, itemsize_bytes, group.listed)
                 names_by_key.setdefault(key, []).append(name)
-    for (layouts, target, why, listed), names in names_by_key.items():
-        for alike in _alike(tuple(names), [parts_meeting(layout, box_of(target)) for layout in layouts], why):
-            yield alike._replace(listed=listed)
+    for (layouts, target, why, itemsize_bytes, listed), names in names_by_key.items():
+        alternatives = [parts_meeting(layout, box_of(target)) for layout in layouts]
+        for region, parts in _shared_regions(alternatives):
+            alike = Alike(tuple(names), parts, region, why, itemsize_bytes, listed)
+            if alike.copies > 1:
+                yield alike
 
 
-def _alike(names: tuple[str, ...], alternatives: Iterable[tuple[Part, ...]], why: str) -> Iterator[Alike]:
-    """Yield the regions of the needed parts that several ranks have.
+def _shared_regions(alternatives: Iterable[tuple[Part, ...]]) -> Iterator[tuple[Box, tuple[Part, ...]]]:
+    """Yield the regions of the needed parts, each with the parts that have it.
 
     alternatives: the needed parts, once for each placement of the tensors (stages that share them may cut them
     differently).
@@ -90,9 +100,7 @@ def _alike(names: tuple[str, ...], alternatives: Iterable[tuple[Part, ...]], why
             if (shared := region.intersect(part.region)) is not None
         ]
     for region, same in regions:
-        alike = Alike(names, tuple(part._replace(region=region) for part in same), region, why)
-        if alike.copies > 1:
-            yield alike
+        yield region, tuple(part._replace(region=region) for part in same)
 
 
 def dealt(all_alike: Sequence[Alike], process: int, processes: int) -> Iterator[Alike]:

@@ -297,7 +297,7 @@ def unconfirmed_rules(strategy: Strategy) -> Iterator[str]:
     A comparison only shows which ranks hold the same. It shows nothing where no two ranks do, and nothing about the
     order of several axes that cut a tensor.
     """
-    cutting = [(glob, placement) for glob, placement in strategy.rules if strategy.required_rules and placement.is_cut]
+    cutting = [(glob, placement) for glob, placement in strategy.rules if strategy.is_spec and placement.is_cut]
     alone = [glob for glob, placement in cutting if placement.copies == len(placement.stages)]
     if alone:
         yield (
@@ -317,7 +317,7 @@ def shown_rules(strategy: Strategy, shapes: Mapping[str, tuple[int, Shape]]) -> 
 
     shapes: by name, a rank and the shape of its part.
     """
-    if not strategy.required_rules:
+    if not strategy.is_spec:
         return
     shown: dict[int, str] = {}
     for name in shapes:

@@ -253,7 +253,10 @@ class ShardPlanner:
             return self._tensors.layout(placement, group.shape)
         except LayoutError as error:
             error.where = f"tensor {name!r}, target strategy {self._target.origin}".rstrip()
-            error.remedy = error.remedy or "choose a target strategy whose cuts divide the tensor, or give the sizes"
+            error.remedy = error.remedy or (
+                "choose a target strategy whose cuts divide the tensor, or give the sizes of its slices (in a TOML rule"
+                ' sizes = "ceil": as torch cuts)'
+            )
             raise
 
     def _target_placements(self, name: str) -> tuple[Placement, ...]:

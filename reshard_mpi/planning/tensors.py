@@ -218,5 +218,6 @@ class SourceTensors:
                 + (f" at box {kind.box}" if kind.box is not None else "")
                 + (f" of {list(whole)}" if whole is not None else ""),
                 where=self._manifests[rank].path,
-                remedy="check that the source strategy is that of this checkpoint",
+                remedy="check that the source strategy is that of this checkpoint; where slices have different lengths,"
+                ' a TOML rule needs their sizes (sizes = "ceil": as torch cuts)',
             )

@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeVar
 
 from reshard_mpi.errors import ReshardError, UsageError
 from reshard_mpi.processes.hosts import Identity, distinct_names, host_name
+from reshard_mpi.processes.posts import Posts
 from reshard_mpi.processes.signals import ignore_stops, stopped_by
 from reshard_mpi.text import lines
 
@@ -63,8 +64,8 @@ class Comm(Protocol):
     @property
     def hosts(self) -> Sequence[str]: ...
 
-    def meanwhile(self, do: Callable[[], None]) -> None:
-        """Call `do` now and then while this process waits for the others."""
+    def meanwhile(self, do: Callable[[], None]) -> Callable[[], None]:
+        """Call `do` now and then while this process waits for the others, until the function returned is called."""
         ...
 
     def allgather(self, value: T) -> list[T]:
@@ -84,8 +85,8 @@ class SerialComm:
     def __init__(self) -> None:
         self.hosts = (host_name(os.environ),)
 
-    def meanwhile(self, do: Callable[[], None]) -> None:
-        pass  # it waits for nobody
+    def meanwhile(self, do: Callable[[], None]) -> Callable[[], None]:
+        return lambda: None  # it waits for nobody
 
     def allgather(self, value: T) -> list[T]:
         return [value]
@@ -96,19 +97,25 @@ class MPIComm:
 
     def __init__(self, communicator: Any) -> None:
         self._communicator = communicator
-        self._do: Callable[[], None] = lambda: None
+        self._meanwhile: list[Callable[[], None]] = []
         self.rank: int = communicator.Get_rank()
         self.size: int = communicator.Get_size()
         # Asking MPI which ranks share memory gives every one of them a host of its own under some launchers.
         self.hosts: Sequence[str] = distinct_names(self.allgather(Identity.local(os.environ)))
 
-    def meanwhile(self, do: Callable[[], None]) -> None:
-        self._do = do
+    def meanwhile(self, do: Callable[[], None]) -> Callable[[], None]:
+        self._meanwhile.append(do)
+        return partial(self._meanwhile.remove, do)
 
     def allgather(self, value: T) -> list[T]:
         self._wait_for_all()
         values: list[T] = self._communicator.allgather(value)
         return values
+
+    def posts(self) -> Posts:
+        """Open a way by which ranks send small values to rank 0; every process must call this."""
+        self._wait_for_all()
+        return Posts(self._communicator)
 
     def _wait_for_all(self) -> None:
         arrived = self._communicator.Ibarrier()
@@ -117,7 +124,8 @@ class MPIComm:
             now = time.monotonic()
             waited_seconds = now - begin
             if now - done >= MEANWHILE_SECONDS:
-                self._do()
+                for do in self._meanwhile:
+                    do()
                 done = time.monotonic()
             time.sleep(min(max(_SHORTEST_NAP_SECONDS, waited_seconds * _NAP_SHARE), _LONGEST_NAP_SECONDS))
 

@@ -27,8 +27,9 @@ from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.conversion import LIMITS, Conversion
 from reshard_mpi.runs.memory import RunMemory
 from reshard_mpi.runs.outcome import Checked, Failure, Outcome, agreed, attempt
-from reshard_mpi.runs.progress import Progress
+from reshard_mpi.runs.progress import Counted, Progress
 from reshard_mpi.runs.request import Request, Strategies
+from reshard_mpi.runs.status import Stage
 from reshard_mpi.runs.through import through_map
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import unsharded
@@ -52,14 +53,16 @@ def diff(request: Request, comm: Comm, progress: Progress, strategies: Strategie
     The differences are the outcome's failures. Raises a ReshardError, the same on all processes, if the two cannot be
     compared.
     """
-    with RunMemory(lambda: request.allowance, comm, progress.waiting) as memory:
+    with RunMemory(lambda: request.allowance, comm, progress) as memory:
+        progress.begin(Stage("planning"))
         first, second, planned = agreed(lambda: _planned(request, comm, strategies, memory), comm)
         if comm.rank == 0:
             progress.reading(first.source.described)
         specs = {spec.name: spec for spec in second.plan.tensors.specs}
         common = [spec for spec in first.plan.tensors.specs if specs.get(spec.name) == spec]
         mine = common[comm.rank :: comm.size]
-        differences = attempt(lambda: _all_differences(first, second, mine, is_first=comm.rank == 0), comm)
+        progress.begin(Stage("comparing", sum(spec.size_bytes for spec in common), len(common), "tensor"))
+        differences = attempt(lambda: _all_differences(first, second, mine, progress, is_first=comm.rank == 0), comm)
         if isinstance(differences, Outcome):
             outcome = differences.joined([planned])
         else:
@@ -70,13 +73,13 @@ def diff(request: Request, comm: Comm, progress: Progress, strategies: Strategie
 
 
 def _all_differences(
-    first: _Side, second: _Side, specs: Sequence[TensorSpec], *, is_first: bool
+    first: _Side, second: _Side, specs: Sequence[TensorSpec], progress: Progress, *, is_first: bool
 ) -> list[DifferenceError]:
     """Return the differences of values in the tensors `specs`.
 
     is_first: whether this is the first process, which also returns the tensors that are not alike in both.
     """
-    return [*(_unlike(first, second) if is_first else ()), *_differences(first, second, specs)]
+    return [*(_unlike(first, second) if is_first else ()), *_differences(first, second, specs, progress)]
 
 
 def _planned(
@@ -166,7 +169,9 @@ def _unlike(first: _Side, second: _Side) -> Iterator[DifferenceError]:
         yield DifferenceError(f"{len(unlike) - _MAX_DESCRIBED} more tensors are of another type or shape")
 
 
-def _differences(first: _Side, second: _Side, specs: Sequence[TensorSpec]) -> Iterator[DifferenceError]:
+def _differences(
+    first: _Side, second: _Side, specs: Sequence[TensorSpec], progress: Progress
+) -> Iterator[DifferenceError]:
     """Yield the first differing element of each of the tensors `specs` that differs."""
     wanted = {spec.name for spec in specs}
     others = {tensor.spec.name: tensor for tensor in second.plan.tensors if tensor.spec.name in wanted}
@@ -174,8 +179,13 @@ def _differences(first: _Side, second: _Side, specs: Sequence[TensorSpec]) -> It
     with Files() as files:
         for tensor in first.plan.tensors:
             other = others.get(tensor.spec.name)
-            element = other and first_difference_of_tensors(files, tensor, other, LIMITS)
-            if other is None or element is None:
+            if other is None:
+                continue
+            counted = Counted(progress.moved, tensor.spec.size_bytes)
+            element = first_difference_of_tensors(files, tensor, other, LIMITS, counted.add)
+            counted.end()
+            progress.completed()
+            if element is None:
                 continue
             differing += 1
             if differing <= _MAX_DESCRIBED:

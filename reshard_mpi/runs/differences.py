@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from reshard_mpi.engine.files import Files
+from reshard_mpi.engine.files import Files, OnBytes
 from reshard_mpi.engine.sums import Span, copies_and_target, place_of, sum_shard
 from reshard_mpi.errors import DamageError
 from reshard_mpi.formats.manifest import Manifest
@@ -13,14 +13,17 @@ from reshard_mpi.journal.records import TensorSum
 from reshard_mpi.planning.model import Check, Copy, Limits, RankPlan
 
 
-def sums_as_planned(plan: RankPlan, target: Manifest, span: Span | None, limits: Limits) -> tuple[TensorSum, ...]:
+def sums_as_planned(
+    plan: RankPlan, target: Manifest, span: Span | None, limits: Limits, on_bytes: OnBytes
+) -> tuple[TensorSum, ...]:
     """Return the sums of the tensors in the shard `target`, each of which is also the sum of its sources.
 
-    span: only of elements that begin in this range of the file; None: all. Raises DamageError for the first tensor that
-    differs from its sources, with the element and its place in the files.
+    span: only of elements that begin in this range of the file; None: all. on_bytes: called with the number of bytes
+    just summed. Raises DamageError for the first tensor that differs from its sources, with the element and its place
+    in the files.
     """
     sums = []
-    for summed in sum_shard(plan, target, span=span, limits=limits):
+    for summed in sum_shard(plan, target, span=span, limits=limits, on_bytes=on_bytes):
         if summed.expected != summed.found:
             raise where_it_differs(plan, target, summed.tensor.name, limits)
         sums.append(tensor_sum(summed.tensor, summed.found, loose=summed.tensor.name in plan.loose))

@@ -18,7 +18,7 @@ from reshard_mpi.runs.origins import Origin, likely_holders, origin_of, source_g
 from reshard_mpi.runs.outcome import Outcome, agreed
 from reshard_mpi.runs.plans import outcome_of
 from reshard_mpi.runs.prepared import Run
-from reshard_mpi.runs.progress import Plain
+from reshard_mpi.runs.progress import Silent, complain
 from reshard_mpi.runs.request import Request
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Shape, Strategy
@@ -37,7 +37,7 @@ def explained(request: Request, comm: Comm, name: str) -> tuple[str, Outcome] | 
     holds the tensor. Raises, the same on every process, UsageError if no target has the tensor, and the errors for
     which a run would be refused.
     """
-    with RunMemory(lambda: request.allowance, comm, Plain().waiting) as memory:
+    with RunMemory(lambda: request.allowance, comm, Silent(complain)) as memory:
         return agreed(lambda: _explained(request, name, memory) if comm.rank == 0 else None, comm)
 
 

@@ -16,6 +16,7 @@ from reshard_mpi.processes.governor.admission import Governor
 from reshard_mpi.processes.governor.allotment import WORKER_BYTES, Allotment
 from reshard_mpi.processes.governor.allowance import Allowance
 from reshard_mpi.runs.conversion import Conversion
+from reshard_mpi.runs.progress import Progress
 from reshard_mpi.runs.projection import INTERPRETER_BYTES, Projection, opening_bytes
 from reshard_mpi.units import KIB, MIB
 
@@ -33,10 +34,11 @@ class RunMemory:
     gives way to processes that wait for memory.
     """
 
-    def __init__(self, allowance: Callable[[], Allowance], comm: Comm, say: Callable[[str], None]) -> None:
+    def __init__(self, allowance: Callable[[], Allowance], comm: Comm, progress: Progress) -> None:
         self._allowance = allowance
         self._comm = comm
-        self._say = say
+        self._progress = progress
+        self._no_longer_meanwhile: Callable[[], None] = lambda: None
         self._allotment: Allotment | None = None
         self._projection: Projection | None = None
         self._on_giving_way: list[Callable[[], None]] = []
@@ -47,16 +49,17 @@ class RunMemory:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._comm.meanwhile(lambda: None)
+        self._no_longer_meanwhile()
         if self._allotment is not None:
             self._allotment.close()
 
     def open(self) -> Governor:
         """Return the governor of this host's memory; the first call opens it. Raises a ReshardError."""
         if self._allotment is None:
-            self._allotment = Allotment.open(self._allowance(), os.environ, self._say, alone=self._comm.size == 1)
+            say, alone = self._progress.waiting, self._comm.size == 1
+            self._allotment = Allotment.open(self._allowance(), os.environ, say, alone=alone)
             self._allotment.on_giving_way.append(self._free)
-            self._comm.meanwhile(self._allotment.give_way)
+            self._no_longer_meanwhile = self._comm.meanwhile(self._allotment.give_way)
         return self._allotment.governor
 
     def on_giving_way(self, *free: Callable[[], None]) -> None:
@@ -129,7 +132,7 @@ class RunMemory:
         assert self._allotment is not None
         room_bytes = governor.ceiling_bytes - INTERPRETER_BYTES - _WORK_BYTES
         size = max(least, min(jobs, room_bytes // (WORKER_BYTES + parameters * _PLANNED_BYTES)))
-        self._allotment.need(INTERPRETER_BYTES + size * WORKER_BYTES, "starting workers")
+        self._need(INTERPRETER_BYTES + size * WORKER_BYTES, "starting workers")
         self._allotment.be_floor()
         return size
 
@@ -145,7 +148,9 @@ class RunMemory:
     def _need(self, peak_bytes: int, purpose: str) -> bool:
         self.open()
         assert self._allotment is not None
-        return self._allotment.need(peak_bytes, purpose)
+        is_kept = self._allotment.need(peak_bytes, purpose)
+        self._progress.admitted()
+        return is_kept
 
     def _free(self) -> None:
         for free in self._on_giving_way:

@@ -213,10 +213,24 @@ class Outcome(NamedTuple):
         }
 
 
-class Report(NamedTuple):
-    """The result of a transform: its targets in the order of their ranks, with notes and warnings.
+class ShardReport(NamedTuple):
+    """A shard, or another checkpoint, that was compared and found sound.
 
-    seconds: how long it took. processes: how many took part.
+    tensors, read_bytes: how much was compared. by: with what, such as "its own sums".
+    """
+
+    rank: int
+    path: str
+    tensors: int
+    read_bytes: int
+    by: tuple[str, ...]
+
+
+class Report(NamedTuple):
+    """The result of a run.
+
+    targets: of a transform, in the order of their ranks. checked: the shards of a verification, or the second
+    checkpoint of a comparison. notes, warnings: for people. seconds: how long it took. processes: how many took part.
     """
 
     targets: tuple[TargetReport, ...]
@@ -224,10 +238,28 @@ class Report(NamedTuple):
     warnings: tuple[str, ...]
     seconds: float
     processes: int
+    checked: tuple[ShardReport, ...] = ()
 
     @classmethod
     def of(cls, outcome: Outcome, seconds: float) -> Report:
-        return cls(outcome.targets, outcome.notes, outcome.warnings, seconds, outcome.processes)
+        """Return the report of a run. What several processes have compared of one shard is added up."""
+        shards: dict[tuple[int, str], ShardReport] = {}
+        for rank, path, tensors, read_bytes, by, *_ in outcome.checked:
+            known = shards.get((rank, path), ShardReport(rank, path, 0, 0, by))
+            added = known._replace(tensors=known.tensors + tensors, read_bytes=known.read_bytes + read_bytes)
+            shards[rank, path] = added
+        checked = tuple(shards.values())
+        return cls(outcome.targets, outcome.notes, outcome.warnings, seconds, outcome.processes, checked)
+
+    @property
+    def tensors(self) -> int:
+        """How many tensors were compared, in all shards together."""
+        return sum(shard.tensors for shard in self.checked)
+
+    @property
+    def read_bytes(self) -> int:
+        """How many bytes of shards, or of the second checkpoint, were compared."""
+        return sum(shard.read_bytes for shard in self.checked)
 
     @property
     def written_bytes(self) -> int:
@@ -235,11 +267,20 @@ class Report(NamedTuple):
         return sum(target.written_bytes for target in self.targets if not target.skipped)
 
 
+class Due(NamedTuple):
+    """How much is to be written: payload bytes, and targets. ready: how many targets are complete already."""
+
+    size_bytes: int = 0
+    targets: int = 0
+    ready: int = 0
+
+
 class Planned(NamedTuple):
     """What a process tells the others about its plans before anything is written.
 
     outcome: notes, warnings, and failures that refuse the run. moments, held, beginnings: what targets must have in
-    common (see `RankPlan`). alike: copies that must be the same. rooms: the room that it needs on file systems.
+    common (see `RankPlan`). alike: copies that must be the same. rooms: the room that it needs on file systems. due:
+    what it leads the writing of.
     """
 
     outcome: Outcome = Outcome()
@@ -248,6 +289,7 @@ class Planned(NamedTuple):
     beginnings: tuple[Beginning, ...] = ()
     alike: tuple[Alike, ...] = ()
     rooms: tuple[Room, ...] = ()
+    due: Due = Due()
 
     def joined(self, others: Iterable[Planned]) -> Planned:
         """Return this and the `others` as one, without rooms; of what is equal, only the first."""
@@ -260,6 +302,7 @@ class Planned(NamedTuple):
             tuple({(held.stage, held.digest): held for held in digests}.values()),
             tuple({(beginning.name, beginning.digest): beginning for beginning in beginnings}.values()),
             tuple(dict.fromkeys(alike for part in parts for alike in part.alike)),
+            due=Due(*map(sum, zip(*(part.due for part in parts)))),
         )
 
 

@@ -28,7 +28,7 @@ from reshard_mpi.runs.opened import opened_outcome, opened_run
 from reshard_mpi.runs.origins import Origin, likely_holders, listed_pieces, origin_of, source_groups, unknown_tensor
 from reshard_mpi.runs.outcome import Outcome, agreed
 from reshard_mpi.runs.plans import outcome_of
-from reshard_mpi.runs.progress import Plain
+from reshard_mpi.runs.progress import Silent, complain
 from reshard_mpi.runs.request import Request
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
@@ -56,7 +56,7 @@ def planned_figures(request: Request, comm: Comm, asked: Asked) -> tuple[Figures
     Returns None on the others; all of them must call this. With `ranks` in the request only these targets are planned.
     Raises, the same on every process, the errors for which a run would be refused.
     """
-    with RunMemory(lambda: request.allowance, comm, Plain().waiting) as memory:
+    with RunMemory(lambda: request.allowance, comm, Silent(complain)) as memory:
         return agreed(lambda: _figures(request, asked, memory) if comm.rank == 0 else None, comm)
 
 

@@ -1,12 +1,14 @@
-"""How a worker and its parent talk over a pipe: values, progress, and the end of the worker."""
+"""How a worker and its parent talk: over a pipe, and by counts in memory that they share."""
 
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
+import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 from reshard_mpi.processes.comm import MEANWHILE_SECONDS
@@ -15,10 +17,13 @@ from reshard_mpi.processes.hosts import host_name
 from reshard_mpi.processes.signals import INTERRUPTED
 from reshard_mpi.runs.outcome import TargetReport
 from reshard_mpi.runs.progress import Progress
+from reshard_mpi.runs.status import Counts, RunStatus, Stage
 
 T = TypeVar("T")
 
-_PROGRESS_SECONDS = 0.1
+# What `SharedCounts` has of a worker: the fields of `Counts`, in whole numbers of so many bytes.
+_STAGE, _PASSED, _UNITS, _WAITS = range(4)
+_CELLS, _CELL_BYTES = 4, 8
 
 
 class PipeComm:
@@ -26,58 +31,111 @@ class PipeComm:
 
     def __init__(self, channel: Channel, rank: int, size: int) -> None:
         self._channel = channel
-        self._do: Callable[[], None] | None = None
+        self._meanwhile: list[Callable[[], None]] = []
         self.rank = rank
         self.size = size
         self.hosts = (host_name(os.environ),) * size
 
-    def meanwhile(self, do: Callable[[], None]) -> None:
-        self._do = do
+    def meanwhile(self, do: Callable[[], None]) -> Callable[[], None]:
+        self._meanwhile.append(do)
+        return partial(self._meanwhile.remove, do)
 
     def allgather(self, value: T) -> list[T]:
         self._channel.send(("gather", value))
-        while self._do is not None and not self._channel.is_ready(MEANWHILE_SECONDS):
-            self._do()
+        while self._meanwhile and not self._channel.is_ready(MEANWHILE_SECONDS):
+            for do in self._meanwhile:
+                do()
         values: list[T] = self._channel.receive()
         return values
 
 
+class SharedCounts:
+    """What each worker has done, in memory that workers and parent share; nothing has to be sent or received."""
+
+    def __init__(self, workers: int) -> None:
+        self._cells = memoryview(mmap.mmap(-1, workers * _CELLS * _CELL_BYTES)).cast("q")
+
+    def of(self, rank: int) -> memoryview:
+        """Return the cells in which worker `rank` counts."""
+        return self._cells[rank * _CELLS : (rank + 1) * _CELLS]
+
+    def read(self) -> list[Counts]:
+        """Return the counts of all workers."""
+        cells = self._cells.tolist()
+        starts = range(0, len(cells), _CELLS)
+        rows = (cells[start : start + _CELLS] for start in starts)
+        return [Counts(row[_STAGE], row[_PASSED], row[_UNITS], bool(row[_WAITS])) for row in rows]
+
+
 class PipeProgress:
-    """The `Progress` of a worker, which sends it to its parent; bytes moved are added up and sent now and then."""
+    """The `Progress` of worker `rank`: it counts in `cells`, and sends all else to its parent."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, rank: int, cells: memoryview) -> None:
         self._channel = channel
-        self._moved_bytes = 0
-        self._next = 0.0
+        self._rank = rank
+        self._cells = cells
 
-    def reading(self, source: str) -> None:
-        self._channel.send(("reading", (source,)))
+    def begin(self, stage: Stage) -> None:
+        self._cells[_PASSED] = self._cells[_UNITS] = 0
+        self._cells[_STAGE] += 1
+        if self._rank == 0:  # one is enough, since all begin the same
+            self._channel.send(("begin", (stage,)))
+
+    def moved(self, count_bytes: int) -> None:
+        self._cells[_PASSED] += count_bytes
+
+    def completed(self) -> None:
+        self._cells[_UNITS] += 1
 
     def assigned(self, ranks: tuple[int, ...]) -> None:
         self._channel.send(("assigned", (ranks,)))
 
-    def started(self, rank: int, written_bytes: int) -> None:
-        self._channel.send(("started", (rank, written_bytes)))
-
-    def waiting(self, text: str) -> None:
-        self._channel.send(("waiting", (text,)))
-
-    def moved(self, count_bytes: int) -> None:
-        self._moved_bytes += count_bytes
-        if time.monotonic() >= self._next:
-            self._flush()
+    def started(self, rank: int) -> None:
+        self._channel.send(("started", (rank,)))
 
     def finished(self, report: TargetReport) -> None:
-        self._flush()
-        self._channel.send(("finished", (report,)))
+        self._channel.send(("finished", (report,)))  # the parent counts it
 
-    def close(self) -> None:
+    def waiting(self, text: str) -> None:
+        self._cells[_WAITS] = 1
+        self.say(text)
+
+    def admitted(self) -> None:
+        self._cells[_WAITS] = 0
+
+    def say(self, text: str) -> None:
+        self._channel.send(("say", (text,)))
+
+    def detail(self, text: str) -> None:
+        self._channel.send(("detail", (text,)))
+
+    def reading(self, source: str) -> None:
+        self._channel.send(("reading", (source,)))
+
+
+class PipeDisplay:
+    """The display of a parent of workers that has been started for another process, to which it sends all."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    def update(self, status: RunStatus) -> None:
+        try:
+            self._channel.send(("update", (status,)))
+        except BrokenPipeError:  # nobody wants the result any more
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def say(self, text: str) -> None:
+        self._channel.send(("say", (text,)))
+
+    def reading(self, source: str) -> None:
+        self._channel.send(("reading", (source,)))
+
+    def close(self, status: RunStatus) -> None:
+        self.update(status)
+
+    def abandon(self, *, ends_line: bool) -> None:
         pass
-
-    def _flush(self) -> None:
-        self._next = time.monotonic() + _PROGRESS_SECONDS
-        self._channel.send(("moved", (self._moved_bytes,)))
-        self._moved_bytes = 0
 
 
 def tell(progress: Progress, kind: str, arguments: tuple[Any, ...]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -23,7 +23,7 @@ from reshard_mpi.runs.bookkeeping import Needs
 from reshard_mpi.runs.division import Work, divide
 from reshard_mpi.runs.due import DueTargets
 from reshard_mpi.runs.memory import RunMemory
-from reshard_mpi.runs.outcome import Compared, Failure, Outcome, Planned, TargetReport, attempt, record_of
+from reshard_mpi.runs.outcome import Compared, Due, Failure, Outcome, Planned, TargetReport, attempt, record_of
 from reshard_mpi.runs.preflight import (
     Room,
     may_share,
@@ -33,7 +33,7 @@ from reshard_mpi.runs.preflight import (
     stranger_notes,
 )
 from reshard_mpi.runs.prepared import Run
-from reshard_mpi.runs.progress import Progress
+from reshard_mpi.runs.progress import Counted, Progress
 from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.write import Writer
 
@@ -74,6 +74,7 @@ class Planner:
         self._first_looks = FirstLooks(request.source)
         self._needs = Needs(request)
         self._placed: dict[str, tuple[int, int, dict[str, str]]] = {}
+        self._due_bytes = 0
 
     def plan(self) -> Planned | Outcome:
         """Plan this process's part of the targets. A failure in what is returned refuses the run."""
@@ -115,17 +116,17 @@ class Planner:
         latest = (Moment("latest checkpoint", source.files.latest, source.files.path),) if source.files.latest else ()
         planned = Planned(begun, latest).joined(record_of(Planned, plan) for plan in plans)
         self.outcome = planned.outcome
-        return planned._replace(rooms=rooms)
+        return planned._replace(rooms=rooms, due=Due(self._due_bytes, len(self.summaries), len(self.outcome.targets)))
 
     @property
     def _purpose(self) -> str:
         return f"planning {self._request.target} from {self.source}"
 
-    def compare(self, all_alike: Sequence[Alike]) -> Compared | Outcome:
+    def compare(self, all_alike: Sequence[Alike], progress: Progress) -> Compared | Outcome:
         """Compare this process's share of the copies `all_alike`, and of a sample. A failure refuses the run."""
-        return attempt(partial(self._compared, all_alike), self._comm)
+        return attempt(partial(self._compared, all_alike, progress), self._comm)
 
-    def _compared(self, all_alike: Sequence[Alike]) -> Compared:
+    def _compared(self, all_alike: Sequence[Alike], progress: Progress) -> Compared:
         opened = self._require_opened()
         conversion = opened.run.conversion
         mine = list(dealt(all_alike, self._comm.rank, self._comm.size))
@@ -140,7 +141,9 @@ class Planner:
         if mine:
             peak_bytes = projection.base_bytes + comparing_bytes(conversion.limits)
             self._memory.to_move(peak_bytes, f"copies in {self.source}")
-            lost = compare(conversion.source.stored, mine, conversion.limits)
+            counted = Counted(progress.moved, sum(alike.size_bytes for alike in mine))
+            lost = compare(conversion.source.stored, mine, conversion.limits, counted.add)
+            counted.end()
         drifted = conversion.drifted_tensors(
             damaged_are_replaced=self._request.verify, process=self._comm.rank, processes=self._comm.size
         )
@@ -159,19 +162,31 @@ class Planner:
         """The source in one line of words."""
         return self._require_opened().run.conversion.source.described
 
-    def read_ranks(self) -> set[int]:
-        """Return the source ranks that this process's targets are taken from."""
-        evidence = self._require_opened().due.evidence
-        return {rank for target in evidence.values() for rank in target.read_ranks}
+    def read_bytes(self) -> dict[int, int]:
+        """Return the source ranks that this process's targets are taken from, each with the size of its files."""
+        opened = self._require_opened()
+        files = opened.run.conversion.source.files
+        ranks = {rank for target in opened.due.evidence.values() for rank in target.read_ranks}
+        there = {rank: [path for path in files.by_rank[rank] if Path(path).exists()] for rank in ranks}
+        return {
+            rank: sum(file.size_bytes for file in self._first_looks.sources(paths).files)
+            for rank, paths in there.items()
+        }
 
-    def check_sources(self, ranks: Iterable[int]) -> dict[int, ReshardError] | Outcome:
-        """Return, by rank, the errors of those source shards that do not fit their own checksums."""
+    def check_sources(self, sizes: Mapping[int, int], progress: Progress) -> dict[int, ReshardError] | Outcome:
+        """Return, by rank, the errors of those source shards that do not fit their own checksums. sizes: by rank."""
         source = self._require_opened().run.conversion.source
+        errors: dict[int, ReshardError] = {}
         try:
-            errors = [(rank, source.check_crc(rank)) for rank in ranks]
+            for rank, size_bytes in sizes.items():
+                error = source.check_crc(rank)
+                if error is not None:
+                    errors[rank] = error
+                progress.moved(size_bytes)
+                progress.completed()
         except MemoryError as error:
             return Outcome(failures=(Failure.here(None, self._comm, as_reshard_error(error)),))
-        return {rank: error for rank, error in errors if error is not None}
+        return errors
 
     def begin(self, progress: Progress) -> Outcome:
         """Make the target folder ready if this process has anything to write. A failure refuses the run."""
@@ -184,7 +199,7 @@ class Planner:
             if self._comm.size == 1:
                 self._memory.to_move(max(opened.due.peak_bytes.values()), f"targets of {self._request.target}")
             self._memory.settle()
-            opened.journal.begin(progress.waiting)
+            opened.journal.begin(progress.say)
         return Outcome()
 
     def writer(self, progress: Progress) -> Writer:
@@ -217,6 +232,7 @@ class Planner:
         opened.due.add(plan, evidence, peak_bytes)
         if not leads:
             return Planned()
+        self._due_bytes += plan.written_bytes
         self.summaries.append(RankSummary.of(plan, peak_bytes))
         if evidence.held.digest not in self._placed:
             self._placed[evidence.held.digest] = (plan.stage, rank, plan.placed)

@@ -35,7 +35,7 @@ def plan_together(
         require_same_names(placed, files.path)
         require_same_shapes(placed, files.path)
     all_alike = tuple(dict.fromkeys(alike for plan in plans for alike in plan.alike))
-    lost = compare(conversion.source.stored, dealt(all_alike, 0, 1), conversion.limits)
+    lost = compare(conversion.source.stored, dealt(all_alike, 0, 1), conversion.limits, lambda _: None)
     drifted = conversion.drifted_tensors()
     if conversion.strict:
         require_no_drift(drifted, files.path)

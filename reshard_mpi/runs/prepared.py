@@ -89,7 +89,7 @@ class Run(NamedTuple):
             whole = conversion.plan(0, checked=False).tensors.specs
             strategies = strategies._replace(target=strategy_of(filled_files(whole, request.most_file_bytes)))
             conversion = conversion.to(strategies.target)
-        targets = _targets(request, strategies.target, conversion)
+        targets = chosen_targets(request, conversion)
         if request.part is not None or traits.is_filled:  # of millions, so that only its own are looked at
             _refuse_overlap(request, files, name, targets, strategies.target)
         if formats.folder_by_name(name) is not None and not request.recorded:
@@ -125,6 +125,8 @@ class Run(NamedTuple):
             "src_strategy": request.src_strategy,
             "dst_strategy": request.dst_strategy,
             "map": map_file(request),
+            "config": request.config,
+            "like": request.like,
         }
         source = self.conversion.source.files.path  # of several moments that lie there the one that was chosen
         is_filled = formats.by_name(self.format).TRAITS.is_filled
@@ -143,6 +145,7 @@ class Run(NamedTuple):
                 "target_ranks": self.conversion.target.world_size,
                 **({"max_shard_size": request.most_file_bytes} if is_filled else {}),
                 **({"from": request.source_format} if request.source_format else {}),
+                **({"src_files": request.source_files} if request.source_files else {}),
                 **self._map_facts(),
             },
             {name: str(real_path(path)) for name, path in files.items() if path is not None},
@@ -228,7 +231,12 @@ def _target_file(request: Request, format_name: str, target_rank: int, targets: 
     return Path(request.target, f"rank_{target_rank}", f"{request.prefix}{target_rank}{ending}")
 
 
-def _targets(request: Request, target: Strategy, conversion: Conversion) -> tuple[int, ...]:
+def chosen_targets(request: Request, conversion: Conversion) -> tuple[int, ...]:
+    """Return the target ranks that the request names, or that make up its part; all if it says nothing of them.
+
+    Raises UsageError if there is no such rank.
+    """
+    target = conversion.target
     if request.ranks is not None:
         for rank in request.ranks:
             check_target_rank(rank, target)

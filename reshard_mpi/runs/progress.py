@@ -1,30 +1,36 @@
-"""The progress of a run, shown on a terminal, in a batch job's output, or by the logger of a caller."""
+"""What a process tells of its progress, and processes that tell it to nobody.
+
+Whoever works only adds to a number. A thread, or the parent of the process, reads it now and then (`watched`).
+"""
 
 from __future__ import annotations
 
 import contextlib
 import sys
-import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from reshard_mpi.text import one_line
-from reshard_mpi.units import format_bytes, format_rate
+from reshard_mpi.units import format_bytes
 
 if TYPE_CHECKING:
     from reshard_mpi.runs.outcome import TargetReport
+    from reshard_mpi.runs.status import Counts, RunStatus, Stage
 
-# Seconds between two lines (on a terminal, elsewhere): short enough to show progress, long enough to cost nothing.
-_REFRESH_SECONDS = 0.2
-_PLAIN_SECONDS = 10.0
 # Shorter waiting for memory is not worth mentioning.
 _WORTH_SECONDS = 1.0
 
 
 def say(text: str, stream: TextIO, end: str = "\n") -> None:
     """Print a text at once. Nothing is raised if the stream is closed, since a run can do without its output."""
-    with contextlib.suppress(OSError):
-        print(text, end=end, file=stream, flush=True)
+    with contextlib.suppress(OSError, ValueError):
+        stream.write(text + end)  # at once, or lines of several processes would run into each other
+        stream.flush()
+
+
+def complain(text: str) -> None:
+    """Print a line on standard error."""
+    say(one_line(text), sys.stderr)
 
 
 def log(notes: Iterable[str], warnings: Iterable[str]) -> None:
@@ -38,131 +44,144 @@ def log(notes: Iterable[str], warnings: Iterable[str]) -> None:
         logger.warning("%s", one_line(warning))
 
 
-class Progress(Protocol):
-    """Shows the progress of a run.
+def log_warning(text: str) -> None:
+    """Log a warning to the logger "reshard_mpi"."""
+    log(notes=(), warnings=(text,))
 
-    `reading`: the source in one line. `assigned`: the targets of a process. `started`, `moved`, `finished`: a target is
-    begun, so many bytes are written, a target is complete. `waiting`: for what the process waits. `close`: the end.
+
+class Progress(Protocol):
+    """Is told the progress of a process of a run.
+
+    `begin`: a stage, which all processes begin alike. `moved`: so many bytes of it are done, in one of its passes.
+    `completed`: one of its units is. `assigned`, `started`, `finished`: the targets of this process, one that it is
+    writing, and one that is complete. `waiting`, `admitted`: it waits for memory, as a text says, and has it. `say`,
+    `detail`, `reading`: a line for the user, one for who wants to know more, and the source in one line.
     """
 
-    def reading(self, source: str) -> None: ...
-
-    def assigned(self, ranks: tuple[int, ...]) -> None: ...
-
-    def started(self, rank: int, written_bytes: int) -> None: ...
-
-    def waiting(self, text: str) -> None: ...
+    def begin(self, stage: Stage) -> None: ...
 
     def moved(self, count_bytes: int) -> None: ...
 
+    def completed(self) -> None: ...
+
+    def assigned(self, ranks: tuple[int, ...]) -> None: ...
+
+    def started(self, rank: int) -> None: ...
+
     def finished(self, report: TargetReport) -> None: ...
 
-    def close(self) -> None: ...
+    def waiting(self, text: str) -> None: ...
+
+    def admitted(self) -> None: ...
+
+    def say(self, text: str) -> None: ...
+
+    def detail(self, text: str) -> None: ...
+
+    def reading(self, source: str) -> None: ...
+
+
+class RunProgress(Progress, Protocol):
+    """Is told the progress of a run by the process that the user has started.
+
+    `count`: what returns the counts of its workers. `update`: how far the run is, which has its workers elsewhere.
+    """
+
+    def count(self, others: Callable[[], Iterable[Counts]]) -> None: ...
+
+    def update(self, status: RunStatus) -> None: ...
+
+    def close(self) -> None:
+        """The run has come to its end; all ranks of an MPI run must call this."""
+
+    def abandon(self, *, ends_line: bool = True) -> None:
+        """The run was refused or stopped. ends_line: whether a line that is not ended has to be."""
 
 
 class Silent:
-    """Shows nothing; what is waited for goes to the log."""
+    """Shows no progress. say: is given the lines for the user, which are logged as warnings unless it is set."""
 
-    def reading(self, source: str) -> None:
+    def __init__(self, say: Callable[[str], None] = log_warning) -> None:
+        self._say = say
+
+    def begin(self, stage: Stage) -> None:
+        pass
+
+    def moved(self, count_bytes: int) -> None:
+        pass
+
+    def completed(self) -> None:
         pass
 
     def assigned(self, ranks: tuple[int, ...]) -> None:
         pass
 
-    def started(self, rank: int, written_bytes: int) -> None:
-        pass
-
-    def waiting(self, text: str) -> None:
-        log(notes=(), warnings=(text,))
-
-    def moved(self, count_bytes: int) -> None:
+    def started(self, rank: int) -> None:
         pass
 
     def finished(self, report: TargetReport) -> None:
         pass
 
-    def close(self) -> None:
+    def waiting(self, text: str) -> None:
+        self._say(text)
+
+    def admitted(self) -> None:
         pass
 
+    def say(self, text: str) -> None:
+        self._say(text)
 
-class Plain:
-    """Prints a line for each finished target, and one every few seconds for the bytes written so far."""
-
-    def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = stream or sys.stderr
-        self._moved_bytes = 0
-        self._next = time.monotonic() + _PLAIN_SECONDS
+    def detail(self, text: str) -> None:
+        pass
 
     def reading(self, source: str) -> None:
-        say(one_line(f"source: {source}"), self._stream)
-
-    def assigned(self, ranks: tuple[int, ...]) -> None:
         pass
 
-    def started(self, rank: int, written_bytes: int) -> None:
+    def count(self, others: Callable[[], Iterable[Counts]]) -> None:
         pass
 
-    def waiting(self, text: str) -> None:
-        say(one_line(text), self._stream)
-
-    def moved(self, count_bytes: int) -> None:
-        self._moved_bytes += count_bytes
-        if time.monotonic() >= self._next:
-            self._next = time.monotonic() + _PLAIN_SECONDS
-            say(f"{format_bytes(self._moved_bytes)} written so far", self._stream)
-
-    def finished(self, report: TargetReport) -> None:
-        sources = len(report.read_ranks)
-        waited = f", {report.waited_seconds:.2f} s of it waiting" if report.waited_seconds >= _WORTH_SECONDS else ""
-        say(
-            f"target {report.rank}: {format_bytes(report.written_bytes)} from {sources} source"
-            f" {'rank' if sources == 1 else 'ranks'} in {report.seconds:.2f} s{waited}",
-            self._stream,
-        )
+    def update(self, status: RunStatus) -> None:
+        pass
 
     def close(self) -> None:
         pass
 
-
-class Bar:
-    """Prints one line on a terminal, again and again as bytes are written."""
-
-    def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = stream or sys.stderr
-        self._begin = time.monotonic()
-        self._next = 0.0
-        self._moved_bytes = 0
-        self._assigned = self._done = 0
-
-    def reading(self, source: str) -> None:
-        say(one_line(f"source: {source}"), self._stream)
-
-    def assigned(self, ranks: tuple[int, ...]) -> None:
-        self._assigned += len(ranks)
-
-    def started(self, rank: int, written_bytes: int) -> None:
+    def abandon(self, *, ends_line: bool = True) -> None:
         pass
 
-    def waiting(self, text: str) -> None:
-        say(f"\r{one_line(text):<78}", self._stream)
 
-    def moved(self, count_bytes: int) -> None:
-        self._moved_bytes += count_bytes
-        if time.monotonic() >= self._next:
-            self._draw()
+class Counted:
+    """Tells of work whose size is known, and of exactly so much when it has ended, whatever was met on the way.
 
-    def finished(self, report: TargetReport) -> None:
-        self._done += 1
-        self._draw()
+    moved: told how many bytes are done. size_bytes: of the work. steps: as how many bytes `add` will be told of it;
+    None: as many.
+    """
 
-    def _draw(self) -> None:
-        now = time.monotonic()
-        self._next = now + _REFRESH_SECONDS
-        rate = format_rate(self._moved_bytes, now - self._begin)
-        text = f"{self._done} of {self._assigned} targets, {format_bytes(self._moved_bytes)}, {rate}"
-        say(f"\r{text:<78}", self._stream, end="")
+    def __init__(self, moved: Callable[[int], None], size_bytes: int, steps: int | None = None) -> None:
+        self._moved = moved
+        self._size_bytes = size_bytes
+        self._steps = max(1, size_bytes if steps is None else steps)
+        self._added = self._told_bytes = 0
 
-    def close(self) -> None:
-        """End the line."""
-        if self._assigned:
-            say("", self._stream)
+    def add(self, count: int) -> None:
+        """Tell that a part of the work is done."""
+        self._added += count
+        self._tell(min(self._added, self._steps) * self._size_bytes // self._steps)
+
+    def end(self) -> None:
+        """Tell that all of the work is done."""
+        self._tell(self._size_bytes)
+
+    def _tell(self, done_bytes: int) -> None:
+        self._moved(done_bytes - self._told_bytes)
+        self._told_bytes = done_bytes
+
+
+def told_target(report: TargetReport) -> str:
+    """Return a complete target in one line."""
+    sources = len(report.read_ranks)
+    waited = f", {report.waited_seconds:.2f} s of it waiting" if report.waited_seconds >= _WORTH_SECONDS else ""
+    return (
+        f"target {report.rank}: {format_bytes(report.written_bytes)} from {sources} source"
+        f" {'rank' if sources == 1 else 'ranks'} in {report.seconds:.2f} s{waited}"
+    )

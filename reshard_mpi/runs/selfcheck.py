@@ -27,6 +27,7 @@ from reshard_mpi.journal.sums import sums_of_wholes
 from reshard_mpi.planning.model import Limits
 from reshard_mpi.runs.differences import tensor_sum
 from reshard_mpi.runs.outcome import Checked
+from reshard_mpi.runs.progress import Counted, Progress
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strategy import table
 
@@ -45,12 +46,12 @@ class Summing(NamedTuple):
 
 
 def check_shard(
-    files: ShardFiles, rank: int, limits: Limits, before_sums: Callable[[Summing], None]
+    files: ShardFiles, rank: int, limits: Limits, before_sums: Callable[[Summing], None], progress: Progress
 ) -> tuple[Checked, list[ReshardError]]:
     """Check the files of one rank against their checksums, their sums, and their record, as far as they have these.
 
-    before_sums: called for each file with what summing it takes, before it is summed. Returns the damage as errors;
-    raises a ReshardError if a file cannot be checked.
+    before_sums: called for each file with what summing it takes, before it is summed. progress: told of the bytes of
+    the files. Returns the damage as errors; raises a ReshardError if a file cannot be checked.
     """
     module, folder = formats.by_name(files.format), Path(files.path)
     record = TargetRecord.read(folder / STATE, rank)
@@ -86,13 +87,17 @@ def check_shard(
         specs = [spec for spec in placed if spec.name in stored or spec.name in recorded]
         # A checksum is of all of the file; what is summed besides is not counted again.
         tensors += len(shard.tensors if has_crc else specs)
-        read_bytes += Path(path).stat().st_size if has_crc else sum(spec.size_bytes for spec in specs)
-        for summed in sum_tensors(specs, shard, limits=limits):
+        size_bytes, summed_bytes = Path(path).stat().st_size, sum(spec.size_bytes for spec in specs)
+        read_bytes += size_bytes if has_crc else summed_bytes
+        counted = Counted(progress.moved, size_bytes, summed_bytes + size_bytes * has_crc)
+        counted.add(size_bytes * has_crc)
+        for summed in sum_tensors(specs, shard, limits=limits, on_bytes=counted.add):
             name = summed.tensor.name
             sums.append(tensor_sum(summed.tensor, summed.found, loose=placed[summed.tensor]))
             written = {stored[name]} if name in stored else set()
             written |= {recorded[name].value} if name in recorded else set()
             damage += [_damaged(shard, name, value, summed.found) for value in written - {summed.found}]
+        counted.end()
     path = files.by_rank[rank][0]
     return Checked(rank, path, tensors, read_bytes, tuple(by), tuple(sums), world_size=world_size), damage
 

@@ -25,11 +25,12 @@ from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.planning.summary import Plan
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.memory import RunMemory
-from reshard_mpi.runs.outcome import Compared, Outcome, Planned, record_of
+from reshard_mpi.runs.outcome import Compared, Due, Outcome, Planned, attempt, record_of
 from reshard_mpi.runs.planner import Planner
 from reshard_mpi.runs.preflight import require_room
-from reshard_mpi.runs.progress import Plain, Progress, Silent
+from reshard_mpi.runs.progress import Progress, Silent, complain
 from reshard_mpi.runs.request import Request, Strategies
+from reshard_mpi.runs.status import Stage
 
 T = TypeVar("T")
 
@@ -41,14 +42,17 @@ def convert(request: Request, comm: Comm, progress: Progress, strategies: Strate
     already. Raises the same error on every process if the run is refused, before anything is written. Targets that fail
     later are in the outcome.
     """
-    with RunMemory(lambda: request.allowance, comm, progress.waiting) as memory:
+    with RunMemory(lambda: request.allowance, comm, progress) as memory:
         return _convert(request, comm, progress, strategies, memory)
 
 
 def _convert(
     request: Request, comm: Comm, progress: Progress, strategies: Strategies | None, memory: RunMemory
 ) -> Outcome:
-    planner, planned = _planned(request, comm, progress, strategies, memory)
+    planner, planned, due = _planned(request, comm, progress, strategies, memory)
+    passes = 2 if request.verify else 1
+    name = "writing and verifying" if request.verify else "writing"
+    progress.begin(Stage(name, due.size_bytes, due.targets, ready=due.ready, passes=passes))
     _refuse(comm.allgather(planner.begin(progress)), comm)
     if comm.rank == 0:
         progress.reading(planner.described_source)  # not earlier, since a process alone may have started over until now
@@ -74,12 +78,12 @@ def plan_targets(request: Request, comm: Comm) -> tuple[Plan, Outcome]:
 
     Raises, the same on every process, the errors for which `convert` refuses a run.
     """
-    with RunMemory(lambda: request.allowance, comm, Plain().waiting) as memory:
+    with RunMemory(lambda: request.allowance, comm, Silent(complain)) as memory:
         return _plan_targets(request, comm, memory)
 
 
 def _plan_targets(request: Request, comm: Comm, memory: RunMemory) -> tuple[Plan, Outcome]:
-    planner, planned = _planned(request, comm, Silent(), None, memory)
+    planner, planned, _ = _planned(request, comm, Silent(), None, memory)
     shares = _gather(comm, planner.summaries)
     targets = [target for share in shares for target in share]
     planned = planned._replace(notes=(*planned.notes, *planner.shown_rules()))
@@ -89,16 +93,18 @@ def _plan_targets(request: Request, comm: Comm, memory: RunMemory) -> tuple[Plan
 
 def _planned(
     request: Request, comm: Comm, progress: Progress, strategies: Strategies | None, memory: RunMemory
-) -> tuple[Planner, Outcome]:
+) -> tuple[Planner, Outcome, Due]:
     """Plan the targets of all processes and compare the copies that must be the same.
 
-    Returns this process's planner, and the outcome of all. Raises the same error on every process if it refuses the
-    run.
+    Returns this process's planner, and of all processes the outcome, and what they are to write. Raises the same error
+    on every process if it refuses the run.
     """
-    planner, planned = _plan_with_sound_sources(request, comm, strategies, memory)
+    planner, planned = _plan_with_sound_sources(request, comm, progress, strategies, memory)
     outcome = planned.outcome
     if planned.alike or request.replicas is not Replicas.ANY:
-        compared = [record_of(Compared, value) for value in comm.allgather(planner.compare(planned.alike))]
+        if planned.alike:
+            progress.begin(Stage("comparing copies", sum(alike.size_bytes for alike in planned.alike)))
+        compared = [record_of(Compared, value) for value in comm.allgather(planner.compare(planned.alike, progress))]
         _refuse([share.outcome for share in compared], comm)
         outcome = outcome.joined(share.outcome for share in compared)
         drifted = tuple(dict.fromkeys(name for share in compared for name in share.drifted))
@@ -106,11 +112,11 @@ def _planned(
             require_no_drift(drifted, request.source)
         if drifted:
             outcome = outcome._replace(other_warnings=(*outcome.other_warnings, drift_warning(drifted)))
-    return planner, outcome
+    return planner, outcome, planned.due
 
 
 def _plan_with_sound_sources(
-    request: Request, comm: Comm, strategies: Strategies | None, memory: RunMemory
+    request: Request, comm: Comm, progress: Progress, strategies: Strategies | None, memory: RunMemory
 ) -> tuple[Planner, Planned]:
     """Plan the targets of all processes; if they will be verified, only from shards that fit their own checksums.
 
@@ -120,16 +126,21 @@ def _plan_with_sound_sources(
     checked: set[int] = set()
     damage: dict[int, ReshardError] = {}
     while True:
+        progress.begin(Stage("planning"))
         planner = Planner(request, comm, strategies, damage, memory)
         planned = _plan_together(planner, comm)
         if not request.verify:
             return planner, planned
-        read = {rank for ranks in _gather(comm, planner.read_ranks()) for rank in ranks}
-        to_check = sorted(read - checked)
-        errors = _gather(comm, planner.check_sources(to_check[comm.rank :: comm.size]))
+        read = {
+            rank: size for sizes in _gather(comm, attempt(planner.read_bytes, comm)) for rank, size in sizes.items()
+        }
+        to_check = {rank: read[rank] for rank in sorted(read.keys() - checked)}
+        progress.begin(Stage("checking sources", sum(to_check.values()), len(to_check), "shard"))
+        mine = dict(list(to_check.items())[comm.rank :: comm.size])
+        errors = _gather(comm, planner.check_sources(mine, progress))
         if not any(errors):
             return planner, planned
-        checked |= read
+        checked |= read.keys()
         damage = damage | {rank: error for share in errors for rank, error in share.items()}
 
 

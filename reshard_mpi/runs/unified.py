@@ -36,6 +36,7 @@ from reshard_mpi.runs.plans import plan_together
 from reshard_mpi.runs.preflight import Room, Tally, may_share, require_room, require_short_names
 from reshard_mpi.runs.progress import Progress, Silent
 from reshard_mpi.runs.request import Request, Strategies, TargetFile
+from reshard_mpi.runs.status import Stage
 from reshard_mpi.runs.write import write_whole
 from reshard_mpi.units import GIB
 
@@ -50,7 +51,7 @@ Choose = Callable[[str], object]
 
 def request_of_files(request: Request, choose: Choose | None) -> Request:
     """Return the request with the files to write, which are found by planning the whole checkpoint."""
-    with RunMemory(lambda: request.allowance, SerialComm(), Silent().waiting) as memory:
+    with RunMemory(lambda: request.allowance, SerialComm(), Silent()) as memory:
         purpose = f"planning {request.target} from {request.source}"
         memory.open()
         memory.to_open((request.src_strategy,), purpose)
@@ -134,12 +135,16 @@ def unify(request: Request, comm: Comm, progress: Progress, strategies: Strategi
     The request with the first part also writes the map, when its own files are complete. Raises the same error on every
     process if the run is refused, before anything is written. Files that fail later are in the outcome.
     """
-    with RunMemory(lambda: request.allowance, comm, progress.waiting) as memory:
+    with RunMemory(lambda: request.allowance, comm, progress) as memory:
+        progress.begin(Stage("planning"))
         opened = agreed(lambda: _opened(request, comm, memory, strategies), comm)
         plans = opened.plans.values()
-        gathered = comm.allgather(([moment for plan in plans for moment in plan.moments], opened.rooms))
-        require_one_moment(moment for moments, _ in gathered for moment in moments)
-        require_room(rooms for _, rooms in gathered)
+        own_bytes = sum(plan.written_bytes for plan in plans)
+        gathered = comm.allgather(([moment for plan in plans for moment in plan.moments], opened.rooms, own_bytes))
+        require_one_moment(moment for moments, *_ in gathered for moment in moments)
+        require_room(rooms for _, rooms, _ in gathered)
+        size_bytes = sum(own_bytes for *_, own_bytes in gathered)
+        progress.begin(Stage("writing", size_bytes, len(numbers_of(request)), "file"))
         has_map = comm.rank == 0 and (request.part is None or request.part[0] == 0)
         agreed(lambda: _withdraw_map(request) if has_map else None, comm)
         outcome = opened.outcome.joined(comm.allgather(_write(request, opened, comm, memory, progress)))
@@ -200,8 +205,9 @@ def _write(request: Request, opened: _Opened, comm: Comm, memory: RunMemory, pro
         by_rank = opened.conversion.source.files.by_rank
         read = [source for rank in plan.read_ranks for source in by_rank[rank]]
         evidence = Evidence.of(plan, first_looks.sources(read))
-        with opened.journal.writing(number, path, evidence, module.MODE, progress.waiting) as publication:
+        with opened.journal.writing(number, path, evidence, module.MODE, progress.say) as publication:
             write_whole(plan, FORMAT, publication, opened.conversion.limits, progress.moved)
+        progress.completed()
         return Outcome()
 
     outcomes = [attempt(partial(write, number), comm, number) for number in opened.mine]

@@ -5,12 +5,15 @@ Each process checks a share of the shards. Damage is reported for each tensor; a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import TypeVar
 
 from reshard_mpi import formats
 from reshard_mpi.checkpoints import discovery
 from reshard_mpi.checkpoints.source import SourceCheckpoint
+from reshard_mpi.engine.files import OnBytes
 from reshard_mpi.engine.sums import sum_shard
 from reshard_mpi.errors import DamageError, ReshardError, SourceError, as_reshard_error
 from reshard_mpi.filesystem.paths import require_reachable
@@ -23,11 +26,14 @@ from reshard_mpi.runs.differences import where_it_differs
 from reshard_mpi.runs.division import assign
 from reshard_mpi.runs.memory import RunMemory
 from reshard_mpi.runs.outcome import EXPECTED, Checked, Failure, Outcome, agreed
-from reshard_mpi.runs.progress import Progress
+from reshard_mpi.runs.prepared import chosen_targets
+from reshard_mpi.runs.progress import Counted, Progress
 from reshard_mpi.runs.projection import checking_bytes
 from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.selfcheck import Summing, check_shard, check_together
+from reshard_mpi.runs.status import Stage
 from reshard_mpi.runs.through import through_map
+from reshard_mpi.text import counted
 
 T = TypeVar("T")
 
@@ -44,7 +50,7 @@ def verify_pair(request: Request, comm: Comm, progress: Progress, strategies: St
     Damage is in the outcome's failures. Raises a ReshardError, the same on every process, if the two cannot be
     compared.
     """
-    with RunMemory(lambda: request.allowance, comm, progress.waiting) as memory:
+    with RunMemory(lambda: request.allowance, comm, progress) as memory:
         return _verify_pair(request, comm, progress, strategies, memory)
 
 
@@ -53,7 +59,7 @@ def _verify_pair(
 ) -> Outcome:
     purpose = f"verifying {request.target}"
 
-    def begin() -> tuple[Conversion, SourceCheckpoint, Governor]:
+    def begin() -> tuple[Conversion, SourceCheckpoint, Sequence[int], Governor]:
         governor = memory.open()
         named = (request.src_strategy, request.dst_strategy) if strategies is None else ()
         memory.to_open(named, purpose)
@@ -75,14 +81,15 @@ def _verify_pair(
         conversion.drifted_tensors(damaged_are_replaced=True, process=comm.rank, processes=comm.size)
         if comm.rank == 0:
             conversion.source.check_values()
-        return conversion, target, governor
+        return conversion, target, chosen_targets(request, conversion), governor
 
-    conversion, target, governor = agreed(begin, comm)
+    progress.begin(Stage("planning"))
+    conversion, target, ranks, governor = agreed(begin, comm)
     if comm.rank == 0:
         progress.reading(conversion.source.described)
-    weights = conversion.target_weights(range(conversion.target.world_size))
+    weights = conversion.target_weights(ranks)
 
-    def check(rank: int) -> tuple[Checked, list[ReshardError]]:
+    def check(rank: int, size_bytes: int) -> tuple[Checked, list[ReshardError]]:
         rank_purpose = f"target rank {rank} of {request.target}"
         memory.to_plan(conversion, target.files.format, rank_purpose, also_read=target)
         plan = conversion.plan(rank, checked=False)
@@ -93,50 +100,60 @@ def _verify_pair(
             plan = conversion.plan(rank, checked=False)
         shard = target.manifest(rank)
         _require_same_tensors(plan, shard)
-        checked, damage = _compare(plan, shard)
+        shard_progress = Counted(progress.moved, size_bytes, plan.written_bytes)
+        checked, damage = _compare(plan, shard, shard_progress.add)
+        shard_progress.end()
         unfit: dict[int, ReshardError] = {}
         while damage and (errors := _unfit(conversion.source, plan, unfit)):  # the sources may be what is damaged
             unfit |= errors
             plan = conversion.without(unfit).plan(rank, checked=False)
-            checked, damage = _compare(plan, shard)
+            checked, damage = _compare(plan, shard, lambda _: None)
         return checked, damage
 
-    return _with_notes(_each(weights, comm, check), governor, conversion.source.files, target.files)
+    checked = _each(target.files, weights, comm, progress, check)
+    return _with_notes(checked, governor, conversion.source.files, target.files)
 
 
 def verify_alone(request: Request, comm: Comm, progress: Progress, strategies: Strategies | None = None) -> Outcome:
     """Verify the checkpoint `request.source` against the sums that it keeps.
 
-    Damage is in the outcome's failures. Raises a ReshardError, the same on every process, if it cannot be verified, for
-    instance since it keeps no sums.
+    Where the request names ranks, only their shards are verified, each by itself. Damage is in the outcome's failures.
+    Raises a ReshardError, the same on every process, if it cannot be verified, for instance since it keeps no sums.
     """
-    with RunMemory(lambda: request.allowance, comm, progress.waiting) as memory:
-        return _verify_alone(request, comm, memory)
+    with RunMemory(lambda: request.allowance, comm, progress) as memory:
+        return _verify_alone(request, comm, progress, memory)
 
 
-def _verify_alone(request: Request, comm: Comm, memory: RunMemory) -> Outcome:
+def _verify_alone(request: Request, comm: Comm, progress: Progress, memory: RunMemory) -> Outcome:
     def begin() -> tuple[discovery.ShardFiles, Governor]:
         named = request.select, request.source_format, request.source_files
         return _shards(request.source, *named), memory.open()
 
+    progress.begin(Stage("planning"))
     files, governor = agreed(begin, comm)
     files = files.one_by_one() if files.is_folder else files
+    ranks = tuple(files.by_rank) if request.ranks is None else sorted(set(request.ranks))
+    for rank in ranks:
+        if rank not in files.by_rank:
+            raise discovery.no_such_rank(files, rank)
 
-    def check(rank: int) -> tuple[Checked, list[ReshardError]]:
+    def check(rank: int, _: int) -> tuple[Checked, list[ReshardError]]:
         def before_sums(summing: Summing) -> None:
             memory.to_move(checking_bytes(files.format, summing), f"rank {rank} of {request.source}")
 
         before_sums(_BEFORE_LOCATING)
-        return check_shard(files, rank, LIMITS, before_sums)
+        return check_shard(files, rank, LIMITS, before_sums, progress)
 
-    outcome = _with_notes(_each(dict.fromkeys(files.by_rank, 1), comm, check), governor, files)
-    damage = check_together(files, outcome.checked, sound=not outcome.failures)
+    weights = dict.fromkeys(ranks, 1)
+    outcome = _with_notes(_each(files, weights, comm, progress, check), governor, files)
+    all_checked = request.ranks is None
+    damage = check_together(files, outcome.checked, sound=not outcome.failures) if all_checked else ()
     outcome = outcome._replace(failures=(*outcome.failures, *(Failure.here(None, comm, error) for error in damage)))
     if not outcome.failures and not any(checked.by for checked in outcome.checked):
         raise _no_sums(files.path)
     unknown = [checked.rank for checked in outcome.checked if not checked.by]
     if unknown:
-        note = f"{len(unknown)} of {len(files.by_rank)} shards keep no sums, that of rank {unknown[0]} the first"
+        note = f"{len(unknown)} of {len(ranks)} shards keep no sums, that of rank {unknown[0]} the first"
         outcome = outcome._replace(notes=(*outcome.notes, note))
     return outcome
 
@@ -154,24 +171,46 @@ def _shards(
 
 
 def _each(
-    weights: Mapping[int, int], comm: Comm, check: Callable[[int], tuple[Checked, list[ReshardError]]]
+    files: discovery.ShardFiles,
+    weights: Mapping[int, int],
+    comm: Comm,
+    progress: Progress,
+    check: Callable[[int, int], tuple[Checked, list[ReshardError]]],
 ) -> Outcome:
-    """Check this process's share of the ranks; return the outcome of all processes."""
+    """Check this process's share of the ranks; return the outcome of all processes.
+
+    files: those to check. check: takes a rank and the size of its files.
+    """
     checked: list[Checked] = []
     failures: list[Failure] = []
-    for rank in assign(weights, range(comm.size))[comm.rank]:
+    sizes = {rank: _size_bytes(files, rank) for rank in assign(weights, range(comm.size))[comm.rank]}
+    size_bytes = sum(comm.allgather(sum(sizes.values())))
+    progress.begin(Stage("verifying", size_bytes, len(weights), "shard"))
+    for rank, own_bytes in sizes.items():
         try:
-            shard, damage = check(rank)
+            shard, damage = check(rank, own_bytes)
         except EXPECTED as error:
             failures.append(Failure.here(rank, comm, as_reshard_error(error)))
             continue
         failures += [Failure.here(rank, comm, error) for error in damage]
         checked.append(shard)
+        progress.completed()
+        if not damage and shard.by:
+            progress.detail(f"shard of rank {rank}: {counted(shard.tensors, 'tensor')} sound by {', '.join(shard.by)}")
     lost = tuple(lost for shard in checked for lost in shard.lost)
     left_out = tuple(text for shard in checked for text in shard.left_out)
     own = Outcome(failures=tuple(failures), lost=lost, other_warnings=left_out, checked=tuple(checked))
     outcome = Outcome(processes=comm.size).joined(comm.allgather(own))
     return outcome._replace(failures=tuple(sorted(outcome.failures, key=lambda failure: failure.rank or 0)))
+
+
+def _size_bytes(files: discovery.ShardFiles, rank: int) -> int:
+    """Return the size of the files of a rank, as far as they are there."""
+    size_bytes = 0
+    for path in files.by_rank.get(rank, ()):
+        with suppress(OSError):
+            size_bytes += Path(path).stat().st_size
+    return size_bytes
 
 
 def _with_notes(outcome: Outcome, governor: Governor, *read: discovery.ShardFiles) -> Outcome:
@@ -216,15 +255,18 @@ def _quoted(text: str | None) -> str:
     return repr(text) if len(text) <= _MAX_QUOTED else f"{text[:_MAX_QUOTED]!r}..."
 
 
-def _compare(plan: RankPlan, shard: Manifest) -> tuple[Checked, list[ReshardError]]:
-    """Compare a shard with its sources; return what was checked, and the damage."""
+def _compare(plan: RankPlan, shard: Manifest, on_bytes: OnBytes) -> tuple[Checked, list[ReshardError]]:
+    """Compare a shard with its sources; return what was checked, and the damage.
+
+    on_bytes: called with the number of bytes just compared.
+    """
     damage: list[ReshardError] = []
     for name in sorted(plan.strings.keys() | shard.strings.keys()):
         expected, got = (strings.get(name) for strings in (plan.strings, shard.strings))
         if expected != got:
             problem = f"{name!r} is not the text that the source holds"
             damage.append(DamageError(problem, expected=_quoted(expected), got=_quoted(got), where=shard.path))
-    for summed in sum_shard(plan, shard, span=None, limits=LIMITS):
+    for summed in sum_shard(plan, shard, span=None, limits=LIMITS, on_bytes=on_bytes):
         if summed.expected != summed.found:
             if len(damage) == _MAX_LOCATED:
                 damage.append(DamageError("more tensors of this shard differ", where=shard.path))

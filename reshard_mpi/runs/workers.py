@@ -32,9 +32,10 @@ from reshard_mpi.processes.jobs import ONE_THREAD, processes_by_default, process
 from reshard_mpi.processes.signals import exit_when_terminated
 from reshard_mpi.runs.memory import RunMemory
 from reshard_mpi.runs.outcome import Failure, Outcome, TargetReport
-from reshard_mpi.runs.pipes import PipeComm, PipeProgress, ends_quietly, tell
-from reshard_mpi.runs.progress import Progress
+from reshard_mpi.runs.pipes import PipeComm, PipeDisplay, PipeProgress, SharedCounts, ends_quietly, tell
+from reshard_mpi.runs.progress import Progress, RunProgress
 from reshard_mpi.runs.request import Request, Strategies
+from reshard_mpi.runs.watched import Watched
 
 _START = "from reshard_mpi.runs.workers import parent_main; parent_main(*{descriptors})"
 # Libraries that must not be loaded when a process is forked, since their state does not survive it.
@@ -86,7 +87,7 @@ class Task(StrEnum):
 _OF_TARGETS = (Task.CONVERT, Task.UNIFY)
 
 
-def run_with_workers(request: Request, jobs: int | None, progress: Progress, work: Task = Task.CONVERT) -> Outcome:
+def run_with_workers(request: Request, jobs: int | None, progress: RunProgress, work: Task = Task.CONVERT) -> Outcome:
     """Do `work` in `jobs` local processes; return their common outcome.
 
     jobs: None for one on each core, but no more than are useful. If fewer than `jobs` are started, a note in the
@@ -95,11 +96,11 @@ def run_with_workers(request: Request, jobs: int | None, progress: Progress, wor
     """
     if not _may_fork():
         return _run_elsewhere(request, jobs, progress, work)
-    with RunMemory(lambda: request.allowance, SerialComm(), progress.waiting) as memory:
+    with RunMemory(lambda: request.allowance, SerialComm(), progress) as memory:
         return _run_here(request, jobs, progress, work, memory)
 
 
-def _run_here(request: Request, jobs: int | None, progress: Progress, work: Task, memory: RunMemory) -> Outcome:
+def _run_here(request: Request, jobs: int | None, progress: RunProgress, work: Task, memory: RunMemory) -> Outcome:
     """Be the parent of the workers, in this process."""
     memory.to_open((request.src_strategy, request.dst_strategy), f"reading the strategies of {request.source}")
     strategies, shards = _read(request), 0 if work in _OF_TARGETS else _count_shards(request, work)
@@ -123,8 +124,11 @@ def _run_here(request: Request, jobs: int | None, progress: Progress, work: Task
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _TO_STOP)
     try:
         try:
+            counts = SharedCounts(size)
             for rank in range(size):
-                workers.append(_start(workers, work, request, strategies, rank, size, mask, memory.open()))
+                cells = counts.of(rank)
+                workers.append(_start(workers, work, request, strategies, rank, size, mask, memory.open(), cells))
+            progress.count(counts.read)
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             result = _serve(workers, progress, memory)
             stopped = False
@@ -144,9 +148,12 @@ def parent_main(*descriptors: int) -> None:
     channel = Channel(*descriptors)
     with ends_quietly():
         request, jobs, work = channel.receive()
+        progress = Watched(PipeDisplay(channel))
         try:
-            result: Outcome | ReshardError = run_with_workers(request, jobs, PipeProgress(channel), work)
+            result: Outcome | ReshardError = run_with_workers(request, jobs, progress, work)
+            progress.close()
         except ReshardError as error:
+            progress.abandon()
             result = error
         channel.send(("result", result))
 
@@ -176,7 +183,7 @@ def _count_shards(request: Request, work: Task) -> int:
         return 0
 
 
-def _run_elsewhere(request: Request, jobs: int | None, progress: Progress, work: Task) -> Outcome:
+def _run_elsewhere(request: Request, jobs: int | None, progress: RunProgress, work: Task) -> Outcome:
     """Have a fresh interpreter be the parent of the workers."""
     import subprocess
 
@@ -222,15 +229,16 @@ def _start(
     size: int,
     mask: Iterable[int],
     governor: Governor,
+    cells: memoryview,
 ) -> _Worker:
-    """Fork a worker. others: those started before. mask: the signals that are blocked in it."""
+    """Fork a worker. others: those started before. mask: the signals that are blocked in it. cells: where it counts."""
     ours, theirs = Channel.pair()
 
     def be_child() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for other in (ours, *(worker.channel for worker in others)):
             other.close()  # or the worker at its other end would not see that the parent has closed it
-        _work(theirs, work, request, strategies, rank, size, governor)
+        _work(theirs, work, request, strategies, rank, size, governor, cells)
 
     process = Fork(be_child)
     theirs.close()
@@ -245,11 +253,12 @@ def _work(
     rank: int,
     size: int,
     governor: Governor,
+    cells: memoryview,
 ) -> None:
     """Be a worker: do the work, and send the result to the parent."""
     with ends_quietly():
         try:
-            comm, progress = PipeComm(channel, rank, size), PipeProgress(channel)
+            comm, progress = PipeComm(channel, rank, size), PipeProgress(channel, rank, cells)
             register_worker(governor)
             channel.send(("there", None))
             result: Outcome | ReshardError = work.load()(request, comm, progress, strategies)
@@ -259,7 +268,7 @@ def _work(
         channel.send(("result", result))
 
 
-def _serve(workers: list[_Worker], progress: Progress, memory: RunMemory) -> Outcome | ReshardError:
+def _serve(workers: list[_Worker], progress: RunProgress, memory: RunMemory) -> Outcome | ReshardError:
     """Serve the workers until each has sent its result or died; return their result, which is the same for all.
 
     When all that are alive have sent a value to gather, each gets the values of all.

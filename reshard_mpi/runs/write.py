@@ -114,13 +114,13 @@ class Writer:
     def _write_target(self, rank: int) -> Outcome:
         begin = time.monotonic()
         plan, waited_seconds = self._plan(rank)
-        self._progress.started(rank, plan.written_bytes)
+        self._progress.started(rank)
         with self._writing(rank) as publication:
             manifest = self._reserved(publication, plan)
             filled = _fill(plan, manifest, publication.descriptor, None, self._limits, self._progress.moved)
             sums: tuple[TensorSum, ...] = ()
             if self._run.request.verify:
-                sums = _verified(plan, manifest, publication.descriptor, None, self._limits)
+                sums = _verified(plan, manifest, publication.descriptor, None, self._limits, self._progress.moved)
             self._seal(publication, manifest, sums)
         return self._finished(plan, begin, waited_seconds, [filled])
 
@@ -152,7 +152,7 @@ class Writer:
                     plan, waited_seconds = self._plan(rank)
                     with self._opened(rank, reserved) as descriptor:
                         span = share.range_of(os.fstat(descriptor).st_size)
-                        self._progress.started(rank, span[1] - span[0])
+                        self._progress.started(rank)
                         filled = _fill(plan, manifest, descriptor, span, self._limits, self._progress.moved)
                     return Part(filled=(filled._replace(waited_seconds=waited_seconds),))
 
@@ -171,14 +171,14 @@ class Writer:
                     plan, waited_seconds = self._plan(rank)
                     with self._opened(rank, reserved) as descriptor:
                         span = share.range_of(os.fstat(descriptor).st_size)
-                        sums = _verified(plan, manifest, descriptor, span, self._limits)
+                        sums = _verified(plan, manifest, descriptor, span, self._limits, self._progress.moved)
                     return Part(verified=(Verified(rank, sums, waited_seconds),))
 
                 verified.append(record_of(Part, self._attempt(share.target, verify)))
         return Part().joined(verified)
 
     def _writing(self, rank: int) -> AbstractContextManager[Publication]:
-        path, say = self._run.path(rank), self._progress.waiting
+        path, say = self._run.path(rank), self._progress.say
         return self._journal.writing(rank, path, self._due.evidence[rank], self._format.MODE, say)
 
     def _reserved(self, publication: Publication, plan: RankPlan) -> Manifest:
@@ -303,13 +303,13 @@ def _not_as_meant(path: str, got: str) -> TransformError:
 
 
 def _verified(
-    plan: RankPlan, manifest: Manifest, descriptor: int, span: Span | None, limits: Limits
+    plan: RankPlan, manifest: Manifest, descriptor: int, span: Span | None, limits: Limits, on_bytes: OnBytes
 ) -> tuple[TensorSum, ...]:
     """Return the sums of the tensors in a filled `span`. Raises DamageError if they differ from their sources."""
     from reshard_mpi.runs.differences import sums_as_planned
 
     forget_cached(descriptor)
-    return sums_as_planned(plan, manifest, span, limits)
+    return sums_as_planned(plan, manifest, span, limits, on_bytes)
 
 
 def _joined(parts: Sequence[Verified], plan: RankPlan) -> tuple[TensorSum, ...]:

@@ -114,6 +114,17 @@ class Placement:
         return tuple(axis for axis in range(len(self.mesh)) if axis not in used)
 
     @property
+    def optimizer_axes(self) -> tuple[int, ...]:
+        """The mesh axes over which the optimizer cuts, in a spec: the last of those that cut no dimension."""
+        axes: list[int] = []
+        for axis in reversed(self.free_axes):
+            if math.prod(self.mesh[chosen] for chosen in axes) == self.optimizer:
+                break
+            if self.mesh[axis] > 1:
+                axes.insert(0, axis)
+        return tuple(axes)
+
+    @property
     def holders_per_slice(self) -> int:
         """Ranks of a stage that share one slice, before the optimizer cut."""
         return math.prod(self.mesh[axis] for axis in self.free_axes)
@@ -265,6 +276,11 @@ class Strategy:
                         where=self.origin,
                         remedy="give every parameter of one strategy the same device number",
                     )
+
+    @property
+    def is_spec(self) -> bool:
+        """Whether people wrote it themselves, by rules over a mesh with names: no framework vouches for it."""
+        return bool(self.axes)
 
     @property
     def stage_size(self) -> int:

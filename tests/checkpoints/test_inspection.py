@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,18 @@ split = { 0 = ["dp"] }
 sizes = { 0 = [3, 5] }
 
 [[parameter]]
+match = "*.ceil"
+split = { 0 = ["dp"] }
+sizes = "ceil"
+
+[[parameter]]
 match = "*"
+"""
+
+
+MAP = """
+[[map]]
+eq = "other <=> global_step"
 """
 
 
@@ -56,11 +68,12 @@ def test_a_spec_is_shown_in_its_own_words(tmp_path: Path, capsys: Capture) -> No
     path = tmp_path / "spec.toml"
     path.write_text(SPEC)
     assert text(capsys, path) == [
-        "strategy: 16 ranks in 2 stages, 4 rules",
+        "strategy: 16 ranks in 2 stages, 5 rules",
         "  mesh dp=2 tp=4",
         "  embedding  split 0=dp+tp stage 0",
         "  *.weight  split 1=tp optimizer dp",
         "  *.uneven  split 0=dp sizes 0=[3, 5]",
+        "  *.ceil  split 0=dp sizes ceil",
         "  *  whole",
     ]
     facts = as_json(capsys, path)
@@ -69,9 +82,10 @@ def test_a_spec_is_shown_in_its_own_words(tmp_path: Path, capsys: Capture) -> No
         {"split": {"0": ["dp", "tp"]}, "optimizer": []},
         {"split": {"1": ["tp"]}, "optimizer": ["dp"]},
         {"split": {"0": ["dp"]}, "optimizer": []},
+        {"split": {"0": ["dp"]}, "optimizer": []},
         {"split": {}, "optimizer": []},
     ]
-    assert [rule["match"] for rule in facts["rules"]] == ["embedding", "*.weight", "*.uneven", "*"]
+    assert [rule["match"] for rule in facts["rules"]] == ["embedding", "*.weight", "*.uneven", "*.ceil", "*"]
 
 
 def test_the_names_of_axes_make_no_other_strategy(tmp_path: Path) -> None:
@@ -92,10 +106,11 @@ def test_a_target_folder_that_is_not_complete(c: Conversion, capsys: Capture) ->
     for path in (c.dst, c.dst / ".reshard_mpi"):
         lines = text(capsys, path)
         assert lines[0].startswith("checkpoint: 1 ranks, ckpt")
-        assert lines[-6:] == [
+        assert lines[-7:] == [
             "run: 1 of 4 targets complete, not committed",
-            f"  SRC {c.src}, --src-strategy {c.src_strategy}, --dst-strategy {c.dst_strategy}, --prefix 'net_',"
-            " targets in ckpt, --unlisted 'follow', target ranks: 4",
+            f"  made by: reshard-mpi transform {c.src} {c.dst} --src-strategy {c.src_strategy}"
+            f" --dst-strategy {c.dst_strategy} --prefix net_ --to ckpt",
+            "  the same command with --resume makes the others",
             "  target rank 1 has not been written",
             "  target rank 2 has lost its file rank_2/net_2.ckpt",
             "  target rank 3 has not been written",
@@ -104,8 +119,38 @@ def test_a_target_folder_that_is_not_complete(c: Conversion, capsys: Capture) ->
     run = as_json(capsys, c.dst)["run"]
     assert run["complete"] == [0] and set(run["incomplete"]) == {"1", "2", "3"}
     assert run["partial"] == [str(partial.relative_to(c.dst))] and run["settings"]["source"] == str(c.src)
-    finished = run_here(capsys, "inspect", str(partial))
-    assert finished.code == 3 and "the file is not complete" in finished.err and f"inspect {c.dst}," in finished.err
+    assert text(capsys, partial) == [f"{partial}: being written, or left by a writer that died", *lines[-7:]]
+    lone = c.dst.parent / "rank_0" / partial.name
+    lone.parent.mkdir()
+    partial.rename(lone)
+    finished = run_here(capsys, "inspect", str(lone))
+    assert finished.code == 3 and "the file is not complete" in finished.err
+
+
+def test_the_command_that_is_shown_makes_the_others(c: Conversion, capsys: Capture) -> None:
+    (c.dst.parent / "my map.toml").write_text(MAP)
+    options = ["--map", str(c.dst.parent / "my map.toml"), "--dtype", "fp64", "--dtype", "w=fp32", "--exclude", "b"]
+    options += ["--verify", "--to", "hdf5", "--unlisted", "replicate", "--reverse"]
+    assert run_here(capsys, *c.arguments("transform", "--rank", "0", *options)).code == 0
+    command = as_json(capsys, c.dst)["run"]["command"]
+    assert f"  made by: {command}" in text(capsys, c.dst)
+    program, *words = shlex.split(command)
+    assert program == "reshard-mpi"
+    assert run_here(capsys, *words, "--resume").code == 0
+    lines = text(capsys, c.dst)
+    assert "run: 4 of 4 targets complete, committed" in lines and f"  made by: {command}" in lines
+    assert not any("--resume" in line for line in lines)
+    (c.dst / "reshard.json").unlink()
+    assert f"  what is left: reshard-mpi commit {c.dst}" in text(capsys, c.dst)
+
+
+@pytest.mark.parametrize("options", [["--to", "hf", "--max-shard-size", "64"], ["--to", "dcp", "--select", "*.ckpt"]])
+def test_the_command_of_a_folder_with_an_index(c: Conversion, capsys: Capture, options: list[str]) -> None:
+    command = ["transform", str(c.src), str(c.dst), "--src-strategy", str(c.src_strategy), "--from", "ckpt", *options]
+    assert run_here(capsys, *command).code == 0
+    shown = shlex.split(as_json(capsys, c.dst)["run"]["command"])
+    assert run_here(capsys, *shown[1:], "--resume").code == 0
+    assert shown[:4] == ["reshard-mpi", *command[:3]] and set(options) <= set(shown)
 
 
 def test_a_target_folder_without_any_complete_target(c: Conversion, capsys: Capture) -> None:
@@ -132,7 +177,7 @@ def test_a_commit_record(c: Conversion, capsys: Capture) -> None:
     size = c.written(0).stat().st_size
     lines = text(capsys, c.dst / "reshard.json")
     assert lines[0] == "commit: 4 targets; 2 of them there as committed"
-    assert lines[1].startswith(f"  SRC {c.src}, --src-strategy {c.src_strategy}, ")
+    assert lines[1].startswith(f"  made by: reshard-mpi transform {c.src} {c.dst} --src-strategy {c.src_strategy} ")
     assert lines[2:] == [
         f"  rank 0: rank_0/checkpoint_0.ckpt, {size} B",
         "  rank 1: rank_1/checkpoint_1.ckpt is not there",

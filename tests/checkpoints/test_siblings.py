@@ -146,6 +146,22 @@ def test_a_sibling_that_differs(alike: Conversion, capsys: Capture, change: obje
     refused(capsys, alike.but(src=alike.shard(1)), DIFFERENCES[change])  # type: ignore[index]
 
 
+@pytest.mark.parametrize("shapes", [[(8, 4), (6, 6), (2, 2)], [(6, 6), (6, 6), (6, 6)]], ids=["shapes", "one shape"])
+@pytest.mark.parametrize("cut", [0, 1, 2])
+def test_one_cut_tensor_is_found_among_others_that_differ_in_numbers(
+    tmp_path: Path, shapes: list[tuple[int, int]], cut: int
+) -> None:
+    """Three layers of which one is cut: what one layer shows says nothing of the others."""
+    for rank in range(2):
+        (tmp_path / f"rank_{rank}").mkdir()
+        arrays = {f"layer{number}.weight": np.ones(shape, np.float32) for number, shape in enumerate(shapes)}
+        arrays[f"layer{cut}.weight"] *= rank
+        write_shard(arrays, tmp_path / f"rank_{rank}" / "net.ckpt")
+    with pytest.raises(SourceError, match=f"holds other values of 'layer{cut}.weight'") as caught:
+        reshard_mpi.plan(tmp_path / "rank_1")
+    assert caught.value.problem == REFUSED
+
+
 def test_a_sibling_that_cannot_be_read_proves_nothing(alike: Conversion, capsys: Capture) -> None:
     for rank in (0, 2):
         alike.shard(rank).write_bytes(b"")

@@ -265,9 +265,9 @@ def test_a_job_that_is_stopped(
     lines = [line for line in finished.err.splitlines() if line.startswith("reshard-mpi: ")]
     if whom == "a rank":
         assert finished.code == 128 + kind and "Traceback" not in finished.err, finished
-        assert lines == [f"reshard-mpi: {words[kind]}; --resume goes on"], finished
+        assert lines == [f"reshard-mpi: {words[kind]}; the same command with --resume goes on"], finished
     elif mpi.name == "mpich":
-        assert lines == [f"reshard-mpi: {words[kind]}; --resume goes on"], finished
+        assert lines == [f"reshard-mpi: {words[kind]}; the same command with --resume goes on"], finished
     else:
         assert len(lines) <= 1, finished  # this launcher may pass on nothing more once it has been told to stop
     if whom == "the launcher" or mpi.name == "mpich":

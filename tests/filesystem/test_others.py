@@ -1,6 +1,6 @@
 """Others who may write to the target folder: nothing of theirs, or outside it, is opened, cut short or replaced.
 
-What is promised to whom is in the README ("Folders that others may write to").
+What is promised to whom is in the guide, on the page "promises" ("Folders that others may write to").
 """
 
 from __future__ import annotations

@@ -196,7 +196,7 @@ def test_one_device_saves_no_index(tmp_path: Path) -> None:
     found = arrays_of(tmp_path)
     assert found.keys() == {"w", "adam_m.w"} and found["w"].tobytes() == counted(2, 3).tobytes()
     (tmp_path / optimizer).write_bytes(b"no safetensors")
-    with pytest.raises(ShardError, match="not a safetensors file"):
+    with pytest.raises(ShardError, match="a shard is a text that begins with"):
         arrays_of(tmp_path)
 
 
@@ -397,7 +397,9 @@ INDICES = {
 }
 
 
-@pytest.mark.parametrize("case", INDICES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] if "too many" in case else []) for case in INDICES]
+)
 def test_an_index_that_is_damaged(tmp_path: Path, case: str) -> None:
     path = tmp_path / "metadata.json"
     path.write_bytes(INDICES[case])

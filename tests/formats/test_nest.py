@@ -188,6 +188,7 @@ def test_tensors_of_another_shard_have_a_place() -> None:
     assert shown(again) == shown(expected)
 
 
+@pytest.mark.slow
 def test_a_very_long_list_is_left_out_and_named() -> None:
     """Such as the order in which a sampler takes its data: the rest of the file is carried."""
     long, short, words = list(range(300_000)), list(range(200_000)), "x" * (1 << 22)
@@ -206,6 +207,7 @@ def test_a_very_long_list_is_left_out_and_named() -> None:
     assert shown(again) == shown(dictionary(w=Tensor(0), sampler=dictionary(at=3), short=short, list=[None, 1]))
 
 
+@pytest.mark.slow
 def test_many_long_lists_are_left_out_where_all_together_are_too_large() -> None:
     root = dictionary(w=Tensor(0), short=[1, 2], **{f"x{number}": list(range(200_000)) for number in range(3)})
     flattened, again = there_and_back(root)
@@ -213,6 +215,7 @@ def test_many_long_lists_are_left_out_where_all_together_are_too_large() -> None
     assert shown(again) == shown(dictionary(w=Tensor(0), short=[1, 2]))
 
 
+@pytest.mark.slow
 def test_what_is_too_large_otherwise_is_refused_with_advice() -> None:
     pairs = [(number, number) for number in range(300_000)]
     with pytest.raises(nest.NestError, match=r"too many|too much") as caught:
@@ -223,6 +226,7 @@ def test_what_is_too_large_otherwise_is_refused_with_advice() -> None:
     assert len(flattened.tensors) == len(tensors) and "pairs.150000" in flattened.left_out[0]
 
 
+@pytest.mark.slow
 def test_a_long_list_that_is_met_again_and_again_takes_no_longer() -> None:
     long = list(range(100_000))
     root = dictionary(w=Tensor(0), lists=[long] * 100_000)
@@ -305,8 +309,8 @@ def doubled_arguments() -> Any:
         (own_part, "nested too deeply"),
         (long_keys, "joined by dots are too long"),
         (deep, "nested too deeply"),
-        (doubled, "too many values|too much"),
-        (doubled_arguments, "too many values"),
+        pytest.param(doubled, "too many values|too much", marks=pytest.mark.slow),
+        pytest.param(doubled_arguments, "too many values", marks=pytest.mark.slow),
         (lambda: dictionary(a=dictionary(b=Tensor(0)), **{"a.b": Tensor(1)}), "the same name"),
         (lambda: Dict(["a", 1, "a", 2]), "a key twice"),
         (lambda: Dict(["", Tensor(0)]), "1 to 4096 bytes"),

@@ -57,7 +57,7 @@ REFUSED = {
         b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n",
         "Git LFS.*\n.*\n.*\n.*pull",
     ),
-    "a pickle": (b"\x80\x02}q\0." + bytes(40), "a pickle"),
+    "a pickle": (b"\x80\x02}q\0." + bytes(40), "a bare pickle"),
     "a zip archive": (b"PK\x03\x04" + bytes(40), "zip archive"),
     "a web page": (b"<!DOCTYPE html><html></html>", "web page"),
     # Strings

@@ -224,6 +224,7 @@ def test_what_would_take_too_many_boxes(tmp_path: Path, equation: str, shape: tu
         reshard_mpi.transform(source, tmp_path / "dst", map=tmp_path / "map.toml", forward=True)
 
 
+@pytest.mark.slow
 def test_equations_that_take_too_many_boxes_together(tmp_path: Path) -> None:
     """One of 40,000 boxes may be; two of different shapes may not."""
     tensors = {f"a{at}": np.zeros((20_000 + at) * 2, np.int8) for at in range(4)}

@@ -348,6 +348,7 @@ def test_a_nest_that_is_none_is_refused_or_left_alone(tmp_path: Path, nest: str)
         assert training.optimizer is None
 
 
+@pytest.mark.slow
 def test_many_dictionaries_take_no_long_time() -> None:
     """Files with thousands of dictionaries and tensors: each name is looked at once for each of its dots."""
     from reshard_mpi.mapping.numbering import training_in

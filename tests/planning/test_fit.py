@@ -189,6 +189,16 @@ def test_what_the_checkpoint_cannot_show_is_told(tmp_path: Path, capsys: Capture
     assert finished.code == 0 and "cannot show" not in finished.err
 
 
+def test_a_rule_for_all_is_told_as_any_other(tmp_path: Path, capsys: Capture) -> None:
+    """Who shards everything alike writes no more than this, and may take the wrong dimension."""
+    spec = Spec(MESH, (Rule("*", {0: ("dp", "tp")}),))
+    c = Checkpoint(tmp_path, spec)
+    for command in ("plan", "transform"):
+        finished = run_here(capsys, *c.arguments(spec, command=command))
+        assert finished.code == 0 and "note: no two ranks hold the same of what '*' matches" in finished.err, finished
+        assert ("note: by rule '*', " in finished.err) == (command == "plan")
+
+
 def test_what_copies_cannot_show_is_told(tmp_path: Path, capsys: Capture) -> None:
     """Two axes that cut a tensor may be exchanged: the same ranks hold the same."""
     mesh = {"dp": 2, "ep": 2, "tp": 2}
@@ -674,7 +684,7 @@ def test_more_ranks_than_there_are(tmp_path: Path, capsys: Capture) -> None:
 
 
 def test_state_that_only_the_rule_for_all_catches_is_dropped(tmp_path: Path, capsys: Capture) -> None:
-    """As in the README's own example: weights alone, by a spec that ends in a rule for all."""
+    """Weights alone, by a spec that ends in a rule for all."""
     whole = tensors()
     state = {f"{kind}.{name}": -array for name, array in whole.items() for kind in ("adam_m", "adam_v")}
     spec = Spec(MESH, RIGHT.rules)

@@ -356,7 +356,7 @@ def test_a_run_that_is_stopped(tmp_path: Path, capsys: Capture, name: str) -> No
     assert finished.code == code, finished
     assert "Traceback" not in finished.err and "wrote" not in finished.out, finished.err
     word = {130: "interrupted", 143: "terminated"}[code]
-    assert finished.err.splitlines()[-1] == f"reshard-mpi: {word}; --resume goes on"
+    assert finished.err.splitlines()[-1] == f"reshard-mpi: {word}; the same command with --resume goes on"
     assert finished.err.count("--resume goes on") == 1
     assert not c.written(1).exists() and not list(c.dst.rglob("*.partial"))
     resume(c, capsys)
@@ -374,7 +374,7 @@ def test_a_run_that_is_stopped_while_strategies_are_read(tmp_path: Path) -> None
     (tmp_path / "stand_in" / "sitecustomize.py").write_text(read)
     begin = time.monotonic()
     finished = transform_apart(c, "--jobs", "2", env={"PYTHONPATH": str(tmp_path / "stand_in")})
-    assert finished.code == 143 and finished.err == "reshard-mpi: terminated; --resume goes on\n"
+    assert finished.code == 143 and finished.err == "reshard-mpi: terminated; the same command with --resume goes on\n"
     assert time.monotonic() - begin < 15, finished
     assert not c.dst.exists()
 

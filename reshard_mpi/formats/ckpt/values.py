@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
+from reshard_mpi.filesystem.file_kinds import START_BYTES
 from reshard_mpi.formats import files
 from reshard_mpi.formats.ckpt.wire import Field, Reader
 from reshard_mpi.formats.places import ByteRange
@@ -54,7 +55,8 @@ def value_at(reader: Reader, offset: int) -> Value:
     if value is not None:
         return value
     if reader.read(offset, 1) != _VALUE_KEY:
-        raise reader.damage(
+        start = b"" if offset else reader.read(0, min(START_BYTES, reader.size_bytes))
+        raise files.other_kind(start, reader.path, "a MindSpore checkpoint") or reader.damage(
             "a shard goes on with bytes that are no checkpoint" if offset else "a shard is not a MindSpore checkpoint",
             offset,
             expected="a value, which begins with byte 0x0a",

@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 
 from reshard_mpi.errors import ShardError
+from reshard_mpi.filesystem.file_kinds import START_BYTES
+from reshard_mpi.formats import files
 from reshard_mpi.formats.hdf5 import index
 
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
@@ -25,7 +27,7 @@ def end_of_file(fd: int, path: str, size_bytes: int) -> int:
     """
     offset = _signature(fd, size_bytes)
     if offset is None:
-        raise ShardError(
+        raise files.other_kind(os.pread(fd, START_BYTES, 0), path, "an HDF5 file") or ShardError(
             "a shard is not an HDF5 file",
             expected="the signature of HDF5",
             got=repr(os.pread(fd, 8, 0)),

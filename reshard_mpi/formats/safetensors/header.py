@@ -11,6 +11,8 @@ import re
 from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError
+from reshard_mpi.filesystem.file_kinds import START_BYTES
+from reshard_mpi.formats import files
 from reshard_mpi.formats.safetensors.json_text import JsonText
 from reshard_mpi.formats.safetensors.metadata import METADATA
 
@@ -71,9 +73,9 @@ class Header(JsonText):
         return usual
 
     def _no_safetensors(self, start: bytes, size_bytes: int, length_bytes: int) -> ShardError:
-        for mark, what, remedy in _OTHERS:
-            if start.startswith(mark):
-                return self.damage(f"a shard is {what}", 0, expected="a safetensors file", remedy=remedy)
+        other = files.other_kind(start, self.path, "a safetensors file")
+        if other is not None:
+            return other
         got = (
             f"{size_bytes} bytes" if size_bytes <= LENGTH_BYTES else f"a length of {length_bytes}, then {start[8:12]!r}"
         )
@@ -86,22 +88,8 @@ class Header(JsonText):
         )
 
 
-# What other files begin with that are met under this name.
-_OTHERS = (
-    (
-        b"version https://git-lfs",
-        "a pointer of Git LFS in the place of the file",
-        "fetch the file itself: git lfs pull",
-    ),
-    (b"PK\x03\x04", "a zip archive, such as torch.save makes", "give it the ending .pt"),
-    (b"\x80\x02", "a pickle, such as torch.save made", "give it the ending .pt"),
-    (b"<!DOCTYPE", "a web page", "download it again"),
-    (b"<html", "a web page", "download it again"),
-)
-
-
 def _start(fd: int, path: str) -> bytes:
     try:
-        return os.pread(fd, 64, 0)
+        return os.pread(fd, START_BYTES, 0)
     except OSError as error:
         raise ShardError("a shard cannot be read", got=str(error), where=path) from error

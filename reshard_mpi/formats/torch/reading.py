@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable, Mapping
 
 from reshard_mpi.errors import ShardError
+from reshard_mpi.filesystem.file_kinds import START_BYTES
 from reshard_mpi.formats import files, nest
 from reshard_mpi.formats.columns import Kind, TensorEntry, Tensors
 from reshard_mpi.formats.dtypes import DType
@@ -81,14 +82,14 @@ def read_back(meant: Manifest) -> None:
 
 def _content(fd: int, path: str, size_bytes: int) -> Content:
     try:
-        start = os.pread(fd, len(legacy.START), 0)
+        start = os.pread(fd, START_BYTES, 0)
         if archive.is_archive(start):
             return of_archive(fd, path, size_bytes)
-        if start == legacy.START:
+        if start.startswith(legacy.START):
             return of_pickles(fd, path, size_bytes)
     except OSError as error:
         raise ShardError("a shard cannot be read", got=str(error), where=path) from error
-    raise ShardError(
+    raise files.other_kind(start, path, "a file that torch.save writes") or ShardError(
         "a shard is no file that torch.save writes",
         expected="a zip archive, or the older layout with its number",
         got=f"a file that begins with {start[:8]!r}",

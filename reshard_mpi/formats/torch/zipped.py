@@ -40,6 +40,7 @@ def of_archive(
             expected="one data.pkl in a folder of it",
             got=f"{len(pickles)}, and {len(members)} members",
             where=path,
+            remedy="if checkpoints are in it, unpack it; if it is arrays of numpy (.npz), save them as safetensors",
         )
     top = pickles[0].removesuffix("data.pkl")
     if f"{top}constants.pkl" in members:

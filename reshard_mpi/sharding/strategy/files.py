@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from reshard_mpi.errors import ReshardError, StrategyError
+from reshard_mpi.filesystem.file_kinds import START_BYTES, marked_kind_of
 from reshard_mpi.protobuf import WireError, varint
 from reshard_mpi.sharding.strategy.limits import MAX_FILE_BYTES, MAX_SPEC_BYTES
 from reshard_mpi.sharding.strategy.mindspore import REMEDY, StageFile, decode_json
@@ -256,10 +257,9 @@ def _kind(data: bytes, file: Path) -> Kind:
 
 def _something_else(head: bytes) -> str:
     """Return what kind of file, other than a strategy, begins with the bytes `head`; "" if that is not known."""
-    if head.startswith(b"\x89HDF\r\n\x1a\n"):
-        return "an HDF5 file"
-    if head[8:9] == b"{" and head[4:8] == bytes(4):
-        return "a safetensors file"
+    kind = marked_kind_of(head[:START_BYTES])
+    if kind is not None:
+        return kind.what
     if head[:4] in _ENCRYPTED:
         return "an encrypted MindSpore file"
     return _protobuf_of_names(head)

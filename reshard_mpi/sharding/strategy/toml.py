@@ -25,6 +25,9 @@ from reshard_mpi.sharding.strategy.stages import located
 # What the marks of TOML cost when it is parsed; a key's dots are looked at for each of its parts anew.
 _MARK_BYTES = {".": 700, "[": 700, "{": 700, "=": 600}
 _MAX_DOTS = 64
+# The keys of a spec, and those of each of its rules.
+SPEC_KEYS = ("mesh", "stages", "parameter")
+RULE_KEYS = ("match", "split", "optimizer", "stage", "sizes", "optional")
 
 Mesh = Mapping[str, int]
 
@@ -45,7 +48,15 @@ def parse(data: str, where: str) -> Strategy:
             got=f"text that TOML refuses: {str(error)[:200]}",
             where=where,
         ) from None
-    known_keys(content, ("mesh", "stages", "parameter"), "the spec", where)
+    if "map" in content:
+        raise StrategyError(
+            "this is a map between two models, and no strategy",
+            expected="[mesh] and [[parameter]]",
+            got="[[map]]",
+            where=where,
+            remedy="give it by --map",
+        )
+    known_keys(content, SPEC_KEYS, "the spec", where)
     axes = table(content.get("mesh"), "mesh", where)
     mesh = {
         text(axis, "a mesh axis", where): integer(size, f"mesh axis {axis!r}", 1, MAX_RANKS, where)
@@ -67,7 +78,7 @@ def parse(data: str, where: str) -> Strategy:
 def _rule(entry: Any, number: int, mesh: Mesh, stages: int, where: str) -> tuple[str, Placement]:
     where = f"{where}, [[parameter]] {number}"
     entry = table(entry, "a parameter", where)
-    known_keys(entry, ("match", "split", "optimizer", "stage", "sizes", "optional"), "a parameter", where)
+    known_keys(entry, RULE_KEYS, "a parameter", where)
     glob = text(entry.get("match"), "match", where)
     where += f" ({glob!r})"
     if not isinstance(entry.get("optional", False), bool):

@@ -1,0 +1,134 @@
+"""How the command line shows the progress of a run: a bar on a terminal, else a line every few seconds."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NoReturn, TextIO
+
+from reshard_mpi.runs.progress import say
+from reshard_mpi.text import one_line
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+    from reshard_mpi.runs.status import RunStatus
+
+# The bar appears, or the first line is printed, after so many seconds. What is over by then needs neither: its closing
+# line says all, and the library that draws the bar takes a while to load.
+_FIRST_SECONDS = 0.5
+_USUAL_COLUMNS, _USUAL_ROWS = 80, 24
+# Seconds between two lines.
+_LINE_SECONDS = 5.0
+
+
+class Lines:
+    """Prints a line for each stage and then every few seconds, and a last one when the run has come to its end."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._next_seconds = _FIRST_SECONDS
+        self._stage = ""
+
+    def update(self, status: RunStatus) -> None:
+        is_next_stage = self._stage not in ("", status.stage)
+        if status.seconds >= self._next_seconds or is_next_stage:
+            self._next_seconds, self._stage = status.seconds + _LINE_SECONDS, status.stage
+            say(status.as_text(), self._stream)
+
+    def say(self, text: str) -> None:
+        say(one_line(text), self._stream)
+
+    def reading(self, source: str) -> None:
+        self.say(f"source: {source}")
+
+    def close(self, status: RunStatus) -> None:
+        if self._stage and status.bytes_total is not None:
+            say(status.as_text(), self._stream)
+
+    def abandon(self, *, ends_line: bool) -> None:
+        pass
+
+
+class Bar:
+    """Draws a bar on a terminal."""
+
+    def __init__(self, stream: TextIO, *, with_colour: bool) -> None:
+        self._stream = stream
+        self._with_colour = with_colour
+        self._bar: tqdm[NoReturn] | None = None
+        self._text_columns = 0
+
+    def update(self, status: RunStatus) -> None:
+        if self._bar is None:
+            if status.seconds < _FIRST_SECONDS:
+                return
+            self._bar = _new_bar(self._stream, with_colour=self._with_colour)
+        self._bar.ncols = _columns(self._stream)
+        if status.bytes_total is None:
+            self._bar.bar_format = status.as_text()
+        else:
+            self._bar.total, self._bar.n = max(1, status.bytes_total), status.bytes_done or not status.bytes_total
+            text = status.as_text(with_percent=False)
+            self._text_columns = max(self._text_columns, len(text))  # or the end of the bar would jump about
+            self._bar.bar_format = f"{status.percent:3} %|{{bar}}| {text:<{self._text_columns}}"
+        with contextlib.suppress(OSError, ValueError):  # nobody looks any more
+            self._bar.refresh()
+
+    def say(self, text: str) -> None:
+        if self._bar is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self._bar.clear()
+        say(one_line(text), self._stream)
+        if self._bar is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self._bar.refresh()
+
+    def reading(self, source: str) -> None:
+        self.say(f"source: {source}")
+
+    def close(self, status: RunStatus) -> None:
+        if self._bar is not None:
+            self.update(status)
+            with contextlib.suppress(OSError, ValueError):
+                self._bar.close()
+
+    def abandon(self, *, ends_line: bool) -> None:
+        if self._bar is not None:
+            self._bar.disable = True  # it is left as it is
+            if ends_line:
+                say("", self._stream)
+
+
+def may_draw(stream: TextIO, environment: Mapping[str, str]) -> bool:
+    """Tell whether a stream is a terminal on which a bar can be drawn."""
+    return stream.isatty() and environment.get("TERM") != "dumb"
+
+
+def has_colour(stream: TextIO, environment: Mapping[str, str]) -> bool:
+    """Tell whether to print in colour: on a terminal, unless the user does not want it (https://no-color.org)."""
+    return may_draw(stream, environment) and not environment.get("NO_COLOR")
+
+
+def _new_bar(stream: TextIO, *, with_colour: bool) -> tqdm[NoReturn]:
+    import threading
+
+    from tqdm import tqdm
+
+    # Neither a thread that watches the bar, nor a lock that processes share: it is one of many processes that draws.
+    tqdm.monitor_interval = 0
+    tqdm.set_lock(threading.RLock())
+    colour = "green" if with_colour else None
+    # It draws nothing on a terminal that does not say how many rows it has, unless it is told.
+    columns, rows = _columns(stream), _USUAL_ROWS
+    return tqdm(total=1, file=stream, ncols=columns, nrows=rows, mininterval=0, bar_format=" ", colour=colour)
+
+
+def _columns(stream: TextIO) -> int:
+    """Return how many characters fit a line of a terminal, which may have changed; a guess if it does not say."""
+    try:
+        columns = os.get_terminal_size(stream.fileno()).columns
+    except (OSError, ValueError):
+        columns = 0
+    return (columns or _USUAL_COLUMNS) - 1  # some terminals begin a new line after the last

@@ -1,0 +1,162 @@
+"""The progress of all processes of a run together, which a thread has shown."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Protocol
+
+from reshard_mpi.runs.progress import told_target
+from reshard_mpi.runs.status import Counts, Pace, RunStatus, Stage
+
+if TYPE_CHECKING:
+    import threading
+
+    from reshard_mpi.runs.outcome import TargetReport
+
+# How often counts are read.
+_TICK_SECONDS = 0.25
+# A display may hang, as when nobody reads what is printed; at its end a run waits so long for it.
+_END_SECONDS = 1.0
+
+
+class Display(Protocol):
+    """Shows the progress of a run. Its methods are called by one thread at a time.
+
+    `update`: how far the run is, several times a second. `say`: a line for the user. `reading`: the source in one line.
+    `close`: the end of the run, with the last status. `abandon`: the run was refused or stopped; `ends_line`: whether a
+    line that is not ended has to be.
+    """
+
+    def update(self, status: RunStatus) -> None: ...
+
+    def say(self, text: str) -> None: ...
+
+    def reading(self, source: str) -> None: ...
+
+    def close(self, status: RunStatus) -> None: ...
+
+    def abandon(self, *, ends_line: bool) -> None: ...
+
+
+class Watched:
+    """The `Progress` of a process that works alone or is the parent of workers, shown by a display.
+
+    others: returns the counts of further processes of the run. verbose: show details.
+    """
+
+    def __init__(
+        self, display: Display, *, verbose: bool = False, others: Callable[[], Iterable[Counts]] = tuple
+    ) -> None:
+        self._display = display
+        self._verbose = verbose
+        self._others = others
+        self._begin_seconds = time.monotonic()
+        self._stage, self._number, self._pace = Stage("starting"), 0, Pace()
+        self._passed_bytes = self._units = 0
+        self._waits = False
+        self._thread: threading.Thread | None = None
+        self._ended: threading.Event | None = None
+        self._lock: threading.Lock | None = None
+        self._told: RunStatus | None = None
+
+    def count(self, others: Callable[[], Iterable[Counts]]) -> None:
+        """Set what returns the counts of further processes of the run."""
+        self._others = others
+
+    def update(self, status: RunStatus) -> None:
+        """Show how far a run is whose processes this one does not know."""
+        self._told = status
+        with self._locked():
+            self._display.update(status)
+
+    def begin(self, stage: Stage) -> None:
+        self._start()
+        with self._locked():
+            self._passed_bytes = self._units = 0
+            self._stage, self._number, self._pace = stage, self._number + 1, Pace()
+            self._pace.add(time.monotonic(), 0)
+
+    def moved(self, count_bytes: int) -> None:
+        self._passed_bytes += count_bytes
+
+    def completed(self) -> None:
+        self._units += 1
+
+    def assigned(self, ranks: tuple[int, ...]) -> None:
+        pass
+
+    def started(self, rank: int) -> None:
+        pass
+
+    def finished(self, report: TargetReport) -> None:
+        self.completed()
+        self.detail(told_target(report))
+
+    def waiting(self, text: str) -> None:
+        self._waits = True
+        self.say(text)
+
+    def admitted(self) -> None:
+        self._waits = False
+
+    def say(self, text: str) -> None:
+        with self._locked():
+            self._display.say(text)
+
+    def detail(self, text: str) -> None:
+        if self._verbose:
+            self.say(text)
+
+    def reading(self, source: str) -> None:
+        with self._locked():
+            self._display.reading(source)
+
+    def close(self) -> None:
+        """End the display: the run has come to its end."""
+        self._stop()
+        self._display.close(self._status())
+
+    def abandon(self, *, ends_line: bool = True) -> None:
+        """End the display of a run that was refused or stopped."""
+        self._stop()
+        self._display.abandon(ends_line=ends_line)
+
+    @property
+    def _counts(self) -> Counts:
+        return Counts(self._number, self._passed_bytes, self._units, self._waits)
+
+    def _locked(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._lock is None else self._lock
+
+    def _start(self) -> None:
+        """Start the thread that shows the progress. Not before: a process that is to be forked must not have any."""
+        if self._thread is not None:
+            return
+        import threading
+
+        self._lock, self._ended = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._show, args=(self._ended, self._lock), daemon=True)
+        self._thread.start()
+
+    def _show(self, ended: threading.Event, lock: threading.Lock) -> None:
+        # The main thread handles signals, and must be woken by them.
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        while not ended.wait(_TICK_SECONDS):
+            with lock:
+                self._display.update(self._status())
+
+    def _stop(self) -> None:
+        if self._thread is not None and self._ended is not None:
+            self._ended.set()
+            self._thread.join(_END_SECONDS)
+
+    def _status(self) -> RunStatus:
+        if self._told is not None:
+            return self._told
+        now = time.monotonic()
+        counts = [own for own in (self._counts, *self._others()) if own.stage == self._number]
+        self._pace.add(now, sum(own.passed_bytes for own in counts) // self._stage.passes)
+        return RunStatus.of(self._stage, counts, now - self._begin_seconds, self._pace.bytes_per_second)

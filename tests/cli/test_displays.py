@@ -1,0 +1,223 @@
+"""What a user sees of a run while it goes on: a bar on a terminal, lines elsewhere, one for the whole run."""
+
+from __future__ import annotations
+
+import io
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.cases import Side
+from support.command_line import COMMAND, Capture, run_apart, run_here
+from support.conversions import Conversion, make, write_conversion
+from support.harm import fault
+from support.launch import MPI
+from support.oracle import RawLayout
+from support.terminals import run_on_terminal
+
+from reshard_mpi.cli import displays
+from reshard_mpi.engine import regions
+from reshard_mpi.runs import diff, watched
+from reshard_mpi.runs.status import Counts, RunStatus, Stage
+
+ESCAPE = "\x1b"
+TENSORS = {f"layer{number}.w": np.full((8, 4), number, np.float32) for number in range(8)}
+SIZE = "1.00 KiB"
+# A line of a run that is at work.
+AT_WORK = re.compile(rf"writing \S+ K?i?B of {SIZE}, (\d+) %(, \S+ K?i?B/s, [\d.]+ s left)?, \d of 2 targets")
+LAST = re.compile(rf"writing {SIZE} of {SIZE}, 100 %, in \S+ s, 2 of 2 targets")
+
+
+@pytest.fixture
+def c(tmp_path: Path) -> Conversion:
+    """A conversion of two targets, 1 KiB together."""
+    sides = (Side(ranks, 1, dict.fromkeys(TENSORS, RawLayout((ranks,), (0, -1)))) for ranks in (4, 2))
+    return write_conversion(tmp_path, "ckpt", *sides, TENSORS)
+
+
+def slowed(c: Conversion) -> dict[str, str]:
+    """Return the environment in which each of the 32 pieces takes a tenth of a second."""
+    return fault(c, c.folder / "counter", "import time; time.sleep(0.1)", on="copy_file_range", path="dst/")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("jobs", ["1", "2"])
+@pytest.mark.parametrize("columns", [0, 100])
+def test_a_bar_on_a_terminal(c: Conversion, jobs: str, columns: int) -> None:
+    command = [*COMMAND, *c.arguments("transform", "--jobs", jobs)]
+    code, shown = run_on_terminal(command, slowed(c), columns=columns)
+    *bar, closing, end = re.split("[\r\n]", shown)
+    assert code == 0 and closing.startswith("wrote 2 shards, ") and end == "", shown
+    assert any(line.startswith("source: ") for line in bar)
+    frames = [re.sub(rf"{ESCAPE}\[\d*m", "", frame).rstrip() for frame in bar]
+    drawn = [match for frame in frames if (match := re.fullmatch(r" *(\d+) %\|(.*)\| writing (.*)", frame))]
+    percents = [int(match[1]) for match in drawn]
+    assert percents == sorted(percents) and percents[-1] == 100 and any(0 < percent < 100 for percent in percents)
+    assert any(re.fullmatch(rf"\S+ B of {SIZE}, \S+ K?i?B/s, [\d.]+ s left, \d of 2 targets", m[3]) for m in drawn), (
+        frames
+    )
+    assert all(len(match[0]) < (columns or 80) for match in drawn)
+    assert f"{ESCAPE}[32m" in shown
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("variable", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
+def test_a_terminal_without_colour(c: Conversion, variable: str, value: str) -> None:
+    code, shown = run_on_terminal([*COMMAND, *c.arguments()], {**slowed(c), variable: value})
+    assert code == 0 and ESCAPE not in shown and ("\r" in shown) == (variable == "NO_COLOR"), shown
+
+
+def assert_lines(err: str) -> None:
+    """Check what a log has of a slowed run."""
+    assert err.count("source: ") == 1 and not {"\r", ESCAPE} & set(err), err
+    *lines, last = (line for line in err.splitlines() if not line.startswith(("source: ", "planning, ")))
+    at_work = [AT_WORK.fullmatch(line) for line in lines]
+    assert at_work and all(at_work) and LAST.fullmatch(last), err
+    percents = [int(match[1]) for match in at_work if match]
+    assert percents == sorted(percents) and percents[0] < 100, err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_lines_in_a_log(c: Conversion, jobs: str) -> None:
+    finished = run_apart(*c.arguments("transform", "--jobs", jobs), env=slowed(c), check=True)
+    assert_lines(finished.err)
+
+
+def test_lines_of_all_ranks_by_one_of_them(c: Conversion, mpi: MPI) -> None:
+    finished = run_apart(*c.arguments(), mpi=mpi, ranks=2, env=slowed(c), check=True)
+    assert_lines(finished.err)
+
+
+def test_details_of_every_rank(c: Conversion, mpi: MPI) -> None:
+    finished = run_apart(*c.arguments("transform", "-v"), mpi=mpi, ranks=2, check=True)
+    targets = [line.partition(":")[0] for line in finished.err.splitlines() if line.startswith("target ")]
+    assert sorted(targets) == ["target 0", "target 1"], finished
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quiet", ["-q", "--quiet"])
+def test_quiet(c: Conversion, quiet: str, mpi: MPI) -> None:
+    strategies = c.arguments()[3:7]
+    for command in (
+        c.arguments("transform", quiet),
+        ["verify", str(c.src), str(c.dst), *strategies, quiet],
+        ["diff", str(c.src), str(c.dst), *strategies, quiet],
+    ):
+        for apart in (None, mpi):
+            again = ["--overwrite"] if command[0] == "transform" else []
+            finished = run_apart(*command, *again, mpi=apart)
+            assert (finished.code, finished.out, finished.err) == (0, "", ""), finished
+
+
+def test_errors_are_told_to_the_quiet_too(tmp_path: Path, capsys: Capture) -> None:
+    c = make(tmp_path)
+    assert run_here(capsys, *c.arguments("transform", "-q")).code == 0
+    c.written(0).write_bytes(b"")
+    finished = run_here(capsys, "verify", str(c.src), str(c.dst), *c.arguments()[3:7], "-q", "--jobs", "1")
+    assert finished.code in (3, 4) and re.match("(damage|reshard-mpi: error): ", finished.err), finished
+    finished = run_here(capsys, *c.arguments("transform", "-q"))
+    assert finished.code == 3 and finished.err.startswith("reshard-mpi: error: "), finished
+
+
+def test_quiet_and_verbose_exclude_each_other(tmp_path: Path, capsys: Capture) -> None:
+    finished = run_here(capsys, *make(tmp_path).arguments("transform", "-q", "-v"))
+    assert finished.code == 2 and "not allowed with" in finished.err
+
+
+def test_what_a_run_says_at_its_end(tmp_path: Path, capsys: Capture) -> None:
+    c = make(tmp_path)
+    finished = run_here(capsys, *c.arguments("transform", "--verify"))
+    assert finished.code == 0 and finished.out.startswith("wrote and verified 2 shards, "), finished
+
+
+# Stages that are over in no time are made to last.
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a line printed at every look, and look all the time."""
+    monkeypatch.setattr(displays, "_FIRST_SECONDS", 0.0)
+    monkeypatch.setattr(displays, "_LINE_SECONDS", 0.0)
+    monkeypatch.setattr(watched, "_TICK_SECONDS", 0.01)
+
+
+def slow_down(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> None:
+    function = getattr(module, name)
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        time.sleep(0.1)
+        return function(*arguments, **options)
+
+    monkeypatch.setattr(module, name, slow)
+
+
+@pytest.mark.usefixtures("at_once")
+def test_copies_that_are_compared(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_down(monkeypatch, regions, "first_difference")
+    finished = run_here(capsys, *make(tmp_path).arguments("transform", "--replicas", "check"))
+    assert finished.code == 0 and re.search(r"^comparing copies .* of 768 B, [1-9]\d? %", finished.err, re.M), finished
+
+
+@pytest.mark.usefixtures("at_once")
+def test_shards_that_are_verified(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    from reshard_mpi.runs import verify
+
+    c = make(tmp_path)
+    assert run_here(capsys, *c.arguments()).code == 0
+    slow_down(monkeypatch, verify, "_require_same_tensors")
+    pair = ["verify", str(c.src), str(c.dst), *c.arguments()[3:7], "--jobs", "1"]
+    finished = run_here(capsys, *pair, "-v")
+    assert re.search(r"^verifying (.*) of \1, 100 %, in \S+ s, 2 of 2 shards$", finished.err, re.M), finished
+    assert re.search(r"^verifying .*, 1 of 2 shards$", finished.err, re.M), finished
+    assert "shard of rank 0: 4 tensors sound by the source\n" in finished.err
+
+
+@pytest.mark.usefixtures("at_once")
+def test_tensors_that_are_compared(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_down(monkeypatch, diff, "first_difference_of_tensors")
+    c = make(tmp_path)
+    finished = run_here(capsys, "diff", str(c.src), str(c.src), *c.arguments()[3:5], *both(c), "--jobs", "1")
+    assert finished.code == 0 and re.search(r"^comparing .* of 324 B, .*, 3 of 4 tensors$", finished.err, re.M), (
+        finished
+    )
+
+
+def both(c: Conversion) -> list[str]:
+    return ["--dst-strategy", str(c.src_strategy)]
+
+
+def test_a_run_that_is_over_at_once_has_no_lines() -> None:
+    status = RunStatus.of(Stage("writing", 10, 1), [Counts(1, 10, 1)], 0.1, None)
+    lines = displays.Lines(io.StringIO())
+    lines.update(status)
+    lines.close(status)
+    assert lines._stream.getvalue() == ""  # type: ignore[attr-defined]
+
+
+# Streams and variables
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("stream", "environment", "draws", "colours"),
+    [
+        (Terminal(), {}, True, True),
+        (Terminal(), {"NO_COLOR": ""}, True, True),  # as no-color.org has it
+        (Terminal(), {"NO_COLOR": "1"}, True, False),
+        (Terminal(), {"TERM": "dumb"}, False, False),
+        (io.StringIO(), {}, False, False),
+    ],
+)
+def test_which_streams_get_what(
+    stream: io.StringIO, environment: Mapping[str, str], draws: bool, colours: bool
+) -> None:
+    assert displays.may_draw(stream, environment) is draws and displays.has_colour(stream, environment) is colours

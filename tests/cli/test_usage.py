@@ -1,0 +1,103 @@
+"""Wrong usage is answered in two lines: what is wrong and what was meant, and where to look."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from support.command_line import Capture, run_apart, run_here
+from support.conversions import assert_right, make
+
+import reshard_mpi
+from reshard_mpi.cli.arguments import parser
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["transfrom", "a", "b"], "no such command: 'transfrom'; did you mean 'transform'?"),
+        (["frobnicate"], "no such command: 'frobnicate'"),
+        (["--verson"], "no such option: --verson; did you mean '--version'?"),
+        (["--verson", "transform"], "no such option: --verson; did you mean '--version'?"),
+        (["transform", "a", "b", "--resum"], "no such option: --resum; did you mean '--resume'?"),
+        (["transform", "--resum"], "no such option: --resum; did you mean '--resume'?"),
+        (["transform", "a", "b", "--resume=yes"], "argument --resume: ignored explicit argument 'yes'"),
+        (
+            ["transform", "a", "b", "--dst-stratgy", "f"],
+            "no such option: --dst-stratgy; did you mean '--dst-strategy'?",
+        ),
+        (["transform", "a", "b", "--dst-stratgy=f"], "no such option: --dst-stratgy; did you mean '--dst-strategy'?"),
+        (["transform", "a", "b", "-x"], "no such option: -x"),
+        (["transform", "a", "b", "c", "d"], "too many arguments: 'c', 'd'"),
+        (["transform", "a", "b", "--", "--resume"], "too many arguments: '--resume'"),
+        (["inspect", "a\x1b[31m", "b", "c"], "too many arguments: 'c'"),
+        (["transform", "a", "b", "--to=hdf"], "got 'hdf'; did you mean 'hdf5'?"),
+        (["transform", "a", "b", "--from", "safetensor"], "got 'safetensor'; did you mean 'safetensors'?"),
+        (["transform", "a", "b", "--unlisted", "Drop"], "expected follow, replicate or drop, got 'Drop'; did you mean"),
+        (["verify", "a", "--replicas", "check"], "argument --replicas: expected any or sample, got 'check'"),
+    ],
+)
+def test_what_was_meant(capsys: Capture, arguments: list[str], says: str) -> None:
+    finished = run_here(capsys, *arguments)
+    first, second = finished.err.splitlines()
+    assert finished.code == 2 and finished.out == "" and says in first, finished
+    command = " ".join(["reshard-mpi", *arguments[:1]]) if "argument" in first or "transform:" in first else ""
+    assert first.startswith(f"{command or 'reshard-mpi'}") and ": error: " in first
+    assert second == f"  what to do: {first.partition(':')[0]} --help"
+
+
+def test_a_topic_and_a_map_that_were_meant(tmp_path: Path, capsys: Capture) -> None:
+    finished = run_here(capsys, "help", "map")
+    assert finished.code == 2 and "no such page; did you mean 'maps'?" in finished.err, finished
+    finished = run_here(capsys, *make(tmp_path).arguments("plan", "--map", "hf-lama-megatron"))
+    assert finished.code == 3 and "did you mean 'hf-llama-megatron'?" in finished.err, finished
+
+
+def test_names_that_nobody_should_see_raw(capsys: Capture) -> None:
+    finished = run_here(capsys, "trans\x1b[31mform\n")
+    assert finished.code == 2 and "\x1b" not in finished.err and finished.err.count("\n") == 2
+
+
+def test_only_the_first_of_the_ranks_speaks() -> None:
+    launched = {**os.environ, "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
+    finished = run_apart("transform", "--resum", env=launched)
+    assert finished.code == 2 and finished.err == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks"),
+    [("3", [3]), ("0-3,8", [0, 1, 2, 3, 8]), ("5-5", [5]), ("2,0-2", [2, 0, 1, 2]), ("007", [7])],
+)
+@pytest.mark.parametrize("command", ["transform", "plan", "verify", "inspect"])
+def test_lists_of_ranks(command: str, text: str, ranks: list[int]) -> None:
+    assert parser().parse_args([command, "a", "b", "--rank", text]).rank == ranks
+    assert parser().parse_args([command, "a", "b", f"--rank={text}", "--rank", "9"]).rank == [*ranks, 9]
+
+
+def test_some_ranks_are_made_and_verified(tmp_path: Path, capsys: Capture) -> None:
+    c = make(tmp_path, "hdf5")
+    assert run_here(capsys, *c.arguments("transform", "--rank", "0-1,1", "--verify", "--jobs", "1")).code == 0
+    assert_right(c, (0, 1))
+    strategies = ["--src-strategy", str(c.src_strategy), "--dst-strategy", str(c.dst_strategy)]
+    pair = ["verify", str(c.src), str(c.dst), *strategies, "--jobs", "1"]
+    damaged = next((c.dst / "rank_1").glob("*.h5"))
+    content = bytearray(damaged.read_bytes())
+    content[next(iter(reshard_mpi.inspect(damaged)["tensors"].values()))["ranges"][0][0]] ^= 1
+    damaged.write_bytes(content)
+    for arguments in (pair, ["verify", str(c.dst), "--jobs", "1"]):
+        assert run_here(capsys, *arguments).code == 4
+        finished = run_here(capsys, *arguments, "--rank", "0")
+        assert finished.code == 0 and "verified 1 shard," in finished.out, finished
+        assert run_here(capsys, *arguments, "--rank", "0-1").code == 4
+        finished = run_here(capsys, *arguments, "--rank", "1-2")
+        assert finished.code in (2, 3) and "rank" in finished.err, finished
+    reshard_mpi.verify(c.dst, ranks=[0])
+    reshard_mpi.verify(c.src, c.dst, c.src_strategy, c.dst_strategy, ranks=range(1))
+    for ranks in ([1], None):
+        with pytest.raises(reshard_mpi.DamageError):
+            reshard_mpi.verify(c.dst, ranks=ranks)
+    with pytest.raises(reshard_mpi.SourceError, match="no shard of this rank"):
+        reshard_mpi.verify(c.dst, ranks=[-1])
+    with pytest.raises(reshard_mpi.UsageError, match="ranks names no rank"):
+        reshard_mpi.verify(c.dst, ranks=[])

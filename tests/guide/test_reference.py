@@ -1,0 +1,189 @@
+"""What the guide lists is what the program has: keys, options, formats, types, exit codes, figures, tests."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+import pytest
+from support.pages import GUIDE, README, ROOT, blocks
+
+import reshard_mpi
+from reshard_mpi import errors, formats
+from reshard_mpi.cli import arguments
+from reshard_mpi.formats.dtypes import BY_NAME
+from reshard_mpi.formats.manifest import ShardIdentity
+from reshard_mpi.formats.specs import ShardSpec, TensorSpec
+from reshard_mpi.processes import hosts
+from reshard_mpi.processes.governor import allotment, allowance, place
+from reshard_mpi.sharding.box import Box
+from reshard_mpi.sharding.placement import unsharded
+from reshard_mpi.sharding.strategy import table, toml
+from reshard_mpi.units import MIB
+
+PAGES = [README, *sorted(GUIDE.glob("*.md"))]
+# Options of which pages tell already, while they are being made.
+COMING = {"--accumulated", "--explain", "--plot", "--tensor", "--toml", "-q"}
+# Of the command line itself, and those of other programs.
+_OTHERS = {"--help", "--array", "--dependency", "--kill-on-invalid-dep", "--mpi", "--nodes", "--ntasks", "--parsable"}
+_OTHERS |= {"--mem", "--wrap"}
+
+
+def table_of(page: str, heading: str) -> list[list[str]]:
+    """Return the cells of the first table below a heading of a page, without its first line."""
+    section = page.partition(f"## {heading}\n")[2]
+    rows = re.findall(r"(?:^\|.*\|\n)+", section, re.MULTILINE)[0].splitlines()
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[2:]]
+
+
+def parsers() -> dict[str, argparse.ArgumentParser]:
+    (commands,) = (action for action in arguments.parser()._actions if isinstance(action, argparse._SubParsersAction))
+    return dict(commands.choices)
+
+
+def options_of(parser: argparse.ArgumentParser) -> set[str]:
+    return {option for action in parser._actions for option in action.option_strings}
+
+
+def told_on(page: str) -> set[str]:
+    """Return the options that a page names, short ones in marks of code."""
+    return set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", page)) | set(re.findall(r"`(-[a-z])\b", page))
+
+
+@pytest.mark.parametrize(
+    ("heading", "keys"), [("Keys of the file", toml.SPEC_KEYS), ("Keys of a rule", toml.RULE_KEYS)]
+)
+def test_the_page_of_the_spec_has_the_keys_that_its_reader_accepts(heading: str, keys: tuple[str, ...]) -> None:
+    rows = table_of((GUIDE / "toml.md").read_text(), heading)
+    assert sorted(row[0] for row in rows) == sorted(f"`{key}`" for key in keys)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_spec_on_a_page_can_be_read(page: Path) -> None:
+    texts = [block.text for block in blocks(page.read_text()) if block.language == "toml"]
+    texts += re.findall(r"<<'END'\n(mesh = .*?)END\n", page.read_text(), re.DOTALL)
+    for text in texts:
+        if "[[map]]" not in text:
+            toml.parse(text, page.name)
+
+
+def test_what_the_page_of_the_spec_says_of_ranks() -> None:
+    examples = [block.text for block in blocks((GUIDE / "toml.md").read_text())]
+    first = toml.parse(examples[0], "")
+    assert (first.world_size, first.stages) == (16, 2)
+    (down,) = first.find("layers.3.down.weight")
+    assert down.piece(13).index == (0, 1) and down.piece(13).part == 1 and first.stage_of(13) == 1
+    rows = toml.parse(examples[1], "").find("w")[0]
+    assert [rows.piece(rank).index for rank in range(4)] == [(0,), (1,), (2,), (3,)]
+
+
+def test_the_page_of_the_options_has_those_of_the_commands() -> None:
+    """Each option of `transform` and `plan`, by any of its names, and no other."""
+    told = told_on((GUIDE / "options.md").read_text())
+    known = parsers()
+    actions = [*known["transform"]._actions, *known["plan"]._actions]
+    untold = [
+        action.option_strings for action in actions if action.option_strings and not told & {*action.option_strings}
+    ]
+    assert [names for names in untold if "--help" not in names] == []
+    assert told - options_of(known["transform"]) - options_of(known["plan"]) <= COMING | {"--help"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_option_on_a_page_is_one(page: Path) -> None:
+    told = {option for option in told_on(page.read_text()) if option.startswith("--")}
+    known = set().union(*map(options_of, parsers().values()))
+    assert told - known <= COMING | _OTHERS
+
+
+def test_every_command_is_told() -> None:
+    page = "\n".join(path.read_text() for path in PAGES)
+    for command in parsers():
+        assert f"reshard-mpi {command}" in page or f"`{command}" in page, command
+
+
+@pytest.mark.parametrize("page", [README, GUIDE / "formats.md"], ids=["README", "formats"])
+def test_the_table_of_formats_has_all_of_them(page: Path) -> None:
+    text = page.read_text()
+    rows = table_of(text if page == README else f"## \n{text}", "Formats" if page == README else "")
+    names = {name: row for row in rows for name in re.findall(r"`([a-z0-9-]+)`", row[0])}
+    assert set(names) == set(formats.NAMES)
+    written = {name for name, row in names.items() if row[2] != "read" and not row[2].startswith("only read")}
+    assert written == set(formats.TARGETS)
+
+
+def refused_types(format_name: str, *, crc: bool = False) -> set[str]:
+    """Return the types of which a format refuses tensors that come from another one. crc: with a checksum."""
+    strategy = table.dumps(unsharded())
+    refused = set(formats.by_name(format_name).TRAITS.unread_types)
+    for name, dtype in BY_NAME.items():
+        spec = ShardSpec(ShardIdentity(0, 1, strategy), [TensorSpec("t", dtype, (2,), Box((0,), (2,)))], {})
+        try:
+            formats.by_name(format_name).size_at_most_bytes(spec, crc=crc)
+        except errors.TargetError:
+            refused.add(name)
+    return refused
+
+
+def types_in(cell: str) -> set[str]:
+    return {word for word in re.findall(r"\w+", cell) if word in BY_NAME}
+
+
+def test_what_formats_cannot_hold() -> None:
+    rows = table_of((GUIDE / "formats.md").read_text(), "What each can hold")
+    assert {row[0] for row in rows} == {f"`{name}`" for name in formats.TARGETS}
+    for name, types, texts, crc in rows:
+        traits = formats.by_name(name.strip("`")).TRAITS
+        refused = refused_types(name.strip("`"))
+        assert types_in(types) == refused
+        assert (texts == "kept") is traits.keeps_strings
+        assert crc.startswith("yes") is traits.has_crc
+        if traits.has_crc:
+            assert types_in(crc) == refused_types(name.strip("`"), crc=True) - refused
+
+
+def test_the_exit_codes() -> None:
+    rows = table_of(f"## \n{(GUIDE / 'problems.md').read_text()}", "")
+    told = {int(code) for row in rows for code in row[0].split(",")}
+    classes = [getattr(errors, name) for name in reshard_mpi.__all__ if name.endswith("Error")]
+    assert told == {0, 1, 130, 143} | {kind.exit_code for kind in classes}
+
+
+def test_the_ten_likeliest_messages_are_there() -> None:
+    page = (GUIDE / "problems.md").read_text()
+    assert re.findall(r"^\*\*(\d+)\. ", page, re.MULTILINE) == [str(number) for number in range(1, 11)]
+    refusing = [block for block in blocks(page) if block.mark.startswith("exit ")]
+    shown = [
+        block for block in blocks(page) if block.text.startswith(("reshard-mpi: error:", "...reshard-mpi: error:"))
+    ]
+    assert len(refusing) == len(shown) == 10
+
+
+def test_variables_of_the_environment() -> None:
+    told = set(re.findall(r"RESHARD_MPI_[A-Z_]+", "\n".join(path.read_text() for path in PAGES)))
+    assert told == {hosts.HOST_VARIABLE, allowance.MEMORY_VARIABLE, place.STATE_VARIABLE}
+
+
+def test_what_the_page_on_memory_says_of_the_first_lease() -> None:
+    assert f"{allotment.BASE_BYTES // MIB} MiB at first" in (GUIDE / "memory.md").read_text()
+
+
+def test_every_test_that_holds_a_promise_exists() -> None:
+    paths = re.findall(r"`(tests/[^`]+)`", (GUIDE / "promises.md").read_text())
+    assert len(paths) > 30
+    assert [path for path in paths if not list(ROOT.glob(path))] == []
+
+
+def test_the_figures_of_the_readme_are_those_of_the_results() -> None:
+    results = (ROOT / "benchmarks" / "RESULTS.md").read_text()
+    rows = table_of(README.read_text(), "Why not with what your framework has")
+    for row in rows:
+        ours, others = (re.findall(r"([\d.]+) (s|MiB)", cell) for cell in row[1:3])
+        lines = [line for line in results.splitlines() if line.startswith("|")]
+        assert any(all(f"{number}" in line for number, _ in ours + others) for line in lines), row
+
+
+def test_the_package_lists_its_functions() -> None:
+    functions = [name for name in reshard_mpi.__all__ if not name.endswith("Error")]
+    assert [name for name in functions if name not in (reshard_mpi.__doc__ or "")] == []

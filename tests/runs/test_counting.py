@@ -1,0 +1,253 @@
+"""What a run counts: every stage comes to exactly what its plans say, whoever does which part of it and how."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.cases import Side
+from support.checkpoints import expected_rank
+from support.command_line import Capture, run_here
+from support.conversions import TENSORS, Conversion, four_targets, make, write_conversion
+from support.launch import MPI, run_ranks
+from support.oracle import RawLayout
+
+import reshard_mpi
+from reshard_mpi.planning.replicas import Replicas
+from reshard_mpi.processes.comm import SerialComm
+from reshard_mpi.runs import write
+from reshard_mpi.runs.progress import Silent
+from reshard_mpi.runs.request import Request
+from reshard_mpi.runs.status import RunStatus, Stage
+from reshard_mpi.runs.transform import convert
+from reshard_mpi.runs.workers import Task
+
+WHOLE_BYTES = sum(array.nbytes for array in TENSORS.values())
+
+
+def target_bytes(c: Conversion) -> int:
+    """What all targets hold together, by the oracle."""
+    targets = (expected_rank(c.target, c.tensors, rank) for rank in range(c.target.world_size))
+    return sum(array.nbytes for arrays in targets for array in arrays.values())
+
+
+class Counting(Silent):
+    """Keeps the stages of a run, each with the bytes and units that were told of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages: list[Stage] = []
+        self.bytes: list[int] = []
+        self.units: list[int] = []
+
+    def begin(self, stage: Stage) -> None:
+        self.stages.append(stage)
+        self.bytes.append(0)
+        self.units.append(0)
+
+    def moved(self, count_bytes: int) -> None:
+        assert count_bytes >= 0
+        self.bytes[-1] += count_bytes
+
+    def completed(self) -> None:
+        self.units[-1] += 1
+
+    def finished(self, report: Any) -> None:
+        self.completed()
+
+    def assert_exact(self) -> None:
+        for stage, size_bytes, units in zip(self.stages, self.bytes, self.units):
+            if stage.size_bytes is None:
+                assert (size_bytes, units) == (0, 0), stage
+            else:
+                assert (size_bytes, units) == (stage.size_bytes * stage.passes, stage.units), stage
+
+    def named(self, name: str) -> Stage:
+        (stage,) = (stage for stage in self.stages if stage.name == name)
+        return stage
+
+
+def request(c: Conversion, **options: Any) -> Request:
+    strategies = (str(path) if path is not None else None for path in (c.src_strategy, c.dst_strategy))
+    return Request(str(c.src), str(c.dst), *strategies, prefix="checkpoint_", **options)
+
+
+def counted(c: Conversion, task: Task = Task.CONVERT, **options: Any) -> Counting:
+    counting = Counting()
+    outcome = task.load()(request(c, **options), SerialComm(), counting, None)
+    assert not outcome.failures
+    counting.assert_exact()
+    return counting
+
+
+@pytest.mark.parametrize("to", ["ckpt", "hdf5", "safetensors", "torch", "hf", "dcp"])
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_transform(tmp_path: Path, to: str, verify: bool) -> None:
+    c = make(tmp_path)
+    whole = to == "hf"
+    options: dict[str, Any] = {"to": to, "verify": verify}
+    counting = counted(c.but(dst_strategy=None) if whole else c, **options)
+    stage = counting.stages[-1]
+    # What both targets hold is written by one of them where files make up one checkpoint.
+    assert stage.size_bytes == (WHOLE_BYTES if to in ("hf", "dcp") else target_bytes(c))
+    assert (stage.name, stage.passes) == (("writing and verifying", 2) if verify else ("writing", 1))
+    assert verify == any(stage.name == "checking sources" for stage in counting.stages)
+
+
+def test_tensors_that_are_converted(tmp_path: Path) -> None:
+    c = make(tmp_path)
+    halved = (TENSORS["w"].nbytes + TENSORS["moments.w"].nbytes) // 2  # those of floating point
+    assert counted(c, dtype=("fp16",)).named("writing").size_bytes == target_bytes(c) - halved
+
+
+def test_very_many_small_tensors(tmp_path: Path) -> None:
+    tensors = {f"t{number}": np.full((8, 2), number, np.float32) for number in range(700)}
+    source, target = (Side(ranks, 1, dict.fromkeys(tensors, RawLayout((ranks,), (0, -1)))) for ranks in (4, 2))
+    c = write_conversion(tmp_path, "ckpt", source, target, tensors)
+    assert counted(c, verify=True).stages[-1].size_bytes == 700 * 64
+
+
+def test_copies_that_are_compared(tmp_path: Path) -> None:
+    stage = counted(make(tmp_path), replicas=Replicas.CHECK).named("comparing copies")
+    # Each half of what is cut is on two ranks, what is not cut on all four. What no strategy lists is not compared.
+    copies = {"w": 2, "moments.w": 2, "b": 4}
+    assert stage.size_bytes == sum(count * TENSORS[name].nbytes for name, count in copies.items())
+
+
+def test_what_was_complete_before(tmp_path: Path, capsys: Capture) -> None:
+    c = four_targets(tmp_path)
+    assert run_here(capsys, *c.arguments("transform", "--rank", "1")).code == 0
+    stage = counted(c, resume=True).named("writing")
+    assert (stage.units, stage.ready) == (3, 1)
+    again = counted(c, resume=True).named("writing")
+    assert (again.size_bytes, again.units, again.ready) == (0, 0, 4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "crc"), [("ckpt", False), ("ckpt", True), ("hdf5", False), ("safetensors", False), ("safetensors", True)]
+)
+def test_a_verification(tmp_path: Path, capsys: Capture, kind: str, crc: bool) -> None:
+    c = make(tmp_path, kind)
+    assert run_here(capsys, *c.arguments("transform", "--verify", *(["--crc"] if crc else []))).code == 0
+    files_bytes = sum(c.written(rank).stat().st_size for rank in range(2))
+    assert counted(c, Task.VERIFY_PAIR, recorded=False).named("verifying").size_bytes == files_bytes
+    alone = Request(str(c.dst), str(c.dst), recorded=False)
+    counting = Counting()
+    Task.VERIFY_ALONE.load()(alone, SerialComm(), counting, None)
+    counting.assert_exact()
+    assert counting.named("verifying") == Stage("verifying", files_bytes, 2, "shard")
+
+
+def test_a_comparison(tmp_path: Path, capsys: Capture) -> None:
+    c = make(tmp_path)
+    assert run_here(capsys, *c.arguments("transform")).code == 0
+    stage = counted(c, Task.DIFF, recorded=False).named("comparing")
+    assert stage == Stage("comparing", WHOLE_BYTES, 4, "tensor")
+
+
+def test_a_target_that_fails_is_not_counted_as_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    c = make(tmp_path)
+
+    def fail(plan: Any, *_: Any) -> Any:
+        raise OSError(5, "a disk", str(plan.target_rank))
+
+    monkeypatch.setattr(write, "_fill", fail)
+    counting = Counting()
+    outcome = convert(request(c), SerialComm(), counting)
+    assert len(outcome.failures) == 2 and (counting.bytes[-1], counting.units[-1]) == (0, 0)
+
+
+# What the caller of a function is told
+
+
+def transformed(c: Conversion, **options: Any) -> list[RunStatus]:
+    told: list[RunStatus] = []
+    paths = (c.src, c.dst, c.src_strategy, c.dst_strategy)
+    report = reshard_mpi.transform(*paths, progress=told.append, **options)
+    assert told[-1].targets_total == sum(not target.skipped for target in report.targets)
+    return told
+
+
+@pytest.mark.parametrize("options", [{}, {"verify": True}, {"jobs": 2}, {"jobs": 8, "verify": True}])
+def test_the_last_that_is_told_is_that_all_is_done(tmp_path: Path, options: Mapping[str, Any]) -> None:
+    c = make(tmp_path)
+    last = transformed(c, **options)[-1]
+    assert last.bytes_total == target_bytes(c)
+    assert last.is_complete and last.percent == 100
+    assert (last.targets_done, last.targets_total, last.unit, last.waiting) == (2, 2, "target", 0)
+
+
+def test_of_verifications_and_comparisons_too(tmp_path: Path) -> None:
+    c = make(tmp_path)
+    pair = (c.src, c.dst, c.src_strategy, c.dst_strategy)
+    told: list[RunStatus] = []
+    report = reshard_mpi.transform(*pair, verify=True)
+    assert report.written_bytes == target_bytes(c)
+    report = reshard_mpi.verify(*pair, progress=told.append)
+    assert [shard.rank for shard in report.checked] == [0, 1] and report.tensors == 8
+    assert report.read_bytes == target_bytes(c) and report.checked[0].by == ("the source",)
+    alone = reshard_mpi.verify(c.dst, progress=told.append)
+    assert [shard.by for shard in alone.checked] == [("the record of its run",)] * 2
+    for jobs in (1, 2):
+        same = reshard_mpi.diff(*pair, progress=told.append, jobs=jobs)
+        assert (same.tensors, same.read_bytes, len(same.checked)) == (4, WHOLE_BYTES, 1)
+    last = {status.stage: status for status in told}
+    assert last.keys() >= {"verifying", "comparing"} and all(status.is_complete for status in last.values())
+    assert reshard_mpi.transform_checkpoints(c.src, tmp_path / "other", "n", *pair[2:]).processes == 1
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_function_that_fails_is_logged_and_left_alone(
+    tmp_path: Path, jobs: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    c = make(tmp_path)
+    calls: list[RunStatus] = []
+
+    def fail(status: RunStatus) -> None:
+        calls.append(status)
+        raise ZeroDivisionError("a bug of the caller")
+
+    report = reshard_mpi.transform(c.src, c.dst, c.src_strategy, c.dst_strategy, progress=fail, jobs=jobs)
+    assert len(report.targets) == 2 and len(calls) == 1
+    assert sum(record.exc_info is not None for record in caplog.records if record.name == "reshard_mpi") == 1
+
+
+def test_nothing_more_is_told_of_a_call_that_is_refused(tmp_path: Path) -> None:
+    c = make(tmp_path)
+    c.dst.write_text("mine")
+    told: list[RunStatus] = []
+    with pytest.raises(reshard_mpi.TargetError):
+        reshard_mpi.transform(c.src, c.dst, c.src_strategy, c.dst_strategy, progress=told.append)
+    assert all(status.bytes_total is None for status in told)
+
+
+def on_a_rank(c: Conversion, whose: Callable[[int], bool]) -> tuple[list[RunStatus], int]:
+    """Transform together with all ranks; return what this one was told, and how many messages are left for it."""
+    from mpi4py import MPI as mpi  # noqa: N811
+
+    told: list[RunStatus] = []
+    comm = mpi.COMM_WORLD
+    progress = told.append if whose(comm.Get_rank()) else None
+    reshard_mpi.transform(c.src, c.dst, c.src_strategy, c.dst_strategy, comm=comm, verify=True, progress=progress)
+    comm.Barrier()
+    return told, int(comm.iprobe())
+
+
+def first(rank: int) -> bool:
+    return rank == 0
+
+
+def all_ranks(rank: int) -> bool:
+    return True
+
+
+@pytest.mark.parametrize("whose", [first, all_ranks])
+def test_rank_0_is_told_of_all_ranks(tmp_path: Path, mpi: MPI, whose: Callable[[int], bool]) -> None:
+    c = four_targets(tmp_path)
+    results = run_ranks(mpi, 3, on_a_rank, c, whose).results
+    last = results[0][0][-1]
+    assert last.is_complete and last.targets_done == 4 and last.bytes_total == target_bytes(c)
+    assert all(results[rank] == ([], 0) for rank in (1, 2)) and results[0][1] == 0
