@@ -26,6 +26,7 @@ from reshard_mpi.errors import (
 from reshard_mpi.formats.columns import Tensors
 from reshard_mpi.formats.listed import ListedTensors
 from reshard_mpi.formats.manifest import NEST, Manifest, ShardIdentity
+from reshard_mpi.formats.protocol import OnBytes, uncounted
 from reshard_mpi.planning.losses import Lost, Missing
 from reshard_mpi.planning.model import RankPlan
 from reshard_mpi.planning.partial_sums import Accumulated, is_partial_sum
@@ -222,17 +223,18 @@ class SourceCheckpoint:
             return Lost(rank, self.files.path, "")
         return Lost(rank, error.where or self.files.by_rank[rank][0], told(error))
 
-    def check_crc(self, rank: int) -> ReshardError | None:
+    def check_crc(self, rank: int, on_bytes: OnBytes = uncounted) -> ReshardError | None:
         """Check the files of `rank` against their own checksums, if they have any; return the first error.
 
-        A file that is missing in a folder with an index has none: others may hold the same.
+        A file that is missing in a folder with an index has none: others may hold the same. on_bytes: told how many
+        bytes have just been read.
         """
         module = formats.by_name(self.files.format)
         for path in self.files.by_rank[rank]:
             if self.files.is_folder and not Path(path).exists():
                 continue
             try:
-                module.check_crc(path)
+                module.check_crc(path, on_bytes)
             except _DAMAGE as error:
                 return as_reshard_error(error, Path(path))
         return None

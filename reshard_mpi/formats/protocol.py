@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -13,6 +13,12 @@ from reshard_mpi.formats.specs import ShardSpec
 from reshard_mpi.formats.traits import Traits
 
 NO_SUMS: Mapping[str, int] = {}
+# Told how many bytes have just been read.
+OnBytes = Callable[[int], None]
+
+
+def uncounted(count_bytes: int) -> None:
+    """Be told of bytes that nobody counts."""
 
 
 class Format(Protocol):
@@ -71,8 +77,11 @@ class Format(Protocol):
     def stored_sums(self, path: str) -> Mapping[str, int]:
         """Return the sums that the shard at `path` has of its tensors, by name; empty if none. Raises ShardError."""
 
-    def check_crc(self, path: str) -> bool:
-        """Tell whether the file has a checksum of all of its bytes. Raises ShardError if they do not fit it."""
+    def check_crc(self, path: str, on_bytes: OnBytes = uncounted) -> bool:
+        """Tell whether the file has a checksum of all of its bytes. Raises ShardError if they do not fit it.
+
+        on_bytes: told how many bytes have just been read; those of the structure may be missing.
+        """
 
 
 class FolderFormat(Format, Protocol):

@@ -17,6 +17,7 @@ from reshard_mpi.errors import DisagreementError, MapError, ReshardError
 from reshard_mpi.formats.dtypes import numbers
 from reshard_mpi.formats.manifest import NEST, Manifest, shown_string
 from reshard_mpi.formats.nest import first_difference
+from reshard_mpi.formats.protocol import OnBytes, uncounted
 from reshard_mpi.mapping.computing import values_of
 from reshard_mpi.mapping.mapped import Constant, Equal, Made, Mapped
 from reshard_mpi.mapping.matching import Inventory, Kind
@@ -106,8 +107,8 @@ class MappedCheckpoint(SourceCheckpoint):
     def lost(self, rank: int) -> Lost:
         return self.stored.lost(rank)
 
-    def check_crc(self, rank: int) -> ReshardError | None:
-        return self.stored.check_crc(rank)
+    def check_crc(self, rank: int, on_bytes: OnBytes = uncounted) -> ReshardError | None:
+        return self.stored.check_crc(rank, on_bytes)
 
     @property
     def extent(self) -> Extent:

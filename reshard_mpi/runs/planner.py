@@ -180,10 +180,11 @@ class Planner:
         errors: dict[int, ReshardError] = {}
         try:
             for rank, size_bytes in sizes.items():
-                error = source.check_crc(rank)
+                counted = Counted(progress.moved, size_bytes)
+                error = source.check_crc(rank, counted.add)
                 if error is not None:
                     errors[rank] = error
-                progress.moved(size_bytes)
+                counted.end()
                 progress.completed()
         except MemoryError as error:
             return Outcome(failures=(Failure.here(None, self._comm, as_reshard_error(error)),))

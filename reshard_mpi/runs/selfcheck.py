@@ -73,24 +73,23 @@ def check_shard(
         if shard.identity is not None:
             world_size = shard.identity.world_size
             damage += _elsewhere(shard.identity.rank, rank, path)
-        has_crc = module.check_crc(path)
+        stored, placed = module.stored_sums(path), dict(_placed(shard, recorded, listed))
+        specs = [spec for spec in placed if spec.name in stored or spec.name in recorded]
+        size_bytes, summed_bytes = Path(path).stat().st_size, sum(spec.size_bytes for spec in specs)
+        counted = Counted(progress.moved, size_bytes, size_bytes + summed_bytes)
+        has_crc = module.check_crc(path, counted.add)
         if has_crc:
             by["its checksum"] = None
-        stored = module.stored_sums(path)
         if stored:
             by["its own sums"] = None
         if record is not None and is_recorded:
             damage += _against_record(shard, record, recorded)
         if recorded:
             by["the record of its run"] = None
-        placed = dict(_placed(shard, recorded, listed))
-        specs = [spec for spec in placed if spec.name in stored or spec.name in recorded]
         # A checksum is of all of the file; what is summed besides is not counted again.
         tensors += len(shard.tensors if has_crc else specs)
-        size_bytes, summed_bytes = Path(path).stat().st_size, sum(spec.size_bytes for spec in specs)
         read_bytes += size_bytes if has_crc else summed_bytes
-        counted = Counted(progress.moved, size_bytes, summed_bytes + size_bytes * has_crc)
-        counted.add(size_bytes * has_crc)
+        counted = counted if has_crc else Counted(progress.moved, size_bytes, summed_bytes)
         for summed in sum_tensors(specs, shard, limits=limits, on_bytes=counted.add):
             name = summed.tensor.name
             sums.append(tensor_sum(summed.tensor, summed.found, loose=placed[summed.tensor]))

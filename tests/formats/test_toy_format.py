@@ -139,7 +139,7 @@ def test_a_folder_whose_file_does_not_fit_its_checksum(tmp_path: Path, monkeypat
     toys = c.but(dst=tmp_path / "toys", options=("--prefix", ""))
     run(toys.arguments("transform", "--to", "toys"))
 
-    def check_crc(path: str) -> bool:
+    def check_crc(path: str, on_bytes: object = None) -> bool:
         raise ShardError("a file does not fit its checksum", where=path)
 
     monkeypatch.setattr(toy_folder, "check_crc", check_crc)

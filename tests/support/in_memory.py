@@ -14,6 +14,7 @@ from reshard_mpi.formats.columns import TensorEntry, Tensors
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.places import ByteRange, Segments
+from reshard_mpi.formats.protocol import OnBytes, uncounted
 from reshard_mpi.planning.model import RankPlan
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import Placement, Strategy
@@ -115,7 +116,7 @@ class Described(SourceCheckpoint):
             raise ShardError("a shard is damaged", got="nothing", where=f"rank_{rank}", remedy="restore it")
         return self.manifests[rank]
 
-    def check_crc(self, rank: int) -> ReshardError | None:
+    def check_crc(self, rank: int, on_bytes: OnBytes = uncounted) -> ReshardError | None:
         return None
 
 

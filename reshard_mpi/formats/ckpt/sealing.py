@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import files
 from reshard_mpi.formats.ckpt.values import CRC_BYTES, CRC_MARK
-from reshard_mpi.formats.protocol import NO_SUMS
+from reshard_mpi.formats.protocol import NO_SUMS, OnBytes, uncounted
 from reshard_mpi.units import MIB
 
 _BLOCK_BYTES = 2 * MIB
@@ -32,7 +32,7 @@ def stored_sums(path: str) -> Mapping[str, int]:
     return NO_SUMS
 
 
-def check_crc(path: str) -> bool:
+def check_crc(path: str, on_bytes: OnBytes = uncounted) -> bool:
     """Tell whether the file at `path` ends in a CRC-32. Raises ShardError if that is not of what comes before it."""
     with files.opened(path) as (fd, size_bytes):
         summed_bytes = size_bytes - CRC_BYTES
@@ -40,7 +40,7 @@ def check_crc(path: str) -> bool:
         if not trailer.startswith(CRC_MARK):
             return False
         expected = int.from_bytes(trailer[len(CRC_MARK) :], "big")
-        computed = _sum(fd, path, summed_bytes)
+        computed = _sum(fd, path, summed_bytes, on_bytes)
         if computed != expected:
             raise ShardError(
                 "a checkpoint does not fit its own checksum: it is damaged",
@@ -52,7 +52,7 @@ def check_crc(path: str) -> bool:
         return True
 
 
-def _sum(fd: int, path: str, size_bytes: int) -> int:
+def _sum(fd: int, path: str, size_bytes: int, on_bytes: OnBytes = uncounted) -> int:
     from zlib_ng.zlib_ng import crc32
 
     buffer = memoryview(bytearray(min(_BLOCK_BYTES, size_bytes)))
@@ -63,4 +63,5 @@ def _sum(fd: int, path: str, size_bytes: int) -> int:
             raise ShardError("a checkpoint became shorter while it was read", where=path)
         crc = crc32(buffer[:count], crc)
         offset += count
+        on_bytes(count)
     return crc

@@ -12,6 +12,7 @@ from reshard_mpi.formats.dcp.metadata import INDEX
 from reshard_mpi.formats.dcp.reading import NAME, wanted_in
 from reshard_mpi.formats.dcp.writing import locate_own
 from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.formats.protocol import OnBytes, uncounted
 from reshard_mpi.formats.torch import archive
 from reshard_mpi.formats.torch.sealing import check_members
 
@@ -36,7 +37,7 @@ def locate(path: str, like: Manifest | None = None) -> Manifest:
     return Manifest(path, NAME, tensors)
 
 
-def check_crc(path: str) -> bool:
+def check_crc(path: str, on_bytes: OnBytes = uncounted) -> bool:
     """Tell whether every item of a file has checksums. Raises ShardError if one does not fit.
 
     What this program writes has none, nor has the metadata.
@@ -46,7 +47,8 @@ def check_crc(path: str) -> bool:
     wanted = wanted_in(path)
     with files.opened(path) as (fd, _):
         checked = [
-            check_members(fd, path, archive.members(fd, path, item.length_bytes, item.offset_bytes)) for item in wanted
+            check_members(fd, path, archive.members(fd, path, item.length_bytes, item.offset_bytes), on_bytes)
+            for item in wanted
         ]
     return bool(checked) and all(checked)
 

@@ -24,7 +24,7 @@ from reshard_mpi.formats import files
 from reshard_mpi.formats.columns import Tensors
 from reshard_mpi.formats.listed import ListedTensors, Piece
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.formats.protocol import NO_SUMS
+from reshard_mpi.formats.protocol import NO_SUMS, OnBytes, uncounted
 from reshard_mpi.formats.safetensors import index as index_text
 from reshard_mpi.formats.safetensors import reading, writing
 from reshard_mpi.formats.safetensors.metadata import FORMAT, TORCH
@@ -92,7 +92,7 @@ def seal(fd: int, path: str, sums: Mapping[str, int] = NO_SUMS, *, crc: bool = F
         raise UsageError("files of Hugging Face's form have no checksum", expected="no --crc", got="--crc", where=path)
 
 
-def check_crc(path: str) -> bool:
+def check_crc(path: str, on_bytes: OnBytes = uncounted) -> bool:
     """Say no: the form has no checksum, and one of MindSpore's may have come with metadata of another file."""
     return False
 

@@ -26,6 +26,7 @@ from reshard_mpi.formats.columns import Tensors
 from reshard_mpi.formats.listed import ListedTensors, Piece
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.nest.trees import Dict, Value
+from reshard_mpi.formats.protocol import OnBytes, uncounted
 from reshard_mpi.formats.safetensors import mindformers_index, reading, sealing
 from reshard_mpi.formats.safetensors.mindformers_index import INDEX, Cut, ListedTensor
 from reshard_mpi.formats.safetensors.parts import mindformers_count
@@ -56,9 +57,9 @@ def locate(path: str, like: Manifest | None = None) -> Manifest:
     return reading.locate(path, like)._replace(format=NAME)
 
 
-def check_crc(path: str) -> bool:
+def check_crc(path: str, on_bytes: OnBytes = uncounted) -> bool:
     """Tell whether a file has MindSpore's checksum. Raises ShardError if it does not fit that."""
-    return path.endswith(SUFFIXES) and sealing.check_crc(path)
+    return path.endswith(SUFFIXES) and sealing.check_crc(path, on_bytes)
 
 
 class _Listing(NamedTuple):

@@ -14,7 +14,7 @@ from reshard_mpi.formats import files
 from reshard_mpi.formats.columns import Tensors
 from reshard_mpi.formats.dtypes import DType, numbers
 from reshard_mpi.formats.places import ByteRange
-from reshard_mpi.formats.protocol import NO_SUMS
+from reshard_mpi.formats.protocol import NO_SUMS, OnBytes, uncounted
 from reshard_mpi.formats.safetensors.header import LENGTH_BYTES
 from reshard_mpi.formats.safetensors.metadata import CRC
 from reshard_mpi.formats.safetensors.reading import read
@@ -63,14 +63,14 @@ def stored_sums(path: str) -> Mapping[str, int]:
     return NO_SUMS
 
 
-def check_crc(path: str) -> bool:
+def check_crc(path: str, on_bytes: OnBytes = uncounted) -> bool:
     """Tell whether the file at `path` has a checksum. Raises ShardError if it does not fit names and contents."""
     with files.opened(path) as (fd, size_bytes):
         contents = read(fd, path, size_bytes)
         if contents.crc is None:
             return False
         try:
-            found = str(_sum(fd, contents.tensors))
+            found = str(_sum(fd, contents.tensors, on_bytes))
         except _UncountableError as error:
             found = f"none that can be: {error.name!r} is {error.value}"
         if found != contents.crc.strip(" "):
@@ -91,8 +91,11 @@ class _UncountableError(Exception):
         self.name, self.value = name, value
 
 
-def _sum(fd: int, tensors: Tensors) -> int:
-    """Return the checksum of all tensors. Raises _UncountableError if there is none, ShardError if the file is cut."""
+def _sum(fd: int, tensors: Tensors, on_bytes: OnBytes = uncounted) -> int:
+    """Return the checksum of all tensors. Raises _UncountableError if there is none, ShardError if the file is cut.
+
+    on_bytes: told how many bytes have just been read.
+    """
     from zlib_ng.zlib_ng import crc32
 
     buffer, zeros = memoryview(bytearray(_BLOCK_BYTES)), bytes(_BLOCK_BYTES)
@@ -113,6 +116,7 @@ def _sum(fd: int, tensors: Tensors) -> int:
             piece = place._replace(offset_bytes=start + at, length_bytes=min(len(buffer), place.length_bytes - at))
             crc = crc32(_read(fd, piece, buffer), crc)
             at += piece.length_bytes
+            on_bytes(piece.length_bytes)
     return crc
 
 

@@ -25,6 +25,7 @@ from reshard_mpi.formats.columns import Tensors
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.listed import ListedTensors, Piece
 from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.formats.protocol import OnBytes, uncounted
 from reshard_mpi.formats.safetensors import reading
 from reshard_mpi.formats.safetensors.metadata import SHARDING
 from reshard_mpi.formats.safetensors.sealing import stored_sums
@@ -58,7 +59,7 @@ def locate(path: str, like: Manifest | None = None) -> Manifest:
     return reading.locate(path)._replace(format=NAME)
 
 
-def check_crc(path: str) -> bool:
+def check_crc(path: str, on_bytes: OnBytes = uncounted) -> bool:
     """Say no: torch writes no checksum."""
     return False
 

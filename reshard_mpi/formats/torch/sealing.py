@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import files
-from reshard_mpi.formats.protocol import NO_SUMS
+from reshard_mpi.formats.protocol import NO_SUMS, OnBytes, uncounted
 from reshard_mpi.formats.torch import archive
 from reshard_mpi.units import MIB
 
@@ -35,7 +35,7 @@ def stored_sums(path: str) -> Mapping[str, int]:
     return NO_SUMS
 
 
-def check_crc(path: str) -> bool:
+def check_crc(path: str, on_bytes: OnBytes = uncounted) -> bool:
     """Tell whether every member of the file has a checksum. Raises ShardError if one does not fit.
 
     torch can be told to leave them out; then they are 0. Files of the older layout have none.
@@ -43,14 +43,17 @@ def check_crc(path: str) -> bool:
     with files.opened(path) as (fd, size_bytes):
         if not archive.is_archive(os.pread(fd, 4, 0)):
             return False
-        return check_members(fd, path, archive.members(fd, path, size_bytes))
+        return check_members(fd, path, archive.members(fd, path, size_bytes), on_bytes)
 
 
-def check_members(fd: int, path: str, members: Mapping[str, archive.Member]) -> bool:
-    """Tell whether every member of an archive has a checksum. Raises ShardError if one does not fit."""
+def check_members(fd: int, path: str, members: Mapping[str, archive.Member], on_bytes: OnBytes) -> bool:
+    """Tell whether every member of an archive has a checksum. Raises ShardError if one does not fit.
+
+    on_bytes: told how many bytes have just been read.
+    """
     if any(member.size_bytes and not member.crc for member in members.values()):
         return False
-    for (name, member), found in zip(members.items(), _sums(fd, path, members)):
+    for (name, member), found in zip(members.items(), _sums(fd, path, members, on_bytes)):
         if int.from_bytes(found, "little") != member.crc:
             raise ShardError(
                 "a member of a shard does not fit its own checksum: it is damaged",
@@ -62,7 +65,7 @@ def check_members(fd: int, path: str, members: Mapping[str, archive.Member]) -> 
     return True
 
 
-def _sums(fd: int, path: str, members: Mapping[str, archive.Member]) -> Iterator[bytes]:
+def _sums(fd: int, path: str, members: Mapping[str, archive.Member], on_bytes: OnBytes = uncounted) -> Iterator[bytes]:
     """Yield the CRC-32 of each member's payload, as it is written."""
     from zlib_ng.zlib_ng import crc32
 
@@ -75,4 +78,5 @@ def _sums(fd: int, path: str, members: Mapping[str, archive.Member]) -> Iterator
                 raise ShardError("a shard became shorter while it was read", where=path)
             found = crc32(buffer[:count], found)
             at += count
+            on_bytes(count)
         yield found.to_bytes(4, "little")
