@@ -36,6 +36,11 @@ class Pattern:
         return self._regex is None and not self._stars
 
     @property
+    def around(self) -> tuple[str, str]:
+        """What every name that it matches begins and ends with."""
+        return self._begin, self._end
+
+    @property
     def begins_with_any(self) -> bool:
         """Whether it begins with `*`: then it matches every name of which it matches an end."""
         return self.text.startswith("*")
@@ -96,23 +101,37 @@ def _literals(text: str) -> list[str]:
     return [*_ANY.split(text[:opening]), *(_ANY.split(after) if "[" not in after else [""])]
 
 
+def _number(entry: tuple[int, Pattern]) -> int:
+    return entry[0]
+
+
 class Patterns:
     """Patterns in order; the first that matches a name counts."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         patterns = list(map(Pattern, texts))
-        self._wild = [(number, pattern) for number, pattern in enumerate(patterns) if not pattern.is_plain]
+        # A spec has many patterns that begin and end alike, so a name is held against these texts first.
+        self._wild: dict[tuple[str, str], list[tuple[int, Pattern]]] = {}
+        for number, pattern in enumerate(patterns):
+            if not pattern.is_plain:
+                self._wild.setdefault(pattern.around, []).append((number, pattern))
         self._plain: dict[str, int] = {}
         for number, pattern in enumerate(patterns):
             if pattern.is_plain:
                 self._plain.setdefault(pattern.text, number)
         # No pattern after this one is ever the first.
-        self._catching = next((number for number, pattern in self._wild if pattern.text == "*"), len(patterns))
+        self._catching = next((number for number, text in enumerate(texts) if text == "*"), len(patterns))
 
     def first(self, name: str) -> int | None:
         """Return the number of the first pattern that matches `name`; None if none does."""
         plain_number = self._plain.get(name)
-        for number, pattern in self._wild:
+        likely = [
+            entry
+            for (begin, end), entries in self._wild.items()
+            if name.startswith(begin) and name.endswith(end)
+            for entry in entries
+        ]
+        for number, pattern in sorted(likely, key=_number):
             if plain_number is not None and number > plain_number:
                 break
             if pattern.matches(name):
@@ -125,9 +144,11 @@ class Patterns:
         The whole name must not be matched so: then no pattern that begins with `*` matches an end of it.
         """
         ends: set[int] = set()
-        for number, pattern in self._wild:
-            if number < self._catching and not pattern.begins_with_any:
-                ends.update(pattern.ends(name))
+        for (begin, end), entries in self._wild.items():
+            if name.endswith(end) and f".{begin}" in name:
+                for number, pattern in entries:
+                    if number < self._catching and not pattern.begins_with_any:
+                        ends.update(pattern.ends(name))
         if self._plain:
             ends.update(end for end in ends_of(name) if self._plain.get(name[end:], self._catching) < self._catching)
         yield from sorted(ends)
