@@ -32,7 +32,7 @@ from reshard_mpi.api.plain import (
     plain_size,
     plain_text,
 )
-from reshard_mpi.errors import only_known_errors
+from reshard_mpi.errors import UsageError, only_known_errors
 from reshard_mpi.planning.summary import Plan, RankSummary
 from reshard_mpi.processes.comm import SerialComm
 from reshard_mpi.processes.governor.allowance import Allowance
@@ -209,6 +209,9 @@ def verify(
     log: as there. Raises DamageError for the first damage, with tensor, file and byte, and how many more there are;
     another ReshardError if the two cannot be compared, or if `source` keeps no sums.
     """
+    chosen = None if ranks is None else tuple(plain_numbers(ranks, "ranks"))
+    if chosen == ():
+        raise UsageError("ranks names no rank", expected="one rank or more, or None for all", got="none")
     request = Request(
         source=plain_path(source, "source"),
         target=plain_path(source if target is None else target, "target"),
@@ -217,7 +220,7 @@ def verify(
         select=select,
         source_format=known_format(source_format, "source_format"),
         source_files=plain_number_or_none(source_files, "source_files"),
-        ranks=None if ranks is None else tuple(plain_numbers(ranks, "ranks")),
+        ranks=chosen,
         unlisted=as_unlisted(unlisted),
         recorded=False,
         memory=plain_size(memory, "memory"),
