@@ -51,12 +51,13 @@ class Decoys:
         for name in decoy_names():
             text = f"with open({str(self._marks)!r}, 'a') as marks:\n    marks.write({name!r} + '\\n')\n"
             (folder / f"{name}.py").write_text(text)
-        # What Python itself takes from there for `python -m` is nothing that a module could prevent.
+        # What Python itself takes from there, for `python -m` or (since 3.13) `python -c`, no module could prevent.
         (folder / "empty_program.py").write_text("")
-        while run_command([sys.executable, "-m", "empty_program"], cwd=folder).code or self.run_names():
-            for name in self.run_names():
-                (folder / f"{name}.py").unlink()
-            self._marks.unlink()
+        for program in (["-m", "empty_program"], ["-c", "pass"]):
+            while run_command([sys.executable, *program], cwd=folder).code or self.run_names():
+                for name in self.run_names():
+                    (folder / f"{name}.py").unlink()
+                self._marks.unlink()
 
     def run_names(self) -> list[str]:
         return sorted(set(self._marks.read_text().split())) if self._marks.exists() else []
