@@ -145,6 +145,7 @@ class Run(NamedTuple):
                 "target_ranks": self.conversion.target.world_size,
                 **({"max_shard_size": request.most_file_bytes} if is_filled else {}),
                 **({"from": request.source_format} if request.source_format else {}),
+                **({"src_files": request.source_files} if request.source_files else {}),
                 **self._map_facts(),
             },
             {name: str(real_path(path)) for name, path in files.items() if path is not None},

@@ -137,6 +137,15 @@ def test_the_command_that_is_shown_makes_the_others(c: Conversion, capsys: Captu
     assert f"  what is left: reshard-mpi commit {c.dst}" in text(capsys, c.dst)
 
 
+@pytest.mark.parametrize("options", [["--to", "hf", "--max-shard-size", "64"], ["--to", "dcp", "--select", "*.ckpt"]])
+def test_the_command_of_a_folder_with_an_index(c: Conversion, capsys: Capture, options: list[str]) -> None:
+    command = ["transform", str(c.src), str(c.dst), "--src-strategy", str(c.src_strategy), "--from", "ckpt", *options]
+    assert run_here(capsys, *command).code == 0
+    shown = shlex.split(as_json(capsys, c.dst)["run"]["command"])
+    assert run_here(capsys, *shown[1:], "--resume").code == 0
+    assert shown[:4] == ["reshard-mpi", *command[:3]] and set(options) <= set(shown)
+
+
 def test_a_target_folder_without_any_complete_target(c: Conversion, capsys: Capture) -> None:
     assert run_here(capsys, *c.arguments("transform", "--rank", "3")).code == 0
     c.written(3).unlink()
