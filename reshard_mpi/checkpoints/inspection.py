@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from reshard_mpi.journal.state import about_record, state_of
 from reshard_mpi.sharding import strategy
 from reshard_mpi.sharding.patterns import Pattern
 from reshard_mpi.sharding.placement import Placement, Strategy
+from reshard_mpi.text import did_you_mean
 
 _MAY_LACK_FILES = "nothing in it tells whether its last files are missing: tensors may be larger than what is here"
 
@@ -36,8 +38,24 @@ def inspect(
     nothing of these names and ranks.
     """
     wanted = _Wanted(None if names is None else Pattern(names), None if ranks is None else frozenset(ranks))
-    facts = wanted.require_some(_facts(os.fspath(path), wanted))
-    return facts if names is None else {**facts, "names": names}
+    facts = _facts(os.fspath(path), wanted)
+    kind, where = facts["kind"], facts["path"]
+    if wanted.ranks is not None and kind != "checkpoint":
+        raise SourceError("this has no shards to choose from", expected="a checkpoint", got=f"a {kind}", where=where)
+    if names is None:
+        return facts
+    if kind not in ("shard", "checkpoint", "strategy"):
+        raise SourceError("this has no tensors", expected="a checkpoint", got=f"a {kind}", where=where)
+    if not any(_names(facts)):
+        meant = did_you_mean(names, _names(_facts(where, wanted._replace(names=None))))
+        raise SourceError(
+            f"no {'parameter' if kind == 'strategy' else 'tensor'} has a name like this{meant}",
+            expected="a pattern of names, such as 'layers.0.*', or the path of another checkpoint",
+            got=names,
+            where=where,
+            remedy=f"reshard-mpi inspect {where} '*' lists all",
+        )
+    return {**facts, "names": names}
 
 
 class _Wanted(NamedTuple):
@@ -49,32 +67,13 @@ class _Wanted(NamedTuple):
     def has_name(self, name: str) -> bool:
         return self.names is None or self.names.matches(name)
 
-    def has_rank(self, rank: int) -> bool:
-        return self.ranks is None or rank in self.ranks
 
-    def require_some(self, facts: dict[str, Any]) -> dict[str, Any]:
-        """Return `facts`. Raises SourceError if nothing is left in them of what is wanted."""
-        kind, where = facts["kind"], facts["path"]
-        is_strategy = kind == "strategy"
-        if self.ranks is not None and kind != "checkpoint":
-            raise SourceError(
-                "this has no shards to choose from", expected="a checkpoint", got=f"a {kind}", where=where
-            )
-        if self.names is None:
-            return facts
-        if kind not in ("shard", "checkpoint", "strategy"):
-            raise SourceError("this has no tensors", expected="a checkpoint", got=f"a {kind}", where=where)
-        shards = [facts] if kind == "shard" else [shard for rank in facts.get("shards", {}).values() for shard in rank]
-        has_some = any(shard["tensors"] or shard["strings"] for shard in shards)
-        if not (facts["parameters"] or facts["rules"] if is_strategy else has_some):
-            raise SourceError(
-                f"no {'parameter' if is_strategy else 'tensor'} has a name like this",
-                expected="a pattern of names, such as 'layers.0.*', or the path of another checkpoint",
-                got=self.names.text,
-                where=where,
-                remedy=f"reshard-mpi inspect {where} '*' lists all",
-            )
-        return facts
+def _names(facts: dict[str, Any]) -> Iterator[str]:
+    """Yield the names of the tensors and texts, or parameters and rules, that a description has."""
+    shards = [facts] if facts["kind"] == "shard" else chain.from_iterable(facts.get("shards", {}).values())
+    yield from dict.fromkeys(name for shard in shards for name in (*shard["tensors"], *shard["strings"]))
+    yield from facts.get("parameters", ())
+    yield from (rule["match"] for rule in facts.get("rules", ()))
 
 
 def _facts(name: str, wanted: _Wanted) -> dict[str, Any]:

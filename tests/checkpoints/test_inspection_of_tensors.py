@@ -86,6 +86,13 @@ def test_a_pattern_that_nothing_matches(c: Conversion, capsys: Capture, names: s
         assert f"what to do: reshard-mpi inspect {path} '*' lists all" in finished.err
 
 
+def test_the_name_that_was_meant(tmp_path: Path, capsys: Capture) -> None:
+    path = str(file_of(tmp_path, "a", **LAYERS))
+    assert "like this; did you mean 'layers.10.w'?" in run_here(capsys, "inspect", path, "layer.10.w").err
+    with pytest.raises(reshard_mpi.SourceError, match="like this\n"):
+        reshard_mpi.inspect(path, "x")
+
+
 def test_patterns_and_ranks_of_what_has_none(c: Conversion, capsys: Capture) -> None:
     assert run_here(capsys, *c.arguments()).code == 0
     for arguments in (["reshard.json", "w"], ["reshard.json", "--rank", "0"], ["rank_0/checkpoint_0.ckpt", "--rank=0"]):
