@@ -24,12 +24,12 @@ from reshard_mpi.filesystem.locks import holders, open_lock, try_lock
 from reshard_mpi.filesystem.paths import require_replaceable
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.journal.commit_record import COMMIT_ROOM, CommitRecord
+from reshard_mpi.journal.identity import RunIdentity
 from reshard_mpi.journal.provenance import require_one_state, require_same_sources
 from reshard_mpi.journal.publication import publish_bytes, publish_text, remove_stale, remove_stale_records
 from reshard_mpi.journal.records import (
     COMMIT_RECORD,
     STATE,
-    RunIdentity,
     TargetRecord,
     record_path,
     recorded_ranks,

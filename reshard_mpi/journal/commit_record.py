@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from reshard_mpi.journal import fields
+from reshard_mpi.journal.identity import SETTINGS, RunIdentity
 from reshard_mpi.journal.records import (
     COMMIT_RECORD,
     DAMAGE,
-    SETTINGS,
-    RunIdentity,
     checked_file,
     checked_rank,
     checked_sum,

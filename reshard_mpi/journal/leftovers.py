@@ -9,7 +9,8 @@ from pathlib import Path
 
 from reshard_mpi import formats
 from reshard_mpi.filesystem.folders import Folder
-from reshard_mpi.journal.records import STATE, RunIdentity, TargetRecord, record_path, recorded_ranks
+from reshard_mpi.journal.identity import RunIdentity
+from reshard_mpi.journal.records import STATE, TargetRecord, record_path, recorded_ranks
 
 
 def leftovers(folder: Path, identity: RunIdentity) -> dict[str, int]:

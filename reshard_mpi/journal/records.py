@@ -1,4 +1,4 @@
-"""The records that a run keeps in its target folder: which run it is, and which targets are complete.
+"""The records that a run keeps in its target folder: which run it is (`identity`), and which targets are complete.
 
 `.reshard_mpi/run.json` names the run, `.reshard_mpi/rank_<r>.json` records that target r is complete and what it was
 made from. `reshard.json`, in the target folder itself, exists only while all targets are complete: see `commit`.
@@ -11,90 +11,26 @@ import hashlib
 import json
 import os
 import re
-import shlex
 import stat
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from reshard_mpi import formats
 from reshard_mpi.errors import TargetError
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.journal import fields
 from reshard_mpi.journal.provenance import MAX_NS, Sources
 from reshard_mpi.planning.model import Beginning, Held, Moment, RankPlan
-from reshard_mpi.planning.partial_sums import Accumulated
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.units import format_bytes
 
 STATE = ".reshard_mpi"
 COMMIT_RECORD = "reshard.json"
-# What files decide (settings are their digests) -> the names under which records keep the files' paths.
-_FILES = {
-    "src_strategy": "src_strategy_file",
-    "dst_strategy": "dst_strategy_file",
-    "map": "map_file",
-    "config": "config_file",
-    "like": "like_file",
-}
-# Settings -> the options of the command line that make them.
-_OPTIONS = {
-    "src_strategy": "--src-strategy",
-    "dst_strategy": "--dst-strategy",
-    "from": "--from",
-    "src_files": "--src-files",
-    "select": "--select",
-    "prefix": "--prefix",
-    "unlisted": "--unlisted",
-    "strict": "--strict",
-    "crc": "--crc",
-    "sums_in_shards": "--verify",
-    "max_shard_size": "--max-shard-size",
-    "accumulated": "--accumulated",
-    "map": "--map",
-    "dtype": "--dtype",
-    "include": "--include",
-    "exclude": "--exclude",
-    "config": "--config",
-    "like": "--like",
-}
-# Values of settings that nobody has to give.
-_USUAL = {"prefix": formats.DEFAULT_PREFIX, "unlisted": "follow"}
-# Settings that hold the values of an option that is given several times.
-_REPEATED = ("dtype", "include", "exclude")
-# Settings -> the checks of their values.
-SETTINGS: dict[str, Callable[[Any], Any]] = {
-    "source": fields.path,
-    "src_strategy": fields.optional(fields.digest),
-    "dst_strategy": fields.optional(fields.digest),
-    "select": fields.optional(fields.text),
-    "prefix": lambda value: fields.text(value, 255),
-    "to": lambda value: fields.one_of(value, formats.TARGETS),
-    "unlisted": fields.text,
-    "strict": fields.flag,
-    "crc": fields.flag,
-    "sums_in_shards": fields.flag,
-    "target_ranks": lambda value: fields.number(value, 1, _MAX_RANKS),
-    "src_files": lambda value: fields.number(value, 1),
-    "max_shard_size": lambda value: fields.number(value, 1, _MAX_TENSOR_BYTES),
-    "accumulated": lambda value: fields.one_of(value, tuple(Accumulated)),
-    "map": fields.optional(fields.digest),
-    "direction": fields.text,
-    "dtype": fields.text,
-    "include": fields.text,
-    "exclude": fields.text,
-    "map_file": fields.path,
-    "src_strategy_file": fields.path,
-    "dst_strategy_file": fields.path,
-    "config_file": fields.path,
-    "like_file": fields.path,
-}
-_WORDS = {"source": "SRC", "to": "targets in", "target_ranks": "target ranks:"}
 # No tensor has as many bytes, and sums of as many cannot be put together.
-_MAX_TENSOR_BYTES = 1 << 62
+MAX_TENSOR_BYTES = 1 << 62
 # As many as a strategy can have.
-_MAX_RANKS = 1 << 24
-_MAX_RANK = _MAX_RANKS - 1
+MAX_RANKS = 1 << 24
+_MAX_RANK = MAX_RANKS - 1
 _MAX_DIMENSIONS = 64
 # The record of a run has a dozen settings. That of a target has 150 bytes for each tensor that it has a sum of, and 80
 # for each file that it was made from: 10 MiB with as many tensors as a shard can have.
@@ -104,99 +40,6 @@ _RECORD = re.compile(r"rank_(0|[1-9][0-9]{0,7})\.json")
 _SUM_DIGITS = 8
 # Raised on reading a record that this program has not written.
 DAMAGE = (LookupError, TypeError, ValueError, OverflowError)
-
-
-class RunIdentity(NamedTuple):
-    """Identifies a run by all that decides which bytes it writes.
-
-    facts: plain JSON values by name (strategies' digests, source path, selection, prefix, format, options).
-    files: where strategies and maps were read from, by the names of their digests in `facts`; for messages only, since
-    a file that has been moved is the same.
-    """
-
-    facts: Mapping[str, Any]
-    files: Mapping[str, str] = {}
-
-    @property
-    def format(self) -> str:
-        """The format of its targets."""
-        return str(self.facts.get("to", formats.DEFAULT))
-
-    @property
-    def target_ranks(self) -> int:
-        """How many targets it has."""
-        return int(self.facts["target_ranks"])
-
-    @property
-    def digest(self) -> str:
-        return hashlib.sha256(json.dumps(self.facts, sort_keys=True).encode()).hexdigest()
-
-    def differences(self, other: RunIdentity) -> tuple[str, str]:
-        """Return, in words, the settings of this run that differ from those of `other`, and those of `other`."""
-        names = sorted(name for name in {*self.facts, *other.facts} if self.facts.get(name) != other.facts.get(name))
-        same_file = {name for name in names if self.files.get(name) == other.files.get(name)}
-        ours = [self._setting(name, " as it is now" * (name in same_file)) for name in names]
-        theirs = [other._setting(name, " as it was then" * (name in same_file)) for name in names]
-        return ", ".join(ours), ", ".join(theirs)
-
-    @property
-    def settings(self) -> str:
-        """The settings of the run in words: its source, and the options that are given."""
-        return ", ".join(self._setting(name, "") for name, value in self.facts.items() if value)
-
-    def command(self, target: str) -> str:
-        """Return the command that makes these targets in the folder `target`."""
-        words = ["reshard-mpi", "transform", str(self.facts.get("source")), target]
-        for name, option in {**_OPTIONS, "to": "--to"}.items():
-            value = self.files.get(name) if name in _FILES else self.facts.get(name)
-            if value is True:
-                words.append(option)
-            elif value and value != _USUAL.get(name):
-                values = str(value).split() if name in _REPEATED else [str(value)]
-                words += (word for text in values for word in (option, text))
-        if self.facts.get("direction"):
-            words.append(f"--{self.facts['direction']}")
-        return shlex.join(words)
-
-    def _setting(self, name: str, state: str) -> str:
-        """Return one setting as on the command line. state: is added to a file of the same name as another."""
-        value, option = self.facts.get(name), _OPTIONS.get(name)
-        if option is None and value is None:
-            return f"no {name}"
-        if option is None:
-            return f"{_WORDS.get(name, name)} {value}"
-        if not value:
-            return f"no {option}"
-        if value is True:
-            return option
-        if name in _FILES:
-            return f"{option} {self.files.get(name, 'FILE')}{state}"
-        return f"{option} {value!r}"
-
-    def as_text(self) -> str:
-        """Return what `run.json` holds."""
-        return json.dumps({**self.as_json(), "digest": self.digest}, indent=1)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return plain values by name."""
-        return {**self.facts, **{_FILES[name]: path for name, path in self.files.items()}}
-
-    @classmethod
-    def recorded(cls, state: Path) -> RunIdentity | None:
-        """Return the run that `run.json` names; None where there is none, or it is damaged."""
-        values = read_json(run_path(state), RUN_ROOM) or {}
-        try:
-            digest = values.pop("digest", None)
-            identity = cls.of(fields.settings(values, SETTINGS))
-        except DAMAGE:
-            return None
-        return identity if identity.digest == digest else None
-
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> RunIdentity:
-        """Return what `as_json` made."""
-        files = {name: str(values[key]) for name, key in _FILES.items() if key in values}
-        return cls({name: value for name, value in values.items() if name not in _FILES.values()}, files)
 
 
 class Evidence(NamedTuple):
@@ -249,7 +92,7 @@ class TensorSum(NamedTuple):
         box = Box.whole(tensor_sum.global_shape)
         if box.ndim > _MAX_DIMENSIONS or not box.contains(Box(tensor_sum.start, stop)):
             raise ValueError("a place that is in no tensor")
-        if box.size * BY_NAME[dtype].itemsize_bytes > _MAX_TENSOR_BYTES:
+        if box.size * BY_NAME[dtype].itemsize_bytes > MAX_TENSOR_BYTES:
             raise ValueError("a tensor that cannot be")
         return tensor_sum
 

@@ -84,7 +84,7 @@ def _run(folder: Path) -> dict[str, Any]:
         "path": str(folder),
         "settings": progress.identity.as_json(),
         "in_words": progress.identity.settings,
-        "command": progress.identity.command(str(folder)),
+        "command": progress.identity.command(str(folder.absolute())),
         "target_ranks": progress.identity.target_ranks,
         "complete": list(progress.complete),
         "incomplete": {str(rank): why for rank, why in incomplete.items()},
@@ -113,7 +113,7 @@ def _commit(folder: Path) -> dict[str, Any]:
     return {
         "settings": record.run.as_json(),
         "in_words": record.run.settings,
-        "command": record.run.command(str(folder)),
+        "command": record.run.command(str(folder.absolute())),
         "targets": targets,
         "sources": [{"file": file, "size_bytes": size_bytes} for file, size_bytes in record.sources],
         "sums": dict(record.sums),

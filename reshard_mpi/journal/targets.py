@@ -25,6 +25,7 @@ from reshard_mpi.errors import TargetError
 from reshard_mpi.filesystem.folders import Folder, close, closing, make_folders
 from reshard_mpi.filesystem.locks import Say, holders, open_lock, try_lock, wait_for_lock
 from reshard_mpi.filesystem.paths import described, require_replaceable
+from reshard_mpi.journal.identity import RunIdentity
 from reshard_mpi.journal.leftovers import leftovers, remove_leftovers
 from reshard_mpi.journal.publication import (
     Publication,
@@ -38,7 +39,6 @@ from reshard_mpi.journal.records import (
     COMMIT_RECORD,
     STATE,
     Evidence,
-    RunIdentity,
     TargetRecord,
     TensorSum,
     read_json,

@@ -11,7 +11,7 @@ from reshard_mpi.checkpoints import discovery
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.errors import ReshardError, UsageError
 from reshard_mpi.filesystem.paths import real_path, require_reachable
-from reshard_mpi.journal.records import RunIdentity
+from reshard_mpi.journal.identity import RunIdentity
 from reshard_mpi.journal.targets import Journal, Unrecorded
 from reshard_mpi.planning.filling import filled_files, strategy_of
 from reshard_mpi.planning.parameters import Unlisted

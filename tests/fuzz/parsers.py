@@ -33,7 +33,8 @@ from reshard_mpi.formats.torch.content import Storages
 from reshard_mpi.formats.torch.tensors import is_tensor
 from reshard_mpi.journal.commit import commit
 from reshard_mpi.journal.commit_record import CommitRecord
-from reshard_mpi.journal.records import COMMIT_RECORD, STATE, RunIdentity, TargetRecord, record_path, run_path
+from reshard_mpi.journal.identity import RunIdentity
+from reshard_mpi.journal.records import COMMIT_RECORD, STATE, TargetRecord, record_path, run_path
 from reshard_mpi.journal.state import as_lines, state_of
 from reshard_mpi.mapping import mapped
 from reshard_mpi.mapping import matching as mapping

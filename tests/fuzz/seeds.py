@@ -24,8 +24,9 @@ from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import ShardIdentity
 from reshard_mpi.formats.protocol import seal_file
 from reshard_mpi.formats.safetensors import index as safetensors_index
+from reshard_mpi.journal.identity import RunIdentity
 from reshard_mpi.journal.provenance import SourceFile, Sources
-from reshard_mpi.journal.records import Evidence, RunIdentity, TargetRecord, TensorSum, digest_of_texts
+from reshard_mpi.journal.records import Evidence, TargetRecord, TensorSum, digest_of_texts
 from reshard_mpi.planning.model import Beginning, Held, Moment
 from reshard_mpi.sharding.strategy import mindspore, stages, table, toml
 from reshard_mpi.sharding.strategy.mindspore import RawLayout, StageFile, StrategyItem

@@ -37,7 +37,8 @@ import reshard_mpi
 from reshard_mpi.errors import ReshardError, TargetError
 from reshard_mpi.journal import commit as committing
 from reshard_mpi.journal.commit import commit, commit_if_complete
-from reshard_mpi.journal.records import Evidence, RunIdentity, TargetRecord
+from reshard_mpi.journal.identity import RunIdentity
+from reshard_mpi.journal.records import Evidence, TargetRecord
 from reshard_mpi.journal.targets import Journal
 from reshard_mpi.planning.model import Held
 from reshard_mpi.runs.outcome import Outcome

@@ -20,11 +20,11 @@ import reshard_mpi
 from reshard_mpi.checkpoints.inspection import inspect
 from reshard_mpi.errors import ReshardError
 from reshard_mpi.journal.commit_record import COMMIT_ROOM, CommitRecord
+from reshard_mpi.journal.identity import RunIdentity
 from reshard_mpi.journal.records import (
     RUN_ROOM,
     TARGET_ROOM,
     Evidence,
-    RunIdentity,
     TargetRecord,
     TensorSum,
     read_json,

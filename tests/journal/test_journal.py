@@ -23,8 +23,9 @@ from hypothesis import strategies as st
 from reshard_mpi.errors import TargetError
 from reshard_mpi.filesystem.folders import Folder
 from reshard_mpi.journal import targets
+from reshard_mpi.journal.identity import RunIdentity
 from reshard_mpi.journal.publication import Publication, remove_stale_records
-from reshard_mpi.journal.records import Evidence, RunIdentity, TargetRecord
+from reshard_mpi.journal.records import Evidence, TargetRecord
 from reshard_mpi.journal.targets import Journal, Unrecorded
 from reshard_mpi.planning.model import Beginning, Held, Moment
 
@@ -39,7 +40,8 @@ import sys, time
 from pathlib import Path
 from reshard_mpi.journal.targets import Journal
 from reshard_mpi.planning.model import Held
-from reshard_mpi.journal.records import Evidence, RunIdentity
+from reshard_mpi.journal.identity import RunIdentity
+from reshard_mpi.journal.records import Evidence
 folder = Path(sys.argv[1])
 journal = Journal(folder, RunIdentity({"source": "here"}), resume=False, overwrite=False)
 journal.begin()
@@ -255,7 +257,7 @@ def test_of_many_that_begin_at_once_one_names_the_run(tmp_path: Path) -> None:
     """Every process begins the same folder with settings of its own: exactly one of them may go on."""
     program = (
         "import sys; from pathlib import Path; from reshard_mpi.journal.targets import Journal;"
-        "from reshard_mpi.journal.records import RunIdentity;"
+        "from reshard_mpi.journal.identity import RunIdentity;"
         "j = Journal(Path(sys.argv[1]), RunIdentity({'n': sys.argv[2]}), resume=False, overwrite=False);"
         "print('ready', flush=True); sys.stdin.readline(); j.begin()"
     )
