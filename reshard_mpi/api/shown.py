@@ -19,6 +19,8 @@ OnProgress = Callable[[RunStatus], object]
 class Told:
     """The display of a caller's function. If it raises, the error is logged, and it is not called again."""
 
+    memory_bytes = 0
+
     def __init__(self, on_progress: OnProgress | None) -> None:
         self._on_progress = on_progress
         self._next_seconds = 0.0

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from reshard_mpi.runs.progress import say
 from reshard_mpi.text import one_line
+from reshard_mpi.units import MIB
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -25,6 +26,8 @@ _LINE_SECONDS = 5.0
 
 class Lines:
     """Prints a line for each stage and then every few seconds, and a last one when the run has come to its end."""
+
+    memory_bytes = 0
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -53,6 +56,8 @@ class Lines:
 
 class Bar:
     """Draws a bar on a terminal."""
+
+    memory_bytes = 5 * MIB  # of the library, as measured
 
     def __init__(self, stream: TextIO, *, with_colour: bool) -> None:
         self._stream = stream

@@ -148,7 +148,7 @@ class RunMemory:
     def _need(self, peak_bytes: int, purpose: str) -> bool:
         self.open()
         assert self._allotment is not None
-        is_kept = self._allotment.need(peak_bytes, purpose)
+        is_kept = self._allotment.need(peak_bytes + self._progress.shown_bytes, purpose)
         self._progress.admitted()
         return is_kept
 

@@ -70,6 +70,8 @@ class SharedCounts:
 class PipeProgress:
     """The `Progress` of worker `rank`: it counts in `cells`, and sends all else to its parent."""
 
+    shown_bytes = 0
+
     def __init__(self, channel: Channel, rank: int, cells: memoryview) -> None:
         self._channel = channel
         self._rank = rank
@@ -115,6 +117,8 @@ class PipeProgress:
 
 class PipeDisplay:
     """The display of a parent of workers that has been started for another process, to which it sends all."""
+
+    memory_bytes = 0
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel

@@ -55,8 +55,12 @@ class Progress(Protocol):
     `begin`: a stage, which all processes begin alike. `moved`: so many bytes of it are done, in one of its passes.
     `completed`: one of its units is. `assigned`, `started`, `finished`: the targets of this process, one that it is
     writing, and one that is complete. `waiting`, `admitted`: it waits for memory, as a text says, and has it. `say`,
-    `detail`, `reading`: a line for the user, one for who wants to know more, and the source in one line.
+    `detail`, `reading`: a line for the user, one for who wants to know more, and the source in one line. `shown_bytes`:
+    how much memory it takes in this process to show it, besides what every process has.
     """
+
+    @property
+    def shown_bytes(self) -> int: ...
 
     def begin(self, stage: Stage) -> None: ...
 
@@ -106,6 +110,7 @@ class Silent:
     """Shows no progress. say: is given the lines for the user, which are logged as warnings unless it is set."""
 
     verbose = False
+    shown_bytes = 0
 
     def __init__(self, say: Callable[[str], None] = log_warning) -> None:
         self._say = say

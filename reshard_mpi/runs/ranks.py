@@ -65,6 +65,8 @@ class RootProgress(Watched):
 class RankProgress:
     """The `Progress` of any other rank. say: is given lines for the user. verbose: details are among them."""
 
+    shown_bytes = 0
+
     def __init__(self, comm: MPIComm, say: Callable[[str], None], *, verbose: bool = False) -> None:
         self._comm = comm
         self._say = say

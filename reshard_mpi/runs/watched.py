@@ -27,8 +27,11 @@ class Display(Protocol):
 
     `update`: how far the run is, several times a second. `say`: a line for the user. `reading`: the source in one line.
     `close`: the end of the run, with the last status. `abandon`: the run was refused or stopped; `ends_line`: whether a
-    line that is not ended has to be.
+    line that is not ended has to be. `memory_bytes`: how much memory it takes.
     """
+
+    @property
+    def memory_bytes(self) -> int: ...
 
     def update(self, status: RunStatus) -> None: ...
 
@@ -50,6 +53,7 @@ class Watched:
     def __init__(
         self, display: Display, *, verbose: bool = False, others: Callable[[], Iterable[Counts]] = tuple
     ) -> None:
+        self.shown_bytes = display.memory_bytes
         self._display = display
         self.verbose = verbose
         self._others = others
