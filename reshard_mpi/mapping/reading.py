@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from reshard_mpi.errors import MapError
-from reshard_mpi.mapping.rules import MAX_BYTES, Rules, parse_rules
+from reshard_mpi.mapping.parsing import MAX_BYTES, parse_rules
+from reshard_mpi.mapping.rules import Rules
 
 _SHIPPED = Path(__file__).parent / "maps"
 _MAX_CONFIG_BYTES = 4 << 20

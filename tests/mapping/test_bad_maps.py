@@ -13,7 +13,7 @@ from support.command_line import run_here
 import reshard_mpi
 from reshard_mpi import MapError, UsageError
 from reshard_mpi.mapping.expressions import ExpressionProblem, evaluated
-from reshard_mpi.mapping.rules import parse_rules
+from reshard_mpi.mapping.parsing import parse_rules
 
 TENSORS = {
     "a.0.q": np.arange(24, dtype=np.float32).reshape(6, 4),

@@ -12,7 +12,7 @@ from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.mapping.choice import Choice
 from reshard_mpi.mapping.mapped import Mapped, applied
 from reshard_mpi.mapping.matching import Kind
-from reshard_mpi.mapping.rules import parse_rules
+from reshard_mpi.mapping.parsing import parse_rules
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

@@ -17,7 +17,7 @@ from reshard_mpi.mapping.choice import Choice
 from reshard_mpi.mapping.likeness import Like
 from reshard_mpi.mapping.mapped import Mapped, applied
 from reshard_mpi.mapping.matching import Inventory, Kind
-from reshard_mpi.mapping.rules import parse_rules
+from reshard_mpi.mapping.parsing import parse_rules
 
 Shapes = dict[str, tuple[int, ...]]
 
