@@ -12,8 +12,10 @@ from math import prod
 from typing import NamedTuple
 
 from reshard_mpi.errors import MapError
+from reshard_mpi.mapping.candidates import Inventory, Likeness
+from reshard_mpi.mapping.directions import Direction
 from reshard_mpi.mapping.fitting import whole_pair
-from reshard_mpi.mapping.matching import Direction, Inventory, Likeness, Match
+from reshard_mpi.mapping.matching import Match
 from reshard_mpi.mapping.names import NamePattern
 from reshard_mpi.mapping.pairs import Geometry, Place, TargetShape
 from reshard_mpi.mapping.rules import EquationRule, Rules

@@ -5,92 +5,29 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from reshard_mpi.errors import MapError
-from reshard_mpi.formats.dtypes import DType, numbers
-from reshard_mpi.mapping.choice import ANY, Choice, is_chosen, type_of
+from reshard_mpi.formats.dtypes import FLOATS, DType
+from reshard_mpi.mapping.candidates import Inventory, Kind
+from reshard_mpi.mapping.choice import Choice, all_typed, chosen_of, constant_typed, is_chosen
 from reshard_mpi.mapping.computing import Computed, Counted, computed, counted
+from reshard_mpi.mapping.directions import Direction, told_direction
+from reshard_mpi.mapping.fills import made_up, may_make
 from reshard_mpi.mapping.fitting import whole_pair
 from reshard_mpi.mapping.following import followed, is_named_as_state, is_state
 from reshard_mpi.mapping.likeness import Like, require_alike
-from reshard_mpi.mapping.matching import Direction, Inventory, Kind, Match, matches, told_direction
-from reshard_mpi.mapping.names import NamePattern
+from reshard_mpi.mapping.made import Equal, Made, Mapped, Pads
+from reshard_mpi.mapping.matching import Match, matches
 from reshard_mpi.mapping.pairs import Place, TargetShape
-from reshard_mpi.mapping.rules import TYPES, Fill, Rules, bytes_of
+from reshard_mpi.mapping.rules import TYPES, Rules
 from reshard_mpi.mapping.settings import cautions
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.patterns import Pattern
 from reshard_mpi.sharding.placement import named_after
 
 _MAX_NAMED = 5
-_FLOATS = frozenset(TYPES.values())
 _OWN = Place(0, ())
-
-
-class Made(NamedTuple):
-    """A tensor that is made of others.
-
-    shape: its pairs, and what of it is zeros. sources: the names of the tensors that pairs take from. where: the place
-    of the equation in the map; empty for a tensor that no equation takes.
-    """
-
-    name: str
-    dtype: DType
-    shape: TargetShape
-    sources: Mapping[Place, str]
-    where: str
-
-
-class Constant(NamedTuple):
-    """A tensor that is made up. element: the bytes of each of its elements."""
-
-    name: str
-    kind: Kind
-    element: bytes
-    where: str
-
-    @property
-    def shape(self) -> TargetShape:
-        """What it is made of: nothing."""
-        return TargetShape(self.kind.shape, (), (Box.whole(self.kind.shape),))
-
-
-class Equal(NamedTuple):
-    """Tensors of which one is taken for all. where: the place of the equation in the map."""
-
-    names: tuple[str, ...]
-    where: str
-
-
-class Pads(NamedTuple):
-    """Boxes of a source tensor that go nowhere. are_dropped: whether they may hold anything; else only zeros."""
-
-    name: str
-    boxes: tuple[Box, ...]
-    are_dropped: bool
-    where: str
-
-
-class Mapped(NamedTuple):
-    """All that a map makes of a checkpoint.
-
-    left_out: the names of tensors that go nowhere. kept: of those that no equation takes. computed: tensors of one
-    element that are computed, with the `settings` of the optimizer on the left. counted: those of the source that hold
-    what is computed anew. cautions: what people must know of it, in words.
-    """
-
-    made: tuple[Made, ...]
-    constants: tuple[Constant, ...]
-    equal: tuple[Equal, ...]
-    pads: tuple[Pads, ...]
-    left_out: tuple[str, ...]
-    kept: tuple[str, ...]
-    direction: Direction | None
-    computed: tuple[Computed, ...] = ()
-    counted: Counted = Counted(None, (), ())
-    cautions: tuple[str, ...] = ()
-    settings: Mapping[str, Any] = MappingProxyType({})
 
 
 def applied(
@@ -153,7 +90,7 @@ def applied(
         order = {name: number for number, name in enumerate(like.shapes)}
         tensors.sort(key=lambda tensor: order.get(tensor.name, len(order)))
     _require_different(tensors)
-    constants = _made_up(rules, tensors, direction, like) if rules is not None and direction is not None else []
+    constants = made_up(rules, tensors, direction, like) if rules is not None and direction is not None else []
     computed_numbers: list[Computed] = []
     if rules is not None and direction is not None:
         others = dict.fromkeys(tensor.name for tensor in tensors)  # in their order, which is that of what is computed
@@ -164,7 +101,7 @@ def applied(
         if twice:
             raise MapError(f"what is computed has the name of another tensor: {twice[0]}", where=rules.where)
     made_besides = [*(constant.name for constant in constants), *(number.name for number in computed_numbers)]
-    chosen, excluded = _chosen(choice, tensors, made_besides)
+    chosen, excluded = chosen_of(choice, tensors, made_besides)
     excluded += [name for name in made_besides if not is_chosen(choice, name)]
     computed_numbers = [number for number in computed_numbers if is_chosen(choice, number.name)]
     wanted = {constant.name for constant in constants if is_chosen(choice, constant.name)}
@@ -176,8 +113,8 @@ def applied(
         of_choice = {name: shape for name, shape in like.shapes.items() if is_chosen(choice, name)}
         require_alike(made_shapes, like._replace(shapes=of_choice))
     return Mapped(
-        tuple(_all_typed(choice, chosen)),
-        tuple(_constant_typed(choice, constant) for constant in constants if constant.name in wanted),
+        tuple(all_typed(choice, chosen)),
+        tuple(constant_typed(choice, constant) for constant in constants if constant.name in wanted),
         tuple(_equal(taken, used, known)),
         (*_pads(taken, used), *_zeros(rules, dropped, inventory, direction)),
         (*dropped, *excluded, *(name for name, _ in known.numbers), *(() if computed_numbers else known.steps)),
@@ -247,7 +184,7 @@ def _of_match(match: Match, inventory: Inventory, direction: Direction | None, *
 
 
 def _require_convertible(name: str, source: DType, target: DType, where: str) -> None:
-    if source != target and not {source, target} <= _FLOATS:
+    if source != target and not {source, target} <= FLOATS:
         raise MapError(
             f"{name} cannot become {target}", expected=f"one of {', '.join(TYPES)}", got=str(source), where=where
         )
@@ -276,8 +213,8 @@ def _dropped(
     dropped: dict[str, None] = {}
     for drop in rules.drops:
         if drop.side != direction.source_side:
-            made_up = any(fill.side == drop.side and _may_make(fill, drop.glob) for fill in rules.fills)
-            if not (made_up or drop.is_optional):
+            is_made_up = any(fill.side == drop.side and may_make(fill, drop.glob) for fill in rules.fills)
+            if not (is_made_up or drop.is_optional):
                 raise MapError(
                     f"read {direction}, the map loses what it leaves out in the other direction",
                     expected="a [[map]] entry with fill that makes it up, or optional = true",
@@ -297,92 +234,6 @@ def _dropped(
             )
         dropped.update(dict.fromkeys(names))
     return list(dropped)
-
-
-def _may_make(fill: Fill, glob: str) -> bool:
-    """Tell whether what a fill makes up can be what a glob leaves out."""
-    return Pattern(glob).matches(fill.name.filled({capture.name: "0" for capture in fill.name.captures}))
-
-
-def _made_up(rules: Rules, tensors: Sequence[Made], direction: Direction, like: Like | None) -> list[Constant]:
-    """Return what is made up; if the target is to be like a checkpoint, only what that has and nothing else makes."""
-    names = {tensor.name for tensor in tensors}
-    made: dict[str, Constant] = {}
-    for fill in rules.fills:
-        if fill.side != direction.target_side or (like is None and fill.needs_like):
-            continue
-        for constant in _of_fill(fill, tensors):
-            if like is not None and (constant.name not in like.shapes or constant.name in names):
-                continue
-            if constant.name in names or constant.name in made:
-                raise MapError(f"what is made up has the name of another tensor: {constant.name}", where=fill.where)
-            made[constant.name] = constant
-    return list(made.values())
-
-
-def _of_fill(fill: Fill, tensors: Sequence[Made]) -> Iterator[Constant]:
-    if fill.beside is None:
-        assert fill.shape is not None and fill.dtype is not None
-        yield Constant(fill.name.text, Kind(fill.dtype, fill.shape), fill.element(fill.dtype), fill.where)
-        return
-    beside: NamePattern = fill.beside
-    names = {tensor.name for tensor in tensors}
-    for tensor in tensors:
-        values = beside.match(tensor.name)
-        # `{p*}` may stand for what is before a parameter in its state as well; a map that names state means it.
-        is_of_state = values is not None and any(
-            base in names and beside.match(base) is not None and is_named_as_state(tensor.name, base)
-            for base in named_after(tensor.name)
-        )
-        if values is not None and not is_of_state:
-            name = fill.name.filled({capture.name: value for capture, value in zip(beside.captures, values)})
-            dtype = fill.dtype or tensor.dtype
-            shape = tensor.shape.shape if fill.shape is None else fill.shape
-            yield Constant(name, Kind(dtype, shape), fill.element(dtype), fill.where)
-
-
-def _chosen(choice: Choice, tensors: Sequence[Made], besides: Sequence[str]) -> tuple[list[Made], list[str]]:
-    """Return the tensors that are taken, and the names of the others. besides: names of what is made up or computed."""
-    if choice.include is None and not choice.exclude:
-        return list(tensors), []
-    for option, globs in (("--include", choice.include or ()), ("--exclude", choice.exclude)):
-        for glob in globs:
-            pattern = Pattern(glob)
-            if not any(pattern.matches(choice.named(name)) for name in (*(each.name for each in tensors), *besides)):
-                raise MapError(
-                    f"{option} {glob} matches no tensor",
-                    got=", ".join(tensor.name for tensor in tensors[:_MAX_NAMED]) + " ...",
-                    remedy="give a pattern of the names that the target has",
-                )
-    chosen = [tensor for tensor in tensors if is_chosen(choice, tensor.name)]
-    if not chosen:
-        raise MapError("--include and --exclude leave no tensor")
-    taken = {tensor.name for tensor in chosen}
-    return chosen, [tensor.name for tensor in tensors if tensor.name not in taken]
-
-
-def _all_typed(choice: Choice, tensors: Sequence[Made]) -> Iterator[Made]:
-    """Yield tensors in the types that `--dtype` gives them. Raises MapError for a pattern that matches none."""
-    floats = [choice.named(tensor.name) for tensor in tensors if tensor.dtype in _FLOATS]
-    for glob, dtype in choice.types:
-        if glob != ANY and not any(map(Pattern(glob).matches, floats)):
-            raise MapError(
-                f"--dtype {glob}={dtype} matches no floating-point tensor",
-                got=", ".join(floats[:_MAX_NAMED]) + (" ..." if len(floats) > _MAX_NAMED else "") or "none",
-                remedy="give a pattern of the names that the target has",
-            )
-    for tensor in tensors:
-        yield tensor._replace(dtype=type_of(choice, tensor.name, tensor.dtype, tensor.shape.shape))
-
-
-def _constant_typed(choice: Choice, constant: Constant) -> Constant:
-    """Return what is made up in the type that `--dtype` gives it. Raises MapError if that cannot hold it."""
-    dtype = type_of(choice, constant.name, *constant.kind)
-    if dtype == constant.kind.dtype:
-        return constant
-    value = numbers(constant.element, constant.kind.dtype)[0]
-    element = bytes_of(value, dtype, constant.name, constant.where)
-    return constant._replace(kind=constant.kind._replace(dtype=dtype), element=element)
 
 
 def _zeros(

@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from reshard_mpi.errors import MapError
+from reshard_mpi.mapping.candidates import Inventory
 from reshard_mpi.mapping.choice import Choice, is_chosen
 from reshard_mpi.mapping.likeness import Like
-from reshard_mpi.mapping.mapped import Made, Mapped, applied
-from reshard_mpi.mapping.matching import Inventory
+from reshard_mpi.mapping.made import Made, Mapped
+from reshard_mpi.mapping.mapped import applied
 from reshard_mpi.mapping.numbering import STATE, Training, named_tensors, training_in
 from reshard_mpi.mapping.renesting import MadeParameter, carried_into, with_names
 from reshard_mpi.mapping.rules import Rules

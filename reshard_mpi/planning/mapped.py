@@ -18,7 +18,7 @@ from reshard_mpi.planning.model import Group, PlannedTensors, Route, source_regi
 from reshard_mpi.sharding.box import Box
 
 if TYPE_CHECKING:
-    from reshard_mpi.mapping.mapped import Mapped
+    from reshard_mpi.mapping.made import Mapped
     from reshard_mpi.mapping.pairs import TargetShape
 
 _NOWHERE = Segments(())

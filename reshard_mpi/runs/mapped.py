@@ -17,9 +17,9 @@ from reshard_mpi.errors import DisagreementError, MapError, ReshardError
 from reshard_mpi.formats.dtypes import numbers
 from reshard_mpi.formats.manifest import NEST, Manifest, shown_string
 from reshard_mpi.formats.nest import first_difference
+from reshard_mpi.mapping.candidates import Inventory, Kind
 from reshard_mpi.mapping.computing import values_of
-from reshard_mpi.mapping.mapped import Constant, Equal, Mapped
-from reshard_mpi.mapping.matching import Inventory, Kind
+from reshard_mpi.mapping.made import Constant, Equal, Mapped
 from reshard_mpi.mapping.naming import SourceFile, applied_to_file
 from reshard_mpi.mapping.settings import unpacked
 from reshard_mpi.planning.agreement import OWN

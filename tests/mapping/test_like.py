@@ -13,10 +13,11 @@ from support.command_line import Capture, run_here
 import reshard_mpi
 from reshard_mpi.errors import MapError, UsageError
 from reshard_mpi.formats.dtypes import BY_NAME
+from reshard_mpi.mapping.candidates import Inventory, Kind
 from reshard_mpi.mapping.choice import Choice
 from reshard_mpi.mapping.likeness import Like
-from reshard_mpi.mapping.mapped import Mapped, applied
-from reshard_mpi.mapping.matching import Inventory, Kind
+from reshard_mpi.mapping.made import Mapped
+from reshard_mpi.mapping.mapped import applied
 from reshard_mpi.mapping.parsing import parse_rules
 
 Shapes = dict[str, tuple[int, ...]]

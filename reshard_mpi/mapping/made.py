@@ -1,0 +1,79 @@
+"""What a map makes of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from reshard_mpi.formats.dtypes import DType
+from reshard_mpi.mapping.candidates import Kind
+from reshard_mpi.mapping.computing import Computed, Counted
+from reshard_mpi.mapping.directions import Direction
+from reshard_mpi.mapping.pairs import Place, TargetShape
+from reshard_mpi.sharding.box import Box
+
+
+class Made(NamedTuple):
+    """A tensor that is made of others.
+
+    shape: its pairs, and what of it is zeros. sources: the names of the tensors that pairs take from. where: the place
+    of the equation in the map; empty for a tensor that no equation takes.
+    """
+
+    name: str
+    dtype: DType
+    shape: TargetShape
+    sources: Mapping[Place, str]
+    where: str
+
+
+class Constant(NamedTuple):
+    """A tensor that is made up. element: the bytes of each of its elements."""
+
+    name: str
+    kind: Kind
+    element: bytes
+    where: str
+
+    @property
+    def shape(self) -> TargetShape:
+        """What it is made of: nothing."""
+        return TargetShape(self.kind.shape, (), (Box.whole(self.kind.shape),))
+
+
+class Equal(NamedTuple):
+    """Tensors of which one is taken for all. where: the place of the equation in the map."""
+
+    names: tuple[str, ...]
+    where: str
+
+
+class Pads(NamedTuple):
+    """Boxes of a source tensor that go nowhere. are_dropped: whether they may hold anything; else only zeros."""
+
+    name: str
+    boxes: tuple[Box, ...]
+    are_dropped: bool
+    where: str
+
+
+class Mapped(NamedTuple):
+    """All that a map makes of a checkpoint.
+
+    left_out: the names of tensors that go nowhere. kept: of those that no equation takes. computed: tensors of one
+    element that are computed, with the `settings` of the optimizer on the left. counted: those of the source that hold
+    what is computed anew. cautions: what people must know of it, in words.
+    """
+
+    made: tuple[Made, ...]
+    constants: tuple[Constant, ...]
+    equal: tuple[Equal, ...]
+    pads: tuple[Pads, ...]
+    left_out: tuple[str, ...]
+    kept: tuple[str, ...]
+    direction: Direction | None
+    computed: tuple[Computed, ...] = ()
+    counted: Counted = Counted(None, (), ())
+    cautions: tuple[str, ...] = ()
+    settings: Mapping[str, Any] = MappingProxyType({})
