@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import islice
 from math import prod
 from typing import NamedTuple
 
 from reshard_mpi.errors import MapError
 from reshard_mpi.formats.dtypes import FLOATS, DType, numbers
+from reshard_mpi.mapping.candidates import MAX_NAMED
+from reshard_mpi.mapping.directions import Direction
+from reshard_mpi.mapping.following import owned_by, owners_in_target
 from reshard_mpi.mapping.made import Constant, Made
-from reshard_mpi.mapping.rules import bytes_of
+from reshard_mpi.mapping.rules import Rules, bytes_of
 from reshard_mpi.sharding.patterns import Pattern
 
 
@@ -26,7 +30,6 @@ class Choice(NamedTuple):
     named: Callable[[str], str] = str
 
 
-_MAX_NAMED = 5
 # The glob of a type that is given without one.
 ANY = "*"
 # What training counts and sets, in single numbers: their types stay unless they are named.
@@ -57,24 +60,42 @@ def is_chosen(choice: Choice, name: str) -> bool:
     return not any(Pattern(glob).matches(name) for glob in choice.exclude)
 
 
-def chosen_of(choice: Choice, tensors: Sequence[Made], besides: Sequence[str]) -> tuple[list[Made], list[str]]:
-    """Return the tensors that are taken, and the names of the others. besides: names of what is made up or computed."""
+def require_any(choice: Choice, names: Collection[str]) -> list[str]:
+    """Return those of the target's tensors that are taken.
+
+    Raises MapError if a pattern matches none of them, or nothing is left.
+    """
     if choice.include is None and not choice.exclude:
-        return list(tensors), []
+        return list(names)
     for option, globs in (("--include", choice.include or ()), ("--exclude", choice.exclude)):
         for glob in globs:
             pattern = Pattern(glob)
-            if not any(pattern.matches(choice.named(name)) for name in (*(each.name for each in tensors), *besides)):
+            if not any(pattern.matches(choice.named(name)) for name in names):
                 raise MapError(
                     f"{option} {glob} matches no tensor",
-                    got=", ".join(tensor.name for tensor in tensors[:_MAX_NAMED]) + " ...",
+                    got=", ".join(islice(names, MAX_NAMED)) + " ..." * (len(names) > MAX_NAMED),
                     remedy="give a pattern of the names that the target has",
                 )
-    chosen = [tensor for tensor in tensors if is_chosen(choice, tensor.name)]
+    chosen = [name for name in names if is_chosen(choice, name)]
     if not chosen:
         raise MapError("--include and --exclude leave no tensor")
-    taken = {tensor.name for tensor in chosen}
-    return chosen, [tensor.name for tensor in tensors if tensor.name not in taken]
+    return chosen
+
+
+def states_left_out(
+    choice: Choice, shapes: Mapping[str, tuple[int, ...]], rules: Rules | None, direction: Direction | None
+) -> frozenset[str]:
+    """Return the tensors of the target that are state of parameters which `--exclude` leaves out, and go with them.
+
+    shapes: of all tensors of the target.
+    """
+    patterns = [Pattern(glob) for glob in choice.exclude]
+    excluded = {name for name in shapes if any(pattern.matches(choice.named(name)) for pattern in patterns)}
+    if not excluded:
+        return frozenset()
+    others = [name for name in shapes if name not in excluded]
+    owner_of = owners_in_target(others, shapes, rules, direction)
+    return frozenset(name for name in others if not excluded.isdisjoint(owned_by(name, owner_of)))
 
 
 def all_typed(choice: Choice, tensors: Sequence[Made]) -> Iterator[Made]:
@@ -84,7 +105,7 @@ def all_typed(choice: Choice, tensors: Sequence[Made]) -> Iterator[Made]:
         if glob != ANY and not any(map(Pattern(glob).matches, floats)):
             raise MapError(
                 f"--dtype {glob}={dtype} matches no floating-point tensor",
-                got=", ".join(floats[:_MAX_NAMED]) + (" ..." if len(floats) > _MAX_NAMED else "") or "none",
+                got=", ".join(floats[:MAX_NAMED]) + (" ..." if len(floats) > MAX_NAMED else "") or "none",
                 remedy="give a pattern of the names that the target has",
             )
     for tensor in tensors:

@@ -56,13 +56,16 @@ def told_direction(rules: Rules, inventory: Inventory, forward: bool | None, lik
             where=rules.where,
         )
     forwards, backwards = unmet.values()
+    has_like = like is not None
     raise MapError(
         "the map does not fit the checkpoint in either direction",
         expected=f"tensors for the equation at {forwards}, or read backwards for that at {backwards}",
         got=shown(inventory),
         where=rules.where,
         remedy="mend the names, or say optional = true where an equation need not apply;"
-        " --forward and --reverse tell what is wrong with one direction",
+        + " give the --like that belongs to the map, since equations apply only where they make what is in it;"
+        * has_like
+        + " --forward and --reverse tell what is wrong with one direction",
     )
 
 

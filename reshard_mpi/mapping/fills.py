@@ -14,6 +14,7 @@ from reshard_mpi.mapping.names import NamePattern
 from reshard_mpi.mapping.rules import Fill, Rules
 from reshard_mpi.sharding.patterns import Pattern
 from reshard_mpi.sharding.placement import named_after
+from reshard_mpi.text import shortened
 
 
 def may_make(fill: Fill, glob: str) -> bool:
@@ -28,13 +29,31 @@ def made_up(rules: Rules, tensors: Sequence[Made], direction: Direction, like: L
     for fill in rules.fills:
         if fill.side != direction.target_side or (like is None and fill.needs_like):
             continue
-        for constant in _of_fill(fill, tensors):
+        filled = list(_of_fill(fill, tensors))
+        if not filled and not fill.is_optional and not _may_be_nowhere(fill, rules, direction):
+            raise MapError(
+                "what is made up beside other tensors is made nowhere",
+                expected=f"tensors {fill.beside.text if fill.beside is not None else ''} of the target",
+                got=shortened([tensor.name for tensor in tensors]) or "no tensors",
+                where=fill.where,
+                remedy="mend the name, or say optional = true if there need not be any",
+            )
+        for constant in filled:
             if like is not None and (constant.name not in like.shapes or constant.name in names):
                 continue
             if constant.name in names or constant.name in made:
                 raise MapError(f"what is made up has the name of another tensor: {constant.name}", where=fill.where)
             made[constant.name] = constant
     return list(made.values())
+
+
+def _may_be_nowhere(fill: Fill, rules: Rules, direction: Direction) -> bool:
+    """Tell whether equations make what a fill is beside, so that there is none only where these do not apply."""
+    if fill.beside is None:
+        return False
+    terms = [term for rule in (*rules.equations, *rules.states) for term in direction.sides(rule)[1]]
+    names = (term.name.filled({capture.name: "0" for capture in term.name.captures}) for term in terms)
+    return any(fill.beside.match(name) is not None for name in names)
 
 
 def _of_fill(fill: Fill, tensors: Sequence[Made]) -> Iterator[Constant]:

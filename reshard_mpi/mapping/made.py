@@ -61,9 +61,10 @@ class Pads(NamedTuple):
 class Mapped(NamedTuple):
     """All that a map makes of a checkpoint.
 
-    left_out: the names of tensors that go nowhere. kept: of those that no equation takes. computed: tensors of one
-    element that are computed, with the `settings` of the optimizer on the left. counted: those of the source that hold
-    what is computed anew. cautions: what people must know of it, in words.
+    left_out: the names of tensors that go nowhere. states_left_out: those of them that are left out with the parameter
+    whose state they are. computed: tensors of one element that are computed, with the `settings` of the optimizer on
+    the left. counted: those of the source that hold what is computed anew. cautions: what people must know of it, in
+    words.
     """
 
     made: tuple[Made, ...]
@@ -71,9 +72,9 @@ class Mapped(NamedTuple):
     equal: tuple[Equal, ...]
     pads: tuple[Pads, ...]
     left_out: tuple[str, ...]
-    kept: tuple[str, ...]
     direction: Direction | None
     computed: tuple[Computed, ...] = ()
     counted: Counted = Counted(None, (), ())
     cautions: tuple[str, ...] = ()
     settings: Mapping[str, Any] = MappingProxyType({})
+    states_left_out: tuple[str, ...] = ()

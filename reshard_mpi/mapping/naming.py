@@ -122,7 +122,7 @@ def _in_files(mapped: Mapped, named: Mapping[str, str], in_target: Callable[[str
         equal=tuple(equal._replace(names=tuple(map(in_source, equal.names))) for equal in mapped.equal),
         pads=tuple(pads._replace(name=in_source(pads.name)) for pads in mapped.pads),
         left_out=tuple(map(in_source, mapped.left_out)),
-        kept=tuple(map(in_source, mapped.kept)),
+        states_left_out=tuple(map(in_source, mapped.states_left_out)),
         computed=tuple(
             number._replace(
                 name=in_target(number.name), steps=None if number.steps is None else in_source(number.steps)

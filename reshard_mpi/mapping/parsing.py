@@ -160,7 +160,7 @@ def _drop(entry: dict[str, Any], where: str) -> Drop:
 
 
 def _fill(entry: dict[str, Any], where: str) -> Fill:
-    _known(entry, ("fill", "side", "like"), where)
+    _known(entry, ("fill", "side", "like", "optional"), where)
     if entry.get("like") not in (None, "only"):
         raise MapError("like is wrong", expected="'only', or nothing", got=repr(entry["like"])[:60], where=where)
     fill = entry["fill"]
@@ -201,7 +201,7 @@ def _fill(entry: dict[str, Any], where: str) -> Fill:
     if beside is None and (shape is None or dtype is None):
         raise MapError("what is made up beside nothing needs a shape and a type", got=name.text, where=where)
     side, lengths = _side(entry, "right", where), None if shape is None else tuple(shape)
-    return Fill(name, beside, lengths, dtype, value, side, where, "like" in entry)
+    return Fill(name, beside, lengths, dtype, value, side, where, "like" in entry, _flag(entry, "optional", where))
 
 
 def _axes(

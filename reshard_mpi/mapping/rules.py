@@ -68,6 +68,7 @@ class Fill(NamedTuple):
 
     beside: makes one for each tensor of that name, whose captures the name may have. shape, dtype: None: those of the
     tensor beside it. needs_like: it is made up only if the checkpoint that the target is to be like has it.
+    is_optional: whether there may be nothing that it is beside.
     """
 
     name: NamePattern
@@ -78,6 +79,7 @@ class Fill(NamedTuple):
     side: str
     where: str
     needs_like: bool = False
+    is_optional: bool = False
 
     def element(self, dtype: DType) -> bytes:
         """Return the bytes of an element. Raises MapError if the type cannot hold the value."""

@@ -153,7 +153,7 @@ class Conversion:
             return ()
         return drifted_tensors(
             self.source,
-            self._is_wanted,
+            self.is_wanted,
             self._shards().knows,
             self.unlisted,
             damaged_are_replaced=damaged_are_replaced,
@@ -161,7 +161,8 @@ class Conversion:
             processes=processes,
         )
 
-    def _is_wanted(self, name: str, present: Container[str]) -> bool:
+    def is_wanted(self, name: str, present: Container[str]) -> bool:
+        """Tell whether the targets have a tensor. present: the names of all tensors of the checkpoint."""
         return self.unlisted is not Unlisted.DROP or not is_dropped(self.target, name, present)
 
     def without(self, damage: Mapping[int, ReshardError]) -> Conversion:

@@ -6,20 +6,20 @@ that. Nothing is read of it but its structure, what a map says is equal or paddi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from reshard_mpi.checkpoints.source import Extent, SourceCheckpoint
 from reshard_mpi.engine.files import Files
-from reshard_mpi.engine.regions import first_difference_of_tensors, first_nonzero, only_element
+from reshard_mpi.engine.regions import element_of, first_difference_of_tensors, first_nonzero, only_element
 from reshard_mpi.errors import DisagreementError, MapError, ReshardError
 from reshard_mpi.formats.dtypes import numbers
 from reshard_mpi.formats.manifest import NEST, Manifest, shown_string
 from reshard_mpi.formats.nest import first_difference
 from reshard_mpi.mapping.candidates import Inventory, Kind
 from reshard_mpi.mapping.computing import values_of
-from reshard_mpi.mapping.made import Constant, Equal, Mapped
+from reshard_mpi.mapping.made import Constant, Equal, Made, Mapped
 from reshard_mpi.mapping.naming import SourceFile, applied_to_file
 from reshard_mpi.mapping.settings import unpacked
 from reshard_mpi.planning.agreement import OWN
@@ -29,7 +29,7 @@ from reshard_mpi.planning.model import RankPlan, TensorPlan
 from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.runs.maps import TensorMap, tied_tensors
 from reshard_mpi.sharding.placement import unsharded
-from reshard_mpi.text import shortened
+from reshard_mpi.text import counted, shortened
 
 
 class _Made(NamedTuple):
@@ -48,7 +48,7 @@ def conversion_through(tensor_map: TensorMap, conversion: Conversion) -> Convers
     is_rank_by_rank = conversion.target.world_size == conversion.source.strategy.world_size > 1
 
     def through(original: Conversion) -> SourceCheckpoint:
-        return MappedCheckpoint.of(original, tensor_map, is_rank_by_rank=is_rank_by_rank)
+        return MappedCheckpoint.of(original, tensor_map, conversion.is_wanted, is_rank_by_rank=is_rank_by_rank)
 
     original = Conversion(conversion.source, unsharded(), strict=conversion.strict, replicas=conversion.replicas)
     return replace(conversion, source=through(original), original=original, through=through)
@@ -58,20 +58,31 @@ def conversion_through(tensor_map: TensorMap, conversion: Conversion) -> Convers
 class MappedCheckpoint(SourceCheckpoint):
     """The source checkpoint of `original` as a map makes it. Its files are those of that; it has one rank, 0.
 
-    is_rank_by_rank: whether the targets are as many as the source's ranks, so that each could keep values of its own.
+    is_wanted: tells of a name whether the targets have it; takes the names of all tensors as well. is_rank_by_rank:
+    whether the targets are as many as the source's ranks, so that each could keep values of its own.
     """
 
     original: Conversion | None = field(default=None)
     tensor_map: TensorMap | None = field(default=None)
+    is_wanted: Callable[[str, Container[str]], bool] = field(default=lambda *_: True)
     is_rank_by_rank: bool = field(default=False)
     _made: _Made | None = field(default=None)
     _is_checked: bool = field(default=False)
 
     @classmethod
-    def of(cls, original: Conversion, tensor_map: TensorMap, *, is_rank_by_rank: bool) -> MappedCheckpoint:
+    def of(
+        cls,
+        original: Conversion,
+        tensor_map: TensorMap,
+        is_wanted: Callable[[str, Container[str]], bool],
+        *,
+        is_rank_by_rank: bool,
+    ) -> MappedCheckpoint:
         """Return what a map makes of the source of `original`, a conversion of it to one full checkpoint."""
         files, strategy = original.source.files, unsharded(original.source.files.path)
-        return cls(files, strategy, original=original, tensor_map=tensor_map, is_rank_by_rank=is_rank_by_rank)
+        made = cls(files, strategy, original=original, tensor_map=tensor_map)
+        made.is_wanted, made.is_rank_by_rank = is_wanted, is_rank_by_rank
+        return made
 
     @property
     def stored(self) -> SourceCheckpoint:
@@ -132,6 +143,10 @@ class MappedCheckpoint(SourceCheckpoint):
         for name in made.mapped.left_out:
             yield f"{name}: left out"
 
+    def map_notes(self) -> tuple[str, ...]:
+        whole, _, mapped, _, notes = self._opened()
+        return (*self._notes(mapped), *notes, *self._nest_notes(whole))
+
     def completed(self, plan: RankPlan, *, checked: bool) -> RankPlan:
         """Return a target's plan with what planning the checkpoint as it is has shown.
 
@@ -143,11 +158,11 @@ class MappedCheckpoint(SourceCheckpoint):
             self.check_values()
             self._require_nobodys_own(made, whole)
             self._made, self._is_checked = made._replace(plan=whole), True
-        whole, _, mapped, _, notes = self._opened()
+        whole, _, mapped, _, _ = self._opened()
         return plan._replace(
             moments=(*plan.moments, *whole.moments),
             absent=(*plan.absent, *whole.absent),
-            notes=(*whole.notes, *self._notes(mapped), *notes, *self._nest_notes(whole), *plan.notes),
+            notes=(*whole.notes, *self.map_notes(), *plan.notes),
             alike=whole.alike,
             lost=whole.lost,
             warnings=(*whole.warnings, *mapped.cautions, *plan.warnings),
@@ -185,8 +200,25 @@ class MappedCheckpoint(SourceCheckpoint):
             if made.nest is not None:
                 strings[NEST] = made.nest
             manifest = Manifest(self.files.path, self.files.format, tensors, strings)
-            self._made = _Made(plan, in_order, mapped, manifest, made.notes)
+            self._made = _Made(self._without_needless(plan, mapped), in_order, mapped, manifest, made.notes)
         return self._made
+
+    def _wanted(self, mapped: Mapped) -> list[Made]:
+        """Return the tensors that targets have; others are left out by their strategy."""
+        names = {tensor.name for tensor in mapped.made}
+        return [tensor for tensor in mapped.made if self.is_wanted(tensor.name, names)]
+
+    def _without_needless(self, plan: RankPlan, mapped: Mapped) -> RankPlan:
+        """Return the plan of the checkpoint without comparisons of tensors of which targets need nothing."""
+        needed = {name for tensor in self._wanted(mapped) for name in tensor.sources.values()}
+        needed.update(name for equal in mapped.equal for name in equal.names)
+        needed.update(pads.name for pads in mapped.pads)
+        needed.update(mapped.counted.names)
+        alike = (group._replace(names=tuple(filter(needed.__contains__, group.names))) for group in plan.alike)
+        return plan._replace(
+            checks=tuple(check for check in plan.checks if check.name in needed),
+            alike=tuple(group for group in alike if group.names),
+        )
 
     def _computed(self, mapped: Mapped, plan: RankPlan) -> Iterator[Constant]:
         """Yield the tensors that are computed of single numbers of the source."""
@@ -208,11 +240,16 @@ class MappedCheckpoint(SourceCheckpoint):
         """Yield what the user must know of what the map makes."""
         if mapped.direction is not None and self.tensor_map is not None and self.tensor_map.rules is not None:
             made = sum(1 for tensor in mapped.made if tensor.where)
-            yield f"the map {self.tensor_map.rules.where}, read {mapped.direction}, makes {made} tensors"
-            if mapped.kept:
-                yield f"no equation takes {shortened(mapped.kept)}; names and shapes stay as they are"
-        if mapped.left_out:
-            yield f"left out: {shortened(mapped.left_out)}"
+            yield f"the map {self.tensor_map.rules.where}, read {mapped.direction}, makes {counted(made, 'tensor')}"
+            kept = [next(iter(tensor.sources.values())) for tensor in self._wanted(mapped) if not tensor.where]
+            if kept:
+                yield f"no equation takes {shortened(kept)}; names and shapes stay as they are"
+        with_parameters = frozenset(mapped.states_left_out)
+        left_out = [name for name in mapped.left_out if name not in with_parameters]
+        if left_out:
+            yield f"left out: {shortened(left_out)}"
+        if with_parameters:
+            yield f"left out with the parameters whose state they are: {shortened(mapped.states_left_out)}"
         if mapped.constants:
             yield f"made up: {shortened([tensor.name for tensor in mapped.constants])}"
         dropped = [(pads.name, sum(box.size for box in pads.boxes)) for pads in mapped.pads if pads.are_dropped]
@@ -238,7 +275,7 @@ class MappedCheckpoint(SourceCheckpoint):
 
         whole: the plan of the checkpoint with the notes of its checks.
         """
-        taken = {name for tensor in made.mapped.made for name in tensor.sources.values()}
+        taken = {name for tensor in self._wanted(made.mapped) for name in tensor.sources.values()}
         own = (check.name for check in made.plan.checks if check.why == OWN and check.name in taken)
         for name in own if self.is_rank_by_rank else ():
             if any(note.startswith(f"{name!r} differs") for note in whole.notes):
@@ -288,12 +325,14 @@ class MappedCheckpoint(SourceCheckpoint):
                     element = first_nonzero(files, tensor, box, self._conversion.limits)
                     if element is not None:
                         is_whole = box == tensor.spec.box
+                        content = element_of(files, tensor, element, self._conversion.limits)
+                        value = numbers(content, tensor.spec.dtype)[0]
                         raise MapError(
                             f"{pads.name} is left out, and is not zero"
                             if is_whole
                             else f"the padding of {pads.name} is not zero",
-                            expected=f"zeros in {box}",
-                            got=f"another value at element {list(element)}",
+                            expected=f"zeros in {box}, of all bits 0",
+                            got=f"{value} at element {list(element)}",
                             where=f"{self.files.path}, by {pads.where}",
                             remedy="leave zeros = true out of the entry of the map if it may be lost"
                             if is_whole

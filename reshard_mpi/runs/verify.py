@@ -53,7 +53,7 @@ def _verify_pair(
 ) -> Outcome:
     purpose = f"verifying {request.target}"
 
-    def begin() -> tuple[Conversion, SourceCheckpoint, Governor]:
+    def begin() -> tuple[Conversion, SourceCheckpoint, Governor, tuple[str, ...]]:
         governor = memory.open()
         named = (request.src_strategy, request.dst_strategy) if strategies is None else ()
         memory.to_open(named, purpose)
@@ -73,11 +73,13 @@ def _verify_pair(
         memory.on_giving_way(conversion.forget, target.forget)
         memory.to_plan(conversion, target_files.format, purpose, also_read=target)
         conversion.drifted_tensors(damaged_are_replaced=True, process=comm.rank, processes=comm.size)
+        notes: tuple[str, ...] = ()
         if comm.rank == 0:
             conversion.source.check_values()
-        return conversion, target, governor
+            notes = conversion.source.map_notes()
+        return conversion, target, governor, notes
 
-    conversion, target, governor = agreed(begin, comm)
+    conversion, target, governor, notes = agreed(begin, comm)
     if comm.rank == 0:
         progress.reading(conversion.source.described)
     weights = conversion.target_weights(range(conversion.target.world_size))
@@ -101,7 +103,7 @@ def _verify_pair(
             checked, damage = _compare(plan, shard)
         return checked, damage
 
-    return _with_notes(_each(weights, comm, check), governor, conversion.source.files, target.files)
+    return _with_notes(_each(weights, comm, check, notes), governor, conversion.source.files, target.files)
 
 
 def verify_alone(request: Request, comm: Comm, progress: Progress, strategies: Strategies | None = None) -> Outcome:
@@ -154,9 +156,15 @@ def _shards(
 
 
 def _each(
-    weights: Mapping[int, int], comm: Comm, check: Callable[[int], tuple[Checked, list[ReshardError]]]
+    weights: Mapping[int, int],
+    comm: Comm,
+    check: Callable[[int], tuple[Checked, list[ReshardError]]],
+    notes: tuple[str, ...] = (),
 ) -> Outcome:
-    """Check this process's share of the ranks; return the outcome of all processes."""
+    """Check this process's share of the ranks; return the outcome of all processes.
+
+    notes: what this process has to say besides.
+    """
     checked: list[Checked] = []
     failures: list[Failure] = []
     for rank in assign(weights, range(comm.size))[comm.rank]:
@@ -169,7 +177,7 @@ def _each(
         checked.append(shard)
     lost = tuple(lost for shard in checked for lost in shard.lost)
     left_out = tuple(text for shard in checked for text in shard.left_out)
-    own = Outcome(failures=tuple(failures), lost=lost, other_warnings=left_out, checked=tuple(checked))
+    own = Outcome(notes=notes, failures=tuple(failures), lost=lost, other_warnings=left_out, checked=tuple(checked))
     outcome = Outcome(processes=comm.size).joined(comm.allgather(own))
     return outcome._replace(failures=tuple(sorted(outcome.failures, key=lambda failure: failure.rank or 0)))
 
