@@ -28,7 +28,13 @@ from reshard_mpi.units import format_bytes
 STATE = ".reshard_mpi"
 COMMIT_RECORD = "reshard.json"
 # Settings that are digests of files -> the names under which records keep the files' paths.
-_FILES = {"src_strategy": "src_strategy_file", "dst_strategy": "dst_strategy_file", "map": "map_file"}
+_FILES = {
+    "src_strategy": "src_strategy_file",
+    "dst_strategy": "dst_strategy_file",
+    "map": "map_file",
+    "config": "config_file",
+    "like": "like_file",
+}
 # Settings -> the options of the command line that make them.
 _OPTIONS = {
     "src_strategy": "--src-strategy",
@@ -42,6 +48,8 @@ _OPTIONS = {
     "sums_in_shards": "--verify",
     "max_shard_size": "--max-shard-size",
     "map": "--map",
+    "config": "--config",
+    "like": "--like",
     "dtype": "--dtype",
     "include": "--include",
     "exclude": "--exclude",
@@ -61,11 +69,15 @@ SETTINGS: dict[str, Callable[[Any], Any]] = {
     "target_ranks": lambda value: fields.number(value, 1, _MAX_RANKS),
     "max_shard_size": lambda value: fields.number(value, 1, _MAX_TENSOR_BYTES),
     "map": fields.optional(fields.digest),
+    "config": fields.optional(fields.digest),
+    "like": fields.optional(fields.digest),
     "direction": fields.text,
     "dtype": fields.text,
     "include": fields.text,
     "exclude": fields.text,
     "map_file": fields.path,
+    "config_file": fields.path,
+    "like_file": fields.path,
     "src_strategy_file": fields.path,
     "dst_strategy_file": fields.path,
 }
@@ -127,6 +139,8 @@ class RunIdentity(NamedTuple):
     def _setting(self, name: str, state: str) -> str:
         """Return one setting as on the command line. state: is added to a file of the same name as another."""
         value, option = self.facts.get(name), _OPTIONS.get(name)
+        if name == "direction":
+            return f"--{value}" if value else "neither --forward nor --reverse"
         if option is None and value is None:
             return f"no {name}"
         if option is None:

@@ -9,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from support.checkpoints import read_shard, write_ranks
+from support.checkpoints import read_shard, write_ranks, write_shard
 from support.command_line import Capture, run_here
 from support.full_checkpoints import assert_held, floats, held, map_of, source_of
 
@@ -178,6 +178,34 @@ def test_it_goes_on_only_with_the_same_map(tmp_path: Path) -> None:
     assert "as it was then" in str(error.value)
     with pytest.raises(TargetError, match="--dtype"):
         reshard_mpi.transform(source, tmp_path / "dst", map=map_path, dtype="fp16", resume=True)
+
+
+def test_what_has_changed_since_is_named(tmp_path: Path) -> None:
+    source = source_of(tmp_path, {"w": floats(4, 6), "z": floats(2)})
+    text = "[axes]\nx = 'q'\n[[map]]\neq = 'w [(x a) b] <=> k [(a x) b]'\n"
+    config, like = tmp_path / "config.json", tmp_path / "like.ckpt"
+    config.write_text('{"q": 2}')
+    write_shard({"k": floats(4, 6), "z": floats(2)}, like)
+    given: dict[str, Any] = {"map": map_of(tmp_path, text), "config": config, "like": like}
+    reshard_mpi.transform(source, tmp_path / "dst", **given)
+
+    def refused(**options: object) -> str:
+        with pytest.raises(TargetError, match="the target folder holds another run") as error:
+            reshard_mpi.transform(source, tmp_path / "dst", resume=True, **(given | options))
+        return str(error.value)
+
+    message = refused(forward=True)
+    assert "a run with --forward\n" in message and "a run with neither --forward nor --reverse\n" in message
+    message = refused(config=None, map=map_of(tmp_path, text.replace("'q'", "2")))
+    assert "no --config" in message and f"--config {config}" in message and "--map" in message
+    map_of(tmp_path, text)
+    config.write_text('{"q": 4}')
+    message = refused()
+    assert f"--config {config} as it is now" in message and "as it was then" in message and "--map" not in message
+    config.write_text('{"q": 2}')
+    write_shard({"z": floats(2), "k": floats(4, 6)}, like)
+    message = refused()
+    assert f"--like {like} as it is now" in message and "--map" not in message and "--config" not in message
 
 
 def test_verify_and_diff_go_through_the_map(tmp_path: Path) -> None:
