@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from reshard_mpi.errors import MapError
 from reshard_mpi.formats.dtypes import DType
+from reshard_mpi.formats.files import MAX_DIMENSIONS, MAX_NAME_BYTES
 from reshard_mpi.mapping.candidates import Kind
 from reshard_mpi.mapping.computing import Computed, Counted
 from reshard_mpi.mapping.directions import Direction
@@ -78,3 +80,27 @@ class Mapped(NamedTuple):
     cautions: tuple[str, ...] = ()
     settings: Mapping[str, Any] = MappingProxyType({})
     states_left_out: tuple[str, ...] = ()
+
+
+def require_holdable(mapped: Mapped) -> None:
+    """Raise MapError for a tensor whose name or shape is more than a shard is read with."""
+    shapes = [(tensor.name, tensor.shape.shape, tensor.where) for tensor in mapped.made]
+    shapes += [(constant.name, constant.kind.shape, constant.where) for constant in mapped.constants]
+    shapes += [(number.name, number.kind.shape, number.where) for number in mapped.computed]
+    for name, shape, where in shapes:
+        length_bytes = len(name.encode(errors="replace"))
+        if length_bytes > MAX_NAME_BYTES:
+            raise MapError(
+                "a name that the map makes is too long",
+                expected=f"at most {MAX_NAME_BYTES} bytes",
+                got=f"{length_bytes} bytes: {name[:80]}...",
+                where=where,
+            )
+        if len(shape) > MAX_DIMENSIONS:
+            raise MapError(
+                f"{name} would have too many dimensions",
+                expected=f"at most {MAX_DIMENSIONS}",
+                got=str(len(shape)),
+                where=where,
+                remedy="leave axes of length 1 out, or put axes together: (a b)",
+            )

@@ -19,7 +19,7 @@ from reshard_mpi.formats.manifest import NEST, Manifest, shown_string
 from reshard_mpi.formats.nest import first_difference
 from reshard_mpi.mapping.candidates import Inventory, Kind
 from reshard_mpi.mapping.computing import values_of
-from reshard_mpi.mapping.made import Constant, Equal, Made, Mapped
+from reshard_mpi.mapping.made import Constant, Equal, Made, Mapped, require_holdable
 from reshard_mpi.mapping.naming import SourceFile, applied_to_file
 from reshard_mpi.mapping.settings import unpacked
 from reshard_mpi.planning.agreement import OWN
@@ -193,6 +193,7 @@ class MappedCheckpoint(SourceCheckpoint):
             nest = plan.strings.get(NEST)
             tied = {} if nest is None else tied_tensors(self.stored, in_order)
             made = applied_to_file(rules, choice, in_order, SourceFile(nest, tied, self.files.path), forward, like)
+            require_holdable(made.mapped)
             mapped = made.mapped._replace(constants=(*made.mapped.constants, *self._computed(made.mapped, plan)))
             rank = min(plan.read_ranks, default=0)
             tensors = MappedTensors(self.files.path, mapped, plan.tensors, rank)
