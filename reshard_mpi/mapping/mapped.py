@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
 from reshard_mpi.formats.dtypes import FLOATS, DType
-from reshard_mpi.mapping.candidates import Inventory, Kind, shown
+from reshard_mpi.mapping.candidates import Inventory, shown
 from reshard_mpi.mapping.choice import (
     Choice,
     all_typed,
@@ -140,7 +140,12 @@ def _tensors(taken: _Taken, inventory: Inventory, choice: Choice, like: Like | N
     """Return the tensors that are made of those of the checkpoint, in their order in the target."""
     parameter_names = {name for match in taken.matches for name in match.sources.values()}
     position = {name: number for number, name in enumerate(inventory)}
-    made = [(position[name], _kept(name, inventory[name])) for name in taken.kept]
+    # One for all tensors of a shape: those that are made in the same way are planned and moved together.
+    wholes = {kind.shape: TargetShape(kind.shape, (whole_pair(_OWN, kind.shape),), ()) for kind in inventory.values()}
+    made = [
+        (position[name], Made(name, dtype, wholes[shape], {_OWN: name}, ""))
+        for name, (dtype, shape) in ((name, inventory[name]) for name in taken.kept)
+    ]
     states = {id(match) for match in taken.states}
     for match in (*taken.matches, *taken.states):
         first = min(position[name] for name in match.sources.values())
@@ -215,10 +220,6 @@ def _is_state(match: Match, names: Container[str], inventory: Inventory) -> bool
     name = next(iter(match.sources.values()))
     bases = (base for base in named_after(name) if base in names and is_named_as_state(name, base))
     return any(inventory[base].shape == inventory[name].shape for base in bases)
-
-
-def _kept(name: str, kind: Kind) -> Made:
-    return Made(name, kind.dtype, TargetShape(kind.shape, (whole_pair(_OWN, kind.shape),), ()), {_OWN: name}, "")
 
 
 def _single_shaped(tensor: Made, shape: tuple[int, ...] | None) -> Made:
