@@ -131,7 +131,7 @@ def test_what_is_moved_many_at_a_time(data: st.DataObject) -> None:
         patch.setattr(batches, "_CONVERTED_BYTES", data.draw(st.sampled_from([1, 40, 1 << 20])))
         patch.setattr(batches, "_WRITTEN_TOGETHER_BYTES", data.draw(st.sampled_from([0, 1 << 14])))
         patch.setattr(batches, "_LITTLE_BYTES", data.draw(st.sampled_from([0, 64 << 10])))
-        limits = Limits(data.draw(st.sampled_from([64, 4096])), data.draw(st.sampled_from([64, 4096])))
+        limits = Limits(data.draw(st.sampled_from([256, 4096])), data.draw(st.sampled_from([64, 4096])))
         size = len(made.expected)
         cuts = sorted(data.draw(st.lists(st.integers(0, size), max_size=2)))
         spans = [*itertools.pairwise([0, *cuts, size])] if cuts else [None]
