@@ -78,6 +78,7 @@ class ShardOpener:
     unlisted: Unlisted
     strict: bool
     replicas: Replicas
+    allows_holes: bool = False
     _never_saved: dict[tuple[int, ...], set[str]] = field(default_factory=dict)
 
     def open(self, target_rank: int) -> Opened:
@@ -172,6 +173,7 @@ class ShardOpener:
             unlisted=self.unlisted,
             strict=self.strict,
             replicas=self.replicas,
+            allows_holes=self.allows_holes,
         )
 
     def _other_holders(

@@ -8,6 +8,7 @@ from collections.abc import Collection, Container, Iterable, Iterator, Mapping, 
 from operator import eq
 from typing import NamedTuple, overload
 
+from reshard_mpi.errors import CoverageError
 from reshard_mpi.formats.columns import TensorEntry, Tensors
 from reshard_mpi.formats.manifest import ShardIdentity
 from reshard_mpi.formats.specs import ShardSpec, SpecKind, Specs, TensorSpec
@@ -323,7 +324,8 @@ class RankPlan(NamedTuple):
     same in other targets. alike: copies that must be the same; compared at once for all targets of a process. lost:
     source shards that cannot be used. warnings: other things that were not taken from where they should have been.
     elsewhere: tensors that belong here, but that another target of the same checkpoint writes: type and whole shape of
-    those that strategies place, by name.
+    those that strategies place, by name. holes: where that was asked for, tensors of which no shard has some part, by
+    name, each with the error for it; their groups have no routes.
     """
 
     target_rank: int
@@ -344,6 +346,7 @@ class RankPlan(NamedTuple):
     unplaced: frozenset[str] = frozenset()
     left_out: tuple[str, ...] = ()
     elsewhere: Mapping[str, str | None] = {}
+    holes: Mapping[str, CoverageError] = {}
 
     @property
     def shard(self) -> ShardSpec:

@@ -53,7 +53,8 @@ class Conversion:
     has a place for strings. once: whether the files of all targets make up one checkpoint, so that a piece that several
     ranks hold is written by one of them. before_gathering: called before copies are compared with numpy, which takes
     more memory than planning. original: where `source` is what a map makes of a checkpoint, the conversion of that to
-    one full checkpoint, and through: makes the source of it.
+    one full checkpoint, and through: makes the source of it. allows_holes: tensors of which no shard has some part do
+    not refuse a plan; `RankPlan.holes` names them.
     """
 
     source: SourceCheckpoint
@@ -67,6 +68,7 @@ class Conversion:
     before_gathering: Callable[[], object] = lambda: None
     original: Conversion | None = None
     through: Callable[[Conversion], SourceCheckpoint] | None = None
+    allows_holes: bool = False
     _is_fitting: bool = field(default=False)
     _table: str | None = field(default=None)
     _opener: ShardOpener | None = field(default=None)
@@ -90,18 +92,24 @@ class Conversion:
         try:
             plan = opened.planner.plan(self._strategy_table())
         except CoverageError as error:
-            files, size = self.source.files, self.source.strategy.world_size
-            error.where = error.where or f"{files.path}, which has the shards of {len(files.by_rank)} of {size} ranks"
-            lone = LoneShard.of(files)
-            if lone is not None and size > 1 and lone.siblings():
-                error.remedy = f"give {lone.checkpoint}, where the shards of the other ranks are"
+            self._tell_where(error)
             raise
+        for hole in plan.holes.values():
+            self._tell_where(hole)
         if plan.strings and not self.keeps_strings:
             plan = self._without_strings(plan)
         plan = self.source.completed(plan, checked=checked)
         if checked:
             plan = self.checked(plan)
         return plan.without(opened.planner.written_elsewhere()) if self.once else plan
+
+    def _tell_where(self, error: CoverageError) -> None:
+        """Say in an error where parts were looked for, and where they may be."""
+        files, size = self.source.files, self.source.strategy.world_size
+        error.where = error.where or f"{files.path}, which has the shards of {len(files.by_rank)} of {size} ranks"
+        lone = LoneShard.of(files)
+        if lone is not None and size > 1 and lone.siblings():
+            error.remedy = f"give {lone.checkpoint}, where the shards of the other ranks are"
 
     def checked(self, plan: RankPlan) -> RankPlan:
         """Return a plan with all that reading tensors of the source shows. Raises what `plan` raises."""
@@ -230,7 +238,9 @@ class Conversion:
 
     def _shards(self) -> ShardOpener:
         if self._opener is None:
-            self._opener = ShardOpener(self.source, self.target, self.unlisted, self.strict, self.replicas)
+            self._opener = ShardOpener(
+                self.source, self.target, self.unlisted, self.strict, self.replicas, self.allows_holes
+            )
         return self._opener
 
     def _moments(self, plan: RankPlan, manifests: Mapping[int, Manifest]) -> tuple[Moment, ...]:

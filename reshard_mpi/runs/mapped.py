@@ -50,7 +50,9 @@ def conversion_through(tensor_map: TensorMap, conversion: Conversion) -> Convers
     def through(original: Conversion) -> SourceCheckpoint:
         return MappedCheckpoint.of(original, tensor_map, conversion.is_wanted, is_rank_by_rank=is_rank_by_rank)
 
-    original = Conversion(conversion.source, unsharded(), strict=conversion.strict, replicas=conversion.replicas)
+    original = Conversion(
+        conversion.source, unsharded(), strict=conversion.strict, replicas=conversion.replicas, allows_holes=True
+    )
     return replace(conversion, source=through(original), original=original, through=through)
 
 
@@ -196,7 +198,7 @@ class MappedCheckpoint(SourceCheckpoint):
             require_holdable(made.mapped)
             mapped = made.mapped._replace(constants=(*made.mapped.constants, *self._computed(made.mapped, plan)))
             rank = min(plan.read_ranks, default=0)
-            tensors = MappedTensors(self.files.path, mapped, plan.tensors, rank)
+            tensors = MappedTensors(self.files.path, mapped, plan.tensors, rank, plan.holes)
             strings = {name: text for name, text in plan.strings.items() if name != NEST}
             if made.nest is not None:
                 strings[NEST] = made.nest
@@ -344,4 +346,7 @@ class MappedCheckpoint(SourceCheckpoint):
 
 def _tensor(plan: RankPlan, at: tuple[int, int]) -> TensorPlan:
     group, place = at
+    name = plan.tensors.groups[group].names[place]
+    if name in plan.holes:
+        raise plan.holes[name].with_traceback(None)
     return plan.tensors.groups[group].tensor(place)

@@ -177,3 +177,51 @@ def test_verify_and_diff_say_what_they_do_not_look_at(tmp_path: Path, capsys: Ca
     for command in ("verify", "diff"):
         said = run_here(capsys, command, f"{source}", f"{tmp_path}/dst", "--map", f"{map_path}")
         assert said.code == 0 and "left out: junk" in said.err, command
+
+
+CUT = "mesh = {{ t = 2 }}\n[[parameter]]\nmatch = '{}'\nsplit = {{ 0 = ['t'] }}\n[[parameter]]\nmatch = '*'\n"
+
+
+def half_lost(folder: Path) -> tuple[Path, list[str]]:
+    """Write two ranks that have halves of `e`, the second of which is lost; return the option as well."""
+    shards = {rank: {"a": floats(3), "e": floats(2, 2, first=4 * rank), "f": floats(2, 2)} for rank in range(2)}
+    write_ranks(shards, folder / "src", "safetensors")
+    (folder / "src/rank_1/checkpoint_1.safetensors").unlink()
+    (folder / "src.toml").write_text(CUT.format("e"))
+    return folder / "src", ["--src-strategy", f"{folder}/src.toml"]
+
+
+@pytest.mark.parametrize("choice", [["--exclude", "e"], ["--include", "a", "--include", "f"]])
+@pytest.mark.parametrize("is_mapped", [False, True])
+def test_a_lost_shard_of_what_is_left_out_refuses_nothing(
+    tmp_path: Path, capsys: Capture, choice: list[str], is_mapped: bool
+) -> None:
+    source, options = half_lost(tmp_path)
+    if is_mapped:
+        map_path = map_of(tmp_path, "[[map]]\neq = 'f [x y] <=> f [y x]'")
+        options += ["--map", f"{map_path}", "--forward"]
+    said = run_here(capsys, "transform", f"{source}", f"{tmp_path}/dst", *options, *choice)
+    assert said.code == 0 and "left out: e" in said.err
+    assert_held(tmp_path / "dst", {"a": floats(3), "f": floats(2, 2).T if is_mapped else floats(2, 2)})
+    said = run_here(capsys, "verify", f"{source}", f"{tmp_path}/dst", *options, *choice)
+    assert said.code == 0, said
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "eq = 'e [x y] <=> g [y x]'",
+        "eq = 'f [x y], e [z y] <=> g [(x + z) y]'",
+        "copy = true\neq = 'g <=> f, e'\n",
+        "eq = 'a <=> b'\n[[map]]\ndrop = 'e'\noptional = true\nzeros = true",
+        "eq = 'a <=> b'",
+    ],
+)
+def test_a_lost_shard_of_what_is_needed_refuses_the_run(tmp_path: Path, capsys: Capture, text: str) -> None:
+    source, options = half_lost(tmp_path)
+    options += ["--map", f"{map_of(tmp_path, '[[map]]' + chr(10) + text)}"]
+    options += ["--reverse" if "copy" in text else "--forward"]
+    for command in ("transform", "plan"):
+        said = run_here(capsys, command, f"{source}", f"{tmp_path}/dst", *options)
+        assert said.code == 3 and "no source holds a part of 'e'" in said.err, said
+    assert "shards of 1 of 2 ranks" in said.err and not (tmp_path / "dst").exists()
