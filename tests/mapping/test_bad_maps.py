@@ -197,6 +197,13 @@ def test_a_map_that_is_no_file(tmp_path: Path) -> None:
         reshard_mpi.plan(checkpoint(tmp_path), map=tmp_path / "map.toml")
 
 
+def test_a_configuration_that_is_no_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    (tmp_path / "map.toml").write_text("[[map]]\neq = 'a.0.q [x y] <=> b [y x]'")
+    with pytest.raises(MapError, match="the configuration is no file"):
+        reshard_mpi.plan(checkpoint(tmp_path), map=tmp_path / "map.toml", config=tmp_path / "config.json")
+
+
 def test_a_tensor_that_two_terms_take(tmp_path: Path) -> None:
     message = refused(tmp_path, "[[map]]\neq = 'a.1.k [x y], a.{n}.k [x y] <=> c [(x + n x) y]'")
     assert "takes a tensor twice" in message and "a.1.k" in message
