@@ -146,22 +146,31 @@ class Conversion:
         return tuple(shown_rules(source.strategy, shapes))
 
     def drifted_tensors(
-        self, *, damaged_are_replaced: bool = False, process: int = 0, processes: int = 1
+        self,
+        *,
+        damaged_are_replaced: bool = False,
+        process: int = 0,
+        processes: int = 1,
+        needs: Callable[[str], bool] = lambda _: True,
     ) -> tuple[str, ...]:
         """Return the names of tensors whose copies have drifted apart, as one process's share of a sample shows.
 
-        With `replicas` ANY nothing is read. Raises what `sampling.drifted_tensors` raises.
+        needs: tells which tensors are looked at, of those that targets have. With `replicas` ANY nothing is read.
+        Raises what `sampling.drifted_tensors` raises.
         """
         self.require_fitting_strategies()
         if self.original is not None:
             return self.original.drifted_tensors(
-                damaged_are_replaced=damaged_are_replaced, process=process, processes=processes
+                damaged_are_replaced=damaged_are_replaced,
+                process=process,
+                processes=processes,
+                needs=self.source.needs,
             )
         if self.replicas is Replicas.ANY:
             return ()
         return drifted_tensors(
             self.source,
-            self.is_wanted,
+            lambda name, present: self.is_wanted(name, present) and needs(name),
             self._shards().knows,
             self.unlisted,
             damaged_are_replaced=damaged_are_replaced,

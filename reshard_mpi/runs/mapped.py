@@ -33,13 +33,17 @@ from reshard_mpi.text import counted, shortened
 
 
 class _Made(NamedTuple):
-    """The checkpoint planned as one full one, its tensors, what the map makes of them, and that as a shard."""
+    """The checkpoint planned as one full one, its tensors, what the map makes of them, and that as a shard.
+
+    needed: the names of the checkpoint's tensors of which targets have anything, or that are looked at.
+    """
 
     plan: RankPlan
     inventory: Inventory
     mapped: Mapped
     manifest: Manifest
     notes: tuple[str, ...]
+    needed: frozenset[str]
 
 
 def conversion_through(tensor_map: TensorMap, conversion: Conversion) -> Conversion:
@@ -145,8 +149,11 @@ class MappedCheckpoint(SourceCheckpoint):
         for name in made.mapped.left_out:
             yield f"{name}: left out"
 
+    def needs(self, name: str) -> bool:
+        return name in self._opened().needed
+
     def map_notes(self) -> tuple[str, ...]:
-        whole, _, mapped, _, notes = self._opened()
+        whole, _, mapped, _, notes, _ = self._opened()
         return (*self._notes(mapped), *notes, *self._nest_notes(whole))
 
     def completed(self, plan: RankPlan, *, checked: bool) -> RankPlan:
@@ -160,7 +167,7 @@ class MappedCheckpoint(SourceCheckpoint):
             self.check_values()
             self._require_nobodys_own(made, whole)
             self._made, self._is_checked = made._replace(plan=whole), True
-        whole, _, mapped, _, _ = self._opened()
+        whole, _, mapped, *_ = self._opened()
         return plan._replace(
             moments=(*plan.moments, *whole.moments),
             absent=(*plan.absent, *whole.absent),
@@ -203,7 +210,9 @@ class MappedCheckpoint(SourceCheckpoint):
             if made.nest is not None:
                 strings[NEST] = made.nest
             manifest = Manifest(self.files.path, self.files.format, tensors, strings)
-            self._made = _Made(self._without_needless(plan, mapped), in_order, mapped, manifest, made.notes)
+            needed = self._needed(mapped)
+            plan = _comparing_only(plan, needed)
+            self._made = _Made(plan, in_order, mapped, manifest, made.notes, needed)
         return self._made
 
     def _wanted(self, mapped: Mapped) -> list[Made]:
@@ -211,17 +220,11 @@ class MappedCheckpoint(SourceCheckpoint):
         names = {tensor.name for tensor in mapped.made}
         return [tensor for tensor in mapped.made if self.is_wanted(tensor.name, names)]
 
-    def _without_needless(self, plan: RankPlan, mapped: Mapped) -> RankPlan:
-        """Return the plan of the checkpoint without comparisons of tensors of which targets need nothing."""
+    def _needed(self, mapped: Mapped) -> frozenset[str]:
         needed = {name for tensor in self._wanted(mapped) for name in tensor.sources.values()}
         needed.update(name for equal in mapped.equal for name in equal.names)
         needed.update(pads.name for pads in mapped.pads)
-        needed.update(mapped.counted.names)
-        alike = (group._replace(names=tuple(filter(needed.__contains__, group.names))) for group in plan.alike)
-        return plan._replace(
-            checks=tuple(check for check in plan.checks if check.name in needed),
-            alike=tuple(group for group in alike if group.names),
-        )
+        return frozenset(needed | set(mapped.counted.names))
 
     def _computed(self, mapped: Mapped, plan: RankPlan) -> Iterator[Constant]:
         """Yield the tensors that are computed of single numbers of the source."""
@@ -342,6 +345,15 @@ class MappedCheckpoint(SourceCheckpoint):
                             else 'say pads = "drop" in the entry of the map if it may be thrown away, though it may'
                             " have been trained",
                         )
+
+
+def _comparing_only(plan: RankPlan, names: Container[str]) -> RankPlan:
+    """Return a plan without comparisons of other tensors than these."""
+    alike = (group._replace(names=tuple(name for name in group.names if name in names)) for group in plan.alike)
+    return plan._replace(
+        checks=tuple(check for check in plan.checks if check.name in names),
+        alike=tuple(group for group in alike if group.names),
+    )
 
 
 def _tensor(plan: RankPlan, at: tuple[int, int]) -> TensorPlan:

@@ -225,3 +225,16 @@ def test_a_lost_shard_of_what_is_needed_refuses_the_run(tmp_path: Path, capsys: 
         said = run_here(capsys, command, f"{source}", f"{tmp_path}/dst", *options)
         assert said.code == 3 and "no source holds a part of 'e'" in said.err, said
     assert "shards of 1 of 2 ranks" in said.err and not (tmp_path / "dst").exists()
+
+
+def test_what_is_excluded_need_not_be_alike(tmp_path: Path, capsys: Capture) -> None:
+    """Two ranks differ in a tensor that no strategy lists, and that is too large to be a rank's own."""
+    shards = {rank: {"e": floats(2, 2, first=4 * rank), "u": floats(40, 40, first=rank)} for rank in range(2)}
+    write_ranks(shards, tmp_path / "src", "safetensors")
+    (tmp_path / "src.toml").write_text(CUT.format("e").rpartition("[[parameter]]")[0])
+    options = ["--src-strategy", f"{tmp_path}/src.toml"]
+    said = run_here(capsys, "transform", f"{tmp_path}/src", f"{tmp_path}/dst", *options)
+    assert said.code == 3 and "no copies of each other" in said.err
+    said = run_here(capsys, "transform", f"{tmp_path}/src", f"{tmp_path}/dst", *options, "--exclude", "u")
+    assert said.code == 0, said
+    assert_held(tmp_path / "dst", {"e": floats(4, 2)})
