@@ -80,6 +80,7 @@ class ShardOpener:
     strict: bool
     replicas: Replicas
     accumulated: Accumulated
+    allows_holes: bool = False
     _never_saved: dict[tuple[int, ...], set[str]] = field(default_factory=dict)
 
     def open(self, target_rank: int) -> Opened:
@@ -178,6 +179,7 @@ class ShardOpener:
             strict=self.strict,
             replicas=self.replicas,
             accumulated=self.accumulated,
+            allows_holes=self.allows_holes,
         )
 
     def _other_holders(

@@ -172,6 +172,14 @@ class SourceCheckpoint:
     def check_values(self) -> None:
         """Raise a ReshardError if values of tensors contradict what has been said of them."""
 
+    def needs(self, name: str) -> bool:
+        """Tell whether anything is made of a tensor as it is stored."""
+        return True
+
+    def map_notes(self) -> tuple[str, ...]:
+        """Return what the user should know of what a map makes of it."""
+        return ()
+
     def completed(self, plan: RankPlan, *, checked: bool) -> RankPlan:
         """Return the plan of a target with what there is to say of the checkpoint besides.
 

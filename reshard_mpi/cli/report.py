@@ -51,7 +51,7 @@ def verified(outcome: Outcome, seconds: float) -> str:
     tensors = sum(checked.tensors for checked in shards)
     by = ", ".join(dict.fromkeys(way for checked in shards for way in checked.by))
     speed = _speed(sum(checked.read_bytes for checked in shards), seconds)
-    return f"verified {counted(len(shards), 'shard')}, {tensors} tensors, {speed} by {by}: sound"
+    return f"verified {counted(len(shards), 'shard')}, {counted(tensors, 'tensor')}, {speed} by {by}: sound"
 
 
 def same(outcome: Outcome, seconds: float) -> str:

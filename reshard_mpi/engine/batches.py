@@ -14,9 +14,10 @@ import numpy as np
 
 from reshard_mpi.engine.files import Files
 from reshard_mpi.formats.columns import ELSEWHERE
+from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.places import ByteRange
-from reshard_mpi.planning.model import Group, Limits, PlannedTensors
+from reshard_mpi.planning.model import Group, Limits, PlannedTensors, Route
 from reshard_mpi.sharding.strides import Strides
 
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
@@ -29,6 +30,8 @@ _MAX_RUNS_OF_ONE = 1 << 13
 # Only tensors that are smaller than this on average are written together with the bytes between them, since those must
 # be read first.
 _WRITTEN_TOGETHER_BYTES = 16 << 10
+# So many bytes are converted to another type at once.
+_CONVERTED_BYTES = 1 << 20
 # No more of a source is mapped than so many times the bytes taken from it, and this much besides.
 _SPARSE, _LITTLE_BYTES = 16, 64 << 10
 
@@ -37,7 +40,8 @@ class _Route(NamedTuple):
     """Where one part of several tensors comes from.
 
     path, starts: the source file, and the offset of each source tensor in it. first_bytes: offset of the part in its
-    source tensor. span_bytes: from the part's first byte to the end of its last. itemsize: in bytes.
+    source tensor. span_bytes: from the part's first byte to the end of its last. stored, dtype: the type of the
+    elements in the source, and in the target.
     """
 
     path: str
@@ -45,11 +49,27 @@ class _Route(NamedTuple):
     first_bytes: int
     span_bytes: int
     strides: Strides
-    itemsize: int
+    stored: DType
+    dtype: DType
 
     @property
     def size_bytes(self) -> int:
-        return self.strides.size * self.itemsize
+        """How many bytes of each source tensor are taken."""
+        return self.strides.size * self.stored.itemsize_bytes
+
+
+class _Moved(NamedTuple):
+    """Tensors of one group of which a route moves a part.
+
+    group, places: the number of their group, and their places in it. starts, targets: their offsets in the source file
+    and in the target file.
+    """
+
+    group: int
+    places: Numbers
+    route: _Route
+    starts: Numbers
+    targets: Numbers
 
 
 class _Places(NamedTuple):
@@ -104,13 +124,13 @@ class Batches:
         """Move tensors that fit into the buffer; fewer at a time if their sources are too far apart to be mapped."""
         parts = list(self._parts(first, last))
         windows: dict[str, tuple[int, int]] = {}
-        for route, starts, _ in parts:
-            low = int(starts.min()) + route.first_bytes
-            high = int(starts.max()) + route.first_bytes + route.span_bytes
-            known = windows.get(route.path, (low, high))
-            windows[route.path] = min(low, known[0]), max(high, known[1])
+        for part in parts:
+            low = int(part.starts.min()) + part.route.first_bytes
+            high = int(part.starts.max()) + part.route.first_bytes + part.route.span_bytes
+            known = windows.get(part.route.path, (low, high))
+            windows[part.route.path] = min(low, known[0]), max(high, known[1])
         mapped_bytes = sum(high - low for low, high in windows.values())
-        needed_bytes = sum(len(starts) * route.size_bytes for route, starts, _ in parts)
+        needed_bytes = sum(len(part.starts) * part.route.size_bytes for part in parts)
         if last - first > 1 and mapped_bytes > min(self._limits.window_bytes, _LITTLE_BYTES + _SPARSE * needed_bytes):
             middle = (first + last) // 2
             self._move(files, first, middle, buffer)
@@ -123,11 +143,15 @@ class Batches:
         if together and moved_bytes < len(content):
             files.read_target(ByteRange(self._path, begin, len(content)), content)
         for path, (low, high) in windows.items():
-            of_file = [part for part in parts if part[0].path == path]
-            requested_bytes = sum(len(starts) * route.size_bytes for route, starts, _ in of_file)
+            of_file = [part for part in parts if part.route.path == path]
+            requested_bytes = sum(len(part.starts) * part.route.size_bytes for part in of_file)
             with files.window(ByteRange(path, low, high - low), requested_bytes) as window:
-                for route, starts, targets in of_file:
-                    _take(window, starts - low, content, targets - begin, route)
+                for part in of_file:
+                    local = part._replace(starts=part.starts - low, targets=part.targets - begin)
+                    if part.route.stored == part.route.dtype:
+                        _take(window, content, local)
+                    else:
+                        self._note_too_large(files, part, _take_converted(window, content, local))
         if together:
             files.write(ByteRange(self._path, begin, len(content)), content, moved_bytes)
             return
@@ -135,14 +159,22 @@ class Batches:
         for start, size in places:
             files.write(ByteRange(self._path, start, size), content[start - begin : start - begin + size])
 
-    def _parts(self, first: int, last: int) -> Iterator[tuple[_Route, Numbers, Numbers]]:
-        """Yield each route with the offsets of its tensors, in its source file and in the target file."""
+    def _note_too_large(self, files: Files, part: _Moved, too_large: Numbers) -> None:
+        """Count the elements of each tensor that were too large for its type."""
+        files.traffic.too_large += int(too_large.sum())
+        names, overflows = self._tensors.groups[part.group].names, files.traffic.overflows
+        for number in np.flatnonzero(too_large).tolist():
+            name = names[int(part.places[number])]
+            overflows[name] = overflows.get(name, 0) + int(too_large[number])
+
+    def _parts(self, first: int, last: int) -> Iterator[_Moved]:
+        """Yield what each route moves."""
         groups = self._places.groups[first:last]
         for number in np.unique(groups).tolist():
             chosen = np.flatnonzero(groups == number) + first
             places, targets = self._places.in_group[chosen], self._places.starts[chosen]
             for route in self._routes_of(number):
-                yield route, route.starts[places], targets
+                yield _Moved(number, places, route, route.starts[places], targets)
 
     def _routes_of(self, number: int) -> tuple[_Route, ...]:
         if number not in self._routes:
@@ -170,7 +202,7 @@ def _places(tensors: PlannedTensors, target: Manifest, span: Span | None, limits
 
 def _is_plain(group: Group) -> bool:
     """Tell whether each source tensor is one range of its file, in this machine's byte order."""
-    return all(ELSEWHERE not in _starts(route.tensors.starts, route.numbers) for route in group.routes)
+    return all(ELSEWHERE not in _starts(route.tensors.unconverted.starts, route.numbers) for route in group.routes)
 
 
 def _is_in_runs(group: Group) -> bool:
@@ -181,8 +213,7 @@ def _is_in_runs(group: Group) -> bool:
 
 def _is_close(group: Group, limits: Limits) -> bool:
     """Tell whether the parts of each tensor are close enough together in their files to be mapped."""
-    itemsize = group.kind.dtype.itemsize_bytes
-    span_bytes = sum(route.source_box.span_of(route.region) for route in group.routes) * itemsize
+    span_bytes = sum(route.source_box.span_of(route.region) * _stored(route).itemsize_bytes for route in group.routes)
     return span_bytes <= min(limits.window_bytes, _LITTLE_BYTES + _SPARSE * group.kind.size_bytes)
 
 
@@ -190,41 +221,84 @@ def _starts(starts: Sequence[int], numbers: Sequence[int]) -> Numbers:
     return np.asarray(starts, np.int64)[np.asarray(numbers, np.int64)]
 
 
+def _stored(route: Route) -> DType:
+    """Return the type that the source tensors of a route have in their file; they are all of one kind."""
+    tensors = route.tensors.unconverted
+    return tensors.kinds[tensors.kind_of[route.numbers[0]]].dtype
+
+
 def _routes(group: Group) -> Iterator[_Route]:
-    itemsize, box = group.kind.dtype.itemsize_bytes, group.kind.box
     for route in group.routes:
-        strides = route.strides(box)
+        strides, stored = route.strides(group.kind.box), _stored(route)
         if strides.size:
-            starts = _starts(route.tensors.starts, route.numbers)
+            tensors, itemsize = route.tensors.unconverted, stored.itemsize_bytes
+            starts = _starts(tensors.starts, route.numbers)
             span_bytes = route.source_box.span_of(route.region) * itemsize
-            yield _Route(route.tensors.path, starts, strides.source_offset * itemsize, span_bytes, strides, itemsize)
+            first_bytes = strides.source_offset * itemsize
+            yield _Route(tensors.path, starts, first_bytes, span_bytes, strides, stored, group.kind.dtype)
 
 
 # Many copies have the same strides. One entry takes 128 KiB at the most.
 @lru_cache(maxsize=16)
-def _runs(strides: Strides, itemsize: int) -> tuple[Numbers, Numbers]:
+def _runs(strides: Strides, stored: DType, dtype: DType) -> tuple[Numbers, Numbers]:
     """Return the offsets of the runs, in bytes, in a source tensor and in the target tensor."""
     sources = targets = np.zeros(1, np.int64)
     for length, step, target_step in strides.dimensions[:-1] if strides.run_length > 1 else strides.dimensions:
         indices = np.arange(length, dtype=np.int64)
         sources = np.add.outer(sources, indices * step).reshape(-1)
         targets = np.add.outer(targets, indices * target_step).reshape(-1)
-    return (sources + strides.source_offset) * itemsize, (targets + strides.target_offset) * itemsize
+    source_offsets = (sources + strides.source_offset) * stored.itemsize_bytes
+    return source_offsets, (targets + strides.target_offset) * dtype.itemsize_bytes
 
 
-def _take(window: memoryview, starts: Numbers, content: memoryview, targets: Numbers, route: _Route) -> None:
+def _take(window: memoryview, content: memoryview, moved: _Moved) -> None:
     """Copy the runs of a route from source tensors to target tensors.
 
-    starts, targets: the offsets of these tensors in `window` and in `content`.
+    moved: with the offsets of these tensors in `window` and in `content`.
     """
-    source_runs, target_runs = _runs(route.strides, route.itemsize)
-    run_bytes = route.strides.run_length * route.itemsize
-    read, written = _runs_anywhere(window, run_bytes), _runs_anywhere(content, run_bytes)
+    for _, sources, targets in _steps(window, content, moved):
+        targets.array[targets.offsets] = sources.array[sources.offsets]
+
+
+def _take_converted(window: memoryview, content: memoryview, moved: _Moved) -> Numbers:
+    """Do what `_take` does, with elements that become another type; return how many of each tensor are too large."""
+    from reshard_mpi.engine.floats import convert
+    from reshard_mpi.engine.placing import raw_dtype
+
+    stored, dtype, size = moved.route.stored, moved.route.dtype, moved.route.strides.size
+    too_large = np.zeros(len(moved.starts), np.int64)
+    for first, sources, targets in _steps(window, content, moved):
+        elements = sources.array[sources.offsets].view(raw_dtype(stored))
+        converted = np.empty(len(elements), raw_dtype(dtype))
+        if convert(elements, stored, converted, dtype):  # whose they are is looked at only then
+            for number, start in enumerate(range(0, len(elements), size), first):
+                part = slice(start, start + size)
+                too_large[number] = convert(elements[part], stored, converted[part], dtype)
+        targets.array[targets.offsets] = converted.view(targets.array.dtype)
+    return too_large
+
+
+class _Runs(NamedTuple):
+    """Runs of equal length. array: its element number n is the run that begins at byte n. offsets: where they begin."""
+
+    array: np.ndarray[Any, np.dtype[np.void]]
+    offsets: Numbers
+
+
+def _steps(window: memoryview, content: memoryview, moved: _Moved) -> Iterator[tuple[int, _Runs, _Runs]]:
+    """Yield the number of the first of some tensors, and their runs in the source and in the target."""
+    route = moved.route
+    source_runs, target_runs = _runs(route.strides, route.stored, route.dtype)
+    length = route.strides.run_length
+    read = _runs_anywhere(window, length * route.stored.itemsize_bytes)
+    written = _runs_anywhere(content, length * route.dtype.itemsize_bytes)
     step = max(1, _MAX_RUNS // len(source_runs))
-    for first in range(0, len(starts), step):
-        source_offsets = np.add.outer(starts[first : first + step], source_runs).reshape(-1)
-        target_offsets = np.add.outer(targets[first : first + step], target_runs).reshape(-1)
-        written[target_offsets] = read[source_offsets]
+    if route.stored != route.dtype:
+        step = max(1, min(step, _CONVERTED_BYTES // route.size_bytes))
+    for first in range(0, len(moved.starts), step):
+        source_offsets = np.add.outer(moved.starts[first : first + step], source_runs).reshape(-1)
+        target_offsets = np.add.outer(moved.targets[first : first + step], target_runs).reshape(-1)
+        yield first, _Runs(read, source_offsets), _Runs(written, target_offsets)
 
 
 def _runs_anywhere(data: memoryview, run_bytes: int) -> np.ndarray[Any, np.dtype[np.void]]:

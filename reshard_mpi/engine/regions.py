@@ -159,6 +159,15 @@ def first_nonzero(files: Files, tensor: TensorPlan, box: Box, limits: Limits) ->
     return None
 
 
+def element_of(files: Files, tensor: TensorPlan, index: tuple[int, ...], limits: Limits) -> bytes:
+    """Return the bytes of the element at a global index."""
+    box = Box(index, tuple(number + 1 for number in index))
+    content = bytearray(tensor.spec.dtype.itemsize_bytes)
+    part = next(part for copy in tensor.copies if (part := copy.meeting(box)) is not None)
+    fill(files, part, box, memoryview(content), limits)
+    return bytes(content)
+
+
 def only_element(files: Files, tensor: TensorPlan, limits: Limits) -> bytes:
     """Return the bytes of a tensor of one element. Raises ValueError if it has more."""
     if tensor.spec.box.size != 1:

@@ -116,6 +116,11 @@ class Tensors(Mapping[str, TensorEntry]):
         for entry in entries:
             self.add_entry(entry)
 
+    @property
+    def unconverted(self) -> Tensors:
+        """The tensors that these are seen in another type of; themselves if they are as they lie in the file."""
+        return self
+
     def kind(self, kind: Kind) -> int:
         """Return the number of a kind; add the kind if it is new."""
         number = self._number_of_kind.setdefault(kind, len(self.kinds))

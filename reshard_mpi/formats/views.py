@@ -101,6 +101,10 @@ class _ConvertedTensors(Tensors):
         )
         self.elsewhere = {number: self.source(number) for number in unconverted.elsewhere}
 
+    @property
+    def unconverted(self) -> Tensors:
+        return self._unconverted
+
     def source(self, number: int) -> Place:
         place, kind = self._unconverted.source(number), self.kind_of[number]
         return Converted(place, self._unconverted.kinds[kind].dtype) if self._changed[kind] else place

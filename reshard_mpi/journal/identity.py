@@ -64,6 +64,8 @@ SETTINGS: dict[str, Callable[[Any], Any]] = {
     "max_shard_size": lambda value: fields.number(value, 1, MAX_TENSOR_BYTES),
     "accumulated": lambda value: fields.one_of(value, tuple(Accumulated)),
     "map": fields.optional(fields.digest),
+    "config": fields.optional(fields.digest),
+    "like": fields.optional(fields.digest),
     "direction": fields.text,
     "dtype": fields.text,
     "include": fields.text,
@@ -132,6 +134,8 @@ class RunIdentity(NamedTuple):
     def _setting(self, name: str, state: str) -> str:
         """Return one setting as on the command line. state: is added to a file of the same name as another."""
         value, option = self.facts.get(name), _OPTIONS.get(name)
+        if name == "direction":
+            return f"--{value}" if value else "neither --forward nor --reverse"
         if option is None and value is None:
             return f"no {name}"
         if option is None:

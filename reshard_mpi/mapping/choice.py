@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import islice
 from math import prod
 from typing import NamedTuple
 
-from reshard_mpi.formats.dtypes import FLOATS, DType
+from reshard_mpi.errors import MapError
+from reshard_mpi.formats.dtypes import FLOATS, DType, numbers
+from reshard_mpi.mapping.candidates import MAX_NAMED
+from reshard_mpi.mapping.directions import Direction
+from reshard_mpi.mapping.following import owned_by, owners_in_target
+from reshard_mpi.mapping.made import Constant, Made
+from reshard_mpi.mapping.rules import Rules, bytes_of
 from reshard_mpi.sharding.patterns import Pattern
 
 
@@ -51,3 +58,65 @@ def is_chosen(choice: Choice, name: str) -> bool:
     if choice.include is not None and not any(Pattern(glob).matches(name) for glob in choice.include):
         return False
     return not any(Pattern(glob).matches(name) for glob in choice.exclude)
+
+
+def require_any(choice: Choice, names: Collection[str]) -> list[str]:
+    """Return those of the target's tensors that are taken.
+
+    Raises MapError if a pattern matches none of them, or nothing is left.
+    """
+    if choice.include is None and not choice.exclude:
+        return list(names)
+    for option, globs in (("--include", choice.include or ()), ("--exclude", choice.exclude)):
+        for glob in globs:
+            pattern = Pattern(glob)
+            if not any(pattern.matches(choice.named(name)) for name in names):
+                raise MapError(
+                    f"{option} {glob} matches no tensor",
+                    got=", ".join(islice(names, MAX_NAMED)) + " ..." * (len(names) > MAX_NAMED),
+                    remedy="give a pattern of the names that the target has",
+                )
+    chosen = [name for name in names if is_chosen(choice, name)]
+    if not chosen:
+        raise MapError("--include and --exclude leave no tensor")
+    return chosen
+
+
+def states_left_out(
+    choice: Choice, shapes: Mapping[str, tuple[int, ...]], rules: Rules | None, direction: Direction | None
+) -> frozenset[str]:
+    """Return the tensors of the target that are state of parameters which `--exclude` leaves out, and go with them.
+
+    shapes: of all tensors of the target.
+    """
+    patterns = [Pattern(glob) for glob in choice.exclude]
+    excluded = {name for name in shapes if any(pattern.matches(choice.named(name)) for pattern in patterns)}
+    if not excluded:
+        return frozenset()
+    others = [name for name in shapes if name not in excluded]
+    owner_of = owners_in_target(others, shapes, rules, direction)
+    return frozenset(name for name in others if not excluded.isdisjoint(owned_by(name, owner_of)))
+
+
+def all_typed(choice: Choice, tensors: Sequence[Made]) -> Iterator[Made]:
+    """Yield tensors in the types that `--dtype` gives them. Raises MapError for a pattern that matches none."""
+    floats = [choice.named(tensor.name) for tensor in tensors if tensor.dtype in FLOATS]
+    for glob, dtype in choice.types:
+        if glob != ANY and not any(map(Pattern(glob).matches, floats)):
+            raise MapError(
+                f"--dtype {glob}={dtype} matches no floating-point tensor",
+                got=", ".join(floats[:MAX_NAMED]) + (" ..." if len(floats) > MAX_NAMED else "") or "none",
+                remedy="give a pattern of the names that the target has",
+            )
+    for tensor in tensors:
+        yield tensor._replace(dtype=type_of(choice, tensor.name, tensor.dtype, tensor.shape.shape))
+
+
+def constant_typed(choice: Choice, constant: Constant) -> Constant:
+    """Return what is made up in the type that `--dtype` gives it. Raises MapError if that cannot hold it."""
+    dtype = type_of(choice, constant.name, *constant.kind)
+    if dtype == constant.kind.dtype:
+        return constant
+    value = numbers(constant.element, constant.kind.dtype)[0]
+    element = bytes_of(value, dtype, constant.name, constant.where)
+    return constant._replace(kind=constant.kind._replace(dtype=dtype), element=element)

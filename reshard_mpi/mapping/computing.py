@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from reshard_mpi.mapping.matching import Direction, Inventory, Kind, Likeness
+from reshard_mpi.mapping.candidates import Inventory, Kind, Likeness
+from reshard_mpi.mapping.directions import Direction
 from reshard_mpi.mapping.rules import Rules
 from reshard_mpi.mapping.settings import Count, Number, packed, require_power, worth
 

@@ -12,8 +12,10 @@ from math import prod
 from typing import NamedTuple
 
 from reshard_mpi.errors import MapError
+from reshard_mpi.mapping.candidates import Inventory, Likeness
+from reshard_mpi.mapping.directions import Direction
 from reshard_mpi.mapping.fitting import whole_pair
-from reshard_mpi.mapping.matching import Direction, Inventory, Likeness, Match
+from reshard_mpi.mapping.matching import Match
 from reshard_mpi.mapping.names import NamePattern
 from reshard_mpi.mapping.pairs import Geometry, Place, TargetShape
 from reshard_mpi.mapping.rules import EquationRule, Rules
@@ -63,8 +65,7 @@ class Affixes(NamedTuple):
 
 def is_state(name: str, rules: Rules, inventory: Inventory, direction: Direction) -> bool:
     """Tell whether a tensor is state that `rules.states` speak of; equations of parameters do not take it."""
-    known = (Affixes.of(direction.sides(rule)[0][0].name) for rule in rules.states)
-    return _parted(name, known, inventory) is not None
+    return _parted(name, (_source(rule, direction) for rule in rules.states), inventory) is not None
 
 
 def followed(
@@ -85,16 +86,14 @@ def followed(
     }
     by_affixes: dict[Affixes, list[EquationRule]] = {}
     for rule in rules.states:
-        (source,), _ = direction.sides(rule)
-        by_affixes.setdefault(Affixes.of(source.name), []).append(rule)
+        by_affixes.setdefault(_source(rule, direction), []).append(rule)
     families: dict[tuple[int, Affixes], set[str]] = {}
+    shapes = {name: kind.shape for name, kind in inventory.items()}
     for name in left:
-        parted = _parted(name, by_affixes, inventory) or _parted_anywhere(name, inventory)
+        parted = _parameter_of(name, by_affixes, shapes)
         if parted is None:
             continue
         base, affixes = parted
-        if inventory[name].shape != inventory[base].shape and prod(inventory[name].shape) != 1:
-            continue
         if base in match_of:
             families.setdefault((match_of[base], affixes), set()).add(base)
             continue
@@ -106,6 +105,37 @@ def followed(
         chosen = _chosen(by_affixes.get(affixes, ()), tuple(match.targets.values()), direction, like)
         target_affixes = affixes if chosen is None else _target(chosen, direction)
         yield _state(match, affixes, target_affixes, inventory, chosen)
+
+
+def owners(
+    names: Iterable[str], shapes: Mapping[str, tuple[int, ...]], rules: Rules | None, direction: Direction | None
+) -> dict[str, str]:
+    """Return, by name, the parameters that tensors are state of; other tensors are left out.
+
+    names: of some of the tensors of the source. shapes: of all of them.
+    """
+    known = [] if rules is None or direction is None else [_source(rule, direction) for rule in rules.states]
+    return _owners(names, shapes, known)
+
+
+def owners_in_target(
+    names: Iterable[str], shapes: Mapping[str, tuple[int, ...]], rules: Rules | None, direction: Direction | None
+) -> dict[str, str]:
+    """Return what `owners` does, for tensors of the target."""
+    known = [] if rules is None or direction is None else [_target(rule, direction) for rule in rules.states]
+    return _owners(names, shapes, known)
+
+
+def _owners(names: Iterable[str], shapes: Mapping[str, tuple[int, ...]], known: Sequence[Affixes]) -> dict[str, str]:
+    parted = ((name, _parameter_of(name, known, shapes)) for name in names)
+    return {name: found[0] for name, found in parted if found is not None and found[0] != name}
+
+
+def owned_by(name: str, owner_of: Mapping[str, str]) -> Iterator[str]:
+    """Yield the parameter that a tensor is state of, and so on where that is state itself."""
+    while name in owner_of:
+        name = owner_of[name]
+        yield name
 
 
 def _having_state(match: Match, bases: Collection[str], affixes: Affixes) -> Match:
@@ -135,7 +165,20 @@ def _having_state(match: Match, bases: Collection[str], affixes: Affixes) -> Mat
     )
 
 
-def _parted(name: str, known: Iterable[Affixes], inventory: Inventory) -> tuple[str, Affixes] | None:
+def _parameter_of(
+    name: str, known: Iterable[Affixes], shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[str, Affixes] | None:
+    """Return the parameter that a tensor is state of, and what is around its name; None if it is no state.
+
+    known: what maps have around names of parameters in those of their state.
+    """
+    parted = _parted(name, known, shapes) or _parted_anywhere(name, shapes)
+    if parted is None or (shapes[name] != shapes[parted[0]] and prod(shapes[name]) != 1):
+        return None
+    return parted
+
+
+def _parted(name: str, known: Iterable[Affixes], inventory: Container[str]) -> tuple[str, Affixes] | None:
     """Return the parameter that state belongs to and what is around its name, if that is known."""
     for affixes in known:
         base = affixes.within(name)
@@ -160,6 +203,11 @@ def is_named_as_state(name: str, base: str) -> bool:
     """Tell whether a name is that of a parameter behind words of which one is an optimizer's."""
     before = name.removesuffix(f".{base}")
     return before != name and not _STATE_WORDS.isdisjoint(before.split("."))
+
+
+def _source(rule: EquationRule, direction: Direction) -> Affixes:
+    (source,), _ = direction.sides(rule)
+    return Affixes.of(source.name)
 
 
 def _target(rule: EquationRule, direction: Direction) -> Affixes:

@@ -8,89 +8,48 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
-from reshard_mpi.formats.dtypes import DType, numbers
-from reshard_mpi.mapping.choice import ANY, Choice, is_chosen, type_of
+from reshard_mpi.formats.dtypes import FLOATS, DType
+from reshard_mpi.mapping.candidates import Inventory, shown
+from reshard_mpi.mapping.choice import (
+    Choice,
+    all_typed,
+    constant_typed,
+    is_chosen,
+    require_any,
+    states_left_out,
+    type_of,
+)
 from reshard_mpi.mapping.computing import Computed, Counted, computed, counted
+from reshard_mpi.mapping.directions import Direction, told_direction
+from reshard_mpi.mapping.dropping import dropped, states_among, zeros
+from reshard_mpi.mapping.fills import made_up
 from reshard_mpi.mapping.fitting import whole_pair
 from reshard_mpi.mapping.following import followed, is_named_as_state, is_state
 from reshard_mpi.mapping.likeness import Like, require_alike
-from reshard_mpi.mapping.matching import Direction, Inventory, Kind, Match, matches, told_direction
-from reshard_mpi.mapping.names import NamePattern
+from reshard_mpi.mapping.made import Constant, Equal, Made, Mapped, Pads
+from reshard_mpi.mapping.matching import Match, matches
 from reshard_mpi.mapping.pairs import Place, TargetShape
-from reshard_mpi.mapping.rules import TYPES, Fill, Rules, bytes_of
+from reshard_mpi.mapping.rules import TYPES, Drop, Rules
 from reshard_mpi.mapping.settings import cautions
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.sharding.patterns import Pattern
 from reshard_mpi.sharding.placement import named_after
 
-_MAX_NAMED = 5
-_FLOATS = frozenset(TYPES.values())
 _OWN = Place(0, ())
 
 
-class Made(NamedTuple):
-    """A tensor that is made of others.
+class _Taken(NamedTuple):
+    """What becomes of the tensors of a checkpoint.
 
-    shape: its pairs, and what of it is zeros. sources: the names of the tensors that pairs take from. where: the place
-    of the equation in the map; empty for a tensor that no equation takes.
+    matches: what equations take. states: the state that follows them, or has other names. kept: the names of tensors
+    that stay as they are. dropped: those that are left out, by name. counted: those that are computed anew.
     """
 
-    name: str
-    dtype: DType
-    shape: TargetShape
-    sources: Mapping[Place, str]
-    where: str
-
-
-class Constant(NamedTuple):
-    """A tensor that is made up. element: the bytes of each of its elements."""
-
-    name: str
-    kind: Kind
-    element: bytes
-    where: str
-
-    @property
-    def shape(self) -> TargetShape:
-        """What it is made of: nothing."""
-        return TargetShape(self.kind.shape, (), (Box.whole(self.kind.shape),))
-
-
-class Equal(NamedTuple):
-    """Tensors of which one is taken for all. where: the place of the equation in the map."""
-
-    names: tuple[str, ...]
-    where: str
-
-
-class Pads(NamedTuple):
-    """Boxes of a source tensor that go nowhere. are_dropped: whether they may hold anything; else only zeros."""
-
-    name: str
-    boxes: tuple[Box, ...]
-    are_dropped: bool
-    where: str
-
-
-class Mapped(NamedTuple):
-    """All that a map makes of a checkpoint.
-
-    left_out: the names of tensors that go nowhere. kept: of those that no equation takes. computed: tensors of one
-    element that are computed, with the `settings` of the optimizer on the left. counted: those of the source that hold
-    what is computed anew. cautions: what people must know of it, in words.
-    """
-
-    made: tuple[Made, ...]
-    constants: tuple[Constant, ...]
-    equal: tuple[Equal, ...]
-    pads: tuple[Pads, ...]
-    left_out: tuple[str, ...]
-    kept: tuple[str, ...]
     direction: Direction | None
-    computed: tuple[Computed, ...] = ()
-    counted: Counted = Counted(None, (), ())
-    cautions: tuple[str, ...] = ()
-    settings: Mapping[str, Any] = MappingProxyType({})
+    matches: Sequence[Match]
+    states: Sequence[Match]
+    kept: Sequence[str]
+    dropped: Mapping[str, Drop]
+    counted: Counted
 
 
 def applied(
@@ -107,45 +66,92 @@ def applied(
     which equations apply, and in which order tensors are; what is made must be alike, of what `choice` takes. settings:
     of the source's optimizer. Raises MapError if the map does not fit.
     """
-    shapes = None if like is None else like.shapes
-    taken: list[Match] = []
-    left = dict.fromkeys(inventory)
-    dropped: list[str] = []
-    direction = None
-    known = Counted(None, (), ())
-    states: list[Match] = []
+    taken = _Taken(None, (), (), tuple(inventory), {}, Counted(None, (), ()))
+    constants: list[Constant] = []
+    numbers: list[Computed] = []
     if rules is not None:
-        direction = told_direction(rules, inventory, forward, shapes)
-        states_apart = {
-            name: kind for name, kind in inventory.items() if not is_state(name, rules, inventory, direction)
-        }
-        taken = list(matches(rules, states_apart, direction, shapes))
-        for match in taken:
-            for name in (*match.sources.values(), *match.equal):
-                left.pop(name, None)
-        dropped = _dropped(rules, left, direction, shapes or {})
-        for name in dropped:
-            del left[name]
+        taken = _taken(rules, inventory, forward, like)
+    direction = taken.direction
+    tensors = _tensors(taken, inventory, choice, like)
+    if rules is not None and direction is not None:
+        constants = made_up(rules, tensors, direction, like)
         if not direction.is_forward:
             settings = {} if like is None else like.training.settings
-        known = counted(rules, left, inventory, direction, shapes)
-        for name in known.names:
-            del left[name]
-        states = list(followed(rules, taken, left, inventory, direction, shapes))
-        for match in states:
-            for name in (*match.sources.values(), *match.equal):
-                left.pop(name, None)
-        parameters = len(taken)
-        taken += states
-    else:
-        parameters = 0
-    parameter_names = {name for match in taken[:parameters] for name in match.sources.values()}
+        numbers = _computed(rules, taken, tensors, settings, like)
+        of_numbers = {number.name for number in numbers}
+        constants = [constant for constant in constants if constant.name not in of_numbers]
+    shapes = {tensor.name: tensor.shape.shape for tensor in tensors}
+    shapes |= {constant.name: constant.kind.shape for constant in constants}
+    shapes |= {number.name: number.kind.shape for number in numbers}
+    all_shapes = {**({} if like is None else like.shapes), **shapes}
+    states_out = states_left_out(choice, all_shapes, rules, direction)
+    chosen = frozenset(require_any(choice, shapes)) - states_out
+    tensors = [tensor for tensor in tensors if tensor.name in chosen]
+    numbers = [number for number in numbers if number.name in chosen]
+    used = {name for tensor in tensors for name in tensor.sources.values()}
+    if like is not None:
+        of_choice = {name: shape for name, shape in like.shapes.items() if is_chosen(choice, name)}
+        of_choice = {name: shape for name, shape in of_choice.items() if name not in states_out}
+        require_alike({name: shapes[name] for name in shapes if name in chosen}, like._replace(shapes=of_choice))
+    known = taken.counted
+    does_anything = taken.matches or taken.states or taken.dropped or constants or numbers
+    if rules is not None and not does_anything:
+        raise _does_nothing(rules, direction, inventory, like)
+    return Mapped(
+        tuple(all_typed(choice, tensors)),
+        tuple(constant_typed(choice, constant) for constant in constants if constant.name in chosen),
+        tuple(_equal((*taken.matches, *taken.states), used, known)),
+        (*_pads((*taken.matches, *taken.states), used), *zeros(taken.dropped, inventory)),
+        (
+            *taken.dropped,
+            *(name for name in shapes if name not in chosen),
+            *(name for name, _ in known.numbers),
+            *(() if numbers else known.steps),
+        ),
+        direction,
+        tuple(numbers),
+        known,
+        tuple(_cautions(rules, taken.states, settings)) if rules is not None else (),
+        settings,
+        (*_states_dropped(taken, inventory, rules), *(name for name in shapes if name in states_out)),
+    )
+
+
+def _taken(rules: Rules, inventory: Inventory, forward: bool | None, like: Like | None) -> _Taken:
+    """Return what becomes of the tensors of a checkpoint by a map."""
+    shapes = None if like is None else like.shapes
+    direction = told_direction(rules, inventory, forward, shapes)
+    states_apart = {name: kind for name, kind in inventory.items() if not is_state(name, rules, inventory, direction)}
+    taken = list(matches(rules, states_apart, direction, shapes))
+    left = dict.fromkeys(inventory)
+    _remove(left, taken)
+    entries = dropped(rules, tuple(left), inventory, direction, shapes or {})
+    for name in entries:
+        del left[name]
+    known = counted(rules, left, inventory, direction, shapes)
+    for name in known.names:
+        del left[name]
+    states = list(followed(rules, taken, left, inventory, direction, shapes))
+    _remove(left, states)
+    return _Taken(direction, taken, states, tuple(left), entries, known)
+
+
+def _tensors(taken: _Taken, inventory: Inventory, choice: Choice, like: Like | None) -> list[Made]:
+    """Return the tensors that are made of those of the checkpoint, in their order in the target."""
+    parameter_names = {name for match in taken.matches for name in match.sources.values()}
     position = {name: number for number, name in enumerate(inventory)}
-    made = [(position[name], _kept(name, inventory[name])) for name in left]
-    for number, match in enumerate(taken):
+    # One for all tensors of a shape: those that are made in the same way are planned and moved together.
+    wholes = {kind.shape: TargetShape(kind.shape, (whole_pair(_OWN, kind.shape),), ()) for kind in inventory.values()}
+    made = [
+        (position[name], Made(name, dtype, wholes[shape], {_OWN: name}, ""))
+        for name, (dtype, shape) in ((name, inventory[name]) for name in taken.kept)
+    ]
+    states = {id(match) for match in taken.states}
+    for match in (*taken.matches, *taken.states):
         first = min(position[name] for name in match.sources.values())
-        of_state = number >= parameters or _is_state(match, parameter_names, inventory)
-        made += [(first, tensor) for tensor in _of_match(match, inventory, direction, is_state=of_state)]
+        of_state = id(match) in states or _is_state(match, parameter_names, inventory)
+        of_match = _of_match(match, inventory, taken.direction, choice, is_state=of_state)
+        made += [(first, tensor) for tensor in of_match]
     made.sort(key=lambda placed: placed[0])
     tensors = [tensor for _, tensor in made]
     if like is not None:
@@ -153,41 +159,45 @@ def applied(
         order = {name: number for number, name in enumerate(like.shapes)}
         tensors.sort(key=lambda tensor: order.get(tensor.name, len(order)))
     _require_different(tensors)
-    constants = _made_up(rules, tensors, direction, like) if rules is not None and direction is not None else []
-    computed_numbers: list[Computed] = []
-    if rules is not None and direction is not None:
-        others = dict.fromkeys(tensor.name for tensor in tensors)  # in their order, which is that of what is computed
-        computed_numbers = list(computed(rules, known, others, settings, direction, shapes))
-        of_numbers = {number.name for number in computed_numbers}
-        constants = [constant for constant in constants if constant.name not in of_numbers]
-        twice = sorted(of_numbers & others.keys())
-        if twice:
-            raise MapError(f"what is computed has the name of another tensor: {twice[0]}", where=rules.where)
-    made_besides = [*(constant.name for constant in constants), *(number.name for number in computed_numbers)]
-    chosen, excluded = _chosen(choice, tensors, made_besides)
-    excluded += [name for name in made_besides if not is_chosen(choice, name)]
-    computed_numbers = [number for number in computed_numbers if is_chosen(choice, number.name)]
-    wanted = {constant.name for constant in constants if is_chosen(choice, constant.name)}
-    used = {name for tensor in chosen for name in tensor.sources.values()}
-    if like is not None:
-        made_shapes = {tensor.name: tensor.shape.shape for tensor in chosen}
-        made_shapes |= {number.name: number.kind.shape for number in computed_numbers}
-        made_shapes |= {constant.name: constant.kind.shape for constant in constants if constant.name in wanted}
-        of_choice = {name: shape for name, shape in like.shapes.items() if is_chosen(choice, name)}
-        require_alike(made_shapes, like._replace(shapes=of_choice))
-    return Mapped(
-        tuple(_all_typed(choice, chosen)),
-        tuple(_constant_typed(choice, constant) for constant in constants if constant.name in wanted),
-        tuple(_equal(taken, used, known)),
-        (*_pads(taken, used), *_zeros(rules, dropped, inventory, direction)),
-        (*dropped, *excluded, *(name for name, _ in known.numbers), *(() if computed_numbers else known.steps)),
-        tuple(left) if rules is not None else (),
-        direction,
-        tuple(computed_numbers),
-        known,
-        tuple(_cautions(rules, states, settings)) if rules is not None else (),
-        settings,
+    return tensors
+
+
+def _computed(
+    rules: Rules, taken: _Taken, tensors: Iterable[Made], settings: Mapping[str, Any], like: Like | None
+) -> list[Computed]:
+    """Return the numbers that are computed. Raises MapError if one has the name of another tensor."""
+    assert taken.direction is not None
+    others = dict.fromkeys(tensor.name for tensor in tensors)  # in their order, which is that of what is computed
+    shapes = None if like is None else like.shapes
+    numbers = list(computed(rules, taken.counted, others, settings, taken.direction, shapes))
+    twice = sorted(number.name for number in numbers if number.name in others)
+    if twice:
+        raise MapError(f"what is computed has the name of another tensor: {twice[0]}", where=rules.where)
+    return numbers
+
+
+def _states_dropped(taken: _Taken, inventory: Inventory, rules: Rules | None) -> tuple[str, ...]:
+    if rules is None or taken.direction is None or not taken.dropped:
+        return ()
+    return tuple(states_among(taken.dropped, inventory, rules, taken.direction))
+
+
+def _does_nothing(rules: Rules, direction: Direction | None, inventory: Inventory, like: Like | None) -> MapError:
+    as_like = "" if like is None else f" that become what is in {like.path}"
+    side = "left" if direction is None else direction.source_side
+    return MapError(
+        "the map does nothing: none of its entries applies",
+        expected=f"tensors of its {side} sides{as_like}",
+        got=shown(inventory),
+        where=rules.where,
+        remedy="mend the names, read it the other way (--forward, --reverse), or leave out --map",
     )
+
+
+def _remove(left: dict[str, None], taken: Iterable[Match]) -> None:
+    for match in taken:
+        for name in (*match.sources.values(), *match.equal):
+            left.pop(name, None)
 
 
 def _equal(taken: Iterable[Match], used: set[str], known: Counted) -> Iterator[Equal]:
@@ -212,10 +222,6 @@ def _is_state(match: Match, names: Container[str], inventory: Inventory) -> bool
     return any(inventory[base].shape == inventory[name].shape for base in bases)
 
 
-def _kept(name: str, kind: Kind) -> Made:
-    return Made(name, kind.dtype, TargetShape(kind.shape, (whole_pair(_OWN, kind.shape),), ()), {_OWN: name}, "")
-
-
 def _single_shaped(tensor: Made, shape: tuple[int, ...] | None) -> Made:
     """Return a tensor of one element in this shape of one element; any other tensor as it is."""
     own = tensor.shape
@@ -225,7 +231,9 @@ def _single_shaped(tensor: Made, shape: tuple[int, ...] | None) -> Made:
     return tensor._replace(shape=TargetShape(shape, pairs, ()))
 
 
-def _of_match(match: Match, inventory: Inventory, direction: Direction | None, *, is_state: bool) -> Iterator[Made]:
+def _of_match(
+    match: Match, inventory: Inventory, direction: Direction | None, choice: Choice, *, is_state: bool
+) -> Iterator[Made]:
     assert direction is not None
     _, target = direction.sides(match.rule)
     for place, shape in match.geometry.targets.items():
@@ -233,21 +241,22 @@ def _of_match(match: Match, inventory: Inventory, direction: Direction | None, *
         dtypes = {inventory[match.sources[pair.source]].dtype: match.sources[pair.source] for pair in shape.pairs}
         if not dtypes:
             dtypes = {inventory[name].dtype: name for name in match.sources.values()}
-        if type_name is None and len(dtypes) > 1:
+        chosen = {type_of(choice, match.targets[place], dtype, shape.shape) for dtype in dtypes}
+        if type_name is None and len(chosen) > 1:
             raise MapError(
                 f"the tensors that make up {match.targets[place]} are of different types",
-                expected="one type, or a type in the equation",
+                expected=f"one type{' or a type in the equation' * (not is_state)}, or --dtype that gives them one",
                 got=", ".join(f"{name} {dtype}" for dtype, name in dtypes.items()),
                 where=match.rule.where,
             )
-        dtype = next(iter(dtypes)) if type_name is None else TYPES[type_name]
+        dtype = TYPES[type_name] if type_name is not None else chosen.pop() if len(dtypes) > 1 else next(iter(dtypes))
         for source_dtype, name in dtypes.items():
             _require_convertible(name, source_dtype, dtype, match.rule.where)
         yield Made(match.targets[place], dtype, shape, match.sources, match.rule.where)
 
 
 def _require_convertible(name: str, source: DType, target: DType, where: str) -> None:
-    if source != target and not {source, target} <= _FLOATS:
+    if source != target and not {source, target} <= FLOATS:
         raise MapError(
             f"{name} cannot become {target}", expected=f"one of {', '.join(TYPES)}", got=str(source), where=where
         )
@@ -267,134 +276,6 @@ def _require_different(tensors: Iterable[Made]) -> None:
                 got=" and ".join(described),
                 where=tensor.where or other.where,
             )
-
-
-def _dropped(
-    rules: Rules, left: Mapping[str, None], direction: Direction, wanted: Mapping[str, tuple[int, ...]]
-) -> list[str]:
-    """Return the names of tensors that are left out. wanted: those that the target is to have are not."""
-    dropped: dict[str, None] = {}
-    for drop in rules.drops:
-        if drop.side != direction.source_side:
-            made_up = any(fill.side == drop.side and _may_make(fill, drop.glob) for fill in rules.fills)
-            if not (made_up or drop.is_optional):
-                raise MapError(
-                    f"read {direction}, the map loses what it leaves out in the other direction",
-                    expected="a [[map]] entry with fill that makes it up, or optional = true",
-                    got=f"drop = {drop.glob!r}",
-                    where=drop.where,
-                )
-            continue
-        pattern = Pattern(drop.glob)
-        names = [name for name in left if pattern.matches(name) and name not in wanted]
-        if not names and not drop.is_optional:
-            raise MapError(
-                "nothing is left out by a pattern",
-                expected=f"tensors {drop.glob!r} that no equation takes",
-                got=", ".join(list(left)[:_MAX_NAMED]) or "none that is left",
-                where=drop.where,
-                remedy="mend the pattern, or say optional = true if it need not match",
-            )
-        dropped.update(dict.fromkeys(names))
-    return list(dropped)
-
-
-def _may_make(fill: Fill, glob: str) -> bool:
-    """Tell whether what a fill makes up can be what a glob leaves out."""
-    return Pattern(glob).matches(fill.name.filled({capture.name: "0" for capture in fill.name.captures}))
-
-
-def _made_up(rules: Rules, tensors: Sequence[Made], direction: Direction, like: Like | None) -> list[Constant]:
-    """Return what is made up; if the target is to be like a checkpoint, only what that has and nothing else makes."""
-    names = {tensor.name for tensor in tensors}
-    made: dict[str, Constant] = {}
-    for fill in rules.fills:
-        if fill.side != direction.target_side or (like is None and fill.needs_like):
-            continue
-        for constant in _of_fill(fill, tensors):
-            if like is not None and (constant.name not in like.shapes or constant.name in names):
-                continue
-            if constant.name in names or constant.name in made:
-                raise MapError(f"what is made up has the name of another tensor: {constant.name}", where=fill.where)
-            made[constant.name] = constant
-    return list(made.values())
-
-
-def _of_fill(fill: Fill, tensors: Sequence[Made]) -> Iterator[Constant]:
-    if fill.beside is None:
-        assert fill.shape is not None and fill.dtype is not None
-        yield Constant(fill.name.text, Kind(fill.dtype, fill.shape), fill.element(fill.dtype), fill.where)
-        return
-    beside: NamePattern = fill.beside
-    names = {tensor.name for tensor in tensors}
-    for tensor in tensors:
-        values = beside.match(tensor.name)
-        # `{p*}` may stand for what is before a parameter in its state as well; a map that names state means it.
-        is_of_state = values is not None and any(
-            base in names and beside.match(base) is not None and is_named_as_state(tensor.name, base)
-            for base in named_after(tensor.name)
-        )
-        if values is not None and not is_of_state:
-            name = fill.name.filled({capture.name: value for capture, value in zip(beside.captures, values)})
-            dtype = fill.dtype or tensor.dtype
-            shape = tensor.shape.shape if fill.shape is None else fill.shape
-            yield Constant(name, Kind(dtype, shape), fill.element(dtype), fill.where)
-
-
-def _chosen(choice: Choice, tensors: Sequence[Made], besides: Sequence[str]) -> tuple[list[Made], list[str]]:
-    """Return the tensors that are taken, and the names of the others. besides: names of what is made up or computed."""
-    if choice.include is None and not choice.exclude:
-        return list(tensors), []
-    for option, globs in (("--include", choice.include or ()), ("--exclude", choice.exclude)):
-        for glob in globs:
-            pattern = Pattern(glob)
-            if not any(pattern.matches(choice.named(name)) for name in (*(each.name for each in tensors), *besides)):
-                raise MapError(
-                    f"{option} {glob} matches no tensor",
-                    got=", ".join(tensor.name for tensor in tensors[:_MAX_NAMED]) + " ...",
-                    remedy="give a pattern of the names that the target has",
-                )
-    chosen = [tensor for tensor in tensors if is_chosen(choice, tensor.name)]
-    if not chosen:
-        raise MapError("--include and --exclude leave no tensor")
-    taken = {tensor.name for tensor in chosen}
-    return chosen, [tensor.name for tensor in tensors if tensor.name not in taken]
-
-
-def _all_typed(choice: Choice, tensors: Sequence[Made]) -> Iterator[Made]:
-    """Yield tensors in the types that `--dtype` gives them. Raises MapError for a pattern that matches none."""
-    floats = [choice.named(tensor.name) for tensor in tensors if tensor.dtype in _FLOATS]
-    for glob, dtype in choice.types:
-        if glob != ANY and not any(map(Pattern(glob).matches, floats)):
-            raise MapError(
-                f"--dtype {glob}={dtype} matches no floating-point tensor",
-                got=", ".join(floats[:_MAX_NAMED]) + (" ..." if len(floats) > _MAX_NAMED else "") or "none",
-                remedy="give a pattern of the names that the target has",
-            )
-    for tensor in tensors:
-        yield tensor._replace(dtype=type_of(choice, tensor.name, tensor.dtype, tensor.shape.shape))
-
-
-def _constant_typed(choice: Choice, constant: Constant) -> Constant:
-    """Return what is made up in the type that `--dtype` gives it. Raises MapError if that cannot hold it."""
-    dtype = type_of(choice, constant.name, *constant.kind)
-    if dtype == constant.kind.dtype:
-        return constant
-    value = numbers(constant.element, constant.kind.dtype)[0]
-    element = bytes_of(value, dtype, constant.name, constant.where)
-    return constant._replace(kind=constant.kind._replace(dtype=dtype), element=element)
-
-
-def _zeros(
-    rules: Rules | None, dropped: Sequence[str], inventory: Inventory, direction: Direction | None
-) -> Iterator[Pads]:
-    """Yield the tensors that are left out and may hold only zeros."""
-    if rules is None or direction is None:
-        return
-    for drop in rules.drops:
-        if drop.are_zeros and drop.side == direction.source_side:
-            for name in filter(Pattern(drop.glob).matches, dropped):
-                yield Pads(name, (Box.whole(inventory[name].shape),), False, drop.where)
 
 
 def _pads(taken: Iterable[Match], used: set[str]) -> Iterator[Pads]:

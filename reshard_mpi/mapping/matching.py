@@ -7,30 +7,25 @@ from math import prod
 from typing import NamedTuple
 
 from reshard_mpi.errors import MapError
-from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.mapping.blocks import EquationProblem
+from reshard_mpi.mapping.candidates import (
+    MAX_NAMED,
+    Candidates,
+    Inventory,
+    Key,
+    Likeness,
+    candidates_of,
+    filled,
+    shown,
+    shown_term,
+    wanted_shapes,
+)
+from reshard_mpi.mapping.directions import Direction
 from reshard_mpi.mapping.fitting import fitted
 from reshard_mpi.mapping.pairs import MAX_PAIRS, Geometry, Place
 from reshard_mpi.mapping.rules import EquationRule, Rules
-from reshard_mpi.mapping.sizes import SizesProblem, extent
-from reshard_mpi.mapping.syntax import Term, axes_of
-
-_MAX_NAMED = 5
-
-
-class Kind(NamedTuple):
-    """Type and shape of a whole tensor."""
-
-    dtype: DType
-    shape: tuple[int, ...]
-
-
-# The tensors of a checkpoint by name, in its order.
-Inventory = Mapping[str, Kind]
-# The shapes of the tensors of a checkpoint that the target is to be like, by name.
-Likeness = Mapping[str, tuple[int, ...]]
-# What the captures that all names share stand for.
-Key = tuple[str, ...]
+from reshard_mpi.mapping.sizes import SizesProblem
+from reshard_mpi.mapping.syntax import Term
 
 
 class Match(NamedTuple):
@@ -47,99 +42,6 @@ class Match(NamedTuple):
     equal: tuple[str, ...] = ()
 
 
-class Direction(NamedTuple):
-    """Which side of equations the source's tensors are on."""
-
-    is_forward: bool
-
-    def sides(self, rule: EquationRule) -> tuple[Sequence[Term], Sequence[Term]]:
-        """Return the terms of the source and those of the target."""
-        sides = rule.equation.left, rule.equation.right
-        return sides if self.is_forward else sides[::-1]
-
-    def needs_like(self, rule: EquationRule) -> bool:
-        """Tell whether it takes a checkpoint that the target is to be like to tell where an equation applies."""
-        return rule.like in (("only", "needed", "forward") if self.is_forward else ("only", "needed"))
-
-    @property
-    def source_side(self) -> str:
-        return "left" if self.is_forward else "right"
-
-    @property
-    def target_side(self) -> str:
-        return "right" if self.is_forward else "left"
-
-    def __str__(self) -> str:
-        return "forward" if self.is_forward else "backward"
-
-
-class _Candidates(NamedTuple):
-    """The tensors that fit the terms of a side: for each term, by key, the names by the values of other captures.
-
-    misfits: by key, the name of one that is named as those which a term puts together, and does not fit.
-    """
-
-    by_term: tuple[Mapping[Key, Mapping[tuple[int, ...], str]], ...]
-    misfits: Mapping[Key, str]
-
-    @property
-    def all_keys(self) -> list[Key]:
-        return list(dict.fromkeys(key for names in self.by_term for key in names))
-
-    def lacking(self, key: Key) -> list[int]:
-        """Return the numbers of the terms that no tensor fits with this key."""
-        return [number for number, names in enumerate(self.by_term) if key not in names]
-
-
-def told_direction(rules: Rules, inventory: Inventory, forward: bool | None, like: Likeness | None = None) -> Direction:
-    """Return the direction in which a map is read.
-
-    forward: as the user says; None: as the names tell. Raises MapError if they fit neither direction, or both.
-    """
-    if forward is not None:
-        return Direction(forward)
-    unmet = {direction: _unmet(rules, inventory, direction, like) for direction in (Direction(True), Direction(False))}
-    fitting = [direction for direction, missing in unmet.items() if missing is None]
-    if len(fitting) == 1:
-        return fitting[0]
-    if fitting:
-        raise MapError(
-            "the map can be read in both directions",
-            expected="--forward, from left to right, or --reverse",
-            got="tensors that fit the left and the right sides of its equations",
-            where=rules.where,
-        )
-    forwards, backwards = unmet.values()
-    raise MapError(
-        "the map does not fit the checkpoint in either direction",
-        expected=f"tensors for the equation at {forwards}, or read backwards for that at {backwards}",
-        got=_shown(inventory),
-        where=rules.where,
-        remedy="mend the names, or say optional = true where an equation need not apply;"
-        " --forward and --reverse tell what is wrong with one direction",
-    )
-
-
-def _unmet(rules: Rules, inventory: Inventory, direction: Direction, like: Likeness | None) -> str | None:
-    """Return the place of an equation that applies nowhere in this direction, though it must; None if there is none.
-
-    An equation whose names are the same on both sides, or that only `like` can tell about, says nothing.
-    """
-    telling = [rule for rule in rules.equations if not rule.keeps_names and (like or not direction.needs_like(rule))]
-    any_applies = all(rule.keeps_names for rule in rules.equations)
-    for rule in telling:
-        source, target = direction.sides(rule)
-        candidates = _candidates(source, rule, inventory)
-        applies = any(
-            not candidates.lacking(key) and (like is None or _wanted(rule, target, key, like) is not None)
-            for key in candidates.all_keys
-        )
-        any_applies = any_applies or applies
-        if not applies and not rule.is_optional:
-            return rule.where
-    return None if any_applies else rules.where
-
-
 def matches(rules: Rules, inventory: Inventory, direction: Direction, like: Likeness | None = None) -> Iterator[Match]:
     """Yield the sets of tensors that equations take: of several equations the first one.
 
@@ -154,7 +56,7 @@ def matches(rules: Rules, inventory: Inventory, direction: Direction, like: Like
         if like is None and rule.like == "only":
             continue
         source, target = direction.sides(rule)
-        candidates = _candidates(source, rule, left)
+        candidates = candidates_of(source, rule, left)
         applies = False
         for key in candidates.all_keys:
             lacking = candidates.lacking(key)
@@ -164,7 +66,7 @@ def matches(rules: Rules, inventory: Inventory, direction: Direction, like: Like
                 continue
             if like is None and direction.needs_like(rule):
                 raise _untold(rule, source, target, candidates, key)
-            wanted = None if like is None else _wanted(rule, target, key, like)
+            wanted = None if like is None else wanted_shapes(rule, target, key, like)
             if like is not None and wanted is None:
                 continue
             match = _match(rule, source, target, key, candidates, inventory, rules, wanted, known)
@@ -174,7 +76,7 @@ def matches(rules: Rules, inventory: Inventory, direction: Direction, like: Like
             if key in candidates.misfits:
                 raise MapError(
                     "some of the tensors that are put together do not fit the equation, and would be left out",
-                    expected=", ".join(map(_shown_term, source)),
+                    expected=", ".join(map(shown_term, source)),
                     got=f"{(misfit := candidates.misfits[key])} {list(inventory[misfit].shape)}",
                     where=rule.where,
                 )
@@ -195,67 +97,16 @@ def matches(rules: Rules, inventory: Inventory, direction: Direction, like: Like
         if not applies and not rule.is_optional:
             raise MapError(
                 "an equation applies nowhere",
-                expected=f"tensors {', '.join(_shown_term(term) for term in source)}"
-                + ("" if like is None else f", which become {', '.join(map(_shown_term, target))} of the target"),
-                got=_shown(left or inventory),
+                expected=f"tensors {', '.join(shown_term(term) for term in source)}"
+                + ("" if like is None else f", which become {', '.join(map(shown_term, target))} of the target"),
+                got=shown(left or inventory),
                 where=rule.where,
                 remedy="mend the names, or say optional = true if it need not apply",
             )
 
 
-def _wanted(rule: EquationRule, target: Sequence[Term], key: Key, like: Likeness) -> tuple[tuple[int, ...], ...] | None:
-    """Return the shapes of what an equation makes as they are in `like`; None if one of the tensors is not there.
-
-    Of tensors that a term stands for together, the first one is looked at.
-    """
-    shared = dict(zip(rule.shared, key))
-    shapes = []
-    for term in target:
-        others = len(term.name.captures) - len(shared)
-        shape = like.get(_filled(term, shared, (0,) * others))
-        if shape is None or (term.dims is not None and len(term.dims) != len(shape)):
-            return None
-        shapes.append(shape)
-    return tuple(shapes)
-
-
 def _is_as_wanted(made: Geometry, wanted: Sequence[tuple[int, ...]]) -> bool:
     return all(shape.shape == wanted[place.term] for place, shape in made.targets.items())
-
-
-def _candidates(side: Sequence[Term], rule: EquationRule, inventory: Inventory) -> _Candidates:
-    by_term = []
-    misfits: dict[Key, str] = {}
-    for term in side:
-        names: dict[Key, dict[tuple[int, ...], str]] = {}
-        captures = [capture.name for capture in term.name.captures]
-        shared = [captures.index(name) for name in rule.shared]
-        others = [number for number in range(len(captures)) if number not in shared]
-        plain = term.name.text if not captures else None
-        for name in (plain,) if plain is not None and plain in inventory else () if plain is not None else inventory:
-            values = term.name.match(name)
-            if values is None or not _fits(term, inventory[name].shape):
-                loose = term.name.match_loosely(name) if others else None
-                if loose is not None:
-                    misfits.setdefault(tuple(loose[number] for number in shared), name)
-                continue
-            key = tuple(values[number] for number in shared)
-            names.setdefault(key, {})[tuple(int(values[number]) for number in others)] = name
-        by_term.append(names)
-    return _Candidates(tuple(by_term), misfits)
-
-
-def _fits(term: Term, shape: tuple[int, ...]) -> bool:
-    """Tell whether a shape has the term's number of dimensions, and those lengths that are numbers."""
-    if term.dims is None:
-        return True
-    if len(term.dims) != len(shape):
-        return False
-    for dim, length in zip(term.dims, shape):
-        names = list(axes_of(dim))
-        if all(name.isdecimal() for name in names) and extent(dim, {}) != length:
-            return False
-    return True
 
 
 def _match(
@@ -263,7 +114,7 @@ def _match(
     source: Sequence[Term],
     target: Sequence[Term],
     key: Key,
-    candidates: _Candidates,
+    candidates: Candidates,
     inventory: Inventory,
     rules: Rules,
     wanted: tuple[tuple[int, ...], ...] | None,
@@ -277,7 +128,7 @@ def _match(
         if len(of_term) > 1:
             raise MapError(
                 f"tensors that {term.name.text} stands for have different shapes",
-                got=", ".join(f"{name} {list(inventory[name].shape)}" for name in list(names.values())[:_MAX_NAMED]),
+                got=", ".join(f"{name} {list(inventory[name].shape)}" for name in list(names.values())[:MAX_NAMED]),
                 where=rule.where,
             )
         shapes.append(of_term.pop())
@@ -290,7 +141,7 @@ def _match(
             first = [next(iter(names.values())) for names in held]
             raise MapError(
                 "an equation does not fit the shapes of its tensors",
-                expected=", ".join(_shown_term(term) for term in source),
+                expected=", ".join(shown_term(term) for term in source),
                 got=f"{', '.join(f'{name} {list(shape)}' for name, shape in zip(first, shapes))}: {error}",
                 where=rule.where,
                 remedy="give the model's configuration, by which [axes] says how long they are (--config config.json)"
@@ -303,13 +154,8 @@ def _match(
     if rule.copies and len(source) > 1:
         equal = tuple(name for place, name in sources.items() if place.term > 0)
         sources = {place: name for place, name in sources.items() if place.term == 0}
-    targets = {place: _filled(target[place.term], shared, place.values) for place in made.targets}
+    targets = {place: filled(target[place.term], shared, place.values) for place in made.targets}
     return Match(rule, sources, targets, made, equal)
-
-
-def _filled(term: Term, shared: Mapping[str, str], values: tuple[int, ...]) -> str:
-    others = [capture.name for capture in term.name.captures if capture.name not in shared]
-    return term.name.filled({**shared, **dict(zip(others, values))})
 
 
 def _counts(
@@ -324,7 +170,7 @@ def _counts(
             raise MapError(
                 f"some of the tensors that {term.name.text} stands for are not there",
                 expected=f"{' and '.join(f'{axis} from 0 to {length - 1}' for axis, length in zip(others, lengths))}",
-                got=f"{len(names)} of {prod(lengths)}: {', '.join(list(names.values())[:_MAX_NAMED])} ...",
+                got=f"{len(names)} of {prod(lengths)}: {', '.join(list(names.values())[:MAX_NAMED])} ...",
                 where=rule.where,
             )
         for axis, length in zip(others, lengths):
@@ -339,7 +185,7 @@ def _counts(
 
 
 def _untold(
-    rule: EquationRule, source: Sequence[Term], target: Sequence[Term], candidates: _Candidates, key: Key
+    rule: EquationRule, source: Sequence[Term], target: Sequence[Term], candidates: Candidates, key: Key
 ) -> MapError:
     shared = dict(zip(rule.shared, key))
     names = [next(iter(names[key].values())) for names in candidates.by_term]
@@ -359,7 +205,7 @@ def _listed(side: Sequence[Term], shared: Mapping[str, str]) -> str:
 def _in_part(
     rule: EquationRule,
     source: Sequence[Term],
-    candidates: _Candidates,
+    candidates: Candidates,
     key: Key,
     lacking: Collection[int],
     inventory: Inventory,
@@ -371,7 +217,7 @@ def _in_part(
     shape = f" ({other} has the shape {list(inventory[other].shape)})" if other is not None else ""
     return MapError(
         "an equation applies in part: some of its tensors are there, and others not",
-        expected=", ".join(_shown_term(term) for term in source),
+        expected=", ".join(shown_term(term) for term in source),
         got=f"{', '.join(there)} without {', '.join(missing)}{shape}",
         where=rule.where,
         remedy="mend the equation, or say optional = true if it applies only where all are there",
@@ -381,14 +227,3 @@ def _in_part(
 def _filled_in_part(term: Term, shared: Mapping[str, str]) -> str:
     others = {capture.name: f"{{{capture.name}}}" for capture in term.name.captures}
     return term.name.filled(others | dict(shared))
-
-
-def _shown_term(term: Term) -> str:
-    if term.dims is None:
-        return term.name.text
-    return f"{term.name.text} of {len(term.dims)} {'dimension' if len(term.dims) == 1 else 'dimensions'}"
-
-
-def _shown(inventory: Inventory) -> str:
-    names = [f"{name} {list(kind.shape)}" for name, kind in list(inventory.items())[:_MAX_NAMED]]
-    return ", ".join(names) + (" ..." if len(inventory) > _MAX_NAMED else "") if names else "no tensors"

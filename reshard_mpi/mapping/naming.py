@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from reshard_mpi.errors import MapError
+from reshard_mpi.mapping.candidates import Inventory
 from reshard_mpi.mapping.choice import Choice, is_chosen
 from reshard_mpi.mapping.likeness import Like
-from reshard_mpi.mapping.mapped import Made, Mapped, applied
-from reshard_mpi.mapping.matching import Inventory
+from reshard_mpi.mapping.made import Made, Mapped
+from reshard_mpi.mapping.mapped import applied
 from reshard_mpi.mapping.numbering import STATE, Training, named_tensors, training_in
 from reshard_mpi.mapping.renesting import MadeParameter, carried_into, with_names
 from reshard_mpi.mapping.rules import Rules
@@ -49,7 +50,10 @@ def applied_to_file(
 ) -> MappedFile:
     """Return what `mapping.mapped.applied` makes of a file. Raises what that raises."""
     if rules is None:
-        return MappedFile(applied(None, choice, inventory, forward), source.nest)
+        mapped = applied(None, choice, inventory, forward)
+        if choice.exclude:
+            _require_no_orphans(mapped, inventory, source)
+        return MappedFile(mapped, source.nest)
     training = _training(choice, inventory, source)
     shapes = {name: kind.shape for name, kind in inventory.items()}
     named = named_tensors(training, shapes, source.path, is_stripped=like is not None)
@@ -67,6 +71,27 @@ def applied_to_file(
     note = "the optimizer's state goes by names of parameters, as torch's set_optimizer_state_dict takes it"
     nest = with_names(source.nest, training, parameters, source.path)
     return MappedFile(in_files, nest, (note,) if is_kept else ())
+
+
+def _require_no_orphans(mapped: Mapped, inventory: Inventory, source: SourceFile) -> None:
+    """Raise MapError for numbered state of a parameter that is left out, which only a map takes out of its nest."""
+    try:
+        training = training_in(
+            source.nest, {name: kind.shape for name, kind in inventory.items()}, source.tied, source.path
+        )
+    except MapError:  # nothing tells whose state it is
+        return
+    path = "" if training.optimizer is None else f"{training.optimizer.path}state."
+    left_out, numbered = frozenset(mapped.left_out), [made.name for made in mapped.made if made.name.startswith(path)]
+    for number, name in training.parameters.items():
+        orphan = next((state for state in numbered if state.startswith(f"{path}{number}.")), None)
+        if name in left_out and orphan is not None:
+            raise MapError(
+                f"{name} is excluded, and its state is not",
+                got=orphan,
+                where=source.path,
+                remedy=f"exclude the state as well (--exclude '{path}{number}.*'; that of all: --exclude '{path}*')",
+            )
 
 
 def _training(choice: Choice, inventory: Inventory, source: SourceFile) -> Training:
@@ -121,7 +146,7 @@ def _in_files(mapped: Mapped, named: Mapping[str, str], in_target: Callable[[str
         equal=tuple(equal._replace(names=tuple(map(in_source, equal.names))) for equal in mapped.equal),
         pads=tuple(pads._replace(name=in_source(pads.name)) for pads in mapped.pads),
         left_out=tuple(map(in_source, mapped.left_out)),
-        kept=tuple(map(in_source, mapped.kept)),
+        states_left_out=tuple(map(in_source, mapped.states_left_out)),
         computed=tuple(
             number._replace(
                 name=in_target(number.name), steps=None if number.steps is None else in_source(number.steps)

@@ -13,7 +13,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
-from reshard_mpi.mapping.matching import Likeness
+from reshard_mpi.mapping.candidates import Likeness
 
 # What state is called once its numbers are names, wherever the optimizer is in its file.
 STATE = "optimizer.state."

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from reshard_mpi.errors import MapError
-from reshard_mpi.mapping.rules import MAX_BYTES, Rules, parse_rules
+from reshard_mpi.mapping.parsing import MAX_BYTES, parse_rules
+from reshard_mpi.mapping.rules import Rules
 from reshard_mpi.text import did_you_mean
 
 _SHIPPED = Path(__file__).parent / "maps"
@@ -45,20 +46,20 @@ def map_path(name: str) -> Path:
     return shipped[name]
 
 
-def read_rules(name: str, config: str | None) -> tuple[Rules, str]:
-    """Return the rules of a map, and a digest of all that they come from.
+def read_rules(name: str, config: str | None) -> tuple[Rules, dict[str, str]]:
+    """Return the rules of a map, and digests of what they come from: of the `map`, and of the `config` if there is one.
 
     name: of a map that comes with the program, or the path of a file. config: the path of a model's configuration;
     None: there is none. Raises MapError if one of them cannot be read.
     """
     path = map_path(name)
     text = _text(path, MAX_BYTES, "the map")
-    content, values = "", None
+    digests, values = {"map": hashlib.sha256(text.encode()).hexdigest()}, None
     if config is not None:
         content = _text(Path(config), _MAX_CONFIG_BYTES, "the configuration")
+        digests["config"] = hashlib.sha256(content.encode()).hexdigest()
         values = _configuration(content, config)
-    digest = hashlib.sha256(f"{text}\0{content}".encode()).hexdigest()
-    return parse_rules(text, str(path), values), digest
+    return parse_rules(text, str(path), values), digests
 
 
 def _text(path: Path, most_bytes: int, what: str) -> str:

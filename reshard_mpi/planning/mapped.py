@@ -7,9 +7,11 @@ of what it makes. Both together say where each part of a target comes from.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
+from reshard_mpi.errors import CoverageError
 from reshard_mpi.formats.columns import ELSEWHERE, Kind, Tensors
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.places import Segments
@@ -18,10 +20,11 @@ from reshard_mpi.planning.model import Group, PlannedTensors, Route, source_regi
 from reshard_mpi.sharding.box import Box
 
 if TYPE_CHECKING:
-    from reshard_mpi.mapping.mapped import Mapped
+    from reshard_mpi.mapping.made import Mapped
     from reshard_mpi.mapping.pairs import TargetShape
 
 _NOWHERE = Segments(())
+NO_HOLES: Mapping[str, CoverageError] = MappingProxyType({})
 
 
 class _Recipe(NamedTuple):
@@ -42,16 +45,25 @@ class MappedTensors(Tensors):
     recipe_of: for each tensor, the number of the way in which it is made.
     """
 
-    __slots__ = ("_converted", "_groups", "_number_of_recipe", "_places", "_rank", "_recipes", "recipe_of")
+    __slots__ = ("_converted", "_groups", "_holes", "_number_of_recipe", "_places", "_rank", "_recipes", "recipe_of")
 
-    def __init__(self, path: str, mapped: Mapped, plan: PlannedTensors, rank: int) -> None:
+    def __init__(
+        self,
+        path: str,
+        mapped: Mapped,
+        plan: PlannedTensors,
+        rank: int,
+        holes: Mapping[str, CoverageError] = NO_HOLES,
+    ) -> None:
         """Make the tensors of `mapped`.
 
         plan: of all tensors of the checkpoint, whole, in its own names and shapes. rank: that which what is in no shard
-        is said to come from.
+        is said to come from. holes: the tensors of the plan of which a part is in no shard; what is made of them cannot
+        be taken.
         """
         super().__init__(path)
         self._groups: Sequence[Group] = plan.groups
+        self._holes = {number: holes[name] for name, (number, _) in plan.places.items() if name in holes}
         self._rank = rank
         # By the identity of tensors, which are kept with what they become.
         self._converted: dict[tuple[int, DType], tuple[Tensors, Tensors]] = {}
@@ -82,7 +94,7 @@ class MappedTensors(Tensors):
     def routes(self, route: Route, places: Sequence[int]) -> Iterator[Route]:
         """Yield the routes that replace one from these tensors.
 
-        places: of the tensors in the route, all with the same recipe.
+        places: of the tensors in the route, all with the same recipe. Raises CoverageError for what is in no shard.
         """
         numbers = [route.numbers[place] for place in places]
         dtype, shape, groups, element = self._recipes[self.recipe_of[numbers[0]]]
@@ -91,6 +103,8 @@ class MappedTensors(Tensors):
             wanted = pair.to.intersect(route.region)
             if wanted is None:
                 continue
+            if group in self._holes:
+                raise self._holes[group].with_traceback(None)
             region = source_region(pair.region, pair.to, pair.order, wanted)
             in_group = [own[index] for own in sources]
             for part in self._groups[group].routes:

@@ -62,7 +62,8 @@ class ShardPlanner:
     manifests: the opened shards by rank, those of `needed_ranks` at least. lost: the shards that were needed and cannot
     be used, by rank. unlisted: what becomes of parameters that the target strategy does not list. strict: whether a
     listed parameter that was never saved is an error. replicas: which copies are compared. accumulated: what becomes of
-    accumulated gradients.
+    accumulated gradients. allows_holes: tensors of which no shard has some part do not refuse the plan, but are named
+    in it.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class ShardPlanner:
         strict: bool,
         replicas: Replicas,
         accumulated: Accumulated,
+        allows_holes: bool = False,
     ) -> None:
         self._source = source
         self._target = target
@@ -92,6 +94,8 @@ class ShardPlanner:
         self._strict = strict
         self._replicas = replicas
         self._accumulated = accumulated
+        self._allows_holes = allows_holes
+        self._holes: dict[str, CoverageError] = {}
         self._boxes: dict[Layout, Box] = {}
         self._layouts: dict[tuple[SourceGroup, int], Layout | None] = {}  # by the identity of kept placements
         # All that goes into this shard: by the way in which it is held, and by name in file order.
@@ -238,6 +242,7 @@ class ShardPlanner:
             ),
             left_out=tuple(left_out_of(self._manifests)),
             sums=sums_among((way.names, way.group) for way in self._ways.values()),
+            holes=self._holes,
         )
 
     def written_elsewhere(self) -> frozenset[str]:
@@ -352,7 +357,8 @@ class ShardPlanner:
     def _planned(self, way: _Way, chosen: Sequence[int | None]) -> Group:
         """Return where the tensors that are held in one way come from. chosen: a rank for each part.
 
-        If the chosen rank lacks the tensors, another holder is taken. Raises CoverageError if there is none.
+        If the chosen rank lacks the tensors, another holder is taken. Raises CoverageError if there is none, unless
+        there may be holes.
         """
         kind = SpecKind(way.group.dtype, way.group.shape, way.box)
         if way.share is Share.ZEROS:
@@ -369,7 +375,11 @@ class ShardPlanner:
             if rank not in way.group.ranks:
                 rank = next((other for other in part.placement.holders(part.piece) if other in way.group.ranks), None)
             if rank is None:
-                raise hole(way.names[0], part, self._rank, self._manifests, self._lost)
+                error = hole(way.names[0], part, self._rank, self._manifests, self._lost)
+                if not self._allows_holes:
+                    raise error
+                self._holes.update(dict.fromkeys(way.names, error))
+                return Group(SpecKind(way.group.dtype, way.group.shape, way.box), way.names, ())
             tensors = self._manifests[rank].tensors
             numbers = array("I", map(tensors.number_of.__getitem__, way.names))
             routes.append(Route(rank, part.box, part.region, tensors, numbers))

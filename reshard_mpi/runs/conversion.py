@@ -55,7 +55,8 @@ class Conversion:
     target format has a place for strings. once: whether the files of all targets make up one checkpoint, so that a
     piece that several ranks hold is written by one of them. before_gathering: called before copies are compared with
     numpy, which takes more memory than planning. original: where `source` is what a map makes of a checkpoint, the
-    conversion of that to one full checkpoint, and through: makes the source of it.
+    conversion of that to one full checkpoint, and through: makes the source of it. allows_holes: tensors of which no
+    shard has some part do not refuse a plan; `RankPlan.holes` names them.
     """
 
     source: SourceCheckpoint
@@ -70,6 +71,7 @@ class Conversion:
     before_gathering: Callable[[], object] = lambda: None
     original: Conversion | None = None
     through: Callable[[Conversion], SourceCheckpoint] | None = None
+    allows_holes: bool = False
     _is_fitting: bool = field(default=False)
     _table: str | None = field(default=None)
     _opener: ShardOpener | None = field(default=None)
@@ -93,12 +95,10 @@ class Conversion:
         try:
             plan = opened.planner.plan(self._strategy_table())
         except CoverageError as error:
-            files, size = self.source.files, self.source.strategy.world_size
-            error.where = error.where or f"{files.path}, which has the shards of {len(files.by_rank)} of {size} ranks"
-            lone = LoneShard.of(files)
-            if lone is not None and size > 1 and lone.siblings():
-                error.remedy = f"give {lone.checkpoint}, where the shards of the other ranks are"
+            self._tell_where(error)
             raise
+        for hole in plan.holes.values():
+            self._tell_where(hole)
         if plan.strings and not self.keeps_strings:
             plan = self._without_strings(plan)
         plan = self.source.completed(plan, checked=checked)
@@ -114,6 +114,14 @@ class Conversion:
         planner = self._shards().open(target_rank).planner
         found = ((name, planner.both_layouts(name)) for name in names)
         return {name: layouts for name, layouts in found if layouts is not None}
+
+    def _tell_where(self, error: CoverageError) -> None:
+        """Say in an error where parts were looked for, and where they may be."""
+        files, size = self.source.files, self.source.strategy.world_size
+        error.where = error.where or f"{files.path}, which has the shards of {len(files.by_rank)} of {size} ranks"
+        lone = LoneShard.of(files)
+        if lone is not None and size > 1 and lone.siblings():
+            error.remedy = f"give {lone.checkpoint}, where the shards of the other ranks are"
 
     def checked(self, plan: RankPlan) -> RankPlan:
         """Return a plan with all that reading tensors of the source shows. Raises what `plan` raises."""
@@ -150,22 +158,31 @@ class Conversion:
         return tuple(shown_rules(source.strategy, shapes))
 
     def drifted_tensors(
-        self, *, damaged_are_replaced: bool = False, process: int = 0, processes: int = 1
+        self,
+        *,
+        damaged_are_replaced: bool = False,
+        process: int = 0,
+        processes: int = 1,
+        needs: Callable[[str], bool] = lambda _: True,
     ) -> tuple[str, ...]:
         """Return the names of tensors whose copies have drifted apart, as one process's share of a sample shows.
 
-        With `replicas` ANY nothing is read. Raises what `sampling.drifted_tensors` raises.
+        needs: tells which tensors are looked at, of those that targets have. With `replicas` ANY nothing is read.
+        Raises what `sampling.drifted_tensors` raises.
         """
         self.require_fitting_strategies()
         if self.original is not None:
             return self.original.drifted_tensors(
-                damaged_are_replaced=damaged_are_replaced, process=process, processes=processes
+                damaged_are_replaced=damaged_are_replaced,
+                process=process,
+                processes=processes,
+                needs=self.source.needs,
             )
         if self.replicas is Replicas.ANY:
             return ()
         return drifted_tensors(
             self.source,
-            self._is_wanted,
+            lambda name, present: self.is_wanted(name, present) and needs(name),
             self._shards().knows,
             self.unlisted,
             damaged_are_replaced=damaged_are_replaced,
@@ -173,7 +190,8 @@ class Conversion:
             processes=processes,
         )
 
-    def _is_wanted(self, name: str, present: Container[str]) -> bool:
+    def is_wanted(self, name: str, present: Container[str]) -> bool:
+        """Tell whether the targets have a tensor. present: the names of all tensors of the checkpoint."""
         return self.unlisted is not Unlisted.DROP or not is_dropped(self.target, name, present)
 
     def without(self, damage: Mapping[int, ReshardError]) -> Conversion:
@@ -242,7 +260,13 @@ class Conversion:
     def _shards(self) -> ShardOpener:
         if self._opener is None:
             self._opener = ShardOpener(
-                self.source, self.target, self.unlisted, self.strict, self.replicas, self.accumulated
+                self.source,
+                self.target,
+                self.unlisted,
+                self.strict,
+                self.replicas,
+                self.accumulated,
+                self.allows_holes,
             )
         return self._opener
 

@@ -13,7 +13,7 @@ from reshard_mpi import formats
 from reshard_mpi.checkpoints import discovery
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.engine.files import Files
-from reshard_mpi.engine.regions import fill, first_difference_of_tensors
+from reshard_mpi.engine.regions import element_of, first_difference_of_tensors
 from reshard_mpi.engine.sums import place_of
 from reshard_mpi.errors import DifferenceError, SourceError
 from reshard_mpi.formats.dtypes import numbers
@@ -212,11 +212,10 @@ def _content(files: Files, tensor: TensorPlan, element: tuple[int, ...]) -> str:
     """Return the value of an element and its place in the files, as words."""
     box = Box(element, tuple(index + 1 for index in element))
     part = next(part for copy in tensor.copies if (part := copy.meeting(box)) is not None)
-    content = bytearray(tensor.spec.dtype.itemsize_bytes)
-    fill(files, part, box, memoryview(content), LIMITS)
+    content = element_of(files, tensor, element, LIMITS)
     place = place_of(part, element)
     where = _place(part) if place is None else f"at byte {place.offset_bytes} of {place.path}"
-    return f"{numbers(bytes(content), tensor.spec.dtype)[0]} ({content.hex()}) {where}"
+    return f"{numbers(content, tensor.spec.dtype)[0]} ({content.hex()}) {where}"
 
 
 def _place(copy: Copy) -> str:

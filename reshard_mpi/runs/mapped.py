@@ -6,25 +6,24 @@ that. Nothing is read of it but its structure, what a map says is equal or paddi
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from reshard_mpi.checkpoints.source import Extent, SourceCheckpoint
 from reshard_mpi.engine.files import Files
-from reshard_mpi.engine.regions import first_difference_of_tensors, first_nonzero, only_element
+from reshard_mpi.engine.regions import element_of, first_difference_of_tensors, first_nonzero, only_element
 from reshard_mpi.errors import DisagreementError, MapError, ReshardError
 from reshard_mpi.formats.dtypes import numbers
 from reshard_mpi.formats.manifest import NEST, Manifest, shown_string
 from reshard_mpi.formats.nest import first_difference
 from reshard_mpi.formats.protocol import OnBytes, uncounted
+from reshard_mpi.mapping.candidates import Inventory, Kind
 from reshard_mpi.mapping.computing import values_of
-from reshard_mpi.mapping.mapped import Constant, Equal, Made, Mapped
-from reshard_mpi.mapping.matching import Inventory, Kind
+from reshard_mpi.mapping.made import Constant, Equal, Made, Mapped, require_holdable
 from reshard_mpi.mapping.naming import SourceFile, applied_to_file
 from reshard_mpi.mapping.settings import unpacked
 from reshard_mpi.planning.agreement import OWN
-from reshard_mpi.planning.copies import Alike
 from reshard_mpi.planning.losses import Lost, Missing
 from reshard_mpi.planning.mapped import MappedTensors
 from reshard_mpi.planning.model import RankPlan, TensorPlan
@@ -32,17 +31,21 @@ from reshard_mpi.planning.partial_sums import Accumulated, is_partial_sum, notes
 from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.runs.maps import TensorMap, tied_tensors
 from reshard_mpi.sharding.placement import unsharded
-from reshard_mpi.text import shortened
+from reshard_mpi.text import counted, shortened
 
 
 class _Made(NamedTuple):
-    """The checkpoint planned as one full one, its tensors, what the map makes of them, and that as a shard."""
+    """The checkpoint planned as one full one, its tensors, what the map makes of them, and that as a shard.
+
+    needed: the names of the checkpoint's tensors of which targets have anything, or that are looked at.
+    """
 
     plan: RankPlan
     inventory: Inventory
     mapped: Mapped
     manifest: Manifest
     notes: tuple[str, ...]
+    needed: frozenset[str]
 
 
 def conversion_through(tensor_map: TensorMap, conversion: Conversion) -> Conversion:
@@ -51,7 +54,7 @@ def conversion_through(tensor_map: TensorMap, conversion: Conversion) -> Convers
     is_rank_by_rank = conversion.target.world_size == conversion.source.strategy.world_size > 1
 
     def through(original: Conversion) -> SourceCheckpoint:
-        return MappedCheckpoint.of(original, tensor_map, is_rank_by_rank=is_rank_by_rank)
+        return MappedCheckpoint.of(original, tensor_map, conversion.is_wanted, is_rank_by_rank=is_rank_by_rank)
 
     original = Conversion(
         conversion.source,
@@ -59,6 +62,7 @@ def conversion_through(tensor_map: TensorMap, conversion: Conversion) -> Convers
         strict=conversion.strict,
         replicas=conversion.replicas,
         accumulated=conversion.accumulated,
+        allows_holes=True,
     )
     return replace(conversion, source=through(original), original=original, through=through)
 
@@ -67,21 +71,32 @@ def conversion_through(tensor_map: TensorMap, conversion: Conversion) -> Convers
 class MappedCheckpoint(SourceCheckpoint):
     """The source checkpoint of `original` as a map makes it. Its files are those of that; it has one rank, 0.
 
-    is_rank_by_rank: whether the targets are as many as the source's ranks, so that each could keep values of its own.
+    is_wanted: tells of a name whether the targets have it; takes the names of all tensors as well. is_rank_by_rank:
+    whether the targets are as many as the source's ranks, so that each could keep values of its own.
     """
 
     original: Conversion | None = field(default=None)
     tensor_map: TensorMap | None = field(default=None)
+    is_wanted: Callable[[str, Container[str]], bool] = field(default=lambda *_: True)
     is_rank_by_rank: bool = field(default=False)
     _made: _Made | None = field(default=None)
     _is_checked: bool = field(default=False)
     _recipes: Mapping[str, Made | Constant] | None = field(default=None)
 
     @classmethod
-    def of(cls, original: Conversion, tensor_map: TensorMap, *, is_rank_by_rank: bool) -> MappedCheckpoint:
+    def of(
+        cls,
+        original: Conversion,
+        tensor_map: TensorMap,
+        is_wanted: Callable[[str, Container[str]], bool],
+        *,
+        is_rank_by_rank: bool,
+    ) -> MappedCheckpoint:
         """Return what a map makes of the source of `original`, a conversion of it to one full checkpoint."""
         files, strategy = original.source.files, unsharded(original.source.files.path)
-        return cls(files, strategy, original=original, tensor_map=tensor_map, is_rank_by_rank=is_rank_by_rank)
+        made = cls(files, strategy, original=original, tensor_map=tensor_map)
+        made.is_wanted, made.is_rank_by_rank = is_wanted, is_rank_by_rank
+        return made
 
     @property
     def stored(self) -> SourceCheckpoint:
@@ -157,6 +172,13 @@ class MappedCheckpoint(SourceCheckpoint):
         """The names of the tensors of the source that go nowhere."""
         return self._opened().mapped.left_out
 
+    def needs(self, name: str) -> bool:
+        return name in self._opened().needed
+
+    def map_notes(self) -> tuple[str, ...]:
+        whole, _, mapped, _, notes, _ = self._opened()
+        return (*self._notes(mapped), *notes, *self._nest_notes(whole))
+
     def completed(self, plan: RankPlan, *, checked: bool) -> RankPlan:
         """Return a target's plan with what planning the checkpoint as it is has shown.
 
@@ -168,7 +190,7 @@ class MappedCheckpoint(SourceCheckpoint):
             self.check_values()
             self._require_nobodys_own(made, whole)
             self._made, self._is_checked = made._replace(plan=whole), True
-        whole, _, mapped, _, notes = self._opened()
+        whole, _, mapped, *_ = self._opened()
         taken = {name for tensor in mapped.made for name in tensor.sources.values()}
         known_sums = set(notes_on(self._conversion.accumulated, whole.sums))  # said of the target, if it has them
         whole_notes = (note for note in whole.notes if note not in known_sums)
@@ -176,8 +198,8 @@ class MappedCheckpoint(SourceCheckpoint):
         return plan._replace(
             moments=(*plan.moments, *whole.moments),
             absent=(*plan.absent, *whole.absent),
-            notes=(*whole_notes, *self._notes(mapped), *notes, *self._nest_notes(whole), *plan.notes),
-            alike=tuple(_without_sums_left_out(whole.alike, taken)),
+            notes=(*whole_notes, *self.map_notes(), *plan.notes),
+            alike=whole.alike,
             lost=whole.lost,
             warnings=(*whole.warnings, *mapped.cautions, *plan.warnings),
             left_out=(*whole.left_out, *plan.left_out),
@@ -210,15 +232,29 @@ class MappedCheckpoint(SourceCheckpoint):
             made = applied_to_file(rules, choice, in_order, SourceFile(nest, tied, self.files.path), forward, like)
             if self._conversion.accumulated is Accumulated.SUM:
                 _require_known_sums(made.mapped, self.files.path)
+            require_holdable(made.mapped)
             mapped = made.mapped._replace(constants=(*made.mapped.constants, *self._computed(made.mapped, plan)))
             rank = min(plan.read_ranks, default=0)
-            tensors = MappedTensors(self.files.path, mapped, plan.tensors, rank)
+            tensors = MappedTensors(self.files.path, mapped, plan.tensors, rank, plan.holes)
             strings = {name: text for name, text in plan.strings.items() if name != NEST}
             if made.nest is not None:
                 strings[NEST] = made.nest
             manifest = Manifest(self.files.path, self.files.format, tensors, strings)
-            self._made = _Made(plan, in_order, mapped, manifest, made.notes)
+            needed = self._needed(mapped)
+            plan = _comparing_only(plan, needed)
+            self._made = _Made(plan, in_order, mapped, manifest, made.notes, needed)
         return self._made
+
+    def _wanted(self, mapped: Mapped) -> list[Made]:
+        """Return the tensors that targets have; others are left out by their strategy."""
+        names = {tensor.name for tensor in mapped.made}
+        return [tensor for tensor in mapped.made if self.is_wanted(tensor.name, names)]
+
+    def _needed(self, mapped: Mapped) -> frozenset[str]:
+        needed = {name for tensor in self._wanted(mapped) for name in tensor.sources.values()}
+        needed.update(name for equal in mapped.equal for name in equal.names)
+        needed.update(pads.name for pads in mapped.pads)
+        return frozenset(needed | set(mapped.counted.names))
 
     def _computed(self, mapped: Mapped, plan: RankPlan) -> Iterator[Constant]:
         """Yield the tensors that are computed of single numbers of the source."""
@@ -240,11 +276,16 @@ class MappedCheckpoint(SourceCheckpoint):
         """Yield what the user must know of what the map makes."""
         if mapped.direction is not None and self.tensor_map is not None and self.tensor_map.rules is not None:
             made = sum(1 for tensor in mapped.made if tensor.where)
-            yield f"the map {self.tensor_map.rules.where}, read {mapped.direction}, makes {made} tensors"
-            if mapped.kept:
-                yield f"no equation takes {shortened(mapped.kept)}; names and shapes stay as they are"
-        if mapped.left_out:
-            yield f"left out: {shortened(mapped.left_out)}"
+            yield f"the map {self.tensor_map.rules.where}, read {mapped.direction}, makes {counted(made, 'tensor')}"
+            kept = [next(iter(tensor.sources.values())) for tensor in self._wanted(mapped) if not tensor.where]
+            if kept:
+                yield f"no equation takes {shortened(kept)}; names and shapes stay as they are"
+        with_parameters = frozenset(mapped.states_left_out)
+        left_out = [name for name in mapped.left_out if name not in with_parameters]
+        if left_out:
+            yield f"left out: {shortened(left_out)}"
+        if with_parameters:
+            yield f"left out with the parameters whose state they are: {shortened(mapped.states_left_out)}"
         if mapped.constants:
             yield f"made up: {shortened([tensor.name for tensor in mapped.constants])}"
         dropped = [(pads.name, sum(box.size for box in pads.boxes)) for pads in mapped.pads if pads.are_dropped]
@@ -270,7 +311,7 @@ class MappedCheckpoint(SourceCheckpoint):
 
         whole: the plan of the checkpoint with the notes of its checks.
         """
-        taken = {name for tensor in made.mapped.made for name in tensor.sources.values()}
+        taken = {name for tensor in self._wanted(made.mapped) for name in tensor.sources.values()}
         own = (check.name for check in made.plan.checks if check.why == OWN and check.name in taken)
         for name in own if self.is_rank_by_rank else ():
             if any(note.startswith(f"{name!r} differs") for note in whole.notes):
@@ -320,12 +361,14 @@ class MappedCheckpoint(SourceCheckpoint):
                     element = first_nonzero(files, tensor, box, self._conversion.limits)
                     if element is not None:
                         is_whole = box == tensor.spec.box
+                        content = element_of(files, tensor, element, self._conversion.limits)
+                        value = numbers(content, tensor.spec.dtype)[0]
                         raise MapError(
                             f"{pads.name} is left out, and is not zero"
                             if is_whole
                             else f"the padding of {pads.name} is not zero",
-                            expected=f"zeros in {box}",
-                            got=f"another value at element {list(element)}",
+                            expected=f"zeros in {box}, of all bits 0",
+                            got=f"{value} at element {list(element)}",
                             where=f"{self.files.path}, by {pads.where}",
                             remedy="leave zeros = true out of the entry of the map if it may be lost"
                             if is_whole
@@ -334,17 +377,21 @@ class MappedCheckpoint(SourceCheckpoint):
                         )
 
 
+def _comparing_only(plan: RankPlan, names: Container[str]) -> RankPlan:
+    """Return a plan without comparisons of other tensors than these."""
+    alike = (group._replace(names=tuple(name for name in group.names if name in names)) for group in plan.alike)
+    return plan._replace(
+        checks=tuple(check for check in plan.checks if check.name in names),
+        alike=tuple(group for group in alike if group.names),
+    )
+
+
 def _tensor(plan: RankPlan, at: tuple[int, int]) -> TensorPlan:
     group, place = at
+    name = plan.tensors.groups[group].names[place]
+    if name in plan.holes:
+        raise plan.holes[name].with_traceback(None)
     return plan.tensors.groups[group].tensor(place)
-
-
-def _without_sums_left_out(all_alike: Iterable[Alike], taken: Container[str]) -> Iterator[Alike]:
-    """Yield copies to compare, but for accumulated gradients that the target gets nothing of, which may well differ."""
-    for alike in all_alike:
-        wanted = tuple(name for name in alike.names if name in taken or not is_partial_sum(name))
-        if wanted:
-            yield alike._replace(names=wanted)
 
 
 def _require_known_sums(mapped: Mapped, path: str) -> None:

@@ -25,15 +25,15 @@ class TensorMap(NamedTuple):
     """What a request says of names, shapes and types.
 
     rules: None: every tensor keeps its name and shape. forward: the direction in which the rules are read; None: as the
-    names tell. like: the checkpoint that the target is to be like. digest: of the files that the rules come from; empty
-    if there are none.
+    names tell. like: the checkpoint that the target is to be like. digests: of what decides what the rules make, by the
+    names of the options.
     """
 
     rules: Rules | None
     choice: Choice
     forward: bool | None
     like: Like | None
-    digest: str
+    digests: Mapping[str, str]
 
     @classmethod
     def read(cls, request: Request) -> TensorMap:
@@ -47,11 +47,12 @@ class TensorMap(NamedTuple):
                 if given:
                     raise UsageError(f"{option} belongs to a map", expected="--map FILE|NAME as well", got="no --map")
         choice = Choice(request.include or None, request.exclude, tuple(map(_typed, request.dtype)))
-        rules, digest = read_rules(request.map, request.config) if request.map is not None else (None, "")
+        rules, digests = read_rules(request.map, request.config) if request.map is not None else (None, {})
         like = None if request.like is None else _like(request.like)
         forward = request.forward if request.forward or request.reverse else None
-        digest = digest if like is None else hashlib.sha256(repr((digest, like)).encode()).hexdigest()
-        return cls(rules, choice, forward, like, digest)
+        if like is not None:  # wherever it lies
+            digests["like"] = hashlib.sha256(repr(like._replace(path="")).encode()).hexdigest()
+        return cls(rules, choice, forward, like, digests)
 
 
 def _typed(text: str) -> tuple[str, DType]:

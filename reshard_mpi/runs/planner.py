@@ -28,6 +28,7 @@ from reshard_mpi.runs.preflight import (
     Room,
     may_share,
     require_no_strangers,
+    require_readable_structure,
     require_readable_types,
     require_short_names,
     stranger_notes,
@@ -230,6 +231,7 @@ class Planner:
         if leads:
             as_is = run.conversion.original is None and run.conversion.source.files.format == run.format
             require_readable_types(plan.tensors.specs, run.format, as_is=as_is)
+            require_readable_structure(plan.tensors.specs)
             self._needs.add(plan, evidence, run.format, path, opened.journal.left_bytes(path))
         opened.due.add(plan, evidence, peak_bytes)
         if not leads:

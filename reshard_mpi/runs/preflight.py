@@ -14,6 +14,7 @@ from typing import NamedTuple
 from reshard_mpi import formats
 from reshard_mpi.checkpoints.discovery import ShardFiles, shards_in, strangers
 from reshard_mpi.errors import TargetError
+from reshard_mpi.formats.files import MAX_KEPT_BYTES, MAX_TENSORS, kept_bytes, kept_kind_bytes
 from reshard_mpi.formats.specs import Specs
 from reshard_mpi.units import format_bytes
 
@@ -220,6 +221,19 @@ def _replaced_bytes(path: Path) -> int:
     except OSError:
         return 0
     return status.st_blocks * 512 if status.st_nlink == 1 else 0
+
+
+def require_readable_structure(specs: Specs) -> None:
+    """Raise TargetError for a target with more or longer names than shards are read with."""
+    names_bytes = sum(map(kept_bytes, specs.names))
+    kinds_bytes = sum(kept_kind_bytes(len(kind.global_shape)) for kind in set(specs.kinds))
+    if len(specs.names) > MAX_TENSORS or names_bytes + kinds_bytes > MAX_KEPT_BYTES:
+        raise TargetError(
+            "a target would hold more than it could be read with again",
+            expected=f"at most {MAX_TENSORS} tensors, whose names and shapes take {MAX_KEPT_BYTES} bytes of memory",
+            got=f"{len(specs.names)} tensors, {names_bytes + kinds_bytes} bytes",
+            remedy="divide it over more stages, make it in several runs (--include), or choose shorter names",
+        )
 
 
 def require_readable_types(specs: Specs, format_name: str, *, as_is: bool) -> None:

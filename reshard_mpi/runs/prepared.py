@@ -31,7 +31,8 @@ MAX_TARGETS = 1 << 16
 class Run(NamedTuple):
     """A prepared request: source and strategies have been read, and the targets are known.
 
-    map_digest: of the map that tensors are taken through, with its configuration; None: there is none.
+    map_digests: of the map that tensors are taken through, its configuration, and the checkpoint that the target is to
+    be like, by the names of the options.
     """
 
     request: Request
@@ -39,7 +40,7 @@ class Run(NamedTuple):
     format: str
     targets: tuple[int, ...]
     strategies: Strategies
-    map_digest: str | None
+    map_digests: Mapping[str, str]
 
     @classmethod
     def open(
@@ -85,7 +86,7 @@ class Run(NamedTuple):
             keeps_strings=traits.keeps_strings,
             once=traits.is_folder,
         )
-        conversion, map_digest = through_map(request, conversion)
+        conversion, map_digests = through_map(request, conversion)
         if traits.is_filled:
             before_filling(conversion, name)
             whole = conversion.plan(0, checked=False).tensors.specs
@@ -107,7 +108,7 @@ class Run(NamedTuple):
                 expected=" or ".join(f"--to {other}" for other in able),
                 got=f"targets in {name}",
             )
-        return cls(request, conversion, name, targets, strategies, map_digest)
+        return cls(request, conversion, name, targets, strategies, map_digests)
 
     def path(self, target_rank: int) -> Path:
         """Return the final path of one target shard: `rank_<r>/<prefix><r><ending>`, unless its format has others."""
@@ -159,7 +160,7 @@ class Run(NamedTuple):
         """Return the settings that say what becomes of names, shapes and types, if anything does."""
         request = self.request
         told = {
-            "map": self.map_digest,
+            **self.map_digests,
             "direction": "forward" if request.forward else "reverse" if request.reverse else None,
             "dtype": " ".join(request.dtype),
             "include": " ".join(request.include),

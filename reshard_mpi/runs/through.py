@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.runs.request import Request
 
 
-def through_map(request: Request, conversion: Conversion) -> tuple[Conversion, str | None]:
-    """Return the conversion of what the request's map makes of the source, and a digest of the map's files.
+def through_map(request: Request, conversion: Conversion) -> tuple[Conversion, Mapping[str, str]]:
+    """Return the conversion of what the request's map makes of the source, and digests of what decides what that is.
 
-    The same conversion if the request leaves all tensors as they are; None if there are no such files. Raises MapError
+    The same conversion if the request leaves all tensors as they are. Raises MapError
     if the map cannot be read, UsageError for options that do not belong together.
     """
     if not request.is_mapped:
-        return conversion, None
+        return conversion, {}
     from reshard_mpi.runs.mapped import conversion_through
     from reshard_mpi.runs.maps import TensorMap
 
     tensor_map = TensorMap.read(request)
-    return conversion_through(tensor_map, conversion), tensor_map.digest or None
+    return conversion_through(tensor_map, conversion), tensor_map.digests
 
 
 def map_file(request: Request) -> Path | None:

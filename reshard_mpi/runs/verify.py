@@ -60,7 +60,7 @@ def _verify_pair(
 ) -> Outcome:
     purpose = f"verifying {request.target}"
 
-    def begin() -> tuple[Conversion, SourceCheckpoint, Sequence[int], Governor]:
+    def begin() -> tuple[Conversion, SourceCheckpoint, Sequence[int], Governor, tuple[str, ...]]:
         governor = memory.open()
         named = (request.src_strategy, request.dst_strategy) if strategies is None else ()
         memory.to_open(named, purpose)
@@ -85,12 +85,14 @@ def _verify_pair(
         memory.on_giving_way(conversion.forget, target.forget)
         memory.to_plan(conversion, target_files.format, purpose, also_read=target)
         conversion.drifted_tensors(damaged_are_replaced=True, process=comm.rank, processes=comm.size)
+        notes: tuple[str, ...] = ()
         if comm.rank == 0:
             conversion.source.check_values()
-        return conversion, target, chosen_targets(request, conversion), governor
+            notes = conversion.source.map_notes()
+        return conversion, target, chosen_targets(request, conversion), governor, notes
 
     progress.begin(Stage("planning"))
-    conversion, target, ranks, governor = agreed(begin, comm)
+    conversion, target, ranks, governor, notes = agreed(begin, comm)
     if comm.rank == 0:
         progress.reading(conversion.source.described)
     weights = conversion.target_weights(ranks)
@@ -118,7 +120,7 @@ def _verify_pair(
             checked = again._replace(notes=checked.notes)
         return checked, damage
 
-    checked = _each(target.files, weights, comm, progress, check)
+    checked = _each(target.files, weights, comm, progress, check, notes)
     return _with_notes(checked, governor, conversion.source.files, target.files)
 
 
@@ -184,10 +186,12 @@ def _each(
     comm: Comm,
     progress: Progress,
     check: Callable[[int, int], tuple[Checked, list[ReshardError]]],
+    notes: tuple[str, ...] = (),
 ) -> Outcome:
     """Check this process's share of the ranks; return the outcome of all processes.
 
-    files: those to check. check: takes a rank and the size of its files.
+    files: those to check. check: takes a rank and the size of its files. notes: what this process has to say
+    besides.
     """
     checked: list[Checked] = []
     failures: list[Failure] = []
@@ -207,7 +211,7 @@ def _each(
             progress.detail(f"shard of rank {rank}: {counted(shard.tensors, 'tensor')} sound by {', '.join(shard.by)}")
     lost = tuple(lost for shard in checked for lost in shard.lost)
     left_out = tuple(text for shard in checked for text in shard.left_out)
-    notes = tuple(dict.fromkeys(note for shard in checked for note in shard.notes))
+    notes = tuple(dict.fromkeys((*notes, *(note for shard in checked for note in shard.notes))))
     own = Outcome(failures=tuple(failures), notes=notes, lost=lost, other_warnings=left_out, checked=tuple(checked))
     outcome = Outcome(processes=comm.size).joined(comm.allgather(own))
     return outcome._replace(failures=tuple(sorted(outcome.failures, key=lambda failure: failure.rank or 0)))

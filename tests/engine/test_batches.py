@@ -12,19 +12,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import many
+from support.float_oracle import became
 
 from reshard_mpi.engine import batches, transfer
 from reshard_mpi.engine.transfer import write_shard
 from reshard_mpi.formats.columns import Kind, TensorEntry, Tensors
-from reshard_mpi.formats.dtypes import BY_NAME
+from reshard_mpi.formats.dtypes import BY_NAME, DType
 from reshard_mpi.formats.manifest import Manifest, ShardIdentity
 from reshard_mpi.formats.places import ByteRange, Segments
 from reshard_mpi.formats.specs import SpecKind
+from reshard_mpi.formats.views import converted
 from reshard_mpi.planning.model import Group, Limits, PlannedTensors, RankPlan, Route
 from reshard_mpi.sharding.box import Box
 
-ITEM = 2
 GAP = b"\xee"
+# Types in the sources, and in the target.
+TYPES = (
+    *(("uint16", "uint16"), ("float32", "bfloat16"), ("float64", "float32"), ("bfloat16", "float32")),
+    *(("float32", "float8_e4m3fn"), ("float8_e5m2", "float64"), ("float16", "bfloat16")),
+)
 
 
 class Made:
@@ -34,6 +40,7 @@ class Made:
         self._folder, self._data = folder, data
         self.groups: list[Group] = []
         self._contents: list[list[bytes]] = []
+        self.overflows: dict[str, int] = {}
         for number in range(data.draw(st.integers(1, 3))):
             self._add_group(number)
         order = [number for number, group in enumerate(self.groups) for _ in group.names]
@@ -45,6 +52,7 @@ class Made:
         """Draw tensors that are alike: rows of two files, of each of which some columns are taken, maybe turned."""
         draw = self._data.draw
         rows, columns, count = draw(st.integers(1, 3)), draw(st.integers(1, 5)), draw(st.integers(1, 4))
+        stored, dtype = (BY_NAME[name] for name in draw(st.sampled_from(TYPES)))
         turned, wide = draw(st.booleans()), columns + draw(st.integers(0, 3))
         first = draw(st.integers(0, wide - columns))
         names = [f"g{number}.{index}" for index in range(count)]
@@ -53,24 +61,38 @@ class Made:
         for half in range(2):
             held = Box((half * rows, 0), ((half + 1) * rows, wide))
             region = Box((half * rows, first), ((half + 1) * rows, first + columns))
-            arrays = [np.frombuffer(os.urandom(ITEM * rows * wide), np.uint16).reshape(rows, wide) for _ in names]
-            halves.append([array[:, first : first + columns] for array in arrays])
-            tensors, numbers = self._file(f"source_{number}_{half}", arrays)
+            raw, size = np.dtype(f"u{stored.itemsize_bytes}"), stored.itemsize_bytes * rows * wide
+            arrays = [np.frombuffer(os.urandom(size), raw).reshape(rows, wide) for _ in names]
+            taken = zip(names, (array[:, first : first + columns] for array in arrays))
+            halves.append([self._converted(name, array, stored, dtype) for name, array in taken])
+            tensors, numbers = self._file(f"source_{number}_{half}", arrays, stored)
+            tensors = tensors if stored == dtype else converted(tensors, dtype)
             to, order = Box((half * rows, 0), ((half + 1) * rows, columns)), None
             if turned:
                 to, order = Box((0, half * rows), (columns, (half + 1) * rows)), (1, 0)
             routes.append(Route(half, held, region, tensors, numbers, to, order))
-        kind = SpecKind(BY_NAME["uint16"], box.shape, box)
+        kind = SpecKind(dtype, box.shape, box)
         self.groups.append(Group(kind, names, tuple(routes)))
         wholes = [np.concatenate(pair) for pair in zip(*halves)]
         self._contents.append([(whole.T if turned else whole).tobytes() for whole in wholes])
 
-    def _file(self, name: str, arrays: list[np.ndarray]) -> tuple[Tensors, list[int]]:
+    def _converted(self, name: str, array: np.ndarray, stored: DType, dtype: DType) -> np.ndarray:
+        """Return what elements become, one by one; count those that are too large."""
+        if stored == dtype:
+            return array
+        elements = [became(int(bits), stored.name, dtype.name) for bits in array.reshape(-1)]
+        too_large = sum(element.too_large for element in elements)
+        if too_large:
+            self.overflows[name] = self.overflows.get(name, 0) + too_large
+        bits = np.array([element.bits for element in elements], f"u{dtype.itemsize_bytes}")
+        return bits.reshape(array.shape)
+
+    def _file(self, name: str, arrays: list[np.ndarray], stored: DType) -> tuple[Tensors, list[int]]:
         """Write arrays to a file in any order, with gaps; return them, and the number of each."""
         path, draw = self._folder / name, self._data.draw
         order = draw(st.permutations(range(len(arrays))))
         tensors, content, number_of = Tensors(str(path)), b"", {}
-        kind = tensors.kind(Kind(BY_NAME["uint16"], arrays[0].shape))
+        kind = tensors.kind(Kind(stored, arrays[0].shape))
         for at in order:
             content += b"-" * draw(st.integers(0, 9))
             number_of[at] = len(tensors)
@@ -106,21 +128,27 @@ def test_what_is_moved_many_at_a_time(data: st.DataObject) -> None:
         made = Made(Path(folder), data)
         patch.setattr(transfer, "_FEW_COPIES", 0)
         patch.setattr(batches, "_MAX_RUNS", data.draw(st.sampled_from([1, 4, 1 << 16])))
+        patch.setattr(batches, "_CONVERTED_BYTES", data.draw(st.sampled_from([1, 40, 1 << 20])))
         patch.setattr(batches, "_WRITTEN_TOGETHER_BYTES", data.draw(st.sampled_from([0, 1 << 14])))
         patch.setattr(batches, "_LITTLE_BYTES", data.draw(st.sampled_from([0, 64 << 10])))
-        limits = Limits(data.draw(st.sampled_from([64, 4096])), data.draw(st.sampled_from([64, 4096])))
+        limits = Limits(data.draw(st.sampled_from([256, 4096])), data.draw(st.sampled_from([64, 4096])))
         size = len(made.expected)
         cuts = sorted(data.draw(st.lists(st.integers(0, size), max_size=2)))
         spans = [*itertools.pairwise([0, *cuts, size])] if cuts else [None]
         moved: list[int] = []
+        overflows: dict[str, int] = {}
         descriptor = os.open(made.target.path, os.O_RDWR)
         try:
             for span in data.draw(st.permutations(spans)):
-                write_shard(made.plan, made.target, descriptor, span=span, limits=limits, on_bytes=moved.append)
+                plan, target = made.plan, made.target
+                traffic = write_shard(plan, target, descriptor, span=span, limits=limits, on_bytes=moved.append)
+                for name, count in traffic.overflows.items():
+                    overflows[name] = overflows.get(name, 0) + count
         finally:
             os.close(descriptor)
         assert Path(made.target.path).read_bytes() == made.expected
         assert sum(moved) == made.plan.written_bytes
+        assert overflows == made.overflows
 
 
 def test_a_source_that_has_become_shorter_is_named(tmp_path: Path) -> None:

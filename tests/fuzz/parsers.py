@@ -38,7 +38,7 @@ from reshard_mpi.journal.records import COMMIT_RECORD, STATE, TargetRecord, reco
 from reshard_mpi.journal.state import as_lines, state_of
 from reshard_mpi.mapping import mapped
 from reshard_mpi.mapping import matching as mapping
-from reshard_mpi.mapping.rules import parse_rules
+from reshard_mpi.mapping.parsing import parse_rules
 from reshard_mpi.sharding import strategy
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import Strategy, named_after, replicated

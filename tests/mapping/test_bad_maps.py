@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,9 +12,9 @@ from support.checkpoints import write_ranks
 from support.command_line import run_here
 
 import reshard_mpi
-from reshard_mpi import MapError, UsageError
+from reshard_mpi import MapError, TargetError, UsageError, formats
 from reshard_mpi.mapping.expressions import ExpressionProblem, evaluated
-from reshard_mpi.mapping.rules import parse_rules
+from reshard_mpi.mapping.parsing import parse_rules
 
 TENSORS = {
     "a.0.q": np.arange(24, dtype=np.float32).reshape(6, 4),
@@ -196,6 +197,13 @@ def test_a_map_that_is_no_file(tmp_path: Path) -> None:
         reshard_mpi.plan(checkpoint(tmp_path), map=tmp_path / "map.toml")
 
 
+def test_a_configuration_that_is_no_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    (tmp_path / "map.toml").write_text("[[map]]\neq = 'a.0.q [x y] <=> b [y x]'")
+    with pytest.raises(MapError, match="the configuration is no file"):
+        reshard_mpi.plan(checkpoint(tmp_path), map=tmp_path / "map.toml", config=tmp_path / "config.json")
+
+
 def test_a_tensor_that_two_terms_take(tmp_path: Path) -> None:
     message = refused(tmp_path, "[[map]]\neq = 'a.1.k [x y], a.{n}.k [x y] <=> c [(x + n x) y]'")
     assert "takes a tensor twice" in message and "a.1.k" in message
@@ -234,6 +242,55 @@ def test_equations_that_take_too_many_boxes_together(tmp_path: Path) -> None:
     (tmp_path / "map.toml").write_text("\n".join(equations))
     with pytest.raises(MapError, match="boxes of different shapes"):
         reshard_mpi.plan(tmp_path / "src", map=tmp_path / "map.toml")
+
+
+ONES = "1 " * 31
+
+
+@pytest.mark.parametrize(
+    ("equation", "says"),
+    [
+        (f"count [x] <=> {'n' * 4097} [x]", "a name that the map makes is too long"),
+        ("count [x] <=> " + "\u00e4" * 2049 + " [x]", "4098 bytes"),
+        (f"{{p*}}.k [x y] <=> {'n' * 4094}.{{p*}}.k [x y]", "a name that the map makes is too long"),
+        (f"count [x] <=> c [x {ONES} 1]", "too many dimensions"),
+        (f"a.0.q [x y] <=> c [x {'1 ' * 70} y] : bf16", "too many dimensions"),
+        (f"a.0.q [x y] <=> c [y {'1 ' * 70} x]", "too many dimensions"),
+    ],
+)
+def test_what_no_shard_can_hold(tmp_path: Path, equation: str, says: str) -> None:
+    source, target = checkpoint(tmp_path), tmp_path / "dst"
+    (tmp_path / "map.toml").write_text(f"[[map]]\neq = '{equation}'")
+    given: dict[str, Any] = {"map": tmp_path / "map.toml", "forward": True}
+    for read in (
+        lambda: reshard_mpi.transform(source, target, **given),
+        lambda: reshard_mpi.transform(source, target, to="hdf5", **given),
+        lambda: reshard_mpi.plan(source, **given),
+        lambda: reshard_mpi.load_rank(0, source, **given),
+        lambda: reshard_mpi.diff(source, source, **given),
+        lambda: reshard_mpi.verify(source, source, **given),
+    ):
+        with pytest.raises(MapError, match=says) as error:
+            read()
+        assert "map.toml, line 1" in str(error.value) and not target.exists()
+
+
+@pytest.mark.parametrize("to", formats.TARGETS)
+def test_what_a_shard_can_just_hold(tmp_path: Path, to: str) -> None:
+    source, name = checkpoint(tmp_path), "n" * 4096
+    (tmp_path / "map.toml").write_text(f"[[map]]\neq = 'a.0.q [x y] <=> {name} [y {'1 ' * 30}x] : bf16'")
+    reshard_mpi.transform(source, tmp_path / "dst", to=to, map=tmp_path / "map.toml")
+    reshard_mpi.verify(source, tmp_path / "dst", map=tmp_path / "map.toml")
+    assert reshard_mpi.load_rank(0, tmp_path / "dst")[name].ndim == 32
+
+
+def test_names_that_could_not_be_read_again(tmp_path: Path) -> None:
+    """17,000 names of 3,000 bytes take more memory than a reader gives a shard's names."""
+    (tmp_path / "map.toml").write_text(f"[[map]]\neq = 'w [e f] <=> {{e}}.{'w' * 3000} [f]'")
+    source = checkpoint(tmp_path, {"w": np.zeros((17_000, 1), np.int8)})
+    with pytest.raises(TargetError, match="more than it could be read with again"):
+        reshard_mpi.transform(source, tmp_path / "dst", map=tmp_path / "map.toml")
+    assert not (tmp_path / "dst").exists()
 
 
 def test_names_of_very_many_parts_do_not_take_long(tmp_path: Path) -> None:

@@ -9,10 +9,11 @@ from hypothesis import given
 from support.equations import Case, cases
 
 from reshard_mpi.formats.dtypes import BY_NAME
+from reshard_mpi.mapping.candidates import Kind
 from reshard_mpi.mapping.choice import Choice
-from reshard_mpi.mapping.mapped import Mapped, applied
-from reshard_mpi.mapping.matching import Kind
-from reshard_mpi.mapping.rules import parse_rules
+from reshard_mpi.mapping.made import Mapped
+from reshard_mpi.mapping.mapped import applied
+from reshard_mpi.mapping.parsing import parse_rules
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

@@ -9,47 +9,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from support.checkpoints import read_shard, write_ranks
+from support.checkpoints import read_shard, write_ranks, write_shard
 from support.command_line import Capture, run_here
+from support.full_checkpoints import assert_held, floats, held, map_of, source_of
 
 import reshard_mpi
 from reshard_mpi import DamageError, DifferenceError, MapError, TargetError
-
-Array = np.ndarray[Any, np.dtype[Any]]
-Tensors = dict[str, Array]
-
-
-def floats(*shape: int, first: int = 0) -> Array:
-    return np.arange(first, first + int(np.prod(shape)), dtype=np.float32).reshape(shape)
-
-
-def source_of(folder: Path, tensors: Tensors) -> Path:
-    write_ranks({0: tensors}, folder / "src", "safetensors")
-    return folder / "src"
-
-
-def map_of(folder: Path, text: str) -> Path:
-    path = folder / "map.toml"
-    path.write_text(text)
-    return path
-
-
-def held(folder: Path) -> Tensors:
-    """Return the tensors of a full checkpoint in safetensors, as arrays."""
-    read = read_shard(folder / "rank_0" / "checkpoint_0.safetensors")
-    types = {"bfloat16": ml_dtypes.bfloat16}
-    return {
-        name: np.frombuffer(content, np.dtype(types.get(dtype, dtype))).reshape(shape)
-        for name, (dtype, shape, content) in read.items()
-    }
-
-
-def assert_held(folder: Path, expected: Tensors) -> None:
-    found = held(folder)
-    assert found.keys() == expected.keys()
-    for name, array in expected.items():
-        assert found[name].dtype == array.dtype and np.array_equal(found[name], array), name
-
 
 JOINED = "[[map]]\neq = 'l.{n}.gate [f h], l.{n}.up [f h] <=> l.{n}.both [h (f + f)]'\n"
 
@@ -213,6 +178,34 @@ def test_it_goes_on_only_with_the_same_map(tmp_path: Path) -> None:
     assert "as it was then" in str(error.value)
     with pytest.raises(TargetError, match="--dtype"):
         reshard_mpi.transform(source, tmp_path / "dst", map=map_path, dtype="fp16", resume=True)
+
+
+def test_what_has_changed_since_is_named(tmp_path: Path) -> None:
+    source = source_of(tmp_path, {"w": floats(4, 6), "z": floats(2)})
+    text = "[axes]\nx = 'q'\n[[map]]\neq = 'w [(x a) b] <=> k [(a x) b]'\n"
+    config, like = tmp_path / "config.json", tmp_path / "like.ckpt"
+    config.write_text('{"q": 2}')
+    write_shard({"k": floats(4, 6), "z": floats(2)}, like)
+    given: dict[str, Any] = {"map": map_of(tmp_path, text), "config": config, "like": like}
+    reshard_mpi.transform(source, tmp_path / "dst", **given)
+
+    def refused(**options: object) -> str:
+        with pytest.raises(TargetError, match="the target folder holds another run") as error:
+            reshard_mpi.transform(source, tmp_path / "dst", resume=True, **(given | options))
+        return str(error.value)
+
+    message = refused(forward=True)
+    assert "a run with --forward\n" in message and "a run with neither --forward nor --reverse\n" in message
+    message = refused(config=None, map=map_of(tmp_path, text.replace("'q'", "2")))
+    assert "no --config" in message and f"--config {config}" in message and "--map" in message
+    map_of(tmp_path, text)
+    config.write_text('{"q": 4}')
+    message = refused()
+    assert f"--config {config} as it is now" in message and "as it was then" in message and "--map" not in message
+    config.write_text('{"q": 2}')
+    write_shard({"z": floats(2), "k": floats(4, 6)}, like)
+    message = refused()
+    assert f"--like {like} as it is now" in message and "--map" not in message and "--config" not in message
 
 
 def test_verify_and_diff_go_through_the_map(tmp_path: Path) -> None:

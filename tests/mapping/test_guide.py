@@ -10,8 +10,8 @@ import pytest
 from support.command_line import Capture, run_here
 
 import reshard_mpi
+from reshard_mpi.mapping.parsing import parse_rules
 from reshard_mpi.mapping.reading import described_maps, read_rules
-from reshard_mpi.mapping.rules import parse_rules
 
 PAGE = (Path(reshard_mpi.__file__).parent / "guide" / "maps.md").read_text()
 README = (Path(__file__).parents[2] / "README.md").read_text()

@@ -421,3 +421,20 @@ def test_what_is_computed_has_the_order_of_what_it_is_computed_beside(tmp_path: 
     made = reshard_mpi.load_rank(0, tmp_path / "source.ckpt", map="torch-mindspore", reverse=True)
     steps = [name for name in made if name.endswith(".step")]
     assert steps == [f"optimizer.state.{name}.step" for name in names]
+
+
+@pytest.mark.parametrize("way", ["drop", "exclude"])
+def test_numbered_state_of_what_is_left_out_goes_with_it(tmp_path: Path, way: str) -> None:
+    text = MAP_OF_FILES + "[[map]]\ndrop = 'model.bias'\noptional = true\n" * (way == "drop")
+    made = converted(tmp_path, training(), text, **({"exclude": "model.bias"} if way == "exclude" else {}))
+    assert "bias" not in made["model"]
+    assert [*made["optimizer"]["state"]] == ["qk", "out.kernel"] == made["optimizer"]["param_groups"][0]["params"]
+
+
+def test_without_a_map_numbered_state_of_what_is_excluded_is_refused(tmp_path: Path) -> None:
+    torch_peer.save(tmp_path / "source.pt", training())
+    with pytest.raises(MapError, match=r"model\.bias is excluded, and its state is not") as raised:
+        reshard_mpi.transform(tmp_path / "source.pt", tmp_path / "dst", exclude="model.bias")
+    assert "--exclude 'optimizer.state.2.*'" in str(raised.value) and not (tmp_path / "dst").exists()
+    reshard_mpi.transform(tmp_path / "source.pt", tmp_path / "dst", exclude=["model.bias", "optimizer.state.2.*"])
+    reshard_mpi.transform(tmp_path / "source.pt", tmp_path / "model", exclude="optimizer.*")

@@ -14,10 +14,11 @@ from support.checkpoints import write_shard
 import reshard_mpi
 from reshard_mpi.errors import MapError
 from reshard_mpi.formats.dtypes import BY_NAME
+from reshard_mpi.mapping.candidates import Kind
 from reshard_mpi.mapping.choice import Choice
-from reshard_mpi.mapping.mapped import Mapped, applied
-from reshard_mpi.mapping.matching import Kind
-from reshard_mpi.mapping.rules import parse_rules
+from reshard_mpi.mapping.made import Mapped
+from reshard_mpi.mapping.mapped import applied
+from reshard_mpi.mapping.parsing import parse_rules
 
 Shapes = dict[str, tuple[int, ...]]
 

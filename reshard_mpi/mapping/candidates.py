@@ -1,0 +1,120 @@
+"""Which tensors of a checkpoint may be those that an equation has on a side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from reshard_mpi.formats.dtypes import DType
+from reshard_mpi.mapping.rules import EquationRule
+from reshard_mpi.mapping.sizes import extent
+from reshard_mpi.mapping.syntax import Term, axes_of
+
+# How many names are given in an error.
+MAX_NAMED = 5
+
+
+class Kind(NamedTuple):
+    """Type and shape of a whole tensor."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+
+
+# The tensors of a checkpoint by name, in its order.
+Inventory = Mapping[str, Kind]
+# The shapes of the tensors of a checkpoint that the target is to be like, by name.
+Likeness = Mapping[str, tuple[int, ...]]
+# What the captures that all names share stand for.
+Key = tuple[str, ...]
+
+
+class Candidates(NamedTuple):
+    """The tensors that fit the terms of a side: for each term, by key, the names by the values of other captures.
+
+    misfits: by key, the name of one that is named as those which a term puts together, and does not fit.
+    """
+
+    by_term: tuple[Mapping[Key, Mapping[tuple[int, ...], str]], ...]
+    misfits: Mapping[Key, str]
+
+    @property
+    def all_keys(self) -> list[Key]:
+        return list(dict.fromkeys(key for names in self.by_term for key in names))
+
+    def lacking(self, key: Key) -> list[int]:
+        """Return the numbers of the terms that no tensor fits with this key."""
+        return [number for number, names in enumerate(self.by_term) if key not in names]
+
+
+def wanted_shapes(
+    rule: EquationRule, target: Sequence[Term], key: Key, like: Likeness
+) -> tuple[tuple[int, ...], ...] | None:
+    """Return the shapes of what an equation makes as they are in `like`; None if one of the tensors is not there.
+
+    Of tensors that a term stands for together, the first one is looked at.
+    """
+    shared = dict(zip(rule.shared, key))
+    shapes = []
+    for term in target:
+        others = len(term.name.captures) - len(shared)
+        shape = like.get(filled(term, shared, (0,) * others))
+        if shape is None or (term.dims is not None and len(term.dims) != len(shape)):
+            return None
+        shapes.append(shape)
+    return tuple(shapes)
+
+
+def candidates_of(side: Sequence[Term], rule: EquationRule, inventory: Inventory) -> Candidates:
+    """Return the tensors that fit the terms of a side, each by itself."""
+    by_term = []
+    misfits: dict[Key, str] = {}
+    for term in side:
+        names: dict[Key, dict[tuple[int, ...], str]] = {}
+        captures = [capture.name for capture in term.name.captures]
+        shared = [captures.index(name) for name in rule.shared]
+        others = [number for number in range(len(captures)) if number not in shared]
+        plain = term.name.text if not captures else None
+        for name in (plain,) if plain is not None and plain in inventory else () if plain is not None else inventory:
+            values = term.name.match(name)
+            if values is None or not _fits(term, inventory[name].shape):
+                loose = term.name.match_loosely(name) if others else None
+                if loose is not None:
+                    misfits.setdefault(tuple(loose[number] for number in shared), name)
+                continue
+            key = tuple(values[number] for number in shared)
+            names.setdefault(key, {})[tuple(int(values[number]) for number in others)] = name
+        by_term.append(names)
+    return Candidates(tuple(by_term), misfits)
+
+
+def _fits(term: Term, shape: tuple[int, ...]) -> bool:
+    """Tell whether a shape has the term's number of dimensions, and those lengths that are numbers."""
+    if term.dims is None:
+        return True
+    if len(term.dims) != len(shape):
+        return False
+    for dim, length in zip(term.dims, shape):
+        names = list(axes_of(dim))
+        if all(name.isdecimal() for name in names) and extent(dim, {}) != length:
+            return False
+    return True
+
+
+def filled(term: Term, shared: Mapping[str, str], values: tuple[int, ...]) -> str:
+    """Return the name of a tensor. values: those of the captures that are not shared by all names of the equation."""
+    others = [capture.name for capture in term.name.captures if capture.name not in shared]
+    return term.name.filled({**shared, **dict(zip(others, values))})
+
+
+def shown_term(term: Term) -> str:
+    """Return the name and the number of dimensions of a term, as words."""
+    if term.dims is None:
+        return term.name.text
+    return f"{term.name.text} of {len(term.dims)} {'dimension' if len(term.dims) == 1 else 'dimensions'}"
+
+
+def shown(inventory: Inventory) -> str:
+    """Return the first tensors with their shapes, as words."""
+    names = [f"{name} {list(kind.shape)}" for name, kind in list(inventory.items())[:MAX_NAMED]]
+    return ", ".join(names) + (" ..." if len(inventory) > MAX_NAMED else "") if names else "no tensors"

@@ -1,0 +1,89 @@
+"""In which direction a map is read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from reshard_mpi.errors import MapError
+from reshard_mpi.mapping.candidates import Inventory, Likeness, candidates_of, shown, wanted_shapes
+from reshard_mpi.mapping.rules import EquationRule, Rules
+from reshard_mpi.mapping.syntax import Term
+
+
+class Direction(NamedTuple):
+    """Which side of equations the source's tensors are on."""
+
+    is_forward: bool
+
+    def sides(self, rule: EquationRule) -> tuple[Sequence[Term], Sequence[Term]]:
+        """Return the terms of the source and those of the target."""
+        sides = rule.equation.left, rule.equation.right
+        return sides if self.is_forward else sides[::-1]
+
+    def needs_like(self, rule: EquationRule) -> bool:
+        """Tell whether it takes a checkpoint that the target is to be like to tell where an equation applies."""
+        return rule.like in (("only", "needed", "forward") if self.is_forward else ("only", "needed"))
+
+    @property
+    def source_side(self) -> str:
+        return "left" if self.is_forward else "right"
+
+    @property
+    def target_side(self) -> str:
+        return "right" if self.is_forward else "left"
+
+    def __str__(self) -> str:
+        return "forward" if self.is_forward else "backward"
+
+
+def told_direction(rules: Rules, inventory: Inventory, forward: bool | None, like: Likeness | None = None) -> Direction:
+    """Return the direction in which a map is read.
+
+    forward: as the user says; None: as the names tell. Raises MapError if they fit neither direction, or both.
+    """
+    if forward is not None:
+        return Direction(forward)
+    unmet = {direction: _unmet(rules, inventory, direction, like) for direction in (Direction(True), Direction(False))}
+    fitting = [direction for direction, missing in unmet.items() if missing is None]
+    if len(fitting) == 1:
+        return fitting[0]
+    if fitting:
+        raise MapError(
+            "the map can be read in both directions",
+            expected="--forward, from left to right, or --reverse",
+            got="tensors that fit the left and the right sides of its equations",
+            where=rules.where,
+        )
+    forwards, backwards = unmet.values()
+    has_like = like is not None
+    raise MapError(
+        "the map does not fit the checkpoint in either direction",
+        expected=f"tensors for the equation at {forwards}, or read backwards for that at {backwards}",
+        got=shown(inventory),
+        where=rules.where,
+        remedy="mend the names, or say optional = true where an equation need not apply;"
+        + " give the --like that belongs to the map, since equations apply only where they make what is in it;"
+        * has_like
+        + " --forward and --reverse tell what is wrong with one direction",
+    )
+
+
+def _unmet(rules: Rules, inventory: Inventory, direction: Direction, like: Likeness | None) -> str | None:
+    """Return the place of an equation that applies nowhere in this direction, though it must; None if there is none.
+
+    An equation whose names are the same on both sides, or that only `like` can tell about, says nothing.
+    """
+    telling = [rule for rule in rules.equations if not rule.keeps_names and (like or not direction.needs_like(rule))]
+    any_applies = all(rule.keeps_names for rule in rules.equations)
+    for rule in telling:
+        source, target = direction.sides(rule)
+        candidates = candidates_of(source, rule, inventory)
+        applies = any(
+            not candidates.lacking(key) and (like is None or wanted_shapes(rule, target, key, like) is not None)
+            for key in candidates.all_keys
+        )
+        any_applies = any_applies or applies
+        if not applies and not rule.is_optional:
+            return rule.where
+    return None if any_applies else rules.where

@@ -1,0 +1,275 @@
+"""Reads the text of a map file: TOML with `[axes]` and `[[map]]` entries."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from reshard_mpi.errors import MapError
+from reshard_mpi.formats.dtypes import BY_NAME
+from reshard_mpi.mapping.blocks import EquationProblem, check
+from reshard_mpi.mapping.expressions import ConfigurationNeeded, ExpressionProblem, evaluated
+from reshard_mpi.mapping.names import NamePattern, PatternProblem
+from reshard_mpi.mapping.rules import TYPES, Drop, EquationRule, Fill, Rules
+from reshard_mpi.mapping.settings import Caution, Count, Number, caution_of, count_of, number_of
+from reshard_mpi.mapping.syntax import SyntaxProblem, Term, axes_of, pads_of, parse
+
+MAX_BYTES, MAX_ENTRIES = 1 << 20, 10_000
+_HEADER = re.compile(r"^[ \t]*\[\[[ \t]*(?:map|\"map\"|'map')[ \t]*\]\]", re.MULTILINE)
+_SIDES = ("left", "right")
+_LIKE = ("only", "needed", "forward")
+_KINDS = ("eq", "state", "drop", "fill", "count", "number", "caution")
+_MAX_AXIS, _MAX_DIMENSIONS = 1 << 62, 32
+
+
+def parse_rules(text: str, where: str, config: Mapping[str, object] | None = None) -> Rules:
+    """Read a map file.
+
+    config: the model's configuration, for expressions in [axes]. Raises MapError, with the place in the file, for what
+    it cannot mean.
+    """
+    if len(text) > MAX_BYTES:
+        raise MapError("the map is too large", expected=f"at most {MAX_BYTES} characters", where=where)
+    try:
+        content = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise MapError("the map is no TOML", got=str(error)[:200], where=where) from None
+    unknown = sorted(content.keys() - {"axes", "map", "description"})
+    if unknown:
+        raise MapError(
+            "the map has a key that it cannot have", expected="axes, map, description", got=unknown[0], where=where
+        )
+    if not isinstance(content.get("description", ""), str):
+        raise MapError("description is no text", where=where)
+    entries = content.get("map", [])
+    if not isinstance(entries, list) or not entries or len(entries) > MAX_ENTRIES:
+        raise MapError(
+            "the map has no [[map]] entries", expected=f"1 to {MAX_ENTRIES}", got=str(entries)[:60], where=where
+        )
+    lines = [text.count("\n", 0, header.start()) + 1 for header in _HEADER.finditer(text)]
+    equations: list[EquationRule] = []
+    drops: list[Drop] = []
+    fills: list[Fill] = []
+    states: list[EquationRule] = []
+    counts: list[Count] = []
+    numbers: list[Number] = []
+    cautions: list[Caution] = []
+    for number, entry in enumerate(entries):
+        line = f", line {lines[number]}" if len(lines) == len(entries) else ""
+        place = f"{where}{line}, [[map]] {number + 1}"
+        if not isinstance(entry, dict):
+            raise MapError("an entry of the map is no table", got=str(entry)[:60], where=place)
+        kinds = [key for key in _KINDS if key in entry]
+        if len(kinds) != 1:
+            raise MapError(
+                f"an entry of the map needs one of {', '.join(_KINDS)}", got=", ".join(entry) or "none", where=place
+            )
+        match kinds[0]:
+            case "eq":
+                equations.append(_equation(entry, place))
+            case "state":
+                states.append(_state(entry, place))
+            case "drop":
+                drops.append(_drop(entry, place))
+            case "fill":
+                fills.append(_fill(entry, place))
+            case "count":
+                counts.append(count_of(_only(entry, "count", place), place))
+            case "number":
+                numbers.append(number_of(_only(entry, "number", place), place))
+            case _:
+                cautions.append(caution_of(_only(entry, "caution", place), place))
+    axes = _axes(content.get("axes", {}), equations, config, where)
+    lacks_config = len(axes) < len(content.get("axes", {}))
+    return Rules(
+        tuple(equations),
+        tuple(drops),
+        tuple(fills),
+        axes,
+        where,
+        lacks_config,
+        tuple(states),
+        tuple(counts),
+        tuple(numbers),
+        tuple(cautions),
+    )
+
+
+def _only(entry: dict[str, Any], key: str, where: str) -> dict[str, Any]:
+    """Return the table that an entry consists of."""
+    _known(entry, (key,), where)
+    table = entry[key]
+    if not isinstance(table, dict):
+        raise MapError(f"{key} is no table", got=str(table)[:60], where=where)
+    return table
+
+
+def _state(entry: dict[str, Any], where: str) -> EquationRule:
+    _known(entry, ("state", "warning"), where)
+    warning = _text(entry, "warning", where) if "warning" in entry else ""
+    rule = _equation({"eq": _text(entry, "state", where), "optional": True}, where)
+    terms = (*rule.equation.left, *rule.equation.right)
+    if len(terms) != 2 or any(
+        term.dims is not None or term.type_name or [capture.is_text for capture in term.name.captures] != [True]
+        for term in terms
+    ):
+        raise MapError(
+            "state is wrong",
+            expected="two names with one capture like {p*}, which stands for a parameter's name",
+            got=rule.equation.text[:200],
+            where=where,
+        )
+    return rule._replace(warning=warning)
+
+
+def _equation(entry: dict[str, Any], where: str) -> EquationRule:
+    _known(entry, ("eq", "optional", "copy", "pads", "like"), where)
+    text = _text(entry, "eq", where)
+    try:
+        equation = parse(text)
+    except SyntaxProblem as error:
+        raise MapError(
+            f"an equation cannot be read: {error.problem}", got=_marked(text, error.position), where=where
+        ) from None
+    for term in (*equation.left, *equation.right):
+        if term.type_name is not None and term.type_name not in TYPES:
+            raise MapError(
+                "an equation names an unknown type", expected=", ".join(TYPES), got=term.type_name, where=where
+            )
+    copies = _flag(entry, "copy", where)
+    pads = entry.get("pads", "zero")
+    if pads not in ("zero", "drop"):
+        raise MapError("pads is wrong", expected="'drop', or nothing", got=repr(pads)[:60], where=where)
+    like = entry.get("like")
+    if like is not None and like not in _LIKE:
+        raise MapError("like is wrong", expected=f"{', '.join(_LIKE)}, or nothing", got=repr(like)[:60], where=where)
+    try:
+        shared = check(equation.left, equation.right, copies=copies)
+    except EquationProblem as error:
+        raise MapError("an equation is wrong", got=f"{error}; in {' '.join(text.split())[:200]}", where=where) from None
+    is_optional = _flag(entry, "optional", where) or like is not None
+    return EquationRule(equation, shared, is_optional, copies, pads == "drop", where, like)
+
+
+def _drop(entry: dict[str, Any], where: str) -> Drop:
+    _known(entry, ("drop", "side", "optional", "zeros"), where)
+    glob, side = _text(entry, "drop", where), _side(entry, "left", where)
+    return Drop(glob, side, _flag(entry, "optional", where), where, _flag(entry, "zeros", where))
+
+
+def _fill(entry: dict[str, Any], where: str) -> Fill:
+    _known(entry, ("fill", "side", "like", "optional"), where)
+    if entry.get("like") not in (None, "only"):
+        raise MapError("like is wrong", expected="'only', or nothing", got=repr(entry["like"])[:60], where=where)
+    fill = entry["fill"]
+    if not isinstance(fill, dict):
+        raise MapError(
+            "fill is no table", expected="{ name, value, shape, type, beside }", got=str(fill)[:60], where=where
+        )
+    _known(fill, ("name", "value", "shape", "type", "beside"), where)
+    try:
+        name = NamePattern(_text(fill, "name", where))
+        beside = NamePattern(_text(fill, "beside", where)) if "beside" in fill else None
+    except PatternProblem as error:
+        raise MapError("a name is wrong", got=str(error), where=where) from None
+    if not set(name.captures) <= set(beside.captures if beside is not None else ()):
+        raise MapError(
+            "the name of what is made up has captures that the tensor beside it has not", got=name.text, where=where
+        )
+    value = fill.get("value", 0)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise MapError("value is no number", got=repr(value)[:60], where=where)
+    shape = fill.get("shape")
+    if shape is not None and not (
+        isinstance(shape, list)
+        and len(shape) <= _MAX_DIMENSIONS
+        and all(
+            isinstance(length, int) and not isinstance(length, bool) and 0 <= length < _MAX_AXIS for length in shape
+        )
+    ):
+        raise MapError("shape is no list of lengths", got=repr(shape)[:60], where=where)
+    type_name = fill.get("type")
+    dtype = None
+    if type_name is not None:
+        dtype = (TYPES | BY_NAME).get(type_name) if isinstance(type_name, str) else None
+        if dtype is None:
+            raise MapError(
+                "type is unknown", expected=", ".join((*TYPES, *BY_NAME)), got=repr(type_name)[:60], where=where
+            )
+    if beside is None and (shape is None or dtype is None):
+        raise MapError("what is made up beside nothing needs a shape and a type", got=name.text, where=where)
+    side, lengths = _side(entry, "right", where), None if shape is None else tuple(shape)
+    return Fill(name, beside, lengths, dtype, value, side, where, "like" in entry, _flag(entry, "optional", where))
+
+
+def _axes(
+    table: object, equations: list[EquationRule], config: Mapping[str, object] | None, where: str
+) -> dict[str, int]:
+    """Return the lengths of axes; without a configuration, not of those that are computed from it."""
+    where = f"{where}, [axes]"
+    if not isinstance(table, dict):
+        raise MapError("[axes] is no table", got=str(table)[:60], where=where)
+    used = {name for rule in equations for term in (*rule.equation.left, *rule.equation.right) for name in _names(term)}
+    axes = {}
+    for name, value in table.items():
+        if name not in used:
+            raise MapError(
+                f"[axes] has {name!r}, which no equation has",
+                expected=", ".join(sorted(used)[:20]) or "no axes",
+                where=where,
+                remedy="mend the name, or remove it",
+            )
+        if isinstance(value, str):
+            try:
+                value = evaluated(value, config)
+            except ConfigurationNeeded:
+                continue
+            except ExpressionProblem as error:
+                raise MapError(f"the length of {name!r} cannot be computed", got=str(error), where=where) from None
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < _MAX_AXIS:
+            raise MapError(
+                f"{name!r} in [axes] is no length", expected="a positive integer", got=str(value)[:60], where=where
+            )
+        axes[name] = value
+    return axes
+
+
+def _names(term: Term) -> Iterator[str]:
+    for dim in term.dims or ():
+        yield from (name for name in axes_of(dim) if not name.isdecimal())
+        yield from (padded.multiple for padded in pads_of(dim) if not padded.multiple.isdecimal())
+
+
+def _known(table: Mapping[str, Any], keys: tuple[str, ...], where: str) -> None:
+    unknown = [key for key in table if key not in keys]
+    if unknown:
+        raise MapError("an entry of the map has an unknown key", expected=", ".join(keys), got=unknown[0], where=where)
+
+
+def _text(table: Mapping[str, Any], key: str, where: str) -> str:
+    value = table.get(key)
+    if not isinstance(value, str) or not value:
+        raise MapError(f"{key} is no text", got=repr(value)[:60], where=where)
+    return value
+
+
+def _flag(table: Mapping[str, Any], key: str, where: str) -> bool:
+    value = table.get(key, False)
+    if not isinstance(value, bool):
+        raise MapError(f"{key} is wrong", expected="true or false", got=repr(value)[:60], where=where)
+    return value
+
+
+def _side(table: Mapping[str, Any], usual: str, where: str) -> str:
+    value = table.get("side", usual)
+    if value not in _SIDES:
+        raise MapError("side is wrong", expected="'left' or 'right'", got=repr(value)[:60], where=where)
+    return str(value)
+
+
+def _marked(text: str, position: int) -> str:
+    """Return the part of an equation around a character, which is marked."""
+    before, after = text[max(0, position - 60) : position], text[position : position + 20]
+    return f"{' '.join(before.split())} >>> {' '.join(after.split())}"

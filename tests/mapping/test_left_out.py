@@ -1,0 +1,240 @@
+"""What a map, `--exclude` or `--unlisted drop` leaves out, what goes with it, and what is said of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.checkpoints import write_ranks
+from support.command_line import Capture, run_here
+from support.full_checkpoints import Tensors, assert_held, floats, map_of, source_of
+
+import reshard_mpi
+from reshard_mpi import MapError
+
+DROPPED = "[[map]]\neq = 'a [x] <=> b [x]'\n[[map]]\ndrop = '{}'\noptional = true\n"
+
+
+@pytest.mark.parametrize("state", ["m.exp_avg.{}", "adam_m.{}", "optimizer.state.{}.exp_avg", "moments.adam_v.{}"])
+def test_state_of_what_is_dropped_goes_with_it(tmp_path: Path, capsys: Capture, state: str) -> None:
+    tensors: Tensors = {"a": floats(2), "junk": floats(3), "other": floats(4)}
+    states = {state.format(name): array + 10 for name, array in tensors.items()}
+    steps = {f"optimizer.state.{name}.step": np.array(7, np.float32) for name in tensors}
+    source, map_path = source_of(tmp_path, tensors | states | steps), map_of(tmp_path, DROPPED.format("junk"))
+    said = run_here(capsys, "transform", f"{source}", f"{tmp_path}/dst", "--map", f"{map_path}")
+    assert "left out: junk\n" in said.err
+    assert "left out with the parameters whose state they are: " in said.err and state.format("junk") in said.err
+    kept = {"b": tensors["a"], "other": tensors["other"]}
+    kept |= {state.format("b"): states[state.format("a")], state.format("other"): states[state.format("other")]}
+    kept |= {f"optimizer.state.{name}.step": np.array(7, np.float32) for name in ("b", "other")}
+    assert_held(tmp_path / "dst", kept)
+
+
+def test_a_pattern_that_a_parameter_matches_does_not_take_its_state(tmp_path: Path) -> None:
+    tensors: Tensors = {"x.a": floats(2), "moments.x.a": floats(2, first=5), "x.b": floats(3), "moments.x.b": floats(3)}
+    text = "[[map]]\neq = 'x.a <=> y.a'\n[[map]]\ndrop = '*x.*'\noptional = true\n"
+    reshard_mpi.transform(source_of(tmp_path, tensors), tmp_path / "dst", map=map_of(tmp_path, text))
+    assert_held(tmp_path / "dst", {"y.a": tensors["x.a"], "moments.y.a": tensors["moments.x.a"]})
+
+
+def test_state_that_is_named_by_itself_is_dropped_alone(tmp_path: Path) -> None:
+    tensors: Tensors = {"a": floats(2), "moments.a": floats(2), "c": floats(3), "moments.c": floats(3)}
+    map_path = map_of(tmp_path, DROPPED.format("moments.*"))
+    reshard_mpi.transform(source_of(tmp_path, tensors), tmp_path / "dst", map=map_path)
+    assert_held(tmp_path / "dst", {"b": tensors["a"], "c": tensors["c"]})
+
+
+def test_state_of_state_goes_as_well(tmp_path: Path) -> None:
+    tensors: Tensors = {"a": floats(2), "junk": floats(2), "ema.junk": floats(2), "adam_m.ema.junk": floats(2)}
+    map_path = map_of(tmp_path, DROPPED.format("junk"))
+    reshard_mpi.transform(source_of(tmp_path, tensors), tmp_path / "dst", map=map_path)
+    assert_held(tmp_path / "dst", {"b": tensors["a"]})
+
+
+def test_what_must_be_zero_to_be_dropped_has_a_state_of_zeros(tmp_path: Path) -> None:
+    tensors: Tensors = {"a": floats(2), "junk": np.zeros(2, np.float32), "moments.junk": np.ones(2, np.float32)}
+    map_path = map_of(tmp_path, DROPPED.format("junk") + "zeros = true\n")
+    with pytest.raises(MapError, match=r"moments\.junk is left out, and is not zero"):
+        reshard_mpi.transform(source_of(tmp_path, tensors), tmp_path / "dst", map=map_path)
+
+
+@pytest.mark.parametrize("is_mapped", [False, True])
+def test_state_of_what_is_excluded_goes_with_it(tmp_path: Path, capsys: Capture, is_mapped: bool) -> None:
+    name = "b" if is_mapped else "a"
+    tensors: Tensors = {"a": floats(2), "moments.a": floats(2), "optimizer.a.step": np.array(3, np.int64)}
+    tensors |= {"c": floats(3), "moments.c": floats(3)}
+    map_path = map_of(tmp_path, "[[map]]\neq = 'a <=> b'")
+    options = ["--map", f"{map_path}"] if is_mapped else []
+    source = source_of(tmp_path, tensors)
+    said = run_here(capsys, "transform", f"{source}", f"{tmp_path}/dst", *options, "--exclude", name)
+    assert said.code == 0 and f"left out: {name}\n" in said.err
+    assert f"whose state they are: moments.{name}, optimizer.{name}.step\n" in said.err
+    assert_held(tmp_path / "dst", {"c": tensors["c"], "moments.c": tensors["moments.c"]})
+
+
+def test_a_state_may_be_all_that_is_taken(tmp_path: Path) -> None:
+    tensors: Tensors = {"a": floats(2), "moments.a": floats(2, first=3)}
+    reshard_mpi.transform(source_of(tmp_path, tensors), tmp_path / "dst", include="moments.*")
+    assert_held(tmp_path / "dst", {"moments.a": tensors["moments.a"]})
+
+
+FILLED = "[[map]]\neq = '{{p*}}.mean <=> {{p*}}.mm'\n[[map]]\ndrop = '*.cnt'\n[[map]]\nside = 'left'\n{}"
+COUNT = "fill = { name = '{p*}.cnt', shape = [], type = 'int64', beside = '{p*}.%s' }\n"
+
+
+def test_what_is_made_up_beside_what_is_nowhere_is_refused(tmp_path: Path) -> None:
+    """Else it would count as making up what the other direction leaves out."""
+    source = source_of(tmp_path, {"bn.mm": floats(3)})
+    with pytest.raises(MapError, match="made nowhere") as error:
+        reshard_mpi.transform(source, tmp_path / "dst", map=map_of(tmp_path, FILLED.format(COUNT % "zzz")))
+    assert "{p*}.zzz" in str(error.value) and "line 5, [[map]] 3" in str(error.value)
+    assert not (tmp_path / "dst").exists()
+    text = FILLED.format(COUNT % "zzz") + "optional = true\n"
+    reshard_mpi.transform(source, tmp_path / "dst", map=map_of(tmp_path, text))
+    assert_held(tmp_path / "dst", {"bn.mean": floats(3)})
+
+
+def test_what_is_made_up_may_be_nowhere_with_its_equation(tmp_path: Path) -> None:
+    """As where a network has no BatchNorm."""
+    text = "[[map]]\neq = 'a <=> b'\n" + FILLED.format(COUNT % "mean").replace("mm'", "mm'\noptional = true")
+    reshard_mpi.transform(source_of(tmp_path, {"b": floats(3)}), tmp_path / "dst", map=map_of(tmp_path, text))
+    assert_held(tmp_path / "dst", {"a": floats(3)})
+
+
+ONES = "[[map]]\neq = '{p*}.mean <=> {p*}.mm'\n[[map]]\nfill = { name = '{p*}.gamma', value = 1, beside = '{p*}.mm' }\n"
+
+
+def test_what_is_made_up_can_be_excluded_or_taken_alone(tmp_path: Path) -> None:
+    source, map_path = source_of(tmp_path, {"bn.mean": floats(3)}), map_of(tmp_path, ONES)
+    reshard_mpi.transform(source, tmp_path / "dst", map=map_path, exclude="*.gamma")
+    assert_held(tmp_path / "dst", {"bn.mm": floats(3)})
+    reshard_mpi.transform(source, tmp_path / "ones", map=map_path, include="*.gamma")
+    assert_held(tmp_path / "ones", {"bn.gamma": np.ones(3, np.float32)})
+
+
+def test_a_map_that_does_nothing_is_refused(tmp_path: Path) -> None:
+    source, like = source_of(tmp_path, {"fc.weight": floats(4, 2)}), tmp_path / "like"
+    write_ranks({0: {"fc.weight": floats(4, 2)}}, like, "safetensors")
+    text = "[[map]]\neq = '{p*}.weight [v h] <=> {p*}.table [v h]'\nlike = 'needed'\n"
+    with pytest.raises(MapError, match="the map does nothing"):
+        reshard_mpi.transform(source, tmp_path / "dst", map=map_of(tmp_path, text), like=like, forward=True)
+    with pytest.raises(MapError, match="in either direction") as error:
+        reshard_mpi.transform(source, tmp_path / "dst", map=map_of(tmp_path, text), like=like)
+    assert "--like" in str(error.value) and not (tmp_path / "dst").exists()
+
+
+def test_a_type_for_all_settles_parts_of_different_types(tmp_path: Path) -> None:
+    tensors: Tensors = {"a": floats(2), "b": floats(2, first=5).astype(np.float16)}
+    source, map_path = source_of(tmp_path, tensors), map_of(tmp_path, "[[map]]\neq = 'a [x], b [y] <=> c [(x + y)]'")
+    with pytest.raises(MapError, match="different types") as error:
+        reshard_mpi.transform(source, tmp_path / "dst", map=map_path)
+    assert "--dtype" in str(error.value)
+    reshard_mpi.transform(source, tmp_path / "dst", map=map_path, dtype="fp64")
+    assert_held(tmp_path / "dst", {"c": np.array([0, 1, 5, 6], np.float64)})
+
+
+def test_a_zero_below_zero_in_padding_is_named(tmp_path: Path) -> None:
+    source = source_of(tmp_path, {"w": np.array([1, 2, 3, -0.0], np.float32)})
+    text = "[axes]\nv = 3\n[[map]]\neq = 'w [(v | 4)] <=> k [v]'"
+    with pytest.raises(MapError, match="the padding of w is not zero") as error:
+        reshard_mpi.transform(source, tmp_path / "dst", map=map_of(tmp_path, text))
+    assert "-0.0 at element [3]" in str(error.value) and "all bits 0" in str(error.value)
+
+
+def ranks_of(folder: Path) -> tuple[Path, list[str]]:
+    """Write two ranks that have values of their own, beside a tensor that is cut; return the options as well."""
+    shards = {r: {"w": floats(2, 3, first=6 * r), "rng": np.array([r + 5, 77], np.int64)} for r in range(2)}
+    write_ranks(shards, folder / "src", "safetensors")
+    for name, parameter, dim in (("src", "w", 0), ("dst", "k", 1)):
+        spec = f"mesh = {{ a = 2 }}\n[[parameter]]\nmatch = '{parameter}'\nsplit = {{ {dim} = ['a'] }}\n"
+        (folder / f"{name}.toml").write_text(spec.replace("a = 2", "a = 2" if name == "src" else "a = 3"))
+    map_path = map_of(folder, "[[map]]\neq = 'w [a b] <=> k [a b]'")
+    strategies = ["--src-strategy", f"{folder}/src.toml", "--dst-strategy", f"{folder}/dst.toml"]
+    return folder / "src", [*strategies, "--map", f"{map_path}"]
+
+
+def test_what_the_target_strategy_drops_is_not_said_to_stay(tmp_path: Path, capsys: Capture) -> None:
+    source, options = ranks_of(tmp_path)
+    said = run_here(capsys, "plan", f"{source}", f"{tmp_path}/dst", *options)
+    assert "makes 1 tensor\n" in said.out + said.err
+    assert "no equation takes rng" in said.out + said.err and "one of them was taken" in said.out + said.err
+    said = run_here(capsys, "transform", f"{source}", f"{tmp_path}/dst", *options, "--unlisted", "drop")
+    assert said.code == 0 and "rng" not in said.err
+
+
+def test_what_is_excluded_is_not_said_to_stay_and_not_compared(tmp_path: Path, capsys: Capture) -> None:
+    source, options = ranks_of(tmp_path)
+    said = run_here(capsys, "transform", f"{source}", f"{tmp_path}/dst", *options, "--exclude", "rng")
+    assert said.code == 0 and "left out: rng" in said.err and "no equation" not in said.err
+    assert "each rank has its own" not in said.err
+
+
+def test_verify_and_diff_say_what_they_do_not_look_at(tmp_path: Path, capsys: Capture) -> None:
+    source = source_of(tmp_path, {"a": floats(2), "junk": floats(3)})
+    map_path = map_of(tmp_path, DROPPED.format("junk"))
+    reshard_mpi.transform(source, tmp_path / "dst", map=map_path)
+    for command in ("verify", "diff"):
+        said = run_here(capsys, command, f"{source}", f"{tmp_path}/dst", "--map", f"{map_path}")
+        assert said.code == 0 and "left out: junk" in said.err, command
+
+
+CUT = "mesh = {{ t = 2 }}\n[[parameter]]\nmatch = '{}'\nsplit = {{ 0 = ['t'] }}\n[[parameter]]\nmatch = '*'\n"
+
+
+def half_lost(folder: Path) -> tuple[Path, list[str]]:
+    """Write two ranks that have halves of `e`, the second of which is lost; return the option as well."""
+    shards = {rank: {"a": floats(3), "e": floats(2, 2, first=4 * rank), "f": floats(2, 2)} for rank in range(2)}
+    write_ranks(shards, folder / "src", "safetensors")
+    (folder / "src/rank_1/checkpoint_1.safetensors").unlink()
+    (folder / "src.toml").write_text(CUT.format("e"))
+    return folder / "src", ["--src-strategy", f"{folder}/src.toml"]
+
+
+@pytest.mark.parametrize("choice", [["--exclude", "e"], ["--include", "a", "--include", "f"]])
+@pytest.mark.parametrize("is_mapped", [False, True])
+def test_a_lost_shard_of_what_is_left_out_refuses_nothing(
+    tmp_path: Path, capsys: Capture, choice: list[str], is_mapped: bool
+) -> None:
+    source, options = half_lost(tmp_path)
+    if is_mapped:
+        map_path = map_of(tmp_path, "[[map]]\neq = 'f [x y] <=> f [y x]'")
+        options += ["--map", f"{map_path}", "--forward"]
+    said = run_here(capsys, "transform", f"{source}", f"{tmp_path}/dst", *options, *choice)
+    assert said.code == 0 and "left out: e" in said.err
+    assert_held(tmp_path / "dst", {"a": floats(3), "f": floats(2, 2).T if is_mapped else floats(2, 2)})
+    said = run_here(capsys, "verify", f"{source}", f"{tmp_path}/dst", *options, *choice)
+    assert said.code == 0, said
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "eq = 'e [x y] <=> g [y x]'",
+        "eq = 'f [x y], e [z y] <=> g [(x + z) y]'",
+        "copy = true\neq = 'g <=> f, e'\n",
+        "eq = 'a <=> b'\n[[map]]\ndrop = 'e'\noptional = true\nzeros = true",
+        "eq = 'a <=> b'",
+    ],
+)
+def test_a_lost_shard_of_what_is_needed_refuses_the_run(tmp_path: Path, capsys: Capture, text: str) -> None:
+    source, options = half_lost(tmp_path)
+    options += ["--map", f"{map_of(tmp_path, '[[map]]' + chr(10) + text)}"]
+    options += ["--reverse" if "copy" in text else "--forward"]
+    for command in ("transform", "plan"):
+        said = run_here(capsys, command, f"{source}", f"{tmp_path}/dst", *options)
+        assert said.code == 3 and "no source holds a part of 'e'" in said.err, said
+    assert "shards of 1 of 2 ranks" in said.err and not (tmp_path / "dst").exists()
+
+
+def test_what_is_excluded_need_not_be_alike(tmp_path: Path, capsys: Capture) -> None:
+    """Two ranks differ in a tensor that no strategy lists, and that is too large to be a rank's own."""
+    shards = {rank: {"e": floats(2, 2, first=4 * rank), "u": floats(40, 40, first=rank)} for rank in range(2)}
+    write_ranks(shards, tmp_path / "src", "safetensors")
+    (tmp_path / "src.toml").write_text(CUT.format("e").rpartition("[[parameter]]")[0])
+    options = ["--src-strategy", f"{tmp_path}/src.toml"]
+    said = run_here(capsys, "transform", f"{tmp_path}/src", f"{tmp_path}/dst", *options)
+    assert said.code == 3 and "no copies of each other" in said.err
+    said = run_here(capsys, "transform", f"{tmp_path}/src", f"{tmp_path}/dst", *options, "--exclude", "u")
+    assert said.code == 0, said
+    assert_held(tmp_path / "dst", {"e": floats(4, 2)})
