@@ -38,7 +38,7 @@ def origin_of(conversion: Conversion, name: str) -> Origin:
     """Return what the tensor `name` of a target is made of."""
     if conversion.original is None:
         return Origin((name,), "")
-    from reshard_mpi.mapping.mapped import Made
+    from reshard_mpi.mapping.made import Made
     from reshard_mpi.runs.mapped import MappedCheckpoint
 
     assert isinstance(conversion.source, MappedCheckpoint)
