@@ -84,11 +84,11 @@ class Conversion:
         """
         check_target_rank(target_rank, self.target)
         self.require_fitting_strategies()
-        opened = self._shards().open(target_rank)
-        require_same_network(self.source.strategy, opened.manifests.values())
-        if self.strict:
-            require_nothing_left_out(opened.manifests)
         try:
+            opened = self._shards().open(target_rank)
+            require_same_network(self.source.strategy, opened.manifests.values())
+            if self.strict:
+                require_nothing_left_out(opened.manifests)
             plan = opened.planner.plan(self._strategy_table())
         except CoverageError as error:
             files, size = self.source.files, self.source.strategy.world_size

@@ -12,6 +12,10 @@ from reshard_mpi.sharding.nesting import regroup, regroup_part
 from reshard_mpi.sharding.placement import Piece, Placement, Shape
 
 
+class UnknownLengthError(LayoutError):
+    """A dimension is cut by ceiling division, and not all of its slices are there, which tell its length."""
+
+
 class Layout:
     """A Placement bound to the shape of the whole tensor.
 
@@ -148,8 +152,8 @@ def whole_shape_of_parts(placement: Placement, parts: Mapping[int, Shape]) -> Sh
     """Return the shape of the whole tensor of which ranks hold parts of these shapes.
 
     One part tells it, unless dimensions are cut by ceiling division: then the parts along them are added up. Raises
-    LayoutError if the number of dimensions does not fit or such parts are missing. Parts of wrong sizes are not
-    noticed: see `whole_shape`.
+    UnknownLengthError if such parts are missing, LayoutError if the number of dimensions does not fit. Parts of wrong
+    sizes are not noticed: see `whole_shape`.
     """
     rank, part_shape = next(iter(parts.items()))
     closed = regroup_part(placement, part_shape)
@@ -166,12 +170,12 @@ def whole_shape_of_parts(placement: Placement, parts: Mapping[int, Shape]) -> Sh
     return tuple(whole)
 
 
-def _unknown_length(dim: int, placement: Placement, slices: int) -> LayoutError:
-    return LayoutError(
+def _unknown_length(dim: int, placement: Placement, slices: int) -> UnknownLengthError:
+    return UnknownLengthError(
         f"how long dimension {dim} is cannot be known from a part of its slices",
         expected=f"shards with all {placement.slices(dim)} slices, since it is cut by ceiling division",
         got=str(slices),
-        remedy="give the sizes of its slices",
+        remedy="add the shards of the other ranks, or give the sizes of all slices in place of ceil",
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from support.checkpoints import Arrays, as_read, read_shard, write_shard
 
 import reshard_mpi
-from reshard_mpi.errors import LayoutError, ReshardError, StrategyError
+from reshard_mpi.errors import CoverageError, LayoutError, ReshardError, StrategyError
 from reshard_mpi.sharding.layout import Layout, whole_shape, whole_shape_of_parts
 from reshard_mpi.sharding.placement import Placement
 from reshard_mpi.sharding.strategy.toml import parse
@@ -116,12 +117,48 @@ def test_slices_of_other_lengths_are_refused(tmp_path: Path, lengths: tuple[int,
 
 
 @pytest.mark.parametrize("lost", [0, 3])
-def test_a_missing_shard_is_refused(tmp_path: Path, lost: int) -> None:
+def test_a_missing_shard_is_named(tmp_path: Path, lost: int) -> None:
     path = write_four(tmp_path, (13, 13, 13, 11))
     (tmp_path / "four" / f"rank_{lost}" / f"checkpoint_{lost}.ckpt").unlink()
-    with pytest.raises(ReshardError):
+    with pytest.raises(CoverageError, match="how large 'w' is cannot be known") as error:
         reshard_mpi.transform(tmp_path / "four", tmp_path / "one", src_strategy=path)
+    assert error.value.got == f"rank {lost}: no shard"
+    assert error.value.where == f"{tmp_path}/four, which has the shards of 3 of 4 ranks"
+    assert error.value.remedy.startswith("restore these ranks' shards") and "sizes of all" in error.value.remedy
     assert not (tmp_path / "one" / "rank_0").exists()
+
+
+@pytest.mark.parametrize("content", [b"junk", b""])
+def test_a_damaged_shard_is_named(tmp_path: Path, content: bytes) -> None:
+    path = write_four(tmp_path, (13, 13, 13, 11))
+    shard = tmp_path / "four" / "rank_2" / "checkpoint_2.ckpt"
+    shard.write_bytes(content)
+    with pytest.raises(CoverageError, match="how large 'w' is cannot be known") as error:
+        reshard_mpi.transform(tmp_path / "four", tmp_path / "one", src_strategy=path)
+    assert error.value.got.startswith("rank 2: ") and error.value.where == str(shard)
+
+
+def test_a_lost_shard_that_another_rank_replaces_is_not_blamed(tmp_path: Path) -> None:
+    """Ranks 0 and 4 hold the same; of rank 1's slice both holders are lost, of rank 0's only one."""
+    write_four(tmp_path, (13, 13, 13, 11))
+    path = tmp_path / "eight.toml"
+    path.write_text(spec("copy = 2, a = 4", 0, ["a"]))
+    for rank in (2, 3):
+        shutil.copytree(tmp_path / "four" / f"rank_{rank}", tmp_path / "four" / f"rank_{rank + 4}")
+    shutil.move(tmp_path / "four" / "rank_0", tmp_path / "four" / "rank_4")
+    shutil.rmtree(tmp_path / "four" / "rank_1")
+    with pytest.raises(CoverageError) as error:
+        reshard_mpi.transform(tmp_path / "four", tmp_path / "one", src_strategy=path)
+    assert error.value.got == "rank 1: no shard; rank 5: no shard"
+
+
+def test_more_ranks_in_the_mesh_than_there_are(tmp_path: Path) -> None:
+    path = write_four(tmp_path, (13, 13, 13, 11))
+    path.write_text(spec("a = 6", 0, ["a"]))
+    with pytest.raises(CoverageError) as error:
+        reshard_mpi.transform(tmp_path / "four", tmp_path / "one", src_strategy=path)
+    assert error.value.where.endswith("which has the shards of 4 of 6 ranks")
+    assert "give the mesh that the checkpoint was saved with" in error.value.remedy
 
 
 def test_the_rank_list_has_all_that_may_be_needed(tmp_path: Path) -> None:
@@ -151,3 +188,10 @@ def test_the_rank_list_has_all_that_may_be_needed(tmp_path: Path) -> None:
 def test_what_it_cannot_mean_is_refused(rule: str) -> None:
     with pytest.raises((StrategyError, LayoutError)):
         parse(f'mesh = {{ a = 2, b = 2 }}\n[[parameter]]\nmatch = "w"\n{rule}', "spec.toml")
+
+
+@pytest.mark.parametrize("word", ["chunk", "even", "CEIL"])
+def test_another_word_than_ceil_is_told_the_one_there_is(word: str) -> None:
+    with pytest.raises(StrategyError, match="sizes") as error:
+        parse(spec("a = 2", 0, ["a"]).replace("ceil", word), "spec.toml")
+    assert '"ceil"' in error.value.expected and "{ 0 = [" in error.value.expected
