@@ -150,6 +150,13 @@ class SourceCheckpoint:
         return ", ".join([formats.title(self.files.format), *counts])
 
     @property
+    def place(self) -> str:
+        """Where it is, and how many of its ranks have shards there."""
+        return (
+            f"{self.files.path}, which has the shards of {len(self.files.by_rank)} of {self.strategy.world_size} ranks"
+        )
+
+    @property
     def stored(self) -> SourceCheckpoint:
         """The checkpoint as it lies in its files."""
         return self

@@ -28,7 +28,8 @@ def hole(
         expected=f"box {part.region} on {_one_of(holders)}",
         got=got,
         where=", ".join(manifests[rank].path for rank in holders if rank in manifests),
-        remedy="restore one of these ranks' shards, or give the strategy this checkpoint was saved with",
+        remedy="restore one of these ranks' shards, or give the strategy this checkpoint was saved with; where slices"
+        ' have different lengths, a TOML rule needs their sizes (sizes = "ceil": as torch cuts)',
     )
 
 

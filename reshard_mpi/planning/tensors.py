@@ -215,8 +215,8 @@ class SourceTensors:
                 expected=error.expected,
                 got=described(lost) if only is None or not only.problem else f"rank {only.rank}: {only.problem}",
                 where=only.where if only is not None and only.problem else "",
-                remedy="restore these ranks' shards, or give the mesh that the checkpoint was saved with, or the sizes of"
-                " all slices in place of ceil",
+                remedy="restore these ranks' shards, or give the mesh that the checkpoint was saved with, or the sizes"
+                " of all slices in place of ceil",
             ) from None
 
     def _held_in(self, placements: tuple[Placement, ...], kinds: Mapping[int, Kind]) -> dict[int, Kind]:

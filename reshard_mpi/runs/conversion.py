@@ -10,6 +10,7 @@ from functools import partial
 from itertools import chain, islice
 
 from reshard_mpi.checkpoints.comparison import difference
+from reshard_mpi.checkpoints.consistency import require_consistent_source
 from reshard_mpi.checkpoints.sampling import drifted_tensors
 from reshard_mpi.checkpoints.shards import ShardOpener
 from reshard_mpi.checkpoints.siblings import LoneShard
@@ -91,10 +92,9 @@ class Conversion:
                 require_nothing_left_out(opened.manifests)
             plan = opened.planner.plan(self._strategy_table())
         except CoverageError as error:
-            files, size = self.source.files, self.source.strategy.world_size
-            error.where = error.where or f"{files.path}, which has the shards of {len(files.by_rank)} of {size} ranks"
-            lone = LoneShard.of(files)
-            if lone is not None and size > 1 and lone.siblings():
+            error.where = error.where or self.source.place
+            lone = LoneShard.of(self.source.files)
+            if lone is not None and self.source.strategy.world_size > 1 and lone.siblings():
                 error.remedy = f"give {lone.checkpoint}, where the shards of the other ranks are"
             raise
         if plan.strings and not self.keeps_strings:
@@ -189,7 +189,7 @@ class Conversion:
         self._opener = None
 
     def require_fitting_strategies(self) -> None:
-        """Raise StrategyError if a rule of a spec places no tensor.
+        """Raise StrategyError if a rule of a spec places no tensor; first what contradicts the source's strategy.
 
         Shards of every stage are needed to see that; if a stage has none, nothing is raised.
         """
@@ -206,6 +206,8 @@ class Conversion:
                 names |= {name: None for rank in others for name in source.manifest(rank).tensors}
                 names |= dict.fromkeys(source.rule_names())
             for strategy, side in sides:
+                if side == "target" and dead_rules(strategy, names):
+                    require_consistent_source(source.stored)
                 require_living_rules(strategy, names, side, source.files.path)
         self._is_fitting = True
 

@@ -10,6 +10,7 @@ from reshard_mpi.errors import LayoutError
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.nesting import regroup, regroup_part
 from reshard_mpi.sharding.placement import Piece, Placement, Shape
+from reshard_mpi.text import counted
 
 
 class UnknownLengthError(LayoutError):
@@ -124,7 +125,17 @@ def _require_dimensions(placement: Placement, shape: Shape) -> None:
             "a tensor has another number of dimensions than its placement",
             expected=placement.dimensions,
             got=f"shape {list(shape)}",
+            remedy=_rule_for(len(shape)) if placement.open_ended else "",
         )
+
+
+def _rule_for(dimensions: int) -> str:
+    """Return what to change in the rule of a spec that cuts a dimension which tensors with so many do not have."""
+    before = "give it a rule of its own before this one"
+    if dimensions == 0:
+        return f"the tensor has no dimensions and cannot be cut: {before}"
+    there = "dimension 0" if dimensions == 1 else f"dimensions 0 to {dimensions - 1}"
+    return f"the tensor has {counted(dimensions, 'dimension')}: cut {there}, or {before}"
 
 
 def whole_shape(placement: Placement, rank: int, part_shape: Shape) -> Shape:

@@ -6,6 +6,7 @@ import itertools
 import shutil
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -159,6 +160,44 @@ def test_more_ranks_in_the_mesh_than_there_are(tmp_path: Path) -> None:
         reshard_mpi.transform(tmp_path / "four", tmp_path / "one", src_strategy=path)
     assert error.value.where.endswith("which has the shards of 4 of 6 ranks")
     assert "give the mesh that the checkpoint was saved with" in error.value.remedy
+
+
+@pytest.mark.parametrize("target", [RULE.format(0, '["b"]').replace("ceil", "even"), '[[parameter]]\nmatch = "x"'])
+@pytest.mark.parametrize("mesh", ["a = 4", "a = 6"])
+def test_a_mistake_in_the_source_is_told_before_one_in_the_target(tmp_path: Path, target: str, mesh: str) -> None:
+    """4 slices of 13 rows would be 52, which 7 do not divide; 6 ranks are not there; and no tensor is called x."""
+    path = write_four(tmp_path, (13, 13, 13, 11))
+    if mesh == "a = 4":
+        path.write_text(spec(mesh, 0, ["a"]).replace('sizes = "ceil"', ""))
+    else:
+        path.write_text(spec(mesh, 0, ["a"]))
+    (tmp_path / "dst.toml").write_text(f"mesh = {{ b = 7 }}\n{target}".replace('sizes = "even"', ""))
+    both = {"src_strategy": path, "dst_strategy": tmp_path / "dst.toml"}
+    for command in (reshard_mpi.plan, partial(reshard_mpi.transform, target=tmp_path / "dst")):
+        with pytest.raises(ReshardError) as error:
+            command(tmp_path / "four", **both)
+        if mesh == "a = 4":
+            assert error.value.where == f"{tmp_path}/four/rank_3/checkpoint_3.ckpt"
+            assert 'sizes = "ceil"' in error.value.remedy
+        else:
+            assert error.value.where == f"{tmp_path}/four, which has the shards of 4 of 6 ranks"
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 2), ()])
+@pytest.mark.parametrize("side", ["src", "dst"])
+def test_a_rule_that_cuts_a_dimension_too_many(tmp_path: Path, shape: tuple[int, ...], side: str) -> None:
+    (tmp_path / "src" / "rank_0").mkdir(parents=True)
+    write_shard({"w": np.zeros(shape, np.float32)}, tmp_path / "src" / "rank_0" / "checkpoint_0.ckpt")
+    (tmp_path / "spec.toml").write_text('mesh = { a = 1 }\n[[parameter]]\nmatch = "w"\nsplit = { 2 = ["a"] }\n')
+    with pytest.raises(LayoutError, match="another number of dimensions") as error:
+        reshard_mpi.plan(tmp_path / "src", **{f"{side}_strategy": tmp_path / "spec.toml"})
+    says = {
+        (4,): "the tensor has 1 dimension: cut dimension 0, or",
+        (4, 2): "the tensor has 2 dimensions: cut dimensions 0 to 1, or",
+        (): "the tensor has no dimensions and cannot be cut:",
+    }
+    assert error.value.remedy.startswith(says[shape])
+    assert error.value.remedy.endswith(" give it a rule of its own before this one")
 
 
 def test_the_rank_list_has_all_that_may_be_needed(tmp_path: Path) -> None:
