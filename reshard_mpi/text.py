@@ -88,3 +88,13 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     longer = [candidate for candidate in candidates if candidate.startswith(typed)]
     likely = [min(longer, key=len)] if longer else get_close_matches(typed, candidates, 1, _LEAST_LIKENESS)
     return f"; did you mean {candidates[likely[0]]!r}?" if likely else ""
+
+
+def nearest_first(pattern: str, known: Sequence[str]) -> list[str]:
+    """Return names with those that are most like a pattern first, the others in their order."""
+    from difflib import get_close_matches
+
+    compared = [name for name in known[:_MAX_COMPARED] if len(name) <= _MAX_NAME_LENGTH]
+    bare = re.sub(r"[*?\[\]]", "", pattern)
+    likely = get_close_matches(bare, compared, 3, _LEAST_LIKENESS) if len(bare) <= _MAX_NAME_LENGTH else []
+    return list(dict.fromkeys((*likely, *known)))

@@ -14,6 +14,7 @@ from reshard_mpi.mapping.pairs import MAX_PAIRS, Geometry, Place
 from reshard_mpi.mapping.rules import EquationRule, Rules
 from reshard_mpi.mapping.sizes import SizesProblem, extent
 from reshard_mpi.mapping.syntax import Term, axes_of
+from reshard_mpi.text import did_you_mean, shortened
 
 _MAX_NAMED = 5
 
@@ -112,8 +113,8 @@ def told_direction(rules: Rules, inventory: Inventory, forward: bool | None, lik
     forwards, backwards = unmet.values()
     raise MapError(
         "the map does not fit the checkpoint in either direction",
-        expected=f"tensors for the equation at {forwards}, or read backwards for that at {backwards}",
-        got=_shown(inventory),
+        expected="tensors for all of its equations, read from left to right or from right to left",
+        got=f"forward, {forwards}; backward, {backwards}",
         where=rules.where,
         remedy="mend the names, or say optional = true where an equation need not apply;"
         " --forward and --reverse tell what is wrong with one direction",
@@ -121,7 +122,7 @@ def told_direction(rules: Rules, inventory: Inventory, forward: bool | None, lik
 
 
 def _unmet(rules: Rules, inventory: Inventory, direction: Direction, like: Likeness | None) -> str | None:
-    """Return the place of an equation that applies nowhere in this direction, though it must; None if there is none.
+    """Return which equation applies nowhere in this direction, though it must, and why; None if there is none.
 
     An equation whose names are the same on both sides, or that only `like` can tell about, says nothing.
     """
@@ -136,8 +137,8 @@ def _unmet(rules: Rules, inventory: Inventory, direction: Direction, like: Liken
         )
         any_applies = any_applies or applies
         if not applies and not rule.is_optional:
-            return rule.where
-    return None if any_applies else rules.where
+            return f"{rule.where}: {_what_is_missing(source, rule, inventory)}"
+    return None if any_applies else "no equation applies"
 
 
 def matches(rules: Rules, inventory: Inventory, direction: Direction, like: Likeness | None = None) -> Iterator[Match]:
@@ -197,7 +198,7 @@ def matches(rules: Rules, inventory: Inventory, direction: Direction, like: Like
                 "an equation applies nowhere",
                 expected=f"tensors {', '.join(_shown_term(term) for term in source)}"
                 + ("" if like is None else f", which become {', '.join(map(_shown_term, target))} of the target"),
-                got=_shown(left or inventory),
+                got=_what_is_missing(source, rule, left or inventory),
                 where=rule.where,
                 remedy="mend the names, or say optional = true if it need not apply",
             )
@@ -352,6 +353,27 @@ def _untold(
     )
 
 
+def _what_is_missing(side: Sequence[Term], rule: EquationRule, inventory: Inventory) -> str:
+    """Return in words which tensors of a side are not there, and which of the others are; else what is there."""
+    candidates = _candidates(side, rule, inventory)
+    key = min(candidates.all_keys, key=lambda key: len(candidates.lacking(key)), default=None)
+    shared = {} if key is None else dict(zip(rule.shared, key))
+    lacking = range(len(side)) if key is None else candidates.lacking(key)
+    if not lacking:
+        return f"these tensors are there: {_shown(inventory)}"
+    missing = [_filled_in_part(side[number], shared) for number in lacking]
+    there = [] if key is None else [next(iter(names[key].values())) for names in candidates.by_term if key in names]
+    first = side[lacking[0]].name
+    likely = first.filled({capture.name: "0" for capture in first.captures} | shared)
+    if likely in inventory:
+        nearest = f" ({likely} has the shape {list(inventory[likely].shape)})"
+    else:
+        nearest = did_you_mean(likely, (name for name in inventory if name not in there))
+    are = "is" if len(missing) == 1 else "are"
+    others = f" and {shortened(there)} {'is' if len(there) == 1 else 'are'}" if there else ""
+    return f"{shortened(missing)} {are} not there{others}{nearest}"
+
+
 def _listed(side: Sequence[Term], shared: Mapping[str, str]) -> str:
     return ", ".join(_filled_in_part(term, shared) for term in side)
 
@@ -372,7 +394,7 @@ def _in_part(
     return MapError(
         "an equation applies in part: some of its tensors are there, and others not",
         expected=", ".join(_shown_term(term) for term in source),
-        got=f"{', '.join(there)} without {', '.join(missing)}{shape}",
+        got=f"{', '.join(there)} without {', '.join(missing)}{shape or did_you_mean(missing[0], inventory)}",
         where=rule.where,
         remedy="mend the equation, or say optional = true if it applies only where all are there",
     )
