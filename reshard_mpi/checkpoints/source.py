@@ -161,16 +161,9 @@ class SourceCheckpoint:
         """The checkpoint as it lies in its files."""
         return self
 
-    def shown_tensors(self) -> Iterator[str]:
-        """Yield a line for each tensor of each stage: its name, type and shape, and what it is made of."""
-        shown = set[str]()
-        for rank in self.stage_ranks().values():
-            tensors = self.manifest(rank).tensors
-            for name, kind in zip(tensors, map(tensors.kinds.__getitem__, tensors.kind_of)):
-                if name not in shown:
-                    shown.add(name)
-                    of_rank = f" on rank {rank}" if self.strategy.world_size > 1 else ""
-                    yield f"{name} {kind.dtype} {list(kind.shape)}{of_rank}: as it is"
+    def origins(self) -> Iterator[tuple[str, str]]:
+        """Yield names of tensors with what a map makes of them, or makes them of."""
+        return iter(())
 
     def check_values(self) -> None:
         """Raise a ReshardError if values of tensors contradict what has been said of them."""

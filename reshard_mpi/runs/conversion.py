@@ -25,17 +25,17 @@ from reshard_mpi.planning.fit import (
     dead_rules,
     require_living_rules,
     require_same_network,
-    shown_rules,
     unconfirmed_rules,
 )
 from reshard_mpi.planning.model import Beginning, Limits, Moment, RankPlan, TensorPlan
 from reshard_mpi.planning.parameters import Unlisted, find_or_follow, is_dropped
 from reshard_mpi.planning.ranks import check_target_rank
 from reshard_mpi.planning.replicas import Replicas
+from reshard_mpi.planning.shown_rules import ShownRule, shown_rules
 from reshard_mpi.planning.target import BothLayouts
 from reshard_mpi.planning.tensors import SourceTensors
 from reshard_mpi.sharding.layout import Layout
-from reshard_mpi.sharding.placement import Strategy
+from reshard_mpi.sharding.placement import Shape, Strategy
 from reshard_mpi.sharding.strategy import table
 from reshard_mpi.units import MIB
 
@@ -136,13 +136,21 @@ class Conversion:
         """What the user should know about the source and the strategies."""
         return (*self.source.files.notes, *unconfirmed_rules(self.source.stored.strategy))
 
-    def shown_rules(self) -> tuple[str, ...]:
-        """Return, for each rule of the source's spec that cuts, a line with the whole shape of one tensor by it."""
+    def shown_rules(self, target_rank: int | None) -> tuple[ShownRule, ...]:
+        """Return, for each rule of the source's spec that cuts, what it makes of one tensor.
+
+        target_rank: one that has been planned; None: none has.
+        """
         shapes, source = {}, self.source.stored
         for name, ranks in source.rule_names().items():
             rank = next(iter(ranks.values()))
             shapes[name] = rank, source.manifest(rank).tensors[name].shape
-        return tuple(shown_rules(source.strategy, shapes))
+        wholes: dict[str, Shape] = {}
+        if any(placement.ceil for _, placement in source.strategy.rules):
+            planned, opened_rank = (self, target_rank) if self.original is None else (self.original, 0)
+            both = {} if opened_rank is None else planned.both_layouts(opened_rank, shapes)
+            wholes = {name: layouts.source.shape for name, layouts in both.items()}
+        return tuple(shown_rules(source.strategy, shapes, wholes))
 
     def drifted_tensors(
         self, *, damaged_are_replaced: bool = False, process: int = 0, processes: int = 1
