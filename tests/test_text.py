@@ -220,4 +220,5 @@ def test_names_like_a_pattern_come_first() -> None:
     assert sorted(nearest) == sorted(names) and {nearest[0], nearest[1]} == {
         f"layers.{i}.attn.k.weight" for i in (0, 1)
     }
+    assert nearest_first("k.weight", names)[:2] == [f"layers.{i}.attn.k.weight" for i in (0, 1)]
     assert nearest_first("*", names) == names and nearest_first("[" * 100_000, names) == names

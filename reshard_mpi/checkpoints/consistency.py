@@ -7,7 +7,7 @@ makes of it a tensor of a length that no target strategy may be able to cut.
 from __future__ import annotations
 
 from reshard_mpi.checkpoints.source import SourceCheckpoint
-from reshard_mpi.errors import CoverageError
+from reshard_mpi.errors import CoverageError, DisagreementError, LayoutError
 from reshard_mpi.planning.tensors import SourceTensors
 from reshard_mpi.sharding.layout import UnknownLengthError
 
@@ -35,3 +35,6 @@ def require_consistent_source(source: SourceCheckpoint) -> None:
                 if len(chosen) == len(ranks) and not source.files.picked:  # else others may hold the slices
                     error.where = error.where or source.place
                     raise
+            except (DisagreementError, LayoutError) as error:
+                error.where += f"; {source.place}" if source.missing else ""
+                raise

@@ -183,6 +183,16 @@ def test_a_mistake_in_the_source_is_told_before_one_in_the_target(tmp_path: Path
             assert error.value.where == f"{tmp_path}/four, which has the shards of 4 of 6 ranks"
 
 
+def test_a_mesh_of_more_ranks_than_there_are_is_told(tmp_path: Path) -> None:
+    """3 slices of 13 rows and one of 11 are half of what 8 ranks have: no shard by itself shows that the mesh is wrong."""
+    write_four(tmp_path, (13, 13, 13, 11))
+    (tmp_path / "src.toml").write_text(spec("a = 8", 0, ["a"]).replace('sizes = "ceil"', ""))
+    (tmp_path / "dst.toml").write_text(spec("b = 7", 0, ["b"]).replace('sizes = "ceil"', ""))
+    with pytest.raises(ReshardError) as error:
+        reshard_mpi.plan(tmp_path / "four", tmp_path / "src.toml", tmp_path / "dst.toml")
+    assert error.value.where.endswith(f"; {tmp_path}/four, which has the shards of 4 of 8 ranks")
+
+
 @pytest.mark.parametrize("shape", [(4,), (4, 2), ()])
 @pytest.mark.parametrize("side", ["src", "dst"])
 def test_a_rule_that_cuts_a_dimension_too_many(tmp_path: Path, shape: tuple[int, ...], side: str) -> None:
