@@ -254,7 +254,8 @@ class Planner:
         are_shared_out = run.conversion.once or formats.by_name(run.format).TRAITS.is_filled
         if self._lists_tensors and (are_shared_out or plan.stage not in self._listed_stages):
             self._listed_stages.add(plan.stage)
-            self.listed = {**listed_tensors(plan), **self.listed}
+            for name, tensor in listed_tensors(plan).items():
+                self.listed.setdefault(name, tensor)
 
     def _sources(self, run: Run, plan: RankPlan) -> Sources:
         """Return the source files of `plan`, each as it was when this run first looked at it.

@@ -184,7 +184,7 @@ def test_a_mistake_in_the_source_is_told_before_one_in_the_target(tmp_path: Path
 
 
 def test_a_mesh_of_more_ranks_than_there_are_is_told(tmp_path: Path) -> None:
-    """3 slices of 13 rows and one of 11 are half of what 8 ranks have: no shard by itself shows that the mesh is wrong."""
+    """The shards are half of those of 8 ranks, so none of them by itself shows that the mesh is wrong."""
     write_four(tmp_path, (13, 13, 13, 11))
     (tmp_path / "src.toml").write_text(spec("a = 8", 0, ["a"]).replace('sizes = "ceil"', ""))
     (tmp_path / "dst.toml").write_text(spec("b = 7", 0, ["b"]).replace('sizes = "ceil"', ""))
