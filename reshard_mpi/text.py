@@ -15,6 +15,7 @@ from itertools import islice
 _MAX_NAME_LENGTH = 200
 _MAX_COMPARED = 10_000
 _LEAST_LIKENESS = 0.6
+_MAX_NEAREST = 3
 
 
 def one_line(text: str) -> str:
@@ -88,3 +89,19 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     longer = [candidate for candidate in candidates if candidate.startswith(typed)]
     likely = [min(longer, key=len)] if longer else get_close_matches(typed, candidates, 1, _LEAST_LIKENESS)
     return f"; did you mean {candidates[likely[0]]!r}?" if likely else ""
+
+
+def nearest_first(pattern: str, known: Sequence[str]) -> list[str]:
+    """Return names with those that are most like a pattern first, the others in their order.
+
+    Names that contain its text come first, the shortest of them, else those that are spelt like it.
+    """
+    from difflib import get_close_matches
+
+    bare = re.sub(r"[*?\[\]]", "", pattern)
+    if not bare or len(bare) > _MAX_NAME_LENGTH:
+        return list(known)
+    compared = [name for name in known[:_MAX_COMPARED] if len(name) <= _MAX_NAME_LENGTH]
+    likely = sorted((name for name in compared if bare in name), key=len)[:_MAX_NEAREST]
+    likely = likely or get_close_matches(bare, compared, _MAX_NEAREST, _LEAST_LIKENESS)
+    return list(dict.fromkeys((*likely, *known)))

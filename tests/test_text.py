@@ -24,7 +24,7 @@ import reshard_mpi
 from reshard_mpi.cli.displays import Bar, Lines
 from reshard_mpi.errors import ReshardError, TransformError
 from reshard_mpi.runs.watched import Display
-from reshard_mpi.text import counted, did_you_mean, lines, number_ranges, one_line
+from reshard_mpi.text import counted, did_you_mean, lines, nearest_first, number_ranges, one_line
 
 # Colours, a title, a line that is forged, a carriage return, one byte that opens a sequence, turned text, no spaces.
 EVIL = "\x1b[31m\x1b]0;owned\x07\nreshard-mpi: error: forged\r\x7f\x9b1m\u202etxt\u2066\u200f\u2028\u200b"
@@ -226,3 +226,13 @@ def test_the_name_that_was_meant(typed: str, known: list[str], meant: str | None
 
 def test_a_suggested_name_is_printable() -> None:
     assert_clean(did_you_mean(SHORT[:-1], [SHORT]))
+
+
+def test_names_like_a_pattern_come_first() -> None:
+    names = ["other", *(f"layers.{layer}.attn.{part}.weight" for layer in range(2) for part in "qkv")]
+    nearest = nearest_first("layers.*.attn.key.weight", names)
+    assert sorted(nearest) == sorted(names) and {nearest[0], nearest[1]} == {
+        f"layers.{i}.attn.k.weight" for i in (0, 1)
+    }
+    assert nearest_first("k.weight", names)[:2] == [f"layers.{i}.attn.k.weight" for i in (0, 1)]
+    assert nearest_first("*", names) == names and nearest_first("[" * 100_000, names) == names

@@ -35,6 +35,7 @@ from reshard_mpi.api.plain import (
 )
 from reshard_mpi.api.shown import OnProgress
 from reshard_mpi.errors import UsageError, only_known_errors
+from reshard_mpi.planning.shown_rules import told_rules
 from reshard_mpi.planning.summary import Plan, RankSummary
 from reshard_mpi.processes.comm import SerialComm
 from reshard_mpi.processes.governor.allowance import Allowance
@@ -179,9 +180,10 @@ def plan(
         plans, outcome = plan_together(conversion, wanted, notes)
         for rank_plan in plans:
             allotted.require_possible(rank_plan)
-        log((*outcome.notes, *conversion.shown_rules()), outcome.warnings)
+        rules = conversion.shown_rules(wanted[0] if wanted else None)
+        log((*outcome.notes, *told_rules(rules, are_all=True)), outcome.warnings)
         summaries = tuple(RankSummary.of(rank_plan, projection.peak_bytes(rank_plan)) for rank_plan in plans)
-        return Plan(summaries, conversion.source.described)
+        return Plan(summaries, conversion.source.described, rules=rules)
 
 
 @only_known_errors()

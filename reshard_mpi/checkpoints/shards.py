@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import NamedTuple
 
+from reshard_mpi.checkpoints.consistency import require_consistent_source
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.errors import CoverageError, DisagreementError, LayoutError, StrategyError
 from reshard_mpi.formats.manifest import Manifest
@@ -86,9 +87,16 @@ class ShardOpener:
     def open(self, target_rank: int) -> Opened:
         """Open the shards that a target needs.
 
-        Raises a ReshardError if shards contradict each other or a strategy. Parts that no shard holds are reported
-        later, by the planner.
+        Raises a ReshardError if shards contradict each other or a strategy, the source's before the target's. Parts
+        that no shard holds are reported later, by the planner.
         """
+        try:
+            return self._opened(target_rank)
+        except (DisagreementError, LayoutError, StrategyError):
+            require_consistent_source(self.source)
+            raise
+
+    def _opened(self, target_rank: int) -> Opened:
         self._require_stages_of_rules(target_rank)
         candidates = _Candidates(self.source)
         while True:

@@ -152,22 +152,24 @@ class SourceCheckpoint:
         return ", ".join([formats.title(self.files.format), *counts])
 
     @property
+    def place(self) -> str:
+        """Where it is, and how many of its ranks have shards there."""
+        return (
+            f"{self.files.path}, which has the shards of {len(self.files.by_rank)} of {self.strategy.world_size} ranks"
+        )
+
+    @property
     def stored(self) -> SourceCheckpoint:
         """The checkpoint as it lies in its files."""
         return self
 
-    def shown_tensors(self, accumulated: Accumulated = Accumulated.REFUSE) -> Iterator[str]:
-        """Yield a line for each tensor of each stage: its name, type and shape, and what it is made of."""
-        shown = set[str]()
-        for rank in self.stage_ranks().values():
-            tensors = self.manifest(rank).tensors
-            for name, kind in zip(tensors, map(tensors.kinds.__getitem__, tensors.kind_of)):
-                if name not in shown:
-                    shown.add(name)
-                    of_rank = f" on rank {rank}" if self.strategy.world_size > 1 else ""
-                    joins = accumulated is not Accumulated.REFUSE and is_partial_sum(name)
-                    origin = f"the {accumulated} of its replicas" if joins else "as it is"
-                    yield f"{name} {kind.dtype} {list(kind.shape)}{of_rank}: {origin}"
+    def origins(self, accumulated: Accumulated = Accumulated.REFUSE) -> Iterator[tuple[str, str]]:
+        """Yield names of tensors with what they are made of, for those that are not as they are on one rank."""
+        if accumulated is not Accumulated.REFUSE:
+            for rank in self.stage_ranks().values():
+                for name in self.manifest(rank).tensors:
+                    if is_partial_sum(name):
+                        yield name, f"the {accumulated} of its replicas"
 
     def check_values(self) -> None:
         """Raise a ReshardError if values of tensors contradict what has been said of them."""

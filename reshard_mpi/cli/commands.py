@@ -246,6 +246,7 @@ def _tell(outcome: Outcome, options: argparse.Namespace) -> None:
 
 def _plan(options: argparse.Namespace) -> int:
     from reshard_mpi.errors import UsageError
+    from reshard_mpi.planning.shown_rules import told_rules
     from reshard_mpi.processes.governor.allowance import UNLIMITED
     from reshard_mpi.runs.transform import plan_targets
 
@@ -264,11 +265,12 @@ def _plan(options: argparse.Namespace) -> int:
         asked = asked._replace(resume=not asked.overwrite)  # as the tasks will do it
     with _world(options) as world:
         # A batch script is for other hosts than this one.
-        planned, outcome = plan_targets(asked._replace(memory=UNLIMITED) if options.sbatch else asked, world)
+        allowed = asked._replace(memory=UNLIMITED) if options.sbatch else asked
+        planned, outcome = plan_targets(allowed, world, lists_tensors=options.verbose)
+        outcome = outcome._replace(notes=(*outcome.notes, *told_rules(planned.rules, are_all=options.verbose)))
         if world.rank == 0:
             if options.json:
-                shown = planned if options.verbose else planned._replace(tensors=())
-                show(json.dumps(shown.as_json(), indent=1))
+                show(json.dumps(planned.as_json(), indent=1))
             elif options.sbatch:
                 from reshard_mpi.cli.sbatch import batch_script
 
@@ -276,7 +278,7 @@ def _plan(options: argparse.Namespace) -> int:
                 show(os.fsencode(script))  # paths in it may be of any bytes
                 _tell(outcome, options)
             else:
-                show(planned.as_table(planned.tensors if options.verbose else ()))
+                show(planned.as_table())
                 _tell(outcome, options)
     return 0
 

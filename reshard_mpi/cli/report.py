@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reshard_mpi.text import counted
+from reshard_mpi import formats
+from reshard_mpi.text import counted, one_line
 from reshard_mpi.units import format_bytes, format_rate
 
 if TYPE_CHECKING:
@@ -37,12 +38,19 @@ def write_report(path: str, facts: Mapping[str, Any], outcome: Outcome, seconds:
 
 
 def summary(outcome: Outcome, seconds: float, *, is_verified: bool) -> str:
-    """Return the closing line of a run. is_verified: whether targets were compared with their sources."""
+    """Return the closing line of a run; of one file by itself, it says where that is.
+
+    is_verified: whether targets were compared with their sources.
+    """
     made = [target for target in outcome.targets if not target.skipped]
     skipped = len(outcome.targets) - len(made)
     done = "wrote and verified" if is_verified else "wrote"
     text = f"{done} {counted(len(made), 'shard')}, {_speed(sum(target.written_bytes for target in made), seconds)}"
-    return text + (f"; {skipped} {'was' if skipped == 1 else 'were'} complete already" if skipped else "")
+    text += f"; {skipped} {'was' if skipped == 1 else 'were'} complete already" if skipped else ""
+    paths = [target.path for target in outcome.targets]
+    kind = formats.name_of(paths[0]) if len(paths) == 1 else None
+    # A file of a folder that is one checkpoint is nothing by itself.
+    return f"{text}: {one_line(paths[0])}" if kind is not None and formats.folder_by_name(kind) is None else text
 
 
 def verified(outcome: Outcome, seconds: float) -> str:

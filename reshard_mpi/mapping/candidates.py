@@ -9,6 +9,7 @@ from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.mapping.rules import EquationRule
 from reshard_mpi.mapping.sizes import extent
 from reshard_mpi.mapping.syntax import Term, axes_of
+from reshard_mpi.text import did_you_mean, shortened
 
 # How many names are given in an error.
 MAX_NAMED = 5
@@ -118,3 +119,29 @@ def shown(inventory: Inventory) -> str:
     """Return the first tensors with their shapes, as words."""
     names = [f"{name} {list(kind.shape)}" for name, kind in list(inventory.items())[:MAX_NAMED]]
     return ", ".join(names) + (" ..." if len(inventory) > MAX_NAMED else "") if names else "no tensors"
+
+
+def filled_in_part(term: Term, shared: Mapping[str, str]) -> str:
+    others = {capture.name: f"{{{capture.name}}}" for capture in term.name.captures}
+    return term.name.filled(others | dict(shared))
+
+
+def what_is_missing(side: Sequence[Term], rule: EquationRule, inventory: Inventory) -> str:
+    """Return in words which tensors of a side are not there, and which of the others are; else what is there."""
+    candidates = candidates_of(side, rule, inventory)
+    key = min(candidates.all_keys, key=lambda key: len(candidates.lacking(key)), default=None)
+    shared = {} if key is None else dict(zip(rule.shared, key))
+    lacking = range(len(side)) if key is None else candidates.lacking(key)
+    if not lacking:
+        return f"these tensors are there: {shown(inventory)}"
+    missing = [filled_in_part(side[number], shared) for number in lacking]
+    there = [] if key is None else [next(iter(names[key].values())) for names in candidates.by_term if key in names]
+    first = side[lacking[0]].name
+    likely = first.filled({capture.name: "0" for capture in first.captures} | shared)
+    if likely in inventory:
+        nearest = f" ({likely} has the shape {list(inventory[likely].shape)})"
+    else:
+        nearest = did_you_mean(likely, (name for name in inventory if name not in there))
+    are = "is" if len(missing) == 1 else "are"
+    others = f" and {shortened(there)} {'is' if len(there) == 1 else 'are'}" if there else ""
+    return f"{shortened(missing)} {are} not there{others}{nearest}"

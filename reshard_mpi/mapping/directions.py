@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from reshard_mpi.errors import MapError
-from reshard_mpi.mapping.candidates import Inventory, Likeness, candidates_of, shown, wanted_shapes
+from reshard_mpi.mapping.candidates import Inventory, Likeness, candidates_of, wanted_shapes, what_is_missing
 from reshard_mpi.mapping.rules import EquationRule, Rules
 from reshard_mpi.mapping.syntax import Term
 
@@ -59,8 +59,8 @@ def told_direction(rules: Rules, inventory: Inventory, forward: bool | None, lik
     has_like = like is not None
     raise MapError(
         "the map does not fit the checkpoint in either direction",
-        expected=f"tensors for the equation at {forwards}, or read backwards for that at {backwards}",
-        got=shown(inventory),
+        expected="tensors for all of its equations, read from left to right or from right to left",
+        got=f"forward, {forwards}; backward, {backwards}",
         where=rules.where,
         remedy="mend the names, or say optional = true where an equation need not apply;"
         + " give the --like that belongs to the map, since equations apply only where they make what is in it;"
@@ -70,7 +70,7 @@ def told_direction(rules: Rules, inventory: Inventory, forward: bool | None, lik
 
 
 def _unmet(rules: Rules, inventory: Inventory, direction: Direction, like: Likeness | None) -> str | None:
-    """Return the place of an equation that applies nowhere in this direction, though it must; None if there is none.
+    """Return which equation applies nowhere in this direction, though it must, and why; None if there is none.
 
     An equation whose names are the same on both sides, or that only `like` can tell about, says nothing.
     """
@@ -85,5 +85,5 @@ def _unmet(rules: Rules, inventory: Inventory, direction: Direction, like: Liken
         )
         any_applies = any_applies or applies
         if not applies and not rule.is_optional:
-            return rule.where
-    return None if any_applies else rules.where
+            return f"{rule.where}: {what_is_missing(source, rule, inventory)}"
+    return None if any_applies else "no equation applies"

@@ -16,9 +16,10 @@ from reshard_mpi.mapping.candidates import (
     Likeness,
     candidates_of,
     filled,
-    shown,
+    filled_in_part,
     shown_term,
     wanted_shapes,
+    what_is_missing,
 )
 from reshard_mpi.mapping.directions import Direction
 from reshard_mpi.mapping.fitting import fitted
@@ -26,6 +27,7 @@ from reshard_mpi.mapping.pairs import MAX_PAIRS, Geometry, Place
 from reshard_mpi.mapping.rules import EquationRule, Rules
 from reshard_mpi.mapping.sizes import SizesProblem
 from reshard_mpi.mapping.syntax import Term
+from reshard_mpi.text import did_you_mean
 
 
 class Match(NamedTuple):
@@ -99,7 +101,7 @@ def matches(rules: Rules, inventory: Inventory, direction: Direction, like: Like
                 "an equation applies nowhere",
                 expected=f"tensors {', '.join(shown_term(term) for term in source)}"
                 + ("" if like is None else f", which become {', '.join(map(shown_term, target))} of the target"),
-                got=shown(left or inventory),
+                got=what_is_missing(source, rule, left or inventory),
                 where=rule.where,
                 remedy="mend the names, or say optional = true if it need not apply",
             )
@@ -199,7 +201,7 @@ def _untold(
 
 
 def _listed(side: Sequence[Term], shared: Mapping[str, str]) -> str:
-    return ", ".join(_filled_in_part(term, shared) for term in side)
+    return ", ".join(filled_in_part(term, shared) for term in side)
 
 
 def _in_part(
@@ -211,19 +213,14 @@ def _in_part(
     inventory: Inventory,
 ) -> MapError:
     shared = dict(zip(rule.shared, key))
-    missing = [_filled_in_part(source[number], shared) for number in lacking]
+    missing = [filled_in_part(source[number], shared) for number in lacking]
     there = [next(iter(names[key].values())) for names in candidates.by_term if key in names]
     other = next((name for name in missing if name in inventory), None)
     shape = f" ({other} has the shape {list(inventory[other].shape)})" if other is not None else ""
     return MapError(
         "an equation applies in part: some of its tensors are there, and others not",
         expected=", ".join(shown_term(term) for term in source),
-        got=f"{', '.join(there)} without {', '.join(missing)}{shape}",
+        got=f"{', '.join(there)} without {', '.join(missing)}{shape or did_you_mean(missing[0], inventory)}",
         where=rule.where,
         remedy="mend the equation, or say optional = true if it applies only where all are there",
     )
-
-
-def _filled_in_part(term: Term, shared: Mapping[str, str]) -> str:
-    others = {capture.name: f"{{{capture.name}}}" for capture in term.name.captures}
-    return term.name.filled(others | dict(shared))

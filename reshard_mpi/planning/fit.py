@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from enum import Enum
 from typing import NamedTuple
 
@@ -12,10 +12,10 @@ from reshard_mpi.errors import CoverageError, DisagreementError, StrategyError
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.planning.parameters import Unlisted, find_or_follow
 from reshard_mpi.planning.samples import MAX_TENSORS, Pair
-from reshard_mpi.sharding.layout import whole_shape
 from reshard_mpi.sharding.nesting import regroup_part
 from reshard_mpi.sharding.patterns import Pattern
 from reshard_mpi.sharding.placement import Placement, Shape, Strategy
+from reshard_mpi.text import nearest_first
 from reshard_mpi.units import KIB
 
 # A value that each rank has for itself (random state, a counter) is small, has one dimension at most, and only one
@@ -261,7 +261,7 @@ def require_living_rules(strategy: Strategy, names: Collection[str], which: str,
         return
     glob, taken_by = dead[0]
     others = f" (and {len(dead) - 1} more)" if len(dead) > 1 else ""
-    got = f"{glob!r}{others}, beside {len(names)} tensors: {_quoted(list(names))}"
+    got = f"{glob!r}{others}, beside {len(names)} tensors: {_quoted(nearest_first(glob, list(names)))}"
     remedy = "correct the pattern, or say optional = true in the rule"
     if taken_by == glob:
         got, remedy = f"{glob!r} twice{others}", "remove one of the two rules"
@@ -310,30 +310,6 @@ def unconfirmed_rules(strategy: Strategy) -> Iterator[str]:
             f"{_quoted(ordered)} {'is' if len(ordered) == 1 else 'are'} cut over several axes, and the checkpoint"
             f" cannot show which of them cuts which dimension, and in which order: {strategy.origin} is believed"
         )
-
-
-def shown_rules(strategy: Strategy, shapes: Mapping[str, tuple[int, Shape]]) -> Iterator[str]:
-    """Yield for each rule of a spec that cuts the whole shape of one tensor by it, so that people see what is wrong.
-
-    shapes: by name, a rank and the shape of its part.
-    """
-    if not strategy.is_spec:
-        return
-    shown: dict[int, str] = {}
-    for name in shapes:
-        rule = strategy.rule_of(name)
-        if rule is not None:
-            shown.setdefault(rule, name)
-    for rule, name in sorted(shown.items()):
-        glob = strategy.rules[rule][0]
-        rank, shape = shapes[name]
-        placement = next((p for p in strategy.find(name) if strategy.stage_of(rank) in p.stages), None)
-        if placement is not None and placement.is_cut:
-            if placement.ceil:
-                yield f"by rule {glob!r}, {name!r} of shape {list(shape)} on a rank is cut by ceiling division"
-                continue
-            whole = whole_shape(placement, rank, shape)
-            yield f"by rule {glob!r}, {name!r} of shape {list(shape)} on a rank is {list(whole)} as a whole"
 
 
 def _where(strategy: Strategy, *paths: str) -> str:

@@ -6,12 +6,9 @@ from collections.abc import Collection, Iterable, Mapping
 
 from reshard_mpi.errors import CoverageError
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.planning.losses import Lost
+from reshard_mpi.planning.losses import Lost, described
 from reshard_mpi.planning.tensors import Part, SourceGroup
 from reshard_mpi.sharding.placement import Placement, Strategy, named_after
-
-# So many shards that cannot be used are described in one message.
-_MAX_DESCRIBED = 4
 
 
 def hole(
@@ -22,7 +19,7 @@ def hole(
     damaged = [lost[rank] for rank in holders if rank in lost and lost[rank].problem]
     if damaged:
         others = len(holders) - len(damaged)
-        got = _described(damaged) + (f"; {others} without it, or missing" if others else "")
+        got = described(damaged) + (f"; {others} without it, or missing" if others else "")
     else:
         opened = any(rank in manifests for rank in holders)
         got = "shards without the tensor" if opened else "shard missing"
@@ -31,7 +28,8 @@ def hole(
         expected=f"box {part.region} on {_one_of(holders)}",
         got=got,
         where=", ".join(manifests[rank].path for rank in holders if rank in manifests),
-        remedy="restore one of these ranks' shards, or give the strategy this checkpoint was saved with",
+        remedy="restore one of these ranks' shards, or give the strategy this checkpoint was saved with; where slices"
+        ' have different lengths, a TOML rule needs their sizes (sizes = "ceil": as torch cuts)',
     )
 
 
@@ -48,7 +46,7 @@ def stage_missing(
     return CoverageError(
         f"no shard that should hold {name!r} is there",
         expected=f"a shard of stage {origins[0].stages[0]} of the source",
-        got=f"shards of {_one_of(tuple(manifests))}" + (f"; {_described(damaged)}" if damaged else ""),
+        got=f"shards of {_one_of(tuple(manifests))}" + (f"; {described(damaged)}" if damaged else ""),
         remedy="restore the shards of that stage",
     )
 
@@ -88,13 +86,9 @@ def require_never_saved(
         raise CoverageError(
             f"{name!r} is in no shard that was opened, but may be in one that is damaged",
             expected=f"a shard with {name!r}",
-            got=_described(suspects),
+            got=described(suspects),
             remedy="restore these shards, or remove them if it was never saved",
         )
-
-
-def _described(lost: list[Lost]) -> str:
-    return "; ".join([*map(str, lost[:_MAX_DESCRIBED]), *(["..."] if len(lost) > _MAX_DESCRIBED else [])])
 
 
 def _one_of(ranks: tuple[int, ...]) -> str:

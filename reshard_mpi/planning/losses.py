@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 # So many ranks are named of those of which the same is said.
 _MAX_NAMED = 8
+# So many shards that cannot be used are described in one message.
+_MAX_DESCRIBED = 4
 
 
 class Lost(NamedTuple):
@@ -23,6 +26,9 @@ class Lost(NamedTuple):
 
     def __str__(self) -> str:
         return f"rank {self.rank}: {self.problem}, in {self.where}" if self.problem else f"rank {self.rank}: no shard"
+
+
+NONE_LOST: Mapping[int, Lost] = MappingProxyType({})
 
 
 class Missing(NamedTuple):
@@ -69,3 +75,8 @@ def named(ranks: Collection[int]) -> str:
     shown = ", ".join(str(rank) for rank in list(ranks)[:_MAX_NAMED])
     more = f" and {len(ranks) - _MAX_NAMED} more" if len(ranks) > _MAX_NAMED else ""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{more}"
+
+
+def described(losses: Sequence[Lost]) -> str:
+    """Return what is wrong with shards, in words: of many with the first ones only."""
+    return "; ".join([*map(str, losses[:_MAX_DESCRIBED]), *(["..."] if len(losses) > _MAX_DESCRIBED else [])])

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from reshard_mpi.planning.losses import warnings_of
 from reshard_mpi.planning.model import RankPlan
+from reshard_mpi.planning.shown_rules import ShownRule
 from reshard_mpi.text import one_line
 from reshard_mpi.units import format_bytes
 
@@ -48,12 +48,14 @@ class RankSummary(NamedTuple):
 class Plan(NamedTuple):
     """The targets of a conversion, in the order of their ranks.
 
-    source: one line that describes the checkpoint. tensors: one for each tensor, which says what it is made of.
+    source: one line that describes the checkpoint. tensors: one for each tensor, with its whole shape and what it is
+    made of. rules: what the rules of the source's spec make of its tensors.
     """
 
     targets: tuple[RankSummary, ...]
     source: str
     tensors: tuple[str, ...] = ()
+    rules: tuple[ShownRule, ...] = ()
 
     @property
     def peak_bytes(self) -> int:
@@ -75,8 +77,8 @@ class Plan(NamedTuple):
             **({"tensors": list(self.tensors)} if self.tensors else {}),
         }
 
-    def as_table(self, tensors: Sequence[str] = ()) -> str:
-        """Return the plan as lines for people. tensors: those that are shown of `self.tensors`."""
+    def as_table(self) -> str:
+        """Return the plan as lines for people."""
         rows = [("target", "tensors", "writes", "reads", "peak memory", "source ranks")]
         for target in self.targets:
             ranks = " ".join(map(str, target.read_ranks[:12])) + (" ..." if len(target.read_ranks) > 12 else "")
@@ -89,4 +91,4 @@ class Plan(NamedTuple):
         count = len(self.targets)
         total = f"{count} {'target' if count == 1 else 'targets'}, {format_bytes(self.written_bytes)}"
         most = f"each process needs at most {format_bytes(self.peak_bytes)} of memory"
-        return "\n".join([f"source: {self.source}", *map(one_line, tensors), *lines, f"{total}; {most}"])
+        return "\n".join([f"source: {self.source}", *map(one_line, self.tensors), *lines, f"{total}; {most}"])

@@ -88,7 +88,7 @@ class ShardPlanner:
         self._manifests = manifests
         if unlisted is not Unlisted.DROP:
             require_tensors_or_strings(manifests)
-        self._tensors = SourceTensors(source, manifests)
+        self._tensors = SourceTensors(source, manifests, lost)
         self._lost = lost
         self._unlisted = unlisted
         self._strict = strict

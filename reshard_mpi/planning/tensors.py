@@ -6,14 +6,15 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from reshard_mpi.errors import DisagreementError, LayoutError
+from reshard_mpi.errors import CoverageError, DisagreementError, LayoutError
 from reshard_mpi.formats.columns import Kind, TensorEntry
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.planning.losses import NONE_LOST, Lost, described
 from reshard_mpi.planning.parameters import everywhere, find_or_follow
 from reshard_mpi.planning.partial_sums import is_partial_sum
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.sharding.layout import Layout, whole_shape, whole_shape_of_parts
+from reshard_mpi.sharding.layout import Layout, UnknownLengthError, whole_shape, whole_shape_of_parts
 from reshard_mpi.sharding.placement import Piece, Placement, Shape, Strategy, named_after
 
 
@@ -63,12 +64,16 @@ _LACKING = -1
 class SourceTensors:
     """The tensors of the opened shards of one source checkpoint, in the order in which the shards list them.
 
-    A checkpoint has thousands of tensors, but of few kinds and placed in few ways, so each group is made once.
+    A checkpoint has thousands of tensors, but of few kinds and placed in few ways, so each group is made once. lost:
+    the shards that cannot be used, by rank.
     """
 
-    def __init__(self, strategy: Strategy, manifests: Mapping[int, Manifest]) -> None:
+    def __init__(
+        self, strategy: Strategy, manifests: Mapping[int, Manifest], lost: Mapping[int, Lost] = NONE_LOST
+    ) -> None:
         self._strategy = strategy
         self._manifests = manifests
+        self._lost = lost
         self._ranks = tuple(sorted(manifests))
         self._held = tuple(manifests[rank].tensors for rank in self._ranks)
         self._signatures = self._all_signatures()
@@ -94,7 +99,8 @@ class SourceTensors:
     def group(self, name: str) -> SourceGroup:
         """Return the group of a tensor that an opened shard holds; tensors that are alike have the same object.
 
-        Raises LayoutError or DisagreementError if the shards contradict the strategy or each other.
+        Raises LayoutError or DisagreementError if the shards contradict the strategy or each other, CoverageError if
+        only lost shards tell how large the tensor is.
         """
         group = self._group_by_name.get(name)
         if group is None:
@@ -169,13 +175,15 @@ class SourceTensors:
             kinds_in_stages = kinds
         first_rank, first = next(iter(kinds_in_stages.items()))
         near = next(placement for placement in placements if self._strategy.stage_of(first_rank) in placement.stages)
+        of_stages = self._held_in((near,), kinds_in_stages)
         try:
             shape = first.global_shape
             if shape is None:
-                of_stages = self._held_in((near,), kinds_in_stages)
                 shape = whole_shape_of_parts(near, {rank: kind.shape for rank, kind in of_stages.items()})
             layouts = tuple(self.layout(placement, shape) for placement in placements)
         except LayoutError as error:
+            if isinstance(error, UnknownLengthError):
+                self._require_none_lost(name, near, of_stages, error)
             error.where = f"tensor {name!r} in {self._manifests[first_rank].path}"
             error.remedy = error.remedy or "check that the strategy is that of this checkpoint"
             raise
@@ -192,6 +200,27 @@ class SourceTensors:
                     remedy="use shards of one and the same checkpoint",
                 )
         return SourceGroup(first.dtype, layouts[0].shape, layouts, listed, tuple(kinds_in_stages), has_whole_sums)
+
+    def _require_none_lost(
+        self, name: str, placement: Placement, ranks: Collection[int], error: UnknownLengthError
+    ) -> None:
+        """Raise CoverageError if slices of a tensor are unknown since shards are lost. ranks: the opened holders."""
+        known = {placement.piece(rank) for rank in ranks}
+        lost = [
+            shard
+            for rank, shard in sorted(self._lost.items())
+            if self._strategy.stage_of(rank) in placement.stages and placement.piece(rank) not in known
+        ]
+        if lost:
+            only = lost[0] if len(lost) == 1 else None
+            raise CoverageError(
+                f"how large {name!r} is cannot be known, since some of its slices are in shards that are lost",
+                expected=error.expected,
+                got=described(lost) if only is None or not only.problem else f"rank {only.rank}: {only.problem}",
+                where=only.where if only is not None and only.problem else "",
+                remedy="restore these ranks' shards, or give the mesh that the checkpoint was saved with, or the sizes"
+                " of all slices in place of ceil",
+            ) from None
 
     def _held_in(self, placements: tuple[Placement, ...], kinds: Mapping[int, Kind]) -> dict[int, Kind]:
         """Return the kinds on those ranks whose stage is one of a placement."""

@@ -10,6 +10,7 @@ from functools import partial
 from itertools import chain, islice
 
 from reshard_mpi.checkpoints.comparison import difference
+from reshard_mpi.checkpoints.consistency import require_consistent_source
 from reshard_mpi.checkpoints.sampling import drifted_tensors
 from reshard_mpi.checkpoints.shards import ShardOpener
 from reshard_mpi.checkpoints.siblings import LoneShard
@@ -24,7 +25,6 @@ from reshard_mpi.planning.fit import (
     dead_rules,
     require_living_rules,
     require_same_network,
-    shown_rules,
     unconfirmed_rules,
 )
 from reshard_mpi.planning.model import Beginning, Limits, Moment, RankPlan, TensorPlan
@@ -32,10 +32,11 @@ from reshard_mpi.planning.parameters import Unlisted, find_or_follow, is_dropped
 from reshard_mpi.planning.partial_sums import Accumulated, notes_on
 from reshard_mpi.planning.ranks import check_target_rank
 from reshard_mpi.planning.replicas import Replicas
+from reshard_mpi.planning.shown_rules import ShownRule, shown_rules
 from reshard_mpi.planning.target import BothLayouts
 from reshard_mpi.planning.tensors import SourceTensors
 from reshard_mpi.sharding.layout import Layout
-from reshard_mpi.sharding.placement import Strategy
+from reshard_mpi.sharding.placement import Shape, Strategy
 from reshard_mpi.sharding.strategy import table
 from reshard_mpi.units import MIB
 
@@ -88,11 +89,11 @@ class Conversion:
         """
         check_target_rank(target_rank, self.target)
         self.require_fitting_strategies()
-        opened = self._shards().open(target_rank)
-        require_same_network(self.source.strategy, opened.manifests.values())
-        if self.strict:
-            require_nothing_left_out(opened.manifests)
         try:
+            opened = self._shards().open(target_rank)
+            require_same_network(self.source.strategy, opened.manifests.values())
+            if self.strict:
+                require_nothing_left_out(opened.manifests)
             plan = opened.planner.plan(self._strategy_table())
         except CoverageError as error:
             self._tell_where(error)
@@ -117,10 +118,9 @@ class Conversion:
 
     def _tell_where(self, error: CoverageError) -> None:
         """Say in an error where parts were looked for, and where they may be."""
-        files, size = self.source.files, self.source.strategy.world_size
-        error.where = error.where or f"{files.path}, which has the shards of {len(files.by_rank)} of {size} ranks"
-        lone = LoneShard.of(files)
-        if lone is not None and size > 1 and lone.siblings():
+        error.where = error.where or self.source.place
+        lone = LoneShard.of(self.source.files)
+        if lone is not None and self.source.strategy.world_size > 1 and lone.siblings():
             error.remedy = f"give {lone.checkpoint}, where the shards of the other ranks are"
 
     def checked(self, plan: RankPlan) -> RankPlan:
@@ -149,13 +149,21 @@ class Conversion:
         """What the user should know about the source and the strategies."""
         return (*self.source.files.notes, *unconfirmed_rules(self.source.stored.strategy))
 
-    def shown_rules(self) -> tuple[str, ...]:
-        """Return, for each rule of the source's spec that cuts, a line with the whole shape of one tensor by it."""
+    def shown_rules(self, target_rank: int | None) -> tuple[ShownRule, ...]:
+        """Return, for each rule of the source's spec that cuts, what it makes of one tensor.
+
+        target_rank: one that has been planned; None: none has.
+        """
         shapes, source = {}, self.source.stored
         for name, ranks in source.rule_names().items():
             rank = next(iter(ranks.values()))
             shapes[name] = rank, source.manifest(rank).tensors[name].shape
-        return tuple(shown_rules(source.strategy, shapes))
+        wholes: dict[str, Shape] = {}
+        if any(placement.ceil for _, placement in source.strategy.rules):
+            planned, opened_rank = (self, target_rank) if self.original is None else (self.original, 0)
+            both = {} if opened_rank is None else planned.both_layouts(opened_rank, shapes)
+            wholes = {name: layouts.source.shape for name, layouts in both.items()}
+        return tuple(shown_rules(source.strategy, shapes, wholes))
 
     def drifted_tensors(
         self,
@@ -212,7 +220,7 @@ class Conversion:
         self._opener = None
 
     def require_fitting_strategies(self) -> None:
-        """Raise StrategyError if a rule of a spec places no tensor.
+        """Raise StrategyError if a rule of a spec places no tensor; first what contradicts the source's strategy.
 
         Shards of every stage are needed to see that; if a stage has none, nothing is raised.
         """
@@ -229,6 +237,8 @@ class Conversion:
                 names |= {name: None for rank in others for name in source.manifest(rank).tensors}
                 names |= dict.fromkeys(source.rule_names())
             for strategy, side in sides:
+                if side == "target" and dead_rules(strategy, names):
+                    require_consistent_source(source.stored)
                 require_living_rules(strategy, names, side, source.files.path)
         self._is_fitting = True
 

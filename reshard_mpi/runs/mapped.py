@@ -142,7 +142,7 @@ class MappedCheckpoint(SourceCheckpoint):
     def stage_ranks(self) -> dict[int, int]:
         return {0: 0}
 
-    def shown_tensors(self, accumulated: Accumulated = Accumulated.REFUSE) -> Iterator[str]:
+    def origins(self, accumulated: Accumulated = Accumulated.REFUSE) -> Iterator[tuple[str, str]]:
         made = self._opened()
         dtypes = {name: kind.dtype for name, kind in made.inventory.items()}
         for tensor in made.mapped.made:
@@ -153,11 +153,11 @@ class MappedCheckpoint(SourceCheckpoint):
             zeros = f", {sum(box.size for box in tensor.shape.zeros)} zeros" if tensor.shape.zeros else ""
             joins = accumulated is not Accumulated.REFUSE and any(map(is_partial_sum, sources))
             types += f", the {accumulated} of replicas" if joins else ""
-            yield f"{tensor.name} {tensor.dtype} {list(tensor.shape.shape)}: {origin}{zeros}{types}"
+            yield tensor.name, f"{origin}{zeros}{types}"
         for name, kind, element, where in made.mapped.constants:
-            yield f"{name} {kind.dtype} {list(kind.shape)}: made up of {numbers(element, kind.dtype)[0]}, by {where}"
+            yield name, f"made up of {numbers(element, kind.dtype)[0]}, by {where}"
         for name in made.mapped.left_out:
-            yield f"{name}: left out"
+            yield name, "left out"
 
     def recipe(self, name: str) -> Made | Constant | None:
         """Return what a tensor is made of; None if the map makes none of this name."""

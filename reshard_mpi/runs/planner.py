@@ -17,11 +17,13 @@ from reshard_mpi.journal.targets import Journal, Unrecorded
 from reshard_mpi.planning.copies import Alike, dealt
 from reshard_mpi.planning.losses import Lost
 from reshard_mpi.planning.model import Moment, RankPlan
+from reshard_mpi.planning.shown_rules import ShownRule
 from reshard_mpi.planning.summary import RankSummary
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.bookkeeping import Needs
 from reshard_mpi.runs.division import Work, divide
 from reshard_mpi.runs.due import DueTargets
+from reshard_mpi.runs.listing import ListedTensor, listed_tensors
 from reshard_mpi.runs.memory import RunMemory
 from reshard_mpi.runs.outcome import Compared, Due, Failure, Outcome, Planned, TargetReport, attempt, record_of
 from reshard_mpi.runs.preflight import (
@@ -62,10 +64,15 @@ class Planner:
         strategies: Strategies | None,
         known_damage: Mapping[int, ReshardError],
         memory: RunMemory,
+        *,
+        lists_tensors: bool = False,
     ) -> None:
         self.source = request.source
         self.accumulated = request.accumulated
         self.summaries: list[RankSummary] = []
+        self.listed: dict[str, ListedTensor] = {}
+        self._lists_tensors = lists_tensors
+        self._listed_stages: set[int] = set()
         self.outcome = Outcome()
         self._request = request
         self._strategies = strategies
@@ -151,13 +158,14 @@ class Planner:
         )
         return Compared(Outcome(lost=lost), drifted)
 
-    def shown_rules(self) -> tuple[str, ...]:
-        """Return lines that show what the rules of the source's spec make of its tensors."""
-        return self._require_opened().run.conversion.shown_rules()
+    def shown_rules(self) -> tuple[ShownRule, ...]:
+        """Return what the rules of the source's spec make of its tensors."""
+        planned_rank = self.summaries[0].rank if self.summaries else None
+        return self._require_opened().run.conversion.shown_rules(planned_rank)
 
-    def shown_tensors(self) -> tuple[str, ...]:
-        """Return a line for each tensor that targets may hold: what it is made of."""
-        return tuple(self._require_opened().run.conversion.source.shown_tensors(self._request.accumulated))
+    def origins(self) -> dict[str, str]:
+        """Return, by name, what a map makes of tensors, and what it makes them of; empty without a map."""
+        return dict(self._require_opened().run.conversion.source.origins(self._request.accumulated))
 
     @property
     def described_source(self) -> str:
@@ -238,11 +246,20 @@ class Planner:
             return Planned()
         self._due_bytes += plan.written_bytes
         self.summaries.append(RankSummary.of(plan, peak_bytes))
+        self._list_tensors(run, plan)
         if evidence.held.digest not in self._placed:
             self._placed[evidence.held.digest] = (plan.stage, rank, plan.placed)
         warnings = (*plan.warnings, *plan.left_out)
         outcome = Outcome(absent=plan.absent, notes=plan.notes, lost=plan.lost, other_warnings=warnings)
         return Planned(outcome, plan.moments, (evidence.held,), plan.beginnings, plan.alike, sums=plan.sums)
+
+    def _list_tensors(self, run: Run, plan: RankPlan) -> None:
+        """Keep what is listed of a target's tensors; targets of a stage have the same, unless they share them out."""
+        are_shared_out = run.conversion.once or formats.by_name(run.format).TRAITS.is_filled
+        if self._lists_tensors and (are_shared_out or plan.stage not in self._listed_stages):
+            self._listed_stages.add(plan.stage)
+            for name, tensor in listed_tensors(plan).items():
+                self.listed.setdefault(name, tensor)
 
     def _sources(self, run: Run, plan: RankPlan) -> Sources:
         """Return the source files of `plan`, each as it was when this run first looked at it.

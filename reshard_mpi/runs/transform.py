@@ -25,6 +25,7 @@ from reshard_mpi.planning.partial_sums import Accumulated, note_on_none
 from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.planning.summary import Plan
 from reshard_mpi.processes.comm import Comm
+from reshard_mpi.runs.listing import tensor_lines
 from reshard_mpi.runs.memory import RunMemory
 from reshard_mpi.runs.outcome import Compared, Due, Outcome, Planned, attempt, record_of
 from reshard_mpi.runs.planner import Planner
@@ -73,33 +74,42 @@ def _convert(
     return outcome._replace(failures=failures, notes=notes)
 
 
-def plan_targets(request: Request, comm: Comm) -> tuple[Plan, Outcome]:
+def plan_targets(request: Request, comm: Comm, *, lists_tensors: bool = False) -> tuple[Plan, Outcome]:
     """Plan the targets of `request` without writing; return the plan, and an outcome with notes and warnings.
 
-    Raises, the same on every process, the errors for which `convert` refuses a run.
+    lists_tensors: whether the plan has a line for each tensor. Raises, the same on every process, the errors for which
+    `convert` refuses a run.
     """
     with RunMemory(lambda: request.allowance, comm, Silent(complain)) as memory:
-        return _plan_targets(request, comm, memory)
+        return _plan_targets(request, comm, memory, lists_tensors=lists_tensors)
 
 
-def _plan_targets(request: Request, comm: Comm, memory: RunMemory) -> tuple[Plan, Outcome]:
-    planner, planned, _ = _planned(request, comm, Silent(), None, memory)
+def _plan_targets(request: Request, comm: Comm, memory: RunMemory, *, lists_tensors: bool) -> tuple[Plan, Outcome]:
+    planner, planned, _ = _planned(request, comm, Silent(), None, memory, lists_tensors=lists_tensors)
     shares = _gather(comm, planner.summaries)
     targets = [target for share in shares for target in share]
-    planned = planned._replace(notes=(*planned.notes, *planner.shown_rules()))
+    listed = tensor_lines(_gather(comm, planner.listed), planner.origins()) if lists_tensors else ()
     in_order = tuple(sorted(targets, key=lambda target: target.rank))
-    return Plan(in_order, planner.described_source, planner.shown_tensors()), planned
+    return Plan(in_order, planner.described_source, tuple(listed), planner.shown_rules()), planned
 
 
 def _planned(
-    request: Request, comm: Comm, progress: Progress, strategies: Strategies | None, memory: RunMemory
+    request: Request,
+    comm: Comm,
+    progress: Progress,
+    strategies: Strategies | None,
+    memory: RunMemory,
+    *,
+    lists_tensors: bool = False,
 ) -> tuple[Planner, Outcome, Due]:
     """Plan the targets of all processes and compare the copies that must be the same.
 
     Returns this process's planner, and of all processes the outcome, and what they are to write. Raises the same error
     on every process if it refuses the run.
     """
-    planner, planned = _plan_with_sound_sources(request, comm, progress, strategies, memory)
+    planner, planned = _plan_with_sound_sources(
+        request, comm, progress, strategies, memory, lists_tensors=lists_tensors
+    )
     outcome = planned.outcome
     if planned.alike or request.replicas is not Replicas.ANY:
         if planned.alike:
@@ -116,7 +126,13 @@ def _planned(
 
 
 def _plan_with_sound_sources(
-    request: Request, comm: Comm, progress: Progress, strategies: Strategies | None, memory: RunMemory
+    request: Request,
+    comm: Comm,
+    progress: Progress,
+    strategies: Strategies | None,
+    memory: RunMemory,
+    *,
+    lists_tensors: bool,
 ) -> tuple[Planner, Planned]:
     """Plan the targets of all processes; if they will be verified, only from shards that fit their own checksums.
 
@@ -127,7 +143,7 @@ def _plan_with_sound_sources(
     damage: dict[int, ReshardError] = {}
     while True:
         progress.begin(Stage("planning"))
-        planner = Planner(request, comm, strategies, damage, memory)
+        planner = Planner(request, comm, strategies, damage, memory, lists_tensors=lists_tensors)
         planned = _plan_together(planner, comm)
         if not request.verify:
             return planner, planned

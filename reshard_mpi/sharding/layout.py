@@ -10,6 +10,11 @@ from reshard_mpi.errors import LayoutError
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.nesting import regroup, regroup_part
 from reshard_mpi.sharding.placement import Piece, Placement, Shape
+from reshard_mpi.text import counted
+
+
+class UnknownLengthError(LayoutError):
+    """A dimension is cut by ceiling division, and not all of its slices are there, which tell its length."""
 
 
 class Layout:
@@ -120,7 +125,17 @@ def _require_dimensions(placement: Placement, shape: Shape) -> None:
             "a tensor has another number of dimensions than its placement",
             expected=placement.dimensions,
             got=f"shape {list(shape)}",
+            remedy=_rule_for(len(shape)) if placement.open_ended else "",
         )
+
+
+def _rule_for(dimensions: int) -> str:
+    """Return what to change in the rule of a spec that cuts a dimension which tensors with so many do not have."""
+    before = "give it a rule of its own before this one"
+    if dimensions == 0:
+        return f"the tensor has no dimensions and cannot be cut: {before}"
+    there = "dimension 0" if dimensions == 1 else f"dimensions 0 to {dimensions - 1}"
+    return f"the tensor has {counted(dimensions, 'dimension')}: cut {there}, or {before}"
 
 
 def whole_shape(placement: Placement, rank: int, part_shape: Shape) -> Shape:
@@ -148,8 +163,8 @@ def whole_shape_of_parts(placement: Placement, parts: Mapping[int, Shape]) -> Sh
     """Return the shape of the whole tensor of which ranks hold parts of these shapes.
 
     One part tells it, unless dimensions are cut by ceiling division: then the parts along them are added up. Raises
-    LayoutError if the number of dimensions does not fit or such parts are missing. Parts of wrong sizes are not
-    noticed: see `whole_shape`.
+    UnknownLengthError if such parts are missing, LayoutError if the number of dimensions does not fit. Parts of wrong
+    sizes are not noticed: see `whole_shape`.
     """
     rank, part_shape = next(iter(parts.items()))
     closed = regroup_part(placement, part_shape)
@@ -166,12 +181,12 @@ def whole_shape_of_parts(placement: Placement, parts: Mapping[int, Shape]) -> Sh
     return tuple(whole)
 
 
-def _unknown_length(dim: int, placement: Placement, slices: int) -> LayoutError:
-    return LayoutError(
+def _unknown_length(dim: int, placement: Placement, slices: int) -> UnknownLengthError:
+    return UnknownLengthError(
         f"how long dimension {dim} is cannot be known from a part of its slices",
         expected=f"shards with all {placement.slices(dim)} slices, since it is cut by ceiling division",
         got=str(slices),
-        remedy="give the sizes of its slices",
+        remedy="add the shards of the other ranks, or give the sizes of all slices in place of ceil",
     )
 
 

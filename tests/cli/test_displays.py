@@ -133,6 +133,27 @@ def test_what_a_run_says_at_its_end(tmp_path: Path, capsys: Capture) -> None:
     c = make(tmp_path)
     finished = run_here(capsys, *c.arguments("transform", "--verify"))
     assert finished.code == 0 and finished.out.startswith("wrote and verified 2 shards, "), finished
+    assert finished.out.endswith("/s)\n")
+
+
+@pytest.mark.parametrize(
+    ("to", "says"),
+    [
+        ("torch", ": {}/rank_0/checkpoint_0.pt\n"),
+        ("ckpt", ": {}/rank_0/checkpoint_0.ckpt\n"),
+        ("hf", ": {}/model.safetensors\n"),
+        ("dcp", "/s)\n"),
+    ],
+)
+def test_the_end_of_a_run_says_where_one_file_is(tmp_path: Path, capsys: Capture, to: str, says: str) -> None:
+    """The target is a folder whatever it is called; of DCP the folder is the checkpoint."""
+    c = make(tmp_path)
+    target = f"{tmp_path}/model.pt"
+    arguments = [f"{c.src}", target, "--src-strategy", f"{c.src_strategy}", "--to", to]
+    finished = run_here(capsys, "transform", *arguments)
+    assert finished.code == 0 and finished.out.endswith(says.format(target)), finished
+    again = run_here(capsys, "transform", *arguments, "--resume")
+    assert again.code == 0 and again.out.endswith(says.format(target).replace("/s)", "already")), again
 
 
 # Stages that are over in no time are made to last.

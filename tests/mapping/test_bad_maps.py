@@ -391,3 +391,24 @@ def test_expressions(text: str, value: int) -> None:
 def test_expressions_that_are_none(text: str) -> None:
     with pytest.raises(ExpressionProblem):
         evaluated(text, CONFIG)
+
+
+@pytest.mark.parametrize("options", [{}, {"forward": True}])
+def test_a_misspelt_tensor_is_named(tmp_path: Path, options: dict[str, bool]) -> None:
+    text = "[[map]]\neq = 'a.{l}.q [x y], a.{l}.kk [z y] <=> c.{l} [(x + z) y]'"
+    said = refused(tmp_path, text, **options)
+    missing = "a.0.kk is not there and a.0.q is" if not options else "a.0.q without a.0.kk"
+    assert f"{missing}; did you mean 'a.0.k'?" in said and "line 1, [[map]] 1" in said
+
+
+@pytest.mark.parametrize(
+    ("equation", "says"),
+    [
+        ("coutn [x] <=> number [x]", "coutn is not there; did you mean 'count'?"),
+        ("count [x y] <=> number [x y]", "count is not there (count has the shape [3])"),
+        ("nowhere [x] <=> number [x]", "nowhere is not there\n"),
+        ("f.{n}, g.{n} <=> h.{n}, i.{n}", "f.{n}, g.{n} are not there"),
+    ],
+)
+def test_tensors_that_are_nowhere_are_named(tmp_path: Path, equation: str, says: str) -> None:
+    assert says in refused(tmp_path, f"[[map]]\neq = '{equation}'", forward=True)

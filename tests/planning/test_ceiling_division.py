@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 from support.checkpoints import Arrays, as_read, read_shard, write_shard
 
 import reshard_mpi
-from reshard_mpi.errors import LayoutError, ReshardError, StrategyError
+from reshard_mpi.errors import CoverageError, LayoutError, ReshardError, StrategyError
 from reshard_mpi.sharding.layout import Layout, whole_shape, whole_shape_of_parts
 from reshard_mpi.sharding.placement import Placement
 from reshard_mpi.sharding.strategy.toml import parse
@@ -116,12 +118,96 @@ def test_slices_of_other_lengths_are_refused(tmp_path: Path, lengths: tuple[int,
 
 
 @pytest.mark.parametrize("lost", [0, 3])
-def test_a_missing_shard_is_refused(tmp_path: Path, lost: int) -> None:
+def test_a_missing_shard_is_named(tmp_path: Path, lost: int) -> None:
     path = write_four(tmp_path, (13, 13, 13, 11))
     (tmp_path / "four" / f"rank_{lost}" / f"checkpoint_{lost}.ckpt").unlink()
-    with pytest.raises(ReshardError):
+    with pytest.raises(CoverageError, match="how large 'w' is cannot be known") as error:
         reshard_mpi.transform(tmp_path / "four", tmp_path / "one", src_strategy=path)
+    assert error.value.got == f"rank {lost}: no shard"
+    assert error.value.where == f"{tmp_path}/four, which has the shards of 3 of 4 ranks"
+    assert error.value.remedy.startswith("restore these ranks' shards") and "sizes of all" in error.value.remedy
     assert not (tmp_path / "one" / "rank_0").exists()
+
+
+@pytest.mark.parametrize("content", [b"junk", b""])
+def test_a_damaged_shard_is_named(tmp_path: Path, content: bytes) -> None:
+    path = write_four(tmp_path, (13, 13, 13, 11))
+    shard = tmp_path / "four" / "rank_2" / "checkpoint_2.ckpt"
+    shard.write_bytes(content)
+    with pytest.raises(CoverageError, match="how large 'w' is cannot be known") as error:
+        reshard_mpi.transform(tmp_path / "four", tmp_path / "one", src_strategy=path)
+    assert error.value.got.startswith("rank 2: ") and error.value.where == str(shard)
+
+
+def test_a_lost_shard_that_another_rank_replaces_is_not_blamed(tmp_path: Path) -> None:
+    """Ranks 0 and 4 hold the same; of rank 1's slice both holders are lost, of rank 0's only one."""
+    write_four(tmp_path, (13, 13, 13, 11))
+    path = tmp_path / "eight.toml"
+    path.write_text(spec("copy = 2, a = 4", 0, ["a"]))
+    for rank in (2, 3):
+        shutil.copytree(tmp_path / "four" / f"rank_{rank}", tmp_path / "four" / f"rank_{rank + 4}")
+    shutil.move(tmp_path / "four" / "rank_0", tmp_path / "four" / "rank_4")
+    shutil.rmtree(tmp_path / "four" / "rank_1")
+    with pytest.raises(CoverageError) as error:
+        reshard_mpi.transform(tmp_path / "four", tmp_path / "one", src_strategy=path)
+    assert error.value.got == "rank 1: no shard; rank 5: no shard"
+
+
+def test_more_ranks_in_the_mesh_than_there_are(tmp_path: Path) -> None:
+    path = write_four(tmp_path, (13, 13, 13, 11))
+    path.write_text(spec("a = 6", 0, ["a"]))
+    with pytest.raises(CoverageError) as error:
+        reshard_mpi.transform(tmp_path / "four", tmp_path / "one", src_strategy=path)
+    assert error.value.where.endswith("which has the shards of 4 of 6 ranks")
+    assert "give the mesh that the checkpoint was saved with" in error.value.remedy
+
+
+@pytest.mark.parametrize("target", [RULE.format(0, '["b"]').replace("ceil", "even"), '[[parameter]]\nmatch = "x"'])
+@pytest.mark.parametrize("mesh", ["a = 4", "a = 6"])
+def test_a_mistake_in_the_source_is_told_before_one_in_the_target(tmp_path: Path, target: str, mesh: str) -> None:
+    """4 slices of 13 rows would be 52, which 7 do not divide; 6 ranks are not there; and no tensor is called x."""
+    path = write_four(tmp_path, (13, 13, 13, 11))
+    if mesh == "a = 4":
+        path.write_text(spec(mesh, 0, ["a"]).replace('sizes = "ceil"', ""))
+    else:
+        path.write_text(spec(mesh, 0, ["a"]))
+    (tmp_path / "dst.toml").write_text(f"mesh = {{ b = 7 }}\n{target}".replace('sizes = "even"', ""))
+    both = {"src_strategy": path, "dst_strategy": tmp_path / "dst.toml"}
+    for command in (reshard_mpi.plan, partial(reshard_mpi.transform, target=tmp_path / "dst")):
+        with pytest.raises(ReshardError) as error:
+            command(tmp_path / "four", **both)
+        if mesh == "a = 4":
+            assert error.value.where == f"{tmp_path}/four/rank_3/checkpoint_3.ckpt"
+            assert 'sizes = "ceil"' in error.value.remedy
+        else:
+            assert error.value.where == f"{tmp_path}/four, which has the shards of 4 of 6 ranks"
+
+
+def test_a_mesh_of_more_ranks_than_there_are_is_told(tmp_path: Path) -> None:
+    """The shards are half of those of 8 ranks, so none of them by itself shows that the mesh is wrong."""
+    write_four(tmp_path, (13, 13, 13, 11))
+    (tmp_path / "src.toml").write_text(spec("a = 8", 0, ["a"]).replace('sizes = "ceil"', ""))
+    (tmp_path / "dst.toml").write_text(spec("b = 7", 0, ["b"]).replace('sizes = "ceil"', ""))
+    with pytest.raises(ReshardError) as error:
+        reshard_mpi.plan(tmp_path / "four", tmp_path / "src.toml", tmp_path / "dst.toml")
+    assert error.value.where.endswith(f"; {tmp_path}/four, which has the shards of 4 of 8 ranks")
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 2), ()])
+@pytest.mark.parametrize("side", ["src", "dst"])
+def test_a_rule_that_cuts_a_dimension_too_many(tmp_path: Path, shape: tuple[int, ...], side: str) -> None:
+    (tmp_path / "src" / "rank_0").mkdir(parents=True)
+    write_shard({"w": np.zeros(shape, np.float32)}, tmp_path / "src" / "rank_0" / "checkpoint_0.ckpt")
+    (tmp_path / "spec.toml").write_text('mesh = { a = 1 }\n[[parameter]]\nmatch = "w"\nsplit = { 2 = ["a"] }\n')
+    with pytest.raises(LayoutError, match="another number of dimensions") as error:
+        reshard_mpi.plan(tmp_path / "src", **{f"{side}_strategy": tmp_path / "spec.toml"})
+    says = {
+        (4,): "the tensor has 1 dimension: cut dimension 0, or",
+        (4, 2): "the tensor has 2 dimensions: cut dimensions 0 to 1, or",
+        (): "the tensor has no dimensions and cannot be cut:",
+    }
+    assert error.value.remedy.startswith(says[shape])
+    assert error.value.remedy.endswith(" give it a rule of its own before this one")
 
 
 def test_the_rank_list_has_all_that_may_be_needed(tmp_path: Path) -> None:
@@ -151,3 +237,10 @@ def test_the_rank_list_has_all_that_may_be_needed(tmp_path: Path) -> None:
 def test_what_it_cannot_mean_is_refused(rule: str) -> None:
     with pytest.raises((StrategyError, LayoutError)):
         parse(f'mesh = {{ a = 2, b = 2 }}\n[[parameter]]\nmatch = "w"\n{rule}', "spec.toml")
+
+
+@pytest.mark.parametrize("word", ["chunk", "even", "CEIL"])
+def test_another_word_than_ceil_is_told_the_one_there_is(word: str) -> None:
+    with pytest.raises(StrategyError, match="sizes") as error:
+        parse(spec("a = 2", 0, ["a"]).replace("ceil", word), "spec.toml")
+    assert '"ceil"' in error.value.expected and "{ 0 = [" in error.value.expected

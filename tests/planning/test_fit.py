@@ -250,7 +250,7 @@ def test_a_rule_of_the_target(tmp_path: Path, capsys: Capture) -> None:
     target = Spec({"n": 2}, (Rule("layer.*", {0: ("n",)}), Rule("*", {})))
     finished = run_here(capsys, *c.arguments(target=target))
     assert finished.code == 3 and "a rule of the target strategy places no tensor" in finished.err
-    assert "dst.toml" in finished.err
+    assert "dst.toml" in finished.err and "'layer.*', beside 9 tensors: 'layers." in finished.err
 
 
 def test_a_rule_behind_another(tmp_path: Path, capsys: Capture) -> None:

@@ -89,6 +89,8 @@ def _rule(entry: Any, number: int, mesh: Mesh, stages: int, where: str) -> tuple
     }
     split = tuple(by_dim.get(dim, ()) for dim in range(max(by_dim, default=-1) + 1))
     is_ceil = entry.get("sizes") == "ceil"
+    if not is_ceil and not isinstance(entry.get("sizes", {}), dict):
+        raise wrong("sizes", '"ceil", or the lengths of all slices, such as { 0 = [5, 3] }', entry["sizes"], where)
     if is_ceil and not split:
         raise wrong("sizes", "a split that it is said of", "ceil", where)
     sizes = {
