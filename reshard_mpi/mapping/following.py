@@ -7,6 +7,7 @@ their state as well: what is before and behind the parameter's name stays.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
@@ -23,10 +24,11 @@ from reshard_mpi.mapping.rules import EquationRule, Rules
 _MAX_NAMED = 5
 # Names of more parts are those of no state.
 _MAX_PARTS = 48
+_PART = re.compile("[^./]+")
 # Words of those that count steps.
 _COUNTS = frozenset(("step", "state_step"))
 # Words that frameworks have in the names of what optimizers and training keep of a parameter.
-_STATE_WORDS = frozenset(
+STATE_WORDS = frozenset(
     (
         *("accu_grads", "accum", "accumulator", "acc_delta", "adam_m", "adam_v", "ema", "exp_avg", "exp_avg_sq"),
         *("exp_avg_diff", "exp_inf", "fp32_param", "grad_avg", "grad_sum", "main_param", "master", "master_param"),
@@ -46,7 +48,7 @@ class Affixes(NamedTuple):
     @property
     def is_count(self) -> bool:
         """Whether they are those of a count of steps."""
-        return not _COUNTS.isdisjoint((*self.before.split("."), *self.behind.split(".")))
+        return not _COUNTS.isdisjoint((*parts_of(self.before), *parts_of(self.behind)))
 
     @classmethod
     def of(cls, pattern: NamePattern) -> Affixes:
@@ -189,20 +191,26 @@ def _parted(name: str, known: Iterable[Affixes], inventory: Container[str]) -> t
 
 def _parted_anywhere(name: str, known: Container[str]) -> tuple[str, Affixes] | None:
     """Return the parameter among `known` that state belongs to, that of the longest name, and what is around that."""
-    parts = name.split(".")
-    for length in range(len(parts) - 1, 0, -1) if len(parts) <= _MAX_PARTS else ():
+    spans = [part.span() for part in _PART.finditer(name)]
+    parts = parts_of(name)
+    for length in range(len(parts) - 1, 0, -1):
         for start in range(len(parts) - length + 1):
-            base = ".".join(parts[start : start + length])
-            before, behind = parts[:start], parts[start + length :]
-            if base in known and not _STATE_WORDS.isdisjoint((*before, *behind)):
-                return base, Affixes("".join(f"{part}." for part in before), "".join(f".{part}" for part in behind))
+            first, last = spans[start][0], spans[start + length - 1][1]
+            if name[first:last] in known and not STATE_WORDS.isdisjoint((*parts[:start], *parts[start + length :])):
+                return name[first:last], Affixes(name[:first], name[last:])
     return None
+
+
+def parts_of(name: str) -> tuple[str, ...]:
+    """Return what dots, and the slashes of groups, divide a name into; nothing for a name of too many parts."""
+    parts = tuple(_PART.findall(name))
+    return parts if len(parts) <= _MAX_PARTS else ()
 
 
 def is_named_as_state(name: str, base: str) -> bool:
     """Tell whether a name is that of a parameter behind words of which one is an optimizer's."""
     before = name.removesuffix(f".{base}")
-    return before != name and not _STATE_WORDS.isdisjoint(before.split("."))
+    return before != name and not STATE_WORDS.isdisjoint(parts_of(before))
 
 
 def _source(rule: EquationRule, direction: Direction) -> Affixes:

@@ -24,13 +24,14 @@ from reshard_mpi.mapping.directions import Direction, told_direction
 from reshard_mpi.mapping.dropping import dropped, states_among, zeros
 from reshard_mpi.mapping.fills import made_up
 from reshard_mpi.mapping.fitting import whole_pair
-from reshard_mpi.mapping.following import followed, is_named_as_state, is_state
+from reshard_mpi.mapping.following import followed, is_named_as_state, is_state, owners
 from reshard_mpi.mapping.likeness import Like, require_alike
 from reshard_mpi.mapping.made import Constant, Equal, Made, Mapped, Pads
 from reshard_mpi.mapping.matching import Match, matches
 from reshard_mpi.mapping.pairs import Place, TargetShape
 from reshard_mpi.mapping.rules import TYPES, Drop, Rules
 from reshard_mpi.mapping.settings import cautions
+from reshard_mpi.mapping.stranded import require_none_stranded
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import named_after
 
@@ -86,6 +87,9 @@ def applied(
     all_shapes = {**({} if like is None else like.shapes), **shapes}
     states_out = states_left_out(choice, all_shapes, rules, direction)
     chosen = frozenset(require_any(choice, shapes)) - states_out
+    kept = [name for name in taken.kept if name in chosen]
+    owned = owners(kept, {name: kind.shape for name, kind in inventory.items()}, rules, direction) if rules else {}
+    require_none_stranded((name for name in kept if name not in owned), taken.matches, inventory)
     tensors = [tensor for tensor in tensors if tensor.name in chosen]
     numbers = [number for number in numbers if number.name in chosen]
     used = {name for tensor in tensors for name in tensor.sources.values()}

@@ -276,7 +276,7 @@ class ShardPlanner:
         if not placements and self._unlisted is Unlisted.FOLLOW and is_cut:
             raise StrategyError(
                 f"{name!r} is sharded in the source and the target strategy does not say how to place it",
-                expected="the parameter in the target strategy, or one it is named after with the same shape",
+                expected="it in the target strategy, or a parameter of the same shape whose whole name is in its own",
                 got=_not_followed(self._target, name),
                 where=self._target.origin,
                 remedy="add it to the target strategy, or use --unlisted replicate or --unlisted drop",

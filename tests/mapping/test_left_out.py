@@ -238,3 +238,39 @@ def test_what_is_excluded_need_not_be_alike(tmp_path: Path, capsys: Capture) -> 
     said = run_here(capsys, "transform", f"{tmp_path}/src", f"{tmp_path}/dst", *options, "--exclude", "u")
     assert said.code == 0, said
     assert_held(tmp_path / "dst", {"e": floats(4, 2)})
+
+
+STACKED = "[[map]]\neq = 'model.layers.{l}.w [a b] <=> net.w [l b a]'\n"
+
+
+@pytest.mark.parametrize(
+    "state", ["optim.exp_avg.{}", "optim/exp_avg/{}", "optimizer.state.{}.exp_avg", "model.adam_m.{}"]
+)
+def test_state_named_after_a_part_of_a_parameters_name_is_no_state_that_stays(tmp_path: Path, state: str) -> None:
+    """It would be that of a parameter that is no longer there as it was."""
+    tensors: Tensors = {f"model.layers.{number}.w": floats(2, 3, first=number) for number in range(2)}
+    states = {state.format(f"layers.{number}.w"): floats(2, 3, first=9 + number) for number in range(2)}
+    source, map_path = source_of(tmp_path, tensors | states), map_of(tmp_path, STACKED)
+    with pytest.raises(MapError, match=r"state of model\.layers\.0\.w would stay as it is") as caught:
+        reshard_mpi.transform(source, tmp_path / "dst", map=map_path)
+    assert "map.toml" in str(caught.value) and not (tmp_path / "dst").exists()
+    reshard_mpi.transform(source, tmp_path / "dst", map=map_path, include="net.*")
+    assert_held(tmp_path / "dst", {"net.w": np.stack([array.T for array in tensors.values()])})
+
+
+def test_tensors_that_are_like_no_state_of_a_parameter_stay(tmp_path: Path) -> None:
+    """For a lack of an optimizer's word, of the shape, or since an equation takes no such parameter."""
+    tensors: Tensors = {"model.layers.0.w": floats(2, 3), "head.layers.0.w": floats(2, 3), "other.v": floats(4)}
+    tensors |= {"optim.exp_avg.layers.0.w": floats(6), "optim.exp_avg.v": floats(4), "step": np.array(3, np.float32)}
+    reshard_mpi.transform(source_of(tmp_path, tensors), tmp_path / "dst", map=map_of(tmp_path, STACKED))
+    kept = {name: array for name, array in tensors.items() if name != "model.layers.0.w"}
+    assert_held(tmp_path / "dst", {"net.w": tensors["model.layers.0.w"].T[None], **kept})
+
+
+def test_state_in_groups_of_hdf5_follows(tmp_path: Path) -> None:
+    """Their names are joined by slashes."""
+    tensors: Tensors = {"layers.0.w": floats(2, 3), "optim/exp_avg/layers.0.w": floats(2, 3, first=9)}
+    map_path = map_of(tmp_path, "[[map]]\neq = 'layers.{l}.w [a b] <=> net.w [l b a]'\n")
+    reshard_mpi.transform(source_of(tmp_path, tensors), tmp_path / "dst", map=map_path)
+    w, state = tensors.values()
+    assert_held(tmp_path / "dst", {"net.w": w.T[None], "optim/exp_avg/net.w": state.T[None]})
