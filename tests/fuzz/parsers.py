@@ -36,8 +36,7 @@ from reshard_mpi.journal.commit_record import CommitRecord
 from reshard_mpi.journal.identity import RunIdentity
 from reshard_mpi.journal.records import COMMIT_RECORD, STATE, TargetRecord, record_path, run_path
 from reshard_mpi.journal.state import as_lines, state_of
-from reshard_mpi.mapping import mapped
-from reshard_mpi.mapping.candidates import Kind
+from reshard_mpi.mapping import candidates, mapped
 from reshard_mpi.mapping.parsing import parse_rules
 from reshard_mpi.sharding import strategy
 from reshard_mpi.sharding.box import Box
@@ -228,7 +227,7 @@ def map_file(data: bytes) -> None:
         return
     shapes = {"a.0.q": (8, 4), "a.1.q": (8, 4), "a.0.k": (4, 4), "a.1.k": (4, 4), "b": (16,), "c.norm.w": (4,), "s": ()}
     shapes |= {f"e.{number}.w": (2, 3) for number in range(4)} | {"moments.a.0.q": (8, 4)}
-    inventory = {name: Kind(BY_NAME["float32"], shape) for name, shape in shapes.items()}
+    inventory = {name: candidates.Kind(BY_NAME["float32"], shape) for name, shape in shapes.items()}
     for forward in (True, False):
         with suppress(ReshardError):
             for made in mapped.applied(rules, mapped.Choice(), inventory, forward).made:

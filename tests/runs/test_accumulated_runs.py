@@ -110,7 +110,7 @@ def test_a_sum_that_one_rank_has_goes_to_one_rank(tmp_path: Path, capsys: Captur
 def test_what_a_plan_says(tmp_path: Path, capsys: Capture) -> None:
     c = accumulating(tmp_path)
     finished = run_here(capsys, *c.arguments("plan", *MEAN, "--verbose"))
-    assert f"{NAME} float32 [8, 4], on rank 0 [8, 2]: the mean of its replicas" in finished.out
+    assert f"{NAME} float32 [8, 4], on rank 0 [4, 4]: the mean of its replicas" in finished.out
     assert "the mean of 2 replicas" in finished.err
     targets = json.loads(run_here(capsys, *c.arguments("plan", *SUM, "--json")).out)["targets"]
     assert all("the sum of 2 replicas" in " ".join(target["notes"]) for target in targets)
