@@ -47,7 +47,7 @@ esac
 mkdir -p "$logs" || exit
 echo "mpirun.sh: what every rank says is under $logs" >&2
 # In the background, so that a signal to this script is passed on at once, and its end waited for.
-"${mpirun[@]}" -n "$ranks" reshard-mpi transform --resume "$@" &
+"${mpirun[@]}" -n "$ranks" reshard-mpi transform --resume --verbose "$@" &
 job=$!
 trap 'kill -TERM "$job"' TERM INT
 while wait "$job"; code=$?; kill -0 "$job" 2>/dev/null; do :; done

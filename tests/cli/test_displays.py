@@ -47,7 +47,8 @@ def slowed(c: Conversion) -> dict[str, str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("jobs", ["1", "2"])
 @pytest.mark.parametrize("columns", [0, 100])
-def test_a_bar_on_a_terminal(c: Conversion, jobs: str, columns: int) -> None:
+def test_a_bar_on_a_terminal(c: Conversion, jobs: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)  # a continuous integration may well have it
     command = [*COMMAND, *c.arguments("transform", "--jobs", jobs)]
     code, shown = run_on_terminal(command, slowed(c), columns=columns)
     *bar, closing, end = re.split("[\r\n]", shown)
