@@ -260,7 +260,9 @@ def main(rank, folder):
     if rank == 0:
         os.mkdir(f"{folder}/whole")
         torch.save(whole, f"{folder}/whole/whole.pt")
+    dist.barrier()
     dist.destroy_process_group()
+    os._exit(0)  # a thread of gloo may still hold a tensor when Python takes itself apart, and the process aborts
 
 
 if __name__ == "__main__":
