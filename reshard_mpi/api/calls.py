@@ -18,7 +18,7 @@ from reshard_mpi.api.plain import (
 )
 from reshard_mpi.api.shown import OnProgress, progress_for
 from reshard_mpi.checkpoints import discovery
-from reshard_mpi.checkpoints.source import SourceCheckpoint
+from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.errors import UsageError
 from reshard_mpi.filesystem.paths import require_reachable
 from reshard_mpi.planning.parameters import Unlisted
@@ -179,7 +179,7 @@ def conversion_of(
     source, target = both_strategies(src_strategy, dst_strategy)
     if dst_strategy is None and as_unlisted(unlisted) is Unlisted.DROP:
         raise UsageError("unlisted='drop' needs a list to go by", expected="a target strategy", got="None")
-    checkpoint = SourceCheckpoint.open(files, source)
+    checkpoint = open_source(files, source)
     conversion = Conversion(
         checkpoint,
         target,

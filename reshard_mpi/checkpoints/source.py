@@ -1,4 +1,4 @@
-"""The source checkpoint: its shards by rank, and the strategy they are sharded by."""
+"""The source checkpoint, once it is opened: its shards by rank, and the strategy they are sharded by."""
 
 from __future__ import annotations
 
@@ -7,19 +7,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
-from types import MappingProxyType
 from typing import NamedTuple
 
 from reshard_mpi import formats
 from reshard_mpi.checkpoints.discovery import ShardFiles
-from reshard_mpi.checkpoints.siblings import in_its_rank, require_full
 from reshard_mpi.errors import (
     DisagreementError,
-    LayoutError,
     ReshardError,
     ShardError,
     SourceError,
-    StrategyError,
     as_reshard_error,
     told,
 )
@@ -30,15 +26,13 @@ from reshard_mpi.formats.protocol import OnBytes, uncounted
 from reshard_mpi.planning.losses import Lost, Missing
 from reshard_mpi.planning.model import RankPlan
 from reshard_mpi.planning.partial_sums import Accumulated, is_partial_sum
-from reshard_mpi.sharding.placement import Strategy, unsharded
-from reshard_mpi.sharding.strategy import table
+from reshard_mpi.sharding.placement import Strategy
 from reshard_mpi.units import MIB
 
 # How much of the structure of shards is kept besides that of the last one, since neighbouring targets read the same.
 MAX_KEPT_BYTES = 56 * MIB
-NO_DAMAGE: Mapping[int, ReshardError] = MappingProxyType({})
 # What is wrong with one shard alone, so that others may be read in its place.
-_DAMAGE = (ShardError, DisagreementError, OSError)
+DAMAGE = (ShardError, DisagreementError, OSError)
 
 
 class Extent(NamedTuple):
@@ -80,66 +74,6 @@ class SourceCheckpoint:
     _stage_ranks: dict[int, int] | None = field(default=None)
     _extent: Extent = field(default=Extent())
     _rule_names: dict[str, dict[int, int]] | None = field(default=None)
-
-    @classmethod
-    def open(
-        cls, files: ShardFiles, strategy: Strategy | None, known_damage: Mapping[int, ReshardError] = NO_DAMAGE
-    ) -> SourceCheckpoint:
-        """Join files and strategy; without a strategy the shards describe themselves or are one full checkpoint.
-
-        known_damage: what is known to be wrong with the shards of some ranks, though their structure may be sound.
-        Raises SourceError or StrategyError where they do not belong together, and what is wrong with the first shard
-        where none can be read, or none tells who else holds what it should.
-        """
-        _require_all_files(files)
-        if files.is_folder:
-            if known_damage:  # its files are those of one rank, so no other has the same
-                raise known_damage[min(known_damage)].with_traceback(None)
-            if strategy is not None:
-                raise SourceError(
-                    "a strategy is given for a checkpoint that lists its own pieces",
-                    expected="its index alone, which says where everything lies",
-                    got=strategy.origin,
-                    where=files.path,
-                    remedy="leave that strategy out",
-                )
-            return cls(files, unsharded(files.path), {0: _locate(files, 0)})
-        if strategy is not None and strategy.world_size > 1:
-            files = in_its_rank(files)
-        said = strategy is not None
-        first, manifest, described, damage = _first_sound(files, known_damage)
-        if strategy is None:
-            strategy = described
-        elif described is not None:
-            _require_agreement(strategy, described, manifest.path)
-        if strategy is None:
-            if damage:
-                raise damage[min(damage)]
-            if len(files.by_rank) > 1 or first != 0:
-                raise SourceError(
-                    "the shards do not say how they are sharded",
-                    expected="a source strategy for a checkpoint of several ranks",
-                    got=f"{len(files.by_rank)} rank folders without one",
-                    where=files.path,
-                    remedy="give --src-strategy (src_strategy_file), or --dst-strategy for what is verified",
-                )
-            strategy = unsharded(files.path)
-        if strategy.world_size == 1 and manifest.identity is None:
-            _require_no_part(manifest)
-            files = require_full(files, manifest, said=said)
-            if manifest.lacks_others:
-                warning = f"{manifest.path} was saved without what other ranks hold: tensors of theirs may be missing"
-                files = files._replace(warnings=(*files.warnings, warning))
-        outside = [rank for rank in files.by_rank if rank >= strategy.world_size]
-        if outside:
-            raise SourceError(
-                "the checkpoint has ranks its strategy does not know",
-                expected=f"ranks 0 to {strategy.world_size - 1}, the mesh of {strategy.origin or 'the strategy'}",
-                got=f"rank {outside[0]}" + (f" and {len(outside) - 1} more" if len(outside) > 1 else ""),
-                where=files.path,
-                remedy="give the strategy this checkpoint was saved with",
-            )
-        return cls(files._replace(read=None), strategy, {first: manifest}, _damage=damage)
 
     @property
     def described(self) -> str:
@@ -210,7 +144,7 @@ class SourceCheckpoint:
             raise self._damage[rank].with_traceback(None)
         try:
             manifest = self._located(rank)
-        except _DAMAGE as error:
+        except DAMAGE as error:
             self._damage[rank] = as_reshard_error(error, Path(self.files.by_rank[rank][0]))
             raise self._damage[rank] from None
         self._manifests[rank] = manifest
@@ -245,13 +179,13 @@ class SourceCheckpoint:
                 continue
             try:
                 module.check_crc(path, on_bytes)
-            except _DAMAGE as error:
+            except DAMAGE as error:
                 return as_reshard_error(error, Path(path))
         return None
 
     def _located(self, rank: int) -> Manifest:
         like = next(reversed(self._manifests.values()), None) or next(iter(self._unchecked.values()), None)
-        manifest = self._unchecked.pop(rank, None) or _locate(self.files, rank, like)
+        manifest = self._unchecked.pop(rank, None) or locate(self.files, rank, like)
         if manifest.identity is not None:
             require_rank(manifest.identity, rank, self.strategy.world_size, manifest.path)
         self._extent = self._extent.including(manifest)
@@ -344,24 +278,7 @@ def require_rank(identity: ShardIdentity, rank: int, world_size: int, path: str)
         )
 
 
-def _first_sound(
-    files: ShardFiles, known_damage: Mapping[int, ReshardError]
-) -> tuple[int, Manifest, Strategy | None, dict[int, ReshardError]]:
-    """Return the first shard that can be read: its rank, itself, the strategy it describes; and all known damage.
-
-    Shards that are known to be damaged are passed over. Raises what is wrong with the first one if none can be read.
-    """
-    damage = dict(known_damage)
-    for rank in sorted(files.by_rank.keys() - damage.keys()):
-        try:
-            manifest = _locate(files, rank)
-            return rank, manifest, _described(manifest), damage
-        except (*_DAMAGE, StrategyError, LayoutError) as error:
-            damage[rank] = as_reshard_error(error, Path(files.by_rank[rank][0]))
-    raise damage[min(damage)]
-
-
-def _locate(files: ShardFiles, rank: int, like: Manifest | None = None) -> Manifest:
+def locate(files: ShardFiles, rank: int, like: Manifest | None = None) -> Manifest:
     """Read the manifest of one rank, joined where its tensors lie in several files. like: that of another rank."""
     folder_format = formats.folder_by_name(files.format)
     if files.is_folder and folder_format is not None:
@@ -398,58 +315,3 @@ def _locate(files: ShardFiles, rank: int, like: Manifest | None = None) -> Manif
     part_of = next((manifest.part_of for manifest in manifests if manifest.part_of), "")
     joined = Manifest(files.path, files.format, tensors, strings, left_out=left_out)
     return joined._replace(lacks_others=lacks_others, part_of=part_of)
-
-
-def _require_all_files(files: ShardFiles) -> None:
-    """Raise SourceError if not so many files are there as the user says, or if nothing tells how many there should be.
-
-    A folder that lists nothing looks complete without its last files: its tensors are then smaller.
-    """
-    count, said = len(files.shards), files.said_files
-    lying = f"{count}, the last of them {Path(files.shards[-1]).name}" if files.shards else "none"
-    if said is not None and said != count:
-        raise SourceError(
-            "the checkpoint has not as many files as you say" if count < said else "the checkpoint has other files too",
-            expected=f"{said} files (--src-files, source_files)",
-            got=lying,
-            where=files.path,
-            remedy="copy the missing ones" if count < said else "remove what does not belong to it",
-        )
-    if said is None and files.is_folder and not formats.by_name(files.format).TRAITS.tells_files:
-        raise SourceError(
-            f"nothing in a {formats.title(files.format)} tells whether its last files are missing",
-            expected="--src-files N (source_files): how many files were saved, as a rule one for each rank that saved",
-            got=lying,
-            where=files.path,
-            remedy="look it up where it was saved: without its last files a model looks complete, and is smaller",
-        )
-
-
-def _require_no_part(manifest: Manifest) -> None:
-    """Raise SourceError if what is taken for a full checkpoint says that it is a part of one."""
-    if manifest.part_of:
-        raise SourceError(
-            f"a file is one part of {manifest.part_of}, and may hold slices",
-            expected="the folder with all parts",
-            got="a file by itself",
-            where=manifest.path,
-            remedy="give that folder as it was saved, without --select",
-        )
-
-
-def _described(manifest: Manifest) -> Strategy | None:
-    if manifest.identity is None:
-        return None
-    return table.loads(manifest.identity.strategy, manifest.path)
-
-
-def _require_agreement(given: Strategy, described: Strategy, path: str) -> None:
-    differing = [name for name in described.parameters if given.find(name) != described.parameters[name]]
-    if given.world_size != described.world_size or (differing and not given.rules):
-        raise StrategyError(
-            "the strategy contradicts what the shards say of themselves",
-            expected=f"{described.world_size} ranks, as the shards say",
-            got=f"{given.world_size} ranks" + (f", another placement of {differing[0]!r}" if differing else ""),
-            where=f"{given.origin} and {path}",
-            remedy="leave it out: these shards describe themselves",
-        )

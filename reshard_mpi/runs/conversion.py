@@ -11,6 +11,7 @@ from itertools import chain, islice
 
 from reshard_mpi.checkpoints.comparison import difference
 from reshard_mpi.checkpoints.consistency import require_consistent_source
+from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.checkpoints.sampling import drifted_tensors
 from reshard_mpi.checkpoints.shards import ShardOpener
 from reshard_mpi.checkpoints.siblings import LoneShard
@@ -207,7 +208,7 @@ class Conversion:
         if self.original is not None and self.through is not None:
             original = self.original.without(damage)
             return replace(self, source=self.through(original), original=original, _is_fitting=False, _opener=None)
-        source = SourceCheckpoint.open(self.source.files, self.source.strategy, damage)
+        source = open_source(self.source.files, self.source.strategy, damage)
         return replace(self, source=source, _is_fitting=False, _opener=None)
 
     def to(self, target: Strategy) -> Conversion:

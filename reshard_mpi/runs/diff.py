@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from reshard_mpi import formats
 from reshard_mpi.checkpoints import discovery
+from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.engine.files import Files
 from reshard_mpi.engine.regions import element_of, first_difference_of_tensors
@@ -105,7 +106,7 @@ def _planned(
         )
     memory.to_open(named, purpose, first_files.format, second_files.format)
     given = None if request.dst_strategy is None else read.target
-    sources = SourceCheckpoint.open(first_files, read.source), SourceCheckpoint.open(second_files, given)
+    sources = open_source(first_files, read.source), open_source(second_files, given)
     conversions = [
         Conversion(source, unsharded(), replicas=request.replicas, accumulated=request.accumulated)
         for source in sources

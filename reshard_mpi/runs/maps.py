@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from reshard_mpi.checkpoints import discovery
+from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.errors import UsageError
 from reshard_mpi.formats.dtypes import DType
@@ -66,7 +67,7 @@ def _typed(text: str) -> tuple[str, DType]:
 def _like(path: str) -> Like:
     """Read the names and shapes of a checkpoint."""
     files = discovery.find_shards(path, role="checkpoint that the target is to be like")
-    source = SourceCheckpoint.open(files, None)
+    source = open_source(files, None)
     plan = Conversion(source, unsharded()).plan(0, checked=False)
     shapes = {spec.name: spec.global_shape for spec in plan.tensors.specs}
     nest = plan.strings.get(NEST)

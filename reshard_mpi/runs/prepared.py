@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from reshard_mpi import formats
 from reshard_mpi.checkpoints import discovery
-from reshard_mpi.checkpoints.source import SourceCheckpoint
+from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.errors import ReshardError, UsageError
 from reshard_mpi.filesystem.paths import real_path, require_reachable
 from reshard_mpi.journal.identity import RunIdentity
@@ -75,7 +75,7 @@ class Run(NamedTuple):
         if request.part is None and not traits.is_filled:
             _refuse_overlap(request, files, name, ranks, strategies.target)
         before_shards(files.format)
-        source = SourceCheckpoint.open(files, strategies.source, known_damage)
+        source = open_source(files, strategies.source, known_damage)
         conversion = Conversion(
             source,
             strategies.target,

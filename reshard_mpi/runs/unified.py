@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from reshard_mpi.checkpoints import discovery
-from reshard_mpi.checkpoints.source import SourceCheckpoint
+from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.errors import UsageError, wrong_type
 from reshard_mpi.filesystem.folders import Folder, make_folders
 from reshard_mpi.formats import by_name
@@ -57,7 +57,7 @@ def request_of_files(request: Request, choose: Choose | None) -> Request:
         memory.to_open((request.src_strategy,), purpose)
         files, read = discovery.find_shards(request.source, request.select), Strategies.read(request)
         memory.to_open((request.src_strategy,), purpose, files.format)
-        source = SourceCheckpoint.open(files, read.source)
+        source = open_source(files, read.source)
         conversion = Conversion(source, read.target, replicas=request.replicas)
         memory.on_giving_way(conversion.forget)
         memory.to_plan(conversion, FORMAT, purpose)
@@ -161,7 +161,7 @@ def _opened(request: Request, comm: Comm, memory: RunMemory, strategies: Strateg
     read = strategies or Strategies.read(request)
     files = discovery.find_shards(request.source, request.select)
     memory.to_open(named, purpose, files.format)
-    source = SourceCheckpoint.open(files, read.source)
+    source = open_source(files, read.source)
     target = strategy_of([[name for name, _ in file.tensors] for file in request.files])
     conversion = Conversion(source, target, request.unlisted, replicas=request.replicas)
     memory.on_giving_way(conversion.forget)

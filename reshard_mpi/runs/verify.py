@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from reshard_mpi import formats
 from reshard_mpi.checkpoints import discovery
+from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.engine.files import OnBytes
 from reshard_mpi.engine.sums import sum_shard
@@ -70,8 +71,8 @@ def _verify_pair(
             _shards(request.target, role="target"),
         )
         memory.to_open(named, purpose, files.format, target_files.format)
-        source = SourceCheckpoint.open(files, read.source)
-        target = SourceCheckpoint.open(target_files, None if request.dst_strategy is None else read.target)
+        source = open_source(files, read.source)
+        target = open_source(target_files, None if request.dst_strategy is None else read.target)
         keeps_strings = formats.by_name(target_files.format).TRAITS.keeps_strings
         conversion = Conversion(
             source,

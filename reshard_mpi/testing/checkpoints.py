@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from reshard_mpi.checkpoints import discovery
-from reshard_mpi.checkpoints.source import SourceCheckpoint
+from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.engine.arrays import load_shard
 from reshard_mpi.errors import ReshardError
 from reshard_mpi.planning.replicas import Replicas
@@ -85,7 +85,7 @@ class CheckpointConformance:
             try:
                 left = self.found(Path(conversion.source.files.path))
                 strategy = None if left.is_folder else conversion.source.strategy
-                again = Conversion(SourceCheckpoint.open(left, strategy), conversion.target)
+                again = Conversion(open_source(left, strategy), conversion.target)
                 for rank in range(again.target.world_size):
                     for name, array in load_shard(again.plan(rank), limits=again.limits).items():
                         expected = _cut(arrays[name], _box(again.target, name, arrays[name].shape, rank))
@@ -105,7 +105,7 @@ class CheckpointConformance:
 
     def _opened(self, folder: Path, arrays: Arrays, data: st.DataObject) -> Conversion:
         strategy = self.write(folder, arrays, data)
-        source = SourceCheckpoint.open(self.found(folder), strategy)
+        source = open_source(self.found(folder), strategy)
         return Conversion(source, _target(arrays, data), replicas=Replicas.CHECK)
 
 

@@ -15,7 +15,7 @@ from support.in_memory import part
 from support.toys import in_the_table
 
 from reshard_mpi.checkpoints import discovery
-from reshard_mpi.checkpoints.source import SourceCheckpoint
+from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.errors import DisagreementError
 from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.runs.conversion import Conversion
@@ -103,7 +103,7 @@ def test_pieces_that_overlap_and_differ_are_refused(tmp_path: Path, replicas: Re
     entries = [["0.toypart", "w 0", [0], [12]], ["0.toypart", "w 1", [4], [8]]]
     listed = {"w": {"dtype": "int16", "shape": [12], "pieces": entries}}
     (tmp_path / toy_folder.INDEX).write_text(json.dumps({"tensors": listed, "strings": {}}))
-    source = SourceCheckpoint.open(discovery.find_shards(str(tmp_path)), None)
+    source = open_source(discovery.find_shards(str(tmp_path)), None)
     with pytest.raises(DisagreementError, match="'w'") as caught:
         Conversion(source, unsharded(), replicas=replicas).plan(0)
     assert "[6]" in str(caught.value)

@@ -19,7 +19,7 @@ from support.wrong_specs import Rule, Slip, Spec, contradictions, outcome, slips
 
 import reshard_mpi
 from reshard_mpi.checkpoints.discovery import find_shards
-from reshard_mpi.checkpoints.source import SourceCheckpoint
+from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.engine import excerpts
 from reshard_mpi.engine.excerpts import excerpt
 from reshard_mpi.engine.files import Files
@@ -738,7 +738,7 @@ def test_little_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     spec = Spec(MESH, (Rule("layers.*.qkv", ROWS),))
     c = Checkpoint(tmp_path, spec, whole)
     c.arguments(spec)
-    source = SourceCheckpoint.open(find_shards(str(c.src)), strategy.load(str(tmp_path / "src.toml")))
+    source = open_source(find_shards(str(c.src)), strategy.load(str(tmp_path / "src.toml")))
     conversion = Conversion(source, unsharded())
     assert conversion.drifted_tensors() == ()
     assert 0 < sum(part.length_bytes for part in read) <= 300 * 1024
@@ -771,7 +771,7 @@ def test_little_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         return excerpt(files, entry, box)
 
     monkeypatch.setattr(excerpts, "excerpt", counting)
-    source = SourceCheckpoint.open(find_shards(str(tmp_path / "src")), strategy.load(str(tmp_path / "src.toml")))
+    source = open_source(find_shards(str(tmp_path / "src")), strategy.load(str(tmp_path / "src.toml")))
     assert Conversion(source, unsharded()).drifted_tensors() == ()
     assert {name[0] for _, name in decoded} == {"w", "x"}
     assert len(decoded) == len({*decoded}) <= 4 * 4  # of each shard a few, and each in one place

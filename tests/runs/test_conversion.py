@@ -13,7 +13,7 @@ from support.in_memory import strategy_of
 from support.oracle import RawLayout
 
 from reshard_mpi.checkpoints.discovery import find_shards
-from reshard_mpi.checkpoints.source import SourceCheckpoint
+from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.errors import CoverageError
 from reshard_mpi.planning.filling import strategy_of as filled
 from reshard_mpi.runs.conversion import Conversion
@@ -27,7 +27,7 @@ def weights(folder: Path, target: Side, ranks: range) -> dict[int, int]:
     rows = {"w": RawLayout((2,), (0, -1)), "v": RawLayout((2,), (-1,)), "scale.w": RawLayout((2,), ())}
     source = Side(2, 1, rows, frozenset({"scale.w"}))
     write_shards(source, TENSORS, folder, "ckpt")
-    checkpoint = SourceCheckpoint.open(find_shards(str(folder)), strategy_of(source))
+    checkpoint = open_source(find_shards(str(folder)), strategy_of(source))
     return Conversion(checkpoint, strategy_of(target)).target_weights(ranks)
 
 
@@ -50,7 +50,7 @@ def test_files_that_are_filled_weigh_what_they_hold(tmp_path: Path) -> None:
     each = {f"w{number}": np.zeros((number % 5 + 1, 4), np.float32) for number in range(300)}
     whole = Side(1, 1, {name: RawLayout((1,), ()) for name in each})
     write_shards(whole, each, tmp_path, "ckpt")
-    checkpoint = SourceCheckpoint.open(find_shards(str(tmp_path)), strategy_of(whole))
+    checkpoint = open_source(find_shards(str(tmp_path)), strategy_of(whole))
     named = [[f"w{first}", f"w{first + 1}"] for first in range(0, 300, 2)]
     found = Conversion(checkpoint, filled(named)).target_weights(range(150))
     assert found == {file: sum(each[name].nbytes for name in names) for file, names in enumerate(named)}
@@ -61,7 +61,7 @@ def test_stages_that_cut_a_parameter_differently_write_it_once(tmp_path: Path) -
     whole = Side(1, 1, {"w": RawLayout((1,), ())})
     write_shards(whole, {"w": TENSORS["w"]}, tmp_path, "ckpt")
     rows, columns = Placement((2,), ((0,), ()), stages=(0,)), Placement((2,), ((), (0,)), stages=(1,))
-    checkpoint = SourceCheckpoint.open(find_shards(str(tmp_path)), strategy_of(whole))
+    checkpoint = open_source(find_shards(str(tmp_path)), strategy_of(whole))
     conversion = Conversion(checkpoint, Strategy(4, 2, {"w": (rows, columns)}), once=True)
     plans = [conversion.plan(rank) for rank in range(4)]
     assert [list(plan.tensors.specs.names) for plan in plans] == [["w"], ["w"], [], []]
@@ -80,7 +80,7 @@ def test_a_stage_without_shards_is_a_hole_though_rules_name_no_parameters(tmp_pa
     source = Side(2, 2, {"w": RawLayout((1,), ()), "v": RawLayout((1,), (), stages=(1,))})
     write_shards(source, {name: TENSORS[name] for name in ("w", "v")}, tmp_path, "ckpt")
     shutil.rmtree(tmp_path / "rank_1")
-    checkpoint = SourceCheckpoint.open(find_shards(str(tmp_path)), Strategy(2, 2, {}, rules))
+    checkpoint = open_source(find_shards(str(tmp_path)), Strategy(2, 2, {}, rules))
     same = Conversion(checkpoint, Strategy(2, 2, {}, rules))
     assert [tensor.spec.name for tensor in same.plan(0).tensors] == ["w"]
     listed = Strategy(2, 1, {"w": (Placement((2,)),), "v": (Placement((2,)),)})
@@ -95,7 +95,7 @@ def test_the_only_shard_of_a_part_that_is_gone_is_a_hole_though_rules_name_no_pa
     source = Side(4, 2, {"w": RawLayout((2,), (0, -1)), "v": RawLayout((2,), (-1,), 2, stages=(1,))})
     write_shards(source, {name: TENSORS[name] for name in ("w", "v")}, tmp_path, "ckpt")
     shutil.rmtree(tmp_path / "rank_2")
-    checkpoint = SourceCheckpoint.open(find_shards(str(tmp_path)), Strategy(4, 2, {}, rules))
+    checkpoint = open_source(find_shards(str(tmp_path)), Strategy(4, 2, {}, rules))
     conversion = Conversion(checkpoint, Strategy(2, 1, {}, (("w", cut), ("v", cut))))
     assert {tensor.spec.name for tensor in conversion.plan(1).tensors} == {"w", "v"}
     with pytest.raises(CoverageError, match="no source holds a part of 'v' that target rank 0 needs"):

@@ -46,10 +46,11 @@ from reshard_mpi.planning.model import Limits
 from reshard_mpi.filesystem.folders import Folder
 from reshard_mpi.journal.publication import Publication
 from reshard_mpi.runs.write import write_whole
+from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 
 source, target, src_strategy, dst_strategy = sys.argv[1:]
-checkpoint = SourceCheckpoint.open(discovery.find_shards(source), strategy.load(src_strategy))
+checkpoint = open_source(discovery.find_shards(source), strategy.load(src_strategy))
 limits = Limits(buffer_bytes=1 << 31, window_bytes=1 << 31)
 conversion = Conversion(checkpoint, strategy.load(dst_strategy), limits=limits)
 with Folder.open(Path(target).parent) as folder, Publication(folder, Path(target).name) as publication:

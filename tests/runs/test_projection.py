@@ -13,7 +13,7 @@ from support.processes import Measured, run_command
 
 from reshard_mpi import formats
 from reshard_mpi.checkpoints import discovery
-from reshard_mpi.checkpoints.source import SourceCheckpoint
+from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.runs.projection import Projection, checking_bytes
 from reshard_mpi.runs.selfcheck import Summing
 from reshard_mpi.sharding.placement import Placement, Strategy
@@ -139,7 +139,7 @@ def test_verify(tmp_path: Path, kind: str, tensors: int, shape: tuple[int, int])
     made = write_many(tmp_path / "made", kind, tensors, shape, targets=2)
     command("transform", made.src, tmp_path / "out", *made.options(), "--jobs", "1", "--verify")
     conversion = made.conversion()
-    held = SourceCheckpoint.open(discovery.find_shards(str(tmp_path / "out")), conversion.target)
+    held = open_source(discovery.find_shards(str(tmp_path / "out")), conversion.target)
     projection = Projection.of(conversion, kind, also_read=held)
     pair = command("verify", made.src, tmp_path / "out", *made.options(), "--jobs", "1")
     what = f"{kind}, {tensors} tensors"

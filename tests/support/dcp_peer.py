@@ -19,7 +19,7 @@ from unittest import mock
 import numpy as np
 
 from reshard_mpi.checkpoints import discovery
-from reshard_mpi.checkpoints.source import SourceCheckpoint
+from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.engine.arrays import load_shard
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.runs.conversion import Conversion
@@ -254,7 +254,7 @@ def _item(folder: Path, place: _StorageInfo) -> Any:
 
 def arrays_of(folder: Path) -> Arrays:
     """Return the whole tensors of a checkpoint."""
-    source = SourceCheckpoint.open(discovery.find_shards(str(folder)), None)
+    source = open_source(discovery.find_shards(str(folder)), None)
     conversion = Conversion(source, unsharded())
     return load_shard(conversion.plan(0), limits=conversion.limits)
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from reshard_mpi import formats
 from reshard_mpi.checkpoints import discovery
-from reshard_mpi.checkpoints.source import SourceCheckpoint
+from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.formats.columns import TensorEntry
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import ShardIdentity
@@ -55,7 +55,7 @@ class LargeCheckpoint(NamedTuple):
         """Return the conversion as the package sees it."""
         files = discovery.find_shards(str(self.src))
         placed = None if self.src_strategy is None else strategy.load(str(self.src_strategy))
-        source = SourceCheckpoint.open(files, placed)
+        source = open_source(files, placed)
         return Conversion(source, strategy.load(str(self.dst_strategy)))
 
 
