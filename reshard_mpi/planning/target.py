@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
-from reshard_mpi.errors import CoverageError, LayoutError, StrategyError, UsageError
+from reshard_mpi.errors import CoverageError, StrategyError, UsageError
 from reshard_mpi.formats.manifest import Manifest, ShardIdentity
 from reshard_mpi.formats.specs import SpecKind
 from reshard_mpi.planning.agreement import (
@@ -26,14 +26,15 @@ from reshard_mpi.planning.listed import PiecesOf, missing_files
 from reshard_mpi.planning.losses import Lost, named
 from reshard_mpi.planning.model import Group, Moment, PlannedTensors, RankPlan, Route
 from reshard_mpi.planning.once import written_here
-from reshard_mpi.planning.parameters import Unlisted, everywhere, find_or_follow, is_dropped, listed_names
+from reshard_mpi.planning.parameters import Unlisted, everywhere, find_or_follow, listed_names
 from reshard_mpi.planning.partial_sums import Accumulated, is_partial_sum
 from reshard_mpi.planning.ranks import wants
 from reshard_mpi.planning.replicas import Replicas, choose_holders, home_rank
+from reshard_mpi.planning.target_layouts import TargetLayouts
 from reshard_mpi.planning.tensors import Part, SourceGroup, SourceTensors, parts_meeting
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
-from reshard_mpi.sharding.placement import Piece, Placement, Strategy, named_after
+from reshard_mpi.sharding.placement import Piece, Placement, Strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,7 @@ class ShardPlanner:
         if unlisted is not Unlisted.DROP:
             require_tensors_or_strings(manifests)
         self._tensors = SourceTensors(source, manifests, lost)
+        self._layouts = TargetLayouts(target, target_rank, self._tensors, unlisted)
         self._lost = lost
         self._unlisted = unlisted
         self._strict = strict
@@ -96,20 +98,18 @@ class ShardPlanner:
         self._accumulated = accumulated
         self._allows_holes = allows_holes
         self._holes: dict[str, CoverageError] = {}
-        self._boxes: dict[Layout, Box] = {}
-        self._layouts: dict[tuple[SourceGroup, int], Layout | None] = {}  # by the identity of kept placements
         # All that goes into this shard: by the way in which it is held, and by name in file order.
         self._ways: dict[tuple[SourceGroup, Layout, Share], _Way] = {}
         self._wanted: dict[str, _Way] = {}
         joining = Joining(accumulated, source, self._tensors, target_rank)
         for name in self._tensors.names:
             group = self._tensors.group(name)
-            layout = self._target_layout(name, group)
+            layout = self._layouts.layout(name, group)
             if layout is not None:
                 share = joining.share(name, group, layout.placement)
                 way = self._ways.get((group, layout, share))
                 if way is None:
-                    box = self._box(layout)
+                    box = self._layouts.box(layout)
                     parts = self._needed_parts(name, group, box) if share is not Share.ZEROS else ()
                     way = _Way(len(self._ways), group, layout, share, box, parts)
                     self._ways[group, layout, share] = way
@@ -181,7 +181,7 @@ class ShardPlanner:
         for name in dict.fromkeys((*listed_names(self._target), *listed_names(self._source))):
             if name in self._tensors and (not self._source.find(name) or self._tensors.group(name).listed):
                 continue
-            if self._lists(name):
+            if self._layouts.lists(name):
                 here = any(self._stage in placement.stages for placement in self._target.find(name))
             else:
                 here = wants(self._source, self._target, self._rank, name, self._unlisted, self._tensors)
@@ -232,9 +232,9 @@ class ShardPlanner:
             notes=tuple(notes),
             source_ranks=tuple(sorted(self._manifests)),
             loose=loose,
-            unplaced=frozenset(name for name in loose if not self._lists(name)),
+            unplaced=frozenset(name for name in loose if not self._layouts.lists(name)),
             moments=tuple(self._shared()),
-            alike=(*copies_alike(wanted, self._box, self._replicas), *self._apart()),
+            alike=(*copies_alike(wanted, self._layouts.box, self._replicas), *self._apart()),
             lost=self._replaced(groups) if self._lost else (),
             warnings=(
                 *(self._not_its_own() if same_world and self._rank in self._lost else ()),
@@ -255,59 +255,10 @@ class ShardPlanner:
             placement = way.layout.placement
             here = set(written_here(self._rank, way.names, placement, loose=not way.group.listed))
             for name in way.names:
-                placements = self._target_placements(name) or (placement,)
+                placements = self._layouts.placements(name) or (placement,)
                 if name not in here or self._stage not in placements[0].stages:
                     elsewhere.add(name)
         return frozenset(elsewhere)
-
-    def _target_layout(self, name: str, group: SourceGroup) -> Layout | None:
-        """Return how this target rank holds a tensor; None if it does not."""
-        if self._unlisted is Unlisted.DROP and is_dropped(self._target, name, self._tensors):
-            return None
-        placements = self._target_placements(name)
-        key = (group, id(placements))
-        if key not in self._layouts:
-            self._layouts[key] = self._placed(name, group, placements)
-        return self._layouts[key]
-
-    def _placed(self, name: str, group: SourceGroup, placements: tuple[Placement, ...]) -> Layout | None:
-        """Return how this target rank holds the tensors of a group by these target placements; None if it does not."""
-        is_cut = any(layout.placement.is_cut for layout in group.layouts)
-        if not placements and self._unlisted is Unlisted.FOLLOW and is_cut:
-            raise StrategyError(
-                f"{name!r} is sharded in the source and the target strategy does not say how to place it",
-                expected="it in the target strategy, or a parameter of the same shape whose whole name is in its own",
-                got=_not_followed(self._target, name),
-                where=self._target.origin,
-                remedy="add it to the target strategy, or use --unlisted replicate or --unlisted drop",
-            )
-        placements = placements or (everywhere(self._target),)
-        placement = next((option for option in placements if self._stage in option.stages), None)
-        if placement is None:
-            return None
-        if group.has_whole_sums:
-            placement = replace(placement, optimizer=1)
-        try:
-            return self._tensors.layout(placement, group.shape)
-        except LayoutError as error:
-            error.where = f"tensor {name!r}, target strategy {self._target.origin}".rstrip()
-            error.remedy = error.remedy or (
-                "choose a target strategy whose cuts divide the tensor, or give the sizes of its slices (in a TOML rule"
-                ' sizes = "ceil": as torch cuts)'
-            )
-            raise
-
-    def _target_placements(self, name: str) -> tuple[Placement, ...]:
-        """Return how the target strategy places a tensor; empty where it does not."""
-        listed = self._target.parameters.get(name)
-        if listed or self._unlisted is not Unlisted.FOLLOW:
-            return listed or self._target.find(name)
-        return find_or_follow(self._target, name, lambda base: self._tensors.same_shape(name, base))
-
-    def _box(self, target: Layout) -> Box:
-        if target not in self._boxes:
-            self._boxes[target] = target.box(self._rank)
-        return self._boxes[target]
 
     def _needed_parts(self, name: str, group: SourceGroup, box: Box) -> tuple[Part, ...]:
         """Return the parts to read for a box, by the first layout all of whose parts should be in opened shards.
@@ -392,10 +343,6 @@ class ShardPlanner:
                 if way.share is Share.JOINED:
                     yield from apart(way.names, way.parts, way.group.dtype.itemsize_bytes)
 
-    def _lists(self, name: str) -> bool:
-        """Tell whether the target strategy lists a name, other than by a rule for every name."""
-        return bool(self._target.find(name)) and not self._target.is_only_caught(name)
-
     def _shared(self) -> Iterator[Moment]:
         """Yield the tensors that this stage of the target shares with others: all ranks of them must have the same."""
         if self._target.stages == 1:
@@ -404,8 +351,8 @@ class ShardPlanner:
         shared = {_stages(placements) for placements in (*placed, (everywhere(self._target),))}
         by_stages: dict[tuple[int, ...], dict[str, SourceGroup]] = {stages: {} for stages in sorted(shared)}
         for name, way in self._wanted.items():
-            if (way.group.listed or self._lists(name)) and not is_moment(name):
-                by_stages[_stages(self._target_placements(name) or (way.layout.placement,))][name] = way.group
+            if (way.group.listed or self._layouts.lists(name)) and not is_moment(name):
+                by_stages[_stages(self._layouts.placements(name) or (way.layout.placement,))][name] = way.group
         for stages, tensors in by_stages.items():
             if len(stages) > 1 and self._stage in stages:
                 yield from shared_tensors(stages, tensors, self._manifests)
@@ -484,8 +431,3 @@ class ShardPlanner:
 
 def _stages(placements: tuple[Placement, ...]) -> tuple[int, ...]:
     return tuple(sorted({stage for placement in placements for stage in placement.stages}))
-
-
-def _not_followed(target: Strategy, name: str) -> str:
-    others = [base for base in named_after(name) if target.find(base)]
-    return f"{others[0]!r} listed, but of another shape" if others else "neither listed"
