@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import contextlib
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import NamedTuple
 
 from reshard_mpi.checkpoints.consistency import require_consistent_source
+from reshard_mpi.checkpoints.left_behind import Share, left_behind, refuse
 from reshard_mpi.checkpoints.source import SourceCheckpoint
-from reshard_mpi.errors import CoverageError, DisagreementError, LayoutError, StrategyError
+from reshard_mpi.errors import CoverageError, DisagreementError, LayoutError, ReshardError, StrategyError
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.planning.disputes import disputes, witnesses
 from reshard_mpi.planning.losses import Lost
-from reshard_mpi.planning.parameters import Unlisted, find_or_follow, listed_names
+from reshard_mpi.planning.parameters import Unlisted, find_or_follow, is_dropped, listed_names
 from reshard_mpi.planning.partial_sums import Accumulated
 from reshard_mpi.planning.ranks import needed_ranks, wants
 from reshard_mpi.planning.replicas import Replicas
@@ -83,6 +85,8 @@ class ShardOpener:
     accumulated: Accumulated
     allows_holes: bool = False
     _never_saved: dict[tuple[int, ...], set[str]] = field(default_factory=dict)
+    _asked_targets: set[int] = field(default_factory=set)
+    _others_have: set[str] = field(default_factory=set)
 
     def open(self, target_rank: int) -> Opened:
         """Open the shards that a target needs.
@@ -95,6 +99,39 @@ class ShardOpener:
         except (DisagreementError, LayoutError, StrategyError):
             require_consistent_source(self.source)
             raise
+
+    def require_none_left_behind(
+        self, target_rank: int, opened: Collection[int], share: Share, is_taken: Callable[[str], bool]
+    ) -> None:
+        """Raise StrategyError if a share of the shards holds tensors that no target would get.
+
+        opened: the ranks whose shards have been opened for this target. is_taken: tells whether a tensor of the source
+        is asked for at all.
+        """
+
+        def is_wanted(name: str, present: Container[str]) -> bool:
+            is_left_out = self.unlisted is Unlisted.DROP and is_dropped(self.target, name, present)
+            return is_taken(name) and not is_left_out
+
+        only_there = left_behind(self.source, opened, share, is_wanted)
+        lost = only_there.keys() - self._others_have
+        for other in self._nearest_targets(target_rank) if lost else ():
+            if other not in self._asked_targets:
+                self._asked_targets.add(other)
+                with contextlib.suppress(ReshardError):  # which is said of that target when it is planned
+                    for manifest in self.open(other).manifests.values():
+                        self._others_have.update(manifest.tensors)
+                lost -= self._others_have
+                if not lost:
+                    break
+        if lost:
+            raise refuse(sorted(lost), only_there, self.source)
+
+    def _nearest_targets(self, target_rank: int) -> Iterable[int]:
+        """Return all other targets, first one of each stage."""
+        size = self.target.stage_size
+        alike = (stage * size + target_rank % size for stage in range(self.target.stages))
+        return (rank for rank in dict.fromkeys((*alike, *range(self.target.world_size))) if rank != target_rank)
 
     def _opened(self, target_rank: int) -> Opened:
         self._require_stages_of_rules(target_rank)

@@ -112,6 +112,14 @@ class SourceCheckpoint:
         """Tell whether anything is made of a tensor as it is stored."""
         return True
 
+    def takes(self, name: str) -> bool:
+        """Tell whether the user wants a tensor of this name, as it is stored."""
+        return True
+
+    def opened_ranks(self, plan: RankPlan) -> tuple[int, ...]:
+        """Return the ranks whose shards have been opened to plan a target."""
+        return plan.source_ranks
+
     def map_notes(self) -> tuple[str, ...]:
         """Return what the user should know of what a map makes of it."""
         return ()

@@ -11,6 +11,7 @@ from itertools import chain, islice
 
 from reshard_mpi.checkpoints.comparison import difference
 from reshard_mpi.checkpoints.consistency import require_consistent_source
+from reshard_mpi.checkpoints.left_behind import Share
 from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.checkpoints.sampling import drifted_tensors
 from reshard_mpi.checkpoints.shards import ShardOpener
@@ -106,6 +107,7 @@ class Conversion:
         plan = self.source.completed(plan, checked=checked)
         plan = plan._replace(notes=(*plan.notes, *notes_on(self.accumulated, plan.sums)))
         if checked:
+            self.require_none_left_behind(plan, Share(target_rank, self.target.world_size))
             plan = self.checked(plan)
         if self.once:
             opened.planner.require_one_copy()
@@ -116,6 +118,16 @@ class Conversion:
         planner = self._shards().open(target_rank).planner
         found = ((name, planner.both_layouts(name)) for name in names)
         return {name: layouts for name, layouts in found if layouts is not None}
+
+    def require_none_left_behind(self, plan: RankPlan, share: Share) -> None:
+        """Raise StrategyError if a share of the source's shards holds tensors that no target would get.
+
+        plan: that of any target.
+        """
+        opened = self.source.opened_ranks(plan)
+        shards = self._shards() if self.original is None else self.original._shards()
+        rank = plan.target_rank if self.original is None else 0
+        shards.require_none_left_behind(rank, opened, share, self.source.takes)
 
     def _tell_where(self, error: CoverageError) -> None:
         """Say in an error where parts were looked for, and where they may be."""

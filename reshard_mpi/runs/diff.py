@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from reshard_mpi import formats
 from reshard_mpi.checkpoints import discovery
+from reshard_mpi.checkpoints.left_behind import Share
 from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.engine.files import Files
@@ -120,6 +121,7 @@ def _planned(
         drifted = conversion.drifted_tensors(process=comm.rank, processes=comm.size)
         warnings += [drift_warning(drifted)] if drifted else []
         plans.append(conversion.plan(0, checked=False))
+        conversion.require_none_left_behind(plans[-1], Share(comm.rank, comm.size))
         peak_bytes += memory.require_possible(plans[-1])
     if comm.rank == 0:
         conversions[0].source.check_values()

@@ -19,6 +19,7 @@ from reshard_mpi.formats.manifest import NEST, Manifest, shown_string
 from reshard_mpi.formats.nest import first_difference
 from reshard_mpi.formats.protocol import OnBytes, uncounted
 from reshard_mpi.mapping.candidates import Inventory, Kind
+from reshard_mpi.mapping.choice import is_chosen
 from reshard_mpi.mapping.computing import values_of
 from reshard_mpi.mapping.made import Constant, Equal, Made, Mapped, require_holdable
 from reshard_mpi.mapping.naming import SourceFile, applied_to_file
@@ -174,6 +175,14 @@ class MappedCheckpoint(SourceCheckpoint):
 
     def needs(self, name: str) -> bool:
         return name in self._opened().needed
+
+    def takes(self, name: str) -> bool:
+        assert self.tensor_map is not None
+        rules, choice, *_ = self.tensor_map
+        return rules is not None or is_chosen(choice, name)  # rules may give it another name
+
+    def opened_ranks(self, plan: RankPlan) -> tuple[int, ...]:
+        return self._opened().plan.source_ranks
 
     def map_notes(self) -> tuple[str, ...]:
         whole, _, mapped, _, notes, _ = self._opened()

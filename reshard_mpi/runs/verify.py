@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from reshard_mpi import formats
 from reshard_mpi.checkpoints import discovery
+from reshard_mpi.checkpoints.left_behind import Share
 from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.engine.files import OnBytes
@@ -102,6 +103,7 @@ def _verify_pair(
         rank_purpose = f"target rank {rank} of {request.target}"
         memory.to_plan(conversion, target.files.format, rank_purpose, also_read=target)
         plan = conversion.plan(rank, checked=False)
+        conversion.require_none_left_behind(plan, Share(rank, conversion.target.world_size))
         if rank not in target:
             raise DamageError("a shard is missing", expected=f"one of target rank {rank}", where=target.files.path)
         peak_bytes = memory.require_possible(plan)

@@ -1,0 +1,140 @@
+"""A tensor that only some ranks hold, and no strategy lists, reaches a target, or the run is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.command_line import Capture, run_here
+
+import reshard_mpi
+from reshard_mpi.checkpoints.left_behind import Share
+from reshard_mpi.errors import StrategyError
+
+RANKS = 4
+NOBODY_GETS = "no target would get a tensor that only some ranks hold"
+
+
+def write(folder: Path, own: Mapping[str, object], ranks: int = RANKS) -> Path:
+    """Write shards of ranks that all hold `dense`. own: further names, each with the ranks that hold it too."""
+    for rank in range(ranks):
+        shard = folder / f"rank_{rank}" / "c.h5"
+        shard.parent.mkdir(parents=True)
+        with h5py.File(shard, "w") as file:
+            file["dense"] = np.arange(48, dtype="f4").reshape(8, 6)
+            for name, holders in own.items():
+                if rank in holders:  # type: ignore[operator]
+                    file[name] = np.full((3, 3), rank, "f4")
+    return folder
+
+
+def spec(path: Path, ranks: int, rule: str = "dense") -> Path:
+    path.write_text(f'mesh = {{ ep = {ranks} }}\n[[parameter]]\nmatch = "{rule}"\n')
+    return path
+
+
+def names_in(folder: Path) -> set[str]:
+    """Return the names of the tensors of all shards below a folder."""
+    names: set[str] = set()
+    for path in folder.glob("rank_*/*.h5"):
+        with h5py.File(path) as file:
+            file.visititems(lambda name, item: names.add(name) if isinstance(item, h5py.Dataset) else None)
+    return {name for name in names if not name.startswith("__")}
+
+
+def of_experts(folder: Path) -> Path:
+    return write(folder, {f"experts.{rank}.w": (rank,) for rank in range(RANKS)})
+
+
+@pytest.mark.parametrize("command", ["transform", "plan", "diff"])
+def test_experts_of_ranks_that_no_target_opens(tmp_path: Path, capsys: Capture, command: str) -> None:
+    src, one = of_experts(tmp_path / "src"), spec(tmp_path / "src.toml", RANKS)
+    dst = write(tmp_path / "dst", {}, 1) if command == "diff" else tmp_path / "dst"
+    finished = run_here(capsys, command, str(src), str(dst), "--src-strategy", str(one))
+    assert finished.code == 3 and finished.out == "", finished
+    assert NOBODY_GETS in finished.err and "'experts.1.w' of rank 1" in finished.err
+    assert "what to do: list it in the source strategy (a TOML rule '*' takes all there is)" in finished.err
+    assert command == "diff" or not dst.exists()
+
+
+@pytest.mark.parametrize("replicas", ["sample", "check", "any"])
+def test_half_of_them(tmp_path: Path, replicas: str) -> None:
+    """Two targets open the shards of two ranks, and have their experts; those of the others would be lost."""
+    src = of_experts(tmp_path / "src")
+    strategies = [spec(tmp_path / f"{ranks}.toml", ranks) for ranks in (RANKS, 2)]
+    with pytest.raises(StrategyError, match=f"{NOBODY_GETS}(.|\n)*'experts.1.w' of rank 1"):
+        reshard_mpi.transform(src, tmp_path / "dst", *strategies, replicas=replicas)
+    assert not (tmp_path / "dst").exists()
+
+
+def test_a_part_of_the_targets_tells_of_its_part_of_the_shards(tmp_path: Path, capsys: Capture) -> None:
+    src = of_experts(tmp_path / "src")
+    one, two = (spec(tmp_path / f"{ranks}.toml", ranks) for ranks in (RANKS, 2))
+    for target, lost in ((0, 1), (1, 3)):
+        strategies = ("--src-strategy", str(one), "--dst-strategy", str(two))
+        finished = run_here(capsys, "transform", str(src), str(tmp_path / "dst"), *strategies, "--rank", str(target))
+        assert finished.code == 3 and f"got: 'experts.{lost}.w' of rank {lost}\n" in finished.err, finished
+
+
+def test_each_rank_that_goes_on_keeps_its_own(tmp_path: Path) -> None:
+    src, one = of_experts(tmp_path / "src"), spec(tmp_path / "one.toml", RANKS)
+    reshard_mpi.transform(src, tmp_path / "dst", one, one)
+    assert names_in(tmp_path / "dst") == names_in(src)
+
+
+@pytest.mark.parametrize("way", ["exclude", "drop", "rule"])
+def test_what_the_message_says_helps(tmp_path: Path, way: str) -> None:
+    src = of_experts(tmp_path / "src")
+    one, two = spec(tmp_path / "one.toml", RANKS), spec(tmp_path / "two.toml", 2)
+    if way == "exclude":
+        reshard_mpi.transform(src, tmp_path / "dst", one, two, exclude="experts.*")
+    elif way == "drop":
+        reshard_mpi.transform(src, tmp_path / "dst", one, two, unlisted="drop")
+    else:
+        reshard_mpi.transform(src, tmp_path / "dst", spec(one, RANKS, "*"), spec(two, 2, "*"))
+    assert names_in(tmp_path / "dst") == (names_in(src) if way == "rule" else {"dense"})
+
+
+def test_one_rank_alone_in_the_middle(tmp_path: Path) -> None:
+    """The first and the last shard of the stage hold the same, so these show nothing; a rule places it, though."""
+    src, one = write(tmp_path / "src", {"adapter": (1,)}), spec(tmp_path / "one.toml", RANKS, "*")
+    with pytest.raises(StrategyError, match="'adapter' of rank 1"):
+        reshard_mpi.transform(src, tmp_path / "dst", one)
+
+
+def test_a_state_of_a_listed_parameter_that_one_copy_has(tmp_path: Path) -> None:
+    src, one = write(tmp_path / "src", {"exp_avg.dense": (2,)}), spec(tmp_path / "one.toml", RANKS)
+    with pytest.raises(StrategyError, match=r"'exp_avg\.dense' of rank 2"):
+        reshard_mpi.transform(src, tmp_path / "dst", one)
+
+
+holders = st.sets(st.integers(0, RANKS - 1), min_size=1)
+
+
+@settings(max_examples=30)
+@given(own=st.dictionaries(st.sampled_from("abc"), holders), targets=st.integers(1, 6))
+def test_all_names_arrive_or_none(
+    tmp_path_factory: pytest.TempPathFactory, own: dict[str, set[int]], targets: int
+) -> None:
+    folder = tmp_path_factory.mktemp("left_behind")
+    src = write(folder / "src", own)
+    strategies = spec(folder / "src.toml", RANKS), spec(folder / "dst.toml", targets)
+    try:
+        reshard_mpi.transform(src, folder / "dst", *strategies, replicas="any")
+    except StrategyError as error:
+        assert NOBODY_GETS in str(error)
+        assert any(len(ranks) < RANKS for ranks in own.values()) and targets != RANKS
+        assert not (folder / "dst").exists()
+    else:
+        assert names_in(folder / "dst") == {"dense", *own}
+
+
+@given(world_size=st.integers(1, 40), shares=st.integers(1, 40))
+def test_shares_are_all_of_the_shards(world_size: int, shares: int) -> None:
+    ranks = [rank for number in range(shares) for rank in Share(number, shares).ranks(world_size)]
+    assert ranks == list(range(world_size))
