@@ -119,15 +119,17 @@ class Conversion:
         found = ((name, planner.both_layouts(name)) for name in names)
         return {name: layouts for name, layouts in found if layouts is not None}
 
-    def require_none_left_behind(self, plan: RankPlan, share: Share) -> None:
+    def require_none_left_behind(
+        self, plan: RankPlan, share: Share, is_taken: Callable[[str], bool] = lambda _: True
+    ) -> None:
         """Raise StrategyError if a share of the source's shards holds tensors that no target would get.
 
-        plan: that of any target.
+        plan: that of any target. is_taken: tells which tensors are asked for.
         """
         opened = self.source.opened_ranks(plan)
         shards = self._shards() if self.original is None else self.original._shards()
         rank = plan.target_rank if self.original is None else 0
-        shards.require_none_left_behind(rank, opened, share, self.source.takes)
+        shards.require_none_left_behind(rank, opened, share, lambda name: self.source.takes(name) and is_taken(name))
 
     def _tell_where(self, error: CoverageError) -> None:
         """Say in an error where parts were looked for, and where they may be."""

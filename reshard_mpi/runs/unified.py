@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from reshard_mpi.checkpoints import discovery
+from reshard_mpi.checkpoints.left_behind import Share
 from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.errors import UsageError, wrong_type
 from reshard_mpi.filesystem.folders import Folder, make_folders
@@ -62,10 +63,12 @@ def request_of_files(request: Request, choose: Choose | None) -> Request:
         memory.on_giving_way(conversion.forget)
         memory.to_plan(conversion, FORMAT, purpose)
         plan = conversion.plan(0, checked=False)
+        conversion.require_none_left_behind(
+            plan, Share(0, 1), lambda name: choose is None or _chosen(name, choose(name)) is not None
+        )
         unified = unified_files(plan, choose)
-    is_all = sum(len(file.tensors) for file in unified) == len(plan.tensors)
     # Otherwise tensors that are left out would be placed like those they are named after.
-    return request._replace(files=unified, unlisted=request.unlisted if is_all else Unlisted.DROP)
+    return request._replace(files=unified, unlisted=request.unlisted if choose is None else Unlisted.DROP)
 
 
 def unified_files(plan: RankPlan, choose: Choose | None) -> tuple[TargetFile, ...]:

@@ -138,3 +138,12 @@ def test_all_names_arrive_or_none(
 def test_shares_are_all_of_the_shards(world_size: int, shares: int) -> None:
     ranks = [rank for number in range(shares) for rank in Share(number, shares).ranks(world_size)]
     assert ranks == list(range(world_size))
+
+
+def test_unified(tmp_path: Path) -> None:
+    src = write(tmp_path / "src", {"adapter": (1,)})
+    spec_file = spec(tmp_path / "one.toml", RANKS)
+    with pytest.raises(StrategyError, match="'adapter' of rank 1"):
+        reshard_mpi.unified_safetensors(src, spec_file, tmp_path / "dst")
+    reshard_mpi.unified_safetensors(src, spec_file, tmp_path / "dst", choice_func=lambda name: name == "dense")
+    assert (tmp_path / "dst" / "part0.safetensors").exists()
