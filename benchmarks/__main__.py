@@ -22,7 +22,8 @@ _CONVERSION = """\
 Reshards a GPT-like checkpoint, weights and two Adam moments, from 8 ranks (data parallel 2, tensor parallel 4) to 4
 (2 x 2 with optimizer sharding), and compares
 
-  cp         with `cp` of what was written, in as many processes: every size and format, whole command
+  cp         with `cp` of what was written, in as many processes: every size and format, whole command; and .ckpt of
+             8 ranks, cut into rows, to 3, cut into columns
   mindspore  with MindSpore's transform_checkpoints and transform_checkpoint_by_rank: whole command, peak memory
   torch      with loading into the new mesh and saving by torch.distributed.checkpoint, 4 processes: API and command
   sharing    on an XFS that shares blocks (an image that root can mount), with `cp --reflink=never`: time in the engine

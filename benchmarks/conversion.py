@@ -9,18 +9,21 @@ from benchmarks.checkpoint import Checkpoint, generate, source_bytes
 from benchmarks.interleave import Comparison
 from benchmarks.machine import describe
 from benchmarks.measure import Run
-from benchmarks.network import by_rows, shapes, with_optimizer_sharding
+from benchmarks.network import by_rows, rows_into_columns, shapes, with_optimizer_sharding
 from benchmarks.peers.cp import Cp
 from benchmarks.peers.mindspore import TransformByRank, TransformCheckpoints
 from benchmarks.peers.ours import Function, Transform
 from benchmarks.peers.torch_dcp import Dcp
 from benchmarks.results import GB, Curve, Results
 from benchmarks.rows import Clock, Question, Row, answer, largest_process
+from benchmarks.targets import COLUMNS_MB
 from benchmarks.workplace import workplace
 from benchmarks.xfs import CannotMountError, mounted
 
 AGAINST = ("cp", "mindspore", "torch", "sharing")
 FORMATS = ("ckpt", "hdf5")
+# Where rows become columns, every dimension can be cut into 8 pieces and into 3.
+_COLUMN_CUTS = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,8 @@ def measure(settings: Settings) -> Results:
             if megabytes == smallest and kind == "ckpt":
                 against |= {"mindspore", "torch"}
             _convert(settings, found, megabytes, kind, against.intersection(settings.against))
+    if "cp" in settings.against and "ckpt" in settings.formats:
+        _turn_into_columns(settings, found, min(COLUMNS_MB, max(settings.sizes_megabytes)))
     if "sharing" in settings.against:
         _share_blocks(settings, found, max(settings.sizes_megabytes))
     found.rows.append(largest_process("conversion.memory", found.our_runs))
@@ -77,7 +82,7 @@ def _convert(settings: Settings, found: _Found, megabytes: int, kind: str, again
         made = generate(folder, network, resharding, kind)
         questions = []
         if "cp" in against:
-            questions += _beside_cp(settings, made, megabytes)
+            questions.append(_beside_cp(settings, made, megabytes, f"cp.{kind}"))
         if "mindspore" in against:
             questions += _beside_mindspore(settings, made, megabytes)
         if "torch" in against:
@@ -88,10 +93,20 @@ def _convert(settings: Settings, found: _Found, megabytes: int, kind: str, again
             _add_points(found, made, row)
 
 
-def _beside_cp(settings: Settings, made: Checkpoint, megabytes: int) -> list[Question]:
+def _turn_into_columns(settings: Settings, found: _Found, megabytes: int) -> None:
+    """Measure short runs that lie far apart in the source, beside `cp`."""
+    network = shapes(megabytes, _COLUMN_CUTS)
+    resharding = rows_into_columns(network)
+    with workplace(settings.folder, 3 * source_bytes(network, resharding.source)) as folder:
+        _look_around(settings, found, folder)
+        made = generate(folder, network, resharding, "ckpt")
+        _answer(settings, found, [_beside_cp(settings, made, megabytes, "cp.columns")])
+
+
+def _beside_cp(settings: Settings, made: Checkpoint, megabytes: int, key: str) -> Question:
     ours = Transform(made, made.folder / "dst", settings.processes)
     comparison = Comparison(ours, Cp(ours.output, made.folder / "beside", settings.processes))
-    return [Question(comparison, f"cp.{made.format}", _what(made, "whole command"), megabytes)]
+    return Question(comparison, key, _what(made, "whole command"), megabytes)
 
 
 def _beside_mindspore(settings: Settings, made: Checkpoint, megabytes: int) -> list[Question]:

@@ -11,21 +11,21 @@ Shapes = dict[str, tuple[int, ...]]
 
 ITEM_BYTES = 4
 _LAYERS = 8
-_CUTS = 8  # the most pieces that any dimension here is cut into
-_USUAL_STEP = 128
+_CUTS = 8  # the most pieces that any dimension is cut into, where nothing else is said
+_USUAL_STEPS = 16
 _COPIES = ("", "adam_m.", "adam_v.")
 _CUT_BY_COLUMNS = ("projection", "down")
 
 
-def shapes(megabytes: float) -> Shapes:
+def shapes(megabytes: float, cuts: int = _CUTS) -> Shapes:
     """Return whole shapes: 8 layers of some hidden size, and an embedding whose rows make up the size asked for.
 
-    Hidden sizes are multiples of 128, as those of networks in use are; in toys they are just such that every cut on
-    either side divides them.
+    cuts: a number of pieces that all dimensions can be cut into. Hidden sizes are multiples of 16 times that (128, as
+    those of networks in use are); in toys they are just such that every cut on either side divides them.
     """
     elements = int(megabytes * 1_000_000) // (ITEM_BYTES * len(_COPIES))
     hidden = math.isqrt(elements // (12 * _LAYERS + 10))
-    step = _USUAL_STEP if hidden >= _USUAL_STEP else _CUTS
+    step = _USUAL_STEPS * cuts if hidden >= _USUAL_STEPS * cuts else cuts
     hidden = max(step, hidden - hidden % step)
     rows = (elements - _LAYERS * (12 * hidden + 2) * hidden) // hidden
     rows = max(step, rows - rows % step)
@@ -64,6 +64,12 @@ def consolidation(network: Shapes) -> Resharding:
 def by_rows(network: Shapes) -> Resharding:
     """Every tensor cut along dimension 0: 8 pieces become 4."""
     return Resharding("8 -> 4 along dimension 0", _rows(network, 8), _rows(network, 4))
+
+
+def rows_into_columns(network: Shapes) -> Resharding:
+    """Every tensor cut along dimension 0 into 8 pieces becomes one cut along its last dimension into 3."""
+    target = {name: (Placement((3,), (*((),) * (len(shape) - 1), (0,))),) for name, shape in network.items()}
+    return Resharding("8 -> 3, rows -> columns", _rows(network, 8), Strategy(3, 1, target))
 
 
 def _mesh(network: Shapes, data: int, tensor: int, *, optimizer: bool = False) -> Strategy:

@@ -10,6 +10,7 @@ from benchmarks.spread import Spread
 MIB = 1 << 20
 SMALL_MB = 735
 LARGE_MB = 4295  # 4 GiB
+COLUMNS_MB = 2400
 
 
 class Figure(Enum):
@@ -58,6 +59,7 @@ TARGETS = {
     # conversion
     "cp.ckpt": Target(Figure.TIME, 1.4, LARGE_MB),
     "cp.hdf5": Target(Figure.TIME, 1.4, LARGE_MB),
+    "cp.columns": Target(Figure.TIME, 1.25, COLUMNS_MB),
     "mindspore.jobs": Target(Figure.FASTER, 20, SMALL_MB),
     "mindspore.mpirun": Target(Figure.FASTER, 15, SMALL_MB),
     "mindspore.memory": Target(Figure.SMALLER, 15, SMALL_MB),

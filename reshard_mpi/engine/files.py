@@ -169,8 +169,12 @@ class Files:
             raise unreadable(part.path, error) from error
         self.traffic.requested_bytes += requested_bytes
         self.traffic.mapped_bytes += length
-        with mapped, memoryview(mapped) as view, view[part.offset_bytes - start :] as inner:
-            yield inner
+        view = memoryview(mapped)
+        inner = view[part.offset_bytes - start :]
+        yield inner  # an error may keep arrays of it, and with them the map; closing it then would be another error
+        inner.release()
+        view.release()
+        mapped.close()
 
     def scratch(self, length_bytes: int) -> memoryview:
         """Return memory for what is read on its way to its place. It is good until this is called again."""

@@ -24,8 +24,9 @@ from reshard_mpi.formats.dtypes import BY_NAME, DType
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-# So many elements are converted at a time: what is needed for them stays in the processor's second cache.
-_BLOCK = 1 << 15
+# So many elements are converted at a time: what is needed for them stays in the processor's second cache. Nothing else
+# is needed to make bfloat16 of float32.
+_BLOCK, _BLOCK_TO_BFLOAT16 = 1 << 15, 1 << 17
 
 _FLOAT64, _FLOAT32, _FLOAT16 = BY_NAME["float64"], BY_NAME["float32"], BY_NAME["float16"]
 _BFLOAT16, _E4M3, _E5M2 = BY_NAME["bfloat16"], BY_NAME["float8_e4m3fn"], BY_NAME["float8_e5m2"]
@@ -37,7 +38,7 @@ _MAGNITUDE, _EXPONENT, _MANTISSA_BITS, _BIAS = 0x7FFFFFFF, 0x7F800000, 23, 127
 _INFINITY = _EXPONENT
 # From this magnitude on a float32 becomes infinite in bfloat16.
 _TOO_LARGE_FOR_BFLOAT16 = 0x7F7F8000
-_MAGNITUDE_16, _BFLOAT16_INFINITY = 0x7FFF, 0x7F80
+_SIGN_16, _BFLOAT16_INFINITY = 0x8000, 0x7F80
 _BFLOAT16_NAN, _BFLOAT16_NAN_OF_SMALL = 0xFFFF, 0x7FC0
 
 
@@ -81,11 +82,12 @@ def convert(source: Array, stored: DType, out: Array, dtype: DType) -> int:
         out[...] = source
         return 0
     convert_block = _by_table if stored.itemsize_bytes <= 2 and dtype.itemsize_bytes <= 2 else _by_float32
+    most_elements = _BLOCK_TO_BFLOAT16 if (stored, dtype) == (_FLOAT32, _BFLOAT16) else _BLOCK
     require_tiny_numbers()
     too_large = 0
     with np.errstate(all="ignore"):
-        for first in range(0, len(source), _BLOCK):
-            block = slice(first, first + _BLOCK)
+        for first in range(0, len(source), most_elements):
+            block = slice(first, first + most_elements)
             too_large += convert_block(source[block], stored, out[block], dtype)
     return too_large
 
@@ -134,11 +136,16 @@ def _overflowed(source: Array, wide: Array) -> int:
 
 def _to_bfloat16(wide: Array, out: Array) -> int:
     np.copyto(out.view(ml_dtypes.bfloat16), wide.view(np.float32), casting="unsafe")
-    if not len(out) or (out & _MAGNITUDE_16).max() < _BFLOAT16_INFINITY:
+    if not len(out) or _all_finite_in_bfloat16(out):
         return 0
     magnitude = wide & _MAGNITUDE
     out[magnitude > _INFINITY] = _BFLOAT16_NAN
     return int(np.count_nonzero((magnitude >= _TOO_LARGE_FOR_BFLOAT16) & (magnitude < _INFINITY)))
+
+
+def _all_finite_in_bfloat16(elements: Array) -> bool:
+    """Tell whether there is neither an infinity nor a NaN: as integers, these are the largest of either sign."""
+    return bool(elements.max() < _SIGN_16 | _BFLOAT16_INFINITY and elements.view(np.int16).max() < _BFLOAT16_INFINITY)
 
 
 def _to_small(wide: Array, out: Array, form: _Form) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -22,16 +23,16 @@ from reshard_mpi.formats.places import ByteRange, Constant, Converted, Decoded, 
 from reshard_mpi.planning.model import Copy, Limits
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strides import Strides
-from reshard_mpi.units import MIB
+from reshard_mpi.units import KIB, MIB
 
 # If axes change places, runs of the source are read one by one, unless they are too short.
 _MIN_RUN_BYTES = 1024
 # So are long ones that go straight to their places, if the region spans so many times its own size.
 _MIN_RUN_APART_BYTES, _FAR_APART = 4096, 2
-
-
-# So much is read at a time to be converted or joined.
-_CONVERTED_BYTES = 2 * MIB
+# So much is taken at a time to be converted, and to be joined.
+_CONVERTED_BYTES, _JOINED_BYTES = 4 * MIB, 2 * MIB
+# Less than this is read sooner than it is mapped.
+_MIN_MAPPED_BYTES = 256 * KIB
 
 
 def gather(files: Files, copy: Copy, out: Array, out_box: Box, limits: Limits) -> None:
@@ -191,7 +192,7 @@ def _joined(files: Files, copy: Copy, source: Joined, limits: Limits) -> Iterato
     if chunked:
         parts = _decodable(copy, max(chunked, key=lambda place: place.chunk[:1]), limits)
     else:
-        most_elements = max(1, _CONVERTED_BYTES // dtype.itemsize_bytes)
+        most_elements = max(1, _JOINED_BYTES // dtype.itemsize_bytes)
         parts = (copy.taking(block) for block in copy.region.blocks(most_elements))
     for part in parts:
         joining = Joining(dtype, part.region.size, is_mean=source.is_mean)
@@ -213,12 +214,15 @@ def _read(source: Decoded, box: Box) -> Array:
 
 
 def _gather_converted(files: Files, copy: Copy, source: Converted, out: Array, out_box: Box, limits: Limits) -> None:
-    """Read a copy in blocks, convert each while it is in the processor's cache, and put it in its place."""
+    """Convert a copy part by part, in the order in which it lies, and put each part in its place."""
     dtype, stored = copy.source.dtype, source.dtype
     most_elements = max(1, _CONVERTED_BYTES // max(dtype.itemsize_bytes, stored.itemsize_bytes))
+    most_elements = min(most_elements, copy.region.size)
     unconverted = copy._replace(source=copy.source._replace(dtype=stored, source=source.place))
-    scratch, flat = np.empty(min(most_elements, copy.region.size), out.dtype), out.reshape(-1)
-    for part, elements in _blocks(files, unconverted, most_elements, limits):
+    scratch, flat = np.empty(most_elements, out.dtype), out.reshape(-1)
+
+    def put_converted(part: Copy, content: memoryview) -> None:
+        elements = np.frombuffer(content, raw_dtype(stored))
         strides = strides_alone(part, out_box)
         start, size = strides.target_offset, len(elements)
         is_one_run = strides.run_length == size
@@ -227,27 +231,41 @@ def _gather_converted(files: Files, copy: Copy, source: Converted, out: Array, o
         if not is_one_run:
             put(converted, part, out, out_box)
 
-
-def _blocks(files: Files, copy: Copy, most_elements: int, limits: Limits) -> Iterator[tuple[Copy, Array]]:
-    """Read a copy in blocks of at most so many elements; yield its parts, with the row-major elements of their regions.
-
-    The axes of a part's region come in the order in which they lie in the file.
-    """
-    raw = raw_dtype(copy.source.dtype)
-    source = copy.source.source
-    if isinstance(source, Decoded | Joined):
-        for part, content in _read_whole(files, copy, source, limits):
-            elements, done = content.view(raw).reshape(-1), 0
+    if isinstance(source.place, Decoded | Joined):
+        for part, read in _read_whole(files, unconverted, source.place, limits):
+            elements, done = read.view(raw_dtype(stored)).reshape(-1), 0
             for block in part.region.blocks(most_elements):
-                yield part.taking(block), elements[done : done + block.size]
+                put_converted(part.taking(block), elements[done : done + block.size].data)
                 done += block.size
         return
-    as_stored = _InStoredOrder.of(copy)
-    elements = np.empty(min(most_elements, copy.region.size), raw)
+    as_stored = _InStoredOrder.of(unconverted)
     for block in as_stored.turned.region.blocks(most_elements):
-        content = elements[: block.size]
-        gather(files, as_stored.alone(block), content.reshape(block.shape), block, limits)
-        yield as_stored.turned.taking(block), content
+        with _stored_elements(files, as_stored.alone(block), block, limits) as content:
+            put_converted(as_stored.turned.taking(block), content)
+
+
+@contextmanager
+def _stored_elements(files: Files, copy: Copy, block: Box, limits: Limits) -> Iterator[memoryview]:
+    """Yield the elements of a copy to `block`, row-major: mapped if they lie so in one file, else read.
+
+    No array of them may be left when the context ends.
+    """
+    raw, stored, strides = raw_dtype(copy.source.dtype), copy.source.stored, copy.strides(block)
+    if stored is not None and not stored.swapped and strides.run_length == strides.size == block.size:
+        part = Stream(stored).one_part(strides.source_offset * raw.itemsize, block.size * raw.itemsize)
+        if part is not None and _is_mapped(part, raw.alignment, limits):
+            files.advise(part)
+            with files.window(part, part.length_bytes) as window:
+                yield window
+            return
+    elements = np.empty(block.shape, raw)
+    gather(files, copy, elements, block, limits)
+    yield elements.reshape(-1).data
+
+
+def _is_mapped(part: ByteRange, alignment: int, limits: Limits) -> bool:
+    """Tell whether elements are taken from a map of their file: numpy wants them aligned."""
+    return _MIN_MAPPED_BYTES <= part.length_bytes <= limits.window_bytes and part.offset_bytes % alignment == 0
 
 
 def _read_whole(files: Files, copy: Copy, source: Decoded | Joined, limits: Limits) -> Iterator[tuple[Copy, Array]]:

@@ -50,7 +50,7 @@ _COPY_BYTES = 16
 # For each copy of a small tensor, if these are moved many at a time.
 _BATCHED_BYTES = 32
 # What converting or joining elements takes: a block of them before and after, what is between, and tables.
-_CONVERSION_BYTES = 4 * MIB
+_CONVERSION_BYTES = 8 * MIB
 # A window begins and ends with a page, and the kernel maps pages around it that are in memory.
 _AROUND_BYTES = 256 * KIB
 # How many plans a process keeps, and how large they may be together.

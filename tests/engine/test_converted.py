@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 from support.float_oracle import became
 
+from reshard_mpi.engine import floats
 from reshard_mpi.engine.files import Traffic
+from reshard_mpi.engine.floats import convert
 from reshard_mpi.engine.regions import takes_numpy
 from reshard_mpi.engine.sums import copies_and_target, place_of, sum_shard
 from reshard_mpi.engine.transfer import write_shard
+from reshard_mpi.errors import ReshardError
 from reshard_mpi.formats.columns import Kind, TensorEntry, Tensors
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import Manifest, ShardIdentity
@@ -172,6 +175,36 @@ def test_memory_does_not_grow_with_the_tensor(tmp_path: Path, turned: bool) -> N
     assert traffic.requested_bytes == 96 * MIB
     most_bytes = LIMITS.buffer_bytes + (LIMITS.window_bytes if turned else 0) + 4 * MIB
     assert peak_bytes < most_bytes
+
+
+@pytest.mark.parametrize("offset_bytes", [0, 8, 6])
+def test_large_parts_are_mapped_where_elements_are_aligned(tmp_path: Path, offset_bytes: int) -> None:
+    """Both ways make the same of the same elements, NaNs among them, and only what is asked for is read."""
+    path, bits = tmp_path / "source", np.random.default_rng(7).integers(0, 1 << 32, (600, 1024), np.uint32)
+    path.write_bytes(bytes(offset_bytes) + bits.tobytes())
+    stored = TensorEntry("w", FLOAT32, bits.shape, Segments((ByteRange(str(path), offset_bytes, bits.nbytes),)))
+    (entry,) = converted(Tensors(str(path), [stored]), BY_NAME["bfloat16"]).values()
+    whole_box, box = Box.whole(bits.shape), Box((100, 0), (600, 1024))
+    spec = TensorSpec("w", entry.dtype, bits.shape, box)
+    target = reserved(tmp_path / "target", spec)
+    traffic = fill(planned(TensorPlan(spec, (Copy(0, entry, whole_box, box),))), target)
+    expected = [became(element, "float32", "bfloat16").bits for element in bits[100:102].reshape(-1).tolist()]
+    written = np.fromfile(target.path, np.uint16)
+    assert written[:2048].tolist() == expected
+    rounded = np.empty(500 * 1024, np.uint16)
+    convert(bits[100:].reshape(-1), FLOAT32, rounded, BY_NAME["bfloat16"])
+    assert written.tobytes() == rounded.tobytes()
+    assert traffic.requested_bytes == 500 * 4096
+    assert (traffic.mapped_bytes > 0) == (offset_bytes % 4 == 0)
+
+
+def test_an_error_in_a_map_is_what_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error keeps arrays of the map, which therefore cannot be closed at once."""
+    tensor, spec = whole(in_file(tmp_path / "source", np.zeros((256, 1024))))
+    target = reserved(tmp_path / "target", spec)
+    monkeypatch.setattr(floats, "_TINY", np.zeros(1))
+    with pytest.raises(ReshardError, match="subnormal"):
+        fill(planned(tensor), target)
 
 
 def test_oracle_and_numpy_agree_where_both_know() -> None:

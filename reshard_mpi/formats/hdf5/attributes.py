@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from h5py import h5a, h5s, h5t
@@ -28,30 +28,31 @@ def _space(length: int | None) -> Any:
     return h5s.create(h5s.SCALAR) if length is None else h5s.create_simple((length,))
 
 
-# Most tensors of a shard have the same types and shapes.
-@lru_cache(maxsize=64)
-def _text(content: bytes) -> Any:
-    return np.array(content)
+class Attribute(NamedTuple):
+    """A named value to be attached to an object. kind, space: objects of h5py. content: its elements, in `kind`."""
+
+    name: bytes
+    kind: Any
+    space: Any
+    content: bytes
+
+    def write(self, handle: Any) -> None:
+        """Attach it to an object."""
+        attribute = h5a.create(handle, self.name, self.kind, self.space)
+        if self.content:
+            attribute.write(np.frombuffer(self.content, self.kind.dtype).reshape(self.space.shape), mtype=self.kind)
 
 
-@lru_cache(maxsize=64)
-def _numbers(numbers: tuple[int, ...] | int) -> Any:
-    return np.array(numbers, dtype=np.int64)
+def text(name: str, value: str) -> Attribute:
+    """Return an attribute that holds `value`, which is not empty, as a fixed-length UTF-8 string."""
+    content = value.encode()
+    return Attribute(name.encode(), text_type(len(content)), _space(None), content)
 
 
-def write_text(handle: Any, name: str, text: str) -> None:
-    """Attach `text`, which is not empty, to an object as a fixed-length UTF-8 string."""
-    content = text.encode()
-    kind = text_type(len(content))
-    h5a.create(handle, name.encode(), kind, _space(None)).write(_text(content), mtype=kind)
-
-
-def write_numbers(handle: Any, name: str, numbers: tuple[int, ...] | int) -> None:
-    """Attach a list of numbers, or a single one, to an object."""
-    length = len(numbers) if isinstance(numbers, tuple) else None
-    attribute = h5a.create(handle, name.encode(), h5t.NATIVE_INT64, _space(length))
-    if length != 0:
-        attribute.write(_numbers(numbers), mtype=h5t.NATIVE_INT64)
+def numbers(name: str, value: tuple[int, ...] | int) -> Attribute:
+    """Return an attribute that holds a list of numbers, or a single one."""
+    length = len(value) if isinstance(value, tuple) else None
+    return Attribute(name.encode(), h5t.NATIVE_INT64, _space(length), np.array(value, np.int64).tobytes())
 
 
 def read_text(handle: Any, name: str) -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -18,7 +19,8 @@ from h5py import h5d, h5f, h5g, h5p, h5s, h5t
 from reshard_mpi.errors import TargetError
 from reshard_mpi.formats import files
 from reshard_mpi.formats.columns import Kind, Tensors
-from reshard_mpi.formats.hdf5 import attributes, elements, index, schema, sizing
+from reshard_mpi.formats.hdf5 import attributes, calls, elements, index, schema, sizing
+from reshard_mpi.formats.hdf5.attributes import Attribute
 from reshard_mpi.formats.hdf5.schema import Route
 from reshard_mpi.formats.hdf5.scratch import Scratch
 from reshard_mpi.formats.manifest import Manifest
@@ -64,10 +66,10 @@ def _write_structure(
     specs = spec.specs
     names = list(specs.names)
     root_group = h5g.open(file, b"/")
-    attributes.write_text(root_group, "format", schema.FORMAT)
-    attributes.write_numbers(root_group, "version", schema.VERSION)
-    attributes.write_numbers(root_group, "rank", spec.identity.rank)
-    attributes.write_numbers(root_group, "world_size", spec.identity.world_size)
+    attributes.text("format", schema.FORMAT).write(root_group)
+    attributes.numbers("version", schema.VERSION).write(root_group)
+    attributes.numbers("rank", spec.identity.rank).write(root_group)
+    attributes.numbers("world_size", spec.identity.world_size).write(root_group)
     writer = _Writer(root_group)
     writer.group((schema.RESERVED, schema.ESCAPED))
     places = index.Places(writer.text(schema.STRATEGY, strategy), writer.text(schema.CONTENTS, contents), None)
@@ -78,10 +80,13 @@ def _write_structure(
     types = {dtype: elements.create(dtype) for dtype in {kind.dtype for kind in specs.kinds}}
     tensors = Tensors(path)
     own_numbers = [tensors.kind(Kind(dtype, box.shape, box, whole)) for dtype, whole, box in specs.kinds]
-    for name, number in zip(names, specs.kind_of):
-        kind = specs.kinds[number]
-        start = _reserve_tensor(writer, routes[name], types[kind.dtype], name, kind)
-        tensors.add(name, own_numbers[number], start)
+    recorded = [_recorded(kind) for kind in specs.kinds]
+    with calls.alone():
+        for name, number in zip(names, specs.kind_of):
+            kind, route = specs.kinds[number], routes[name]
+            own = (attributes.text("name", name),) if route[0] == schema.RESERVED else ()
+            start = writer.tensor(route, types[kind.dtype], kind.box.shape, (*recorded[number], *own))
+            tensors.add(name, own_numbers[number], start if kind.size_bytes else 0)
     return tensors, places
 
 
@@ -90,6 +95,7 @@ class _Writer:
 
     def __init__(self, top: Any) -> None:
         self._groups: dict[Route, Any] = {(): top}
+        self._library = calls.library()
         self._group_properties = h5p.create(h5p.GROUP_CREATE)
         self._group_properties.set_obj_track_times(False)
         self._links = h5p.create(h5p.LINK_CREATE)
@@ -118,6 +124,19 @@ class _Writer:
             group, route[-1].encode(), kind, _space(shape), dcpl=self._dataset_properties, lcpl=self._links
         )
 
+    def tensor(self, route: Route, kind: Any, shape: tuple[int, ...], recorded: Sequence[Attribute]) -> int:
+        """Create the dataset of a tensor and its attributes; return the offset of its elements, 0 if it has none."""
+        if self._library is None:
+            handle = self.dataset(route, kind, shape)
+            for attribute in recorded:
+                attribute.write(handle)
+            return handle.get_offset() or 0
+        group, name = self.group(route[:-1]), route[-1].encode()
+        created = self._library.dataset(
+            group, name, kind, _space(shape), self._dataset_properties, self._links, recorded
+        )
+        return created or 0
+
     def text(self, name: str, content: bytes) -> index.Place:
         """Create a dataset with the bytes `content` in the reserved group; return its byte range."""
         handle = self.dataset((schema.RESERVED, name), h5t.STD_U8LE, (len(content),))
@@ -132,15 +151,13 @@ def _space(shape: tuple[int, ...]) -> Any:
     return h5s.create_simple(shape) if shape else h5s.create(h5s.SCALAR)
 
 
-def _reserve_tensor(writer: _Writer, route: Route, stored: Any, name: str, kind: SpecKind) -> int:
-    """Create the dataset of a tensor; return the offset of its elements, 0 if it has none."""
-    handle = writer.dataset(route, stored, kind.box.shape)
-    attributes.write_text(handle, "dtype", kind.dtype.name)
-    attributes.write_numbers(handle, "global_shape", kind.global_shape)
-    attributes.write_numbers(handle, "offset", kind.box.start)
-    if route[0] == schema.RESERVED:
-        attributes.write_text(handle, "name", name)
-    return handle.get_offset() if kind.size_bytes else 0
+def _recorded(kind: SpecKind) -> tuple[Attribute, ...]:
+    """Return what every tensor of a kind has recorded with its dataset."""
+    return (
+        attributes.text("dtype", kind.dtype.name),
+        attributes.numbers("global_shape", kind.global_shape),
+        attributes.numbers("offset", kind.box.start),
+    )
 
 
 def _texts(path: str, names: list[str], spec: ShardSpec) -> tuple[bytes, bytes]:
