@@ -149,6 +149,14 @@ def _own_leases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _one_core() -> Iterator[None]:
+    """What the tests' own processes do is done as on one core, without workers, unless a test asks for some."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "sched_getaffinity", lambda _: {0})
+        yield
+
+
 @pytest.fixture(params=MPI_NAMES)
 def mpi(request: pytest.FixtureRequest) -> MPI:
     """Every MPI implementation of this machine in turn."""

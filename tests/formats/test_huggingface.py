@@ -422,19 +422,24 @@ INDICES = {
     "nested deeply": b'{"metadata": ' + b"[" * 100_000,
     "nested objects": b'{"metadata": ' + b'{"a":' * 100_000,
     "a number that is none": b'{"metadata": 01, "weight_map": {"a": "a.safetensors"}}',
-    "names that are too many": b'{"weight_map": {'
-    + b",".join(b'"%d":"a.safetensors"' % at for at in range(140_000))
-    + b"}}",
 }
+
+
+def refuse_index(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+    with pytest.raises(ShardError) as caught:
+        index.read(str(path))
+    assert str(path) in caught.value.where
 
 
 @pytest.mark.parametrize("case", INDICES)
 def test_an_index_that_is_damaged(tmp_path: Path, case: str) -> None:
-    path = tmp_path / INDEX
-    path.write_bytes(INDICES[case])
-    with pytest.raises(ShardError) as caught:
-        index.read(str(path))
-    assert str(path) in caught.value.where
+    refuse_index(tmp_path / INDEX, INDICES[case])
+
+
+def test_an_index_of_too_many_names(tmp_path: Path) -> None:
+    names = b",".join(b'"%d":"a.safetensors"' % number for number in range(140_000))
+    refuse_index(tmp_path / INDEX, b'{"weight_map": {' + names + b"}}")
 
 
 def test_what_an_index_may_say_besides(tmp_path: Path) -> None:
