@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import safetensors_peer
 from support.checkpoints import write_shard
-from support.command_line import run_in_fork
+from support.command_line import run_captured
 from support.conversions import TENSORS, Conversion, listing, make
 
 import reshard_mpi
@@ -38,7 +38,7 @@ def done(arguments: list[str]) -> str:
 
 def refused(arguments: list[str], code: int = 3) -> str:
     """Run a command, which must end with `code`; return what it complains of."""
-    finished = run_in_fork(*arguments)
+    finished = run_captured(*arguments)
     assert finished.code == code, finished
     return finished.err
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 from support import ckpt_peer, safetensors_peer
-from support.command_line import run_in_fork
+from support.command_line import run_captured
 from support.dcp_peer import arrays_of
 from support.processes import run_command
 from support.sliced_peer import COMMON, Sliced, change_index, file_of, mindformers_file, write_mindformers
@@ -35,7 +35,7 @@ FIRST = mindformers_file("model", 0, 2)
 
 def run(*arguments: object, code: int = 0) -> str:
     """Run a command, which must end with `code`; return all that it says."""
-    finished = run_in_fork(*map(str, arguments))
+    finished = run_captured(*map(str, arguments))
     assert finished.code == code, finished
     return finished.err + finished.out
 
