@@ -14,6 +14,7 @@ import pytest
 from support import dcp_peer
 from support.command_line import run_captured
 from support.dcp_peer import ChunkStorageMetadata, Metadata, MetadataIndex, Size, arrays_of, listed
+from support.examples import few
 
 from reshard_mpi.errors import DisagreementError, ReshardError, ShardError, SourceError
 from reshard_mpi.formats import dcp
@@ -264,7 +265,8 @@ PICKLES = {
 }
 
 
-@pytest.mark.parametrize("what", PICKLES)
+# The last two are of millions of bytes.
+@pytest.mark.parametrize("what", few(len(PICKLES) - 2, PICKLES))
 def test_metadata_that_is_none(tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     content, problem = PICKLES[what]
     monkeypatch.chdir(tmp_path)

@@ -437,6 +437,7 @@ def test_an_index_that_is_damaged(tmp_path: Path, case: str) -> None:
     refuse_index(tmp_path / INDEX, INDICES[case])
 
 
+@pytest.mark.slow
 def test_an_index_of_too_many_names(tmp_path: Path) -> None:
     names = b",".join(b'"%d":"a.safetensors"' % number for number in range(140_000))
     refuse_index(tmp_path / INDEX, b'{"weight_map": {' + names + b"}}")
