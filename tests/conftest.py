@@ -85,6 +85,8 @@ _SLOW_MODULES = {
     ),
     *("test_all_stories", "test_slurm_memory", "test_spoiled_random", "test_tutorial"),
 }
+# Modules of single tests that take longest.
+_LONG_MODULES = {"test_wheel", "test_memory", "test_control_groups", "test_pages"}
 # What starts a process, or has one started, by the names of the functions.
 _STARTERS = {"run_command", "measure_peak", "run_ranks", "Popen", "mpirun_command"}
 
@@ -93,8 +95,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if _is_slow(item):
             item.add_marker(pytest.mark.slow)
-    # What must not run twice at a time runs in one process; first, so that the others run beside it.
-    items.sort(key=lambda item: _one_at_a_time(item) or "z")
+    # What must not run twice at a time runs in one process; first, so that the others run beside it. Then what takes
+    # longest, so that no process is left with it at the end.
+    items.sort(key=lambda item: _one_at_a_time(item) or ("y" if item.path.stem in _LONG_MODULES else "z"))
     for item in items:
         group = _one_at_a_time(item)
         if group is not None:

@@ -27,7 +27,9 @@ def plot(capsys: Capture, conversion: Files, path: Path, *options: str) -> Finis
 
 
 @of_every_kind
-@pytest.mark.parametrize(("ending", "begin"), [("html", b"<!DOCTYPE html>"), ("svg", b"<svg "), ("png", b"\x89PNG")])
+@pytest.mark.parametrize(
+    ("ending", "begin"), few(2, [("html", b"<!DOCTYPE html>"), ("svg", b"<svg "), ("png", b"\x89PNG")])
+)
 def test_every_form(capsys: Capture, tmp_path: Path, kind: str, ending: str, begin: bytes) -> None:
     conversion, path = make(tmp_path, kind), tmp_path / f"plan.{ending}"
     finished = plot(capsys, conversion, path)

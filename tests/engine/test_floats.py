@@ -113,7 +113,8 @@ def test_every_small_element(source: str, target: str) -> None:
     check(every(source), source, target)
 
 
-@pytest.mark.parametrize(("source", "target"), few(1, LARGE))
+@pytest.mark.slow
+@pytest.mark.parametrize(("source", "target"), LARGE)
 def test_elements_around_boundaries(source: str, target: str) -> None:
     check(around_boundaries(source), source, target)
 
