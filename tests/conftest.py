@@ -8,8 +8,10 @@ import importlib.util
 import inspect
 import math
 import os
+import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -25,6 +27,8 @@ from reshard_mpi.cli import displays
 
 TESTS_FOLDER = str(Path(__file__).parent)
 RANKS_FOLDER = Path(__file__).parent / "ranks"
+IN_MEMORY = Path("/dev/shm")
+_ROOM_BYTES = 2 << 30  # many times what the quick part takes
 
 # Cases build whole checkpoints, so one example may well take longer than hypothesis likes. A continuous integration
 # run draws the same examples every time: it judges the change, while developers' runs look for what is still hidden.
@@ -39,6 +43,7 @@ settings.load_profile(_PROFILE)
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr == "not slow":
         settings.load_profile("quick")
+        _keep_files_in_memory(config)
     # Else every process that a test starts would compile all of the package again, which takes as long as what it does.
     sys.dont_write_bytecode = False
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -46,6 +51,16 @@ def pytest_configure(config: pytest.Config) -> None:
     displays._FIRST_SECONDS = math.inf
     # A shell that starts the tests in the background has them, and all that they start, ignore interrupts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _keep_files_in_memory(config: pytest.Config) -> None:
+    """Put temporary files where nobody waits for a disk, unless the user names a place for them.
+
+    The whole suite has them on the disk, as users have their checkpoints.
+    """
+    is_named = config.option.basetemp or {"TMPDIR", "PYTEST_DEBUG_TEMPROOT"} & os.environ.keys()
+    if not is_named and IN_MEMORY.is_dir() and shutil.disk_usage(IN_MEMORY).free >= _ROOM_BYTES:
+        os.environ["TMPDIR"] = str(IN_MEMORY)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -70,6 +85,8 @@ _SLOW_MODULES = {
     ),
     *("test_all_stories", "test_slurm_memory", "test_spoiled_random", "test_tutorial"),
 }
+# Modules of single tests that take longest.
+_LONG_MODULES = {"test_wheel", "test_memory", "test_control_groups", "test_pages"}
 # What starts a process, or has one started, by the names of the functions.
 _STARTERS = {"run_command", "measure_peak", "run_ranks", "Popen", "mpirun_command"}
 
@@ -78,8 +95,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if _is_slow(item):
             item.add_marker(pytest.mark.slow)
-    # What must not run twice at a time runs in one process; first, so that the others run beside it.
-    items.sort(key=lambda item: _one_at_a_time(item) or "z")
+    # What must not run twice at a time runs in one process; first, so that the others run beside it. Then what takes
+    # longest, so that no process is left with it at the end.
+    items.sort(key=lambda item: _one_at_a_time(item) or ("y" if item.path.stem in _LONG_MODULES else "z"))
     for item in items:
         group = _one_at_a_time(item)
         if group is not None:
@@ -142,10 +160,19 @@ def _one_at_a_time(item: pytest.Item) -> str | None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _own_leases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _own_leases() -> Iterator[None]:
     """Tests share no leases with what else this user does here, and leave nothing behind."""
+    fast = IN_MEMORY if IN_MEMORY.is_dir() else None  # as leases are kept for users
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(dir=fast) as folder:
+        patch.setenv("RESHARD_MPI_STATE_DIR", f"{folder}/state")
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_core() -> Iterator[None]:
+    """What the tests' own processes do is done as on one core, without workers, unless a test asks for some."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RESHARD_MPI_STATE_DIR", str(tmp_path_factory.mktemp("leases") / "state"))
+        patch.setattr(os, "sched_getaffinity", lambda _: {0})
         yield
 
 

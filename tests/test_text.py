@@ -16,6 +16,7 @@ from support.cases import Side
 from support.checkpoints import write_shards, write_strategy
 from support.command_line import Capture, run_apart, run_here
 from support.conversions import TENSORS, Conversion, make, of_every_kind
+from support.examples import few
 from support.forging import as_text
 from support.oracle import RawLayout
 from support.processes import Finished
@@ -155,7 +156,7 @@ def test_specs(tmp_path: Path, capsys: Capture, case: str) -> None:
     tell(capsys, "inspect", str(spec))
 
 
-@pytest.mark.parametrize("name", ["run.json", "rank_0.json", "reshard.json"])
+@pytest.mark.parametrize("name", few(1, ["rank_0.json", "run.json", "reshard.json"]))
 def test_records(tmp_path: Path, capsys: Capture, name: str) -> None:
     c = make(tmp_path)
     assert run_here(capsys, *c.arguments("transform")).code == 0
@@ -178,6 +179,7 @@ def test_what_the_functions_log(tmp_path: Path, caplog: pytest.LogCaptureFixture
     assert_clean(*caplog.messages)
 
 
+@pytest.mark.slow
 def test_bytes_that_are_no_text(tmp_path: Path) -> None:
     """Of a terminal that knows nothing but ASCII too: what it cannot show is escaped, and no traceback."""
     c = make(tmp_path)

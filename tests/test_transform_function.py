@@ -37,6 +37,7 @@ def test_it_transforms_keeps_a_record_and_reports(tmp_path: Path) -> None:
     assert again.written_bytes == 0 and all(target.skipped for target in again.targets)
 
 
+@pytest.mark.slow
 def test_shares_and_processes(tmp_path: Path) -> None:
     c = make(tmp_path)
     report = reshard_mpi.transform(c.src, c.dst, c.src_strategy, c.dst_strategy, part=(1, 2))

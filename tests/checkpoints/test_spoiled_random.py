@@ -244,14 +244,14 @@ def test_other_values(spoiled: Spoiled) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=500)
+@settings(max_examples=250)
 @given(spoiled_checkpoints(STRUCTURE), st.sampled_from(list(Replicas)))
 def test_another_structure_many_times(spoiled: Spoiled, replicas: Replicas) -> None:
     check_structure(spoiled, replicas)
 
 
 @pytest.mark.slow
-@settings(max_examples=500)
+@settings(max_examples=250)
 @given(spoiled_checkpoints(VALUES))
 def test_other_values_many_times(spoiled: Spoiled) -> None:
     assume(spoiled.names)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from support.command_line import Capture, run_apart, run_here
+from support.examples import few
 from support.processes import run_command
 
 from reshard_mpi.cli.arguments import parser
@@ -130,7 +131,7 @@ def test_any_number_of_words_fit_in_bash(bash: Shell, typed: str) -> None:
     assert sorted(bash.words_given(f"{typed}\x14")) == sorted(ANY[typed])
 
 
-@pytest.mark.parametrize("typed", ONE)
+@pytest.mark.parametrize("typed", few(4, ONE))
 def test_one_word_fits_in_zsh(zsh: Shell, typed: str) -> None:
     assert zsh.words_given(f"{typed}\t") == ONE[typed]
 

@@ -11,6 +11,7 @@ from support.checkpoints import write_shard
 from support.command_line import Capture, run_apart, run_here
 from support.conversions import Conversion as Files
 from support.conversions import make, of_every_kind
+from support.examples import few
 from support.launch import MPI
 from support.processes import Finished
 
@@ -26,7 +27,9 @@ def plot(capsys: Capture, conversion: Files, path: Path, *options: str) -> Finis
 
 
 @of_every_kind
-@pytest.mark.parametrize(("ending", "begin"), [("html", b"<!DOCTYPE html>"), ("svg", b"<svg "), ("png", b"\x89PNG")])
+@pytest.mark.parametrize(
+    ("ending", "begin"), few(2, [("html", b"<!DOCTYPE html>"), ("svg", b"<svg "), ("png", b"\x89PNG")])
+)
 def test_every_form(capsys: Capture, tmp_path: Path, kind: str, ending: str, begin: bytes) -> None:
     conversion, path = make(tmp_path, kind), tmp_path / f"plan.{ending}"
     finished = plot(capsys, conversion, path)
@@ -119,7 +122,7 @@ def test_a_target_that_is_there_is_drawn_as_well(capsys: Capture, tmp_path: Path
     assert plot(capsys, conversion, tmp_path / "plan.svg").code == 0
 
 
-@pytest.mark.parametrize("ending", ["html", "svg", "png"])
+@pytest.mark.parametrize("ending", few(1, ["html", "svg", "png"]))
 def test_of_sixteen_thousand_targets_few_are_planned(
     capsys: Capture, tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,6 +31,7 @@ LENET = {
 HAS_MINDSPORE = importlib.util.find_spec("mindspore") is not None
 
 
+@pytest.mark.slow
 def test_the_readme_has_the_guides_conversion(tmp_path: Path) -> None:
     """Its second section, word for word."""
     block = re.search(r"<!-- guide -->\n```sh\n(.*?)```\n", (TUTORIAL.parents[1] / "README.md").read_text(), re.DOTALL)

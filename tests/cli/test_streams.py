@@ -48,6 +48,7 @@ def test_a_transform_whose_summary_cannot_be_written(conversion: Conversion, job
     assert shell([*command, "--resume"], f"{FULL} 2>&1").code == 0
 
 
+@pytest.mark.slow
 def test_a_commit_and_a_demo_whose_account_cannot_be_written(conversion: Conversion, tmp_path: Path) -> None:
     for rank in ("0", "1"):
         shell([*COMMAND, *conversion.arguments("transform", "--rank", rank)], "")

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.examples import few
 from support.float_oracle import FORMS, TYPES, Form, became, nearest, value
 
 from reshard_mpi.engine import floats
@@ -112,12 +113,13 @@ def test_every_small_element(source: str, target: str) -> None:
     check(every(source), source, target)
 
 
-@pytest.mark.parametrize(("source", "target"), slow_if_many(LARGE))
+@pytest.mark.slow
+@pytest.mark.parametrize(("source", "target"), LARGE)
 def test_elements_around_boundaries(source: str, target: str) -> None:
     check(around_boundaries(source), source, target)
 
 
-@pytest.mark.parametrize(("source", "target"), LARGE)
+@pytest.mark.parametrize(("source", "target"), few(3, LARGE))
 def test_random_bits(source: str, target: str) -> None:
     check(random_bits(source, 4000), source, target)
 

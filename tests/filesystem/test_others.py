@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from support.command_line import Capture, run_apart, run_here
 from support.conversions import assert_right, listing, make, of_every_kind, transform_apart
+from support.examples import few
 
 import reshard_mpi
 from reshard_mpi.errors import TargetError
@@ -55,7 +56,7 @@ LINKED = {
 }
 
 
-@pytest.mark.parametrize("where", LINKED)
+@pytest.mark.parametrize("where", few(3, LINKED))
 def test_a_link_in_the_place_of_what_is_made_is_refused_by_name(tmp_path: Path, capsys: Capture, where: str) -> None:
     c, private = make(tmp_path), elsewhere(tmp_path)
     name, to = LINKED[where]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from support.command_line import Capture, run_here
 from support.conversions import Conversion, listing, make
+from support.examples import few
 from support.processes import Finished
 
 import reshard_mpi
@@ -97,7 +98,7 @@ OUTPUTS = [
 ]
 
 
-@pytest.mark.parametrize("obstacle", OBSTACLES)
+@pytest.mark.parametrize("obstacle", few(3, OBSTACLES))
 @pytest.mark.parametrize("output", OUTPUTS)
 def test_only_files_are_replaced(
     tmp_path: Path,

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 from support import dcp_peer
-from support.command_line import run_in_fork
+from support.command_line import run_captured
 from support.dcp_peer import ChunkStorageMetadata, Metadata, MetadataIndex, Size, arrays_of, listed
+from support.examples import few
 
 from reshard_mpi.errors import DisagreementError, ReshardError, ShardError, SourceError
 from reshard_mpi.formats import dcp
@@ -180,7 +181,7 @@ def test_a_missing_file_of_copies(tmp_path: Path) -> None:
     write(tmp_path, tensors={"w": listed(ARRAY, [*PIECES, ("__2_0.distcp", Box((1, 0), (6, 4)))])})
     (tmp_path / "__1_0.distcp").unlink()
     assert arrays_of(tmp_path)["w"].tolist() == ARRAY.tolist()
-    said = run_in_fork("transform", str(tmp_path), str(tmp_path / "out"), "--to", "safetensors", "--jobs", "1")
+    said = run_captured("transform", str(tmp_path), str(tmp_path / "out"), "--to", "safetensors", "--jobs", "1")
     assert said.code == 0 and "__1_0.distcp" in said.err and "was taken from others" in said.err
 
 
@@ -264,7 +265,8 @@ PICKLES = {
 }
 
 
-@pytest.mark.parametrize("what", PICKLES)
+# The last two are of millions of bytes.
+@pytest.mark.parametrize("what", few(len(PICKLES) - 2, PICKLES))
 def test_metadata_that_is_none(tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     content, problem = PICKLES[what]
     monkeypatch.chdir(tmp_path)

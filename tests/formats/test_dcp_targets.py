@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from support import dcp_peer, torch_peer
 from support.cases import Side
-from support.command_line import run_apart, run_in_fork
+from support.command_line import run_apart, run_captured
 from support.conversions import TENSORS, Conversion, make, write_conversion
 from support.examples import many
 from support.launch import MPI
@@ -34,7 +34,7 @@ FLOAT = BY_NAME["float32"]
 
 def run(arguments: list[str], code: int = 0) -> str:
     """Run a command, which must end with `code`; return what it says."""
-    finished = run_in_fork(*arguments)
+    finished = run_captured(*arguments)
     assert finished.code == code, finished
     return finished.out + finished.err
 

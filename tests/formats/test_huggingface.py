@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import safetensors_peer
 from support.checkpoints import write_shard
-from support.command_line import run_in_fork
+from support.command_line import run_captured
 from support.conversions import TENSORS, Conversion, listing, make
 
 import reshard_mpi
@@ -38,7 +38,7 @@ def done(arguments: list[str]) -> str:
 
 def refused(arguments: list[str], code: int = 3) -> str:
     """Run a command, which must end with `code`; return what it complains of."""
-    finished = run_in_fork(*arguments)
+    finished = run_captured(*arguments)
     assert finished.code == code, finished
     return finished.err
 
@@ -422,19 +422,25 @@ INDICES = {
     "nested deeply": b'{"metadata": ' + b"[" * 100_000,
     "nested objects": b'{"metadata": ' + b'{"a":' * 100_000,
     "a number that is none": b'{"metadata": 01, "weight_map": {"a": "a.safetensors"}}',
-    "names that are too many": b'{"weight_map": {'
-    + b",".join(b'"%d":"a.safetensors"' % at for at in range(140_000))
-    + b"}}",
 }
+
+
+def refuse_index(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+    with pytest.raises(ShardError) as caught:
+        index.read(str(path))
+    assert str(path) in caught.value.where
 
 
 @pytest.mark.parametrize("case", INDICES)
 def test_an_index_that_is_damaged(tmp_path: Path, case: str) -> None:
-    path = tmp_path / INDEX
-    path.write_bytes(INDICES[case])
-    with pytest.raises(ShardError) as caught:
-        index.read(str(path))
-    assert str(path) in caught.value.where
+    refuse_index(tmp_path / INDEX, INDICES[case])
+
+
+@pytest.mark.slow
+def test_an_index_of_too_many_names(tmp_path: Path) -> None:
+    names = b",".join(b'"%d":"a.safetensors"' % number for number in range(140_000))
+    refuse_index(tmp_path / INDEX, b'{"weight_map": {' + names + b"}}")
 
 
 def test_what_an_index_may_say_besides(tmp_path: Path) -> None:

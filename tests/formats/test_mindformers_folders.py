@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 from support import ckpt_peer, safetensors_peer
-from support.command_line import run_in_fork
+from support.command_line import run_captured
 from support.dcp_peer import arrays_of
 from support.processes import run_command
 from support.sliced_peer import COMMON, Sliced, change_index, file_of, mindformers_file, write_mindformers
@@ -35,7 +35,7 @@ FIRST = mindformers_file("model", 0, 2)
 
 def run(*arguments: object, code: int = 0) -> str:
     """Run a command, which must end with `code`; return all that it says."""
-    finished = run_in_fork(*map(str, arguments))
+    finished = run_captured(*map(str, arguments))
     assert finished.code == code, finished
     return finished.err + finished.out
 
@@ -383,29 +383,41 @@ INDICES = {
     "nested deeply": b'{"x": ' + b"[" * 100_000,
     "nested objects": b'{"x": ' + b'{"a":' * 100_000,
     "layout nested deeply": b'{"state_dict_metadata": {"a": {"layout": {"x": ' + b"[" * 100_000,
-    "names that are too many": b'{"state_dict_metadata": {'
-    + b",".join(b'"%d":%b' % (number, _TENSOR) for number in range(140_000))
-    + b"}}",
-    "places that are too many": b'{"storage_data": {'
-    + b",".join(b'"%d":%b' % (number, _PLACE) for number in range(300_000))
-    + b"}}",
-    "slices that are too many": b'{"state_dict_metadata": {"a": {"chunk": ['
-    + b",".join(b'{"global_offset":[%d],"local_shape":[1]}' % number for number in range(140_000))
-    + b"]}}}",
     "a place without a file": b'{"state_dict_metadata": {"a": %b}, "storage_data": {"(\'a\', (0,))": []}}' % _TENSOR,
     "no UTF-8": b'{"state_dict_metadata": {"\xff": %b}}' % _TENSOR,
 }
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.slow] if "too many" in case else []) for case in INDICES]
-)
-def test_an_index_that_is_damaged(tmp_path: Path, case: str) -> None:
-    path = tmp_path / "metadata.json"
-    path.write_bytes(INDICES[case])
+def refuse_index(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
     with pytest.raises(ShardError) as caught:
         mindformers_index.read(str(path))
     assert str(path) in caught.value.where
+
+
+@pytest.mark.parametrize("case", INDICES)
+def test_an_index_that_is_damaged(tmp_path: Path, case: str) -> None:
+    refuse_index(tmp_path / "metadata.json", INDICES[case])
+
+
+# What is before many of the same, how each of them is made, how many they are, and what is behind.
+TOO_MANY: dict[str, tuple[bytes, Callable[[int], bytes], int, bytes]] = {
+    "names": (b'{"state_dict_metadata": {', lambda number: b'"%d":%b' % (number, _TENSOR), 140_000, b"}}"),
+    "places": (b'{"storage_data": {', lambda number: b'"%d":%b' % (number, _PLACE), 300_000, b"}}"),
+    "slices": (
+        b'{"state_dict_metadata": {"a": {"chunk": [',
+        lambda number: b'{"global_offset":[%d],"local_shape":[1]}' % number,
+        140_000,
+        b"]}}}",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", TOO_MANY)
+def test_an_index_of_too_many(tmp_path: Path, case: str) -> None:
+    before, entry, count, behind = TOO_MANY[case]
+    refuse_index(tmp_path / "metadata.json", before + b",".join(map(entry, range(count))) + behind)
 
 
 def test_names_are_read_as_they_are_written(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support import safetensors_peer
-from support.command_line import Capture, run_here, run_in_fork
+from support.command_line import Capture, run_captured, run_here
 
 from reshard_mpi.errors import ShardError, TargetError
 from reshard_mpi.formats import safetensors
@@ -251,8 +251,8 @@ def test_one_file_of_several_that_share_tensors_is_told(tmp_path: Path) -> None:
     """Shards saved without redundancy together are a checkpoint; one of them, wherever it was put, may lack some."""
     shards = MINDSPORE / "ranks_without_redundancy"
     strategy = ["--src-strategy", str(MINDSPORE / "strategy_2x2.ckpt"), "--jobs", "1"]
-    together = run_in_fork("transform", str(shards), str(tmp_path / "all"), *strategy)
+    together = run_captured("transform", str(shards), str(tmp_path / "all"), *strategy)
     assert together.code == 0 and "without what other ranks hold" not in together.err
     shutil.copy(shards / "rank_0" / "net_0.safetensors", tmp_path)
-    alone = run_in_fork("transform", str(tmp_path / "net_0.safetensors"), str(tmp_path / "one"), "--jobs", "1")
+    alone = run_captured("transform", str(tmp_path / "net_0.safetensors"), str(tmp_path / "one"), "--jobs", "1")
     assert alone.code == 0 and "was saved without what other ranks hold" in alone.err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -192,39 +193,38 @@ def test_accepted(tmp_path: Path, case: str) -> None:
     assert sum(tensor.size_bytes for tensor in held.tensors.values()) == (0 if case == "nothing" else 16)
 
 
-BOMBS = {
-    "empty lists": (b'{"w":[' + b"[]," * 2_000_000, "damaged"),
-    "a string": (b'{"' + b"n" * 8_000_000, "damaged"),
-    "a string, escaped": (b'{"' + b"\\n" * 4_000_000, "damaged"),
-    "a string that is kept": (b'{"__metadata__":{"__reshard_mpi__:s":"' + b"\\n" * (4 << 20) + b'"', "damaged"),
-    "metadata": (b'{"__metadata__":{' + b'"k":"v",' * 1_000_000, "too long"),
-    "metadata of many names": (
-        b'{"__metadata__":{' + b",".join(b'"%06d":"v"' % at for at in range(200_000)),
-        "too long",
-    ),
-    "metadata of long names": (
-        b'{"__metadata__":{' + b",".join(b'"%04000d":"v"' % at for at in range(20_000)),
+def _many(entry: bytes, count: int) -> bytes:
+    """Return so many entries of JSON, each with its number wherever one is asked for."""
+    return b",".join(entry % ((number,) * entry.count(b"%")) for number in range(count))
+
+
+# Made only when they are asked for: all of them together take as long as many tests.
+BOMBS: dict[str, tuple[Callable[[], bytes], str]] = {
+    "empty lists": (lambda: b'{"w":[' + b"[]," * 2_000_000, "damaged"),
+    "a string": (lambda: b'{"' + b"n" * 8_000_000, "damaged"),
+    "a string, escaped": (lambda: b'{"' + b"\\n" * 4_000_000, "damaged"),
+    "a string that is kept": (
+        lambda: b'{"__metadata__":{"__reshard_mpi__:s":"' + b"\\n" * (4 << 20) + b'"',
         "damaged",
     ),
-    "a long text, escaped": (b'{"__metadata__":{"k":"' + b"\\n" * (4 << 20) + b'"', "damaged"),
-    "white space": (b"{" + b" " * 8_000_000, "damaged"),
+    "metadata": (lambda: b'{"__metadata__":{' + b'"k":"v",' * 1_000_000, "too long"),
+    "metadata of many names": (lambda: b'{"__metadata__":{' + _many(b'"%06d":"v"', 200_000), "too long"),
+    "metadata of long names": (lambda: b'{"__metadata__":{' + _many(b'"%04000d":"v"', 20_000), "damaged"),
+    "a long text, escaped": (lambda: b'{"__metadata__":{"k":"' + b"\\n" * (4 << 20) + b'"', "damaged"),
+    "white space": (lambda: b"{" + b" " * 8_000_000, "damaged"),
     "names": (
-        b"{" + b",".join(b'"%07d":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}' % at for at in range(140_000)),
+        lambda: b"{" + _many(b'"%07d":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}', 140_000),
         "too many tensors",
     ),
     "kinds": (
-        b"{"
-        + b",".join(b'"%d":{"dtype":"U8","shape":[0,%d],"data_offsets":[0,0]}' % (at, at) for at in range(120_000)),
+        lambda: b"{" + _many(b'"%d":{"dtype":"U8","shape":[0,%d],"data_offsets":[0,0]}', 120_000),
         "too much memory",
     ),
     "names, unusual": (
-        b"{" + b",".join(b'"%07d":{"shape":[0],"dtype":"U8","data_offsets":[0,0]}' % at for at in range(140_000)),
+        lambda: b"{" + _many(b'"%07d":{"shape":[0],"dtype":"U8","data_offsets":[0,0]}', 140_000),
         "too many tensors",
     ),
-    "Int4 of nothing": (
-        b'{"__metadata__":{' + b",".join(b'"%0500d":"Int4"' % at for at in range(80_000)),
-        "too much memory",
-    ),
+    "Int4 of nothing": (lambda: b'{"__metadata__":{' + _many(b'"%0500d":"Int4"', 80_000), "too much memory"),
 }
 
 
@@ -232,7 +232,7 @@ BOMBS = {
 def test_memory_and_time_are_bounded(tmp_path: Path, bomb: str) -> None:
     header, message = BOMBS[bomb]
     path = tmp_path / "bomb.safetensors"
-    path.write_bytes(file_of(header))
+    path.write_bytes(file_of(header()))
     found = read_by_child("locate", path)
     assert found["is_ours"] and re.search(message, found["problem"]), found
     assert found["growth_bytes"] <= GROWTH_BYTES, found

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.command_line import run_in_fork
+from support.command_line import run_captured
 from support.sliced_peer import At, file_of, torch_file, write_torch
 
 import reshard_mpi
@@ -32,7 +32,7 @@ SHARDED, CONSOLIDATED = GOLDEN / "sharded", GOLDEN / "consolidated"
 
 def run(*arguments: object, code: int = 0) -> str:
     """Run a command, which must end with `code`; return all that it says."""
-    finished = run_in_fork(*map(str, arguments))
+    finished = run_captured(*map(str, arguments))
     assert finished.code == code, finished
     return finished.err + finished.out
 

@@ -227,6 +227,7 @@ def test_meshes_of_deeply_nested_values(tmp_path: Path, attribute: str) -> None:
         torch.locate(str(path))
 
 
+@pytest.mark.slow
 def test_tensors_of_very_many_pieces_are_not_counted_without_end(tmp_path: Path) -> None:
     ranks = 1 << 17
     layout = made("_mesh_layout", "_MeshLayout", shape=(ranks,), stride=(1,))

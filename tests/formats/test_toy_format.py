@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support import toy_folder, toy_format
 from support.checkpoints import as_read, read_shard
-from support.command_line import run_in_fork
+from support.command_line import run_captured
 from support.conversions import make
 from support.toys import in_the_table
 
@@ -48,8 +48,8 @@ class TestToy(FormatConformance):
 
 
 def run(arguments: list[str], code: int = 0) -> str:
-    """Run a command, which must end with `code`, in a fork that knows the toys; return what it complains of."""
-    finished = run_in_fork(*arguments)
+    """Run a command, which must end with `code`, in this process, which knows the toys; return what it complains of."""
+    finished = run_captured(*arguments)
     assert finished.code == code, finished
     return finished.err
 

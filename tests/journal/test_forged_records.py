@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.command_line import Capture, measure_apart, run_here, run_in_fork
+from support.command_line import Capture, measure_apart, run_captured, run_here
 from support.conversions import Conversion, make, shards
 from support.forging import MISSING, TEXTS, VALUES, Keys, as_text, forged, path_of, places
 
@@ -41,7 +41,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Conversion:
     """A conversion that is complete, verified and committed."""
     c = make(tmp_path_factory.mktemp("whole"))
     assert c.src_strategy is not None and c.dst_strategy is not None
-    assert run_in_fork(*c.arguments("transform", "--verify", "--progress", "none")).code == 0
+    assert run_captured(*c.arguments("transform", "--verify", "--progress", "none")).code == 0
     return c
 
 

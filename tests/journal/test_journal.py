@@ -253,6 +253,7 @@ def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
             assert refused(state.check).problem == problem
 
 
+@pytest.mark.slow
 def test_of_many_that_begin_at_once_one_names_the_run(tmp_path: Path) -> None:
     """Every process begins the same folder with settings of its own: exactly one of them may go on."""
     program = (

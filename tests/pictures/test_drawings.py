@@ -12,6 +12,7 @@ from io import BytesIO
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import few
 
 from reshard_mpi.errors import UsageError
 from reshard_mpi.pictures.figures import Block, Cut, Feed, Figures, Flow, Move, Panel, Shards
@@ -79,7 +80,7 @@ class Elements(HTMLParser):
         self._type = None
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", few(5, HOSTILE))
 def test_names_are_text_in_every_form(name: str) -> None:
     drawn = figures(cut(name), name=name)
     for scene in (matrix_scene(drawn), cut_scene(drawn.cuts[0], drawn)):
@@ -114,7 +115,13 @@ def test_a_page_needs_nothing_else() -> None:
 
 
 @pytest.mark.parametrize(
-    "shape", [(), (0,), (7,), (0, 5), (5, 0), (1, 1), (1000000, 2), (2, 1000000), (3, 4, 5), (2, 3, 4, 5, 6), (0,) * 5]
+    "shape",
+    [
+        pytest.param(shape, marks=pytest.mark.slow if number % 2 else ())
+        for number, shape in enumerate(
+            [(), (0,), (7,), (0, 5), (5, 0), (1, 1), (1000000, 2), (2, 1000000), (3, 4, 5), (2, 3, 4, 5, 6), (0,) * 5]
+        )
+    ],
 )
 def test_every_shape_is_drawn(shape: tuple[int, ...]) -> None:
     drawn = figures(cut("w", shape))
@@ -158,6 +165,7 @@ def test_a_sample_is_called_one() -> None:
     assert "100 of 500 targets planned" in page_of(drawn)
 
 
+@pytest.mark.slow
 def test_a_page_of_very_many_tensors_is_bounded_and_says_what_is_left_out() -> None:
     names = tuple(f"model.layers.{number}.{'x' * 200}" for number in range(500))
     boxes = [Box((row, column), (row + 1, column + 1)) for row in range(16) for column in range(16)]

@@ -64,6 +64,7 @@ def test_a_part_alone_does_not_tell_the_whole() -> None:
     assert whole_shape_of_parts(placement, {4: (3, 13), 1: (3, 13), 2: (3, 13), 7: (3, 11)}) == (3, 50)
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(
     st.tuples(st.integers(1, 23), st.integers(1, 23)),

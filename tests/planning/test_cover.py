@@ -61,6 +61,7 @@ def test_the_same_box_twice_is_taken_from_the_first() -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["grid", "rows", "ranges"])
 def test_many_pieces(kind: str) -> None:
     """16,384 of them, for 64 targets: never compared every one with every other."""

@@ -88,6 +88,7 @@ def arguments(command: str, conversion: Conversion, *options: str) -> list[str]:
     return [argument.replace(folder, "") for argument in conversion.arguments(command, *options)]
 
 
+@pytest.mark.slow
 def test_the_decoys_are_run_by_python_itself(tmp_path: Path) -> None:
     """Otherwise nothing here would prove anything."""
     decoys = Decoys(tmp_path)
@@ -264,6 +265,7 @@ def test_a_working_folder_that_is_gone(tmp_path: Path) -> None:
     assert (finished.code, finished.out) == (0, "True\n"), finished
 
 
+@pytest.mark.slow
 def test_a_checkout_as_the_working_folder(tmp_path: Path) -> None:
     """A fresh interpreter has this package from there, and nothing else."""
     (tmp_path / OURS).symlink_to(Path(reshard_mpi.__file__).parent)

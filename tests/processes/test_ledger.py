@@ -48,6 +48,7 @@ def test_what_fits_is_admitted_at_once_and_the_rest_when_there_is_room(state: Pa
     assert not ledger(state)._folder.exists()
 
 
+@pytest.mark.slow
 def test_a_large_lease_among_small_ones_is_granted_in_its_turn(tmp_path: Path) -> None:
     sizes_bytes = [16] * 50 + [256] + [16] * 50
     report = crowd(tmp_path, sizes_bytes, 256)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from support.command_line import COMMAND, Capture, run_here
 from support.conversions import Conversion, four_targets
+from support.examples import few
 from support.harm import assert_resumed, fault
 from support.processes import run_command
 from support.terminals import run_on_terminal
@@ -73,7 +74,7 @@ def paused(c: Conversion) -> tuple[dict[str, str], Path]:
     return fault(c, c.folder / "counter", wait, on="pwrite", path="dst/rank_1/."), ready
 
 
-@pytest.mark.parametrize("jobs", ["1", "2"])
+@pytest.mark.parametrize("jobs", few(1, ["2", "1"]))
 @pytest.mark.parametrize(
     ("again", "says"),
     [("--resume", "interrupted; the same command with --resume goes on"), ("--overwrite", "interrupted")],

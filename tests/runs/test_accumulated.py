@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.cases import Case, Side, cases
 from support.checkpoints import ENDINGS, KINDS, as_read, read_shard, write_ranks, write_strategy
-from support.examples import many
+from support.examples import few, many
 from support.oracle import RawLayout
 from support.sums import parts, source_ranks, target_ranks, with_sums
 
@@ -37,6 +37,7 @@ def accumulating(draw: st.DrawFn) -> tuple[Case, dict[str, dict[int, np.ndarray]
     return case, {name: parts(case.src, name, case.tensors[name], random) for name in names}
 
 
+@pytest.mark.slow
 @many(100)
 @given(drawn=accumulating(), how=HOW, kinds=st.tuples(*[st.sampled_from(KINDS)] * 2))
 def test_targets_hold_what_is_joined(
@@ -61,15 +62,14 @@ MESHES = {
     "one": Side(1, 1, {"w": RawLayout((1,), (-1, -1))}),
 }
 PAIRS = [
-    *(("d4", "d2"), ("d4", "d2t2"), ("d2t2", "d4"), ("t2d2", "d2t2"), ("d2t2", "one"), ("one", "d2t2")),
-    *(("d3t2", "d4o2"), ("d4t2o2", "d3t2"), ("d4o2", "d2"), ("d2", "d4t2o2")),
-    *(("d2t2p2", "d2t2"), ("t2d2", "d2t2p2"), ("d2t2p2", "d2t2p2")),
-    *(("d2t2 uneven", "d4o2"), ("d4", "d2t2 uneven")),
+    *(("d4", "d2t2"), ("d2t2", "one"), ("one", "d2t2"), ("d4t2o2", "d3t2"), ("d2t2p2", "d2t2")),
+    *(("d2t2 uneven", "d4o2"), ("d4", "d2t2 uneven"), ("t2d2", "d2t2p2"), ("d2t2p2", "d2t2p2")),
+    *(("d4", "d2"), ("d2t2", "d4"), ("t2d2", "d2t2"), ("d3t2", "d4o2"), ("d4o2", "d2"), ("d2", "d4t2o2")),
 ]
 
 
 @pytest.mark.parametrize("how", ["mean", "sum"])
-@pytest.mark.parametrize(("source", "target"), PAIRS)
+@pytest.mark.parametrize(("source", "target"), few(6, PAIRS))
 def test_meshes_that_people_have(tmp_path: Path, source: str, target: str, how: str) -> None:
     names = [name for name in ("w", "v") if "p" in source + target or name == "w"]
     sides = [replace(MESHES[key], layouts=with_v(MESHES[key], names)) for key in (source, target)]

@@ -12,6 +12,7 @@ from support.cases import Side
 from support.checkpoints import expected_rank
 from support.command_line import Capture, run_here
 from support.conversions import TENSORS, Conversion, four_targets, make, write_conversion
+from support.examples import few
 from support.launch import MPI, run_ranks
 from support.oracle import RawLayout
 
@@ -103,6 +104,7 @@ def test_tensors_that_are_converted(tmp_path: Path) -> None:
     assert counted(c, dtype=("fp16",)).named("writing").size_bytes == target_bytes(c) - halved
 
 
+@pytest.mark.slow
 def test_very_many_small_tensors(tmp_path: Path) -> None:
     tensors = {f"t{number}": np.full((8, 2), number, np.float32) for number in range(700)}
     source, target = (Side(ranks, 1, dict.fromkeys(tensors, RawLayout((ranks,), (0, -1)))) for ranks in (4, 2))
@@ -171,7 +173,7 @@ def transformed(c: Conversion, **options: Any) -> list[RunStatus]:
     return told
 
 
-@pytest.mark.parametrize("options", [{}, {"verify": True}, {"jobs": 2}, {"jobs": 8, "verify": True}])
+@pytest.mark.parametrize("options", few(3, [{}, {"verify": True}, {"jobs": 2}, {"jobs": 8, "verify": True}]))
 def test_the_last_that_is_told_is_that_all_is_done(tmp_path: Path, options: Mapping[str, Any]) -> None:
     c = make(tmp_path)
     last = transformed(c, **options)[-1]

@@ -71,6 +71,7 @@ def test_every_form_of_source(tmp_path: Path, capsys: Capture, to: str) -> None:
     assert filled.code == 0 and listed(filled.out) == WHOLES
 
 
+@pytest.mark.slow
 def test_processes_list_every_tensor_once(tmp_path: Path) -> None:
     mpi = find_mpi("mpich")
     if mpi is None:

@@ -17,14 +17,21 @@ from reshard_mpi.errors import LayoutError
 KINDS = st.sampled_from(["ckpt", "hdf5", "safetensors"])
 
 
-# The first example hypothesis draws is the simplest one, so there are 256 random ones.
-@pytest.mark.parametrize("world_sizes", WORLD_SIZES, ids=lambda sizes: f"{sizes[0]}-to-{sizes[1]}")
+# Each pair of sizes once, since each case is made there and back; which way is first is drawn. The first example that
+# hypothesis draws is the simplest one, the same for all pairs: only the second is looked at.
+@pytest.mark.parametrize(
+    "world_sizes",
+    [sizes for sizes in WORLD_SIZES if sizes[0] <= sizes[1]],
+    ids=lambda sizes: f"{sizes[0]}-and-{sizes[1]}",
+)
 @settings(max_examples=2)
 @given(data=st.data(), kinds=st.tuples(KINDS, KINDS), pieces=st.sampled_from([1, 3]), json=st.booleans())
 def test_agrees_with_oracle_and_comes_back(
     world_sizes: tuple[int, int], data: st.DataObject, kinds: tuple[str, str], pieces: int, json: bool
 ) -> None:
-    case = data.draw(cases(world_sizes=world_sizes))
+    if not data.draw(st.integers(0, 1 << 30), "0 in the simplest example"):
+        return
+    case = data.draw(cases(world_sizes=world_sizes if data.draw(st.booleans()) else world_sizes[::-1]))
     with tempfile.TemporaryDirectory(dir=_fast_folder()) as name:
         base = Path(name)
         shapes = {tensor: array.shape for tensor, array in case.tensors.items()} if json and fits_json(case) else None

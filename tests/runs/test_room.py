@@ -116,7 +116,7 @@ def taken_bytes(*roots: Path) -> int:
 
 
 @of_every_kind
-@pytest.mark.parametrize("options", [(), ("--verify",)])
+@pytest.mark.parametrize("options", [(), pytest.param(("--verify",), marks=pytest.mark.slow)])
 def test_a_run_takes_what_it_asks_for(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, kind: str, options: tuple[str, ...]
 ) -> None:

@@ -194,6 +194,7 @@ def test_ranks_that_fill_targets_together(reference: Conversion, tmp_path: Path,
 HAS_HELPED = "plan.target_rank == 3 and span[0] > 0"
 
 
+@pytest.mark.slow
 def test_a_helper_that_is_killed(tmp_path: Path, capsys: Capture) -> None:
     c = four_targets(tmp_path)
     finished = transform_apart(
@@ -207,6 +208,7 @@ def test_a_helper_that_is_killed(tmp_path: Path, capsys: Capture) -> None:
     assert_right(c)
 
 
+@pytest.mark.slow
 def test_a_helper_that_cannot_read(tmp_path: Path, capsys: Capture) -> None:
     c = four_targets(tmp_path)
     finished = transform_apart(
@@ -221,6 +223,7 @@ def test_a_helper_that_cannot_read(tmp_path: Path, capsys: Capture) -> None:
     assert_right(c)
 
 
+@pytest.mark.slow
 def test_one_that_leads_is_killed(tmp_path: Path, capsys: Capture) -> None:
     c = four_targets(tmp_path)
     leading = "plan.target_rank == 3 and span[0] == 0"
@@ -268,6 +271,7 @@ def test_a_worker_that_is_killed(tmp_path: Path, capsys: Capture) -> None:
     assert_right(c)  # nor is the dead one's partial file left
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_under_the_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     c = four_targets(tmp_path)
     doing(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")
@@ -292,6 +296,7 @@ def call(c: Conversion, env: dict[str, str]) -> Finished:
     return run_command([sys.executable, "-c", CALLER, *arguments], env=env)
 
 
+@pytest.mark.slow
 def test_a_caller_of_the_function_that_is_interrupted(tmp_path: Path) -> None:
     c = four_targets(tmp_path)
     finished = call(c, doing(tmp_path, "os.kill(int(os.environ['CALLER']), signal.SIGINT); time.sleep(30)"))
@@ -299,6 +304,7 @@ def test_a_caller_of_the_function_that_is_interrupted(tmp_path: Path) -> None:
     assert not c.written(1).exists() and not list(c.dst.rglob("*.partial"))
 
 
+@pytest.mark.slow
 def test_the_parent_of_workers_that_is_killed(tmp_path: Path) -> None:
     c = four_targets(tmp_path)
     finished = call(c, doing(tmp_path, "os.kill(os.getppid(), signal.SIGKILL); time.sleep(0.2)"))

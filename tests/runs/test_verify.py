@@ -28,6 +28,7 @@ from support.conversions import (
     side,
     transform_apart,
 )
+from support.examples import few
 from support.launch import MPI
 from support.oracle import RawLayout
 from support.processes import Finished
@@ -626,7 +627,7 @@ SPOILS: dict[str, tuple[Callable[[Conversion], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("what", SPOILS)
+@pytest.mark.parametrize("what", few(7, SPOILS))
 def test_alone_finds_what_is_not_as_it_was_written(tmp_path: Path, capsys: Capture, what: str) -> None:
     c = make(tmp_path)
     assert run_here(capsys, *c.arguments("transform", "--verify")).code == 0

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import redirect_stderr, redirect_stdout
 
 import pytest
 
@@ -20,12 +22,27 @@ Capture = pytest.CaptureFixture[str]
 
 def run_here(capsys: Capture, *arguments: str) -> Finished:
     """Run the command line in this process: the quickest way, and the only one that sees what a test has patched."""
+    code = _exit_code(arguments)
+    return Finished(("reshard-mpi", *arguments), code, *capsys.readouterr())
+
+
+def run_captured(*arguments: str) -> Finished:
+    """Do the same where there is no `capsys`, as in a fixture of a whole module."""
+    out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", newline="", write_through=True) for _ in range(2))
+    with redirect_stdout(out), redirect_stderr(err):
+        code = _exit_code(arguments)
+    texts = [stream.buffer.getvalue().decode() for stream in (out, err)]
+    return Finished(("reshard-mpi", *arguments), code, *texts)
+
+
+def _exit_code(arguments: tuple[str, ...]) -> int:
+    """Run the command line in this process, which then handles signals as before; return its exit code."""
     handlers, hook = {kind: signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)}, sys.unraisablehook
     try:
         commands.main(arguments)
     except SystemExit as end:
         assert isinstance(end.code, int)
-        return Finished(("reshard-mpi", *arguments), end.code, *capsys.readouterr())
+        return end.code
     finally:
         for kind, handler in handlers.items():
             signal.signal(kind, handler)

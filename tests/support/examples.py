@@ -1,13 +1,27 @@
-"""How many examples of a property are drawn where that is not the usual number."""
+"""How many examples the quick part of the suite looks at, of a property or of the cases of a test."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
 from hypothesis import settings
 
 # As many as the profile draws for the quick part of the suite (`conftest.py`).
-QUICK = 20
+QUICK = 10
 
 
 def many(count: int) -> settings:
     """Return the settings of a property that needs many examples to be sure of; the quick part draws a few."""
     return settings(max_examples=QUICK if settings().max_examples == QUICK else count)
+
+
+def few(count: int, cases: Iterable[Any]) -> list[Any]:
+    """Return the cases of a parametrized test; the quick part runs the first `count` of them."""
+    return [
+        case
+        if number < count
+        else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
+        for number, case in enumerate(cases)
+    ]

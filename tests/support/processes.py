@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -108,7 +109,7 @@ def _run_once(
         )
         problem = ""
         try:
-            child.wait(timeout_seconds)
+            _wait(child, timeout_seconds)
             left = _wait_until_gone(mark)
             if left:
                 problem = f"left processes behind: {', '.join(left)}"
@@ -156,6 +157,16 @@ def processes_with(variable: str) -> dict[int, str]:
             except OSError:  # ended meanwhile, or another user's
                 continue
     return commands
+
+
+def _wait(child: subprocess.Popen[bytes], timeout_seconds: float) -> None:
+    """Wait for the end of a process; `Popen.wait` with a time-out would look for it only every 50 ms."""
+    descriptor = os.pidfd_open(child.pid)
+    try:
+        select.select([descriptor], [], [], timeout_seconds)
+    finally:
+        os.close(descriptor)
+    child.wait(0)
 
 
 def _wait_until_gone(mark: str) -> list[str]:

@@ -4,6 +4,7 @@ import math
 from collections import Counter
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, settings
 
 from support.cases import cases, same
@@ -57,6 +58,7 @@ def test_world_sizes_can_be_given(case):
     assert (case.src.world_size, case.dst.world_size) == (15, 16)
 
 
+@pytest.mark.slow
 def test_every_feature_is_frequent():
     seen: Counter[str] = Counter()
     sizes = (set(), set())
