@@ -63,7 +63,8 @@ def diff(request: Request, comm: Comm, progress: Progress, strategies: Strategie
         specs = {spec.name: spec for spec in second.plan.tensors.specs}
         common = [spec for spec in first.plan.tensors.specs if specs.get(spec.name) == spec]
         mine = common[comm.rank :: comm.size]
-        progress.begin(Stage("comparing", sum(spec.size_bytes for spec in common), len(common), "tensor"))
+        size_bytes, own_bytes = (sum(spec.size_bytes for spec in tensors) for tensors in (common, mine))
+        progress.begin(Stage("comparing", size_bytes, len(common), "tensor"), own_bytes)
         differences = attempt(lambda: _all_differences(first, second, mine, progress, is_first=comm.rank == 0), comm)
         if isinstance(differences, Outcome):
             outcome = differences.joined([planned])

@@ -36,7 +36,7 @@ from reshard_mpi.runs.plans import plan_together
 from reshard_mpi.runs.preflight import Room, Tally, may_share, require_room, require_short_names
 from reshard_mpi.runs.progress import Progress, Silent
 from reshard_mpi.runs.request import Request, Strategies, TargetFile
-from reshard_mpi.runs.status import Stage
+from reshard_mpi.runs.status import CLOSED, MOVED, Stage
 from reshard_mpi.runs.write import write_whole
 from reshard_mpi.units import GIB
 
@@ -144,7 +144,8 @@ def unify(request: Request, comm: Comm, progress: Progress, strategies: Strategi
         require_one_moment(moment for moments, *_ in gathered for moment in moments)
         require_room(rooms for _, rooms, _ in gathered)
         size_bytes = sum(own_bytes for *_, own_bytes in gathered)
-        progress.begin(Stage("writing", size_bytes, len(numbers_of(request)), "file"))
+        stage = Stage("writing", size_bytes, len(numbers_of(request)), "file", phases=(MOVED, CLOSED))
+        progress.begin(stage, own_bytes, own_bytes)
         has_map = comm.rank == 0 and (request.part is None or request.part[0] == 0)
         agreed(lambda: _withdraw_map(request) if has_map else None, comm)
         outcome = opened.outcome.joined(comm.allgather(_write(request, opened, comm, memory, progress)))
@@ -207,6 +208,7 @@ def _write(request: Request, opened: _Opened, comm: Comm, memory: RunMemory, pro
         evidence = Evidence.of(plan, first_looks.sources(read))
         with opened.journal.writing(number, path, evidence, module.MODE, progress.say) as publication:
             write_whole(plan, FORMAT, publication, opened.conversion.limits, progress.moved)
+        progress.closed(plan.written_bytes)
         progress.completed()
         return Outcome()
 

@@ -120,7 +120,7 @@ class Writer:
             filled = _fill(plan, manifest, publication.descriptor, None, self._limits, self._progress.moved)
             sums: tuple[TensorSum, ...] = ()
             if self._run.request.verify:
-                sums = _verified(plan, manifest, publication.descriptor, None, self._limits, self._progress.moved)
+                sums = self._verified(plan, manifest, publication.descriptor, None, plan.written_bytes)
             self._seal(publication, manifest, sums)
         return self._finished(plan, begin, waited_seconds, [filled])
 
@@ -171,11 +171,25 @@ class Writer:
                     plan, waited_seconds = self._plan(rank)
                     with self._opened(rank, reserved) as descriptor:
                         span = share.range_of(os.fstat(descriptor).st_size)
-                        sums = _verified(plan, manifest, descriptor, span, self._limits, self._progress.moved)
+                        share_bytes = share.bytes_of(plan.written_bytes)
+                        sums = self._verified(plan, manifest, descriptor, span, share_bytes)
                     return Part(verified=(Verified(rank, sums, waited_seconds),))
 
                 verified.append(record_of(Part, self._attempt(share.target, verify)))
         return Part().joined(verified)
+
+    def _verified(
+        self, plan: RankPlan, manifest: Manifest, descriptor: int, span: Span | None, size_bytes: int
+    ) -> tuple[TensorSum, ...]:
+        """Return the sums of the tensors in a filled `span`. Raises DamageError if they differ from their sources.
+
+        size_bytes: how many bytes of the target this process has written.
+        """
+        from reshard_mpi.runs.differences import sums_as_planned
+
+        forget_cached(descriptor)
+        self._progress.synced(size_bytes)
+        return sums_as_planned(plan, manifest, span, self._limits, self._progress.read_back)
 
     def _writing(self, rank: int) -> AbstractContextManager[Publication]:
         path, say = self._run.path(rank), self._progress.say
@@ -266,6 +280,7 @@ class Writer:
             processes=len(filled),
             overflows=joined(overflow for part in filled for overflow in part.overflows),
         )
+        self._progress.closed(plan.written_bytes)
         self._progress.finished(report)
         return Outcome((report,))
 
@@ -300,16 +315,6 @@ def _not_as_meant(path: str, got: str) -> TransformError:
         where=path,
         remedy="look for a failing disk or memory, and run the same command with --resume",
     )
-
-
-def _verified(
-    plan: RankPlan, manifest: Manifest, descriptor: int, span: Span | None, limits: Limits, on_bytes: OnBytes
-) -> tuple[TensorSum, ...]:
-    """Return the sums of the tensors in a filled `span`. Raises DamageError if they differ from their sources."""
-    from reshard_mpi.runs.differences import sums_as_planned
-
-    forget_cached(descriptor)
-    return sums_as_planned(plan, manifest, span, limits, on_bytes)
 
 
 def _joined(parts: Sequence[Verified], plan: RankPlan) -> tuple[TensorSum, ...]:

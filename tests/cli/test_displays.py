@@ -214,7 +214,7 @@ def both(c: Conversion) -> list[str]:
 
 
 def test_a_run_that_is_over_at_once_has_no_lines() -> None:
-    status = RunStatus.of(Stage("writing", 10, 1), [Counts(1, 10, 1)], 0.1, None)
+    status = RunStatus.of(Stage("writing", 10, 1), [Counts(1, units=1)], 0.1, 10, None)
     lines = displays.Lines(io.StringIO())
     lines.update(status)
     lines.close(status)
