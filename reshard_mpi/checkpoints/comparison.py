@@ -7,7 +7,7 @@ from itertools import groupby
 from operator import attrgetter
 
 from reshard_mpi.checkpoints.source import SourceCheckpoint
-from reshard_mpi.errors import DisagreementError, StrategyError
+from reshard_mpi.errors import CoverageError, DisagreementError, StrategyError
 from reshard_mpi.formats.columns import TensorEntry
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.planning.copies import Alike
@@ -29,7 +29,8 @@ def compare(
     all_alike: the tensors and their holders; those of the same holders must follow one another. Each copy is read once,
     in blocks, two of which are in memory at a time. A shard that lacks a tensor is passed over. on_bytes: called with
     the number of bytes just compared, of all copies. Raises DisagreementError for the first difference (or where copies
-    are the same that must differ), or StrategyError if the source strategy does not list the tensor.
+    are the same that must differ), StrategyError if the source strategy does not list the tensor, or CoverageError if
+    parts of a sum may be on ranks whose shards the user has not picked.
     """
     comparison = _Comparison(source, limits, on_bytes)
     for _, group in groupby(all_alike, key=attrgetter("holding")):
@@ -66,7 +67,7 @@ class _Comparison:
     def compare_holders(self, group: Sequence[Alike]) -> None:
         """Compare the tensors of `group`, which the same ranks hold. Raises what `compare` raises."""
         from reshard_mpi.engine.files import Files
-        from reshard_mpi.engine.regions import first_difference, first_same
+        from reshard_mpi.engine.regions import first_difference, first_same, is_zeros
 
         first: dict[tuple[int, str], Copy] = {}  # the first copy of each tensor, by its place in the group and its name
         for batch in self._batches(group[0].parts):
@@ -90,6 +91,20 @@ class _Comparison:
                             other, element = differing
                             error = difference(self._source, check, other.source_rank, element)
                             raise error if alike.listed else _of_unlisted(name, error, self._source)
+
+        unasked = self._unasked(group[0].parts)
+        for place, alike in enumerate(group) if unasked else ():
+            for name in alike.names if alike.is_partial else ():
+                copy = first.get((place, name))
+                with Files() as files:
+                    if copy is not None and not is_zeros(copy, limits=self._limits, files=files):
+                        raise _of_others(name, copy.source_rank, unasked, self._source)
+
+    def _unasked(self, parts: Sequence[Part]) -> list[int]:
+        """Return the ranks that hold `parts`, and are not among those whose shards the user has picked."""
+        if not self._source.files.picked:
+            return []
+        return [rank for part in parts for rank in part.placement.holders(part.piece) if rank not in self._source]
 
     def _batches(self, parts: Sequence[Part]) -> Iterator[list[tuple[int, int, Manifest]]]:
         """Yield the shards that hold `parts`, in batches of (number of the part, rank, manifest)."""
@@ -119,6 +134,18 @@ def _not_apart(source: SourceCheckpoint, check: Check, same: Sequence[int]) -> D
         where=" and ".join(source.manifest(rank).path for rank in same),
         remedy="leave out --accumulated if all ranks hold the same; --accumulated mean is right even if some do;"
         " --replicas any adds what is the same as well",
+    )
+
+
+def _of_others(name: str, rank: int, others: Sequence[int], source: SourceCheckpoint) -> CoverageError:
+    """Return the error for a part of a sum whose other parts are on ranks that the user has not picked."""
+    return CoverageError(
+        f"{name!r} is a partial sum of a step that is not finished, and other parts may be on other ranks",
+        expected=f"the shards of {named(others)} as well",
+        got=f"that of rank {rank}, which does not stand for them",
+        where=source.manifest(rank).path,
+        remedy="give these shards too, and say what becomes of the sums with accumulated: rank_list_for_transform names"
+        " the shards if it is told the same; or save at the end of a step",
     )
 
 

@@ -119,6 +119,7 @@ def parser() -> argparse.ArgumentParser:
     ranks = command("ranks", "list the source ranks that target rank R needs, one per line")
     ranks.add_argument("rank", type=_rank, metavar="R", help="the target rank")
     _add_strategies(ranks)
+    _add_accumulated(ranks)
     merge = command("merge-strategies", "merge the strategy files of all pipeline stages into one")
     merge.add_argument("folder", type=_path, metavar="DIR", help="folder with the strategy files of every stage")
     merge.add_argument("out", type=_path, metavar="OUT", help="the merged file (.json: as JSON)")

@@ -325,7 +325,8 @@ def _commit(options: argparse.Namespace) -> int:
 def _ranks(options: argparse.Namespace) -> int:
     from reshard_mpi.api import rank_list_for_transform
 
-    ranks = rank_list_for_transform(options.rank, options.src_strategy, options.dst_strategy, unlisted=options.unlisted)
+    choices = {"unlisted": options.unlisted, "accumulated": options.accumulated}
+    ranks = rank_list_for_transform(options.rank, options.src_strategy, options.dst_strategy, **choices)
     if ranks:
         show("\n".join(map(str, ranks)))
     return 0

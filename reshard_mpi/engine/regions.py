@@ -119,6 +119,19 @@ def first_same(check: Check, *, limits: Limits, files: Files) -> tuple[int, int]
     return None if same is None else (same[0].source_rank, same[1].source_rank)
 
 
+def is_zeros(copy: Copy, *, limits: Limits, files: Files) -> bool:
+    """Tell whether all bytes of a copy are zero."""
+    itemsize = copy.source.dtype.itemsize_bytes
+    most_elements = max(1, min(copy.region.size, limits.buffer_bytes // itemsize))
+    content = memoryview(bytearray(most_elements * itemsize))
+    for block in copy.target_region.blocks(most_elements):
+        block_content = content[: block.size * itemsize]
+        read_region(files, copy, block, block_content, limits)
+        if block_content != bytes(len(block_content)):
+            return False
+    return True
+
+
 def first_difference_of_tensors(
     files: Files, first: TensorPlan, second: TensorPlan, limits: Limits, on_bytes: OnBytes = lambda _: None
 ) -> tuple[int, ...] | None:

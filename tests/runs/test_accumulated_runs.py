@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -26,7 +27,8 @@ from support.launch import MPI
 from support.oracle import RawLayout
 
 import reshard_mpi
-from reshard_mpi.errors import CoverageError, SourceError, StrategyError, UsageError
+from reshard_mpi.errors import CoverageError, DisagreementError, SourceError, StrategyError, UsageError
+from reshard_mpi.runs.status import RunStatus
 
 NAME = "accu_grads.w"
 MEAN, SUM = ("--accumulated", "mean"), ("--accumulated", "sum")
@@ -188,6 +190,59 @@ def test_functions_have_it(tmp_path: Path) -> None:
     assert reshard_mpi.plan(c.src, *strategies, accumulated="sum").targets[0].read_ranks == (0, 1, 2, 3)
     with pytest.raises(CoverageError, match="parts of the sums"):
         reshard_mpi.load_rank(1, {0: c.shard(0), 1: c.shard(1)}, *strategies, accumulated="sum")
+
+
+# One target at a time
+
+
+def by_rank(c: Conversion, rank: int, shards: list[int], **options: Any) -> reshard_mpi.Report:
+    files = {number: c.shard(number) for number in shards}
+    strategies = (c.src_strategy, c.dst_strategy)
+    return reshard_mpi.transform_checkpoint_by_rank(rank, files, c.written(rank), *strategies, **options)
+
+
+def test_what_a_caller_is_told_of_one_target(tmp_path: Path) -> None:
+    told: list[RunStatus] = []
+    report = by_rank(make(tmp_path), 1, [0, 1, 2, 3], progress=told.append)
+    (target,) = report.targets
+    assert (target.rank, target.processes, report.processes) == (1, 1, 1) and target.path.endswith("checkpoint_1.ckpt")
+    assert (told[-1].stage, told[-1].bytes_done, told[-1].is_complete) == ("writing", report.written_bytes, True)
+
+
+@pytest.mark.parametrize(("how", "whole"), [("mean", TOTAL / np.float32(2)), ("sum", TOTAL)])
+def test_shards_that_a_target_needs_are_listed(tmp_path: Path, capsys: Capture, how: str, whole: np.ndarray) -> None:
+    c = accumulating(tmp_path)
+    strategies = (c.src_strategy, c.dst_strategy)
+    assert len(reshard_mpi.rank_list_for_transform(1, *strategies)) == 2
+    listed = reshard_mpi.rank_list_for_transform(1, *strategies, accumulated=how)
+    assert listed == [0, 1, 2, 3]
+    assert by_rank(c, 1, listed, accumulated=how).targets[0].read_ranks == (0, 1, 2, 3)
+    assert written(c, 1).tobytes() == whole[4:].tobytes()
+    named = ("--src-strategy", str(strategies[0]), "--dst-strategy", str(strategies[1]))
+    assert run_here(capsys, "ranks", "1", *named, "--accumulated", how).out.split() == ["0", "1", "2", "3"]
+
+
+def test_a_rank_that_gets_zeros_needs_no_more_shards(tmp_path: Path) -> None:
+    spec = replicated(tmp_path, 4)
+    lists = [reshard_mpi.rank_list_for_transform(rank, spec, spec, accumulated="sum") for rank in range(4)]
+    assert lists == [[0, 1, 2, 3], [1], [2], [3]]
+    assert reshard_mpi.rank_list_for_transform(2, spec, spec, accumulated="mean") == [0, 1, 2, 3]
+
+
+def test_a_sum_of_which_parts_may_be_elsewhere_is_refused(tmp_path: Path) -> None:
+    """The usual list of shards has one of several replicas, of which each has a sum of its own."""
+    c = accumulating(tmp_path)
+    shards = reshard_mpi.rank_list_for_transform(1, c.src_strategy, c.dst_strategy)
+    with pytest.raises(CoverageError, match=f"'{NAME}' is a partial sum") as refused:
+        by_rank(c, 1, shards)
+    assert "rank_list_for_transform" in str(refused.value) and not c.written(1).exists()
+    with pytest.raises(CoverageError, match="parts of the sums"):
+        by_rank(c, 1, shards, accumulated="mean")
+    with pytest.raises(DisagreementError, match=f"copies of '{NAME}' differ"):
+        by_rank(c, 1, [0, 1, 2, 3])
+    c = accumulating(tmp_path / "end of a step", parts=[np.zeros((8, 2), np.float32)] * 4)
+    by_rank(c, 1, shards)
+    assert not written(c, 1).any()
 
 
 # Types, formats and maps
