@@ -20,6 +20,7 @@ from reshard_mpi.api.calls import (
     conversion_of,
     listed_shards,
     raise_first,
+    report_of,
     run,
 )
 from reshard_mpi.api.plain import (
@@ -33,7 +34,8 @@ from reshard_mpi.api.plain import (
     plain_text,
 )
 from reshard_mpi.api.shown import OnProgress, shown_to
-from reshard_mpi.errors import TargetError, UsageError, only_known_errors
+from reshard_mpi.api.wording import all_in_python, public
+from reshard_mpi.errors import TargetError, UsageError
 from reshard_mpi.journal.targets import Unrecorded
 from reshard_mpi.planning.ranks import joined_ranks, needed_ranks
 from reshard_mpi.processes.comm import SerialComm
@@ -54,7 +56,7 @@ from reshard_mpi.sharding.placement import unsharded
 from reshard_mpi.sharding.strategy.merge import merge
 
 
-@only_known_errors()
+@public
 def transform_checkpoints(
     src_checkpoints_dir: PathLike,
     dst_checkpoints_dir: PathLike,
@@ -119,10 +121,10 @@ def transform_checkpoints(
     )
     outcome = run(request, plain_number(process_num, "process_num") or 1, comm, progress=progress)
     outcome.raise_failures()
-    return Report.of(outcome, time.monotonic() - begin)
+    return report_of(outcome, time.monotonic() - begin)
 
 
-@only_known_errors()
+@public
 def transform_checkpoint_by_rank(
     rank_id: int,
     checkpoint_files_map: Mapping[int, PathLike],
@@ -179,7 +181,7 @@ def transform_checkpoint_by_rank(
         tally.add(path, size_bytes, left_bytes=left_bytes)
         require_room([tally.rooms(1, partial(may_share, conversion.source.files, name, path))])
         peak_bytes = lease.require_possible(rank_plan)
-        log(outcome.notes, outcome.warnings)
+        log(all_in_python(outcome.notes), all_in_python(outcome.warnings))
         while not lease.to_move(peak_bytes, purpose):
             rank_plan = conversion.plan(rank_id, checked=False)
         written_bytes = rank_plan.written_bytes
@@ -191,7 +193,7 @@ def transform_checkpoint_by_rank(
         shown.completed()
     report = target_report(rank_plan, path, begin, waited_seconds, peak_bytes, 0, [filled])
     made = outcome._replace(targets=(report,), processes=1)
-    return Report.of(made, time.monotonic() - begin)
+    return report_of(made, time.monotonic() - begin)
 
 
 def _require_free(
@@ -210,7 +212,7 @@ def _require_free(
     return target
 
 
-@only_known_errors()
+@public
 def unified_safetensors(
     src_dir: PathLike,
     src_strategy_file: PathLike | None,
@@ -264,10 +266,10 @@ def unified_safetensors(
     processes = min(most, len(numbers), len(os.sched_getaffinity(0)))
     outcome = run(chosen, processes, None, Task.UNIFY, processes_name="max_process_num", progress=progress)
     raise_first(outcome)
-    return Report.of(outcome, time.monotonic() - begin)
+    return report_of(outcome, time.monotonic() - begin)
 
 
-@only_known_errors()
+@public
 def rank_list_for_transform(
     rank_id: int,
     src_strategy_file: PathLike | None = None,
@@ -281,7 +283,17 @@ def rank_list_for_transform(
     accumulated: as in `transform_checkpoints`; a "mean" or "sum" needs the shards of all ranks that hold a part of it.
     Raises UsageError if the target has no such rank, StrategyError or LayoutError if the strategy files are wrong.
     """
-    rank_id = plain_number(rank_id, "rank_id")
+    return ranks_needed(plain_number(rank_id, "rank_id"), src_strategy_file, dst_strategy_file, unlisted, accumulated)
+
+
+def ranks_needed(
+    rank_id: int,
+    src_strategy_file: PathLike | None,
+    dst_strategy_file: PathLike | None,
+    unlisted: str,
+    accumulated: str,
+) -> list[int]:
+    """Return what `rank_list_for_transform` does, for callers that are told of options."""
     source, target = both_strategies(src_strategy_file, dst_strategy_file)
     source = source or unsharded()
     # Strategies made of rules list no names, so a rule's own glob stands for the parameters that it places, which may
@@ -303,7 +315,7 @@ convert_checkpoint_by_rank = transform_checkpoint_by_rank
 convert_checkpoints = transform_checkpoints
 
 
-@only_known_errors()
+@public
 def merge_pipeline_strategys(src_strategy_dirs: PathLike | Sequence[PathLike], dst_strategy_file: PathLike) -> None:
     """Merge the strategy files of all pipeline stages (a folder, or paths) into one file.
 

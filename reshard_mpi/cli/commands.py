@@ -323,10 +323,10 @@ def _commit(options: argparse.Namespace) -> int:
 
 
 def _ranks(options: argparse.Namespace) -> int:
-    from reshard_mpi.api import rank_list_for_transform
+    from reshard_mpi.api.mindspore import ranks_needed
 
-    choices = {"unlisted": options.unlisted, "accumulated": options.accumulated}
-    ranks = rank_list_for_transform(options.rank, options.src_strategy, options.dst_strategy, **choices)
+    strategies = options.src_strategy, options.dst_strategy
+    ranks = ranks_needed(options.rank, *strategies, options.unlisted, options.accumulated)
     if ranks:
         show("\n".join(map(str, ranks)))
     return 0

@@ -130,7 +130,7 @@ def _planned(
     if not formats.by_name(second_files.format).TRAITS.tells_files:
         raise SourceError(
             f"nothing in a {formats.title(second_files.format)} tells whether its last files are missing",
-            expected="it as the first of the two, with --src-files N (source_files)",
+            expected="it as the first of the two, with --src-files N",
             got="it as the second",
             where=second_files.path,
             remedy="compare them the other way round",
