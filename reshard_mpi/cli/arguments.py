@@ -70,6 +70,8 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="list every tensor of the target: what it is made of, and which equation of the map says so",
     )
+    plan.add_argument("-q", "--quiet", action="store_true", help="print no notes, warnings and progress")
+    _add_progress(plan)
     shown = plan.add_mutually_exclusive_group()
     shown.add_argument("--json", action="store_true", help="print it as JSON")
     shown.add_argument(
@@ -113,7 +115,7 @@ def parser() -> argparse.ArgumentParser:
     diff.add_argument("--dst-strategy", type=_path, metavar="F|DIR", help=f"how B {sharded}")
     _add_map(diff, "A")
     _add_comparison(diff, "A", "hold the strategies against the checkpoints")
-    _add_output(diff)
+    _add_output(diff, "each tensor that is the same")
     commit = command("commit", "check that all targets in DST are complete, and write DST/reshard.json")
     commit.add_argument("target", type=_path, metavar="DST", help="the folder that transform has written to")
     ranks = command("ranks", "list the source ranks that target rank R needs, one per line")
@@ -323,17 +325,20 @@ def _add_comparison(parser: argparse.ArgumentParser, source: str, sampled: str) 
     _add_jobs(parser)
 
 
-def _add_output(parser: argparse.ArgumentParser, details: str | None = None) -> None:
+def _add_output(parser: argparse.ArgumentParser, details: str) -> None:
+    _add_progress(parser)
+    amount = parser.add_mutually_exclusive_group()
+    amount.add_argument("-q", "--quiet", action="store_true", help="print nothing but errors")
+    amount.add_argument("-v", "--verbose", action="store_true", help=f"print {details} as well")
+
+
+def _add_progress(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--progress",
         choices=("auto", "plain", "none"),
         default="auto",
         help="auto: a bar on a terminal, else a line every few seconds, as plain (default: %(default)s)",
     )
-    amount = parser.add_mutually_exclusive_group()
-    amount.add_argument("-q", "--quiet", action="store_true", help="print nothing but errors")
-    if details is not None:
-        amount.add_argument("-v", "--verbose", action="store_true", help=f"print {details} as well")
 
 
 def _add_memory(parser: argparse.ArgumentParser) -> None:

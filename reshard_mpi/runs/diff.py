@@ -39,6 +39,7 @@ from reshard_mpi.runs.through import through_map
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import unsharded
 from reshard_mpi.text import shortened
+from reshard_mpi.units import format_bytes
 
 # One process describes so many tensors that differ; of more it gives the number.
 _MAX_DESCRIBED = 20
@@ -227,6 +228,8 @@ def _differences(
             counted.end()
             progress.completed()
             if element is None:
+                size = format_bytes(tensor.spec.size_bytes)
+                progress.detail(f"{tensor.spec.name!r} is the same: {_described(tensor.spec)}, {size}")
                 continue
             differing += 1
             if differing <= _MAX_DESCRIBED:

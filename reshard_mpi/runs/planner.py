@@ -38,6 +38,7 @@ from reshard_mpi.runs.preflight import (
 from reshard_mpi.runs.prepared import Run
 from reshard_mpi.runs.progress import Counted, Progress
 from reshard_mpi.runs.request import Request, Strategies
+from reshard_mpi.runs.status import Stage
 from reshard_mpi.runs.write import Writer
 
 _NOT_VERIFIED = (
@@ -64,6 +65,7 @@ class Planner:
         strategies: Strategies | None,
         known_damage: Mapping[int, ReshardError],
         memory: RunMemory,
+        progress: Progress,
         *,
         lists_tensors: bool = False,
     ) -> None:
@@ -78,6 +80,7 @@ class Planner:
         self._strategies = strategies
         self._known_damage = known_damage
         self._memory = memory
+        self._progress = progress
         self._comm = comm
         self._opened: _Opened | None = None
         self._first_looks = FirstLooks(request.source)
@@ -110,7 +113,12 @@ class Planner:
         opened = self._opened = _Opened(run, journal, works, due)
         work = works[self._comm.rank]
         ranks = (*((rank, True) for rank in work.leads), *((rank, False) for rank in work.helps))
-        plans = [attempt(partial(self._plan_target, opened, rank, leads), self._comm, rank) for rank, leads in ranks]
+        planned_ranks = sum(len(each.leads) + len(each.helps) for each in works)
+        self._progress.begin(Stage("planning", units=planned_ranks, unit="rank"))
+        plans = []
+        for rank, leads in ranks:
+            plans.append(attempt(partial(self._plan_target, opened, rank, leads), self._comm, rank))
+            self._progress.completed()
         rooms, together = self._rooms(run), formats.folder_by_name(run.format) is not None
         every = range(run.conversion.target.world_size)
         if together:

@@ -21,7 +21,8 @@ class Stage(NamedTuple):
     """A part of a run through which all its processes go together. All begin it with the same figures.
 
     name: what is done, such as "writing". size_bytes: how much all processes have to do together; None if that is not
-    known yet. units: how many targets, shards or tensors these bytes make up; unit: what they are called. ready: how
+    known yet. units: how many targets, shards or tensors these bytes make up, or ranks are planned; unit: what they are
+    called. ready: how
     many more were complete before. phases: what is done with each byte; it is done after the last.
     """
 
@@ -113,7 +114,8 @@ class RunStatus(NamedTuple):
     def as_text(self, *, with_percent: bool = True) -> str:
         """Return the status as one line for people."""
         if self.bytes_total is None:
-            parts = [f"{self.stage}, {format_seconds(self.seconds)} so far"]
+            of_all = f": {self.unit} {self.targets_done} of {self.targets_total}" if self.targets_total else ""
+            parts = [f"{self.stage}{of_all}, {format_seconds(self.seconds)} so far"]
         else:
             parts = [f"{self.stage} {format_bytes(self.bytes_done)} of {format_bytes(self.bytes_total)}"]
             parts += [f"{self.percent} %"] if with_percent else []

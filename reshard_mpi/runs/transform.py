@@ -77,18 +77,23 @@ def _convert(
     return outcome._replace(failures=failures, notes=notes)
 
 
-def plan_targets(request: Request, comm: Comm, *, lists_tensors: bool = False) -> tuple[Plan, Outcome]:
+def plan_targets(
+    request: Request, comm: Comm, progress: Progress | None = None, *, lists_tensors: bool = False
+) -> tuple[Plan, Outcome]:
     """Plan the targets of `request` without writing; return the plan, and an outcome with notes and warnings.
 
     lists_tensors: whether the plan has a line for each tensor. Raises, the same on every process, the errors for which
     `convert` refuses a run.
     """
-    with RunMemory(lambda: request.allowance, comm, Silent(complain)) as memory:
-        return _plan_targets(request, comm, memory, lists_tensors=lists_tensors)
+    shown = Silent(complain) if progress is None else progress
+    with RunMemory(lambda: request.allowance, comm, shown) as memory:
+        return _plan_targets(request, comm, shown, memory, lists_tensors=lists_tensors)
 
 
-def _plan_targets(request: Request, comm: Comm, memory: RunMemory, *, lists_tensors: bool) -> tuple[Plan, Outcome]:
-    planner, planned, _ = _planned(request, comm, Silent(), None, memory, lists_tensors=lists_tensors)
+def _plan_targets(
+    request: Request, comm: Comm, progress: Progress, memory: RunMemory, *, lists_tensors: bool
+) -> tuple[Plan, Outcome]:
+    planner, planned, _ = _planned(request, comm, progress, None, memory, lists_tensors=lists_tensors)
     shares = _gather(comm, planner.summaries)
     targets = [target for share in shares for target in share]
     listed = tensor_lines(_gather(comm, planner.listed), planner.origins()) if lists_tensors else ()
@@ -148,7 +153,7 @@ def _plan_with_sound_sources(
     damage: dict[int, ReshardError] = {}
     while True:
         progress.begin(Stage("planning"))
-        planner = Planner(request, comm, strategies, damage, memory, lists_tensors=lists_tensors)
+        planner = Planner(request, comm, strategies, damage, memory, progress, lists_tensors=lists_tensors)
         planned = _plan_together(planner, comm)
         if not request.verify:
             return planner, planned

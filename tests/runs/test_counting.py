@@ -86,7 +86,7 @@ class Counting(Silent):
         for stage, own, by_phase, units in zip(self.stages, self.own, self.bytes, self.units):
             size_bytes = stage.size_bytes or 0
             assert by_phase == list(own) == [size_bytes * (phase in stage.phases) for phase in PHASES], stage
-            assert units == (0 if stage.size_bytes is None else stage.units), stage
+            assert units == stage.units, stage
 
     def named(self, name: str) -> Stage:
         (stage,) = (stage for stage in self.stages if stage.name == name)

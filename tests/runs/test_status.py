@@ -45,6 +45,12 @@ def test_a_stage_of_unknown_size() -> None:
     assert (far.percent, far.seconds_left, far.as_text()) == (None, None, "planning, 1 min 05 s so far")
 
 
+def test_ranks_that_are_planned() -> None:
+    stage = Stage("planning", units=16384, unit="rank")
+    far = status(Counts(1, units=700), Counts(1, units=500), stage=stage, seconds=12.1, seconds_left=None)
+    assert (far.percent, far.as_text()) == (None, "planning: rank 1200 of 16384, 12 s so far")
+
+
 def test_several_that_wait() -> None:
     assert status(Counts(1, waits=True), Counts(1, waits=True)).as_text().endswith(", 2 processes wait for memory")
 
