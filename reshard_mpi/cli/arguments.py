@@ -7,7 +7,7 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from reshard_mpi import formats
-from reshard_mpi.cli.usage import CommandParser
+from reshard_mpi.cli.usage import CommandParser, HelpFormatter
 from reshard_mpi.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
         prog="reshard-mpi",
         description=_filled("Rewrite a checkpoint of M ranks as one of N ranks, bit-exactly and in bounded memory."),
         epilog=_EXIT_CODES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     from reshard_mpi import __version__
 
@@ -52,27 +52,28 @@ def parser() -> argparse.ArgumentParser:
             help=text,
             description=_filled(text[0].upper() + text[1:] + "."),
             epilog=_EXIT_CODES,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=HelpFormatter,
         )
         added.set_defaults(command=name)
         return added
 
     transform = command("transform", "reshard the checkpoint SRC into the folder DST")
-    _add_conversion(transform)
-    _add_jobs(transform)
-    transform.add_argument("--report", type=_path, metavar="FILE.json", help="write what was done, target by target")
-    _add_output(transform, "each target that is complete")
+    work = _add_conversion(transform)
+    _add_jobs(work)
+    output = _add_output(transform, "each target that is complete")
+    output.add_argument("--report", type=_path, metavar="FILE.json", help="write what was done, target by target")
     plan = command("plan", "show what transform would do, writing nothing")
     _add_conversion(plan)
-    plan.add_argument(
+    printed = plan.add_argument_group("what is printed")
+    printed.add_argument(
         "-v",
         "--verbose",
         action="store_true",
         help="list every tensor of the target: what it is made of, and which equation of the map says so",
     )
-    plan.add_argument("-q", "--quiet", action="store_true", help="print no notes, warnings and progress")
-    _add_progress(plan)
-    shown = plan.add_mutually_exclusive_group()
+    printed.add_argument("-q", "--quiet", action="store_true", help="print no notes, warnings and progress")
+    _add_progress(printed)
+    shown = printed.add_mutually_exclusive_group()
     shown.add_argument("--json", action="store_true", help="print it as JSON")
     shown.add_argument(
         "--sbatch", action="store_true", help="print a SLURM array script that does it, memory and time from the plan"
@@ -90,7 +91,7 @@ def parser() -> argparse.ArgumentParser:
         help="say in words where the tensor NAME of the target comes from: which rule, which box, which bytes of which"
         " file; on the target ranks that --rank names (default: the first that holds it)",
     )
-    plan.add_argument(
+    printed.add_argument(
         "--tensor",
         action="append",
         default=[],
@@ -103,25 +104,30 @@ def parser() -> argparse.ArgumentParser:
     verify.add_argument("source", type=_path, metavar="SRC", help="a checkpoint")
     verify.add_argument("target", type=_path, metavar="DST", nargs="?", help="what transform has made of it")
     _add_strategies(verify, "sharded (default: as its shards say, else one full checkpoint)")
-    _add_rank(verify, "check the shards of these ranks only, of DST if it is given, such as 3 or 0-3,8 (repeatable)")
+    _add_files(
+        verify,
+        "SRC",
+        ranks="check the shards of these ranks only, of DST if it is given, such as 3 or 0-3,8 (repeatable)",
+    )
     _add_map(verify)
-    _add_comparison(verify, "SRC", "hold the source strategy against SRC")
+    _add_comparison(verify, "hold the source strategy against SRC")
     _add_output(verify, "each shard that is sound")
     diff = command("diff", "check that two checkpoints hold the same tensors, whatever their formats and layouts")
     diff.add_argument("source", type=_path, metavar="A", help="a checkpoint")
     diff.add_argument("target", type=_path, metavar="B", help="another one")
-    sharded = "is sharded (default: as its shards say, else one full checkpoint)"
-    diff.add_argument("--src-strategy", type=_path, metavar="F|DIR", help=f"how A {sharded}")
-    diff.add_argument("--dst-strategy", type=_path, metavar="F|DIR", help=f"how B {sharded}")
+    sharded, strategies = "is sharded (default: as its shards say, else one full checkpoint)", _strategies_of(diff)
+    strategies.add_argument("--src-strategy", type=_path, metavar="F|DIR", help=f"how A {sharded}")
+    strategies.add_argument("--dst-strategy", type=_path, metavar="F|DIR", help=f"how B {sharded}")
+    _add_files(diff, "A")
     _add_map(diff, "A")
-    _add_comparison(diff, "A", "hold the strategies against the checkpoints")
+    _add_comparison(diff, "hold the strategies against the checkpoints")
     _add_output(diff, "each tensor that is the same")
     commit = command("commit", "check that all targets in DST are complete, and write DST/reshard.json")
     commit.add_argument("target", type=_path, metavar="DST", help="the folder that transform has written to")
-    ranks = command("ranks", "list the source ranks that target rank R needs, one per line")
-    ranks.add_argument("rank", type=_rank, metavar="R", help="the target rank")
-    _add_strategies(ranks)
-    _add_accumulated(ranks)
+    needed = command("ranks", "list the source ranks that target rank R needs, one per line")
+    needed.add_argument("rank", type=_rank, metavar="R", help="the target rank")
+    _add_strategies(needed)
+    _add_accumulated(needed)
     merge = command("merge-strategies", "merge the strategy files of all pipeline stages into one")
     merge.add_argument("folder", type=_path, metavar="DIR", help="folder with the strategy files of every stage")
     merge.add_argument("out", type=_path, metavar="OUT", help="the merged file (.json: as JSON)")
@@ -158,7 +164,17 @@ def parser() -> argparse.ArgumentParser:
     demo.add_argument(
         "folder", type=_path, metavar="DIR", nargs="?", help="where to leave its files (default: removed again)"
     )
+    for name, added in commands.choices.items():
+        added.usage = f"reshard-mpi {name} {_usage(added)}"
     return top
+
+
+def _usage(parser: argparse.ArgumentParser) -> str:
+    """Return what must be given to a command; its many options are described by themselves."""
+    positionals = [action for action in parser._actions if not action.option_strings]
+    has_options = any(action.option_strings and action.dest != "help" for action in parser._actions)
+    words = [f"[{action.metavar}]" if action.nargs == "?" else str(action.metavar) for action in positionals]
+    return " ".join([*(["[OPTION]..."] if has_options else []), *words])
 
 
 def _filled(text: str) -> str:
@@ -166,24 +182,30 @@ def _filled(text: str) -> str:
     return textwrap.fill(text, 78)
 
 
-def _add_conversion(parser: argparse.ArgumentParser) -> None:
+def _add_conversion(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Add what transform and plan have in common; return the group of what is said of memory and processes."""
     source = "rank_* folders, one checkpoint file, loose files, or a folder with an index (hf, dcp, mindformers)"
     parser.add_argument("source", type=_path, metavar="SRC", help=source)
     target = "folder for rank_<r>/<prefix><r>.<ending>; hf and dcp have their files in it"
     parser.add_argument("target", type=_path, metavar="DST", help=target)
     _add_strategies(parser)
-    parser.add_argument("--prefix", default=formats.DEFAULT_PREFIX, help="of target file names (default: %(default)s)")
-    parser.add_argument("--select", metavar="GLOB", help="take only source files whose names match")
-    _add_from(parser)
+    _add_files(parser, "SRC")
     _add_map(parser)
-    parser.add_argument("--to", choices=formats.TARGETS, help="target format (default: the source's)")
-    parser.add_argument(
+    files = parser.add_argument_group("which files are written")
+    files.add_argument("--to", choices=formats.TARGETS, help="target format (default: the source's)")
+    files.add_argument("--prefix", default=formats.DEFAULT_PREFIX, help="of target file names (default: %(default)s)")
+    files.add_argument(
         "--max-shard-size",
         type=_size,
         metavar="SIZE",
         help="how large a file may become with --to hf (default: 5GB, which is 5 * 10^9 bytes)",
     )
-    share = parser.add_mutually_exclusive_group()
+    files.add_argument(
+        "--crc",
+        action="store_true",
+        help="add a checksum of the file, for MindSpore to check (ckpt, safetensors, torch)",
+    )
+    share = files.add_mutually_exclusive_group()
     _add_rank(share, "make these targets only, such as 3 or 0-3,8 (repeatable)")
     share.add_argument(
         "--part",
@@ -191,27 +213,22 @@ def _add_conversion(parser: argparse.ArgumentParser) -> None:
         metavar="I/N",
         help="make the I-th (from 0) of N shares of the targets; with as many shares as targets or more, target I",
     )
-    _add_memory(parser)
-    again = parser.add_mutually_exclusive_group()
+    again = files.add_mutually_exclusive_group()
     again.add_argument("--resume", action="store_true", help="skip targets this same run has completed")
     again.add_argument("--overwrite", action="store_true", help="replace targets that are there, one by one")
-    parser.add_argument(
+    checks = parser.add_argument_group("what is checked")
+    checks.add_argument(
         "--verify",
         action="store_true",
         help="read sources and targets once more, compare them, and keep sums of all tensors; the"
         " checksums of sources are checked as well",
     )
-    parser.add_argument(
-        "--crc",
-        action="store_true",
-        help="add a checksum of the file, for MindSpore to check (ckpt, safetensors, torch)",
-    )
-    parser.add_argument(
+    checks.add_argument(
         "--strict",
         action="store_true",
         help="refuse if a listed parameter was never saved, copies have drifted apart, or something cannot be carried",
     )
-    parser.add_argument(
+    checks.add_argument(
         "--replicas",
         choices=("any", "sample", "check"),
         default="sample",
@@ -219,10 +236,20 @@ def _add_conversion(parser: argparse.ArgumentParser) -> None:
         " the checkpoint, comparing a few ranks in a few places of a few tensors. check: compare all copies of what is"
         " needed as well, byte by byte, once a run (each array task is one). any: trust (default: %(default)s)",
     )
-    _add_accumulated(parser)
+    work = _work_of(parser)
+    _add_memory(work)
+    return work
 
 
-def _add_accumulated(parser: argparse.ArgumentParser) -> None:
+def _strategies_of(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    return parser.add_argument_group("how both sides are cut")
+
+
+def _work_of(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    return parser.add_argument_group("memory and processes")
+
+
+def _add_accumulated(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--accumulated",
         choices=("mean", "sum", "refuse"),
@@ -234,7 +261,8 @@ def _add_accumulated(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_map(parser: argparse.ArgumentParser, source: str = "SRC") -> None:
+def _add_map(command: argparse.ArgumentParser, source: str = "SRC") -> None:
+    parser = command.add_argument_group("what becomes of tensors")
     parser.add_argument(
         "--map",
         metavar="FILE|NAME",
@@ -277,13 +305,14 @@ def _add_map(parser: argparse.ArgumentParser, source: str = "SRC") -> None:
             metavar="GLOB",
             help=f"{text}, as they are named in the target (repeatable)",
         )
+    _add_accumulated(parser)
 
 
 def _add_rank(parser: argparse._ActionsContainer, text: str) -> None:
     parser.add_argument("--rank", type=_ranks, action="extend", metavar="RANKS", help=text)
 
 
-def _add_jobs(parser: argparse.ArgumentParser) -> None:
+def _add_jobs(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--jobs",
         type=_positive,
@@ -293,7 +322,10 @@ def _add_jobs(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_from(parser: argparse.ArgumentParser, source: str = "SRC") -> None:
+def _add_files(command: argparse.ArgumentParser, source: str, *, ranks: str | None = None) -> None:
+    """Add which files are read. ranks: what it means to name ranks, where these are among them."""
+    parser = command.add_argument_group("which files are read")
+    parser.add_argument("--select", metavar="GLOB", help=f"take only files of {source} whose names match")
     parser.add_argument(
         "--from",
         dest="source_format",
@@ -309,30 +341,33 @@ def _add_from(parser: argparse.ArgumentParser, source: str = "SRC") -> None:
         metavar="N",
         help=f"how many files {source} was saved in: asked for where nothing in it tells (dcp-safetensors)",
     )
+    if ranks is not None:
+        _add_rank(parser, ranks)
 
 
-def _add_comparison(parser: argparse.ArgumentParser, source: str, sampled: str) -> None:
-    parser.add_argument("--select", metavar="GLOB", help=f"take only files of {source} whose names match")
-    _add_from(parser, source)
-    parser.add_argument(
+def _add_comparison(parser: argparse.ArgumentParser, sampled: str) -> None:
+    checks = parser.add_argument_group("what is checked")
+    checks.add_argument(
         "--replicas",
         choices=("any", "sample"),
         default="sample",
         help=f"sample: {sampled}, as transform does. any: trust it (default: %(default)s)",
     )
-    _add_accumulated(parser)
-    _add_memory(parser)
-    _add_jobs(parser)
+    work = _work_of(parser)
+    _add_memory(work)
+    _add_jobs(work)
 
 
-def _add_output(parser: argparse.ArgumentParser, details: str) -> None:
-    _add_progress(parser)
-    amount = parser.add_mutually_exclusive_group()
+def _add_output(parser: argparse.ArgumentParser, details: str) -> argparse._ArgumentGroup:
+    output = parser.add_argument_group("what is printed")
+    _add_progress(output)
+    amount = output.add_mutually_exclusive_group()
     amount.add_argument("-q", "--quiet", action="store_true", help="print nothing but errors")
     amount.add_argument("-v", "--verbose", action="store_true", help=f"print {details} as well")
+    return output
 
 
-def _add_progress(parser: argparse.ArgumentParser) -> None:
+def _add_progress(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--progress",
         choices=("auto", "plain", "none"),
@@ -341,7 +376,7 @@ def _add_progress(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_memory(parser: argparse.ArgumentParser) -> None:
+def _add_memory(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--memory",
         metavar="SIZE|unlimited",
@@ -351,7 +386,8 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-active", type=_positive, metavar="N", help="how many may work at once on a host")
 
 
-def _add_strategies(parser: argparse.ArgumentParser, target: str = "to be (default: one full checkpoint)") -> None:
+def _add_strategies(command: argparse.ArgumentParser, target: str = "to be (default: one full checkpoint)") -> None:
+    parser = _strategies_of(command)
     parser.add_argument(
         "--src-strategy", type=_path, metavar="F|DIR", help="how SRC is sharded (default: as its shards say)"
     )
