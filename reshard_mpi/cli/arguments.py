@@ -7,8 +7,8 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from reshard_mpi import formats
+from reshard_mpi.cli import values
 from reshard_mpi.cli.usage import CommandParser, HelpFormatter
-from reshard_mpi.units import parse_bytes
 
 if TYPE_CHECKING:
     from reshard_mpi.runs.request import Request
@@ -27,10 +27,6 @@ exit codes:
        written
   130  interrupted
   143  terminated"""
-
-# As many as a run makes at once.
-_MOST_RANKS = 1 << 16
-_MOST_DIGITS = 18
 
 
 def parser() -> argparse.ArgumentParser:
@@ -61,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
     work = _add_conversion(transform)
     _add_jobs(work)
     output = _add_output(transform, "each target that is complete")
-    output.add_argument("--report", type=_path, metavar="FILE.json", help="write what was done, target by target")
+    output.add_argument("--report", type=values.path, metavar="FILE.json", help="write what was done, target by target")
     plan = command("plan", "show what transform would do, writing nothing")
     _add_conversion(plan)
     printed = plan.add_argument_group("what is printed")
@@ -80,7 +76,7 @@ def parser() -> argparse.ArgumentParser:
     )
     shown.add_argument(
         "--plot",
-        type=_path,
+        type=values.path,
         metavar="FILE",
         help="draw who feeds whom instead, as .svg or .png, or as .html, a page with the cuts of tensors too; of many"
         " targets a sample is planned",
@@ -101,8 +97,8 @@ def parser() -> argparse.ArgumentParser:
     verify = command(
         "verify", "check that DST holds what SRC does, whatever their layouts; without DST, that SRC fits its own sums"
     )
-    verify.add_argument("source", type=_path, metavar="SRC", help="a checkpoint")
-    verify.add_argument("target", type=_path, metavar="DST", nargs="?", help="what transform has made of it")
+    verify.add_argument("source", type=values.path, metavar="SRC", help="a checkpoint")
+    verify.add_argument("target", type=values.path, metavar="DST", nargs="?", help="what transform has made of it")
     _add_strategies(verify, "sharded (default: as its shards say, else one full checkpoint)")
     _add_files(
         verify,
@@ -113,31 +109,31 @@ def parser() -> argparse.ArgumentParser:
     _add_comparison(verify, "hold the source strategy against SRC")
     _add_output(verify, "each shard that is sound")
     diff = command("diff", "check that two checkpoints hold the same tensors, whatever their formats and layouts")
-    diff.add_argument("source", type=_path, metavar="A", help="a checkpoint")
-    diff.add_argument("target", type=_path, metavar="B", help="another one")
+    diff.add_argument("source", type=values.path, metavar="A", help="a checkpoint")
+    diff.add_argument("target", type=values.path, metavar="B", help="another one")
     sharded, strategies = "is sharded (default: as its shards say, else one full checkpoint)", _strategies_of(diff)
-    strategies.add_argument("--src-strategy", type=_path, metavar="F|DIR", help=f"how A {sharded}")
-    strategies.add_argument("--dst-strategy", type=_path, metavar="F|DIR", help=f"how B {sharded}")
+    strategies.add_argument("--src-strategy", type=values.path, metavar="F|DIR", help=f"how A {sharded}")
+    strategies.add_argument("--dst-strategy", type=values.path, metavar="F|DIR", help=f"how B {sharded}")
     _add_files(diff, "A")
     _add_map(diff, "A")
     _add_comparison(diff, "hold the strategies against the checkpoints")
     _add_output(diff, "each tensor that is the same")
     commit = command("commit", "check that all targets in DST are complete, and write DST/reshard.json")
-    commit.add_argument("target", type=_path, metavar="DST", help="the folder that transform has written to")
+    commit.add_argument("target", type=values.path, metavar="DST", help="the folder that transform has written to")
     needed = command("ranks", "list the source ranks that target rank R needs, one per line")
-    needed.add_argument("rank", type=_rank, metavar="R", help="the target rank")
+    needed.add_argument("rank", type=values.rank, metavar="R", help="the target rank")
     _add_strategies(needed)
     _add_accumulated(needed)
     merge = command("merge-strategies", "merge the strategy files of all pipeline stages into one")
-    merge.add_argument("folder", type=_path, metavar="DIR", help="folder with the strategy files of every stage")
-    merge.add_argument("out", type=_path, metavar="OUT", help="the merged file (.json: as JSON)")
+    merge.add_argument("folder", type=values.path, metavar="DIR", help="folder with the strategy files of every stage")
+    merge.add_argument("out", type=values.path, metavar="OUT", help="the merged file (.json: as JSON)")
     governor = command("governor", "show who holds memory on this host now, and who waits for it")
     governor.add_argument("--json", action="store_true", help="print it as JSON")
     inspect = command("inspect", "show what a shard, a checkpoint folder or a strategy holds")
-    inspect.add_argument("path", type=_path, metavar="PATH", help="what to look at")
+    inspect.add_argument("path", type=values.path, metavar="PATH", help="what to look at")
     inspect.add_argument(
         "other",
-        type=_path,
+        type=values.path,
         metavar="GLOB|OTHER",
         nargs="?",
         help="tensors whose names match, such as 'layers.0.*', with the ranks that hold them; or the path of another"
@@ -162,7 +158,7 @@ def parser() -> argparse.ArgumentParser:
     )
     demo = command("demo", "make a small checkpoint of 8 ranks, reshard it to 4, and check every element")
     demo.add_argument(
-        "folder", type=_path, metavar="DIR", nargs="?", help="where to leave its files (default: removed again)"
+        "folder", type=values.path, metavar="DIR", nargs="?", help="where to leave its files (default: removed again)"
     )
     for name, added in commands.choices.items():
         added.usage = f"reshard-mpi {name} {_usage(added)}"
@@ -185,9 +181,9 @@ def _filled(text: str) -> str:
 def _add_conversion(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     """Add what transform and plan have in common; return the group of what is said of memory and processes."""
     source = "rank_* folders, one checkpoint file, loose files, or a folder with an index (hf, dcp, mindformers)"
-    parser.add_argument("source", type=_path, metavar="SRC", help=source)
+    parser.add_argument("source", type=values.path, metavar="SRC", help=source)
     target = "folder for rank_<r>/<prefix><r>.<ending>; hf and dcp have their files in it"
-    parser.add_argument("target", type=_path, metavar="DST", help=target)
+    parser.add_argument("target", type=values.path, metavar="DST", help=target)
     _add_strategies(parser)
     _add_files(parser, "SRC")
     _add_map(parser)
@@ -196,7 +192,7 @@ def _add_conversion(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     files.add_argument("--prefix", default=formats.DEFAULT_PREFIX, help="of target file names (default: %(default)s)")
     files.add_argument(
         "--max-shard-size",
-        type=_size,
+        type=values.size,
         metavar="SIZE",
         help="how large a file may become with --to hf (default: 5GB, which is 5 * 10^9 bytes)",
     )
@@ -209,7 +205,7 @@ def _add_conversion(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     _add_rank(share, "make these targets only, such as 3 or 0-3,8 (repeatable)")
     share.add_argument(
         "--part",
-        type=_part,
+        type=values.part,
         metavar="I/N",
         help="make the I-th (from 0) of N shares of the targets; with as many shares as targets or more, target I",
     )
@@ -277,11 +273,11 @@ def _add_map(command: argparse.ArgumentParser, source: str = "SRC") -> None:
     )
     direction.add_argument("--reverse", action="store_true", help="read the map from right to left")
     parser.add_argument(
-        "--config", type=_path, metavar="FILE.json", help="the model's configuration, for [axes] of maps"
+        "--config", type=values.path, metavar="FILE.json", help="the model's configuration, for [axes] of maps"
     )
     parser.add_argument(
         "--like",
-        type=_path,
+        type=values.path,
         metavar="CHECKPOINT",
         help="a checkpoint of the target's network, trained or not: its names and shapes decide where those of"
         " the source do not tell what an equation of the map makes, and the target must have them",
@@ -309,13 +305,13 @@ def _add_map(command: argparse.ArgumentParser, source: str = "SRC") -> None:
 
 
 def _add_rank(parser: argparse._ActionsContainer, text: str) -> None:
-    parser.add_argument("--rank", type=_ranks, action="extend", metavar="RANKS", help=text)
+    parser.add_argument("--rank", type=values.ranks, action="extend", metavar="RANKS", help=text)
 
 
 def _add_jobs(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--jobs",
-        type=_positive,
+        type=values.positive,
         metavar="N",
         help="local processes, no more than there is work for (default: one a core, up to 8 or the number of targets,"
         " the more; 1 under a launcher)",
@@ -337,7 +333,7 @@ def _add_files(command: argparse.ArgumentParser, source: str, *, ranks: str | No
     parser.add_argument(
         "--src-files",
         dest="source_files",
-        type=_positive,
+        type=values.positive,
         metavar="N",
         help=f"how many files {source} was saved in: asked for where nothing in it tells (dcp-safetensors)",
     )
@@ -383,15 +379,15 @@ def _add_memory(parser: argparse._ActionsContainer) -> None:
         help="what all processes of this user on a host may take together, as 64G (default: RESHARD_MPI_MEMORY, else"
         " what is free); processes that find no room wait. unlimited: none waits",
     )
-    parser.add_argument("--max-active", type=_positive, metavar="N", help="how many may work at once on a host")
+    parser.add_argument("--max-active", type=values.positive, metavar="N", help="how many may work at once on a host")
 
 
 def _add_strategies(command: argparse.ArgumentParser, target: str = "to be (default: one full checkpoint)") -> None:
     parser = _strategies_of(command)
     parser.add_argument(
-        "--src-strategy", type=_path, metavar="F|DIR", help="how SRC is sharded (default: as its shards say)"
+        "--src-strategy", type=values.path, metavar="F|DIR", help="how SRC is sharded (default: as its shards say)"
     )
-    parser.add_argument("--dst-strategy", type=_path, metavar="F|DIR", help=f"how DST is {target}")
+    parser.add_argument("--dst-strategy", type=values.path, metavar="F|DIR", help=f"how DST is {target}")
     parser.add_argument(
         "--unlisted",
         choices=("follow", "replicate", "drop"),
@@ -399,60 +395,6 @@ def _add_strategies(command: argparse.ArgumentParser, target: str = "to be (defa
         help="parameters DST's strategy does not list: follow the one they are named after (moments.w: w), hold them"
         " whole on every rank, or leave them out (default: %(default)s)",
     )
-
-
-def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS
-
-
-def _path(text: str) -> str:
-    if not text:  # such as a variable of the shell that is not set; to a system call it is no path either
-        raise argparse.ArgumentTypeError("expected a path, got ''")
-    return text
-
-
-def _positive(text: str) -> int:
-    if not _is_number(text) or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected 1 or more, got {text!r}")
-    return int(text)
-
-
-def _size(text: str) -> int:
-    try:
-        size_bytes = parse_bytes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"expected {error}, got {text!r}") from None
-    if size_bytes < 1:
-        raise argparse.ArgumentTypeError(f"expected 1 byte or more, got {text!r}")
-    return size_bytes
-
-
-def _rank(text: str) -> int:
-    if not _is_number(text):
-        raise argparse.ArgumentTypeError(f"expected a rank, 0 or more, got {text!r}")
-    return int(text)
-
-
-def _ranks(text: str) -> tuple[int, ...]:
-    """Return the ranks that a text such as `0-3,8` lists."""
-    ranges = []
-    for part in text.split(","):
-        first, dash, last = part.partition("-")
-        if not _is_number(first) or (dash and not _is_number(last)):
-            raise argparse.ArgumentTypeError(f"expected ranks, such as 3 or 0-3,8, got {text!r}")
-        ranges.append(range(int(first), int(last if dash else first) + 1))
-        if not ranges[-1]:
-            raise argparse.ArgumentTypeError(f"expected the lower rank first, {last}-{first}, got {part!r}")
-    if sum(ranks.stop - ranks.start for ranks in ranges) > _MOST_RANKS:
-        raise argparse.ArgumentTypeError(f"expected at most {_MOST_RANKS} ranks, got {text!r}")
-    return tuple(rank for ranks in ranges for rank in ranks)
-
-
-def _part(text: str) -> tuple[int, int]:
-    share, slash, shares = text.partition("/")
-    if not (slash and _is_number(share) and _is_number(shares) and int(share) < int(shares)):
-        raise argparse.ArgumentTypeError(f"expected I/N with I from 0 to N-1, got {text!r}")
-    return int(share), int(shares)
 
 
 def request(options: argparse.Namespace) -> Request:
