@@ -320,7 +320,7 @@ class MappedCheckpoint(SourceCheckpoint):
                     expected="the same on all ranks, with a map, types or a choice",
                     got=f"different ones on {self.stored.strategy.world_size} ranks",
                     where=self.files.path,
-                    remedy=f"leave it out (--exclude {name}); only a run without --map, --dtype, --include and"
+                    remedy=f"leave it out (--exclude {name!r}); only a run without --map, --dtype, --include and"
                     " --exclude keeps it",
                 )
 
