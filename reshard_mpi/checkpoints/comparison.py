@@ -20,7 +20,7 @@ from reshard_mpi.units import KIB
 # have more, they are compared in several batches, and the first of them is read again for each.
 _MAX_TENSORS_AT_ONCE = 20_000
 # How many copies in different batches are told apart by their digests at once; each takes some 200 bytes.
-_MAX_DIGESTS = 100_000
+_MAX_DIGESTS = 20_000
 _DIGEST_BYTES = 200
 
 
