@@ -6,8 +6,6 @@ working. (Where MindSpore raises NotADirectoryError, this is a TargetError.)
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar
 
 from reshard_mpi.text import lines, one_line
@@ -111,15 +109,6 @@ class BudgetError(ReshardError):
     """The work can never fit the memory that is allowed."""
 
     exit_code = 5
-
-
-@contextmanager
-def only_known_errors() -> Iterator[None]:
-    """Turn errors of the file system, and a lack of memory, into a ReshardError."""
-    try:
-        yield
-    except (OSError, MemoryError) as error:
-        raise as_reshard_error(error) from error
 
 
 _MAX_QUOTED = 80

@@ -17,6 +17,7 @@ from reshard_mpi.api.plain import (
     plain_texts,
 )
 from reshard_mpi.api.shown import OnProgress, progress_for
+from reshard_mpi.api.wording import all_in_python
 from reshard_mpi.checkpoints import discovery
 from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.errors import UsageError
@@ -26,7 +27,7 @@ from reshard_mpi.planning.partial_sums import Accumulated
 from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.processes.comm import MPIComm, SerialComm
 from reshard_mpi.runs.conversion import Conversion
-from reshard_mpi.runs.outcome import Outcome
+from reshard_mpi.runs.outcome import Outcome, Report
 from reshard_mpi.runs.progress import log
 from reshard_mpi.runs.request import Request
 from reshard_mpi.runs.through import through_map
@@ -99,8 +100,14 @@ def run(
         raise
     shown.close()
     if communicator is None or communicator.Get_rank() == 0:
-        log(outcome.notes, outcome.warnings)
+        log(all_in_python(outcome.notes), all_in_python(outcome.warnings))
     return outcome
+
+
+def report_of(outcome: Outcome, seconds: float) -> Report:
+    """Return the report of a run as a caller reads it."""
+    report = Report.of(outcome, seconds)
+    return report._replace(notes=all_in_python(report.notes), warnings=all_in_python(report.warnings))
 
 
 def raise_first(outcome: Outcome) -> None:

@@ -20,6 +20,7 @@ from reshard_mpi.api.calls import (
     map_fields,
     raise_first,
     refuse_both,
+    report_of,
     run,
 )
 from reshard_mpi.api.plain import (
@@ -34,7 +35,8 @@ from reshard_mpi.api.plain import (
     plain_text,
 )
 from reshard_mpi.api.shown import OnProgress
-from reshard_mpi.errors import UsageError, only_known_errors
+from reshard_mpi.api.wording import all_in_python, public
+from reshard_mpi.errors import UsageError
 from reshard_mpi.planning.shown_rules import told_rules
 from reshard_mpi.planning.summary import Plan, RankSummary
 from reshard_mpi.processes.comm import SerialComm
@@ -50,7 +52,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-@only_known_errors()
+@public
 def transform(
     source: PathLike,
     target: PathLike,
@@ -133,10 +135,10 @@ def transform(
     refuse_both({"resume": resume, "overwrite": overwrite})
     outcome = run(request, plain_number(jobs, "jobs"), comm, processes_name="jobs", progress=progress)
     outcome.raise_failures()
-    return Report.of(outcome, time.monotonic() - begin)
+    return report_of(outcome, time.monotonic() - begin)
 
 
-@only_known_errors()
+@public
 def plan(
     source: PathLike,
     src_strategy: PathLike | None = None,
@@ -181,12 +183,13 @@ def plan(
         for rank_plan in plans:
             allotted.require_possible(rank_plan)
         rules = conversion.shown_rules(wanted[0] if wanted else None)
-        log((*outcome.notes, *told_rules(rules, are_all=True)), outcome.warnings)
+        notes = (*outcome.notes, *told_rules(rules, are_all=True))
+        log(all_in_python(notes), all_in_python(outcome.warnings))
         summaries = tuple(RankSummary.of(rank_plan, projection.peak_bytes(rank_plan)) for rank_plan in plans)
         return Plan(summaries, conversion.source.described, rules=rules)
 
 
-@only_known_errors()
+@public
 def verify(
     source: PathLike,
     target: PathLike | None = None,
@@ -246,10 +249,10 @@ def verify(
     work = Task.VERIFY_ALONE if target is None else Task.VERIFY_PAIR
     outcome = run(request, plain_number(process_num, "process_num"), comm, work, progress=progress)
     raise_first(outcome)
-    return Report.of(outcome, time.monotonic() - begin)
+    return report_of(outcome, time.monotonic() - begin)
 
 
-@only_known_errors()
+@public
 def diff(
     first: PathLike,
     second: PathLike,
@@ -302,10 +305,10 @@ def diff(
     )
     outcome = run(request, plain_number(jobs, "jobs"), comm, Task.DIFF, processes_name="jobs", progress=progress)
     raise_first(outcome)
-    return Report.of(outcome, time.monotonic() - begin)
+    return report_of(outcome, time.monotonic() - begin)
 
 
-@only_known_errors()
+@public
 def load_rank(
     rank: int,
     source: PathLike | Mapping[int, PathLike],
@@ -343,7 +346,7 @@ def load_rank(
         files, src_strategy, dst_strategy, unlisted, replicas=replicas, accumulated=accumulated, fields=fields
     )
     (rank_plan,), outcome = plan_together(conversion, [rank])
-    log(outcome.notes, outcome.warnings)
+    log(all_in_python(outcome.notes), all_in_python(outcome.warnings))
     from reshard_mpi.engine.arrays import load_shard
 
     return {**load_shard(rank_plan, limits=conversion.limits), **rank_plan.strings}

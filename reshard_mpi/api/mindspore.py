@@ -20,6 +20,7 @@ from reshard_mpi.api.calls import (
     conversion_of,
     listed_shards,
     raise_first,
+    report_of,
     run,
 )
 from reshard_mpi.api.plain import (
@@ -32,10 +33,11 @@ from reshard_mpi.api.plain import (
     plain_size,
     plain_text,
 )
-from reshard_mpi.api.shown import OnProgress
-from reshard_mpi.errors import TargetError, UsageError, only_known_errors
+from reshard_mpi.api.shown import OnProgress, shown_to
+from reshard_mpi.api.wording import all_in_python, public
+from reshard_mpi.errors import TargetError, UsageError
 from reshard_mpi.journal.targets import Unrecorded
-from reshard_mpi.planning.ranks import needed_ranks
+from reshard_mpi.planning.ranks import joined_ranks, needed_ranks
 from reshard_mpi.processes.comm import SerialComm
 from reshard_mpi.processes.governor.allowance import Allowance
 from reshard_mpi.runs.conversion import Conversion
@@ -44,16 +46,17 @@ from reshard_mpi.runs.outcome import Report
 from reshard_mpi.runs.overlap import refuse_posing
 from reshard_mpi.runs.plans import plan_together
 from reshard_mpi.runs.preflight import Tally, may_share, require_room, require_short_names, stranger_notes
-from reshard_mpi.runs.progress import Silent, log
+from reshard_mpi.runs.progress import log
 from reshard_mpi.runs.request import Request
+from reshard_mpi.runs.status import CLOSED, MOVED, Stage
 from reshard_mpi.runs.unified import numbers_of, request_of_files
 from reshard_mpi.runs.workers import Task
-from reshard_mpi.runs.write import write_whole
+from reshard_mpi.runs.write import target_report, write_whole
 from reshard_mpi.sharding.placement import unsharded
 from reshard_mpi.sharding.strategy.merge import merge
 
 
-@only_known_errors()
+@public
 def transform_checkpoints(
     src_checkpoints_dir: PathLike,
     dst_checkpoints_dir: PathLike,
@@ -118,10 +121,10 @@ def transform_checkpoints(
     )
     outcome = run(request, plain_number(process_num, "process_num") or 1, comm, progress=progress)
     outcome.raise_failures()
-    return Report.of(outcome, time.monotonic() - begin)
+    return report_of(outcome, time.monotonic() - begin)
 
 
-@only_known_errors()
+@public
 def transform_checkpoint_by_rank(
     rank_id: int,
     checkpoint_files_map: Mapping[int, PathLike],
@@ -131,15 +134,20 @@ def transform_checkpoint_by_rank(
     *,
     unlisted: str = "follow",
     replicas: str = "sample",
+    accumulated: str = "refuse",
     memory: str | int | None = None,
     max_active: int | None = None,
-) -> None:
+    progress: OnProgress | None = None,
+) -> Report:
     """Write the shard of target rank `rank_id` to `save_checkpoint_file_name`; an existing file is replaced atomically.
 
     checkpoint_files_map: source shards by rank; it may have more ranks than are needed, or other replicas. The ending
-    of the file name (.ckpt, .h5, .pt ...) tells the format; its folder is made if there is none. replicas, memory,
-    max_active and the log: as in `transform_checkpoints`. Raises a ReshardError, and then writes nothing.
+    of the file name (.ckpt, .h5, .pt ...) tells the format; its folder is made if there is none. accumulated: as in
+    `transform_checkpoints`; gradients are joined of the shards that `rank_list_for_transform` names if it is told the
+    same. replicas, memory, max_active and the log: as in `transform_checkpoints`. progress: as in `transform`. Raises a
+    ReshardError, and then writes nothing.
     """
+    begin = time.monotonic()
     rank_id = plain_number(rank_id, "rank_id")
     path = Path(plain_path(save_checkpoint_file_name, "save_checkpoint_file_name"))
     name = formats.name_of(path.name)
@@ -151,28 +159,41 @@ def transform_checkpoint_by_rank(
             where=str(path),
         )
     files = listed_shards(checkpoint_files_map, "checkpoint_files_map")
+    strategies = src_strategy_file, dst_strategy_file
     allowed = plain_size(memory, "memory"), plain_number_or_none(max_active, "max_active")
-    with RunMemory(lambda: Allowance.of(*allowed, os.environ), SerialComm(), Silent()) as allotted:
+    with (
+        shown_to(progress) as shown,
+        RunMemory(lambda: Allowance.of(*allowed, os.environ), SerialComm(), shown) as lease,
+    ):
+        shown.begin(Stage("planning"))
         purpose = f"target rank {rank_id} at {path}"
-        notes = allotted.open().notes
-        allotted.to_open((src_strategy_file, dst_strategy_file), purpose, files.format)
-        conversion = conversion_of(files, src_strategy_file, dst_strategy_file, unlisted, replicas=replicas)
-        target = _require_free(path, rank_id, conversion, (src_strategy_file, dst_strategy_file))
+        notes = lease.open().notes
+        lease.to_open(strategies, purpose, files.format)
+        conversion = conversion_of(files, *strategies, unlisted, replicas=replicas, accumulated=accumulated)
+        target = _require_free(path, rank_id, conversion, strategies)
         # In a folder that is not that of the rank, shards of other ranks are no strangers.
         strange = stranger_notes([path] if path.parent.name == f"rank_{rank_id}" else [])
-        allotted.on_giving_way(conversion.forget)
-        allotted.to_plan(conversion, name, purpose)
+        lease.on_giving_way(conversion.forget)
+        lease.to_plan(conversion, name, purpose)
         (rank_plan,), outcome = plan_together(conversion, [rank_id], (*notes, *strange))
         tally = Tally()
         size_bytes, left_bytes = formats.by_name(name).size_at_most_bytes(rank_plan.shard), target.left_bytes(path)
         tally.add(path, size_bytes, left_bytes=left_bytes)
         require_room([tally.rooms(1, partial(may_share, conversion.source.files, name, path))])
-        peak_bytes = allotted.require_possible(rank_plan)
-        log(outcome.notes, outcome.warnings)
-        while not allotted.to_move(peak_bytes, purpose):
+        peak_bytes = lease.require_possible(rank_plan)
+        log(all_in_python(outcome.notes), all_in_python(outcome.warnings))
+        while not lease.to_move(peak_bytes, purpose):
             rank_plan = conversion.plan(rank_id, checked=False)
+        written_bytes = rank_plan.written_bytes
+        shown.begin(Stage("writing", written_bytes, 1, phases=(MOVED, CLOSED)), written_bytes, written_bytes)
         with target.writing(rank_id, path, mode=formats.by_name(name).MODE) as publication:
-            write_whole(rank_plan, name, publication, conversion.limits, Silent().moved)
+            filled = write_whole(rank_plan, name, publication, conversion.limits, shown.moved)
+        waited_seconds = lease.take_waited_seconds()
+        shown.closed(written_bytes)
+        shown.completed()
+    report = target_report(rank_plan, path, begin, waited_seconds, peak_bytes, 0, [filled])
+    made = outcome._replace(targets=(report,), processes=1)
+    return report_of(made, time.monotonic() - begin)
 
 
 def _require_free(
@@ -191,7 +212,7 @@ def _require_free(
     return target
 
 
-@only_known_errors()
+@public
 def unified_safetensors(
     src_dir: PathLike,
     src_strategy_file: PathLike | None,
@@ -205,7 +226,8 @@ def unified_safetensors(
     replicas: str = "sample",
     memory: str | int | None = None,
     max_active: int | None = None,
-) -> None:
+    progress: OnProgress | None = None,
+) -> Report:
     """Merge the shards of the checkpoint under `src_dir` into whole tensors, in a few files under `dst_dir`.
 
     Writes `part0.safetensors` and so on, of some 3 GiB each, and `param_name_map.json`, which tells which of them holds
@@ -216,8 +238,10 @@ def unified_safetensors(
     processes at most; never more than files or cores. choice_func: called with the name of each tensor; False leaves
     the tensor out, a text is its new name. split_dst_file: (i, n), to write only share number i from 1 of n shares of
     the parts; the first also writes the map and the other files. replicas, memory, max_active and the log: as in
-    `transform_checkpoints`. Raises a ReshardError: before anything is written if it cannot be done exactly.
+    `transform_checkpoints`. progress: as in `transform`. The report's targets are the files, by their numbers. Raises a
+    ReshardError: before anything is written if it cannot be done exactly.
     """
+    begin = time.monotonic()
     if split_dst_file is None or not tuple(split_dst_file):
         part = None
     else:
@@ -240,31 +264,49 @@ def unified_safetensors(
     if not (numbers := numbers_of(chosen)):
         raise UsageError("split_dst_file has more shares than there are parts", got=repr(split_dst_file))
     processes = min(most, len(numbers), len(os.sched_getaffinity(0)))
-    raise_first(run(chosen, processes, None, Task.UNIFY, processes_name="max_process_num"))
+    outcome = run(chosen, processes, None, Task.UNIFY, processes_name="max_process_num", progress=progress)
+    raise_first(outcome)
+    return report_of(outcome, time.monotonic() - begin)
 
 
-@only_known_errors()
+@public
 def rank_list_for_transform(
     rank_id: int,
     src_strategy_file: PathLike | None = None,
     dst_strategy_file: PathLike | None = None,
     *,
     unlisted: str = "follow",
+    accumulated: str = "refuse",
 ) -> list[int]:
     """Return the source ranks whose shards target rank `rank_id` needs, ascending, and as few as suffice.
 
+    accumulated: as in `transform_checkpoints`; a "mean" or "sum" needs the shards of all ranks that hold a part of it.
     Raises UsageError if the target has no such rank, StrategyError or LayoutError if the strategy files are wrong.
     """
-    rank_id = plain_number(rank_id, "rank_id")
+    return ranks_needed(plain_number(rank_id, "rank_id"), src_strategy_file, dst_strategy_file, unlisted, accumulated)
+
+
+def ranks_needed(
+    rank_id: int,
+    src_strategy_file: PathLike | None,
+    dst_strategy_file: PathLike | None,
+    unlisted: str,
+    accumulated: str,
+) -> list[int]:
+    """Return what `rank_list_for_transform` does, for callers that are told of options."""
     source, target = both_strategies(src_strategy_file, dst_strategy_file)
     source = source or unsharded()
     # Strategies made of rules list no names, so a rule's own glob stands for the parameters that it places, which may
     # be different ones in each stage.
     names = [glob for glob, _ in (*source.rules, *target.rules)]
     available, choice = range(source.world_size), as_unlisted(unlisted)
-    return list(
-        needed_ranks(source, target, rank_id, names=names, available=available, unlisted=choice, from_any_stage=True)
+    ranks = needed_ranks(
+        source, target, rank_id, names=names, available=available, unlisted=choice, from_any_stage=True
     )
+    joined = joined_ranks(
+        source, target, rank_id, names=names, unlisted=choice, accumulated=as_accumulated(accumulated)
+    )
+    return sorted({*ranks, *joined})
 
 
 # MindSpore's other names of the same functions.
@@ -273,7 +315,7 @@ convert_checkpoint_by_rank = transform_checkpoint_by_rank
 convert_checkpoints = transform_checkpoints
 
 
-@only_known_errors()
+@public
 def merge_pipeline_strategys(src_strategy_dirs: PathLike | Sequence[PathLike], dst_strategy_file: PathLike) -> None:
     """Merge the strategy files of all pipeline stages (a folder, or paths) into one file.
 

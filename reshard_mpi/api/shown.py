@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
-from reshard_mpi.processes.comm import Comm, MPIComm
+from reshard_mpi.processes.comm import Comm, MPIComm, SerialComm
 from reshard_mpi.runs.progress import RunProgress, Silent, log_warning
 from reshard_mpi.runs.ranks import RankProgress, RootProgress
 from reshard_mpi.runs.status import RunStatus
@@ -52,6 +53,18 @@ class Told:
 
             logging.getLogger("reshard_mpi").exception("the function that is told the progress has failed")
             self._on_progress = None
+
+
+@contextmanager
+def shown_to(on_progress: OnProgress | None) -> Iterator[RunProgress]:
+    """Give what tells a caller's function the progress of what this process does alone, until its end."""
+    shown = progress_for(on_progress, SerialComm())
+    try:
+        yield shown
+    except BaseException:
+        shown.abandon()
+        raise
+    shown.close()
 
 
 def progress_for(on_progress: OnProgress | None, comm: Comm) -> RunProgress:

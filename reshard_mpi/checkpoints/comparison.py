@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from operator import attrgetter
 
 from reshard_mpi.checkpoints.source import SourceCheckpoint
-from reshard_mpi.errors import DisagreementError, StrategyError
+from reshard_mpi.errors import CoverageError, DisagreementError, StrategyError
 from reshard_mpi.formats.columns import TensorEntry
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.planning.copies import Alike
@@ -19,6 +19,13 @@ from reshard_mpi.units import KIB
 # How many tensors the shards of a batch may have in all; each takes some 600 bytes. If the ranks that hold the same
 # have more, they are compared in several batches, and the first of them is read again for each.
 _MAX_TENSORS_AT_ONCE = 20_000
+# How many copies in different batches are told apart by their digests at once; each takes some 200 bytes.
+_MAX_DIGESTS = 20_000
+_DIGEST_BYTES = 200
+
+
+# A shard in a batch: the number of the part that it holds, its rank, and its manifest.
+_Holder = tuple[int, int, Manifest]
 
 
 def compare(
@@ -29,17 +36,25 @@ def compare(
     all_alike: the tensors and their holders; those of the same holders must follow one another. Each copy is read once,
     in blocks, two of which are in memory at a time. A shard that lacks a tensor is passed over. on_bytes: called with
     the number of bytes just compared, of all copies. Raises DisagreementError for the first difference (or where copies
-    are the same that must differ), or StrategyError if the source strategy does not list the tensor.
+    are the same that must differ), StrategyError if the source strategy does not list the tensor, or CoverageError if
+    parts of a sum may be on ranks whose shards the user has not picked.
     """
     comparison = _Comparison(source, limits, on_bytes)
-    for _, group in groupby(all_alike, key=attrgetter("holding")):
-        comparison.compare_holders(tuple(group))
+    for (_, must_differ), group in groupby(all_alike, key=attrgetter("holding", "must_differ")):
+        for portion in _portions(group) if must_differ else ():
+            comparison.tell_apart(portion)
+        if not must_differ:
+            comparison.compare_holders(tuple(group))
     return tuple(comparison.lost.values())
 
 
 def comparing_bytes(limits: Limits) -> int:
-    """Return how much memory `compare` takes besides what is in use already: two blocks, a window, and shard tables."""
-    return limits.buffer_bytes + limits.window_bytes + 2 * _MAX_TENSORS_AT_ONCE * KIB
+    """Return how much memory `compare` takes besides what is in use already.
+
+    That is two blocks, a window, the tables of shards, and digests.
+    """
+    tables_bytes = 2 * _MAX_TENSORS_AT_ONCE * KIB
+    return limits.buffer_bytes + limits.window_bytes + tables_bytes + _MAX_DIGESTS * _DIGEST_BYTES
 
 
 def difference(source: SourceCheckpoint, check: Check, other_rank: int, element: Sequence[int]) -> DisagreementError:
@@ -66,7 +81,7 @@ class _Comparison:
     def compare_holders(self, group: Sequence[Alike]) -> None:
         """Compare the tensors of `group`, which the same ranks hold. Raises what `compare` raises."""
         from reshard_mpi.engine.files import Files
-        from reshard_mpi.engine.regions import first_difference, first_same
+        from reshard_mpi.engine.regions import digest_unless_zeros, first_difference
 
         first: dict[tuple[int, str], Copy] = {}  # the first copy of each tensor, by its place in the group and its name
         for batch in self._batches(group[0].parts):
@@ -79,21 +94,71 @@ class _Comparison:
                         if len(copies) < 2:
                             continue
                         check = Check(name, tuple(copies), refuse=True, why=alike.why)
-                        if alike.must_differ:
-                            same = first_same(check, limits=self._limits, files=files)
-                            if same is not None:
-                                raise _not_apart(self._source, check, same)
-                            self._on_bytes(sum(copy.size_bytes for copy in copies))
-                            continue
                         differing = first_difference(check, limits=self._limits, files=files, on_bytes=self._on_bytes)
                         if differing is not None:
                             other, element = differing
                             error = difference(self._source, check, other.source_rank, element)
                             raise error if alike.listed else _of_unlisted(name, error, self._source)
 
-    def _batches(self, parts: Sequence[Part]) -> Iterator[list[tuple[int, int, Manifest]]]:
+        unasked = self._unasked(group[0].parts)
+        for place, alike in enumerate(group) if unasked else ():
+            for name in alike.names if alike.is_partial else ():
+                copy = first.get((place, name))
+                with Files() as files:
+                    if copy is not None and digest_unless_zeros(copy, limits=self._limits, files=files) is not None:
+                        raise _of_others(name, copy.source_rank, unasked, self._source)
+
+    def tell_apart(self, group: Sequence[Alike]) -> None:
+        """Make sure that no two copies of the tensors of `group`, which the same ranks hold, are the same.
+
+        Copies in shards that are opened together are compared up to where they differ, others by digests of all that
+        they hold. Raises what `compare` raises.
+        """
+        batches = self._batches(group[0].parts)
+        first, second = next(batches, []), next(batches, None)
+        if second is None:
+            self._tell_apart_at_once(group, first)
+        else:
+            self._tell_apart_by_digests(group, chain((first, second), batches))
+
+    def _tell_apart_at_once(self, group: Sequence[Alike], batch: Iterable[_Holder]) -> None:
+        from reshard_mpi.engine.files import Files
+        from reshard_mpi.engine.regions import first_same
+
+        with Files() as files:
+            for check in _checks(group, batch):
+                same = first_same(check, limits=self._limits, files=files) if len(check.copies) > 1 else None
+                if same is not None:
+                    raise _not_apart(self._source, check.name, check.why, same)
+                self._on_bytes(sum(copy.size_bytes for copy in check.copies))
+
+    def _tell_apart_by_digests(self, group: Sequence[Alike], batches: Iterable[Iterable[_Holder]]) -> None:
+        from reshard_mpi.engine.files import Files
+        from reshard_mpi.engine.regions import digest_unless_zeros
+
+        known: dict[tuple[int, str, bytes], int] = {}  # a rank for each digest of each tensor's copies
+        for batch in batches:
+            with Files() as files:
+                for number, check in enumerate(_checks(group, batch)):
+                    for copy in check.copies:
+                        digest = digest_unless_zeros(copy, limits=self._limits, files=files)
+                        self._on_bytes(copy.size_bytes)
+                        if digest is None:
+                            continue
+                        other = known.setdefault((number, check.name, digest), copy.source_rank)
+                        if other != copy.source_rank:
+                            same = other, copy.source_rank
+                            raise _not_apart(self._source, check.name, check.why, same)
+
+    def _unasked(self, parts: Sequence[Part]) -> list[int]:
+        """Return the ranks that hold `parts`, and are not among those whose shards the user has picked."""
+        if not self._source.files.picked:
+            return []
+        return [rank for part in parts for rank in part.placement.holders(part.piece) if rank not in self._source]
+
+    def _batches(self, parts: Sequence[Part]) -> Iterator[list[_Holder]]:
         """Yield the shards that hold `parts`, in batches of (number of the part, rank, manifest)."""
-        source, batch, tensors = self._source, list[tuple[int, int, Manifest]](), 0
+        source, batch, tensors = self._source, list[_Holder](), 0
         for number, part in enumerate(parts):
             for rank in part.placement.holders(part.piece):
                 manifest = source.find(rank) if rank in source else None
@@ -110,15 +175,51 @@ class _Comparison:
             yield batch
 
 
-def _not_apart(source: SourceCheckpoint, check: Check, same: Sequence[int]) -> DisagreementError:
+def _portions(group: Iterable[Alike]) -> Iterator[tuple[Alike, ...]]:
+    """Cut what the same ranks hold so that the copies of each portion can all be kept in mind."""
+    portion, copies = list[Alike](), 0
+    for alike in group:
+        names = max(1, _MAX_DIGESTS // alike.copies)
+        for first in range(0, len(alike.names), names):
+            part = alike._replace(names=alike.names[first : first + names])
+            if portion and copies + len(part.names) * part.copies > _MAX_DIGESTS:
+                yield tuple(portion)
+                portion, copies = [], 0
+            portion.append(part)
+            copies += len(part.names) * part.copies
+    if portion:
+        yield tuple(portion)
+
+
+def _checks(group: Sequence[Alike], batch: Iterable[_Holder]) -> Iterator[Check]:
+    """Yield the copies of each tensor of a group in a batch of shards, always in the same order."""
+    shards = list(batch)
+    for alike in group:
+        for name in alike.names:
+            yield Check(name, tuple(_copies(alike, name, shards)), refuse=True, why=alike.why)
+
+
+def _not_apart(source: SourceCheckpoint, name: str, why: str, same: Sequence[int]) -> DisagreementError:
     """Return the error for copies on the ranks `same` that are going to be added, and are the same."""
     return DisagreementError(
-        f"copies of {check.name!r} are the same, and would be added",
+        f"copies of {name!r} are the same, and would be added",
         expected=f"on {named(same)} different sums, each of data of its own (--accumulated sum)",
-        got=f"the same bytes: {check.why}",
+        got=f"the same bytes: {why}",
         where=" and ".join(source.manifest(rank).path for rank in same),
         remedy="leave out --accumulated if all ranks hold the same; --accumulated mean is right even if some do;"
         " --replicas any adds what is the same as well",
+    )
+
+
+def _of_others(name: str, rank: int, others: Sequence[int], source: SourceCheckpoint) -> CoverageError:
+    """Return the error for a part of a sum whose other parts are on ranks that the user has not picked."""
+    return CoverageError(
+        f"{name!r} is a partial sum of a step that is not finished, and other parts may be on other ranks",
+        expected=f"the shards of {named(others)} as well",
+        got=f"that of rank {rank}, which does not stand for them",
+        where=source.manifest(rank).path,
+        remedy="give these shards too, and say what becomes of the sums with accumulated: rank_list_for_transform names"
+        " the shards if it is told the same; or save at the end of a step",
     )
 
 
@@ -134,7 +235,7 @@ def _of_unlisted(name: str, error: DisagreementError, source: SourceCheckpoint) 
     )
 
 
-def _copies(alike: Alike, name: str, batch: Iterable[tuple[int, int, Manifest]], known: Copy | None) -> Iterator[Copy]:
+def _copies(alike: Alike, name: str, batch: Iterable[_Holder], known: Copy | None = None) -> Iterator[Copy]:
     """Yield the copies of one tensor in a batch of shards, after the `known` one of an earlier batch.
 
     Raises DisagreementError for a copy of another shape or type.

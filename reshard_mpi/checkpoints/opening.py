@@ -63,7 +63,7 @@ def open_source(
                 expected="a source strategy for a checkpoint of several ranks",
                 got=f"{len(files.by_rank)} rank folders without one",
                 where=files.path,
-                remedy="give --src-strategy (src_strategy_file), or --dst-strategy for what is verified",
+                remedy="give --src-strategy, or --dst-strategy for what is verified",
             )
         strategy = unsharded(files.path)
     if strategy.world_size == 1 and manifest.identity is None:
@@ -111,7 +111,7 @@ def _require_all_files(files: ShardFiles) -> None:
     if said is not None and said != count:
         raise SourceError(
             "the checkpoint has not as many files as you say" if count < said else "the checkpoint has other files too",
-            expected=f"{said} files (--src-files, source_files)",
+            expected=f"{said} files (--src-files)",
             got=lying,
             where=files.path,
             remedy="copy the missing ones" if count < said else "remove what does not belong to it",
@@ -119,7 +119,7 @@ def _require_all_files(files: ShardFiles) -> None:
     if said is None and files.is_folder and not formats.by_name(files.format).TRAITS.tells_files:
         raise SourceError(
             f"nothing in a {formats.title(files.format)} tells whether its last files are missing",
-            expected="--src-files N (source_files): how many files were saved, as a rule one for each rank that saved",
+            expected="--src-files N: how many files were saved, as a rule one for each rank that saved",
             got=lying,
             where=files.path,
             remedy="look it up where it was saved: without its last files a model looks complete, and is smaller",

@@ -61,6 +61,10 @@ class Extent(NamedTuple):
         )
 
 
+# What is said of the origin of a tensor that targets do not have.
+LEFT_OUT = "left out"
+
+
 @dataclass(slots=True)
 class SourceCheckpoint:
     """Shard files with the strategy they are sharded by; manifests are read when asked for."""

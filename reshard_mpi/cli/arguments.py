@@ -7,8 +7,8 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from reshard_mpi import formats
-from reshard_mpi.cli.usage import CommandParser
-from reshard_mpi.units import parse_bytes
+from reshard_mpi.cli import values
+from reshard_mpi.cli.usage import CommandParser, HelpFormatter
 
 if TYPE_CHECKING:
     from reshard_mpi.runs.request import Request
@@ -28,10 +28,6 @@ exit codes:
   130  interrupted
   143  terminated"""
 
-# As many as a run makes at once.
-_MOST_RANKS = 1 << 16
-_MOST_DIGITS = 18
-
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line. What it parses has the name of the command as `command`."""
@@ -39,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
         prog="reshard-mpi",
         description=_filled("Rewrite a checkpoint of M ranks as one of N ranks, bit-exactly and in bounded memory."),
         epilog=_EXIT_CODES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     from reshard_mpi import __version__
 
@@ -52,32 +48,35 @@ def parser() -> argparse.ArgumentParser:
             help=text,
             description=_filled(text[0].upper() + text[1:] + "."),
             epilog=_EXIT_CODES,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=HelpFormatter,
         )
         added.set_defaults(command=name)
         return added
 
     transform = command("transform", "reshard the checkpoint SRC into the folder DST")
-    _add_conversion(transform)
-    _add_jobs(transform)
-    transform.add_argument("--report", type=_path, metavar="FILE.json", help="write what was done, target by target")
-    _add_output(transform, "each target that is complete")
+    work = _add_conversion(transform)
+    _add_jobs(work)
+    output = _add_output(transform, "each target that is complete")
+    output.add_argument("--report", type=values.path, metavar="FILE.json", help="write what was done, target by target")
     plan = command("plan", "show what transform would do, writing nothing")
     _add_conversion(plan)
-    plan.add_argument(
+    printed = plan.add_argument_group("what is printed")
+    printed.add_argument(
         "-v",
         "--verbose",
         action="store_true",
         help="list every tensor of the target: what it is made of, and which equation of the map says so",
     )
-    shown = plan.add_mutually_exclusive_group()
+    printed.add_argument("-q", "--quiet", action="store_true", help="print no notes, warnings and progress")
+    _add_progress(printed)
+    shown = printed.add_mutually_exclusive_group()
     shown.add_argument("--json", action="store_true", help="print it as JSON")
     shown.add_argument(
         "--sbatch", action="store_true", help="print a SLURM array script that does it, memory and time from the plan"
     )
     shown.add_argument(
         "--plot",
-        type=_path,
+        type=values.path,
         metavar="FILE",
         help="draw who feeds whom instead, as .svg or .png, or as .html, a page with the cuts of tensors too; of many"
         " targets a sample is planned",
@@ -88,7 +87,7 @@ def parser() -> argparse.ArgumentParser:
         help="say in words where the tensor NAME of the target comes from: which rule, which box, which bytes of which"
         " file; on the target ranks that --rank names (default: the first that holds it)",
     )
-    plan.add_argument(
+    printed.add_argument(
         "--tensor",
         action="append",
         default=[],
@@ -98,37 +97,43 @@ def parser() -> argparse.ArgumentParser:
     verify = command(
         "verify", "check that DST holds what SRC does, whatever their layouts; without DST, that SRC fits its own sums"
     )
-    verify.add_argument("source", type=_path, metavar="SRC", help="a checkpoint")
-    verify.add_argument("target", type=_path, metavar="DST", nargs="?", help="what transform has made of it")
+    verify.add_argument("source", type=values.path, metavar="SRC", help="a checkpoint")
+    verify.add_argument("target", type=values.path, metavar="DST", nargs="?", help="what transform has made of it")
     _add_strategies(verify, "sharded (default: as its shards say, else one full checkpoint)")
-    _add_rank(verify, "check the shards of these ranks only, of DST if it is given, such as 3 or 0-3,8 (repeatable)")
+    _add_files(
+        verify,
+        "SRC",
+        ranks="check the shards of these ranks only, of DST if it is given, such as 3 or 0-3,8 (repeatable)",
+    )
     _add_map(verify)
-    _add_comparison(verify, "SRC", "hold the source strategy against SRC")
+    _add_comparison(verify, "hold the source strategy against SRC")
     _add_output(verify, "each shard that is sound")
     diff = command("diff", "check that two checkpoints hold the same tensors, whatever their formats and layouts")
-    diff.add_argument("source", type=_path, metavar="A", help="a checkpoint")
-    diff.add_argument("target", type=_path, metavar="B", help="another one")
-    sharded = "is sharded (default: as its shards say, else one full checkpoint)"
-    diff.add_argument("--src-strategy", type=_path, metavar="F|DIR", help=f"how A {sharded}")
-    diff.add_argument("--dst-strategy", type=_path, metavar="F|DIR", help=f"how B {sharded}")
+    diff.add_argument("source", type=values.path, metavar="A", help="a checkpoint")
+    diff.add_argument("target", type=values.path, metavar="B", help="another one")
+    sharded, strategies = "is sharded (default: as its shards say, else one full checkpoint)", _strategies_of(diff)
+    strategies.add_argument("--src-strategy", type=values.path, metavar="F|DIR", help=f"how A {sharded}")
+    strategies.add_argument("--dst-strategy", type=values.path, metavar="F|DIR", help=f"how B {sharded}")
+    _add_files(diff, "A")
     _add_map(diff, "A")
-    _add_comparison(diff, "A", "hold the strategies against the checkpoints")
-    _add_output(diff)
+    _add_comparison(diff, "hold the strategies against the checkpoints")
+    _add_output(diff, "each tensor that is the same")
     commit = command("commit", "check that all targets in DST are complete, and write DST/reshard.json")
-    commit.add_argument("target", type=_path, metavar="DST", help="the folder that transform has written to")
-    ranks = command("ranks", "list the source ranks that target rank R needs, one per line")
-    ranks.add_argument("rank", type=_rank, metavar="R", help="the target rank")
-    _add_strategies(ranks)
+    commit.add_argument("target", type=values.path, metavar="DST", help="the folder that transform has written to")
+    needed = command("ranks", "list the source ranks that target rank R needs, one per line")
+    needed.add_argument("rank", type=values.rank, metavar="R", help="the target rank")
+    _add_strategies(needed)
+    _add_accumulated(needed)
     merge = command("merge-strategies", "merge the strategy files of all pipeline stages into one")
-    merge.add_argument("folder", type=_path, metavar="DIR", help="folder with the strategy files of every stage")
-    merge.add_argument("out", type=_path, metavar="OUT", help="the merged file (.json: as JSON)")
+    merge.add_argument("folder", type=values.path, metavar="DIR", help="folder with the strategy files of every stage")
+    merge.add_argument("out", type=values.path, metavar="OUT", help="the merged file (.json: as JSON)")
     governor = command("governor", "show who holds memory on this host now, and who waits for it")
     governor.add_argument("--json", action="store_true", help="print it as JSON")
     inspect = command("inspect", "show what a shard, a checkpoint folder or a strategy holds")
-    inspect.add_argument("path", type=_path, metavar="PATH", help="what to look at")
+    inspect.add_argument("path", type=values.path, metavar="PATH", help="what to look at")
     inspect.add_argument(
         "other",
-        type=_path,
+        type=values.path,
         metavar="GLOB|OTHER",
         nargs="?",
         help="tensors whose names match, such as 'layers.0.*', with the ranks that hold them; or the path of another"
@@ -153,9 +158,19 @@ def parser() -> argparse.ArgumentParser:
     )
     demo = command("demo", "make a small checkpoint of 8 ranks, reshard it to 4, and check every element")
     demo.add_argument(
-        "folder", type=_path, metavar="DIR", nargs="?", help="where to leave its files (default: removed again)"
+        "folder", type=values.path, metavar="DIR", nargs="?", help="where to leave its files (default: removed again)"
     )
+    for name, added in commands.choices.items():
+        added.usage = f"reshard-mpi {name} {_usage(added)}"
     return top
+
+
+def _usage(parser: argparse.ArgumentParser) -> str:
+    """Return what must be given to a command; its many options are described by themselves."""
+    positionals = [action for action in parser._actions if not action.option_strings]
+    has_options = any(action.option_strings and action.dest != "help" for action in parser._actions)
+    words = [f"[{action.metavar}]" if action.nargs == "?" else str(action.metavar) for action in positionals]
+    return " ".join([*(["[OPTION]..."] if has_options else []), *words])
 
 
 def _filled(text: str) -> str:
@@ -163,52 +178,53 @@ def _filled(text: str) -> str:
     return textwrap.fill(text, 78)
 
 
-def _add_conversion(parser: argparse.ArgumentParser) -> None:
+def _add_conversion(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Add what transform and plan have in common; return the group of what is said of memory and processes."""
     source = "rank_* folders, one checkpoint file, loose files, or a folder with an index (hf, dcp, mindformers)"
-    parser.add_argument("source", type=_path, metavar="SRC", help=source)
+    parser.add_argument("source", type=values.path, metavar="SRC", help=source)
     target = "folder for rank_<r>/<prefix><r>.<ending>; hf and dcp have their files in it"
-    parser.add_argument("target", type=_path, metavar="DST", help=target)
+    parser.add_argument("target", type=values.path, metavar="DST", help=target)
     _add_strategies(parser)
-    parser.add_argument("--prefix", default=formats.DEFAULT_PREFIX, help="of target file names (default: %(default)s)")
-    parser.add_argument("--select", metavar="GLOB", help="take only source files whose names match")
-    _add_from(parser)
+    _add_files(parser, "SRC")
     _add_map(parser)
-    parser.add_argument("--to", choices=formats.TARGETS, help="target format (default: the source's)")
-    parser.add_argument(
+    files = parser.add_argument_group("which files are written")
+    files.add_argument("--to", choices=formats.TARGETS, help="target format (default: the source's)")
+    files.add_argument("--prefix", default=formats.DEFAULT_PREFIX, help="of target file names (default: %(default)s)")
+    files.add_argument(
         "--max-shard-size",
-        type=_size,
+        type=values.size,
         metavar="SIZE",
         help="how large a file may become with --to hf (default: 5GB, which is 5 * 10^9 bytes)",
     )
-    share = parser.add_mutually_exclusive_group()
+    files.add_argument(
+        "--crc",
+        action="store_true",
+        help="add a checksum of the file, for MindSpore to check (ckpt, safetensors, torch)",
+    )
+    share = files.add_mutually_exclusive_group()
     _add_rank(share, "make these targets only, such as 3 or 0-3,8 (repeatable)")
     share.add_argument(
         "--part",
-        type=_part,
+        type=values.part,
         metavar="I/N",
         help="make the I-th (from 0) of N shares of the targets; with as many shares as targets or more, target I",
     )
-    _add_memory(parser)
-    again = parser.add_mutually_exclusive_group()
+    again = files.add_mutually_exclusive_group()
     again.add_argument("--resume", action="store_true", help="skip targets this same run has completed")
     again.add_argument("--overwrite", action="store_true", help="replace targets that are there, one by one")
-    parser.add_argument(
+    checks = parser.add_argument_group("what is checked")
+    checks.add_argument(
         "--verify",
         action="store_true",
         help="read sources and targets once more, compare them, and keep sums of all tensors; the"
         " checksums of sources are checked as well",
     )
-    parser.add_argument(
-        "--crc",
-        action="store_true",
-        help="add a checksum of the file, for MindSpore to check (ckpt, safetensors, torch)",
-    )
-    parser.add_argument(
+    checks.add_argument(
         "--strict",
         action="store_true",
         help="refuse if a listed parameter was never saved, copies have drifted apart, or something cannot be carried",
     )
-    parser.add_argument(
+    checks.add_argument(
         "--replicas",
         choices=("any", "sample", "check"),
         default="sample",
@@ -216,10 +232,20 @@ def _add_conversion(parser: argparse.ArgumentParser) -> None:
         " the checkpoint, comparing a few ranks in a few places of a few tensors. check: compare all copies of what is"
         " needed as well, byte by byte, once a run (each array task is one). any: trust (default: %(default)s)",
     )
-    _add_accumulated(parser)
+    work = _work_of(parser)
+    _add_memory(work)
+    return work
 
 
-def _add_accumulated(parser: argparse.ArgumentParser) -> None:
+def _strategies_of(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    return parser.add_argument_group("how both sides are cut")
+
+
+def _work_of(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    return parser.add_argument_group("memory and processes")
+
+
+def _add_accumulated(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--accumulated",
         choices=("mean", "sum", "refuse"),
@@ -231,7 +257,8 @@ def _add_accumulated(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_map(parser: argparse.ArgumentParser, source: str = "SRC") -> None:
+def _add_map(command: argparse.ArgumentParser, source: str = "SRC") -> None:
+    parser = command.add_argument_group("what becomes of tensors")
     parser.add_argument(
         "--map",
         metavar="FILE|NAME",
@@ -246,11 +273,11 @@ def _add_map(parser: argparse.ArgumentParser, source: str = "SRC") -> None:
     )
     direction.add_argument("--reverse", action="store_true", help="read the map from right to left")
     parser.add_argument(
-        "--config", type=_path, metavar="FILE.json", help="the model's configuration, for [axes] of maps"
+        "--config", type=values.path, metavar="FILE.json", help="the model's configuration, for [axes] of maps"
     )
     parser.add_argument(
         "--like",
-        type=_path,
+        type=values.path,
         metavar="CHECKPOINT",
         help="a checkpoint of the target's network, trained or not: its names and shapes decide where those of"
         " the source do not tell what an equation of the map makes, and the target must have them",
@@ -274,23 +301,27 @@ def _add_map(parser: argparse.ArgumentParser, source: str = "SRC") -> None:
             metavar="GLOB",
             help=f"{text}, as they are named in the target (repeatable)",
         )
+    _add_accumulated(parser)
 
 
 def _add_rank(parser: argparse._ActionsContainer, text: str) -> None:
-    parser.add_argument("--rank", type=_ranks, action="extend", metavar="RANKS", help=text)
+    parser.add_argument("--rank", type=values.ranks, action="extend", metavar="RANKS", help=text)
 
 
-def _add_jobs(parser: argparse.ArgumentParser) -> None:
+def _add_jobs(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--jobs",
-        type=_positive,
+        type=values.positive,
         metavar="N",
         help="local processes, no more than there is work for (default: one a core, up to 8 or the number of targets,"
         " the more; 1 under a launcher)",
     )
 
 
-def _add_from(parser: argparse.ArgumentParser, source: str = "SRC") -> None:
+def _add_files(command: argparse.ArgumentParser, source: str, *, ranks: str | None = None) -> None:
+    """Add which files are read. ranks: what it means to name ranks, where these are among them."""
+    parser = command.add_argument_group("which files are read")
+    parser.add_argument("--select", metavar="GLOB", help=f"take only files of {source} whose names match")
     parser.add_argument(
         "--from",
         dest="source_format",
@@ -302,54 +333,61 @@ def _add_from(parser: argparse.ArgumentParser, source: str = "SRC") -> None:
     parser.add_argument(
         "--src-files",
         dest="source_files",
-        type=_positive,
+        type=values.positive,
         metavar="N",
         help=f"how many files {source} was saved in: asked for where nothing in it tells (dcp-safetensors)",
     )
+    if ranks is not None:
+        _add_rank(parser, ranks)
 
 
-def _add_comparison(parser: argparse.ArgumentParser, source: str, sampled: str) -> None:
-    parser.add_argument("--select", metavar="GLOB", help=f"take only files of {source} whose names match")
-    _add_from(parser, source)
-    parser.add_argument(
+def _add_comparison(parser: argparse.ArgumentParser, sampled: str) -> None:
+    checks = parser.add_argument_group("what is checked")
+    checks.add_argument(
         "--replicas",
         choices=("any", "sample"),
         default="sample",
         help=f"sample: {sampled}, as transform does. any: trust it (default: %(default)s)",
     )
-    _add_accumulated(parser)
-    _add_memory(parser)
-    _add_jobs(parser)
+    work = _work_of(parser)
+    _add_memory(work)
+    _add_jobs(work)
 
 
-def _add_output(parser: argparse.ArgumentParser, details: str | None = None) -> None:
+def _add_output(parser: argparse.ArgumentParser, details: str) -> argparse._ArgumentGroup:
+    output = parser.add_argument_group("what is printed")
+    _add_progress(output)
+    amount = output.add_mutually_exclusive_group()
+    amount.add_argument("-q", "--quiet", action="store_true", help="print nothing but errors")
+    amount.add_argument("-v", "--verbose", action="store_true", help=f"print {details} as well")
+    return output
+
+
+def _add_progress(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--progress",
         choices=("auto", "plain", "none"),
         default="auto",
         help="auto: a bar on a terminal, else a line every few seconds, as plain (default: %(default)s)",
     )
-    amount = parser.add_mutually_exclusive_group()
-    amount.add_argument("-q", "--quiet", action="store_true", help="print nothing but errors")
-    if details is not None:
-        amount.add_argument("-v", "--verbose", action="store_true", help=f"print {details} as well")
 
 
-def _add_memory(parser: argparse.ArgumentParser) -> None:
+def _add_memory(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--memory",
         metavar="SIZE|unlimited",
         help="what all processes of this user on a host may take together, as 64G (default: RESHARD_MPI_MEMORY, else"
         " what is free); processes that find no room wait. unlimited: none waits",
     )
-    parser.add_argument("--max-active", type=_positive, metavar="N", help="how many may work at once on a host")
+    parser.add_argument("--max-active", type=values.positive, metavar="N", help="how many may work at once on a host")
 
 
-def _add_strategies(parser: argparse.ArgumentParser, target: str = "to be (default: one full checkpoint)") -> None:
+def _add_strategies(command: argparse.ArgumentParser, target: str = "to be (default: one full checkpoint)") -> None:
+    parser = _strategies_of(command)
     parser.add_argument(
-        "--src-strategy", type=_path, metavar="F|DIR", help="how SRC is sharded (default: as its shards say)"
+        "--src-strategy", type=values.path, metavar="F|DIR", help="how SRC is sharded (default: as its shards say)"
     )
-    parser.add_argument("--dst-strategy", type=_path, metavar="F|DIR", help=f"how DST is {target}")
+    parser.add_argument("--dst-strategy", type=values.path, metavar="F|DIR", help=f"how DST is {target}")
     parser.add_argument(
         "--unlisted",
         choices=("follow", "replicate", "drop"),
@@ -357,60 +395,6 @@ def _add_strategies(parser: argparse.ArgumentParser, target: str = "to be (defau
         help="parameters DST's strategy does not list: follow the one they are named after (moments.w: w), hold them"
         " whole on every rank, or leave them out (default: %(default)s)",
     )
-
-
-def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS
-
-
-def _path(text: str) -> str:
-    if not text:  # such as a variable of the shell that is not set; to a system call it is no path either
-        raise argparse.ArgumentTypeError("expected a path, got ''")
-    return text
-
-
-def _positive(text: str) -> int:
-    if not _is_number(text) or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected 1 or more, got {text!r}")
-    return int(text)
-
-
-def _size(text: str) -> int:
-    try:
-        size_bytes = parse_bytes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"expected {error}, got {text!r}") from None
-    if size_bytes < 1:
-        raise argparse.ArgumentTypeError(f"expected 1 byte or more, got {text!r}")
-    return size_bytes
-
-
-def _rank(text: str) -> int:
-    if not _is_number(text):
-        raise argparse.ArgumentTypeError(f"expected a rank, 0 or more, got {text!r}")
-    return int(text)
-
-
-def _ranks(text: str) -> tuple[int, ...]:
-    """Return the ranks that a text such as `0-3,8` lists."""
-    ranges = []
-    for part in text.split(","):
-        first, dash, last = part.partition("-")
-        if not _is_number(first) or (dash and not _is_number(last)):
-            raise argparse.ArgumentTypeError(f"expected ranks, such as 3 or 0-3,8, got {text!r}")
-        ranges.append(range(int(first), int(last if dash else first) + 1))
-        if not ranges[-1]:
-            raise argparse.ArgumentTypeError(f"expected the lower rank first, {last}-{first}, got {part!r}")
-    if sum(ranks.stop - ranks.start for ranks in ranges) > _MOST_RANKS:
-        raise argparse.ArgumentTypeError(f"expected at most {_MOST_RANKS} ranks, got {text!r}")
-    return tuple(rank for ranks in ranges for rank in ranks)
-
-
-def _part(text: str) -> tuple[int, int]:
-    share, slash, shares = text.partition("/")
-    if not (slash and _is_number(share) and _is_number(shares) and int(share) < int(shares)):
-        raise argparse.ArgumentTypeError(f"expected I/N with I from 0 to N-1, got {text!r}")
-    return int(share), int(shares)
 
 
 def request(options: argparse.Namespace) -> Request:

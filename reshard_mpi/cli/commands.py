@@ -11,8 +11,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -160,14 +160,20 @@ def _report(options: argparse.Namespace, outcome: Outcome, seconds: float) -> Re
 
 def _run(work: str, options: argparse.Namespace, world: comm.Comm) -> Outcome:
     """Do the work that `runs.workers.Task` calls `work`, in MPI ranks, in local processes, or in this one alone."""
+    with _shown(options, world) as progress:
+        return _run_shown(work, options, world, progress)
+
+
+@contextmanager
+def _shown(options: argparse.Namespace, world: comm.Comm) -> Iterator[RunProgress]:
+    """Show the progress of what is done in this context. All processes of `world` must enter and leave it."""
     progress = _progress(options, world)
     try:
-        outcome = _run_shown(work, options, world, progress)
+        yield progress
     except BaseException as error:
         progress.abandon(ends_line=stopped_by(error) is None)  # last words begin a line of their own
         raise
     progress.close()
-    return outcome
 
 
 def _run_shown(work: str, options: argparse.Namespace, world: comm.Comm, progress: RunProgress) -> Outcome:
@@ -266,7 +272,8 @@ def _plan(options: argparse.Namespace) -> int:
     with _world(options) as world:
         # A batch script is for other hosts than this one.
         allowed = asked._replace(memory=UNLIMITED) if options.sbatch else asked
-        planned, outcome = plan_targets(allowed, world, lists_tensors=options.verbose)
+        with _shown(options, world) as progress:
+            planned, outcome = plan_targets(allowed, world, progress, lists_tensors=options.verbose)
         outcome = outcome._replace(notes=(*outcome.notes, *told_rules(planned.rules, are_all=options.verbose)))
         if world.rank == 0:
             if options.json:
@@ -289,7 +296,8 @@ def _plot(options: argparse.Namespace, asked: Request) -> int:
 
     wanted = asked_pictures(options.plot, options.tensor)
     with _world(options) as world:
-        drawn = planned_figures(asked, world, wanted)
+        with _shown(options, world) as progress:
+            drawn = planned_figures(asked, world, wanted, progress)
         if drawn is not None:
             figures, outcome = drawn
             tell_done(write_picture(options.plot, figures))
@@ -323,9 +331,10 @@ def _commit(options: argparse.Namespace) -> int:
 
 
 def _ranks(options: argparse.Namespace) -> int:
-    from reshard_mpi.api import rank_list_for_transform
+    from reshard_mpi.api.mindspore import ranks_needed
 
-    ranks = rank_list_for_transform(options.rank, options.src_strategy, options.dst_strategy, unlisted=options.unlisted)
+    strategies = options.src_strategy, options.dst_strategy
+    ranks = ranks_needed(options.rank, *strategies, options.unlisted, options.accumulated)
     if ranks:
         show("\n".join(map(str, ranks)))
     return 0

@@ -9,6 +9,7 @@ import argparse
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from reshard_mpi.cli import values
 from reshard_mpi.cli.arguments import parser
 from reshard_mpi.cli.guide import topics
 from reshard_mpi.mapping.reading import shipped_maps
@@ -89,16 +90,18 @@ def script(shell: str) -> str:
     top = parser()
     (commands,) = (action for action in top._actions if isinstance(action, argparse._SubParsersAction))
     by_command: dict[str, argparse.ArgumentParser] = {"": top, **commands.choices}
-    values, options, positionals = [], [], []
+    option_values, options, positionals = [], [], []
     for name, command in by_command.items():
-        values += [f"    {name}:{option}) {found.as_shell()} ;;" for option, found in _options_with_values(command)]
+        option_values += [
+            f"    {name}:{option}) {found.as_shell()} ;;" for option, found in _options_with_values(command)
+        ]
         words = " ".join(option for action in command._actions for option in action.option_strings)
         options.append(f"        {name}:-*) choices='{words}' ;;")
         if name:
             positionals.append(f"        {name}:*) {_positional(command).as_shell()} ;;")
     text = {"bash": _BASH, "zsh": _ZSH}[shell].replace("@cases@", _CASES)
     for part, content in (
-        ("values", "\n".join(values)),
+        ("values", "\n".join(option_values)),
         ("options", "\n".join(options)),
         ("commands", " ".join(commands.choices)),
         ("positionals", "\n".join(positionals)),
@@ -128,4 +131,4 @@ def _values(action: argparse.Action) -> _Values:
         return _Values(topics())
     if action.dest == "dtype":
         return _Values(TYPES)
-    return _Values(files=getattr(action.type, "__name__", "") == "_path")
+    return _Values(files=action.type is values.path)

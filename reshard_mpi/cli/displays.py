@@ -96,6 +96,7 @@ class Bar:
     def close(self, status: RunStatus) -> None:
         if self._bar is not None:
             self.update(status)
+            self._bar.leave = status.bytes_total is not None  # what was planned is printed next
             with contextlib.suppress(OSError, ValueError):
                 self._bar.close()
 

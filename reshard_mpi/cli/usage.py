@@ -6,12 +6,25 @@ import argparse
 import contextlib
 import os
 import sys
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from reshard_mpi.cli.streams import show
 from reshard_mpi.processes import comm
 from reshard_mpi.text import did_you_mean, one_line, shortened
+
+_HELP_COLUMNS = 78
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Lays out help for the smallest terminal, however wide this one is, and breaks no name at its hyphens."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, width=_HELP_COLUMNS)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
 
 
 class CommandParser(argparse.ArgumentParser):

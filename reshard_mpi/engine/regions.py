@@ -119,6 +119,20 @@ def first_same(check: Check, *, limits: Limits, files: Files) -> tuple[int, int]
     return None if same is None else (same[0].source_rank, same[1].source_rank)
 
 
+def digest_unless_zeros(copy: Copy, *, limits: Limits, files: Files) -> bytes | None:
+    """Return a digest of all bytes of a copy; None if they are all zero."""
+    itemsize = copy.source.dtype.itemsize_bytes
+    most_elements = max(1, min(copy.region.size, _TELLING_BYTES // itemsize, limits.buffer_bytes // itemsize))
+    content, zeros = memoryview(bytearray(most_elements * itemsize)), bytes(most_elements * itemsize)
+    digest, has_values = hashlib.sha256(), False
+    for block in copy.target_region.blocks(most_elements):
+        block_content = content[: block.size * itemsize]
+        read_region(files, copy, block, block_content, limits)
+        digest.update(block_content)
+        has_values = has_values or block_content != zeros[: len(block_content)]
+    return digest.digest() if has_values else None
+
+
 def first_difference_of_tensors(
     files: Files, first: TensorPlan, second: TensorPlan, limits: Limits, on_bytes: OnBytes = lambda _: None
 ) -> tuple[int, ...] | None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,6 +48,8 @@ _OPTIONS = {
 _USUAL = {"prefix": formats.DEFAULT_PREFIX, "unlisted": "follow"}
 # Settings that hold the values of an option that is given several times.
 _REPEATED = ("dtype", "include", "exclude")
+# What is between words in a text of several, or quotes one; wildcards of globs are not.
+_SPECIAL = re.compile(r"[\s'\"\\]")
 # Settings -> the checks of their values.
 SETTINGS: dict[str, Callable[[Any], Any]] = {
     "source": fields.path,
@@ -77,6 +80,11 @@ SETTINGS: dict[str, Callable[[Any], Any]] = {
     "like_file": fields.path,
 }
 _WORDS = {"source": "SRC", "to": "targets in", "target_ranks": "target ranks:"}
+
+
+def joined_words(words: Iterable[str]) -> str:
+    """Return the values of a repeated option as one text, which is another one for any other values."""
+    return " ".join(shlex.quote(word) if not word or _SPECIAL.search(word) else word for word in words)
 
 
 class RunIdentity(NamedTuple):
@@ -125,7 +133,7 @@ class RunIdentity(NamedTuple):
             if value is True:
                 words.append(option)
             elif value and value != _USUAL.get(name):
-                values = str(value).split() if name in _REPEATED else [str(value)]
+                values = shlex.split(str(value)) if name in _REPEATED else [str(value)]
                 words += (word for text in values for word in (option, text))
         if self.facts.get("direction"):
             words.append(f"--{self.facts['direction']}")

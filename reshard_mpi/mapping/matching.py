@@ -146,7 +146,7 @@ def _match(
                 expected=", ".join(shown_term(term) for term in source),
                 got=f"{', '.join(f'{name} {list(shape)}' for name, shape in zip(first, shapes))}: {error}",
                 where=rule.where,
-                remedy="give the model's configuration, by which [axes] says how long they are (--config config.json)"
+                remedy="give the model's configuration, by which [axes] says how long they are (--config FILE.json)"
                 if rules.lacks_config
                 else "",
             ) from None

@@ -27,6 +27,7 @@ class Alike(NamedTuple):
     names: of the tensors. parts: each lies in `region`, and all ranks that hold one of them have a copy. why: what a
     difference would mean. itemsize_bytes: of an element. listed: whether the source strategy lists the tensors.
     must_differ: instead, no two copies must be the same, unless they are zeros; why: what it would mean if they were.
+    is_partial: whether each may be a part of a sum, so that one does not stand for the others.
     """
 
     names: tuple[str, ...]
@@ -36,6 +37,7 @@ class Alike(NamedTuple):
     itemsize_bytes: int
     listed: bool = True
     must_differ: bool = False
+    is_partial: bool = False
 
     @property
     def holding(self) -> Holding:
@@ -82,7 +84,8 @@ def copies_alike(
     for (layouts, target, why, itemsize_bytes, listed), names in names_by_key.items():
         alternatives = [parts_meeting(layout, box_of(target)) for layout in layouts]
         for region, parts in _shared_regions(alternatives):
-            alike = Alike(tuple(names), parts, region, why, itemsize_bytes, listed)
+            is_partial = why is _PARTIAL_SUMS
+            alike = Alike(tuple(names), parts, region, why, itemsize_bytes, listed, is_partial=is_partial)
             if alike.copies > 1:
                 yield alike
 

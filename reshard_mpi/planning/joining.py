@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from itertools import islice
 
-from reshard_mpi.errors import CoverageError, SourceError, StrategyError
+from reshard_mpi.errors import CoverageError, ReshardError, SourceError, StrategyError
 from reshard_mpi.formats.columns import Tensors
 from reshard_mpi.formats.dtypes import FLOATS
 from reshard_mpi.formats.manifest import Manifest
@@ -42,17 +42,39 @@ class Share(Enum):
 class Joining:
     """Decides what one target rank gets of the accumulated gradients that it holds.
 
-    tensors: of the opened shards, by the strategy `source`.
+    tensors: of the opened shards, by the strategy `source`. keeps_errors: a tensor of which it cannot be told what the
+    target gets may be one that nobody wants.
     """
 
-    def __init__(self, accumulated: Accumulated, source: Strategy, tensors: SourceTensors, target_rank: int) -> None:
+    def __init__(
+        self,
+        accumulated: Accumulated,
+        source: Strategy,
+        tensors: SourceTensors,
+        target_rank: int,
+        *,
+        keeps_errors: bool = False,
+    ) -> None:
         self._accumulated = accumulated
         self._source = source
         self._tensors = tensors
         self._target_rank = target_rank
+        self._keeps_errors = keeps_errors
 
-    def share(self, name: str, group: SourceGroup, target: Placement) -> Share:
-        """Return what the target rank gets of a tensor. target: how the target holds it.
+    def share(self, name: str, group: SourceGroup, target: Placement) -> Share | ReshardError:
+        """Return what the target rank gets of a tensor, or, where that is asked for, why that cannot be told.
+
+        target: how the target holds it. Raises what `_share` raises.
+        """
+        try:
+            return self._share(name, group, target)
+        except (SourceError, StrategyError) as error:
+            if not self._keeps_errors:
+                raise
+            return error
+
+    def _share(self, name: str, group: SourceGroup, target: Placement) -> Share:
+        """Return what the target rank gets of a tensor.
 
         Raises StrategyError if it is not known which ranks hold parts of one sum, or what target ranks must hold of it;
         SourceError if its elements cannot be added.

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
-from reshard_mpi.errors import CoverageError
+from reshard_mpi.errors import ReshardError
 from reshard_mpi.formats.columns import ELSEWHERE, Kind, Tensors
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.places import Segments
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from reshard_mpi.mapping.pairs import TargetShape
 
 _NOWHERE = Segments(())
-NO_HOLES: Mapping[str, CoverageError] = MappingProxyType({})
+NO_HOLES: Mapping[str, ReshardError] = MappingProxyType({})
 
 
 class _Recipe(NamedTuple):
@@ -53,13 +53,13 @@ class MappedTensors(Tensors):
         mapped: Mapped,
         plan: PlannedTensors,
         rank: int,
-        holes: Mapping[str, CoverageError] = NO_HOLES,
+        holes: Mapping[str, ReshardError] = NO_HOLES,
     ) -> None:
         """Make the tensors of `mapped`.
 
         plan: of all tensors of the checkpoint, whole, in its own names and shapes. rank: that which what is in no shard
-        is said to come from. holes: the tensors of the plan of which a part is in no shard; what is made of them cannot
-        be taken.
+        is said to come from. holes: the tensors of the plan that cannot be made; what is made of them cannot be
+        taken.
         """
         super().__init__(path)
         self._groups: Sequence[Group] = plan.groups
@@ -94,7 +94,7 @@ class MappedTensors(Tensors):
     def routes(self, route: Route, places: Sequence[int]) -> Iterator[Route]:
         """Yield the routes that replace one from these tensors.
 
-        places: of the tensors in the route, all with the same recipe. Raises CoverageError for what is in no shard.
+        places: of the tensors in the route, all with the same recipe. Raises the error for what cannot be made.
         """
         numbers = [route.numbers[place] for place in places]
         dtype, shape, groups, element = self._recipes[self.recipe_of[numbers[0]]]

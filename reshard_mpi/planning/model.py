@@ -8,7 +8,7 @@ from collections.abc import Collection, Container, Iterable, Iterator, Mapping, 
 from operator import eq
 from typing import NamedTuple, overload
 
-from reshard_mpi.errors import CoverageError
+from reshard_mpi.errors import ReshardError
 from reshard_mpi.formats.columns import TensorEntry, Tensors
 from reshard_mpi.formats.manifest import ShardIdentity
 from reshard_mpi.formats.specs import ShardSpec, SpecKind, Specs, TensorSpec
@@ -327,9 +327,8 @@ class RankPlan(NamedTuple):
     same in other targets. alike: copies that must be the same; compared at once for all targets of a process. lost:
     source shards that cannot be used. warnings: other things that were not taken from where they should have been.
     elsewhere: tensors that belong here, but that another target of the same checkpoint writes: type and whole shape of
-    those that strategies place, by name. sums: the accumulated gradients among them.
-    those that strategies place, by name. holes: where that was asked for, tensors of which no shard has some part, by
-    name, each with the error for it; their groups have no routes.
+    those that strategies place, by name. sums: the accumulated gradients among them. holes: where that was asked for,
+    tensors that cannot be made, by name, each with the error for it; their groups have no routes.
     """
 
     target_rank: int
@@ -351,7 +350,7 @@ class RankPlan(NamedTuple):
     left_out: tuple[str, ...] = ()
     elsewhere: Mapping[str, str | None] = {}
     sums: tuple[Sums, ...] = ()
-    holes: Mapping[str, CoverageError] = {}
+    holes: Mapping[str, ReshardError] = {}
 
     @property
     def shard(self) -> ShardSpec:

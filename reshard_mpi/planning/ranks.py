@@ -14,6 +14,7 @@ from reshard_mpi.planning.parameters import (
     is_dropped,
     require_common_parameters,
 )
+from reshard_mpi.planning.partial_sums import Accumulated, is_partial_sum
 from reshard_mpi.planning.replicas import choose_holders, home_rank
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout, stand_in_shape
@@ -96,6 +97,38 @@ def needed_ranks(
         by_preference = chain((home,), range(source.world_size))
         ranks.add(next((rank for rank in by_preference if rank in available), home))
     return tuple(sorted(ranks))
+
+
+def joined_ranks(
+    source: Strategy,
+    target: Strategy,
+    target_rank: int,
+    *,
+    names: Iterable[str],
+    unlisted: Unlisted,
+    accumulated: Accumulated,
+) -> set[int]:
+    """Return the source ranks of which target rank `target_rank` needs accumulated gradients, if it has any.
+
+    All ranks that hold the same piece have a part of its sum. Where no strategy lists accumulated gradients, any
+    parameter may have them, cut as it is. names: as in `needed_ranks`.
+    """
+    if accumulated is Accumulated.REFUSE:
+        return set()
+    known = dict.fromkeys((*target.parameters, *source.parameters, *names))
+    ranks: set[int] = set()
+    for name in [name for name in known if is_partial_sum(name)] or known:
+        origins, placements = _placements(source, target, name, unlisted, known)
+        placement = _of_stage(placements, target, target_rank)
+        if placement is None:
+            continue
+        first = next(placement.holders(placement.piece(target_rank)))
+        if accumulated is Accumulated.SUM and placement.copies > 1 and first != target_rank:
+            continue  # it gets zeros
+        for origin in origins:
+            for aligned, pieces in _needs(origin, placement, target_rank):
+                ranks.update(rank for piece in pieces for rank in aligned.holders(piece))
+    return ranks
 
 
 def wants(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
-from reshard_mpi.errors import CoverageError, StrategyError, UsageError
+from reshard_mpi.errors import CoverageError, ReshardError, StrategyError, UsageError
 from reshard_mpi.formats.manifest import Manifest, ShardIdentity
 from reshard_mpi.formats.specs import SpecKind
 from reshard_mpi.planning.agreement import (
@@ -44,7 +44,7 @@ class _Way:
     number: int
     group: SourceGroup
     layout: Layout
-    share: Share
+    share: Share | ReshardError
     box: Box
     parts: tuple[Part, ...]
     names: list[str] = field(default_factory=list)
@@ -63,8 +63,7 @@ class ShardPlanner:
     manifests: the opened shards by rank, those of `needed_ranks` at least. lost: the shards that were needed and cannot
     be used, by rank. unlisted: what becomes of parameters that the target strategy does not list. strict: whether a
     listed parameter that was never saved is an error. replicas: which copies are compared. accumulated: what becomes of
-    accumulated gradients. allows_holes: tensors of which no shard has some part do not refuse the plan, but are named
-    in it.
+    accumulated gradients. allows_holes: tensors that cannot be made do not refuse the plan, but are named in it.
     """
 
     def __init__(
@@ -97,20 +96,23 @@ class ShardPlanner:
         self._replicas = replicas
         self._accumulated = accumulated
         self._allows_holes = allows_holes
-        self._holes: dict[str, CoverageError] = {}
+        self._holes: dict[str, ReshardError] = {}
         # All that goes into this shard: by the way in which it is held, and by name in file order.
-        self._ways: dict[tuple[SourceGroup, Layout, Share], _Way] = {}
+        self._ways: dict[tuple[SourceGroup, Layout, Share | ReshardError], _Way] = {}
         self._wanted: dict[str, _Way] = {}
-        joining = Joining(accumulated, source, self._tensors, target_rank)
+        joining = Joining(accumulated, source, self._tensors, target_rank, keeps_errors=allows_holes)
         for name in self._tensors.names:
             group = self._tensors.group(name)
             layout = self._layouts.layout(name, group)
             if layout is not None:
                 share = joining.share(name, group, layout.placement)
+                if isinstance(share, ReshardError):
+                    self._holes[name] = share
                 way = self._ways.get((group, layout, share))
                 if way is None:
                     box = self._layouts.box(layout)
-                    parts = self._needed_parts(name, group, box) if share is not Share.ZEROS else ()
+                    has_parts = share in (Share.TAKEN, Share.JOINED)
+                    parts = self._needed_parts(name, group, box) if has_parts else ()
                     way = _Way(len(self._ways), group, layout, share, box, parts)
                     self._ways[group, layout, share] = way
                 way.names.append(name)
@@ -312,6 +314,8 @@ class ShardPlanner:
         there may be holes.
         """
         kind = SpecKind(way.group.dtype, way.group.shape, way.box)
+        if isinstance(way.share, ReshardError):
+            return Group(kind, way.names, ())
         if way.share is Share.ZEROS:
             return Group(kind, way.names, (zero_route(len(way.names), kind, min(self._manifests)),))
         if way.share is Share.JOINED:

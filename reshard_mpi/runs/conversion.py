@@ -58,8 +58,8 @@ class Conversion:
     target format has a place for strings. once: whether the files of all targets make up one checkpoint, so that a
     piece that several ranks hold is written by one of them. before_gathering: called before copies are compared with
     numpy, which takes more memory than planning. original: where `source` is what a map makes of a checkpoint, the
-    conversion of that to one full checkpoint, and through: makes the source of it. allows_holes: tensors of which no
-    shard has some part do not refuse a plan; `RankPlan.holes` names them.
+    conversion of that to one full checkpoint, and through: makes the source of it. allows_holes: tensors that
+    cannot be made do not refuse a plan; `RankPlan.holes` names them.
     """
 
     source: SourceCheckpoint
@@ -101,7 +101,8 @@ class Conversion:
             self._tell_where(error)
             raise
         for hole in plan.holes.values():
-            self._tell_where(hole)
+            if isinstance(hole, CoverageError):
+                self._tell_where(hole)
         if plan.strings and not self.keeps_strings:
             plan = self._without_strings(plan)
         plan = self.source.completed(plan, checked=checked)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from reshard_mpi import formats
 from reshard_mpi.checkpoints import discovery
+from reshard_mpi.checkpoints.comparison import compare, comparing_bytes
 from reshard_mpi.checkpoints.left_behind import Share
 from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.checkpoints.source import SourceCheckpoint
@@ -23,7 +24,9 @@ from reshard_mpi.formats.manifest import NEST
 from reshard_mpi.formats.nest import first_difference as first_nest_difference
 from reshard_mpi.formats.places import Decoded, Joined
 from reshard_mpi.formats.specs import TensorSpec
+from reshard_mpi.planning.copies import dealt
 from reshard_mpi.planning.fit import drift_warning
+from reshard_mpi.planning.losses import Lost
 from reshard_mpi.planning.model import Copy, RankPlan, TensorPlan
 from reshard_mpi.planning.partial_sums import told_of
 from reshard_mpi.processes.comm import Comm
@@ -37,6 +40,7 @@ from reshard_mpi.runs.through import through_map
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import unsharded
 from reshard_mpi.text import shortened
+from reshard_mpi.units import format_bytes
 
 # One process describes so many tensors that differ; of more it gives the number.
 _MAX_DESCRIBED = 20
@@ -61,10 +65,13 @@ def diff(request: Request, comm: Comm, progress: Progress, strategies: Strategie
         first, second, planned = agreed(lambda: _planned(request, comm, strategies, memory), comm)
         if comm.rank == 0:
             progress.reading(first.source.described)
+        lost = _compare_copies((first, second), comm, progress, memory)
+        planned = planned.joined([Outcome(lost=lost)])
         specs = {spec.name: spec for spec in second.plan.tensors.specs}
         common = [spec for spec in first.plan.tensors.specs if specs.get(spec.name) == spec]
         mine = common[comm.rank :: comm.size]
-        progress.begin(Stage("comparing", sum(spec.size_bytes for spec in common), len(common), "tensor"))
+        size_bytes, own_bytes = (sum(spec.size_bytes for spec in tensors) for tensors in (common, mine))
+        progress.begin(Stage("comparing", size_bytes, len(common), "tensor"), own_bytes)
         differences = attempt(lambda: _all_differences(first, second, mine, progress, is_first=comm.rank == 0), comm)
         if isinstance(differences, Outcome):
             outcome = differences.joined([planned])
@@ -73,6 +80,31 @@ def diff(request: Request, comm: Comm, progress: Progress, strategies: Strategie
             checked = Checked(0, second.path, len(mine), sum(spec.size_bytes for spec in mine), ("the other",))
             outcome = planned._replace(failures=failures, checked=(checked,))
         return Outcome(processes=comm.size).joined(comm.allgather(outcome))
+
+
+def _compare_copies(sides: Sequence[_Side], comm: Comm, progress: Progress, memory: RunMemory) -> tuple[Lost, ...]:
+    """Compare the copies on either side that must be the same before one stands for all, as a transform does.
+
+    Returns the shards of both that could not be read. Raises, the same on all processes, what `compare` raises.
+    """
+    if not any(side.plan.alike for side in sides):
+        return ()
+    mine = [list(dealt(side.plan.alike, comm.rank, comm.size)) for side in sides]
+    size_bytes = sum(alike.size_bytes for side in sides for alike in side.plan.alike)
+    own_bytes = sum(alike.size_bytes for of_side in mine for alike in of_side)
+    progress.begin(Stage("comparing copies", size_bytes), own_bytes)
+
+    def compare_mine() -> tuple[Lost, ...]:
+        counted = Counted(progress.moved, own_bytes)
+        lost = [
+            lost
+            for side, of_side in zip(sides, mine)
+            for lost in compare(side.source.stored, of_side, LIMITS, counted.add)
+        ]
+        counted.end()
+        return tuple(lost)
+
+    return agreed(compare_mine, comm)
 
 
 def _all_differences(
@@ -100,7 +132,7 @@ def _planned(
     if not formats.by_name(second_files.format).TRAITS.tells_files:
         raise SourceError(
             f"nothing in a {formats.title(second_files.format)} tells whether its last files are missing",
-            expected="it as the first of the two, with --src-files N (source_files)",
+            expected="it as the first of the two, with --src-files N",
             got="it as the second",
             where=second_files.path,
             remedy="compare them the other way round",
@@ -122,7 +154,7 @@ def _planned(
         warnings += [drift_warning(drifted)] if drifted else []
         plans.append(conversion.plan(0, checked=False))
         conversion.require_none_left_behind(plans[-1], Share(comm.rank, comm.size))
-        peak_bytes += memory.require_possible(plans[-1])
+        peak_bytes += memory.require_possible(plans[-1]) + (comparing_bytes(LIMITS) if plans[-1].alike else 0)
     if comm.rank == 0:
         conversions[0].source.check_values()
     while not memory.to_move(peak_bytes, purpose):
@@ -198,6 +230,8 @@ def _differences(
             counted.end()
             progress.completed()
             if element is None:
+                size = format_bytes(tensor.spec.size_bytes)
+                progress.detail(f"{tensor.spec.name!r} is the same: {_described(tensor.spec)}, {size}")
                 continue
             differing += 1
             if differing <= _MAX_DESCRIBED:

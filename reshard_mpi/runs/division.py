@@ -30,6 +30,10 @@ class Share(NamedTuple):
         first, last = (pieces * part // self.whole for part in (self.start, self.stop))
         return min(first * CUT_BYTES, size_bytes), min(last * CUT_BYTES, size_bytes)
 
+    def bytes_of(self, size_bytes: int) -> int:
+        """Return how many of `size_bytes` this share comes to; those of all shares add up to all of them."""
+        return size_bytes * self.stop // self.whole - size_bytes * self.start // self.whole
+
 
 class Work(NamedTuple):
     """What one process does: targets that it makes alone, and its shares of those it makes with others of its host."""

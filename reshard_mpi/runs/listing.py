@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
+from reshard_mpi.checkpoints.source import LEFT_OUT
 from reshard_mpi.planning.model import RankPlan
 from reshard_mpi.sharding.placement import Shape
 
@@ -39,4 +40,4 @@ def tensor_lines(shares: Iterable[Mapping[str, ListedTensor]], origins: Mapping[
         piece = "" if tensor.piece == tensor.shape else f", on rank {tensor.rank} {list(tensor.piece)}"
         origin = f": {origins[name]}" if name in origins else ""
         yield f"{name} {tensor.dtype} {list(tensor.shape)}{piece}{origin}"
-    yield from (f"{name}: {origin}" for name, origin in origins.items() if name not in tensors)
+    yield from (f"{name}: {LEFT_OUT}" for name, origin in origins.items() if name not in tensors and origin == LEFT_OUT)

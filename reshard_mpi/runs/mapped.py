@@ -10,7 +10,7 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from reshard_mpi.checkpoints.source import Extent, SourceCheckpoint
+from reshard_mpi.checkpoints.source import LEFT_OUT, Extent, SourceCheckpoint
 from reshard_mpi.engine.files import Files
 from reshard_mpi.engine.regions import element_of, first_difference_of_tensors, first_nonzero, only_element
 from reshard_mpi.errors import DisagreementError, MapError, ReshardError
@@ -158,7 +158,7 @@ class MappedCheckpoint(SourceCheckpoint):
         for name, kind, element, where in made.mapped.constants:
             yield name, f"made up of {numbers(element, kind.dtype)[0]}, by {where}"
         for name in made.mapped.left_out:
-            yield name, "left out"
+            yield name, LEFT_OUT
 
     def recipe(self, name: str) -> Made | Constant | None:
         """Return what a tensor is made of; None if the map makes none of this name."""
@@ -329,7 +329,7 @@ class MappedCheckpoint(SourceCheckpoint):
                     expected="the same on all ranks, with a map, types or a choice",
                     got=f"different ones on {self.stored.strategy.world_size} ranks",
                     where=self.files.path,
-                    remedy=f"leave it out (--exclude {name}); only a run without --map, --dtype, --include and"
+                    remedy=f"leave it out (--exclude {name!r}); only a run without --map, --dtype, --include and"
                     " --exclude keeps it",
                 )
 

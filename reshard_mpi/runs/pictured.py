@@ -28,8 +28,9 @@ from reshard_mpi.runs.opened import opened_outcome, opened_run
 from reshard_mpi.runs.origins import Origin, likely_holders, listed_pieces, origin_of, source_groups, unknown_tensor
 from reshard_mpi.runs.outcome import Outcome, agreed
 from reshard_mpi.runs.plans import outcome_of
-from reshard_mpi.runs.progress import Silent, complain
+from reshard_mpi.runs.progress import Progress
 from reshard_mpi.runs.request import Request
+from reshard_mpi.runs.status import Stage
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
 
@@ -50,17 +51,18 @@ class Asked(NamedTuple):
     drawing_bytes: int = 0
 
 
-def planned_figures(request: Request, comm: Comm, asked: Asked) -> tuple[Figures, Outcome] | None:
+def planned_figures(request: Request, comm: Comm, asked: Asked, progress: Progress) -> tuple[Figures, Outcome] | None:
     """Return the figures of a run, and an outcome with notes and warnings, on the first process of `comm`.
 
     Returns None on the others; all of them must call this. With `ranks` in the request only these targets are planned.
     Raises, the same on every process, the errors for which a run would be refused.
     """
-    with RunMemory(lambda: request.allowance, comm, Silent(complain)) as memory:
-        return agreed(lambda: _figures(request, asked, memory) if comm.rank == 0 else None, comm)
+    with RunMemory(lambda: request.allowance, comm, progress) as memory:
+        return agreed(lambda: _figures(request, asked, memory, progress) if comm.rank == 0 else None, comm)
 
 
-def _figures(request: Request, asked: Asked, memory: RunMemory) -> tuple[Figures, Outcome]:
+def _figures(request: Request, asked: Asked, memory: RunMemory, progress: Progress) -> tuple[Figures, Outcome]:
+    progress.begin(Stage("planning"))
     run = opened_run(request, memory, targets=2 * MOST_PLANNED)
     memory.to_move(memory.projection.planning_bytes + asked.drawing_bytes, f"a picture of {request.target}")
     conversion = run.conversion
@@ -69,10 +71,12 @@ def _figures(request: Request, asked: Asked, memory: RunMemory) -> tuple[Figures
     planned = run.targets if request.ranks is not None else sampled_targets(targets, most)
     collected = _Collected(conversion, _Sources.of(conversion), asked)
     feeds: list[Feed] = []
+    progress.begin(Stage("planning", units=len(planned), unit="rank"))
     for rank in planned:
         plan = conversion.plan(rank, checked=False)
         feeds.extend(feeds_of(plan, collected.sources.number))
         collected.add(plan)
+        progress.completed()
     for name in asked.tensors:
         collected.find(name)
     if request.ranks is None and len(planned) < targets:

@@ -17,13 +17,13 @@ from reshard_mpi.processes.hosts import host_name
 from reshard_mpi.processes.signals import INTERRUPTED
 from reshard_mpi.runs.outcome import TargetReport
 from reshard_mpi.runs.progress import Progress
-from reshard_mpi.runs.status import Counts, RunStatus, Stage
+from reshard_mpi.runs.status import CLOSED, MOVED, PHASES, READ_BACK, SYNCED, Counts, RunStatus, Stage, own_by_phase
 
 T = TypeVar("T")
 
 # What `SharedCounts` has of a worker: the fields of `Counts`, in whole numbers of so many bytes.
-_STAGE, _PASSED, _UNITS, _WAITS = range(4)
-_CELLS, _CELL_BYTES = 4, 8
+_STAGE, _UNITS, _WAITS, _DONE, _OWN = 0, 1, 2, 3, 7
+_CELLS, _CELL_BYTES = 11, 8
 
 
 class PipeComm:
@@ -64,7 +64,14 @@ class SharedCounts:
         cells = self._cells.tolist()
         starts = range(0, len(cells), _CELLS)
         rows = (cells[start : start + _CELLS] for start in starts)
-        return [Counts(row[_STAGE], row[_PASSED], row[_UNITS], bool(row[_WAITS])) for row in rows]
+        return [_counts(*row) for row in rows]
+
+
+def _counts(stage: int, units: int, waits: int, *by_phase: int) -> Counts:
+    moved, synced, read_back, closed = by_phase[: len(PHASES)]
+    own_moved, own_synced, own_read_back, own_closed = by_phase[len(PHASES) :]
+    own = own_moved, own_synced, own_read_back, own_closed
+    return Counts(stage, (moved, synced, read_back, closed), own, units, bool(waits))
 
 
 class PipeProgress:
@@ -77,14 +84,25 @@ class PipeProgress:
         self._rank = rank
         self._cells = cells
 
-    def begin(self, stage: Stage) -> None:
-        self._cells[_PASSED] = self._cells[_UNITS] = 0
+    def begin(self, stage: Stage, own_bytes: int = 0, closed_bytes: int = 0) -> None:
+        self._cells[_UNITS] = 0
+        for phase, own in enumerate(own_by_phase(stage, own_bytes, closed_bytes)):
+            self._cells[_DONE + phase], self._cells[_OWN + phase] = 0, own
         self._cells[_STAGE] += 1
         if self._rank == 0:  # one is enough, since all begin the same
             self._channel.send(("begin", (stage,)))
 
     def moved(self, count_bytes: int) -> None:
-        self._cells[_PASSED] += count_bytes
+        self._cells[_DONE + MOVED] += count_bytes
+
+    def synced(self, count_bytes: int) -> None:
+        self._cells[_DONE + SYNCED] += count_bytes
+
+    def read_back(self, count_bytes: int) -> None:
+        self._cells[_DONE + READ_BACK] += count_bytes
+
+    def closed(self, count_bytes: int) -> None:
+        self._cells[_DONE + CLOSED] += count_bytes
 
     def completed(self) -> None:
         self._cells[_UNITS] += 1

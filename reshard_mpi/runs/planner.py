@@ -14,7 +14,7 @@ from reshard_mpi.journal.commit import commit_if_complete
 from reshard_mpi.journal.provenance import FirstLooks, Sources
 from reshard_mpi.journal.records import Evidence
 from reshard_mpi.journal.targets import Journal, Unrecorded
-from reshard_mpi.planning.copies import Alike, dealt
+from reshard_mpi.planning.copies import Alike
 from reshard_mpi.planning.losses import Lost
 from reshard_mpi.planning.model import Moment, RankPlan
 from reshard_mpi.planning.shown_rules import ShownRule
@@ -38,6 +38,7 @@ from reshard_mpi.runs.preflight import (
 from reshard_mpi.runs.prepared import Run
 from reshard_mpi.runs.progress import Counted, Progress
 from reshard_mpi.runs.request import Request, Strategies
+from reshard_mpi.runs.status import Stage
 from reshard_mpi.runs.write import Writer
 
 _NOT_VERIFIED = (
@@ -64,6 +65,7 @@ class Planner:
         strategies: Strategies | None,
         known_damage: Mapping[int, ReshardError],
         memory: RunMemory,
+        progress: Progress,
         *,
         lists_tensors: bool = False,
     ) -> None:
@@ -78,12 +80,13 @@ class Planner:
         self._strategies = strategies
         self._known_damage = known_damage
         self._memory = memory
+        self._progress = progress
         self._comm = comm
         self._opened: _Opened | None = None
         self._first_looks = FirstLooks(request.source)
         self._needs = Needs(request)
         self._placed: dict[str, tuple[int, int, dict[str, str]]] = {}
-        self._due_bytes = 0
+        self._due_bytes: dict[int, int] = {}
 
     def plan(self) -> Planned | Outcome:
         """Plan this process's part of the targets. A failure in what is returned refuses the run."""
@@ -110,7 +113,12 @@ class Planner:
         opened = self._opened = _Opened(run, journal, works, due)
         work = works[self._comm.rank]
         ranks = (*((rank, True) for rank in work.leads), *((rank, False) for rank in work.helps))
-        plans = [attempt(partial(self._plan_target, opened, rank, leads), self._comm, rank) for rank, leads in ranks]
+        planned_ranks = sum(len(each.leads) + len(each.helps) for each in works)
+        self._progress.begin(Stage("planning", units=planned_ranks, unit="rank"))
+        plans = []
+        for rank, leads in ranks:
+            plans.append(attempt(partial(self._plan_target, opened, rank, leads), self._comm, rank))
+            self._progress.completed()
         rooms, together = self._rooms(run), formats.folder_by_name(run.format) is not None
         every = range(run.conversion.target.world_size)
         if together:
@@ -125,20 +133,19 @@ class Planner:
         latest = (Moment("latest checkpoint", source.files.latest, source.files.path),) if source.files.latest else ()
         planned = Planned(begun, latest).joined(record_of(Planned, plan) for plan in plans)
         self.outcome = planned.outcome
-        return planned._replace(rooms=rooms, due=Due(self._due_bytes, len(self.summaries), len(self.outcome.targets)))
+        return planned._replace(rooms=rooms, due=Due(self.led_bytes, len(self.summaries), len(self.outcome.targets)))
 
     @property
     def _purpose(self) -> str:
         return f"planning {self._request.target} from {self.source}"
 
-    def compare(self, all_alike: Sequence[Alike], progress: Progress) -> Compared | Outcome:
-        """Compare this process's share of the copies `all_alike`, and of a sample. A failure refuses the run."""
-        return attempt(partial(self._compared, all_alike, progress), self._comm)
+    def compare(self, mine: Sequence[Alike], progress: Progress) -> Compared | Outcome:
+        """Compare the copies `mine`, and this process's share of a sample. A failure refuses the run."""
+        return attempt(partial(self._compared, mine, progress), self._comm)
 
-    def _compared(self, all_alike: Sequence[Alike], progress: Progress) -> Compared:
+    def _compared(self, mine: Sequence[Alike], progress: Progress) -> Compared:
         opened = self._require_opened()
         conversion = opened.run.conversion
-        mine = list(dealt(all_alike, self._comm.rank, self._comm.size))
         lost: tuple[Lost, ...] = ()
         projection = self._memory.to_plan(
             conversion,
@@ -166,6 +173,22 @@ class Planner:
     def origins(self) -> dict[str, str]:
         """Return, by name, what a map makes of tensors, and what it makes them of; empty without a map."""
         return dict(self._require_opened().run.conversion.source.origins(self._request.accumulated))
+
+    @property
+    def led_bytes(self) -> int:
+        """How many bytes the targets hold together that this process begins and completes."""
+        return sum(self._due_bytes.get(rank, 0) for rank in self._own_work.leads)
+
+    @property
+    def own_bytes(self) -> int:
+        """About how many bytes of targets this process is to write, alone and with others."""
+        alone = sum(self._due_bytes.get(rank, 0) for rank in self._own_work.alone)
+        shares = self._own_work.shares
+        return alone + sum(share.bytes_of(self._due_bytes.get(share.target, 0)) for share in shares)
+
+    @property
+    def _own_work(self) -> Work:
+        return self._require_opened().works[self._comm.rank]
 
     @property
     def described_source(self) -> str:
@@ -242,9 +265,9 @@ class Planner:
             require_readable_structure(plan.tensors.specs)
             self._needs.add(plan, evidence, run.format, path, opened.journal.left_bytes(path))
         opened.due.add(plan, evidence, peak_bytes)
+        self._due_bytes[rank] = plan.written_bytes
         if not leads:
             return Planned()
-        self._due_bytes += plan.written_bytes
         self.summaries.append(RankSummary.of(plan, peak_bytes))
         self._list_tensors(run, plan)
         if evidence.held.digest not in self._placed:

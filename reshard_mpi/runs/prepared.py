@@ -11,7 +11,7 @@ from reshard_mpi.checkpoints import discovery
 from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.errors import ReshardError, UsageError
 from reshard_mpi.filesystem.paths import real_path, require_reachable
-from reshard_mpi.journal.identity import RunIdentity
+from reshard_mpi.journal.identity import RunIdentity, joined_words
 from reshard_mpi.journal.targets import Journal, Unrecorded
 from reshard_mpi.planning.filling import filled_files, strategy_of
 from reshard_mpi.planning.parameters import Unlisted
@@ -162,9 +162,9 @@ class Run(NamedTuple):
         told = {
             **self.map_digests,
             "direction": "forward" if request.forward else "reverse" if request.reverse else None,
-            "dtype": " ".join(request.dtype),
-            "include": " ".join(request.include),
-            "exclude": " ".join(request.exclude),
+            "dtype": joined_words(request.dtype),
+            "include": joined_words(request.include),
+            "exclude": joined_words(request.exclude),
         }
         return {name: text for name, text in told.items() if text}
 

@@ -52,19 +52,26 @@ def log_warning(text: str) -> None:
 class Progress(Protocol):
     """Is told the progress of a process of a run.
 
-    `begin`: a stage, which all processes begin alike. `moved`: so many bytes of it are done, in one of its passes.
-    `completed`: one of its units is. `assigned`, `started`, `finished`: the targets of this process, one that it is
-    writing, and one that is complete. `waiting`, `admitted`: it waits for memory, as a text says, and has it. `say`,
-    `detail`, `reading`: a line for the user, one for who wants to know more, and the source in one line. `shown_bytes`:
-    how much memory it takes in this process to show it, besides what every process has.
+    `begin`: a stage, which all processes begin alike; of its bytes this process has `own_bytes` to do, and files of
+    `closed_bytes` to close. `moved`, `synced`, `read_back`, `closed`: so many bytes have gone through this phase.
+    `completed`: one of the stage's units is. `assigned`, `started`, `finished`: the targets of this process, one that
+    it is writing, and one that is complete. `waiting`, `admitted`: it waits for memory, as a text says, and has it.
+    `say`, `detail`, `reading`: a line for the user, one for who wants to know more, and the source in one line.
+    `shown_bytes`: how much memory it takes in this process to show it, besides what every process has.
     """
 
     @property
     def shown_bytes(self) -> int: ...
 
-    def begin(self, stage: Stage) -> None: ...
+    def begin(self, stage: Stage, own_bytes: int = 0, closed_bytes: int = 0) -> None: ...
 
     def moved(self, count_bytes: int) -> None: ...
+
+    def synced(self, count_bytes: int) -> None: ...
+
+    def read_back(self, count_bytes: int) -> None: ...
+
+    def closed(self, count_bytes: int) -> None: ...
 
     def completed(self) -> None: ...
 
@@ -115,10 +122,19 @@ class Silent:
     def __init__(self, say: Callable[[str], None] = log_warning) -> None:
         self._say = say
 
-    def begin(self, stage: Stage) -> None:
+    def begin(self, stage: Stage, own_bytes: int = 0, closed_bytes: int = 0) -> None:
         pass
 
     def moved(self, count_bytes: int) -> None:
+        pass
+
+    def synced(self, count_bytes: int) -> None:
+        pass
+
+    def read_back(self, count_bytes: int) -> None:
+        pass
+
+    def closed(self, count_bytes: int) -> None:
         pass
 
     def completed(self) -> None:

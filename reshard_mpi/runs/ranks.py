@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from reshard_mpi.processes.comm import MPIComm
 from reshard_mpi.runs.progress import told_target
-from reshard_mpi.runs.status import Counts, RunStatus, Stage
+from reshard_mpi.runs.status import CLOSED, MOVED, NO_BYTES, READ_BACK, SYNCED, Counts, RunStatus, Stage, own_by_phase
 from reshard_mpi.runs.watched import Display, Watched
 
 if TYPE_CHECKING:
@@ -32,14 +32,17 @@ class RootProgress(Watched):
         self._next_seconds = 0.0
         self._no_longer_meanwhile = comm.meanwhile(self._look)
 
-    def begin(self, stage: Stage) -> None:
-        super().begin(stage)
+    def begin(self, stage: Stage, own_bytes: int = 0, closed_bytes: int = 0) -> None:
+        super().begin(stage, own_bytes, closed_bytes)
         self._look()
 
     def moved(self, count_bytes: int) -> None:
         super().moved(count_bytes)
-        if time.monotonic() >= self._next_seconds:
-            self._look()
+        self._look_if_due()
+
+    def read_back(self, count_bytes: int) -> None:
+        super().read_back(count_bytes)
+        self._look_if_due()
 
     def waiting(self, text: str) -> None:
         self._look()
@@ -53,7 +56,12 @@ class RootProgress(Watched):
         super().close()
 
     def _of_others(self) -> list[Counts]:
-        return list(self._by_rank.values())
+        by_rank = self._by_rank
+        return [by_rank.get(rank, Counts()) for rank in range(1, self._comm.size)]
+
+    def _look_if_due(self) -> None:
+        if time.monotonic() >= self._next_seconds:
+            self._look()
 
     def _look(self) -> None:
         self._next_seconds = time.monotonic() + _LOOK_SECONDS
@@ -73,18 +81,30 @@ class RankProgress:
         self.verbose = verbose
         self._posts = comm.posts()
         self._counts = Counts()
-        self._passed_bytes = 0
+        self._done_bytes = list(NO_BYTES)
         self._interval_seconds = max(_TELL_SECONDS, comm.size * _TELL_SECONDS_A_RANK)
         self._next_seconds = 0.0
         self._no_longer_meanwhile = comm.meanwhile(self._tell_if_due)
 
-    def begin(self, stage: Stage) -> None:
-        self._passed_bytes = 0
-        self._counts = Counts(self._counts.stage + 1)
+    def begin(self, stage: Stage, own_bytes: int = 0, closed_bytes: int = 0) -> None:
+        self._done_bytes = list(NO_BYTES)
+        self._counts = Counts(self._counts.stage + 1, own_bytes=own_by_phase(stage, own_bytes, closed_bytes))
         self._tell()
 
     def moved(self, count_bytes: int) -> None:
-        self._passed_bytes += count_bytes
+        self._done_bytes[MOVED] += count_bytes
+        self._tell_if_due()
+
+    def synced(self, count_bytes: int) -> None:
+        self._done_bytes[SYNCED] += count_bytes
+        self._tell_if_due()
+
+    def read_back(self, count_bytes: int) -> None:
+        self._done_bytes[READ_BACK] += count_bytes
+        self._tell_if_due()
+
+    def closed(self, count_bytes: int) -> None:
+        self._done_bytes[CLOSED] += count_bytes
         self._tell_if_due()
 
     def completed(self) -> None:
@@ -137,7 +157,8 @@ class RankProgress:
 
     @property
     def _now(self) -> Counts:
-        return self._counts._replace(passed_bytes=self._passed_bytes)
+        moved, synced, read_back, closed = self._done_bytes
+        return self._counts._replace(done_bytes=(moved, synced, read_back, closed))
 
     def _tell_if_due(self) -> None:
         if time.monotonic() >= self._next_seconds:

@@ -1,19 +1,19 @@
-"""How far a run is: which stage it is in, how much of that is done, and how long the rest takes at its recent speed."""
+"""How far a run is: which stage it is in, how much of that is done, and how long the rest takes."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from reshard_mpi.text import counted
 from reshard_mpi.units import format_bytes, format_rate
 
-# The recent speed is that of the last half of a stage, but of no less and no more than so many seconds.
-_LEAST_SECONDS = 3.0
-_MOST_SECONDS = 60.0
-# How far apart the moments are that a speed is computed from.
-_SAMPLE_SECONDS = 0.5
+# What is done with each byte of a stage, one after another: it is moved (or only read, where nothing is written); what
+# was written is synced to the disk, and read back; and the file it is in is closed, so sealed, synced, and given its
+# name.
+MOVED, SYNCED, READ_BACK, CLOSED = PHASES = (0, 1, 2, 3)
+BytesByPhase = tuple[int, int, int, int]
+NO_BYTES = (0, 0, 0, 0)
 _MINUTE, _HOUR = 60, 3600
 
 
@@ -21,8 +21,9 @@ class Stage(NamedTuple):
     """A part of a run through which all its processes go together. All begin it with the same figures.
 
     name: what is done, such as "writing". size_bytes: how much all processes have to do together; None if that is not
-    known yet. units: how many targets, shards or tensors these bytes make up; unit: what they are called. ready: how
-    many more were complete before. passes: how many times each byte is gone through; it counts as done after the last.
+    known yet. units: how many targets, shards or tensors these bytes make up, or ranks are planned; unit: what they are
+    called. ready: how
+    many more were complete before. phases: what is done with each byte; it is done after the last.
     """
 
     name: str
@@ -30,20 +31,30 @@ class Stage(NamedTuple):
     units: int = 0
     unit: str = "target"
     ready: int = 0
-    passes: int = 1
+    phases: tuple[int, ...] = (MOVED,)
 
 
 class Counts(NamedTuple):
     """What one process has done of a stage.
 
-    stage: the number of the stage, from 1 on. passed_bytes: gone through, so each byte counts once for every pass.
-    units: completed by this process. waits: whether it waits for memory.
+    stage: the number of the stage, from 1 on. done_bytes, own_bytes: by phase, how much it has done, and how much it
+    has to do in all. units: completed by this process. waits: whether it waits for memory.
     """
 
     stage: int = 0
-    passed_bytes: int = 0
+    done_bytes: BytesByPhase = NO_BYTES
+    own_bytes: BytesByPhase = NO_BYTES
     units: int = 0
     waits: bool = False
+
+
+def own_by_phase(stage: Stage, own_bytes: int, closed_bytes: int) -> BytesByPhase:
+    """Return what one process has to do in each phase of a stage.
+
+    own_bytes: in all phases but the last. closed_bytes: in files that it closes, for others as well.
+    """
+    moved, synced, read_back = (own_bytes if phase in stage.phases else 0 for phase in (MOVED, SYNCED, READ_BACK))
+    return moved, synced, read_back, closed_bytes if CLOSED in stage.phases else 0
 
 
 class RunStatus(NamedTuple):
@@ -52,8 +63,8 @@ class RunStatus(NamedTuple):
     stage: what they are doing, such as "planning", "comparing copies", "writing" or "verifying". bytes_done: of this
     stage; bytes_total: None as long as that is not known. targets_done, targets_total: targets of a transform, shards
     of a verification or tensors of a comparison, as `unit` says; targets_before: how many more were complete before,
-    which are in no other figure. seconds: since the run began. bytes_per_second: of late; None if not known yet.
-    seconds_left: until the end of the stage at this speed; None if not known. waiting: how many processes wait for
+    which are in no other figure. seconds: since the run began. seconds_left: until the end of the stage;
+    bytes_per_second: the speed at which it ends then; both None if not known. waiting: how many processes wait for
     memory.
     """
 
@@ -70,26 +81,23 @@ class RunStatus(NamedTuple):
     waiting: int
 
     @classmethod
-    def of(cls, stage: Stage, counts: Iterable[Counts], seconds: float, bytes_per_second: float | None) -> RunStatus:
+    def of(
+        cls, stage: Stage, counts: Sequence[Counts], seconds: float, bytes_done: int, seconds_left: float | None
+    ) -> RunStatus:
         """Return the status of a run. counts: of all its processes in this stage."""
-        all_counts = list(counts)
-        done = sum(own.passed_bytes for own in all_counts) // stage.passes
-        total = stage.size_bytes
-        if total is not None:
-            done = min(done, total)
-        left = (total - done) / bytes_per_second if total is not None and bytes_per_second else None
+        rest = None if stage.size_bytes is None else stage.size_bytes - bytes_done
         return cls(
             stage=stage.name,
-            bytes_done=done,
-            bytes_total=total,
-            targets_done=sum(own.units for own in all_counts),
+            bytes_done=bytes_done,
+            bytes_total=stage.size_bytes,
+            targets_done=sum(own.units for own in counts),
             targets_total=stage.units,
             targets_before=stage.ready,
             unit=stage.unit,
             seconds=seconds,
-            bytes_per_second=bytes_per_second,
-            seconds_left=left,
-            waiting=sum(own.waits for own in all_counts),
+            bytes_per_second=rest / seconds_left if rest and seconds_left else None,
+            seconds_left=seconds_left,
+            waiting=sum(own.waits for own in counts),
         )
 
     @property
@@ -106,7 +114,8 @@ class RunStatus(NamedTuple):
     def as_text(self, *, with_percent: bool = True) -> str:
         """Return the status as one line for people."""
         if self.bytes_total is None:
-            parts = [f"{self.stage}, {format_seconds(self.seconds)} so far"]
+            of_all = f": {self.unit} {self.targets_done} of {self.targets_total}" if self.targets_total else ""
+            parts = [f"{self.stage}{of_all}, {format_seconds(self.seconds)} so far"]
         else:
             parts = [f"{self.stage} {format_bytes(self.bytes_done)} of {format_bytes(self.bytes_total)}"]
             parts += [f"{self.percent} %"] if with_percent else []
@@ -119,33 +128,6 @@ class RunStatus(NamedTuple):
         if self.waiting:
             parts.append("waiting for memory" if self.waiting == 1 else f"{self.waiting} processes wait for memory")
         return ", ".join(parts)
-
-
-class Pace:
-    """The recent speed of a stage, from what was done at some moments."""
-
-    def __init__(self) -> None:
-        self._samples: deque[tuple[float, int]] = deque()
-        self._begin = 0.0
-
-    def add(self, seconds: float, done_bytes: int) -> None:
-        """Record that so much had been done at a moment, `seconds` on any clock. Moments are told in their order."""
-        if not self._samples:
-            self._begin = seconds
-        elif seconds - self._samples[-1][0] < _SAMPLE_SECONDS:
-            return
-        self._samples.append((seconds, done_bytes))
-        span = min(max((seconds - self._begin) / 2, _LEAST_SECONDS), _MOST_SECONDS)
-        while len(self._samples) > 2 and self._samples[1][0] <= seconds - span:
-            self._samples.popleft()
-
-    @property
-    def bytes_per_second(self) -> float | None:
-        """None if nothing is known yet, or nothing was done of late."""
-        if len(self._samples) < 2:
-            return None
-        (first, before), (last, done) = self._samples[0], self._samples[-1]
-        return (done - before) / (last - first) or None
 
 
 def format_seconds(seconds: float) -> str:

@@ -20,6 +20,7 @@ from reshard_mpi.planning.agreement import (
     require_same_names,
     require_same_shapes,
 )
+from reshard_mpi.planning.copies import dealt
 from reshard_mpi.planning.fit import drift_warning, require_no_drift
 from reshard_mpi.planning.partial_sums import Accumulated, note_on_none
 from reshard_mpi.planning.replicas import Replicas
@@ -32,7 +33,7 @@ from reshard_mpi.runs.planner import Planner
 from reshard_mpi.runs.preflight import require_room
 from reshard_mpi.runs.progress import Progress, Silent, complain
 from reshard_mpi.runs.request import Request, Strategies
-from reshard_mpi.runs.status import Stage
+from reshard_mpi.runs.status import CLOSED, MOVED, PHASES, Stage
 
 T = TypeVar("T")
 
@@ -55,8 +56,10 @@ def _convert(
     _refuse(comm.allgather(planner.begin(progress)), comm)
     if comm.rank == 0:
         progress.reading(planner.described_source)  # not earlier, since a process alone may have started over until now
-    name, passes = ("writing and verifying", 2) if request.verify else ("writing", 1)
-    progress.begin(Stage(name, due.size_bytes, due.targets, ready=due.ready, passes=passes))
+    stage = Stage("writing", due.size_bytes, due.targets, ready=due.ready, phases=(MOVED, CLOSED))
+    if request.verify:
+        stage = stage._replace(name="writing and verifying", phases=PHASES)
+    progress.begin(stage, planner.own_bytes, planner.led_bytes)
     written = planner.writer(progress).write()
     plans_outcome = Outcome(
         notes=planned.notes,
@@ -74,18 +77,23 @@ def _convert(
     return outcome._replace(failures=failures, notes=notes)
 
 
-def plan_targets(request: Request, comm: Comm, *, lists_tensors: bool = False) -> tuple[Plan, Outcome]:
+def plan_targets(
+    request: Request, comm: Comm, progress: Progress | None = None, *, lists_tensors: bool = False
+) -> tuple[Plan, Outcome]:
     """Plan the targets of `request` without writing; return the plan, and an outcome with notes and warnings.
 
     lists_tensors: whether the plan has a line for each tensor. Raises, the same on every process, the errors for which
     `convert` refuses a run.
     """
-    with RunMemory(lambda: request.allowance, comm, Silent(complain)) as memory:
-        return _plan_targets(request, comm, memory, lists_tensors=lists_tensors)
+    shown = Silent(complain) if progress is None else progress
+    with RunMemory(lambda: request.allowance, comm, shown) as memory:
+        return _plan_targets(request, comm, shown, memory, lists_tensors=lists_tensors)
 
 
-def _plan_targets(request: Request, comm: Comm, memory: RunMemory, *, lists_tensors: bool) -> tuple[Plan, Outcome]:
-    planner, planned, _ = _planned(request, comm, Silent(), None, memory, lists_tensors=lists_tensors)
+def _plan_targets(
+    request: Request, comm: Comm, progress: Progress, memory: RunMemory, *, lists_tensors: bool
+) -> tuple[Plan, Outcome]:
+    planner, planned, _ = _planned(request, comm, progress, None, memory, lists_tensors=lists_tensors)
     shares = _gather(comm, planner.summaries)
     targets = [target for share in shares for target in share]
     listed = tensor_lines(_gather(comm, planner.listed), planner.origins()) if lists_tensors else ()
@@ -112,9 +120,11 @@ def _planned(
     )
     outcome = planned.outcome
     if planned.alike or request.replicas is not Replicas.ANY:
+        mine = list(dealt(planned.alike, comm.rank, comm.size))
         if planned.alike:
-            progress.begin(Stage("comparing copies", sum(alike.size_bytes for alike in planned.alike)))
-        compared = [record_of(Compared, value) for value in comm.allgather(planner.compare(planned.alike, progress))]
+            size_bytes, own_bytes = (sum(alike.size_bytes for alike in copies) for copies in (planned.alike, mine))
+            progress.begin(Stage("comparing copies", size_bytes), own_bytes)
+        compared = [record_of(Compared, value) for value in comm.allgather(planner.compare(mine, progress))]
         _refuse([share.outcome for share in compared], comm)
         outcome = outcome.joined(share.outcome for share in compared)
         drifted = tuple(dict.fromkeys(name for share in compared for name in share.drifted))
@@ -143,7 +153,7 @@ def _plan_with_sound_sources(
     damage: dict[int, ReshardError] = {}
     while True:
         progress.begin(Stage("planning"))
-        planner = Planner(request, comm, strategies, damage, memory, lists_tensors=lists_tensors)
+        planner = Planner(request, comm, strategies, damage, memory, progress, lists_tensors=lists_tensors)
         planned = _plan_together(planner, comm)
         if not request.verify:
             return planner, planned
@@ -151,8 +161,9 @@ def _plan_with_sound_sources(
             rank: size for sizes in _gather(comm, attempt(planner.read_bytes, comm)) for rank, size in sizes.items()
         }
         to_check = {rank: read[rank] for rank in sorted(read.keys() - checked)}
-        progress.begin(Stage("checking sources", sum(to_check.values()), len(to_check), "shard"))
         mine = dict(list(to_check.items())[comm.rank :: comm.size])
+        stage = Stage("checking sources", sum(to_check.values()), len(to_check), "shard")
+        progress.begin(stage, sum(mine.values()))
         errors = _gather(comm, planner.check_sources(mine, progress))
         if not any(errors):
             return planner, planned

@@ -8,6 +8,7 @@ part holds which tensor. MindSpore's `load_distributed_checkpoint` reads them by
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -37,8 +38,8 @@ from reshard_mpi.runs.plans import plan_together
 from reshard_mpi.runs.preflight import Room, Tally, may_share, require_room, require_short_names
 from reshard_mpi.runs.progress import Progress, Silent
 from reshard_mpi.runs.request import Request, Strategies, TargetFile
-from reshard_mpi.runs.status import Stage
-from reshard_mpi.runs.write import write_whole
+from reshard_mpi.runs.status import CLOSED, MOVED, Stage
+from reshard_mpi.runs.write import target_report, write_whole
 from reshard_mpi.units import GIB
 
 FORMAT = "safetensors"
@@ -147,7 +148,8 @@ def unify(request: Request, comm: Comm, progress: Progress, strategies: Strategi
         require_one_moment(moment for moments, *_ in gathered for moment in moments)
         require_room(rooms for _, rooms, _ in gathered)
         size_bytes = sum(own_bytes for *_, own_bytes in gathered)
-        progress.begin(Stage("writing", size_bytes, len(numbers_of(request)), "file"))
+        stage = Stage("writing", size_bytes, len(numbers_of(request)), "file", phases=(MOVED, CLOSED))
+        progress.begin(stage, own_bytes, own_bytes)
         has_map = comm.rank == 0 and (request.part is None or request.part[0] == 0)
         agreed(lambda: _withdraw_map(request) if has_map else None, comm)
         outcome = opened.outcome.joined(comm.allgather(_write(request, opened, comm, memory, progress)))
@@ -201,17 +203,20 @@ def _write(request: Request, opened: _Opened, comm: Comm, memory: RunMemory, pro
     module = by_name(FORMAT)
 
     def write(number: int) -> Outcome:
-        file, plan = request.files[number], opened.plans[number]
+        begin, file, plan = time.monotonic(), request.files[number], opened.plans[number]
         path = Path(request.target, file.name)
-        while not memory.to_move(memory.require_possible(plan), f"{path}"):
+        peak_bytes = memory.require_possible(plan)
+        while not memory.to_move(peak_bytes, f"{path}"):
             plan = _renamed(opened.conversion.plan(number, checked=False), file)
         by_rank = opened.conversion.source.files.by_rank
         read = [source for rank in plan.read_ranks for source in by_rank[rank]]
         evidence = Evidence.of(plan, first_looks.sources(read))
         with opened.journal.writing(number, path, evidence, module.MODE, progress.say) as publication:
-            write_whole(plan, FORMAT, publication, opened.conversion.limits, progress.moved)
+            filled = write_whole(plan, FORMAT, publication, opened.conversion.limits, progress.moved)
+        progress.closed(plan.written_bytes)
         progress.completed()
-        return Outcome()
+        waited_seconds = memory.take_waited_seconds()
+        return Outcome((target_report(plan, path, begin, waited_seconds, peak_bytes, comm.rank, [filled]),))
 
     outcomes = [attempt(partial(write, number), comm, number) for number in opened.mine]
     return Outcome().joined(outcomes)

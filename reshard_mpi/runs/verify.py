@@ -200,7 +200,7 @@ def _each(
     failures: list[Failure] = []
     sizes = {rank: _size_bytes(files, rank) for rank in assign(weights, range(comm.size))[comm.rank]}
     size_bytes = sum(comm.allgather(sum(sizes.values())))
-    progress.begin(Stage("verifying", size_bytes, len(weights), "shard"))
+    progress.begin(Stage("verifying", size_bytes, len(weights), "shard"), sum(sizes.values()))
     for rank, own_bytes in sizes.items():
         try:
             shard, damage = check(rank, own_bytes)

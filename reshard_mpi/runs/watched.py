@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
+from reshard_mpi.runs.pace import Pace
 from reshard_mpi.runs.progress import told_target
-from reshard_mpi.runs.status import Counts, Pace, RunStatus, Stage
+from reshard_mpi.runs.status import CLOSED, MOVED, NO_BYTES, READ_BACK, SYNCED, Counts, RunStatus, Stage, own_by_phase
 
 if TYPE_CHECKING:
     import threading
@@ -58,8 +59,9 @@ class Watched:
         self.verbose = verbose
         self._others = others
         self._begin_seconds = time.monotonic()
-        self._stage, self._number, self._pace = Stage("starting"), 0, Pace()
-        self._passed_bytes = self._units = 0
+        self._stage, self._number = Stage("starting"), 0
+        self._pace = Pace(self._stage, self._begin_seconds)
+        self._done_bytes, self._own_bytes, self._units = list(NO_BYTES), NO_BYTES, 0
         self._waits = False
         self._thread: threading.Thread | None = None
         self._ended: threading.Event | None = None
@@ -76,15 +78,24 @@ class Watched:
         with self._locked():
             self._display.update(status)
 
-    def begin(self, stage: Stage) -> None:
+    def begin(self, stage: Stage, own_bytes: int = 0, closed_bytes: int = 0) -> None:
         self._start()
         with self._locked():
-            self._passed_bytes = self._units = 0
-            self._stage, self._number, self._pace = stage, self._number + 1, Pace()
-            self._pace.add(time.monotonic(), 0)
+            self._own_bytes = own_by_phase(stage, own_bytes, closed_bytes)
+            self._done_bytes, self._units = list(NO_BYTES), 0
+            self._stage, self._number, self._pace = stage, self._number + 1, Pace(stage, time.monotonic())
 
     def moved(self, count_bytes: int) -> None:
-        self._passed_bytes += count_bytes
+        self._done_bytes[MOVED] += count_bytes
+
+    def synced(self, count_bytes: int) -> None:
+        self._done_bytes[SYNCED] += count_bytes
+
+    def read_back(self, count_bytes: int) -> None:
+        self._done_bytes[READ_BACK] += count_bytes
+
+    def closed(self, count_bytes: int) -> None:
+        self._done_bytes[CLOSED] += count_bytes
 
     def completed(self) -> None:
         self._units += 1
@@ -130,7 +141,8 @@ class Watched:
 
     @property
     def _counts(self) -> Counts:
-        return Counts(self._number, self._passed_bytes, self._units, self._waits)
+        moved, synced, read_back, closed = self._done_bytes
+        return Counts(self._number, (moved, synced, read_back, closed), self._own_bytes, self._units, self._waits)
 
     def _locked(self) -> AbstractContextManager[object]:
         return nullcontext() if self._lock is None else self._lock
@@ -161,6 +173,8 @@ class Watched:
         if self._told is not None:
             return self._told
         now = time.monotonic()
-        counts = [own for own in (self._counts, *self._others()) if own.stage == self._number]
-        self._pace.add(now, sum(own.passed_bytes for own in counts) // self._stage.passes)
-        return RunStatus.of(self._stage, counts, now - self._begin_seconds, self._pace.bytes_per_second)
+        nothing = Counts(self._number)  # of a process that has not begun this stage yet
+        counts = [own if own.stage == self._number else nothing for own in (self._counts, *self._others())]
+        self._pace.add(now, counts)
+        bytes_done, seconds_left = self._pace.bytes_done, self._pace.seconds_left
+        return RunStatus.of(self._stage, counts, now - self._begin_seconds, bytes_done, seconds_left)

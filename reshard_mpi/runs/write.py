@@ -120,7 +120,7 @@ class Writer:
             filled = _fill(plan, manifest, publication.descriptor, None, self._limits, self._progress.moved)
             sums: tuple[TensorSum, ...] = ()
             if self._run.request.verify:
-                sums = _verified(plan, manifest, publication.descriptor, None, self._limits, self._progress.moved)
+                sums = self._verified(plan, manifest, publication.descriptor, None, plan.written_bytes)
             self._seal(publication, manifest, sums)
         return self._finished(plan, begin, waited_seconds, [filled])
 
@@ -171,11 +171,25 @@ class Writer:
                     plan, waited_seconds = self._plan(rank)
                     with self._opened(rank, reserved) as descriptor:
                         span = share.range_of(os.fstat(descriptor).st_size)
-                        sums = _verified(plan, manifest, descriptor, span, self._limits, self._progress.moved)
+                        share_bytes = share.bytes_of(plan.written_bytes)
+                        sums = self._verified(plan, manifest, descriptor, span, share_bytes)
                     return Part(verified=(Verified(rank, sums, waited_seconds),))
 
                 verified.append(record_of(Part, self._attempt(share.target, verify)))
         return Part().joined(verified)
+
+    def _verified(
+        self, plan: RankPlan, manifest: Manifest, descriptor: int, span: Span | None, size_bytes: int
+    ) -> tuple[TensorSum, ...]:
+        """Return the sums of the tensors in a filled `span`. Raises DamageError if they differ from their sources.
+
+        size_bytes: how many bytes of the target this process has written.
+        """
+        from reshard_mpi.runs.differences import sums_as_planned
+
+        forget_cached(descriptor)
+        self._progress.synced(size_bytes)
+        return sums_as_planned(plan, manifest, span, self._limits, self._progress.read_back)
 
     def _writing(self, rank: int) -> AbstractContextManager[Publication]:
         path, say = self._run.path(rank), self._progress.say
@@ -250,34 +264,52 @@ class Writer:
         return attempt(partial(do, rank), self._comm, rank, self._run.path(rank))
 
     def _finished(self, plan: RankPlan, begin: float, waited_seconds: float, filled: Sequence[Filled]) -> Outcome:
-        report = TargetReport(
-            rank=plan.target_rank,
-            path=str(self._run.path(plan.target_rank)),
-            read_ranks=plan.read_ranks,
-            written_bytes=plan.written_bytes,
-            needed_bytes=plan.needed_bytes,
-            requested_bytes=sum(part.requested_bytes for part in filled),
-            mapped_bytes=sum(part.mapped_bytes for part in filled),
-            seconds=time.monotonic() - begin,
-            engine_seconds=max(part.seconds for part in filled),
-            waited_seconds=waited_seconds + max(part.waited_seconds for part in filled),
-            leased_bytes=self._due.peak_bytes[plan.target_rank],
-            process=self._comm.rank,
-            processes=len(filled),
-            overflows=joined(overflow for part in filled for overflow in part.overflows),
-        )
+        path, leased_bytes = self._run.path(plan.target_rank), self._due.peak_bytes[plan.target_rank]
+        report = target_report(plan, path, begin, waited_seconds, leased_bytes, self._comm.rank, filled)
+        self._progress.closed(plan.written_bytes)
         self._progress.finished(report)
         return Outcome((report,))
 
 
-def write_whole(plan: RankPlan, format_name: str, publication: Publication, limits: Limits, on_bytes: OnBytes) -> None:
+def target_report(
+    plan: RankPlan,
+    path: Path,
+    begin: float,
+    waited_seconds: float,
+    leased_bytes: int,
+    process: int,
+    filled: Sequence[Filled],
+) -> TargetReport:
+    """Return the report of a target that is complete now. begin: a monotonic time. filled: its parts."""
+    return TargetReport(
+        rank=plan.target_rank,
+        path=str(path),
+        read_ranks=plan.read_ranks,
+        written_bytes=plan.written_bytes,
+        needed_bytes=plan.needed_bytes,
+        requested_bytes=sum(part.requested_bytes for part in filled),
+        mapped_bytes=sum(part.mapped_bytes for part in filled),
+        seconds=time.monotonic() - begin,
+        engine_seconds=max(part.seconds for part in filled),
+        waited_seconds=waited_seconds + max(part.waited_seconds for part in filled),
+        leased_bytes=leased_bytes,
+        process=process,
+        processes=len(filled),
+        overflows=joined(overflow for part in filled for overflow in part.overflows),
+    )
+
+
+def write_whole(
+    plan: RankPlan, format_name: str, publication: Publication, limits: Limits, on_bytes: OnBytes
+) -> Filled:
     """Write the shard of `plan`, read its structure back, and put it in place."""
     module, fd, path = formats.by_name(format_name), publication.descriptor, str(publication.partial)
     manifest = module.reserve(fd, path, plan.shard)
-    _fill(plan, manifest, fd, None, limits, on_bytes)
+    filled = _fill(plan, manifest, fd, None, limits, on_bytes)
     module.seal(fd, path)
     _require_as_meant(module, publication, manifest, {})
     publication.publish()
+    return filled
 
 
 def _require_as_meant(module: Format, publication: Publication, manifest: Manifest, sums: Mapping[str, int]) -> None:
@@ -300,16 +332,6 @@ def _not_as_meant(path: str, got: str) -> TransformError:
         where=path,
         remedy="look for a failing disk or memory, and run the same command with --resume",
     )
-
-
-def _verified(
-    plan: RankPlan, manifest: Manifest, descriptor: int, span: Span | None, limits: Limits, on_bytes: OnBytes
-) -> tuple[TensorSum, ...]:
-    """Return the sums of the tensors in a filled `span`. Raises DamageError if they differ from their sources."""
-    from reshard_mpi.runs.differences import sums_as_planned
-
-    forget_cached(descriptor)
-    return sums_as_planned(plan, manifest, span, limits, on_bytes)
 
 
 def _joined(parts: Sequence[Verified], plan: RankPlan) -> tuple[TensorSum, ...]:

@@ -172,7 +172,7 @@ def both_formats_in_one_rank_folder(c: Conversion) -> None:
     shutil.copy(other.shard(2), c.shard(2).parent)
 
 
-@bad(SourceError, "do not say how they are sharded", "--src-strategy")
+@bad(SourceError, "do not say how they are sharded", "src.strategy")
 def no_source_strategy(c: Conversion) -> Conversion:
     return c.but(src_strategy=None)
 
@@ -228,19 +228,19 @@ def ranks_that_disagree_in_epoch(c: Conversion) -> None:
         c.rewrite(rank, {"epoch_num": np.array(1 + (rank == 1), np.int64)})
 
 
-@bad(DisagreementError, "different moments", "epoch 1 step 5", "epoch 1 step 6", "--select")
+@bad(DisagreementError, "different moments", "epoch 1 step 5", "epoch 1 step 6", "with -?-?select")
 def ranks_that_disagree_in_the_step_of_their_names(c: Conversion) -> None:
     for rank in range(4):
         c.shard(rank).rename(c.shard(rank).with_name(f"net-1_{5 + rank // 2}{c.shard(rank).suffix}"))
 
 
-@bad(DisagreementError, "different moments", "epoch 1 step 5", "epoch 2 step 5", "--select")
+@bad(DisagreementError, "different moments", "epoch 1 step 5", "epoch 2 step 5", "with -?-?select")
 def ranks_that_disagree_in_the_epoch_of_their_names(c: Conversion) -> None:
     for rank in range(4):
         c.shard(rank).rename(c.shard(rank).with_name(f"net-{1 + rank // 2}_5{c.shard(rank).suffix}"))
 
 
-@bad(SourceError, "no checkpoint that all rank folders have", "net-1_5", "net-1_6", "--select")
+@bad(SourceError, "no checkpoint that all rank folders have", "net-1_5", "net-1_6", "with -?-?select")
 def rank_folders_without_a_checkpoint_in_common(c: Conversion) -> None:
     for rank in range(4):
         c.shard(rank).rename(c.shard(rank).with_name(f"net-1_{5 + rank // 2}{c.shard(rank).suffix}"))

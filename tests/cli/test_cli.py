@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import sys
@@ -19,6 +20,7 @@ from support.processes import run_command
 from support.stand_ins import refusing
 
 import reshard_mpi
+from reshard_mpi.cli.arguments import parser
 from reshard_mpi.sharding import strategy
 
 
@@ -394,12 +396,45 @@ def test_help_names_every_command_and_option(capsys: Capture) -> None:
         text = run_here(capsys, command, "--help").out
         assert text.startswith(f"usage: reshard-mpi {command} ")
         assert all(f"{code} " in text for code in (0, 1, 2, 3, 4, 5, 130, 143))
-        usage, _, described = text.partition("\n\n")
-        assert set(re.findall(r"--[a-z-]+", usage)) <= set(re.findall(r"^  .*?(--[a-z-]+)", described, re.MULTILINE))
+        options = {option for action in parser_of(command)._actions for option in action.option_strings}
+        assert (
+            options
+            == set(re.findall(r"^  (?:-., |)?(-{1,2}[a-z-]+)", text, re.MULTILINE)) | {"-h", "-q", "-v"} & options
+        )
 
 
-def test_help_fits_the_smallest_terminal(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
+def parser_of(command: str) -> argparse.ArgumentParser:
+    """Return the parser of a command."""
+    (commands,) = (action for action in parser()._actions if isinstance(action, argparse._SubParsersAction))
+    found: argparse.ArgumentParser = commands.choices[command]
+    return found
+
+
+def test_help_begins_with_what_must_be_given(capsys: Capture) -> None:
+    for command, usage in {
+        "transform": "[OPTION]... SRC DST",
+        "verify": "[OPTION]... SRC [DST]",
+        "merge-strategies": "DIR OUT",
+        "help": "[TOPIC]",
+        "inspect": "[OPTION]... PATH [GLOB|OTHER]",
+    }.items():
+        first, second = run_here(capsys, command, "--help").out.splitlines()[:2]
+        assert (first, second) == (f"usage: reshard-mpi {command} {usage}", "")
+
+
+def test_options_stand_by_what_they_are_about(capsys: Capture) -> None:
+    """No more than ten together, each group with a title of its own; no name is broken at its hyphens."""
+    for command in ("transform", "plan", "verify", "diff"):
+        text = run_here(capsys, command, "--help").out
+        groups = [group for group in parser_of(command)._action_groups if group._group_actions]
+        assert all(len(group._group_actions) <= 10 for group in groups)
+        assert len({group.title for group in groups}) == len(groups) > 4
+        assert "dcp-safetensors" in text and not re.search(r"\w-$", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("columns", ["", "80", "200"])
+def test_help_fits_the_smallest_terminal(capsys: Capture, monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
     pages = [
         [],
         *([command] for command in re.findall(r"^    ([a-z-]+)", run_here(capsys, "--help").out, re.MULTILINE)),

@@ -22,6 +22,7 @@ from support.terminals import run_on_terminal
 from reshard_mpi.cli import displays
 from reshard_mpi.engine import regions
 from reshard_mpi.runs import diff, watched
+from reshard_mpi.runs.conversion import Conversion as Conversion_
 from reshard_mpi.runs.status import Counts, RunStatus, Stage
 
 ESCAPE = "\x1b"
@@ -75,7 +76,7 @@ def test_a_terminal_without_colour(c: Conversion, variable: str, value: str) -> 
 def assert_lines(err: str) -> None:
     """Check what a log has of a slowed run."""
     assert err.count("source: ") == 1 and not {"\r", ESCAPE} & set(err), err
-    *lines, last = (line for line in err.splitlines() if not line.startswith(("source: ", "planning, ")))
+    *lines, last = (line for line in err.splitlines() if not line.startswith(("source: ", "planning")))
     at_work = [AT_WORK.fullmatch(line) for line in lines]
     assert at_work and all(at_work) and LAST.fullmatch(last), err
     percents = [int(match[1]) for match in at_work if match]
@@ -209,12 +210,44 @@ def test_tensors_that_are_compared(tmp_path: Path, capsys: Capture, monkeypatch:
     )
 
 
+def test_each_tensor_that_is_the_same(tmp_path: Path, capsys: Capture) -> None:
+    c = make(tmp_path)
+    finished = run_here(capsys, "diff", str(c.src), str(c.src), *c.arguments()[3:5], *both(c), "--jobs", "1", "-v")
+    assert finished.code == 0 and "'w' is the same: float32 of shape [8, 4], 128 B\n" in finished.err, finished
+    assert len(re.findall("is the same", finished.err)) == 4
+
+
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize("option", [[], ["--plot", "plan.svg"]], ids=["plan", "plot"])
+def test_ranks_that_are_planned(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, option: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    slow_down(monkeypatch, Conversion_, "plan")
+    finished = run_here(capsys, *make(tmp_path / "c").arguments("plan", *option))
+    assert finished.code == 0 and re.search(r"^planning: rank 1 of 2, \S+ s so far$", finished.err, re.M), finished
+    assert "planning" not in finished.out
+    quiet = run_here(capsys, *make(tmp_path / "q").arguments("plan", *option, "-q"))
+    assert quiet.code == 0 and quiet.err == ""
+
+
+@pytest.mark.slow
+def test_a_plan_on_a_terminal_leaves_the_plan_alone(tmp_path: Path) -> None:
+    c = make(tmp_path)
+    slow = "import time; time.sleep(1.5)"
+    code, shown = run_on_terminal(
+        [*COMMAND, *c.arguments("plan")], fault(c, c.folder / "n", slow, on="open", path="src/")
+    )
+    assert code == 0 and "planning" in shown, shown
+    assert "planning" not in re.split("[\r\n]+", shown.rstrip())[-1]
+
+
 def both(c: Conversion) -> list[str]:
     return ["--dst-strategy", str(c.src_strategy)]
 
 
 def test_a_run_that_is_over_at_once_has_no_lines() -> None:
-    status = RunStatus.of(Stage("writing", 10, 1), [Counts(1, 10, 1)], 0.1, None)
+    status = RunStatus.of(Stage("writing", 10, 1), [Counts(1, units=1)], 0.1, 10, None)
     lines = displays.Lines(io.StringIO())
     lines.update(status)
     lines.close(status)

@@ -22,6 +22,7 @@ from reshard_mpi.pictures.figures import Feed, Figures, Flow, Shards
 from reshard_mpi.pictures.flow import MOST_PLANNED, MOST_SPANS, grid_of, most_planned, sampled_targets
 from reshard_mpi.processes import comm
 from reshard_mpi.runs.pictured import Asked, planned_figures
+from reshard_mpi.runs.progress import Silent
 from reshard_mpi.runs.request import Request
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
@@ -30,7 +31,7 @@ from reshard_mpi.sharding.placement import Placement
 
 def figures_of(request: Request, *tensors: str, most_cuts: int = 200) -> Figures:
     with comm.world({}, explicit_share=True, stopped=lambda code: None) as world:
-        drawn = planned_figures(request, world, Asked(tensors, most_cuts))
+        drawn = planned_figures(request, world, Asked(tensors, most_cuts), Silent())
     assert drawn is not None
     return drawn[0]
 

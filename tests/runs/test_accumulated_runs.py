@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -26,7 +27,9 @@ from support.launch import MPI
 from support.oracle import RawLayout
 
 import reshard_mpi
-from reshard_mpi.errors import CoverageError, SourceError, StrategyError, UsageError
+from reshard_mpi.checkpoints import comparison
+from reshard_mpi.errors import CoverageError, DifferenceError, DisagreementError, SourceError, StrategyError, UsageError
+from reshard_mpi.runs.status import RunStatus
 
 NAME = "accu_grads.w"
 MEAN, SUM = ("--accumulated", "mean"), ("--accumulated", "sum")
@@ -188,6 +191,121 @@ def test_functions_have_it(tmp_path: Path) -> None:
     assert reshard_mpi.plan(c.src, *strategies, accumulated="sum").targets[0].read_ranks == (0, 1, 2, 3)
     with pytest.raises(CoverageError, match="parts of the sums"):
         reshard_mpi.load_rank(1, {0: c.shard(0), 1: c.shard(1)}, *strategies, accumulated="sum")
+
+
+@pytest.mark.parametrize("shards_at_once", [1, 2, 3])
+@pytest.mark.parametrize("same", [[0, 1, 2, 0], [0, 1, 2, 1], [0, 1, 2, 2], [3, 2, 2, 2]], ids=str)
+def test_copies_of_one_sum_that_are_not_compared_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same: list[int], shards_at_once: int
+) -> None:
+    """Shards with very many tensors are opened a few at a time."""
+    monkeypatch.setattr(comparison, "_MAX_TENSORS_AT_ONCE", 2 * shards_at_once)
+    w, spec = np.ones((8, 2), np.float32), replicated(tmp_path, 4)
+    write_ranks({rank: {"w": w, NAME: PARTS[number]} for rank, number in enumerate(same)}, tmp_path / "src")
+    with pytest.raises(DisagreementError, match=f"copies of '{NAME}' are the same") as refused:
+        reshard_mpi.plan(tmp_path / "src", spec, accumulated="sum")
+    pairs = [(one, other) for other in range(4) for one in range(other) if same[one] == same[other]]
+    assert any(f"ranks {one}, {other}" in str(refused.value) for one, other in pairs)
+
+
+@pytest.mark.parametrize("portion", [1, 5])
+def test_different_sums_in_many_batches_are_added(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, portion: int
+) -> None:
+    monkeypatch.setattr(comparison, "_MAX_TENSORS_AT_ONCE", 2)
+    monkeypatch.setattr(comparison, "_MAX_DIGESTS", portion)
+    w, zeros, spec = np.ones((8, 2), np.float32), np.zeros((8, 2), np.float32), replicated(tmp_path, 4)
+    parts = {"accu_grads.w": [*PARTS[:2], zeros, zeros], "grad_sum.w": PARTS}
+    ranks = {rank: {"w": w, **{name: of[rank] for name, of in parts.items()}} for rank in range(4)}
+    write_ranks(ranks, tmp_path / "src")
+    whole = reshard_mpi.load_rank(0, tmp_path / "src", spec, accumulated="sum")
+    assert whole["accu_grads.w"].tobytes() == (PARTS[0] + PARTS[1]).tobytes()
+
+
+def test_what_is_excluded_need_not_be_a_sum(tmp_path: Path, capsys: Capture) -> None:
+    """A counter may be called like an accumulated gradient; who leaves it out is not asked for its type."""
+    c = accumulating(tmp_path)
+    for rank in range(4):
+        c.rewrite(rank, {NAME: PARTS[rank], "accu_grads.b": np.full(c.arrays(rank)["b"].shape, 7, np.int32)})
+    finished = run_here(capsys, *c.arguments("transform", *MEAN, "--include", "*"))
+    assert finished.code == 3 and "'accu_grads.b' is called like an accumulated gradient" in finished.err
+    finished = run_here(capsys, *c.arguments("transform", *MEAN, "--exclude", "accu_grads.b"))
+    assert finished.code == 0, finished
+    assert written(c, 1).tobytes() == (TOTAL[4:] / np.float32(2)).tobytes()
+    assert "accu_grads.b" not in read_shard(c.written(0))
+
+
+@pytest.mark.parametrize("option", [("--exclude", NAME), ("--unlisted", "drop")], ids=" ".join)
+def test_what_a_plan_says_of_those_that_are_left_out(tmp_path: Path, capsys: Capture, option: tuple[str, str]) -> None:
+    finished = run_here(capsys, *accumulating(tmp_path).arguments("plan", "-v", *MEAN, *option))
+    lines = [line for line in finished.out.splitlines() if NAME in line]
+    assert finished.code == 0 and lines in ([], [f"{NAME}: left out"]), lines
+
+
+@pytest.mark.parametrize("spoiled", ["first", "second"])
+def test_a_comparison_takes_none_of_several_sums_for_all(tmp_path: Path, capsys: Capture, spoiled: str) -> None:
+    c, other = accumulating(tmp_path / "sums"), accumulating(tmp_path / "same", parts=[PARTS[n % 2] for n in range(4)])
+    first, second = (c, other) if spoiled == "first" else (other, c)
+    pair = (first.src, second.src, first.src_strategy, second.src_strategy)
+    with pytest.raises(DisagreementError, match=f"copies of '{NAME}' differ") as refused:
+        reshard_mpi.diff(*pair)
+    assert "how to join them" in str(refused.value) and str(c.shard(2)) in str(refused.value)
+    with pytest.raises(DifferenceError, match=f"'{NAME}' differs"):
+        reshard_mpi.diff(*pair, accumulated="mean")
+    reshard_mpi.diff(c.src, c.src, c.src_strategy, c.src_strategy, accumulated="sum")
+
+
+# One target at a time
+
+
+def by_rank(c: Conversion, rank: int, shards: list[int], **options: Any) -> reshard_mpi.Report:
+    files = {number: c.shard(number) for number in shards}
+    strategies = (c.src_strategy, c.dst_strategy)
+    return reshard_mpi.transform_checkpoint_by_rank(rank, files, c.written(rank), *strategies, **options)
+
+
+def test_what_a_caller_is_told_of_one_target(tmp_path: Path) -> None:
+    told: list[RunStatus] = []
+    report = by_rank(make(tmp_path), 1, [0, 1, 2, 3], progress=told.append)
+    (target,) = report.targets
+    assert (target.rank, target.processes, report.processes) == (1, 1, 1) and target.path.endswith("checkpoint_1.ckpt")
+    assert (told[-1].stage, told[-1].bytes_done, told[-1].is_complete) == ("writing", report.written_bytes, True)
+
+
+@pytest.mark.parametrize(("how", "whole"), [("mean", TOTAL / np.float32(2)), ("sum", TOTAL)])
+def test_shards_that_a_target_needs_are_listed(tmp_path: Path, capsys: Capture, how: str, whole: np.ndarray) -> None:
+    c = accumulating(tmp_path)
+    strategies = (c.src_strategy, c.dst_strategy)
+    assert len(reshard_mpi.rank_list_for_transform(1, *strategies)) == 2
+    listed = reshard_mpi.rank_list_for_transform(1, *strategies, accumulated=how)
+    assert listed == [0, 1, 2, 3]
+    assert by_rank(c, 1, listed, accumulated=how).targets[0].read_ranks == (0, 1, 2, 3)
+    assert written(c, 1).tobytes() == whole[4:].tobytes()
+    named = ("--src-strategy", str(strategies[0]), "--dst-strategy", str(strategies[1]))
+    assert run_here(capsys, "ranks", "1", *named, "--accumulated", how).out.split() == ["0", "1", "2", "3"]
+
+
+def test_a_rank_that_gets_zeros_needs_no_more_shards(tmp_path: Path) -> None:
+    spec = replicated(tmp_path, 4)
+    lists = [reshard_mpi.rank_list_for_transform(rank, spec, spec, accumulated="sum") for rank in range(4)]
+    assert lists == [[0, 1, 2, 3], [1], [2], [3]]
+    assert reshard_mpi.rank_list_for_transform(2, spec, spec, accumulated="mean") == [0, 1, 2, 3]
+
+
+def test_a_sum_of_which_parts_may_be_elsewhere_is_refused(tmp_path: Path) -> None:
+    """The usual list of shards has one of several replicas, of which each has a sum of its own."""
+    c = accumulating(tmp_path)
+    shards = reshard_mpi.rank_list_for_transform(1, c.src_strategy, c.dst_strategy)
+    with pytest.raises(CoverageError, match=f"'{NAME}' is a partial sum") as refused:
+        by_rank(c, 1, shards)
+    assert "rank_list_for_transform" in str(refused.value) and not c.written(1).exists()
+    with pytest.raises(CoverageError, match="parts of the sums"):
+        by_rank(c, 1, shards, accumulated="mean")
+    with pytest.raises(DisagreementError, match=f"copies of '{NAME}' differ"):
+        by_rank(c, 1, [0, 1, 2, 3])
+    c = accumulating(tmp_path / "end of a step", parts=[np.zeros((8, 2), np.float32)] * 4)
+    by_rank(c, 1, shards)
+    assert not written(c, 1).any()
 
 
 # Types, formats and maps

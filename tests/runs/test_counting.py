@@ -22,7 +22,17 @@ from reshard_mpi.processes.comm import SerialComm
 from reshard_mpi.runs import write
 from reshard_mpi.runs.progress import Silent
 from reshard_mpi.runs.request import Request
-from reshard_mpi.runs.status import RunStatus, Stage
+from reshard_mpi.runs.status import (
+    CLOSED,
+    MOVED,
+    PHASES,
+    READ_BACK,
+    SYNCED,
+    BytesByPhase,
+    RunStatus,
+    Stage,
+    own_by_phase,
+)
 from reshard_mpi.runs.transform import convert
 from reshard_mpi.runs.workers import Task
 
@@ -36,22 +46,36 @@ def target_bytes(c: Conversion) -> int:
 
 
 class Counting(Silent):
-    """Keeps the stages of a run, each with the bytes and units that were told of it."""
+    """Keeps the stages of a run, each with the bytes and units of it, and the bytes that it said it has to do."""
 
     def __init__(self) -> None:
         super().__init__()
         self.stages: list[Stage] = []
-        self.bytes: list[int] = []
+        self.own: list[BytesByPhase] = []
+        self.bytes: list[list[int]] = []
         self.units: list[int] = []
 
-    def begin(self, stage: Stage) -> None:
+    def begin(self, stage: Stage, own_bytes: int = 0, closed_bytes: int = 0) -> None:
         self.stages.append(stage)
-        self.bytes.append(0)
+        self.own.append(own_by_phase(stage, own_bytes, closed_bytes))
+        self.bytes.append([0, 0, 0, 0])
         self.units.append(0)
 
     def moved(self, count_bytes: int) -> None:
+        self._add(MOVED, count_bytes)
+
+    def synced(self, count_bytes: int) -> None:
+        self._add(SYNCED, count_bytes)
+
+    def read_back(self, count_bytes: int) -> None:
+        self._add(READ_BACK, count_bytes)
+
+    def closed(self, count_bytes: int) -> None:
+        self._add(CLOSED, count_bytes)
+
+    def _add(self, phase: int, count_bytes: int) -> None:
         assert count_bytes >= 0
-        self.bytes[-1] += count_bytes
+        self.bytes[-1][phase] += count_bytes
 
     def completed(self) -> None:
         self.units[-1] += 1
@@ -60,11 +84,10 @@ class Counting(Silent):
         self.completed()
 
     def assert_exact(self) -> None:
-        for stage, size_bytes, units in zip(self.stages, self.bytes, self.units):
-            if stage.size_bytes is None:
-                assert (size_bytes, units) == (0, 0), stage
-            else:
-                assert (size_bytes, units) == (stage.size_bytes * stage.passes, stage.units), stage
+        for stage, own, by_phase, units in zip(self.stages, self.own, self.bytes, self.units):
+            size_bytes = stage.size_bytes or 0
+            assert by_phase == list(own) == [size_bytes * (phase in stage.phases) for phase in PHASES], stage
+            assert units == stage.units, stage
 
     def named(self, name: str) -> Stage:
         (stage,) = (stage for stage in self.stages if stage.name == name)
@@ -94,7 +117,8 @@ def test_a_transform(tmp_path: Path, to: str, verify: bool) -> None:
     stage = counting.stages[-1]
     # What both targets hold is written by one of them where files make up one checkpoint.
     assert stage.size_bytes == (WHOLE_BYTES if to in ("hf", "dcp") else target_bytes(c))
-    assert (stage.name, stage.passes) == (("writing and verifying", 2) if verify else ("writing", 1))
+    assert stage.name == ("writing and verifying" if verify else "writing")
+    assert stage.phases == (PHASES if verify else (MOVED, CLOSED))
     assert verify == any(stage.name == "checking sources" for stage in counting.stages)
 
 
@@ -159,7 +183,7 @@ def test_a_target_that_fails_is_not_counted_as_complete(tmp_path: Path, monkeypa
     monkeypatch.setattr(write, "_fill", fail)
     counting = Counting()
     outcome = convert(request(c), SerialComm(), counting)
-    assert len(outcome.failures) == 2 and (counting.bytes[-1], counting.units[-1]) == (0, 0)
+    assert len(outcome.failures) == 2 and (counting.bytes[-1], counting.units[-1]) == ([0, 0, 0, 0], 0)
 
 
 # What the caller of a function is told

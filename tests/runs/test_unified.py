@@ -16,6 +16,7 @@ import reshard_mpi
 from reshard_mpi import unified_safetensors
 from reshard_mpi.errors import ReshardError, SourceError, UsageError
 from reshard_mpi.runs import unified
+from reshard_mpi.runs.status import RunStatus
 from reshard_mpi.testing.samples import Contents
 
 MINDSPORE = Path(__file__).parents[1] / "formats" / "golden" / "mindspore"
@@ -69,6 +70,20 @@ def test_parts_by_several_processes(c: Conversion, processes: int) -> None:
         assert read_shard(c.dst / file)[name] == as_read(TENSORS)[name]
     # As one full checkpoint it is the same as the ranks.
     reshard_mpi.diff(c.src, c.dst, c.src_strategy)
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("processes", [1, 2])
+def test_what_a_caller_is_told(c: Conversion, processes: int) -> None:
+    told: list[RunStatus] = []
+    report = unified_safetensors(c.src, c.src_strategy, c.dst, max_process_num=processes, progress=told.append)
+    assert [Path(target.path).name for target in report.targets] == [
+        "part0.safetensors",
+        "part1.safetensors",
+        "hyper_param.safetensors",
+    ]
+    assert report.written_bytes == sum(array.nbytes for array in TENSORS.values()) == told[-1].bytes_done
+    assert (told[-1].stage, told[-1].percent, told[-1].targets_done) == ("writing", 100, 3)
 
 
 @pytest.mark.usefixtures("small_parts")

@@ -1,0 +1,41 @@
+"""What a run is known by: other settings make another run, and a command can be made of them again."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+from support.command_line import Capture, run_here
+from support.conversions import make
+
+from reshard_mpi.journal.identity import RunIdentity, joined_words
+
+words = st.lists(st.text(st.characters(codec="utf-8"), max_size=6), max_size=4)
+
+
+@given(words)
+def test_values_of_a_repeated_option_can_be_told_apart(values: list[str]) -> None:
+    assert shlex.split(joined_words(values)) == values
+
+
+def test_globs_are_recorded_as_they_are() -> None:
+    assert joined_words(["w*", "layers.[0-9].?", "*=fp16"]) == "w* layers.[0-9].? *=fp16"
+
+
+def test_the_command_has_each_value_again() -> None:
+    facts = {"source": "src", "include": joined_words(["a b", "c*"])}
+    assert RunIdentity(facts).command("dst") == "reshard-mpi transform src dst --include 'a b' --include 'c*'"
+
+
+def test_two_names_are_not_one_with_a_space(tmp_path: Path, capsys: Capture) -> None:
+    c = make(tmp_path)
+    for rank in range(4):
+        c.rewrite(rank, {"a": np.array(1), "b c": np.array(2), "a b": np.array(3), "c": np.array(4)})
+    first, second = ([f"--include={name}" for name in ("w", *names)] for names in (("a", "b c"), ("a b", "c")))
+    assert run_here(capsys, *c.arguments("transform", *first)).code == 0
+    assert run_here(capsys, *c.arguments("transform", *first, "--resume")).code == 0
+    finished = run_here(capsys, *c.arguments("transform", *second, "--resume"))
+    assert finished.code == 3 and "another run" in finished.err, finished
