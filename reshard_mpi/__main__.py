@@ -1,10 +1,10 @@
 """`python -m reshard_mpi` and `reshard-mpi`: the command line.
 
 Under `python -m` what is imported here is imported by the program, for which Python looks in the working folder first.
-So nothing is, but what lies in this package.
+So nothing is, but what lies in this package and what is part of the interpreter.
 """
 
-from reshard_mpi.cli.start import begin_command
+import gc
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -12,7 +12,14 @@ if TYPE_CHECKING:
 
 
 def command() -> "NoReturn":
-    """Be the process of the command line, which is loaded when there is memory for it."""
+    """Be the process of the command line, which is loaded when there is memory for it.
+
+    No garbage is collected, not even while modules are loaded: hardly anything that is made here is cyclic, and to look
+    for it would take longer than a small conversion.
+    """
+    gc.disable()
+    from reshard_mpi.cli.start import begin_command
+
     begin_command()
     from reshard_mpi.cli import commands
 

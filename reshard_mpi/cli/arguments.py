@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import textwrap
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from reshard_mpi import formats
@@ -29,38 +30,50 @@ exit codes:
   143  terminated"""
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line. What it parses has the name of the command as `command`."""
+_PROGRAM = "reshard-mpi"
+
+
+def parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """Return the parser of the command line. What it parses has the name of the command as `command`.
+
+    arguments: those that it will parse, if it needs to know only their command: each command takes its time to add.
+    """
     top = CommandParser(
-        prog="reshard-mpi",
+        prog=_PROGRAM,
         description=_filled("Rewrite a checkpoint of M ranks as one of N ranks, bit-exactly and in bounded memory."),
         epilog=_EXIT_CODES,
         formatter_class=HelpFormatter,
     )
     from reshard_mpi import __version__
 
-    top.add_argument("--version", action="version", version=f"reshard-mpi {__version__}")
-    commands = top.add_subparsers(metavar="COMMAND", required=True, parser_class=CommandParser)
-
-    def command(name: str, text: str) -> argparse.ArgumentParser:
-        added = commands.add_parser(
+    top.add_argument("--version", action="version", version=f"{_PROGRAM} {__version__}")
+    commands = top.add_subparsers(metavar="COMMAND", required=True, parser_class=CommandParser, prog=_PROGRAM)
+    own = arguments[0] if arguments and arguments[0] in _COMMANDS else None
+    for name in _COMMANDS if own is None else (own,):
+        text, add_arguments = _COMMANDS[name]
+        command = commands.add_parser(
             name,
             help=text,
             description=_filled(text[0].upper() + text[1:] + "."),
             epilog=_EXIT_CODES,
             formatter_class=HelpFormatter,
         )
-        added.set_defaults(command=name)
-        return added
+        command.set_defaults(command=name)
+        add_arguments(command)
+        command.usage = f"{_PROGRAM} {name} {_usage(command)}"
+    return top
 
-    transform = command("transform", "reshard the checkpoint SRC into the folder DST")
-    work = _add_conversion(transform)
+
+def _add_transform(parser: argparse.ArgumentParser) -> None:
+    work = _add_conversion(parser)
     _add_jobs(work)
-    output = _add_output(transform, "each target that is complete")
+    output = _add_output(parser, "each target that is complete")
     output.add_argument("--report", type=values.path, metavar="FILE.json", help="write what was done, target by target")
-    plan = command("plan", "show what transform would do, writing nothing")
-    _add_conversion(plan)
-    printed = plan.add_argument_group("what is printed")
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    _add_conversion(parser)
+    printed = parser.add_argument_group("what is printed")
     printed.add_argument(
         "-v",
         "--verbose",
@@ -94,44 +107,56 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="with --plot: draw how both sides cut this tensor (repeatable for a page)",
     )
-    verify = command(
-        "verify", "check that DST holds what SRC does, whatever their layouts; without DST, that SRC fits its own sums"
-    )
-    verify.add_argument("source", type=values.path, metavar="SRC", help="a checkpoint")
-    verify.add_argument("target", type=values.path, metavar="DST", nargs="?", help="what transform has made of it")
-    _add_strategies(verify, "sharded (default: as its shards say, else one full checkpoint)")
+
+
+def _add_verify(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", type=values.path, metavar="SRC", help="a checkpoint")
+    parser.add_argument("target", type=values.path, metavar="DST", nargs="?", help="what transform has made of it")
+    _add_strategies(parser, "sharded (default: as its shards say, else one full checkpoint)")
     _add_files(
-        verify,
+        parser,
         "SRC",
         ranks="check the shards of these ranks only, of DST if it is given, such as 3 or 0-3,8 (repeatable)",
     )
-    _add_map(verify)
-    _add_comparison(verify, "hold the source strategy against SRC")
-    _add_output(verify, "each shard that is sound")
-    diff = command("diff", "check that two checkpoints hold the same tensors, whatever their formats and layouts")
-    diff.add_argument("source", type=values.path, metavar="A", help="a checkpoint")
-    diff.add_argument("target", type=values.path, metavar="B", help="another one")
-    sharded, strategies = "is sharded (default: as its shards say, else one full checkpoint)", _strategies_of(diff)
+    _add_map(parser)
+    _add_comparison(parser, "hold the source strategy against SRC")
+    _add_output(parser, "each shard that is sound")
+
+
+def _add_diff(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", type=values.path, metavar="A", help="a checkpoint")
+    parser.add_argument("target", type=values.path, metavar="B", help="another one")
+    sharded, strategies = "is sharded (default: as its shards say, else one full checkpoint)", _strategies_of(parser)
     strategies.add_argument("--src-strategy", type=values.path, metavar="F|DIR", help=f"how A {sharded}")
     strategies.add_argument("--dst-strategy", type=values.path, metavar="F|DIR", help=f"how B {sharded}")
-    _add_files(diff, "A")
-    _add_map(diff, "A")
-    _add_comparison(diff, "hold the strategies against the checkpoints")
-    _add_output(diff, "each tensor that is the same")
-    commit = command("commit", "check that all targets in DST are complete, and write DST/reshard.json")
-    commit.add_argument("target", type=values.path, metavar="DST", help="the folder that transform has written to")
-    needed = command("ranks", "list the source ranks that target rank R needs, one per line")
-    needed.add_argument("rank", type=values.rank, metavar="R", help="the target rank")
-    _add_strategies(needed)
-    _add_accumulated(needed)
-    merge = command("merge-strategies", "merge the strategy files of all pipeline stages into one")
-    merge.add_argument("folder", type=values.path, metavar="DIR", help="folder with the strategy files of every stage")
-    merge.add_argument("out", type=values.path, metavar="OUT", help="the merged file (.json: as JSON)")
-    governor = command("governor", "show who holds memory on this host now, and who waits for it")
-    governor.add_argument("--json", action="store_true", help="print it as JSON")
-    inspect = command("inspect", "show what a shard, a checkpoint folder or a strategy holds")
-    inspect.add_argument("path", type=values.path, metavar="PATH", help="what to look at")
-    inspect.add_argument(
+    _add_files(parser, "A")
+    _add_map(parser, "A")
+    _add_comparison(parser, "hold the strategies against the checkpoints")
+    _add_output(parser, "each tensor that is the same")
+
+
+def _add_commit(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", type=values.path, metavar="DST", help="the folder that transform has written to")
+
+
+def _add_ranks(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("rank", type=values.rank, metavar="R", help="the target rank")
+    _add_strategies(parser)
+    _add_accumulated(parser)
+
+
+def _add_merging(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=values.path, metavar="DIR", help="folder with the strategy files of every stage")
+    parser.add_argument("out", type=values.path, metavar="OUT", help="the merged file (.json: as JSON)")
+
+
+def _add_governor(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
+
+
+def _add_inspect(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", type=values.path, metavar="PATH", help="what to look at")
+    parser.add_argument(
         "other",
         type=values.path,
         metavar="GLOB|OTHER",
@@ -139,30 +164,33 @@ def parser() -> argparse.ArgumentParser:
         help="tensors whose names match, such as 'layers.0.*', with the ranks that hold them; or the path of another"
         " checkpoint, to list the tensors that are not alike in both: names, types and shapes",
     )
-    _add_rank(inspect, "look at the shards of these ranks only, such as 3 or 0-3,8 (repeatable)")
-    form = inspect.add_mutually_exclusive_group()
+    _add_rank(parser, "look at the shards of these ranks only, such as 3 or 0-3,8 (repeatable)")
+    form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print it as JSON")
     form.add_argument(
         "--toml",
         action="store_true",
         help="print the strategy (PATH, or that of the shards there) as a TOML spec that says the same of every name",
     )
-    guide = command("help", "show a page of the guide; without a topic, which pages there are")
-    guide.add_argument("topic", metavar="TOPIC", nargs="?", help="a page (default: the list of pages)")
-    completion = command("completion", "print a script with which a shell completes commands, options and names")
-    completion.add_argument(
+
+
+def _add_guide(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("topic", metavar="TOPIC", nargs="?", help="a page (default: the list of pages)")
+
+
+def _add_completion(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
         "shell",
         choices=("bash", "zsh"),
         metavar="bash|zsh",
         help='for example, in ~/.bashrc: eval "$(reshard-mpi completion bash)"',
     )
-    demo = command("demo", "make a small checkpoint of 8 ranks, reshard it to 4, and check every element")
-    demo.add_argument(
+
+
+def _add_demo(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
         "folder", type=values.path, metavar="DIR", nargs="?", help="where to leave its files (default: removed again)"
     )
-    for name, added in commands.choices.items():
-        added.usage = f"reshard-mpi {name} {_usage(added)}"
-    return top
 
 
 def _usage(parser: argparse.ArgumentParser) -> str:
@@ -414,3 +442,22 @@ def request(options: argparse.Namespace) -> Request:
     named["replicas"] = Replicas(options.replicas)
     named["accumulated"] = Accumulated(options.accumulated)
     return Request(**named, recorded=options.command not in ("verify", "diff"))
+
+
+_COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
+    "transform": ("reshard the checkpoint SRC into the folder DST", _add_transform),
+    "plan": ("show what transform would do, writing nothing", _add_plan),
+    "verify": (
+        "check that DST holds what SRC does, whatever their layouts; without DST, that SRC fits its own sums",
+        _add_verify,
+    ),
+    "diff": ("check that two checkpoints hold the same tensors, whatever their formats and layouts", _add_diff),
+    "commit": ("check that all targets in DST are complete, and write DST/reshard.json", _add_commit),
+    "ranks": ("list the source ranks that target rank R needs, one per line", _add_ranks),
+    "merge-strategies": ("merge the strategy files of all pipeline stages into one", _add_merging),
+    "governor": ("show who holds memory on this host now, and who waits for it", _add_governor),
+    "inspect": ("show what a shard, a checkpoint folder or a strategy holds", _add_inspect),
+    "help": ("show a page of the guide; without a topic, which pages there are", _add_guide),
+    "completion": ("print a script with which a shell completes commands, options and names", _add_completion),
+    "demo": ("make a small checkpoint of 8 ranks, reshard it to 4, and check every element", _add_demo),
+}

@@ -6,7 +6,6 @@ Each command imports what it needs.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import sys
@@ -42,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     options = argparse.Namespace()
     try:
         require_stack()
-        options = parser().parse_args(arguments)
+        options = parser(sys.argv[1:] if arguments is None else arguments).parse_args(arguments)
         code = _COMMANDS[options.command](options)
     except (KeyboardInterrupt, Terminated) as stop:
         code = stopped_by(stop) or INTERRUPTED
@@ -61,10 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 def command() -> NoReturn:
     """Run `main` in a process of its own, which ends without taking the interpreter apart.
 
-    That would take longer than a small conversion, as would collecting garbage: hardly anything made here is cyclic.
-    With MPI the interpreter ends as usual, since MPI has work to do then.
+    That would take longer than a small conversion. With MPI it ends as usual, since MPI has work to do then.
     """
-    gc.disable()
     open_standard_streams()
     begin_command()
     try:
