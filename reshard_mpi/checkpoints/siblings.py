@@ -7,10 +7,9 @@ shard tells which, so it is compared with the shards in the rank folders beside 
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Hashable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from reshard_mpi import formats
 from reshard_mpi.checkpoints.discovery import (
@@ -29,6 +28,9 @@ from reshard_mpi.planning.model import Check, Copy, Limits
 from reshard_mpi.planning.samples import kind_of
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.units import MIB
+
+if TYPE_CHECKING:
+    from random import Random
 
 # If ranks hold different parts, neighbours do: they differ in what is cut over the fastest mesh axis, and the last rank
 # in most of what is cut over any axis.
@@ -208,11 +210,17 @@ def _chosen(tensors: Mapping[str, TensorEntry]) -> list[str]:
     kinds: dict[Hashable, list[str]] = {}
     for name, entry in tensors.items():
         kinds.setdefault((kind_of(name), entry.dtype, entry.shape), []).append(name)
-    generator = random.Random(_SEED)
+    generator = _generator()
     first = [generator.choice(names) for names in kinds.values()]
     taken = set(first)
     others = (name for name in tensors if name not in taken)
     return [*sorted(first, key=lambda name: -tensors[name].size_bytes), *others][:_MAX_TENSORS]
+
+
+def _generator() -> Random:
+    from random import Random  # only here, since most checkpoints are not one shard
+
+    return Random(_SEED)
 
 
 def _samples(ours: TensorEntry, theirs: TensorEntry) -> Iterator[Check]:
@@ -220,7 +228,7 @@ def _samples(ours: TensorEntry, theirs: TensorEntry) -> Iterator[Check]:
     whole = Box.whole(ours.shape)
     count = math.prod(ours.shape)
     length = min(count, max(1, _SAMPLE_BYTES // ours.dtype.itemsize_bytes))
-    generator = random.Random(_SEED)
+    generator = _generator()
     places = {0, count - length, *(generator.randint(0, count - length) for _ in range(_SAMPLES - 2))}
     for first in sorted(places):
         for region in whole.blocks(max(1, length), first, first + length):

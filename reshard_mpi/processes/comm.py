@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -187,6 +186,8 @@ def world(
         code = stopped_by(error)
         if code is None:
             code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
+            import traceback  # which loads parsers of source code, for nothing in all other runs
+
             place = f"process {communicator.Get_rank()} on host {host_name(environment)}"
             sys.stderr.write(lines(f"{traceback.format_exc()}reshard-mpi: {place} ends the job\n"))
         else:

@@ -9,7 +9,6 @@ import select
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterable
 from typing import Any, Self
 
@@ -143,6 +142,8 @@ def _be_a_process(work: Callable[[], None], mask: Iterable[int]) -> None:
     except KeyboardInterrupt:
         code = _INTERRUPTED
     except BaseException:
+        import traceback  # which loads parsers of source code, for nothing in all other forks
+
         traceback.print_exc()
     finally:
         try:
