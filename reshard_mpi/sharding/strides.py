@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import lru_cache
 from itertools import accumulate
 from operator import mul
 from typing import NamedTuple
 
 from reshard_mpi.sharding.box import Box
 
+# Thousands of tensors are of a few dozen kinds, whose regions lie alike; the engine asks for each several times.
+_REMEMBERED = 256
 # A dimension of the source and the same one of the target, for those longer than 1, the target's outermost first.
 Pairs = tuple[tuple[int, int], ...]
 
@@ -41,6 +44,7 @@ class Strides(NamedTuple):
     dimensions: tuple[tuple[int, int, int], ...]
 
     @classmethod
+    @lru_cache(_REMEMBERED)
     def between(
         cls,
         region: Box,
