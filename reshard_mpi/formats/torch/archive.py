@@ -34,6 +34,8 @@ _OF_ENTRY = Struct("<8xH18x3H")
 # Members besides storages: a dozen.
 _MAX_MEMBERS = files.MAX_TENSORS + 1000
 _MAX_DIRECTORY_BYTES = 32 * MIB
+# The headers of small members are as close together; then as much is read at once.
+_NEAR_BYTES, _READ_BYTES = 1 << 10, 64 << 10
 
 
 class Member(NamedTuple):
@@ -96,6 +98,9 @@ class _Archive:
         self._path = path
         self._size_bytes = size_bytes
         self._first_byte = first_byte
+        # The header that was read last, and what has been read from a header on.
+        self._last_header_start = 0
+        self._headers_start, self._headers = 0, b""
 
     def members(self) -> dict[str, Member]:
         start, length_bytes, count = self.directory()
@@ -163,17 +168,15 @@ class _Archive:
         if at + ENTRY.size > len(directory):
             raise self._damage("the directory of a shard ends in the middle of an entry", start + at)
         fields = ENTRY.unpack_from(directory, at)
-        mark, _, _, flags, method, _, _, crc, stored_bytes, size_bytes, name_bytes, extra_bytes, comment_bytes = fields[
-            :13
-        ]
-        disk, local_start = fields[13], fields[16]
+        mark, _, _, flags, method, _, _, crc, stored_bytes, size_bytes, *lengths, disk, _, _, local_start = fields
+        name_bytes, extra_bytes, comment_bytes = lengths
         name_at = at + ENTRY.size
         extra_at = name_at + name_bytes
         end = extra_at + extra_bytes + comment_bytes
         if mark != ENTRY_MARK or end > len(directory) or disk:
             raise self._damage("an entry in the directory of a shard is damaged", start + at)
         raw_name = directory[name_at:extra_at]
-        if FULL_4 in (size_bytes, stored_bytes, local_start):
+        if size_bytes == FULL_4 or stored_bytes == FULL_4 or local_start == FULL_4:
             extra = directory[extra_at : extra_at + extra_bytes]
             size_bytes, stored_bytes, local_start = self._wide(
                 extra, (size_bytes, stored_bytes, local_start), start + at
@@ -215,7 +218,7 @@ class _Archive:
 
     def _payload_start(self, local_start: int, name: bytes, flags: int, facts: tuple[int, int]) -> int:
         """Return where the bytes of a member begin, whose local header must be what the directory says."""
-        header = self._read(local_start, LOCAL.size + len(name)) if local_start < self._size_bytes else b""
+        header = self._header(local_start, LOCAL.size + len(name)) if local_start < self._size_bytes else b""
         if not header.startswith(LOCAL_MARK):
             raise self._damage("a member of a shard is not where its directory says", local_start)
         fields = LOCAL.unpack_from(header)
@@ -226,6 +229,16 @@ class _Archive:
         if not is_same:
             raise self._damage("a member of a shard contradicts its directory", local_start, got=repr(name[:200]))
         return local_start + LOCAL.size + int(name_bytes) + int(extra_bytes)
+
+    def _header(self, at: int, length_bytes: int) -> bytes:
+        """Return the bytes of a local header; of those that are close together many are read at once."""
+        begin = at - self._headers_start
+        if begin < 0 or begin + length_bytes > len(self._headers):
+            is_near = 0 < at - self._last_header_start <= _NEAR_BYTES
+            room_bytes = max(length_bytes, min(_READ_BYTES, self._size_bytes - at) if is_near else 0)
+            self._headers_start, self._headers, begin = at, self._read(at, room_bytes), 0
+        self._last_header_start = at
+        return self._headers[begin : begin + length_bytes]
 
     def _require_disjoint(self, extents: list[tuple[int, int]]) -> None:
         previous_end = 0
