@@ -101,3 +101,15 @@ def test_some_ranks_are_made_and_verified(tmp_path: Path, capsys: Capture) -> No
         reshard_mpi.verify(c.dst, ranks=[-1])
     with pytest.raises(reshard_mpi.UsageError, match="ranks names no rank"):
         reshard_mpi.verify(c.dst, ranks=[])
+
+
+@pytest.mark.parametrize("columns", ["60", "200", "0", "none"])
+def test_the_parser_of_one_command_is_that_of_all(monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    (every,) = (action.choices for action in parser()._actions if isinstance(action.choices, dict))
+    for command, full in every.items():
+        (alone,) = (action.choices for action in parser([command, "a"])._actions if isinstance(action.choices, dict))
+        assert list(alone) == [command] and alone[command].format_help() == full.format_help()
+        width = max(map(len, full.format_help().splitlines()))
+        assert width <= (max(int(columns), 80) if columns.isdecimal() else 80)
+    assert "--version" in parser(["--version", "plan"]).format_help()
