@@ -29,7 +29,6 @@ exit codes:
   130  interrupted
   143  terminated"""
 
-
 _PROGRAM = "reshard-mpi"
 
 
