@@ -65,7 +65,7 @@ def test_every_target_is_in_the_matrix() -> None:
 
 # Each pair once: both of its conversions are made, there and back.
 @pytest.mark.slow
-@pytest.mark.parametrize(("first", "second"), itertools.combinations_with_replacement(FORMS, 2), ids=str)
+@pytest.mark.parametrize(("first", "second"), [*itertools.combinations_with_replacement(FORMS, 2)], ids=str)
 @settings(max_examples=2)
 @drawn(case=cases(max_ranks=5, dtypes=DTYPES))
 def test_there_and_back(first: Form, second: Form, case: Case) -> None:

@@ -84,8 +84,7 @@ def test_the_same_without_the_governor_is_killed(tmp_path: Path, version: int) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("version", [1, 2])
-@pytest.mark.parametrize("jobs", [2, 8])
+@pytest.mark.parametrize(("version", "jobs"), [(1, 8), (2, 2)])
 def test_workers_of_one_run(tmp_path: Path, version: int, jobs: int) -> None:
     """They wait for each other, so none may keep memory that another one waits for."""
     with group_of(version, 224 * MIB) as group:

@@ -33,6 +33,8 @@ from support.processes import Finished, run_command
 from support.stand_ins import doing, refusing
 
 import reshard_mpi
+from reshard_mpi.errors import ReshardError
+from reshard_mpi.runs import workers
 
 NO_ROOM_FOR_RANK_3 = """
 from reshard_mpi.formats import ckpt
@@ -68,6 +70,20 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 def test_command_line_alone(reference: Conversion, tmp_path: Path, capsys: Capture) -> None:
     assert run_here(capsys, *reference.but(dst=tmp_path).arguments()).code == 0
     assert shards(tmp_path) == shards(reference.dst)
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_workers_are_started_unless_there_is_one_core(
+    reference: Conversion, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, cores: int
+) -> None:
+    def refuse(_: object, jobs: int | None, *__: object) -> None:
+        raise ReshardError(f"workers: {jobs}")
+
+    monkeypatch.setattr(workers, "run_with_workers", refuse)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    c = reference.but(dst=tmp_path / "dst")
+    finished = run_here(capsys, "transform", str(c.src), str(c.dst), "--src-strategy", str(c.src_strategy))
+    assert ("workers: None" in finished.err) == (cores > 1), finished
 
 
 def test_jobs(reference: Conversion, tmp_path: Path, capsys: Capture) -> None:
