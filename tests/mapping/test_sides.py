@@ -66,7 +66,7 @@ def test_without_a_configuration_shapes_tell_or_it_is_asked_for() -> None:
     text = '[axes]\ng = "groups"\n[[map]]\neq = "x [(g d)] <=> y [d g]"\n'
     assert mapped(text, {"x": (6,)}, {"groups": 2}).made[0].shape.shape == (3, 2)
     assert mapped(text, {"y": (3, 2)}).made[0].shape.shape == (6,)
-    with pytest.raises(MapError, match=r"--config config\.json"):
+    with pytest.raises(MapError, match=r"--config FILE\.json"):
         mapped(text, {"x": (6,)})
     with pytest.raises(MapError, match="cannot be computed"):
         mapped(text, {"x": (6,)}, {"group": 2})
