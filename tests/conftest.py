@@ -64,6 +64,7 @@ def _keep_files_in_memory(config: pytest.Config) -> None:
     runs_programs = not found.f_flag & os.ST_NOEXEC  # some tests write programs, and containers often forbid it there
     if runs_programs and found.f_bavail * found.f_frsize >= _ROOM_BYTES:
         os.environ["TMPDIR"] = str(IN_MEMORY)
+        tempfile.tempdir = None  # else what was found before is kept
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
