@@ -141,6 +141,11 @@ class RunIdentity(NamedTuple):
         is_all = {**self.facts, CHOSEN: None} == {**other.facts, CHOSEN: None}
         return (ours, theirs) if ours and theirs and ours != theirs and is_all else None
 
+    def moment_beside(self, other: RunIdentity) -> str | None:
+        """Return the source of `other` if it lies beside that of this run, as checkpoints of several moments do."""
+        ours, theirs = (Path(str(run.facts.get("source", ""))) for run in (self, other))
+        return str(theirs) if ours != theirs and ours.parent == theirs.parent else None
+
     def command(self, target: str) -> str:
         """Return the command that makes these targets in the folder `target`."""
         words = ["reshard-mpi", "transform", str(self.facts.get("source")), target]

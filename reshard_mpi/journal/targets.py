@@ -161,13 +161,15 @@ class Journal:
         choice = self.identity.other_choice(other) if other is not None else None
         if choice is not None:
             raise _another_choice(*choice, self.folder, str(self.identity.facts.get("source")))
+        moment = self.identity.moment_beside(other) if other is not None else None
+        goes_on = "" if moment is None else f"to go on with what was begun, give {moment} as the source; else "
         ours, theirs = self.identity.differences(other) if other is not None else ("the same settings", "")
         raise TargetError(
             "the target folder holds another run",
             expected=f"an empty folder, or a run with {ours}",
             got=f"a run with {theirs}" if theirs else f"a record of a run that cannot be read: {run_path(self._state)}",
             where=str(self.folder),
-            remedy="use another target, or --overwrite to replace that run's targets one by one",
+            remedy=f"{goes_on}use another target, or --overwrite to replace that run's targets one by one",
         )
 
     def is_done(self, target_rank: int, path: Path) -> bool:

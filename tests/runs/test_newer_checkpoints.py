@@ -135,6 +135,20 @@ def test_records_of_two_choices_are_not_committed(c: Conversion, capsys: Capture
     assert not (c.dst / "reshard.json").exists()
 
 
+@pytest.mark.parametrize("form", ["hf", "dcp"])
+def test_a_folder_with_an_index_that_is_replaced(c: Conversion, capsys: Capture, form: str) -> None:
+    folder = c.folder / form
+    whole = c.but(dst=folder, dst_strategy=None)
+    assert transform_here(capsys, whole, "--to", form).code == 0
+    from_folder = c.but(src=folder, src_strategy=None)
+    assert transform_here(capsys, from_folder, "--rank", "0-1", "--to", "ckpt").code == 0
+    save_newer(c)
+    assert transform_here(capsys, whole, "--to", form, "--overwrite").code == 0
+    finished = transform_here(capsys, from_folder, "--rank", "2-3", "--to", "ckpt")
+    assert finished.code == 3 and "a source was changed between the targets of ranks 0 and 2" in finished.err, finished
+    assert run_here(capsys, "commit", str(c.dst)).code == 3 and not (c.dst / "reshard.json").exists()
+
+
 # In the middle of one run
 
 # Of several processes of a run, those for which the condition holds look when the newer checkpoint is there.
