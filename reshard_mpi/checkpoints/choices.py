@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 
-from reshard_mpi.checkpoints.discovery import NAME_WAYS, ShardFiles, name_without_rank
+from reshard_mpi.checkpoints.discovery import NAME_WAYS, ShardFiles, name_ending_in_rank, name_without_rank
 from reshard_mpi.planning.model import CHOSEN_FILES, Moment
 
 _DIGEST_LENGTH = 32
@@ -22,7 +22,8 @@ def chosen_files(files: ShardFiles) -> str:
     """
     names = {rank: tuple(path.rpartition("/")[2] for path in paths) for rank, paths in files.by_rank.items()}
     if all(len(own) == 1 for own in names.values()):
-        for way in (name_without_rank, *NAME_WAYS):  # first the way that calls a single rank as it calls many
+        # First the way that calls a single rank as it calls many.
+        for way in (name_without_rank, *NAME_WAYS, name_ending_in_rank):
             distinct = {way(rank, own[0]) for rank, own in names.items()}
             if len(distinct) == 1:
                 return distinct.pop()

@@ -304,7 +304,7 @@ def _without_last(rank: int, name: str) -> str:
     return _replaced_last(rank, name, _end_of_stem(name))
 
 
-def _without_last_of_all(rank: int, name: str) -> str:
+def name_ending_in_rank(rank: int, name: str) -> str:
     """Return the name with the rank replaced also where the step else is: targets may have the prefix `net-3_`."""
     return _replaced_last(rank, name, len(name) - len(Path(name).suffix))
 
@@ -325,7 +325,6 @@ NAME_WAYS: tuple[Callable[[int, str], str], ...] = (
     lambda _, name: name,
     name_without_rank,
     _without_last,
-    _without_last_of_all,
 )
 
 
