@@ -24,12 +24,13 @@ def chosen_files(files: ShardFiles) -> str:
     if all(len(own) == 1 for own in names.values()):
         # First the way that calls a single rank as it calls many.
         for way in (name_without_rank, *NAME_WAYS, name_ending_in_rank):
-            distinct = {way(rank, own[0]) for rank, own in names.items()}
-            if len(distinct) == 1:
-                return distinct.pop()
+            called = (way(rank, own[0]) for rank, own in names.items())
+            first = next(called, None)
+            if first is not None and all(other == first for other in called):  # most ways are given up at once
+                return first
     digest = hashlib.sha256(json.dumps(sorted((rank, sorted(own)) for rank, own in names.items())).encode())
-    first, count = min((min(own) for own in names.values() if own), default=""), sum(map(len, names.values()))
-    return f"{first} and {count - 1} more, sha256:{digest.hexdigest()[:_DIGEST_LENGTH]}"
+    least, count = min((min(own) for own in names.values() if own), default=""), sum(map(len, names.values()))
+    return f"{least} and {count - 1} more, sha256:{digest.hexdigest()[:_DIGEST_LENGTH]}"
 
 
 def moments_of(files: ShardFiles) -> tuple[Moment, ...]:
