@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +21,7 @@ _RANK_FOLDER = re.compile(r"rank_(\d+)")
 # One of several files that hold a checkpoint together: how the others are called, its number, and how many there are.
 _PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{1,6})(?P<rest>-of-(?P<total>\d{1,6})\.\w+)")
 _STEP = re.compile(r"-(\d+)_(\d+)\.\w+$")
+_NUMBER = re.compile(r"\d+")
 # A strategy file kept beside the shards may end in .ckpt too; it begins with the number field `current_stage`, a
 # checkpoint with a nested message (facts of the two protobuf schemas).
 _STRATEGY_FIRST_BYTE = b"\x08"
@@ -276,7 +277,7 @@ def _same_checkpoint(candidates: Mapping[int, list[Path]], path: str) -> tuple[d
     """Return by rank the file of the newest checkpoint that all rank folders have, with a note if there are several."""
     if all(len(entries) == 1 for entries in candidates.values()):
         return {rank: entries[0] for rank, entries in candidates.items()}, ()
-    for key_of in (lambda rank, name: name, name_without_rank):
+    for key_of in NAME_WAYS:
         keyed = {rank: {key_of(rank, entry.name): entry for entry in entries} for rank, entries in candidates.items()}
         common = set.intersection(*(set(keys) for keys in keyed.values()))
         if common:
@@ -294,10 +295,37 @@ def _same_checkpoint(candidates: Mapping[int, list[Path]], path: str) -> tuple[d
 
 def name_without_rank(rank: int, name: str) -> str:
     """Return the name of a shard of `rank` with the rank replaced: the same for all ranks, if epoch and step are."""
+    cut, number = _end_of_stem(name), str(rank)
+    return _NUMBER.sub(lambda match: "<rank>" if match[0] == number else match[0], name[:cut]) + name[cut:]
+
+
+def _without_last(rank: int, name: str) -> str:
+    """Return the name with the rank replaced where it comes last before the step: in `llama2_7b_rank_2` only once."""
+    return _replaced_last(rank, name, _end_of_stem(name))
+
+
+def name_ending_in_rank(rank: int, name: str) -> str:
+    """Return the name with the rank replaced also where the step else is: targets may have the prefix `net-3_`."""
+    return _replaced_last(rank, name, len(name) - len(Path(name).suffix))
+
+
+def _replaced_last(rank: int, name: str, cut: int) -> str:
+    places = [match.span() for match in _NUMBER.finditer(name[:cut]) if match[0] == str(rank)]
+    return f"{name[: places[-1][0]]}<rank>{name[places[-1][1] :]}" if places else name
+
+
+def _end_of_stem(name: str) -> int:
+    """Return where the part of a shard's name ends that comes before its epoch and step, or before its ending."""
     step = _STEP.search(name)
-    cut = step.start() if step else name.rindex(".")
-    stem, end = name[:cut], name[cut:]
-    return re.sub(rf"(?<!\d){rank}(?!\d)", "<rank>", stem) + end
+    return step.start() if step else len(name) - len(Path(name).suffix)
+
+
+# Ways to call what all ranks have by one name. They take a rank and the name of its file.
+NAME_WAYS: tuple[Callable[[int, str], str], ...] = (
+    lambda _, name: name,
+    name_without_rank,
+    _without_last,
+)
 
 
 def shards_in(folder: Path, select: str | None, format_name: str | None = None) -> list[Path]:

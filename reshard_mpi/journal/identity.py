@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import re
@@ -15,13 +16,20 @@ from reshard_mpi.journal import fields
 from reshard_mpi.journal.records import DAMAGE, MAX_RANKS, MAX_TENSOR_BYTES, RUN_ROOM, read_json, run_path
 from reshard_mpi.planning.partial_sums import Accumulated
 
-# What files decide (settings are their digests) -> the names under which records keep the files' paths.
+# What decides which files of the source are read, if several checkpoints lie there. Two runs are the same if they have
+# chosen the same, by whatever means.
+CHOSEN, _SELECT = "chosen", "select"
+# How a choice ends whose files have no name in common (`checkpoints.choices`).
+_UNLIKE = re.compile(r", sha256:[0-9a-f]+\Z")
+# What files decide (settings are their digests) -> the names under which records keep the files' paths. The glob that
+# has led to what was chosen is kept as they are.
 _FILES = {
     "src_strategy": "src_strategy_file",
     "dst_strategy": "dst_strategy_file",
     "map": "map_file",
     "config": "config_file",
     "like": "like_file",
+    CHOSEN: _SELECT,
 }
 # Settings -> the options of the command line that make them.
 _OPTIONS = {
@@ -29,7 +37,8 @@ _OPTIONS = {
     "dst_strategy": "--dst-strategy",
     "from": "--from",
     "src_files": "--src-files",
-    "select": "--select",
+    CHOSEN: "--select",
+    _SELECT: "--select",  # a setting of its own in records of earlier versions
     "prefix": "--prefix",
     "unlisted": "--unlisted",
     "strict": "--strict",
@@ -55,7 +64,8 @@ SETTINGS: dict[str, Callable[[Any], Any]] = {
     "source": fields.path,
     "src_strategy": fields.optional(fields.digest),
     "dst_strategy": fields.optional(fields.digest),
-    "select": fields.optional(fields.text),
+    CHOSEN: fields.text,
+    _SELECT: fields.optional(fields.text),
     "prefix": lambda value: fields.text(value, 255),
     "to": lambda value: fields.one_of(value, formats.TARGETS),
     "unlisted": fields.text,
@@ -87,12 +97,19 @@ def joined_words(words: Iterable[str]) -> str:
     return " ".join(shlex.quote(word) if not word or _SPECIAL.search(word) else word for word in words)
 
 
+def glob_of(chosen: str) -> str | None:
+    """Return the glob that chooses the same files; None if no glob does, since the files have nothing in common."""
+    if _UNLIKE.search(chosen):
+        return None
+    return "*".join(map(glob.escape, chosen.split("<rank>")))
+
+
 class RunIdentity(NamedTuple):
     """Identifies a run by all that decides which bytes it writes.
 
-    facts: plain JSON values by name (strategies' digests, source path, selection, prefix, format, options).
-    files: where strategies and maps were read from, by the names of their digests in `facts`; for messages only, since
-    a file that has been moved is the same.
+    facts: plain JSON values by name (strategies' digests, source path, chosen files, prefix, format, options).
+    files: where strategies and maps were read from, by the names of their digests in `facts`, and the glob that the
+    chosen files match, if one was given; for messages only, since a file that has been moved is the same.
     """
 
     facts: Mapping[str, Any]
@@ -125,6 +142,17 @@ class RunIdentity(NamedTuple):
         """The settings of the run in words: its source, and the options that are given."""
         return ", ".join(self._setting(name, "") for name, value in self.facts.items() if value)
 
+    def other_choice(self, other: RunIdentity) -> tuple[str, str] | None:
+        """Return what this run and `other` have chosen, if it is all in which they differ; None otherwise."""
+        ours, theirs = self.facts.get(CHOSEN), other.facts.get(CHOSEN)
+        is_all = {**self.facts, CHOSEN: None} == {**other.facts, CHOSEN: None}
+        return (ours, theirs) if ours and theirs and ours != theirs and is_all else None
+
+    def moment_beside(self, other: RunIdentity) -> str | None:
+        """Return the source of `other` if it lies beside that of this run, as checkpoints of several moments do."""
+        ours, theirs = (Path(str(run.facts.get("source", ""))) for run in (self, other))
+        return str(theirs) if ours != theirs and ours.parent == theirs.parent else None
+
     def command(self, target: str) -> str:
         """Return the command that makes these targets in the folder `target`."""
         words = ["reshard-mpi", "transform", str(self.facts.get("source")), target]
@@ -144,6 +172,8 @@ class RunIdentity(NamedTuple):
         value, option = self.facts.get(name), _OPTIONS.get(name)
         if name == "direction":
             return f"--{value}" if value else "neither --forward nor --reverse"
+        if name == CHOSEN:
+            return f"files {value}" if value else "no record of which files were chosen (an earlier version)"
         if option is None and value is None:
             return f"no {name}"
         if option is None:
@@ -178,5 +208,6 @@ class RunIdentity(NamedTuple):
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> RunIdentity:
         """Return what `as_json` made."""
-        files = {name: str(values[key]) for name, key in _FILES.items() if key in values}
-        return cls({name: value for name, value in values.items() if name not in _FILES.values()}, files)
+        keys = {name: key for name, key in _FILES.items() if name != CHOSEN or CHOSEN in values}
+        files = {name: str(values[key]) for name, key in keys.items() if values.get(key) is not None}
+        return cls({name: value for name, value in values.items() if name not in keys.values()}, files)

@@ -1,7 +1,8 @@
 """The files that a target is made from, as they were at one moment, so that a later change is noticed.
 
 Size and time of modification tell a file from another that has taken its place. Structure does not: the checkpoint of
-another step has the same one.
+another step has the same one. Within one run the time of the last change of status is compared as well, which nobody
+can set back; it is not recorded, since a copy of the source has others.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,10 +39,16 @@ class SourceFile(NamedTuple):
 
 
 class Sources(NamedTuple):
-    """Files of the source under `folder`, in the order of their ranks."""
+    """Files of the source under `folder`, in the order of their ranks.
+
+    Only within the run that has looked at them: named: the folder by the name that it is read by, which may be a link
+    that leads elsewhere later. changed_ns: when the status of each file was last changed.
+    """
 
     folder: str = ""
     files: tuple[SourceFile, ...] = ()
+    named: str = ""
+    changed_ns: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> Sources:
@@ -60,25 +68,28 @@ class Sources(NamedTuple):
         """Raise DisagreementError, which says `problem`, if a file has changed. One that is gone has not."""
         changed = list(self._changed())
         if changed:
-            was, now = changed[0]
+            was, now, is_later = changed[0]
             more = f", and {len(changed) - 1} more: " if len(changed) > 1 else ""
-            others = ", ".join(file.path for file, _ in changed[1 : _MANY + 1]) + " ..." * (len(changed) > _MANY + 1)
+            others = ", ".join(file.path for file, *_ in changed[1 : _MANY + 1]) + " ..." * (len(changed) > _MANY + 1)
             raise DisagreementError(
                 problem,
                 expected=f"{was.path} of {was}",
-                got=f"{now}{more}{others if more else ''}",
+                got=f"{now}{', but written or replaced since' * is_later}{more}{others if more else ''}",
                 where=self.folder,
                 remedy=remedy,
             )
 
-    def _changed(self) -> Iterator[tuple[SourceFile, SourceFile]]:
-        for was in self.files:
+    def _changed(self) -> Iterator[tuple[SourceFile, SourceFile, bool]]:
+        """Yield every file that has changed, as it was and is, and whether only the change of its status tells."""
+        folder = Path(self.named or self.folder)
+        for was, changed_ns in zip_longest(self.files, self.changed_ns):
             try:
-                now = _look(Path(self.folder), was.path)
+                now, now_changed_ns = _look(folder, was.path)
             except FileNotFoundError:
                 continue
-            if now != was:
-                yield was, now
+            is_later = changed_ns is not None and now_changed_ns != changed_ns
+            if now != was or is_later:
+                yield was, now, now == was
 
 
 class FirstLooks:
@@ -86,16 +97,17 @@ class FirstLooks:
 
     def __init__(self, source: str) -> None:
         self._folder = Path(source) if Path(source).is_dir() else Path(source).parent
-        self._files: dict[str, SourceFile] = {}
+        self._looks: dict[str, tuple[SourceFile, int]] = {}
 
     def sources(self, paths: Iterable[str]) -> Sources:
         """Return these files of the source, as each was at the first look. Raises OSError if one is gone."""
-        files = []
+        looks = []
         for path in paths:
-            if path not in self._files:
-                self._files[path] = _look(self._folder, os.path.relpath(path, self._folder))
-            files.append(self._files[path])
-        return Sources(str(self._folder.resolve()), tuple(files))
+            if path not in self._looks:
+                self._looks[path] = _look(self._folder, os.path.relpath(path, self._folder))
+            looks.append(self._looks[path])
+        files, changed_ns = tuple(file for file, _ in looks), tuple(changed_ns for _, changed_ns in looks)
+        return Sources(str(self._folder.resolve()), files, str(self._folder), changed_ns)
 
 
 def require_same_sources(sources: Mapping[int, Sources], remedy: str) -> None:
@@ -103,8 +115,10 @@ def require_same_sources(sources: Mapping[int, Sources], remedy: str) -> None:
     first: dict[str, tuple[int, SourceFile]] = {}
     for target_rank, own_sources in sources.items():
         for file in own_sources.files:
-            first_rank, first_state = first.setdefault(file.path, (target_rank, file))
-            if first_state != file:
+            # A folder that names the latest of others, and that one itself, are two ways to the same file.
+            path = os.path.join(own_sources.folder, file.path)  # noqa: PTH118 - there may be millions
+            first_rank, first_state = first.setdefault(path, (target_rank, file))
+            if first_state[1:] != file[1:]:
                 raise DisagreementError(
                     f"a source was changed between the targets of ranks {first_rank} and {target_rank}",
                     expected=f"{file.path} of {first_state}, as target rank {first_rank} was made from",
@@ -127,6 +141,7 @@ def require_one_state(targets: Mapping[int, tuple[Sources, int]], remedy: str) -
             sources.require_unchanged(problem, remedy)
 
 
-def _look(folder: Path, path: str) -> SourceFile:
+def _look(folder: Path, path: str) -> tuple[SourceFile, int]:
+    """Return a file as it is now, and when its status was last changed."""
     status = (folder / path).stat()
-    return SourceFile(path, status.st_size, status.st_mtime_ns)
+    return SourceFile(path, status.st_size, status.st_mtime_ns), status.st_ctime_ns

@@ -45,8 +45,9 @@ DAMAGE = (LookupError, TypeError, ValueError, OverflowError)
 class Evidence(NamedTuple):
     """What one target was made from, to be compared with what other targets were made from.
 
-    read_ranks: the source ranks that its tensors come from. sources: their files, as they were when it was planned.
-    texts: digest of the strings it holds. The other fields are those of its plan.
+    read_ranks: the source ranks that its tensors come from. moments: those of its plan, and which of several
+    checkpoints the source is. sources: their files, as they were when it was planned. texts: digest of the strings it
+    holds. The other fields are those of its plan.
     """
 
     read_ranks: tuple[int, ...]
@@ -57,8 +58,10 @@ class Evidence(NamedTuple):
     texts: str = ""
 
     @classmethod
-    def of(cls, plan: RankPlan, sources: Sources) -> Evidence:
-        return cls(plan.read_ranks, plan.held, plan.moments, plan.beginnings, sources, digest_of_texts(plan.strings))
+    def of(cls, plan: RankPlan, sources: Sources, of_choice: tuple[Moment, ...] = ()) -> Evidence:
+        """Return the evidence of a planned target. of_choice: which of several checkpoints the source is."""
+        moments = (*of_choice, *plan.moments)
+        return cls(plan.read_ranks, plan.held, moments, plan.beginnings, sources, digest_of_texts(plan.strings))
 
 
 class TensorSum(NamedTuple):

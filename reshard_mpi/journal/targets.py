@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shlex
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -25,7 +26,7 @@ from reshard_mpi.errors import TargetError
 from reshard_mpi.filesystem.folders import Folder, close, closing, make_folders
 from reshard_mpi.filesystem.locks import Say, holders, open_lock, try_lock, wait_for_lock
 from reshard_mpi.filesystem.paths import described, require_replaceable
-from reshard_mpi.journal.identity import RunIdentity
+from reshard_mpi.journal.identity import RunIdentity, glob_of
 from reshard_mpi.journal.leftovers import leftovers, remove_leftovers
 from reshard_mpi.journal.publication import (
     Publication,
@@ -157,13 +158,18 @@ class Journal:
         if run is None or run.get("digest") == self.identity.digest or self._overwrite:
             return
         other = RunIdentity.recorded(self._state)
+        choice = self.identity.other_choice(other) if other is not None else None
+        if choice is not None:
+            raise _another_choice(*choice, self.folder, str(self.identity.facts.get("source")))
+        moment = self.identity.moment_beside(other) if other is not None else None
+        goes_on = "" if moment is None else f"to go on with what was begun, give {moment} as the source; else "
         ours, theirs = self.identity.differences(other) if other is not None else ("the same settings", "")
         raise TargetError(
             "the target folder holds another run",
             expected=f"an empty folder, or a run with {ours}",
             got=f"a run with {theirs}" if theirs else f"a record of a run that cannot be read: {run_path(self._state)}",
             where=str(self.folder),
-            remedy="use another target, or --overwrite to replace that run's targets one by one",
+            remedy=f"{goes_on}use another target, or --overwrite to replace that run's targets one by one",
         )
 
     def is_done(self, target_rank: int, path: Path) -> bool:
@@ -323,6 +329,19 @@ class Journal:
     def _record(self, target_rank: int) -> TargetRecord | None:
         record = TargetRecord.read(self._state, target_rank)
         return record if record is not None and record.digest == self.identity.digest else None
+
+
+def _another_choice(ours: str, theirs: str, folder: Path, source: str) -> TargetError:
+    """Return the error for a run that goes on with other files of the source than those that it was begun with."""
+    pattern = glob_of(theirs)
+    goes_on = "" if pattern is None else f"to go on with what was begun, --select {shlex.quote(pattern)}; "
+    return TargetError(
+        "the target folder holds a run from another checkpoint of the same source",
+        expected=f"{theirs}, which the run that began this folder has chosen",
+        got=f"{ours}, chosen now in {source}",
+        where=str(folder),
+        remedy=f"{goes_on}to begin again with what is there now, another target, or --overwrite",
+    )
 
 
 def _require_writable(folder: Path) -> None:

@@ -11,7 +11,7 @@ from reshard_mpi.formats.manifest import Manifest, shown_string
 from reshard_mpi.formats.specs import TensorSpec
 from reshard_mpi.planning.listed import PiecesOf
 from reshard_mpi.planning.mapped import MappedTensors
-from reshard_mpi.planning.model import Beginning, Check, Copy, Held, Moment, RankPlan, TensorPlan
+from reshard_mpi.planning.model import CHOSEN_FILES, Beginning, Check, Copy, Held, Moment, RankPlan, TensorPlan
 from reshard_mpi.planning.tensors import SourceGroup, SourceTensors
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.units import KIB
@@ -180,6 +180,14 @@ def require_one_moment(moments: Iterable[Moment]) -> None:
     first: dict[str, Moment] = {}
     for moment in moments:
         other = first.setdefault(moment.name, moment)
+        if moment.value != other.value and moment.name == CHOSEN_FILES:
+            raise DisagreementError(
+                "not all have chosen the same checkpoint in the source",
+                expected=other.value,
+                got=moment.value,
+                where=moment.path,
+                remedy="another one has appeared: run again, and choose one with --select while more may come",
+            )
         if moment.value != other.value:
             step = is_moment(moment.name)
             raise DisagreementError(

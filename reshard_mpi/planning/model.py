@@ -289,11 +289,15 @@ class Check(NamedTuple):
     why: str
 
 
+# The name of the moment that says which of several checkpoints in the source was chosen.
+CHOSEN_FILES = "chosen files"
+
+
 class Moment(NamedTuple):
     """One thing in which all shards of a checkpoint must agree, as the shard at `path` has it.
 
     It is the name and value of a step counter; or, where several stages of the target share tensors, the name of one
-    with its type and whole shape, or the names of all.
+    with its type and whole shape, or the names of all; or which files were chosen as the checkpoint (`CHOSEN_FILES`).
     """
 
     name: str

@@ -30,6 +30,7 @@ from reshard_mpi.planning.losses import Lost
 from reshard_mpi.planning.model import Copy, RankPlan, TensorPlan
 from reshard_mpi.planning.partial_sums import told_of
 from reshard_mpi.processes.comm import Comm
+from reshard_mpi.runs.choices import require_same_choice
 from reshard_mpi.runs.conversion import LIMITS, Conversion
 from reshard_mpi.runs.memory import RunMemory
 from reshard_mpi.runs.outcome import Checked, Failure, Outcome, agreed, attempt
@@ -63,6 +64,7 @@ def diff(request: Request, comm: Comm, progress: Progress, strategies: Strategie
     with RunMemory(lambda: request.allowance, comm, progress) as memory:
         progress.begin(Stage("planning"))
         first, second, planned = agreed(lambda: _planned(request, comm, strategies, memory), comm)
+        require_same_choice(comm, first.source.files, second.source.files)
         if comm.rank == 0:
             progress.reading(first.source.described)
         lost = _compare_copies((first, second), comm, progress, memory)

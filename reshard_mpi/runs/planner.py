@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from reshard_mpi import formats
+from reshard_mpi.checkpoints.choices import moments_of
 from reshard_mpi.checkpoints.comparison import compare, comparing_bytes
 from reshard_mpi.errors import CoverageError, DisagreementError, ReshardError, TransformError, as_reshard_error
 from reshard_mpi.journal.commit import commit_if_complete
@@ -47,12 +48,16 @@ _NOT_VERIFIED = (
 
 
 class _Opened(NamedTuple):
-    """What planning has opened: the run, its journal, the work of each process, and the targets this one writes."""
+    """What planning has opened: the run, its journal, the work of each process, and the targets this one writes.
+
+    choice: which of several checkpoints the source is.
+    """
 
     run: Run
     journal: Journal | Unrecorded
     works: list[Work]
     due: DueTargets
+    choice: tuple[Moment, ...]
 
 
 class Planner:
@@ -110,7 +115,7 @@ class Planner:
             require_short_names(journal.paths(rank, run.path(rank)))
         journal.check()
         works = divide(run.conversion.target_weights(run.targets), self._comm.hosts)
-        opened = self._opened = _Opened(run, journal, works, due)
+        opened = self._opened = _Opened(run, journal, works, due, moments_of(run.conversion.source.files))
         work = works[self._comm.rank]
         ranks = (*((rank, True) for rank in work.leads), *((rank, False) for rank in work.helps))
         planned_ranks = sum(len(each.leads) + len(each.helps) for each in works)
@@ -129,9 +134,7 @@ class Planner:
         source = run.conversion.source
         notes = (*run.conversion.notes, *governor.notes, *strange)
         begun = Outcome(notes=notes, other_warnings=source.files.warnings, missing=source.missing)
-        # Of a folder of several moments another one may become the latest while processes begin.
-        latest = (Moment("latest checkpoint", source.files.latest, source.files.path),) if source.files.latest else ()
-        planned = Planned(begun, latest).joined(record_of(Planned, plan) for plan in plans)
+        planned = Planned(begun, opened.choice).joined(record_of(Planned, plan) for plan in plans)
         self.outcome = planned.outcome
         return planned._replace(rooms=rooms, due=Due(self.led_bytes, len(self.summaries), len(self.outcome.targets)))
 
@@ -238,7 +241,7 @@ class Planner:
 
     def writer(self, progress: Progress) -> Writer:
         """Return the writer of what has been planned."""
-        run, journal, works, due = self._require_opened()
+        run, journal, works, due, _ = self._require_opened()
         return Writer(run, journal, works, self._comm, due, self._memory, progress)
 
     def commit(self, made: Outcome) -> Outcome:
@@ -258,7 +261,7 @@ class Planner:
             return Planned(self._skipped(opened, rank) if leads else Outcome())
         plan = run.conversion.plan(rank, checked=leads)
         peak_bytes = self._memory.require_possible(plan)
-        evidence = Evidence.of(plan, self._sources(run, plan))
+        evidence = Evidence.of(plan, self._sources(run, plan), opened.choice)
         if leads:
             as_is = run.conversion.original is None and run.conversion.source.files.format == run.format
             require_readable_types(plan.tensors.specs, run.format, as_is=as_is)

@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 from reshard_mpi import formats
 from reshard_mpi.checkpoints import discovery
+from reshard_mpi.checkpoints.choices import chosen_files
 from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.errors import ReshardError, UsageError
 from reshard_mpi.filesystem.paths import real_path, require_reachable
-from reshard_mpi.journal.identity import RunIdentity, joined_words
+from reshard_mpi.journal.identity import CHOSEN, RunIdentity, joined_words
 from reshard_mpi.journal.targets import Journal, Unrecorded
 from reshard_mpi.planning.filling import filled_files, strategy_of
 from reshard_mpi.planning.parameters import Unlisted
@@ -131,6 +132,7 @@ class Run(NamedTuple):
             "config": request.config,
             "like": request.like,
         }
+        named = {name: str(real_path(path)) for name, path in files.items() if path is not None}
         source = self.conversion.source.files.path  # of several moments that lie there the one that was chosen
         is_filled = formats.by_name(self.format).TRAITS.is_filled
         joins = request.accumulated is not Accumulated.REFUSE
@@ -139,7 +141,7 @@ class Run(NamedTuple):
                 "source": str(real_path(source)),
                 "src_strategy": self.strategies.source_digest,
                 "dst_strategy": self.strategies.target_digest,
-                "select": request.select,
+                CHOSEN: chosen_files(self.conversion.source.files),
                 "prefix": request.prefix,
                 "to": self.format,
                 "unlisted": str(request.unlisted),
@@ -153,7 +155,7 @@ class Run(NamedTuple):
                 **({"accumulated": str(request.accumulated)} if joins else {}),
                 **self._map_facts(),
             },
-            {name: str(real_path(path)) for name, path in files.items() if path is not None},
+            {**named, **({CHOSEN: request.select} if request.select is not None else {})},
         )
 
     def _map_facts(self) -> dict[str, str]:

@@ -22,6 +22,7 @@ from reshard_mpi.planning.agreement import (
 )
 from reshard_mpi.planning.copies import dealt
 from reshard_mpi.planning.fit import drift_warning, require_no_drift
+from reshard_mpi.planning.model import CHOSEN_FILES, Moment
 from reshard_mpi.planning.partial_sums import Accumulated, note_on_none
 from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.planning.summary import Plan
@@ -150,11 +151,14 @@ def _plan_with_sound_sources(
     say about their plans. Raises as `_plan_together` does, also if no other shard holds what a lost one held.
     """
     checked: set[int] = set()
+    chosen: list[Moment] = []
     damage: dict[int, ReshardError] = {}
     while True:
         progress.begin(Stage("planning"))
         planner = Planner(request, comm, strategies, damage, memory, progress, lists_tensors=lists_tensors)
         planned = _plan_together(planner, comm)
+        chosen += (moment for moment in planned.moments if moment.name == CHOSEN_FILES)
+        require_one_moment(chosen)  # in the second round another checkpoint may be the newest
         if not request.verify:
             return planner, planned
         read = {

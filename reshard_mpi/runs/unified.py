@@ -30,6 +30,7 @@ from reshard_mpi.planning.filling import filled_files, strategy_of
 from reshard_mpi.planning.model import PlannedTensors, RankPlan
 from reshard_mpi.planning.parameters import Unlisted
 from reshard_mpi.processes.comm import Comm, SerialComm
+from reshard_mpi.runs.choices import require_same_choice
 from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.runs.memory import RunMemory
 from reshard_mpi.runs.outcome import Outcome, agreed, attempt
@@ -142,6 +143,7 @@ def unify(request: Request, comm: Comm, progress: Progress, strategies: Strategi
     with RunMemory(lambda: request.allowance, comm, progress) as memory:
         progress.begin(Stage("planning"))
         opened = agreed(lambda: _opened(request, comm, memory, strategies), comm)
+        require_same_choice(comm, opened.conversion.source.files)
         plans = opened.plans.values()
         own_bytes = sum(plan.written_bytes for plan in plans)
         gathered = comm.allgather(([moment for plan in plans for moment in plan.moments], opened.rooms, own_bytes))

@@ -24,6 +24,7 @@ from reshard_mpi.planning.model import RankPlan
 from reshard_mpi.planning.partial_sums import is_partial_sum, notes_on
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.processes.governor.admission import Governor
+from reshard_mpi.runs.choices import require_same_choice
 from reshard_mpi.runs.conversion import LIMITS, Conversion
 from reshard_mpi.runs.differences import where_it_differs
 from reshard_mpi.runs.division import assign
@@ -95,6 +96,7 @@ def _verify_pair(
 
     progress.begin(Stage("planning"))
     conversion, target, ranks, governor, notes = agreed(begin, comm)
+    require_same_choice(comm, conversion.source.files, target.files)
     if comm.rank == 0:
         progress.reading(conversion.source.described)
     weights = conversion.target_weights(ranks)
@@ -144,6 +146,7 @@ def _verify_alone(request: Request, comm: Comm, progress: Progress, memory: RunM
 
     progress.begin(Stage("planning"))
     files, governor = agreed(begin, comm)
+    require_same_choice(comm, files)
     files = files.one_by_one() if files.is_folder else files
     ranks = tuple(files.by_rank) if request.ranks is None else sorted(set(request.ranks))
     for rank in ranks:

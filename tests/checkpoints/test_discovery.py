@@ -93,6 +93,16 @@ def test_the_newest_is_chosen_by_natural_order_and_said(tmp_path: Path) -> None:
     assert "net-10_5.ckpt chosen, the newest by name that all ranks have" in note
 
 
+def test_the_newest_where_the_rank_is_also_another_number_of_the_name(tmp_path: Path) -> None:
+    lay(tmp_path, *(f"rank_{rank}/llama2_7b_rank_{rank}-1_{step}.ckpt" for rank in range(8) for step in (100, 99)))
+    assert chosen_files(tmp_path) == {rank: [f"rank_{rank}/llama2_7b_rank_{rank}-1_100.ckpt"] for rank in range(8)}
+
+
+def test_steps_that_happen_to_be_ranks_are_not_one_checkpoint(tmp_path: Path) -> None:
+    lay(tmp_path, *(f"rank_{rank}/net-1_{step}.ckpt" for rank in (0, 1) for step in (rank, rank + 5)))
+    assert refusal(SourceError, tmp_path).problem == "no checkpoint that all rank folders have"
+
+
 def test_the_newest_is_one_that_all_ranks_have(tmp_path: Path) -> None:
     lay(tmp_path, "rank_0/net-1_5.ckpt", "rank_0/net-2_5.ckpt", "rank_0/net-3_5.ckpt")
     lay(tmp_path, "rank_1/net-1_5.ckpt", "rank_1/net-2_5.ckpt")

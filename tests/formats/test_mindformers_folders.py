@@ -523,7 +523,9 @@ def test_a_run_does_not_go_on_with_another_moment(folder: Path, tmp_path: Path) 
     run("transform", folder, out, "--resume", "--jobs", "1")
     write_mindformers(source / "iteration_00000003", small(), 2)
     (source / LATEST).write_text("3")
-    assert "another run" in run("transform", source, out, "--resume", "--jobs", "1", code=3)
+    refusal = run("transform", source, out, "--resume", "--jobs", "1", code=3)
+    assert "another run" in refusal and f"to go on with what was begun, give {folder} as the source" in refusal
+    run("transform", folder, out, "--resume", "--jobs", "1")
 
 
 # The command line, in which the next moment becomes the latest as soon as one process has looked.

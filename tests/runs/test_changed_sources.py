@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -128,6 +130,55 @@ def test_a_source_that_is_saved_over_while_it_is_read(
     assert list(c.dst.glob("rank_*/*")) == [c.written(0)]
     assert transform_here(capsys, c, "--resume" if journal else "--overwrite").code == 0
     assert read_shard(c.written(1)) == c.expected(1)
+
+
+def in_place(c: Conversion) -> None:
+    """Write other values into a source shard, and set its time of modification back, as `rsync --inplace -t` may."""
+    status = c.shard(3).stat()
+    with c.shard(3).open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x7f")
+    os.utime(c.shard(3), ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def other_link(c: Conversion) -> None:
+    """Have the link that is given as the source lead to another checkpoint of the same structure."""
+    link = c.folder / "latest"
+    link.unlink()
+    link.symlink_to("other")
+
+
+@pytest.mark.parametrize("change", [in_place, other_link])
+@pytest.mark.parametrize("journal", [True, False])
+def test_what_only_a_look_at_the_same_way_and_time_shows(
+    tmp_path: Path,
+    capsys: Capture,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[Conversion], None],
+    journal: bool,
+) -> None:
+    original = make(tmp_path)
+    shutil.copytree(original.src, tmp_path / "other")
+    os.utime(tmp_path / "other" / "rank_2" / original.shard(2).name, ns=(1, 1))
+    (tmp_path / "latest").symlink_to(original.src.name)
+    c = original.but(src=tmp_path / "latest")
+    fill = write._fill
+
+    def change_then_fill(plan, *arguments):
+        if plan.target_rank == 1:
+            change(c)
+        return fill(plan, *arguments)
+
+    monkeypatch.setattr(write, "_fill", change_then_fill)
+    if journal:
+        message = transform_here(capsys, c).err
+    else:
+        with pytest.raises(reshard_mpi.errors.TransformError) as error:
+            transform_by_function(c)
+        message = str(error.value)
+    assert "sources of target rank 1 were changed while it was written" in message, message
+    assert ("but written or replaced since" in message) == (change is in_place)
+    assert list(c.dst.glob("rank_*/*")) == [c.written(0)]
 
 
 # Targets that have no source file in common

@@ -1,0 +1,211 @@
+"""A newer checkpoint that appears in the source while a run is under way: never mixed with the older one."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from support.checkpoints import as_read, expected_rank, read_shard, write_shard
+from support.command_line import COMMAND, Capture, run_here
+from support.conversions import TENSORS, Conversion, four_targets, listing, transform_here
+from support.launch import MPI, mpirun_command
+from support.processes import run_command
+
+from reshard_mpi.journal.identity import RunIdentity
+
+OLD, NEW = "net-1_100.ckpt", "net-1_200.ckpt"
+
+
+@pytest.fixture
+def c(tmp_path: Path) -> Conversion:
+    """Targets 0 and 1 are made from the source ranks 0 and 1, the others from 2 and 3."""
+    c = four_targets(tmp_path)
+    for rank in range(4):
+        c.shard(rank).rename(c.shard(rank).with_name(OLD))
+    return c
+
+
+def save_newer(c: Conversion) -> None:
+    """Save other values beside the old ones."""
+    for rank in range(4):
+        arrays = expected_rank(c.source, {**c.tensors, "w": TENSORS["w"] + 1}, rank)
+        write_shard(arrays, c.shard(rank).with_name(NEW))
+
+
+def assert_old(c: Conversion) -> None:
+    """All targets are of the older checkpoint, and committed."""
+    for rank in range(4):
+        assert read_shard(c.written(rank)) == as_read(expected_rank(c.target, c.tensors, rank))
+    sources = json.loads((c.dst / "reshard.json").read_text())["sources"]
+    assert {Path(source["file"]).name for source in sources} == {OLD}
+
+
+FIRST_AND_LAST = [
+    (["--rank", "0-1"], ["--resume"]),
+    (["--rank", "0-1"], ["--rank", "2-3"]),
+    (["--part", "0/2"], ["--part", "1/2"]),
+    (["--part", "0/2", "--resume"], ["--part", "1/2", "--resume", "--jobs", "2"]),
+    (["--part", "0/2", "--select", "net*"], ["--part", "1/2", "--select", "net*"]),
+]
+
+
+@pytest.mark.parametrize(("first", "last"), FIRST_AND_LAST, ids=" ".join)
+def test_a_run_goes_on_with_what_it_has_begun_with_or_not_at_all(
+    c: Conversion, capsys: Capture, first: list[str], last: list[str]
+) -> None:
+    assert transform_here(capsys, c, *first).ended == (0, "")
+    save_newer(c)
+    before = listing(c.dst)
+    finished = transform_here(capsys, c, *last)
+    assert finished.code == 3 and listing(c.dst) == before, finished
+    assert "error: the target folder holds a run from another checkpoint of the same source" in finished.err
+    assert f"expected: {OLD}, which the run that began this folder has chosen" in finished.err
+    assert f"got: {NEW}, chosen now in {c.src}" in finished.err
+    assert f"--select {OLD}; " in finished.err and "--overwrite" in finished.err
+    assert run_here(capsys, "commit", str(c.dst)).code == 4
+    others = [option for option in last if option not in ("--select", "net*")]
+    assert transform_here(capsys, c, *others, "--select", OLD).code == 0  # the remedy
+    assert transform_here(capsys, c, "--resume", "--select", OLD).code == 0
+    assert_old(c)
+
+
+def test_the_run_may_begin_again_with_the_newer_one(c: Conversion, capsys: Capture) -> None:
+    assert transform_here(capsys, c, "--rank", "0-1").code == 0
+    save_newer(c)
+    assert transform_here(capsys, c, "--overwrite", "--rank", "2-3").code == 0
+    finished = run_here(capsys, "commit", str(c.dst))
+    assert finished.code == 4 and "target rank 0 is of another run" in finished.err
+    assert transform_here(capsys, c, "--overwrite").code == 0
+    sources = json.loads((c.dst / "reshard.json").read_text())["sources"]
+    assert {Path(source["file"]).name for source in sources} == {NEW}
+
+
+def test_what_chooses_the_same_is_the_same_run(c: Conversion, capsys: Capture) -> None:
+    for number, options in enumerate(([], ["--select", "*_100.ckpt"], ["--select", OLD], ["--select", "*"])):
+        assert transform_here(capsys, c, "--rank", str(number), *options).code == 0
+    assert_old(c)
+    recorded = json.loads((c.dst / ".reshard_mpi" / "run.json").read_text())
+    assert recorded["chosen"] == OLD and "select" not in recorded
+    assert "--select" not in run_here(capsys, "inspect", str(c.dst)).out
+    other = c.but(dst=c.folder / "other")
+    assert transform_here(capsys, other, "--select", "*_1*").code == 0
+    assert "--select '*_1*'" in run_here(capsys, "inspect", str(other.dst)).out
+
+
+def test_a_folder_of_an_earlier_version_is_committed_but_not_added_to(c: Conversion, capsys: Capture) -> None:
+    """It has not recorded which files were chosen."""
+    assert transform_here(capsys, c).code == 0
+    as_earlier_version(c, None)
+    (c.dst / "reshard.json").unlink()
+    finished = transform_here(capsys, c, "--resume")
+    assert finished.code == 3 and "the target folder holds another run" in finished.err, finished
+    assert "no record of which files were chosen (an earlier version)" in finished.err and "--overwrite" in finished.err
+    assert run_here(capsys, "commit", str(c.dst)).code == 0
+    assert "4 of 4 targets complete" in run_here(capsys, "inspect", str(c.dst)).out
+    as_earlier_version(c, "net*")
+    assert "--select 'net*'" in run_here(capsys, "inspect", str(c.dst)).out
+
+
+def as_earlier_version(c: Conversion, select: str | None) -> None:
+    """Have the target folder say what version 0.1 wrote: the glob as a setting, and no moments of the choice."""
+    state = c.dst / ".reshard_mpi"
+    recorded = json.loads((state / "run.json").read_text())
+    facts = {name: value for name, value in recorded.items() if name not in ("chosen", "digest")}
+    files = {name: facts.pop(name) for name in ("src_strategy_file", "dst_strategy_file")}
+    identity = RunIdentity({**facts, "select": select})
+    (state / "run.json").write_text(json.dumps({**identity.facts, **files, "digest": identity.digest}))
+    for path in state.glob("rank_*.json"):
+        record = json.loads(path.read_text())
+        moments = [moment for moment in record["moments"] if moment["name"] != "chosen files"]
+        path.write_text(json.dumps({**record, "digest": identity.digest, "moments": moments}))
+
+
+def test_records_of_two_choices_are_not_committed(c: Conversion, capsys: Capture) -> None:
+    """Even if they say that they are of one run."""
+    assert transform_here(capsys, c).code == 0
+    path = c.dst / ".reshard_mpi" / "rank_3.json"
+    record = path.read_text()
+    assert record.count(f'"value": "{OLD}"') == 1
+    path.write_text(record.replace(f'"value": "{OLD}"', f'"value": "{NEW}"'))
+    finished = run_here(capsys, "commit", str(c.dst))
+    assert finished.code == 3 and "not all have chosen the same checkpoint in the source" in finished.err
+    assert f"expected: {OLD}" in finished.err and f"got: {NEW}" in finished.err and "--overwrite" in finished.err
+    assert not (c.dst / "reshard.json").exists()
+
+
+@pytest.mark.parametrize("form", ["hf", "dcp"])
+def test_a_folder_with_an_index_that_is_replaced(c: Conversion, capsys: Capture, form: str) -> None:
+    folder = c.folder / form
+    whole = c.but(dst=folder, dst_strategy=None)
+    assert transform_here(capsys, whole, "--to", form).code == 0
+    from_folder = c.but(src=folder, src_strategy=None)
+    assert transform_here(capsys, from_folder, "--rank", "0-1", "--to", "ckpt").code == 0
+    save_newer(c)
+    assert transform_here(capsys, whole, "--to", form, "--overwrite").code == 0
+    finished = transform_here(capsys, from_folder, "--rank", "2-3", "--to", "ckpt")
+    assert finished.code == 3 and "a source was changed between the targets of ranks 0 and 2" in finished.err, finished
+    assert run_here(capsys, "commit", str(c.dst)).code == 3 and not (c.dst / "reshard.json").exists()
+
+
+# In the middle of one run
+
+# Of several processes of a run, those for which the condition holds look when the newer checkpoint is there.
+STAND_IN = """
+import os
+from reshard_mpi.checkpoints import discovery
+
+def looks_first():
+    try:
+        os.close(os.open({mark!r}, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+find = discovery.find_shards
+
+def stand_in(path, select=None, **named):
+    if path == {src!r}:
+        select = {new!r} if {is_late} else {old!r}
+    return find(path, select, **named)
+
+discovery.find_shards = stand_in
+"""
+IS_SECOND_RANK = "'1' in (os.environ.get('PMI_RANK'), os.environ.get('OMPI_COMM_WORLD_RANK'))"
+
+
+def looking(c: Conversion, is_late: str) -> dict[str, str]:
+    """Return the environment in which processes look early or late."""
+    folder = c.folder / "stand_in"
+    folder.mkdir()
+    names = {"src": str(c.src), "mark": str(c.folder / "first"), "new": NEW, "old": OLD}
+    (folder / "sitecustomize.py").write_text(STAND_IN.format(is_late=is_late, **names))
+    return {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]).rstrip(":")}
+
+
+@pytest.mark.parametrize("command", ["transform", "plan", "verify", "verify alone", "diff"])
+def test_ranks_that_have_chosen_differently(c: Conversion, capsys: Capture, mpi: MPI, command: str) -> None:
+    if command in ("verify", "diff"):
+        assert transform_here(capsys, c).code == 0
+    save_newer(c)
+    if command == "verify alone":
+        arguments = ["verify", str(c.src)]
+    elif command == "diff":
+        arguments = ["diff", str(c.src), str(c.dst), "--src-strategy", str(c.src_strategy)]
+        arguments += ["--dst-strategy", str(c.dst_strategy)]
+    else:
+        arguments = c.arguments(command)
+    before = listing(c.dst)
+    finished = run_command(mpirun_command(mpi, 3, [*COMMAND, *arguments]), env=looking(c, IS_SECOND_RANK))
+    assert finished.code == 3 and listing(c.dst) == before, finished
+    assert finished.err.count("error: not all have chosen the same checkpoint in the source") == 1, finished
+    assert f"expected: {OLD}" in finished.err and f"got: {NEW}" in finished.err
+
+
+def test_workers_that_have_chosen_differently(c: Conversion) -> None:
+    """They are forked, and each looks for itself."""
+    save_newer(c)
+    finished = run_command([*COMMAND, *c.arguments("transform", "--jobs", "2")], env=looking(c, "not looks_first()"))
+    assert finished.code == 3 and "not all have chosen the same checkpoint" in finished.err, finished
+    assert not c.dst.exists()
