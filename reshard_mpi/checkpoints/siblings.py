@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from reshard_mpi import formats
+from reshard_mpi.checkpoints.choice import name_without_rank
 from reshard_mpi.checkpoints.discovery import (
     ShardFiles,
     both_ways,
-    name_without_rank,
     rank_folders,
     rank_of_folder,
     shards_in,
