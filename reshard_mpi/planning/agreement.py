@@ -11,7 +11,7 @@ from reshard_mpi.formats.manifest import Manifest, shown_string
 from reshard_mpi.formats.specs import TensorSpec
 from reshard_mpi.planning.listed import PiecesOf
 from reshard_mpi.planning.mapped import MappedTensors
-from reshard_mpi.planning.model import Beginning, Check, Copy, Held, Moment, RankPlan, TensorPlan
+from reshard_mpi.planning.model import Check, Copy, Held, Moment, RankPlan, TensorPlan
 from reshard_mpi.planning.tensors import SourceGroup, SourceTensors
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.units import KIB
@@ -109,22 +109,6 @@ def loose_beginnings(plan: RankPlan) -> Iterator[TensorPlan]:
             start = next(spec.box.blocks(_SMALL_BYTES // spec.dtype.itemsize_bytes))
             yield TensorPlan(
                 TensorSpec(spec.name, spec.dtype, spec.global_shape, start), (copy._replace(region=start),)
-            )
-
-
-def differing_beginnings(beginnings: Iterable[Beginning], told: Collection[str]) -> Iterator[str]:
-    """Yield a note for each tensor that different targets take from source ranks whose values differ.
-
-    told: the notes that the user has got already; a tensor of which one of these tells is left out.
-    """
-    first: dict[str, Beginning] = {}
-    for beginning in sorted(beginnings, key=lambda each: each.rank):
-        other = first.setdefault(beginning.name, beginning)
-        noted = any(note.startswith(f"{beginning.name!r} differs") for note in told)
-        if other.digest != beginning.digest and not noted:
-            yield (
-                f"{beginning.name!r} differs between ranks {other.rank} and {beginning.rank}: no strategy says how it"
-                " is cut, so each target took one of them whole"
             )
 
 
