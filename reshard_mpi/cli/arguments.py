@@ -206,7 +206,7 @@ def _add_conversion(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--strict",
         action="store_true",
-        help="refuse if a listed parameter was never saved, copies or unlisted values differ, or something cannot be carried",
+        help="refuse if a listed parameter was never saved, copies or unlisted values differ, or something is left out",
     )
     parser.add_argument(
         "--replicas",

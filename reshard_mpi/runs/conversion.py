@@ -287,11 +287,14 @@ class Conversion:
         return self._opener
 
     def _moments(self, plan: RankPlan, manifests: Mapping[int, Manifest]) -> tuple[Moment, ...]:
-        counters = tuple(moment_counters(manifests))
+        counters = tuple(moment_counters(manifests, self._is_listed))
         if not counters:
             return ()
         with Files() as files:
             return tuple(Moment(counter.spec.name, self._shown(counter, files), path) for path, counter in counters)
+
+    def _is_listed(self, name: str) -> bool:
+        return bool(find_or_follow(self.source.strategy, name, lambda _: True))
 
     def _shown(self, counter: TensorPlan, files: Files) -> str:
         values = numbers(self._content(counter, files), counter.spec.dtype)

@@ -440,7 +440,7 @@ def test_every_rank_keeps_its_own_values_when_their_number_stays(tmp_path: Path,
 
 
 @pytest.mark.parametrize("unlisted", ["follow", "drop"])
-@pytest.mark.parametrize("name", ["global_step", "step_num", "epoch_num"])
+@pytest.mark.parametrize("name", ["global_step", "step_num", "epoch_num", "step", "state.w.step", "args.iteration"])
 def test_shards_of_different_moments_in_one_target(tmp_path: Path, name: str, unlisted: str) -> None:
     c = make(tmp_path)
     for rank in range(4):
