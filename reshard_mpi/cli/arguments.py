@@ -408,6 +408,8 @@ def _ranks(text: str) -> tuple[int, ...]:
 
 def _part(text: str) -> tuple[int, int]:
     share, slash, shares = text.partition("/")
+    if len(shares) > _MOST_DIGITS and shares.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected I/N with N of {_MOST_DIGITS} digits at most, got {text!r}")
     if not (slash and _is_number(share) and _is_number(shares) and int(share) < int(shares)):
         raise argparse.ArgumentTypeError(f"expected I/N with I from 0 to N-1, got {text!r}")
     return int(share), int(shares)

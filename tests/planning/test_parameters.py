@@ -471,6 +471,21 @@ def test_shards_of_different_moments_in_different_targets(
         reshard_mpi.plan(c.src, c.src_strategy, c.dst_strategy)
 
 
+def test_counters_of_torch_in_different_targets(tmp_path: Path, capsys: Capture) -> None:
+    """Each counter is compared with that of the same name: a parameter added later has counted fewer steps."""
+    c = make(tmp_path)
+    for rank in range(4):
+        steps = {"state.w.step": np.array(7, "f4"), "state.b.step": np.array(3, "f4"), "iteration": np.array([7])}
+        c.rewrite(rank, steps)
+    assert run_here(capsys, *c.arguments("plan", "--strict")).code == 0
+    for rank in (2, 3):  # target 0 reads 0 and 1, target 1 reads these
+        c.rewrite(rank, {"iteration": np.array([8])})
+    finished = run_here(capsys, *c.arguments())
+    assert finished.code == 3 and "different moments" in finished.err, finished
+    assert "'iteration' = [7]" in finished.err and "'iteration' = [8]" in finished.err
+    assert not c.dst.exists()
+
+
 # Strings and types
 
 

@@ -28,6 +28,11 @@ def test_counts_of_all_processes_are_added_up() -> None:
     )
 
 
+def test_a_stage_without_targets_says_nothing_of_them() -> None:
+    far = status(Counts(1, MIB), stage=Stage("comparing copies", 2 * MIB), bytes_per_second=None)
+    assert far.as_text() == "comparing copies 1.00 MiB of 2.00 MiB, 50 %"
+
+
 def test_a_byte_is_done_after_its_last_pass() -> None:
     far = status(Counts(1, 4 * GIB), stage=WRITING._replace(passes=2))
     assert (far.bytes_done, far.percent) == (2 * GIB, 50)
