@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
 
 from reshard_mpi import formats
 from reshard_mpi.checkpoints import moments
-from reshard_mpi.errors import DisagreementError, ShardError, SourceError, told
+from reshard_mpi.checkpoints.choice import PART, choose, require_one_step
+from reshard_mpi.errors import ShardError, SourceError, told
 from reshard_mpi.filesystem.file_kinds import kind_of_file
 from reshard_mpi.filesystem.paths import real_path
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.text import natural_key, ranges
 
 _RANK_FOLDER = re.compile(r"rank_(\d+)")
-# One of several files that hold a checkpoint together: how the others are called, its number, and how many there are.
-_PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{1,6})(?P<rest>-of-(?P<total>\d{1,6})\.\w+)")
-_STEP = re.compile(r"-(\d+)_(\d+)\.\w+$")
-_NUMBER = re.compile(r"\d+")
 # A strategy file kept beside the shards may end in .ckpt too; it begins with the number field `current_stage`, a
 # checkpoint with a nested message (facts of the two protobuf schemas).
 _STRATEGY_FIRST_BYTE = b"\x08"
@@ -31,11 +28,11 @@ class ShardFiles(NamedTuple):
     """The files of a checkpoint by rank, all of one format. The files of a rank hold its tensors together.
 
     path: what the user named. notes: what was chosen if there was a choice. picked: whether the caller named the files
-    one by one, so that ranks without a file are not missing. warnings: on files whose rank is unknown. is_folder:
-    whether an index lists the contents of the files, which make up one full checkpoint; their rank is then 0.
-    said_files: how many files were saved, if the caller says so. latest: the name of the folder, if a file beside it
-    names it as the latest of several. read: the structure of the first file, if it was read to learn whose it is, so
-    that it is parsed once.
+    one by one, so that ranks without a file are not missing. warnings: on files whose rank is unknown, or whose names
+    say that they may not belong together. is_folder: whether an index lists the contents of the files, which make up
+    one full checkpoint; their rank is then 0. said_files: how many files were saved, if the caller says so. latest: the
+    name of the folder, if a file beside it names it as the latest of several. read: the structure of the first file,
+    if it was read to learn whose it is, so that it is parsed once.
     """
 
     path: str
@@ -143,8 +140,8 @@ def _require_index(name: str, folder: Path, path: str, role: str) -> None:
 
 def _require_all_parts(loose: Iterable[Path], path: str) -> None:
     """Raise SourceError if names of loose files tell their number (`model-00001-of-00003`), and some are missing."""
-    parts = [match for entry in loose if (match := _PART.fullmatch(entry.name))]
-    lying = [match for entry in Path(path).iterdir() if (match := _PART.fullmatch(entry.name))] if parts else []
+    parts = [match for entry in loose if (match := PART.fullmatch(entry.name))]
+    lying = [match for entry in Path(path).iterdir() if (match := PART.fullmatch(entry.name))] if parts else []
     present = {(match["stem"], match["rest"], int(match["number"])) for match in lying}
     for stem, total, rest in dict.fromkeys((match["stem"], match["total"], match["rest"]) for match in parts):
         missing = [number for number in range(1, int(total) + 1) if (stem, rest, number) not in present]
@@ -194,7 +191,7 @@ def shards_from_map(files: Mapping[int, str | os.PathLike[str]]) -> ShardFiles:
             )
     folder = str(next(iter(paths.values())).parent)
     name = _one_format({rank: [path] for rank, path in paths.items()}, folder)
-    _require_one_step(paths, folder)
+    require_one_step(paths, folder)
     return ShardFiles(folder, name, {rank: (str(path),) for rank, path in sorted(paths.items())}, picked=True)
 
 
@@ -253,79 +250,9 @@ def _from_folders(
         wanted = f"files that end in {_endings(format_name)}{_selected(select)} in its rank folders"
         raise _nothing(path, wanted, f"{len(folders)} folders without", role)
     name = _one_format(candidates, path)
-    chosen, notes = _same_checkpoint(candidates, path)
-    _require_one_step(chosen, path)
-    return ShardFiles(path, name, {rank: (str(entry),) for rank, entry in chosen.items()}, notes)
-
-
-def _require_one_step(chosen: Mapping[int, Path], path: str) -> None:
-    steps = {rank: match.groups() for rank, entry in chosen.items() if (match := _STEP.search(entry.name))}
-    if all(int(step) == rank for rank, (_, step) in steps.items()):
-        return  # names that end in the rank, such as ours with the prefix `net-3_`
-    if len(set(steps.values())) > 1:
-        (rank_a, step_a), (rank_b, step_b) = _two_different(steps)
-        raise DisagreementError(
-            "the shards are of different moments",
-            expected=f"epoch {step_a[0]} step {step_a[1]}, as {chosen[rank_a].name} of rank {rank_a}",
-            got=f"epoch {step_b[0]} step {step_b[1]}: {chosen[rank_b].name} of rank {rank_b}",
-            where=path,
-            remedy="restore the missing shards, or choose one moment with --select",
-        )
-
-
-def _same_checkpoint(candidates: Mapping[int, list[Path]], path: str) -> tuple[dict[int, Path], tuple[str, ...]]:
-    """Return by rank the file of the newest checkpoint that all rank folders have, with a note if there are several."""
-    if all(len(entries) == 1 for entries in candidates.values()):
-        return {rank: entries[0] for rank, entries in candidates.items()}, ()
-    for key_of in NAME_WAYS:
-        keyed = {rank: {key_of(rank, entry.name): entry for entry in entries} for rank, entries in candidates.items()}
-        common = set.intersection(*(set(keys) for keys in keyed.values()))
-        if common:
-            newest = max(common, key=natural_key)
-            note = f"several checkpoints in {path}: {newest} chosen, the newest by name that all ranks have"
-            return {rank: keys[newest] for rank, keys in keyed.items()}, (note,)
-    raise SourceError(
-        "no checkpoint that all rank folders have",
-        expected="one file of the same name (or the same but for the rank) in every rank folder",
-        got="; ".join(f"rank_{rank}: {entries[-1].name}" for rank, entries in list(candidates.items())[:4]),
-        where=path,
-        remedy="choose one with --select",
-    )
-
-
-def name_without_rank(rank: int, name: str) -> str:
-    """Return the name of a shard of `rank` with the rank replaced: the same for all ranks, if epoch and step are."""
-    cut, number = _end_of_stem(name), str(rank)
-    return _NUMBER.sub(lambda match: "<rank>" if match[0] == number else match[0], name[:cut]) + name[cut:]
-
-
-def _without_last(rank: int, name: str) -> str:
-    """Return the name with the rank replaced where it comes last before the step: in `llama2_7b_rank_2` only once."""
-    return _replaced_last(rank, name, _end_of_stem(name))
-
-
-def name_ending_in_rank(rank: int, name: str) -> str:
-    """Return the name with the rank replaced also where the step else is: targets may have the prefix `net-3_`."""
-    return _replaced_last(rank, name, len(name) - len(Path(name).suffix))
-
-
-def _replaced_last(rank: int, name: str, cut: int) -> str:
-    places = [match.span() for match in _NUMBER.finditer(name[:cut]) if match[0] == str(rank)]
-    return f"{name[: places[-1][0]]}<rank>{name[places[-1][1] :]}" if places else name
-
-
-def _end_of_stem(name: str) -> int:
-    """Return where the part of a shard's name ends that comes before its epoch and step, or before its ending."""
-    step = _STEP.search(name)
-    return step.start() if step else len(name) - len(Path(name).suffix)
-
-
-# Ways to call what all ranks have by one name. They take a rank and the name of its file.
-NAME_WAYS: tuple[Callable[[int, str], str], ...] = (
-    lambda _, name: name,
-    name_without_rank,
-    _without_last,
-)
+    chosen = choose(candidates, path)
+    by_rank = {rank: (str(entry),) for rank, entry in chosen.files.items()}
+    return ShardFiles(path, name, by_rank, chosen.notes, warnings=chosen.warnings)
 
 
 def shards_in(folder: Path, select: str | None, format_name: str | None = None) -> list[Path]:
@@ -403,13 +330,6 @@ def _by_own_rank(files: ShardFiles) -> ShardFiles:
         return files
     by_rank = {rank: (ranks[rank],) for rank in sorted(ranks)}
     return ShardFiles(files.path, files.format, by_rank, warnings=tuple(warnings), read=first)
-
-
-def _two_different(
-    steps: Mapping[int, tuple[str, ...]],
-) -> tuple[tuple[int, tuple[str, ...]], tuple[int, tuple[str, ...]]]:
-    first = next(iter(steps.items()))
-    return first, next(item for item in steps.items() if item[1] != first[1])
 
 
 def _endings(format_name: str | None = None) -> str:

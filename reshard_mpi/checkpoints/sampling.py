@@ -16,7 +16,16 @@ from reshard_mpi.formats.columns import TensorEntry
 from reshard_mpi.formats.dtypes import DType, numbers
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.places import Decoded
-from reshard_mpi.planning.fit import Compared, Likeness, judge, should_be_one_part, stray, unknown_tensor
+from reshard_mpi.planning.fit import (
+    NO_DRIFT,
+    Compared,
+    Drift,
+    Likeness,
+    judge,
+    should_be_one_part,
+    stray,
+    unknown_tensor,
+)
 from reshard_mpi.planning.parameters import Unlisted
 from reshard_mpi.planning.partial_sums import is_partial_sum
 from reshard_mpi.planning.samples import Pair, Sampled, Sampler, places, rank_pairs, share
@@ -53,8 +62,8 @@ def drifted_tensors(
     damaged_are_replaced: bool,
     process: int,
     processes: int,
-) -> tuple[str, ...]:
-    """Return the names of tensors whose copies have drifted apart, by the pairs of shards that this process compares.
+) -> Drift:
+    """Return the tensors that differ from rank to rank, by the pairs of shards that this process compares.
 
     is_wanted: tells whether targets have a tensor, given its name and the names present. is_known: tells whether the
     tensor of a name is looked for in all shards that may hold it. damaged_are_replaced: whether shards that do not fit
@@ -66,8 +75,8 @@ def drifted_tensors(
 
     strategy = source.strategy
     if strategy.world_size == 1:
-        return ()
-    drifted: dict[str, None] = {}
+        return NO_DRIFT
+    drift = NO_DRIFT
     sampler = Sampler(strategy, is_wanted)
     with Files() as files:
         excerpts = _Excerpts(files)
@@ -90,8 +99,8 @@ def drifted_tensors(
                     continue
                 if damage is not None:
                     raise damage
-            drifted.update(dict.fromkeys(judge(pair, compared, strategy, (first.path, second.path), unlisted)))
-    return tuple(drifted)
+            drift = drift.joined(judge(pair, compared, strategy, (first.path, second.path), unlisted))
+    return drift
 
 
 class _Excerpts:

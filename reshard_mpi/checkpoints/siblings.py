@@ -15,11 +15,11 @@ from reshard_mpi import formats
 from reshard_mpi.checkpoints.discovery import (
     ShardFiles,
     both_ways,
-    name_without_rank,
     rank_folders,
     rank_of_folder,
     shards_in,
 )
+from reshard_mpi.checkpoints.shard_names import name_without_rank
 from reshard_mpi.errors import ReshardError, SourceError, told
 from reshard_mpi.formats.columns import TensorEntry, Tensors
 from reshard_mpi.formats.manifest import Manifest

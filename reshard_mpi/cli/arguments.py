@@ -249,7 +249,7 @@ def _add_conversion(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     checks.add_argument(
         "--strict",
         action="store_true",
-        help="refuse if a listed parameter was never saved, copies have drifted apart, or something cannot be carried",
+        help="refuse if a listed parameter was never saved, copies or unlisted values differ, or something is left out",
     )
     checks.add_argument(
         "--replicas",

@@ -320,8 +320,9 @@ def _commit(options: argparse.Namespace) -> int:
     from reshard_mpi.units import format_bytes
 
     done = commit(Path(options.target))
-    for note in done.notes:
-        say(f"note: {one_line(note)}", sys.stderr)
+    for kind, texts in (("warning", done.told.warnings), ("note", done.told.notes)):
+        for text in texts:
+            say(f"{kind}: {one_line(text)}", sys.stderr)
     targets, path = counted(done.targets, "target"), one_line(str(done.path))
     tell_done(f"committed {targets}, {format_bytes(done.size_bytes)}: {path}")
     return 0

@@ -65,6 +65,8 @@ def ranks(text: str) -> tuple[int, ...]:
 def part(text: str) -> tuple[int, int]:
     """Return a share and the number of shares, of a text such as `0/4`."""
     share, slash, shares = text.partition("/")
+    if len(shares) > _MOST_DIGITS and shares.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected I/N with N of {_MOST_DIGITS} digits at most, got {text!r}")
     if not (slash and _is_number(share) and _is_number(shares) and int(share) < int(shares)):
         raise argparse.ArgumentTypeError(f"expected I/N with I from 0 to N-1, got {text!r}")
     return int(share), int(shares)

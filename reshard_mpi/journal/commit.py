@@ -38,11 +38,11 @@ from reshard_mpi.journal.records import (
 )
 from reshard_mpi.journal.targets import COMMIT_LOCK, withdraw
 from reshard_mpi.planning.agreement import (
-    differing_beginnings,
     differing_stages,
     require_one_moment,
     require_same_names,
 )
+from reshard_mpi.planning.differing import Told, between_targets, told_of, without
 from reshard_mpi.text import natural_key
 
 # Committing takes moments: a process that is in the way for longer is stopped, or one of many that write all the time.
@@ -53,12 +53,12 @@ _ANEW = "make the targets anew from them with --overwrite"
 
 
 class Committed(NamedTuple):
-    """A commit record that has been written. targets: how many. size_bytes: of them all. notes: to tell the user."""
+    """A commit record that has been written. targets: how many. size_bytes: of them all. told: to tell the user."""
 
     path: Path
     targets: int
     size_bytes: int
-    notes: tuple[str, ...]
+    told: Told
 
 
 class Standing(NamedTuple):
@@ -116,8 +116,8 @@ def commit(folder: Path) -> Committed:
 
 def commit_if_complete(
     folder: Path, identity: RunIdentity, *, all_made: bool, any_written: bool, told: Collection[str]
-) -> tuple[str, ...]:
-    """Write the commit record if all targets of the run are complete; return notes for the user besides those `told`.
+) -> Told:
+    """Write the commit record if all targets of the run are complete; return what the user is told besides `told`.
 
     all_made: the caller knows that all are. any_written: some have just been written; if none has, an existing commit
     record is kept. While another process writes a target nothing is done, since that process calls this afterwards.
@@ -125,19 +125,19 @@ def commit_if_complete(
     """
     committed = None if any_written else CommitRecord.read(folder)
     if committed is not None and committed.digest == identity.digest and _has_index(folder, identity.format):
-        return ()
+        return Told()
     if not all_made and not _are_all_recorded(folder / STATE, identity.target_ranks):
-        return ()
+        return Told()
     with _opened(folder) as opened:
         if not try_lock(opened.lock, fcntl.LOCK_EX):
-            return ()
+            return Told()
         records = []
         for target_rank in range(identity.target_ranks):
             record = _complete_record(folder, identity, target_rank)
             if isinstance(record, str):
-                return ()
+                return Told()
             records.append(record)
-        return _commit(opened, identity, records, told).notes
+        return _commit(opened, identity, records, told).told
 
 
 class _Opened(NamedTuple):
@@ -164,7 +164,8 @@ def _commit(
     """Compare what the targets were made from, and write the commit record. The lock must be held."""
     folder = opened.folder.path
     try:
-        notes = (*_compare(folder, identity, records, told), *_strangers(folder, len(records)))
+        found = _compare(folder, identity, records, told)
+        found = found._replace(notes=(*found.notes, *_strangers(folder, len(records))))
         sums = _sums(identity, records)
     except ReshardError:
         withdraw(opened.folder, identity.format)
@@ -179,7 +180,7 @@ def _commit(
     begun = begun if begun and begun.digest == identity.digest else identity
     _publish_index(opened.folder, identity.format, records)
     publish_text(opened.folder, COMMIT_RECORD, _as_text(begun, records, sums))
-    return Committed(folder / COMMIT_RECORD, len(records), sum(record.size_bytes for record in records), notes)
+    return Committed(folder / COMMIT_RECORD, len(records), sum(record.size_bytes for record in records), found)
 
 
 def _has_index(folder: Path, format_name: str) -> bool:
@@ -228,10 +229,8 @@ def _sums(identity: RunIdentity, records: Sequence[TargetRecord]) -> dict[str, i
     return sums
 
 
-def _compare(
-    folder: Path, identity: RunIdentity, records: Sequence[TargetRecord], told: Collection[str]
-) -> tuple[str, ...]:
-    """Compare what targets were made from; return notes on what may differ.
+def _compare(folder: Path, identity: RunIdentity, records: Sequence[TargetRecord], told: Collection[str]) -> Told:
+    """Compare what targets were made from; return what the user is told of differences, besides `told`.
 
     Raises DisagreementError or CoverageError if they were made from different states of the source, or from shards
     that do not belong together.
@@ -257,7 +256,9 @@ def _compare(
             where=str(folder),
             remedy=_ANEW,
         )
-    return tuple(differing_beginnings((start for record in records for start in record.evidence.beginnings), told))
+    unlike = between_targets(start for record in records for start in record.evidence.beginnings)
+    strict = identity.facts.get("strict") is True
+    return told_of(without(unlike, told), identity.facts["source"], strict=strict)
 
 
 def _strangers(folder: Path, target_ranks: int) -> Iterator[str]:

@@ -19,7 +19,7 @@ from reshard_mpi.planning.partial_sums import Accumulated
 # What decides which files of the source are read, if several checkpoints lie there. Two runs are the same if they have
 # chosen the same, by whatever means.
 CHOSEN, _SELECT = "chosen", "select"
-# How a choice ends whose files have no name in common (`checkpoints.choices`).
+# How a choice ends whose files have no name in common (`checkpoints.chosen`).
 _UNLIKE = re.compile(r", sha256:[0-9a-f]+\Z")
 # What files decide (settings are their digests) -> the names under which records keep the files' paths. The glob that
 # has led to what was chosen is kept as they are.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 
 from reshard_mpi.errors import CoverageError, DisagreementError
 from reshard_mpi.formats.listed import ListedTensors
@@ -11,15 +12,35 @@ from reshard_mpi.formats.manifest import Manifest, shown_string
 from reshard_mpi.formats.specs import TensorSpec
 from reshard_mpi.planning.listed import PiecesOf
 from reshard_mpi.planning.mapped import MappedTensors
-from reshard_mpi.planning.model import CHOSEN_FILES, Beginning, Check, Copy, Held, Moment, RankPlan, TensorPlan
+from reshard_mpi.planning.model import CHOSEN_FILES, Check, Copy, Held, Moment, RankPlan, TensorPlan
 from reshard_mpi.planning.tensors import SourceGroup, SourceTensors
 from reshard_mpi.sharding.box import Box
+from reshard_mpi.sharding.placement import Shape
 from reshard_mpi.units import KIB
 
 # Costs next to nothing to read from every opened shard. Of a larger tensor, as many bytes tell shards apart.
 _SMALL_BYTES = 64 * KIB
 # How MindSpore records the moment of a checkpoint: ModelCheckpoint's append_info, and the optimizers' step counter.
-_MOMENT = ("epoch_num", "step_num", "global_step")
+MOMENTS = ("epoch_num", "step_num", "global_step")
+# The last words of names of other step counters, if these are single numbers: torch's optimizers have one for each
+# parameter (`state.w.step`), Megatron `iteration`.
+_COUNTERS = frozenset(
+    (
+        "step",
+        "steps",
+        "global_step",
+        "global_steps",
+        "step_num",
+        "iteration",
+        "iterations",
+        "iter",
+        "epoch",
+        "epoch_num",
+    )
+)
+_COUNTER_ENDINGS = tuple(_COUNTERS)
+# So many of them are compared, those of the shortest paths first: all are of one moment if these are.
+_MAX_COUNTERS = 16
 # If stages of the target share more tensors than this, targets compare one digest of all of them.
 _MAX_COMPARED_BY_NAME = 16
 # So many things that one shard holds and that cannot be converted are named.
@@ -29,9 +50,19 @@ OWN = "each rank has its own; one of them was taken"
 _DIFFERENT_MOMENTS = "the shards are of different moments"
 
 
-def is_moment(name: str) -> bool:
-    """Tell whether a tensor is a step counter."""
-    return name in _MOMENT
+def is_moment(name: str, shape: Shape = ()) -> bool:
+    """Tell whether a tensor is a step counter. shape: of the whole tensor."""
+    return name in MOMENTS or (
+        name.endswith(_COUNTER_ENDINGS)
+        and re.split(r"[./]", name)[-1] in _COUNTERS
+        and all(length == 1 for length in shape)
+    )
+
+
+def _counters(names: Iterable[str]) -> set[str]:
+    """Return those of the names that are to be compared as step counters, if their shapes are those of counters."""
+    named = sorted((name for name in names if is_moment(name)), key=lambda name: (len(re.split(r"[./]", name)), name))
+    return {*named[:_MAX_COUNTERS], *(name for name in named if name in MOMENTS)}
 
 
 def agreement_checks(tensors: SourceTensors, wanted: Container[str], *, same_world: bool) -> Iterator[Check]:
@@ -41,13 +72,15 @@ def agreement_checks(tensors: SourceTensors, wanted: Container[str], *, same_wor
     Step counters must be equal. Wanted tensors that no strategy lists should be, and a difference is reported; with
     `same_world` they are not compared, since each rank keeps its own (random state).
     """
+    counters = _counters(tensors.names)
     for name in tensors.names:
         group = tensors.group(name)
-        if len(group.ranks) < 2 or (name not in _MOMENT and (group.listed or same_world or name not in wanted)):
+        counts = name in counters and is_moment(name, group.shape)
+        if len(group.ranks) < 2 or (not counts and (group.listed or same_world or name not in wanted)):
             continue
         entries = tensors.entries(name)
         first = entries[group.ranks[0]]
-        moment = name in _MOMENT and first.size_bytes <= _SMALL_BYTES
+        moment = counts and first.size_bytes <= _SMALL_BYTES
         if first.shape != group.shape or (not moment and (name not in wanted or group.listed or same_world)):
             continue
         box = Box.whole(group.shape)
@@ -57,16 +90,20 @@ def agreement_checks(tensors: SourceTensors, wanted: Container[str], *, same_wor
         yield Check(name, copies, refuse=moment, why=why)
 
 
-def moment_counters(manifests: Mapping[int, Manifest]) -> Iterator[tuple[str, TensorPlan]]:
+def moment_counters(
+    manifests: Mapping[int, Manifest], is_listed: Callable[[str], bool]
+) -> Iterator[tuple[str, TensorPlan]]:
     """Yield each step counter of the opened shards once: the path of a shard that has it, and how to read it there.
 
+    is_listed: tells whether the source strategy places a tensor; then what has dimensions may be a part of more.
     `agreement_checks` compares the counters of the shards opened for one target, `require_one_moment` those of targets.
     """
-    yielded = set()
+    yielded: set[str] = set()
     for rank, manifest in manifests.items():
-        for name in _MOMENT:
-            entry = manifest.tensors.get(name)
-            if entry is not None and entry.size_bytes <= _SMALL_BYTES and name not in yielded:
+        for name in sorted(_counters(manifest.tensors) - yielded):
+            entry = manifest.tensors[name]
+            is_whole = name in MOMENTS or not entry.shape or not is_listed(name)
+            if is_whole and is_moment(name, entry.shape) and entry.size_bytes <= _SMALL_BYTES:
                 yielded.add(name)
                 box = Box.whole(entry.shape)
                 spec, copy = TensorSpec(name, entry.dtype, entry.shape, box), Copy(rank, entry, box, box)
@@ -103,28 +140,12 @@ def loose_beginnings(plan: RankPlan) -> Iterator[TensorPlan]:
     groups = plan.tensors.groups
     for number, place in zip(plan.tensors.group_of, plan.tensors.place_in_group) if plan.loose else ():
         name = groups[number].names[place]
-        if name in plan.loose and name not in _MOMENT and groups[number].kind.size_bytes:
+        if name in plan.loose and name not in MOMENTS and groups[number].kind.size_bytes:
             tensor = groups[number].tensor(place)
             spec, copy = tensor.spec, tensor.copies[0]
             start = next(spec.box.blocks(_SMALL_BYTES // spec.dtype.itemsize_bytes))
             yield TensorPlan(
                 TensorSpec(spec.name, spec.dtype, spec.global_shape, start), (copy._replace(region=start),)
-            )
-
-
-def differing_beginnings(beginnings: Iterable[Beginning], told: Collection[str]) -> Iterator[str]:
-    """Yield a note for each tensor that different targets take from source ranks whose values differ.
-
-    told: the notes that the user has got already; a tensor of which one of these tells is left out.
-    """
-    first: dict[str, Beginning] = {}
-    for beginning in sorted(beginnings, key=lambda each: each.rank):
-        other = first.setdefault(beginning.name, beginning)
-        noted = any(note.startswith(f"{beginning.name!r} differs") for note in told)
-        if other.digest != beginning.digest and not noted:
-            yield (
-                f"{beginning.name!r} differs between ranks {other.rank} and {beginning.rank}: no strategy says how it"
-                " is cut, so each target took one of them whole"
             )
 
 

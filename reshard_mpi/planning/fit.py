@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import CoverageError, DisagreementError, StrategyError
 from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.planning.model import Differing
 from reshard_mpi.planning.parameters import Unlisted, find_or_follow
 from reshard_mpi.planning.samples import MAX_TENSORS, Pair
 from reshard_mpi.sharding.nesting import regroup_part
@@ -39,6 +40,25 @@ class Likeness(Enum):
     CLOSE = "close"
     DIFFERENT = "different"
     OF_ANOTHER_SHAPE = "of another shape"
+
+
+class Drift(NamedTuple):
+    """Tensors that differ from rank to rank, though the source strategy is right by all that is seen.
+
+    copies: the names of those that it places, whose copies have drifted apart. unlisted: those that it does not list.
+    """
+
+    copies: tuple[str, ...] = ()
+    unlisted: tuple[Differing, ...] = ()
+
+    def joined(self, other: Drift) -> Drift:
+        """Return this and another as one; of what is equal, only the first."""
+        return Drift(
+            tuple(dict.fromkeys((*self.copies, *other.copies))), tuple(dict.fromkeys((*self.unlisted, *other.unlisted)))
+        )
+
+
+NO_DRIFT = Drift()
 
 
 class Compared(NamedTuple):
@@ -97,8 +117,8 @@ def should_be_one_part(placement: Placement | None, pair: Pair, part_shape: Shap
 
 def judge(
     pair: Pair, compared: Iterable[Compared], strategy: Strategy, paths: tuple[str, str], unlisted: Unlisted
-) -> tuple[str, ...]:
-    """Return the names of the tensors whose copies have drifted apart on a pair of ranks.
+) -> Drift:
+    """Return the tensors that differ on a pair of ranks.
 
     paths: of the two shards. unlisted: what becomes of tensors in no strategy. Raises StrategyError if the strategy
     cannot be that of the checkpoint: if, of the tensors held in one way, most copies differ or some have nothing in
@@ -112,17 +132,19 @@ def judge(
             all_copies.append(tensor)
     where = _where(strategy, *paths)
     drifted: list[str] = []
+    own: tuple[Differing, ...] = ()
     for placement, tensors in by_placement.items():
         if placement is None:
             if unlisted is not Unlisted.REPLICATE:
                 _judge_unlisted(pair, tensors, where)
+            own = tuple(Differing(tensor.name, pair[:2]) for tensor in tensors if tensor.differs)
             continue
         words = _words(placement, strategy.axes)
         copies = [tensor for tensor in tensors if tensor.one_part]
         # Of a pair with few tensors, all copies count at once: a shard of another moment differs in most of them.
         drifted += _judge_copies(pair, copies, all_copies if pair.tensors < MAX_TENSORS else copies, words, where)
         _judge_parts(pair, [tensor for tensor in tensors if not tensor.one_part], words, where)
-    return tuple(drifted)
+    return Drift(tuple(drifted), own)
 
 
 def _judge_copies(

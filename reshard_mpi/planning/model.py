@@ -313,6 +313,13 @@ class Beginning(NamedTuple):
     rank: int
 
 
+class Differing(NamedTuple):
+    """A tensor that no strategy lists, with source ranks that do not all have the same values of it."""
+
+    name: str
+    ranks: tuple[int, ...]
+
+
 class Held(NamedTuple):
     """A digest of what strategies place on target rank `rank` (`RankPlan.placed`), the same on all ranks of a stage."""
 
@@ -328,11 +335,12 @@ class RankPlan(NamedTuple):
     user. source_ranks: those whose shards were opened. loose: names of tensors that the source strategy does not place.
     unplaced: those of them that the target strategy does not place either. moments: what must agree with other targets:
     step counters, and the tensors that stages of the target share. beginnings: of the loose tensors that should be the
-    same in other targets. alike: copies that must be the same; compared at once for all targets of a process. lost:
-    source shards that cannot be used. warnings: other things that were not taken from where they should have been.
-    elsewhere: tensors that belong here, but that another target of the same checkpoint writes: type and whole shape of
-    those that strategies place, by name. sums: the accumulated gradients among them. holes: where that was asked for,
-    tensors that cannot be made, by name, each with the error for it; their groups have no routes.
+    same in other targets. differing: loose tensors that the opened shards do not hold alike. alike: copies that must be
+    the same; compared at once for all targets of a process. lost: source shards that cannot be used. warnings: other
+    things that were not taken from where they should have been. elsewhere: tensors that belong here, but that another
+    target of the same checkpoint writes: type and whole shape of those that strategies place, by name. sums: the
+    accumulated gradients among them. holes: where that was asked for, tensors that cannot be made, by name, each with
+    the error for it; their groups have no routes.
     """
 
     target_rank: int
@@ -347,6 +355,7 @@ class RankPlan(NamedTuple):
     loose: frozenset[str]
     moments: tuple[Moment, ...] = ()
     beginnings: tuple[Beginning, ...] = ()
+    differing: tuple[Differing, ...] = ()
     alike: tuple[Alike, ...] = ()
     lost: tuple[Lost, ...] = ()
     warnings: tuple[str, ...] = ()

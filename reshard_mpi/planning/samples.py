@@ -15,7 +15,7 @@ from itertools import accumulate, islice
 from typing import NamedTuple, TypeVar
 
 from reshard_mpi.formats.columns import Tensors
-from reshard_mpi.planning.agreement import is_moment
+from reshard_mpi.planning.agreement import MOMENTS
 from reshard_mpi.planning.parameters import find_or_follow
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import Placement, Shape, Strategy, unravel
@@ -223,7 +223,7 @@ class Sampler:
         kinds: dict[int, dict[str, list[Sampled]]] = {}
         empty, parameters = [not kind.size_bytes for kind in tensors.kinds], self._strategy.parameters
         for name, kind in zip(tensors, tensors.kind_of):
-            if empty[kind] or name not in names or is_moment(name) or not self._is_wanted(name, names):
+            if empty[kind] or name not in names or name in MOMENTS or not self._is_wanted(name, names):
                 continue
             placements = parameters.get(name) or find_or_follow(
                 self._strategy, name, partial(_same_shape, tensors, names, name)

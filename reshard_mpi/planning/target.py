@@ -355,7 +355,7 @@ class ShardPlanner:
         shared = {_stages(placements) for placements in (*placed, (everywhere(self._target),))}
         by_stages: dict[tuple[int, ...], dict[str, SourceGroup]] = {stages: {} for stages in sorted(shared)}
         for name, way in self._wanted.items():
-            if (way.group.listed or self._layouts.lists(name)) and not is_moment(name):
+            if (way.group.listed or self._layouts.lists(name)) and not is_moment(name, way.group.shape):
                 by_stages[_stages(self._layouts.placements(name) or (way.layout.placement,))][name] = way.group
         for stages, tensors in by_stages.items():
             if len(stages) > 1 and self._stage in stages:
@@ -383,7 +383,9 @@ class ShardPlanner:
 
     def _not_its_own(self) -> Iterator[str]:
         """Yield a warning if this rank's own values, which no strategy places, are taken from another rank's shard."""
-        loose = [name for name, way in self._wanted.items() if not way.group.listed and not is_moment(name)]
+        loose = [
+            name for name, way in self._wanted.items() if not way.group.listed and not is_moment(name, way.group.shape)
+        ]
         if loose:
             names = ", ".join(map(repr, loose[:3])) + (" ..." if len(loose) > 3 else "")
             taken_from = self._any_rank(self._wanted[loose[0]].group)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from reshard_mpi.checkpoints.choices import moments_of
+from reshard_mpi.checkpoints.chosen import moments_of
 from reshard_mpi.checkpoints.discovery import ShardFiles
 from reshard_mpi.planning.agreement import require_one_moment
 from reshard_mpi.processes.comm import Comm

@@ -24,12 +24,14 @@ from reshard_mpi.formats.dtypes import numbers
 from reshard_mpi.formats.manifest import Manifest, shown_string
 from reshard_mpi.planning.agreement import loose_beginnings, moment_counters, require_nothing_left_out
 from reshard_mpi.planning.fit import (
+    NO_DRIFT,
+    Drift,
     dead_rules,
     require_living_rules,
     require_same_network,
     unconfirmed_rules,
 )
-from reshard_mpi.planning.model import Beginning, Limits, Moment, RankPlan, TensorPlan
+from reshard_mpi.planning.model import Beginning, Check, Differing, Limits, Moment, RankPlan, TensorPlan
 from reshard_mpi.planning.parameters import Unlisted, find_or_follow, is_dropped
 from reshard_mpi.planning.partial_sums import Accumulated, notes_on
 from reshard_mpi.planning.ranks import check_target_rank
@@ -188,9 +190,10 @@ class Conversion:
         process: int = 0,
         processes: int = 1,
         needs: Callable[[str], bool] = lambda _: True,
-    ) -> tuple[str, ...]:
-        """Return the names of tensors whose copies have drifted apart, as one process's share of a sample shows.
+    ) -> Drift:
+        """Return the tensors that differ from rank to rank, as one process's share of a sample shows.
 
+        Where each rank keeps its own of what no strategy lists, that may differ.
         needs: tells which tensors are looked at, of those that targets have. With `replicas` ANY nothing is read.
         Raises what `sampling.drifted_tensors` raises.
         """
@@ -203,8 +206,8 @@ class Conversion:
                 needs=self.source.needs,
             )
         if self.replicas is Replicas.ANY:
-            return ()
-        return drifted_tensors(
+            return NO_DRIFT
+        drift = drifted_tensors(
             self.source,
             lambda name, present: self.is_wanted(name, present) and needs(name),
             self._shards().knows,
@@ -213,6 +216,8 @@ class Conversion:
             process=process,
             processes=processes,
         )
+        keeps_own = self.source.strategy.world_size == self.target.world_size
+        return drift._replace(unlisted=()) if keeps_own else drift
 
     def is_wanted(self, name: str, present: Container[str]) -> bool:
         """Tell whether the targets have a tensor. present: the names of all tensors of the checkpoint."""
@@ -297,11 +302,14 @@ class Conversion:
         return self._opener
 
     def _moments(self, plan: RankPlan, manifests: Mapping[int, Manifest]) -> tuple[Moment, ...]:
-        counters = tuple(moment_counters(manifests))
+        counters = tuple(moment_counters(manifests, self._is_listed))
         if not counters:
             return ()
         with Files() as files:
             return tuple(Moment(counter.spec.name, self._shown(counter, files), path) for path, counter in counters)
+
+    def _is_listed(self, name: str) -> bool:
+        return bool(find_or_follow(self.source.strategy, name, lambda _: True))
 
     def _shown(self, counter: TensorPlan, files: Files) -> str:
         values = numbers(self._content(counter, files), counter.spec.dtype)
@@ -331,23 +339,33 @@ class Conversion:
             )
 
     def _checked(self, plan: RankPlan) -> RankPlan:
-        """Return the plan with a note for each failed check. Raises DisagreementError if one refuses the target."""
+        """Return the plan with what checks found to differ. Raises DisagreementError if one refuses the target."""
         if not plan.checks:
             return plan
-        notes = []
+        tensors = []
         for check in plan.checks:
             if any(takes_numpy(copy, copy.target_region, self.limits.buffer_bytes) for copy in check.copies):
                 self.before_gathering()
             differing = first_difference(check, limits=self.limits)
             if differing is None:
                 continue
-            first, (other, index) = check.copies[0], differing
             if check.refuse:
-                raise difference(self.source, check, other.source_rank, index)
-            notes.append(
-                f"{check.name!r} differs between ranks {first.source_rank} and {other.source_rank}: {check.why}"
+                raise difference(self.source, check, differing[0].source_rank, differing[1])
+            tensors.append(Differing(check.name, self._differing_ranks(check)))
+        return plan._replace(differing=tuple(tensors))
+
+    def _differing_ranks(self, check: Check) -> tuple[int, ...]:
+        """Return the rank of the first copy of a check, and those whose copies differ from it."""
+        first, *others = check.copies
+        with Files() as files:
+            return (
+                first.source_rank,
+                *(
+                    copy.source_rank
+                    for copy in others
+                    if first_difference(check._replace(copies=(first, copy)), limits=self.limits, files=files)
+                ),
             )
-        return plan._replace(notes=(*plan.notes, *notes))
 
     def _itemsizes_by_stage(self) -> dict[int, dict[Layout, int]]:
         """Return, for each target stage, its layouts, each with the sum of the element sizes of the tensors it is of.

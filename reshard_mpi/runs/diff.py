@@ -152,7 +152,7 @@ def _planned(
     warnings: list[str] = []
     for conversion, other in zip(conversions, reversed(sources)):
         memory.to_plan(conversion, other.files.format, purpose, also_read=other)
-        drifted = conversion.drifted_tensors(process=comm.rank, processes=comm.size)
+        drifted = conversion.drifted_tensors(process=comm.rank, processes=comm.size).copies
         warnings += [drift_warning(drifted)] if drifted else []
         plans.append(conversion.plan(0, checked=False))
         conversion.require_none_left_behind(plans[-1], Share(comm.rank, comm.size))

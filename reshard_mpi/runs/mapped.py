@@ -208,6 +208,7 @@ class MappedCheckpoint(SourceCheckpoint):
             moments=(*plan.moments, *whole.moments),
             absent=(*plan.absent, *whole.absent),
             notes=(*whole_notes, *self.map_notes(), *plan.notes),
+            differing=(*whole.differing, *plan.differing),
             alike=whole.alike,
             lost=whole.lost,
             warnings=(*whole.warnings, *mapped.cautions, *plan.warnings),
@@ -318,12 +319,12 @@ class MappedCheckpoint(SourceCheckpoint):
     def _require_nobodys_own(self, made: _Made, whole: RankPlan) -> None:
         """Raise DisagreementError if each rank has its own of something that all targets would get from one of them.
 
-        whole: the plan of the checkpoint with the notes of its checks.
+        whole: the plan of the checkpoint with what its checks found.
         """
         taken = {name for tensor in self._wanted(made.mapped) for name in tensor.sources.values()}
         own = (check.name for check in made.plan.checks if check.why == OWN and check.name in taken)
         for name in own if self.is_rank_by_rank else ():
-            if any(note.startswith(f"{name!r} differs") for note in whole.notes):
+            if any(tensor.name == name for tensor in whole.differing):
                 raise DisagreementError(
                     f"each rank has its own {name!r}, and all targets would have that of one",
                     expected="the same on all ranks, with a map, types or a choice",

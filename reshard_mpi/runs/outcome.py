@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # this module is loaded early, before memory for the engine h
     from reshard_mpi.formats.manifest import Manifest
     from reshard_mpi.journal.records import TensorSum
     from reshard_mpi.planning.copies import Alike
-    from reshard_mpi.planning.model import Beginning, Held, Moment
+    from reshard_mpi.planning.model import Beginning, Differing, Held, Moment
     from reshard_mpi.planning.partial_sums import Sums
     from reshard_mpi.processes.comm import Comm
     from reshard_mpi.runs.preflight import Room
@@ -281,14 +281,16 @@ class Planned(NamedTuple):
     """What a process tells the others about its plans before anything is written.
 
     outcome: notes, warnings, and failures that refuse the run. moments, held, beginnings: what targets must have in
-    common (see `RankPlan`). alike: copies that must be the same. rooms: the room that it needs on file systems. due:
-    what it leads the writing of. sums: the accumulated gradients of its targets.
+    common (see `RankPlan`). differing: what shards do not hold alike. alike: copies that must be the same. rooms: the
+    room that it needs on file systems. due: what it leads the writing of. sums: the accumulated gradients of its
+    targets.
     """
 
     outcome: Outcome = Outcome()
     moments: tuple[Moment, ...] = ()
     held: tuple[Held, ...] = ()
     beginnings: tuple[Beginning, ...] = ()
+    differing: tuple[Differing, ...] = ()
     alike: tuple[Alike, ...] = ()
     rooms: tuple[Room, ...] = ()
     due: Due = Due()
@@ -304,6 +306,7 @@ class Planned(NamedTuple):
             tuple(dict.fromkeys(moment for part in parts for moment in part.moments)),
             tuple({(held.stage, held.digest): held for held in digests}.values()),
             tuple({(beginning.name, beginning.digest): beginning for beginning in beginnings}.values()),
+            tuple(dict.fromkeys(tensor for part in parts for tensor in part.differing)),
             tuple(dict.fromkeys(alike for part in parts for alike in part.alike)),
             due=Due(*map(sum, zip(*(part.due for part in parts)))),
             sums=tuple(dict.fromkeys(sums for part in parts for sums in part.sums)),
@@ -311,10 +314,14 @@ class Planned(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """The result of comparing copies in one process. drifted: names of tensors whose copies have drifted apart."""
+    """The result of comparing copies in one process.
+
+    drifted: names of tensors whose copies have drifted apart. unlisted: tensors that no strategy lists and that differ.
+    """
 
     outcome: Outcome = Outcome()
     drifted: tuple[str, ...] = ()
+    unlisted: tuple[Differing, ...] = ()
 
 
 class Part(NamedTuple):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from reshard_mpi import formats
-from reshard_mpi.checkpoints.choices import moments_of
+from reshard_mpi.checkpoints.chosen import moments_of
 from reshard_mpi.checkpoints.comparison import compare, comparing_bytes
 from reshard_mpi.errors import CoverageError, DisagreementError, ReshardError, TransformError, as_reshard_error
 from reshard_mpi.journal.commit import commit_if_complete
@@ -163,10 +163,10 @@ class Planner:
             counted = Counted(progress.moved, sum(alike.size_bytes for alike in mine))
             lost = compare(conversion.source.stored, mine, conversion.limits, counted.add)
             counted.end()
-        drifted = conversion.drifted_tensors(
+        drift = conversion.drifted_tensors(
             damaged_are_replaced=self._request.verify, process=self._comm.rank, processes=self._comm.size
         )
-        return Compared(Outcome(lost=lost), drifted)
+        return Compared(Outcome(lost=lost), *drift)
 
     def shown_rules(self) -> tuple[ShownRule, ...]:
         """Return what the rules of the source's spec make of its tensors."""
@@ -249,7 +249,7 @@ class Planner:
 
         made: the outcome of all processes.
         """
-        return attempt(lambda: Outcome(notes=self._commit(made)), self._comm)
+        return attempt(lambda: self._commit(made), self._comm)
 
     def placed(self, stage: int) -> dict[int, dict[str, str]]:
         """Return what strategies place on target ranks of `stage` (see `RankPlan.placed`); of equal ranks, only one."""
@@ -277,7 +277,9 @@ class Planner:
             self._placed[evidence.held.digest] = (plan.stage, rank, plan.placed)
         warnings = (*plan.warnings, *plan.left_out)
         outcome = Outcome(absent=plan.absent, notes=plan.notes, lost=plan.lost, other_warnings=warnings)
-        return Planned(outcome, plan.moments, (evidence.held,), plan.beginnings, plan.alike, sums=plan.sums)
+        return Planned(
+            outcome, plan.moments, (evidence.held,), plan.beginnings, plan.differing, plan.alike, sums=plan.sums
+        )
 
     def _list_tensors(self, run: Run, plan: RankPlan) -> None:
         """Keep what is listed of a target's tensors; targets of a stage have the same, unless they share them out."""
@@ -305,20 +307,26 @@ class Planner:
         reported = len(run.targets) if self._comm.rank == 0 else 0
         return self._needs.rooms(reported, self._comm.size, shares)
 
-    def _commit(self, made: Outcome) -> tuple[str, ...]:
+    def _commit(self, made: Outcome) -> Outcome:
         run, journal, *_ = self._require_opened()
         if not isinstance(journal, Journal):
-            return ()
+            return Outcome()
         all_made = len(made.targets) == run.conversion.target.world_size
         any_written = any(not target.skipped for target in made.targets)
         try:
-            return commit_if_complete(
-                journal.folder, journal.identity, all_made=all_made, any_written=any_written, told=made.notes
+            told = commit_if_complete(
+                journal.folder,
+                journal.identity,
+                all_made=all_made,
+                any_written=any_written,
+                told=(*made.notes, *made.other_warnings),
             )
+            return Outcome(notes=told.notes, other_warnings=told.warnings)
         except (CoverageError, DisagreementError) as error:
             if all_made or not self._request.overwrite:
                 raise
-            return (f"not committed yet, as targets that are still to be replaced may be why: {error.problem}",)
+            note = f"not committed yet, as targets that are still to be replaced may be why: {error.problem}"
+            return Outcome(notes=(note,))
         except OSError as error:
             raise TransformError(
                 "the targets are complete, but the commit record could not be written",

@@ -6,13 +6,13 @@ from collections.abc import Iterable
 
 from reshard_mpi.checkpoints.comparison import compare
 from reshard_mpi.planning.agreement import (
-    differing_beginnings,
     differing_stages,
     require_one_moment,
     require_same_names,
     require_same_shapes,
 )
 from reshard_mpi.planning.copies import dealt
+from reshard_mpi.planning.differing import between_targets, told_of
 from reshard_mpi.planning.fit import drift_warning, require_no_drift
 from reshard_mpi.planning.model import RankPlan
 from reshard_mpi.planning.partial_sums import Accumulated, note_on_none
@@ -37,17 +37,20 @@ def plan_together(
         require_same_shapes(placed, files.path)
     all_alike = tuple(dict.fromkeys(alike for plan in plans for alike in plan.alike))
     lost = compare(conversion.source.stored, dealt(all_alike, 0, 1), conversion.limits, lambda _: None)
-    drifted = conversion.drifted_tensors()
+    drifted, unlisted = conversion.drifted_tensors()
     if conversion.strict:
         require_no_drift(drifted, files.path)
     compared = Outcome(lost=lost, other_warnings=(drift_warning(drifted),) if drifted else ())
     begun = Outcome(notes=(*conversion.notes, *notes), other_warnings=files.warnings, missing=conversion.source.missing)
     planned = Planned(begun).joined([*map(_planned, plans), Planned(compared)])
     notes = planned.outcome.notes
-    notes = (*notes, *differing_beginnings(planned.beginnings, notes))
+    differing = (*planned.differing, *between_targets(planned.beginnings), *unlisted)
+    told = told_of(differing, files.path, strict=conversion.strict)
+    notes = (*notes, *told.notes)
     if plans and not planned.sums and conversion.accumulated is not Accumulated.REFUSE:
         notes = (*notes, note_on_none(conversion.accumulated))
-    return plans, planned.outcome._replace(notes=notes)
+    warnings = (*planned.outcome.other_warnings, *told.warnings)
+    return plans, planned.outcome._replace(notes=notes, other_warnings=warnings)
 
 
 def outcome_of(plan: RankPlan) -> Outcome:
@@ -57,4 +60,4 @@ def outcome_of(plan: RankPlan) -> Outcome:
 
 
 def _planned(plan: RankPlan) -> Planned:
-    return Planned(outcome_of(plan), beginnings=plan.beginnings, sums=plan.sums)
+    return Planned(outcome_of(plan), beginnings=plan.beginnings, differing=plan.differing, sums=plan.sums)

@@ -124,7 +124,8 @@ class RunStatus(NamedTuple):
             elif self.bytes_per_second is not None and self.seconds_left:
                 parts += [format_rate(int(self.bytes_per_second), 1.0), f"{format_seconds(self.seconds_left)} left"]
             before = f" ({self.targets_before} complete before)" if self.targets_before else ""
-            parts.append(f"{self.targets_done} of {counted(self.targets_total, self.unit)}{before}")
+            if self.targets_total or before:
+                parts.append(f"{self.targets_done} of {counted(self.targets_total, self.unit)}{before}")
         if self.waiting:
             parts.append("waiting for memory" if self.waiting == 1 else f"{self.waiting} processes wait for memory")
         return ", ".join(parts)

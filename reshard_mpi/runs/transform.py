@@ -14,13 +14,13 @@ from reshard_mpi.errors import (
     ReshardError,
 )
 from reshard_mpi.planning.agreement import (
-    differing_beginnings,
     differing_stages,
     require_one_moment,
     require_same_names,
     require_same_shapes,
 )
 from reshard_mpi.planning.copies import dealt
+from reshard_mpi.planning.differing import between_targets, told_of
 from reshard_mpi.planning.fit import drift_warning, require_no_drift
 from reshard_mpi.planning.model import CHOSEN_FILES, Moment
 from reshard_mpi.planning.partial_sums import Accumulated, note_on_none
@@ -74,8 +74,11 @@ def _convert(
         return outcome
     # Even if targets have failed: another run may have made them meanwhile, and left it to this one to commit.
     committed, *_ = comm.allgather(planner.commit(outcome) if comm.rank == 0 else Outcome())
-    failures, notes = (*outcome.failures, *committed.failures), (*outcome.notes, *committed.notes)
-    return outcome._replace(failures=failures, notes=notes)
+    return outcome._replace(
+        failures=(*outcome.failures, *committed.failures),
+        notes=(*outcome.notes, *committed.notes),
+        other_warnings=(*outcome.other_warnings, *committed.other_warnings),
+    )
 
 
 def plan_targets(
@@ -120,6 +123,7 @@ def _planned(
         request, comm, progress, strategies, memory, lists_tensors=lists_tensors
     )
     outcome = planned.outcome
+    differing = [*planned.differing, *between_targets(planned.beginnings)]
     if planned.alike or request.replicas is not Replicas.ANY:
         mine = list(dealt(planned.alike, comm.rank, comm.size))
         if planned.alike:
@@ -133,6 +137,11 @@ def _planned(
             require_no_drift(drifted, request.source)
         if drifted:
             outcome = outcome._replace(other_warnings=(*outcome.other_warnings, drift_warning(drifted)))
+        differing += [tensor for share in compared for tensor in share.unlisted]
+    told = told_of(differing, request.source, strict=request.strict)
+    outcome = outcome._replace(
+        notes=(*outcome.notes, *told.notes), other_warnings=(*outcome.other_warnings, *told.warnings)
+    )
     return planner, outcome, planned.due
 
 
@@ -191,7 +200,6 @@ def _plan_together(planner: Planner, comm: Comm) -> Planned:
         require_same_shapes(placed, planner.source)
     together = Planned().joined(all_planned)
     notes = together.outcome.notes
-    notes = (*notes, *differing_beginnings(together.beginnings, notes))
     if together.held and not together.sums and planner.accumulated is not Accumulated.REFUSE:
         notes = (*notes, note_on_none(planner.accumulated))
     return together._replace(outcome=together.outcome._replace(notes=notes))

@@ -115,9 +115,9 @@ def test_file_names_may_hold_the_rank(tmp_path: Path) -> None:
 
 
 def test_a_choice_that_is_none_is_refused(tmp_path: Path) -> None:
-    lay(tmp_path, "rank_0/a.ckpt", "rank_0/b.ckpt", "rank_1/c.ckpt", "rank_1/d.ckpt")
+    lay(tmp_path, "rank_0/a-1.ckpt", "rank_0/a-2.ckpt", "rank_1/a-3.ckpt", "rank_1/a-4.ckpt")
     error = refusal(SourceError, tmp_path)
-    assert error.got == "rank_0: b.ckpt; rank_1: d.ckpt"
+    assert error.got == "rank_0: a-2.ckpt; rank_1: a-4.ckpt"
     assert "--select" in error.remedy
 
 
@@ -137,6 +137,107 @@ def test_names_that_end_in_the_rank_are_of_one_moment(tmp_path: Path) -> None:
     names = {rank: [f"rank_{rank}/net-3_{rank}.ckpt"] for rank in (0, 1)}
     lay(tmp_path, *(name for found_names in names.values() for name in found_names))
     assert chosen_files(tmp_path) == names
+
+
+# Several files of a rank that are not checkpoints of several steps
+
+
+@pytest.mark.parametrize("ending", ["h5", "pt", "ckpt", "safetensors"])
+def test_a_model_and_its_optimizer_in_two_files_are_not_two_moments(tmp_path: Path, ending: str) -> None:
+    lay(tmp_path, *(f"rank_{rank}/{name}.{ending}" for rank in (0, 1) for name in ("model", "optim")))
+    error = refusal(SourceError, tmp_path)
+    assert error.problem == "several files of one rank"
+    assert error.expected == "one file a rank, or names that differ in their step only"
+    assert error.got == f"model.{ending}, optim.{ending} of rank 0"
+    assert f"--select model.{ending} " in error.remedy and f"--select optim.{ending} " in error.remedy
+    assert chosen_files(tmp_path, "model*") == {rank: [f"rank_{rank}/model.{ending}"] for rank in (0, 1)}
+
+
+def test_a_rank_that_lacks_one_of_two_kinds_of_files_does_not_give_the_other(tmp_path: Path) -> None:
+    lay(tmp_path, *(f"rank_{rank}/{name}.h5" for rank in range(4) for name in ("model", "optim")))
+    (tmp_path / "rank_3" / "optim.h5").unlink()
+    assert refusal(SourceError, tmp_path).problem == "several files of one rank"
+
+
+def test_words_are_told_from_the_steps_between_them(tmp_path: Path) -> None:
+    names = ("model_10_rank_{}.h5", "model_9_rank_{}.h5", "optim_10_rank_{}.h5")
+    lay(tmp_path, *(f"rank_{rank}/{name.format(rank)}" for rank in (0, 1) for name in names))
+    error = refusal(SourceError, tmp_path)
+    assert "--select 'model_*_rank_*.h5'" in error.remedy
+    assert chosen_files(tmp_path, "model_*_rank_*.h5")[1] == ["rank_1/model_10_rank_1.h5"]
+
+
+def test_files_beside_those_of_earlier_runs_have_the_same_words(tmp_path: Path) -> None:
+    """MindSpore puts a number before the epoch where a file of that name was there before."""
+    lay(tmp_path, *(f"rank_{rank}/net{run}-1_100.ckpt" for rank in (0, 1) for run in ("", "_1", "_2")))
+    assert chosen_files(tmp_path) == {rank: [f"rank_{rank}/net_2-1_100.ckpt"] for rank in (0, 1)}
+
+
+def test_parts_of_the_shard_of_a_rank_are_refused(tmp_path: Path) -> None:
+    lay(tmp_path, *(f"rank_{rank}/model-0000{part}-of-00002.h5" for rank in (0, 1) for part in (1, 2)))
+    for select in (None, "model-00001*"):
+        error = refusal(SourceError, tmp_path, select)
+        assert error.problem == "several files hold the shard of one rank together, each a part of it"
+        assert "model-00001-of-00002.h5" in error.got
+
+
+def test_a_part_of_the_only_rank_is_refused(tmp_path: Path) -> None:
+    lay(tmp_path, "rank_0/model-00001-of-00002.h5")
+    assert "each a part of it" in refusal(SourceError, tmp_path).problem
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_shards_may_be_called_as_parts_by_their_ranks(tmp_path: Path, first: int) -> None:
+    names = {rank: [f"rank_{rank}/model-0000{rank + first}-of-00004.h5"] for rank in range(4)}
+    lay(tmp_path, *(name for found_names in names.values() for name in found_names))
+    assert chosen_files(tmp_path) == names
+    assert not find_shards(str(tmp_path)).warnings
+
+
+# One file of each rank, of different names
+
+
+@pytest.mark.parametrize(
+    ("names", "moments"),
+    [
+        (("step_100.h5", "step_200.h5"), ("step 100", "step 200")),
+        (("model-iter0000100.h5", "model-iter0000200.h5"), ("step 100", "step 200")),
+        (("global_step7_rank0.pt", "global_step8_rank1.pt"), ("step 7", "step 8")),
+        (("checkpoint-100.h5", "checkpoint-200.h5"), ("step 100", "step 200")),
+        (("net-0_5.ckpt", "net-1_5.ckpt"), ("epoch 0 step 5", "epoch 1 step 5")),
+        (("net-1_0.ckpt", "net-2_1.ckpt"), ("epoch 1 step 0", "epoch 2 step 1")),
+        (("net-1_100.ckpt", "net_1-1_200.ckpt"), ("epoch 1 step 100", "epoch 1 step 200")),
+    ],
+)
+def test_names_of_different_steps_are_refused(tmp_path: Path, names: tuple[str, str], moments: tuple[str, str]) -> None:
+    lay(tmp_path, *(f"rank_{rank}/{name}" for rank, name in enumerate(names)))
+    error = refusal(DisagreementError, tmp_path)
+    assert error.expected == f"{moments[0]}, as {names[0]} of rank 0"
+    assert error.got == f"{moments[1]}: {names[1]} of rank 1"
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("model.h5", "optim.h5"),
+        ("net-100.h5", "net-200.h5"),
+        ("mp_rank_00_01.pt", "mp_rank_01_00.pt"),
+        ("7.h5", "9.h5"),
+    ],
+)
+def test_names_that_differ_in_more_than_the_rank_are_warned_of(tmp_path: Path, names: tuple[str, str]) -> None:
+    lay(tmp_path, *(f"rank_{rank}/{name}" for rank, name in enumerate(names)))
+    (warning,) = find_shards(str(tmp_path)).warnings
+    assert warning.endswith(f"differ in more than the rank, as {names[0]} of rank 0 and {names[1]} of rank 1")
+
+
+@pytest.mark.parametrize(
+    "name", ["checkpoint_{}.ckpt", "net-3_{}.ckpt", "mp_rank_0{}_model.pt", "{}.h5", "net.h5", "w_4_rank_{}.hdf5"]
+)
+def test_names_that_differ_in_the_rank_alone_need_no_word(tmp_path: Path, name: str) -> None:
+    lay(tmp_path, *(f"rank_{rank}/{name.format(rank)}" for rank in range(3)))
+    found = find_shards(str(tmp_path))
+    assert not found.warnings and not found.notes
 
 
 # Selection

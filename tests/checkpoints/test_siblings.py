@@ -181,12 +181,12 @@ def test_folders_of_ranks_without_shards_say_nothing(alike: Conversion, capsys: 
 
 def test_only_the_shard_of_the_same_name_is_compared(alike: Conversion, capsys: Capture) -> None:
     for rank in range(4):
-        write_shard({"w": np.zeros(rank + 1)}, alike.shard(rank).with_stem("earlier"))
+        write_shard({"w": np.zeros(rank + 1)}, alike.shard(rank).with_stem("checkpoint_10"))
     c = alike.but(src=alike.shard(1), dst_strategy=None)
     assert run_here(capsys, *c.arguments()).code == 0
-    refused(capsys, alike.but(src=alike.shard(1).with_stem("earlier")), "holds 'w' as")
+    refused(capsys, alike.but(src=alike.shard(1).with_stem("checkpoint_10")), "holds 'w' as")
     for rank in (0, 2, 3):
-        alike.shard(rank).rename(alike.shard(rank).with_stem("later"))
+        alike.shard(rank).rename(alike.shard(rank).with_stem("checkpoint_20"))
     refused(capsys, alike.but(src=alike.shard(1)), "cannot be compared (no shard of the same name")
 
 

@@ -244,7 +244,20 @@ def ranks_that_disagree_in_the_epoch_of_their_names(c: Conversion) -> None:
 def rank_folders_without_a_checkpoint_in_common(c: Conversion) -> None:
     for rank in range(4):
         c.shard(rank).rename(c.shard(rank).with_name(f"net-1_{5 + rank // 2}{c.shard(rank).suffix}"))
-    shutil.copy(c.src / "rank_0" / f"net-1_5.{c.shard(0).name.rpartition('.')[2]}", c.shard(0))
+    shutil.copy(c.src / "rank_0" / f"net-1_5{c.shard(0).suffix}", c.src / "rank_0" / f"net-1_4{c.shard(0).suffix}")
+
+
+@bad(SourceError, "several files of one rank", "checkpoint_0", "optim", "--select 'checkpoint_")
+def models_and_optimizers_in_two_files_a_rank(c: Conversion) -> None:
+    for rank in range(4):
+        shutil.copy(c.shard(rank), c.shard(rank).with_stem("optim"))
+
+
+@bad(SourceError, "each a part of it", "x-00001-of-00002.*x-00002-of-00002", "in one file")
+def parts_of_shards(c: Conversion) -> None:
+    for rank in range(4):
+        shutil.copy(c.shard(rank), c.shard(rank).with_stem("x-00001-of-00002"))
+        c.shard(rank).rename(c.shard(rank).with_stem("x-00002-of-00002"))
 
 
 # Strategies.
@@ -479,6 +492,7 @@ def test_missing_rank_folders_whose_boxes_replicas_hold(
 
 
 USAGE = {
+    "more_parts_than_can_be": (["--part", f"0/{10**19}"], "--part: expected I/N with N of 18 digits at most"),
     "part_equal_to_the_number_of_parts": (["--part", "3/3"], r"--part: expected I/N with I from 0 to N-1, got '3/3'"),
     "part_of_none": (["--part", "0/0"], "--part: expected I/N"),
     "part_without_number": (["--part", "1"], "--part: expected I/N"),

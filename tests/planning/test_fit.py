@@ -26,6 +26,7 @@ from reshard_mpi.engine.files import Files
 from reshard_mpi.errors import DisagreementError, StrategyError
 from reshard_mpi.formats.columns import TensorEntry
 from reshard_mpi.formats.places import ByteRange, Decoded
+from reshard_mpi.planning.fit import Drift
 from reshard_mpi.planning.samples import MAX_PAIRS, PLACE_ELEMENTS, places, rank_pairs
 from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.sharding import strategy
@@ -740,7 +741,7 @@ def test_little_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     c.arguments(spec)
     source = open_source(find_shards(str(c.src)), strategy.load(str(tmp_path / "src.toml")))
     conversion = Conversion(source, unsharded())
-    assert conversion.drifted_tensors() == ()
+    assert conversion.drifted_tensors() == Drift()
     assert 0 < sum(part.length_bytes for part in read) <= 300 * 1024
     alone = {*read}
     read.clear()
@@ -772,7 +773,7 @@ def test_little_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(excerpts, "excerpt", counting)
     source = open_source(find_shards(str(tmp_path / "src")), strategy.load(str(tmp_path / "src.toml")))
-    assert Conversion(source, unsharded()).drifted_tensors() == ()
+    assert Conversion(source, unsharded()).drifted_tensors() == Drift()
     assert {name[0] for _, name in decoded} == {"w", "x"}
     assert len(decoded) == len({*decoded}) <= 4 * 4  # of each shard a few, and each in one place
 

@@ -27,6 +27,7 @@ from support.oracle import RawLayout
 
 import reshard_mpi
 from reshard_mpi.errors import CoverageError, DisagreementError, StrategyError
+from reshard_mpi.planning.differing import is_generator_state
 
 SRC_CUT = SRC_LAYOUTS["w"]
 
@@ -333,11 +334,79 @@ def test_unlisted_values_that_differ_are_told(tmp_path: Path, capsys: Capture) -
     finished = run_here(capsys, *c.arguments("transform", "--report", str(tmp_path / "report.json")))
     assert finished.code == 0
     assert (
-        "note: 'random_state' differs between ranks 0 and 1: each rank has its own; one of them was taken"
+        "note: 'random_state' differs between ranks 0, 1, 2, 3: each rank has its own; one of them was taken"
         in finished.err
     )
     notes = json.loads((tmp_path / "report.json").read_text())["notes"]
-    assert len(notes) == 2 and all("'random_state'" in note for note in notes)
+    assert len(notes) == 1 and "'random_state'" in notes[0]
+
+
+# What is cut in truth, and in no strategy: each rank has another part of it, and a target gets one of them.
+
+
+def test_whole_numbers_that_no_strategy_lists_and_that_differ_are_warned_of(tmp_path: Path, capsys: Capture) -> None:
+    c = make(tmp_path)
+    for rank in range(4):
+        c.rewrite(rank, {"g_idx": np.arange(8 * rank, 8 * rank + 8, dtype=np.int64)})
+    warning = "warning: 'g_idx' differs between ranks 0, 1, 2, 3: no strategy says how it is cut"
+    finished = run_here(capsys, *c.arguments("plan"))
+    assert finished.code == 0 and finished.err.count(warning) == 1, finished
+    for options in ((), ("--jobs", "2"), ("--replicas", "check")):
+        one = c.but(dst=tmp_path / f"dst{len(options)}{options[:1]}")
+        finished = run_here(capsys, *one.arguments("transform", *options))
+        assert finished.code == 0 and finished.err.count(warning) == 1, finished
+
+
+@pytest.mark.parametrize("options", [(), ("--replicas", "any"), ("--replicas", "check"), ("--jobs", "2")])
+def test_strict_refuses_what_no_strategy_lists_and_differs(
+    tmp_path: Path, capsys: Capture, options: tuple[str, ...]
+) -> None:
+    c = make(tmp_path)
+    for rank in range(4):
+        c.rewrite(rank, {"g_idx": np.arange(8 * rank, 8 * rank + 8, dtype=np.int64)})
+    before = listing(tmp_path)
+    for command in ("plan", "transform"):
+        finished = run_here(capsys, *c.arguments(command, "--strict", *(options if command == "transform" else ())))
+        assert finished.code == 3 and "tensors that no strategy lists differ from rank to rank" in finished.err
+        assert "'g_idx'" in finished.err and "list them in the source strategy" in finished.err
+    assert listing(tmp_path) == before
+
+
+def test_strict_takes_what_says_it_is_the_state_of_a_generator(tmp_path: Path, capsys: Capture) -> None:
+    c = make(tmp_path)
+    names = ("rng", "cuda_rng_state", "random_state", "net.seed", "generator", "prng", "np.random.state")
+    for rank in range(4):
+        c.rewrite(rank, {name: np.full(4, rank, np.uint32) for name in names[:4]})
+    finished = run_here(capsys, *c.arguments("transform", "--strict"))
+    assert finished.code == 0 and "warning" not in finished.err, finished
+    assert finished.err.count("note: ") == 4
+    assert all(map(is_generator_state, names))
+    assert not any(map(is_generator_state, ("range", "strange", "wrong", "g_idx", "seedling", "regenerator_w")))
+
+
+def test_ranks_that_no_target_opens_are_looked_into(tmp_path: Path, capsys: Capture) -> None:
+    """All ranks have the same parameters, so that a target needs one shard alone."""
+    c = make(tmp_path)
+    c = c.but(src_strategy=c.strategy("s", {"w": RawLayout((4,), (-1, -1)), "b": RawLayout((4,), (-1,))}))
+    for rank in range(4):
+        c.shard(rank).unlink()
+        write_shard({**TENSORS, "g_idx": np.arange(8 * rank, 8 * rank + 8, dtype=np.int64)}, c.shard(rank))
+    finished = run_here(capsys, *c.but(dst_strategy=None).arguments())
+    assert finished.code == 0 and "warning: 'g_idx' differs between ranks 0, 1" in finished.err, finished
+
+
+def test_a_commit_of_parts_warns_and_strict_refuses(tmp_path: Path, capsys: Capture) -> None:
+    """Neither part sees that the other has another value, and no sample is taken."""
+    c = make(tmp_path)
+    for rank in range(4):
+        c.rewrite(rank, {"g_idx": np.full(8, rank // 2, np.int64)})
+    for options in ((), ("--strict",)):
+        c = c.but(dst=tmp_path / f"dst{len(options)}")
+        assert run_here(capsys, *c.arguments("transform", "--replicas", "any", "--part", "0/2", *options)).code == 0
+        finished = run_here(capsys, *c.arguments("transform", "--replicas", "any", "--part", "1/2", *options))
+        assert finished.code == (3 if options else 0) and "'g_idx' differs between ranks 0, 2" in finished.err, finished
+        finished = run_here(capsys, "commit", str(c.dst))
+        assert finished.code == (3 if options else 0) and "'g_idx' differs between ranks 0, 2" in finished.err, finished
 
 
 @pytest.mark.slow
@@ -352,7 +421,7 @@ def test_values_that_differ_between_targets_are_told(tmp_path: Path, capsys: Cap
     for command, jobs in (("plan", ()), ("transform", ("--jobs", "2"))):
         finished = run_here(capsys, *c.arguments(command, *jobs, "--unlisted", "replicate"))
         assert finished.code == 0
-        assert finished.err.count("'vr.w' differs between ranks 0 and 2: no strategy says how it is cut") == 1
+        assert finished.err.count("'vr.w' differs between ranks 0, 1, 2, 3: no strategy says how it is cut") == 1
 
 
 @of_every_kind
@@ -371,7 +440,7 @@ def test_every_rank_keeps_its_own_values_when_their_number_stays(tmp_path: Path,
 
 
 @pytest.mark.parametrize("unlisted", ["follow", "drop"])
-@pytest.mark.parametrize("name", ["global_step", "step_num", "epoch_num"])
+@pytest.mark.parametrize("name", ["global_step", "step_num", "epoch_num", "step", "state.w.step", "args.iteration"])
 def test_shards_of_different_moments_in_one_target(tmp_path: Path, name: str, unlisted: str) -> None:
     c = make(tmp_path)
     for rank in range(4):
@@ -400,6 +469,21 @@ def test_shards_of_different_moments_in_different_targets(
         transform_by_function(c)
     with pytest.raises(DisagreementError, match="different moments"):
         reshard_mpi.plan(c.src, c.src_strategy, c.dst_strategy)
+
+
+def test_counters_of_torch_in_different_targets(tmp_path: Path, capsys: Capture) -> None:
+    """Each counter is compared with that of the same name: a parameter added later has counted fewer steps."""
+    c = make(tmp_path)
+    for rank in range(4):
+        steps = {"state.w.step": np.array(7, "f4"), "state.b.step": np.array(3, "f4"), "iteration": np.array([7])}
+        c.rewrite(rank, steps)
+    assert run_here(capsys, *c.arguments("plan", "--strict")).code == 0
+    for rank in (2, 3):  # target 0 reads 0 and 1, target 1 reads these
+        c.rewrite(rank, {"iteration": np.array([8])})
+    finished = run_here(capsys, *c.arguments())
+    assert finished.code == 3 and "different moments" in finished.err, finished
+    assert "'iteration' = [7]" in finished.err and "'iteration' = [8]" in finished.err
+    assert not c.dst.exists()
 
 
 # Strings and types

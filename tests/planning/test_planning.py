@@ -479,6 +479,31 @@ def test_each_rank_keeps_its_own_values_where_their_number_stays() -> None:
     assert compared(plan) == {"global_step": ((0, 1), True), "step_num": ((0, 1), True)}
 
 
+@pytest.mark.parametrize(
+    "name", ["step", "optimizer.state.step", "state/w/step", "iteration", "args.iteration", "epoch"]
+)
+@pytest.mark.parametrize("shape", [(), (1,)], ids=["scalar", "one element"])
+def test_counters_of_other_frameworks_must_agree(name: str, shape: tuple[int, ...]) -> None:
+    held: Mapping[str, tuple[int, ...]] = {"w": (2, 6), name: shape}
+    for target in (one_rank(), two_ranks(w=ROWS)):
+        assert compared(planned(two_ranks(w=ROWS), target, shards(held, held))) == {name: ((0, 1), True)}
+    listed = {"w": ROWS, name: Placement((2,), ())}
+    assert compared(planned(two_ranks(**listed), one_rank(), shards(held, held))) == {name: ((0, 1), True)}
+
+
+def test_what_is_only_called_like_a_counter_is_none() -> None:
+    held: Mapping[str, tuple[int, ...]] = {"w": (2, 6), "step": (3,), "footstep": (), "step.scale": ()}
+    plan = planned(two_ranks(w=ROWS), one_rank(), shards(held, held))
+    assert compared(plan) == dict.fromkeys(("step", "footstep", "step.scale"), ((0, 1), False))
+
+
+def test_of_many_counters_some_are_compared() -> None:
+    names = [f"state.layers.{layer}.step" for layer in range(100)]
+    held: Mapping[str, tuple[int, ...]] = {"w": (2, 6), **dict.fromkeys(names, ()), "iteration": ()}
+    checks = compared(planned(two_ranks(w=ROWS), two_ranks(w=ROWS), shards(held, held)))
+    assert len(checks) == 16 and "iteration" in checks and all(refuse for _, refuse in checks.values())
+
+
 def test_step_counters_are_compared_even_if_they_are_dropped() -> None:
     plan = planned(two_ranks(w=ROWS), one_rank(), shards(COUNTED, COUNTED), unlisted=Unlisted.DROP)
     assert boxes(plan) == {"w": "[0:4, 0:6]"}

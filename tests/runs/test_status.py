@@ -28,6 +28,11 @@ def test_counts_of_all_processes_are_added_up() -> None:
     )
 
 
+def test_a_stage_without_targets_says_nothing_of_them() -> None:
+    far = status(Counts(1), stage=Stage("comparing copies", 2 * MIB), bytes_per_second=None, done=MIB)
+    assert far.as_text() == "comparing copies 1.00 MiB of 2.00 MiB, 50 %"
+
+
 def test_all_is_said_to_be_done_only_if_it_is() -> None:
     assert status(Counts(1, units=15), done=4 * GIB - 1).percent == 99
     last = status(Counts(1, units=15), Counts(1, units=1), done=4 * GIB, seconds_left=0.0)

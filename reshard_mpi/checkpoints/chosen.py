@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 
-from reshard_mpi.checkpoints.discovery import NAME_WAYS, ShardFiles, name_ending_in_rank, name_without_rank
+from reshard_mpi.checkpoints.discovery import ShardFiles
+from reshard_mpi.checkpoints.shard_names import NAME_WAYS, name_ending_in_rank, name_without_rank
 from reshard_mpi.planning.model import CHOSEN_FILES, Moment
 
 _DIGEST_LENGTH = 32

@@ -1,0 +1,211 @@
+"""Which file of each rank folder is taken, and whether these are of one checkpoint, by their names."""
+
+from __future__ import annotations
+
+import glob
+import re
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from reshard_mpi.checkpoints.shard_names import NAME_WAYS, STEP
+from reshard_mpi.errors import DisagreementError, SourceError
+from reshard_mpi.text import natural_key
+
+# One of several files that hold a checkpoint together: how the others are called, its number, and how many there are.
+PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{1,6})(?P<rest>-of-(?P<total>\d{1,6})\.\w+)")
+# Where files of an earlier run lie there, MindSpore puts `_1`, `_2` ... before epoch and step.
+_RUN_NUMBER = re.compile(r"_\d+(?=-\d+_\d+\.\w+$)")
+_NUMBER = re.compile(r"[0-9]+")
+# What ends right before a number of a name that is a step.
+_STEP_WORD = re.compile(
+    r"(?:^|[^a-z])(?:global_?)?(?:steps?|it|iters?|iterations?|epochs?|checkpoint|ckpt)[-_=.]?$", re.IGNORECASE
+)
+_MAX_NAMED = 4
+
+
+class Choice(NamedTuple):
+    """One file of each rank. notes: what was chosen if there was a choice. warnings: on names that differ."""
+
+    files: Mapping[int, Path]
+    notes: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+class _Name(NamedTuple):
+    """The name of a shard, cut at its numbers.
+
+    words: the texts between them. is_step: of each number, whether it looks like an epoch or a step. ends_in_step:
+    whether the last two are an epoch and a step, as MindSpore ends names.
+    """
+
+    words: tuple[str, ...]
+    numbers: tuple[int, ...]
+    is_step: tuple[bool, ...]
+    ends_in_step: bool
+
+    def moment(self, number: int) -> str:
+        """Return what one of the numbers, which looks like a step, says."""
+        if self.ends_in_step and number >= len(self.numbers) - 2:
+            return f"epoch {self.numbers[-2]} step {self.numbers[-1]}"
+        return f"step {self.numbers[number]}"
+
+
+def choose(candidates: Mapping[int, list[Path]], path: str) -> Choice:
+    """Return the file of each rank of the newest checkpoint that all rank folders have.
+
+    candidates: the shards in each rank folder, one or more, in natural order of their names. path: of the checkpoint.
+    Names of one folder may differ in their numbers only: files of other names hold other tensors of the rank. Raises
+    SourceError if they do, if files are parts of one shard, or no checkpoint is in all folders; DisagreementError if
+    the names are of different steps.
+    """
+    _require_no_parts(candidates, path)
+    _require_one_wording(candidates, path)
+    files, notes = _newest(candidates, path)
+    require_one_step(files, path)
+    return Choice(files, notes, tuple(_warnings(files, path)))
+
+
+def require_one_step(files: Mapping[int, Path], path: str) -> None:
+    """Raise DisagreementError if the names of the files, by rank, are of different epochs or steps."""
+    for names in _by_wording(files).values():
+        ranks = list(names)
+        for number, values in enumerate(zip(*(name.numbers for name in names.values()))):
+            if not names[ranks[0]].is_step[number] or _are_of_one_moment(names, number):
+                continue
+            first, other = ranks[0], next(rank for rank, value in zip(ranks, values) if value != values[0])
+            raise DisagreementError(
+                "the shards are of different moments",
+                expected=f"{names[first].moment(number)}, as {files[first].name} of rank {first}",
+                got=f"{names[other].moment(number)}: {files[other].name} of rank {other}",
+                where=path,
+                remedy="restore the missing shards, or choose one moment with --select",
+            )
+
+
+def _require_no_parts(candidates: Mapping[int, list[Path]], path: str) -> None:
+    """Raise SourceError if names say that several files hold the shard of a rank: `model-00001-of-00002`.
+
+    Where each rank has one of them, with the number of the rank, they are the shards themselves.
+    """
+    parts: dict[int, dict[int, str]] = {}
+    for rank, entries in candidates.items():
+        for entry in entries:
+            match = PART.fullmatch(entry.name)
+            if match is not None and int(match["total"]) > 1:
+                parts.setdefault(rank, {})[int(match["number"])] = entry.name
+    are_shards = len(parts) > 1 and any(
+        all(set(numbers) == {rank + first} for rank, numbers in parts.items()) for first in (0, 1)
+    )
+    if parts and not are_shards:
+        rank, names = next(iter(parts.items()))
+        raise SourceError(
+            "several files hold the shard of one rank together, each a part of it",
+            expected="one file a rank",
+            got=f"{_listed(names.values())} of rank {rank}",
+            where=path,
+            remedy="save the tensors of each rank in one file",
+        )
+
+
+def _require_one_wording(candidates: Mapping[int, list[Path]], path: str) -> None:
+    """Raise SourceError if names of a rank's files differ in words: each may hold other tensors of the rank."""
+    for rank, entries in candidates.items():
+        names: dict[tuple[str, ...], str] = {}
+        for entry in entries:
+            names.setdefault(_parsed(entry.name).words, entry.name)
+        if len(names) > 1:
+            first, second = (shlex.quote(_glob_of(name)) for name in list(names.values())[:2])
+            raise SourceError(
+                "several files of one rank",
+                expected="one file a rank, or names that differ in their step only",
+                got=f"{_listed(names.values())} of rank {rank}",
+                where=path,
+                remedy=f"--select {first} (and convert the others with --select {second} into another folder)",
+            )
+
+
+def _listed(names: Iterable[str]) -> str:
+    shown = list(names)
+    return ", ".join(shown[:_MAX_NAMED]) + (" ..." if shown[_MAX_NAMED:] else "")
+
+
+def _newest(candidates: Mapping[int, list[Path]], path: str) -> tuple[dict[int, Path], tuple[str, ...]]:
+    """Return by rank the file of the newest checkpoint that all rank folders have, with a note if there are several."""
+    if all(len(entries) == 1 for entries in candidates.values()):
+        return {rank: entries[0] for rank, entries in candidates.items()}, ()
+    for key_of in NAME_WAYS:
+        keyed = {rank: {key_of(rank, entry.name): entry for entry in entries} for rank, entries in candidates.items()}
+        common = set.intersection(*(set(keys) for keys in keyed.values()))
+        if common:
+            newest = max(common, key=natural_key)
+            note = f"several checkpoints in {path}: {newest} chosen, the newest by name that all ranks have"
+            return {rank: keys[newest] for rank, keys in keyed.items()}, (note,)
+    raise SourceError(
+        "no checkpoint that all rank folders have",
+        expected="one file of the same name (or the same but for the rank) in every rank folder",
+        got="; ".join(f"rank_{rank}: {entries[-1].name}" for rank, entries in list(candidates.items())[:4]),
+        where=path,
+        remedy="choose one with --select",
+    )
+
+
+def _warnings(files: Mapping[int, Path], path: str) -> Iterator[str]:
+    """Yield a warning if names of the files, by rank, differ in more than the rank; steps are known to agree."""
+    groups = list(_by_wording(files).values())
+    pairs = [(next(iter(groups[0])), next(iter(groups[1])))] if len(groups) > 1 else []
+    for names in groups:
+        ranks = list(names)
+        for values in zip(*(name.numbers for name in names.values())):
+            if len(set(values)) > 1 and not any(_follows(values, ranks, first) for first in (0, 1)):
+                pairs.append((ranks[0], next(rank for rank, value in zip(ranks, values) if value != values[0])))
+    for pair in pairs[:1]:
+        yield (
+            f"the shards in {path} may be of different checkpoints: their names differ in more than the rank, as "
+            + " and ".join(f"{files[rank].name} of rank {rank}" for rank in pair)
+        )
+
+
+def _by_wording(files: Mapping[int, Path]) -> dict[tuple[str, ...], dict[int, _Name]]:
+    """Return the names of the files by rank, those that differ in words apart."""
+    groups: dict[tuple[str, ...], dict[int, _Name]] = {}
+    for rank, entry in files.items():
+        name = _parsed(entry.name)
+        groups.setdefault(name.words, {})[rank] = name
+    return groups
+
+
+def _parsed(name: str) -> _Name:
+    stem, _, ending = _RUN_NUMBER.sub("", name).rpartition(".")
+    texts = _NUMBER.split(stem)
+    starts = [match.start() for match in _NUMBER.finditer(stem)]
+    ends_in_step = STEP.search(name) is not None
+    is_step = tuple(
+        (ends_in_step and place >= len(starts) - 2) or bool(_STEP_WORD.search(stem[:start]))
+        for place, start in enumerate(starts)
+    )
+    numbers = tuple(map(int, _NUMBER.findall(stem)))
+    return _Name((*texts[:-1], f"{texts[-1]}.{ending}"), numbers, is_step, ends_in_step)
+
+
+def _are_of_one_moment(names: Mapping[int, _Name], number: int) -> bool:
+    """Tell whether a number of the names that looks like a step is the same in all, or that of the rank.
+
+    Our own names end in the rank, whatever the user has put before it: `checkpoint_3`, `net-1_3`.
+    """
+    values = [name.numbers[number] for name in names.values()]
+    name = next(iter(names.values()))
+    is_epoch = name.ends_in_step and number == len(name.numbers) - 2
+    return len(set(values)) == 1 or (not is_epoch and _follows(values, list(names), 0))
+
+
+def _follows(values: Sequence[int], ranks: Sequence[int], first: int) -> bool:
+    """Tell whether a number in names is that of the rank, where ranks are counted from `first` on."""
+    return all(value == rank + first for value, rank in zip(values, ranks))
+
+
+def _glob_of(name: str) -> str:
+    """Return the glob that the names match that differ from this one in numbers only."""
+    stem, _, ending = name.rpartition(".")
+    return "*".join(map(glob.escape, _NUMBER.split(stem))) + f".{ending}"
