@@ -18,9 +18,9 @@ PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{1,6})(?P<rest>-of-(?P<total>\d{1,
 # Where files of an earlier run lie there, MindSpore puts `_1`, `_2` ... before epoch and step.
 _RUN_NUMBER = re.compile(r"_\d+(?=-\d+_\d+\.\w+$)")
 _NUMBER = re.compile(r"[0-9]+")
-# What ends right before a number of a name that is a step.
+# What ends right before a number of a name that is a step. `checkpoint_3` is how this package calls that of rank 3.
 _STEP_WORD = re.compile(
-    r"(?:^|[^a-z])(?:global_?)?(?:steps?|it|iters?|iterations?|epochs?|checkpoint|ckpt)[-_=.]?$", re.IGNORECASE
+    r"(?:^|[^a-z])(?:(?:global_?)?(?:steps?|it|iters?|iterations?|epochs?)[-_=.]?|(?:checkpoint|ckpt)-)$", re.IGNORECASE
 )
 _MAX_NAMED = 4
 
