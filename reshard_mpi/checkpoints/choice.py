@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import re
-import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -116,13 +115,13 @@ def _require_one_wording(candidates: Mapping[int, list[Path]], path: str) -> Non
         for entry in entries:
             names.setdefault(_parsed(entry.name).words, entry.name)
         if len(names) > 1:
-            first, second = (shlex.quote(_glob_of(name)) for name in list(names.values())[:2])
+            globs = " or ".join(f"--select '{_glob_of(name)}'" for name in list(names.values())[:2])
             raise SourceError(
                 "several files of one rank",
                 expected="one file a rank, or names that differ in their step only",
                 got=f"{_listed(names.values())} of rank {rank}",
                 where=path,
-                remedy=f"--select {first} (and convert the others with --select {second} into another folder)",
+                remedy=f"choose with {globs}, and convert the others into another folder",
             )
 
 

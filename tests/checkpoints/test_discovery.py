@@ -149,7 +149,7 @@ def test_a_model_and_its_optimizer_in_two_files_are_not_two_moments(tmp_path: Pa
     assert error.problem == "several files of one rank"
     assert error.expected == "one file a rank, or names that differ in their step only"
     assert error.got == f"model.{ending}, optim.{ending} of rank 0"
-    assert f"--select model.{ending} " in error.remedy and f"--select optim.{ending} " in error.remedy
+    assert f"--select 'model.{ending}' or --select 'optim.{ending}'" in error.remedy
     assert chosen_files(tmp_path, "model*") == {rank: [f"rank_{rank}/model.{ending}"] for rank in (0, 1)}
 
 

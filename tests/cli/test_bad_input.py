@@ -247,7 +247,7 @@ def rank_folders_without_a_checkpoint_in_common(c: Conversion) -> None:
     shutil.copy(c.src / "rank_0" / f"net-1_5{c.shard(0).suffix}", c.src / "rank_0" / f"net-1_4{c.shard(0).suffix}")
 
 
-@bad(SourceError, "several files of one rank", "checkpoint_0", "optim", "--select 'checkpoint_")
+@bad(SourceError, "several files of one rank", "checkpoint_0", "optim", "(--select |select=)'checkpoint_")
 def models_and_optimizers_in_two_files_a_rank(c: Conversion) -> None:
     for rank in range(4):
         shutil.copy(c.shard(rank), c.shard(rank).with_stem("optim"))

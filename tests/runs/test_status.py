@@ -29,8 +29,8 @@ def test_counts_of_all_processes_are_added_up() -> None:
 
 
 def test_a_stage_without_targets_says_nothing_of_them() -> None:
-    far = status(Counts(1), stage=Stage("comparing copies", 2 * MIB), bytes_per_second=None, done=MIB)
-    assert far.as_text() == "comparing copies 1.00 MiB of 2.00 MiB, 50 %"
+    far = status(Counts(1), stage=Stage("comparing copies", 2 * MIB), done=MIB)
+    assert far.as_text() == "comparing copies 1.00 MiB of 2.00 MiB, 50 %, 93.09 KiB/s, 11 s left"
 
 
 def test_all_is_said_to_be_done_only_if_it_is() -> None:
