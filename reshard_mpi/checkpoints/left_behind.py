@@ -1,4 +1,4 @@
-"""Tensors that only such shards hold as no target opens, so that no target would get them.
+"""Tensors that no target would get, since those that are to have them open no shard that holds them.
 
 A target opens the shards that the strategies say it needs. What no strategy lists is taken from those; so a tensor that
 one rank alone has saved, an expert or a part of a sharded optimizer, would be lost without a word if its rank were not
@@ -7,7 +7,7 @@ among them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Set
 from itertools import islice
 from typing import NamedTuple
 
@@ -30,24 +30,19 @@ class Share(NamedTuple):
 
 
 def left_behind(
-    source: SourceCheckpoint, opened: Collection[int], share: Share, is_wanted: Callable[[str, Collection[str]], bool]
+    source: SourceCheckpoint, taken: Set[str], share: Share, is_wanted: Callable[[str], bool]
 ) -> dict[str, int]:
-    """Return the tensors of a share of the shards that none of the opened shards holds, each with a rank that does.
+    """Return the tensors of a share of the shards that a target does not take, each with a rank that holds it.
 
-    opened: the ranks whose shards have been opened for a target. is_wanted: tells whether targets are to have a tensor;
-    takes the names of others as well. Damaged shards are passed over, and so are names that the strategy lists, which
-    planning looks for.
+    taken: the tensors of the target. is_wanted: tells whether some target is to have a tensor that no strategy lists.
+    Damaged shards are passed over, and so are names that the source's strategy lists, which planning looks for.
     """
-    unopened = [rank for rank in share.ranks(source.strategy.world_size) if rank in source and rank not in opened]
-    if not unopened:
-        return {}
-    present = {name for rank in opened for name in source.manifest(rank).tensors}
     only_there: dict[str, int] = {}
-    for rank in unopened:
-        shard = source.find(rank)
-        if shard is not None and not shard.tensors.keys() <= present:
+    for rank in share.ranks(source.strategy.world_size):
+        shard = source.find(rank) if rank in source else None
+        if shard is not None and not shard.tensors.keys() <= taken:
             for name in shard.tensors:
-                if name not in present and name not in source.strategy.parameters and is_wanted(name, present):
+                if name not in taken and name not in source.strategy.parameters and is_wanted(name):
                     only_there.setdefault(name, rank)
     return only_there
 

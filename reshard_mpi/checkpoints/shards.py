@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import NamedTuple
@@ -101,26 +100,27 @@ class ShardOpener:
             raise
 
     def require_none_left_behind(
-        self, target_rank: int, opened: Collection[int], share: Share, is_taken: Callable[[str], bool]
+        self, target_rank: int, taken: Set[str], share: Share, is_asked: Callable[[str], bool]
     ) -> None:
         """Raise StrategyError if a share of the shards holds tensors that no target would get.
 
-        opened: the ranks whose shards have been opened for this target. is_taken: tells whether a tensor of the source
-        is asked for at all.
+        taken: the tensors of this target. is_asked: tells whether a tensor of the source is asked for at all. What the
+        target's strategy lists is looked for by the targets that it is for.
         """
 
-        def is_wanted(name: str, present: Container[str]) -> bool:
-            is_left_out = self.unlisted is Unlisted.DROP and is_dropped(self.target, name, present)
-            return is_taken(name) and not is_left_out
+        def is_wanted(name: str) -> bool:
+            is_left_out = self.unlisted is Unlisted.DROP and is_dropped(self.target, name, taken)
+            return is_asked(name) and not is_left_out and name not in self.target.parameters
 
-        only_there = left_behind(self.source, opened, share, is_wanted)
+        only_there = left_behind(self.source, taken, share, is_wanted)
         lost = only_there.keys() - self._others_have
         for other in self._nearest_targets(target_rank) if lost else ():
             if other not in self._asked_targets:
                 self._asked_targets.add(other)
-                with contextlib.suppress(ReshardError):  # which is said of that target when it is planned
-                    for manifest in self.open(other).manifests.values():
-                        self._others_have.update(manifest.tensors)
+                try:
+                    self._others_have.update(self.open(other).planner.names)
+                except ReshardError:
+                    return  # it is said of that target, and nothing is committed without it
                 lost -= self._others_have
                 if not lost:
                     break

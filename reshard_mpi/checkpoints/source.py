@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
@@ -120,9 +120,9 @@ class SourceCheckpoint:
         """Tell whether the user wants a tensor of this name, as it is stored."""
         return True
 
-    def opened_ranks(self, plan: RankPlan) -> tuple[int, ...]:
-        """Return the ranks whose shards have been opened to plan a target."""
-        return plan.source_ranks
+    def taken(self, plan: RankPlan) -> Set[str]:
+        """Return the tensors, as they are stored, that a target is made of, or that another one writes for it."""
+        return {*plan.tensors.specs.names, *plan.elsewhere}
 
     def map_notes(self) -> tuple[str, ...]:
         """Return what the user should know of what a map makes of it."""

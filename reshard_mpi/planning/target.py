@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
@@ -118,6 +118,11 @@ class ShardPlanner:
                 way.names.append(name)
                 self._wanted[name] = way
         self._listed_here = tuple(self._find_listed_here())
+
+    @property
+    def names(self) -> Collection[str]:
+        """The tensors of this target."""
+        return self._wanted.keys()
 
     def lacking(self) -> dict[tuple[int, ...], list[str]]:
         """Return the names of which no opened shard has a needed part, by the ranks each of which should have it.

@@ -123,16 +123,16 @@ class Conversion:
         return {name: layouts for name, layouts in found if layouts is not None}
 
     def require_none_left_behind(
-        self, plan: RankPlan, share: Share, is_taken: Callable[[str], bool] = lambda _: True
+        self, plan: RankPlan, share: Share, is_asked: Callable[[str], bool] = lambda _: True
     ) -> None:
         """Raise StrategyError if a share of the source's shards holds tensors that no target would get.
 
-        plan: that of any target. is_taken: tells which tensors are asked for.
+        plan: that of any target. is_asked: tells which tensors are asked for.
         """
-        opened = self.source.opened_ranks(plan)
+        taken = self.source.taken(plan)
         shards = self._shards() if self.original is None else self.original._shards()
         rank = plan.target_rank if self.original is None else 0
-        shards.require_none_left_behind(rank, opened, share, lambda name: self.source.takes(name) and is_taken(name))
+        shards.require_none_left_behind(rank, taken, share, lambda name: self.source.takes(name) and is_asked(name))
 
     def _tell_where(self, error: CoverageError) -> None:
         """Say in an error where parts were looked for, and where they may be."""

@@ -6,7 +6,7 @@ that. Nothing is read of it but its structure, what a map says is equal or paddi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -181,8 +181,8 @@ class MappedCheckpoint(SourceCheckpoint):
         rules, choice, *_ = self.tensor_map
         return rules is not None or is_chosen(choice, name)  # rules may give it another name
 
-    def opened_ranks(self, plan: RankPlan) -> tuple[int, ...]:
-        return self._opened().plan.source_ranks
+    def taken(self, plan: RankPlan) -> Set[str]:
+        return self._opened().inventory.keys()
 
     def map_notes(self) -> tuple[str, ...]:
         whole, _, mapped, _, notes, _ = self._opened()

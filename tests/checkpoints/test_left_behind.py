@@ -113,6 +113,25 @@ def test_a_state_of_a_listed_parameter_that_one_copy_has(tmp_path: Path) -> None
         reshard_mpi.transform(src, tmp_path / "dst", one)
 
 
+def test_states_that_only_targets_of_another_stage_open(tmp_path: Path) -> None:
+    """An optimizer sharded by parameter: the state of stage 0's lies where only stage 1's target looks, and so back."""
+    for rank, state in enumerate(("exp_avg.b", "exp_avg.a")):
+        shard = tmp_path / "src" / f"rank_{rank}" / "c.h5"
+        shard.parent.mkdir(parents=True)
+        with h5py.File(shard, "w") as file:
+            for name in ("a", "b", state):
+                file[name] = np.full((4, 4), rank if name == state else 7, "f4")
+    one = spec(tmp_path / "src.toml", 2, "[ab]")
+    rules = "".join(f'[[parameter]]\nmatch = "{name}"\nstage = {stage}\n' for stage, name in enumerate("ab"))
+    (tmp_path / "dst.toml").write_text(f"stages = 2\nmesh = {{ dp = 1 }}\n{rules}")
+    try:
+        reshard_mpi.transform(tmp_path / "src", tmp_path / "dst", one, tmp_path / "dst.toml")
+    except StrategyError as error:
+        assert NOBODY_GETS in str(error)
+    else:
+        assert names_in(tmp_path / "dst") == {"a", "b", "exp_avg.a", "exp_avg.b"}
+
+
 holders = st.sets(st.integers(0, RANKS - 1), min_size=1)
 
 
