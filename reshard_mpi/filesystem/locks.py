@@ -12,7 +12,8 @@ from reshard_mpi.errors import TargetError
 from reshard_mpi.filesystem.folders import Folder
 from reshard_mpi.processes.kernel import holders_of_lock, state_of
 
-_NAP_SECONDS = 0.02
+_SHORTEST_NAP_SECONDS = 0.0005
+_LONGEST_NAP_SECONDS = 0.02
 _NOTICE_SECONDS = 1.0
 
 Say = Callable[[str], None]
@@ -48,7 +49,7 @@ def wait_for_lock(
     say: is told after a second who is in the way. Raises TargetError, which names them, after `patience_seconds`.
     """
     begin = time.monotonic()
-    is_told = False
+    is_told, nap_seconds = False, _SHORTEST_NAP_SECONDS
     while not try_lock(fd, kind):
         if settled():
             return False
@@ -64,7 +65,8 @@ def wait_for_lock(
         if not is_told and waited_seconds >= _NOTICE_SECONDS:
             is_told = True
             say(f"waiting for the lock {path}, held by {holders(fd)}")
-        time.sleep(_NAP_SECONDS)
+        time.sleep(nap_seconds)
+        nap_seconds = min(2 * nap_seconds, _LONGEST_NAP_SECONDS)
     return True
 
 

@@ -208,6 +208,9 @@ class _Uncounted(NamedTuple):
     name: str = "this host"
     ceiling_bytes: int = sys.maxsize
 
+    def certain_bytes(self) -> int:
+        return sys.maxsize
+
     def allowed_bytes(self, leased_bytes: Mapping[int, int]) -> int:
         return sys.maxsize
 
@@ -220,6 +223,8 @@ def _judge(scope: Scope, claim: Claim, held: Sequence[Claim]) -> str | None:
     if scope.most_held is not None and len(working) >= scope.most_held:
         return f"{len(working)} at work on {scope.name}, {scope.most_held} allowed at once"
     held_bytes = sum(other.size_bytes for other in held)
+    if held_bytes + claim.size_bytes <= scope.certain_bytes():
+        return None
     allowed_bytes = scope.allowed_bytes(leased_bytes([*held, claim]))
     if held_bytes + claim.size_bytes <= allowed_bytes:
         return None

@@ -38,6 +38,10 @@ class Scope(Protocol):
     @property
     def most_held(self) -> int | None: ...
 
+    def certain_bytes(self) -> int:
+        """Return how much all leases may hold together in any case, as far as that is known at once."""
+        ...
+
     def allowed_bytes(self, leased_bytes: Mapping[int, int]) -> int:
         """Return how much all leases may hold together now.
 
@@ -67,6 +71,9 @@ class HostScope(NamedTuple):
     def ceiling_bytes(self) -> int:
         return self.total_bytes if self.memory_bytes is None else min(self.total_bytes, self.memory_bytes)
 
+    def certain_bytes(self) -> int:
+        return min(usage.unused_bytes() // 2, self.ceiling_bytes)  # the kernel keeps a part of it for itself
+
     def allowed_bytes(self, leased_bytes: Mapping[int, int]) -> int:
         free_bytes = usage.available_bytes() + _used_bytes(leased_bytes, anonymous_bytes)
         return free_bytes if self.memory_bytes is None else min(free_bytes, self.memory_bytes)
@@ -83,14 +90,17 @@ class ControlGroup(NamedTuple):
     name: str
     most_held: None = None
 
-    def allowed_bytes(self, leased_bytes: Mapping[int, int]) -> int:
+    def certain_bytes(self) -> int:
         try:
             used_bytes = int((self.folder / self.usage_file).read_text())
             lines = [line.split() for line in (self.folder / "memory.stat").read_text().splitlines()]
         except OSError:
             return self.ceiling_bytes  # unknown, as with kernels that are emulated
         cache_bytes = sum(int(count) for name, count in lines if name in self.cache_names)
-        return self.ceiling_bytes - max(0, used_bytes - cache_bytes) + _used_bytes(leased_bytes, anonymous_bytes)
+        return self.ceiling_bytes - max(0, used_bytes - cache_bytes)
+
+    def allowed_bytes(self, leased_bytes: Mapping[int, int]) -> int:
+        return self.certain_bytes() + _used_bytes(leased_bytes, anonymous_bytes)
 
 
 class SlurmJob(NamedTuple):
@@ -108,6 +118,9 @@ class SlurmJob(NamedTuple):
     @property
     def name(self) -> str:
         return f"SLURM job {self.job}"
+
+    def certain_bytes(self) -> int:
+        return 0
 
     def allowed_bytes(self, leased_bytes: Mapping[int, int]) -> int:
         used_bytes = usage.resident_bytes_where(self._has)

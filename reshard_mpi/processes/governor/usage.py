@@ -1,6 +1,6 @@
 """How much memory there is and how much processes use.
 
-psutil is loaded only to judge whether there is room, so processes that wait in line stay small.
+psutil is loaded only to judge whether there is room where there may be none, so processes that wait in line stay small.
 """
 
 from __future__ import annotations
@@ -15,6 +15,11 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 def total_bytes() -> int:
     """Return the memory of this machine."""
     return os.sysconf("SC_PHYS_PAGES") * _PAGE_BYTES
+
+
+def unused_bytes() -> int:
+    """Return the memory of this machine that nothing uses, not even for files that could be read again."""
+    return os.sysconf("SC_AVPHYS_PAGES") * _PAGE_BYTES
 
 
 def available_bytes() -> int:
