@@ -26,6 +26,7 @@ from reshard_mpi.planning.parameters import Unlisted
 from reshard_mpi.planning.partial_sums import Accumulated
 from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.processes.comm import MPIComm, SerialComm
+from reshard_mpi.processes.governor import usage
 from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.runs.outcome import Outcome, Report
 from reshard_mpi.runs.progress import log
@@ -36,6 +37,10 @@ from reshard_mpi.sharding import strategy
 from reshard_mpi.sharding.placement import Strategy, unsharded
 
 PathLike = str | os.PathLike[str]
+
+# What every call needs is loaded with the functions, so that the first call takes no longer than others.
+usage.prepare()
+Task.CONVERT.load()
 
 
 def as_unlisted(value: str) -> Unlisted:

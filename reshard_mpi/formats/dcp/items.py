@@ -7,7 +7,6 @@ with those met before, byte by byte, and parsed where it is another one.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -71,10 +70,14 @@ class LocatedFile(NamedTuple):
 
 
 class _Sort(NamedTuple):
-    """What items of one structure have alike: all bytes before the payload, and those behind it but for checksums."""
+    """What items of one structure have alike: all bytes before the payload, and those behind it but for checksums.
+
+    tail, mask: the bytes behind it as a number, of which the bits in `mask` are the same in all of them.
+    """
 
     head: bytes
-    tail: re.Pattern[bytes]
+    tail: int
+    mask: int
     tail_start: int
     payload_start: int
     tensor: StoredTensor
@@ -183,7 +186,7 @@ class _Locating:
         for sort in sorts:
             if head.startswith(sort.head):
                 tail = os.pread(self._fd, item.length_bytes - sort.tail_start, item.offset_bytes + sort.tail_start)
-                if sort.tail.fullmatch(tail):
+                if int.from_bytes(tail) & sort.mask == sort.tail:
                     return item.offset_bytes + sort.payload_start, sort.tensor, sort.swapped
         content = self._content(item)
         stored = content.root
@@ -250,15 +253,13 @@ class _Locating:
         if head_bytes > len(head) or tail_bytes > _TAIL_BYTES:
             return []
         tail = os.pread(self._fd, tail_bytes, first + tail_start)
-        changing = sorted((at - tail_start, length) for at, length in self._checksums(item, members, payload))
-        pattern, at = [], 0
-        for start, length in changing:
-            if start >= at:
-                pattern.append(re.escape(tail[at:start]) + b".{%d}" % length)
-                at = start + length
-        pattern.append(re.escape(tail[at:]))
-        compiled = re.compile(b"".join(pattern), re.DOTALL)
-        return [_Sort(head[:head_bytes], compiled, tail_start, head_bytes, stored, content.swapped)]
+        mask = bytearray(b"\xff" * tail_bytes)
+        for at, length in self._checksums(item, members, payload):
+            if tail_start <= at <= item.length_bytes - length:
+                mask[at - tail_start : at - tail_start + length] = bytes(length)
+        same = int.from_bytes(mask)
+        alike = int.from_bytes(tail) & same
+        return [_Sort(head[:head_bytes], alike, same, tail_start, head_bytes, stored, content.swapped)]
 
     def _checksums(self, item: Wanted, members: dict[str, archive.Member], payload: str) -> Iterator[tuple[int, int]]:
         """Yield where an item has what depends on its payload, and how many bytes: checksums, and the number of it."""

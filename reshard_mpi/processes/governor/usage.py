@@ -12,6 +12,11 @@ from collections.abc import Callable, Mapping
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
+def prepare() -> None:
+    """Load now what the first question would load."""
+    import psutil  # noqa: F401
+
+
 def total_bytes() -> int:
     """Return the memory of this machine."""
     return os.sysconf("SC_PHYS_PAGES") * _PAGE_BYTES
