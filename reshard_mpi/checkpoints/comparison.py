@@ -80,8 +80,8 @@ class _Comparison:
 
     def compare_holders(self, group: Sequence[Alike]) -> None:
         """Compare the tensors of `group`, which the same ranks hold. Raises what `compare` raises."""
+        from reshard_mpi.engine.comparing import digest_unless_zeros, first_difference
         from reshard_mpi.engine.files import Files
-        from reshard_mpi.engine.regions import digest_unless_zeros, first_difference
 
         first: dict[tuple[int, str], Copy] = {}  # the first copy of each tensor, by its place in the group and its name
         for batch in self._batches(group[0].parts):
@@ -122,8 +122,8 @@ class _Comparison:
             self._tell_apart_by_digests(group, chain((first, second), batches))
 
     def _tell_apart_at_once(self, group: Sequence[Alike], batch: Iterable[_Holder]) -> None:
+        from reshard_mpi.engine.comparing import first_same
         from reshard_mpi.engine.files import Files
-        from reshard_mpi.engine.regions import first_same
 
         with Files() as files:
             for check in _checks(group, batch):
@@ -133,8 +133,8 @@ class _Comparison:
                 self._on_bytes(sum(copy.size_bytes for copy in check.copies))
 
     def _tell_apart_by_digests(self, group: Sequence[Alike], batches: Iterable[Iterable[_Holder]]) -> None:
+        from reshard_mpi.engine.comparing import digest_unless_zeros
         from reshard_mpi.engine.files import Files
-        from reshard_mpi.engine.regions import digest_unless_zeros
 
         known: dict[tuple[int, str, bytes], int] = {}  # a rank for each digest of each tensor's copies
         for batch in batches:

@@ -190,8 +190,8 @@ def _difference(shard: Manifest, other: Manifest) -> str:
     for name, entry in ours.items():
         if (entry.dtype, entry.shape) != (theirs[name].dtype, theirs[name].shape):
             return f"holds {name!r} as {_type(theirs[name])}, not {_type(entry)}"
+    from reshard_mpi.engine.comparing import first_difference
     from reshard_mpi.engine.files import Files
-    from reshard_mpi.engine.regions import first_difference
 
     with Files() as files:
         for name in _chosen(ours):

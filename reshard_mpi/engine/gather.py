@@ -17,7 +17,7 @@ from reshard_mpi.engine.files import Files, unreadable
 from reshard_mpi.engine.floats import convert
 from reshard_mpi.engine.joining import Joining
 from reshard_mpi.engine.placing import Array, assign, put, raw_dtype, source_view, strides_alone, swap, target_view
-from reshard_mpi.engine.regions import with_space
+from reshard_mpi.engine.spacing import with_space
 from reshard_mpi.engine.stream import Stream
 from reshard_mpi.formats.places import ByteRange, Constant, Converted, Decoded, Joined
 from reshard_mpi.planning.model import Copy, Limits

@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterable, Iterator
 
 from reshard_mpi.engine.files import Files, large_buffer
-from reshard_mpi.engine.regions import fill, with_space
+from reshard_mpi.engine.regions import fill
+from reshard_mpi.engine.spacing import with_space
 from reshard_mpi.engine.stream import Stream, element_blocks
 from reshard_mpi.planning.model import Copy, Limits, TensorPlan
 from reshard_mpi.sharding.box import Box

@@ -17,8 +17,9 @@ from reshard_mpi.checkpoints.sampling import drifted_tensors
 from reshard_mpi.checkpoints.shards import ShardOpener
 from reshard_mpi.checkpoints.siblings import LoneShard
 from reshard_mpi.checkpoints.source import SourceCheckpoint
+from reshard_mpi.engine.comparing import first_difference
 from reshard_mpi.engine.files import Files
-from reshard_mpi.engine.regions import fill, first_difference, takes_numpy
+from reshard_mpi.engine.regions import fill, takes_numpy
 from reshard_mpi.errors import CoverageError, DisagreementError, LayoutError, ReshardError
 from reshard_mpi.formats.dtypes import numbers
 from reshard_mpi.formats.manifest import Manifest, shown_string

@@ -15,8 +15,9 @@ from reshard_mpi.checkpoints.comparison import compare, comparing_bytes
 from reshard_mpi.checkpoints.left_behind import Share
 from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.checkpoints.source import SourceCheckpoint
+from reshard_mpi.engine.comparing import first_difference_of_tensors
 from reshard_mpi.engine.files import Files
-from reshard_mpi.engine.regions import element_of, first_difference_of_tensors
+from reshard_mpi.engine.regions import element_of
 from reshard_mpi.engine.sums import place_of
 from reshard_mpi.errors import DifferenceError, SourceError
 from reshard_mpi.formats.dtypes import numbers

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from reshard_mpi.engine.comparing import first_difference
 from reshard_mpi.engine.files import Files, OnBytes
-from reshard_mpi.engine.regions import fill, first_difference
+from reshard_mpi.engine.regions import fill
 from reshard_mpi.engine.sums import Span, copies_and_target, place_of, sum_shard
 from reshard_mpi.errors import DamageError
 from reshard_mpi.formats.manifest import Manifest

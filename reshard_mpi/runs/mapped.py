@@ -11,8 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from reshard_mpi.checkpoints.source import LEFT_OUT, Extent, SourceCheckpoint
+from reshard_mpi.engine.comparing import first_difference_of_tensors, first_nonzero
 from reshard_mpi.engine.files import Files
-from reshard_mpi.engine.regions import element_of, first_difference_of_tensors, first_nonzero, only_element
+from reshard_mpi.engine.regions import element_of, only_element
 from reshard_mpi.errors import DisagreementError, MapError, ReshardError
 from reshard_mpi.formats.dtypes import numbers
 from reshard_mpi.formats.manifest import NEST, Manifest, shown_string

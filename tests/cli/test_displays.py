@@ -20,7 +20,7 @@ from support.oracle import RawLayout
 from support.terminals import run_on_terminal
 
 from reshard_mpi.cli import displays
-from reshard_mpi.engine import regions
+from reshard_mpi.engine import comparing
 from reshard_mpi.runs import diff, watched
 from reshard_mpi.runs.conversion import Conversion as Conversion_
 from reshard_mpi.runs.status import Counts, RunStatus, Stage
@@ -181,7 +181,7 @@ def slow_down(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> None:
 
 @pytest.mark.usefixtures("at_once")
 def test_copies_that_are_compared(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow_down(monkeypatch, regions, "first_difference")
+    slow_down(monkeypatch, comparing, "first_difference")
     finished = run_here(capsys, *make(tmp_path).arguments("transform", "--replicas", "check"))
     assert finished.code == 0 and re.search(r"^comparing copies .* of 768 B, [1-9]\d? %", finished.err, re.M), finished
 

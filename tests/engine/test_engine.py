@@ -18,12 +18,11 @@ from support.float_oracle import TYPES, became
 
 from reshard_mpi.engine import files as engine_files
 from reshard_mpi.engine import gather as engine_gather
-from reshard_mpi.engine import placing, transfer
-from reshard_mpi.engine import regions as engine_regions
+from reshard_mpi.engine import placing, spacing, transfer
 from reshard_mpi.engine import tiles as engine_tiles
 from reshard_mpi.engine.arrays import load_shard
+from reshard_mpi.engine.comparing import first_difference
 from reshard_mpi.engine.files import ByteRuns, Files, Traffic
-from reshard_mpi.engine.regions import first_difference
 from reshard_mpi.engine.sums import copies_and_target, sum_shard
 from reshard_mpi.engine.transfer import write_shard
 from reshard_mpi.errors import ShardError
@@ -296,7 +295,7 @@ def test_every_path_moves_the_same_bytes(
         patch.setattr(placing, "_BLOCK_ACROSS", block_across)
         patch.setattr(placing, "_BLOCK_ALONG", 2)
         patch.setattr(engine_tiles, "_PAGE_BYTES", page_bytes)
-        patch.setattr(engine_regions, "_SPACE_BYTES", space_bytes)
+        patch.setattr(spacing, "_SPACE_BYTES", space_bytes)
         patch.setattr(engine_gather, "_MIN_RUN_BYTES", run_bytes)
         patch.setattr(engine_gather, "_CONVERTED_BYTES", converted_bytes)
         patch.setattr(engine_gather, "_JOINED_BYTES", converted_bytes)

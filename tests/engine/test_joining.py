@@ -15,11 +15,12 @@ from hypothesis.extra import numpy as hnp
 from support.examples import many
 from support.float_oracle import FORMS, became
 
+from reshard_mpi.engine.comparing import first_same
 from reshard_mpi.engine.files import Files
 from reshard_mpi.engine.gather import gather
 from reshard_mpi.engine.joining import Joining
 from reshard_mpi.engine.placing import raw_dtype
-from reshard_mpi.engine.regions import fill, first_same
+from reshard_mpi.engine.regions import fill
 from reshard_mpi.formats.columns import TensorEntry, Tensors
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.places import ByteRange, Converted, Decoded, Joined, Segments, Strided

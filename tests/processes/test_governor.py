@@ -422,6 +422,22 @@ def test_a_process_with_several_leases_is_one_process(tmp_path: Path) -> None:
         assert scope.leased_bytes == {os.getpid(): 30}
 
 
+class Certain(Noting):
+    """Knows at once that there is room for as much as it has been given."""
+
+    def certain_bytes(self) -> int:
+        return 30
+
+
+def test_nobody_is_looked_at_where_there_is_certainly_room(tmp_path: Path) -> None:
+    scope = Certain(100)
+    governor = Governor(Place(tmp_path, ""), [scope])
+    with leased(governor, 10, "first", print), leased(governor, 20, "second", print):
+        assert not hasattr(scope, "leased_bytes")
+        with leased(governor, 1, "third", print):
+            assert scope.leased_bytes == {os.getpid(): 31}
+
+
 def test_the_tightest_scope_decides_what_can_never_fit(tmp_path: Path) -> None:
     governor = Governor(Place(tmp_path, ""), [Changing(10, ceiling=70), Changing(10, ceiling=100)])
     governor.require_possible(70, 64)

@@ -145,6 +145,17 @@ def test_host_is_what_is_free_and_what_holders_use_or_what_the_user_allows(monke
     assert HostScope.of(1 << 50, None).ceiling_bytes == 1 << 40
 
 
+def test_what_is_certain_is_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told without a look at any process, and never more than what is allowed after such a look."""
+    own = {os.getpid(): 64 * MIB}
+    groups = control_groups(tree(tmp_path, "0::/a\n", [V2_MOUNT], v2("a", "1000", 700, inactive=300)))
+    for scope in (*groups, HostScope.of(None, None), HostScope.of(64 * MIB, None), SlurmJob("none", None, 1000)):
+        assert 0 <= scope.certain_bytes() <= scope.allowed_bytes(own)
+    assert HostScope.of(600, None).certain_bytes() == 600
+    monkeypatch.setattr(usage, "unused_bytes", lambda: 1000)
+    assert HostScope.of(None, None).certain_bytes() == 500
+
+
 def test_what_a_process_uses_beyond_its_lease_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """As what a program held already that calls the functions of this package: no lease stands for it."""
     own = os.getpid()

@@ -44,5 +44,8 @@ class Changing:
         self.allowed = allowed
         self.ceiling_bytes = ceiling
 
+    def certain_bytes(self) -> int:
+        return 0
+
     def allowed_bytes(self, leased_bytes: Mapping[int, int]) -> int:
         return self.allowed
