@@ -68,6 +68,9 @@ _GET = rb"(?:h.|j.{4})"
 _NUMBER = rb"(?:K.|M..|J.{4}|\x8a\x05.{5}|\x8a\x06.{6}|\x8a\x07.{7}|\x8a\x08.{8})"
 _WIDTHS = {0x4B: 1, 0x4D: 2, 0x4A: 4}
 _FIND_NUMBERS = re.compile(_NUMBER, re.DOTALL)
+_COUNTED = re.compile(rb"(\(?)((?:%s){1,64})([\x85-\x87t])" % _NUMBER, re.DOTALL)
+# How a tuple of so many numbers begins and ends; longer ones as the last.
+_ENDS = {1: (b"", b"\x85"), 2: (b"", b"\x86"), 3: (b"", b"\x87"), 4: (b"(", b"t")}
 _MEMOIZE, _BINGET = b"\x94", 0x68
 _SHORT_TEXT = 0x8C
 _OF_CHUNKS = ("offsets", "sizes")
@@ -104,8 +107,7 @@ class _Patterns(NamedTuple):
 def _patterns(put: bytes) -> _Patterns:
     """Return the patterns. put: the opcode that gives each object a number in the memo, or nothing."""
     get, number = _GET, _NUMBER
-    counted = b"|".join((number + rb"\x85", number * 2 + rb"\x86", number * 3 + rb"\x87", rb"\((?:%s){4,64}t" % number))
-    size = rb"(%s(?:(?:\)|(?:%s)%s)\x85%sR%s)?)" % (get, counted, put, put, put)
+    size = rb"(%s(?:(?:\)|\(?(?:%s){1,64}[\x85-\x87t]%s)\x85%sR%s)?)" % (get, number, put, put, put)
     begin, new = rb"%s}%s\(" % (put, put), rb"(%s)\)\x81" % get
     text = rb"(%s|\x8c.[ -~]{1,255}%s)" % (get, put) if put else b"(%s)" % get
     key = begin + rb"(%s)%s(%s)(?:N|%s)(%s)(?:N|%s)ub" % (get, text, get, number, get, size)
@@ -315,7 +317,10 @@ class States:
         if len(content) == get_bytes:
             known = _Size(first, ()) if _is_size(first) else None
         else:
-            numbers = tuple(map(_number, _FIND_NUMBERS.findall(content, get_bytes)))
+            counted = _COUNTED.match(content, get_bytes)
+            numbers = () if counted is None else tuple(map(_number, _FIND_NUMBERS.findall(counted[2])))
+            if counted is not None and counted.group(1, 3) != _ENDS[min(len(numbers), 4)]:
+                return None
             made = (numbers, (numbers,), numbers) if numbers else ((numbers,), numbers)
             known = _Size(numbers, made) if first == SIZE and _is_size(numbers) else None
         if known is not None and len(self._sizes) < _MAX_KNOWN:
