@@ -84,12 +84,17 @@ class _Sort(NamedTuple):
     swapped: bool
 
 
-class Budget:
-    """What all objects of a checkpoint together may take of memory, and how many archives of such have been read."""
+class Common:
+    """What is common to the files of a checkpoint while they are located.
+
+    left_bytes: what objects may still take of memory. archives: how many archives of such have been read. sorts: those
+    that have been met of items, by their length.
+    """
 
     def __init__(self) -> None:
         self.left_bytes = BUDGET_BYTES
         self.archives = 0
+        self.sorts: dict[int, list[_Sort]] = {}
 
     def spend(self, value: Value) -> None:
         """Count a value, each part of it as often as it is met, since it is written so."""
@@ -100,13 +105,13 @@ class Budget:
             waiting += parts(part)
 
 
-def locate_items(path: str, wanted: Sequence[Wanted], budget: Budget) -> LocatedFile:
+def locate_items(path: str, wanted: Sequence[Wanted], common: Common) -> LocatedFile:
     """Locate items of the file at `path`. Raises ShardError if one is not there, or is not what it should be."""
     ordered = sorted(wanted, key=lambda item: item.offset_bytes)
     with files.opened(path) as (fd, size_bytes):
         _require_apart(ordered, path, size_bytes)
         try:
-            return _Locating(fd, path, budget).located(ordered)
+            return _Locating(fd, path, common).located(ordered)
         except OSError as error:
             raise ShardError("a file of a checkpoint cannot be read", got=str(error), where=path) from error
 
@@ -144,11 +149,10 @@ def named(key: ItemKey) -> str:
 class _Locating:
     """A file while its items are located."""
 
-    def __init__(self, fd: int, path: str, budget: Budget) -> None:
+    def __init__(self, fd: int, path: str, common: Common) -> None:
         self._fd = fd
         self._path = path
-        self._budget = budget
-        self._sorts: dict[int, list[_Sort]] = {}
+        self._common = common
         self._remembered: dict[bytes, Content] = {}
 
     def located(self, ordered: Sequence[Wanted]) -> LocatedFile:
@@ -181,7 +185,7 @@ class _Locating:
 
     def _tensor(self, item: Wanted) -> tuple[int, StoredTensor, bool]:
         """Return where the payload of an item begins, what lies in it, and whether its bytes are swapped."""
-        sorts = self._sorts.setdefault(item.length_bytes, [])
+        sorts = self._common.sorts.setdefault(item.length_bytes, [])
         head = os.pread(self._fd, min(_HEAD_BYTES, item.length_bytes), item.offset_bytes)
         for sort in sorts:
             if head.startswith(sort.head):
@@ -210,18 +214,18 @@ class _Locating:
         content = os.pread(self._fd, item.length_bytes, item.offset_bytes) if is_small else b""
         if content in self._remembered:
             return self._remembered[content]
-        budget = self._budget
-        if budget.left_bytes <= 0:
+        common = self._common
+        if common.left_bytes <= 0:
             raise ShardError(
                 "the objects of a checkpoint take too much memory",
                 expected=f"{BUDGET_BYTES} bytes at most",
                 got=f"more, without {named(item.key)}",
                 where=self._path,
             )
-        budget.archives += 1
+        common.archives += 1
         place = self._fd, self._path, item.length_bytes, item.offset_bytes
-        read = of_archive(*place, budget.left_bytes, prefix=f"{budget.archives}/")
-        budget.spend(read.root)
+        read = of_archive(*place, common.left_bytes, prefix=f"{common.archives}/")
+        common.spend(read.root)
         if content and not read.starts and len(self._remembered) < _MAX_REMEMBERED:
             self._remembered[content] = read
         return read

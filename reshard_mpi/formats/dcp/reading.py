@@ -11,7 +11,7 @@ from reshard_mpi.errors import ShardError, told
 from reshard_mpi.formats import files, nest
 from reshard_mpi.formats.columns import Kind
 from reshard_mpi.formats.dcp import metadata
-from reshard_mpi.formats.dcp.items import Budget, LocatedFile, MisfitError, Wanted, locate_items, named
+from reshard_mpi.formats.dcp.items import Common, LocatedFile, MisfitError, Wanted, locate_items, named
 from reshard_mpi.formats.dcp.metadata import INDEX, Metadata
 from reshard_mpi.formats.dcp.paths import Leaf, is_leaf, tree_of
 from reshard_mpi.formats.dcp.states import Chunk, ItemKey
@@ -129,13 +129,13 @@ def _located(folder: str, found: Metadata) -> tuple[dict[str, LocatedFile], dict
         if place.file == INDEX and place.offset_bytes < found.end:
             raise ShardError("an item is to lie in the metadata itself", got=named(key), where=str(Path(folder, INDEX)))
         wanted.setdefault(place.file, []).append(Wanted(place.offset_bytes, place.length_bytes, key, kind))
-    budget = Budget()
+    common = Common()
     located, missing = dict[str, LocatedFile](), dict[str, str]()
     for file in sorted(wanted, key=natural_key):
         path = str(Path(folder, file))
         _require_inside(folder, path)
         try:
-            located[file] = locate_items(path, wanted[file], budget)
+            located[file] = locate_items(path, wanted[file], common)
         except MisfitError:
             raise
         except ShardError as error:

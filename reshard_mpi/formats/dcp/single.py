@@ -7,7 +7,7 @@ from pathlib import Path
 from reshard_mpi.formats import files
 from reshard_mpi.formats.columns import Tensors
 from reshard_mpi.formats.dcp import contents
-from reshard_mpi.formats.dcp.items import Budget, locate_items
+from reshard_mpi.formats.dcp.items import Common, locate_items
 from reshard_mpi.formats.dcp.metadata import INDEX
 from reshard_mpi.formats.dcp.reading import NAME, wanted_in
 from reshard_mpi.formats.dcp.writing import locate_own
@@ -28,7 +28,7 @@ def locate(path: str, like: Manifest | None = None) -> Manifest:
     wanted = [item for item in wanted_in(path) if item.kind is not None]
     tensors = Tensors(path)
     if wanted:
-        located = locate_items(path, wanted, Budget())
+        located = locate_items(path, wanted, Common())
         for key, number in located.numbers.items():
             kind, start = located.tensors.kind_of[number], located.tensors.starts[number]
             if number in located.tensors.elsewhere:
