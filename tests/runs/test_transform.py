@@ -30,6 +30,7 @@ from support.conversions import (
 from support.launch import MPI, RankRun
 from support.oracle import RawLayout
 from support.processes import Finished, run_command
+from support.rank_calls import transform_alone_then_together
 from support.stand_ins import doing, refusing
 
 import reshard_mpi
@@ -116,17 +117,9 @@ def test_process_num(reference: Conversion, tmp_path: Path) -> None:
     assert listing(tmp_path) == shards(c.dst)
 
 
-def transform_alone_then_together(c: Conversion, alone: Path, together: Path) -> None:
-    from mpi4py import MPI
-
-    for dst, comm in ((alone, None), (together, MPI.COMM_WORLD)):
-        reshard_mpi.transform_checkpoints(
-            c.src, dst, "checkpoint_", c.src_strategy, c.dst_strategy, output_format=c.kind, comm=comm
-        )
-
-
 def test_functions_on_every_rank(reference: Conversion, tmp_path: Path, mpirun: functools.partial[RankRun]) -> None:
-    mpirun(4, transform_alone_then_together, reference, tmp_path / "alone", tmp_path / "together")
+    run = reference.but(dst=tmp_path / "together").run
+    mpirun(3, transform_alone_then_together, run, tmp_path / "alone", reference.kind)
     for folder in ("alone", "together"):
         assert listing(tmp_path / folder) == shards(reference.dst)
 
