@@ -60,6 +60,7 @@ class TestCommands:
     @pytest.fixture(autouse=True)
     def _cold(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("benchmarks.interleave.WARM_UPS", 0)
+        monkeypatch.setattr("benchmarks.tensors._PIECES", 100)
 
     def test_conversion(self, tmp_path: Path, bare_interpreter: Path) -> None:
         peers = ["--mindspore", bare_interpreter, "--torch", bare_interpreter]
