@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.measure import CommandFailedError, Run
 from benchmarks.peers.protocol import Peer
+
+WARM_UPS = 1  # rounds that do not count: the first brings pages and bytecode into memory
 
 
 @dataclass(eq=False, slots=True)
@@ -28,7 +30,7 @@ def interleave(comparisons: Sequence[Comparison], pairs: int) -> None:
     """
     for comparison in comparisons:
         comparison.missing = comparison.ours.missing() or comparison.peer.missing()
-    for number in range(pairs + 1):
+    for number in range(1 - WARM_UPS, 1 + pairs):
         for comparison in comparisons:
             if comparison.missing is None:
                 try:
@@ -38,7 +40,7 @@ def interleave(comparisons: Sequence[Comparison], pairs: int) -> None:
                     print(error.details, file=sys.stderr, flush=True)
                     continue
                 _say(number, pairs, comparison, ours, theirs)
-                if number > 0:  # the first brings pages and bytecode into memory
+                if number > 0:
                     comparison.our_runs.append(ours)
                     comparison.peer_runs.append(theirs)
 
@@ -54,7 +56,7 @@ class Turns:
 def take_turns(sides: Sequence[Peer], rounds: int) -> list[Turns]:
     """Run every side once uncounted and then `rounds` times, one after the other in every round."""
     turns = [Turns() for _ in sides]
-    for number in range(rounds + 1):
+    for number in range(1 - WARM_UPS, 1 + rounds):
         for side, turn in zip(sides, turns):
             if turn.failed is None:
                 try:
@@ -66,6 +68,11 @@ def take_turns(sides: Sequence[Peer], rounds: int) -> list[Turns]:
                 if number > 0:
                     turn.runs.append(run)
     return turns
+
+
+def warmed_up(run: Callable[[], Run], rounds: int) -> list[Run]:
+    """Return what so many runs took, after those that do not count."""
+    return [run() for _ in range(WARM_UPS + rounds)][WARM_UPS:]
 
 
 def _say(number: int, pairs: int, comparison: Comparison, ours: Run, theirs: Run) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.checkpoint import generate
-from benchmarks.interleave import Comparison
+from benchmarks.interleave import Comparison, warmed_up
 from benchmarks.machine import describe
 from benchmarks.measure import PROGRAMS, Run, settle
 from benchmarks.measure import measure as measure_commands
@@ -134,7 +134,7 @@ def measure(megabytes: int, pairs: int, folder: Path | None) -> Results:
         runs = [run for question in questions for run in question.comparison.our_runs]
         shutil.rmtree(made.source)
         planned = _plan_of_largest(place)
-        planning = [planned.run() for _ in range(pairs + 1)][1:]
+        planning = warmed_up(planned.run, pairs)
     what = "DeepSeek-V3 from Hugging Face to experts stacked, EP 8 x TP 4 x PP 4, one rank"
     rows.append(alone("maps.plan", f"{what}: plan", planned.name, planning))
     rows.append(alone("maps.plan.memory", f"{what}: peak memory", planned.name, planning))

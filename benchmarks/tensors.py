@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.checkpoint import Checkpoint, generate
-from benchmarks.interleave import Comparison
+from benchmarks.interleave import Comparison, warmed_up
 from benchmarks.interpreters import lacks
 from benchmarks.machine import describe
 from benchmarks.measure import PROGRAMS, Run, last_json, settle
@@ -84,7 +84,7 @@ def measure(tensors: int, many: int, pairs: int, folder: Path | None, safetensor
         questions += _other_forms(place, few, what, small)
         rows = answer(questions, pairs)
         runs = [run for question in questions for run in question.comparison.our_runs]
-        pieces = [_pieces(place) for _ in range(1 + pairs)][1:]
+        pieces = warmed_up(lambda: _pieces(place), pairs)
         rows.append(alone("tensors.piece", f"{_PIECES:,} pieces of 4 KiB, CPU", "one process", pieces, Clock.INNER))
     return Results("tensors", machine, pairs, [*rows, largest_process("tensors.memory", runs)])
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.checkpoint import generate, source_bytes
-from benchmarks.interleave import Comparison
+from benchmarks.interleave import Comparison, warmed_up
 from benchmarks.machine import describe
 from benchmarks.measure import Run, last_json
 from benchmarks.measure import measure as measure_commands
@@ -90,7 +90,7 @@ def measure(megabytes: int, pairs: int, folder: Path | None) -> Results:
             ("verify.columns", "runs of 512 bytes", Piece(place / "columns.ckpt", (rows_cut, _COLUMNS), columns)),
         ):
             piece.write()
-            taken = [piece.run() for _ in range(1 + pairs)][1:]
+            taken = warmed_up(piece.run, pairs)
             text = f"sum of {piece.size_bytes / GB:.2f} GB, {what}"
             rows.append(alone(key, text, "one process", taken, Clock.INNER, megabytes))
             runs += taken

@@ -95,6 +95,7 @@ _LONG_MODULES = {"test_wheel", "test_memory", "test_control_groups", "test_pages
 _STARTERS = {"run_command", "measure_peak", "run_ranks", "Popen", "mpirun_command"}
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in this hook too
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if _is_slow(item):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
 import os
@@ -16,12 +18,12 @@ from typing import Any
 
 import pytest
 from support.command_line import Capture
-from support.processes import Finished, clean_environment, run_command
+from support.processes import clean_environment, run_command
 
 sys.path.append(str(Path(__file__).parent.parent))  # benchmarks are part of the checkout, not of what is installed
 
 from benchmarks import checkpoint, network, xfs
-from benchmarks.__main__ import parser
+from benchmarks.__main__ import main, parser
 from benchmarks.interleave import Comparison, interleave, take_turns
 from benchmarks.interpreters import lacks
 from benchmarks.machine import as_line, describe, file_system
@@ -53,7 +55,12 @@ def bare_interpreter(tmp_path: Path) -> Path:
 
 
 class TestCommands:
-    """`python -m benchmarks`, each benchmark once."""
+    """`python -m benchmarks`, each benchmark once; all but one without warming up, in this process."""
+
+    @pytest.fixture(autouse=True)
+    def _cold(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("benchmarks.interleave.WARM_UPS", 0)
+        monkeypatch.setattr("benchmarks.tensors._PIECES", 100)
 
     def test_conversion(self, tmp_path: Path, bare_interpreter: Path) -> None:
         peers = ["--mindspore", bare_interpreter, "--torch", bare_interpreter]
@@ -87,7 +94,11 @@ class TestCommands:
         assert all(row["skipped"] is None for row in rows.values())
 
     def test_startup(self, tmp_path: Path) -> None:
-        printed = benchmark(tmp_path, "startup", "--pairs", "1", "--json").out
+        work = tmp_path / "work"
+        work.mkdir()
+        command = [sys.executable, "-m", "benchmarks", "startup", "--pairs", "1", "--json", "--folder", work]
+        printed = run_command(command, cwd=ROOT, check=True).out
+        assert not list(work.iterdir())
         rows = check_rows(json.loads(printed))
         assert set(rows) == keys("startup.")
         assert all(row["skipped"] is None for row in rows.values())
@@ -181,22 +192,24 @@ def keys(*beginnings: str) -> set[str]:
     return {key for key in TARGETS if key.startswith(beginnings)}
 
 
-def benchmark(folder: Path, *arguments: str | os.PathLike[str]) -> Finished:
-    """Run a benchmark that works in an empty folder, which must be empty again."""
-    work = folder / "work"
-    work.mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "benchmarks", *arguments, "--folder", work]
-    finished = run_command(command, cwd=ROOT, check=True, timeout_seconds=300)
+def run_benchmark(folder: Path, *arguments: str | os.PathLike[str]) -> Rows:
+    """Run a benchmark that works in an empty folder, which must be empty again.
+
+    Return its rows by key, from a JSON file beside which the table is printed.
+    """
+    work, file = folder / "work", folder / "result.json"
+    work.mkdir()
+    command = ["benchmarks", *map(str, arguments), "--json", str(file), "--folder", str(work)]
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.setattr(sys, "argv", command)
+        patch.setattr(signal, "signal", lambda *_: None)  # this process is not the benchmark's to end
+        with pytest.raises(SystemExit) as ended:
+            main()
+    assert ended.value.code == 0
     assert not list(work.iterdir())
     assert str(work) not in Path("/proc/mounts").read_text()
-    return finished
-
-
-def run_benchmark(folder: Path, *arguments: str | os.PathLike[str]) -> Rows:
-    """Return the rows of a benchmark by key, from a JSON file beside which the table is printed."""
-    file = folder / "result.json"
-    printed = benchmark(folder, *arguments, "--json", file).out
-    assert "| what " in printed and "\n| ---" in printed
+    assert "| what " in printed.getvalue() and "\n| ---" in printed.getvalue()
     return check_rows(json.loads(file.read_text()))
 
 

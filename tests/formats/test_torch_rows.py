@@ -51,13 +51,18 @@ def read(data: bytes, *, rows: bool) -> Any:
     return shown(root), storages.by_key, end
 
 
-def shown(value: Value) -> Any:
-    """Return a tree as values that can be compared."""
+def shown(value: Value, above: tuple[int, ...] = ()) -> Any:
+    """Return a tree as values that can be compared; above: what it lies in, since a damaged one may hold itself."""
+    if id(value) in above:
+        return "above", above.index(id(value))
+    if type(value) in (Dict, Call, list, tuple):
+        above = (*above, id(value))
     if type(value) is Dict:
-        return "dict", [shown(part) for part in value.flat]
+        return "dict", [shown(part, above) for part in value.flat]
     if type(value) is Call:
-        return value.function, shown(value.args), shown(value.items), shown(value.flat), shown(value.state)
-    return [shown(part) for part in value] if type(value) in (list, tuple) else value
+        parts = (value.args, value.items, value.flat, value.state)
+        return value.function, [shown(part, above) for part in parts]
+    return [shown(part, above) for part in value] if type(value) in (list, tuple) else value
 
 
 @many(200)

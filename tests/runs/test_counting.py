@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from support.conversions import TENSORS, Conversion, four_targets, make, write_c
 from support.examples import few
 from support.launch import MPI, run_ranks
 from support.oracle import RawLayout
+from support.rank_calls import told_while_transforming
 
 import reshard_mpi
 from reshard_mpi.planning.replicas import Replicas
@@ -250,30 +251,10 @@ def test_nothing_more_is_told_of_a_call_that_is_refused(tmp_path: Path) -> None:
     assert all(status.bytes_total is None for status in told)
 
 
-def on_a_rank(c: Conversion, whose: Callable[[int], bool]) -> tuple[list[RunStatus], int]:
-    """Transform together with all ranks; return what this one was told, and how many messages are left for it."""
-    from mpi4py import MPI as mpi  # noqa: N811
-
-    told: list[RunStatus] = []
-    comm = mpi.COMM_WORLD
-    progress = told.append if whose(comm.Get_rank()) else None
-    reshard_mpi.transform(c.src, c.dst, c.src_strategy, c.dst_strategy, comm=comm, verify=True, progress=progress)
-    comm.Barrier()
-    return told, int(comm.iprobe())
-
-
-def first(rank: int) -> bool:
-    return rank == 0
-
-
-def all_ranks(rank: int) -> bool:
-    return True
-
-
-@pytest.mark.parametrize("whose", [first, all_ranks])
-def test_rank_0_is_told_of_all_ranks(tmp_path: Path, mpi: MPI, whose: Callable[[int], bool]) -> None:
+@pytest.mark.parametrize("asking", [(0,), (0, 1, 2)], ids=["the first", "all ranks"])
+def test_rank_0_is_told_of_all_ranks(tmp_path: Path, mpi: MPI, asking: tuple[int, ...]) -> None:
     c = four_targets(tmp_path)
-    results = run_ranks(mpi, 3, on_a_rank, c, whose).results
+    results = run_ranks(mpi, 3, told_while_transforming, c.run, asking).results
     last = results[0][0][-1]
     assert last.is_complete and last.targets_done == 4 and last.bytes_total == target_bytes(c)
     assert all(results[rank] == ([], 0) for rank in (1, 2)) and results[0][1] == 0

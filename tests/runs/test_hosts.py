@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.command_line import COMMAND, Capture
-from support.conversions import Conversion, assert_right, four_targets, make, of_every_kind, resume, shards, side
+from support.conversions import Conversion, assert_right, four_targets, make, resume, shards, side
 from support.hosts import Hosts, make_hosts
 from support.launch import MPI, PYTEST, RANKS
 from support.oracle import RawLayout
@@ -73,8 +73,10 @@ def some_targets(folder: Path, kind: str, count: int) -> Conversion:
 # The same bytes, and no file by processes of two hosts
 
 
-@of_every_kind
-@pytest.mark.parametrize(("targets", "processes"), [(1, [2]), (2, [2, 2]), (3, [1, 1, 2]), (4, [1, 1, 1, 1])])
+@pytest.mark.parametrize(
+    ("kind", "targets", "processes"),
+    [("hdf5", 1, [2]), ("ckpt", 2, [2, 2]), ("hdf5", 3, [1, 1, 2]), ("ckpt", 4, [1, 1, 1, 1])],
+)
 def test_the_same_files_as_alone(tmp_path: Path, hosts: Hosts, kind: str, targets: int, processes: list[int]) -> None:
     c = some_targets(tmp_path, kind, targets)
     (tmp_path / "filled").mkdir()

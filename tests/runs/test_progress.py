@@ -15,6 +15,7 @@ from support.conversions import DST_LAYOUTS, Conversion, make, side, transform_b
 from support.launch import MPI, run_ranks
 from support.oracle import RawLayout
 from support.processes import Finished
+from support.rank_calls import logged_while_transforming
 
 import reshard_mpi
 from reshard_mpi.formats import ckpt
@@ -250,31 +251,13 @@ def test_verify_says_which_checkpoint_it_has_chosen(tmp_path: Path, capsys: Capt
     assert logged.by(lambda: reshard_mpi.verify(c.src, c.dst, c.src_strategy, c.dst_strategy)) == printed(finished)
 
 
-def log_on_a_rank(c: Conversion) -> Told:
-    """Transform together with all ranks; return what this one has logged."""
-    from mpi4py import MPI as mpi  # noqa: N811
-
-    told: Told = []
-
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            told.append((record.levelname, record.getMessage()))
-
-    logger = logging.getLogger("reshard_mpi")
-    logger.setLevel(logging.INFO)
-    logger.addHandler(Handler())
-    strategies = (c.src_strategy, c.dst_strategy)
-    reshard_mpi.transform_checkpoints(c.src, c.dst, "checkpoint_", *strategies, comm=mpi.COMM_WORLD)
-    return told
-
-
 def test_one_of_the_ranks_of_an_mpi_run_logs(tmp_path: Path, capsys: Capture, mpi: MPI) -> None:
     c = make(tmp_path)
     values_of_two_targets_that_differ(c)
     a_damaged_shard(c)
     finished = run_here(capsys, *c.arguments())
     assert finished.code == 0 and len(printed(finished)) == 2
-    results = run_ranks(mpi, 3, log_on_a_rank, c).results
+    results = run_ranks(mpi, 3, logged_while_transforming, c.run).results
     assert [sorted(results[rank]) for rank in range(3)] == [printed(finished), [], []]
 
 

@@ -30,6 +30,7 @@ from support.conversions import (
 from support.launch import MPI, RankRun
 from support.oracle import RawLayout
 from support.processes import Finished, run_command
+from support.rank_calls import transform_alone_then_together
 from support.stand_ins import doing, refusing
 
 import reshard_mpi
@@ -98,7 +99,8 @@ def test_parts(reference: Conversion, tmp_path: Path, capsys: Capture) -> None:
     assert shards(tmp_path) == shards(reference.dst)
 
 
-@pytest.mark.parametrize("ranks", [3, 8])
+# What a kind of file is written with does not depend on how many ranks there are: each number once, with either kind.
+@pytest.mark.parametrize(("reference", "ranks"), [("hdf5", 3), ("ckpt", 8)], indirect=["reference"])
 def test_mpirun(reference: Conversion, tmp_path: Path, mpi: MPI, ranks: int) -> None:
     finished = transform_apart(
         reference.but(dst=tmp_path), "--report", str(tmp_path / "report.json"), mpi=mpi, ranks=ranks
@@ -116,17 +118,9 @@ def test_process_num(reference: Conversion, tmp_path: Path) -> None:
     assert listing(tmp_path) == shards(c.dst)
 
 
-def transform_alone_then_together(c: Conversion, alone: Path, together: Path) -> None:
-    from mpi4py import MPI
-
-    for dst, comm in ((alone, None), (together, MPI.COMM_WORLD)):
-        reshard_mpi.transform_checkpoints(
-            c.src, dst, "checkpoint_", c.src_strategy, c.dst_strategy, output_format=c.kind, comm=comm
-        )
-
-
 def test_functions_on_every_rank(reference: Conversion, tmp_path: Path, mpirun: functools.partial[RankRun]) -> None:
-    mpirun(4, transform_alone_then_together, reference, tmp_path / "alone", tmp_path / "together")
+    run = reference.but(dst=tmp_path / "together").run
+    mpirun(3, transform_alone_then_together, run, tmp_path / "alone", reference.kind)
     for folder in ("alone", "together"):
         assert listing(tmp_path / folder) == shards(reference.dst)
 
@@ -198,7 +192,7 @@ def test_jobs_that_fill_targets_together(reference: Conversion, tmp_path: Path, 
         assert target["requested_bytes"] - target["needed_bytes"] <= 16 * (target["processes"] - 1)
 
 
-@pytest.mark.parametrize("ranks", [3, 7])
+@pytest.mark.parametrize(("reference", "ranks"), [("hdf5", 3), ("ckpt", 7)], indirect=["reference"])
 def test_ranks_that_fill_targets_together(reference: Conversion, tmp_path: Path, mpi: MPI, ranks: int) -> None:
     c = reference.but(dst=tmp_path / "dst")
     finished = transform_apart(c, mpi=mpi, ranks=ranks, env=doing(tmp_path, "pass"))

@@ -86,15 +86,24 @@ def test_the_record_has_the_sums_of_whole_tensors(c: Conversion, capsys: Capture
     assert sums(c) == WHOLE
 
 
-def test_every_division_of_a_run_gives_the_same(c: Conversion, tmp_path: Path, mpi: MPI, capsys: Capture) -> None:
+@pytest.mark.slow
+def test_local_processes_give_the_same(c: Conversion, tmp_path: Path, capsys: Capture) -> None:
+    divided(c, tmp_path, capsys, "--jobs", "3")
+
+
+def test_ranks_give_the_same(c: Conversion, tmp_path: Path, mpi: MPI, capsys: Capture) -> None:
+    divided(c, tmp_path, capsys, mpi=mpi)
+
+
+def divided(c: Conversion, tmp_path: Path, capsys: Capture, *options: str, mpi: MPI | None = None) -> None:
+    """Transform and verify with three processes, and compare what they make with what one does."""
     assert run_here(capsys, *c.arguments("transform", "--verify")).code == 0
     env = doing(tmp_path, "pass")  # which cuts targets at every 16 bytes
-    transform_apart(c.but(dst=tmp_path / "jobs"), "--verify", "--jobs", "3", env=env, check=True)
-    transform_apart(c.but(dst=tmp_path / "mpi"), "--verify", mpi=mpi, ranks=3, env=env, check=True)
-    for name in ("jobs", "mpi"):
-        assert listing(tmp_path / name / "rank_3") == listing(c.dst / "rank_3")
-        assert shards(tmp_path / name) == shards(c.dst)
-        assert sums(c.but(dst=tmp_path / name)) == WHOLE
+    several = c.but(dst=tmp_path / "several")
+    transform_apart(several, "--verify", *options, mpi=mpi, ranks=3, env=env, check=True)
+    assert listing(several.dst / "rank_3") == listing(c.dst / "rank_3")
+    assert shards(several.dst) == shards(c.dst)
+    assert sums(several) == WHOLE
 
 
 @of_every_kind
@@ -471,16 +480,23 @@ def test_pair_whose_source_has_lost_a_shard(c: Conversion, capsys: Capture) -> N
     assert f"warning: no shard of rank 0 in {c.src}; what should be there was taken from" in finished.err
 
 
-def test_pair_in_several_processes(c: Conversion, mpi: MPI, capsys: Capture) -> None:
+@pytest.mark.slow
+def test_pair_by_local_processes(c: Conversion, capsys: Capture) -> None:
+    pair_is_told_once(c, capsys, "--jobs", "3")
+
+
+def test_pair_by_ranks(c: Conversion, mpi: MPI, capsys: Capture) -> None:
+    pair_is_told_once(c, capsys, mpi=mpi)
+
+
+def pair_is_told_once(c: Conversion, capsys: Capture, *options: str, mpi: MPI | None = None) -> None:
+    """Verify a damaged target beside its source with three processes."""
     assert run_here(capsys, *c.arguments()).code == 0
     flip(c.written(3), "moments.w", 2)
-    for finished in (
-        run_apart(*c.arguments("verify", "--jobs", "3")),
-        run_apart(*c.arguments("verify"), mpi=mpi, ranks=3),
-    ):
-        assert finished.code == 4, finished
-        assert finished.err.count("damage: ") == 1
-        assert "target rank 3: 'moments.w' differs from its source at element [6, 2]" in finished.err
+    finished = run_apart(*c.arguments("verify", *options), mpi=mpi, ranks=3)
+    assert finished.code == 4, finished
+    assert finished.err.count("damage: ") == 1
+    assert "target rank 3: 'moments.w' differs from its source at element [6, 2]" in finished.err
 
 
 def test_pair_whose_target_describes_itself(tmp_path: Path, capsys: Capture) -> None:

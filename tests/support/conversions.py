@@ -64,6 +64,12 @@ class Conversion:
     options: tuple[str, ...] = ()
     tensors: Arrays = field(default_factory=lambda: TENSORS)
 
+    @property
+    def run(self) -> tuple[Path, Path, Path, Path]:
+        """What `rank_calls` is told of it."""
+        assert self.src_strategy is not None and self.dst_strategy is not None
+        return self.src, self.dst, self.src_strategy, self.dst_strategy
+
     def shard(self, rank: int) -> Path:
         """The source shard of `rank`."""
         return self.src / f"rank_{rank}" / f"checkpoint_{rank}.{ENDINGS[self.kind]}"

@@ -35,7 +35,7 @@ Shape = tuple[int, int]
 Storage = dict[str, Any]
 
 RANKS, TARGETS = 4, 8
-SMALL, LARGE, WIDE = (48, 16), (2048, 4096), (256, 1 << 18)
+SMALL, LARGE, WIDE = (16, 16), (2048, 4096), (64, 1 << 18)
 _STEP = TensorSpec("global_step", BY_NAME["int32"], (), Box((), ()))
 
 
