@@ -129,7 +129,7 @@ def _add_diff(parser: argparse.ArgumentParser) -> None:
     strategies.add_argument("--src-strategy", type=values.path, metavar="F|DIR", help=f"how A {sharded}")
     strategies.add_argument("--dst-strategy", type=values.path, metavar="F|DIR", help=f"how B {sharded}")
     _add_files(parser, "A")
-    _add_map(parser, "A")
+    _add_map(parser, "A", "B, from both sides")
     _add_comparison(parser, "hold the strategies against the checkpoints")
     _add_output(parser, "each tensor that is the same")
 
@@ -284,7 +284,7 @@ def _add_accumulated(parser: argparse._ActionsContainer) -> None:
     )
 
 
-def _add_map(command: argparse.ArgumentParser, source: str = "SRC") -> None:
+def _add_map(command: argparse.ArgumentParser, source: str = "SRC", target: str = "the target") -> None:
     parser = command.add_argument_group("what becomes of tensors")
     parser.add_argument(
         "--map",
@@ -326,7 +326,7 @@ def _add_map(command: argparse.ArgumentParser, source: str = "SRC") -> None:
             action="append",
             default=[],
             metavar="GLOB",
-            help=f"{text}, as they are named in the target (repeatable)",
+            help=f"{text}, as they are named in {target} (repeatable)",
         )
     _add_accumulated(parser)
 
