@@ -79,7 +79,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="list every tensor of the target: what it is made of, and which equation of the map says so",
     )
-    printed.add_argument("-q", "--quiet", action="store_true", help="print no notes, warnings and progress")
+    printed.add_argument("-q", "--quiet", action="store_true", help="print no notes and no progress")
     _add_progress(printed)
     shown = printed.add_mutually_exclusive_group()
     shown.add_argument("--json", action="store_true", help="print it as JSON")
@@ -385,7 +385,7 @@ def _add_output(parser: argparse.ArgumentParser, details: str) -> argparse._Argu
     output = parser.add_argument_group("what is printed")
     _add_progress(output)
     amount = output.add_mutually_exclusive_group()
-    amount.add_argument("-q", "--quiet", action="store_true", help="print nothing but errors")
+    amount.add_argument("-q", "--quiet", action="store_true", help="print nothing but warnings and errors")
     amount.add_argument("-v", "--verbose", action="store_true", help=f"print {details} as well")
     return output
 
