@@ -101,8 +101,9 @@ def _require_numbers_of_ranks(files: Mapping[int, Path], path: str) -> None:
                 expected=f"one checkpoint, as {first.name} of rank {next(iter(names))}",
                 got=f"{other.name} of rank {_first_other(names, number)}",
                 where=path,
-                remedy=f"restore the missing shards, or choose one checkpoint, such as --select '{glob.escape(first.name)}'; if they"
-                " belong together, give them one name in all rank folders, by links for example",
+                remedy="restore the missing shards, or choose one checkpoint, such as"
+                f" --select '{glob.escape(first.name)}'; if they belong together, give them one name in all rank"
+                " folders, by links for example",
             )
 
 
