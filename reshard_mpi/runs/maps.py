@@ -55,7 +55,6 @@ class TensorMap(NamedTuple):
             digests["like"] = hashlib.sha256(repr(like._replace(path="")).encode()).hexdigest()
         return cls(rules, choice, forward, like, digests)
 
-
     def of_two_checkpoints(self) -> TensorMap:
         """Return the same for one of two checkpoints: globs may match tensors of the other one only."""
         return self._replace(choice=self.choice._replace(may_match_none=True))

@@ -108,9 +108,7 @@ def test_targets_that_were_made_from_two_states_of_a_file_are_not_committed(tmp_
     assert transform_here(capsys, c, "--overwrite").code == 0
 
 
-def test_a_large_record_is_left_to_the_commit(
-    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_record_is_left_to_the_commit(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     c = make(tmp_path)
     c.remove(0, 1)
     monkeypatch.setattr(commit, "_MOST_READ_EARLY_BYTES", 10)
