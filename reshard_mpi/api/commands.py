@@ -281,11 +281,11 @@ def diff(
     """Compare two checkpoints: whether they hold the same tensors, whatever their formats, layouts and order of names.
 
     A strategy of None means that the shards describe themselves, or are one full checkpoint. select, source_format,
-    source_files: for the files of the first one, as in `transform`. map to exclude: what becomes of the first one
-    before it is compared, as in `transform`. accumulated: how gradients that are being accumulated are joined on
-    either side before they are compared. replicas: as in `verify`. progress: as in `transform`. Raises
-    DifferenceError for the first difference, with tensor, element, values and places, and how many more there are;
-    another ReshardError if the two cannot be compared.
+    source_files: for the files of the first one, as in `transform`. map to dtype: what becomes of the first one before
+    it is compared, as in `transform`. include, exclude: which tensors of both are compared. accumulated: how gradients
+    that are being accumulated are joined on either side before they are compared. replicas: as in `verify`. progress:
+    as in `transform`. Raises DifferenceError for the first difference, with tensor, element, values and places, and how
+    many more there are; another ReshardError if the two cannot be compared.
     """
     begin = time.monotonic()
     request = Request(

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from reshard_mpi.checkpoints.rank_numbers import may_be_of_ranks
 from reshard_mpi.checkpoints.shard_names import NAME_WAYS, STEP
 from reshard_mpi.errors import DisagreementError, SourceError
 from reshard_mpi.text import natural_key
@@ -57,12 +58,13 @@ def choose(candidates: Mapping[int, list[Path]], path: str) -> Choice:
     candidates: the shards in each rank folder, one or more, in natural order of their names. path: of the checkpoint.
     Names of one folder may differ in their numbers only: files of other names hold other tensors of the rank. Raises
     SourceError if they do, if files are parts of one shard, or no checkpoint is in all folders; DisagreementError if
-    the names are of different steps.
+    the names are of different steps, or of different numbers that are not those of ranks.
     """
     _require_no_parts(candidates, path)
     _require_one_wording(candidates, path)
     files, notes = _newest(candidates, path)
     require_one_step(files, path)
+    _require_numbers_of_ranks(files, path)
     return Choice(files, notes, tuple(_warnings(files, path)))
 
 
@@ -70,16 +72,38 @@ def require_one_step(files: Mapping[int, Path], path: str) -> None:
     """Raise DisagreementError if the names of the files, by rank, are of different epochs or steps."""
     for names in _by_wording(files).values():
         ranks = list(names)
-        for number, values in enumerate(zip(*(name.numbers for name in names.values()))):
+        for number in _numbers_that_differ(names):
             if not names[ranks[0]].is_step[number] or _are_of_one_moment(names, number):
                 continue
-            first, other = ranks[0], next(rank for rank, value in zip(ranks, values) if value != values[0])
+            first, other = ranks[0], _first_other(names, number)
             raise DisagreementError(
                 "the shards are of different moments",
                 expected=f"{names[first].moment(number)}, as {files[first].name} of rank {first}",
                 got=f"{names[other].moment(number)}: {files[other].name} of rank {other}",
                 where=path,
                 remedy="restore the missing shards, or choose one moment with --select",
+            )
+
+
+def _require_numbers_of_ranks(files: Mapping[int, Path], path: str) -> None:
+    """Raise DisagreementError if names differ in a number that cannot be one of the rank's, so it says another moment.
+
+    Nothing else says so where no word before it does: `net-100`, `net-200`.
+    """
+    for names in _by_wording(files).values():
+        for number in _numbers_that_differ(names):
+            values = {rank: name.numbers[number] for rank, name in names.items()}
+            if may_be_of_ranks(values):
+                continue
+            first, other = files[next(iter(names))], files[_first_other(names, number)]
+            raise DisagreementError(
+                "the names of the shards differ in a number that is not that of the rank",
+                expected=f"one checkpoint, as {first.name} of rank {next(iter(names))}",
+                got=f"{other.name} of rank {_first_other(names, number)}",
+                where=path,
+                remedy="restore the missing shards, or choose one checkpoint, such as"
+                f" --select '{glob.escape(first.name)}'; if they belong together, give them one name in all rank"
+                " folders, by links for example",
             )
 
 
@@ -156,14 +180,28 @@ def _warnings(files: Mapping[int, Path], path: str) -> Iterator[str]:
     pairs = [(next(iter(groups[0])), next(iter(groups[1])))] if len(groups) > 1 else []
     for names in groups:
         ranks = list(names)
-        for values in zip(*(name.numbers for name in names.values())):
-            if len(set(values)) > 1 and not any(_follows(values, ranks, first) for first in (0, 1)):
-                pairs.append((ranks[0], next(rank for rank, value in zip(ranks, values) if value != values[0])))
+        for number in _numbers_that_differ(names):
+            values = [name.numbers[number] for name in names.values()]
+            if not any(_follows(values, ranks, first) for first in (0, 1)):
+                pairs.append((ranks[0], _first_other(names, number)))
     for pair in pairs[:1]:
         yield (
             f"the shards in {path} may be of different checkpoints: their names differ in more than the rank, as "
             + " and ".join(f"{files[rank].name} of rank {rank}" for rank in pair)
         )
+
+
+def _numbers_that_differ(names: Mapping[int, _Name]) -> Iterator[int]:
+    """Yield which of the numbers in names of the same words are not the same in all."""
+    for number, values in enumerate(zip(*(name.numbers for name in names.values()))):
+        if len(set(values)) > 1:
+            yield number
+
+
+def _first_other(names: Mapping[int, _Name], number: int) -> int:
+    """Return the first rank in whose name a number is another than in that of the first."""
+    first = next(iter(names.values())).numbers[number]
+    return next(rank for rank, name in names.items() if name.numbers[number] != first)
 
 
 def _by_wording(files: Mapping[int, Path]) -> dict[tuple[str, ...], dict[int, _Name]]:

@@ -112,6 +112,11 @@ class SourceCheckpoint:
     def check_values(self) -> None:
         """Raise a ReshardError if values of tensors contradict what has been said of them."""
 
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """The names of tensors of the checkpoint that go nowhere."""
+        return ()
+
     def needs(self, name: str) -> bool:
         """Tell whether anything is made of a tensor as it is stored."""
         return True

@@ -79,7 +79,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="list every tensor of the target: what it is made of, and which equation of the map says so",
     )
-    printed.add_argument("-q", "--quiet", action="store_true", help="print no notes, warnings and progress")
+    printed.add_argument("-q", "--quiet", action="store_true", help="print no notes and no progress")
     _add_progress(printed)
     shown = printed.add_mutually_exclusive_group()
     shown.add_argument("--json", action="store_true", help="print it as JSON")
@@ -129,7 +129,7 @@ def _add_diff(parser: argparse.ArgumentParser) -> None:
     strategies.add_argument("--src-strategy", type=values.path, metavar="F|DIR", help=f"how A {sharded}")
     strategies.add_argument("--dst-strategy", type=values.path, metavar="F|DIR", help=f"how B {sharded}")
     _add_files(parser, "A")
-    _add_map(parser, "A")
+    _add_map(parser, "A", "B, from both sides")
     _add_comparison(parser, "hold the strategies against the checkpoints")
     _add_output(parser, "each tensor that is the same")
 
@@ -284,7 +284,7 @@ def _add_accumulated(parser: argparse._ActionsContainer) -> None:
     )
 
 
-def _add_map(command: argparse.ArgumentParser, source: str = "SRC") -> None:
+def _add_map(command: argparse.ArgumentParser, source: str = "SRC", target: str = "the target") -> None:
     parser = command.add_argument_group("what becomes of tensors")
     parser.add_argument(
         "--map",
@@ -326,7 +326,7 @@ def _add_map(command: argparse.ArgumentParser, source: str = "SRC") -> None:
             action="append",
             default=[],
             metavar="GLOB",
-            help=f"{text}, as they are named in the target (repeatable)",
+            help=f"{text}, as they are named in {target} (repeatable)",
         )
     _add_accumulated(parser)
 
@@ -385,7 +385,7 @@ def _add_output(parser: argparse.ArgumentParser, details: str) -> argparse._Argu
     output = parser.add_argument_group("what is printed")
     _add_progress(output)
     amount = output.add_mutually_exclusive_group()
-    amount.add_argument("-q", "--quiet", action="store_true", help="print nothing but errors")
+    amount.add_argument("-q", "--quiet", action="store_true", help="print nothing but warnings and errors")
     amount.add_argument("-v", "--verbose", action="store_true", help=f"print {details} as well")
     return output
 

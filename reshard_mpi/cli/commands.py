@@ -236,12 +236,10 @@ def _display(options: argparse.Namespace) -> Display:
 
 
 def _tell(outcome: Outcome, options: argparse.Namespace) -> None:
-    """Print notes and warnings, unless the user wants none."""
+    """Print notes, unless the user wants none, and warnings."""
     from reshard_mpi.runs.progress import say
 
-    if getattr(options, "quiet", False):
-        return
-    for note in outcome.notes:
+    for note in () if getattr(options, "quiet", False) else outcome.notes:
         say(f"note: {one_line(note)}", sys.stderr)
     for warning in outcome.warnings:
         say(f"warning: {one_line(warning)}", sys.stderr)

@@ -25,7 +25,7 @@ from reshard_mpi.filesystem.paths import require_replaceable
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.journal.commit_record import COMMIT_ROOM, CommitRecord
 from reshard_mpi.journal.identity import RunIdentity
-from reshard_mpi.journal.provenance import require_one_state, require_same_sources
+from reshard_mpi.journal.provenance import Sources, require_one_state, require_same_sources
 from reshard_mpi.journal.publication import publish_bytes, publish_text, remove_stale, remove_stale_records
 from reshard_mpi.journal.records import (
     COMMIT_RECORD,
@@ -48,6 +48,8 @@ from reshard_mpi.text import natural_key
 # Committing takes moments: a process that is in the way for longer is stopped, or one of many that write all the time.
 _WAIT_SECONDS = 10.0
 _NAP_SECONDS = 0.05
+# Larger records take more memory than a process has asked for when it plans.
+_MOST_READ_EARLY_BYTES = 1 << 20
 _NOT_WRITTEN = "has not been written"
 _ANEW = "make the targets anew from them with --overwrite"
 
@@ -82,6 +84,35 @@ def standing(folder: Path) -> Standing:
     targets = _recorded_targets(folder, identity)
     complete = tuple(rank for rank, record in targets.items() if isinstance(record, TargetRecord))
     return Standing(identity, complete, {rank: why for rank, why in targets.items() if isinstance(why, str)})
+
+
+class EarlierTarget(NamedTuple):
+    """A target that is complete already, and when its file was written: what is made now must be of the same state."""
+
+    record: TargetRecord
+    written_ns: int
+
+    @classmethod
+    def of(cls, folder: Path, identity: RunIdentity) -> EarlierTarget | None:
+        """Return a complete target of the run in `folder`, the first whose record is small; None if there is none."""
+        for rank in recorded_ranks(folder / STATE):
+            with contextlib.suppress(OSError):  # it is being replaced
+                if record_path(folder / STATE, rank).stat().st_size > _MOST_READ_EARLY_BYTES:
+                    continue
+                record = _complete_record(folder, identity, rank)
+                if isinstance(record, TargetRecord):
+                    return cls(record, (folder / record.file).stat().st_mtime_ns)
+        return None
+
+    def require_same_state(self, target_rank: int, sources: Sources) -> None:
+        """Raise DisagreementError if the source was changed since, and a target would be made from what it is now.
+
+        Committing would refuse it; this is before anything is written, and only as far as one target tells.
+        """
+        earlier = self.record.evidence.sources
+        require_same_sources({self.record.rank: earlier, target_rank: sources}, _ANEW)
+        now_ns = max(self.written_ns, *(file.modified_ns for file in sources.files), 0)
+        require_one_state({self.record.rank: (earlier, self.written_ns), target_rank: (sources, now_ns)}, _ANEW)
 
 
 def commit(folder: Path) -> Committed:

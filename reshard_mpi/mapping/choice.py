@@ -28,6 +28,7 @@ class Choice(NamedTuple):
     exclude: tuple[str, ...] = ()
     types: tuple[tuple[str, DType], ...] = ()
     named: Callable[[str], str] = str
+    may_match_none: bool = False
 
 
 # The glob of a type that is given without one.
@@ -67,6 +68,8 @@ def require_any(choice: Choice, names: Collection[str]) -> list[str]:
     """
     if choice.include is None and not choice.exclude:
         return list(names)
+    if choice.may_match_none:
+        return [name for name in names if is_chosen(choice, name)]
     for option, globs in (("--include", choice.include or ()), ("--exclude", choice.exclude)):
         for glob in globs:
             pattern = Pattern(glob)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from math import prod
 
 from reshard_mpi.errors import CoverageError, DisagreementError
 from reshard_mpi.formats.listed import ListedTensors
@@ -78,10 +79,13 @@ def agreement_checks(tensors: SourceTensors, wanted: Container[str], *, same_wor
         counts = name in counters and is_moment(name, group.shape)
         if len(group.ranks) < 2 or (not counts and (group.listed or same_world or name not in wanted)):
             continue
-        entries = tensors.entries(name)
-        first = entries[group.ranks[0]]
+        # A slice may be all of it, and those of other ranks empty.
+        entries = {rank: entry for rank, entry in tensors.entries(name).items() if entry.shape == group.shape}
+        if len(entries) < 2:
+            continue
+        first = next(iter(entries.values()))
         moment = counts and first.size_bytes <= _SMALL_BYTES
-        if first.shape != group.shape or (not moment and (name not in wanted or group.listed or same_world)):
+        if not moment and (name not in wanted or group.listed or same_world):
             continue
         box = Box.whole(group.shape)
         start = next(box.blocks(_SMALL_BYTES // first.dtype.itemsize_bytes), box)
@@ -102,8 +106,8 @@ def moment_counters(
     for rank, manifest in manifests.items():
         for name in sorted(_counters(manifest.tensors) - yielded):
             entry = manifest.tensors[name]
-            is_whole = name in MOMENTS or not entry.shape or not is_listed(name)
-            if is_whole and is_moment(name, entry.shape) and entry.size_bytes <= _SMALL_BYTES:
+            is_whole = not entry.shape or not is_listed(name) or (name in MOMENTS and prod(entry.shape) == 1)
+            if is_whole and is_moment(name, entry.shape) and 0 < entry.size_bytes <= _SMALL_BYTES:
                 yielded.add(name)
                 box = Box.whole(entry.shape)
                 spec, copy = TensorSpec(name, entry.dtype, entry.shape, box), Copy(rank, entry, box, box)

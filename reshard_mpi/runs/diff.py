@@ -38,7 +38,7 @@ from reshard_mpi.runs.outcome import Checked, Failure, Outcome, agreed, attempt
 from reshard_mpi.runs.progress import Counted, Progress
 from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.status import Stage
-from reshard_mpi.runs.through import through_map
+from reshard_mpi.runs.through import both_through_map
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import unsharded
 from reshard_mpi.text import shortened
@@ -143,11 +143,11 @@ def _planned(
     memory.to_open(named, purpose, first_files.format, second_files.format)
     given = None if request.dst_strategy is None else read.target
     sources = open_source(first_files, read.source), open_source(second_files, given)
-    conversions = [
+    as_they_are = (
         Conversion(source, unsharded(), replicas=request.replicas, accumulated=request.accumulated)
         for source in sources
-    ]
-    conversions[0], _ = through_map(request, conversions[0])
+    )
+    conversions, require_some = both_through_map(request, *as_they_are)
     memory.on_giving_way(*(conversion.forget for conversion in conversions))
     peak_bytes, plans = 0, list[RankPlan]()
     warnings: list[str] = []
@@ -158,6 +158,7 @@ def _planned(
         plans.append(conversion.plan(0, checked=False))
         conversion.require_none_left_behind(plans[-1], Share(comm.rank, comm.size))
         peak_bytes += memory.require_possible(plans[-1]) + (comparing_bytes(LIMITS) if plans[-1].alike else 0)
+    require_some(_names(conversions, plans))
     if comm.rank == 0:
         conversions[0].source.check_values()
     while not memory.to_move(peak_bytes, purpose):
@@ -173,6 +174,12 @@ def _planned(
     warnings += [*first_files.warnings, *second_files.warnings, *plans[0].warnings, *plans[1].warnings]
     lost = (*plans[0].lost, *plans[1].lost)
     return first, second, Outcome(notes=tuple(dict.fromkeys(notes)), lost=lost, other_warnings=tuple(warnings))
+
+
+def _names(conversions: Sequence[Conversion], plans: Sequence[RankPlan]) -> list[str]:
+    """Return the names of all tensors of both, taken or not."""
+    left_out = (name for conversion in conversions for name in conversion.source.left_out)
+    return list(dict.fromkeys((*(spec.name for plan in plans for spec in plan.tensors.specs), *left_out)))
 
 
 def _other_texts(first: RankPlan, second: RankPlan) -> Iterator[str]:

@@ -55,6 +55,14 @@ class TensorMap(NamedTuple):
             digests["like"] = hashlib.sha256(repr(like._replace(path="")).encode()).hexdigest()
         return cls(rules, choice, forward, like, digests)
 
+    def of_two_checkpoints(self) -> TensorMap:
+        """Return the same for one of two checkpoints: globs may match tensors of the other one only."""
+        return self._replace(choice=self.choice._replace(may_match_none=True))
+
+    def choice_alone(self) -> TensorMap:
+        """Return what it says of which tensors are taken, for a checkpoint that is as the map would make it."""
+        return self._replace(rules=None, forward=None, like=None, choice=self.choice._replace(types=()), digests={})
+
 
 def _typed(text: str) -> tuple[str, DType]:
     """Return the glob and the type of `--dtype TYPE` or `--dtype GLOB=TYPE`."""

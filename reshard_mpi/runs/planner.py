@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from reshard_mpi import formats
 from reshard_mpi.checkpoints.chosen import moments_of
 from reshard_mpi.checkpoints.comparison import compare, comparing_bytes
 from reshard_mpi.errors import CoverageError, DisagreementError, ReshardError, TransformError, as_reshard_error
-from reshard_mpi.journal.commit import commit_if_complete
+from reshard_mpi.journal.commit import EarlierTarget, commit_if_complete
 from reshard_mpi.journal.provenance import FirstLooks, Sources
 from reshard_mpi.journal.records import Evidence
 from reshard_mpi.journal.targets import Journal, Unrecorded
@@ -262,6 +262,8 @@ class Planner:
         plan = run.conversion.plan(rank, checked=leads)
         peak_bytes = self._memory.require_possible(plan)
         evidence = Evidence.of(plan, self._sources(run, plan), opened.choice)
+        if self._earlier_target is not None:
+            self._earlier_target.require_same_state(rank, evidence.sources)
         if leads:
             as_is = run.conversion.original is None and run.conversion.source.files.format == run.format
             require_readable_types(plan.tensors.specs, run.format, as_is=as_is)
@@ -280,6 +282,14 @@ class Planner:
         return Planned(
             outcome, plan.moments, (evidence.held,), plan.beginnings, plan.differing, plan.alike, sums=plan.sums
         )
+
+    @cached_property
+    def _earlier_target(self) -> EarlierTarget | None:
+        """A complete target of this run, if others are to be made of the same state of the source beside it."""
+        journal = self._require_opened().journal
+        if self._comm.rank > 0 or self._request.overwrite or not isinstance(journal, Journal):
+            return None
+        return EarlierTarget.of(journal.folder, journal.identity)
 
     def _list_tensors(self, run: Run, plan: RankPlan) -> None:
         """Keep what is listed of a target's tensors; targets of a stage have the same, unless they share them out."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from reshard_mpi.runs.conversion import Conversion
@@ -31,3 +31,28 @@ def map_file(request: Request) -> Path | None:
     from reshard_mpi.mapping.reading import map_path
 
     return map_path(request.map)
+
+
+def both_through_map(
+    request: Request, first: Conversion, second: Conversion
+) -> tuple[tuple[Conversion, Conversion], Callable[[Collection[str]], None]]:
+    """Return the conversions of two checkpoints to be compared: the first through the map, of both what is chosen.
+
+    Also returns a function that takes the names of both and raises MapError if a glob matches none, or nothing is left.
+    """
+    if not request.is_mapped:
+        return (first, second), lambda _: None
+    from reshard_mpi.mapping.choice import require_any
+    from reshard_mpi.runs.mapped import conversion_through
+    from reshard_mpi.runs.maps import TensorMap
+
+    tensor_map = TensorMap.read(request)
+    of_both = tensor_map.of_two_checkpoints()
+    first = conversion_through(of_both, first)
+    if request.include or request.exclude:
+        second = conversion_through(of_both.choice_alone(), second)
+
+    def require_some(names: Collection[str]) -> None:
+        require_any(tensor_map.choice, names)
+
+    return (first, second), require_some

@@ -20,8 +20,11 @@ from reshard_mpi.engine.sums import sum_shard
 from reshard_mpi.errors import DamageError, ReshardError, SourceError, as_reshard_error
 from reshard_mpi.filesystem.paths import require_reachable
 from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.journal.commit_record import CommitRecord
+from reshard_mpi.journal.identity import RunIdentity
+from reshard_mpi.journal.records import STATE
 from reshard_mpi.planning.model import RankPlan
-from reshard_mpi.planning.partial_sums import is_partial_sum, notes_on
+from reshard_mpi.planning.partial_sums import Accumulated, is_partial_sum, notes_on
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.processes.governor.admission import Governor
 from reshard_mpi.runs.choices import require_same_choice
@@ -75,13 +78,14 @@ def _verify_pair(
         memory.to_open(named, purpose, files.format, target_files.format)
         source = open_source(files, read.source)
         target = open_source(target_files, None if request.dst_strategy is None else read.target)
+        accumulated = _accumulated(request, target_files.path)
         keeps_strings = formats.by_name(target_files.format).TRAITS.keeps_strings
         conversion = Conversion(
             source,
             target.strategy,
             request.unlisted,
             replicas=request.replicas,
-            accumulated=request.accumulated,
+            accumulated=accumulated,
             keeps_strings=keeps_strings,
         )
         conversion, _ = through_map(request, conversion)
@@ -92,6 +96,9 @@ def _verify_pair(
         if comm.rank == 0:
             conversion.source.check_values()
             notes = conversion.source.map_notes()
+            if accumulated is not request.accumulated:
+                made_so = f"the {accumulated} of the replicas, as {target_files.path} says"
+                notes = (*notes, f"accumulated gradients are compared with {made_so}")
         return conversion, target, chosen_targets(request, conversion), governor, notes
 
     progress.begin(Stage("planning"))
@@ -184,6 +191,17 @@ def _shards(
 ) -> discovery.ShardFiles:
     require_reachable(path)
     return discovery.find_shards(path, select, role=role, format_name=format_name, file_count=file_count)
+
+
+def _accumulated(request: Request, path: str) -> Accumulated:
+    """Return what the target has of accumulated gradients: what was asked for, else what its record says."""
+    if request.accumulated is not Accumulated.REFUSE:
+        return request.accumulated
+    run = RunIdentity.recorded(Path(path) / STATE)
+    if run is None:
+        committed = CommitRecord.read(Path(path))
+        run = None if committed is None else committed.run
+    return Accumulated(run.facts.get("accumulated", Accumulated.REFUSE)) if run else Accumulated.REFUSE
 
 
 def _each(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -220,15 +221,62 @@ def test_names_of_different_steps_are_refused(tmp_path: Path, names: tuple[str, 
     "names",
     [
         ("model.h5", "optim.h5"),
-        ("net-100.h5", "net-200.h5"),
         ("mp_rank_00_01.pt", "mp_rank_01_00.pt"),
         ("7.h5", "9.h5"),
+        ("net-1763862000.h5", "net-1763862003.h5"),  # seconds since 1970
+        ("net-20261123013301.h5", "net-20261123013307.h5"),
     ],
 )
 def test_names_that_differ_in_more_than_the_rank_are_warned_of(tmp_path: Path, names: tuple[str, str]) -> None:
     lay(tmp_path, *(f"rank_{rank}/{name}" for rank, name in enumerate(names)))
     (warning,) = find_shards(str(tmp_path)).warnings
     assert warning.endswith(f"differ in more than the rank, as {names[0]} of rank 0 and {names[1]} of rank 1")
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        (100, 200),
+        (100, 200, 300),
+        (100, 100, 100, 200),
+        (5, 5, 5, 6),  # 6 may be that of a rank, but three share 5
+        (100, 200) * 4,
+        (0, 1, 2, 300),
+        (*range(30), 999, 31),
+    ],
+)
+@pytest.mark.parametrize("form", ["net-{}.h5", "model_{}.pt", "w{}.ckpt"])
+def test_numbers_that_no_counting_of_ranks_gives_are_of_different_moments(
+    tmp_path: Path, numbers: tuple[int, ...], form: str
+) -> None:
+    names = [form.format(number) for number in numbers]
+    lay(tmp_path, *(f"rank_{rank}/{name}" for rank, name in enumerate(names)))
+    with pytest.raises(DisagreementError, match="differ in a number that is not that of the rank") as raised:
+        find_shards(str(tmp_path))
+    error = raised.value
+    other = next(rank for rank, name in enumerate(names) if name in str(error.got))
+    assert error.expected.endswith(f"as {names[0]} of rank 0") and error.got == f"{names[other]} of rank {other}"
+    assert names[0] in error.remedy and "--select" in error.remedy
+
+
+@pytest.mark.parametrize(
+    "number_of",
+    [
+        lambda rank: rank % 8,  # the device
+        lambda rank: rank // 8,  # the host
+        lambda rank: rank // 8 % 2,
+        lambda rank: rank % 4 + 1,
+        lambda rank: rank + 32,  # the second half of a larger run
+        lambda rank: (rank * 7) % 32,  # any other order of ids
+    ],
+)
+@pytest.mark.parametrize("lost", [(), (0,), (31,), (0, 8, 30)])
+def test_numbers_of_devices_hosts_and_the_like_are_warned_of(
+    tmp_path: Path, number_of: Callable[[int], int], lost: tuple[int, ...]
+) -> None:
+    lay(tmp_path, *(f"rank_{rank}/net_{number_of(rank)}.h5" for rank in range(32) if rank not in lost))
+    (warning,) = find_shards(str(tmp_path)).warnings
+    assert "differ in more than the rank" in warning
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,24 @@ def test_errors_are_told_to_the_quiet_too(tmp_path: Path, capsys: Capture) -> No
     assert finished.code == 3 and finished.err.startswith("reshard-mpi: error: "), finished
 
 
+def test_warnings_are_told_to_the_quiet_too(tmp_path: Path, capsys: Capture) -> None:
+    """A job's log has what somebody should know of a run that went through; notes and progress it has not."""
+    c = make(tmp_path)
+    c.remove(0)
+    warning, compared = "warning: 3 of 4 ranks are there: no shard of rank 0 in ", [str(c.src), str(c.dst)]
+    for command in (
+        c.arguments("plan"),
+        c.arguments("transform"),
+        ["verify", *compared, *c.arguments()[3:7], "--jobs", "1"],
+        ["diff", *compared, *c.arguments()[3:7], "--jobs", "1"],
+    ):
+        finished = run_here(capsys, *command, "-q")
+        assert finished.code == 0 and "warning: " in finished.err, finished
+        assert all(line.startswith("warning: ") for line in finished.err.splitlines()), finished
+        assert (finished.out == "") == (command[0] != "plan"), finished
+        assert warning in finished.err or command[0] in ("verify", "diff"), finished
+
+
 def test_quiet_and_verbose_exclude_each_other(tmp_path: Path, capsys: Capture) -> None:
     finished = run_here(capsys, *make(tmp_path).arguments("transform", "-q", "-v"))
     assert finished.code == 2 and "not allowed with" in finished.err

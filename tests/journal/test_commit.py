@@ -109,7 +109,7 @@ def test_it_is_the_same_however_the_run_is_divided(tmp_path: Path, capsys: Captu
 def test_an_array_makes_it_with_its_last_task_only(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And does not read what other tasks have recorded before all of them have."""
+    """And reads no more than one record of others before all of them have made theirs."""
     c = four_targets(tmp_path)
     read: list[int] = []
     original = TargetRecord.read
@@ -117,7 +117,7 @@ def test_an_array_makes_it_with_its_last_task_only(
     for part in (3, 1, 0):
         assert transform_here(capsys, c, "--part", f"{part}/4", "--resume").code == 0
         assert not record(c).exists()
-        assert set(read) <= {part}
+        assert len({*read} - {part}) <= 1
         read.clear()
     assert transform_here(capsys, c, "--part", "2/4", "--resume").code == 0
     assert record(c).exists() and set(read) == {0, 1, 2, 3}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -165,9 +166,29 @@ def test_a_target_folder_remembers_it(tmp_path: Path, capsys: Capture) -> None:
     assert json.loads((c.dst / "reshard.json").read_text())["accumulated"] == "mean"
 
 
+@pytest.mark.parametrize("option", [MEAN, SUM], ids=["mean", "sum"])
+@pytest.mark.parametrize("removed", ["", ".reshard_mpi", "reshard.json"])
+def test_verify_takes_it_from_the_target(
+    tmp_path: Path, capsys: Capture, option: tuple[str, str], removed: str
+) -> None:
+    c = accumulating(tmp_path)
+    assert run_here(capsys, *c.arguments("transform", *option)).code == 0
+    if removed == ".reshard_mpi":
+        shutil.rmtree(c.dst / removed)
+    elif removed:
+        (c.dst / removed).unlink()
+    finished = run_here(capsys, *c.arguments("verify"))
+    says = f"note: accumulated gradients are compared with the {option[1]} of the replicas, as {c.dst} says"
+    assert finished.code == 0 and says in finished.err, finished
+    assert says not in run_here(capsys, *c.arguments("verify", *option)).err
+    with_map = run_here(capsys, *c.arguments("verify", "--dtype", "*.w=fp32"))
+    assert with_map.code == 0 and says in with_map.err, with_map
+    reshard_mpi.verify(c.src, c.dst, c.src_strategy, c.dst_strategy)
+
+
 def test_verify_tells_who_forgot_it(tmp_path: Path, capsys: Capture) -> None:
     c = accumulating(tmp_path)
-    assert run_here(capsys, *c.arguments("transform", *MEAN)).code == 0
+    transform_by_function(c, accumulated="mean")  # which keeps no record
     for option in ((), SUM):
         finished = run_here(capsys, *c.arguments("verify", *option))
         assert finished.code == 4 and "give the --accumulated that it was made with" in finished.err

@@ -15,6 +15,7 @@ from support.command_line import Capture, run_here
 from support.conversions import TENSORS, Conversion, listing, make, transform_by_function, transform_here
 
 import reshard_mpi
+from reshard_mpi.journal import commit
 from reshard_mpi.runs import write
 
 
@@ -99,8 +100,32 @@ def test_targets_that_were_made_from_two_states_of_a_file_are_not_committed(tmp_
     finished = transform_here(capsys, c, "--part", "1/2")
     assert finished.code == 3 and "a source was changed between the targets of ranks 0 and 1" in finished.err
     assert "rank_3/checkpoint_3.ckpt of " in finished.err and "--overwrite" in finished.err
-    assert c.written(1).exists() and not (c.dst / "reshard.json").exists()
+    assert not c.written(1).exists()  # refused before it is written
+    assert transform_here(capsys, c, "--overwrite", "--part", "1/2").code == 0  # as other tasks will do for theirs
+    finished = run_here(capsys, "commit", str(c.dst))
+    assert finished.code == 3 and "a source was changed between the targets of ranks 0 and 1" in finished.err
+    assert not (c.dst / "reshard.json").exists()
     assert transform_here(capsys, c, "--overwrite").code == 0
+
+
+def test_a_large_record_is_left_to_the_commit(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    c = make(tmp_path)
+    c.remove(0, 1)
+    monkeypatch.setattr(commit, "_MOST_READ_EARLY_BYTES", 10)
+    assert transform_here(capsys, c, "--part", "0/2").code == 0
+    later(c, 3)
+    finished = transform_here(capsys, c, "--part", "1/2")
+    assert finished.code == 3 and "a source was changed between the targets of ranks 0 and 1" in finished.err
+    assert c.written(1).exists() and not (c.dst / "reshard.json").exists()
+
+
+def test_a_target_whose_file_is_gone_says_nothing(tmp_path: Path, capsys: Capture) -> None:
+    c = make(tmp_path)
+    assert transform_here(capsys, c, "--rank", "0").code == 0
+    saved_again(c)
+    c.written(0).unlink()
+    assert transform_here(capsys, c, "--rank", "1").code == 0
+    assert transform_here(capsys, c, "--rank", "0").code == 0 and (c.dst / "reshard.json").exists()
 
 
 @pytest.mark.parametrize("journal", [True, False])
@@ -198,6 +223,8 @@ def test_targets_of_two_states_are_not_committed(tmp_path: Path, capsys: Capture
     assert finished.code == 3
     assert "other targets were made from what was saved after target rank 0 was made" in finished.err
     assert "expected: rank_0/checkpoint_0.ckpt of " in finished.err and "--overwrite" in finished.err
+    assert not c.written(1).exists()  # refused before it is written
+    assert transform_here(capsys, c, "--rank", "1", "--overwrite").code == 0
     finished = run_here(capsys, "commit", str(c.dst))
     assert "saved after target rank 0" in finished.err and not (c.dst / "reshard.json").exists()
     assert transform_here(capsys, c, "--overwrite").code == 0 and (c.dst / "reshard.json").exists()

@@ -17,7 +17,7 @@ from support.launch import MPI
 from support.processes import Finished
 
 import reshard_mpi
-from reshard_mpi.errors import DifferenceError
+from reshard_mpi.errors import DifferenceError, MapError
 from reshard_mpi.testing.samples import Contents
 
 
@@ -90,6 +90,63 @@ def test_texts_that_differ_are_noted(tmp_path: Path, capsys: Capture) -> None:
         ckpt_peer.write(path, Contents.of([], {"epoch": epoch}))
     said = run_here(capsys, "diff", str(first), str(second), "--jobs", "1")
     assert said.code == 0 and "note: texts beside the tensors differ: 'epoch'" in said.err, said
+
+
+# What is chosen is chosen on both sides
+
+
+def with_extras(folder: Path, name: str, **extras: np.ndarray) -> Path:
+    """Write a full checkpoint with these tensors beside two that all have."""
+    path = folder / f"{name}.ckpt"
+    write_shard({"w": np.arange(4, dtype=np.float32), "b": np.arange(3), **extras}, path)
+    return path
+
+
+@pytest.mark.parametrize("options", [("--exclude", "*.head"), ("--include", "w", "--include", "b")])
+def test_what_either_has_besides_does_not_count(tmp_path: Path, capsys: Capture, options: tuple[str, ...]) -> None:
+    extra = np.ones(2, np.float32)
+    plain, other = with_extras(tmp_path, "a"), with_extras(tmp_path, "b", **{"x.head": extra})
+    third = with_extras(tmp_path, "c", **{"x.head": extra * 2})
+    for first, second in ((plain, other), (other, plain), (other, third)):
+        said = run_here(capsys, "diff", str(first), str(second), "--jobs", "1", *options)
+        assert said.code == 0 and "compared 2 tensors" in said.out, said
+        assert run_here(capsys, "diff", str(first), str(second), "--jobs", "1").code == 4
+
+
+def test_a_difference_in_what_is_chosen_is_found(tmp_path: Path, capsys: Capture) -> None:
+    first, second = with_extras(tmp_path, "a"), with_extras(tmp_path, "b", w=np.ones(4, np.float32), c=np.ones(1))
+    said = run_here(capsys, "diff", str(first), str(second), "--jobs", "1", "--include", "[wc]")
+    assert said.code == 4 and said.err.count("difference: ") == 2, said
+    assert "'w' differs at element [0]" in said.err and "not there: 'c'" in said.err
+    said = run_here(capsys, "diff", str(first), str(second), "--jobs", "1", "--include", "c")
+    assert said.code == 4 and said.err.count("difference: ") == 1 and "not there: 'c'" in said.err, said
+
+
+def test_a_glob_that_matches_in_neither_is_refused(tmp_path: Path, capsys: Capture) -> None:
+    first, second = with_extras(tmp_path, "a"), with_extras(tmp_path, "b", c=np.ones(1))
+    for option in ("--include", "--exclude"):
+        said = run_here(capsys, "diff", str(first), str(second), "--jobs", "1", option, "d*")
+        assert said.code == 3 and f"{option} d* matches no tensor\n  got: w, b, c\n" in said.err, said
+        with pytest.raises(MapError, match="d\\* matches no tensor"):
+            reshard_mpi.diff(first, second, **{option.strip("-"): "d*"})
+
+
+def test_nothing_to_compare_is_refused(tmp_path: Path, capsys: Capture) -> None:
+    first = with_extras(tmp_path, "a")
+    said = run_here(capsys, "diff", str(first), str(first), "--jobs", "1", "--exclude", "*")
+    assert said.code == 3 and "leave no tensor" in said.err, said
+
+
+def test_a_full_checkpoint_and_what_a_map_makes_of_a_part(tmp_path: Path, capsys: Capture) -> None:
+    """The names are those of the target: the second has them as they are."""
+    rules = tmp_path / "map.toml"
+    rules.write_text('[[map]]\neq = "w [a] <=> v.w [a]"\n[[map]]\neq = "b [a] <=> v.b [a]"\n')
+    second = tmp_path / "c.ckpt"
+    write_shard({"v.w": np.arange(4, dtype=np.float32), "v.b": np.arange(3) + 1, "z": np.ones(1)}, second)
+    arguments = ["diff", str(with_extras(tmp_path, "a")), str(second), "--jobs", "1", "--map", str(rules)]
+    said = run_here(capsys, *arguments, "--exclude", "v.b", "--exclude", "z")
+    assert said.code == 0 and "compared 1 tensor," in said.out, said
+    assert "difference: 'v.b' differs at element [0]" in run_here(capsys, *arguments, "--exclude", "z").err
 
 
 def test_a_hole_is_no_difference_but_refused(tmp_path: Path, capsys: Capture) -> None:

@@ -39,6 +39,29 @@ def shard(folder: Path, rank: int, kind: str) -> Path:
     return folder / f"rank_{rank}" / f"checkpoint_{rank}.{KINDS[kind]}"
 
 
+@pytest.mark.parametrize("length", [1, 2, 5])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_counter_of_which_most_ranks_have_an_empty_slice(tmp_path: Path, kind: str, length: int) -> None:
+    """FSDP's slices of a counter with a dimension: what a rank has none of says nothing of the step."""
+    rule = '[[parameter]]\nmatch = "*"\nsplit = { 0 = ["dp"] }\nsizes = "ceil"\n'
+    specs = {ranks: tmp_path / f"{ranks}.toml" for ranks in (3, 2)}
+    for ranks, spec in specs.items():
+        spec.write_text(f"mesh = {{ dp = {ranks} }}\n{rule}")
+    numbers = np.arange(1, length + 1, dtype=np.int64)
+    tensors = {"w": np.arange(7, dtype=np.float32), "global_step": numbers, "opt.w.step": numbers[:1]}
+    for rank in range(3):
+        slices = {name: array[rank * -(-len(array) // 3) :][: -(-len(array) // 3)] for name, array in tensors.items()}
+        path = tmp_path / "src" / f"rank_{rank}" / f"w.{KINDS[kind]}"
+        path.parent.mkdir(parents=True)
+        write_shard(slices, path)
+    for target, ranks in ((specs[2], 2), (None, 1)):
+        dst = tmp_path / f"dst{ranks}"
+        reshard_mpi.transform(tmp_path / "src", dst, specs[3], target, to="ckpt", replicas="check", verify=True)
+        read = [read_shard(shard(dst, rank, "ckpt")) for rank in range(ranks)]
+        for name, array in tensors.items():
+            assert b"".join(own[name][2] for own in read) == array.tobytes()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("first", "second"), [(2, 4), (4, 3), (3, 2), (6, 1)])
 def test_rows_are_cut_and_scalars_are_not(tmp_path: Path, kind: str, first: int, second: int) -> None:
