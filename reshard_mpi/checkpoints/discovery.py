@@ -14,7 +14,7 @@ from reshard_mpi.checkpoints import moments
 from reshard_mpi.checkpoints.choice import PART, choose, require_one_step
 from reshard_mpi.errors import ShardError, SourceError, told
 from reshard_mpi.filesystem.file_kinds import kind_of_file
-from reshard_mpi.filesystem.paths import real_path
+from reshard_mpi.filesystem.paths import described, real_path
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.text import natural_key, ranges
 
@@ -100,7 +100,7 @@ def _found(path: str, select: str | None, role: str, format_name: str | None) ->
         raise SourceError(
             f"the {role} is not there",
             expected="a folder or a checkpoint file",
-            got="nothing",
+            got=described(given),
             where=path,
             remedy="check the path, and that this machine sees it",
         )

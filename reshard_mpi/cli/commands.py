@@ -108,12 +108,10 @@ def _transform(options: argparse.Namespace) -> int:
     with _world(options) as world:
         unwritable = world.rank == 0 and options.report and not _can_be_written(options.report, options.target)
         if any(world.allgather(unwritable)):
-            from reshard_mpi.filesystem.paths import described
-
             raise UsageError(
                 "the report cannot be written",
                 expected="a new file in a folder, or an earlier report; no name of a shard or of a file of the run",
-                got=described(Path(options.report)),
+                got=_in_the_way_of(Path(options.report)),
                 where=options.report,
                 remedy="choose another name, in a folder that is there",
             )
@@ -205,6 +203,16 @@ def _can_be_written(path: str, target: str) -> bool:
     if not os.access(real, os.F_OK):
         return os.access(real.parent, os.W_OK | os.X_OK) and real.parent.is_dir()
     return os.access(real, os.R_OK | os.W_OK) and report.is_report(real)
+
+
+def _in_the_way_of(report: Path) -> str:
+    """Say why a report cannot be written: what lies there, or what its folder is."""
+    from reshard_mpi.filesystem.paths import described
+
+    lies_there, folder = described(report), report.parent
+    if lies_there != "nothing":
+        return lies_there
+    return "a folder that takes no file of yours" if folder.is_dir() else f"no folder {folder}"
 
 
 def _progress(options: argparse.Namespace, world: comm.Comm) -> RunProgress:

@@ -13,7 +13,7 @@ from reshard_mpi.mapping.candidates import MAX_NAMED
 from reshard_mpi.mapping.directions import Direction
 from reshard_mpi.mapping.following import owned_by, owners_in_target
 from reshard_mpi.mapping.made import Constant, Made
-from reshard_mpi.mapping.rules import Rules, bytes_of
+from reshard_mpi.mapping.rules import TYPES, Rules, bytes_of
 from reshard_mpi.sharding.patterns import Pattern
 
 
@@ -107,12 +107,17 @@ def all_typed(choice: Choice, tensors: Sequence[Made]) -> Iterator[Made]:
     for glob, dtype in choice.types:
         if glob != ANY and not any(map(Pattern(glob).matches, floats)):
             raise MapError(
-                f"--dtype {glob}={dtype} matches no floating-point tensor",
+                f"--dtype {glob}={_named(dtype)} matches no floating-point tensor",
                 got=", ".join(floats[:MAX_NAMED]) + (" ..." if len(floats) > MAX_NAMED else "") or "none",
                 remedy="give a pattern of the names that the target has",
             )
     for tensor in tensors:
         yield tensor._replace(dtype=type_of(choice, tensor.name, tensor.dtype, tensor.shape.shape))
+
+
+def _named(dtype: DType) -> str:
+    """Return what `--dtype` calls a type."""
+    return next((name for name, known in TYPES.items() if known == dtype), str(dtype))
 
 
 def constant_typed(choice: Choice, constant: Constant) -> Constant:

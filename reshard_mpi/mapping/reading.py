@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from reshard_mpi.errors import MapError
+from reshard_mpi.filesystem.paths import described
 from reshard_mpi.mapping.parsing import MAX_BYTES, parse_rules
 from reshard_mpi.mapping.rules import Rules
 from reshard_mpi.text import did_you_mean
@@ -24,11 +25,11 @@ def shipped_maps() -> dict[str, Path]:
 
 def described_maps() -> dict[str, str]:
     """Return what each map that comes with the program is for, by name."""
-    described = {}
+    descriptions = {}
     for name, path in shipped_maps().items():
         content = tomllib.loads(_text(path, MAX_BYTES, "the map"))
-        described[name] = str(content.get("description", ""))
-    return described
+        descriptions[name] = str(content.get("description", ""))
+    return descriptions
 
 
 def map_path(name: str) -> Path:
@@ -64,18 +65,29 @@ def read_rules(name: str, config: str | None) -> tuple[Rules, dict[str, str]]:
 
 def _text(path: Path, most_bytes: int, what: str) -> str:
     if path.exists() and not path.is_file():
-        raise MapError(f"{what} is no file", where=str(path))
+        got = described(path)
+        raise MapError(f"{what} is no file", expected="a file", got=got, where=str(path), remedy="give its path")
     try:
         with path.open("rb") as file:
             content = file.read(most_bytes + 1)
     except OSError as error:
-        raise MapError(f"{what} cannot be read", got=error.strerror or str(error), where=str(path)) from None
+        raise MapError(
+            f"{what} cannot be read",
+            expected="a file that may be read",
+            got=error.strerror or str(error),
+            where=str(path),
+            remedy="check the path, and the permissions of the file",
+        ) from None
     if len(content) > most_bytes:
-        raise MapError(f"{what} is too large", expected=f"at most {most_bytes} bytes", where=str(path))
+        expected, got = f"at most {most_bytes} bytes", "more"
+        raise MapError(f"{what} is too large", expected=expected, got=got, where=str(path), remedy="give its path")
     try:
-        return content.decode()
+        return content.decode("utf-8-sig")  # as editors of other systems save texts
     except UnicodeDecodeError as error:
-        raise MapError(f"{what} is no UTF-8 text", got=str(error), where=str(path)) from None
+        expected, remedy = "UTF-8", "save it as UTF-8"
+        raise MapError(
+            f"{what} is no UTF-8 text", expected=expected, got=str(error), where=str(path), remedy=remedy
+        ) from None
 
 
 def _configuration(text: str, where: str) -> Mapping[str, object]:

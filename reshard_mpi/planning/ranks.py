@@ -212,6 +212,8 @@ def _needs(source: Placement, target: Placement, target_rank: int) -> Needs:
         shape = stand_in_shape(aligned, other)
         # Which slices of a cut by ceiling division meet is up to the shape; and all of them tell how long it is.
         is_open = aligned.ceil or other.ceil
+        if aligned.ceil:  # in the sizes that the target gives some slices may be empty
+            shape = tuple(aligned.cuts(dim) for dim in range(len(shape)))
         box = Box((0,) * len(shape), shape) if is_open else Layout(other, shape).box(target_rank)
         layout = Layout(aligned, shape)  # its placement has the dimensions by which it counts pieces
         needs.append((layout.placement, tuple(piece for piece, _ in layout.pieces_meeting(box))))

@@ -73,6 +73,12 @@ def no_such_folder(c: Conversion) -> Conversion:
     return c.but(src=c.folder / "missing")
 
 
+@bad(SourceError, "not there", "got: a pipe", "where: .*/pipe")
+def a_pipe(c: Conversion) -> Conversion:
+    os.mkfifo(c.folder / "pipe")
+    return c.but(src=c.folder / "pipe")
+
+
 @bad(SourceError, "no checkpoint found", "where: .*/empty")
 def a_folder_with_nothing_in_it(c: Conversion) -> Conversion:
     (c.folder / "empty").mkdir()

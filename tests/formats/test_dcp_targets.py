@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from support import dcp_peer, torch_peer
 from support.cases import Side
+from support.checkpoints import sample
 from support.command_line import run_apart, run_captured
 from support.conversions import TENSORS, Conversion, make, write_conversion
 from support.examples import many
@@ -310,3 +311,12 @@ def test_a_file_that_ends_early(tmp_path: Path) -> None:
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
         with pytest.raises(ShardError):
             dcp.locate(str(path))
+
+
+@pytest.mark.parametrize("value", [3, [], {"": []}])
+def test_a_value_under_an_empty_key_comes_back(tmp_path: Path, value: object) -> None:
+    weights = torch_peer.tensor(sample("w", np.arange(4, dtype=np.float32)), "0")
+    torch_peer.save(tmp_path / "a.pt", {"": value, "w": weights})
+    run(["transform", str(tmp_path / "a.pt"), str(tmp_path / "dcp"), "--to", "dcp", "--jobs", "1"])
+    run(["transform", str(tmp_path / "dcp"), str(tmp_path / "back"), "--to", "torch", "--jobs", "1"])
+    assert run(["diff", str(tmp_path / "a.pt"), str(tmp_path / "back"), "--jobs", "1"]).count("note: ") == 0

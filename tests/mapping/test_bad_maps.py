@@ -194,8 +194,19 @@ def test_tensors_of_a_stack_that_have_other_dimensions_are_not_left_out(tmp_path
 
 def test_a_map_that_is_no_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "map.toml")
-    with pytest.raises(MapError, match="the map is no file"):
+    with pytest.raises(MapError, match="the map is no file\n  expected: a file\n  got: a pipe\n"):
         reshard_mpi.plan(checkpoint(tmp_path), map=tmp_path / "map.toml")
+
+
+def test_texts_as_editors_of_other_systems_save_them(tmp_path: Path) -> None:
+    """With a mark of their encoding, and line ends of two characters."""
+    rules = b"[axes]\r\nn = 'n'\r\n[[map]]\r\neq = 'a.0.q [x n] <=> b [n x]'\r\n"
+    (tmp_path / "map.toml").write_bytes(b"\xef\xbb\xbf" + rules)
+    (tmp_path / "config.json").write_bytes(b'\xef\xbb\xbf{\r\n"n": 3\r\n}')
+    source = checkpoint(tmp_path, {"a.0.q": np.ones((2, 3), np.float32)})
+    options = {"map": tmp_path / "map.toml", "config": tmp_path / "config.json"}
+    report = reshard_mpi.transform(source, tmp_path / "dst", **options)  # type: ignore[arg-type]
+    assert any("makes 1 tensor" in note for note in report.notes)
 
 
 def test_a_configuration_that_is_no_file(tmp_path: Path) -> None:
@@ -334,7 +345,7 @@ def test_options_that_do_not_belong_together(tmp_path: Path, options: dict[str, 
         ({"map": "no-such-map"}, "there is no map of this name"),
         ({"map": "./no-such-file.toml"}, "the map cannot be read"),
         ({"include": "nothing.*"}, "matches no tensor"),
-        ({"dtype": ["bf16", "nothing.*=fp16"]}, "^dtype nothing.*=float16 matches no floating-point tensor"),
+        ({"dtype": ["bf16", "nothing.*=fp16"]}, "^dtype nothing.*=fp16 matches no floating-point tensor"),
         ({"dtype": "count=fp16"}, "matches no floating-point tensor"),
         ({"exclude": "nothing.*"}, "matches no tensor"),
         ({"include": "a.*", "exclude": "a.*"}, "leave no tensor"),

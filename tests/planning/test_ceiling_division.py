@@ -97,6 +97,27 @@ def test_any_lengths_from_any_number_to_any(shape: tuple[int, int], m: int, n: t
         assert read_shard(folder / "back" / "rank_0" / "checkpoint_0.ckpt") == as_read(tensors)
 
 
+@pytest.mark.parametrize(("length", "sizes"), [(5, [2, 3]), (4, [1, 3]), (3, [1, 2]), (9, [4, 5])])
+@pytest.mark.parametrize("axes", [["a"], ["a", "b"]])
+def test_empty_slices_are_opened_for_a_target_that_gives_sizes(
+    tmp_path: Path, length: int, sizes: list[int], axes: list[str]
+) -> None:
+    """The sizes of the target say how long it all is, but the source's slices tell it only all together."""
+    whole = np.arange(length * 2, dtype=np.float32).reshape(length, 2)
+    mesh = "a = 4" if len(axes) == 1 else "a = 3, b = 2"
+    (tmp_path / "m.toml").write_text(spec(mesh, 0, axes))
+    for rank, rows in enumerate(chunks(list(range(length)), [4] if len(axes) == 1 else [3, 2])):
+        path = tmp_path / "m" / f"rank_{rank}" / "w.ckpt"
+        path.parent.mkdir(parents=True)
+        write_shard({"w": whole[rows]}, path)
+    (tmp_path / "n.toml").write_text(
+        f'mesh = {{ a = 2 }}\n[[parameter]]\nmatch = "w"\nsplit = {{ 0 = ["a"] }}\nsizes = {{ 0 = {sizes} }}\n'
+    )
+    reshard_mpi.transform(tmp_path / "m", tmp_path / "n", tmp_path / "m.toml", tmp_path / "n.toml", verify=True)
+    for rank, rows in enumerate((whole[: sizes[0]], whole[sizes[0] :])):
+        assert read_shard(tmp_path / "n" / f"rank_{rank}" / f"checkpoint_{rank}.ckpt") == as_read({"w": rows})
+
+
 def write_four(folder: Path, lengths: Sequence[int]) -> Path:
     """Write four shards with slices of so many rows, and the spec; return the spec."""
     for rank, length in enumerate(lengths):

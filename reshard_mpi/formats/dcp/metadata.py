@@ -115,6 +115,8 @@ def _metadata(root: Value, end: int) -> Metadata:
         if type(value) is Call and value.function.name == "BytesStorageMetadata":
             entries[name] = None
             continue
+        if not name:
+            raise _Unsound("a tensor has no name", "''")
         tensor = alike.get(id(value)) or alike.setdefault(id(value), _tensor(name, value))
         entries[name] = tensor
     items: dict[ItemKey, ItemPlace] = {}
@@ -239,8 +241,10 @@ def _named(value: Value, what: str) -> Iterator[tuple[str, Value]]:
     """Yield the entries of a dictionary whose keys are names."""
     names: set[str] = set()
     for name, entry in _pairs(value, what):
-        if type(name) is not str or not 0 < len(name.encode("utf-8", "surrogatepass")) <= files.MAX_NAME_BYTES:
-            raise _Unsound(f"{what} has a key that is no name of 1 to {files.MAX_NAME_BYTES} bytes", repr(name)[:100])
+        if type(name) is not str or len(name.encode("utf-8", "surrogatepass")) > files.MAX_NAME_BYTES:
+            raise _Unsound(
+                f"{what} has a key that is no text of {files.MAX_NAME_BYTES} bytes or less", repr(name)[:100]
+            )
         if name in names:
             raise _Unsound(f"{what} has a name twice", repr(name))
         names.add(name)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import ReshardError, StrategyError
 from reshard_mpi.filesystem.file_kinds import START_BYTES, marked_kind_of
+from reshard_mpi.filesystem.paths import kind_of
 from reshard_mpi.protobuf import WireError, varint
 from reshard_mpi.sharding.strategy.limits import MAX_FILE_BYTES, MAX_SPEC_BYTES
 from reshard_mpi.sharding.strategy.mindspore import REMEDY, StageFile, decode_json
@@ -156,7 +157,9 @@ def distinct(files: Iterable[StrategyFile]) -> Iterator[StrategyFile]:
 def _check_size(file: Path) -> None:
     size_bytes = _size_bytes(file)
     if size_bytes == 0:
-        raise StrategyError("the strategy file is empty", expected="1 byte or more", got="0 bytes", where=str(file))
+        raise StrategyError(
+            "the strategy file is empty", expected="1 byte or more", got="0 bytes", where=str(file), remedy=REMEDY
+        )
     if size_bytes > MAX_FILE_BYTES:
         raise StrategyError(
             "the file is too large to be a strategy",
@@ -171,7 +174,13 @@ def _size_bytes(file: Path) -> int:
     with _readable(file):
         status = file.stat()
     if not stat.S_ISREG(status.st_mode):
-        raise StrategyError("the strategy is no regular file", where=str(file), remedy=REMEDY)
+        raise StrategyError(
+            "the strategy is no regular file",
+            expected="a file",
+            got=kind_of(status.st_mode),
+            where=str(file),
+            remedy=REMEDY,
+        )
     return status.st_size
 
 
