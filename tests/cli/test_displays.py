@@ -239,7 +239,7 @@ def test_ranks_that_are_planned(
 @pytest.mark.slow
 def test_a_plan_on_a_terminal_leaves_the_plan_alone(tmp_path: Path) -> None:
     c = make(tmp_path)
-    slow = "import time; time.sleep(1.5)"
+    slow = "import time; time.sleep(0.25)"  # for each of some twenty
     code, shown = run_on_terminal(
         [*COMMAND, *c.arguments("plan")], fault(c, c.folder / "n", slow, on="open", path="src/")
     )
