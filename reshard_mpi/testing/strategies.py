@@ -30,9 +30,23 @@ _TROUBLE = (
 )
 
 
+# Made once: hypothesis takes longer to make a strategy than to draw from it, and to match a regular expression.
+_DTYPES = st.sampled_from(sorted(BY_NAME.values(), key=lambda dtype: dtype.name))
+_CHARACTERS = st.characters(exclude_categories=["Cs"])
+_PARTS = st.one_of(
+    st.sampled_from(("layers", "moments", "encoder", "attn", "dense_1", "weight", "w")), st.integers(0, 12).map(str)
+)
+_NAMES = st.one_of(
+    st.lists(_PARTS, min_size=1, max_size=4).map(".".join),
+    st.lists(st.sampled_from(_TROUBLE), min_size=1, max_size=5).map("".join),
+    st.text(_CHARACTERS, min_size=1, max_size=20),
+)
+_STRINGS = st.text(_CHARACTERS, max_size=20).map(lambda text: text.rstrip("\0"))
+
+
 def dtypes() -> st.SearchStrategy[DType]:
     """Any element type."""
-    return st.sampled_from(sorted(BY_NAME.values(), key=lambda dtype: dtype.name))
+    return _DTYPES
 
 
 def shapes(*, max_dims: int = 4, max_side: int = 5, min_side: int = 0) -> st.SearchStrategy[tuple[int, ...]]:
@@ -42,21 +56,22 @@ def shapes(*, max_dims: int = 4, max_side: int = 5, min_side: int = 0) -> st.Sea
 
 def names() -> st.SearchStrategy[str]:
     """Names as frameworks make them, and odd ones: any Unicode text of up to some hundred bytes."""
-    usual = st.from_regex(r"[a-z]{1,5}(\.[a-z0-9_]{1,6}){0,3}", fullmatch=True)
-    odd = st.lists(st.sampled_from(_TROUBLE), min_size=1, max_size=5).map("".join)
-    any_text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20)
-    return st.one_of(usual, odd, any_text)
+    return _NAMES
 
 
 def string_values() -> st.SearchStrategy[str]:
     """Strings that a shard can carry beside its tensors (NUL at the end is lost by some formats)."""
-    return st.text(st.characters(exclude_categories=["Cs"]), max_size=20).filter(lambda text: not text.endswith("\0"))
+    return _STRINGS
 
 
-@st.composite
-def contents(draw: st.DrawFn, *, max_tensors: int = 6) -> Contents:
+def contents(*, max_tensors: int = 6) -> st.SearchStrategy[Contents]:
     """A shard's tensors, with random bits, and its strings."""
-    drawn = draw(st.lists(names(), max_size=max_tensors + 2, unique=True))
-    seed = draw(st.integers(0, 1000))
-    tensors = [SampleTensor.random(name, draw(dtypes()), draw(shapes()), seed=seed) for name in drawn[2:]]
-    return Contents.of(tensors, {name: draw(string_values()) for name in drawn[:2]})
+    tensors = st.lists(st.tuples(names(), dtypes(), shapes()), max_size=max_tensors, unique_by=lambda drawn: drawn[0])
+    strings = st.dictionaries(names(), string_values(), max_size=2)
+    return st.builds(_contents, tensors, strings, st.integers(0, 1000))
+
+
+def _contents(tensors: list[tuple[str, DType, tuple[int, ...]]], strings: dict[str, str], seed: int) -> Contents:
+    held = [SampleTensor.random(name, dtype, shape, seed=seed) for name, dtype, shape in tensors]
+    names = {tensor.name for tensor in held}
+    return Contents.of(held, {name: text for name, text in strings.items() if name not in names})

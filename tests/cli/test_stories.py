@@ -45,15 +45,20 @@ def test_the_readme_has_the_guides_conversion(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(HAS_MINDSPORE, reason="with MindSpore the whole story is run")
+@pytest.mark.skipif(HAS_MINDSPORE, reason="with MindSpore the whole story is run, in test_all_stories.py")
 def test_eight_to_four_without_mindspore(mpi: MPI, tmp_path: Path) -> None:
-    finished = run_story("1_eight_to_four", tmp_path / "work", mpi=mpi)
-    assert finished.out.splitlines()[-2:] == [
-        "not run: compiling and training, which need MindSpore 2.10",
+    """By the script that runs all stories, or those that are named."""
+    work = tmp_path / "work"
+    finished = run_script(TUTORIAL / "run_all.sh", work, "1_eight_to_four", mpi=mpi)
+    proved = (
         "proved: 8 cards to 4 by MindSpore's strategy files, for training, for inference and from a pipeline:"
-        " all 120 slices are those of the whole tensors",
-    ]
-    logs = {str(path.relative_to(tmp_path / "work")) for path in (tmp_path / "work").glob("log_output/**/stdout")}
+        " all 120 slices are those of the whole tensors"
+    )
+    assert finished.out == proved + "\n"
+    told = (work / "1_eight_to_four.log").read_text().splitlines()
+    assert told[-2:] == ["not run: compiling and training, which need MindSpore 2.10", proved]
+    work /= "1_eight_to_four"
+    logs = {str(path.relative_to(work)) for path in work.glob("log_output/**/stdout")}
     assert logs == {f"log_output/1/rank.{rank}/stdout" for rank in range(4)}
 
 
@@ -117,8 +122,13 @@ def test_the_check_of_slices_can_fail(tmp_path: Path, monkeypatch: pytest.Monkey
         check(tmp_path, "four_cards", [])
 
 
-def run_story(name: str, work: Path, *arguments: str, mpi: MPI | None = None) -> Finished:
-    """Run a story with the programs of these tests' environment; it must succeed."""
+def run_story(name: str, work: Path, *arguments: str) -> Finished:
+    """Run a story; it must succeed."""
+    return run_script(TUTORIAL / name / "run.sh", work, *arguments)
+
+
+def run_script(script: Path, work: Path, *arguments: str, mpi: MPI | None = None) -> Finished:
+    """Run what tells a story, with the programs of these tests' environment; it must succeed."""
     folders = [sysconfig.get_path("scripts"), os.environ["PATH"]]
     if mpi is not None:
         # A folder with this mpirun alone: beside it may lie a python of another environment.
@@ -129,7 +139,7 @@ def run_story(name: str, work: Path, *arguments: str, mpi: MPI | None = None) ->
         folders.insert(0, str(mpirun.parent))
     environment = {"PATH": os.pathsep.join(folders), **(mpi.environment if mpi else {})}
     finished = run_command(
-        ["bash", str(TUTORIAL / name / "run.sh"), str(work), *arguments],
+        ["bash", str(script), str(work), *arguments],
         env=environment,
         timeout_seconds=600,
         check=True,

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
-import pytest
 from support.cases import Side
 from support.checkpoints import Arrays, as_read, expected_rank, read_shard, write_shard, write_shards, write_strategy
 from support.launch import MPI, mpirun_command
@@ -26,17 +25,15 @@ SHAPES = {
 }
 
 
-def test_by_rank_where_folders_are_there(mpi: MPI, tmp_path: Path) -> None:
-    for rank in range(4):
+def test_by_rank(mpi: MPI, tmp_path: Path) -> None:
+    """Into folders that are there, of two ranks, and that are not; then over what is there."""
+    for rank in (0, 3):
         (tmp_path / "dst" / f"rank_{rank}").mkdir(parents=True)
-    check_by_rank(mpi, tmp_path)
-
-
-def test_by_rank_where_folders_are_not_there(mpi: MPI, tmp_path: Path) -> None:
-    check_by_rank(mpi, tmp_path)
-    check_written(eight_to_four()[1], network(), tmp_path / "dst")
-    again = start(mpi, 4, "transform_by_rank.py", *by_rank_arguments(tmp_path))  # replaces what is there
-    assert again.code == 0, again
+    make_by_rank(tmp_path)
+    for _ in range(2):
+        finished = start(mpi, 4, "transform_by_rank.py", *by_rank_arguments(tmp_path))
+        assert finished.code == 0, finished
+        check_written(eight_to_four()[1], network(), tmp_path / "dst")
 
 
 def test_by_rank_with_too_many_ranks(mpi: MPI, tmp_path: Path) -> None:
@@ -48,11 +45,11 @@ def test_by_rank_with_too_many_ranks(mpi: MPI, tmp_path: Path) -> None:
     assert "Traceback" not in finished.err, finished
 
 
-@pytest.mark.parametrize("ranks", [4, 3])
-def test_pipeline(mpi: MPI, tmp_path: Path, ranks: int) -> None:
+def test_pipeline(mpi: MPI, tmp_path: Path) -> None:
+    """By fewer ranks than there are targets; below, by as many."""
     source, target = pipeline_to_four()
     arguments = make_pipeline(source, target, tmp_path)
-    finished = start(mpi, ranks, "transform_pipeline.py", *arguments)
+    finished = start(mpi, 3, "transform_pipeline.py", *arguments)
     assert finished.code == 0, finished
     check_written(target, pipeline_tensors(), tmp_path / "dst")
 
@@ -148,13 +145,6 @@ def make_by_rank(folder: Path) -> None:
 
 def by_rank_arguments(folder: Path) -> list[str]:
     return [str(folder / name) for name in ("src", "dst", "src_strategy.ckpt", "dst_strategy.ckpt")]
-
-
-def check_by_rank(mpi: MPI, folder: Path) -> None:
-    make_by_rank(folder)
-    finished = start(mpi, 4, "transform_by_rank.py", *by_rank_arguments(folder))
-    assert finished.code == 0, finished
-    check_written(eight_to_four()[1], network(), folder / "dst")
 
 
 def make_pipeline(source: Side, target: Side, folder: Path) -> list[str]:

@@ -62,7 +62,7 @@ if os.environ.get("RESHARD_MPI_TEST_FULL_SIZE"):
 @pytest.mark.slow
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize(
-    ("kind", "tensors", "count", "limit_mib"), [("ckpt", 17, 24, 320), ("hdf5", 17, 16, 320), *LARGE]
+    ("kind", "tensors", "count", "limit_mib"), [("ckpt", 17, 16, 320), ("hdf5", 17, 12, 320), *LARGE]
 )
 def test_no_task_is_killed(tmp_path: Path, kind: str, tensors: int, count: int, limit_mib: int, version: int) -> None:
     with group_of(version, limit_mib * MIB) as group:
