@@ -133,7 +133,7 @@ def run(
         if processes > 1 and communicator is None:
             outcome = run_with_workers(request, processes, shown, work)
         else:
-            outcome = work.load()(request, comm, shown, None)
+            outcome = work.run(request, comm, shown)
     except BaseException:
         shown.abandon()
         raise
@@ -156,14 +156,6 @@ def raise_first(outcome: Outcome) -> None:
         if len(outcome.failures) > 1:
             first.problem += f" (and {len(outcome.failures) - 1} more found)"
         raise first
-
-
-def found_shards(request: Request) -> discovery.ShardFiles:
-    """Return the files of the source that a request names."""
-    require_reachable(request.source)
-    return discovery.find_shards(
-        request.source, request.select, format_name=request.source_format, file_count=request.source_files
-    )
 
 
 def listed_shards(files: object, name: str) -> discovery.ShardFiles:

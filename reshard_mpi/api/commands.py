@@ -10,7 +10,6 @@ from reshard_mpi import formats
 from reshard_mpi.api.calls import (
     PathLike,
     conversion_of,
-    found_shards,
     listed_shards,
     raise_first,
     report_of,
@@ -124,7 +123,7 @@ def plan(
     `transform_checkpoints`. Raises a ReshardError if the transform would be refused.
     """
     request = request_of(locals())
-    files = found_shards(request)
+    files = request.shard_files()
     with RunMemory(lambda: request.allowance, SerialComm(), Silent()) as allotted:
         purpose = f"planning from {files.path}"
         notes = allotted.open().notes
@@ -266,7 +265,7 @@ def load_rank(
         request = request_of(arguments)
     else:
         request = request_of(arguments)
-        files = found_shards(request)
+        files = request.shard_files()
     conversion = conversion_of(files, request)
     (rank_plan,), outcome = plan_together(conversion, [rank])
     log(all_in_python(outcome.notes), all_in_python(outcome.warnings))

@@ -39,29 +39,30 @@ T = TypeVar("T")
 NewPlanner = Callable[[Mapping[int, ReshardError]], Planner]
 
 
-def convert(request: Request, comm: Comm, progress: Progress, strategies: Strategies | None = None) -> Outcome:
+def convert(
+    request: Request, comm: Comm, progress: Progress, memory: RunMemory, strategies: Strategies | None
+) -> Outcome:
     """Make this process's part of the targets of `request`; return the outcome of all processes of `comm`.
 
     Every process of `comm` must call it with the same request. strategies: those of the request, if they have been read
     already. Raises the same error on every process if the run is refused, before anything is written. Targets that fail
     later are in the outcome.
     """
-    with RunMemory(lambda: request.allowance, comm, progress) as memory:
-        new_planner = partial(Planner, request, comm, strategies, memory, progress)
-        planner, planned, due = _planned(new_planner, request, comm, progress)
-        _refuse(comm.allgather(planner.begin(progress)), comm)
-        if comm.rank == 0:  # not earlier, since a process alone may have started over until now
-            progress.reading(planner.described_source)
-        stage = Stage("writing", due.size_bytes, due.targets, ready=due.ready, phases=(MOVED, CLOSED))
-        if request.verify:
-            stage = stage._replace(name="writing and verifying", phases=PHASES)
-        progress.begin(stage, planner.own_bytes, planner.led_bytes)
-        own = planner.outcome.joined([planner.writer(progress).write()])
-        outcome = planned._replace(targets=(), processes=comm.size).joined(comm.allgather(own))
-        if not request.recorded:
-            return outcome
-        # Even if targets have failed: another run may have made them meanwhile, and left it to this one to commit.
-        return outcome.joined(comm.allgather(planner.commit(outcome) if comm.rank == 0 else Outcome()))
+    new_planner = partial(Planner, request, comm, strategies, memory, progress)
+    planner, planned, due = _planned(new_planner, request, comm, progress)
+    _refuse(comm.allgather(planner.begin(progress)), comm)
+    if comm.rank == 0:  # not earlier, since a process alone may have started over until now
+        progress.reading(planner.described_source)
+    stage = Stage("writing", due.size_bytes, due.targets, ready=due.ready, phases=(MOVED, CLOSED))
+    if request.verify:
+        stage = stage._replace(name="writing and verifying", phases=PHASES)
+    progress.begin(stage, planner.own_bytes, planner.led_bytes)
+    own = planner.outcome.joined([planner.writer(progress).write()])
+    outcome = planned._replace(targets=(), processes=comm.size).joined(comm.allgather(own))
+    if not request.recorded:
+        return outcome
+    # Even if targets have failed: another run may have made them meanwhile, and left it to this one to commit.
+    return outcome.joined(comm.allgather(planner.commit(outcome) if comm.rank == 0 else Outcome()))
 
 
 def plan_targets(
